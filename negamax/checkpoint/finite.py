@@ -1,8 +1,10 @@
-"""Weights that are NaN or infinite are found at load: a damaged file, or a failed conversion.
+"""Weights that are NaN or infinite, and scales that are no scales, are found at load: a damaged or
+unfinished file, or a failed conversion.
 
 Each parameter is looked at once, on its own device, behind the copy that filled it. The results
 stay there until the last tensor is written, so that a GPU is waited for once, not once per tensor.
-Only of a tensor that is refused are the values counted, in the file.
+Scales are looked at on the host, as they were read. Only of a tensor that is refused are the values
+counted, in the file.
 """
 
 from __future__ import annotations
@@ -32,12 +34,17 @@ class FiniteCheck:
 
     _entries: list[tuple[TensorEntry, ...]] = field(default_factory=list)
     _flags: list[Tensor] = field(default_factory=list)
+    _scales: dict[str, BrokenScale] = field(default_factory=dict)
 
     def add(self, values: Tensor, *sources: TensorEntry) -> None:
         """Look at `values`, made from the tensors `sources` of the checkpoint, without waiting."""
         if values.numel() and values.dtype in _SPECIAL_BITS:
             self._entries.append(sources)
             self._flags.append(_some_not_finite(values))
+
+    def add_scale(self, scale: BrokenScale) -> None:
+        """Name it in the end."""
+        self._scales[scale.entry.name] = scale
 
     def finish(self, reader: CheckpointReader) -> None:
         """Errors: `CheckpointError` naming the tensors with such values, how many, and the
@@ -51,18 +58,75 @@ class FiniteCheck:
             stacked = torch.stack([self._flags[number] for number in numbers])
             flags = stacked.tolist()  # host-sync: once, after the last tensor
             broken += [number for number, flag in zip(numbers, flags, strict=True) if flag]
-        if broken:
-            found = [
-                _describe(reader, self._entries[number]) for number in sorted(broken)[:_MAX_NAMED]
-            ]
-            more = (
-                f"; and {len(broken) - len(found)} more tensors" if len(broken) > len(found) else ""
+        texts = []
+        if self._scales:
+            found = [scale.describe(reader) for scale in list(self._scales.values())[:_MAX_NAMED]]
+            names = _some(found, len(self._scales))
+            texts.append(
+                f"the checkpoint has scales that are 0, negative, NaN or infinite: {names}"
             )
+            broken = [
+                n for n in broken if not self._scales.keys() & {e.name for e in self._entries[n]}
+            ]
+        if broken:
+            found = [_describe(reader, self._entries[n]) for n in sorted(broken)[:_MAX_NAMED]]
+            names = _some(found, len(broken))
+            texts.append(f"the checkpoint has values that are NaN or infinite: {names}")
+        if texts:
             raise CheckpointError(
-                f"the checkpoint has values that are NaN or infinite: {'; '.join(found)}{more}",
+                "; ".join(texts),
                 hint="download the files again; if they are complete, the checkpoint itself is "
                 "broken",
             )
+
+
+@dataclass(frozen=True)
+class BrokenScale:
+    """A tensor of scales that are none, and whether they may be negative."""
+
+    entry: TensorEntry
+    may_be_negative: bool
+
+    def describe(self, reader: CheckpointReader) -> str:
+        """How many, and the first of them."""
+        values = reader.read(self.entry)
+        broken = _no_scales(values, may_be_negative=self.may_be_negative)
+        places = broken.nonzero()
+        if not len(places):  # all of a rank's part are 0
+            return f"{self.entry.name}, of which a rank's part is 0"
+        value = values[tuple(places[0].tolist())].float().item()
+        return f"{_spot(self.entry, places)}: {value:g}"
+
+
+def broken_scale(
+    values: Tensor, entry: TensorEntry, *, may_be_negative: bool
+) -> BrokenScale | None:
+    """Whether `values`, on the CPU, read from `entry`, hold a scale that is none."""
+    if values.numel() == 0:
+        return None
+    if values.dtype is not torch.uint8:
+        lowest, highest = torch.aminmax(values.float())
+        if lowest.item() > 0 and highest.item() < torch.inf:
+            return None
+    if bool(_no_scales(values, may_be_negative=may_be_negative).any()):
+        return BrokenScale(entry, may_be_negative)
+    return None
+
+
+def _no_scales(values: Tensor, *, may_be_negative: bool) -> Tensor:
+    """True where `values` cannot be scales. Those of fp16 and FP8 may have been rounded to 0, but
+    not all of them; those of uint8 are powers of two by their exponents, of which 255 is NaN.
+    """
+    if values.dtype is torch.uint8:
+        return values == 255
+    numbers = values.float()
+    broken = ~numbers.isfinite()
+    if not may_be_negative:
+        broken |= numbers < 0
+    zero = numbers == 0
+    if values.dtype in (torch.float32, torch.bfloat16) or bool(zero.all()):
+        broken |= zero
+    return broken
 
 
 def not_finite(values: Tensor) -> Tensor:
@@ -85,9 +149,15 @@ def _describe(reader: CheckpointReader, sources: tuple[TensorEntry, ...]) -> str
             continue
         places = not_finite(values).nonzero()
         if len(places):
-            size = " x ".join(map(str, entry.shape)) or "1"
-            return (
-                f"{entry.name} in {len(places)} of {size} ({entry.dtype}), first at "
-                f"{places[0].tolist()}"
-            )
+            return _spot(entry, places)
     return f"{sources[0].name}, whose values are too large for the dtype that the model computes in"
+
+
+def _spot(entry: TensorEntry, places: Tensor) -> str:
+    size = " x ".join(map(str, entry.shape)) or "1"
+    return f"{entry.name} in {len(places)} of {size} ({entry.dtype}), first at {places[0].tolist()}"
+
+
+def _some(found: list[str], total: int) -> str:
+    more = f"; and {total - len(found)} more tensors" if total > len(found) else ""
+    return "; ".join(found) + more

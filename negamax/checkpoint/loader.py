@@ -22,7 +22,7 @@ from torch import Tensor
 
 from negamax.base.log import get_logger
 from negamax.base.progress import format_bytes
-from negamax.checkpoint.finite import FiniteCheck
+from negamax.checkpoint.finite import BrokenScale, FiniteCheck, broken_scale
 from negamax.checkpoint.plan import LoadPlan, Move, plan_load
 from negamax.checkpoint.reader import CheckpointReader, first_names
 from negamax.config.model_spec import ModelSpec
@@ -107,8 +107,10 @@ def fill(
     done = 0
     check = FiniteCheck()
     with CheckpointReader() as reader:
-        for move, part in _parts(reader, needed):
+        for move, part, scales in _parts(reader, needed):
             written = move.slot.write_part(part)
+            for scale in scales:
+                check.add_scale(scale)
             # A GPU has many scales of a few numbers each; they are copied as they are.
             stored = move.slot.stored
             looked_at = part if stored and stored.role is not Role.VALUES else written
@@ -128,48 +130,59 @@ def fill(
     )
 
 
-def _parts(reader: CheckpointReader, moves: list[Move]) -> Iterator[tuple[Move, Tensor]]:
+Part = tuple[Move, Tensor, list[BrokenScale]]  # what this rank keeps of a tensor
+
+
+def _parts(reader: CheckpointReader, moves: list[Move]) -> Iterator[Part]:
     """What this rank keeps of each tensor, in order. On their way to a GPU, a few are brought into
     pinned memory ahead.
     """
     if all(move.slot.device is None or move.slot.device.type == "cpu" for move in moves):
         for move in moves:
-            yield move, _read(reader, move)
+            yield _read(reader, move)
         return
     with ThreadPoolExecutor(READ_THREADS, "negamax-load") as pool:
-        ahead: deque[tuple[Move, Future[Tensor]]] = deque()
+        ahead: deque[Future[Part]] = deque()
         for move in moves:
             # `part` is a view of the mapped file: its pages are read in the thread that copies it.
-            part = _read(reader, move)
-            ahead.append((move, pool.submit(_pinned, part)))
+            ahead.append(pool.submit(_pinned, *_read(reader, move)))
             if len(ahead) > READ_AHEAD:
-                first, pinned = ahead.popleft()
-                yield first, pinned.result()
-        for first, pinned in ahead:
-            yield first, pinned.result()
+                yield ahead.popleft().result()
+        for pinned in ahead:
+            yield pinned.result()
 
 
-def _read(reader: CheckpointReader, move: Move) -> Tensor:
+def _read(reader: CheckpointReader, move: Move) -> Part:
     """What this rank keeps of a tensor."""
-    slot = move.slot
+    slot, scales = move.slot, []
     read: dict[str, Tensor] = {}
     for stored, source, wanted in move.parts():
         found = reader.read(source.entry, source.region(wanted)).reshape(list(map(len, wanted)))
+        if stored.role is Role.SCALE:
+            signed = slot.source.element.startswith(("int", "uint"))
+            scales.append(broken_scale(found, source.entry, may_be_negative=signed))
         if not move.is_dequantized:
-            return found
+            read[stored.name] = found
+            continue
         stored.check(found, wanted, slot.matrix_shape, name=source.entry.name)
         if stored.is_kept:
             read[stored.name] = found
+    broken = [scale for scale in scales if scale is not None]
+    if not move.is_dequantized:
+        (part,) = read.values()
+        return move, part, broken
     whole = slot.source.enclose(slot.matrix_region, slot.matrix_shape)
     plain = slot.source.dequantize(read)
-    return plain[
+    part = plain[
         tuple(
             slice(part.start - outer.start, part.stop - outer.start)
             for part, outer in zip(slot.region, whole, strict=True)
         )
     ]
+    return move, part, broken
 
 
-def _pinned(part: Tensor) -> Tensor:
-    """A copy in memory that a GPU can read by itself."""
-    return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part)
+def _pinned(move: Move, part: Tensor, scales: list[BrokenScale]) -> Part:
+    """With a copy in memory that a GPU can read by itself."""
+    pinned = torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part)
+    return move, pinned, scales

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -26,6 +27,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 100 * 10**6  # the limit of the format
 
+_SHARD_OF = re.compile(r"-of-\d+\.safetensors$")
 _ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2,
     "U16": 2,
@@ -174,6 +176,19 @@ def _find_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
                 f"{index_path} names {len(names)} files of which {len(missing)} are missing: "
                 f"{first_names(missing)}",
                 hint="finish the download",
+            )
+        # A folder may hold other files, but not shards of the same set that the index forgets.
+        ends = {match[0] for match in map(_SHARD_OF.search, names) if match}
+        forgotten = sorted(
+            path.name
+            for path in folder.glob("model-*.safetensors")
+            if path.name not in names and path.name.endswith(tuple(ends))
+        )
+        if forgotten:
+            raise CheckpointError(
+                f"{index_path} names {len(names)} files; of the same set there are "
+                f"{len(forgotten)} more: {first_names(forgotten)}",
+                hint="download the index again",
             )
         return [folder / name for name in names], index
     if (folder / SINGLE_NAME).is_file():

@@ -9,8 +9,11 @@ import torch
 from negamax.config.families import family_of
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.registry import KernelTable
+from negamax.layers.weights import WeightSlot
 from negamax.models.decoder import Decoder
+from negamax.parallel.collectives import SingleRank
 from negamax.parallel.context import ParallelContext
+from negamax.parallel.layout import ParallelLayout
 from negamax.quantization.detect import detect
 from negamax.quantization.scheme import WeightFormat
 
@@ -35,3 +38,23 @@ def build_model(
     code = import_module(f"{family.package}.model")
     model: Decoder = code.build(spec, context=context, weights=weights, kernels=kernels)
     return model
+
+
+def empty_slots(
+    spec: ModelSpec,
+    layout: ParallelLayout,
+    *,
+    dtype: torch.dtype,
+    kernels: KernelTable,
+    keep_quantized: bool = True,
+) -> dict[str, WeightSlot]:
+    """The weight slots of the same model on the rank `layout`, whose parameters take no memory:
+    for a plan of what is to be loaded. Errors: as above.
+    """
+    one = SingleRank()
+    context = ParallelContext(layout, attention_group=one, expert_group=one, world=one)
+    device = torch.device("meta")
+    return build_model(
+        spec, context=context, dtype=dtype, device=device, kernels=kernels,
+        keep_quantized=keep_quantized,
+    ).weight_slots()  # fmt: skip

@@ -16,12 +16,13 @@ import torch
 from negamax.base.errors import EngineDeadError
 from negamax.base.log import get_logger
 from negamax.base.progress import Progress, format_bytes
-from negamax.checkpoint.loader import load_weights
+from negamax.checkpoint.loader import fill
+from negamax.checkpoint.plan import LoadPlan, plan_load
 from negamax.checkpoint.synthetic import fill_synthetic
 from negamax.kernels.platform import platform_of
 from negamax.kernels.registry import resolve
 from negamax.models.decoder import Decoder
-from negamax.models.registry import build_model
+from negamax.models.registry import build_model, empty_slots
 from negamax.parallel.context import ParallelContext
 from negamax.scheduler.step import StepPlan, StepResult
 from negamax.worker import batch as batches
@@ -82,6 +83,11 @@ class Worker:
             config.spec, kernels=kernels, device=device, layout=config.layout
         )
         kv_cache.check_rows_fit(config, device=device)
+        load_plan = None  # made, and the checkpoint checked, before the weights take memory
+        if config.folder is not None:
+            slots = empty_slots(config.spec, config.layout, dtype=dtype, kernels=kernels)
+            load_plan = plan_load(slots, config.spec, Path(config.folder))
+            del slots
         self._proposer = load_proposer(config)
         num_draft_tokens = self._proposer.num_draft_tokens if self._proposer else 0
         self._context = context = _parallel_context(
@@ -93,7 +99,7 @@ class Worker:
             config.spec, context=context, dtype=dtype, device=device, kernels=kernels
         )
         with torch.inference_mode():
-            load_summary = _load(model, config, device=device)
+            load_summary = _load(model, config, load_plan, device=device)
             runtime.release_memory()  # of what only loading needed
             self._rows = RequestState(
                 config.max_num_seqs,
@@ -456,15 +462,18 @@ def _parallel_context(
     )
 
 
-def _load(model: Decoder, config: WorkerConfig, *, device: torch.device) -> str:
-    """Fill the model's weights and pack them; one line that says what was loaded.
+def _load(
+    model: Decoder, config: WorkerConfig, plan: LoadPlan | None, *, device: torch.device
+) -> str:
+    """Fill the model's weights by `plan` (None: synthetic ones) and pack them; one line that says
+    what was loaded.
 
     With one thread: each tensor is small, and a team of threads that waits for a busy core at each
     took 2 to 4 s for the 22 MiB of nano on two busy cores, where one thread takes 0.2 s.
     """
     torch.set_num_threads(1)
     shown = config.show_progress and config.layout.rank == 0
-    if config.folder is None:
+    if plan is None:
         with Progress("drawing synthetic weights", unit=_millions, enabled=shown) as progress:
             fill_synthetic(
                 model.weight_slots(), config.spec, config.seed, device=device, progress=progress
@@ -472,9 +481,7 @@ def _load(model: Decoder, config: WorkerConfig, *, device: torch.device) -> str:
         summary = f"synthetic weights, seed {config.seed}"
     else:
         with Progress("loading weights", unit=format_bytes, enabled=shown) as progress:
-            summary = load_weights(
-                model.weight_slots(), config.spec, Path(config.folder), progress=progress
-            ).summary()
+            summary = fill(model.weight_slots(), plan, progress=progress).summary()
     model.finish_loading()
     torch.set_num_threads(config.num_threads)
     return summary

@@ -41,6 +41,9 @@ from negamax.models.decoder import Decoder
 from negamax.models.minimax_m2.names import layer_of, place
 from negamax.models.registry import build_model
 from negamax.parallel.context import ParallelContext
+from negamax.parallel.layout import ParallelLayout
+from negamax.worker.config import WorkerConfig
+from negamax.worker.worker import Worker
 
 SPEC = tiny_spec()
 FP8_SPEC = tiny_spec(quantization_config=FP8_CONFIG)
@@ -407,7 +410,15 @@ def test_broken_scales_are_refused_by_name(tmp_path: Path) -> None:
         ),
         (
             {name + "_scale_inv": torch.full((1, 1), torch.nan)},
-            rf"infinite: {name}_scale_inv in 1 of 1 x 1 \(F32\)",
+            rf"infinite: {name}_scale_inv in 1 of 1 x 1 \(F32\), first at \[0, 0\]: nan",
+        ),
+        (
+            {name + "_scale_inv": torch.zeros(1, 1)},
+            rf"scales that are 0, .*: {name}_scale_inv in 1 of .*: 0 ",
+        ),
+        (
+            {name + "_scale_inv": torch.full((1, 1), -2.0)},
+            rf"scales that are .*negative.*: {name}_scale_inv in 1 of .*: -2 ",
         ),
         (
             {"lm_head.weight_scale_inv": torch.ones(1, 1)},
@@ -565,6 +576,20 @@ def header_file(header: bytes, data: bytes = b"") -> bytes:
             "cut off or damaged",
         ),
         (
+            header_file(
+                b'{"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},'
+                b' "y": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}',
+                b"1234",
+            ),
+            "y begins at byte 0 of the data and what stands before it ends at 4",
+        ),
+        (
+            header_file(
+                b'{"x": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}', b"12345678"
+            ),
+            "x begins at byte 4 ",
+        ),
+        (
             header_file(b'{"x": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}, "x": {}}'),
             "x is there twice",
         ),
@@ -611,6 +636,10 @@ def test_index_and_files_must_agree(tmp_path: Path) -> None:
         write_index(tmp_path, changed)
         with pytest.raises(CheckpointError, match=message):
             load(tmp_path)
+    write_index(tmp_path, weight_map)
+    (tmp_path / "model-00003-of-00002.safetensors").write_bytes((tmp_path / one).read_bytes())
+    with pytest.raises(CheckpointError, match=r"there are 1 more: model-00003-of-00002\.safe"):
+        load(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be read as JSON"):
         load(tmp_path)
@@ -698,3 +727,19 @@ def test_finding_a_model_imports_no_torch() -> None:
         "sys.exit('torch' in sys.modules or 'huggingface_hub' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_worker_refuses_a_checkpoint_before_its_weights_take_memory(tmp_path: Path) -> None:
+    tensors = random_tensors(SPEC)
+    del tensors["lm_head.weight"]
+    config = WorkerConfig(
+        spec=SPEC, eos_token_ids=(2,), folder=str(save_single(tmp_path, tensors)),
+        layout=ParallelLayout(), device="cpu", dtype="float32", kv_cache_dtype="auto",
+        max_model_len=64, max_num_seqs=1, max_num_batched_tokens=64, block_size=16,
+        num_kv_blocks=8, kv_cache_memory=None, gpu_memory_utilization=0.9, cudagraph_size=0,
+        num_threads=torch.get_num_threads(), seed=0, show_progress=False, addresses=None,
+    )  # fmt: skip
+    with pytest.raises(CheckpointError, match=r"missing .*lm_head\.weight") as caught:
+        Worker(config)
+    raised_in = [entry.name for entry in caught.traceback]
+    assert "plan_load" in raised_in and "_load" not in raised_in
