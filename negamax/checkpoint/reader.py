@@ -31,11 +31,12 @@ _SHARD_OF = re.compile(r"-of-\d+\.safetensors$")
 _ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2,
     "U16": 2,
-    "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+    "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1,
 }  # fmt: skip
 SAFETENSORS_NAMES = {
     "float32": "F32", "bfloat16": "BF16", "float16": "F16", "float8_e4m3fn": "F8_E4M3",
-    "int64": "I64", "int32": "I32", "int8": "I8", "uint8": "U8",
+    "int64": "I64", "int32": "I32", "int8": "I8", "uint8": "U8", "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
 }  # fmt: skip
 
 

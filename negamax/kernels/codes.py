@@ -30,7 +30,7 @@ class Codes:
     scale: Tensor | None = None  # [..., ceil(N / rows), groups] float, e4m3 or e8m0
     block: tuple[int, int] = (1, 1)  # rows and columns that share a scale
     zero_point: Tensor | None = None  # [..., ceil(N / rows), groups] uint8
-    global_scale: Tensor | None = None  # [...] or [..., 1] fp32
+    global_scale: Tensor | None = None  # [...], [..., 1] or, one per row, [..., N] fp32
     group_of: Tensor | None = None  # [K] int32, where columns belong to groups by a stored order
     is_e2m1: bool = False
 
@@ -59,7 +59,7 @@ class Codes:
             numbers = numbers - spread(self.zero_point)
         numbers = numbers * spread(self.scale)
         if self.global_scale is not None:
-            numbers = numbers * self.global_scale.float().reshape(*numbers.shape[:-2], 1, 1)
+            numbers = numbers * self.global_scale.float().reshape(*numbers.shape[:-2], -1, 1)
         return numbers
 
     def tensors(self, values: str, scale: str) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from negamax.kernels.codes import Codes
 
 ITEM_BYTES = {
-    "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int64": 8, "int32": 4,
-    "int8": 1, "uint8": 1,
+    "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e4m3fnuz": 1,
+    "int64": 8, "int32": 4, "int8": 1, "uint8": 1,
 }  # fmt: skip
 
 Region = tuple[range, range]  # rows, columns of a matrix
@@ -88,6 +88,15 @@ class StoredTensor:
     def is_kept(self) -> bool:
         """Whether the values of the matrix depend on it."""
         return self.role is not Role.ACTIVATION and self.known is None
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is one number for the matrix."""
+        return all(dim == Dim(Axis.FIXED) for dim in self.dims)
+
+    def held(self) -> StoredTensor:
+        """How a parameter holds it that is filled from several matrices: a number once per row."""
+        return replace(self, dims=(Dim(Axis.ROWS),)) if self.is_number else self
 
     def check(
         self, found: Tensor, part: tuple[range, ...], shape: tuple[int, int], *, name: str
@@ -151,10 +160,10 @@ class TensorFormat:
 
     @property
     def stacks(self) -> bool:
-        """Whether matrices lie on each other in one: each tensor that is kept runs over the
+        """Whether matrices lie on each other in one: each tensor that is held runs over the
         rows.
         """
-        return all(t.axis(Axis.ROWS) is not None for t in self.tensors if t.is_kept)
+        return all(t.held().axis(Axis.ROWS) is not None for t in self.tensors if t.is_kept)
 
     def unit(self, axis: Axis) -> int:
         """Rows or columns that cannot be cut apart without cutting an entry."""
@@ -176,7 +185,9 @@ class TensorFormat:
     def bytes_per_weight(self, shape: tuple[int, int]) -> float:
         """Bytes of all tensors of a matrix of `shape`, per element of it."""
         stored = sum(
-            math.prod(t.shape(shape)) * ITEM_BYTES[t.dtypes[0]] for t in self.tensors if t.is_kept
+            math.prod(t.held().shape(shape)) * ITEM_BYTES[t.dtypes[0]]
+            for t in self.tensors
+            if t.is_kept
         )
         return stored / math.prod(shape)
 

@@ -49,7 +49,8 @@ class WeightSlot:
     ) -> None:
         region = region or tuple(range(size) for size in shape)
         if target is not None:
-            assert tuple(target.shape) == tuple(len(part) for part in region), (
+            is_number = stored is not None and stored.is_number  # which all entries become
+            assert is_number or tuple(target.shape) == tuple(len(part) for part in region), (
                 f"{name}: {tuple(target.shape)} <- {region}"
             )
         self.name = name
@@ -111,6 +112,8 @@ class WeightSlot:
         self.written = True
         if target is None:
             return part
+        if target.dtype is torch.uint8:
+            part = part.view(torch.uint8)  # E8M0 in its other spelling
         with torch.inference_mode():
             # The pinned memory of `part` is not reused before the copy is done.
             return target.copy_(part, non_blocking=True)
@@ -151,7 +154,7 @@ class MatrixWeight:
         allocate = torch.zeros if padded else torch.empty
         self._tensors = {
             tensor.name: allocate(
-                (*lead, *tensor.shape((rows, columns))),
+                (*lead, *tensor.held().shape((rows, columns))),
                 dtype=weights.dtype if stored is PLAIN else getattr(torch, tensor.dtypes[0]),
                 device=weights.device,
             )
@@ -198,8 +201,8 @@ class MatrixWeight:
         """Where the part `region` of a matrix goes in the parameter of `tensor`: from row at[-1]
         and column 0 on.
         """
-        held = self._tensors[tensor.name][at[:-1]]
-        for n, (dim, part) in enumerate(zip(tensor.dims, tensor.part(region), strict=True)):
+        held, own = self._tensors[tensor.name][at[:-1]], tensor.held()
+        for n, (dim, part) in enumerate(zip(own.dims, own.part(region), strict=True)):
             row = at[-1] if dim.axis is Axis.ROWS else 0
             assert row % dim.unit == 0, f"{tensor.name} at row {row}"
             held = held.narrow(n, row // dim.unit, len(part))

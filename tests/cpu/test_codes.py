@@ -30,19 +30,20 @@ def number(codes: Codes, code: Tensor) -> float:
 @pytest.mark.parametrize("dtype", SCALE_DTYPES, ids=str)
 @pytest.mark.parametrize("element", VALUES)
 @pytest.mark.parametrize("block", [(1, 8), (1, 1000), (4, 8)], ids=str)
-@pytest.mark.parametrize("extras", ["", "zeros", "global", "order"])
+@pytest.mark.parametrize("extras", ["", "zeros", "global", "rows", "order"])
 def test_every_entry_follows_the_formula(
     element: str, block: tuple[int, int], dtype: torch.dtype, extras: str
 ) -> None:
     shape = (-(-ROWS // block[0]), -(-COLUMNS // block[1]))
     scale = torch.rand(shape).add(0.5).to(dtype)
     order = torch.arange(COLUMNS).flip(0) // block[1]
+    whole = {"global": torch.tensor(0.375), "rows": torch.rand(ROWS)}
     codes = Codes(
         VALUES[element],
         scale,
         block,
         zero_point=torch.randint(0, 16, shape, dtype=torch.uint8) if extras == "zeros" else None,
-        global_scale=torch.tensor(0.375) if extras == "global" else None,
+        global_scale=whole.get(extras),
         group_of=order.int() if extras == "order" else None,
         is_e2m1=element == "e2m1",
     )
@@ -55,7 +56,7 @@ def test_every_entry_follows_the_formula(
             value -= float(codes.zero_point[group])
         value *= float(scale[group].float())
         if codes.global_scale is not None:
-            value *= 0.375
+            value *= float(codes.global_scale.expand(ROWS)[n])
         assert float(plain[n, k]) == pytest.approx(value, rel=1e-6), (n, k)
 
 
