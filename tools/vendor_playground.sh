@@ -1,7 +1,7 @@
 #!/bin/sh
 # Builds the libraries of the chat page into negamax/api/playground/vendor/, and the accessibility
 # checker of its tests into tests/e2e/vendor/. Versions: tools/vendor_playground/package.json and
-# its lock file. Needs node and npm.
+# its lock file. Needs node, npm and patch.
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 pages=$root/negamax/api/playground/vendor
@@ -11,6 +11,7 @@ trap 'rm -rf "$work"' EXIT
 cp "$root"/tools/vendor_playground/* "$work"
 cd "$work"
 npm ci --ignore-scripts --no-audit --no-fund
+patch --strip 1 --directory node_modules < micromark.patch
 mkdir -p "$pages" "$tests"
 for name in markdown temml highlight; do
   # "neutral" picks the modules that do without innerHTML, which the page's policy forbids

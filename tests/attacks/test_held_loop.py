@@ -27,12 +27,13 @@ from negamax.base.errors import InvalidRequestError
 from negamax.text.chat_format import ChatFormat
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.tokenizer import Tokenizer
+from tests.speed import is_quick, slowness
 
 MiB = 2**20
 WINDOW = 196_608  # tokens, as of MiniMax-M2
 LIMITS = BodyLimits.of(max_bytes=32 * MiB, max_model_len=WINDOW)
 PART = 2**16  # bytes that come together
-HELD = 0.1  # seconds: twice what a quiet machine needs
+HELD = 0.1  # seconds of a core of 2025: twice what is needed
 NANO = Path(negamax.__file__).parent / "assets" / "nano"
 UNITS = {  # of the JSON text of a message
     "words": "word ",
@@ -124,8 +125,8 @@ async def rendered(body: bytes) -> str:
 
 
 def check(body: bytes) -> None:
-    """It is refused, and holds nobody up: once at least, since a core that
-    others use, too, takes longer.
+    """It is refused, and holds nobody up: once at least, since a core that others use, too, takes
+    longer.
     """
     outcome = ""
 
@@ -136,7 +137,7 @@ def check(body: bytes) -> None:
 
         return await held(work())
 
-    assert any(asyncio.run(run()) < HELD for _ in range(3))
+    assert any(asyncio.run(run()) < HELD * slowness() for _ in range(5))
     assert outcome == "context_length_exceeded"
 
 
@@ -198,7 +199,6 @@ def test_blocks_of_an_answer_are_joined_once() -> None:
     blocks = [{"type": "text", "text": "a" * 500}] * 40_000
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": blocks}]
     thoughts = HiddenThoughts(ThoughtSigner("nano"), context_length=WINDOW, shows_earlier=False)
-    started = time.process_time()
+    assert is_quick(lambda: history_of(messages, system=None, thoughts=thoughts), 2.0)
     history = history_of(messages, system=None, thoughts=thoughts)
-    assert time.process_time() - started < 2.0
     assert history.messages[-1]["content"] == "a" * 500 * 40_000

@@ -19,6 +19,7 @@ from tests.e2e.browser import Browser
 from tests.e2e.chat_page import ANSWERS, IDLE, ask, figures, sent
 from tests.e2e.conftest import MODEL, Server, eventually, serving
 from tests.e2e.scripted_server import NAME, Script, call, scripted
+from tests.speed import is_linear
 
 POLICY = {
     "default-src 'none'", "script-src 'self'", "style-src 'self'", "connect-src 'self'", "img-src data: 'self'",
@@ -495,7 +496,6 @@ def test_a_long_answer_streams_smoothly(page: Browser, script: Script) -> None:
         part=part,
     )
     assert late < 4 * early + 1  # ms, the median of a piece of 64 characters
-    assert late < 16
 
 
 @pytest.mark.parametrize(
@@ -538,20 +538,25 @@ def test_a_long_answer_streams_smoothly(page: Browser, script: Script) -> None:
 def test_no_text_freezes_the_page(page: Browser, script: Script, pieces: list[str]) -> None:
     page.call("Performance.enable", timeDomain="threadTicks")
     for piece in pieces:
-        before = cpu_seconds(page)
-        page.run(
-            """
-            const { renderMarkdown } = await import('/playground/markdown.js');
-            const text = piece.repeat(30000 / piece.length);
-            renderMarkdown(`a ${text} b`);
-            renderMarkdown(text);
-            """,
-            piece=piece,
-        )
-        assert cpu_seconds(page) - before < 1.5, piece  # a quadratic scan of 30 kB takes longer
+
+        def seconds(size: int, piece: str = piece) -> float:
+            before = cpu_seconds_of(page)
+            page.run(
+                """
+                const { renderMarkdown } = await import('/playground/markdown.js');
+                const text = piece.repeat(size / piece.length);
+                renderMarkdown(`a ${text} b`);
+                renderMarkdown(text);
+                """,
+                piece=piece,
+                size=size,
+            )
+            return cpu_seconds_of(page) - before
+
+        assert is_linear(seconds, 40_000), piece
 
 
-def cpu_seconds(page: Browser) -> float:
+def cpu_seconds_of(page: Browser) -> float:
     """Seconds that the page has spent on a processor."""
     metrics = {
         metric["name"]: metric["value"] for metric in page.call("Performance.getMetrics")["metrics"]

@@ -5,7 +5,6 @@ how long it takes.
 from __future__ import annotations
 
 import copy
-import time
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from negamax.text.messages import (
     split_inline_reasoning,
     system_note,
 )
+from tests.speed import cpu_seconds, is_linear
 
 
 @pytest.fixture(scope="module")
@@ -467,10 +467,5 @@ def test_long_histories_take_linear_time(kind: str) -> None:
             return [user("x"), ai("", call()), result("r"), *(system("n") for _ in range(num))]
         return [user([text("x")] * num)]
 
-    def seconds(messages: list[Message]) -> float:
-        started = time.process_time()
-        normalize_messages(messages)
-        return time.process_time() - started
-
-    small, large = history(1_000), history(8_000)
-    assert min(seconds(large) for _ in range(2)) < 20 * min(seconds(small) for _ in range(5)) + 0.01
+    histories = {num: history(num) for num in (2_000, 8_000)}
+    assert is_linear(lambda num: cpu_seconds(lambda: normalize_messages(histories[num])), 8_000)
