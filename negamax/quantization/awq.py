@@ -1,0 +1,82 @@
+"""Method "awq": AutoAWQ's layout "gemm", 4 bits with a zero point per group of columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING
+
+from negamax.config.quantization import QuantizationSpec
+from negamax.kernels.formats import (
+    COLUMNS,
+    FLOATS,
+    PLAIN,
+    ROWS,
+    Axis,
+    Dim,
+    Role,
+    StoredTensor,
+    TensorFormat,
+)
+from negamax.quantization.integers import group_dim, group_name, group_size
+from negamax.quantization.scheme import Scheme, check_fields, is_within, module_list
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from negamax.kernels.codes import Codes
+
+_WORD = Dim(Axis.ROWS, 8)  # eight numbers of 4 bits
+
+
+@cache
+def awq(size: int) -> TensorFormat:
+    """(number - zero point) * scale of each row and `size` columns (-1: all). All tensors are
+    transposed, and words of 32 bits hold eight rows in an order of their own.
+    """
+    group = group_dim(size)
+
+    def unpack(tensors: Mapping[str, Tensor]) -> Codes:
+        from negamax.kernels.codes import Codes
+        from negamax.kernels.packed import AWQ_ORDER, unpack
+
+        scale = tensors["scales"].mT
+        values = unpack(tensors["qweight"], 4, order=AWQ_ORDER).mT[..., : scale.shape[-2], :]
+        return Codes(
+            values,
+            scale,
+            (1, values.shape[-1] if size == -1 else size),
+            zero_point=unpack(tensors["qzeros"], 4, order=AWQ_ORDER).mT[..., : scale.shape[-2], :],
+        )
+
+    return TensorFormat(
+        f"awq_uint4_{group_name(size)}",
+        "uint4",
+        (
+            StoredTensor("qweight", Role.VALUES, ("int32",), (COLUMNS, _WORD)),
+            StoredTensor("qzeros", Role.ZERO_POINT, ("int32",), (group, _WORD)),
+            StoredTensor("scales", Role.SCALE, FLOATS, (group, ROWS)),
+        ),
+        unpack,
+    )
+
+
+def read(spec: QuantizationSpec) -> Scheme:
+    """Errors: `ConfigError` for what is stored in another way."""
+    spec = QuantizationSpec(spec.method, {"version": "gemm", **spec.fields}, spec.source)
+    check_fields(
+        spec,
+        {"bits": (4,), "zero_point": (True,), "version": ("gemm", "GEMM")},
+        beside=(
+            "backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "group_size",
+            "modules_to_fuse", "modules_to_not_convert", "quant_method",
+        ),
+    )  # fmt: skip
+    stored = awq(group_size(spec))
+    # AutoAWQ never packs the head.
+    unconverted = (*module_list(spec, "modules_to_not_convert"), "lm_head")
+
+    def format_of(module: str) -> TensorFormat:
+        return PLAIN if is_within(module, unconverted) else stored
+
+    return Scheme((stored,), format_of)

@@ -1,0 +1,168 @@
+"""Method "gptq", as AutoGPTQ and GPTQModel write it: 2, 4 or 8 bits with a zero point per group of
+columns. Version 1 stores zero points less 1, version 2 as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from negamax.config.quantization import QuantizationSpec
+from negamax.kernels.formats import (
+    FLOATS,
+    PLAIN,
+    ROWS,
+    Axis,
+    Dim,
+    Role,
+    StoredTensor,
+    TensorFormat,
+)
+from negamax.quantization.integers import (
+    PACKED_BITS,
+    group_dim,
+    group_index,
+    group_name,
+    group_size,
+)
+from negamax.quantization.scheme import Scheme, check_fields, is_within, refuse, spellings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from negamax.kernels.codes import Codes
+
+_VERSIONS = {None: 1, "gptq": 1, "gptq_v2": 2}
+# How the numbers were found, and options of other readers.
+_OF_THE_QUANTISER = (
+    "act_group_aware", "autoround_version", "backend", "batch_size", "block_name_to_quantize",
+    "cache_block_outputs", "damp_auto_increment", "damp_percent", "dataset", "exllama_config",
+    "hyb_act", "iters", "max_input_length", "meta", "model_file_base_name", "model_name_or_path",
+    "model_seqlen", "module_name_preceding_first_block", "mse", "pad_token_id", "provider",
+    "quantizer", "static_groups", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama",
+)  # fmt: skip
+
+
+@cache
+def gptq(bits: int, size: int, *, version: int, is_stored_order: bool = False) -> TensorFormat:
+    """(number - zero point) * scale of each row and `size` columns (-1: all). All tensors are
+    transposed; words of 32 bits hold values of columns and zero points of rows that follow each
+    other. With `is_stored_order` (desc_act) g_idx says to which group a column belongs.
+    """
+    group, word = group_dim(size), 32 // bits
+
+    def unpack(tensors: Mapping[str, Tensor]) -> Codes:
+        from negamax.kernels.codes import Codes
+        from negamax.kernels.packed import unpack
+
+        values = unpack(tensors["qweight"], bits, axis=-2).mT
+        zero_point = unpack(tensors["qzeros"], bits).mT[..., : values.shape[-2], :]
+        return Codes(
+            values,
+            tensors["scales"].mT,
+            (1, values.shape[-1] if size == -1 else size),
+            zero_point=zero_point + 1 if version == 1 else zero_point,
+            group_of=tensors.get("g_idx"),
+        )
+
+    order = "_act_order" if is_stored_order else ""
+    return TensorFormat(
+        f"gptq_v{version}_uint{bits}_{group_name(size)}{order}",
+        f"uint{bits}",
+        (
+            StoredTensor("qweight", Role.VALUES, ("int32",), (Dim(Axis.COLUMNS, word), ROWS)),
+            StoredTensor("qzeros", Role.ZERO_POINT, ("int32",), (group, Dim(Axis.ROWS, word))),
+            StoredTensor("scales", Role.SCALE, FLOATS, (group, ROWS)),
+            group_index("g_idx", size, is_stored_order=is_stored_order, optional=True),
+        ),
+        unpack,
+    )
+
+
+def read(spec: QuantizationSpec) -> Scheme:
+    """Errors: `ConfigError` for what is stored in another way."""
+    check_fields(
+        spec,
+        {
+            "checkpoint_format": tuple(_VERSIONS),
+            "format": tuple(_VERSIONS),
+            "method": (None, "gptq"),
+            "pack_dtype": (None, "int32"),
+            "rotation": (None,),
+            "adapter": (None,),
+            "is_marlin_format": (None, False),
+            "data_type": (None, "int"),
+            "lm_head": (None, False, True),
+        },
+        beside=(
+            "bits", "desc_act", "dynamic", "group_size", "modules_in_block_to_quantize",
+            "quant_method", "sym", *_OF_THE_QUANTISER,
+        ),
+    )  # fmt: skip
+    version = _VERSIONS[spec.fields.get("checkpoint_format") or spec.fields.get("format")]
+    usual = _format(spec, version)
+    rules = [
+        (is_skipped, pattern, PLAIN if is_skipped else _format(changed, version))
+        for is_skipped, pattern, changed in _rules(spec)
+    ]
+    within = _listed(spec)
+    has_head = spec.fields.get("lm_head") is True
+
+    def format_of(module: str) -> TensorFormat:
+        for _, pattern, stored in rules:
+            if any(map(pattern.match, spellings(module))):
+                return stored
+        if is_within(module, ("lm_head",)):
+            return usual if has_head else PLAIN
+        return usual if not within or is_within(module, within) else PLAIN
+
+    stored = (usual, *(each for _, _, each in rules if each is not PLAIN))
+    return Scheme(tuple(dict.fromkeys(stored)), format_of)
+
+
+def _format(spec: QuantizationSpec, version: int) -> TensorFormat:
+    check_fields(
+        spec, {"bits": PACKED_BITS, "desc_act": (None, False, True), "sym": (None, False, True)}
+    )
+    return gptq(
+        spec.fields["bits"],
+        group_size(spec),
+        version=version,
+        is_stored_order=bool(spec.fields.get("desc_act")),
+    )
+
+
+def _rules(spec: QuantizationSpec) -> Iterator[tuple[bool, re.Pattern[str], QuantizationSpec]]:
+    """GPTQModel's `dynamic`: for the modules that a regular expression matches, the first one,
+    other fields, or, with "-:" before it, that they are left out.
+    """
+    rules = spec.fields.get("dynamic") or {}
+    if not isinstance(rules, Mapping):
+        refuse(spec, "dynamic", rules, "an object of rules")
+    for pattern, changes in rules.items():
+        name = f"dynamic[{pattern!r}]"
+        try:
+            expression = re.compile(pattern.removeprefix("+:").removeprefix("-:"))
+        except re.error as error:
+            refuse(spec, name, str(error), "a regular expression")
+        changed = QuantizationSpec(spec.method, dict(changes or {}), f"{spec.source}, {name}")
+        is_skipped = pattern.startswith("-:")
+        if not is_skipped:
+            check_fields(
+                changed, {}, beside=("bits", "desc_act", "group_size", "sym", *_OF_THE_QUANTISER)
+            )
+        whole = QuantizationSpec(spec.method, {**spec.fields, **changed.fields}, changed.source)
+        yield is_skipped, expression, whole
+
+
+def _listed(spec: QuantizationSpec) -> tuple[str, ...]:
+    """The modules of a block that are quantised: of lists of names, one per step; none means all.
+    Errors: `ConfigError`.
+    """
+    steps: Any = spec.fields.get("modules_in_block_to_quantize") or []
+    names = [name for step in steps for name in ([step] if isinstance(step, str) else step)]
+    if not all(isinstance(name, str) for name in names):
+        refuse(spec, "modules_in_block_to_quantize", steps, "lists of module names or null")
+    return tuple(names)

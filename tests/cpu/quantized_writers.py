@@ -1,0 +1,307 @@
+"""Every format of a checkpoint as those who publish it write it: one number and one bit field after
+the other, by the layout's description, without the packers of the product.
+
+`WRITERS` is the table of them; a line adds one. A writer is given a matrix of some module and says
+which tensors are stored of it, and which matrix these stand for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+from torch import Tensor
+
+Matrix = NDArray[Any]
+# what is stored of a matrix, by names behind the module's, and the matrix that it stands for
+Stored = tuple[dict[str, Tensor], Matrix]
+
+LEFT_OUT = "model.layers.1.self_attn.o_proj"  # every checkpoint has this module in full
+
+
+@dataclass(frozen=True)
+class Writer:
+    """`store`: (module, fp32 matrix [N, K]) -> `Stored`; `describe`: (the modules that are stored
+    so, all tensors) -> the description, which stands in `file`, or, without one, in config.json.
+    """
+
+    store: Callable[[str, Matrix], Stored]
+    describe: Callable[[Sequence[str], Mapping[str, Tensor]], dict[str, Any]]
+    file: str = ""
+
+
+def is_matrix(name: str) -> bool:
+    """Whether checkpoints quantise the tensor `name` of M2."""
+    return name.endswith("_proj.weight") or ".experts." in name
+
+
+def write(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], writer: Writer
+) -> dict[str, Tensor]:
+    """A checkpoint of `tensors` in `folder`; what it stands for, as plain fp32 tensors."""
+    stored, plain, modules = {}, dict(tensors), []
+    for name, tensor in tensors.items():
+        module = name.removesuffix(".weight")
+        if not is_matrix(name) or module == LEFT_OUT:
+            stored[name] = tensor
+            continue
+        parts, matrix = writer.store(module, tensor.float().numpy())
+        stored |= {f"{module}.{part}": value.contiguous() for part, value in parts.items()}
+        plain[name] = torch.from_numpy(matrix.astype(np.float32))
+        modules.append(module)
+    description = writer.describe(modules, stored)
+    whole = dict(config) if writer.file else {**config, "quantization_config": description}
+    (folder / "config.json").write_text(json.dumps(whole))
+    if writer.file:
+        (folder / writer.file).write_text(json.dumps(description))
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    return plain
+
+
+def words(rows: int, columns: int) -> list[list[int]]:
+    return [[0] * columns for _ in range(rows)]
+
+
+def int32(table: list[list[int]]) -> Tensor:
+    return torch.from_numpy(np.array(table, dtype=np.uint32).view(np.int32))
+
+
+def stored_as(numbers: Matrix, dtype: torch.dtype) -> tuple[Tensor, Matrix]:
+    """`numbers` rounded to `dtype`, as a tensor and as fp32 again."""
+    tensor = torch.from_numpy(numbers.astype(np.float32)).to(dtype)
+    return tensor, tensor.float().numpy()
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """codes [N, K] and zeros [N, G], unsigned; matrix = (codes - zeros) * scale of the group."""
+
+    codes: Matrix
+    zeros: Matrix
+    scale: Tensor  # [N, G]
+    group_of: Matrix  # [K]
+    matrix: Matrix
+
+
+def rounded(
+    matrix: Matrix,
+    bits: int,
+    size: int,
+    *,
+    symmetric: bool,
+    dtype: torch.dtype,
+    order: Matrix | None = None,
+) -> Rounded:
+    """To the nearest of 2^bits numbers in groups of `size` columns (-1: one); `order`: the columns
+    in the order in which they are put into groups.
+    """
+    height, width = matrix.shape
+    size = width if size == -1 else size
+    order = np.arange(width) if order is None else order
+    group_of = np.zeros(width, dtype=np.int32)
+    group_of[order] = np.arange(width) // size
+    most, count = 2**bits - 1, -(-width // size)
+    lower, upper = np.zeros((height, count)), np.zeros((height, count))
+    for group in range(count):
+        lower[:, group] = np.minimum(matrix[:, group_of == group].min(axis=1), 0)
+        upper[:, group] = np.maximum(matrix[:, group_of == group].max(axis=1), 0)
+    if symmetric:
+        steps = np.maximum(-lower, upper) / (2 ** (bits - 1) - 1)
+    else:
+        steps = (upper - lower) / most
+    scale, steps = stored_as(steps, dtype)
+    zeros = np.full((height, count), 2 ** (bits - 1))
+    if not symmetric:  # a zero point of 0 is not for all formats
+        zeros = np.clip(np.round(-lower / steps), 1, most).astype(np.int64)
+    codes = np.round(matrix / steps[:, group_of]) + zeros[:, group_of]
+    codes = np.clip(codes, 0, most).astype(np.int64)
+    numbers = (codes - zeros[:, group_of]).astype(np.float32)
+    return Rounded(codes, zeros, scale, group_of, numbers * steps[:, group_of])
+
+
+# --- AWQ -----------------------------------------------------------------------------------------
+
+AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each nibble of a word
+
+
+def awq_words(numbers: Matrix) -> Tensor:
+    """numbers [A, N] -> [A, N / 8]."""
+    table = words(numbers.shape[0], numbers.shape[1] // 8)
+    for row, line in enumerate(table):
+        for word in range(len(line)):
+            for nibble, column in enumerate(AWQ_COLUMNS):
+                line[word] |= int(numbers[row, 8 * word + column]) << 4 * nibble
+    return int32(table)
+
+
+def store_awq(matrix: Matrix, size: int) -> Stored:
+    made = rounded(matrix, 4, size, symmetric=False, dtype=torch.float16)
+    parts = {
+        "qweight": awq_words(made.codes.T),
+        "qzeros": awq_words(made.zeros.T),
+        "scales": made.scale.T,
+    }
+    return parts, made.matrix
+
+
+def awq(size: int) -> Writer:
+    description = {
+        "quant_method": "awq", "bits": 4, "group_size": size, "version": "gemm",
+        "zero_point": True, "modules_to_not_convert": ["gate", "lm_head", LEFT_OUT],
+    }  # fmt: skip
+    return Writer(lambda module, matrix: store_awq(matrix, size), lambda *_: description)
+
+
+# --- GPTQ ----------------------------------------------------------------------------------------
+
+
+def words_of_rows(numbers: Matrix, bits: int) -> Tensor:
+    """numbers [A, B] -> [A bits / 32, B]: rows that follow each other share a word."""
+    per_word = 32 // bits
+    table = words(-(-numbers.shape[0] // per_word), numbers.shape[1])
+    for (row, column), number in np.ndenumerate(numbers):
+        table[row // per_word][column] |= int(number) << bits * (row % per_word)
+    return int32(table)
+
+
+def words_of_columns(numbers: Matrix, bits: int) -> Tensor:
+    """numbers [A, B] -> [A, B bits / 32]."""
+    per_word = 32 // bits
+    table = words(numbers.shape[0], -(-numbers.shape[1] // per_word))
+    for (row, column), number in np.ndenumerate(numbers):
+        table[row][column // per_word] |= int(number) << bits * (column % per_word)
+    return int32(table)
+
+
+def shuffled(width: int) -> Matrix:
+    return np.random.default_rng(width).permutation(width)
+
+
+def store_gptq(
+    matrix: Matrix, *, bits: int, size: int, symmetric: bool, desc_act: bool, version: int
+) -> Stored:
+    order = shuffled(matrix.shape[1]) if desc_act else None
+    made = rounded(matrix, bits, size, symmetric=symmetric, dtype=torch.float16, order=order)
+    parts = {
+        "qweight": words_of_rows(made.codes.T, bits),
+        "qzeros": words_of_columns(made.zeros.T - (1 if version == 1 else 0), bits),
+        "scales": made.scale.T,
+        "g_idx": torch.from_numpy(made.group_of),
+    }
+    return parts, made.matrix
+
+
+def gptq(
+    bits: int = 4,
+    size: int = 32,
+    *,
+    symmetric: bool = True,
+    desc_act: bool = False,
+    version: int = 1,
+) -> Writer:
+    description = {
+        "quant_method": "gptq", "bits": bits, "group_size": size, "sym": symmetric,
+        "desc_act": desc_act, "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
+        "lm_head": False, "dynamic": {r"-:.*layers\.1\.self_attn\.o_proj": {}},
+        "damp_percent": 0.1, "static_groups": False, "true_sequential": True,
+        "pack_dtype": "int32", "meta": {"quantizer": ["gptqmodel:5.0.0"]},
+    }  # fmt: skip
+
+    def store(module: str, matrix: Matrix) -> Stored:
+        return store_gptq(
+            matrix, bits=bits, size=size, symmetric=symmetric, desc_act=desc_act, version=version
+        )
+
+    return Writer(store, lambda *_: description)
+
+
+# --- compressed-tensors --------------------------------------------------------------------------
+
+
+def compressed(stored_format: str, weights: Mapping[str, Any]) -> dict[str, Any]:
+    group = {
+        "targets": ["Linear"], "input_activations": None, "output_activations": None,
+        "weights": {
+            "dynamic": False, "block_structure": None, "actorder": None, "observer": "minmax",
+            "observer_kwargs": {}, "group_size": None, **weights,
+        },
+    }  # fmt: skip
+    return {
+        "quant_method": "compressed-tensors", "format": stored_format, "version": "0.12.2",
+        "quantization_status": "compressed", "kv_cache_scheme": None, "sparsity_config": {},
+        "config_groups": {"group_0": group}, "global_compression_ratio": None,
+        "ignore": ["lm_head", "re:.*gate$", LEFT_OUT],
+    }  # fmt: skip
+
+
+def packed(
+    bits: int = 4, size: int = 32, *, symmetric: bool = True, actorder: str | None = None
+) -> Writer:
+    """pack-quantized: numbers are stored as number + 2^(bits - 1)."""
+    description = compressed(
+        "pack-quantized",
+        {
+            "num_bits": bits, "type": "int", "symmetric": symmetric, "actorder": actorder,
+            "strategy": "channel" if size == -1 else "group",
+            "group_size": None if size == -1 else size,
+        },
+    )  # fmt: skip
+
+    def store(module: str, matrix: Matrix) -> Stored:
+        order = shuffled(matrix.shape[1]) if actorder else None
+        made = rounded(matrix, bits, size, symmetric=symmetric, dtype=torch.bfloat16, order=order)
+        parts = {
+            "weight_packed": words_of_columns(made.codes, bits),
+            "weight_scale": made.scale,
+            "weight_shape": torch.tensor(matrix.shape),
+        }
+        if not symmetric:
+            parts["weight_zero_point"] = words_of_rows(made.zeros, bits)
+        if actorder:
+            parts["weight_g_idx"] = torch.from_numpy(made.group_of)
+        return parts, made.matrix
+
+    return Writer(store, lambda *_: description)
+
+
+def store_int8(matrix: Matrix, dtype: torch.dtype) -> Stored:
+    """A scale for each row."""
+    scale, steps = stored_as(np.abs(matrix).max(axis=1, keepdims=True) / 127, dtype)
+    codes = np.clip(np.round(matrix / steps), -127, 127)
+    parts = {"weight": torch.from_numpy(codes.astype(np.int8)), "weight_scale": scale}
+    return parts, codes.astype(np.float32) * steps
+
+
+def int_quantized() -> Writer:
+    description = compressed(
+        "int-quantized",
+        {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
+    )
+    tokens = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+    description["config_groups"]["group_0"]["input_activations"] = tokens
+    return Writer(lambda module, matrix: store_int8(matrix, torch.bfloat16), lambda *_: description)
+
+
+WRITERS: dict[str, Writer] = {
+    "awq": awq(32),
+    "awq-channel": awq(-1),
+    "gptq-sym": gptq(),
+    "gptq-asym": gptq(symmetric=False),
+    "gptq-channel": gptq(size=-1),
+    "gptq-8-bits": gptq(bits=8, size=16, symmetric=False),
+    "gptq-v2": gptq(symmetric=False, version=2),
+    "gptq-act-order": gptq(symmetric=False, desc_act=True),
+    "packed-int4": packed(),
+    "packed-int4-asym": packed(symmetric=False),
+    "packed-int4-channel": packed(size=-1, symmetric=False),
+    "packed-int4-act-order": packed(actorder="group"),
+    "packed-int8": packed(bits=8, size=16),
+    "int8": int_quantized(),
+}

@@ -1,0 +1,76 @@
+"""Every format that checkpoints are stored in: its writer's matrices are what a model computes
+with, on one rank and on several.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from m2_checkpoints import TINY, random_tensors, tiny_spec
+from model_support import PagedRun, build
+from quantized_writers import LEFT_OUT, WRITERS, is_matrix, write
+from torch import Tensor
+
+from negamax.checkpoint.loader import load_weights
+from negamax.config.families import read_spec
+from negamax.models.decoder import Decoder
+from negamax.parallel.collectives import SingleRank
+from negamax.parallel.context import ParallelContext
+from negamax.parallel.layout import ParallelLayout
+
+CONFIG: dict[str, Any] = {
+    **TINY, "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2",
+    "dtype": "float32", "hidden_size": 64, "intermediate_size": 64,
+}  # fmt: skip
+TENSORS = random_tensors(tiny_spec(**CONFIG))
+# (tensor parallel, expert parallel)
+LAYOUTS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
+
+
+def load(folder: Path, layout: ParallelLayout) -> tuple[Decoder, dict[str, Tensor], int]:
+    """A rank's model; what the slots wrote, before kernels are given it; how many weights were
+    dequantised.
+    """
+    spec = read_spec(json.loads((folder / "config.json").read_text()), folder)
+    groups = {"attention_group": SingleRank(), "expert_group": SingleRank(), "world": SingleRank()}
+    model = build(spec, context=ParallelContext(layout, **groups), loaded=False)
+    targets = {name: vars(slot)["_target"] for name, slot in model.weight_slots().items()}
+    report = load_weights(model.weight_slots(), spec, folder)
+    written = {name: targets[name] for name, slot in model.weight_slots().items() if slot.written}
+    written = {name: found for name, found in written.items() if found is not None}
+    return model, written, report.num_dequantized
+
+
+def greedy(model: Decoder) -> list[int]:
+    run, tokens = PagedRun(model), [5, 17, 60, 3]
+    while len(tokens) < 16:
+        logits = run.step([("a", tokens[run.lengths.get("a", 0) :])])["a"]
+        tokens.append(int(logits[-1].argmax()))
+    return tokens
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_model_computes_with_the_matrices_that_were_stored(name: str, tmp_path: Path) -> None:
+    plain = write(tmp_path, CONFIG, TENSORS, WRITERS[name])
+    quantized = {key for key in plain if is_matrix(key) and not key.startswith(LEFT_OUT)}
+    for key in quantized:  # so that nothing else can pass for them
+        error = (plain[key] - TENSORS[key]).norm() / TENSORS[key].norm()
+        assert 0 < error < 0.2, key
+    for tp, ep in LAYOUTS:
+        for rank in range(tp):
+            layout = ParallelLayout(rank=rank, tp=tp, ep=ep)
+            model, found, num_dequantized = load(tmp_path, layout)
+            assert num_dequantized == len(quantized & found.keys()) > 0
+            for key, values in found.items():
+                region = model.weight_slots()[key].region
+                part = tuple(slice(each.start, each.stop) for each in region)
+                assert torch.equal(values, plain[key][part]), (key, layout)
+            if tp == 1:
+                model.finish_loading()
+                text = greedy(model)
+                assert len(set(text)) > 6
+                assert text == greedy(build(tiny_spec(**CONFIG), plain))
