@@ -32,6 +32,11 @@ _TABLE = (
         "load_format", MODEL, "How weights are read; synthetic: random ones.", choices=LOAD_FORMATS
     ),
     Flag(
+        "weight_cache",
+        MODEL,
+        "Folder that keeps each rank's weights for the next start.",
+    ),
+    Flag(
         "quantization",
         MODEL,
         "How the checkpoint is quantised; default: as its files say.",

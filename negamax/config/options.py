@@ -34,6 +34,7 @@ class EngineOptions:
     download_dir: str | None = None
     dtype: str = "auto"  # "auto": the checkpoint's, or float32 on CPUs without bf16 instructions
     load_format: str = "auto"
+    weight_cache: str | None = None  # folder for what a rank keeps of a checkpoint
     # as a checkpoint is quantised, which its files say, too (quantization/names.py)
     quantization: str | None = None
     script: str | None = None  # answers by the rules of this TOML file, without a model
@@ -94,6 +95,11 @@ class EngineOptions:
                 "--num-hidden-layers leaves layers of a checkpoint out; it is for synthetic "
                 "weights",
                 hint="add --load-format synthetic",
+            )
+        if self.weight_cache is not None and self.load_format == "synthetic":
+            raise ConfigError(
+                "--weight-cache keeps what is read of a checkpoint; synthetic weights are drawn",
+                hint="leave it out",
             )
         _check_least(
             self,

@@ -76,6 +76,7 @@ class LLM:
         download_dir: str | None = None,
         dtype: str = "auto",
         load_format: str = "auto",
+        weight_cache: str | None = None,
         quantization: str | None = None,
         script: str | None = None,
         device: str = "auto",

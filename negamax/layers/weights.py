@@ -65,6 +65,11 @@ class WeightSlot:
         self._target = target
 
     @property
+    def target(self) -> Tensor | None:
+        """The parameter, or the view of one, until it is written."""
+        return self._target
+
+    @property
     def matrix_shape(self) -> tuple[int, int]:
         """The shape of a slot for a matrix that is dequantised at load."""
         rows, columns = self.shape
@@ -117,6 +122,10 @@ class WeightSlot:
         with torch.inference_mode():
             # The pinned memory of `part` is not reused before the copy is done.
             return target.copy_(part, non_blocking=True)
+
+    def mark_written(self) -> None:
+        """For whoever has filled the `target` itself."""
+        self._target, self.written = None, True
 
     def _check_shape(self, tensor: Tensor, expected: tuple[int, ...]) -> None:
         if tuple(tensor.shape) != expected:

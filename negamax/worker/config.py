@@ -62,6 +62,7 @@ class WorkerConfig:
     show_progress: bool
     addresses: RankAddresses | None  # None: there is one rank, and no process for it
     crash_dump_dir: str | None = None
+    weight_cache: str | None = None  # a folder
 
     @property
     def kv_caches(self) -> KvCacheSpecs:

@@ -5,7 +5,9 @@ order.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import TypeVar
@@ -19,8 +21,10 @@ from negamax.base.progress import Progress, format_bytes
 from negamax.checkpoint.loader import fill
 from negamax.checkpoint.plan import LoadPlan, plan_load
 from negamax.checkpoint.synthetic import fill_synthetic
+from negamax.checkpoint.weight_cache import load_cached
 from negamax.kernels.platform import platform_of
 from negamax.kernels.registry import resolve
+from negamax.layers.weights import WeightSlot
 from negamax.models.decoder import Decoder
 from negamax.models.registry import build_model, empty_slots
 from negamax.parallel.context import ParallelContext
@@ -480,11 +484,26 @@ def _load(
             )
         summary = f"synthetic weights, seed {config.seed}"
     else:
-        with Progress("loading weights", unit=format_bytes, enabled=shown) as progress:
-            summary = fill(model.weight_slots(), plan, progress=progress).summary()
+        load = partial(_fill, model.weight_slots(), plan, shown=shown)
+        if config.weight_cache is None or config.folder is None:
+            summary = load()
+        else:
+            summary = load_cached(
+                Path(config.weight_cache).expanduser(),
+                model.weight_slots(),
+                checkpoint=Path(config.folder),
+                layout=config.layout,
+                load=load,
+                show_progress=shown,
+            )
     model.finish_loading()
     torch.set_num_threads(config.num_threads)
     return summary
+
+
+def _fill(slots: Mapping[str, WeightSlot], plan: LoadPlan, *, shown: bool) -> str:
+    with Progress("loading weights", unit=format_bytes, enabled=shown) as progress:
+        return fill(slots, plan, progress=progress).summary()
 
 
 def _millions(count: int) -> str:

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,10 +22,12 @@ import negamax
 from negamax.base.errors import ConfigError
 from negamax.checkpoint.loader import load_weights
 from negamax.checkpoint.synthetic import fill_synthetic
+from negamax.checkpoint.weight_cache import load_cached
 from negamax.config.families import read_spec
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.platform import CPU
 from negamax.kernels.registry import resolve
+from negamax.layers.weights import WeightSlot
 from negamax.models.decoder import Decoder
 from negamax.models.registry import build_model
 from negamax.parallel.context import ParallelContext
@@ -79,18 +83,32 @@ def head_and_embedding(spec: ModelSpec, context: ParallelContext) -> dict[str, t
     }
 
 
-def checkpoint_and_synthetic(context: ParallelContext) -> dict[str, torch.Tensor]:
-    """Logits of the embedded FP8 checkpoint, and of synthetic weights of its sizes."""
+def checkpoint_and_synthetic(context: ParallelContext, cache: Path) -> dict[str, torch.Tensor]:
+    """Logits of the embedded FP8 checkpoint, of the same from a weight cache, and of synthetic
+    weights of its sizes.
+    """
     spec, results = read_spec(json.loads((NANO / "config.json").read_text())), {}
-    for source in ("checkpoint", "synthetic"):
+    for source in ("checkpoint", "cache", "synthetic"):
         model = build(spec, context=context, loaded=False)
-        if source == "checkpoint":
-            load_weights(model.weight_slots(), spec, NANO)
+        slots = model.weight_slots()
+        if source == "synthetic":
+            fill_synthetic(slots, spec, 3)
         else:
-            fill_synthetic(model.weight_slots(), spec, 3)
+            said = load_cached(
+                cache,
+                slots,
+                checkpoint=NANO,
+                layout=context.layout,
+                load=partial(load_to_say, slots, spec),
+            )
+            assert said.startswith("loaded weight cache") == (source == "cache")
         model.finish_loading()
         results[source] = PagedRun(model, ranks=context.layout.tp).step([("a", TOKENS)])["a"]
     return results
+
+
+def load_to_say(slots: Mapping[str, WeightSlot], spec: ModelSpec) -> str:
+    return load_weights(slots, spec, NANO).summary()
 
 
 def one_rank(rank: int, tp: int, folder: str) -> None:
@@ -107,7 +125,8 @@ def one_rank(rank: int, tp: int, folder: str) -> None:
             head_and_embedding(make_spec(kv_heads), context), f"{folder}/{case}-{rank}-vocab.pt"
         )
         if ep > 1:
-            torch.save(checkpoint_and_synthetic(context), f"{folder}/{case}-{rank}-fp8.pt")
+            results = checkpoint_and_synthetic(context, Path(folder) / f"cache-{case}")
+            torch.save(results, f"{folder}/{case}-{rank}-fp8.pt")
         context.close()
 
 
@@ -141,7 +160,7 @@ def test_an_fp8_checkpoint_and_synthetic_weights_are_the_same_model_however_expe
     world: tuple[int, Path],
 ) -> None:
     tp, folder = world
-    expected = checkpoint_and_synthetic(ParallelContext.single())
+    expected = checkpoint_and_synthetic(ParallelContext.single(), folder / "cache")
     for case, (size, _, ep) in enumerate(LAYOUTS):
         if size != tp or ep == 1:
             continue
@@ -151,6 +170,7 @@ def test_an_fp8_checkpoint_and_synthetic_weights_are_the_same_model_however_expe
                 torch.testing.assert_close(
                     got[source], values, atol=1e-4, rtol=1e-4, msg=f"{source}, tp {tp}, ep {ep}"
                 )
+            assert torch.equal(got["cache"], got["checkpoint"])
 
 
 def test_ranks_agree_bit_for_bit(world: tuple[int, Path]) -> None:

@@ -70,6 +70,7 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
         spec=spec,
         eos_token_ids=eos_token_ids,
         folder=None if source.weights_folder is None else str(source.weights_folder),
+        weight_cache=options.weight_cache,
         layout=layout,
         device=device,
         dtype=options.dtype,

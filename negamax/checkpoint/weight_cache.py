@@ -1,0 +1,340 @@
+"""A pre-sharded cache of weights (`--weight-cache DIR`): what a rank keeps of a checkpoint, as its
+parameters hold it behind the loader and before kernels pack it.
+
+A rank has one file, which is read from its start to its end: a safetensors file whose tensors are
+the parameters as plain bytes, in the order of the model. Its header says what it was made from
+(`_key`) and has a CRC-32 of every chunk of data. (CRC-32 finds what disks and transfers damage, at
+several times the speed of the standard library's cryptographic hashes.) A file with another key is
+stale: the checkpoint is read and the file written again. A file is written under another name and
+renamed when it is complete on disk, so that one that was cut off is never found.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import glob
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import struct
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from negamax.base import env
+from negamax.base.log import get_logger
+from negamax.base.progress import Progress, format_bytes
+from negamax.checkpoint.reader import MAX_HEADER_BYTES
+from negamax.layers.weights import WeightSlot
+from negamax.parallel.layout import ParallelLayout
+
+logger = get_logger(__name__)
+
+CHUNK_BYTES = 32 * 2**20  # read, checked and copied at once
+READ_THREADS = 4
+READ_AHEAD = 8  # chunks
+_PAGE = 4096
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_DESCRIPTIONS = ("config.json", "hf_quant_config.json", "quant_model_description*.json")
+
+
+class _UnusableError(Exception):
+    """Why a file is not used."""
+
+
+def load_cached(
+    folder: Path,
+    slots: Mapping[str, WeightSlot],
+    *,
+    checkpoint: Path,
+    layout: ParallelLayout,
+    load: Callable[[], str],
+    show_progress: bool = False,
+) -> str:
+    """Fill the `slots` of a rank from its file in `folder`; where that is missing, stale or damaged
+    by `load`, and write the file. One line that says what was loaded.
+
+    A folder that cannot be read or written costs a warning. Errors: those of `load`.
+    """
+    began = time.perf_counter()
+    file = _CacheFile(
+        path=folder / _name(checkpoint, layout),
+        key=_key(slots, checkpoint, layout),
+        blocks=_blocks(slots),
+    )
+    size = format_bytes(file.num_bytes)
+    try:
+        with Progress("reading weight cache", unit=format_bytes, enabled=show_progress) as progress:
+            absent = file.read(progress)
+    except FileNotFoundError:
+        logger.info("weight cache %s: not there yet, the checkpoint is read", file.path)
+    except (_UnusableError, OSError) as error:
+        logger.warning("weight cache %s: %s; the checkpoint is read instead", file.path, error)
+    else:
+        for slot in slots.values():
+            if slot.needed and slot.name not in absent:
+                slot.mark_written()
+        seconds = time.perf_counter() - began
+        return f"loaded weight cache {file.path} ({size}) in {seconds:.2f} s"
+    summary = load()
+    try:
+        with Progress("writing weight cache", unit=format_bytes, enabled=show_progress) as progress:
+            file.write([s.name for s in slots.values() if s.needed and not s.written], progress)
+        logger.info("weight cache %s: %s written", file.path, size)
+    except OSError as error:
+        logger.warning("weight cache %s is not written: %s", file.path, error)
+    return summary
+
+
+# What a file is of
+
+
+def _name(checkpoint: Path, layout: ParallelLayout) -> str:
+    """Of a rank's file: one for each checkpoint and layout, so that what is stale is replaced."""
+    checkpoint = checkpoint.resolve()
+    if _commit(checkpoint) is not None:
+        model = checkpoint.parent.parent.name.removeprefix("models--")
+    else:
+        model = f"{checkpoint.name}-{zlib.crc32(str(checkpoint).encode()):08x}"
+    ranks = "-".join(f"{axis}{number}" for axis, number in asdict(layout).items())
+    return f"{model}/{ranks}.safetensors"
+
+
+def _key(
+    slots: Mapping[str, WeightSlot], checkpoint: Path, layout: ParallelLayout
+) -> dict[str, str]:
+    """What the content of a file depends on, by the words in which a difference is told."""
+    needed = [slot for slot in slots.values() if slot.target is not None]
+    formats = {slot.source.name + ("" if slot.stored is None else " as stored") for slot in needed}
+    return {
+        "checkpoint": _identity(checkpoint),
+        "layout": str(layout),
+        "dtype": ", ".join(sorted({str(slot.dtype) for slot in needed})),
+        "format": ", ".join(sorted(formats)),
+        "model": _digest(_place(slot) for slot in needed),
+        "version of Negamax": str(env.installed_version("negamax")),
+    }
+
+
+def _place(slot: WeightSlot) -> str:
+    """What a slot takes of which tensor, and where in its parameter that lies."""
+    target, stored = slot.target, slot.stored
+    assert target is not None
+    return repr(
+        (
+            slot.name, slot.shape, slot.region, slot.source.name, stored and stored.name,
+            target.dtype, target.storage_offset(), target.stride(),
+            target.untyped_storage().nbytes(),
+        )
+    )  # fmt: skip
+
+
+def _identity(checkpoint: Path) -> str:
+    """Of the files that weights are read from: their names, sizes, and times or the hub's commit;
+    and the content of what describes them.
+    """
+    commit = _commit(checkpoint.resolve())
+    described = [path for name in _DESCRIPTIONS for path in sorted(checkpoint.glob(name))]
+    parts = [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in described]
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        found = path.stat()
+        parts.append(f"{path.name} {found.st_size} {commit or found.st_mtime_ns}")
+    return _digest(parts)
+
+
+def _commit(checkpoint: Path) -> str | None:
+    """The commit whose snapshot `checkpoint` is, in a cache of the hub."""
+    is_snapshot = checkpoint.parent.name == "snapshots" and _COMMIT.fullmatch(checkpoint.name)
+    return checkpoint.name if is_snapshot else None
+
+
+def _digest(parts: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _blocks(slots: Mapping[str, WeightSlot]) -> dict[str, Tensor]:
+    """The memory of each parameter as [bytes] uint8, by the name of the first slot in it."""
+    blocks: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for slot in slots.values():
+        storage = None if slot.target is None else slot.target.untyped_storage()
+        if storage is not None and storage.nbytes() and storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            blocks[slot.name] = torch.empty(0, dtype=torch.uint8, device=slot.device).set_(storage)
+    return blocks
+
+
+# The file
+
+
+@dataclass(frozen=True)
+class _CacheFile:
+    """A rank's file, and the memory that it is read into or written from."""
+
+    path: Path
+    key: Mapping[str, str]
+    blocks: Mapping[str, Tensor]  # name -> [bytes] uint8
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(block) for block in self.blocks.values())
+
+    def read(self, progress: Progress) -> list[str]:
+        """Fill the memory; the names of slots that the checkpoint had no tensor for.
+
+        Errors: `_UnusableError` for a file of something else or a damaged one, `OSError`.
+        """
+        with (
+            self.path.open("rb", buffering=0) as stream,
+            ThreadPoolExecutor(READ_THREADS, "negamax-load") as pool,
+        ):
+            at, absent, checksums = self._read_header(stream)
+            start, buffers = at, self._buffers(READ_AHEAD)
+            ahead: deque[tuple[Tensor, Tensor, Future[None]]] = deque()
+            for number, chunk in enumerate(self._chunks()):
+                if number >= READ_AHEAD:
+                    _finish(*ahead.popleft())
+                buffer = buffers[number % READ_AHEAD][: len(chunk)]
+                checksum = checksums[8 * number : 8 * number + 8]
+                read = pool.submit(_read_chunk, stream.fileno(), buffer, at, checksum)
+                ahead.append((chunk, buffer, read))
+                at += len(chunk)
+                progress(at - start, self.num_bytes)
+            while ahead:
+                _finish(*ahead.popleft())
+        return absent
+
+    def write(self, absent: Sequence[str], progress: Progress) -> None:
+        """Write what the memory holds. Errors: `OSError`; then there is no file."""
+        folder = self.path.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        self._remove_abandoned()
+        self.path.unlink(missing_ok=True)  # is of no use, and its room may be needed
+        free = shutil.disk_usage(folder).free
+        if free < self.num_bytes:
+            needed = f"{format_bytes(self.num_bytes)} are needed, {format_bytes(free)} are free"
+            raise OSError(errno.ENOSPC, needed, str(folder))
+        part = self.path.with_name(f"{self.path.name}.{secrets.token_hex(8)}.part")
+        with part.open("xb") as stream:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX)  # while its writer lives
+                self._write(stream, absent, progress)
+                part.replace(self.path)
+            except BaseException:
+                part.unlink(missing_ok=True)
+                raise
+        directory = os.open(folder, os.O_RDONLY)
+        os.fsync(directory)
+        os.close(directory)
+
+    def _write(self, stream: BinaryIO, absent: Sequence[str], progress: Progress) -> None:
+        checksums, done = [], 0
+        size = stream.write(self._header(absent, "0" * 8 * sum(1 for _ in self._chunks())))
+        (buffer,) = self._buffers(1)
+        with ThreadPoolExecutor(1, "negamax-checksum") as pool:
+            for chunk in self._chunks():
+                held = buffer[: len(chunk)].copy_(chunk)
+                checksum = pool.submit(_checksum, held)
+                stream.write(memoryview(held.numpy()))
+                checksums.append(checksum.result())
+                progress(done := done + len(chunk), self.num_bytes)
+        header = self._header(absent, "".join(checksums))
+        assert len(header) == size
+        stream.seek(0)
+        stream.write(header)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+    def _chunks(self) -> Iterator[Tensor]:
+        for block in self.blocks.values():
+            yield from block.split(CHUNK_BYTES)
+
+    def _buffers(self, count: int) -> list[Tensor]:
+        """Main memory for a chunk each, from and to which a GPU copies by itself."""
+        size = max((len(chunk) for chunk in self._chunks()), default=0)
+        is_pinned = any(block.is_cuda for block in self.blocks.values())
+        return [torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(count)]
+
+    def _header(self, absent: Sequence[str], checksums: str) -> bytes:
+        """Of a safetensors file, padded so that the data begins on a page. Its length does not
+        depend on the checksums.
+        """
+        header: dict[str, Any] = {"__metadata__": {
+            "key": json.dumps(self.key), "absent": json.dumps(absent), "checksums": checksums,
+            "checksum": _checksum(f"{json.dumps(absent)}{checksums}".encode()),
+        }}  # fmt: skip
+        at = 0
+        for name, block in self.blocks.items():
+            offsets = [at, at := at + len(block)]
+            header[name] = {"dtype": "U8", "shape": [len(block)], "data_offsets": offsets}
+        text = json.dumps(header).encode()
+        size = -(-(8 + len(text)) // _PAGE) * _PAGE - 8
+        return struct.pack("<Q", size) + text.ljust(size)
+
+    def _read_header(self, stream: FileIO) -> tuple[int, list[str], str]:
+        """Where the data begins, the names of absent tensors, the checksums."""
+        try:
+            (size,) = struct.unpack("<Q", stream.read(8))
+            if size > MAX_HEADER_BYTES:
+                raise ValueError(size)
+            text = stream.read(size)
+            metadata = json.loads(text)["__metadata__"]
+            found = json.loads(metadata["key"])
+            absent, checksums = json.loads(metadata["absent"]), metadata["checksums"]
+            others = [word for word, value in self.key.items() if found.get(word) != value]
+            intact = others or self._header(absent, checksums)[8:] == text
+        except (ValueError, KeyError, TypeError, AttributeError, struct.error):
+            intact, others = False, []
+        if others:
+            raise _UnusableError(f"it is of another {', '.join(others)}")
+        if not intact:
+            raise _UnusableError("its header is damaged")
+        if os.fstat(stream.fileno()).st_size != 8 + size + self.num_bytes:
+            raise _UnusableError("it is cut off")
+        return 8 + size, absent, checksums
+
+    def _remove_abandoned(self) -> None:
+        """Remove what writers left that were killed."""
+        for part in self.path.parent.glob(f"{glob.escape(self.path.name)}.*.part"):
+            with suppress(OSError), part.open("rb") as stream:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                part.unlink()
+
+
+def _read_chunk(fd: int, buffer: Tensor, at: int, checksum: str) -> None:
+    """Fill `buffer` from byte `at` on. Errors: `_UnusableError` where that is not what was
+    written.
+    """
+    view, done = memoryview(buffer.numpy()), 0
+    while done < len(view):
+        count = os.preadv(fd, [view[done:]], at + done)
+        if not count:
+            raise _UnusableError("it is cut off")
+        done += count
+    if _checksum(buffer) != checksum:
+        raise _UnusableError(f"its bytes {at} to {at + len(view) - 1} are not what was written")
+
+
+def _finish(chunk: Tensor, buffer: Tensor, read: Future[None]) -> None:
+    """Fill `chunk` with what is read into `buffer`, where it is as it was written."""
+    read.result()
+    chunk.copy_(buffer)
+
+
+def _checksum(data: Tensor | bytes) -> str:
+    """Eight hexadecimal digits."""
+    return f"{zlib.crc32(data if isinstance(data, bytes) else memoryview(data.numpy())):08x}"

@@ -1,0 +1,370 @@
+"""The weight cache: what a rank keeps is read back bit by bit, or the checkpoint is read again."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from m2_checkpoints import (
+    FP8_CONFIG,
+    SlotModel,
+    random_tensors,
+    save_single,
+    shapes,
+    tiny_spec,
+    to_fp8,
+)
+from safetensors import safe_open
+from torch import Tensor
+
+from negamax.checkpoint import weight_cache
+from negamax.checkpoint.loader import load_weights
+from negamax.checkpoint.weight_cache import load_cached
+from negamax.config.model_spec import ModelSpec
+from negamax.engine.llm import LLM
+from negamax.layers.weights import WeightSlot, slots_by_name
+from negamax.parallel.layout import ParallelLayout
+from negamax.scheduler.request import SamplingParams
+
+SPEC = tiny_spec()
+TENSORS = random_tensors(SPEC)
+ONE = ParallelLayout()
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_cache, "CHUNK_BYTES", 1000)  # more than are read ahead, ragged ones
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return save_single(folder, TENSORS)
+
+
+def start(
+    cache: Path,
+    checkpoint: Path,
+    model: Any = None,
+    *,
+    spec: ModelSpec = SPEC,
+    layout: ParallelLayout = ONE,
+) -> tuple[str, dict[str, Tensor]]:
+    """What a start says of its weights, and the weights."""
+    model = model or SlotModel(spec)
+    slots = model.weight_slots()
+    said = load_cached(
+        cache,
+        slots,
+        checkpoint=checkpoint,
+        layout=layout,
+        load=lambda: load_weights(slots, spec, checkpoint).summary(),
+    )
+    assert all(slot.written for slot in slots.values() if not slot.optional)
+    return said, model.parameters
+
+
+def is_hit(said: str) -> bool:
+    return said.startswith("loaded weight cache ")
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def the_file(cache: Path) -> Path:
+    (file,) = (path for path in cache.rglob("*") if path.is_file())
+    return file
+
+
+def test_the_next_start_reads_the_cache_and_writes_nothing(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    cache = tmp_path / "cache"
+    said, _ = start(cache, checkpoint)
+    assert not is_hit(said)
+    file = the_file(cache)
+    before = file.stat().st_mtime_ns, file.stat().st_ino
+    said, weights = start(cache, checkpoint)
+    assert is_hit(said) and str(file) in said and same(weights, TENSORS)
+    assert the_file(cache) == file
+    assert (file.stat().st_mtime_ns, file.stat().st_ino) == before
+    # it is a safetensors file, in the order of the model
+    with safe_open(file, framework="pt") as opened:
+        assert list(opened.keys()) and set(opened.keys()) == set(TENSORS)
+        name = "model.layers.1.self_attn.q_proj.weight"
+        assert torch.equal(opened.get_tensor(name).view(torch.float32), TENSORS[name].flatten())
+
+
+class Fused:
+    """Eight slots write into one parameter, with gaps; of one there is no tensor."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.parameters: dict[str, Tensor] = {}
+        slots, at = [], 0
+        for number, (name, shape) in enumerate(shapes(spec).items()):
+            at = at if number % 8 else 0
+            memory = self.parameters.setdefault(f"{number // 8}", torch.zeros(60_000))
+            target = memory[at : at + math.prod(shape)].view(shape)
+            slots.append(WeightSlot(name, shape, target=target))
+            at += math.prod(shape) + 3
+        scale = self.parameters["scale"] = torch.full((1,), 3.0)
+        slots.append(WeightSlot("model.scale", (1,), target=scale, optional=True))
+        self._slots = slots_by_name(slots)
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        return self._slots
+
+
+def test_fused_parameters_gaps_and_absent_tensors(tmp_path: Path, checkpoint: Path) -> None:
+    first, second = Fused(SPEC), Fused(SPEC)
+    start(tmp_path / "cache", checkpoint, first)
+    second.parameters["scale"].fill_(5.0)
+    said, weights = start(tmp_path / "cache", checkpoint, second)
+    assert is_hit(said) and same(weights, first.parameters)
+    assert not second.weight_slots()["model.scale"].written and weights["scale"] == 3.0
+
+
+def test_each_rank_has_a_file_of_its_own(tmp_path: Path, checkpoint: Path) -> None:
+    for is_again in (False, True):
+        for rank in (0, 1):
+            model = SlotModel(SPEC, rank=rank, size=2)
+            said, weights = start(
+                tmp_path / "cache", checkpoint, model, layout=ParallelLayout(rank=rank, tp=2)
+            )
+            assert is_hit(said) == is_again
+            halves = {name: tensor.tensor_split(2)[rank] for name, tensor in TENSORS.items()}
+            assert same(weights, halves)
+
+
+def touch(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.utime(checkpoint / "model.safetensors", ns=(1, 1))
+
+
+def other_config(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (checkpoint / "config.json").write_text('{"a": 1}')
+
+
+def other_description(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (checkpoint / "hf_quant_config.json").write_text("{}")
+
+
+def other_version(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_cache.env, "installed_version", lambda package: "0.0.1")
+
+
+def nothing(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pass
+
+
+def shared_memory() -> SlotModel:
+    """The same parameters, of which two now lie in one memory."""
+    model = SlotModel(SPEC)
+    slots = model.weight_slots()
+    memory = torch.zeros(2, SPEC.hidden_size)
+    for number, name in enumerate(n for n in slots if n.endswith("layernorm.weight")):
+        if number < 2:
+            slots[name] = WeightSlot(name, slots[name].shape, target=memory[number])
+            model.parameters[name] = memory[number]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "model", "words"),
+    [
+        (touch, SlotModel, "checkpoint"),
+        (other_config, SlotModel, "checkpoint"),
+        (other_description, SlotModel, "checkpoint"),
+        (other_version, SlotModel, "version of Negamax"),
+        (nothing, lambda spec: SlotModel(spec, dtype=torch.bfloat16), "dtype, model"),
+        (nothing, lambda spec: shared_memory(), "model"),
+    ],
+)
+def test_what_is_stale_is_read_from_the_checkpoint_and_written_again(
+    tmp_path: Path,
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    change: Callable[[Path, pytest.MonkeyPatch], None],
+    model: Callable[[ModelSpec], SlotModel],
+    words: str,
+) -> None:
+    start(tmp_path / "cache", checkpoint)
+    change(checkpoint, monkeypatch)
+    caplog.clear()
+    said, weights = start(tmp_path / "cache", checkpoint, model(SPEC))
+    assert not is_hit(said)
+    (line,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert line.endswith(f"it is of another {words}; the checkpoint is read instead")
+    said, again = start(tmp_path / "cache", checkpoint, model(SPEC))
+    assert is_hit(said) and same(again, weights)
+    the_file(tmp_path / "cache")
+
+
+def test_another_format_or_layout_is_stale(
+    tmp_path: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start(tmp_path / "cache", checkpoint)
+    fp8 = tiny_spec(quantization_config=FP8_CONFIG)
+    save_single(checkpoint, to_fp8(TENSORS))
+    assert not is_hit(start(tmp_path / "cache", checkpoint, spec=fp8)[0])
+    assert "it is of another checkpoint, format, model; the" in caplog.text
+    file = the_file(tmp_path / "cache")
+    model = SlotModel(fp8, rank=1, size=2)
+    file.rename(file.with_name(file.name.replace("rank0-tp1", "rank1-tp2")))
+    layout = ParallelLayout(rank=1, tp=2)
+    assert not is_hit(start(tmp_path / "cache", checkpoint, model, spec=fp8, layout=layout)[0])
+    assert "it is of another layout, model; the" in caplog.text
+
+
+def test_a_hub_snapshot_is_known_by_its_commit(tmp_path: Path, checkpoint: Path) -> None:
+    """In the cache of another machine the files have other times."""
+    folder = tmp_path / "models--lab--model" / "snapshots" / ("0123456789" * 4)
+    folder.parent.mkdir(parents=True)
+    checkpoint.rename(folder)
+    start(tmp_path / "cache", folder)
+    os.utime(folder / "model.safetensors", ns=(1, 1))
+    assert is_hit(start(tmp_path / "cache", folder)[0])
+    assert the_file(tmp_path / "cache").parent.name == "lab--model"
+    folder = folder.rename(folder.with_name("1234567890" * 4))
+    assert not is_hit(start(tmp_path / "cache", folder)[0])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [*(f"flip {place}" for place in (0, 9, 30, 200, 700, 3000)), "flip data", "flip end",
+     "flip gap", "cut 1", "cut 5000", "keep 0", "keep 7", "keep 100", "longer"],
+)  # fmt: skip
+def test_a_damaged_file_is_not_used(
+    tmp_path: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    start(tmp_path / "cache", checkpoint)
+    file = the_file(tmp_path / "cache")
+    content = bytearray(file.read_bytes())
+    begin = 8 + int.from_bytes(content[:8], "little")
+    match damage.split():
+        case ["flip", place]:
+            at = {"data": begin, "gap": begin - 1, "end": len(content) - 1}.get(place)
+            content[int(place) if at is None else at] ^= 1
+        case ["cut", count]:
+            del content[-int(count) :]
+        case ["keep", count]:
+            del content[int(count) :]
+        case _:
+            content += b"x"
+    file.write_bytes(content)
+    said, weights = start(tmp_path / "cache", checkpoint)
+    assert not is_hit(said) and same(weights, TENSORS)
+    assert re.search("damaged|cut off|are not what was written|of another", caplog.text)
+    said, weights = start(tmp_path / "cache", checkpoint)
+    assert is_hit(said) and same(weights, TENSORS)
+
+
+WRITE_AND_HANG = """
+import sys, time
+sys.path[:0] = sys.argv[1:2]
+from pathlib import Path
+from test_weight_cache import SPEC, SlotModel, start
+from negamax.base.progress import Progress
+def hang(self, done, total):
+    if self._what.startswith("writing") and done > total // 2:
+        print("half", flush=True)
+        time.sleep(600)
+Progress.__call__ = hang
+start(Path(sys.argv[2]), Path(sys.argv[3]))
+"""
+
+
+def test_a_writer_that_is_killed_leaves_nothing_that_is_used(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    cache = tmp_path / "cache"
+    folder = str(Path(__file__).parent)
+    command = [sys.executable, "-c", WRITE_AND_HANG, folder, str(cache), str(checkpoint)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None and writer.stdout.readline() == "half\n"
+        part = the_file(cache)
+        # beside a writer that lives another one writes the same file
+        assert not is_hit(start(cache, checkpoint)[0])
+        assert part.exists() and is_hit(start(cache, checkpoint)[0])
+        writer.send_signal(signal.SIGKILL)
+    assert part.name.endswith(".part") and part.exists()
+    os.utime(checkpoint / "model.safetensors")
+    assert not is_hit(start(cache, checkpoint)[0])
+    assert not part.exists() and is_hit(start(cache, checkpoint)[0])
+
+
+def test_writers_at_once_do_not_harm_each_other(tmp_path: Path, checkpoint: Path) -> None:
+    barrier, results = threading.Barrier(4), []
+
+    def run() -> None:
+        model = SlotModel(SPEC)
+        barrier.wait(60)
+        results.append(start(tmp_path / "cache", checkpoint, model)[1])
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert len(results) == 4 and all(same(weights, TENSORS) for weights in results)
+    the_file(tmp_path / "cache")
+    said, weights = start(tmp_path / "cache", checkpoint)
+    assert is_hit(said) and same(weights, TENSORS)
+
+
+def test_a_disk_that_takes_no_files_costs_a_warning(
+    tmp_path: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    said, weights = start(tmp_path / "file", checkpoint)
+    assert not is_hit(said) and same(weights, TENSORS)
+    assert "is not written: [Errno 20] Not a directory" in caplog.text
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        said, weights = start(tmp_path / "cache", checkpoint)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not is_hit(said) and same(weights, TENSORS)
+    assert "is not written: [Errno 27] File too large" in caplog.text
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+
+
+def test_a_disk_that_is_too_full_is_known_before_it_is(
+    tmp_path: Path,
+    checkpoint: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    usage = weight_cache.shutil.disk_usage(tmp_path)._replace(free=100)
+    monkeypatch.setattr(weight_cache.shutil, "disk_usage", lambda path: usage)
+    assert not is_hit(start(tmp_path / "cache", checkpoint)[0])
+    assert re.search(r"is not written: .* MiB are needed, 0.0 MiB are free", caplog.text)
+
+
+def test_an_engine_with_a_cache_says_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    greedy = SamplingParams(temperature=0.0, max_tokens=16)
+    texts = []
+    with caplog.at_level(logging.INFO, logger="negamax"):
+        for cache in (str(tmp_path), str(tmp_path)):
+            with LLM("nano", device="cpu", weight_cache=cache, max_model_len=256) as llm:
+                texts.append(llm.generate("Once", greedy)[0].outputs[0].token_ids)
+    assert texts[0] == texts[1]
+    assert f"loaded weight cache {the_file(tmp_path)}" in caplog.text
