@@ -19,6 +19,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "negamax generate nano --raw --max-tokens 16 'Tom has'",
         "negamax generate nano --json -n 4 < prompt.txt",
     ),
+    "convert": (
+        "negamax convert MiniMaxAI/MiniMax-M2 ./m2-int4 --to int4 --allow-lossy --verify",
+        "negamax convert ./checkpoint ./bf16 --to bf16",
+    ),
     "doctor": ("negamax doctor", "negamax doctor --json --network"),
     "parse": (
         "negamax parse --format m2 < answer.txt",

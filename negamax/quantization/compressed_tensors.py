@@ -196,7 +196,8 @@ def packed(
         from negamax.kernels.packed import pack
         from negamax.kernels.quantizers import to_integers
 
-        codes = to_integers(matrix, bits, matrix.shape[1] if size == -1 else size)
+        columns = matrix.shape[1] if size == -1 else size
+        codes = to_integers(matrix, bits, columns, scale_dtype=torch.bfloat16)
         assert codes.scale is not None
         return {
             "weight_packed": pack(codes.values.int() + (1 << bits - 1), bits),

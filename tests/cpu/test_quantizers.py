@@ -13,7 +13,7 @@ from torch import Tensor
 from negamax.kernels import quantizers
 from negamax.kernels.codes import E2M1_VALUES, Codes
 from negamax.kernels.formats import E4M3_BLOCKS, TensorFormat
-from negamax.quantization.compressed_tensors import STRATEGIES
+from negamax.quantization.compressed_tensors import INT8_CHANNEL, STRATEGIES, packed
 
 BYTES = torch.arange(256, dtype=torch.uint8)
 E4M3 = BYTES.view(torch.float8_e4m3fn).float()
@@ -95,7 +95,7 @@ def test_fp8_blocks_are_those_of_whoever_publishes_them() -> None:
     assert torch.equal(stored["weight"].float(), values.float())
 
 
-FORMATS = (E4M3_BLOCKS, STRATEGIES["channel"])
+FORMATS = (E4M3_BLOCKS, STRATEGIES["channel"], INT8_CHANNEL, packed(4, 128), packed(8, 32))
 
 
 @pytest.mark.parametrize("stored", FORMATS, ids=lambda one: one.name)
@@ -108,5 +108,5 @@ def test_quantised_tensors_are_stored_as_the_format_says(stored: TensorFormat) -
         found = tensors[tensor.name]
         assert str(found.dtype).removeprefix("torch.") in tensor.dtypes, tensor.name
         assert tuple(found.shape) == tensor.shape((64, 256)), tensor.name
-    again = stored.quantize(stored.dequantize(tensors))
-    assert torch.allclose(stored.dequantize(again), stored.dequantize(tensors), rtol=0.02)
+    error = (stored.dequantize(tensors) - plain).norm() / plain.norm()
+    assert error < (0.12 if "int4" in stored.element else 0.03)

@@ -1,0 +1,101 @@
+"""`negamax convert SRC DST --to FORMAT`: a checkpoint in another weight format."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from negamax import __version__
+from negamax.base import log
+from negamax.base.progress import Progress, format_bytes
+from negamax.checkpoint.hub import resolve_model
+from negamax.cli.flags import completion
+from negamax.convert.targets import TARGETS, target_of
+
+if TYPE_CHECKING:
+    from negamax.convert.verify import Difference
+
+HELP = """Write a checkpoint in another weight format.
+
+SRC is a folder, a hub id or 'nano'; DST a new folder. One layer is converted at a time, a file for
+each; a conversion that was cut off goes on where it ended. Tokenizer, chat template and generation
+config are carried over. What would round weights a second time is refused unless `--allow-lossy`.
+"""
+_WORST = 10
+
+
+def command(
+    *,
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="A local folder, a hub id, or 'nano'.")
+    ],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
+    to: Annotated[
+        str,
+        typer.Option("--to", help=f"{', '.join(TARGETS)}.", autocompletion=completion(TARGETS)),
+    ],
+    allow_lossy: Annotated[
+        bool, typer.Option("--allow-lossy", help="Round what is quantised already once more.")
+    ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Read the result again and compare it with SRC; a table."),
+    ] = False,
+    revision: Annotated[
+        str | None, typer.Option("--revision", help="Branch, tag or commit of a hub model.")
+    ] = None,
+    download_dir: Annotated[
+        str | None,
+        typer.Option("--download-dir", help="Folder for downloads; default: the hub's cache."),
+    ] = None,
+) -> None:
+    """Exit code 1 where `--verify` finds a weight that is farther off than its format explains."""
+    log.setup()
+    target = target_of(to)
+    folder = resolve_model(source, revision, download_dir)
+    # torch: seconds of import, not needed for a refusal
+    from negamax.convert.convert import Conversion, convert
+    from negamax.convert.verify import compare
+
+    conversion = Conversion(
+        model=source,
+        folder=folder,
+        destination=destination.expanduser(),
+        target=target,
+        revision=revision,
+        allow_lossy=allow_lossy,
+        version=__version__,
+        command=shlex.join(["negamax", *sys.argv[1:]]),
+    )
+    with Progress("converting", unit=format_bytes) as progress:
+        checkpoint = convert(conversion, progress=progress)
+    print(f"{destination}: {source} as {target.name} ({target.summary})")
+    if verify:
+        with Progress("comparing", unit=format_bytes) as progress:
+            differences = compare(checkpoint, conversion.destination, progress=progress)
+        _show(differences)
+        if any(one.error > target.limit for one in differences):
+            raise typer.Exit(1)
+
+
+def _show(differences: list[Difference]) -> None:
+    from negamax.convert.verify import by_kind
+
+    changed = [one for one in differences if one.error]
+    table = Table("weights", "format", "count", "mean error", "largest", title="|W' - W| / |W|")
+    for kind in by_kind(changed):
+        name, numbers = kind.kind, (f"{kind.mean:.3%}", f"{kind.largest:.3%}")
+        table.add_row(name.removeprefix("model.layers.*."), kind.format, str(kind.count), *numbers)
+    worst = Table("farthest from the source", "error")
+    for one in sorted(changed, key=lambda one: -one.error)[:_WORST]:
+        worst.add_row(one.name, f"{one.error:.3%}")
+    console = Console()
+    if changed:
+        console.print(table, worst)
+    console.print(f"{len(differences) - len(changed)} of {len(differences)} weights are unchanged")

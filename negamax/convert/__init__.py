@@ -1,0 +1,1 @@
+"""`negamax convert`: checkpoints from one weight format to another, a layer at a time."""

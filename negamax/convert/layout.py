@@ -1,0 +1,113 @@
+"""What becomes of each weight: the tensors that stand for it in the target, and how they are made.
+
+A weight that is stored in the target's format already is copied to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from negamax.checkpoint.reader import SAFETENSORS_NAMES, CheckpointReader, TensorEntry
+from negamax.convert.source import Source, Weight
+from negamax.convert.targets import Target
+from negamax.convert.writer import Planned
+from negamax.kernels.formats import PLAIN, Axis, TensorFormat
+from negamax.quantization.scheme import Scheme
+
+_DTYPES = {spelled: getattr(torch, name) for name, spelled in SAFETENSORS_NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tensors of the target that are made together, of what `read` gives."""
+
+    tensors: tuple[Planned, ...]
+    read: Callable[[CheckpointReader], Mapping[str, Tensor]]
+    make: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]  # by name; in any thread
+    source_bytes: int
+
+
+def pieces(source: Source, layer: int | None, target: Target | None) -> Iterator[Piece]:
+    """All of a layer. `target` None: every weight stays as it is stored."""
+    scheme = None if target is None else target.scheme()
+    for weight in source.of_layer(layer):
+        stored = weight.format if target is None else _format(weight, scheme)
+        if stored is weight.format and (stored is not PLAIN or target is None):
+            yield _copy(weight)
+        elif stored is PLAIN:
+            yield _plain(weight, to_bf16=target is not None and target.description is None)
+        else:
+            yield _quantized(weight, stored)
+    for entry in source.carried.get(layer, ()):
+        yield _carried(entry)
+
+
+def _format(weight: Weight, scheme: Scheme | None) -> TensorFormat:
+    return PLAIN if scheme is None or not weight.is_linear else scheme.format_of(weight.module)
+
+
+def _carried(entry: TensorEntry) -> Piece:
+    planned = Planned(entry.name, _DTYPES[entry.dtype], entry.shape)
+
+    def read(reader: CheckpointReader) -> Mapping[str, Tensor]:
+        return {entry.name: reader.read(entry)}
+
+    return Piece((planned,), read, lambda tensors: tensors, entry.num_bytes)
+
+
+def _copy(weight: Weight) -> Piece:
+    if weight.format is PLAIN:
+        return _plain(weight, to_bf16=False)
+
+    def make(read: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {f"{weight.module}.{name}": tensor for name, tensor in read.items()}
+
+    planned = tuple(
+        Planned(f"{weight.module}.{one.name}", _DTYPES[found.entry.dtype], one.shape(weight.shape))
+        for one, found in weight.move.tensors
+    )
+    return Piece(planned, weight.read, make, weight.num_bytes)
+
+
+def _plain(weight: Weight, *, to_bf16: bool) -> Piece:
+    """In the dtype in which it is stored; what was quantised, and with `to_bf16` all that a model
+    does not hold in fp32, in bf16.
+    """
+    entry = weight.move.entries[0]
+    narrowed = weight.format is not PLAIN or (to_bf16 and weight.spec.dtype is None)
+    dtype = torch.bfloat16 if narrowed else _DTYPES[entry.dtype]
+
+    def make(read: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        plain = read[PLAIN.values.name] if weight.format is PLAIN else weight.dequantize(read)
+        return {weight.name: plain.to(dtype)}
+
+    planned = Planned(weight.name, dtype, weight.spec.shape)
+    return Piece((planned,), weight.read, make, weight.num_bytes)
+
+
+def _quantized(weight: Weight, stored: TensorFormat) -> Piece:
+    quantize = stored.quantize
+    assert quantize is not None, f"{stored.name} is only read"
+
+    def make(read: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        made = quantize(weight.dequantize(read))
+        return {f"{weight.module}.{name}": tensor for name, tensor in made.items()}
+
+    planned = tuple(
+        Planned(f"{weight.module}.{tensor.name}", dtype, tensor.shape(weight.shape))
+        for tensor, dtype in zip(stored.tensors, _dtypes(stored), strict=True)
+    )
+    return Piece(planned, weight.read, make, weight.num_bytes)
+
+
+@cache
+def _dtypes(stored: TensorFormat) -> tuple[torch.dtype, ...]:
+    """Of the tensors that its quantiser makes."""
+    assert stored.quantize is not None
+    made = stored.quantize(torch.zeros(stored.unit(Axis.ROWS), stored.unit(Axis.COLUMNS)))
+    return tuple(made[tensor.name].dtype for tensor in stored.tensors)

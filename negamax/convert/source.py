@@ -1,0 +1,140 @@
+"""A checkpoint as a converter reads it: every weight of the model, checked as at load, and read one
+at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from negamax.checkpoint.plan import Move, plan_load
+from negamax.checkpoint.reader import CheckpointReader, TensorEntry, read_entries
+from negamax.config.families import read_spec
+from negamax.config.json_file import read_json_object
+from negamax.config.model_spec import ModelSpec
+from negamax.kernels.formats import PLAIN, TensorFormat
+from negamax.layers.weights import WeightSlot
+from negamax.models.family import WeightSpec, names_of
+from negamax.quantization.detect import detect
+
+_KV_SCALE = "KV-cache scale"
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One weight of the model, and where it is stored."""
+
+    name: str  # of its slot
+    spec: WeightSpec
+    layer: int | None
+    move: Move
+
+    @property
+    def module(self) -> str:
+        """The name that descriptions know it by."""
+        return self.name.removesuffix(f".{PLAIN.values.name}")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of a matrix."""
+        rows, columns = self.spec.shape
+        return rows, columns
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it is a matrix that formats are for: one of a layer that is multiplied in the
+        compute dtype, which a router is not.
+        """
+        is_matrix = len(self.spec.shape) == 2 and not self.spec.is_table
+        return is_matrix and self.spec.dtype is None and self.layer is not None
+
+    @property
+    def format(self) -> TensorFormat:
+        """In which it is stored."""
+        return self.move.slot.source if self.move.is_dequantized else PLAIN
+
+    @property
+    def num_bytes(self) -> int:
+        """Stored, scales included."""
+        return self.move.num_bytes
+
+    def read(self, reader: CheckpointReader) -> dict[str, Tensor]:
+        """The tensors that it is stored as, by the names of its format."""
+        tensors = {}
+        for stored, source, part in self.move.parts():
+            found = reader.read(source.entry, source.region(part)).reshape(list(map(len, part)))
+            name = source.entry.name
+            if stored is not PLAIN.values:
+                stored.check(found, part, self.shape, name=name)
+            tensors[stored.name] = found
+        return tensors
+
+    def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """From the tensors that `read` gave to the weight in fp32."""
+        if self.format is PLAIN:
+            return tensors[PLAIN.values.name].float()
+        return self.format.dequantize(tensors)
+
+
+class Source:
+    """The weights of the checkpoint in `folder`, by layer.
+
+    Errors of the constructor: `ConfigError`, `CheckpointError` as at load.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config: dict[str, Any] = read_json_object(folder / "config.json")
+        self.spec: ModelSpec = read_spec(self.config, folder)
+        self.scheme = detect(self.spec.quantization)
+        names = names_of(self.spec)
+        specs = {name: spec for spec in names.weights(self.spec) for name in spec.names()}
+        slots = {
+            name: WeightSlot(name, spec.shape, target=None, source=self._format(name, spec))
+            for name, spec in specs.items()
+        }
+        entries = read_entries(folder)
+        plan = plan_load(slots, self.spec, folder)
+        self.digest = _digest(entries.values(), self.config)
+        by_name = {move.slot.name: move for move in plan.moves}
+        self.weights = [
+            Weight(name, spec, names.layer_of(name), by_name[name]) for name, spec in specs.items()
+        ]
+        scales = [name for why, those in plan.skipped.items() if _KV_SCALE in why for name in those]
+        # tensors that are carried over as they are, by layer
+        self.carried: dict[int | None, list[TensorEntry]] = {}
+        for name, placement in names.place(scales, num_layers=self.spec.num_layers).items():
+            layer = names.layer_of(placement.slots[0])
+            self.carried.setdefault(layer, []).append(entries[name])
+        self.skipped = {why: those for why, those in plan.skipped.items() if _KV_SCALE not in why}
+
+    def _format(self, name: str, spec: WeightSpec) -> TensorFormat:
+        if self.scheme is None or len(spec.shape) != 2 or spec.is_table or spec.dtype:
+            return PLAIN
+        return self.scheme.format_of(name.removesuffix(f".{PLAIN.values.name}"))
+
+    @property
+    def layers(self) -> Iterator[int | None]:
+        """Numbers of layers, and None for what stands around them."""
+        return iter((*range(self.spec.num_layers), None))
+
+    def of_layer(self, layer: int | None) -> list[Weight]:
+        """Its weights."""
+        return [weight for weight in self.weights if weight.layer == layer]
+
+    @property
+    def formats(self) -> tuple[TensorFormat, ...]:
+        """Other than plain, in which weights are stored."""
+        found = (weight.format for weight in self.weights)
+        return tuple(dict.fromkeys(stored for stored in found if stored is not PLAIN))
+
+
+def _digest(entries: Iterable[TensorEntry], config: Mapping[str, Any]) -> str:
+    """Of config.json and the files' headers: names, dtypes, shapes, sizes."""
+    lines = sorted(f"{e.name} {e.dtype} {e.shape} {e.file.name} {e.offset}" for e in entries)
+    return hashlib.sha256("\n".join([repr(sorted(config.items())), *lines]).encode()).hexdigest()

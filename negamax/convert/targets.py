@@ -1,0 +1,129 @@
+"""What `negamax convert --to` writes: each target as the description that its config.json gets.
+
+The formats of a target's modules are those that the reader of that description finds, so that what
+is written is what Negamax (and, by its own reader, vLLM or SGLang) takes it for. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from negamax.base.errors import ConfigError
+from negamax.config.quantization import QuantizationSpec
+from negamax.kernels.formats import E4M3, E4M3_GROUP
+from negamax.quantization.detect import detect
+from negamax.quantization.scheme import Scheme
+
+_HEAD_AND_ROUTER = ("lm_head", r"re:.*\.gate$")
+# What published 4-bit checkpoints leave in bf16 besides.
+_ATTENTION = r"re:.*\.self_attn\..*"
+
+
+@dataclass(frozen=True)
+class Target:
+    """One target. `error`: the relative error, |W' - W| / |W| by the Frobenius norm, of a matrix of
+    normally distributed weights (measured; `tests/cpu/test_convert.py` holds it).
+    """
+
+    name: str
+    summary: str
+    error: float
+    description: Mapping[str, Any] | None  # `quantization_config`; None: plain
+
+    @property
+    def limit(self) -> float:
+        """Beyond it an error is not explained by the format: outliers cost some of the factor."""
+        return 4 * self.error
+
+    @property
+    def quantization(self) -> QuantizationSpec | None:
+        """As a checkpoint's own description is read."""
+        if self.description is None:
+            return None
+        return QuantizationSpec(str(self.description["quant_method"]), dict(self.description))
+
+    def scheme(self) -> Scheme | None:
+        """The format of each module; None: all are plain."""
+        return detect(self.quantization)
+
+
+def _compressed(
+    format: str, weights: Mapping[str, Any], *, inputs: Mapping[str, Any] | None, ignore: Any = ()
+) -> dict[str, Any]:
+    """A description by compressed-tensors; `inputs`: how activations are quantised, None: not."""
+    common = {
+        "actorder": None, "block_structure": None, "dynamic": False, "group_size": None,
+        "observer": "minmax", "observer_kwargs": {}, "symmetric": True,
+    }  # fmt: skip
+    group = {
+        "input_activations": inputs and {**common, "dynamic": True, "observer": None, **inputs},
+        "output_activations": None,
+        "targets": ["Linear"],
+        "weights": {**common, **weights},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": [*_HEAD_AND_ROUTER, *ignore],
+        "kv_cache_scheme": None,
+    }
+
+
+_ALL = (
+    Target("bf16", "plain bfloat16", 0.0017, None),
+    Target(
+        "fp8-block",
+        "FP8 with 128 x 128 blocks, MiniMax's own format",
+        0.027,
+        {
+            "quant_method": "fp8",
+            "fmt": E4M3,
+            "activation_scheme": "dynamic",
+            "weight_block_size": [E4M3_GROUP, E4M3_GROUP],
+            "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+        },
+    ),
+    Target(
+        "fp8-channel",
+        "FP8 with a scale per output row (compressed-tensors float-quantized)",
+        0.027,
+        _compressed(
+            "float-quantized",
+            {"num_bits": 8, "type": "float", "strategy": "channel"},
+            inputs={"num_bits": 8, "type": "float", "strategy": "token"},
+        ),
+    ),
+    Target(
+        "int8",
+        "int8 with a scale per output row, W8A8 (compressed-tensors int-quantized)",
+        0.0082,
+        _compressed(
+            "int-quantized",
+            {"num_bits": 8, "type": "int", "strategy": "channel"},
+            inputs={"num_bits": 8, "type": "int", "strategy": "token"},
+        ),
+    ),
+    Target(
+        "int4",
+        "experts in int4 with groups of 128, W4A16 (compressed-tensors pack-quantized)",
+        0.111,
+        _compressed(
+            "pack-quantized",
+            {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128},
+            inputs=None,
+            ignore=(_ATTENTION,),
+        ),
+    ),
+)
+TARGETS = {target.name: target for target in _ALL}
+
+
+def target_of(name: str) -> Target:
+    """Errors: `ConfigError` listing the names there are."""
+    if name not in TARGETS:
+        raise ConfigError(f"--to is {name!r}; allowed: {', '.join(TARGETS)}")
+    return TARGETS[name]

@@ -1,0 +1,32 @@
+"""Work on many matrices, one in each thread: PyTorch's own threads gain little on small ones."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+MOST_THREADS = 8  # each holds a few copies of a matrix in fp32
+
+
+def in_order(calls: Iterable[Callable[[], T]]) -> Iterator[T]:
+    """The results of `calls`, which are taken and run a few ahead."""
+    count = min(MOST_THREADS, os.cpu_count() or 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(count, "negamax-convert") as pool:
+            ahead: deque[Future[T]] = deque()
+            for call in calls:
+                ahead.append(pool.submit(call))
+                if len(ahead) > count:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,103 @@
+"""A converted checkpoint, read again and compared with its source, weight by weight."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from negamax.base.errors import CheckpointError
+from negamax.checkpoint.reader import CheckpointReader
+from negamax.convert.convert import ShowProgress
+from negamax.convert.source import Source, Weight
+from negamax.convert.threads import in_order
+
+_NUMBERED = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of one weight: |W' - W| / |W| by the Frobenius norm (0 for zeros that stay), and its format
+    now.
+    """
+
+    name: str
+    format: str
+    error: float
+
+    @property
+    def kind(self) -> str:
+        """The name without the numbers of layer and expert."""
+        return _NUMBERED.sub("*", self.name)
+
+
+@dataclass(frozen=True)
+class KindSummary:
+    """All weights of one kind."""
+
+    kind: str
+    format: str
+    count: int
+    mean: float
+    largest: float
+
+
+def compare(
+    source: Source, destination: Path, *, progress: ShowProgress | None = None
+) -> list[Difference]:
+    """Every weight of `source` beside the same of the checkpoint in `destination`.
+
+    Errors: those of a load; `CheckpointError` for weights that are not finite.
+    """
+    converted = Source(destination)
+    theirs = {weight.name: weight for weight in converted.weights}
+    found: list[Difference] = []
+    done, total = 0, sum(weight.num_bytes for weight in source.weights)
+    for layer in source.layers:
+        weights = source.of_layer(layer)
+        with CheckpointReader() as reader:
+            pairs = ((weight, theirs[weight.name]) for weight in weights)
+            calls = (
+                partial(_relative, one, one.read(reader), other, other.read(reader))
+                for one, other in pairs
+            )
+            for weight, error in zip(weights, in_order(calls), strict=True):
+                if not math.isfinite(error):
+                    raise CheckpointError(
+                        f"{weight.name} has values that are NaN or infinite, in the source or "
+                        f"behind the conversion",
+                        hint="remove the folder and convert again",
+                    )
+                found.append(Difference(weight.name, theirs[weight.name].format.name, error))
+                done += weight.num_bytes
+                if progress:
+                    progress(done, total)
+    return found
+
+
+def _relative(
+    one: Weight, ours: Mapping[str, Tensor], other: Weight, theirs: Mapping[str, Tensor]
+) -> float:
+    """NaN or infinite where one of the two is not finite."""
+    plain = one.dequantize(ours)
+    size = torch.linalg.vector_norm(plain).item()
+    difference = torch.linalg.vector_norm(other.dequantize(theirs) - plain).item()
+    return difference / size if size else difference
+
+
+def by_kind(differences: Sequence[Difference]) -> list[KindSummary]:
+    """In the order of the weights."""
+    groups: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for one in differences:
+        groups[one.kind, one.format].append(one.error)
+    return [
+        KindSummary(kind, stored, len(errors), sum(errors) / len(errors), max(errors))
+        for (kind, stored), errors in groups.items()
+    ]

@@ -1,0 +1,180 @@
+"""Writing safetensors files piece by piece, and the record of those that are finished.
+
+Where each tensor goes is known before the first is made, so that a file of any size is written with
+one matrix in memory. A file has another name until all of it is on disk. `Record` keeps the size
+and a CRC-32 of each finished one beside them, for a conversion that is taken up again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from negamax.base.errors import CheckpointError
+from negamax.checkpoint.reader import SAFETENSORS_NAMES, read_header
+from negamax.config.json_file import read_json_object
+
+_CHUNK_BYTES = 2**24
+_ALIGNMENT = 8  # of the data behind the header
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A tensor that a file will have."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        size = self.dtype.itemsize
+        for extent in self.shape:
+            size *= extent
+        return size
+
+
+class TensorFile(AbstractContextManager["TensorFile"]):
+    """A safetensors file of `tensors`, which `write` fills in any order. It appears under its own
+    name when the context ends without an error.
+    """
+
+    def __init__(self, path: Path, tensors: Sequence[Planned], metadata: Mapping[str, str]) -> None:
+        self.path = path
+        self._partial = path.with_name(f"{path.name}.partial")
+        header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+        self._places: dict[str, tuple[int, Planned]] = {}
+        offset = 0
+        # wide elements first: each then lies at a multiple of its size
+        for tensor in sorted(tensors, key=lambda one: (-one.dtype.itemsize, one.name)):
+            assert tensor.name not in self._places, f"{tensor.name} twice in {path.name}"
+            self._places[tensor.name] = offset, tensor
+            header[tensor.name] = {
+                "dtype": SAFETENSORS_NAMES[str(tensor.dtype).removeprefix("torch.")],
+                "shape": list(tensor.shape),
+                "data_offsets": [offset, offset + tensor.num_bytes],
+            }
+            offset += tensor.num_bytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _ALIGNMENT)
+        self._data = 8 + len(text)
+        self.num_bytes = self._data + offset
+        self._file = self._partial.open("wb")
+        self._file.write(struct.pack("<Q", len(text)) + text)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """The data of `name`."""
+        offset, planned = self._places.pop(name)
+        assert (tensor.dtype, tuple(tensor.shape)) == (planned.dtype, planned.shape), name
+        self._file.seek(self._data + offset)
+        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        self._file.write(memoryview(raw))
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is not None:
+            self._file.close()
+            return
+        assert not self._places, f"{len(self._places)} tensors of {self.path.name} not written"
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._partial.replace(self.path)
+        _sync_folder(self.path.parent)
+
+
+class Record:
+    """The finished files of a conversion, in `folder`. Single writer: the converter."""
+
+    NAME = "negamax_conversion.json"
+
+    def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
+        """`identity`: what is converted into what. Errors: `CheckpointError` where the folder has
+        the beginning of another conversion.
+        """
+        self._path = folder / self.NAME
+        self._identity = dict(identity)
+        self._files: dict[str, list[int]] = {}  # name -> bytes, CRC-32
+        if not self._path.exists():
+            self._write()
+            return
+        found = read_json_object(self._path)
+        others = differences(self._identity, found.get("conversion"))
+        if others:
+            raise CheckpointError(
+                f"{folder} has the beginning of another conversion (other: {', '.join(others)})",
+                hint="remove the folder, or give another one",
+            )
+        self._files = found["files"]
+
+    def is_finished(self, path: Path) -> bool:
+        """Whether `path` is whole, as it was written: its size, its header and all of its data."""
+        expected = self._files.get(path.name)
+        if expected is None or not path.is_file() or path.stat().st_size != expected[0]:
+            return False
+        try:
+            read_header(path)
+        except CheckpointError:
+            return False
+        return _crc(path) == expected[1]
+
+    def add(self, *paths: Path) -> None:
+        """They are finished."""
+        for path in paths:
+            self._files[path.name] = [path.stat().st_size, _crc(path)]
+        self._write()
+
+    def _write(self) -> None:
+        write_json(self._path, {"conversion": self._identity, "files": self._files})
+
+    def remove(self) -> None:
+        """The conversion is complete."""
+        self._path.unlink(missing_ok=True)
+
+
+def differences(identity: Mapping[str, Any], found: object) -> list[str]:
+    """In which fields a conversion is another one than `found`; the words of the command do not
+    matter.
+    """
+    if not isinstance(found, Mapping):
+        return list(identity)
+    return [key for key, value in identity.items() if key != "command" and found.get(key) != value]
+
+
+def write_json(path: Path, value: Any) -> None:
+    """All of it, or what was there before."""
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    _sync_folder(path.parent)
+
+
+def _crc(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            crc = zlib.crc32(chunk, crc)
+    return crc
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

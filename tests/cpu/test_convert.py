@@ -1,0 +1,272 @@
+"""`negamax convert`: every target from every other within the error that it states, files that
+survive a kill, memory that does not grow with the model, and what is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from m2_checkpoints import TINY, random_tensors, save_sharded, tiny_spec
+from safetensors.torch import load_file
+
+from negamax.base.errors import CheckpointError, ConfigError, ResourceError
+from negamax.cli.main import main
+from negamax.config.json_file import read_json_object
+from negamax.convert import convert as converting
+from negamax.convert.convert import PROVENANCE, Conversion, convert
+from negamax.convert.source import Source
+from negamax.convert.targets import TARGETS, target_of
+from negamax.convert.verify import compare
+
+SIZES = {
+    **TINY, "hidden_size": 256, "intermediate_size": 128, "head_dim": 64, "num_local_experts": 2,
+    "vocab_size": 64,
+}  # fmt: skip
+FILES = ["model-00000-of-00009.safetensors", "model-00001-of-00009.safetensors"]
+KV_SCALE = "model.layers.1.self_attn.k_proj.k_scale"
+
+
+def write_source(folder: Path, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Path:
+    """A checkpoint as others publish it: plain, badly sorted, with a KV scale."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sizes = {**SIZES, **changes}
+    spec = tiny_spec(**sizes)
+    tensors = random_tensors(spec, dtype=dtype)
+    for name in tensors:
+        if name.endswith(("gate.weight", "correction_bias")):
+            tensors[name] = tensors[name].float()
+    tensors[KV_SCALE] = torch.tensor(0.25)
+    save_sharded(folder, tensors, names=FILES)
+    names = {"architectures": [spec.architecture], "model_type": "minimax_m2", "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps({**names, **sizes}))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("x")
+    (folder / "hf_quant_config.json.bak").write_text("")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_source(tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture(scope="module")
+def converted(bf16: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The source in every format."""
+    root = tmp_path_factory.mktemp("converted")
+    folders = {name: root / name for name in TARGETS}
+    for name, folder in folders.items():
+        convert(conversion(bf16, folder, name))
+    return folders
+
+
+def conversion(source: Path, destination: Path, to: str, **options: Any) -> Conversion:
+    options = {"allow_lossy": True, **options}
+    return Conversion(str(source), source, destination, target_of(to), **options)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_target_is_as_far_off_as_it_says(
+    name: str, bf16: Path, converted: dict[str, Path]
+) -> None:
+    source = Source(bf16)
+    linear = {weight.name for weight in source.weights if weight.is_linear}
+    changed = {one.name: one.error for one in compare(source, converted[name]) if one.error}
+    assert set(changed) <= linear
+    if name != "bf16":
+        assert changed and all("experts" in one or "_proj" in one for one in changed)
+        mean = sum(changed.values()) / len(changed)
+        assert 0.8 * target_of(name).error < mean < 1.05 * target_of(name).error
+        assert max(changed.values()) < target_of(name).limit
+    stored = Source(converted[name])
+    assert stored.scheme == target_of(name).scheme() or stored.formats
+    router = next(w for w in stored.weights if w.name.endswith("gate.weight"))
+    assert router.move.entries[0].dtype == "F32"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("first", [name for name in TARGETS if name != "bf16"])
+def test_from_each_format_to_each(
+    first: str, target: str, bf16: Path, converted: dict[str, Path], tmp_path: Path
+) -> None:
+    convert(conversion(converted[first], tmp_path / "again", target))
+    error = target_of(first).limit + target_of(target).limit
+    assert all(one.error < error for one in compare(Source(bf16), tmp_path / "again"))
+    if first == target:
+        for file in sorted(converted[first].glob("*.safetensors")):
+            assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_what_is_beside_the_weights_is_carried_over(bf16: Path, converted: dict[str, Path]) -> None:
+    folder = converted["fp8-block"]
+    names = {path.name for path in folder.iterdir()}
+    files = [f"model-{number:05d}-of-00003.safetensors" for number in range(3)]
+    assert names == {
+        *files, "config.json", "model.safetensors.index.json", "tokenizer.json",
+        "chat_template.jinja",
+    }  # fmt: skip
+    assert load_file(folder / files[1])[KV_SCALE] == 0.25
+    assert set(load_file(folder / files[2])) == {
+        "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
+    }  # fmt: skip
+    config = read_json_object(folder / "config.json")
+    assert config["quantization_config"]["weight_block_size"] == [128, 128]
+    made = config[PROVENANCE]
+    assert made["source"] == str(bf16) and made["to"] == "fp8-block" and made["source_digest"]
+    plain = read_json_object(converted["bf16"] / "config.json")
+    assert "quantization_config" not in plain and plain["dtype"] == "bfloat16"
+
+
+def killed(source: Path, destination: Path, after: int) -> None:
+    calls = 0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    convert(conversion(source, destination, "int4"), progress=progress)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("after", [1, 17, 35])
+def test_a_conversion_that_was_killed_goes_on(
+    after: int, bf16: Path, converted: dict[str, Path], tmp_path: Path
+) -> None:
+    child = multiprocessing.get_context("fork").Process(
+        target=killed, args=(bf16, tmp_path / "out", after)
+    )
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    assert not (tmp_path / "out" / "config.json").exists()
+    kept = {path: path.stat().st_ino for path in (tmp_path / "out").glob("*.safetensors")}
+    convert(conversion(bf16, tmp_path / "out", "int4"))
+    assert contents(tmp_path / "out") == contents(converted["int4"])
+    assert all(path.stat().st_ino == node for path, node in kept.items())
+    assert len(kept) == (0 if after == 1 else 1 if after == 17 else 2)
+
+
+def test_a_finished_file_that_was_damaged_is_made_again(
+    bf16: Path, converted: dict[str, Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        convert(conversion(bf16, out, "int4"), progress=interrupt_at(20))
+    (file,) = out.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    convert(conversion(bf16, out, "int4"))
+    assert contents(out) == contents(converted["int4"])
+
+
+def interrupt_at(call: int) -> Any:
+    calls = iter(range(1, 10**9))
+
+    def progress(done: int, total: int) -> None:
+        if next(calls) == call:
+            raise KeyboardInterrupt
+
+    return progress
+
+
+def test_what_was_begun_otherwise_is_not_taken_up(bf16: Path, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        convert(conversion(bf16, tmp_path / "out", "int4"), progress=interrupt_at(20))
+    with pytest.raises(CheckpointError, match=r"another conversion \(other: to\)"):
+        convert(conversion(bf16, tmp_path / "out", "int8"))
+
+
+def test_what_is_done_is_not_done_again(bf16: Path, converted: dict[str, Path]) -> None:
+    before = {p: p.stat().st_mtime_ns for p in converted["int8"].iterdir()}
+    convert(conversion(bf16, converted["int8"], "int8"))
+    assert {p: p.stat().st_mtime_ns for p in converted["int8"].iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("first", "to", "message"),
+    [
+        ("fp8-block", "fp8-block", "is stored as fp8-block already"),
+        ("bf16", "bf16", "is stored as bf16 already"),
+        ("int4", "fp8-block", r"quantised already .*int4.* error of about 2\.7%.*--allow-lossy"),
+        ("fp8-block", "int4", r"rounds it a second time, with a relative error of about 11\.1%"),
+    ],
+)
+def test_a_lossy_or_pointless_path_is_refused(
+    first: str, to: str, message: str, converted: dict[str, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        convert(conversion(converted[first], tmp_path / "out", to, allow_lossy=False))
+    assert not (tmp_path / "out").exists()
+
+
+def test_destinations_that_will_not_do_are_refused(
+    bf16: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for destination, message in (
+        (bf16 / "out", "lies in the source"),
+        (bf16, "lies in the source"),
+        (tmp_path, "has other content: file"),
+        (tmp_path / "file", "is a file"),
+    ):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(ConfigError, match=message):
+            convert(conversion(bf16, destination, "int8"))
+    monkeypatch.setattr(converting, "_SPARE_BYTES", 2**60)
+    with pytest.raises(ResourceError, match=r"needs \d+\.\d GiB of disk, .* are free"):
+        convert(conversion(bf16, tmp_path / "out", "int8"))
+
+
+def peak(sources: list[Path], results: Any) -> None:
+    """Bytes of memory that the second conversion takes beyond the first."""
+    used = []
+    for number, source in enumerate(sources):
+        convert(conversion(source, source.parent / f"out{number}", "fp8-block"))
+        used.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    results.put(used[1] - used[0])
+
+
+def test_memory_is_that_of_two_layers_at_most(tmp_path: Path) -> None:
+    """Four layers with as many matrices as real ones have, beside a model of the same matrices that
+    is hardly there.
+    """
+    sizes = {"num_hidden_layers": 4, "intermediate_size": 512, "num_local_experts": 40}
+    few = {**sizes, "num_hidden_layers": 1, "num_local_experts": 4}
+    sources = [write_source(tmp_path / "few", **few), write_source(tmp_path / "many", **sizes)]
+    layer = sum(weight.num_bytes for weight in Source(sources[1]).of_layer(0))
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    child = context.Process(target=peak, args=(sources, results))
+    child.start()
+    added = results.get(timeout=300)
+    child.join()
+    shutil.rmtree(tmp_path)
+    assert layer > 30 * 2**20 and added < 2 * layer
+
+
+def test_the_command_says_what_it_does_and_compares(
+    bf16: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["convert", str(bf16), str(out), "--to", "fp8-channel", "--verify"]) == 0
+    shown = capsys.readouterr().out
+    assert "fp8_e4m3_channel" in shown and "farthest from the source" in shown
+    command = read_json_object(out / "config.json")[PROVENANCE]["command"]
+    assert isinstance(command, str)
+    assert main(["convert", str(out), str(tmp_path / "b"), "--to", "int8"]) == 2
+    assert "--allow-lossy" in capsys.readouterr().err
+    assert main(["convert", str(out), str(tmp_path / "b"), "--to", "int9"]) == 2
