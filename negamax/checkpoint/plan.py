@@ -8,6 +8,7 @@ with a window of it.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,7 +32,7 @@ from negamax.models.family import Placement, WeightNames, names_of
 PLAIN_DTYPES = ("BF16", "F16", "F32")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Source:
     """A tensor of a checkpoint, or the window of it that stands for one matrix."""
 
@@ -54,7 +55,7 @@ class Source:
         return self.entry.num_bytes * elements // max(1, math.prod(self.entry.shape))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Move:
     """What fills one slot: a tensor of the checkpoint, or all those of a matrix that is dequantised
     on the way.
@@ -89,7 +90,7 @@ class Move:
         return sum(source.num_bytes(part) for _, source, part in self.parts())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LoadPlan:
     """All moves of one rank, in reading order, and the names that are skipped, by reason."""
 
@@ -109,7 +110,14 @@ def plan_load(slots: Mapping[str, WeightSlot], spec: ModelSpec, folder: Path) ->
     Errors: `CheckpointError` naming the files or tensors that are missing, unknown, surplus,
     there twice, mis-shaped or of a wrong dtype.
     """
-    return _plan(read_entries(folder), slots, names_of(spec), num_layers=spec.num_layers)
+    # Half a million objects are made that live on; the collector would look at them many times.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return _plan(read_entries(folder), slots, names_of(spec), num_layers=spec.num_layers)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _plan(

@@ -40,7 +40,7 @@ SAFETENSORS_NAMES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorEntry:
     """One tensor as its file's header describes it."""
 

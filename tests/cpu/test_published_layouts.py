@@ -1,0 +1,99 @@
+"""Every published checkpoint passes the whole check before a start, at its true size and on every
+split: nothing is missing, nothing left over, and a rank holds what was planned.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from published_layouts import LAYERS, PUBLISHED
+
+from negamax.checkpoint.plan import plan_load
+from negamax.config.families import bundled_spec
+from negamax.config.model_spec import ModelSpec
+from negamax.config.quantization import read_quantization
+from negamax.kernels.formats import is_kept
+from negamax.kernels.platform import CPU, Platform, nvidia
+from negamax.kernels.registry import resolve
+from negamax.layers.weights import WeightSlot
+from negamax.models.memory import expert_padding, weight_bytes
+from negamax.models.registry import empty_slots
+from negamax.parallel.layout import ParallelLayout
+
+DTYPE = torch.bfloat16
+H200 = nvidia((9, 0), name="NVIDIA H200", shared_memory=233472)
+SPLITS = {
+    "tp1": ParallelLayout(),
+    "tp4": ParallelLayout(rank=1, tp=4),
+    "tp8": ParallelLayout(rank=3, tp=8),
+    "tp8 ep8": ParallelLayout(rank=7, tp=8, ep=8),
+}
+FULL_COUNTS = {"fp8 of M2": 96_103, "fp8": 96_103, "bf16": 48_239}
+
+
+def spec_of(name: str, folder: Path, *, layers: int) -> ModelSpec:
+    published = PUBLISHED[name]
+    quantization = read_quantization({"quantization_config": published.quantization}, folder)
+    return replace(bundled_spec("minimax-m2"), num_layers=layers, quantization=quantization)
+
+
+def held_bytes(slots: dict[str, WeightSlot]) -> tuple[int, int]:
+    """Bytes of the parameters behind `slots`, and of what the slots write there."""
+    parameters, written = {}, 0
+    for slot in slots.values():
+        if slot.needed and not slot.optional and slot._target is not None:
+            storage = slot._target.untyped_storage()
+            parameters[storage._cdata] = storage.nbytes()
+            written += slot._target.nbytes
+    return sum(parameters.values()), written
+
+
+def check(
+    name: str, folder: Path, platform: Platform, layout: ParallelLayout, *, layers: int
+) -> None:
+    published, spec = PUBLISHED[name], spec_of(name, folder, layers=layers)
+    kernels = resolve(platform=platform, dtype=DTYPE)
+    slots = empty_slots(spec, layout, dtype=DTYPE, kernels=kernels)
+    plan = plan_load(slots, spec, folder)
+    assert plan.num_tensors == sum(1 for _ in published.tensors(layers))
+    assert plan.skipped == {}
+    parameters, written = held_bytes(slots)
+    split = {"kept": partial(is_kept, platform=platform), "ranks": layout.tp, "ep": layout.ep}
+    # the embedding has two rows more, for ids of other ranks
+    border = 2 * spec.hidden_size * DTYPE.itemsize
+    assert parameters == weight_bytes(spec, dtype="bfloat16", **split) + border
+    # every parameter is written in full, but for what pads shares to whole blocks
+    assert parameters == written + border or expert_padding(spec, **split) is not None
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_checkpoints_fit_on_every_split(tmp_path: Path, name: str) -> None:
+    """Of one layer: all have the same."""
+    PUBLISHED[name].write(tmp_path, layers=1)
+    for layout in SPLITS.values():
+        for platform in (CPU, H200):
+            check(name, tmp_path, platform, layout, layers=1)
+
+
+def test_published_checkpoints_have_the_tensors_that_are_known_of_them() -> None:
+    for name, published in PUBLISHED.items():
+        per_layer = sum(1 for _ in published.tensors(1)) - 3
+        if name in FULL_COUNTS:
+            assert 3 + LAYERS * per_layer == FULL_COUNTS[name]
+    sizes = {"F8_E4M3": 0, "F32": 0, "BF16": 0}
+    for _, (dtype, shape) in PUBLISHED["fp8 of M2"].tensors():
+        sizes[dtype] += math.prod(shape)
+    assert 227.40e9 < sizes["F8_E4M3"] < 227.42e9 and len(PUBLISHED["fp8 of M2"].files) == 125
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_checkpoints_fit_at_full_size(tmp_path: Path, name: str) -> None:
+    PUBLISHED[name].write(tmp_path)
+    for layout in SPLITS.values():
+        check(name, tmp_path, H200, layout, layers=LAYERS)
