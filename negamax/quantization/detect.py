@@ -8,10 +8,11 @@ from functools import cache
 
 from negamax.base.errors import ConfigError
 from negamax.config.quantization import QuantizationSpec
-from negamax.quantization import awq, compressed_tensors, fp8, gptq
+from negamax.quantization import auto_round, awq, compressed_tensors, fp8, gptq
 from negamax.quantization.scheme import Scheme
 
 METHODS: dict[str, Callable[[QuantizationSpec], Scheme]] = {
+    "auto-round": auto_round.read,
     "awq": awq.read,
     "compressed-tensors": compressed_tensors.read,
     "fp8": fp8.read,

@@ -79,8 +79,8 @@ def is_within(module: str, names: Sequence[str]) -> bool:
     """Whether `module` lies in one of `names`, in whichever spelling: "gate" is in "mlp.gate" and
     not in "mlp.gate_up".
     """
-    known = _spelled_alike(tuple(names))
-    parts = _spelled(module).split(".")
+    known = _canonical(tuple(names))
+    parts = canonical(module).split(".")
     ends = range(1, len(parts) + 1)
     return any(".".join(parts[first:end]) in known for end in ends for first in range(end))
 
@@ -90,7 +90,7 @@ def matches(module: str, patterns: Sequence[str]) -> bool:
     "re:" and matches one.
     """
     patterns = tuple(patterns)
-    if _spelled(module) in _spelled_alike(patterns):
+    if canonical(module) in _canonical(patterns):
         return True
     expression = _expression(tuple(each[3:] for each in patterns if each.startswith("re:")))
     return expression is not None and any(map(expression.match, spellings(module)))
@@ -101,7 +101,7 @@ def spellings(module: str) -> Iterator[str]:
     they call the mixture of experts.
     """
     yield module
-    bare = _spelled(module)
+    bare = canonical(module)
     for name in (bare, _MOE.sub("mlp", bare)):
         yield from (prefix + name for prefix in _PREFIXES)
 
@@ -111,14 +111,14 @@ _PREFIX = re.compile(r"^(?:(?:model|language_model)\.)+")
 _MLP, _MOE = re.compile(r"(?<![^.])mlp(?![^.])"), re.compile(r"(?<![^.])block_sparse_moe(?![^.])")
 
 
-def _spelled(name: str) -> str:
+def canonical(name: str) -> str:
     """One spelling for all of a module."""
     return _MLP.sub("block_sparse_moe", _PREFIX.sub("", name.strip(".")))
 
 
 @cache
-def _spelled_alike(names: tuple[str, ...]) -> frozenset[str]:
-    return frozenset(map(_spelled, names))
+def _canonical(names: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(map(canonical, names))
 
 
 @cache

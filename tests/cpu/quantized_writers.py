@@ -289,6 +289,37 @@ def int_quantized() -> Writer:
     return Writer(lambda module, matrix: store_int8(matrix, torch.bfloat16), lambda *_: description)
 
 
+# --- AutoRound -----------------------------------------------------------------------------------
+
+
+def auto_round(packing: str, *, symmetric: bool, bits: int = 4) -> Writer:
+    """Experts' w2 has 8 bits, or, packed as AWQ does, other groups."""
+    other = {"group_size": 16} if "awq" in packing else {"bits": 8}
+    description = {
+        "quant_method": "auto-round", "packing_format": packing, "bits": bits, "group_size": 32,
+        "sym": symmetric, "data_type": "int", "autoround_version": "0.9.0", "iters": 0,
+        "block_name_to_quantize": "model.layers",
+        "extra_config": {
+            LEFT_OUT: {"bits": 16, "data_type": "fp"}, r".*experts\.\d+\.w2": other,
+            "lm_head": {"bits": 16},
+        },
+    }  # fmt: skip
+
+    def store(module: str, matrix: Matrix) -> Stored:
+        changed = other if module.endswith("w2") else {}
+        size = changed.get("group_size", 32)
+        if "awq" in packing:
+            return store_awq(matrix, size)
+        parts, stood_for = store_gptq(
+            matrix, bits=changed.get("bits", bits), size=size, symmetric=symmetric,
+            desc_act=False, version=1 if "auto_gptq" in packing else 2,
+        )  # fmt: skip
+        del parts["g_idx"]
+        return parts, stood_for
+
+    return Writer(store, lambda *_: description)
+
+
 WRITERS: dict[str, Writer] = {
     "awq": awq(32),
     "awq-channel": awq(-1),
@@ -304,4 +335,8 @@ WRITERS: dict[str, Writer] = {
     "packed-int4-act-order": packed(actorder="group"),
     "packed-int8": packed(bits=8, size=16),
     "int8": int_quantized(),
+    "auto-round-gptq": auto_round("auto_round:auto_gptq", symmetric=True),
+    "auto-round-awq": auto_round("auto_round:auto_awq", symmetric=False),
+    "auto-round": auto_round("auto_round", symmetric=False),
+    "auto-round-2-bits": auto_round("auto_round:auto_gptq", symmetric=False, bits=2),
 }

@@ -59,7 +59,7 @@ def test_a_model_computes_with_the_matrices_that_were_stored(name: str, tmp_path
     quantized = {key for key in plain if is_matrix(key) and not key.startswith(LEFT_OUT)}
     for key in quantized:  # so that nothing else can pass for them
         error = (plain[key] - TENSORS[key]).norm() / TENSORS[key].norm()
-        assert 0 < error < 0.2, key
+        assert 0 < error < 0.5, key
     for tp, ep in LAYOUTS:
         for rank in range(tp):
             layout = ParallelLayout(rank=rank, tp=tp, ep=ep)
