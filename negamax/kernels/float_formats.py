@@ -8,12 +8,13 @@ Of two FP4 codes in a byte the low nibble is the even column.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache, partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from negamax.kernels.formats import (
     COLUMNS,
     E4M3,
+    E4M3_MAX,
     FLOATS,
     ONE,
     ROWS,
@@ -34,9 +35,9 @@ E4M3_FNUZ = "float8_e4m3fnuz"  # of MI300: half the values of E4M3's bits, and 0
 E8M0 = ("uint8", "float8_e8m0fnu")  # an exponent, in either spelling
 NVFP4_GROUP, MX_GROUP = 16, 32  # columns that share a scale
 PER_ROW, PER_MATRIX = (ROWS, ONE), (ONE,)
+FNUZ_MAX = 240.0
 
 
-@cache
 def fp8(
     name: str,
     scale: tuple[Dim, ...],
@@ -49,66 +50,114 @@ def fp8(
     activations. `fnuz`: the bits are MI300's, whichever of the two dtypes the files say.
     """
     dtypes = (E4M3_FNUZ, E4M3) if fnuz else (E4M3,)
-    name = name.replace("e4m3", "e4m3fnuz") if fnuz else name
     values = StoredTensor("weight", Role.VALUES, dtypes, (ROWS, COLUMNS))
     scales = StoredTensor(scale_name, Role.SCALE, FLOATS, scale)
-    block = (
-        next(d.unit for d in (*scale, ROWS) if d.axis is Axis.ROWS),
-        next((d.unit for d in scale if d.axis is Axis.COLUMNS), 1),
-    )
-    unpack = partial(_unpack_fp8, scale_name=scale_name, block=block, fnuz=fnuz)
-    return TensorFormat(name, dtypes[0], (values, scales, *_activation(input_scale)), unpack)
+    tensors = values, scales, *_activation(input_scale)
+    layout = _Fp8(scale_name, scale, fnuz)
+    name = name.replace("e4m3", "e4m3fnuz") if fnuz else name
+    return TensorFormat(name, dtypes[0], tensors, layout, layout.quantize)
 
 
-def _unpack_fp8(
-    tensors: Mapping[str, Tensor], *, scale_name: str, block: tuple[int, int], fnuz: bool
-) -> Codes:
-    import torch
+@dataclass(frozen=True)
+class _Fp8:
+    scale: str
+    dims: tuple[Dim, ...]
+    fnuz: bool
 
-    from negamax.kernels.codes import Codes
+    def __call__(self, tensors: Mapping[str, Tensor]) -> Codes:
+        import torch
 
-    values, scale = tensors["weight"], tensors[scale_name]
-    if fnuz:
-        values = values.view(torch.float8_e4m3fnuz)
-    lead = values.shape[:-2]
-    if block == (1, 1):
-        return Codes(values, scale.reshape(*lead, -1, 1))
-    return Codes(values, scale.reshape(*lead, -1, -(-values.shape[-1] // block[1])), block)
+        from negamax.kernels.codes import Codes
+
+        values, scale = tensors["weight"], tensors[self.scale]
+        if self.fnuz:
+            values = values.view(torch.float8_e4m3fnuz)
+        rows, columns = self._block()
+        # one number, or one for each row of the matrices held together, or for rows together
+        groups = -(-values.shape[-1] // columns) if columns else 1
+        scale = scale.reshape(*values.shape[:-2], -1, groups)
+        return Codes(values, scale, (rows or 1, columns or 1))
+
+    def quantize(self, matrix: Tensor) -> Mapping[str, Tensor]:
+        """The inverse."""
+        import torch
+
+        from negamax.kernels.quantizers import to_e4m3
+
+        rows, columns = (
+            size or whole for size, whole in zip(self._block(), matrix.shape, strict=True)
+        )
+        codes = to_e4m3(matrix, (rows, columns), largest=FNUZ_MAX if self.fnuz else E4M3_MAX)
+        assert codes.scale is not None
+        values = codes.values.float().to(torch.float8_e4m3fnuz) if self.fnuz else codes.values
+        height, width = matrix.shape
+        shape = [dim.size((height, width)) for dim in self.dims]
+        return {"weight": values, self.scale: codes.scale.reshape(shape)}
+
+    def _block(self) -> tuple[int, int]:
+        """Rows and columns that share a scale, 0 for all of them."""
+        rows, columns = (
+            max((dim.unit for dim in self.dims if dim.axis is axis), default=0)
+            for axis in (Axis.ROWS, Axis.COLUMNS)
+        )
+        return rows, columns
 
 
-@cache
 def mxfp8(*, scale_name: str = "weight_scale") -> TensorFormat:
     """E4M3 with an E8M0 scale for 32 columns."""
     values = StoredTensor("weight", Role.VALUES, (E4M3,), (ROWS, COLUMNS))
     scales = StoredTensor(scale_name, Role.SCALE, E8M0, (ROWS, Dim(Axis.COLUMNS, MX_GROUP)))
-    unpack = partial(_unpack_mxfp8, scale_name=scale_name)
-    return TensorFormat("mxfp8", E4M3, (values, scales), unpack)
+    layout = _Mxfp8(scale_name)
+    return TensorFormat("mxfp8", E4M3, (values, scales), layout, layout.quantize)
 
 
-def _unpack_mxfp8(tensors: Mapping[str, Tensor], *, scale_name: str) -> Codes:
-    from negamax.kernels.codes import Codes
+@dataclass(frozen=True)
+class _Mxfp8:
+    scale: str
 
-    return Codes(tensors["weight"], _e8m0(tensors[scale_name]), (1, MX_GROUP))
+    def __call__(self, tensors: Mapping[str, Tensor]) -> Codes:
+        from negamax.kernels.codes import Codes
+
+        return Codes(tensors["weight"], _e8m0(tensors[self.scale]), (1, MX_GROUP))
+
+    def quantize(self, matrix: Tensor) -> Mapping[str, Tensor]:
+        """The inverse."""
+        from negamax.kernels.quantizers import to_e4m3_powers
+
+        codes = to_e4m3_powers(matrix, MX_GROUP)
+        return {"weight": codes.values, self.scale: _bits(codes.scale)}
 
 
-@cache
 def mxfp4(*, values: str = "weight") -> TensorFormat:
     """E2M1 with an E8M0 scale for 32 columns."""
     tensors = (
         StoredTensor(values, Role.VALUES, ("uint8",), (ROWS, Dim(Axis.COLUMNS, 2))),
         StoredTensor("weight_scale", Role.SCALE, E8M0, (ROWS, Dim(Axis.COLUMNS, MX_GROUP))),
     )
-    return TensorFormat("mxfp4", E2M1, tensors, partial(_unpack_mxfp4, values=values))
+    layout = _Mxfp4(values)
+    return TensorFormat("mxfp4", E2M1, tensors, layout, layout.quantize)
 
 
-def _unpack_mxfp4(tensors: Mapping[str, Tensor], *, values: str) -> Codes:
-    from negamax.kernels.codes import Codes
+@dataclass(frozen=True)
+class _Mxfp4:
+    values: str
 
-    codes, scale = _nibbles(tensors[values]), _e8m0(tensors["weight_scale"])
-    return Codes(codes, scale, (1, MX_GROUP), is_e2m1=True)
+    def __call__(self, tensors: Mapping[str, Tensor]) -> Codes:
+        from negamax.kernels.codes import Codes
+        from negamax.kernels.packed import nibbles
+
+        codes, scale = nibbles(tensors[self.values]), _e8m0(tensors["weight_scale"])
+        return Codes(codes, scale, (1, MX_GROUP), is_e2m1=True)
+
+    def quantize(self, matrix: Tensor) -> Mapping[str, Tensor]:
+        """The inverse."""
+        from negamax.kernels.packed import pack_nibbles
+        from negamax.kernels.quantizers import to_e2m1_powers
+
+        codes = to_e2m1_powers(matrix, MX_GROUP)
+        return {self.values: pack_nibbles(codes.values), "weight_scale": _bits(codes.scale)}
 
 
-@cache
 def nvfp4(
     *,
     values: str = "weight",
@@ -125,20 +174,42 @@ def nvfp4(
         StoredTensor(global_scale, Role.SCALE, FLOATS, PER_MATRIX, level=2),
         *_activation(input_scale),
     )
-    unpack = partial(_unpack_nvfp4, values=values, global_scale=global_scale, divides=divides)
-    return TensorFormat("nvfp4", E2M1, tensors, unpack)
+    layout = _Nvfp4(values, global_scale, divides)
+    return TensorFormat("nvfp4", E2M1, tensors, layout, layout.quantize)
 
 
-def _unpack_nvfp4(
-    tensors: Mapping[str, Tensor], *, values: str, global_scale: str, divides: bool
-) -> Codes:
-    from negamax.kernels.codes import Codes
+@dataclass(frozen=True)
+class _Nvfp4:
+    values: str
+    global_scale: str
+    divides: bool
 
-    whole = tensors[global_scale].float()
-    return Codes(
-        _nibbles(tensors[values]), tensors["weight_scale"], (1, NVFP4_GROUP),
-        global_scale=whole.reciprocal() if divides else whole, is_e2m1=True,
-    )  # fmt: skip
+    def __call__(self, tensors: Mapping[str, Tensor]) -> Codes:
+        from negamax.kernels.codes import Codes
+        from negamax.kernels.packed import nibbles
+
+        whole = tensors[self.global_scale].float()
+        return Codes(
+            nibbles(tensors[self.values]),
+            tensors["weight_scale"],
+            (1, NVFP4_GROUP),
+            global_scale=whole.reciprocal() if self.divides else whole,
+            is_e2m1=True,
+        )
+
+    def quantize(self, matrix: Tensor) -> Mapping[str, Tensor]:
+        """The inverse."""
+        from negamax.kernels.packed import pack_nibbles
+        from negamax.kernels.quantizers import to_e2m1
+
+        codes = to_e2m1(matrix, NVFP4_GROUP)
+        assert codes.scale is not None and codes.global_scale is not None
+        whole = codes.global_scale
+        return {
+            self.values: pack_nibbles(codes.values),
+            "weight_scale": codes.scale,
+            self.global_scale: whole.reciprocal() if self.divides else whole,
+        }
 
 
 def _activation(name: str | None) -> tuple[StoredTensor, ...]:
@@ -148,14 +219,14 @@ def _activation(name: str | None) -> tuple[StoredTensor, ...]:
     return (StoredTensor(name, Role.ACTIVATION, FLOATS, PER_MATRIX, optional=True),)
 
 
-def _nibbles(packed: Tensor) -> Tensor:
-    """[..., K / 2] uint8 -> [..., K], one code each."""
-    import torch
-
-    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
-
-
 def _e8m0(scale: Tensor) -> Tensor:
     import torch
 
     return scale.view(torch.float8_e8m0fnu)
+
+
+def _bits(scale: Tensor | None) -> Tensor:
+    import torch
+
+    assert scale is not None
+    return scale.view(torch.uint8)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -138,7 +138,7 @@ class TensorFormat:
     # the tensors by their names -> the codes of the matrix, one per element
     unpack: Callable[[Mapping[str, Tensor]], Codes]
     # the inverse: a matrix [rows, columns] fp32 -> the tensors by their names; None: only read
-    quantize: Callable[[Tensor], Mapping[str, Tensor]] | None = None
+    quantize: Callable[[Tensor], Mapping[str, Tensor]] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         assert self.name not in ("fp8", "int8", "int4", "fp4"), f"{self.name!r} says no scale"

@@ -1,5 +1,5 @@
 """Unsigned integers of 2, 4 or 8 bits in words of 32, as AWQ, GPTQ and compressed-tensors pack
-them.
+them, and codes of FP4 in bytes.
 """
 
 from __future__ import annotations
@@ -36,3 +36,15 @@ def pack(numbers: Tensor, bits: int, *, axis: int = -1, order: Sequence[int] = (
     for number, place in zip(apart, order or range(per_word), strict=True):
         words |= number << bits * place
     return words
+
+
+def nibbles(packed: Tensor) -> Tensor:
+    """packed uint8 [..., K / 2] -> [..., K], one code each: the low nibble is the even column."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """The inverse; a last byte that is not full gets a zero."""
+    even, odd = F.pad(codes, (0, codes.shape[-1] % 2)).unflatten(-1, (-1, 2)).unbind(-1)
+    packed: Tensor = even + (odd << 4)
+    return packed

@@ -8,7 +8,16 @@ from functools import cache
 
 from negamax.base.errors import ConfigError
 from negamax.config.quantization import QuantizationSpec
-from negamax.quantization import auto_round, awq, compressed_tensors, fp8, gptq
+from negamax.quantization import (
+    auto_round,
+    awq,
+    compressed_tensors,
+    fp8,
+    gptq,
+    modelopt,
+    mxfp8,
+    quark,
+)
 from negamax.quantization.scheme import Scheme
 
 METHODS: dict[str, Callable[[QuantizationSpec], Scheme]] = {
@@ -17,6 +26,11 @@ METHODS: dict[str, Callable[[QuantizationSpec], Scheme]] = {
     "compressed-tensors": compressed_tensors.read,
     "fp8": fp8.read,
     "gptq": gptq.read,
+    "modelopt": modelopt.read,
+    "modelopt_fp4": modelopt.read,
+    "modelopt_mixed": modelopt.read,
+    "mxfp8": mxfp8.read,
+    "quark": quark.read,
 }
 
 

@@ -1,12 +1,25 @@
-"""Method "fp8", MiniMax's own: E4M3 matrices with one scale per 128 x 128 block, but for the
-modules that the checkpoint lists.
+"""Method "fp8", MiniMax's own: E4M3 matrices with one scale per block of 128 x 128, or of another
+size, or for all of a matrix, but for the modules that the checkpoint lists.
+
+Activations are rounded, too, in groups of 128, where a kernel reads the blocks as they are stored.
 """
 
 from __future__ import annotations
 
 from negamax.config.quantization import QuantizationSpec
-from negamax.kernels.formats import E4M3, E4M3_BLOCKS, E4M3_GROUP, PLAIN, TensorFormat
+from negamax.kernels.float_formats import E4M3_FNUZ, PER_MATRIX, fp8
+from negamax.kernels.formats import (
+    E4M3,
+    E4M3_BLOCKS,
+    E4M3_GROUP,
+    PLAIN,
+    Axis,
+    Dim,
+    TensorFormat,
+)
 from negamax.quantization.scheme import Scheme, check_fields, is_within, module_list, refuse
+
+_FNUZ = (E4M3_FNUZ, "e4m3fnuz")
 
 
 def read(spec: QuantizationSpec) -> Scheme:
@@ -14,18 +27,32 @@ def read(spec: QuantizationSpec) -> Scheme:
     check_fields(
         spec,
         {
-            "fmt": (None, E4M3, "e4m3"),
-            "activation_scheme": (None, "dynamic"),
+            "fmt": (None, E4M3, "e4m3", *_FNUZ),
+            "activation_scheme": (None, "dynamic", "static"),
             "scale_fmt": (None, "float"),
         },
     )
+    stored = _format(spec)
+    names = "modules_to_not_convert", "ignored_layers"
+    unconverted = tuple(module for name in names for module in module_list(spec, name))
+    return Scheme((stored,), lambda name: PLAIN if is_within(name, unconverted) else stored)
+
+
+def _format(spec: QuantizationSpec) -> TensorFormat:
+    is_static = spec.fields.get("activation_scheme") == "static"
+    fnuz = spec.fields.get("fmt") in _FNUZ
     block = spec.fields.get("weight_block_size")
-    if not isinstance(block, list | tuple) or list(block) != [E4M3_GROUP, E4M3_GROUP]:
-        expected = f"{[E4M3_GROUP, E4M3_GROUP]} (others are not supported yet)"
-        refuse(spec, "weight_block_size", block, expected)
-    unconverted = module_list(spec, "modules_to_not_convert")
-
-    def format_of(module: str) -> TensorFormat:
-        return PLAIN if is_within(module, unconverted) else E4M3_BLOCKS
-
-    return Scheme((E4M3_BLOCKS,), format_of)
+    if block is None:
+        scale = "input_scale" if is_static else None
+        return fp8("fp8_e4m3_tensor", PER_MATRIX, input_scale=scale, fnuz=fnuz)
+    is_block = isinstance(block, list | tuple) and len(block) == 2
+    if not is_block or not all(type(size) is int and size > 0 for size in block):
+        refuse(spec, "weight_block_size", block, "two numbers above 0, or null")
+    if is_static:
+        refuse(spec, "activation_scheme", "static", "dynamic, beside a weight_block_size")
+    rows, columns = block
+    if rows == columns == E4M3_GROUP and not fnuz:
+        return E4M3_BLOCKS
+    dims = Dim(Axis.ROWS, rows), Dim(Axis.COLUMNS, columns)
+    name = f"fp8_e4m3_block_{rows}x{columns}"
+    return fp8(name, dims, scale_name="weight_scale_inv", fnuz=fnuz)

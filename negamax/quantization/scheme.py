@@ -5,11 +5,12 @@ Imports no torch.
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from negamax.base.errors import ConfigError
 from negamax.config import fields
@@ -18,6 +19,8 @@ from negamax.kernels.formats import PLAIN, TensorFormat
 
 if TYPE_CHECKING:
     import torch
+
+V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -75,14 +78,36 @@ def module_list(spec: QuantizationSpec, name: str) -> tuple[str, ...]:
     return tuple(names)
 
 
+def check_kv_cache(spec: QuantizationSpec, name: str) -> None:
+    """Field `name`, how keys and values are to be stored: in FP8 with a scale for each layer, which
+    the checkpoint may hold, or null. Errors: `ConfigError`.
+    """
+    said = spec.fields.get(name)
+    if said is None:
+        return
+    if not isinstance(said, Mapping):
+        refuse(spec, name, said, "an object or null")
+    check_fields(
+        QuantizationSpec(spec.method, dict(said), name),
+        {
+            "num_bits": (8,), "type": ("float",), "strategy": (None, "tensor"),
+            "dynamic": (None, False), "symmetric": (None, True), "group_size": (None,),
+        },
+    )  # fmt: skip
+
+
 def is_within(module: str, names: Sequence[str]) -> bool:
     """Whether `module` lies in one of `names`, in whichever spelling: "gate" is in "mlp.gate" and
-    not in "mlp.gate_up".
+    not in "mlp.gate_up". In a name * stands for any characters, and "re:" begins an expression.
     """
-    known = _canonical(tuple(names))
+    names = tuple(names)
+    known = _canonical(names)
     parts = canonical(module).split(".")
     ends = range(1, len(parts) + 1)
-    return any(".".join(parts[first:end]) in known for end in ends for first in range(end))
+    if any(".".join(parts[first:end]) in known for end in ends for first in range(end)):
+        return True
+    expression = _expression(_wildcards(names))
+    return expression is not None and any(map(expression.match, spellings(module)))
 
 
 def matches(module: str, patterns: Sequence[str]) -> bool:
@@ -94,6 +119,20 @@ def matches(module: str, patterns: Sequence[str]) -> bool:
         return True
     expression = _expression(tuple(each[3:] for each in patterns if each.startswith("re:")))
     return expression is not None and any(map(expression.match, spellings(module)))
+
+
+def by_module(table: Mapping[str, V]) -> Callable[[str], V | None]:
+    """What `table`, by names of modules in whichever spelling, has for a module, or for the nearest
+    that it lies in.
+    """
+    spelled = {canonical(name): value for name, value in table.items()}
+
+    def find(module: str) -> V | None:
+        parts = canonical(module).split(".")
+        names = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+        return next((spelled[name] for name in names if name in spelled), None)
+
+    return find
 
 
 def spellings(module: str) -> Iterator[str]:
@@ -119,6 +158,16 @@ def canonical(name: str) -> str:
 @cache
 def _canonical(names: tuple[str, ...]) -> frozenset[str]:
     return frozenset(map(canonical, names))
+
+
+@cache
+def _wildcards(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of `names` that are more than a name, as regular expressions."""
+    return tuple(
+        name[3:] if name.startswith("re:") else fnmatch.translate(name)
+        for name in names
+        if name.startswith("re:") or "*" in name
+    )
 
 
 @cache

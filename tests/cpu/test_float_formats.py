@@ -84,6 +84,21 @@ def test_matrices_held_together_are_each_what_it_is_alone(name: str) -> None:
     assert torch.equal(weight.format.dequantize(weight.tensors), expected)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_quantised_is_stored_as_others_store_it(name: str) -> None:
+    stored, plain = FORMATS[name], matrix(2)
+    theirs = kept(stored, LAYOUTS[name].write(plain))
+    assert stored.quantize is not None
+    tensors = dict(stored.quantize(plain))
+    assert {key: (t.shape or (1,)) for key, t in tensors.items()} == {
+        key: (t.shape or (1,)) for key, t in theirs.items()
+    }
+    error, other = (
+        (stored.dequantize(each) - plain).norm() / plain.norm() for each in (tensors, theirs)
+    )
+    assert float(error) == pytest.approx(float(other), rel=0.02)
+
+
 def test_both_spellings_of_an_exponent_are_the_same_bits() -> None:
     layout, stored = LAYOUTS["mxfp8"], FORMATS["mxfp8"]
     tensors = layout.write(matrix(3))

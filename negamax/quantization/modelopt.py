@@ -1,0 +1,99 @@
+"""Method "modelopt", NVIDIA's Model Optimizer: one algorithm for all modules but those excluded, or
+(MIXED_PRECISION) one for each module that is listed. The fields stand in config.json, or under
+"quantization" in hf_quant_config.json.
+
+Activations stay in the compute dtype, where most of its algorithms would round them, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from negamax.config.quantization import QuantizationSpec
+from negamax.kernels.float_formats import MX_GROUP, NVFP4_GROUP, PER_MATRIX, fp8, mxfp8, nvfp4
+from negamax.kernels.formats import E4M3_GROUP, ONE, PLAIN, ROWS, Axis, Dim, TensorFormat
+from negamax.quantization.scheme import (
+    Scheme,
+    by_module,
+    check_fields,
+    check_kv_cache,
+    is_within,
+    module_list,
+    refuse,
+)
+
+_BLOCKS = Dim(Axis.ROWS, E4M3_GROUP), ONE, Dim(Axis.COLUMNS, E4M3_GROUP), ONE
+# Algorithm -> format, and the group sizes that may stand beside it.
+ALGORITHMS: Mapping[str, tuple[TensorFormat, tuple[int | None, ...]]] = {
+    "FP8": (fp8("fp8_e4m3_tensor", PER_MATRIX, input_scale="input_scale"), (None,)),
+    "FP8_PER_CHANNEL_PER_TOKEN": (fp8("fp8_e4m3_channel", (ROWS,)), (None,)),
+    "FP8_PB_WO": (fp8("fp8_e4m3_block_128x128", _BLOCKS), (None, E4M3_GROUP)),
+    "NVFP4": (nvfp4(input_scale="input_scale"), (None, NVFP4_GROUP)),
+    "W4A16_NVFP4": (nvfp4(), (None, NVFP4_GROUP)),
+    "MXFP8": (mxfp8(), (None, MX_GROUP)),
+}
+_MIXED = "MIXED_PRECISION"
+
+
+def read(spec: QuantizationSpec) -> Scheme:
+    """Errors: `ConfigError` for what is stored in another way."""
+    inner = spec.fields.get("quantization")
+    if isinstance(inner, Mapping):
+        check_fields(spec, {}, beside=("producer", "quant_method", "quantization"))
+        spec = QuantizationSpec(spec.method, dict(inner), spec.source)
+    algorithm = _upper(spec.fields.get("quant_algo"))
+    spec = replace(spec, fields={**spec.fields, "quant_algo": algorithm})
+    check_fields(
+        spec,
+        {
+            "quant_algo": (*ALGORITHMS, _MIXED),
+            "kv_cache_quant_algo": (None, "FP8"),
+            "has_zero_point": (None, False),
+            "pre_quant_scale": (None, False),
+        },
+        # `config_groups` says the same in other words
+        beside=(
+            "config_groups", "exclude_modules", "group_size", "ignore", "kv_cache_scheme",
+            "producer", "quant_method", "quantized_layers",
+        ),
+    )  # fmt: skip
+    check_kv_cache(spec, "kv_cache_scheme")
+    excluded = (*module_list(spec, "exclude_modules"), *module_list(spec, "ignore"))
+    if algorithm != _MIXED:
+        stored = _format(spec)
+        return Scheme((stored,), lambda name: PLAIN if is_within(name, excluded) else stored)
+    listed = _listed(spec)
+    find = by_module(listed)
+
+    def format_of(module: str) -> TensorFormat:
+        return PLAIN if is_within(module, excluded) else find(module) or PLAIN
+
+    return Scheme(tuple(dict.fromkeys(listed.values())), format_of)
+
+
+def _listed(spec: QuantizationSpec) -> dict[str, TensorFormat]:
+    """The modules of `quantized_layers`."""
+    layers = spec.fields.get("quantized_layers")
+    if not isinstance(layers, Mapping) or not layers:
+        refuse(spec, "quantized_layers", layers, "an object of modules")
+    listed = {}
+    for module, said in layers.items():
+        if not isinstance(said, Mapping):
+            refuse(spec, f"quantized_layers.{module}", said, "an object")
+        fields = {**said, "quant_algo": _upper(said.get("quant_algo"))}
+        one = QuantizationSpec(spec.method, fields, f"quantized_layers.{module}")
+        check_fields(one, {"quant_algo": tuple(ALGORITHMS)}, beside=("group_size",))
+        listed[module] = _format(one)
+    return listed
+
+
+def _format(spec: QuantizationSpec) -> TensorFormat:
+    stored, sizes = ALGORITHMS[spec.fields["quant_algo"]]
+    check_fields(spec, {"group_size": sizes})
+    return stored
+
+
+def _upper(algorithm: Any) -> Any:
+    return algorithm.upper() if isinstance(algorithm, str) else algorithm

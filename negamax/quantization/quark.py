@@ -1,0 +1,136 @@
+"""Method "quark", AMD's: for all modules, for those of a name, or for none (`exclude`), how weights
+and activations are quantised.
+
+Activations stay in the compute dtype, where the method may round them, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from negamax.config.quantization import QuantizationSpec
+from negamax.kernels.float_formats import (
+    MX_GROUP,
+    NVFP4_GROUP,
+    PER_MATRIX,
+    fp8,
+    mxfp4,
+    nvfp4,
+)
+from negamax.kernels.formats import PLAIN, ROWS, TensorFormat
+from negamax.quantization.scheme import Scheme, check_fields, is_within, module_list, refuse
+
+_E4M3 = "fp8_e4m3"
+_MXFP4 = {
+    "dtype": ("fp4",), "qscheme": ("per_group",), "group_size": (MX_GROUP,),
+    "scale_format": ("e8m0",),
+}  # fmt: skip
+_NVFP4 = {"dtype": ("fp4",), "qscheme": ("per_group",), "group_size": (NVFP4_GROUP,)}
+_FP8 = {"dtype": (_E4M3,), "qscheme": ("per_tensor", "per_channel"), "ch_axis": (None, 0)}
+# Values that are stored, and not computed from the weights each time.
+_STORED = {"is_dynamic": (None, False), "symmetric": (None, True), "block_size": (None,)}
+# Changes to weights that leave the model as it is: what they do is in the stored values.
+_FOLDED = ("awq", "autosmoothquant", "gptq", "gptaq", "smooth", "smoothquant")
+
+
+def read(spec: QuantizationSpec) -> Scheme:
+    """Errors: `ConfigError` for what is stored in another way."""
+    check_fields(
+        spec,
+        {
+            "layer_type_quant_config": (None, {}),
+            "softmax_quant_spec": (None,),
+            "quant_mode": (None, "eager_mode"),
+        },
+        beside=(
+            "algo_config", "exclude", "export", "global_quant_config", "kv_cache_post_rope",
+            "kv_cache_quant_config", "layer_quant_config", "quant_method", "version",
+        ),
+    )  # fmt: skip
+    export = QuantizationSpec(spec.method, dict(spec.fields.get("export") or {}), "export")
+    check_fields(
+        export,
+        {
+            "weight_format": (None, "real_quantized"),
+            "pack_method": (None, "reorder", "order"),
+            "weight_merge_groups": (None, []),
+        },
+        beside=("kv_cache_group", "min_kv_scale"),
+    )
+    for step in spec.fields.get("algo_config") or ():
+        name = step.get("name") if isinstance(step, Mapping) else step
+        if name not in _FOLDED:
+            refuse(spec, "algo_config", name, ", ".join(_FOLDED))
+    layers = spec.fields.get("layer_quant_config") or {}
+    if not isinstance(layers, Mapping):
+        refuse(spec, "layer_quant_config", layers, "an object of modules")
+    cached = module_list(export, "kv_cache_group")
+
+    def is_cached(name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in cached)
+
+    listed = [
+        ((name,), _layer(spec, f"layer_quant_config.{name}", said, cached=is_cached(name)))
+        for name, said in layers.items()
+    ]
+    others = _layer(spec, "global_quant_config", spec.fields.get("global_quant_config"))
+    excluded = module_list(spec, "exclude")
+
+    def format_of(module: str) -> TensorFormat:
+        if is_within(module, excluded):
+            return PLAIN
+        return next((stored for names, stored in listed if is_within(module, names)), others)
+
+    formats = dict.fromkeys((*(stored for _, stored in listed), others))
+    return Scheme(tuple(stored for stored in formats if stored is not PLAIN), format_of)
+
+
+def _layer(spec: QuantizationSpec, name: str, said: Any, *, cached: bool = False) -> TensorFormat:
+    """How the weights are stored of which `name` says `said`. `cached`: their outputs are what the
+    KV cache holds.
+    """
+    if said is None:
+        return PLAIN
+    if not isinstance(said, Mapping):
+        refuse(spec, name, said, "an object or null")
+    fields = QuantizationSpec(spec.method, dict(said), name)
+    outputs = said.get("output_tensors")
+    check_fields(
+        fields,
+        {"output_tensors": (outputs if cached else None, {}), "bias": (None, {})},
+        beside=("input_tensors", "target_device", "weight"),
+    )
+    if cached and outputs:
+        _check(fields, "output_tensors", outputs, {**_FP8, "qscheme": ("per_tensor",)})
+    weight, inputs = said.get("weight"), said.get("input_tensors")
+    if not weight:
+        return PLAIN
+    if isinstance(weight, Sequence):
+        whole = {**_FP8, "qscheme": ("per_tensor",)}
+        if len(weight) != 2:
+            refuse(fields, "weight", weight, "one object, or two for NVFP4")
+        _check(fields, "weight", weight[0], {**_NVFP4, **_STORED})
+        _check(fields, "weight", weight[1], {**whole, **_STORED})
+        return nvfp4(input_scale="input_scale_2" if inputs else None)
+    if weight.get("dtype") == "fp4":
+        _check(fields, "weight", weight, {**_MXFP4, **_STORED})
+        return mxfp4()
+    _check(fields, "weight", weight, {**_FP8, **_STORED})
+    is_static = isinstance(inputs, Mapping) and bool(inputs) and not inputs.get("is_dynamic")
+    scale = "input_scale" if is_static else None
+    if weight["qscheme"] == "per_channel":
+        return fp8("fp8_e4m3_channel", (ROWS,), input_scale=scale)
+    return fp8("fp8_e4m3_tensor", PER_MATRIX, input_scale=scale)
+
+
+def _check(
+    spec: QuantizationSpec, name: str, said: Any, allowed: Mapping[str, Sequence[object]]
+) -> None:
+    """Errors: `ConfigError` where `said` is not `allowed`. What else it says is of how the scales
+    were found.
+    """
+    if not isinstance(said, Mapping):
+        refuse(spec, name, said, "an object")
+    check_fields(QuantizationSpec(spec.method, dict(said), f"{spec.source}.{name}"), allowed)
