@@ -144,7 +144,8 @@ class MatrixWeight:
     """One rank's matrices in one parameter, in the format that their kernel reads.
 
     `shape` is [..., rows, columns] on this rank; checkpoint tensors fill it window by window
-    through `slots`. What they leave is zeros: in every format these are values of 0.
+    through `slots`. What they leave is zeros: such rows are 0 in every format, and the columns of
+    the next matrix have nothing to multiply.
     """
 
     def __init__(

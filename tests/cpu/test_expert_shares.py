@@ -1,0 +1,132 @@
+"""Experts in stored formats, split over ranks whose shares would cut blocks, groups and words: the
+ranks' parts add up to what one rank computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from stored_kernels import dequantized, keeping_stored, random_stored
+from torch import Tensor
+
+from negamax.kernels.formats import E4M3_BLOCKS, Axis, StoredWeight, TensorFormat
+from negamax.kernels.platform import CPU
+from negamax.kernels.registry import OPS, resolve
+from negamax.kernels.signatures import EXPERTS
+from negamax.layers.moe import SparseMoe
+from negamax.models.minimax_m2 import names
+from negamax.parallel.context import ParallelContext
+from negamax.parallel.layout import ParallelLayout
+from negamax.quantization.compressed_tensors import packed
+from negamax.quantization.scheme import Scheme, WeightFormat
+
+FORMATS = [
+    E4M3_BLOCKS,
+    packed(4, 128),
+    packed(4, 32, symmetric=False),
+    packed(8, 64),
+    packed(8, -1),
+]
+TOP_K, TOKENS = 2, 4
+TABLE = keeping_stored(resolve(platform=CPU, dtype=torch.float32))
+
+
+@pytest.fixture(autouse=True)
+def memory_that_nothing_wrote_is_not_zero() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)  # fills it with NaN and the largest integers
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class Model:
+    """Experts 12 units wide: even shares of 8 and 16 ranks cut them."""
+
+    def __init__(self, stored: TensorFormat, num_experts: int) -> None:
+        self.stored, self.num_experts = stored, num_experts
+        self.hidden, self.width = stored.unit(Axis.COLUMNS), max(48, 12 * stored.width_unit)
+        wide, tall = (self.width, self.hidden), (self.hidden, self.width)
+        self.experts = [
+            [
+                random_stored(stored, shape, seed=3 * expert + n)
+                for n, shape in enumerate((wide, wide, tall))
+            ]
+            for expert in range(num_experts)
+        ]
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(TOKENS, self.hidden, generator=generator) / self.hidden
+        self.gate = torch.randn(num_experts, self.hidden, generator=generator)
+
+    def rank(self, layout: ParallelLayout) -> tuple[SparseMoe, dict[str, StoredWeight]]:
+        """A rank's mixture with its weights, and what its kernel was given."""
+        single, prepared = ParallelContext.single(), {}
+        scheme = Scheme((self.stored,), lambda module: self.stored)
+        kernel = TABLE.choose(EXPERTS, self.stored)
+        assert kernel is not None
+
+        def prepare(gate_up: StoredWeight, down: StoredWeight) -> Any:
+            prepared.update(gate_up=gate_up, down=down)
+            return kernel.prepare(gate_up, down)
+
+        watched = (*TABLE.candidates[EXPERTS][:-1], replace(kernel, prepare=prepare))
+        moe = SparseMoe(
+            names.moe(0),
+            hidden_size=self.hidden,
+            width=self.width,
+            num_experts=self.num_experts,
+            top_k=TOP_K,
+            context=replace(single, layout=layout),
+            kernels=replace(TABLE, candidates={**TABLE.candidates, EXPERTS: watched}),
+            weights=WeightFormat(torch.float32, torch.device("cpu"), scheme),
+        )
+        own = names.moe(0)
+        tensors = {own.router: self.gate, own.router_bias: torch.zeros(self.num_experts)}
+        for expert, parts in enumerate(self.experts):
+            for name, part in zip((own.gate, own.up, own.down), parts, strict=True):
+                module = name.replace("*", str(expert)).removesuffix("weight")
+                tensors |= {module + tensor: values for tensor, values in part.items()}
+        for slot in moe.slots:
+            if slot.needed and slot.name in tensors:
+                slot.write(tensors[slot.name])
+        moe.finish_loading()
+        return moe, prepared
+
+    def expected(self) -> tuple[list[list[Tensor]], Tensor]:
+        """The plain matrices, and what they make of the tokens, by the definition."""
+        plain = [[self.stored.dequantize(part) for part in parts] for parts in self.experts]
+        gate_up = torch.stack([torch.cat(each[:2]) for each in plain])
+        down = torch.stack([each[2] for each in plain])
+        route, experts = OPS["moe.route"].reference.run, OPS[EXPERTS].reference.run
+        ids, weights = route(self.x, (self.gate, torch.zeros(self.num_experts)), top_k=TOP_K)
+        count = self.num_experts
+        return plain, experts(self.x, ids, weights, (gate_up, down), first=0, count=count)
+
+
+@pytest.mark.parametrize("stored", FORMATS, ids=lambda stored: stored.name)
+@pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
+def test_the_ranks_parts_add_up_to_what_one_rank_computes(tp: int, stored: TensorFormat) -> None:
+    for ep in (each for each in (1, 2, 4, 8, 16) if tp % each == 0):
+        model = Model(stored, max(ep, 2))
+        plain, expected = model.expected()
+        total, shapes, found = torch.zeros(TOKENS, model.hidden), set(), 0
+        for layout in (ParallelLayout(rank=rank, tp=tp, ep=ep) for rank in range(tp)):
+            moe, prepared = model.rank(layout)
+            total += moe(model.x).x.reshape(TOKENS, -1, model.hidden).sum(1)
+            gate_up, down = (dequantized(prepared[name]) for name in ("gate_up", "down"))
+            shapes.add((gate_up.shape, down.shape))
+            share = layout.experts.width(model.width, unit=stored.width_unit)
+            part, rest = slice(share.part.start, share.part.stop), slice(len(share.part), None)
+            found += len(share.part) * len(gate_up)
+            gates, ups = gate_up.chunk(2, dim=1)
+            for n, expert in enumerate(layout.experts.experts(model.num_experts)):
+                held = gates[n], ups[n], down[n].t()
+                stored_as = plain[expert][0], plain[expert][1], plain[expert][2].t()
+                for values, whole in zip(held, stored_as, strict=True):
+                    assert torch.equal(values[: len(share.part)], whole[part])
+                # so that whatever the columns of down behind them are, they add nothing
+                assert not gates[n][rest].any() and not ups[n][rest].any()
+        assert len(shapes) == 1 and found == model.width * model.num_experts
+        assert (total - expected).norm() < 1e-5 * expected.norm()
