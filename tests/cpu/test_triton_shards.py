@@ -4,6 +4,8 @@ turns.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from m2_checkpoints import FP8_CONFIG, to_fp8
@@ -15,20 +17,25 @@ from negamax.config.families import read_spec
 from negamax.kernels.activations import QuantizedActivations, ShardedActivations, unquantized
 from negamax.kernels.collectives import tiles
 from negamax.kernels.collectives import triton as kernels
-from negamax.kernels.formats import e4m3_blocks
+from negamax.kernels.formats import E4M3_BLOCKS, e4m3_blocks
 from negamax.kernels.gemm import triton as gemm
 from negamax.kernels.gemm.cases import fp8_weight
+from negamax.kernels.launch.tile import Tile
 from negamax.kernels.moe import triton as moe
 from negamax.kernels.norm import triton as norm_kernels
 from negamax.kernels.norm.spec import NormWeight
 from negamax.kernels.platform import CPU
 from negamax.kernels.quantize.spec import quantize_activations
 from negamax.kernels.registry import KernelTable, gpu_kernels
+from negamax.layers.moe import SparseMoe
+from negamax.models.minimax_m2 import names
 from negamax.models.registry import build_model
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
+from negamax.quantization.scheme import Scheme, WeightFormat
 
 WIDTH, EXPERTS, TOP_K = 256, 6, 2
+ONES = torch.ones(2)
 # ranks, rows, memory in common
 CASES = [(4, 8, True), (2, 5, True), (4, 7, True), (2, 4, False)]
 
@@ -154,6 +161,53 @@ def test_products_in_fp8_need_no_plain_rows() -> None:
                 moe.experts(x, ids, weights, experts, first=0, count=EXPERTS) for x in (part, whole)
             )
             assert torch.equal(got, want) and got.dtype == torch.float16
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_fp8_experts_of_padded_shares_add_up_to_those_of_one_rank(
+    monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """Three blocks: over two ranks two and one, as of MiniMax-M2 on eight; over four ranks one or
+    none, as on sixteen. Through all three ways.
+    """
+    hidden, width, generator = 128, 384, torch.Generator().manual_seed(7)
+    own, tensors = names.moe(0), {}
+    for expert in range(2):
+        for name in (own.gate, own.up, own.down):
+            shape = (hidden, width) if name == own.down else (width, hidden)
+            values, scale = fp8_weight(*shape, generator=generator)
+            name = name.replace("*", str(expert))
+            tensors |= {name: values, name + "_scale_inv": scale}
+    tensors |= {own.router: torch.randn(2, hidden, generator=generator), own.router_bias: ONES}
+    table = KernelTable.of(gpu_kernels(), platform=CPU, dtype=torch.float16)
+    weights = WeightFormat(
+        torch.float16, torch.device("cpu"), Scheme((E4M3_BLOCKS,), lambda module: E4M3_BLOCKS)
+    )
+
+    def experts(layout: ParallelLayout) -> SparseMoe:
+        context = replace(ParallelContext.single(), layout=layout)
+        layer = SparseMoe(
+            own, hidden_size=hidden, width=width, num_experts=2, top_k=2, context=context,
+            kernels=table, weights=weights,
+        )  # fmt: skip
+        for slot in layer.slots:
+            if slot.needed:
+                slot.write(tensors[slot.name])
+        layer.finish_loading()
+        return layer
+
+    whole = experts(ParallelLayout())
+    parts = [experts(ParallelLayout(rank=rank, tp=ranks)) for rank in range(ranks)]
+    x = quantize_activations(torch.randn(3, hidden, generator=generator).half())
+    tile = Tile(1, 64, 128, num_warps=2)  # large: the interpreter runs programs one by one
+    gemv = moe.tiles.ExpertTiles(tile, tile, choices=2)
+    monkeypatch.setattr(moe.tiles.H200, "gemv", lambda self, width: gemv)
+    for gemv_m, small_m in ((8, 8), (0, 8), (0, 0)):
+        monkeypatch.setattr(moe.tiles.H200, "gemv_max_m", lambda self, width, m=gemv_m: m)
+        monkeypatch.setattr(moe.tiles, "SMALL_M_MAX_M", small_m)
+        expected = whole(x).x.float().sum(1)
+        total = sum(part(x).x.float().sum(1) for part in parts)
+        assert (total - expected).norm() < 2e-3 * expected.norm()
 
 
 SIZES = {
