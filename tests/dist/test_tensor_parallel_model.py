@@ -15,8 +15,10 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "cpu"))
 
+from m2_checkpoints import FP8_CONFIG, save_single, to_fp8
 from model_support import PagedRun, build, random_weights, tiny_config
 from rank_processes import run_ranks
+from stored_kernels import keeping_stored
 
 import negamax
 from negamax.base.errors import ConfigError
@@ -111,6 +113,30 @@ def load_to_say(slots: Mapping[str, WeightSlot], spec: ModelSpec) -> str:
     return load_weights(slots, spec, NANO).summary()
 
 
+def padded_spec() -> ModelSpec:
+    """FP8 experts three blocks wide, which every layout but that of whole experts cuts; so it does
+    the projections of attention, whose heads are 12 wide.
+    """
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_local_experts": 4}
+    config = tiny_config(0, num_key_value_heads=2, **SIZES | sizes)
+    return read_spec({**config, "quantization_config": FP8_CONFIG})
+
+
+def padded(context: ParallelContext, checkpoint: Path) -> torch.Tensor:
+    """Logits of FP8 experts that are kept as stored, as on GPUs."""
+    model = build_model(
+        padded_spec(),
+        context=context,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        kernels=keeping_stored(resolve(platform=CPU, dtype=torch.float32)),
+    )
+    report = load_weights(model.weight_slots(), model.spec, checkpoint)
+    assert report.num_dequantized == (8 if context.layout.tp > 1 else 6)  # o_proj is whole
+    model.finish_loading()
+    return PagedRun(model, ranks=context.layout.tp).step([("a", TOKENS)])["a"]
+
+
 def one_rank(rank: int, tp: int, folder: str) -> None:
     """A rank's process: every layout of this world size, results of all ranks into `folder`."""
     torch.set_num_threads(1)
@@ -124,6 +150,7 @@ def one_rank(rank: int, tp: int, folder: str) -> None:
         torch.save(
             head_and_embedding(make_spec(kv_heads), context), f"{folder}/{case}-{rank}-vocab.pt"
         )
+        torch.save(padded(context, Path(folder)), f"{folder}/{case}-{rank}-padded.pt")
         if ep > 1:
             results = checkpoint_and_synthetic(context, Path(folder) / f"cache-{case}")
             torch.save(results, f"{folder}/{case}-{rank}-fp8.pt")
@@ -135,6 +162,7 @@ def world(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[int, Path]:
     folder = tmp_path_factory.mktemp("gloo")
+    save_single(folder, to_fp8(random_weights(padded_spec(), 7)))
     run_ranks(one_rank, request.param, str(folder), world=request.param)
     return request.param, folder
 
@@ -153,6 +181,19 @@ def test_every_rank_has_the_logits_of_a_single_rank(world: tuple[int, Path]) -> 
                 atol=1e-5,
                 rtol=1e-5,
                 msg=f"tp, kv, ep = {tp, kv_heads, ep}; rank {rank}",
+            )
+
+
+def test_fp8_experts_whose_blocks_are_padded_give_the_logits_of_a_single_rank(
+    world: tuple[int, Path],
+) -> None:
+    tp, folder = world
+    expected = padded(ParallelContext.single(), folder)
+    for case, (size, _, ep) in enumerate(LAYOUTS):
+        for rank in range(tp if size == tp else 0):
+            got = torch.load(folder / f"{case}-{rank}-padded.pt", weights_only=True)
+            torch.testing.assert_close(
+                got, expected, atol=1e-5, rtol=1e-5, msg=f"tp {tp}, ep {ep}, rank {rank}"
             )
 
 
