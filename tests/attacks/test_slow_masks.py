@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.attacks.neighbour import Neighbour
+from tests.attacks.neighbour import unnoticed
 from tests.e2e.conftest import Server, eventually
 
 SECONDS = 3.0
@@ -62,18 +62,21 @@ def attack(server: Server, form: dict[str, Any], stop: threading.Event, answers:
 def test_slow_masks_of_one_stream_hold_up_no_other(
     server: Server, http: httpx.Client, name: str
 ) -> None:
-    stop, answers = threading.Event(), list[str]()
-    attackers = [
-        threading.Thread(target=attack, args=(server, FORMS[name], stop, answers)) for _ in range(2)
-    ]
-    with Neighbour(
-        server, structured_outputs={"regex": "[a-z ]{4000}"}, thinking_token_budget=0
-    ) as neighbour:
+    def attack_for_a_while() -> None:
+        stop, answers = threading.Event(), list[str]()
+        attackers = [
+            threading.Thread(target=attack, args=(server, FORMS[name], stop, answers))
+            for _ in range(2)
+        ]
         for thread in attackers:
             thread.start()
-        time.sleep(SECONDS)
-        assert eventually(lambda: len(answers) > 3)
-    stop.set()
-    for thread in attackers:
-        thread.join(60)
-    assert neighbour.errors == [] and neighbour.longest_gap < 1.0, neighbour.longest_gap
+        try:
+            time.sleep(SECONDS)
+            assert eventually(lambda: len(answers) > 3)
+        finally:
+            stop.set()
+            for thread in attackers:
+                thread.join(60)
+
+    followed = {"structured_outputs": {"regex": "[a-z ]{4000}"}, "thinking_token_budget": 0}
+    unnoticed(server, attack_for_a_while, gap=1.0, **followed)
