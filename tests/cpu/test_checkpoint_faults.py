@@ -1,0 +1,416 @@
+"""One fault at a time, in checkpoints of every format: each is refused with the tensor or the file
+that it is about, before data is read where the headers say so, and none loads.
+
+Where a format has no scale, what is done to the scale is done to the values. No header says which
+of two tensors of one shape is which, and no value does: such an exchange loads (see below).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from block_fp8 import quantize_block
+from m2_checkpoints import FP8_CONFIG, TINY, random_tensors, tiny_spec
+from model_support import build
+from quantized_writers import WRITERS, Matrix, Stored, Writer, write
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from negamax.base.errors import CheckpointError
+from negamax.checkpoint.loader import load_weights
+from negamax.checkpoint.plan import plan_load
+from negamax.config.families import read_spec
+from negamax.config.model_spec import ModelSpec
+from negamax.kernels.formats import PLAIN, Role
+from negamax.kernels.platform import CPU, nvidia
+from negamax.kernels.registry import resolve
+from negamax.layers.weights import WeightSlot
+from negamax.models.registry import empty_slots
+from negamax.parallel.layout import ParallelLayout
+from negamax.quantization.detect import detect
+
+# No matrix is square, and all have several blocks of 128 where a format has such.
+CONFIG: dict[str, Any] = {
+    **TINY, "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2",
+    "dtype": "float32", "hidden_size": 64, "intermediate_size": 96, "num_local_experts": 2,
+    "num_hidden_layers": 2,
+}  # fmt: skip
+BLOCKS = {"hidden_size": 256, "intermediate_size": 384}
+MOE = "model.layers.0.block_sparse_moe."
+MODULE, OTHER = MOE + "experts.1.w1", MOE + "experts.1.w2"
+INDEX = "model.safetensors.index.json"
+ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+def _store_blocks(module: str, matrix: Matrix) -> Stored:
+    values, scale = quantize_block(torch.from_numpy(matrix))
+    return {"weight": values, "weight_scale_inv": scale}, matrix
+
+
+def _store_plain(module: str, matrix: Matrix) -> Stored:
+    return {"weight": torch.from_numpy(matrix)}, matrix
+
+
+LEFT_OUT = "model.layers.1.self_attn.o_proj"
+_FP8 = FP8_CONFIG | {"modules_to_not_convert": ["gate", "lm_head", LEFT_OUT]}
+FORMATS: Mapping[str, Writer] = {
+    "plain": Writer(_store_plain, lambda *_: {}),
+    "fp8": Writer(_store_blocks, lambda *_: _FP8),
+    **WRITERS,
+}
+
+
+@dataclass
+class Checkpoint:
+    """A sound checkpoint, to be spoilt."""
+
+    spec: ModelSpec
+    config: dict[str, Any]
+    side_files: dict[str, str]
+    tensors: dict[str, Tensor]
+    values: str  # of MODULE
+    scale: str  # of MODULE; of plain ones, its values too
+    other_scale: str  # of OTHER
+    slots: tuple[dict[str, WeightSlot], ...]  # on no memory: of a CPU and of an H200
+
+
+@cache
+def _written(name: str) -> Checkpoint:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        config = CONFIG | (BLOCKS if name == "fp8" else {})
+        tensors = random_tensors(tiny_spec(**config))
+        write(path, config, tensors, FORMATS[name])
+        text = json.loads((path / "config.json").read_text())
+        if not text.get("quantization_config"):
+            text.pop("quantization_config", None)
+        side_files = {
+            file.name: file.read_text()
+            for file in path.glob("*.json")
+            if file.name != "config.json"
+        }
+        spec = read_spec(text, path)
+        scheme = detect(spec.quantization)
+        stored = scheme.format_of(MODULE) if scheme else PLAIN
+        scales = [tensor.name for tensor in stored.tensors if tensor.role is Role.SCALE]
+        scale = scales[0] if scales else stored.values.name
+        slots = tuple(
+            empty_slots(
+                spec, ParallelLayout(), dtype=torch.float32,
+                kernels=resolve(platform=platform, dtype=torch.float32),
+            )
+            for platform in (CPU, nvidia((9, 0), name="NVIDIA H200", shared_memory=233472))
+        )  # fmt: skip
+        return Checkpoint(
+            spec, text, side_files, load_file(path / "model.safetensors"),
+            f"{MODULE}.{stored.values.name}", f"{MODULE}.{scale}", f"{OTHER}.{scale}", slots,
+        )  # fmt: skip
+
+
+def sound(name: str) -> Checkpoint:
+    made = _written(name)
+    return Checkpoint(**{**vars(made), "tensors": dict(made.tensors)})
+
+
+def save(folder: Path, tensors: dict[str, Tensor]) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / ONE)
+    (folder / ONE).rename(folder / "model.safetensors")
+
+
+def save_sharded(folder: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Two files and an index, of which MODULE lies in the first."""
+    names = sorted(tensors, key=lambda name: not name.startswith(MODULE))
+    parts = {ONE: names[: len(names) // 2], TWO: names[len(names) // 2 :]}
+    for file, part in parts.items():
+        save_file({name: tensors[name] for name in part}, folder / file)
+    weight_map = {name: file for file, part in parts.items() for name in part}
+    write_index(folder, weight_map)
+    return weight_map
+
+
+def write_index(folder: Path, weight_map: Mapping[str, str]) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+# --- in the headers -------------------------------------------------------------------------------
+
+Fault = Callable[[Checkpoint], str]  # spoils the tensors; what must be named
+
+
+def _lose(name: Callable[[Checkpoint], str]) -> Fault:
+    def fault(made: Checkpoint) -> str:
+        del made.tensors[name(made)]
+        return name(made)
+
+    return fault
+
+
+def _lose_module(made: Checkpoint) -> str:
+    made.tensors = {n: t for n, t in made.tensors.items() if not n.startswith(MODULE + ".")}
+    return made.values if made.values != made.scale else MODULE
+
+
+def _add(name: str) -> Fault:
+    def fault(made: Checkpoint) -> str:
+        made.tensors[name] = torch.ones(3)
+        return name
+
+    return fault
+
+
+def _rename(old: str, new: str) -> Fault:
+    def fault(made: Checkpoint) -> str:
+        made.tensors = {n.replace(old, new): t for n, t in made.tensors.items()}
+        return new
+
+    return fault
+
+
+def _change(name: Callable[[Checkpoint], str], change: Callable[[Tensor], Tensor]) -> Fault:
+    def fault(made: Checkpoint) -> str:
+        made.tensors[name(made)] = change(made.tensors[name(made)])
+        return name(made)
+
+    return fault
+
+
+def _exchange_scales(made: Checkpoint) -> str:
+    one, two = made.scale, made.other_scale
+    made.tensors[one], made.tensors[two] = made.tensors[two], made.tensors[one]
+    return one
+
+
+def _spell_twice(made: Checkpoint) -> str:
+    spelled = made.values.replace("block_sparse_moe", "mlp")
+    made.tensors[spelled] = made.tensors[made.values].clone()
+    return spelled
+
+
+def _one_expert_more(made: Checkpoint) -> str:
+    more = {n.replace("experts.1.", "experts.2."): t for n, t in made.tensors.items()}
+    made.tensors |= {name: t.clone() for name, t in more.items() if "experts.2." in name}
+    return f"{MOE}experts.2.w"
+
+
+def _one_layer_more(made: Checkpoint) -> str:
+    more = {n.replace("layers.1.", "layers.2."): t for n, t in made.tensors.items()}
+    made.tensors |= {name: t.clone() for name, t in more.items() if "layers.2." in name}
+    return "up to layer 2 "
+
+
+def _of_a_rank(made: Checkpoint) -> str:
+    """What a rank of two would have of the first dimension."""
+    for name, tensor in made.tensors.items():
+        if name.startswith((MODULE, OTHER)) and tensor.dim() and len(tensor) > 1:
+            made.tensors[name] = tensor[: len(tensor) // 2].clone()
+    return MODULE
+
+
+def _other_format(made: Checkpoint) -> str:
+    """The module is stored plain, or, in a plain checkpoint, as FP8; config.json knows nothing."""
+    whole = {n: t for n, t in made.tensors.items() if not n.startswith(MODULE + ".")}
+    if made.values == made.scale:
+        stored, _ = _store_blocks(MODULE, made.tensors[made.values].numpy())
+    else:
+        stored = {"weight": torch.ones(1, 1), "weight_scale_9": torch.ones(1, 1)}
+    made.tensors = whole | {f"{MODULE}.{suffix}": tensor for suffix, tensor in stored.items()}
+    return MODULE
+
+
+def VALUES(made: Checkpoint) -> str:
+    return made.values
+
+
+def SCALE(made: Checkpoint) -> str:
+    return made.scale
+
+
+HEADER_FAULTS: Mapping[str, Fault] = {
+    "values missing": _lose(VALUES),
+    "scale missing": _lose(SCALE),
+    "module missing": _lose_module,
+    "norm missing": _lose(lambda made: "model.layers.1.self_attn.q_norm.weight"),
+    "router's bias missing": _lose(lambda made: MOE + "e_score_correction_bias"),
+    "bias added": _add(MODULE + ".bias"),
+    "side tensor added": _add(MODULE + ".weight_scale_9"),
+    "unknown tensor": _add("model.layers.0.adapter.weight"),
+    "module renamed": _rename(MODULE, MOE + "experts.1.w4"),
+    "other family's names": _rename("model.", "transformer.h."),
+    "rows cut": _change(VALUES, lambda tensor: tensor[:-1]),
+    "rows added": _change(VALUES, lambda tensor: torch.cat([tensor, tensor[:1]])),
+    "scale cut": _change(SCALE, lambda tensor: tensor[: len(tensor) - 1]),
+    "transposed": _change(VALUES, lambda tensor: tensor.T),
+    "flattened": _change(VALUES, lambda tensor: tensor.reshape(-1)),
+    "dtype of values": _change(VALUES, lambda tensor: torch.zeros(tensor.shape, dtype=torch.int64)),
+    "dtype of scale": _change(SCALE, lambda tensor: torch.zeros(tensor.shape, dtype=torch.int64)),
+    "dtype of router": _change(
+        lambda made: MOE + "gate.weight", lambda tensor: tensor.to(torch.int8)
+    ),
+    "scales exchanged": _exchange_scales,
+    "two spellings": _spell_twice,
+    "expert too many": _one_expert_more,
+    "layer too many": _one_layer_more,
+    "share of a rank": _of_a_rank,
+    "another format": _other_format,
+}
+
+
+@pytest.mark.parametrize("fault", HEADER_FAULTS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_faults_of_names_shapes_and_dtypes_are_refused_before_data_is_read(
+    tmp_path: Path, name: str, fault: str
+) -> None:
+    made = sound(name)
+    named = HEADER_FAULTS[fault](made)
+    save(tmp_path, made.tensors)
+    for slots in made.slots:
+        with pytest.raises(CheckpointError) as caught:
+            plan_load(slots, made.spec, tmp_path)
+        assert named in str(caught.value)
+
+
+# --- in the files ---------------------------------------------------------------------------------
+
+
+def _resize(change: int) -> Callable[[Path, dict[str, str]], str]:
+    def fault(folder: Path, weight_map: dict[str, str]) -> str:
+        size = (folder / ONE).stat().st_size
+        with (folder / ONE).open("r+b") as stream:
+            stream.truncate(max(0, size + change))
+        return ONE
+
+    return fault
+
+
+def _lose_shard(folder: Path, weight_map: dict[str, str]) -> str:
+    (folder / TWO).unlink()
+    return TWO
+
+
+def _move_in_index(folder: Path, weight_map: dict[str, str]) -> str:
+    name = next(name for name in weight_map if name.startswith(MODULE))
+    write_index(folder, {**weight_map, name: TWO})
+    return name
+
+
+def _ghost_in_index(folder: Path, weight_map: dict[str, str]) -> str:
+    write_index(folder, {**weight_map, MODULE + ".ghost": TWO})
+    return MODULE + ".ghost"
+
+
+def _hole_in_index(folder: Path, weight_map: dict[str, str]) -> str:
+    name = next(name for name in weight_map if name.startswith(MODULE))
+    write_index(folder, {key: file for key, file in weight_map.items() if key != name})
+    return name
+
+
+def _forgotten_shard(folder: Path, weight_map: dict[str, str]) -> str:
+    shutil.copy(folder / TWO, folder / "model-00003-of-00002.safetensors")
+    return "model-00003-of-00002.safetensors"
+
+
+def _twice(folder: Path, weight_map: dict[str, str]) -> str:
+    (folder / INDEX).unlink()
+    shutil.copy(folder / ONE, folder / "model-00003-of-00002.safetensors")
+    return f"{ONE} and model-00003-of-00002.safetensors"
+
+
+def _overlap(folder: Path, weight_map: dict[str, str]) -> str:
+    """Two tensors of one length at the same place."""
+    data = (folder / ONE).read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header.pop("__metadata__", None)
+    spans = {name: entry["data_offsets"] for name, entry in header.items()}
+    one, two = next(
+        (one, two)
+        for one in spans
+        for two in spans
+        if one != two and np.diff(spans[one]) == np.diff(spans[two])
+    )
+    header[one]["data_offsets"] = header[two]["data_offsets"]
+    text = json.dumps(header).encode()
+    (folder / ONE).write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    return ONE
+
+
+def _pickles(folder: Path, weight_map: dict[str, str]) -> str:
+    for file in (ONE, TWO, INDEX):
+        (folder / file).unlink()
+    (folder / "pytorch_model-00001-of-00002.bin").write_bytes(b"")
+    return "pytorch_model-00001-of-00002.bin"
+
+
+FILE_FAULTS: Mapping[str, Callable[[Path, dict[str, str]], str]] = {
+    "cut by a byte": _resize(-1),
+    "cut in the header": _resize(-(10**9)),
+    "longer by a byte": _resize(1),
+    "shard missing": _lose_shard,
+    "index names another file": _move_in_index,
+    "index names a tensor that is nowhere": _ghost_in_index,
+    "index lacks a tensor": _hole_in_index,
+    "index lacks a file": _forgotten_shard,
+    "tensor in two files": _twice,
+    "tensors overlap": _overlap,
+    "pickle files": _pickles,
+}
+
+
+@pytest.mark.parametrize("fault", FILE_FAULTS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_faults_of_files_and_indexes_are_refused_before_data_is_read(
+    tmp_path: Path, name: str, fault: str
+) -> None:
+    made = sound(name)
+    weight_map = save_sharded(tmp_path, made.tensors)
+    named = FILE_FAULTS[fault](tmp_path, weight_map)
+    with pytest.raises(CheckpointError) as caught:
+        plan_load(made.slots[0], made.spec, tmp_path)
+    assert named in str(caught.value)
+
+
+# --- in the data ----------------------------------------------------------------------------------
+
+
+def _filled(tensor: Tensor, number: float) -> Tensor:
+    if tensor.dtype == torch.uint8:  # exponents, of which 255 is NaN
+        return torch.full_like(tensor, 255)
+    return torch.full(tensor.shape, number).to(tensor.dtype)
+
+
+DATA_FAULTS = {"scales are NaN": torch.nan, "scales are 0": 0.0}
+
+
+@pytest.mark.parametrize("fault", DATA_FAULTS)
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "plain"])
+def test_scales_that_are_none_are_refused(tmp_path: Path, name: str, fault: str) -> None:
+    made = sound(name)
+    made.tensors[made.scale] = _filled(made.tensors[made.scale], DATA_FAULTS[fault])
+    save(tmp_path, made.tensors)
+    with pytest.raises(CheckpointError) as caught:
+        load_weights(build(made.spec, loaded=False).weight_slots(), made.spec, tmp_path)
+    assert made.scale in str(caught.value)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_exchanged_scales_of_one_shape_load(tmp_path: Path, name: str) -> None:
+    """What no check can see; and the checkpoints without any other fault load."""
+    made = sound(name)
+    one, two = made.scale, made.scale.replace(".w1.", ".w3.")
+    made.tensors[one], made.tensors[two] = made.tensors[two], made.tensors[one]
+    save(tmp_path, made.tensors)
+    load_weights(build(made.spec, loaded=False).weight_slots(), made.spec, tmp_path)
+
+
+def test_there_are_faults_enough() -> None:
+    assert len(FORMATS) * (len(HEADER_FAULTS) + len(FILE_FAULTS) + len(DATA_FAULTS)) > 200
