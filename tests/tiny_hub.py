@@ -11,13 +11,14 @@ import json
 import re
 import threading
 from collections.abc import Iterator, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class TinyHub(http.server.ThreadingHTTPServer):
-    """Serves `files` as the repository `lab/model`; other names of `lab` fail in the way they say.
+    """Serves `files` as the repositories `lab/model` and `lab/MiniMax-M2.7`; other names of `lab`
+    fail in the way they say.
 
     `lab/gated` needs terms accepted, `lab/token` refuses the token, `lab/ill` is an internal error,
     `lab/cut` has the same files and ends `cuts` answers with more than `cut_at` bytes there.
@@ -31,6 +32,7 @@ class TinyHub(http.server.ThreadingHTTPServer):
         self.cuts = 0
         self.cut_at = 1000
         self.served: list[str] = []  # names of files asked for
+        self.card: dict[str, Any] = {}  # what the model's card says of it
         self.ranges: list[str] = []  # what of them, where that was not all
 
     @property
@@ -67,14 +69,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def answer(self) -> None:
         path = self.path.split("?")[0]
-        if found := re.fullmatch(r"/api/models/lab/(\w+)(/.*)?", path):
+        if path == "/served":
+            return self.reply(200, {}, json.dumps(self.server.served).encode())
+        if found := re.fullmatch(r"/api/models/lab/([\w.-]+)(/.*)?", path):
             return self.answer_about(found[1], found[2] or "")
-        found = re.fullmatch(rf"/lab/(model|cut)/resolve/{COMMIT}/(.*)", path)
+        found = re.fullmatch(rf"/lab/(model|cut|MiniMax-M2.7)/resolve/{COMMIT}/(.*)", path)
         if found is None or found[2] not in self.server.files:
             return self.reply(404, {"X-Error-Code": "EntryNotFound"})
         body = self.server.files[found[2]]
         headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha256(body).hexdigest()}"'}
-        self.server.served.append(found[2])
+        if self.command == "GET":
+            self.server.served.append(found[2])
         start = 0
         if wanted := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
             start = int(wanted[1])
@@ -94,7 +99,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def answer_about(self, name: str, route: str) -> None:
         if name in self.refusals:
             return self.reply(*self.refusals[name])
-        if name not in ("model", "cut"):
+        if name not in ("model", "cut", "MiniMax-M2.7"):
             return self.reply(401, {"X-Error-Code": "RepoNotFound"})
         if not route.endswith(("/main", COMMIT)):
             return self.reply(404, {"X-Error-Code": "RevisionNotFound"})
@@ -114,6 +119,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             "id": f"lab/{name}",
             "sha": COMMIT,
             "siblings": [{"rfilename": path} for path, _ in files],
+            "cardData": self.server.card,
         }
         return self.reply(200, {}, json.dumps(about).encode())
 

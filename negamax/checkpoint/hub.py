@@ -4,26 +4,24 @@ Hugging Face hub id.
 
 from __future__ import annotations
 
-import errno
 import re
-import sys
-import threading
 from pathlib import Path
-from typing import Any
 
-from negamax.base.errors import ConfigError, NegamaxError, ResourceError
+from negamax.base.errors import CheckpointError, ConfigError
 from negamax.base.log import get_logger
-from negamax.base.progress import Progress, format_bytes
+from negamax.checkpoint import huggingface
+from negamax.checkpoint.licence import say_licence
+from negamax.config.json_file import read_json_object
 
 logger = get_logger(__name__)
 
 NANO = "nano"
 NANO_FOLDER = Path(__file__).parent.parent / "assets" / "nano"
 
-# Weights, JSON (configs, index, tokenizer) and chat templates; never code or pickles, never
-# subfolders.
-ALLOWED_FILES = ["*.safetensors", "*.json", "*.jinja"]
-IGNORED_FILES = ["*/*"]
+# Weights, JSON (configs, index, tokenizer) and chat templates; never code or pickles.
+WEIGHT_FILES = ["*.safetensors"]
+OTHER_FILES = ["*.json", "*.jinja"]
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 
@@ -55,84 +53,27 @@ def resolve_model(model: str, revision: str | None = None, download_dir: str | N
 
 
 def _download(model: str, revision: str | None, download_dir: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-
     where = f"model {model!r}" + (f" at revision {revision!r}" if revision else "")
-    logger.info("fetching %s from the Hugging Face hub", where)
+    logger.info("fetching %s from %s", where, huggingface.NAME)
     try:
-        folder = snapshot_download(
-            model,
-            revision=revision,
-            cache_dir=download_dir,
-            allow_patterns=ALLOWED_FILES,
-            ignore_patterns=IGNORED_FILES,
-            # a terminal gets the hub's own bars
-            tqdm_class=None if sys.stderr.isatty() else _logged_bar(),
-        )
+        folder = huggingface.fetch(model, revision, download_dir, OTHER_FILES)
+        if _has_weights(folder):
+            return folder
+        licence = huggingface.licence(model, folder)
+        if licence is not None:
+            say_licence(model, licence)
+        # its name is the commit: a branch may have moved on
+        return huggingface.fetch(model, folder.name, download_dir, WEIGHT_FILES)
     # among them the HTTP library's, which differs by the client's version
     except Exception as error:
-        raise _failure(error, where) from error
-    return Path(folder)
+        raise huggingface.failure(error, where) from error
 
 
-def _logged_bar() -> type[Any]:
-    """A progress bar for the hub's client that logs a line now and then."""
-    from huggingface_hub.utils import tqdm
-
-    class LoggedBar(tqdm):  # type: ignore[misc]
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            # Beside the bar of bytes there are one of files and, in some versions, one of what the
-            # network has brought.
-            counts_bytes = options.get("unit") == "B" and not str(options.get("name")).endswith(
-                ".transfer"
-            )
-            self._progress = Progress("fetching", unit=format_bytes, enabled=counts_bytes)
-            self._done = options.get("initial") or 0
-            self._counting = threading.Lock()  # files are fetched by several threads
-            super().__init__(*arguments, **options)
-
-        def update(self, n: float | None = 1) -> bool | None:
-            with self._counting:
-                self._done += int(n or 0)
-                self._progress(self._done, max(self._done, int(self.total or 0)))
-            drawn: bool | None = super().update(n)
-            return drawn
-
-    return LoggedBar
-
-
-def _failure(error: Exception, where: str) -> NegamaxError:
-    """What to tell the user of an error that the hub's client has raised."""
-    from huggingface_hub import errors
-
-    if isinstance(error, errors.GatedRepoError):
-        hint = "accept its terms on huggingface.co and run `hf auth login`"
-        return ConfigError(f"{where} is gated on the hub", hint=hint)
-    if isinstance(error, errors.RevisionNotFoundError):
-        return ConfigError(f"{where} does not exist on the hub", hint="check --revision")
-    if isinstance(error, errors.RepositoryNotFoundError):
-        hint = "check the name; for a private model run `hf auth login`"
-        return ConfigError(f"{where} is not on the hub, or private", hint=hint)
-    if isinstance(error, OSError) and (
-        error.filename or error.errno in (errno.ENOSPC, errno.EDQUOT)
-    ):
-        hint = "free some space or use --download-dir"
-        return ResourceError(f"{where} cannot be stored: {error}", hint=hint)
-    not_found = isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled)
-    # why the hub was of no help; None: it is not asked at all
-    cause = error.__cause__ if not_found else error
-    reason = (
-        ": ".join([type(cause).__name__, *str(cause).strip().splitlines()[:1]])
-        if cause
-        else "offline mode"
-    )
-    refused = isinstance(cause, errors.HfHubHTTPError) and cause.response.status_code in (401, 403)
-    hint = "check HF_TOKEN, or run `hf auth login`" if refused else _OFFLINE
-    if not_found:
-        return ConfigError(
-            f"{where} is not in the local cache and the hub cannot be reached: {reason}", hint=hint
-        )
-    return ConfigError(f"{where} cannot be fetched: {reason}", hint=hint)
-
-
-_OFFLINE = "check the network and run again (finished files are kept), or give a local folder"
+def _has_weights(folder: Path) -> bool:
+    """Whether all files of weights are in the snapshot `folder`."""
+    try:
+        index = read_json_object(folder / _INDEX) if (folder / _INDEX).exists() else {}
+        names = set(index.get("weight_map", {"": _SINGLE}).values())
+    except (CheckpointError, AttributeError):
+        return False
+    return all((folder / str(name)).is_file() for name in names)

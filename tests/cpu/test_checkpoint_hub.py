@@ -10,12 +10,14 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_hub import COMMIT, TinyHub, tiny_hub
 
 from negamax.base.errors import ConfigError
 from negamax.checkpoint.hub import NANO_FOLDER, resolve_model
+from negamax.checkpoint.licence import Licence, say_licence
 
 FILES = {
     "config.json": b'{"model_type": "minimax_m2"}',
@@ -42,7 +44,7 @@ from negamax.checkpoint.hub import resolve_model
 for argument in sys.argv[2:]:
     model, _, revision = argument.partition("@")
     try:
-        print(resolve_model(model, revision or None, sys.argv[1]))
+        print(resolve_model(model, revision or None, sys.argv[1].strip(".") or None))
     except NegamaxError as error:
         print(type(error).__name__, error)
 """
@@ -131,7 +133,80 @@ def test_a_cut_download_is_one_line_and_costs_only_the_files_it_cut(
     hub.served.clear()
     (folder,) = resolve_all(hub.environment, tmp_path, "lab/cut")
     assert (Path(folder) / "tokenizer.json").read_bytes() == FILES["tokenizer.json"]
-    assert set(hub.served) == {"tokenizer.json"}
+    assert set(hub.served) == {"tokenizer.json", "model-00000-of-00001.safetensors"}
+
+
+def test_a_complete_cache_that_others_own_is_used_offline_and_left_as_it_is(
+    hub: TinyHub, tmp_path: Path
+) -> None:
+    """Under HF_HOME, not in a folder of the command line."""
+    home = {**hub.environment, "HF_HOME": str(tmp_path / "home")}
+    (folder,) = resolve_all(home, Path(), "lab/model")
+    assert Path(folder).is_relative_to(tmp_path / "home" / "hub")
+    files = sorted((tmp_path / "home").rglob("*"))
+    for path in files:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    before = [(path, path.lstat().st_mtime_ns) for path in files]
+    hub.served.clear()
+    try:
+        assert resolve_all({**home, "HF_HUB_OFFLINE": "1"}, Path(), "lab/model") == [folder]
+        after = [
+            (path, path.lstat().st_mtime_ns) for path in sorted((tmp_path / "home").rglob("*"))
+        ]
+    finally:
+        for path in files:
+            path.chmod(0o755)
+    assert after == before and hub.served == []
+
+
+CARDS = [
+    ("lab/model", {}, r"not named on the model's card, see {hub}/lab/model"),
+    ("lab/model", {"license": "mit"}, r"mit, see {hub}/lab/model"),
+    (
+        "lab/model",
+        {"license": "other", "license_name": "lab-1", "license_link": "LICENSE-MODEL"},
+        r"lab-1, see {hub}/lab/model/blob/{commit}/LICENSE-MODEL",
+    ),
+    (
+        "lab/model",
+        {"license_name": "m", "license_link": "https://x/y", "base_model": "X/MiniMax-M2.7"},
+        r"m, see https://x/y; it prohibits commercial use without a prior written .* MiniMax",
+    ),
+    ("lab/MiniMax-M2.7", {"license": "other"}, r"other, see {hub}/lab/MiniMax-M2.7; it proh.*"),
+]
+
+
+@pytest.mark.parametrize(("model", "card", "line"), CARDS)
+def test_the_licence_is_said_once_and_before_the_weights(
+    hub: TinyHub, tmp_path: Path, model: str, card: dict[str, Any], line: str
+) -> None:
+    hub.card = card
+    code = f"""
+import urllib.request, negamax.checkpoint.hub as hub
+say = hub.say_licence
+def asked(*arguments):
+    say(*arguments)
+    print(urllib.request.urlopen("{hub.environment["HF_ENDPOINT"]}/served").read().decode())
+hub.say_licence = asked
+for _ in range(2):
+    hub.resolve_model("{model}", None, "{tmp_path}")
+"""
+    environment = {**os.environ, **hub.environment}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, check=True, text=True
+    )
+    endpoint = re.escape(hub.environment["HF_ENDPOINT"])
+    said = line.replace("{hub}", endpoint).replace("{commit}", COMMIT)
+    (found,) = (each for each in done.stderr.splitlines() if each.startswith("licence of"))
+    assert re.fullmatch(f"licence of {model}: {said}", found)
+    assert "config.json" in done.stdout and "safetensors" not in done.stdout
+    assert "model-00000-of-00001.safetensors" in hub.served
+
+
+def test_the_licence_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="negamax"):
+        say_licence("lab/MiniMax-M2.5", Licence("lab-1", "https://x/y"))
+    assert caplog.messages == ["licence of lab/MiniMax-M2.5: lab-1, see https://x/y"]
 
 
 def test_a_disk_that_takes_no_files_is_one_line_with_a_remedy(hub: TinyHub, tmp_path: Path) -> None:

@@ -1,0 +1,124 @@
+"""Models of the Hugging Face hub: fetched into its cache by its own client."""
+
+from __future__ import annotations
+
+import errno
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from negamax.base.errors import ConfigError, NegamaxError, ResourceError
+from negamax.base.progress import Progress, format_bytes
+from negamax.checkpoint.licence import Licence
+
+NAME = "the Hugging Face hub"
+IGNORED_FILES = ["*/*"]  # never subfolders
+
+
+def fetch(model: str, revision: str | None, cache: str | None, patterns: Sequence[str]) -> Path:
+    """The snapshot of `model` in the `cache`, with the files that `patterns` name; what of them is
+    there already is not fetched. Errors: whatever goes wrong, see `failure`.
+    """
+    from huggingface_hub import snapshot_download
+
+    folder = snapshot_download(
+        model,
+        revision=revision,
+        cache_dir=cache,
+        allow_patterns=list(patterns),
+        ignore_patterns=IGNORED_FILES,
+        # a terminal gets the hub's own bars
+        tqdm_class=None if sys.stderr.isatty() else _logged_bar(),
+    )
+    return Path(folder)
+
+
+def licence(model: str, snapshot: Path) -> Licence | None:
+    """Of `model` as its card says; None where `snapshot` lacks no weights, and where the hub cannot
+    be asked: the download tells why.
+    """
+    from huggingface_hub import HfApi, constants
+
+    page, commit = f"{constants.ENDPOINT}/{model}", snapshot.name
+    try:
+        found = HfApi().model_info(model, revision=commit, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except Exception:
+        return None
+    names = [sibling.rfilename for sibling in found.siblings or () if "/" not in sibling.rfilename]
+    if all((snapshot / name).is_file() for name in names if name.endswith(".safetensors")):
+        return None
+    card: Any = found.card_data or {}
+    link = card.get("license_link") or next((n for n in names if n.startswith("LICENSE")), None)
+    if link and "://" not in link:
+        link = f"{page}/blob/{commit}/{link}"
+    base = card.get("base_model") or ()
+    return Licence(
+        card.get("license_name") or card.get("license"),
+        link or page,
+        [base] if isinstance(base, str) else base,
+    )
+
+
+def _logged_bar() -> type[Any]:
+    """A progress bar for the hub's client that logs a line now and then."""
+    from huggingface_hub.utils import tqdm
+
+    class LoggedBar(tqdm):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            # Beside the bar of bytes there are one of files and, in some versions, one of what the
+            # network has brought.
+            counts_bytes = options.get("unit") == "B" and not str(options.get("name")).endswith(
+                ".transfer"
+            )
+            self._progress = Progress("fetching", unit=format_bytes, enabled=counts_bytes)
+            self._done = options.get("initial") or 0
+            self._counting = threading.Lock()  # files are fetched by several threads
+            super().__init__(*arguments, **options)
+
+        def update(self, n: float | None = 1) -> bool | None:
+            with self._counting:
+                self._done += int(n or 0)
+                self._progress(self._done, max(self._done, int(self.total or 0)))
+            drawn: bool | None = super().update(n)
+            return drawn
+
+    return LoggedBar
+
+
+def failure(error: Exception, where: str) -> NegamaxError:
+    """What to tell the user of an error that the hub's client has raised."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        hint = "accept its terms on huggingface.co and run `hf auth login`"
+        return ConfigError(f"{where} is gated on the hub", hint=hint)
+    if isinstance(error, errors.RevisionNotFoundError):
+        return ConfigError(f"{where} does not exist on the hub", hint="check --revision")
+    if isinstance(error, errors.RepositoryNotFoundError):
+        hint = "check the name; for a private model run `hf auth login`"
+        return ConfigError(f"{where} is not on the hub, or private", hint=hint)
+    if isinstance(error, OSError) and (
+        error.filename or error.errno in (errno.ENOSPC, errno.EDQUOT)
+    ):
+        hint = "free some space or use --download-dir"
+        return ResourceError(f"{where} cannot be stored: {error}", hint=hint)
+    not_found = isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled)
+    # why the hub was of no help; None: it is not asked at all
+    cause = error.__cause__ if not_found else error
+    reason = (
+        ": ".join([type(cause).__name__, *str(cause).strip().splitlines()[:1]])
+        if cause
+        else "offline mode"
+    )
+    refused = isinstance(cause, errors.HfHubHTTPError) and cause.response.status_code in (401, 403)
+    hint = "check HF_TOKEN, or run `hf auth login`" if refused else OFFLINE
+    if not_found:
+        return ConfigError(
+            f"{where} is not in the local cache and the hub cannot be reached: {reason}", hint=hint
+        )
+    return ConfigError(f"{where} cannot be fetched: {reason}", hint=hint)
+
+
+OFFLINE = "check the network and run again (finished files are kept), or give a local folder"
