@@ -144,8 +144,9 @@ class MatrixWeight:
     """One rank's matrices in one parameter, in the format that their kernel reads.
 
     `shape` is [..., rows, columns] on this rank; checkpoint tensors fill it window by window
-    through `slots`. What they leave is zeros: such rows are 0 in every format, and the columns of
-    the next matrix have nothing to multiply.
+    through `slots`. What they leave is zeros, and ones where each matrix has one number, which some
+    formats divide by. Such rows are 0 in every format, so that the columns of the next matrix have
+    nothing to multiply.
     """
 
     def __init__(
@@ -161,16 +162,15 @@ class MatrixWeight:
         """
         *lead, rows, columns = shape
         self.format, self._weights = stored, weights
-        allocate = torch.zeros if padded else torch.empty
-        self._tensors = {
-            tensor.name: allocate(
-                (*lead, *tensor.held().shape((rows, columns))),
-                dtype=weights.dtype if stored is PLAIN else getattr(torch, tensor.dtypes[0]),
-                device=weights.device,
-            )
-            for tensor in stored.tensors
-            if tensor.is_kept
-        }
+        self._tensors: dict[str, Tensor] = {}
+        for tensor in stored.tensors:
+            if tensor.is_kept:
+                fill = torch.ones if tensor.is_number else torch.zeros
+                self._tensors[tensor.name] = (fill if padded else torch.empty)(
+                    (*lead, *tensor.held().shape((rows, columns))),
+                    dtype=weights.dtype if stored is PLAIN else getattr(torch, tensor.dtypes[0]),
+                    device=weights.device,
+                )
 
     def slots(
         self,

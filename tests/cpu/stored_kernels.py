@@ -42,8 +42,11 @@ def keeping_stored(table: KernelTable) -> KernelTable:
 
 
 def random_stored(stored: TensorFormat, shape: tuple[int, int], *, seed: int) -> dict[str, Tensor]:
-    """Tensors of a matrix of `shape`: any codes, scales around 1."""
-    generator, tensors = torch.Generator().manual_seed(seed), {}
+    """Tensors of a matrix of `shape`: of random numbers, or any codes and scales around 1."""
+    generator = torch.Generator().manual_seed(seed)
+    if stored.quantize is not None:
+        return dict(stored.quantize(torch.randn(shape, generator=generator)))
+    tensors = {}
     for tensor in stored.tensors:
         if not tensor.is_kept:
             continue

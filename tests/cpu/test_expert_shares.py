@@ -13,6 +13,7 @@ import torch
 from stored_kernels import dequantized, keeping_stored, random_stored
 from torch import Tensor
 
+from negamax.kernels.float_formats import mxfp4, mxfp8, nvfp4
 from negamax.kernels.formats import E4M3_BLOCKS, Axis, StoredWeight, TensorFormat
 from negamax.kernels.platform import CPU
 from negamax.kernels.registry import OPS, resolve
@@ -21,15 +22,24 @@ from negamax.layers.moe import SparseMoe
 from negamax.models.minimax_m2 import names
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
-from negamax.quantization.compressed_tensors import packed
+from negamax.quantization.awq import awq
+from negamax.quantization.compressed_tensors import STRATEGIES, packed
+from negamax.quantization.gptq import gptq
+from negamax.quantization.modelopt import ALGORITHMS
 from negamax.quantization.scheme import Scheme, WeightFormat
 
 FORMATS = [
     E4M3_BLOCKS,
-    packed(4, 128),
     packed(4, 32, symmetric=False),
-    packed(8, 64),
     packed(8, -1),
+    awq(32),
+    gptq(4, 128, version=1),
+    nvfp4(),
+    nvfp4(divides=True),
+    mxfp4(),
+    mxfp8(),
+    STRATEGIES["tensor"],
+    ALGORITHMS["FP8_PB_WO"][0],
 ]
 TOP_K, TOKENS = 2, 4
 TABLE = keeping_stored(resolve(platform=CPU, dtype=torch.float32))
@@ -40,6 +50,10 @@ def memory_that_nothing_wrote_is_not_zero() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)  # fills it with NaN and the largest integers
     yield
     torch.use_deterministic_algorithms(False)
+
+
+def str_of(stored: TensorFormat | int) -> str:
+    return stored.name if isinstance(stored, TensorFormat) else str(stored)
 
 
 class Model:
@@ -105,7 +119,7 @@ class Model:
         return plain, experts(self.x, ids, weights, (gate_up, down), first=0, count=count)
 
 
-@pytest.mark.parametrize("stored", FORMATS, ids=lambda stored: stored.name)
+@pytest.mark.parametrize("stored", FORMATS, ids=str_of)
 @pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
 def test_the_ranks_parts_add_up_to_what_one_rank_computes(tp: int, stored: TensorFormat) -> None:
     for ep in (each for each in (1, 2, 4, 8, 16) if tp % each == 0):
