@@ -28,6 +28,7 @@ from negamax.config.model_spec import ModelSpec
 from negamax.kernels.formats import PLAIN, Axis, Role, StoredTensor
 from negamax.layers.weights import WeightSlot
 from negamax.models.family import Placement, WeightNames, names_of
+from negamax.parallel.layout import ParallelLayout
 
 PLAIN_DTYPES = ("BF16", "F16", "F32")
 
@@ -52,7 +53,7 @@ class Source:
     def num_bytes(self, part: tuple[range, ...]) -> int:
         """Of the part `part`."""
         elements = math.prod(map(len, part))
-        return self.entry.num_bytes * elements // max(1, math.prod(self.entry.shape))
+        return self.entry.num_bytes * elements // max(1, math.prod(self.entry.held))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +105,14 @@ class LoadPlan:
         return [move for move in self.moves if move.slot.needed]
 
 
-def plan_load(slots: Mapping[str, WeightSlot], spec: ModelSpec, folder: Path) -> LoadPlan:
-    """How the safetensors files in `folder` fill `slots`, those of a model of `spec`.
+def plan_load(
+    slots: Mapping[str, WeightSlot],
+    spec: ModelSpec,
+    folder: Path,
+    layout: ParallelLayout | None = None,
+) -> LoadPlan:
+    """How the safetensors files in `folder` fill `slots`, those of a model of `spec` on the rank
+    `layout` (None: the only one).
 
     Errors: `CheckpointError` naming the files or tensors that are missing, unknown, surplus,
     there twice, mis-shaped or of a wrong dtype.
@@ -114,7 +121,8 @@ def plan_load(slots: Mapping[str, WeightSlot], spec: ModelSpec, folder: Path) ->
     collects = gc.isenabled()
     gc.disable()
     try:
-        return _plan(read_entries(folder), slots, names_of(spec), num_layers=spec.num_layers)
+        entries = read_entries(folder, layout)
+        return _plan(entries, slots, names_of(spec), num_layers=spec.num_layers)
     finally:
         if collects:
             gc.enable()

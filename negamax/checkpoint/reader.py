@@ -11,7 +11,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +22,13 @@ from torch import Tensor
 
 from negamax.base.errors import CheckpointError
 from negamax.config.json_file import read_json_object
+from negamax.parallel.layout import ParallelLayout
 
 INDEX_NAME = "model.safetensors.index.json"
+# Of a checkpoint that is split for a number of ranks, a rank's; and in the header of a file, of the
+# tensors that it holds a part of: the shape of the whole, and where the part begins.
+RANK_INDEX_NAME = "model-rank-{}.safetensors.index.json"
+PARTS_KEY = "negamax_parts"
 SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 100 * 10**6  # the limit of the format
 
@@ -50,6 +55,35 @@ class TensorEntry:
     shape: tuple[int, ...]
     offset: int  # bytes, from the end of the header
     num_bytes: int
+    part: tuple[range, ...] | None = None  # what the file holds of `shape`; None: all
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The shape of what the file holds."""
+        return self.shape if self.part is None else tuple(map(len, self.part))
+
+    def within(self, region: tuple[range, ...] | None) -> tuple[range, ...] | None:
+        """Where the part `region` of the tensor (None: all of it) lies in the file's.
+
+        Errors: `CheckpointError` where the file does not hold it.
+        """
+        if self.part is None:
+            return region
+        wanted = region or tuple(map(range, self.shape))
+        for want, held in zip(wanted, self.part, strict=True):
+            if want and not held.start <= want.start < want.stop <= held.stop:
+                raise CheckpointError(
+                    f"{self.file} holds {_span(held)} of {self.name}, and {_span(want)} are needed",
+                    hint="convert the checkpoint again, for this number of ranks",
+                )
+        return tuple(
+            range(want.start - held.start, want.stop - held.start)
+            for want, held in zip(wanted, self.part, strict=True)
+        )
+
+
+def _span(part: range) -> str:
+    return f"{part.start} to {part.stop - 1}" if part else "nothing"
 
 
 class CheckpointReader(AbstractContextManager["CheckpointReader"]):
@@ -68,13 +102,14 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
 
         Errors: `CheckpointError` where the file does not allow it.
         """
+        region = entry.within(region)
         try:
             if entry.file not in self._files:
                 self._files[entry.file] = self._stack.enter_context(
                     safe_open(entry.file, framework="pt", device="cpu")
                 )
             file = self._files[entry.file]
-            if region is None or entry.shape == tuple(len(part) for part in region):
+            if region is None or entry.held == tuple(len(part) for part in region):
                 tensor: Tensor = file.get_tensor(entry.name)
             else:
                 tensor = file.get_slice(entry.name)[
@@ -87,13 +122,14 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
         return tensor
 
 
-def read_entries(folder: Path) -> dict[str, TensorEntry]:
-    """The tensors in `folder` by name; every header is read and checked, no data.
+def read_entries(folder: Path, layout: ParallelLayout | None = None) -> dict[str, TensorEntry]:
+    """The tensors in `folder` by name; every header is read and checked, no data. Of a checkpoint
+    that is split for a number of ranks: those of the rank `layout` (None: the only one).
 
     Errors: `CheckpointError` for a missing folder, index, file or tensor, and for truncated or
     malformed files.
     """
-    files, index = _find_files(folder)
+    files, index = _find_files(folder, layout or ParallelLayout())
     entries: dict[str, TensorEntry] = {}
     for file in files:
         for entry in read_header(file):
@@ -123,8 +159,10 @@ def read_header(file: Path) -> list[TensorEntry]:
                     f"{file} is no safetensors file, or cut off: {size} bytes", hint=_AGAIN
                 )
             header = json.loads(stream.read(header_bytes), object_pairs_hook=_no_duplicates)
-        header.pop("__metadata__", None)
-        entries = [_entry(file, name, value) for name, value in header.items()]
+        parts = json.loads((header.pop("__metadata__", None) or {}).get(PARTS_KEY, "{}"))
+        entries = [
+            _entry(file, name, value, *parts.get(name, ())) for name, value in header.items()
+        ]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
         raise CheckpointError(
             f"{file} has a header that cannot be read: {error!r}", hint=_AGAIN
@@ -150,13 +188,16 @@ def read_header(file: Path) -> list[TensorEntry]:
 _AGAIN = "download the file again"
 
 
-def _find_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
+def _find_files(folder: Path, layout: ParallelLayout) -> tuple[list[Path], dict[str, str] | None]:
     """The weight files, and the index (tensor name -> file name) where there is one."""
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder} is not a folder", hint="give the folder of a Hugging Face checkpoint"
         )
     index_path = folder / INDEX_NAME
+    if (folder / RANK_INDEX_NAME.format(0)).exists():
+        index_path = folder / RANK_INDEX_NAME.format(layout.rank)
+        _check_split(folder, layout)
     if index_path.exists():
         index = read_json_object(index_path).get("weight_map")
         if (
@@ -211,6 +252,21 @@ def _find_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
     return files, None
 
 
+def _check_split(folder: Path, layout: ParallelLayout) -> None:
+    """Errors: `CheckpointError` where the files are split for other ranks than `layout`'s."""
+    said = read_json_object(folder / RANK_INDEX_NAME.format(0)).get("metadata")
+    names = {"tensor_parallel_size": layout.tp, "expert_parallel_size": layout.ep}
+    split = {name: (said or {}).get(name) for name in names}
+    if split != names or layout.world_size != layout.tp:
+        options = ", ".join(f"--{name.replace('_', '-')} {size}" for name, size in split.items())
+        raise CheckpointError(
+            f"{folder} is split for {options}; here are {layout.world_size} ranks, "
+            f"--tensor-parallel-size {layout.tp}, --expert-parallel-size {layout.ep}",
+            hint="start with the sizes that it is split for, or use the checkpoint that it was "
+            "made from",
+        )
+
+
 def _check_index(index: Mapping[str, str], entries: Mapping[str, TensorEntry]) -> None:
     missing = [
         name
@@ -238,7 +294,14 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _entry(file: Path, name: str, value: dict[str, Any]) -> TensorEntry:
+def _entry(
+    file: Path,
+    name: str,
+    value: dict[str, Any],
+    whole: Sequence[int] | None = None,
+    start_in: Sequence[int] = (),
+) -> TensorEntry:
+    """`whole`: the shape of the tensor of which the file holds a part from `start_in` on."""
     dtype, shape, (start, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
     if (
         not all(type(number) is int and number >= 0 for number in (*shape, start, end))
@@ -249,7 +312,13 @@ def _entry(file: Path, name: str, value: dict[str, Any]) -> TensorEntry:
         raise ValueError(
             f"{name} of shape {list(shape)} and dtype {dtype} cannot have {end - start} bytes"
         )
-    return TensorEntry(name, file, str(dtype), shape, offset=start, num_bytes=end - start)
+    part = None
+    if whole is not None:
+        part = tuple(range(at, at + size) for at, size in zip(start_in, shape, strict=True))
+        if any(p.stop > size for p, size in zip(part, whole, strict=True)):
+            raise ValueError(f"{name} of shape {list(whole)} has no part {list(map(_span, part))}")
+        shape = tuple(whole)
+    return TensorEntry(name, file, str(dtype), shape, start, end - start, part)
 
 
 def first_names(names: list[str]) -> str:

@@ -13,9 +13,11 @@ from rich.table import Table
 
 from negamax import __version__
 from negamax.base import log
+from negamax.base.errors import ConfigError
 from negamax.base.progress import Progress, format_bytes
 from negamax.checkpoint.hub import resolve_model
 from negamax.cli.flags import completion
+from negamax.config.parallel import ParallelOptions
 from negamax.convert.targets import TARGETS, target_of
 
 if TYPE_CHECKING:
@@ -37,9 +39,34 @@ def command(
     ],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
     to: Annotated[
-        str,
-        typer.Option("--to", help=f"{', '.join(TARGETS)}.", autocompletion=completion(TARGETS)),
-    ],
+        str | None,
+        typer.Option(
+            "--to",
+            help=f"{', '.join(TARGETS)}; default, with -tp: as it is stored.",
+            autocompletion=completion(TARGETS),
+        ),
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int,
+        typer.Option(
+            "--tensor-parallel-size",
+            "-tp",
+            "--tp-size",
+            "--tp",
+            min=1,
+            help="Split the files for so many ranks; each then reads its own.",
+        ),
+    ] = 1,
+    expert_parallel_size: Annotated[
+        int,
+        typer.Option(
+            "--expert-parallel-size",
+            "--ep-size",
+            "--ep",
+            min=1,
+            help="Of them, those that experts are split over, as when it is served.",
+        ),
+    ] = 1,
     allow_lossy: Annotated[
         bool, typer.Option("--allow-lossy", help="Round what is quantised already once more.")
     ] = False,
@@ -57,7 +84,10 @@ def command(
 ) -> None:
     """Exit code 1 where `--verify` finds a weight that is farther off than its format explains."""
     log.setup()
-    target = target_of(to)
+    if to is None and tensor_parallel_size == 1:
+        raise ConfigError(f"--to is missing; allowed: {', '.join(TARGETS)}", hint="or give -tp N")
+    splits = ParallelOptions(tensor_parallel_size, expert_parallel_size=expert_parallel_size)
+    target = None if to is None else target_of(to)
     folder = resolve_model(source, revision, download_dir)
     # torch: seconds of import, not needed for a refusal
     from negamax.convert.convert import Conversion, convert
@@ -68,6 +98,8 @@ def command(
         folder=folder,
         destination=destination.expanduser(),
         target=target,
+        tp=splits.tensor_parallel_size,
+        ep=splits.num_expert_ranks,
         revision=revision,
         allow_lossy=allow_lossy,
         version=__version__,
@@ -75,12 +107,17 @@ def command(
     )
     with Progress("converting", unit=format_bytes) as progress:
         checkpoint = convert(conversion, progress=progress)
-    print(f"{destination}: {source} as {target.name} ({target.summary})")
+    ranks = f", split for {tensor_parallel_size} ranks" if tensor_parallel_size > 1 else ""
+    print(f"{destination}: {source} as {target.summary if target else 'it is stored'}{ranks}")
     if verify:
         with Progress("comparing", unit=format_bytes) as progress:
-            differences = compare(checkpoint, conversion.destination, progress=progress)
+            differences = compare(
+                checkpoint, conversion.destination, tp=conversion.tp, ep=conversion.ep,
+                progress=progress,
+            )  # fmt: skip
         _show(differences)
-        if any(one.error > target.limit for one in differences):
+        limit = target.limit if target else 0.0
+        if any(one.error > limit for one in differences):
             raise typer.Exit(1)
 
 

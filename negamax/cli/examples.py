@@ -22,6 +22,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "convert": (
         "negamax convert MiniMaxAI/MiniMax-M2 ./m2-int4 --to int4 --allow-lossy --verify",
         "negamax convert ./checkpoint ./bf16 --to bf16",
+        "negamax convert MiniMaxAI/MiniMax-M2 ./m2-tp4 --tensor-parallel-size 4",
     ),
     "doctor": ("negamax doctor", "negamax doctor --json --network"),
     "parse": (

@@ -7,8 +7,9 @@ last, so that no folder without it is taken for a checkpoint.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ from negamax.base.progress import format_bytes
 from negamax.checkpoint.reader import INDEX_NAME, CheckpointReader, first_names
 from negamax.config.json_file import read_json_object
 from negamax.convert.layout import Piece, pieces
+from negamax.convert.shards import Shard, shards_of
 from negamax.convert.source import Source
 from negamax.convert.targets import Target
 from negamax.convert.threads import in_order
-from negamax.convert.writer import Record, TensorFile, differences, write_json
+from negamax.convert.writer import Planned, Record, TensorFile, differences, write_json
 
 logger = get_logger(__name__)
 
@@ -44,6 +46,8 @@ class Conversion:
     folder: Path  # where it lies
     destination: Path
     target: Target | None
+    tp: int = 1
+    ep: int = 1
     revision: str | None = None
     allow_lossy: bool = False
     version: str = ""
@@ -57,6 +61,8 @@ class Conversion:
             "source_digest": source.digest,
             "source_formats": [stored.name for stored in source.formats] or ["plain"],
             "to": None if self.target is None else self.target.name,
+            "tensor_parallel_size": self.tp,
+            "expert_parallel_size": self.ep,
             "version": self.version,
             "command": self.command,
         }
@@ -80,44 +86,84 @@ def convert(conversion: Conversion, *, progress: ShowProgress | None = None) -> 
         logger.warning(
             "%d tensors are left out: %s (%s)", len(names), first_names(list(names)), reason
         )
-    layers = list(source.layers)
-    plan = {
-        destination / f"model-{number:05d}-of-{len(layers):05d}.safetensors": list(
-            pieces(source, layer, conversion.target)
-        )
-        for number, layer in enumerate(layers)
-    }
+    plan = _plan(source, conversion)
     destination.mkdir(parents=True, exist_ok=True)
     record = Record(destination, identity)
-    done, total = 0, sum(piece.source_bytes for those in plan.values() for piece in those)
-    finished = {path for path in plan if record.is_finished(path)}
-    _check_space(destination, [those for path, those in plan.items() if path not in finished])
+    finished = [step for step in plan if all(map(record.is_finished, step.paths))]
+    _check_space(destination, [step for step in plan if step not in finished])
     if finished:
-        logger.info("%d of %d files are finished and kept", len(finished), len(plan))
-    for path, those in plan.items():
-        if path in finished:
-            done += sum(piece.source_bytes for piece in those)
+        logger.info("%d of %d layers are finished and kept", len(finished), len(plan))
+    done, total = 0, sum(piece.source_bytes for step in plan for piece in step.pieces)
+    for step in plan:
+        if step in finished:
+            done += sum(piece.source_bytes for piece in step.pieces)
             continue
-        for piece in _write_file(path, those):
+        for piece in _write(step):
             done += piece.source_bytes
             if progress:
                 progress(done, total)
-        record.add(path)
-    _write_index(destination, plan)
+        record.add(*step.paths)
+    _write_indices(destination, plan)
     _carry_files(conversion.folder, destination)
     write_json(destination / "config.json", _config(source, conversion, identity))
     record.remove()
     return source
 
 
-def _write_file(path: Path, those: Sequence[Piece]) -> Iterator[Piece]:
-    """One file, piece by piece; what is mapped of the source is let go of with it."""
-    planned = [tensor for piece in those for tensor in piece.tensors]
-    with TensorFile(path, planned, {}) as file, CheckpointReader() as reader:
-        made = in_order(partial(piece.make, piece.read(reader)) for piece in those)
-        for piece, tensors in zip(those, made, strict=True):
-            for name, tensor in tensors.items():
-                file.write(name, tensor)
+@dataclass(frozen=True)
+class _Step:
+    """A layer, or what stands around them: a file for each rank."""
+
+    pieces: list[Piece]
+    files: list[tuple[Path, Shard]]
+
+    @property
+    def paths(self) -> list[Path]:
+        return [path for path, _ in self.files]
+
+
+def _plan(source: Source, conversion: Conversion) -> list[_Step]:
+    target = conversion.target
+    quantization = source.spec.quantization if target is None else target.quantization
+    shards = shards_of(source.spec, quantization, tp=conversion.tp, ep=conversion.ep)
+    layers = list(source.layers)
+    return [
+        _Step(
+            list(pieces(source, layer, target)),
+            [
+                (conversion.destination / shard.file_name(number, len(layers)), shard)
+                for shard in shards
+            ],
+        )
+        for number, layer in enumerate(layers)
+    ]
+
+
+def _planned(step: _Step, shard: Shard) -> list[Planned]:
+    """The tensors of a file."""
+    return [
+        replace(planned, shape=tuple(map(len, held)))
+        for piece in step.pieces
+        for planned, held in shard.held(piece)
+    ]
+
+
+def _write(step: _Step) -> Iterator[Piece]:
+    """The files of a layer, piece by piece; what is mapped of the source is let go of with it."""
+    with ExitStack() as stack:
+        files = [
+            stack.enter_context(
+                TensorFile(path, _planned(step, shard), shard.file_metadata(step.pieces))
+            )
+            for path, shard in step.files
+        ]
+        reader = stack.enter_context(CheckpointReader())
+        made = in_order(partial(piece.make, piece.read(reader)) for piece in step.pieces)
+        for piece, tensors in zip(step.pieces, made, strict=True):
+            for file, (_, shard) in zip(files, step.files, strict=True):
+                for planned, held in shard.held(piece):
+                    part = tuple(slice(each.start, each.stop) for each in held)
+                    file.write(planned.name, tensors[planned.name][part])
             yield piece
 
 
@@ -139,13 +185,13 @@ def check_path(source: Source, conversion: Conversion) -> None:
         is_same = not stored and dtypes == {"BF16"}
     else:
         linear = [weight for weight in source.weights if weight.is_linear]
-        is_same = all(scheme.format_of(weight.module) is weight.format for weight in linear)
-    if is_same:
+        is_same = all(scheme.format_of(weight.module) == weight.format for weight in linear)
+    if is_same and conversion.tp == 1:
         raise ConfigError(
             f"{conversion.model} is stored as {target.name} already; there is nothing to convert",
             hint="copy the folder, or add --allow-lossy to write it again, a file per layer",
         )
-    if stored and scheme is not None:
+    if stored and scheme is not None and not is_same:
         raise ConfigError(
             f"{conversion.model} is quantised already ({names}); --to {target.name} rounds it a "
             f"second time, with a relative error of about {target.error:.1%} beside what it has",
@@ -171,8 +217,8 @@ def _check_destination(conversion: Conversion) -> None:
             )
 
 
-def _check_space(destination: Path, plan: list[list[Piece]]) -> None:
-    needed = sum(tensor.num_bytes for those in plan for piece in those for tensor in piece.tensors)
+def _check_space(destination: Path, plan: list[_Step]) -> None:
+    needed = sum(_num_bytes(step, shard) for step in plan for _, shard in step.files)
     free = shutil.disk_usage(destination).free
     if needed + _SPARE_BYTES > free:
         raise ResourceError(
@@ -180,6 +226,10 @@ def _check_space(destination: Path, plan: list[list[Piece]]) -> None:
             f"{format_bytes(free)} are free",
             hint="free some space or give a DST on another disk; finished files are kept",
         )
+
+
+def _num_bytes(step: _Step, shard: Shard) -> int:
+    return sum(planned.num_bytes for planned in _planned(step, shard))
 
 
 def _is_done(destination: Path, identity: Mapping[str, Any]) -> bool:
@@ -193,15 +243,18 @@ def _is_done(destination: Path, identity: Mapping[str, Any]) -> bool:
 # --- beside the weights ---------------------------------------------------------------------------
 
 
-def _write_index(destination: Path, plan: Mapping[Path, list[Piece]]) -> None:
-    table = {
-        tensor.name: path.name
-        for path, those in plan.items()
-        for piece in those
-        for tensor in piece.tensors
-    }
-    size = sum(t.num_bytes for those in plan.values() for piece in those for t in piece.tensors)
-    write_json(destination / INDEX_NAME, {"metadata": {"total_size": size}, "weight_map": table})
+def _write_indices(destination: Path, plan: list[_Step]) -> None:
+    """One for each rank."""
+    for number, (_, shard) in enumerate(plan[0].files):
+        table = {
+            planned.name: step.paths[number].name
+            for step in plan
+            for piece in step.pieces
+            for planned in piece.tensors
+        }
+        size = sum(_num_bytes(step, shard) for step in plan)
+        metadata = {"total_size": size, **shard.metadata}
+        write_json(destination / shard.index_name, {"metadata": metadata, "weight_map": table})
 
 
 def _carry_files(folder: Path, destination: Path) -> None:

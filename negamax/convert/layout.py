@@ -26,7 +26,10 @@ _DTYPES = {spelled: getattr(torch, name) for name, spelled in SAFETENSORS_NAMES.
 class Piece:
     """Tensors of the target that are made together, of what `read` gives."""
 
-    tensors: tuple[Planned, ...]
+    slot: str | None  # whose weight it is; None: every rank has all of it
+    shape: tuple[int, ...]  # of the weight
+    format: TensorFormat
+    tensors: tuple[Planned, ...]  # of those of the format
     read: Callable[[CheckpointReader], Mapping[str, Tensor]]
     make: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]  # by name; in any thread
     source_bytes: int
@@ -37,7 +40,7 @@ def pieces(source: Source, layer: int | None, target: Target | None) -> Iterator
     scheme = None if target is None else target.scheme()
     for weight in source.of_layer(layer):
         stored = weight.format if target is None else _format(weight, scheme)
-        if stored is weight.format and (stored is not PLAIN or target is None):
+        if stored == weight.format and (stored is not PLAIN or target is None):
             yield _copy(weight)
         elif stored is PLAIN:
             yield _plain(weight, to_bf16=target is not None and target.description is None)
@@ -57,7 +60,9 @@ def _carried(entry: TensorEntry) -> Piece:
     def read(reader: CheckpointReader) -> Mapping[str, Tensor]:
         return {entry.name: reader.read(entry)}
 
-    return Piece((planned,), read, lambda tensors: tensors, entry.num_bytes)
+    return Piece(
+        None, entry.shape, PLAIN, (planned,), read, lambda tensors: tensors, entry.num_bytes
+    )
 
 
 def _copy(weight: Weight) -> Piece:
@@ -71,7 +76,9 @@ def _copy(weight: Weight) -> Piece:
         Planned(f"{weight.module}.{one.name}", _DTYPES[found.entry.dtype], one.shape(weight.shape))
         for one, found in weight.move.tensors
     )
-    return Piece(planned, weight.read, make, weight.num_bytes)
+    return Piece(
+        weight.name, weight.spec.shape, weight.format, planned, weight.read, make, weight.num_bytes
+    )
 
 
 def _plain(weight: Weight, *, to_bf16: bool) -> Piece:
@@ -87,7 +94,9 @@ def _plain(weight: Weight, *, to_bf16: bool) -> Piece:
         return {weight.name: plain.to(dtype)}
 
     planned = Planned(weight.name, dtype, weight.spec.shape)
-    return Piece((planned,), weight.read, make, weight.num_bytes)
+    return Piece(
+        weight.name, weight.spec.shape, PLAIN, (planned,), weight.read, make, weight.num_bytes
+    )
 
 
 def _quantized(weight: Weight, stored: TensorFormat) -> Piece:
@@ -102,7 +111,9 @@ def _quantized(weight: Weight, stored: TensorFormat) -> Piece:
         Planned(f"{weight.module}.{tensor.name}", dtype, tensor.shape(weight.shape))
         for tensor, dtype in zip(stored.tensors, _dtypes(stored), strict=True)
     )
-    return Piece(planned, weight.read, make, weight.num_bytes)
+    return Piece(
+        weight.name, weight.spec.shape, stored, planned, weight.read, make, weight.num_bytes
+    )
 
 
 @cache

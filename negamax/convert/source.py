@@ -20,6 +20,7 @@ from negamax.config.model_spec import ModelSpec
 from negamax.kernels.formats import PLAIN, TensorFormat
 from negamax.layers.weights import WeightSlot
 from negamax.models.family import WeightSpec, names_of
+from negamax.parallel.layout import ParallelLayout
 from negamax.quantization.detect import detect
 
 _KV_SCALE = "KV-cache scale"
@@ -87,7 +88,8 @@ class Source:
     Errors of the constructor: `ConfigError`, `CheckpointError` as at load.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, layout: ParallelLayout | None = None) -> None:
+        """`layout`: one of the ranks that a checkpoint is split for."""
         self.folder = folder
         self.config: dict[str, Any] = read_json_object(folder / "config.json")
         self.spec: ModelSpec = read_spec(self.config, folder)
@@ -98,8 +100,8 @@ class Source:
             name: WeightSlot(name, spec.shape, target=None, source=self._format(name, spec))
             for name, spec in specs.items()
         }
-        entries = read_entries(folder)
-        plan = plan_load(slots, self.spec, folder)
+        entries = read_entries(folder, layout)
+        plan = plan_load(slots, self.spec, folder, layout)
         self.digest = _digest(entries.values(), self.config)
         by_name = {move.slot.name: move for move in plan.moves}
         self.weights = [

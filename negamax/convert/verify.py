@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError
-from negamax.checkpoint.reader import CheckpointReader
+from negamax.checkpoint.reader import CheckpointReader, read_entries
 from negamax.convert.convert import ShowProgress
+from negamax.convert.shards import JoiningReader
 from negamax.convert.source import Source, Weight
 from negamax.convert.threads import in_order
+from negamax.parallel.layout import ParallelLayout
 
 _NUMBERED = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -50,22 +52,31 @@ class KindSummary:
 
 
 def compare(
-    source: Source, destination: Path, *, progress: ShowProgress | None = None
+    source: Source,
+    destination: Path,
+    *,
+    tp: int = 1,
+    ep: int = 1,
+    progress: ShowProgress | None = None,
 ) -> list[Difference]:
-    """Every weight of `source` beside the same of the checkpoint in `destination`.
+    """Every weight of `source` beside the same of the checkpoint in `destination`, which is split
+    for `tp` and `ep` ranks.
 
     Errors: those of a load; `CheckpointError` for weights that are not finite.
     """
-    converted = Source(destination)
+    layouts = [ParallelLayout(rank=rank, tp=tp, ep=ep) for rank in range(tp)]
+    converted = Source(destination, layouts[0])
+    ranks = [read_entries(destination, layout) for layout in layouts] if tp > 1 else []
     theirs = {weight.name: weight for weight in converted.weights}
     found: list[Difference] = []
     done, total = 0, sum(weight.num_bytes for weight in source.weights)
     for layer in source.layers:
         weights = source.of_layer(layer)
-        with CheckpointReader() as reader:
+        joining = JoiningReader(ranks) if ranks else CheckpointReader()
+        with CheckpointReader() as reader, joining:
             pairs = ((weight, theirs[weight.name]) for weight in weights)
             calls = (
-                partial(_relative, one, one.read(reader), other, other.read(reader))
+                partial(_relative, one, one.read(reader), other, other.read(joining))
                 for one, other in pairs
             )
             for weight, error in zip(weights, in_order(calls), strict=True):

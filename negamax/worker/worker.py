@@ -90,7 +90,7 @@ class Worker:
         load_plan = None  # made, and the checkpoint checked, before the weights take memory
         if config.folder is not None:
             slots = empty_slots(config.spec, config.layout, dtype=dtype, kernels=kernels)
-            load_plan = plan_load(slots, config.spec, Path(config.folder))
+            load_plan = plan_load(slots, config.spec, Path(config.folder), config.layout)
             del slots
         self._proposer = load_proposer(config)
         num_draft_tokens = self._proposer.num_draft_tokens if self._proposer else 0

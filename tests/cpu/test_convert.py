@@ -17,15 +17,26 @@ import pytest
 import torch
 from m2_checkpoints import TINY, random_tensors, save_sharded, tiny_spec
 from safetensors.torch import load_file
+from torch import Tensor
 
 from negamax.base.errors import CheckpointError, ConfigError, ResourceError
+from negamax.checkpoint.loader import fill
+from negamax.checkpoint.plan import plan_load
+from negamax.checkpoint.reader import read_entries
 from negamax.cli.main import main
+from negamax.config.families import read_spec
 from negamax.config.json_file import read_json_object
 from negamax.convert import convert as converting
 from negamax.convert.convert import PROVENANCE, Conversion, convert
 from negamax.convert.source import Source
 from negamax.convert.targets import TARGETS, target_of
 from negamax.convert.verify import compare
+from negamax.kernels.platform import CPU
+from negamax.kernels.registry import resolve
+from negamax.models.registry import build_model
+from negamax.parallel.collectives import SingleRank
+from negamax.parallel.context import ParallelContext
+from negamax.parallel.layout import ParallelLayout
 
 SIZES = {
     **TINY, "hidden_size": 256, "intermediate_size": 128, "head_dim": 64, "num_local_experts": 2,
@@ -229,6 +240,67 @@ def test_destinations_that_will_not_do_are_refused(
     monkeypatch.setattr(converting, "_SPARE_BYTES", 2**60)
     with pytest.raises(ResourceError, match=r"needs \d+\.\d GiB of disk, .* are free"):
         convert(conversion(bf16, tmp_path / "out", "int8"))
+
+
+def loaded(folder: Path, layout: ParallelLayout, *, split: bool) -> dict[str, Tensor]:
+    """The parameters of a rank by the first slot that fills each."""
+    one = SingleRank()
+    spec = read_spec(read_json_object(folder / "config.json"), folder)
+    model = build_model(
+        spec,
+        context=ParallelContext(layout, attention_group=one, expert_group=one, world=one),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        kernels=resolve(platform=CPU, dtype=torch.float32),
+    )
+    slots = model.weight_slots()
+    targets = {name: slot.target for name, slot in slots.items() if slot.target is not None}
+    fill(slots, plan_load(slots, spec, folder, layout if split else None))
+    return targets
+
+
+@pytest.mark.parametrize("to", [None, "fp8-block", "int4"])
+@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (4, 1), (2, 2), (4, 2)])
+def test_split_for_ranks_each_loads_what_it_would_have_loaded(
+    to: str | None, tp: int, ep: int, bf16: Path, converted: dict[str, Path], tmp_path: Path
+) -> None:
+    """The width of an expert is 128, so that every split cuts its blocks and groups."""
+    whole = converted[to or "fp8-channel"]
+    source = whole if to is None else bf16
+    target = None if to is None else target_of(to)
+    out = tmp_path / "out"
+    convert(Conversion(str(source), source, out, target, tp=tp, ep=ep))
+    assert not any(one.error for one in compare(Source(whole), out, tp=tp, ep=ep))
+    for rank in range(tp):
+        layout = ParallelLayout(rank=rank, tp=tp, ep=ep)
+        expected = loaded(whole, layout, split=False)
+        found = loaded(out, layout, split=True)
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    files = [path.stat().st_size for path in out.glob("model-rank-0-*.safetensors")]
+    all_files = [path.stat().st_size for path in whole.glob("*.safetensors")]
+    most = 0.95 if to else 0.65  # a scale per row cuts nothing
+    assert len(files) == 3 and sum(files) < most * sum(all_files)
+    with pytest.raises(CheckpointError, match=rf"split for --tensor-parallel-size {tp}, --expert"):
+        Source(out)
+
+
+def test_parts_hold_the_shares_of_whole_blocks_too(bf16: Path, tmp_path: Path) -> None:
+    """A GPU that keeps blocks cuts the width of experts at blocks, in shares that differ."""
+    source = write_source(tmp_path / "source", intermediate_size=640)
+    convert(Conversion("x", source, tmp_path / "out", target_of("fp8-block"), tp=4))
+    for rank in range(4):
+        layout = ParallelLayout(rank=rank, tp=4)
+        share = layout.experts.width(640, unit=128).part
+        entries = read_entries(tmp_path / "out", layout)
+        name = "model.layers.0.block_sparse_moe.experts.1"
+        for entry, dim in ((entries[f"{name}.w1.weight"], 0), (entries[f"{name}.w2.weight"], 1)):
+            assert entry.part is not None
+            held = entry.part[dim]
+            assert entry.shape[dim] == 640 and held.start % 128 == 0
+            assert held.start <= share.start and share.stop <= held.stop
+            beyond = [range(size) for size in entry.shape]
+            with pytest.raises(CheckpointError, match="convert the checkpoint again"):
+                entry.within(tuple(beyond))
 
 
 def peak(sources: list[Path], results: Any) -> None:

@@ -1,0 +1,143 @@
+"""A checkpoint split for a number of ranks: each has files of its own, with its part of every
+tensor.
+
+A part is cut at whole entries of a format, in both dimensions by the same unit, so that it holds
+what any device of the rank reads; two ranks whose border cuts an entry both have it. A tensor of
+which a rank reads nothing stands in its files with a size of 0: what is missing is found.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from negamax.checkpoint.reader import (
+    INDEX_NAME,
+    PARTS_KEY,
+    RANK_INDEX_NAME,
+    CheckpointReader,
+    TensorEntry,
+)
+from negamax.config.model_spec import ModelSpec
+from negamax.config.quantization import QuantizationSpec
+from negamax.convert.layout import Piece
+from negamax.convert.writer import Planned
+from negamax.kernels.formats import PLAIN, Region, TensorFormat
+from negamax.kernels.platform import CPU
+from negamax.kernels.registry import resolve
+from negamax.models.registry import empty_slots
+from negamax.parallel.layout import ParallelLayout
+from negamax.parallel.split import check_split
+
+Parts = tuple[range, ...]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a rank reads. `layout` None: everything, in a checkpoint that is not split."""
+
+    layout: ParallelLayout | None = None
+    regions: Mapping[str, Parts] | None = None  # by slot; of the others nothing is read
+
+    def file_name(self, number: int, count: int) -> str:
+        """Of the `number`-th of `count` files."""
+        if self.layout is None:
+            return f"model-{number:05d}-of-{count:05d}.safetensors"
+        return f"model-rank-{self.layout.rank}-part-{number:05d}.safetensors"
+
+    @property
+    def index_name(self) -> str:
+        """Of the file that says which tensor is where."""
+        return INDEX_NAME if self.layout is None else RANK_INDEX_NAME.format(self.layout.rank)
+
+    @property
+    def metadata(self) -> dict[str, int]:
+        """For the index: what the checkpoint is split for."""
+        if self.layout is None:
+            return {}
+        return {
+            "tensor_parallel_size": self.layout.tp,
+            "expert_parallel_size": self.layout.ep,
+            "rank": self.layout.rank,
+        }
+
+    def held(self, piece: Piece) -> Iterator[tuple[Planned, Parts]]:
+        """The tensors of `piece`, and what of each is in the files."""
+        stored = {tensor.name: tensor for tensor in piece.format.tensors}
+        for planned in piece.tensors:
+            whole = tuple(map(range, planned.shape))
+            if self.regions is None or piece.slot is None:
+                yield planned, whole
+            elif piece.slot not in self.regions:
+                yield planned, (range(0), *whole[1:]) if whole else whole
+            elif piece.format == PLAIN:
+                yield planned, self.regions[piece.slot]
+            else:
+                rows, columns = self.regions[piece.slot]
+                region = _whole_units(piece.format, (rows, columns), piece.shape)
+                yield planned, stored[planned.name.rpartition(".")[2]].part(region)
+
+    def file_metadata(self, pieces: Iterable[Piece]) -> dict[str, str]:
+        """For the header of a file: of which tensors it holds a part."""
+        parts = {
+            planned.name: (planned.shape, [part.start for part in held])
+            for piece in pieces
+            for planned, held in self.held(piece)
+            if tuple(map(len, held)) != planned.shape
+        }
+        return {PARTS_KEY: json.dumps(parts, separators=(",", ":"))} if parts else {}
+
+
+def _whole_units(stored: TensorFormat, region: Region, shape: tuple[int, ...]) -> Region:
+    unit, (height, width) = stored.width_unit, shape
+    rows, columns = (
+        range(part.start // unit * unit, min(-(-part.stop // unit) * unit, total))
+        for part, total in zip(region, (height, width), strict=True)
+    )
+    return stored.enclose((rows, columns), (height, width))
+
+
+def shards_of(
+    spec: ModelSpec, quantization: QuantizationSpec | None, *, tp: int, ep: int
+) -> list[Shard]:
+    """One for each rank of a checkpoint of `spec` in another format. Errors: `ConfigError` for a
+    split that the model does not have.
+    """
+    if tp == ep == 1:
+        return [Shard()]
+    spec = replace(spec, quantization=quantization)
+    kernels = resolve(platform=CPU, dtype=torch.bfloat16)
+    shards = []
+    for rank in range(tp):
+        layout = ParallelLayout(rank=rank, tp=tp, ep=ep)
+        check_split(layout, spec)
+        slots = empty_slots(
+            spec, layout, dtype=torch.bfloat16, kernels=kernels, keep_quantized=False
+        )
+        regions = {name: slot.region for name, slot in slots.items() if slot.needed}
+        shards.append(Shard(layout, regions))
+    return shards
+
+
+class JoiningReader(CheckpointReader):
+    """Reads the tensors of a split checkpoint as if it were whole."""
+
+    def __init__(self, ranks: Sequence[Mapping[str, TensorEntry]]) -> None:
+        """`ranks`: the tensors of each."""
+        super().__init__()
+        self._ranks = ranks
+
+    def read(self, entry: TensorEntry, region: Parts | None = None) -> Tensor:
+        """See `CheckpointReader`; `entry` is that of any rank."""
+        mine = [entries[entry.name] for entries in self._ranks]
+        held = [one.part or tuple(map(range, one.shape)) for one in mine]
+        parts = [super(JoiningReader, self).read(one, p) for one, p in zip(mine, held, strict=True)]
+        whole = torch.zeros(entry.shape, dtype=parts[0].dtype)
+        for part, where in zip(parts, held, strict=True):
+            whole[tuple(slice(each.start, each.stop) for each in where)] = part
+        wanted = region or tuple(map(range, entry.shape))
+        return whole[tuple(slice(part.start, part.stop) for part in wanted)]
