@@ -8,7 +8,7 @@ Of two FP4 codes in a byte the low nibble is the even column.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from negamax.kernels.formats import (
@@ -212,8 +212,12 @@ class _Nvfp4:
         }
 
 
+def with_input_scale(stored: TensorFormat, name: str) -> TensorFormat:
+    """`stored` with a scale of the activations, which stay in the compute dtype."""
+    return replace(stored, tensors=(*stored.tensors, *_activation(name)))
+
+
 def _activation(name: str | None) -> tuple[StoredTensor, ...]:
-    """The scale of the activations, which stay in the compute dtype."""
     if name is None:
         return ()
     return (StoredTensor(name, Role.ACTIVATION, FLOATS, PER_MATRIX, optional=True),)

@@ -1,8 +1,8 @@
 """Method "compressed-tensors", as LLM Compressor writes it: float-quantized (E4M3 with a scale per
-output row or per matrix), pack-quantized (integers of 4 or 8 bits in groups of columns or per row)
-and int-quantized (int8 per row).
+output row, block or matrix), nvfp4-pack-quantized and mxfp4-pack-quantized, pack-quantized
+(integers of 4 or 8 bits in groups of columns or per row) and int-quantized (int8 per row).
 
-Activations stay in the compute dtype, where the method may round them to 8 bits, too.
+Activations stay in the compute dtype, where the method may round them, too.
 """
 
 from __future__ import annotations
@@ -12,9 +12,18 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from negamax.config.quantization import QuantizationSpec
+from negamax.kernels.float_formats import (
+    MX_GROUP,
+    NVFP4_GROUP,
+    PER_MATRIX,
+    PER_ROW,
+    fp8,
+    mxfp4,
+    nvfp4,
+    with_input_scale,
+)
 from negamax.kernels.formats import (
     COLUMNS,
-    E4M3,
     FLOATS,
     ONE,
     PLAIN,
@@ -25,6 +34,7 @@ from negamax.kernels.formats import (
     StoredTensor,
     TensorFormat,
 )
+from negamax.quantization.fp8 import fp8_blocks
 from negamax.quantization.integers import (
     PACKED_BITS,
     group_dim,
@@ -32,7 +42,14 @@ from negamax.quantization.integers import (
     group_name,
     group_size,
 )
-from negamax.quantization.scheme import Scheme, check_fields, matches, module_list, refuse
+from negamax.quantization.scheme import (
+    Scheme,
+    check_fields,
+    check_kv_cache,
+    matches,
+    module_list,
+    refuse,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,15 +66,15 @@ def read(spec: QuantizationSpec) -> Scheme:
         {
             "format": (None, *_FORMATS, "mixed-precision"),
             "quantization_status": (None, "compressed"),
-            "kv_cache_scheme": (None,),
             "sparsity_config": (None, {}),
             "transform_config": (None, {}),
         },
         beside=(
-            "config_groups", "global_compression_ratio", "ignore", "provider", "quant_method",
-            "version",
+            "config_groups", "global_compression_ratio", "ignore", "kv_cache_scheme", "provider",
+            "quant_method", "version",
         ),
     )  # fmt: skip
+    check_kv_cache(spec, "kv_cache_scheme")
     groups = spec.fields.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         refuse(spec, "config_groups", groups, "an object of groups")
@@ -84,15 +101,17 @@ def _group(spec: QuantizationSpec, name: str, group: Any) -> tuple[tuple[str, ..
         {"output_activations": (None,), "format": (None, *_FORMATS)},
         beside=("targets", "weights", "input_activations"),
     )
-    inputs = group.get("input_activations")
-    is_dynamic = isinstance(inputs, Mapping) and inputs.get("dynamic") is True
-    if inputs is not None and not is_dynamic:
-        refuse(fields, "input_activations", inputs, "null or dynamic ones")
     weights = QuantizationSpec(spec.method, dict(group["weights"]), f"{name}.weights")
     stored_as = str(group.get("format") or spec.fields.get("format"))
     if stored_as not in _FORMATS:
         refuse(fields, "format", stored_as, ", ".join(_FORMATS))
-    return module_list(fields, "targets"), _FORMATS[stored_as](weights)
+    stored, inputs = _FORMATS[stored_as](weights), group.get("input_activations")
+    is_dynamic = isinstance(inputs, Mapping) and inputs.get("dynamic") is True
+    if inputs is not None and not is_dynamic:
+        if stored_as not in _INPUT_SCALES or not isinstance(inputs, Mapping):
+            refuse(fields, "input_activations", inputs, "null or dynamic ones")
+        stored = with_input_scale(stored, _INPUT_SCALES[stored_as])
+    return module_list(fields, "targets"), stored
 
 
 # What a group may say of its weights beside their bits, strategy and group size: anything else is
@@ -108,39 +127,47 @@ _OBSERVED = ("observer", "observer_kwargs", "scale_dtype")
 # --- float-quantized -----------------------------------------------------------------------------
 
 
-def _unpack_e4m3(tensors: Mapping[str, Tensor]) -> Codes:
-    from negamax.kernels.codes import Codes
-
-    scale = tensors["weight_scale"]  # [N, 1], or one for all
-    return Codes(tensors["weight"], scale.reshape(-1, 1))
-
-
-def _quantize_e4m3(matrix: Tensor) -> Mapping[str, Tensor]:
-    from negamax.kernels.quantizers import to_e4m3
-
-    return to_e4m3(matrix, (1, matrix.shape[1])).tensors("weight", "weight_scale")
-
-
-def _e4m3(name: str, scale: tuple[Dim, ...]) -> TensorFormat:
-    values = StoredTensor("weight", Role.VALUES, (E4M3,), (ROWS, COLUMNS))
-    scales = StoredTensor("weight_scale", Role.SCALE, FLOATS, scale)
-    quantize = _quantize_e4m3 if scale[0] is ROWS else None
-    return TensorFormat(name, E4M3, (values, scales), _unpack_e4m3, quantize)
-
-
 STRATEGIES = {
-    "channel": _e4m3("fp8_e4m3_channel", (ROWS, ONE)),
-    "tensor": _e4m3("fp8_e4m3_tensor", (ONE,)),
+    "channel": fp8("fp8_e4m3_channel", PER_ROW),
+    "tensor": fp8("fp8_e4m3_tensor", PER_MATRIX),
 }
 
 
 def _read_e4m3(weights: QuantizationSpec) -> TensorFormat:
     allowed = {
-        **_WEIGHTS, "num_bits": (8,), "type": ("float",), "strategy": tuple(STRATEGIES),
+        **_WEIGHTS, "num_bits": (8,), "type": ("float",), "strategy": (*STRATEGIES, "block"),
         "group_size": (None,),
     }  # fmt: skip
+    strategy = str(weights.fields.get("strategy"))
+    if strategy == "block":
+        del allowed["block_structure"]
+    check_fields(weights, allowed, beside=(*_OBSERVED, "block_structure"))
+    return fp8_blocks(weights, "block_structure") if strategy == "block" else STRATEGIES[strategy]
+
+
+# --- nvfp4-pack-quantized, mxfp4-pack-quantized ---------------------------------------------------
+
+_E2M1 = {**_WEIGHTS, "num_bits": (4,), "type": ("float",)}
+_NVFP4 = nvfp4(values="weight_packed", global_scale="weight_global_scale", divides=True)
+_MXFP4 = mxfp4(values="weight_packed")
+
+
+def _read_nvfp4(weights: QuantizationSpec) -> TensorFormat:
+    allowed = {
+        **_E2M1, "strategy": ("tensor_group",), "group_size": (NVFP4_GROUP,),
+        "zp_dtype": (None, "torch.float8_e4m3fn"),
+    }  # fmt: skip
     check_fields(weights, allowed, beside=_OBSERVED)
-    return STRATEGIES[weights.fields["strategy"]]
+    return _NVFP4
+
+
+def _read_mxfp4(weights: QuantizationSpec) -> TensorFormat:
+    allowed = {
+        **_E2M1, "strategy": ("group",), "group_size": (MX_GROUP,),
+        "zp_dtype": (None, "torch.uint8"),
+    }  # fmt: skip
+    check_fields(weights, allowed, beside=_OBSERVED)
+    return _MXFP4
 
 
 # --- pack-quantized ------------------------------------------------------------------------------
@@ -278,6 +305,10 @@ def _read_int8(weights: QuantizationSpec) -> TensorFormat:
 # A line here, and the function that it names, add a format of this method.
 _FORMATS: Mapping[str, Callable[[QuantizationSpec], TensorFormat]] = {
     "float-quantized": _read_e4m3,
+    "nvfp4-pack-quantized": _read_nvfp4,
+    "mxfp4-pack-quantized": _read_mxfp4,
     "pack-quantized": _read_packed,
     "int-quantized": _read_int8,
 }
+# Of which the scale of activations is stored that are not dynamic.
+_INPUT_SCALES = {"float-quantized": "input_scale", "nvfp4-pack-quantized": "input_global_scale"}

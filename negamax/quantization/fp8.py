@@ -6,12 +6,13 @@ Activations are rounded, too, in groups of 128, where a kernel reads the blocks 
 
 from __future__ import annotations
 
+from typing import Any
+
 from negamax.config.quantization import QuantizationSpec
 from negamax.kernels.float_formats import E4M3_FNUZ, PER_MATRIX, fp8
 from negamax.kernels.formats import (
     E4M3,
     E4M3_BLOCKS,
-    E4M3_GROUP,
     PLAIN,
     Axis,
     Dim,
@@ -41,18 +42,25 @@ def read(spec: QuantizationSpec) -> Scheme:
 def _format(spec: QuantizationSpec) -> TensorFormat:
     is_static = spec.fields.get("activation_scheme") == "static"
     fnuz = spec.fields.get("fmt") in _FNUZ
-    block = spec.fields.get("weight_block_size")
-    if block is None:
+    if spec.fields.get("weight_block_size") is None:
         scale = "input_scale" if is_static else None
         return fp8("fp8_e4m3_tensor", PER_MATRIX, input_scale=scale, fnuz=fnuz)
-    is_block = isinstance(block, list | tuple) and len(block) == 2
-    if not is_block or not all(type(size) is int and size > 0 for size in block):
-        refuse(spec, "weight_block_size", block, "two numbers above 0, or null")
     if is_static:
         refuse(spec, "activation_scheme", "static", "dynamic, beside a weight_block_size")
+    stored = fp8_blocks(spec, "weight_block_size", scale_name="weight_scale_inv", fnuz=fnuz)
+    return E4M3_BLOCKS if stored.name == E4M3_BLOCKS.name else stored
+
+
+def fp8_blocks(
+    spec: QuantizationSpec, name: str, *, scale_name: str = "weight_scale", fnuz: bool = False
+) -> TensorFormat:
+    """E4M3 with a scale for blocks of as many rows and columns as field `name` says. Errors:
+    `ConfigError`.
+    """
+    block: Any = spec.fields.get(name)
+    is_block = isinstance(block, list | tuple) and len(block) == 2
+    if not is_block or not all(type(size) is int and size > 0 for size in block):
+        refuse(spec, name, block, "two numbers above 0")
     rows, columns = block
-    if rows == columns == E4M3_GROUP and not fnuz:
-        return E4M3_BLOCKS
     dims = Dim(Axis.ROWS, rows), Dim(Axis.COLUMNS, columns)
-    name = f"fp8_e4m3_block_{rows}x{columns}"
-    return fp8(name, dims, scale_name="weight_scale_inv", fnuz=fnuz)
+    return fp8(f"fp8_e4m3_block_{rows}x{columns}", dims, scale_name=scale_name, fnuz=fnuz)

@@ -148,7 +148,7 @@ def changed(path: str, value: object) -> QuantizationSpec:
     ("path", "value"),
     [
         ("format", "marlin-24"),
-        ("kv_cache_scheme", {"num_bits": 8}),
+        ("kv_cache_scheme", {"num_bits": 4, "type": "int"}),
         ("config_groups", {}),
         ("config_groups/group_0", {"targets": ["Linear"]}),
         ("config_groups/group_0/weights/zero_points", "int8"),
@@ -159,14 +159,14 @@ def changed(path: str, value: object) -> QuantizationSpec:
         ("config_groups/group_0/weights/strategy", "group"),
         ("config_groups/group_0/weights/symmetric", False),
         ("config_groups/group_0/weights/group_size", 128),
-        ("config_groups/group_1/input_activations/dynamic", False),
+        ("config_groups/group_1/input_activations", "static"),
         ("config_groups/group_0/output_activations", {"num_bits": 8}),
         ("config_groups/group_0/targets", "Linear"),
         ("ignore", "lm_head"),
     ],
 )
 def test_what_is_stored_in_another_way_is_refused_by_name(path: str, value: object) -> None:
-    name = path.replace("/dynamic", "").split("/")[-1]
+    name = "num_bits" if path == "kv_cache_scheme" else path.split("/")[-1]
     with pytest.raises(ConfigError, match=rf"config: \S*{name} is .*; supported: "):
         detect(changed(path, value))
 
