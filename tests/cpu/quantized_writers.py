@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import float_layouts
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -320,7 +321,44 @@ def auto_round(packing: str, *, symmetric: bool, bits: int = 4) -> Writer:
     return Writer(store, lambda *_: description)
 
 
+# --- FP8 and FP4 ----------------------------------------------------------------------------------
+
+
+def store_float(layout: float_layouts.Layout, matrix: Matrix) -> Stored:
+    tensors, plain = layout.write(torch.from_numpy(matrix))
+    return tensors, plain.numpy()
+
+
+def floats(name: str, describe: Any, *, file: str = "", attention: str = "") -> Writer:
+    """The layout `name`; `attention`: that of the projections of the attention, if another."""
+    layouts = float_layouts.LAYOUTS
+
+    def store(module: str, matrix: Matrix) -> Stored:
+        is_attention = attention and ".self_attn." in module
+        return store_float(layouts[attention if is_attention else name], matrix)
+
+    return Writer(store, describe, file)
+
+
+FLOATS = {
+    name: floats(name, lambda *_, made=made: made)
+    for name, made in float_layouts.descriptions(LEFT_OUT).items()
+} | {
+    "modelopt-nvfp4": floats(
+        "modelopt-nvfp4",
+        lambda *_: float_layouts.modelopt_file("NVFP4", LEFT_OUT),
+        file="hf_quant_config.json",
+    ),
+    "modelopt-mixed": floats(
+        "modelopt-nvfp4",
+        lambda modules, _: float_layouts.mixed(modules),
+        attention="modelopt-mxfp8",
+    ),
+}
+
+
 WRITERS: dict[str, Writer] = {
+    **FLOATS,
     "awq": awq(32),
     "awq-channel": awq(-1),
     "gptq-sym": gptq(),
