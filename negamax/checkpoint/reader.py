@@ -198,6 +198,8 @@ def _find_files(folder: Path, layout: ParallelLayout) -> tuple[list[Path], dict[
     if (folder / RANK_INDEX_NAME.format(0)).exists():
         index_path = folder / RANK_INDEX_NAME.format(layout.rank)
         _check_split(folder, layout)
+    elif not index_path.exists():  # ModelSlim's has another name
+        index_path = next(folder.glob("quant_model_weight*.index.json"), index_path)
     if index_path.exists():
         index = read_json_object(index_path).get("weight_map")
         if (
@@ -235,7 +237,8 @@ def _find_files(folder: Path, layout: ParallelLayout) -> tuple[list[Path], dict[
         return [folder / name for name in names], index
     if (folder / SINGLE_NAME).is_file():
         return [folder / SINGLE_NAME], None
-    files = sorted(folder.glob("model-*.safetensors"))
+    names = ("model-*.safetensors", "quant_model_weight*.safetensors")
+    files = sorted(path for name in names for path in folder.glob(name))
     if not files:
         found = sorted(
             path.name

@@ -15,6 +15,7 @@ from negamax.quantization import (
     fp8,
     gptq,
     modelopt,
+    modelslim,
     mxfp8,
     quark,
 )
@@ -29,6 +30,7 @@ METHODS: dict[str, Callable[[QuantizationSpec], Scheme]] = {
     "modelopt": modelopt.read,
     "modelopt_fp4": modelopt.read,
     "modelopt_mixed": modelopt.read,
+    "modelslim": modelslim.read,
     "mxfp8": mxfp8.read,
     "quark": quark.read,
 }

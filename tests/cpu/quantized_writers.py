@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -321,6 +322,71 @@ def auto_round(packing: str, *, symmetric: bool, bits: int = 4) -> Writer:
     return Writer(store, lambda *_: description)
 
 
+# --- ModelSlim -----------------------------------------------------------------------------------
+
+
+def modelslim(
+    kind: str, *, deq_scale: torch.dtype = torch.float32, weight_scale: bool = True
+) -> Writer:
+    """Rows of int8. Static ones add what rounds activations: round(x / input_scale + input_offset)
+    times W, plus quant_bias, times deq_scale. Those in int64 are the bits of fp32.
+    """
+    is_static = kind in ("W8A8", "W8A8_MIX")
+
+    def store(module: str, matrix: Matrix) -> Stored:
+        parts, stood_for = store_int8(matrix, torch.float32)
+        parts["weight_offset"] = torch.zeros_like(parts["weight_scale"])
+        if not is_static:
+            return parts, stood_for
+        input_scale, offset = np.float32(0.0371), -7
+        codes, scale = parts["weight"].numpy().astype(np.int64), parts["weight_scale"].numpy()
+        together = (input_scale * scale[:, 0]).astype(np.float32)
+        bits = together.view(np.int32).astype(np.int64)
+        is_bits = deq_scale is torch.int64
+        parts["deq_scale"] = torch.from_numpy(bits if is_bits else together)
+        parts["quant_bias"] = torch.from_numpy((-offset * codes.sum(axis=1)).astype(np.int32))
+        parts["input_scale"] = torch.tensor([input_scale])
+        parts["input_offset"] = torch.tensor([float(offset)])
+        if not weight_scale:
+            del parts["weight_scale"], parts["weight_offset"]
+            stood_for = codes.astype(np.float32) * (together / input_scale)[:, None]
+        return parts, stood_for
+
+    return Writer(store, partial(description_of, kind), "quant_model_description.json")
+
+
+def description_of(
+    kind: str, modules: Sequence[str], tensors: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    types = {name: kind if name.rpartition(".")[0] in modules else "FLOAT" for name in tensors}
+    return {
+        "model_quant_type": kind, "version": "1.0.0", "metadata": {}, "group_size": 0,
+        "optional": {"quarot": {"rotation_map": {"global_rotation": "optional/q.safetensors"}}},
+        **types,
+    }  # fmt: skip
+
+
+def modelslim_int4() -> Writer:
+    """W4A8_DYNAMIC: rows of int4 in two's complement, the even row in the lower half of a byte."""
+
+    def store(module: str, matrix: Matrix) -> Stored:
+        made = rounded(matrix, 4, -1, symmetric=True, dtype=torch.float32)
+        numbers = made.codes - made.zeros
+        pairs = np.zeros((matrix.shape[0] // 2, matrix.shape[1]), dtype=np.uint8)
+        for (row, column), number in np.ndenumerate(numbers):
+            pairs[row // 2, column] |= (int(number) & 15) << 4 * (row % 2)
+        columns = 16 if module.endswith(("o_proj", "w2")) else 1
+        return {
+            "weight": torch.from_numpy(pairs.view(np.int8)),
+            "weight_scale": made.scale,
+            "weight_offset": torch.zeros_like(made.scale),
+            "scale_bias": torch.zeros(matrix.shape[0], columns),
+        }, made.matrix
+
+    file = "quant_model_description.json"
+    return Writer(store, partial(description_of, "W4A8_DYNAMIC"), file)
+
+
 # --- FP8 and FP4 ----------------------------------------------------------------------------------
 
 
@@ -373,6 +439,12 @@ WRITERS: dict[str, Writer] = {
     "packed-int4-act-order": packed(actorder="group"),
     "packed-int8": packed(bits=8, size=16),
     "int8": int_quantized(),
+    "modelslim-dynamic": modelslim("W8A8_DYNAMIC"),
+    "modelslim-static": modelslim("W8A8", weight_scale=False),
+    "modelslim-static-fp16": modelslim("W8A8", deq_scale=torch.int64, weight_scale=False),
+    "modelslim-static-scale": modelslim("W8A8"),
+    "modelslim-mix": modelslim("W8A8_MIX", deq_scale=torch.int64),
+    "modelslim-int4": modelslim_int4(),
     "auto-round-gptq": auto_round("auto_round:auto_gptq", symmetric=True),
     "auto-round-awq": auto_round("auto_round:auto_awq", symmetric=False),
     "auto-round": auto_round("auto_round", symmetric=False),

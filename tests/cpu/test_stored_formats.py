@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from m2_checkpoints import TINY, random_tensors, tiny_spec
+from m2_checkpoints import TINY, random_tensors, save_sharded, tiny_spec
 from model_support import PagedRun, build
 from quantized_writers import LEFT_OUT, WRITERS, is_matrix, write
+from safetensors.torch import load_file
 from torch import Tensor
 
 from negamax.checkpoint.loader import load_weights
@@ -74,3 +75,18 @@ def test_a_model_computes_with_the_matrices_that_were_stored(name: str, tmp_path
                 text = greedy(model)
                 assert len(set(text)) > 6
                 assert text == greedy(build(tiny_spec(**CONFIG), plain))
+
+
+@pytest.mark.parametrize("with_index", [True, False])
+def test_the_files_of_modelslim_have_other_names(tmp_path: Path, with_index: bool) -> None:
+    plain = write(tmp_path, CONFIG, TENSORS, WRITERS["modelslim-dynamic"])
+    stored = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    files = [f"quant_model_weights-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    save_sharded(tmp_path, stored, names=files, with_index=with_index)
+    if with_index:
+        index = tmp_path / "model.safetensors.index.json"
+        index.rename(tmp_path / "quant_model_weights.safetensors.index.json")
+    _, found, _ = load(tmp_path, ParallelLayout())
+    name = "model.layers.0.block_sparse_moe.experts.3.w2.weight"
+    assert torch.equal(found[name], plain[name])

@@ -1,0 +1,182 @@
+"""Method "modelslim", Ascend's: quant_model_description.json says of each tensor how it is stored.
+
+Activations stay in the compute dtype, where the method rounds them to 8 bits. What is stored for
+that is not needed: with activations as they are, x W^T is what the sum over rounded ones with
+`quant_bias` and `deq_scale` comes to, since `quant_bias` is the bias of the layer, of which M2 has
+none, less what `input_offset` adds. What QuaRot rotates is rotated in the weights; only a draft
+head that was trained for the model before must know (`checkpoint/quarot.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING
+
+from negamax.config.quantization import QuantizationSpec
+from negamax.kernels.formats import (
+    COLUMNS,
+    FLOATS,
+    ONE,
+    PLAIN,
+    ROWS,
+    Axis,
+    Dim,
+    Role,
+    StoredTensor,
+    TensorFormat,
+)
+from negamax.quantization.integers import group_dim, group_name
+from negamax.quantization.scheme import Scheme, canonical, check_fields, refuse
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from negamax.kernels.codes import Codes
+
+_INT8 = StoredTensor("weight", Role.VALUES, ("int8",), (ROWS, COLUMNS))
+# Of activations that are rounded with scales found before.
+_STATIC = (
+    StoredTensor("input_offset", Role.ACTIVATION, (*FLOATS, "int8"), (ONE,)),
+    StoredTensor("quant_bias", Role.ACTIVATION, ("int32",), (ROWS,)),
+)
+_INPUT_SCALE = StoredTensor("input_scale", Role.ACTIVATION, FLOATS, (ONE,))
+_DEQ_SCALE = StoredTensor("deq_scale", Role.ACTIVATION, ("float32", "int64"), (ROWS,))
+
+
+def _scales(size: int) -> tuple[StoredTensor, StoredTensor]:
+    dims = ROWS, group_dim(size)
+
+    def zeros(shape: tuple[int, int]) -> Tensor:
+        import torch
+
+        return torch.zeros([dim.size(shape) for dim in dims])
+
+    return (
+        StoredTensor("weight_scale", Role.SCALE, FLOATS, dims),
+        StoredTensor("weight_offset", Role.ZERO_POINT, FLOATS, dims, optional=True, known=zeros),
+    )
+
+
+@cache
+def int8(size: int, *, is_static: bool) -> TensorFormat:
+    """number * weight_scale of each row and `size` columns (-1: all)."""
+
+    def unpack(tensors: Mapping[str, Tensor]) -> Codes:
+        from negamax.kernels.codes import Codes
+
+        values = tensors["weight"]
+        columns = values.shape[-1] if size == -1 else size
+        return Codes(values, tensors["weight_scale"], (1, columns))
+
+    static = (*_STATIC, _INPUT_SCALE, _DEQ_SCALE) if is_static else ()
+    return TensorFormat(
+        f"modelslim_int8_{group_name(size)}{'_static' if is_static else ''}",
+        "int8",
+        (_INT8, *_scales(size), *static),
+        unpack,
+    )
+
+
+def _unpack_deq_scale(tensors: Mapping[str, Tensor]) -> Codes:
+    import torch
+
+    from negamax.kernels.codes import Codes
+
+    scale = tensors["deq_scale"]  # for fp16 models the bits of fp32
+    scale = scale.int().view(torch.float32) if scale.dtype is torch.int64 else scale
+    return Codes(tensors["weight"], (scale / tensors["input_scale"]).unsqueeze(-1))
+
+
+# deq_scale is input_scale * weight_scale, and the latter is not stored.
+INT8_DEQ_SCALE = TensorFormat(
+    "modelslim_int8_deq_scale",
+    "int8",
+    (
+        _INT8,
+        StoredTensor("deq_scale", Role.SCALE, ("float32", "int64"), (ROWS,)),
+        StoredTensor("input_scale", Role.SCALE, FLOATS, (ONE,), level=2),
+        *_STATIC,
+    ),
+    _unpack_deq_scale,
+)
+
+
+@cache
+def int4(parts: int) -> TensorFormat:
+    """number * weight_scale of each row, two rows in a byte, the lower half first; scale_bias has
+    one sum of the activations' correction for each of `parts` parts of the columns.
+    """
+
+    def unpack(tensors: Mapping[str, Tensor]) -> Codes:
+        import torch
+
+        from negamax.kernels.codes import Codes
+
+        pairs = tensors["weight"]
+        values = torch.stack((pairs << 4 >> 4, pairs >> 4), -2).flatten(-3, -2)
+        return Codes(values, tensors["weight_scale"])
+
+    return TensorFormat(
+        f"modelslim_int4_channel_{parts}",
+        "int4",
+        (
+            StoredTensor("weight", Role.VALUES, ("int8",), (Dim(Axis.ROWS, 2), COLUMNS)),
+            *_scales(-1),
+            StoredTensor("scale_bias", Role.ACTIVATION, FLOATS, (ROWS, Dim(Axis.FIXED, parts))),
+        ),
+        unpack,
+    )
+
+
+_ROW_PARALLEL = (".o_proj", ".w2", ".down_proj")  # whose scale_bias has 16 parts
+_TYPES = ("FLOAT", "W8A8_DYNAMIC", "W8A8", "W8A8_MIX", "W8A16", "W4A8_DYNAMIC")
+
+
+def read(spec: QuantizationSpec) -> Scheme:
+    """Errors: `ConfigError` for what is stored in another way."""
+    types = {name: said for name, said in spec.fields.items() if "." in name}
+    others = {name: said for name, said in spec.fields.items() if "." not in name}
+    check_fields(
+        QuantizationSpec(spec.method, others, spec.source),
+        {
+            "metadata": (None, {}), "fa_quant_type": (None, ""), "indexer_quant_type": (None, ""),
+            "reduce_quant_type": (None, ""), "ascend_quant_method": (None, "", "ascend"),
+        },
+        beside=(
+            "group_size", "is_rot_used", "kv_cache_type", "kv_quant_type", "model_quant_type",
+            "optional", "quant_method", "version",
+        ),
+    )  # fmt: skip
+    formats: dict[str, TensorFormat] = {}
+    for name, said in types.items():
+        module, _, tensor = name.rpartition(".")
+        if tensor == "weight":
+            if said not in _TYPES:
+                refuse(spec, name, said, ", ".join(_TYPES))
+            formats[canonical(module)] = _format(spec, module, said)
+    if not formats:
+        refuse(spec, "*.weight", None, ", ".join(_TYPES))
+
+    def format_of(module: str) -> TensorFormat:
+        return formats.get(canonical(module), PLAIN)
+
+    found = dict.fromkeys(formats.values())
+    return Scheme(tuple(stored for stored in found if stored is not PLAIN), format_of)
+
+
+def _format(spec: QuantizationSpec, module: str, said: str) -> TensorFormat:
+    size = spec.fields.get("group_size") or -1
+    if said == "FLOAT":
+        return PLAIN
+    if said == "W8A8" and f"{module}.weight_scale" not in spec.fields:
+        return INT8_DEQ_SCALE
+    if said == "W4A8_DYNAMIC":
+        if spec.fields.get("version") != "1.0.0" or size != -1:
+            refuse(
+                spec, f"{module}.weight", said,
+                "W4A8_DYNAMIC of version 1.0.0 without groups, the only one with a known layout",
+            )  # fmt: skip
+        return int4(16 if module.endswith(_ROW_PARALLEL) else 1)
+    is_static = said in ("W8A8", "W8A8_MIX")
+    return int8(-1 if is_static else size, is_static=is_static)
