@@ -191,7 +191,8 @@ def check_path(source: Source, conversion: Conversion) -> None:
             f"{conversion.model} is stored as {target.name} already; there is nothing to convert",
             hint="copy the folder, or add --allow-lossy to write it again, a file per layer",
         )
-    if stored and scheme is not None and not is_same:
+    is_exact = all(one.name in target.exact_from for one in stored)
+    if scheme is not None and not is_same and not is_exact:
         raise ConfigError(
             f"{conversion.model} is quantised already ({names}); --to {target.name} rounds it a "
             f"second time, with a relative error of about {target.error:.1%} beside what it has",

@@ -12,7 +12,8 @@ from typing import Any
 
 from negamax.base.errors import ConfigError
 from negamax.config.quantization import QuantizationSpec
-from negamax.kernels.formats import E4M3, E4M3_GROUP
+from negamax.kernels.float_formats import E4M3_FNUZ, MX_GROUP
+from negamax.kernels.formats import E4M3, E4M3_BLOCKS, E4M3_GROUP
 from negamax.quantization.detect import detect
 from negamax.quantization.scheme import Scheme
 
@@ -31,6 +32,7 @@ class Target:
     summary: str
     error: float
     description: Mapping[str, Any] | None  # `quantization_config`; None: plain
+    exact_from: tuple[str, ...] = ()  # formats whose values it has, too
 
     @property
     def limit(self) -> float:
@@ -73,19 +75,29 @@ def _compressed(
     }
 
 
+_UNCONVERTED = ["gate", "e_score_correction_bias", "lm_head"]
+_FP8_BLOCKS = {
+    "quant_method": "fp8",
+    "fmt": E4M3,
+    "activation_scheme": "dynamic",
+    "weight_block_size": [E4M3_GROUP, E4M3_GROUP],
+    "modules_to_not_convert": _UNCONVERTED,
+}
 _ALL = (
     Target("bf16", "plain bfloat16", 0.0017, None),
     Target(
         "fp8-block",
         "FP8 with 128 x 128 blocks, MiniMax's own format",
         0.027,
-        {
-            "quant_method": "fp8",
-            "fmt": E4M3,
-            "activation_scheme": "dynamic",
-            "weight_block_size": [E4M3_GROUP, E4M3_GROUP],
-            "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
-        },
+        _FP8_BLOCKS,
+        exact_from=("fp8_e4m3fnuz_block_128x128",),
+    ),
+    Target(
+        "fp8-fnuz",
+        "FP8 with 128 x 128 blocks in the values of MI300",
+        0.027,
+        {**_FP8_BLOCKS, "fmt": E4M3_FNUZ},
+        exact_from=(E4M3_BLOCKS.name,),
     ),
     Target(
         "fp8-channel",
@@ -117,6 +129,17 @@ _ALL = (
             inputs=None,
             ignore=(_ATTENTION,),
         ),
+    ),
+    Target(
+        "mxfp8",
+        "MXFP8, FP8 with a power of two for 32 columns, as MiniMax publishes M3",
+        0.027,
+        {
+            "quant_method": "mxfp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [1, MX_GROUP],
+            "ignored_layers": _UNCONVERTED,
+        },
     ),
 )
 TARGETS = {target.name: target for target in _ALL}

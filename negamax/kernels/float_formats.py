@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from negamax.kernels.formats import (
     COLUMNS,
     E4M3,
-    E4M3_MAX,
     FLOATS,
     ONE,
     ROWS,
@@ -35,7 +34,8 @@ E4M3_FNUZ = "float8_e4m3fnuz"  # of MI300: half the values of E4M3's bits, and 0
 E8M0 = ("uint8", "float8_e8m0fnu")  # an exponent, in either spelling
 NVFP4_GROUP, MX_GROUP = 16, 32  # columns that share a scale
 PER_ROW, PER_MATRIX = (ROWS, ONE), (ONE,)
-FNUZ_MAX = 240.0
+# Of MI300's values, which reach up to 240: half of 448, so that blocks of E4M3 keep their bits.
+FNUZ_LARGEST = 224.0
 
 
 def fp8(
@@ -87,12 +87,15 @@ class _Fp8:
         rows, columns = (
             size or whole for size, whole in zip(self._block(), matrix.shape, strict=True)
         )
-        codes = to_e4m3(matrix, (rows, columns), largest=FNUZ_MAX if self.fnuz else E4M3_MAX)
+        if self.fnuz:
+            fnuz = torch.float8_e4m3fnuz
+            codes = to_e4m3(matrix, (rows, columns), largest=FNUZ_LARGEST, dtype=fnuz)
+        else:
+            codes = to_e4m3(matrix, (rows, columns))
         assert codes.scale is not None
-        values = codes.values.float().to(torch.float8_e4m3fnuz) if self.fnuz else codes.values
         height, width = matrix.shape
         shape = [dim.size((height, width)) for dim in self.dims]
-        return {"weight": values, self.scale: codes.scale.reshape(shape)}
+        return {"weight": codes.values, self.scale: codes.scale.reshape(shape)}
 
     def _block(self) -> tuple[int, int]:
         """Rows and columns that share a scale, 0 for all of them."""

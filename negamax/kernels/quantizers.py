@@ -16,13 +16,19 @@ from negamax.kernels.formats import E4M3_MAX
 E2M1_MAX = E2M1_VALUES[-1]
 
 
-def to_e4m3(matrix: Tensor, block: tuple[int, int], *, largest: float = E4M3_MAX) -> Codes:
+def to_e4m3(
+    matrix: Tensor,
+    block: tuple[int, int],
+    *,
+    largest: float = E4M3_MAX,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+) -> Codes:
     """matrix [N, K] fp32 -> e4m3 values and an fp32 scale for each block of rows and columns. The
     largest magnitude of a block becomes `largest`.
     """
     scale = _positive(_largest(matrix, block) / largest)
     values = (matrix / _spread(scale, block, matrix)).clamp_(-largest, largest)
-    return Codes(values.to(torch.float8_e4m3fn), scale, block)
+    return Codes(values.to(dtype), scale, block)
 
 
 def to_integers(

@@ -117,6 +117,14 @@ def test_from_each_format_to_each(
             assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
 
 
+def test_blocks_of_mi300_and_those_of_others_have_the_same_values(
+    converted: dict[str, Path], tmp_path: Path
+) -> None:
+    for first, to in (("fp8-block", "fp8-fnuz"), ("fp8-fnuz", "fp8-block")):
+        convert(conversion(converted[first], tmp_path / to, to, allow_lossy=False))
+        assert not any(one.error for one in compare(Source(converted[first]), tmp_path / to))
+
+
 def test_what_is_beside_the_weights_is_carried_over(bf16: Path, converted: dict[str, Path]) -> None:
     folder = converted["fp8-block"]
     names = {path.name for path in folder.iterdir()}
