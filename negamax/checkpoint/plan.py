@@ -246,7 +246,8 @@ def _windows(
         yield entry.name, Source(entry, entry.shape)
         return
     known = [part for part in parts if part is not None]
-    shapes, axis = [_shape(*part) for part in known], known[0][1].axis(Axis.ROWS)
+    shapes = [_shape(*part) for part in known]
+    axis = known[0][1].axis(Axis.ROWS) if shapes[0] else None
     lead, inner = ((count,), entry.shape[1:]) if stacked else ((), entry.shape)
     starts, joined = _join(shapes, axis, inner)
     if entry.shape[: len(lead)] != lead or not _same_shape(inner, joined):

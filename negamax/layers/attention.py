@@ -4,7 +4,7 @@ group.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -172,19 +172,29 @@ class Attention:
         self._fused = kernels.fusion(self._qk_norm.op, "rope.half_split", "kvcache.write")
         # The checkpoint's scales of the keys and values of an FP8 cache; 1.0 where it has none.
         self._names, self.kv_scales = names, (1.0, 1.0)
+        self.has_kv_scales = False
         self._stored_scales = torch.ones(2)  # on the host
-        self.slots = [
-            *self._qkv.slots,
-            *self._out.slots,
-            *self._qk_norm.slots,
-            WeightSlot(names.k_scale, (), target=self._stored_scales[0], optional=True),
-            WeightSlot(names.v_scale, (), target=self._stored_scales[1], optional=True),
+        self._scale_slots = [
+            WeightSlot(name, (), target=target, optional=True)
+            for name, target in zip(
+                (names.k_scale, names.v_scale), self._stored_scales, strict=True
+            )
         ]
+        self.slots = [
+            *self._qkv.slots, *self._out.slots, *self._qk_norm.slots, *self._scale_slots,
+        ]  # fmt: skip
 
     def finish_loading(self) -> None:
         """Put the weights into their kernels' layout. Errors: `CheckpointError` for scales of the
-        cache that are none.
+        cache that are none, or one of two.
         """
+        written, absent = (
+            [slot.name for slot in self._scale_slots if slot.written is there]
+            for there in (True, False)
+        )
+        if written and absent:
+            raise CheckpointError(f"the checkpoint has {written[0]} and no {absent[0]}")
+        self.has_kv_scales = bool(written)
         k_scale, v_scale = self._stored_scales.tolist()
         if not (0 < k_scale < float("inf") and 0 < v_scale < float("inf")):
             raise CheckpointError(
@@ -228,6 +238,24 @@ class Attention:
     def _scales_of(self, kv: KvCaches) -> tuple[float, float]:
         """What the values in the caches `kv` are multiplied by."""
         return self.kv_scales if kv["k"].dtype == FP8 else (1.0, 1.0)
+
+
+def describe_kv_scales(layers: Iterable[object], dtype: torch.dtype) -> str:
+    """What becomes of the checkpoint's scales of an FP8 cache of keys and values where the cache is
+    in `dtype`, or what takes their place; "" where there is nothing to say.
+    """
+    attentions = [
+        part for layer in layers for part in vars(layer).values() if isinstance(part, Attention)
+    ]
+    count = sum(part.has_kv_scales for part in attentions)
+    if dtype != FP8:
+        name = str(dtype).removeprefix("torch.")
+        text = f"its scales of keys and values in FP8 ({count} layers) are not needed for {name}"
+        return f"; {text} (--kv-cache-dtype fp8 uses them)" if count else ""
+    if count == len(attentions):
+        return "; FP8 keys and values have the checkpoint's scales"
+    text = f"{len(attentions) - count} of {len(attentions)} layers"
+    return f"; FP8 keys and values of {text} have scale 1, for the checkpoint has none"
 
 
 def _rows(heads: range, head_dim: int) -> range:

@@ -14,6 +14,9 @@ from negamax.config.families import family_of
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.formats import Axis
 
+# A reason to skip tensors.
+INT8_CACHE = "scales of keys and values in int8, which are cached in another dtype"
+
 
 @dataclass(frozen=True)
 class Placement:

@@ -6,19 +6,20 @@ from __future__ import annotations
 
 import mmap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import cycle
 
 import torch
 from torch import Tensor
 
 from negamax.base import env
-from negamax.base.errors import ResourceError
+from negamax.base.errors import ConfigError, ResourceError
 from negamax.base.log import get_logger
 from negamax.config.kv_cache import KvCacheSpec, KvCacheSpecs, block_bytes
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.registry import KernelTable
 from negamax.layers.attention import KvCaches
+from negamax.models.family import INT8_CACHE
 from negamax.models.memory import expert_padding, weight_bytes
 from negamax.parallel.layout import ParallelLayout
 from negamax.worker.config import WorkerConfig
@@ -33,6 +34,18 @@ CPU_CACHE_SHARE = 0.25
 GRAPH_RESERVE = GIB
 # Of the layers' caches within one allocation: what a kernel may rely on.
 ALIGNMENT = 512
+
+
+def check_scales(skipped: Iterable[str], *, dtype: torch.dtype) -> None:
+    """Errors: `ConfigError` where the scales of a checkpoint, of which some are `skipped` for these
+    reasons, are for another cache than one in `dtype`.
+    """
+    if dtype == torch.float8_e4m3fn and INT8_CACHE in skipped:
+        raise ConfigError(
+            "--kv-cache-dtype is fp8; the checkpoint's scales of keys and values are for int8, one "
+            "for each channel",
+            hint="use --kv-cache-dtype auto",
+        )
 
 
 def allocate(

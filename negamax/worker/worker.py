@@ -24,6 +24,7 @@ from negamax.checkpoint.synthetic import fill_synthetic
 from negamax.checkpoint.weight_cache import load_cached
 from negamax.kernels.platform import platform_of
 from negamax.kernels.registry import resolve
+from negamax.layers.attention import describe_kv_scales
 from negamax.layers.weights import WeightSlot
 from negamax.models.decoder import Decoder
 from negamax.models.registry import build_model, empty_slots
@@ -92,6 +93,7 @@ class Worker:
             slots = empty_slots(config.spec, config.layout, dtype=dtype, kernels=kernels)
             load_plan = plan_load(slots, config.spec, Path(config.folder), config.layout)
             del slots
+            kv_cache.check_scales(load_plan.skipped, dtype=cache_dtype)
         self._proposer = load_proposer(config)
         num_draft_tokens = self._proposer.num_draft_tokens if self._proposer else 0
         self._context = context = _parallel_context(
@@ -104,6 +106,7 @@ class Worker:
         )
         with torch.inference_mode():
             load_summary = _load(model, config, load_plan, device=device)
+            load_summary += describe_kv_scales(model.layers, cache_dtype)
             runtime.release_memory()  # of what only loading needed
             self._rows = RequestState(
                 config.max_num_seqs,

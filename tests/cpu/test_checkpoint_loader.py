@@ -35,6 +35,7 @@ from negamax.kernels.formats import E4M3_BLOCKS
 from negamax.kernels.platform import CPU
 from negamax.kernels.quantize.spec import dequantize_block
 from negamax.kernels.registry import resolve
+from negamax.layers.attention import describe_kv_scales
 from negamax.layers.weights import WeightSlot, slots_by_name
 from negamax.models.decoder import Decoder
 from negamax.models.minimax_m2.names import layer_of, place
@@ -697,24 +698,59 @@ def scales(model: Decoder) -> list[tuple[float, float]]:
     return [layer.attention.kv_scales for layer in model.layers]
 
 
-@pytest.mark.parametrize("prefix", ["", "attn.", "{}_proj.", "qkv_proj."])
-def test_scales_of_an_fp8_cache_are_read_where_the_checkpoint_has_them(
-    tmp_path: Path, prefix: str
-) -> None:
+KV_NAMES = (
+    "{}_scale", "attn.{}_scale", "{}_proj.{}_scale", "qkv_proj.{}_scale", "qkqkv_proj.{}_scale",
+    "{}_cache.scale", "{}_proj.output_scale", "kv_scale", "attn.kv_scale",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KV_NAMES)
+def test_scales_of_an_fp8_cache_are_read_under_every_name(tmp_path: Path, name: str) -> None:
     tensors, attention = random_tensors(SPEC), "model.layers.1.self_attn."
+    names = [attention + name.replace("{}", kind) for kind in "kv"]
+    extra = {names[0]: torch.tensor(0.5)} | {names[1]: torch.tensor([0.25])}
+    values = tuple(float(extra[key]) for key in names)
+    save_single(tmp_path, {**tensors, **extra})
     model = build(SPEC)
-    extra = {
-        f"{attention}{prefix.format('k')}k_scale": torch.tensor(0.5),
-        f"{attention}{prefix.format('v')}v_scale": torch.tensor([0.25]),
-    }
-    report = load_weights(model.weight_slots(), SPEC, save_single(tmp_path, {**tensors, **extra}))
+    report = load_weights(model.weight_slots(), SPEC, tmp_path)
     model.finish_loading()
-    assert report.skipped == {} and scales(model) == [(1.0, 1.0), (0.5, 0.25)]
+    assert report.skipped == {} and scales(model) == [(1.0, 1.0), values]
+    half = describe_kv_scales(model.layers, torch.float8_e4m3fn)
+    assert (
+        half == "; FP8 keys and values of 1 of 2 layers have scale 1, for the checkpoint has none"
+    )
+    unused = describe_kv_scales(model.layers, torch.bfloat16)
+    assert "in FP8 (1 layers) are not needed for bfloat16 (--kv-cache-dtype fp8" in unused
+    for changed, message in (
+        ({names[0]: torch.tensor(-1.0)}, r"layers\.1\.\S+v_scale are -1\.0 and "),
+        ({names[1]: None}, r"has model\.layers\.1\.self_attn\.k_scale and no model\S+v_scale"),
+    ):
+        if names[0] == names[1] and None in changed.values():
+            continue
+        found = {**tensors, **extra, **changed}
+        save_single(tmp_path, {key: value for key, value in found.items() if value is not None})
+        model = build(SPEC)
+        load_weights(model.weight_slots(), SPEC, tmp_path)
+        with pytest.raises(CheckpointError, match=message):
+            model.finish_loading()
+
+
+def test_scales_that_no_cache_here_uses_are_told(tmp_path: Path) -> None:
+    attention = "model.layers.1.self_attn."
+    extra = {
+        "q_proj.q_scale": "queries", "attn.q_scale": "queries", "q.scale": "queries",
+        "q_proj.output_scale": "queries", "prob_output_scale": "queries",
+        "attn.k_zero_point": "zero points", "k_proj.kv_cache_scale": "int8",
+        "v_proj.kv_cache_offset": "int8",
+    }  # fmt: skip
     model = build(SPEC)
-    extra[f"{attention}{prefix.format('k')}k_scale"] = torch.tensor(0.0)
-    load_weights(model.weight_slots(), SPEC, save_single(tmp_path, {**tensors, **extra}))
-    with pytest.raises(CheckpointError, match=r"layers\.1\.\S+v_scale are 0\.0 and 0\.25"):
-        model.finish_loading()
+    assert describe_kv_scales(model.layers, torch.bfloat16) == ""
+    tensors = {attention + name: torch.ones(32) for name in extra}
+    save_single(tmp_path, {**random_tensors(SPEC), **tensors})
+    report = load_weights(model.weight_slots(), SPEC, tmp_path)
+    found = {name: reason for reason, names in report.skipped.items() for name in names}
+    assert found.keys() == tensors.keys()
+    assert all(word in found[attention + name] for name, word in extra.items())
 
 
 def test_finding_a_model_imports_no_torch() -> None:

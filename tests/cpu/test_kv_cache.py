@@ -8,7 +8,7 @@ import torch
 from negamax.base.errors import ConfigError, ResourceError
 from negamax.config.families import bundled_spec
 from negamax.config.kv_cache import KvCacheSpec, block_bytes, choose_block_size
-from negamax.models.family import names_of
+from negamax.models.family import INT8_CACHE, names_of
 from negamax.models.memory import dequantized, weight_bytes
 from negamax.worker import device, kv_cache
 
@@ -114,3 +114,7 @@ def test_devices_and_dtypes_that_cannot_be_are_refused(monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match="fp8 needs a GPU"):
         device.kv_dtype("fp8", dtype=torch.bfloat16, device="cpu")
     assert device.kv_dtype("fp8", dtype=torch.bfloat16, device="cuda") == torch.float8_e4m3fn
+    kv_cache.check_scales([INT8_CACHE], dtype=torch.bfloat16)
+    kv_cache.check_scales([], dtype=torch.float8_e4m3fn)
+    with pytest.raises(ConfigError, match=r"fp8; .* for int8, one for each channel .*auto"):
+        kv_cache.check_scales([INT8_CACHE], dtype=torch.float8_e4m3fn)

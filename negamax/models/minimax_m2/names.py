@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Set
 from negamax.config.minimax_m2 import MiniMaxM2Spec
 from negamax.kernels.formats import Axis
 from negamax.layers.names import AttentionNames, DecoderNames, MoeNames
-from negamax.models.family import Placement, WeightSpec
+from negamax.models.family import INT8_CACHE, Placement, WeightSpec
 
 DECODER = DecoderNames(
     embedding="model.embed_tokens.weight", norm="model.norm.weight", head="lm_head.weight"
@@ -37,9 +37,12 @@ _ALIASES = (
     (re.compile(r"(\.experts\.\d+\.)gate_proj\."), r"\1w1."),
     (re.compile(r"(\.experts\.\d+\.)up_proj\."), r"\1w3."),
     (re.compile(r"(\.experts\.\d+\.)down_proj\."), r"\1w2."),
-    (re.compile(r"(\.self_attn\.)(?:attn|k_proj|qkv_proj)\.k_scale$"), r"\1k_scale"),
-    (re.compile(r"(\.self_attn\.)(?:attn|v_proj|qkv_proj)\.v_scale$"), r"\1v_scale"),
-    (re.compile(r"(\.self_attn\.)([kv])_cache\.scale$"), r"\1\2_scale"),
+    # scales of an FP8 cache of keys and values
+    (
+        re.compile(r"(\.self_attn\.)(?:attn|[kv]_proj|qkv_proj|qkqkv_proj)\.([kv]_scale)$"),
+        r"\1\2",
+    ),
+    (re.compile(r"(\.self_attn\.)([kv])(?:_cache\.scale|_proj\.output_scale)$"), r"\1\2_scale"),
     # Stacked experts are parameters of one module: "w13_weight_scale", and, as transformers
     # saves them, "gate_up_proj" and "gate_up_proj_scale_inv".
     (re.compile(r"(\.experts\.(?:w13|gate_up_proj|w2|down_proj))$"), r"\1.weight"),
@@ -48,6 +51,7 @@ _ALIASES = (
 )
 # Several matrices in one tensor: (pattern, the slots in their order), of which the first applies.
 _FUSED = (
+    (re.compile(r"(\.self_attn\.)(?:attn\.)?kv_scale$"), (r"\1k_scale", r"\1v_scale")),
     (re.compile(r"(\.self_attn\.)qkv_proj\."), (r"\1q_proj.", r"\1k_proj.", r"\1v_proj.")),
     (re.compile(r"(\.experts\.\d+\.)(?:w13|gate_up_proj)\."), (r"\1w1.", r"\1w3.")),
     (re.compile(r"(\.experts\.)(?:w13|gate_up_proj)\."), (r"\1*.w1.", r"\1*.w3.")),
@@ -60,11 +64,15 @@ _MTP_OWN = re.compile(r"^model\.layers\.(\d+)\.(?:eh_proj|enorm|hnorm)\.")
 _SKIPPED = (
     (re.compile(r"(^|[._])mtp([._]|$)"), _MTP),
     (
-        re.compile(
-            r"\.([qkv]_scale|kv_scale|[kv]_zero_point|[kv]_cache\.scale|kv_cache_(scale|offset)|q\.scale)$"
-        ),
-        "KV-cache scale that this model has no use for",
+        re.compile(r"\.(k_scale|v_scale|kv_scale|[kv]_cache\.scale|[kv]_proj\.output_scale)$"),
+        "scales of keys and values of no layer here",
     ),
+    (
+        re.compile(r"\.(q_scale|q\.scale|q_proj\.output_scale|prob_scale|prob_output_scale)$"),
+        "scales of queries and of probabilities, which are not quantised",
+    ),
+    (re.compile(r"\.[kv]_zero_point$"), "zero points of keys and values, which FP8 has none of"),
+    (re.compile(r"\.[kv]_proj\.kv_cache_(scale|offset)$"), INT8_CACHE),
     (re.compile(r"\.rotary_emb\.inv_freq$"), "rotary frequencies, computed from config.json"),
 )
 
