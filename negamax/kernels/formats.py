@@ -139,6 +139,8 @@ class TensorFormat:
     unpack: Callable[[Mapping[str, Tensor]], Codes]
     # the inverse: a matrix [rows, columns] fp32 -> the tensors by their names; None: only read
     quantize: Callable[[Tensor], Mapping[str, Tensor]] | None = field(default=None, compare=False)
+    # the same tensors with groups of so many columns; None: groups are what they are
+    regroup: Callable[[int], TensorFormat] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         assert self.name not in ("fp8", "int8", "int4", "fp4"), f"{self.name!r} says no scale"
@@ -173,6 +175,27 @@ class TensorFormat:
     def width_unit(self) -> int:
         """Likewise, of a width that is the rows of one matrix and the columns of the next."""
         return math.lcm(self.unit(Axis.ROWS), self.unit(Axis.COLUMNS))
+
+    def split_width(
+        self, columns: int, reads: Callable[[TensorFormat], bool]
+    ) -> tuple[TensorFormat, int]:
+        """For a width of which ranks have `columns` each, the rows of one matrix and the columns of
+        the next: how the next one is held, and the unit in which the width is cut.
+
+        Groups of columns that such a share would cut become smaller ones, with a copy of the scale
+        each, where the kernel `reads` them.
+        """
+        held = self
+        if self.regroup is not None and columns % self._group:
+            finer = self.regroup(math.gcd(columns, self._group))
+            held = finer if reads(finer) else self
+        return held, math.lcm(self.unit(Axis.ROWS), held.unit(Axis.COLUMNS))
+
+    @property
+    def _group(self) -> int:
+        """Columns that share a scale."""
+        scales = (tensor for tensor in self.tensors if tensor.role is Role.SCALE)
+        return max(d.unit for scale in scales for d in scale.dims if d.axis is Axis.COLUMNS)
 
     def enclose(self, region: Region, shape: tuple[int, int]) -> Region:
         """The least part of a matrix of `shape` that holds `region` and cuts no entry."""

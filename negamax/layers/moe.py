@@ -60,13 +60,13 @@ class SparseMoe:
         self._experts_kernel, held = choose_kernel(EXPERTS, local, kernels=kernels, weights=weights)
         self.activation = self._experts_kernel.activation
         count = len(self._dispatch.experts)
-        share = context.layout.experts.width(width, unit=held.width_unit)
+        view, reads = context.layout.experts, self._experts_kernel.reads
+        narrow, unit = held.split_width(width // view.tp, reads)
+        share = view.width(width, unit=unit)
         rows, everything = share.part, range(hidden_size)
-        allocate = partial(
-            MatrixWeight, stored=held, weights=weights, padded=len(rows) < share.size
-        )
-        self._gate_up = allocate((count, 2 * share.size, hidden_size))
-        self._down = allocate((count, hidden_size, share.size))
+        allocate = partial(MatrixWeight, weights=weights, padded=len(rows) < share.size)
+        self._gate_up = allocate((count, 2 * share.size, hidden_size), held)
+        self._down = allocate((count, hidden_size, share.size), narrow)
         wide, tall = (width, hidden_size), (hidden_size, width)
         for expert in range(num_experts):
             mine = expert in self._dispatch.experts and len(rows) > 0

@@ -22,6 +22,9 @@ from negamax.kernels.op import Kernel, OpName, P, R
 from negamax.kernels.registry import KernelTable
 from negamax.quantization.scheme import WeightFormat
 
+# For each dimension, how often an entry is repeated, and which of the repeated ones is the first.
+Copies = tuple[tuple[int, int], ...]
+
 
 class WeightSlot:
     """The place of one checkpoint tensor on this rank. Its single writer is the loader.
@@ -31,8 +34,9 @@ class WeightSlot:
     that this rank keeps nothing (`needed` is False). `source`: the format of the matrix in the
     checkpoint; the slot takes it dequantised, or, with `stored`, that tensor of it as it is.
     With `compared`, the shape of the matrix, nothing is kept of `stored`, but compared with what is
-    known of it. `optional`: a checkpoint may lack the tensor. The slot lets go of its target once
-    written, so that a layer can free the plain copy when it packs its weights.
+    known of it. `copies`: what is written of the entries of `region`. `optional`: a checkpoint may
+    lack the tensor. The slot lets go of its target once written, so that a layer can free the plain
+    copy when it packs its weights.
     """
 
     def __init__(
@@ -45,14 +49,14 @@ class WeightSlot:
         source: TensorFormat = PLAIN,
         stored: StoredTensor | None = None,
         compared: tuple[int, int] | None = None,
+        copies: Copies = (),
         optional: bool = False,
     ) -> None:
         region = region or tuple(range(size) for size in shape)
         if target is not None:
             is_number = stored is not None and stored.is_number  # which all entries become
-            assert is_number or tuple(target.shape) == tuple(len(part) for part in region), (
-                f"{name}: {tuple(target.shape)} <- {region}"
-            )
+            is_whole = tuple(target.shape) == tuple(len(part) for part in region)
+            assert is_number or copies or is_whole, f"{name}: {tuple(target.shape)} <- {region}"
         self.name = name
         self.shape = shape
         self.region = region
@@ -62,7 +66,7 @@ class WeightSlot:
         self.dtype = None if target is None else target.dtype
         self.device = None if target is None else target.device
         self.source, self.stored, self._compared = source, stored, compared
-        self._target = target
+        self._target, self._copies = target, copies
 
     @property
     def target(self) -> Tensor | None:
@@ -117,6 +121,9 @@ class WeightSlot:
         self.written = True
         if target is None:
             return part
+        for dim, (count, first) in enumerate(self._copies):
+            if count > 1:
+                part = part.repeat_interleave(count, dim).narrow(dim, first, target.shape[dim])
         if target.dtype is torch.uint8:
             part = part.view(torch.uint8)  # E8M0 in its other spelling
         with torch.inference_mode():
@@ -183,28 +190,28 @@ class MatrixWeight:
         """The slots of the matrix that is called `name` where it is stored plain, of which this
         rank keeps `region` (None: nothing).
 
-        `at`: where it goes, as leading indices and the first row. A region of a format that is held
-        as it is stored cuts none of its entries.
+        `at`: where it goes, as leading indices and the first row. The region cuts no entry of the
+        format that is held, which may have smaller groups than the one that is stored.
         """
         source = self._weights.stored(name)
         if self.format is PLAIN:
             target = None if region is None else self._place_of(PLAIN.values, region, at)
             return [WeightSlot(name, shape, target=target, region=region or (), source=source)]
-        assert source == self.format, f"{name}: {source.name} <- {self.format.name}"
-        assert region is None or region == source.enclose(region, shape), f"{name}: {region}"
+        assert region is None or region == self.format.enclose(region, shape), f"{name}: {region}"
         module = name.removesuffix(PLAIN.values.name)
         return [
             WeightSlot(
                 module + tensor.name,
                 tensor.shape(shape),
-                target=self._place_of(tensor, region, at) if region and tensor.is_kept else None,
+                target=self._place_of(held, region, at) if region and tensor.is_kept else None,
                 region=tensor.part(region) if region else (),
                 source=source,
                 stored=tensor,
                 optional=tensor.optional,
                 compared=shape if tensor.known and region else None,
+                copies=_copies(tensor, held, region) if region and tensor != held else (),
             )
-            for tensor in source.tensors
+            for tensor, held in zip(source.tensors, self.format.tensors, strict=True)
         ]
 
     def _place_of(self, tensor: StoredTensor, region: Region, at: tuple[int, ...]) -> Tensor:
@@ -223,6 +230,16 @@ class MatrixWeight:
         tensors = self._tensors
         del self._tensors
         return StoredWeight(self.format, tensors)
+
+
+def _copies(tensor: StoredTensor, held: StoredTensor, region: Region) -> Copies:
+    """What is written of the entries of `tensor` that hold `region`, so that they are `held`."""
+    assert tensor.name == held.name, f"{tensor.name} <- {held.name}"
+    found = []
+    for wide, fine in zip(tensor.dims, held.dims, strict=True):
+        count = wide.unit // fine.unit
+        found.append((count, fine.part(region).start - wide.part(region).start * count))
+    return tuple(found)
 
 
 def choose_kernel(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from negamax.config.kv_cache import ELEMENT_BYTES
 from negamax.config.model_spec import ModelSpec
-from negamax.kernels.formats import PLAIN, TensorFormat
+from negamax.kernels.formats import PLAIN, Axis, TensorFormat
 from negamax.models.family import WeightSpec, names_of
 from negamax.parallel.layout import share
 from negamax.quantization.detect import detect
@@ -52,7 +52,8 @@ def expert_padding(
     for weight in names_of(spec).weights(spec):
         if weight.used is not None and weight.splits is not None:
             stored, width = _stored(weight, scheme), weight.shape[weight.splits.value]
-            cut, unit = ranks // ep, stored.width_unit if kept(stored) else 1
+            cut = ranks // ep
+            unit = stored.split_width(width // cut, kept)[1] if kept(stored) else 1
             held, even = share(width, rank=0, size=cut, unit=unit).size, width / cut
             if held > even:
                 return (
@@ -115,8 +116,10 @@ def _bytes_on_rank(
         if ranks > 1 and held[axis] % stored.unit(weight.splits):  # dequantised at load
             return weight.num_elements * plain / ranks
     else:
-        size, unit = ranks // ep, stored.width_unit
+        size = ranks // ep
+        narrow, unit = stored.split_width(held[axis] // size, kept)
         held[axis] = share(held[axis], rank=0, size=size, unit=unit).size
+        stored = narrow if weight.splits is Axis.COLUMNS else stored
     here = weight.count / (1 if weight.used is None else ep) * math.prod(held)
     return here * stored.bytes_per_weight((held[0], held[1]))
 

@@ -58,6 +58,7 @@ def awq(size: int) -> TensorFormat:
             StoredTensor("scales", Role.SCALE, FLOATS, (group, ROWS)),
         ),
         unpack,
+        regroup=None if size == -1 else awq,
     )
 
 

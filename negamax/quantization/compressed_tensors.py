@@ -240,6 +240,7 @@ def packed(
         tuple(tensors),
         unpack,
         quantize if symmetric and not is_stored_order else None,
+        regroup=None if size == -1 else lambda columns: packed(bits, columns, symmetric=symmetric),
     )
 
 

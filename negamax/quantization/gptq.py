@@ -78,6 +78,7 @@ def gptq(bits: int, size: int, *, version: int, is_stored_order: bool = False) -
             group_index("g_idx", size, is_stored_order=is_stored_order, optional=True),
         ),
         unpack,
+        regroup=None if size == -1 else lambda columns: gptq(bits, columns, version=version),
     )
 
 

@@ -122,6 +122,8 @@ class Model:
 @pytest.mark.parametrize("stored", FORMATS, ids=str_of)
 @pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
 def test_the_ranks_parts_add_up_to_what_one_rank_computes(tp: int, stored: TensorFormat) -> None:
+    kernel = TABLE.choose(EXPERTS, stored)
+    assert kernel is not None
     for ep in (each for each in (1, 2, 4, 8, 16) if tp % each == 0):
         model = Model(stored, max(ep, 2))
         plain, expected = model.expected()
@@ -131,7 +133,8 @@ def test_the_ranks_parts_add_up_to_what_one_rank_computes(tp: int, stored: Tenso
             total += moe(model.x).x.reshape(TOKENS, -1, model.hidden).sum(1)
             gate_up, down = (dequantized(prepared[name]) for name in ("gate_up", "down"))
             shapes.add((gate_up.shape, down.shape))
-            share = layout.experts.width(model.width, unit=stored.width_unit)
+            _, unit = stored.split_width(model.width // layout.experts.tp, kernel.reads)
+            share = layout.experts.width(model.width, unit=unit)
             part, rest = slice(share.part.start, share.part.stop), slice(len(share.part), None)
             found += len(share.part) * len(gate_up)
             gates, ups = gate_up.chunk(2, dim=1)
@@ -144,3 +147,17 @@ def test_the_ranks_parts_add_up_to_what_one_rank_computes(tp: int, stored: Tenso
                 assert not gates[n][rest].any() and not ups[n][rest].any()
         assert len(shapes) == 1 and found == model.width * model.num_experts
         assert (total - expected).norm() < 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("columns", "least", "group", "unit"),
+    [(192, 16, 64, 64), (96, 16, 32, 32), (96, 64, 128, 128), (384, 16, 128, 128)],
+)
+def test_groups_that_a_share_cuts_become_smaller_where_the_kernel_reads_them(
+    columns: int, least: int, group: int, unit: int
+) -> None:
+    """M2's experts over 8, 16 and 4 ranks."""
+    stored = awq(128)
+    held, found = stored.split_width(columns, lambda form: form.unit(Axis.COLUMNS) >= least)
+    assert (held, found) == (awq(group), unit)
+    assert E4M3_BLOCKS.split_width(columns, lambda form: True) == (E4M3_BLOCKS, 128)
