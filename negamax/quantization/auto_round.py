@@ -11,7 +11,14 @@ from negamax.config.quantization import QuantizationSpec
 from negamax.kernels.formats import PLAIN, TensorFormat
 from negamax.quantization.awq import awq
 from negamax.quantization.gptq import gptq
-from negamax.quantization.integers import PACKED_BITS, group_size
+from negamax.quantization.integers import (
+    ACTIVATIONS,
+    OF_THE_QUANTISER,
+    PACKED_BITS,
+    UNLESS_MORE,
+    flat_names,
+    group_size,
+)
 from negamax.quantization.scheme import Scheme, canonical, check_fields, refuse, spellings
 
 _GPTQ, _AWQ = "auto_round:auto_gptq", "auto_round:auto_awq"
@@ -24,15 +31,7 @@ _PACKINGS: Mapping[str, tuple[tuple[int, ...], Callable[[int, int], TensorFormat
     "auto_round:gptqmodel": (PACKED_BITS, lambda bits, size: gptq(bits, size, version=2)),
 }
 _PLAIN_BITS = 16  # from here on a module is stored plain
-# How the numbers were found, and options of other readers.
-_OF_THE_QUANTISER = (
-    "amp", "autoround_version", "backend", "batch_size", "dataset", "enable_alg_ext",
-    "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input",
-    "gradient_accumulate_steps", "iters", "low_gpu_mem_usage", "lr", "minmax_lr", "model_dtype",
-    "model_free", "nsamples", "scale_dtype", "seqlen",
-)  # fmt: skip
 _META = frozenset("*+?^$|()[]{}\\")  # of a regular expression, which no name of a module has
-_ACTIVATIONS = ("act_bits", "act_data_type", "act_dynamic", "act_group_size", "act_sym")
 
 
 def read(spec: QuantizationSpec) -> Scheme:
@@ -40,11 +39,10 @@ def read(spec: QuantizationSpec) -> Scheme:
     spec = QuantizationSpec(spec.method, {"packing_format": _GPTQ, **spec.fields}, spec.source)
     check_fields(
         spec,
-        {"packing_format": tuple(_PACKINGS), "rotation_config": (None, {})},
+        {"packing_format": tuple(_PACKINGS), **UNLESS_MORE},
         beside=(
-            "bits", "block_name_to_quantize", "data_type", "extra_config", "group_size",
-            "quant_method", "super_bits", "super_group_size", "sym", "to_quant_block_names",
-            *_ACTIVATIONS, *_OF_THE_QUANTISER,
+            "bits", "block_name_to_quantize", "extra_config", "group_size", "quant_block_list",
+            "quant_method", "to_quant_block_names", *ACTIVATIONS, *OF_THE_QUANTISER,
         ),
     )  # fmt: skip
     usual = _format(spec)
@@ -83,20 +81,14 @@ def _format(spec: QuantizationSpec) -> TensorFormat:
     if type(bits) is int and bits >= _PLAIN_BITS:
         return PLAIN
     allowed, make = _PACKINGS[spec.fields["packing_format"]]
-    check_fields(
-        spec,
-        {
-            "bits": allowed, "data_type": (None, "int"), "act_bits": (None, 16, 32),
-            "super_bits": (None,), "super_group_size": (None,), "sym": (None, False, True),
-        },
-    )  # fmt: skip
+    check_fields(spec, {"bits": allowed, **UNLESS_MORE})
     return make(spec.fields["bits"], group_size(spec))
 
 
 def _blocks(spec: QuantizationSpec) -> tuple[str, ...]:
     """How the names of quantised modules begin; without a word of it, those of all layers."""
-    names = spec.fields.get("block_name_to_quantize") or spec.fields.get("to_quant_block_names")
-    names = names.split(",") if isinstance(names, str) else names or ["layers"]
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        refuse(spec, "block_name_to_quantize", names, "a list of names, one string of them or null")
+    fields = ("quant_block_list", "block_name_to_quantize", "to_quant_block_names")
+    field = next((name for name in fields if spec.fields.get(name)), fields[1])
+    names = spec.fields.get(field) or "layers"
+    names = names.split(",") if isinstance(names, str) else flat_names(spec, field)
     return tuple(f"{canonical(name.strip())}." for name in names)

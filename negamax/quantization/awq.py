@@ -18,7 +18,14 @@ from negamax.kernels.formats import (
     StoredTensor,
     TensorFormat,
 )
-from negamax.quantization.integers import group_dim, group_name, group_size
+from negamax.quantization.integers import (
+    ACTIVATIONS,
+    OF_THE_QUANTISER,
+    UNLESS_MORE,
+    group_dim,
+    group_name,
+    group_size,
+)
 from negamax.quantization.scheme import Scheme, check_fields, is_within, module_list
 
 if TYPE_CHECKING:
@@ -26,6 +33,7 @@ if TYPE_CHECKING:
 
     from negamax.kernels.codes import Codes
 
+_VERSIONS = (None, "gemm", "GEMM")
 _WORD = Dim(Axis.ROWS, 8)  # eight numbers of 4 bits
 
 
@@ -64,17 +72,22 @@ def awq(size: int) -> TensorFormat:
 
 def read(spec: QuantizationSpec) -> Scheme:
     """Errors: `ConfigError` for what is stored in another way."""
-    spec = QuantizationSpec(spec.method, {"version": "gemm", **spec.fields}, spec.source)
     check_fields(
         spec,
-        {"bits": (4,), "zero_point": (True,), "version": ("gemm", "GEMM")},
+        {
+            "bits": (4,), "zero_point": (None, False, True), "version": _VERSIONS,
+            "format": _VERSIONS, "checkpoint_format": _VERSIONS, "method": (None, "awq"),
+            "desc_act": (None, False), "dynamic": (None, {}), "lm_head": (None, False),
+            **UNLESS_MORE,
+        },
         beside=(
-            "backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "group_size",
-            "modules_to_fuse", "modules_to_not_convert", "quant_method",
+            "group_size", "modules_to_not_convert", "quant_block_list", "quant_method",
+            "to_quant_block_names", *ACTIVATIONS, *OF_THE_QUANTISER,
         ),
     )  # fmt: skip
     stored = awq(group_size(spec))
-    # AutoAWQ never packs the head.
+    # The head is never packed. `zero_point` false says that all zero points are 8, and they are
+    # stored all the same.
     unconverted = (*module_list(spec, "modules_to_not_convert"), "lm_head")
 
     def format_of(module: str) -> TensorFormat:

@@ -8,7 +8,6 @@ Activations stay in the compute dtype, where the method may round them, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from negamax.config.quantization import QuantizationSpec
@@ -41,6 +40,7 @@ from negamax.quantization.integers import (
     group_index,
     group_name,
     group_size,
+    remembered,
 )
 from negamax.quantization.scheme import (
     Scheme,
@@ -173,7 +173,7 @@ def _read_mxfp4(weights: QuantizationSpec) -> TensorFormat:
 # --- pack-quantized ------------------------------------------------------------------------------
 
 
-@cache
+@remembered
 def packed(
     bits: int, size: int, *, symmetric: bool = True, is_stored_order: bool = False
 ) -> TensorFormat:

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from negamax.config.quantization import QuantizationSpec
 from negamax.kernels.formats import (
@@ -21,11 +20,16 @@ from negamax.kernels.formats import (
     TensorFormat,
 )
 from negamax.quantization.integers import (
+    ACTIVATIONS,
+    OF_THE_QUANTISER,
     PACKED_BITS,
+    UNLESS_MORE,
+    flat_names,
     group_dim,
     group_index,
     group_name,
     group_size,
+    remembered,
 )
 from negamax.quantization.scheme import Scheme, check_fields, is_within, refuse, spellings
 
@@ -35,17 +39,9 @@ if TYPE_CHECKING:
     from negamax.kernels.codes import Codes
 
 _VERSIONS = {None: 1, "gptq": 1, "gptq_v2": 2}
-# How the numbers were found, and options of other readers.
-_OF_THE_QUANTISER = (
-    "act_group_aware", "autoround_version", "backend", "batch_size", "block_name_to_quantize",
-    "cache_block_outputs", "damp_auto_increment", "damp_percent", "dataset", "exllama_config",
-    "hyb_act", "iters", "max_input_length", "meta", "model_file_base_name", "model_name_or_path",
-    "model_seqlen", "module_name_preceding_first_block", "mse", "pad_token_id", "provider",
-    "quantizer", "static_groups", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama",
-)  # fmt: skip
 
 
-@cache
+@remembered
 def gptq(bits: int, size: int, *, version: int, is_stored_order: bool = False) -> TensorFormat:
     """(number - zero point) * scale of each row and `size` columns (-1: all). All tensors are
     transposed; words of 32 bits hold values of columns and zero points of rows that follow each
@@ -90,16 +86,14 @@ def read(spec: QuantizationSpec) -> Scheme:
             "checkpoint_format": tuple(_VERSIONS),
             "format": tuple(_VERSIONS),
             "method": (None, "gptq"),
-            "pack_dtype": (None, "int32"),
-            "rotation": (None,),
-            "adapter": (None,),
             "is_marlin_format": (None, False),
-            "data_type": (None, "int"),
             "lm_head": (None, False, True),
+            **UNLESS_MORE,
         },
         beside=(
-            "bits", "desc_act", "dynamic", "group_size", "modules_in_block_to_quantize",
-            "quant_method", "sym", *_OF_THE_QUANTISER,
+            "bits", "block_name_to_quantize", "desc_act", "dynamic", "group_size",
+            "modules_in_block_to_quantize", "quant_block_list", "quant_method", *ACTIVATIONS,
+            *OF_THE_QUANTISER,
         ),
     )  # fmt: skip
     version = _VERSIONS[spec.fields.get("checkpoint_format") or spec.fields.get("format")]
@@ -108,7 +102,7 @@ def read(spec: QuantizationSpec) -> Scheme:
         (is_skipped, pattern, PLAIN if is_skipped else _format(changed, version))
         for is_skipped, pattern, changed in _rules(spec)
     ]
-    within = _listed(spec)
+    within = flat_names(spec, "modules_in_block_to_quantize")
     has_head = spec.fields.get("lm_head") is True
 
     def format_of(module: str) -> TensorFormat:
@@ -124,9 +118,7 @@ def read(spec: QuantizationSpec) -> Scheme:
 
 
 def _format(spec: QuantizationSpec, version: int) -> TensorFormat:
-    check_fields(
-        spec, {"bits": PACKED_BITS, "desc_act": (None, False, True), "sym": (None, False, True)}
-    )
+    check_fields(spec, {"bits": PACKED_BITS, "desc_act": (None, False, True)})
     return gptq(
         spec.fields["bits"],
         group_size(spec),
@@ -151,19 +143,7 @@ def _rules(spec: QuantizationSpec) -> Iterator[tuple[bool, re.Pattern[str], Quan
         changed = QuantizationSpec(spec.method, dict(changes or {}), f"{spec.source}, {name}")
         is_skipped = pattern.startswith("-:")
         if not is_skipped:
-            check_fields(
-                changed, {}, beside=("bits", "desc_act", "group_size", "sym", *_OF_THE_QUANTISER)
-            )
+            known = ("bits", "desc_act", "group_size", *ACTIVATIONS, *OF_THE_QUANTISER)
+            check_fields(changed, UNLESS_MORE, beside=known)
         whole = QuantizationSpec(spec.method, {**spec.fields, **changed.fields}, changed.source)
         yield is_skipped, expression, whole
-
-
-def _listed(spec: QuantizationSpec) -> tuple[str, ...]:
-    """The modules of a block that are quantised: of lists of names, one per step; none means all.
-    Errors: `ConfigError`.
-    """
-    steps: Any = spec.fields.get("modules_in_block_to_quantize") or []
-    names = [name for step in steps for name in ([step] if isinstance(step, str) else step)]
-    if not all(isinstance(name, str) for name in names):
-        refuse(spec, "modules_in_block_to_quantize", steps, "lists of module names or null")
-    return tuple(names)

@@ -4,17 +4,55 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, wraps
+from typing import TYPE_CHECKING, ParamSpec
 
 from negamax.config.quantization import QuantizationSpec
-from negamax.kernels.formats import COLUMNS, ONE, Axis, Dim, Role, StoredTensor
+from negamax.kernels.formats import COLUMNS, ONE, Axis, Dim, Role, StoredTensor, TensorFormat
 from negamax.quantization.scheme import refuse
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+P = ParamSpec("P")
+
 PACKED_BITS = (2, 4, 8)  # of which a word of 32 bits holds a whole number
+# What AutoAWQ, GPTQModel and AutoRound say of how the numbers were found, and options of readers.
+OF_THE_QUANTISER = (
+    "act_group_aware", "amp", "autoround_version", "backend", "batch_size", "cache_block_outputs",
+    "damp_auto_increment", "damp_percent", "dataset", "do_fuse", "enable_alg_ext",
+    "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input", "exllama_config",
+    "fuse_max_seq_len", "gradient_accumulate_steps", "hyb_act", "iters", "low_gpu_mem_usage", "lr",
+    "max_input_length", "meta", "minmax_lr", "model_dtype", "model_file_base_name", "model_free",
+    "model_name_or_path", "model_seqlen", "module_name_preceding_first_block", "modules_to_fuse",
+    "mse", "nsamples", "pad_token_id", "provider", "quantizer", "scale_dtype", "seqlen",
+    "static_attention_granularity", "static_groups", "static_kv_dtype", "static_kv_granularity",
+    "supported_types", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama",
+)  # fmt: skip
+# What none of the three may say: activations of fewer bits, weights rotated, scales of scales.
+UNLESS_MORE: Mapping[str, Sequence[object]] = {
+    "adapter": (None,), "act_bits": (None, 16, 32), "data_type": (None, "int"),
+    "pack_dtype": (None, "int32"), "rotation": (None,), "rotation_config": (None, {}),
+    "rotation_configs": (None, []), "static_attention_dtype": (None,), "super_bits": (None,),
+    "super_group_size": (None,), "sym": (None, False, True),
+}  # fmt: skip
+# and what means nothing then
+ACTIVATIONS = ("act_data_type", "act_dynamic", "act_group_size", "act_sym")
+
+
+def remembered(make: Callable[P, TensorFormat]) -> Callable[P, TensorFormat]:
+    """`make`, which gives one object for equal arguments, whether defaults are passed or not."""
+    signature, known = inspect.signature(make), cache(make)
+
+    @wraps(make)
+    def get(*args: P.args, **kwargs: P.kwargs) -> TensorFormat:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return known(*bound.args, **bound.kwargs)
+
+    return get
 
 
 def group_size(spec: QuantizationSpec, name: str = "group_size") -> int:
@@ -23,6 +61,17 @@ def group_size(spec: QuantizationSpec, name: str = "group_size") -> int:
     if type(size) is not int or not (size == -1 or (size >= 8 and size % 8 == 0)):
         refuse(spec, name, size, "-1 and multiples of 8")
     return size
+
+
+def flat_names(spec: QuantizationSpec, name: str) -> tuple[str, ...]:
+    """Field `name`: a list of names, or of lists of them. Errors: `ConfigError`."""
+    found = spec.fields.get(name) or []
+    parts = found if isinstance(found, list) else [None]
+    names = [each for part in parts for each in (part if isinstance(part, list) else [part])]
+    spelled = tuple(each for each in names if isinstance(each, str))
+    if len(spelled) < len(names):
+        refuse(spec, name, found, "a list of names, or of lists of them, or null")
+    return spelled
 
 
 def group_dim(size: int) -> Dim:

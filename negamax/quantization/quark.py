@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from negamax.config.quantization import QuantizationSpec
 from negamax.kernels.float_formats import (
@@ -19,8 +20,22 @@ from negamax.kernels.float_formats import (
     mxfp4,
     nvfp4,
 )
-from negamax.kernels.formats import PLAIN, ROWS, TensorFormat
+from negamax.kernels.formats import (
+    COLUMNS,
+    FLOATS,
+    ONE,
+    PLAIN,
+    ROWS,
+    Role,
+    StoredTensor,
+    TensorFormat,
+)
 from negamax.quantization.scheme import Scheme, check_fields, is_within, module_list, refuse
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from negamax.kernels.codes import Codes
 
 _E4M3 = "fp8_e4m3"
 _MXFP4 = {
@@ -29,6 +44,7 @@ _MXFP4 = {
 }  # fmt: skip
 _NVFP4 = {"dtype": ("fp4",), "qscheme": ("per_group",), "group_size": (NVFP4_GROUP,)}
 _FP8 = {"dtype": (_E4M3,), "qscheme": ("per_tensor", "per_channel"), "ch_axis": (None, 0)}
+_INT8 = {"dtype": ("int8",), "qscheme": ("per_channel",), "ch_axis": (None, 0)}
 # Values that are stored, and not computed from the weights each time.
 _STORED = {"is_dynamic": (None, False), "symmetric": (None, True), "block_size": (None,)}
 # Changes to weights that leave the model as it is: what they do is in the stored values.
@@ -117,8 +133,11 @@ def _layer(spec: QuantizationSpec, name: str, said: Any, *, cached: bool = False
     if weight.get("dtype") == "fp4":
         _check(fields, "weight", weight, {**_MXFP4, **_STORED})
         return mxfp4()
-    _check(fields, "weight", weight, {**_FP8, **_STORED})
     is_static = isinstance(inputs, Mapping) and bool(inputs) and not inputs.get("is_dynamic")
+    if weight.get("dtype") == "int8":
+        _check(fields, "weight", weight, {**_INT8, **_STORED})
+        return int8(is_static=is_static)
+    _check(fields, "weight", weight, {**_FP8, **_STORED})
     scale = "input_scale" if is_static else None
     if weight["qscheme"] == "per_channel":
         return fp8("fp8_e4m3_channel", (ROWS,), input_scale=scale)
@@ -134,3 +153,38 @@ def _check(
     if not isinstance(said, Mapping):
         refuse(spec, name, said, "an object")
     check_fields(QuantizationSpec(spec.method, dict(said), f"{spec.source}.{name}"), allowed)
+
+
+@cache
+def int8(*, is_static: bool) -> TensorFormat:
+    """number * weight_scale of each row; zero points, where stored, are 0."""
+    numbers = ("int8", "int32", *FLOATS)
+    activations = (
+        StoredTensor("input_scale", Role.ACTIVATION, FLOATS, (ONE,)),
+        StoredTensor("input_zero_point", Role.ACTIVATION, numbers, (ONE,), optional=True),
+    )
+    return TensorFormat(
+        f"quark_int8_channel{'_static' if is_static else ''}",
+        "int8",
+        (
+            StoredTensor("weight", Role.VALUES, ("int8",), (ROWS, COLUMNS)),
+            StoredTensor("weight_scale", Role.SCALE, FLOATS, (ROWS,)),
+            StoredTensor(
+                "weight_zero_point", Role.ZERO_POINT, numbers, (ROWS,), optional=True, known=_zeros
+            ),
+            *(activations if is_static else ()),
+        ),
+        _unpack_int8,
+    )
+
+
+def _zeros(shape: tuple[int, int]) -> Tensor:
+    import torch
+
+    return torch.zeros(shape[0])
+
+
+def _unpack_int8(tensors: Mapping[str, Tensor]) -> Codes:
+    from negamax.kernels.codes import Codes
+
+    return Codes(tensors["weight"], tensors["weight_scale"].unsqueeze(-1))

@@ -322,6 +322,40 @@ def auto_round(packing: str, *, symmetric: bool, bits: int = 4) -> Writer:
     return Writer(store, lambda *_: description)
 
 
+# --- Quark ---------------------------------------------------------------------------------------
+
+
+def quark_int8(*, is_static: bool) -> Writer:
+    def said(**more: Any) -> dict[str, Any]:
+        return {
+            "dtype": "int8", "symmetric": True, "round_method": "half_even", "scale_type": "float",
+            "observer_cls": "PerChannelMinMaxObserver", "group_size": None, **more,
+        }  # fmt: skip
+
+    qscheme = "per_tensor" if is_static else "per_token"
+    everywhere = {
+        "weight": said(qscheme="per_channel", ch_axis=0, is_dynamic=False),
+        "input_tensors": said(qscheme=qscheme, ch_axis=None, is_dynamic=not is_static),
+        "output_tensors": None, "bias": None, "target_device": None,
+    }  # fmt: skip
+    description = {
+        "quant_method": "quark", "global_quant_config": everywhere, "algo_config": None,
+        "exclude": ["lm_head", LEFT_OUT], "layer_quant_config": {}, "layer_type_quant_config": {},
+        "export": {"weight_format": "real_quantized", "pack_method": "reorder"},
+        "kv_cache_quant_config": {}, "quant_mode": "eager_mode", "softmax_quant_spec": None,
+    }  # fmt: skip
+
+    def store(module: str, matrix: Matrix) -> Stored:
+        parts, stood_for = store_int8(matrix, torch.float32)
+        parts["weight_scale"] = parts["weight_scale"][:, 0]
+        parts["weight_zero_point"] = torch.zeros(matrix.shape[0], dtype=torch.int8)
+        if is_static:
+            parts["input_scale"] = torch.tensor(0.0371)
+        return parts, stood_for
+
+    return Writer(store, lambda *_: description)
+
+
 # --- ModelSlim -----------------------------------------------------------------------------------
 
 
@@ -439,6 +473,8 @@ WRITERS: dict[str, Writer] = {
     "packed-int4-act-order": packed(actorder="group"),
     "packed-int8": packed(bits=8, size=16),
     "int8": int_quantized(),
+    "quark-int8": quark_int8(is_static=False),
+    "quark-int8-static": quark_int8(is_static=True),
     "modelslim-dynamic": modelslim("W8A8_DYNAMIC"),
     "modelslim-static": modelslim("W8A8", weight_scale=False),
     "modelslim-static-fp16": modelslim("W8A8", deq_scale=torch.int64, weight_scale=False),
