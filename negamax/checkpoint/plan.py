@@ -372,7 +372,10 @@ def _check_tensor(
         allowed, hint = PLAIN_DTYPES, _OTHER_CONFIG
         what = f"tensor {entry.name} has dtype {entry.dtype}; supported:"
     else:
-        allowed, hint = tuple(SAFETENSORS_NAMES[dtype] for dtype in stored.dtypes), _UNLISTED
+        dtypes = (*stored.dtypes, *(() if slot.stored else stored.also))
+        allowed, hint = tuple(SAFETENSORS_NAMES[dtype] for dtype in dtypes), _UNLISTED
+        if entry.dtype in (SAFETENSORS_NAMES[dtype] for dtype in stored.also):
+            hint = 'set "fmt": "float8_e4m3fnuz" in the quantization_config of config.json'
         what = f"tensor {entry.name} has dtype {entry.dtype}; {slot.source.name} is stored in"
     expected = _shape(slot, stored)
     if entry.dtype not in allowed:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from negamax.kernels.formats import (
     COLUMNS,
     E4M3,
+    E4M3_FNUZ,
     FLOATS,
     ONE,
     ROWS,
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from negamax.kernels.codes import Codes
 
 E2M1 = "float4_e2m1"
-E4M3_FNUZ = "float8_e4m3fnuz"  # of MI300: half the values of E4M3's bits, and 0x80 is NaN
 E8M0 = ("uint8", "float8_e8m0fnu")  # an exponent, in either spelling
 NVFP4_GROUP, MX_GROUP = 16, 32  # columns that share a scale
 PER_ROW, PER_MATRIX = (ROWS, ONE), (ONE,)
@@ -49,8 +49,8 @@ def fp8(
     """E4M3 with a scale for each part that `scale` says. `input_scale`: the name of a scale of the
     activations. `fnuz`: the bits are MI300's, whichever of the two dtypes the files say.
     """
-    dtypes = (E4M3_FNUZ, E4M3) if fnuz else (E4M3,)
-    values = StoredTensor("weight", Role.VALUES, dtypes, (ROWS, COLUMNS))
+    dtypes, also = ((E4M3_FNUZ, E4M3), ()) if fnuz else ((E4M3,), (E4M3_FNUZ,))
+    values = StoredTensor("weight", Role.VALUES, dtypes, (ROWS, COLUMNS), also)
     scales = StoredTensor(scale_name, Role.SCALE, FLOATS, scale)
     tensors = values, scales, *_activation(input_scale)
     layout = _Fp8(scale_name, scale, fnuz)

@@ -79,6 +79,7 @@ class StoredTensor:
     # as PyTorch spells them; it is kept in the first, which holds the values of all
     dtypes: tuple[str, ...]
     dims: tuple[Dim, ...]
+    also: tuple[str, ...] = ()  # dtypes with other values, read where the matrix is dequantised
     level: int = 1  # 2: a scale of the scales
     optional: bool = False  # a checkpoint may lack it: one that is not kept
     # What it must be for a matrix of a shape: it is compared with that, and not kept.
@@ -287,6 +288,7 @@ def plain(weight: Tensor) -> StoredWeight:
 # --- E4M3 with one scale for 128 x 128 -----------------------------------------------------------
 
 E4M3 = "float8_e4m3fn"
+E4M3_FNUZ = "float8_e4m3fnuz"  # of MI300: half the values of E4M3's bits, and 0x80 is NaN
 E4M3_MAX = 448.0  # its largest finite value; beyond it are only NaNs
 E4M3_GROUP = 128  # columns of activations, rows and columns of weights that share a scale
 E4M3_GROUPS = ActivationFormat(E4M3, E4M3_GROUP)
@@ -312,7 +314,7 @@ E4M3_BLOCKS = TensorFormat(
     name="fp8_e4m3_block_128x128",
     element=E4M3,
     tensors=(
-        StoredTensor("weight", Role.VALUES, (E4M3,), (ROWS, COLUMNS)),
+        StoredTensor("weight", Role.VALUES, (E4M3,), (ROWS, COLUMNS), also=(E4M3_FNUZ,)),
         StoredTensor(
             "weight_scale_inv",
             Role.SCALE,

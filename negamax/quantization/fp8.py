@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from negamax.config.quantization import QuantizationSpec
-from negamax.kernels.float_formats import E4M3_FNUZ, PER_MATRIX, fp8
+from negamax.kernels.float_formats import PER_MATRIX, fp8
 from negamax.kernels.formats import (
     E4M3,
     E4M3_BLOCKS,
+    E4M3_FNUZ,
     PLAIN,
     Axis,
     Dim,

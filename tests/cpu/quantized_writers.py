@@ -444,6 +444,9 @@ FLOATS = {
     name: floats(name, lambda *_, made=made: made)
     for name, made in float_layouts.descriptions(LEFT_OUT).items()
 } | {
+    "fp8-fnuz-dtype": floats(  # that only the files' headers tell
+        "fp8-fnuz", lambda *_: float_layouts.descriptions(LEFT_OUT)["fp8-block"]
+    ),
     "modelopt-nvfp4": floats(
         "modelopt-nvfp4",
         lambda *_: float_layouts.modelopt_file("NVFP4", LEFT_OUT),

@@ -13,9 +13,10 @@ import torch
 from m2_checkpoints import TINY, random_tensors, save_sharded, tiny_spec
 from model_support import PagedRun, build
 from quantized_writers import LEFT_OUT, WRITERS, is_matrix, write
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from negamax.base.errors import CheckpointError
 from negamax.checkpoint.loader import load_weights
 from negamax.config.families import read_spec
 from negamax.models.decoder import Decoder
@@ -90,3 +91,24 @@ def test_the_files_of_modelslim_have_other_names(tmp_path: Path, with_index: boo
     _, found, _ = load(tmp_path, ParallelLayout())
     name = "model.layers.0.block_sparse_moe.experts.3.w2.weight"
     assert torch.equal(found[name], plain[name])
+
+
+def test_a_layer_in_bf16_that_is_described_as_fp4_is_taken_for_what_it_is_or_refused(
+    tmp_path: Path,
+) -> None:
+    plain = write(tmp_path, CONFIG, TENSORS, WRITERS["modelopt-nvfp4"])
+    stored, file = load_file(tmp_path / "model.safetensors"), tmp_path / "model.safetensors"
+    module, layout = "model.layers.0.self_attn.q_proj", ParallelLayout()
+    stored[f"{module}.weight"] = plain[f"{module}.weight"].bfloat16()
+    save_file(stored, file)
+    with pytest.raises(CheckpointError, match=rf"{module}.weight has dtype BF16; nvfp4 is stored"):
+        load(tmp_path, layout)
+    for name in ("weight_scale", "weight_scale_2", "input_scale"):
+        del stored[f"{module}.{name}"]
+    save_file(stored, file)
+    _, found, _ = load(tmp_path, layout)
+    assert torch.equal(found[f"{module}.weight"], stored[f"{module}.weight"].float())
+    stored[f"{module}.weight"] = stored[f"{module}.weight"].view(torch.uint8)
+    save_file(stored, file)
+    with pytest.raises(CheckpointError, match=rf"{module}.weight .*nvfp4.*missing|shape"):
+        load(tmp_path, layout)

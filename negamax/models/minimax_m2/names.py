@@ -65,7 +65,7 @@ _SKIPPED = (
     (re.compile(r"(^|[._])mtp([._]|$)"), _MTP),
     (
         re.compile(r"\.(k_scale|v_scale|kv_scale|[kv]_cache\.scale|[kv]_proj\.output_scale)$"),
-        "scales of keys and values of no layer here",
+        "KV-cache scales of no layer here",
     ),
     (
         re.compile(r"\.(q_scale|q\.scale|q_proj\.output_scale|prob_scale|prob_output_scale)$"),
