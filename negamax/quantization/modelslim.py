@@ -75,6 +75,7 @@ def int8(size: int, *, is_static: bool) -> TensorFormat:
         "int8",
         (_INT8, *_scales(size), *static),
         unpack,
+        regroup=None if size == -1 else lambda columns: int8(columns, is_static=is_static),
     )
 
 

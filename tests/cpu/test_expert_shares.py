@@ -26,6 +26,7 @@ from negamax.quantization.awq import awq
 from negamax.quantization.compressed_tensors import STRATEGIES, packed
 from negamax.quantization.gptq import gptq
 from negamax.quantization.modelopt import ALGORITHMS
+from negamax.quantization.modelslim import int8
 from negamax.quantization.scheme import Scheme, WeightFormat
 
 FORMATS = [
@@ -33,6 +34,7 @@ FORMATS = [
     packed(4, 32, symmetric=False),
     packed(8, -1),
     awq(32),
+    int8(64, is_static=True),
     gptq(4, 128, version=1),
     nvfp4(),
     nvfp4(divides=True),

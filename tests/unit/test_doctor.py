@@ -73,6 +73,13 @@ def test_model_that_does_not_fit_comes_with_the_reason(here: Machine, words: str
     assert not found.runs and not found.command and words in found.detail
 
 
+def test_padding_of_experts_is_counted_and_said() -> None:
+    found = verdict(machine(8, gib=79.1))
+    words = "33% more bytes and arithmetic in the experts; never measured on more than 4 GPUs"
+    assert "35.7 GiB of weights per GPU" in found.detail and found.detail.endswith(words)
+    assert "arithmetic" not in verdict(machine(4, gib=139.8)).detail
+
+
 def test_gpus_that_cannot_multiply_fp8_take_twice_the_memory() -> None:
     found = verdict(machine(16, gib=79.1, capability=(8, 0)))
     assert found.runs and found.detail.startswith("FP8 dequantised to bf16, 53.4 GiB of weights")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from negamax.base.errors import ConfigError
 from negamax.config.families import bundled_names, bundled_spec
 from negamax.config.model_spec import ModelSpec
 from negamax.config.parallel import UNSUPPORTED, ParallelOptions
+from negamax.models.memory import expert_padding, weight_bytes
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split, possible_splits
 
@@ -65,6 +67,19 @@ def test_what_is_offered_before_the_model_is_known_is_taken_by_every_published_o
         for size in sizes:
             for name in bundled_names():
                 check_split(ParallelLayout(tp=size), bundled_spec(name))
+
+
+def test_the_documents_tell_the_bytes_of_each_split() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| ([\d, or]+) \| .+ \| ([\d.]+) GB \| (.+) \|$", text, re.M)
+    assert len(rows) == 10
+    for ranks, experts, gigabytes, padding in rows:
+        for ep in map(int, re.findall(r"\d+", experts)):
+            sizes = {"ranks": int(ranks), "ep": ep}
+            found = weight_bytes(M2, dtype="bfloat16", **sizes) / 1e9
+            assert f"{found:.1f}" == gigabytes, sizes
+            said = expert_padding(M2, **sizes) or "none"
+            assert padding.replace(" ", "") in said, sizes
 
 
 def test_fp8_weights_are_split_over_as_many_ranks_as_others() -> None:
