@@ -20,6 +20,7 @@ from negamax.base.progress import format_bytes
 from negamax.checkpoint.reader import INDEX_NAME, CheckpointReader, first_names
 from negamax.config.json_file import read_json_object
 from negamax.convert.layout import Piece, pieces
+from negamax.convert.neuron import file_name, neuron_pieces
 from negamax.convert.shards import Shard, shards_of
 from negamax.convert.source import Source
 from negamax.convert.targets import Target
@@ -123,17 +124,27 @@ class _Step:
 
 
 def _plan(source: Source, conversion: Conversion) -> list[_Step]:
-    target = conversion.target
+    target, folder = conversion.target, conversion.destination
+    layers = list(source.layers)
+    if target is not None and target.is_neuron:
+        if conversion.tp > 1:
+            raise ConfigError(
+                f"--to {target.name} with --tensor-parallel-size {conversion.tp}: the Neuron "
+                f"runtime splits the weights itself",
+                hint="leave --tensor-parallel-size out",
+            )
+        return [
+            _Step(
+                list(neuron_pieces(source, layer, target)), [(folder / file_name(layer), Shard())]
+            )
+            for layer in layers
+        ]
     quantization = source.spec.quantization if target is None else target.quantization
     shards = shards_of(source.spec, quantization, tp=conversion.tp, ep=conversion.ep)
-    layers = list(source.layers)
     return [
         _Step(
             list(pieces(source, layer, target)),
-            [
-                (conversion.destination / shard.file_name(number, len(layers)), shard)
-                for shard in shards
-            ],
+            [(folder / shard.file_name(number, len(layers)), shard) for shard in shards],
         )
         for number, layer in enumerate(layers)
     ]
@@ -163,7 +174,7 @@ def _write(step: _Step) -> Iterator[Piece]:
             for file, (_, shard) in zip(files, step.files, strict=True):
                 for planned, held in shard.held(piece):
                     part = tuple(slice(each.start, each.stop) for each in held)
-                    file.write(planned.name, tensors[planned.name][part])
+                    file.write(planned, tensors[planned.name][part])
             yield piece
 
 

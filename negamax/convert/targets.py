@@ -35,6 +35,11 @@ class Target:
     exact_from: tuple[str, ...] = ()  # formats whose values it has, too
 
     @property
+    def is_neuron(self) -> bool:
+        """Whether files and names are those of the Neuron SDK."""
+        return self.description is not None and self.description["quant_method"] == "neuron_fp8"
+
+    @property
     def limit(self) -> float:
         """Beyond it an error is not explained by the format: outliers cost some of the factor."""
         return 4 * self.error
@@ -139,6 +144,16 @@ _ALL = (
             "activation_scheme": "dynamic",
             "weight_block_size": [1, MX_GROUP],
             "ignored_layers": _UNCONVERTED,
+        },
+    ),
+    Target(
+        "fp8-neuron",
+        "FP8 of Trainium, laid out as neuronx-distributed-inference preprocesses M2",
+        0.027,
+        {
+            "quant_method": "neuron_fp8",
+            "weight_block_size": [E4M3_GROUP, E4M3_GROUP],
+            "modules_to_not_convert": ["embed_tokens", "lm_head", "norm", "router", "o_proj"],
         },
     ),
 )

@@ -30,11 +30,13 @@ _ALIGNMENT = 8  # of the data behind the header
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor that a file will have."""
+    """A tensor that a file will have, or, with `count`, one of so many in one tensor."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    count: int = 0
+    index: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -53,17 +55,20 @@ class TensorFile(AbstractContextManager["TensorFile"]):
         self.path = path
         self._partial = path.with_name(f"{path.name}.partial")
         header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
-        self._places: dict[str, tuple[int, Planned]] = {}
+        self._places: dict[tuple[str, int], tuple[int, Planned]] = {}
         offset = 0
         # wide elements first: each then lies at a multiple of its size
-        for tensor in sorted(tensors, key=lambda one: (-one.dtype.itemsize, one.name)):
-            assert tensor.name not in self._places, f"{tensor.name} twice in {path.name}"
-            self._places[tensor.name] = offset, tensor
-            header[tensor.name] = {
-                "dtype": SAFETENSORS_NAMES[str(tensor.dtype).removeprefix("torch.")],
-                "shape": list(tensor.shape),
-                "data_offsets": [offset, offset + tensor.num_bytes],
-            }
+        for tensor in sorted(tensors, key=lambda one: (-one.dtype.itemsize, one.name, one.index)):
+            place = tensor.name, tensor.index
+            assert place not in self._places, f"{tensor.name} twice in {path.name}"
+            self._places[place] = offset, tensor
+            if not tensor.index:
+                shape = (tensor.count, *tensor.shape) if tensor.count else tensor.shape
+                header[tensor.name] = {
+                    "dtype": SAFETENSORS_NAMES[str(tensor.dtype).removeprefix("torch.")],
+                    "shape": shape,
+                    "data_offsets": [offset, offset + tensor.num_bytes * max(1, tensor.count)],
+                }
             offset += tensor.num_bytes
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _ALIGNMENT)
@@ -72,13 +77,11 @@ class TensorFile(AbstractContextManager["TensorFile"]):
         self._file = self._partial.open("wb")
         self._file.write(struct.pack("<Q", len(text)) + text)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._places
-
-    def write(self, name: str, tensor: Tensor) -> None:
-        """The data of `name`."""
-        offset, planned = self._places.pop(name)
-        assert (tensor.dtype, tuple(tensor.shape)) == (planned.dtype, planned.shape), name
+    def write(self, planned: Planned, tensor: Tensor) -> None:
+        """Its data."""
+        offset, expected = self._places.pop((planned.name, planned.index))
+        found = tensor.dtype, tuple(tensor.shape)
+        assert found == (expected.dtype, expected.shape), planned.name
         self._file.seek(self._data + offset)
         raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
         self._file.write(memoryview(raw))

@@ -17,6 +17,7 @@ from negamax.quantization import (
     modelopt,
     modelslim,
     mxfp8,
+    neuron,
     quark,
 )
 from negamax.quantization.scheme import Scheme
@@ -32,6 +33,7 @@ METHODS: dict[str, Callable[[QuantizationSpec], Scheme]] = {
     "modelopt_mixed": modelopt.read,
     "modelslim": modelslim.read,
     "mxfp8": mxfp8.read,
+    "neuron_fp8": neuron.read,
     "quark": quark.read,
 }
 

@@ -145,6 +145,45 @@ def test_what_is_beside_the_weights_is_carried_over(bf16: Path, converted: dict[
     assert "quantization_config" not in plain and plain["dtype"] == "bfloat16"
 
 
+def test_neuron_has_the_names_files_and_scales_of_its_preprocessing(
+    converted: dict[str, Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    convert(conversion(converted["fp8-block"], out, "fp8-neuron"))
+    extras = load_file(out / "model_extras.safetensors")
+    assert set(extras) == {"embed_tokens.weight", "norm.weight", "lm_head.weight"}
+    found = load_file(out / "model_layer0.safetensors")
+    moe, attention = "layers.0.block_sparse_moe", "layers.0.self_attn"
+    stacked = f"{moe}.expert_mlps.mlp_op"
+    assert set(found) == {
+        "layers.0.input_layernorm.weight", "layers.0.post_attention_layernorm.weight",
+        f"{attention}.q_norm.weight", f"{attention}.k_norm.weight", f"{attention}.o_proj.weight",
+        *(f"{attention}.{n}_proj.{part}" for n in "qkv" for part in ("weight", "scale")),
+        f"{moe}.router.linear_router.weight", f"{moe}.router.e_score_correction_bias",
+        *(f"{stacked}.{n}.{part}" for n in ("gate_up_proj", "down_proj")
+          for part in ("weight", "scale")),
+    }  # fmt: skip
+    assert found[f"{attention}.o_proj.weight"].dtype == torch.bfloat16
+    stored = load_file(converted["fp8-block"] / "model-00000-of-00003.safetensors")
+    # hidden 256, width 128, 2 experts
+    fused = found[f"{stacked}.gate_up_proj.weight"].float()
+    scale = found[f"{stacked}.gate_up_proj.scale"]
+    assert fused.shape == (2, 256, 256) and scale.shape == (2, 2, 2)
+    assert found[f"{stacked}.down_proj.weight"].shape == (2, 128, 256)
+    assert found[f"{stacked}.down_proj.scale"].shape == (2, 1, 2)
+    for expert in range(2):
+        for column, name in ((0, "w1"), (1, "w3")):
+            theirs = f"model.layers.0.block_sparse_moe.experts.{expert}.{name}.weight"
+            values, scales = stored[theirs].float(), stored[f"{theirs}_scale_inv"]
+            assert torch.equal(scale[expert][:, column], scales[0] * (448 / 240))
+            smaller = (values / (448 / 240)).bfloat16().to(torch.float8_e4m3fn).float()
+            part = fused[expert][:, 128 * column : 128 * (column + 1)]
+            assert torch.equal(part.T, smaller) and part.abs().max() == 240
+    rows = found[f"{attention}.q_proj.weight"].float()
+    assert rows.abs().amax(1).eq(240).all()
+    assert found[f"{attention}.q_proj.scale"].shape == (256, 1)
+
+
 def killed(source: Path, destination: Path, after: int) -> None:
     calls = 0
 

@@ -34,6 +34,10 @@ _ALIASES = (
     (re.compile(r"^(?:model|language_model)\.(?=lm_head\.)"), ""),
     (re.compile(r"^(model\.layers\.\d+\.)mlp\."), r"\1block_sparse_moe."),
     (re.compile(r"(\.block_sparse_moe\.)gate\.(e_score_correction_bias)$"), r"\1\2"),
+    # neuronx-distributed-inference
+    (re.compile(r"(\.block_sparse_moe\.)router\.linear_router\."), r"\1gate."),
+    (re.compile(r"(\.block_sparse_moe\.)router\.(e_score_correction_bias)$"), r"\1\2"),
+    (re.compile(r"(\.block_sparse_moe\.)expert_mlps\.mlp_op\."), r"\1experts."),
     (re.compile(r"(\.experts\.\d+\.)gate_proj\."), r"\1w1."),
     (re.compile(r"(\.experts\.\d+\.)up_proj\."), r"\1w3."),
     (re.compile(r"(\.experts\.\d+\.)down_proj\."), r"\1w2."),

@@ -1,0 +1,125 @@
+"""The layout of neuronx-distributed-inference: its file names, tensor names and stacked experts, as
+its `preprocess_minimax_m2_fp8.py` writes them.
+
+Blocks of MiniMax's FP8 are rescaled as it does that: values to bf16, divided by 448 / 240, rounded
+to FP8 again, and the scales multiplied by it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from negamax.base.errors import ConfigError
+from negamax.checkpoint.reader import CheckpointReader
+from negamax.convert.layout import Piece, pieces
+from negamax.convert.source import Source, Weight
+from negamax.convert.targets import Target
+from negamax.convert.writer import Planned
+from negamax.kernels.formats import E4M3_BLOCKS, E4M3_GROUP, E4M3_MAX, PLAIN
+from negamax.quantization.neuron import LARGEST, NEURON_BLOCKS
+
+_EXPERT = re.compile(r"(.*\.block_sparse_moe\.)experts\.(\d+)\.(w1|w2|w3)\.weight")
+# What is stored as one, and where it stands.
+_STACKED = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
+_RENAMED = (
+    (re.compile(r"^model\."), ""),
+    (re.compile(r"(\.block_sparse_moe\.)gate\.weight$"), r"\1router.linear_router.weight"),
+    (
+        re.compile(r"(\.block_sparse_moe\.)(e_score_correction_bias)$"),
+        r"\1router.\2",
+    ),
+)
+
+
+def file_name(layer: int | None) -> str:
+    """Of a layer, or of what stands around them."""
+    return "model_extras.safetensors" if layer is None else f"model_layer{layer}.safetensors"
+
+
+def neuron_pieces(source: Source, layer: int | None, target: Target) -> Iterator[Piece]:
+    """All of a layer. Errors: `ConfigError` for a width of experts that is not whole blocks."""
+    experts: dict[str, list[dict[str, Weight]]] = defaultdict(list)
+    for weight in source.of_layer(layer):
+        if match := _EXPERT.fullmatch(weight.name):
+            prefix, number, name = match[1], int(match[2]), match[3]
+            if number == len(experts[prefix]):
+                experts[prefix].append({})
+            experts[prefix][number][name] = weight
+    for piece in pieces(source, layer, target):
+        if piece.slot is None or not _EXPERT.fullmatch(piece.slot):
+            yield _renamed(piece)
+    for prefix, matrices in experts.items():
+        for number, matrix in enumerate(matrices):
+            for stacked, parts in _STACKED.items():
+                name = f"{_rename(prefix)}expert_mlps.mlp_op.{stacked}"
+                yield _expert(name, [matrix[part] for part in parts], number, len(matrices))
+
+
+def _rename(name: str) -> str:
+    for pattern, replacement in _RENAMED:
+        name = pattern.sub(replacement, name)
+    return name
+
+
+def _renamed(piece: Piece) -> Piece:
+    names = {planned.name: _rename(planned.name) for planned in piece.tensors}
+
+    def make(read: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {names[name]: tensor for name, tensor in piece.make(read).items()}
+
+    planned = tuple(Planned(names[one.name], one.dtype, one.shape) for one in piece.tensors)
+    return Piece(
+        piece.slot, piece.shape, piece.format, planned, piece.read, make, piece.source_bytes
+    )
+
+
+def _expert(name: str, weights: list[Weight], number: int, count: int) -> Piece:
+    """Matrices [I, K] of one expert, beside each other as [K, I] in one entry of a stack."""
+    rows, columns = weights[0].shape
+    if rows % E4M3_GROUP or columns % E4M3_GROUP:
+        raise ConfigError(
+            f"{weights[0].name} is {rows} x {columns}; the stacked experts of Neuron are made of "
+            f"whole blocks of {E4M3_GROUP}",
+            hint="choose another --to",
+        )
+
+    def read(reader: CheckpointReader) -> Mapping[str, Tensor]:
+        return {
+            f"{at} {key}": tensor
+            for at, weight in enumerate(weights)
+            for key, tensor in weight.read(reader).items()
+        }
+
+    def make(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        made = []
+        for at, weight in enumerate(weights):
+            own = {key.partition(" ")[2]: t for key, t in tensors.items() if key[0] == str(at)}
+            made.append(_rescaled(own) if weight.format == E4M3_BLOCKS else _quantized(weight, own))
+        return {f"{name}.{key}": torch.cat([one[key] for one in made], 1) for key in made[0]}
+
+    shapes = {
+        "weight": (torch.float8_e4m3fn, (columns, rows * len(weights))),
+        "scale": (torch.float32, (columns // E4M3_GROUP, rows * len(weights) // E4M3_GROUP)),
+    }
+    planned = tuple(
+        Planned(f"{name}.{key}", dtype, shape, count=count, index=number)
+        for key, (dtype, shape) in shapes.items()
+    )
+    return Piece(None, (), PLAIN, planned, read, make, sum(one.num_bytes for one in weights))
+
+
+def _quantized(weight: Weight, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    assert NEURON_BLOCKS.quantize is not None
+    return NEURON_BLOCKS.quantize(weight.dequantize(tensors))
+
+
+def _rescaled(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    factor = E4M3_MAX / LARGEST
+    values = (tensors["weight"].bfloat16() / factor).to(torch.float8_e4m3fn)
+    scale = tensors["weight_scale_inv"] * factor
+    return {"weight": values.T.contiguous(), "scale": scale.T.contiguous()}

@@ -1,0 +1,104 @@
+"""Method "neuron_fp8": FP8 of Trainium, whose values reach up to 240, as the preprocessing of
+neuronx-distributed-inference lays M2 out: q, k and v with a scale per output row, experts stacked,
+transposed and with a scale per 128 x 128 block, everything else plain.
+
+That preprocessing writes no description of its own; `negamax convert` writes one under this name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from negamax.config.quantization import QuantizationSpec
+from negamax.kernels.formats import (
+    COLUMNS,
+    E4M3,
+    E4M3_GROUP,
+    ONE,
+    PLAIN,
+    ROWS,
+    Axis,
+    Dim,
+    Role,
+    StoredTensor,
+    TensorFormat,
+)
+from negamax.quantization.scheme import Scheme, check_fields, is_within, module_list
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from negamax.kernels.codes import Codes
+
+LARGEST = 240.0
+_BLOCK = E4M3_GROUP, E4M3_GROUP
+
+
+def _unpack_rows(tensors: Mapping[str, Tensor]) -> Codes:
+    from negamax.kernels.codes import Codes
+
+    return Codes(tensors["weight"], tensors["scale"])
+
+
+def _quantize_rows(matrix: Tensor) -> Mapping[str, Tensor]:
+    from negamax.kernels.quantizers import to_e4m3
+
+    return to_e4m3(matrix, (1, matrix.shape[1]), largest=LARGEST).tensors("weight", "scale")
+
+
+def _unpack_blocks(tensors: Mapping[str, Tensor]) -> Codes:
+    from negamax.kernels.codes import Codes
+
+    return Codes(tensors["weight"].mT.contiguous(), tensors["scale"].mT.contiguous(), _BLOCK)
+
+
+def _quantize_blocks(matrix: Tensor) -> Mapping[str, Tensor]:
+    from negamax.kernels.quantizers import to_e4m3
+
+    codes = to_e4m3(matrix, _BLOCK, largest=LARGEST).tensors("weight", "scale")
+    return {name: tensor.T.contiguous() for name, tensor in codes.items()}
+
+
+NEURON_ROWS = TensorFormat(
+    "fp8_e4m3_240_channel",
+    E4M3,
+    (
+        StoredTensor("weight", Role.VALUES, (E4M3,), (ROWS, COLUMNS)),
+        StoredTensor("scale", Role.SCALE, ("float32",), (ROWS, ONE)),
+    ),
+    _unpack_rows,
+    _quantize_rows,
+)
+NEURON_BLOCKS = TensorFormat(
+    "fp8_e4m3_240_block_128x128_transposed",
+    E4M3,
+    (
+        StoredTensor("weight", Role.VALUES, (E4M3,), (COLUMNS, ROWS)),
+        StoredTensor(
+            "scale",
+            Role.SCALE,
+            ("float32",),
+            (Dim(Axis.COLUMNS, E4M3_GROUP), Dim(Axis.ROWS, E4M3_GROUP)),
+        ),
+    ),
+    _unpack_blocks,
+    _quantize_blocks,
+)
+
+
+def read(spec: QuantizationSpec) -> Scheme:
+    """Errors: `ConfigError` for what is stored in another way."""
+    check_fields(
+        spec,
+        {"weight_block_size": ([E4M3_GROUP, E4M3_GROUP],)},
+        beside=("modules_to_not_convert", "quant_method"),
+    )
+    plain = module_list(spec, "modules_to_not_convert")
+
+    def format_of(module: str) -> TensorFormat:
+        if is_within(module, plain):
+            return PLAIN
+        return NEURON_BLOCKS if is_within(module, ("experts",)) else NEURON_ROWS
+
+    return Scheme((NEURON_ROWS, NEURON_BLOCKS), format_of)
