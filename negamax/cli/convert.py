@@ -126,8 +126,13 @@ def _show(differences: list[Difference]) -> None:
 
     changed = [one for one in differences if one.error]
     table = Table("weights", "format", "count", "mean error", "largest", title="|W' - W| / |W|")
+    for column in table.columns[:2]:
+        column.overflow = "fold"
     for kind in by_kind(changed):
-        name, numbers = kind.kind, (f"{kind.mean:.3%}", f"{kind.largest:.3%}")
+        name, numbers = (
+            kind.kind.removesuffix(".weight"),
+            (f"{kind.mean:.3%}", f"{kind.largest:.3%}"),
+        )
         table.add_row(name.removeprefix("model.layers.*."), kind.format, str(kind.count), *numbers)
     worst = Table("farthest from the source", "error")
     for one in sorted(changed, key=lambda one: -one.error)[:_WORST]:

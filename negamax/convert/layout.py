@@ -5,9 +5,10 @@ A weight that is stored in the target's format already is copied to the bit.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -38,14 +39,19 @@ class Piece:
 def pieces(source: Source, layer: int | None, target: Target | None) -> Iterator[Piece]:
     """All of a layer. `target` None: every weight stays as it is stored."""
     scheme = None if target is None else target.scheme()
+    together: dict[tuple[str, tuple[int, ...]], list[Weight]] = defaultdict(list)
     for weight in source.of_layer(layer):
         stored = weight.format if target is None else _format(weight, scheme)
         if stored == weight.format and (stored is not PLAIN or target is None):
             yield _copy(weight)
         elif stored is PLAIN:
             yield _plain(weight, to_bf16=target is not None and target.description is None)
+        elif any(tensor.level == 2 for tensor in stored.tensors):
+            together[weight.module.rpartition(".")[0], weight.spec.shape].append(weight)
         else:
             yield _quantized(weight, stored)
+    for those in together.values():
+        yield from _quantized_together(those, _format(those[0], scheme))
     for entry in source.carried.get(layer, ()):
         yield _carried(entry)
 
@@ -114,6 +120,49 @@ def _quantized(weight: Weight, stored: TensorFormat) -> Piece:
     return Piece(
         weight.name, weight.spec.shape, stored, planned, weight.read, make, weight.num_bytes
     )
+
+
+def _quantized_together(weights: list[Weight], stored: TensorFormat) -> Iterator[Piece]:
+    """Gate and up of an expert (matrices of one parent and shape) with one scale of the scales:
+    engines multiply with them as one, and vLLM takes the first one's scale for both.
+    """
+
+    def read(reader: CheckpointReader) -> Mapping[str, Tensor]:
+        return {
+            f"{at} {name}": tensor
+            for at, one in enumerate(weights)
+            for name, tensor in one.read(reader).items()
+        }
+
+    for weight in weights:
+        make = partial(_with_common_scale, weights, weight, stored)
+        yield replace(_quantized(weight, stored), read=read, make=make)
+
+
+def _with_common_scale(
+    weights: list[Weight], weight: Weight, stored: TensorFormat, read: Mapping[str, Tensor]
+) -> Mapping[str, Tensor]:
+    """The tensors of `weight`: it is quantised above a row that has the largest magnitude of all
+    `weights`.
+    """
+    plain = [
+        one.dequantize(
+            {key.partition(" ")[2]: read[key] for key in read if key.startswith(f"{at} ")}
+        )
+        for at, one in enumerate(weights)
+    ]
+    rows, columns = weight.shape
+    below = torch.zeros(1, columns)
+    below[0, 0] = max(one.abs().max() for one in plain)
+    assert stored.quantize is not None
+    made = stored.quantize(torch.cat((plain[weights.index(weight)], below)))
+    region = range(rows), range(columns)
+    return {
+        f"{weight.module}.{tensor.name}": made[tensor.name][
+            tuple(slice(part.start, part.stop) for part in tensor.part(region))
+        ]
+        for tensor in stored.tensors
+    }
 
 
 @cache

@@ -23,7 +23,8 @@ from negamax.models.family import WeightSpec, names_of
 from negamax.parallel.layout import ParallelLayout
 from negamax.quantization.detect import detect
 
-_KV_SCALE = "KV-cache scale"
+# In the reasons to skip scales of attention, which are carried over: others may need them.
+_OF_ATTENTION = ("keys and values", "queries")
 
 
 @dataclass(frozen=True)
@@ -107,13 +108,14 @@ class Source:
         self.weights = [
             Weight(name, spec, names.layer_of(name), by_name[name]) for name, spec in specs.items()
         ]
-        scales = [name for why, those in plan.skipped.items() if _KV_SCALE in why for name in those]
+        kept = {why for why in plan.skipped if any(what in why for what in _OF_ATTENTION)}
+        scales = [name for why in kept for name in plan.skipped[why]]
         # tensors that are carried over as they are, by layer
         self.carried: dict[int | None, list[TensorEntry]] = {}
         for name, placement in names.place(scales, num_layers=self.spec.num_layers).items():
             layer = names.layer_of(placement.slots[0])
             self.carried.setdefault(layer, []).append(entries[name])
-        self.skipped = {why: those for why, those in plan.skipped.items() if _KV_SCALE not in why}
+        self.skipped = {why: those for why, those in plan.skipped.items() if why not in kept}
 
     def _format(self, name: str, spec: WeightSpec) -> TensorFormat:
         if self.scheme is None or len(spec.shape) != 2 or spec.is_table or spec.dtype:

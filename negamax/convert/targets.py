@@ -136,6 +136,34 @@ _ALL = (
         ),
     ),
     Target(
+        "nvfp4",
+        "experts in NVFP4, W4A16 (compressed-tensors nvfp4-pack-quantized)",
+        0.095,
+        _compressed(
+            "nvfp4-pack-quantized",
+            {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+            inputs=None,
+            ignore=(_ATTENTION,),
+        ),
+    ),
+    Target(
+        "mxfp4",
+        "experts in MXFP4, W4A16 (compressed-tensors mxfp4-pack-quantized)",
+        0.1155,
+        _compressed(
+            "mxfp4-pack-quantized",
+            {
+                "num_bits": 4,
+                "type": "float",
+                "strategy": "group",
+                "group_size": 32,
+                "scale_dtype": "torch.uint8",
+            },
+            inputs=None,
+            ignore=(_ATTENTION,),
+        ),
+    ),
+    Target(
         "mxfp8",
         "MXFP8, FP8 with a power of two for 32 columns, as MiniMax publishes M3",
         0.027,

@@ -22,7 +22,7 @@ from torch import Tensor
 from negamax.base.errors import CheckpointError, ConfigError, ResourceError
 from negamax.checkpoint.loader import fill
 from negamax.checkpoint.plan import plan_load
-from negamax.checkpoint.reader import read_entries
+from negamax.checkpoint.reader import CheckpointReader, read_entries
 from negamax.cli.main import main
 from negamax.config.families import read_spec
 from negamax.config.json_file import read_json_object
@@ -56,6 +56,7 @@ def write_source(folder: Path, dtype: torch.dtype = torch.bfloat16, **changes: A
         if name.endswith(("gate.weight", "correction_bias")):
             tensors[name] = tensors[name].float()
     tensors[KV_SCALE] = torch.tensor(0.25)
+    tensors["model.layers.1.self_attn.q_scale"] = torch.tensor(0.5)
     save_sharded(folder, tensors, names=FILES)
     names = {"architectures": [spec.architecture], "model_type": "minimax_m2", "dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps({**names, **sizes}))
@@ -115,6 +116,24 @@ def test_from_each_format_to_each(
     if first == target:
         for file in sorted(converted[first].glob("*.safetensors")):
             assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_gate_and_up_in_nvfp4_have_one_scale_of_the_scales(
+    bf16: Path, converted: dict[str, Path]
+) -> None:
+    tensors = load_file(converted["nvfp4"] / "model-00000-of-00003.safetensors")
+    source = {weight.name: weight for weight in Source(bf16).weights}
+    for expert in range(2):
+        prefix = f"model.layers.0.block_sparse_moe.experts.{expert}"
+        with CheckpointReader() as reader:
+            largest = {
+                name: source[f"{prefix}.{name}.weight"].read(reader)["weight"].abs().max().item()
+                for name in ("w1", "w2", "w3")
+            }
+        whole = {name: tensors[f"{prefix}.{name}.weight_global_scale"] for name in largest}
+        assert whole["w1"] == whole["w3"] != whole["w2"]
+        assert whole["w1"].item() == pytest.approx(2688 / max(largest["w1"], largest["w3"]))
+        assert largest["w1"] != largest["w3"]
 
 
 def test_blocks_of_mi300_and_those_of_others_have_the_same_values(
