@@ -135,7 +135,7 @@ class Neighbour:
         trace: TracebackType | None,
     ) -> None:
         self._stop.set()
-        self._thread.join(60)
+        self._thread.join(120)
 
     def _run(self) -> None:
         question = {"role": "user", "content": "Tell me something."}

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ LONG: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Hello"}],
     "ignore_eos": True,
     "max_tokens": 3000,
+    "n": 8,
     "stream": True,
 }
 HANG_SECONDS = 3
@@ -55,11 +57,14 @@ def member_of(server: Server) -> Iterator[httpx.Client]:
     raise AssertionError("the second process answers nothing")
 
 
-def last_lines(http: httpx.Client) -> tuple[list[str], float]:
+def last_lines(http: httpx.Client, begun: threading.Event) -> tuple[list[str], float]:
     """The last two lines of a stream, and when it ended."""
     with http.stream("POST", CHAT, json=LONG) as answer:
-        lines = [line for line in answer.iter_lines() if line]
-    return lines[-2:], time.monotonic()
+        lines: list[str] = []
+        for line in filter(None, answer.iter_lines()):
+            begun.set()
+            lines = [*lines[-1:], line]
+    return lines, time.monotonic()
 
 
 def test_leader_that_goes_on_in_time_stays(two: Server) -> None:
@@ -90,22 +95,22 @@ def test_server_whose_every_process_was_stopped_goes_on(two: Server) -> None:
 def test_leader_that_stands_still_is_ended_by_its_children(two: Server) -> None:
     """The last test of the shared server, which ends it."""
     family = children_of(two)
-    pool = concurrent.futures.ThreadPoolExecutor(1)
+    pool, begun = concurrent.futures.ThreadPoolExecutor(1), threading.Event()
     with member_of(two) as probing, member_of(two) as streaming, pool:
-        stream = pool.submit(last_lines, streaming)
-        assert eventually(lambda: two.gauge("vllm:num_requests_running") == 1)
+        stream = pool.submit(last_lines, streaming, begun)
+        assert begun.wait(120)
         os.kill(two.process.pid, signal.SIGSTOP)
         stopped = time.monotonic()
         assert eventually(lambda: probing.get("/readyz").status_code == 503)
         assert probing.get("/readyz").json()["error"]["code"] == "server_process_silent"
         assert probing.get("/livez").status_code == 200
-        (error, done), ended = stream.result(60)
+        (error, done), ended = stream.result(120)
     assert done == "data: [DONE]"
     told = json.loads(error.removeprefix("data: "))["error"]
     assert told["type"] == "service_unavailable_error"
     assert "the first server process gives no sign of life" in told["message"]
     assert ended - stopped > HANG_SECONDS - 1
-    assert two.process.wait(60) == -signal.SIGKILL
+    assert two.process.wait(120) == -signal.SIGKILL
     assert eventually(lambda: not any(map(is_alive, family)))
     assert f"gives no sign of life for {HANG_SECONDS} s and is killed" in two.log
 

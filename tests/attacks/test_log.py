@@ -34,7 +34,7 @@ def test_unread_output_and_malformed_requests_hold_nobody_up() -> None:
     )
     os.close(write)
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as http:
             assert eventually(lambda: is_ready(http), seconds=60)
             for _ in range(100):
                 with socket.create_connection(("127.0.0.1", port)) as stranger:
@@ -46,7 +46,7 @@ def test_unread_output_and_malformed_requests_hold_nobody_up() -> None:
             assert http.post("/v1/completions", json=body).status_code == 200
     finally:
         server.terminate()
-        _, log = server.communicate(timeout=60)
+        _, log = server.communicate(timeout=120)
     lines = log.decode().splitlines()
     assert not re.search(rb"[\x00-\x09\x0b-\x1f\x7f]", log)
     assert not any(line.startswith("forged") for line in lines)

@@ -56,7 +56,7 @@ def port(server: Server, tmp_path: Path) -> Iterator[int]:
         yield port
     finally:
         nginx.terminate()
-        nginx.wait(60)
+        nginx.wait(120)
 
 
 def is_open(port: int) -> bool:
@@ -67,7 +67,7 @@ def is_open(port: int) -> bool:
 
 def client_at(address: str, port: int) -> httpx.Client:
     transport = httpx.HTTPTransport(local_address=address, verify=False)
-    return httpx.Client(base_url=f"https://127.0.0.1:{port}", transport=transport, timeout=60)
+    return httpx.Client(base_url=f"https://127.0.0.1:{port}", transport=transport, timeout=120)
 
 
 def check_refusal(answer: httpx.Response) -> None:

@@ -76,7 +76,7 @@ def test_slow_masks_of_one_stream_hold_up_no_other(
         finally:
             stop.set()
             for thread in attackers:
-                thread.join(60)
+                thread.join(120)
 
     followed = {"structured_outputs": {"regex": "[a-z ]{4000}"}, "thinking_token_budget": 0}
     unnoticed(server, attack_for_a_while, gap=1.0, **followed)

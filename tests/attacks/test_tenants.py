@@ -38,7 +38,9 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def as_holder(server: Server, key: str) -> httpx.Client:
-    return httpx.Client(base_url=server.url, timeout=60, headers={"authorization": f"Bearer {key}"})
+    return httpx.Client(
+        base_url=server.url, timeout=120, headers={"authorization": f"Bearer {key}"}
+    )
 
 
 def begin(http: httpx.Client, **fields: Any) -> Iterator[str]:

@@ -562,7 +562,7 @@ def test_a_request_whose_grammar_process_dies_ends_before_its_prompt_is_read(
 def test_a_grammar_that_compiles_for_ever_is_refused_in_time_and_stalls_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(constraints, "COMPILE_SECONDS", 1.0)
+    monkeypatch.setattr(constraints, "COMPILE_SECONDS", 3.0)
     with LLM("nano", num_threads=1, max_model_len=1024) as engine:
         assert (
             outputs(engine, ["?"], [seeded(1, grammar=Grammar(kind="choice", text='["a"]'))])[
@@ -585,15 +585,15 @@ def test_a_grammar_that_compiles_for_ever_is_refused_in_time_and_stalls_nobody(
         followed, runaway, free = (updates[request.request_id] for request in requests)
         assert (
             runaway[-1].is_refusal
-            and "1 s" in (runaway[-1].error or "")
+            and "3 s" in (runaway[-1].error or "")
             and not runaway[-1].token_ids
         )
         assert followed[-1].finish_reason == "stop" and free[-1].finish_reason == "length"
-        with pytest.raises(InvalidRequestError, match="1 s"):
+        with pytest.raises(InvalidRequestError, match="3 s"):
             engine.generate("x", seeded(1, grammar=schema(RUNAWAY)))
         assert first is not None and not first.is_alive  # its compiler would have gone on
         assert engine._loop._grammars._client is None  # what was too slow is known
-        assert time.monotonic() - started < 20.0
+        assert time.monotonic() - started < 100.0
         assert (
             outputs(engine, ["?"], [seeded(1, grammar=Grammar(kind="choice", text='["b"]'))])[
                 0

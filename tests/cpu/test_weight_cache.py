@@ -313,7 +313,7 @@ def test_writers_at_once_do_not_harm_each_other(tmp_path: Path, checkpoint: Path
 
     def run() -> None:
         model = SlotModel(SPEC)
-        barrier.wait(60)
+        barrier.wait(120)
         results.append(start(tmp_path / "cache", checkpoint, model)[1])
 
     threads = [threading.Thread(target=run) for _ in range(4)]

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-START_SECONDS = 60.0
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 120.0
 
 
 class PageError(AssertionError):
@@ -226,7 +225,7 @@ def browsing(folder: Path) -> Iterator[Browser]:
         yield Browser(our_in, our_out)
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(120)
 
 
 def _as_three_and_four(read_fd: int, write_fd: int) -> Callable[[], None]:

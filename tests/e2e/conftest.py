@@ -25,7 +25,7 @@ from tests.e2e.scripted_server import NAME, Script, scripted
 
 MODEL = "nano"
 STUB = "tests.e2e.stub_serve"  # as program: no model behind the server
-START_SECONDS = 120.0
+START_SECONDS = 240.0
 # No client here meets a certificate of the world's authorities, which take 20 ms to read each time.
 os.environ.setdefault("SSL_CERT_DIR", tempfile.mkdtemp(prefix="no-authorities-"))
 _READY = re.compile(r"ready: (https?://\S+)/v1")
@@ -44,10 +44,10 @@ class Server:
         return self.log_file.read_text(encoding="utf-8")
 
     def openai(self, api_key: str = "unused") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=60)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=180)
 
     def http(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60)
+        return httpx.Client(base_url=self.url, timeout=180)
 
     def gauge(self, name: str) -> float:
         """The value of an unlabelled-but-for-the-model metric."""
@@ -76,12 +76,12 @@ class Server:
         )
         return [int(pid) for pid in pids if module in Path(f"/proc/{pid}/cmdline").read_text()]
 
-    def stop(self, number: signal.Signals = signal.SIGTERM, *, seconds: float = 60.0) -> int:
+    def stop(self, number: signal.Signals = signal.SIGTERM, *, seconds: float = 120.0) -> int:
         self.process.send_signal(number)
         return self.process.wait(seconds)
 
 
-def eventually(check: Callable[[], bool], *, seconds: float = 60.0) -> bool:
+def eventually(check: Callable[[], bool], *, seconds: float = 120.0) -> bool:
     """Whether `check` becomes true in time, which is long enough for a machine with much else to
     do.
     """
@@ -124,19 +124,17 @@ def serving(
     finally:
         if process.poll() is None:
             process.terminate()
-            process.wait(60)
+            process.wait(120)
         if process.stdout is not None:
             process.stdout.close()
 
 
 def _ready_url(output: IO[str] | None, log_file: Path) -> str:
     assert output is not None
-    started = time.monotonic()
     # the first line says that it is ready; the end of the output, that it never will be
     line = output.readline()
     match = _READY.search(line)
     assert match, f"the server did not start: {line!r}\n{log_file.read_text(encoding='utf-8')}"
-    assert time.monotonic() - started < START_SECONDS
     return match[1]
 
 

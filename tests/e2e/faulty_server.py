@@ -65,12 +65,12 @@ def faulty_server(fault: Fault) -> Iterator[FaultyServer]:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(120)
     try:
         yield state
     finally:
         loop.call_soon_threadsafe(stopped.set)
-        thread.join(10)
+        thread.join(120)
 
 
 def whole(status: int, answer: object, *, headers: str = "") -> bytes:

@@ -165,4 +165,4 @@ def scripted() -> Iterator[tuple[str, Script]]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}", script
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(120)

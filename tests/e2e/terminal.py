@@ -35,7 +35,7 @@ class Terminal:
         """Press keys."""
         os.write(self._controller, text.encode())
 
-    def wait_for(self, words: str, *, seconds: float = 60.0, count: int = 1) -> str:
+    def wait_for(self, words: str, *, seconds: float = 120.0, count: int = 1) -> str:
         """Read until `words` were shown `count` times; everything shown so far."""
         deadline = time.monotonic() + seconds
         while self.text.count(words) < count:
@@ -49,20 +49,20 @@ class Terminal:
         before the command began to wait, in which Python does not notice it."""
         for _ in range(10):
             self.type("\x03")
-            deadline = time.monotonic() + 5.0
+            deadline = time.monotonic() + 10.0
             while (left := deadline - time.monotonic()) > 0 and self._read(left):
                 if words in self.text:
                     return
         raise AssertionError(f"{words!r} was not shown:\n{self.text}")
 
-    def wait_for_prompt(self, *, seconds: float = 60.0) -> None:
+    def wait_for_prompt(self, *, seconds: float = 120.0) -> None:
         """Read until the command waits for a line: what is typed before goes another way."""
         deadline = time.monotonic() + seconds
         while not self.text.endswith("> "):
             left = deadline - time.monotonic()
             assert left > 0 and self._read(left), f"there is no prompt:\n{self.text}"
 
-    def end(self, *, seconds: float = 60.0) -> int:
+    def end(self, *, seconds: float = 120.0) -> int:
         """The exit code, once the command has ended."""
         deadline = time.monotonic() + seconds
         while self._read(max(0.0, deadline - time.monotonic())):

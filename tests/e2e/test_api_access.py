@@ -160,7 +160,7 @@ def test_tls_with_a_certificate_and_its_key(
         context = ssl.create_default_context(cafile=certificate)
         for _ in range(8):  # by each process: one of them asks the other
             assert httpx.get(f"{server.url}/metrics", verify=context).status_code == 200
-        with httpx.Client(base_url=server.url, verify=context, timeout=60) as http:
+        with httpx.Client(base_url=server.url, verify=context, timeout=120) as http:
             assert http.get("/livez").status_code == 200
             with http.stream("POST", CHAT, json=BODY | {"stream": True}) as answer:
                 assert [line for line in answer.iter_lines() if line][-1] == "data: [DONE]"

@@ -56,13 +56,20 @@ def test_as_many_tokens_as_asked_for_are_sent_together(
     client: openai.OpenAI, interval: int
 ) -> None:
     extra = {"ignore_eos": True, "return_token_ids": True, "stream_interval": interval}
-    chunks = client.completions.create(
-        model=MODEL, prompt=PROMPT, max_tokens=500, stream=True, extra_body=extra
-    )
-    counts = [
-        len(choice.token_ids) for chunk in chunks for choice in chunk.choices if choice.token_ids
-    ]  # type: ignore[attr-defined]
-    assert sum(counts) == 500 and counts[0] < 400  # the first waits for no others
+    for _ in range(10):  # the first waits for no others, unless the machine stands still
+        chunks = client.completions.create(
+            model=MODEL, prompt=PROMPT, max_tokens=500, stream=True, extra_body=extra
+        )
+        counts = [
+            len(choice.token_ids)  # type: ignore[attr-defined]
+            for chunk in chunks
+            for choice in chunk.choices
+            if choice.token_ids  # type: ignore[attr-defined]
+        ]
+        assert sum(counts) == 500
+        if counts[0] < 400:
+            break
+    assert counts[0] < 400
     assert all(count >= interval for count in counts[1:-1]) and len(counts) <= 2 + 499 // interval
 
 

@@ -97,7 +97,7 @@ def test_what_is_not_unpacked_is_refused(http: httpx.Client) -> None:
 def test_http_1_0_gets_no_chunks(server: Server, http: httpx.Client, stream: bool) -> None:
     body = json.dumps({**BODY, "stream": stream}).encode()
     url = httpx.URL(server.url)
-    with socket.create_connection((url.host, url.port), timeout=30) as connection:
+    with socket.create_connection((url.host, url.port), timeout=120) as connection:
         head = (
             f"POST {CHAT} HTTP/1.0\r\nhost: localhost\r\ncontent-type: "
             f"application/json\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -127,7 +127,7 @@ def test_offer_of_http_2_is_answered_in_http_1_1(server: Server, is_chunked: boo
     length = b"transfer-encoding: chunked" if is_chunked else b"content-length: %d" % len(body)
     head = b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n%s%s\r\n\r\n"
     url = httpx.URL(server.url)
-    with socket.create_connection((url.host, url.port), timeout=30) as connection:
+    with socket.create_connection((url.host, url.port), timeout=120) as connection:
         for _ in range(2):
             connection.sendall(head % (CHAT.encode(), H2C, length))
             for part in (body[:20], body[20:]):
@@ -152,7 +152,7 @@ def test_upgrades_are_ignored_and_a_tunnel_is_refused(server: Server, upgrade: b
         (b"CONNECT localhost:1", b" 400 "),
         (b"CONNECT /livez", b" 400 "),
     ):
-        with socket.create_connection((url.host, url.port), timeout=30) as connection:
+        with socket.create_connection((url.host, url.port), timeout=120) as connection:
             connection.sendall(
                 start
                 + b" HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade, close\r\nupgrade: "

@@ -21,6 +21,7 @@ from negamax.cli.main import main
 from tests.e2e.conftest import MODEL, STUB, eventually, launch, serving
 from tests.e2e.listening import family_of
 from tests.e2e.test_api_errors import error_of
+from tests.speed import slowness
 
 LONG: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Hello"}],
@@ -90,7 +91,7 @@ def test_keys_overload_and_two_signals_during_a_stream(tmp_path: Path) -> None:
             rest = [line for line in lines if line]
         assert "service_unavailable_error" in rest[-2]
         assert rest[-1] == "data: [DONE]"
-        assert server.process.wait(30) == 0
+        assert server.process.wait(120) == 0
         assert "Traceback" not in server.log
 
 
@@ -119,7 +120,7 @@ def test_draining_finishes_what_is_open_and_refuses_what_is_new(
             rest = [line for line in lines if line]
         assert '"finish_reason":"stop"' in rest[-2]
         assert rest[-1] == "data: [DONE]"
-        assert server.process.wait(30) == 0
+        assert server.process.wait(120) == 0
         assert "Traceback" not in server.log
 
 
@@ -146,7 +147,7 @@ def test_draining_waits_for_a_response_in_the_background_and_for_its_client(
         assert (
             fetched.status == "completed" and fetched.usage and fetched.usage.output_tokens == 1000
         )
-        assert server.process.wait(30) == 0  # it was fetched: nothing is left to wait for
+        assert server.process.wait(120) == 0  # it was fetched: nothing is left to wait for
         assert "Traceback" not in server.log
 
 
@@ -164,7 +165,7 @@ def test_drain_timeout_aborts_what_is_still_open(
             server.process.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line]
         assert "service_unavailable_error" in rest[-2]
-        assert server.process.wait(30) == 0
+        assert server.process.wait(120) == 0
         assert "Traceback" not in server.log
 
 
@@ -178,12 +179,12 @@ def cpu_seconds(pid: int) -> float:
 
 
 def test_server_is_ready_within_seconds_and_an_interrupt_stops_it_at_once(tmp_path: Path) -> None:
-    with serving(log_file=tmp_path / "log") as server:
+    with serving("--drain-timeout", "200", log_file=tmp_path / "log") as server:
         assert eventually(lambda: httpx.get(f"{server.url}/health").status_code == 200)
-        assert cpu_seconds(server.process.pid) < 20  # whatever else the machine does
+        assert cpu_seconds(server.process.pid) < 20 * slowness()  # whatever else the machine does
         started = time.monotonic()
         assert server.stop(signal.SIGINT) == 0
-        assert time.monotonic() - started < 20  # it waits for nobody, which takes 30
+        assert time.monotonic() - started < 100  # it waits for nobody
         assert "Traceback" not in server.log
 
 
@@ -192,7 +193,7 @@ def test_signal_while_the_model_loads_ends_quietly(tmp_path: Path) -> None:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     assert eventually(lambda: bool(children.read_text()))  # the engine process, which loads it
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 0
+    assert process.wait(120) == 0
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 

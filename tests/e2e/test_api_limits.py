@@ -32,7 +32,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "--slow-client-timeout",
         "1",
         "--request-timeout",
-        "30",
+        "300",
         "--sse-keep-alive-interval",
         "0.2",
     )
@@ -133,7 +133,7 @@ def test_request_is_refused_before_its_body_has_come_while_the_queue_is_full(sma
             running.append(waiting)
         assert eventually(lambda: small.gauge("vllm:num_requests_waiting") == 2)
         with socket.create_connection(address(small)) as connection:
-            connection.settimeout(30)
+            connection.settimeout(120)
             connection.sendall(post_bytes(LONG)[:150])  # the body never comes
             assert connection.recv(1000).startswith(b"HTTP/1.1 429")
     finally:
@@ -158,11 +158,14 @@ def test_deadline_that_passes_in_the_queue_is_a_408_of_a_stream_too(small: Serve
 
 
 def test_deadline_of_a_begun_stream_is_an_error_event(small: Server) -> None:
-    with (
-        small.http() as http,
-        http.stream("POST", CHAT, json=LONG | {"timeout": 2.5, "stream": True}) as answer,
-    ):
-        lines = [line for line in answer.iter_lines() if line]
+    for _ in range(10):  # on a machine that stands still it passes before the stream begins
+        with (
+            small.http() as http,
+            http.stream("POST", CHAT, json=LONG | {"timeout": 1.5, "stream": True}) as answer,
+        ):
+            lines = [line for line in answer.iter_lines() if line]
+        if answer.status_code == 200:
+            break
     assert len(lines) > 3
     assert "request_timeout" in lines[-2] and lines[-1] == "data: [DONE]"
 
@@ -239,7 +242,7 @@ def exchange(server: Server, sent: bytes) -> bytes:
     """
     parts = []
     with socket.create_connection(address(server)) as connection:
-        connection.settimeout(30)
+        connection.settimeout(120)
         with unless_it_has_hung_up():
             connection.sendall(sent)
             connection.shutdown(socket.SHUT_WR)
@@ -328,7 +331,7 @@ def test_bodies_that_never_end_do_not_fill_the_memory(small: Server) -> None:
         connection = socket.create_connection(address(small))
         connection.sendall(head % CHAT.encode() + b" " * 102_000)
         connections.append(connection)
-    connections[-1].settimeout(30)
+    connections[-1].settimeout(120)
     assert connections[-1].recv(1000).startswith(b"HTTP/1.1 429")
     for connection in connections:
         connection.close()

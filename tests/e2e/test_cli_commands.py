@@ -15,6 +15,7 @@ import pytest
 from negamax import __version__
 from negamax.cli.main import main
 from tests.e2e.conftest import MODEL
+from tests.speed import slowness
 
 FAST = ("--num-threads", "1")
 
@@ -139,7 +140,7 @@ def test_server_process_starts_quickly_and_without_torch() -> None:
         # CPU time: what else the machine does takes none of it
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(ended.ru_utime + ended.ru_stime - started.ru_utime - started.ru_stime)
-    assert min(seconds) < 2.0
+    assert min(seconds) < 2.0 * slowness()
 
 
 def test_doctor_finds_that_nano_can_be_served() -> None:

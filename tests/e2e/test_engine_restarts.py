@@ -85,7 +85,7 @@ def test_dead_engine_is_told_to_all_and_started_again_until_it_dies_too_often(
         assert not is_alive(dead)
 
         os.kill(server.engine_pid(), signal.SIGKILL)
-        assert server.process.wait(60) == 1
+        assert server.process.wait(120) == 1
         assert "too often" in server.log
         assert "Traceback" not in server.log
 
@@ -123,11 +123,11 @@ def test_whole_answer_of_a_dead_engine_is_a_503(never_restarted: Server) -> None
     with server.http() as http:
         assert error_of(http.post(CHAT, json=LONG), 503)["code"] == "engine_dead"
     killer.join()
-    assert server.process.wait(60) == 1
+    assert server.process.wait(120) == 1
 
 
 def test_engine_without_a_sign_of_life_is_replaced(tmp_path: Path) -> None:
-    with serving("--engine-hang-timeout", "2", log_file=tmp_path / "log") as server:
+    with serving("--engine-hang-timeout", "4", log_file=tmp_path / "log") as server:
         stopped = server.engine_pid()
         end = last_lines_after(server, lambda: os.kill(stopped, signal.SIGSTOP))
         assert "service_unavailable_error" in end[0]
@@ -140,7 +140,7 @@ def test_engine_without_a_sign_of_life_is_replaced(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with two ranks: the last test that uses it ends it."""
-    options = ("--tensor-parallel-size", "2", "--engine-hang-timeout", "3")
+    options = ("--tensor-parallel-size", "2", "--engine-hang-timeout", "4")
     with serving(*options, log_file=tmp_path_factory.mktemp("two_ranks") / "log") as server:
         yield server
 

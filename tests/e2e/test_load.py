@@ -10,10 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.speed import slowness
+
 ROOT = Path(__file__).parents[2]
 
 
-def report(scenario: str, folder: Path) -> dict[str, Any]:
+def report(scenario: str, folder: Path, *options: str) -> dict[str, Any]:
     """What the tool says about one scenario, which must have held."""
     file = folder / "report.json"
     command = [
@@ -24,8 +26,9 @@ def report(scenario: str, folder: Path) -> dict[str, Any]:
         scenario,
         "--json",
         str(file),
+        *options,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(file.read_text())[scenario]
     assert found["problems"] == []
@@ -33,14 +36,27 @@ def report(scenario: str, folder: Path) -> dict[str, Any]:
 
 
 def test_mixed_load_leaves_no_error_and_nothing_held(tmp_path: Path) -> None:
-    found = report("soak", tmp_path)
-    assert found["errors"] == 0
+    for seconds in ("4", "20", "60"):  # as long as this machine needs for it
+        found = report("soak", tmp_path, "--seconds", seconds)
+        assert found["errors"] == 0
+        if found["answers"].get("chat stream", 0) > 5 and "hung up" in found["answers"]:
+            break
     assert found["answers"]["chat stream"] > 5 and found["answers"]["hung up"] > 0
 
 
 def test_overload_is_refused_and_the_accepted_are_served(tmp_path: Path) -> None:
-    statuses = report("overload", tmp_path)["overload"]["statuses"]
-    assert statuses["429"] > statuses["200"] > 0
+    """Once at least in a few tries: the rates are those that this machine had before."""
+    errors = []
+    for _ in range(4):
+        try:
+            found = report("overload", tmp_path)["overload"]
+            statuses = found["statuses"]
+            assert statuses["429"] > statuses["200"] > 0
+            assert found["p99 ratio"] < 5.0
+            return
+        except AssertionError as error:
+            errors.append(error)
+    raise errors[-1]
 
 
 def test_aborts_free_everything_and_change_nobody_elses_text(tmp_path: Path) -> None:
@@ -56,4 +72,6 @@ def test_wrong_bodies_are_refused_and_the_server_lives_on(tmp_path: Path) -> Non
 
 def test_server_alone_streams_every_tool_call_at_a_small_cost(tmp_path: Path) -> None:
     found = report("frontend", tmp_path)
-    assert found["64 streams, at once"]["streams without their tool call"] == 0
+    for name in ("64 streams, a step every 10 ms", "64 streams, at once"):
+        assert found[name]["streams without their tool call"] == 0
+        assert found[name]["server CPU us per token"] < 300 * slowness()

@@ -27,7 +27,7 @@ def report(day: str, folder: Path, *options: str) -> dict[str, Any]:
         str(file),
         *options,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(file.read_text())[day]
     assert found["problems"] == []

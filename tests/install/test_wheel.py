@@ -123,9 +123,9 @@ def test_serve_and_bench_serve(installed: Installation) -> None:
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=120) as answer:
             assert "85" in json.load(answer)["choices"][0]["message"]["content"]
-        with urllib.request.urlopen(ready[1], timeout=60) as page:
+        with urllib.request.urlopen(ready[1], timeout=120) as page:
             assert "<html" in page.read().decode()
         load = ("--num-prompts", "4", "--random-input-len", "20", "--random-output-len", "8")
         assert re.search(
@@ -134,7 +134,7 @@ def test_serve_and_bench_serve(installed: Installation) -> None:
         )
     finally:
         server.terminate()
-        server.communicate(timeout=30)
+        server.communicate(timeout=120)
 
 
 def refusal(process: subprocess.Popen[str]) -> str:

@@ -91,7 +91,7 @@ async def read(pieces: Sequence[bytes], *, closes: bool = False) -> ResponseRead
             other.recv(100)
             other.close()
         try:
-            await asyncio.wait_for(exchange, 60)
+            await asyncio.wait_for(exchange, 120)
             reader.finish()
         except ExchangeError as error:
             reader.record.fail(str(error))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -103,24 +104,24 @@ def test_pauses_are_filled_and_nothing_else() -> None:
 
     sent = sent_by(produce, seconds=0.1)
     first, last = sent.index(b"0"), sent.index(b"end")
-    assert sent[0] == 200 and sent[-1] is None and min(pauses) > 0.25
+    assert sent[0] == 200 and sent[-1] is None and min(pauses) > 0.15
     assert set(sent[1:first]) == {PING}
     assert sent[first : first + 3] == [b"0", b"1", b"2"]
     assert set(sent[first + 3 : last]) == {PING} and last == len(sent) - 2
 
 
 def test_busy_stream_has_no_pings() -> None:
-    pauses = [0.0]
+    times: list[float] = []  # just before each event
 
     async def produce(write: Write, _: list[Any]) -> None:
         for _ in range(60):
-            started = time.monotonic()
-            await asyncio.sleep(0.005)
-            pauses.append(time.monotonic() - started)
+            times.append(time.monotonic())
             write(b"x")
+            await asyncio.sleep(0.005)
 
     # a busy machine may make pauses of its own
-    assert PING not in sent_by(produce, seconds=0.2) or max(pauses) > 0.1
+    has_ping = PING in sent_by(produce, seconds=0.2)
+    assert not has_ping or max(after - before for before, after in pairwise(times)) > 0.2
 
 
 def test_client_that_is_behind_gets_no_pings_on_top() -> None:
@@ -150,7 +151,7 @@ def test_hang_up_ends_the_stream_and_what_it_comes_from() -> None:
         while b"x" not in client.sent:
             await asyncio.sleep(0)
         client.hung_up.set()
-        await asyncio.wait_for(sending, 60)
+        await asyncio.wait_for(sending, 120)
         assert ended.is_set() and source.is_closed and client.sent == [200, b"x"]
 
     asyncio.run(run())

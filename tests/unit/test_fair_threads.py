@@ -9,7 +9,7 @@ from collections.abc import Callable
 from negamax.engine.grammar.fair_threads import FairThreads
 
 
-def tended(threads: FairThreads, check: Callable[[], bool], *, seconds: float = 60.0) -> bool:
+def tended(threads: FairThreads, check: Callable[[], bool], *, seconds: float = 120.0) -> bool:
     deadline = time.monotonic() + seconds
     while not check() and time.monotonic() < deadline:
         threads.tend()
@@ -20,7 +20,7 @@ def tended(threads: FairThreads, check: Callable[[], bool], *, seconds: float = 
 def test_a_thread_that_is_stuck_is_replaced_and_goes_when_it_is_done() -> None:
     threads = FairThreads(1, patience=0.05, most=3, name="test")
     release, done = threading.Event(), list[int]()
-    threads.submit(lambda: done.append(-1) if release.wait(60) else None)
+    threads.submit(lambda: done.append(-1) if release.wait(120) else None)
     for number in range(50):
         threads.submit(lambda number=number: done.append(number))  # type: ignore[misc]
     assert tended(threads, lambda: len(done) == 50) and sorted(done) == list(range(50))
@@ -32,7 +32,7 @@ def test_there_are_never_more_threads_than_allowed_and_what_waits_comes_later() 
     threads = FairThreads(1, patience=0.0, most=3, name="test")
     release, done = threading.Event(), list[int]()
     for _ in range(3):
-        threads.submit(lambda: done.append(0) if release.wait(60) else None)
+        threads.submit(lambda: done.append(0) if release.wait(120) else None)
     threads.submit(lambda: done.append(1))
     assert tended(threads, lambda: threads._num_threads == 3)
     assert not tended(threads, lambda: bool(done), seconds=0.1) and threads._num_threads == 3

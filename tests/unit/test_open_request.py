@@ -123,7 +123,7 @@ def test_outputs_come_in_the_call_that_brings_them_in_order_and_once() -> None:
                 update("r/0", [token_id], end="length" if position == len(IDS) - 1 else None),
             )
             assert len(taken) == position + 1  # no task had to wake up
-        await asyncio.wait_for(running, 60)
+        await asyncio.wait_for(running, 120)
         assert "".join(output.text for output in taken) == TEXT
         assert (
             not engine.open
@@ -146,7 +146,7 @@ def test_outputs_have_as_many_tokens_as_were_asked_for(interval: int) -> None:
             end = "length" if position == len(IDS) - 1 else None
             updates = [update(name, [token_id], end=end, logprobs=True) for name in ("r/0", "r/1")]
             give(request, *updates)
-        await asyncio.wait_for(running, 60)
+        await asyncio.wait_for(running, 120)
         for index in range(2):
             parts = [output for output in taken if output.index == index]
             sizes = [len(output.token_ids) for output in parts]
@@ -176,7 +176,7 @@ def test_what_waits_for_more_tokens_is_handed_on_before_an_error() -> None:
         assert len(taken) == 1
         request.fail(EngineDeadError("gone"))
         with pytest.raises(EngineDeadError):
-            await asyncio.wait_for(running, 60)
+            await asyncio.wait_for(running, 120)
         assert [token_id for output in taken for token_id in output.token_ids] == IDS[:5]
 
     asyncio.run(run())
@@ -199,7 +199,7 @@ def test_pauses_join_what_arrives_and_lose_nothing(seed: int) -> None:
                 is_paused = not is_paused
                 (request.pause if is_paused else request.resume)()
         request.resume()
-        await asyncio.wait_for(running, 60)
+        await asyncio.wait_for(running, 120)
         for index in range(2):
             parts = [output for output in taken if output.index == index]
             assert "".join(output.text for output in parts) == TEXT
@@ -254,7 +254,7 @@ def test_a_stop_string_ends_the_choice_in_the_engine_too() -> None:
         await asyncio.sleep(0)
         give(request, update("r/0", list(IDS)))
         give(request, update("r/0", list(IDS)))  # crossed with our abort
-        await asyncio.wait_for(running, 60)
+        await asyncio.wait_for(running, 120)
         assert "".join(output.text for output in taken) == TEXT[: TEXT.index("ships that pass")]
         assert engine.aborted == ["r/0"] and taken[-1].finish_reason == "stop"
 
@@ -274,7 +274,7 @@ def test_failure_comes_after_what_has_arrived_and_the_first_one_counts() -> None
         assert not taken
         request.resume()
         with pytest.raises(EngineDeadError, match="first"):
-            await asyncio.wait_for(running, 60)
+            await asyncio.wait_for(running, 120)
         assert len(taken) == 1 and str(watcher.ends[0]) == "first" and len(watcher.ends) == 1
 
     asyncio.run(run())
@@ -284,7 +284,7 @@ def test_deadline_ends_what_runs() -> None:
     async def run() -> None:
         engine = Engine()
         with pytest.raises(RequestTimeoutError):
-            await asyncio.wait_for(generation(engine, seconds=0.05).run(lambda output: None), 60)
+            await asyncio.wait_for(generation(engine, seconds=0.05).run(lambda output: None), 120)
         assert engine.aborted == ["r/0"] and not engine.open
 
     asyncio.run(run())
@@ -304,7 +304,7 @@ def test_a_user_that_fails_ends_its_own_request_and_hears_why() -> None:
         give(request, update("r/0", [IDS[0]]))
         give(request, update("r/0", [IDS[1]]))
         with pytest.raises(EngineError, match="cannot be told"):
-            await asyncio.wait_for(running, 60)
+            await asyncio.wait_for(running, 120)
         assert engine.aborted == ["r/0"]
 
     asyncio.run(run())
@@ -317,7 +317,7 @@ def test_refusals_are_raised_where_a_status_line_can_tell_them() -> None:
         await asyncio.sleep(0)
         act(request)
         try:
-            await asyncio.wait_for(beginning, 60)
+            await asyncio.wait_for(beginning, 120)
         finally:
             request.close()
             assert not engine.open
@@ -338,8 +338,8 @@ def test_what_came_before_the_user_is_kept_for_it() -> None:
         beginning = asyncio.create_task(request.first_output())
         await asyncio.sleep(0)
         give(request, update("r/0", [IDS[0]]), update("r/0", list(IDS[1:]), end="length"))
-        await asyncio.wait_for(beginning, 60)
-        await asyncio.wait_for(request.run(taken.append), 60)
+        await asyncio.wait_for(beginning, 120)
+        await asyncio.wait_for(request.run(taken.append), 120)
         assert "".join(output.text for output in taken) == TEXT and engine.submitted == ["r/0"]
 
     asyncio.run(run())
@@ -360,7 +360,7 @@ def test_requests_answered_together_end_together() -> None:
         assert [number for number, _ in taken] == [1, 0]
         parts[0].fail(EngineDeadError("gone"))
         with pytest.raises(EngineDeadError):
-            await asyncio.wait_for(running, 60)
+            await asyncio.wait_for(running, 120)
         assert engines[0].aborted == ["r/0"] and engines[1].aborted == []
         assert not engines[0].open and not engines[1].open
 

@@ -147,7 +147,7 @@ def test_client_that_hangs_up_ends_the_request_at_the_other_process(
             assert has_begun
         except ClientGoneError:
             assert not has_begun
-        await asyncio.wait_for(arrived.wait(), 60)
+        await asyncio.wait_for(arrived.wait(), 120)
 
     asyncio.run(scene())
     assert ended

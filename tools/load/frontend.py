@@ -152,7 +152,7 @@ def measure(*, streams: int, tokens: int, step_ms: float, num_servers: int) -> d
 
 
 def frontend(
-    *, tokens: int, step_ms: float, num_servers: int, max_us: float, max_p99_ms: float | None
+    *, tokens: int, step_ms: float, num_servers: int, max_us: float | None, max_p99_ms: float | None
 ) -> dict[str, Any]:
     """The report: 64 streams in steps, one stream in steps, and 64 streams as fast as the stub
     can.
@@ -174,7 +174,8 @@ def frontend(
                 f"{name}: {result['streams without their tool call']} streams ended without "
                 f"their tool call"
             )
-        if result["streams"] == 64 and result["server CPU us per token"] > max_us:
+        is_full = result["streams"] == 64
+        if max_us is not None and is_full and result["server CPU us per token"] > max_us:
             problems.append(
                 f"{name}: {result['server CPU us per token']:.1f} us per token; allowed: {max_us}"
             )

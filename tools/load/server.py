@@ -17,7 +17,7 @@ from negamax.api.processes.supervisor import SERVER_WORKER_MODULE
 from tools.load.http import Connection
 
 ROOT = Path(__file__).parents[2]
-IDLE_SECONDS = 20.0
+IDLE_SECONDS = 120.0
 _READY = re.compile(r"ready: http://([\d.]+):(\d+)/v1")
 
 
