@@ -83,10 +83,9 @@ def convert(conversion: Conversion, *, progress: ShowProgress | None = None) -> 
         logger.info("%s is there already, converted from the same source", destination)
         return source
     _check_destination(conversion)
-    for reason, names in source.skipped.items():
-        logger.warning(
-            "%d tensors are left out: %s (%s)", len(names), first_names(list(names)), reason
-        )
+    for reason in dict.fromkeys(reason for reason, _ in source.skipped):
+        left = [name for why, name in source.skipped if why == reason]
+        logger.warning("left out %d tensors: %s (%s)", len(left), first_names(left), reason)
     plan = _plan(source, conversion)
     destination.mkdir(parents=True, exist_ok=True)
     record = Record(destination, identity)

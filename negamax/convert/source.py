@@ -5,6 +5,7 @@ at a time.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +24,8 @@ from negamax.models.family import WeightSpec, names_of
 from negamax.parallel.layout import ParallelLayout
 from negamax.quantization.detect import detect
 
-# In the reasons to skip scales of attention, which are carried over: others may need them.
-_OF_ATTENTION = ("keys and values", "queries")
+# Scales of keys, values and queries, which a load may skip: they are carried over, for others.
+_OF_ATTENTION = re.compile(r"\.self_attn\.(?!.*(weight|input)_).*(scale|offset|zero_point)$")
 
 
 @dataclass(frozen=True)
@@ -108,14 +109,14 @@ class Source:
         self.weights = [
             Weight(name, spec, names.layer_of(name), by_name[name]) for name, spec in specs.items()
         ]
-        kept = {why for why in plan.skipped if any(what in why for what in _OF_ATTENTION)}
-        scales = [name for why in kept for name in plan.skipped[why]]
+        left = [(why, name) for why, those in plan.skipped.items() for name in those]
+        scales = {name: why for why, name in left if _OF_ATTENTION.search(name)}
         # tensors that are carried over as they are, by layer
         self.carried: dict[int | None, list[TensorEntry]] = {}
         for name, placement in names.place(scales, num_layers=self.spec.num_layers).items():
             layer = names.layer_of(placement.slots[0])
             self.carried.setdefault(layer, []).append(entries[name])
-        self.skipped = {why: those for why, those in plan.skipped.items() if why not in kept}
+        self.skipped = [(why, name) for why, name in left if name not in scales]
 
     def _format(self, name: str, spec: WeightSpec) -> TensorFormat:
         if self.scheme is None or len(spec.shape) != 2 or spec.is_table or spec.dtype:
