@@ -48,20 +48,28 @@ def expert_padding(
     """What each of `ranks` computes and holds for nothing where they cut the width of experts, in
     words; None: nothing.
     """
-    scheme = detect(spec.quantization)
-    for weight in names_of(spec).weights(spec):
-        if weight.used is not None and weight.splits is not None:
-            stored, width = _stored(weight, scheme), weight.shape[weight.splits.value]
-            cut = ranks // ep
-            unit = stored.split_width(width // cut, kept)[1] if kept(stored) else 1
-            held, even = share(width, rank=0, size=cut, unit=unit).size, width / cut
-            if held > even:
-                return (
-                    f"{held} columns of each expert where {even:g} would be even, since "
-                    f"{stored.name} is cut in units of {unit}: {held / even - 1:.0%} more bytes "
-                    "and arithmetic in the experts"
-                )
-    return None
+    weights = names_of(spec).weights(spec)
+    experts = next((each for each in weights if each.used is not None and each.splits), None)
+    if experts is None or experts.splits is None:
+        return None
+    stored, width = _stored(experts, detect(spec.quantization)), experts.shape[experts.splits.value]
+
+    def room(ep: int) -> tuple[int, int]:
+        """Columns of an expert that a rank has room for, and their unit."""
+        size = ranks // ep
+        unit = stored.split_width(width // size, kept)[1] if kept(stored) else 1
+        return share(width, rank=0, size=size, unit=unit).size, unit
+
+    (held, unit), even = room(ep), width * ep // ranks
+    if held == even:
+        return None
+    sizes = (n for n in range(1, ranks + 1) if ranks % n == 0 == experts.count % n)
+    fitting = next((n for n in sizes if room(n)[0] == width * n // ranks), None)
+    remedy = f" (none with --expert-parallel-size {fitting})" if fitting else ""
+    return (
+        f"{held} columns of each expert where {even} would be even, since {stored.name} is cut in "
+        f"units of {unit}: {held / even - 1:.0%} more bytes and arithmetic in the experts{remedy}"
+    )
 
 
 def read_bytes(spec: ModelSpec, num_tokens: int, *, dtype: str, ranks: int) -> float:

@@ -200,7 +200,7 @@ def check_weights_fit(
     kept, ep = kernels.reads_stored, layout.ep
     padding = expert_padding(spec, kept=kept, ranks=num_ranks, ep=ep)
     if padding and layout.rank == 0:
-        logger.info("each rank holds %s (--enable-expert-parallel cuts no expert)", padding)
+        logger.info("each rank holds %s", padding)
     needed = weight_bytes(
         spec, dtype=_name(kernels.dtype), kept=kept, ranks=num_ranks, ep=ep
     )  # of a rank
