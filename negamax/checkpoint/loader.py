@@ -23,7 +23,7 @@ from torch import Tensor
 from negamax.base.log import get_logger
 from negamax.base.progress import format_bytes
 from negamax.checkpoint.finite import BrokenScale, FiniteCheck, broken_scale
-from negamax.checkpoint.plan import LoadPlan, Move, plan_load
+from negamax.checkpoint.plan import LoadPlan, Move, Source, plan_load
 from negamax.checkpoint.reader import CheckpointReader, first_names
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.formats import Role
@@ -102,6 +102,10 @@ def fill(
             len(dequantized), format_bytes(sum(move.num_bytes for move in dequantized)),
             formats,
         )  # fmt: skip
+    quantized = [move for move in needed if move.is_quantized and move.is_of_values]
+    if quantized:
+        made = ", ".join(sorted({move.slot.source.name for move in quantized}))
+        logger.info("%d weights are quantised to %s while they are read", len(quantized), made)
     for reason, names in plan.skipped.items():
         logger.warning("skipped %d tensors: %s (%s)", len(names), reason, first_names(list(names)))
     done = 0
@@ -131,29 +135,33 @@ def fill(
 
 
 Part = tuple[Move, Tensor, list[BrokenScale]]  # what this rank keeps of a tensor
+Quantized = dict[tuple[Source, tuple[range, ...]], Mapping[str, Tensor]]
 
 
 def _parts(reader: CheckpointReader, moves: list[Move]) -> Iterator[Part]:
     """What this rank keeps of each tensor, in order. On their way to a GPU, a few are brought into
     pinned memory ahead.
     """
+    made: Quantized = {}
     if all(move.slot.device is None or move.slot.device.type == "cpu" for move in moves):
         for move in moves:
-            yield _read(reader, move)
+            yield _read(reader, move, made)
         return
     with ThreadPoolExecutor(READ_THREADS, "negamax-load") as pool:
         ahead: deque[Future[Part]] = deque()
         for move in moves:
             # `part` is a view of the mapped file: its pages are read in the thread that copies it.
-            ahead.append(pool.submit(_pinned, *_read(reader, move)))
+            ahead.append(pool.submit(_pinned, *_read(reader, move, made)))
             if len(ahead) > READ_AHEAD:
                 yield ahead.popleft().result()
         for pinned in ahead:
             yield pinned.result()
 
 
-def _read(reader: CheckpointReader, move: Move) -> Part:
+def _read(reader: CheckpointReader, move: Move, made: Quantized) -> Part:
     """What this rank keeps of a tensor."""
+    if move.is_quantized:
+        return move, _quantize(reader, move, made), []
     slot, scales = move.slot, []
     read: dict[str, Tensor] = {}
     for stored, source, wanted in move.parts():
@@ -173,16 +181,40 @@ def _read(reader: CheckpointReader, move: Move) -> Part:
         return move, part, broken
     whole = slot.source.enclose(slot.matrix_region, slot.matrix_shape)
     plain = slot.source.dequantize(read)
-    part = plain[
-        tuple(
-            slice(part.start - outer.start, part.stop - outer.start)
-            for part, outer in zip(slot.region, whole, strict=True)
-        )
-    ]
-    return move, part, broken
+    return move, _within(plain, slot.region, whole), broken
+
+
+def _quantize(reader: CheckpointReader, move: Move, made: Quantized) -> Tensor:
+    """What this rank keeps of a tensor of a matrix that is stored plain. `made` holds all tensors
+    of the last one, whose moves follow each other.
+    """
+    slot, quantize = move.slot, move.slot.source.quantize
+    assert quantize is not None
+    ((_, source, whole),) = move.parts()
+    key = source, whole
+    if key not in made:
+        made.clear()
+        plain = reader.read(source.entry, source.region(whole))
+        made[key] = quantize(plain.reshape(list(map(len, whole))).to(slot.device).float())
+    region = slot.matrix_region
+    if slot.stored is None:
+        return _within(slot.source.dequantize(made[key]), region, whole)
+    stored = slot.stored
+    return _within(made[key][stored.name], stored.part(region), stored.part((whole[0], whole[1])))
+
+
+def _within(found: Tensor, part: tuple[range, ...], whole: tuple[range, ...]) -> Tensor:
+    """The part `part` of a tensor of which `found` is `whole`."""
+    places = (
+        slice(wanted.start - outer.start, wanted.stop - outer.start)
+        for wanted, outer in zip(part, whole, strict=True)
+    )
+    return found[tuple(places)]
 
 
 def _pinned(move: Move, part: Tensor, scales: list[BrokenScale]) -> Part:
-    """With a copy in memory that a GPU can read by itself."""
+    """With a copy in memory that a GPU can read by itself, unless it has read it."""
+    if part.is_cuda:
+        return move, part, scales
     pinned = torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part)
     return move, pinned, scales

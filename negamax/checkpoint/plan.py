@@ -70,12 +70,28 @@ class Move:
         return self.slot.stored is None and self.tensors[0][0] is not PLAIN.values
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether a plain matrix is quantised on the way, of which the slot may take one tensor."""
+        return self.slot.source.is_online
+
+    @property
+    def is_of_values(self) -> bool:
+        """Whether it fills the values of a matrix, stored or plain."""
+        return self.slot.stored in (None, self.slot.source.values)
+
+    @property
     def entries(self) -> tuple[TensorEntry, ...]:
         """Where the tensors lie."""
         return tuple(source.entry for _, source in self.tensors)
 
     def parts(self) -> Iterator[tuple[StoredTensor, Source, tuple[range, ...]]]:
         """What is read of each tensor, in the dimensions that it should have."""
+        if self.is_quantized:
+            ((stored, source),) = self.tensors
+            shape = self.slot.matrix_shape
+            whole = self.slot.source.quantized_alone(self.slot.matrix_region, shape)
+            yield stored, source, whole
+            return
         if not self.is_dequantized:
             ((stored, source),) = self.tensors
             yield stored, source, self.slot.region
@@ -87,7 +103,9 @@ class Move:
 
     @property
     def num_bytes(self) -> int:
-        """Read on this rank."""
+        """Read on this rank. A matrix that is quantised is read once for all its tensors."""
+        if self.is_quantized and not self.is_of_values:
+            return 0
         return sum(source.num_bytes(part) for _, source, part in self.parts())
 
 
@@ -138,10 +156,11 @@ def _plan(
     places = _places(slots.values())
     found, skipped = _find(entries, places, names, num_layers=num_layers)
     moves: list[Move] = []
-    problems = _Problems()
+    problems, used = _Problems(), set[str]()
     for slot in slots.values():
         wanted = _wanted(slot, found)
-        there = {name: found.pop(name) for name in wanted if name in found}
+        there = {name: found[name] for name in wanted if name in found}
+        used.update(there)
         tensors = tuple((wanted[name], source) for name, source in there.items())
         for stored, source in tensors:
             _check_tensor(source, stored, slot, problems)
@@ -153,8 +172,8 @@ def _plan(
             text = f"tensor {first} is stored as {slot.source.name} and {first_names(absent)}"
             problems.misfits.setdefault(first, (f"{text} is missing", _INCOMPLETE))
         elif not slot.optional:
-            problems.missing += absent
-    problems.unknown = found
+            problems.missing |= dict.fromkeys(absent)
+    problems.unknown = {name: source for name, source in found.items() if name not in used}
     problems.check(slots, names, num_layers=num_layers, num_found=len(moves))
     moves.sort(key=lambda move: (names.layer_of(move.slot.name) or 0, *_position(move)))
     skips = {reason: tuple(those) for reason, those in skipped.items()}
@@ -175,6 +194,9 @@ def _places(slots: Iterable[WeightSlot]) -> Places:
     """All tensors that the slots may be filled from."""
     places: dict[str, tuple[WeightSlot, StoredTensor]] = {}
     for slot in slots:
+        if slot.source.is_online:
+            places.setdefault(_plain_name(slot), (slot, PLAIN.values))
+            continue
         if slot.stored is None and slot.source is not PLAIN:
             module = _module(slot.name)
             for stored in slot.source.tensors:
@@ -185,6 +207,8 @@ def _places(slots: Iterable[WeightSlot]) -> Places:
 
 def _wanted(slot: WeightSlot, found: Mapping[str, Source]) -> dict[str, StoredTensor]:
     """The names of the tensors that fill `slot`."""
+    if slot.source.is_online:
+        return {_plain_name(slot): PLAIN.values}
     if slot.stored is not None or slot.source is PLAIN:
         return {slot.name: slot.stored or PLAIN.values}
     module = _module(slot.name)
@@ -282,6 +306,11 @@ def _join(
     return starts, (*shape[:axis], total, *shape[axis + 1 :])
 
 
+def _plain_name(slot: WeightSlot) -> str:
+    """Of the plain matrix that the slot takes, or a tensor of it when it is quantised."""
+    return f"{_module(slot.name)}.{PLAIN.values.name}"
+
+
 def _module(name: str) -> str:
     return name.rpartition(".")[0]
 
@@ -303,7 +332,7 @@ class _Problems:
     """What keeps a checkpoint from being this model's. Single writer: `_plan`."""
 
     misfits: dict[str, tuple[str, str]] = field(default_factory=dict)  # tensor -> message, hint
-    missing: list[str] = field(default_factory=list)
+    missing: dict[str, None] = field(default_factory=dict)  # names, in order
     unknown: Mapping[str, Source] = field(default_factory=dict)  # by the name of their place
 
     def check(
@@ -338,7 +367,7 @@ class _Problems:
                 "config.json says that these modules are stored plain" if undeclared else ""
             )
         if self.missing:
-            texts.append(_count(self.missing, "are missing from the checkpoint"))
+            texts.append(_count(list(self.missing), "are missing from the checkpoint"))
         if texts:
             hint = next(filter(None, hints), _OTHER_MODEL)
             if not num_found:
@@ -387,6 +416,8 @@ def _check_tensor(
 
 def _shape(slot: WeightSlot, stored: StoredTensor) -> tuple[int, ...]:
     """Of a tensor that fills `slot`."""
+    if slot.source.is_online:
+        return slot.matrix_shape
     is_whole = slot.stored is not None or stored is PLAIN.values
     return slot.shape if is_whole else stored.shape(slot.matrix_shape)
 

@@ -39,7 +39,7 @@ _TABLE = (
     Flag(
         "quantization",
         MODEL,
-        "How the checkpoint is quantised; default: as its files say.",
+        "How the checkpoint is quantised (default: as its files say), or a plain one is to be.",
         flags=("--quantization", "-q"),
     ),
     Flag("device", MODEL, "auto: cuda where there is a GPU.", choices=DEVICES),

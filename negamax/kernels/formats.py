@@ -142,6 +142,8 @@ class TensorFormat:
     quantize: Callable[[Tensor], Mapping[str, Tensor]] | None = field(default=None, compare=False)
     # the same tensors with groups of so many columns; None: groups are what they are
     regroup: Callable[[int], TensorFormat] | None = field(default=None, compare=False)
+    # the checkpoint holds the matrices plain, and they are quantised while they are read
+    is_online: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         assert self.name not in ("fp8", "int8", "int4", "fp4"), f"{self.name!r} says no scale"
@@ -205,6 +207,19 @@ class TensorFormat:
             for part, axis, total in zip(region, (Axis.ROWS, Axis.COLUMNS), shape, strict=True)
         )
         return rows, range(shape[1]) if self.permuted else columns
+
+    def quantized_alone(self, region: Region, shape: tuple[int, int]) -> Region:
+        """The least part of a matrix of `shape` that holds `region` and gets the same values when
+        it is quantised alone: what shares a scale stays together.
+        """
+        scales = [tensor for tensor in self.tensors if tensor.role is Role.SCALE]
+        rows, columns = (
+            part if all(scale.axis(axis) is not None for scale in scales) else range(total)
+            for part, axis, total in zip(
+                self.enclose(region, shape), (Axis.ROWS, Axis.COLUMNS), shape, strict=True
+            )
+        )
+        return rows, columns
 
     def bytes_per_weight(self, shape: tuple[int, int]) -> float:
         """Bytes of all tensors of a matrix of `shape`, per element of it."""

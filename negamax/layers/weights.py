@@ -33,6 +33,7 @@ class WeightSlot:
     one) that receives the part `region` of the tensor, one range per dimension; `target` None means
     that this rank keeps nothing (`needed` is False). `source`: the format of the matrix in the
     checkpoint; the slot takes it dequantised, or, with `stored`, that tensor of it as it is.
+    `matrix`: the shape of the matrix that `stored` belongs to, and this rank's part of it.
     With `compared`, the shape of the matrix, nothing is kept of `stored`, but compared with what is
     known of it. `copies`: what is written of the entries of `region`. `optional`: a checkpoint may
     lack the tensor. The slot lets go of its target once written, so that a layer can free the plain
@@ -48,6 +49,7 @@ class WeightSlot:
         region: tuple[range, ...] = (),
         source: TensorFormat = PLAIN,
         stored: StoredTensor | None = None,
+        matrix: tuple[tuple[int, int], Region] | None = None,
         compared: tuple[int, int] | None = None,
         copies: Copies = (),
         optional: bool = False,
@@ -66,6 +68,7 @@ class WeightSlot:
         self.dtype = None if target is None else target.dtype
         self.device = None if target is None else target.device
         self.source, self.stored, self._compared = source, stored, compared
+        self._matrix = matrix
         self._target, self._copies = target, copies
 
     @property
@@ -75,14 +78,14 @@ class WeightSlot:
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """The shape of a slot for a matrix that is dequantised at load."""
-        rows, columns = self.shape
+        """The shape of the matrix that a slot takes, or takes a tensor of."""
+        rows, columns = self.shape if self._matrix is None else self._matrix[0]
         return rows, columns
 
     @property
     def matrix_region(self) -> Region:
         """Likewise, this rank's part of it."""
-        rows, columns = self.region
+        rows, columns = self.region if self._matrix is None else self._matrix[1]
         return rows, columns
 
     def write(self, tensor: Tensor) -> None:
@@ -208,10 +211,12 @@ class MatrixWeight:
                 source=source,
                 stored=tensor,
                 optional=tensor.optional,
+                matrix=(shape, region or (range(0), range(0))),
                 compared=shape if tensor.known and region else None,
                 copies=_copies(tensor, held, region) if region and tensor != held else (),
             )
             for tensor, held in zip(source.tensors, self.format.tensors, strict=True)
+            if tensor.is_kept or not source.is_online
         ]
 
     def _place_of(self, tensor: StoredTensor, region: Region, at: tuple[int, ...]) -> Tensor:

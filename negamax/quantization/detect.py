@@ -18,6 +18,7 @@ from negamax.quantization import (
     modelslim,
     mxfp8,
     neuron,
+    online,
     quark,
 )
 from negamax.quantization.scheme import Scheme
@@ -34,6 +35,7 @@ METHODS: dict[str, Callable[[QuantizationSpec], Scheme]] = {
     "modelslim": modelslim.read,
     "mxfp8": mxfp8.read,
     "neuron_fp8": neuron.read,
+    "online": online.read,
     "quark": quark.read,
 }
 

@@ -8,9 +8,7 @@ from collections.abc import Mapping
 
 from negamax.base.errors import ConfigError
 from negamax.config.quantization import QuantizationSpec
-
-# What a plain checkpoint may be quantised to while it is read.
-ONLINE = ("fp8", "int8", "int4")
+from negamax.quantization import online
 
 # Method of a checkpoint -> other names of it -> the kind of it that alone has the name, "" where
 # all have. Some say which kernels are to multiply: here the platform chooses those.
@@ -38,7 +36,7 @@ def check_name(name: str | None) -> str | None:
     plain = _plain(name or "")
     if plain in ("", "auto", "none"):
         return None
-    known = {*_NAMES, *ONLINE, *(alias for aliases in _NAMES.values() for alias in aliases)}
+    known = {*_NAMES, *online.NAMES, *(alias for names in _NAMES.values() for alias in names)}
     if plain not in map(_plain, known):
         raise ConfigError(
             f"--quantization is {name!r}; allowed: {', '.join(sorted(known))}",
@@ -47,27 +45,34 @@ def check_name(name: str | None) -> str | None:
     return plain
 
 
-def check_quantization(name: str | None, spec: QuantizationSpec | None) -> str | None:
-    """What `--quantization` comes to on a checkpoint that `spec` describes: a line for the log.
+def quantized(
+    name: str | None, spec: QuantizationSpec | None, *, is_drawn: bool = False
+) -> tuple[QuantizationSpec | None, str | None]:
+    """How the weights of a checkpoint that `spec` describes are held with `--quantization NAME`,
+    and a line for the log. Synthetic weights (`is_drawn`) are held in any way.
+
     Errors: `ConfigError` where the checkpoint is stored in another way.
     """
     wanted = check_name(name)
     if wanted is None:
-        return None
+        return spec, None
+    if spec is None and wanted in map(_plain, online.NAMES):
+        return online.spec(wanted), None
     if spec is None:
         raise ConfigError(
             f"--quantization is {name!r}; the checkpoint is not quantised",
-            hint="leave it out, or serve a checkpoint that is",
+            hint=f"leave it out, or have its weights quantised while they are read: "
+            f"{', '.join(online.NAMES)}",
         )
-    method = _plain(spec.method)
-    names = {method, *(_plain(name) for name in _names(spec))}
-    if wanted not in names:
+    if wanted not in (_plain(spec.method), *map(_plain, _names(spec))):
+        if is_drawn:
+            return quantized(name, None)
         raise ConfigError(
             f"--quantization is {name!r}; the checkpoint is quantised by {spec.method!r}, says its "
             f"{spec.source}",
             hint="leave it out",
         )
-    return f"--quantization {name}: detected in {spec.source}, not needed"
+    return spec, f"--quantization {name}: detected in {spec.source}, not needed"
 
 
 def _names(spec: QuantizationSpec) -> list[str]:

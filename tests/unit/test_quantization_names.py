@@ -13,7 +13,9 @@ from negamax.checkpoint.hub import NANO_FOLDER
 from negamax.config.options import EngineOptions
 from negamax.config.quantization import QuantizationSpec
 from negamax.engine.core.source import locate
-from negamax.quantization.names import check_name, check_quantization
+from negamax.kernels.formats import PLAIN
+from negamax.quantization.detect import detect
+from negamax.quantization.names import check_name, quantized
 
 # description -> the names that vLLM and SGLang accept for it
 ACCEPTED: list[tuple[dict[str, Any], str]] = [
@@ -44,21 +46,21 @@ def test_every_name_of_what_was_detected_is_accepted_and_no_other(
 ) -> None:
     spec = QuantizationSpec(description["quant_method"], description)
     for name in names.split():
-        assert check_quantization(name, spec) == (
-            f"--quantization {name}: detected in config.json, not needed"
-        )
+        said = f"--quantization {name}: detected in config.json, not needed"
+        assert quantized(name, spec) == (spec, said)
     others = {name for _, each in ACCEPTED for name in each.split()} | {"int4"}
     plain = {name.lower().replace("_", "-") for name in names.split()} | {spec.method}
     for name in sorted(others):
         if name.lower().replace("_", "-") not in plain:
             with pytest.raises(ConfigError, match=f"'{name}'; .* by '{spec.method}', says its con"):
-                check_quantization(name, spec)
+                quantized(name, spec)
 
 
 @pytest.mark.parametrize("name", [None, "auto", "None", ""])
 def test_a_name_that_leaves_it_open_is_none(name: str | None) -> None:
     assert check_name(name) is None
-    assert check_quantization(name, QuantizationSpec("awq", {})) is None
+    spec = QuantizationSpec("awq", {})
+    assert quantized(name, spec) == (spec, None) and quantized(name, None) == (None, None)
 
 
 @pytest.mark.parametrize("name", ["bitsandbytes", "gguf", "torchao", "w4afp8", "fp7"])
@@ -77,3 +79,17 @@ def test_a_checkpoint_is_checked_when_it_is_located(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": None}))
     with pytest.raises(ConfigError, match="'awq'; the checkpoint is not quantised"):
         locate(EngineOptions(model=str(tmp_path), quantization="awq"))
+    found = locate(EngineOptions(model=str(tmp_path), quantization="int8-per-channel-weight-only"))
+    scheme = detect(found.spec.quantization)
+    assert scheme is not None and [stored.name for stored in scheme.formats] == ["int8_channel"]
+
+
+def test_synthetic_weights_are_held_as_is_asked() -> None:
+    options = EngineOptions(model="minimax-m2", load_format="synthetic", quantization="int4")
+    scheme = detect(locate(options).spec.quantization)
+    assert scheme is not None and scheme.formats[0].name == "packed_int4_group_128"
+    for module in ("model.embed_tokens", "model.layers.3.block_sparse_moe.gate", "lm_head"):
+        assert scheme.format_of(module) is PLAIN
+    assert scheme.format_of("model.layers.3.self_attn.q_proj") == scheme.formats[0]
+    with pytest.raises(ConfigError, match="'awq'; the checkpoint is not quantised"):
+        locate(EngineOptions(model="minimax-m2", load_format="synthetic", quantization="awq"))

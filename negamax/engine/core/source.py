@@ -13,7 +13,7 @@ from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
 from negamax.config.options import EngineOptions
 from negamax.quantization.detect import detect
-from negamax.quantization.names import check_name, check_quantization
+from negamax.quantization.names import check_name, quantized
 
 NANO = "nano"
 
@@ -44,7 +44,7 @@ def locate(options: EngineOptions) -> ModelSource:
             )
         tokenizer_folder = resolve_model(NANO)
         spec = _shortened(bundled_spec(options.model), options.num_hidden_layers)
-        spec = _with_quantization(spec, options.quantization)
+        spec = _with_quantization(spec, options)
         sampling = SamplingDefaults(**family_of(spec.architecture).sampling)
         generation = GenerationDefaults(sampling=sampling, eos_token_ids=spec.eos_token_ids)
         return ModelSource(spec, generation, None, tokenizer_folder, options.model)
@@ -54,7 +54,7 @@ def locate(options: EngineOptions) -> ModelSource:
         options.num_hidden_layers,
     )
     detect(spec.quantization)  # refuses what no format reads
-    spec = _with_quantization(spec, options.quantization)
+    spec = _with_quantization(spec, options)
     weights = None if options.load_format == "synthetic" else folder
     generation = read_generation_defaults(
         folder, spec, absent=family_of(spec.architecture).sampling
@@ -62,10 +62,15 @@ def locate(options: EngineOptions) -> ModelSource:
     return ModelSource(spec, generation, weights, folder, options.model.rstrip("/"))
 
 
-def _with_quantization(spec: ModelSpec, name: str | None) -> ModelSpec:
-    """The model quantised as `name` says. Errors: `ConfigError` where it is stored otherwise."""
-    note = check_quantization(name, spec.quantization)
-    return spec if note is None else replace(spec, notes=(*spec.notes, note))
+def _with_quantization(spec: ModelSpec, options: EngineOptions) -> ModelSpec:
+    """The model quantised as the options say. Errors: `ConfigError` where it is stored
+    otherwise.
+    """
+    quantization, note = quantized(
+        options.quantization, spec.quantization, is_drawn=options.load_format == "synthetic"
+    )
+    notes = spec.notes if note is None else (*spec.notes, note)
+    return replace(spec, quantization=quantization, notes=notes)
 
 
 def _shortened(spec: ModelSpec, num_layers: int | None) -> ModelSpec:

@@ -1,0 +1,108 @@
+"""`--quantization fp8` and others on a plain checkpoint: what is held is what the whole matrix
+would be quantised to, on each rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from m2_checkpoints import (
+    FP8_CONFIG,
+    SlotModel,
+    random_tensors,
+    save_single,
+    tiny_spec,
+    to_fp8,
+)
+from safetensors.torch import save_file
+from torch import Tensor
+
+from negamax.base.errors import CheckpointError
+from negamax.checkpoint.loader import load_weights
+from negamax.config.model_spec import ModelSpec
+from negamax.kernels.formats import PLAIN
+from negamax.layers.weights import MatrixWeight, slots_by_name
+from negamax.quantization import online
+from negamax.quantization.detect import detect
+from negamax.quantization.scheme import WeightFormat
+
+SIZES = {"hidden_size": 200, "intermediate_size": 136}  # ragged blocks and groups
+NAME = "model.layers.0.block_sparse_moe.experts.0.w2.weight"
+
+
+def online_spec(name: str, **sizes: int) -> ModelSpec:
+    return replace(tiny_spec(**sizes), quantization=online.spec(name))
+
+
+def test_where_no_kernel_reads_it_the_values_are_those_of_a_stored_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fp8 = tiny_spec(quantization_config=FP8_CONFIG, **SIZES)
+    tensors = random_tensors(fp8, dtype=torch.bfloat16)
+    for folder, stored in (("plain", tensors), ("stored", to_fp8(tensors))):
+        (tmp_path / folder).mkdir()
+        save_single(tmp_path / folder, stored)
+    expected, found = SlotModel(fp8), SlotModel(online_spec("fp8", **SIZES))
+    load_weights(expected.weight_slots(), fp8, tmp_path / "stored")
+    with caplog.at_level(logging.INFO, logger="negamax"):
+        load_weights(found.weight_slots(), online_spec("fp8", **SIZES), tmp_path / "plain")
+    assert "32 weights are quantised to fp8_e4m3_block_128x128 while they are read" in caplog.text
+    for name, parameter in expected.parameters.items():
+        assert torch.equal(found.parameters[name], parameter), name
+    assert not torch.equal(found.parameters[NAME], tensors[NAME].float())
+
+
+@pytest.mark.parametrize("name", online.NAMES)
+@pytest.mark.parametrize("is_held", [True, False])
+@pytest.mark.parametrize("rows", [range(256), range(128, 256)])
+@pytest.mark.parametrize("columns", [range(384), range(128, 256)])
+def test_each_part_is_that_of_the_whole(
+    tmp_path: Path, name: str, is_held: bool, rows: range, columns: range
+) -> None:
+    scheme = detect(online.spec(name))
+    assert scheme is not None
+    (stored,) = scheme.formats
+    plain = torch.randn(256, 384, generator=torch.Generator().manual_seed(1))
+    assert stored.quantize is not None
+    whole = stored.quantize(plain)
+    save_file({NAME: plain}, tmp_path / "model.safetensors")
+    spec = tiny_spec()
+    weights = WeightFormat(torch.float32, torch.device("cpu"), scheme)
+    size, region = (len(rows), len(columns)), (rows, columns)
+    held = MatrixWeight(size, stored if is_held else PLAIN, weights=weights)
+    load_weights(slots_by_name(held.slots(NAME, (256, 384), region=region)), spec, tmp_path)
+    found = held.take().tensors
+    if not is_held:
+        part = tuple(slice(each.start, each.stop) for each in region)
+        assert torch.equal(found["weight"], stored.dequantize(whole)[part])
+        return
+    for tensor in stored.tensors:
+        if tensor.is_kept:
+            part = tuple(slice(each.start, each.stop) for each in tensor.part(region))
+            expected = whole[tensor.name][part].view(found[tensor.name].shape)
+            assert _same(found[tensor.name], expected), tensor.name
+
+
+def _same(found: Tensor, expected: Tensor) -> bool:
+    if found.dtype is torch.uint8:
+        expected = expected.view(torch.uint8)
+    return torch.equal(found.float(), expected.float())
+
+
+def test_what_is_missing_or_broken_is_named_once(tmp_path: Path) -> None:
+    tensors = random_tensors(tiny_spec())
+    spec = online_spec("int8")
+    save_single(tmp_path, {name: tensor for name, tensor in tensors.items() if name != NAME})
+    with pytest.raises(CheckpointError, match=f"^1 tensor is missing from the checkpoint: {NAME}"):
+        load_weights(SlotModel(spec).weight_slots(), spec, tmp_path)
+    tensors[NAME][2, 1] = torch.nan
+    save_single(tmp_path, tensors)
+    with pytest.raises(CheckpointError, match=rf"{NAME} in 1 of 48 x 24 .*first at \[2, 1\]"):
+        load_weights(SlotModel(spec).weight_slots(), spec, tmp_path)
+    save_single(tmp_path, to_fp8(random_tensors(tiny_spec())))
+    with pytest.raises(CheckpointError, match="has dtype F8_E4M3; supported: BF16"):
+        load_weights(SlotModel(spec).weight_slots(), spec, tmp_path)
