@@ -32,6 +32,8 @@ SPLITS = {
     "tp4": ParallelLayout(rank=1, tp=4),
     "tp8": ParallelLayout(rank=3, tp=8),
     "tp8 ep8": ParallelLayout(rank=7, tp=8, ep=8),
+    "tp16": ParallelLayout(rank=5, tp=16),
+    "tp16 ep2": ParallelLayout(rank=9, tp=16, ep=2),
 }
 FULL_COUNTS = {"fp8 of M2": 96_103, "fp8": 96_103, "bf16": 48_239}
 
