@@ -18,6 +18,9 @@ _SIDE_FILES = {
     "quant_model_description.json": "modelslim",
 }
 
+_INDEX = "model.safetensors.index.json"
+_NEURON_EXPERTS = ".expert_mlps.mlp_op."
+
 
 @dataclass(frozen=True)
 class QuantizationSpec:
@@ -41,8 +44,29 @@ def read_quantization(
             raise ConfigError(
                 f"model config: quantization_config is {found!r}; supported: an object or null"
             )
-        return QuantizationSpec(str(found.get("quant_method")), dict(found))
+        spec = QuantizationSpec(str(found.get("quant_method")), dict(found))
+        is_neuron = folder is not None and spec.method == "fp8" and _is_neuron(folder)
+        return _neuron(spec) if is_neuron else spec
     for name, method in _SIDE_FILES.items():
         if folder is not None and (folder / name).is_file():
             return QuantizationSpec(method, read_json_object(folder / name), source=name)
     return None
+
+
+def _is_neuron(folder: Path) -> bool:
+    """Whether the files hold FP8 of Trainium, of which config.json does not tell: the preprocessing
+    of neuronx-distributed-inference copies that of its source.
+    """
+    try:
+        return _NEURON_EXPERTS in (folder / _INDEX).read_text(errors="replace")
+    except OSError:
+        return False
+
+
+def _neuron(spec: QuantizationSpec) -> QuantizationSpec:
+    plain = spec.fields.get("modules_to_not_convert") or ()
+    fields = {
+        "weight_block_size": spec.fields.get("weight_block_size"),
+        "modules_to_not_convert": [*plain, "o_proj"],
+    }
+    return QuantizationSpec("neuron_fp8", fields, source=_INDEX)

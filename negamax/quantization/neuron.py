@@ -2,7 +2,8 @@
 neuronx-distributed-inference lays M2 out: q, k and v with a scale per output row, experts stacked,
 transposed and with a scale per 128 x 128 block, everything else plain.
 
-That preprocessing writes no description of its own; `negamax convert` writes one under this name.
+That preprocessing writes no description of its own: `config/quantization.py` finds its names in the
+index. `negamax convert` writes one under this name.
 """
 
 from __future__ import annotations

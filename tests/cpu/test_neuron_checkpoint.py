@@ -1,0 +1,86 @@
+"""What the preprocessing of neuronx-distributed-inference makes of MiniMax's FP8 checkpoints, with
+their config.json, loads as the weights that it stands for.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from m2_checkpoints import FP8_CONFIG, random_tensors, tiny_spec, to_fp8, write_index
+from safetensors.torch import save_file
+from test_stored_formats import CONFIG, LAYOUTS, load
+from torch import Tensor
+
+from negamax.base.errors import CheckpointError
+from negamax.parallel.layout import ParallelLayout
+
+SIZES = {**CONFIG, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+RATIO = 448 / 240
+
+
+def spread(values: Tensor, scale: Tensor) -> Tensor:
+    rows = scale.repeat_interleave(128, 0)[: values.shape[0]]
+    return values.float() * rows.repeat_interleave(128, 1)[:, : values.shape[1]]
+
+
+def preprocessed(stored: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The tensors of its files, and the plain weights that these stand for."""
+    made: dict[str, Tensor] = {}
+    plain: dict[str, Tensor] = {}
+    stacks: dict[str, list[Tensor]] = {}
+    for name, tensor in stored.items():
+        scale, own = stored.get(f"{name}_scale_inv"), name.removeprefix("model.")
+        if name.endswith("_scale_inv"):
+            continue
+        if ".experts." in name and scale is not None:
+            layer, _, part = own.replace(".experts.", "|").partition("|")
+            smaller = (tensor.bfloat16() / RATIO).to(torch.float8_e4m3fn)
+            larger = scale * RATIO
+            plain[name] = spread(smaller, larger)
+            key = f"{layer}.expert_mlps.mlp_op.{part.split('.')[1]}"
+            stacks.setdefault(f"{key}.weight", []).append(smaller.view(torch.uint8).T)
+            stacks.setdefault(f"{key}.scale", []).append(larger.T)
+        elif name.endswith("o_proj.weight") and scale is not None:
+            made[own] = spread(tensor, scale).bfloat16()
+            plain[name] = made[own].float()
+        elif scale is not None:
+            matrix = spread(tensor, scale)
+            rows = (matrix.abs().amax(1, keepdim=True) / 240).clamp_min(1e-10)
+            made[own] = (matrix / rows).to(torch.float8_e4m3fn)
+            made[own.replace(".weight", ".scale")] = rows
+            plain[name] = made[own].float() * rows
+        else:
+            other = own.replace("moe.gate.", "moe.router.linear_router.")
+            made[other.replace("moe.e_score", "moe.router.e_score")] = plain[name] = tensor
+    for key in [key for key in stacks if ".w1." in key]:
+        gate, up, down = (
+            torch.stack(stacks[key.replace(".w1.", f".{part}.")]) for part in ("w1", "w3", "w2")
+        )
+        made[key.replace(".w1.", ".gate_up_proj.")] = torch.cat([gate, up], 2)
+        made[key.replace(".w1.", ".down_proj.")] = down.contiguous()
+    fp8 = {name for name in made if ".mlp_op." in name and name.endswith(".weight")}
+    return {n: t.view(torch.float8_e4m3fn) if n in fp8 else t for n, t in made.items()}, plain
+
+
+def test_it_stands_for_the_weights_that_its_bytes_and_scales_give(tmp_path: Path) -> None:
+    spec = tiny_spec(**SIZES, quantization_config=FP8_CONFIG)
+    made, plain = preprocessed(to_fp8(random_tensors(spec)))
+    (tmp_path / "config.json").write_text(json.dumps({**SIZES, "quantization_config": FP8_CONFIG}))
+    save_file(made, tmp_path / "model_layer0.safetensors")
+    write_index(tmp_path, dict.fromkeys(made, "model_layer0.safetensors"))
+    for tp, ep in LAYOUTS:
+        for rank in range(tp):
+            model, found, num_dequantized = load(tmp_path, ParallelLayout(rank=rank, tp=tp, ep=ep))
+            assert num_dequantized == 3 + 3 * spec.num_experts // ep
+            for name, values in found.items():
+                region = model.weight_slots()[name].region
+                part = tuple(slice(each.start, each.stop) for each in region)
+                assert torch.equal(values, plain[name][part]), name
+    scale = "layers.0.block_sparse_moe.expert_mlps.mlp_op.gate_up_proj.scale"
+    made[scale] = torch.ones(spec.num_experts, 2 * spec.intermediate_size)  # its mode per_row
+    save_file(made, tmp_path / "model_layer0.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{scale} has shape \[4, 512\]"):
+        load(tmp_path, ParallelLayout())
