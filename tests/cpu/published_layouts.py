@@ -57,6 +57,14 @@ def _int8_channels(n: int, k: int) -> dict[str, Tensor]:
     return {"weight": ("I8", (n, k)), "weight_scale": ("BF16", (n, 1))}
 
 
+def _nvfp4(values: str, whole: str, activations: str, one: tuple[int, ...]) -> Stored:
+    """E2M1, an E4M3 scale for 16 columns; of the matrix and of its activations one number each."""
+    return lambda n, k: {
+        values: ("U8", (n, k // 2)), "weight_scale": ("F8_E4M3", (n, k // 16)),
+        whole: ("F32", one), activations: ("F32", one),
+    }  # fmt: skip
+
+
 # --- checkpoints ----------------------------------------------------------------------------------
 
 ATTENTION = re.compile(r"\.self_attn\.[qkvo]_proj$")
@@ -169,6 +177,10 @@ def _compressed(
 
 _PER_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
 
+_EACH_GATE = [f"model.layers.{layer}.block_sparse_moe.gate" for layer in range(LAYERS)]
+_EXCLUDED = ["lm_head", *_EACH_GATE, *(f"model.layers.{n}.self_attn*" for n in range(LAYERS))]
+_E2M1 = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+
 PUBLISHED = {
     "fp8 of M2": Published(
         ("MiniMaxAI/MiniMax-M2",),
@@ -246,6 +258,46 @@ PUBLISHED = {
         attention=_fp8_channels,
         experts=_fp8_channels,
         files=_shards(48),
+        router="BF16",
+    ),
+    "nvfp4 of ModelOpt": Published(
+        ("nvidia/MiniMax-M2.5-NVFP4", "nvidia/MiniMax-M2.7-NVFP4"),
+        {
+            "config_groups": {
+                "group_0": {"input_activations": _E2M1, "weights": _E2M1, "targets": ["Linear"]}
+            },
+            "ignore": _EXCLUDED, "quant_algo": "NVFP4", "quant_method": "modelopt",
+            "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+            "producer": {"name": "modelopt", "version": "0.43.0"},
+        },
+        attention=_plain,
+        experts=_nvfp4("weight", "weight_scale_2", "input_scale", ()),
+        files=_shards(28),
+        kv_scales=("k_proj.k_scale", "v_proj.v_scale"),
+        side_files={
+            "hf_quant_config.json": {
+                "producer": {"name": "modelopt", "version": "0.43.0"},
+                "quantization": {
+                    "quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16,
+                    "exclude_modules": _EXCLUDED,
+                },
+            },
+        },
+    ),
+    "nvfp4": Published(
+        ("RedHatAI/MiniMax-M2-NVFP4",),  # if it leaves out what the tool leaves out by itself
+        _compressed(
+            "nvfp4-pack-quantized",
+            {
+                "type": "float", "strategy": "tensor_group", "group_size": 16,
+                "scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn",
+            },
+            ignore=["lm_head", *_EACH_GATE],
+            inputs={**_E2M1, "dynamic": "local", "strategy": "tensor_group"},
+        ),
+        attention=_nvfp4("weight_packed", "weight_global_scale", "input_global_scale", (1,)),
+        experts=_nvfp4("weight_packed", "weight_global_scale", "input_global_scale", (1,)),
+        files=_shards(27),
         router="BF16",
     ),
 }  # fmt: skip
