@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 ITEM_BYTES = {
     "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e4m3fnuz": 1,
-    "int64": 8, "int32": 4, "int8": 1, "uint8": 1,
+    "float8_e8m0fnu": 1, "int64": 8, "int32": 4, "int8": 1, "uint8": 1,
 }  # fmt: skip
 
 Region = tuple[range, range]  # rows, columns of a matrix
@@ -84,6 +84,7 @@ class StoredTensor:
     optional: bool = False  # a checkpoint may lack it: one that is not kept
     # What it must be for a matrix of a shape: it is compared with that, and not kept.
     known: Callable[[tuple[int, int]], Tensor] | None = None
+    limit: Callable[[tuple[int, int]], int] | None = None  # its entries are from 0 to below it
 
     @property
     def is_kept(self) -> bool:
@@ -103,8 +104,15 @@ class StoredTensor:
         self, found: Tensor, part: tuple[range, ...], shape: tuple[int, int], *, name: str
     ) -> None:
         """Errors: `CheckpointError` where `found`, the part `part` of the tensor `name`, is not
-        what is `known` of it.
+        what is `known` of it, or beyond its `limit`.
         """
+        limit = self.limit(shape) if self.limit is not None else 0
+        if limit and not ((found >= 0) & (found < limit)).all():
+            raise CheckpointError(
+                f"tensor {name} has entries from {found.min()} to {found.max()}; of {shape[0]} x "
+                f"{shape[1]} they are from 0 to {limit - 1}",
+                hint="the checkpoint itself is broken",
+            )
         if self.known is not None:
             expected = self.known(shape)[tuple(slice(each.start, each.stop) for each in part)]
             if not (found == expected).all():
@@ -165,10 +173,15 @@ class TensorFormat:
 
     @property
     def stacks(self) -> bool:
-        """Whether matrices lie on each other in one: each tensor that is held runs over the
-        rows.
+        """Whether matrices lie on each other in one: each tensor that is held runs over the rows,
+        and the first of its dtypes holds the others' values, or their bits.
         """
-        return all(t.held().axis(Axis.ROWS) is not None for t in self.tensors if t.is_kept)
+        held = [tensor for tensor in self.tensors if tensor.is_kept]
+        return all(
+            t.held().axis(Axis.ROWS) is not None
+            and ({*t.dtypes} <= {*FLOATS} or len({ITEM_BYTES[dtype] for dtype in t.dtypes}) == 1)
+            for t in held
+        )
 
     def unit(self, axis: Axis) -> int:
         """Rows or columns that cannot be cut apart without cutting an entry."""

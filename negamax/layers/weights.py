@@ -127,8 +127,8 @@ class WeightSlot:
         for dim, (count, first) in enumerate(self._copies):
             if count > 1:
                 part = part.repeat_interleave(count, dim).narrow(dim, first, target.shape[dim])
-        if target.dtype is torch.uint8:
-            part = part.view(torch.uint8)  # E8M0 in its other spelling
+        if self.stored is not None and target.element_size() == 1:
+            part = part.view(target.dtype)  # the same bits: E8M0, and FP8 of MI300, have two names
         with torch.inference_mode():
             # The pinned memory of `part` is not reused before the copy is done.
             return target.copy_(part, non_blocking=True)

@@ -91,9 +91,10 @@ class Decoder:
             self._head = VocabHead(names.head, vocab_shape, **shared)
             slots += [*self._norm.slots, *self._head.slots]
         self._slots = slots_by_name(slots)
+        own = {_module(name) for name in self._slots}
         for weight in names_of(spec).weights(spec):  # of other stages
             for name in weight.names():
-                if name not in self._slots:
+                if _module(name) not in own:
                     self._slots[name] = WeightSlot(name, weight.shape, target=None)
 
     def forward(
@@ -174,3 +175,8 @@ class Decoder:
             layer.finish_loading()
         if self._is_last:
             self._head.finish_loading()
+
+
+def _module(name: str) -> str:
+    """Of a tensor, whichever tensors it is stored as."""
+    return name.rpartition(".")[0]

@@ -93,6 +93,7 @@ def group_index(name: str, size: int, *, is_stored_order: bool, optional: bool) 
         (COLUMNS,),
         optional=optional and not is_stored_order,
         known=None if is_stored_order else in_order(size),
+        limit=lambda shape: group_dim(size).size(shape),
     )
 
 

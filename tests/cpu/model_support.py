@@ -15,7 +15,7 @@ from negamax.config.minimax_m2 import ARCHITECTURE
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.attention.metadata import attention_metadata
 from negamax.kernels.platform import CPU
-from negamax.kernels.registry import resolve
+from negamax.kernels.registry import KernelTable, resolve
 from negamax.models.decoder import Decoder
 from negamax.models.registry import build_model
 from negamax.parallel.context import ParallelContext
@@ -86,12 +86,13 @@ def build(
     context: ParallelContext | None = None,
     dtype: torch.dtype = torch.float32,
     choices: Mapping[str, str] | None = None,
+    kernels: KernelTable | None = None,
     loaded: bool = True,
 ) -> Decoder:
     """A model holding `weights`, ready to run (or, with `loaded` False, before anything was
     written).
     """
-    kernels = resolve(platform=CPU, dtype=dtype)
+    kernels = kernels or resolve(platform=CPU, dtype=dtype)
     chosen = {
         op: tuple(kernel for kernel in kernels.candidates[op] if kernel.provider == provider)
         for op, provider in (choices or {}).items()

@@ -14,11 +14,14 @@ from m2_checkpoints import TINY, random_tensors, save_sharded, tiny_spec
 from model_support import PagedRun, build
 from quantized_writers import LEFT_OUT, WRITERS, is_matrix, write
 from safetensors.torch import load_file, save_file
+from stored_kernels import keeping_stored
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError
-from negamax.checkpoint.loader import load_weights
+from negamax.checkpoint.loader import CheckpointReport, load_weights
 from negamax.config.families import read_spec
+from negamax.kernels.platform import CPU
+from negamax.kernels.registry import KernelTable, resolve
 from negamax.models.decoder import Decoder
 from negamax.parallel.collectives import SingleRank
 from negamax.parallel.context import ParallelContext
@@ -29,22 +32,25 @@ CONFIG: dict[str, Any] = {
     "dtype": "float32", "hidden_size": 64, "intermediate_size": 64,
 }  # fmt: skip
 TENSORS = random_tensors(tiny_spec(**CONFIG))
+KEEPING = keeping_stored(resolve(platform=CPU, dtype=torch.float32))
+DEQ_SCALES = ("modelslim-static", "modelslim-static-fp16")
 # (tensor parallel, expert parallel)
 LAYOUTS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
 
 
-def load(folder: Path, layout: ParallelLayout) -> tuple[Decoder, dict[str, Tensor], int]:
-    """A rank's model; what the slots wrote, before kernels are given it; how many weights were
-    dequantised.
-    """
+def load(
+    folder: Path, layout: ParallelLayout, *, kernels: KernelTable | None = None
+) -> tuple[Decoder, dict[str, Tensor], CheckpointReport]:
+    """A rank's model; what the slots wrote, before kernels are given it; the loader's report."""
     spec = read_spec(json.loads((folder / "config.json").read_text()), folder)
     groups = {"attention_group": SingleRank(), "expert_group": SingleRank(), "world": SingleRank()}
-    model = build(spec, context=ParallelContext(layout, **groups), loaded=False)
+    context = ParallelContext(layout, **groups)
+    model = build(spec, context=context, kernels=kernels, loaded=False)
     targets = {name: vars(slot)["_target"] for name, slot in model.weight_slots().items()}
     report = load_weights(model.weight_slots(), spec, folder)
     written = {name: targets[name] for name, slot in model.weight_slots().items() if slot.written}
     written = {name: found for name, found in written.items() if found is not None}
-    return model, written, report.num_dequantized
+    return model, written, report
 
 
 def greedy(model: Decoder) -> list[int]:
@@ -65,8 +71,8 @@ def test_a_model_computes_with_the_matrices_that_were_stored(name: str, tmp_path
     for tp, ep in LAYOUTS:
         for rank in range(tp):
             layout = ParallelLayout(rank=rank, tp=tp, ep=ep)
-            model, found, num_dequantized = load(tmp_path, layout)
-            assert num_dequantized == len(quantized & found.keys()) > 0
+            model, found, report = load(tmp_path, layout)
+            assert report.num_dequantized == len(quantized & found.keys()) > 0
             for key, values in found.items():
                 region = model.weight_slots()[key].region
                 part = tuple(slice(each.start, each.stop) for each in region)
@@ -76,6 +82,13 @@ def test_a_model_computes_with_the_matrices_that_were_stored(name: str, tmp_path
                 text = greedy(model)
                 assert len(set(text)) > 6
                 assert text == greedy(build(tiny_spec(**CONFIG), plain))
+                if name == "fp8-fnuz-dtype":  # its config.json says FP8 as others have it
+                    continue
+                kept, _, report = load(tmp_path, layout, kernels=KEEPING)
+                not_kept = "act-order" in name or name in DEQ_SCALES
+                assert (report.num_kept == 0) is not_kept
+                kept.finish_loading()
+                assert greedy(kept) == text
 
 
 @pytest.mark.parametrize("with_index", [True, False])
@@ -112,3 +125,28 @@ def test_a_layer_in_bf16_that_is_described_as_fp4_is_taken_for_what_it_is_or_ref
     save_file(stored, file)
     with pytest.raises(CheckpointError, match=rf"{module}.weight .*nvfp4.*missing|shape"):
         load(tmp_path, layout)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "message"),
+    [
+        ("packed-int4", "weight_shape", r"weight_shape is \[65, 65\]; the shape of 64 x 64 is"),
+        ("gptq-sym", "g_idx", r"g_idx is \[1, 1, .*; the permutation of 64 x 64 is \[0, 0, "),
+        ("gptq-act-order", "g_idx", r"g_idx has entries from .* to 2; of 64 x 64 .* 0 to 1"),
+        ("packed-int4-act-order", "weight_g_idx", "weight_g_idx has entries from .* to 2;"),
+        ("modelslim-dynamic", "weight_offset", r"weight_offset is \[1.0, .* is \[0.0, 0.0, "),
+    ],
+)
+@pytest.mark.parametrize("kernels", [None, KEEPING], ids=["dequantised", "kept"])
+def test_tensors_that_are_known_are_compared(
+    tmp_path: Path, name: str, part: str, message: str, kernels: KernelTable | None
+) -> None:
+    write(tmp_path, CONFIG, TENSORS, WRITERS[name])
+    stored = load_file(tmp_path / "model.safetensors")
+    changed = stored[f"model.layers.0.block_sparse_moe.experts.1.w3.{part}"]
+    changed[changed == changed.max()] += 1
+    if name == "gptq-sym":
+        changed[:] = 1
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"experts\.1\.w3\.{message}"):
+        load(tmp_path, ParallelLayout(), kernels=kernels)
