@@ -12,7 +12,7 @@ import gc
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count as count_from
 from itertools import takewhile
 from pathlib import Path
@@ -64,6 +64,7 @@ class Move:
 
     slot: WeightSlot
     tensors: tuple[tuple[StoredTensor, Source], ...]  # of the slot's format, values first
+    layer: int = 0
 
     @property
     def is_dequantized(self) -> bool:
@@ -107,6 +108,17 @@ class Move:
         if self.is_quantized and not self.is_of_values:
             return 0
         return sum(source.num_bytes(part) for _, source, part in self.parts())
+
+    def split(self, num_bytes: int) -> Iterator[Move]:
+        """This move, or, of a tensor that goes as it is, moves of at most `num_bytes` each or one
+        row, whose slots take the place of this one's.
+        """
+        rows = len(self.slot.region[0]) if self.slot.region else 0
+        if self.is_dequantized or rows < 2 or self.num_bytes <= num_bytes:
+            yield self
+            return
+        for slot in self.slot.in_rows(max(1, num_bytes * rows // self.num_bytes)):
+            yield replace(self, slot=slot)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +178,7 @@ def _plan(
             _check_tensor(source, stored, slot, problems)
         absent = [n for n, stored in wanted.items() if n not in there and not stored.optional]
         if tensors and not absent:
-            moves.append(Move(slot, tensors))
+            moves.append(Move(slot, tensors, names.layer_of(slot.name) or 0))
         elif tensors:
             first = tensors[0][1].entry.name
             text = f"tensor {first} is stored as {slot.source.name} and {first_names(absent)}"
@@ -175,7 +187,7 @@ def _plan(
             problems.missing |= dict.fromkeys(absent)
     problems.unknown = {name: source for name, source in found.items() if name not in used}
     problems.check(slots, names, num_layers=num_layers, num_found=len(moves))
-    moves.sort(key=lambda move: (names.layer_of(move.slot.name) or 0, *_position(move)))
+    moves.sort(key=lambda move: (move.layer, *_position(move)))
     skips = {reason: tuple(those) for reason, those in skipped.items()}
     return LoadPlan(moves, skips, len(entries) - sum(map(len, skips.values())))
 

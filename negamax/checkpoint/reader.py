@@ -1,5 +1,4 @@
-"""The tensors of a safetensors checkpoint: found, checked against the files' headers, and read one
-at a time.
+"""The tensors of a safetensors checkpoint: found, checked against the files' headers, and read.
 
 The shard count in file names is never trusted (MiniMax-M2 is named "of 130" and has 125 files): the
 index says which files there are, and where there is no index, the folder does.
@@ -9,15 +8,18 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import struct
+import threading
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+import torch
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError
@@ -43,6 +45,10 @@ SAFETENSORS_NAMES = {
     "int64": "I64", "int32": "I32", "int8": "I8", "uint8": "U8", "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e8m0fnu": "F8_E8M0",
 }  # fmt: skip
+_TORCH_NAMES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()} | {
+    "F64": "float64", "I16": "int16", "BOOL": "bool", "F8_E5M2": "float8_e5m2",
+    "U16": "uint16", "U32": "uint32", "U64": "uint64",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +59,7 @@ class TensorEntry:
     file: Path
     dtype: str  # as safetensors spells it: BF16, F16, F32, F8_E4M3, ...
     shape: tuple[int, ...]
-    offset: int  # bytes, from the end of the header
+    offset: int  # bytes, from the beginning of the file
     num_bytes: int
     part: tuple[range, ...] | None = None  # what the file holds of `shape`; None: all
 
@@ -86,40 +92,105 @@ def _span(part: range) -> str:
     return f"{part.start} to {part.stop - 1}" if part else "nothing"
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The bytes of a file that hold a part of a tensor, and how the part lies in them: of the
+    outermost dimension that the part cuts only what belongs to it, of those within it everything.
+    """
+
+    file: Path
+    start: int
+    num_bytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]  # of what the bytes hold
+    part: tuple[slice, ...]
+
+    @staticmethod
+    def of(entry: TensorEntry, region: tuple[range, ...] | None = None) -> Span:
+        """The bytes of `region` of `entry`: one range per dimension, None: all."""
+        region, shape = entry.within(region), entry.held
+        dtype = getattr(torch, _TORCH_NAMES[entry.dtype])
+        if region is None or not entry.num_bytes or all(map(_is_all, region, shape)):
+            return Span(entry.file, entry.offset, entry.num_bytes, dtype, shape, ())
+        # in dimensions before this one there is one index each
+        cut = next((n for n, part in enumerate(region) if len(part) != 1), len(shape) - 1)
+        inner = shape[cut + 1 :]
+        first = 0
+        for part, size in zip(region[: cut + 1], shape, strict=False):
+            first = first * size + part.start
+        unit = dtype.itemsize * math.prod(inner)
+        return Span(
+            entry.file,
+            entry.offset + first * unit,
+            len(region[cut]) * unit,
+            dtype,
+            (*(1 for _ in range(cut)), len(region[cut]), *inner),
+            (
+                *(slice(None) for _ in range(cut + 1)),
+                *(slice(p.start, p.stop) for p in region[cut + 1 :]),
+            ),
+        )
+
+    def view(self, data: Tensor) -> Tensor:
+        """The part in `data` [bytes] uint8, which was read from `start` on."""
+        data = data[: self.num_bytes]
+        if data.storage_offset() % self.dtype.itemsize:
+            data = data.clone()
+        whole = data.view(self.dtype).view(self.shape)
+        return whole[self.part] if self.part else whole
+
+
+def _is_all(part: range, size: int) -> bool:
+    return len(part) == size
+
+
 class CheckpointReader(AbstractContextManager["CheckpointReader"]):
-    """Reads tensors. Files are mapped into memory when first read from."""
+    """Reads from files, in whichever threads: each has one file open at a time."""
 
     def __init__(self) -> None:
-        self._stack = ExitStack()
-        self._files: dict[Path, Any] = {}
+        self._thread = threading.local()
+        self._handles: set[FileIO] = set()  # of all threads
 
     def __exit__(self, *error: object) -> None:
-        self._stack.close()
+        for handle in self._handles:
+            handle.close()
 
     def read(self, entry: TensorEntry, region: tuple[range, ...] | None = None) -> Tensor:
-        """The data of `entry`, or its part `region` (one range per dimension), on the CPU; nothing
-        else is read of the file.
+        """The data of `entry`, or its part `region` (one range per dimension), on the CPU.
 
         Errors: `CheckpointError` where the file does not allow it.
         """
-        region = entry.within(region)
+        span = Span.of(entry, region)
+        data = torch.empty(span.num_bytes, dtype=torch.uint8)
+        self.read_into(data, span.file, span.start)
+        return span.view(data).contiguous()
+
+    def read_into(self, data: Tensor, file: Path, start: int) -> None:
+        """Fill `data` [bytes] uint8, on the CPU, with what stands in `file` from byte `start` on.
+
+        Errors: `CheckpointError` where the file does not allow it.
+        """
+        view, done = memoryview(data.numpy()), 0
         try:
-            if entry.file not in self._files:
-                self._files[entry.file] = self._stack.enter_context(
-                    safe_open(entry.file, framework="pt", device="cpu")
-                )
-            file = self._files[entry.file]
-            if region is None or entry.held == tuple(len(part) for part in region):
-                tensor: Tensor = file.get_tensor(entry.name)
-            else:
-                tensor = file.get_slice(entry.name)[
-                    tuple(slice(part.start, part.stop) for part in region)
-                ]
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{entry.file}: {entry.name} cannot be read: {error}", hint=_AGAIN
-            ) from error
-        return tensor
+            handle = self._open(file)
+            while done < len(view):
+                count = os.preadv(handle.fileno(), [view[done:]], start + done)
+                if not count:
+                    raise EOFError(f"it ends at byte {start + done}")
+                done += count
+        except (OSError, EOFError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}", hint=_AGAIN) from error
+
+    def _open(self, file: Path) -> FileIO:
+        if getattr(self._thread, "file", None) != file:
+            if (handle := getattr(self._thread, "handle", None)) is not None:
+                self._handles.discard(handle)
+                handle.close()
+            self._thread.handle = handle = file.open("rb", buffering=0)
+            self._thread.file = file
+            self._handles.add(handle)
+        opened: FileIO = self._thread.handle
+        return opened
 
 
 def read_entries(folder: Path, layout: ParallelLayout | None = None) -> dict[str, TensorEntry]:
@@ -161,25 +232,25 @@ def read_header(file: Path) -> list[TensorEntry]:
             header = json.loads(stream.read(header_bytes), object_pairs_hook=_no_duplicates)
         parts = json.loads((header.pop("__metadata__", None) or {}).get(PARTS_KEY, "{}"))
         entries = [
-            _entry(file, name, value, *parts.get(name, ())) for name, value in header.items()
+            _entry(file, name, value, *parts.get(name, ()), begin=8 + header_bytes)
+            for name, value in header.items()
         ]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
         raise CheckpointError(
             f"{file} has a header that cannot be read: {error!r}", hint=_AGAIN
         ) from error
-    end = 0
+    end = begin = 8 + header_bytes
     for entry in sorted(entries, key=lambda entry: (entry.offset, entry.num_bytes)):
         if entry.offset != end:
             raise CheckpointError(
-                f"{file} has a header in which {entry.name} begins at byte {entry.offset} of the "
-                f"data and what stands before it ends at {end}",
+                f"{file} has a header in which {entry.name} begins at byte {entry.offset - begin} "
+                f"of the data and what stands before it ends at {end - begin}",
                 hint=_AGAIN,
             )
         end += entry.num_bytes
-    expected = 8 + header_bytes + end
-    if size != expected:
+    if size != end:
         raise CheckpointError(
-            f"{file} has {size} bytes and its header describes {expected}: cut off or damaged",
+            f"{file} has {size} bytes and its header describes {end}: cut off or damaged",
             hint=_AGAIN,
         )
     return entries
@@ -303,8 +374,12 @@ def _entry(
     value: dict[str, Any],
     whole: Sequence[int] | None = None,
     start_in: Sequence[int] = (),
+    *,
+    begin: int,
 ) -> TensorEntry:
-    """`whole`: the shape of the tensor of which the file holds a part from `start_in` on."""
+    """`whole`: the shape of the tensor of which the file holds a part from `start_in` on; `begin`:
+    where the data begins in the file.
+    """
     dtype, shape, (start, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
     if (
         not all(type(number) is int and number >= 0 for number in (*shape, start, end))
@@ -321,7 +396,7 @@ def _entry(
         if any(p.stop > size for p, size in zip(part, whole, strict=True)):
             raise ValueError(f"{name} of shape {list(whole)} has no part {list(map(_span, part))}")
         shape = tuple(whole)
-    return TensorEntry(name, file, str(dtype), shape, start, end - start, part)
+    return TensorEntry(name, file, str(dtype), shape, begin + start, end - start, part)
 
 
 def first_names(names: list[str]) -> str:

@@ -4,7 +4,7 @@ the matrices behind them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -87,6 +87,19 @@ class WeightSlot:
         """Likewise, this rank's part of it."""
         rows, columns = self.region if self._matrix is None else self._matrix[1]
         return rows, columns
+
+    def in_rows(self, count: int) -> Iterator[WeightSlot]:
+        """Slots for at most `count` entries of the first dimension each, which take the place of
+        this one: it counts as written.
+        """
+        target, self._target, self.written = self._target, None, True
+        first, *rest = self.region
+        for at in range(0, len(first), count):
+            yield WeightSlot(
+                self.name, self.shape, region=(first[at : at + count], *rest),
+                target=None if target is None else target[at : at + count],
+                source=self.source, stored=self.stored,
+            )  # fmt: skip
 
     def write(self, tensor: Tensor) -> None:
         """Copy this rank's part of `tensor` (the full checkpoint tensor) and cast it to the

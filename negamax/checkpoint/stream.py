@@ -1,0 +1,294 @@
+"""The parts of a rank's weights, read from their files in large pieces by several threads.
+
+Neighbours in a file are read as one piece, so that a disk or a network is asked for megabytes in
+the order of the file. Several pieces are on their way at a time, each in a buffer that is used
+again; on the way to a GPU the buffers are memory that it copies from by itself. Matrices that are
+dequantised are so in the same threads.
+
+Host memory: BUFFERS pieces, what THREADS threads dequantise, and the scales of a layer: 1 GiB for
+MiniMax-M2. Beyond that only the kernel's page cache grows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from negamax.checkpoint.finite import BrokenScale, broken_scale
+from negamax.checkpoint.plan import Move, Source
+from negamax.checkpoint.reader import CheckpointReader, Span
+from negamax.kernels.formats import Role, StoredTensor
+
+THREADS = 8
+BUFFERS = 16
+PIECE_BYTES = 32 * 2**20
+GAP_BYTES = 256 * 2**10  # between two parts: so much is rather read than skipped
+_ALIGNMENT = 64  # of a piece in its buffer, as in its file
+
+
+class Part(NamedTuple):
+    """What this rank keeps of a matrix, scales of it that are none, and the plain matrix if it is
+    quantised on the way.
+    """
+
+    move: Move
+    tensor: Tensor
+    broken: list[BrokenScale]
+    plain: Tensor | None = None
+
+
+GiveParts = Callable[[], Sequence[Part]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A part of one tensor, for a move, or for all of a matrix that is quantised."""
+
+    moves: list[int]
+    stored: StoredTensor
+    source: Source
+    shape: tuple[int, ...]
+    span: Span
+
+
+class _Found(NamedTuple):
+    """The tensor of it, and what is wrong with it as a scale."""
+
+    wanted: _Wanted
+    tensor: Tensor
+    broken: list[BrokenScale]
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Bytes that are read at once."""
+
+    wanted: list[_Wanted] = field(default_factory=list)
+    start: int = 0
+    stop: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stop - self.start
+
+    def takes(self, span: Span) -> bool:
+        """Whether `span` is near enough behind what is there."""
+        return (
+            self.wanted[0].span.file == span.file
+            and self.start <= span.start <= self.stop + GAP_BYTES
+            and span.start + span.num_bytes - self.start <= PIECE_BYTES
+        )
+
+    def add(self, wanted: _Wanted) -> None:
+        """`wanted`, which it takes."""
+        span = wanted.span
+        self.start = self.start if self.wanted else span.start
+        self.stop = max(self.stop, span.start + span.num_bytes)
+        self.wanted.append(wanted)
+
+
+def read_parts(reader: CheckpointReader, moves: Sequence[Move], *, pinned: bool) -> Iterator[Part]:
+    """The parts of all `moves`, layer by layer. `pinned`: in memory that a GPU reads by itself;
+    what was enqueued on the current stream before the next part is asked for may still read it.
+
+    Errors: `CheckpointError` for files that cannot be read.
+    """
+    with ThreadPoolExecutor(THREADS, "negamax-load") as pool:
+        yield from _Stream(reader, moves, pool, pinned=pinned).run()
+
+
+class _Stream:
+    """Pieces on their way. Single writer: the thread that iterates."""
+
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        moves: Sequence[Move],
+        pool: ThreadPoolExecutor,
+        *,
+        pinned: bool,
+    ) -> None:
+        self._reader, self._moves, self._pool, self._pinned = reader, moves, pool, pinned
+        self._pieces = list(_pieces(moves))
+        largest = max((piece.num_bytes for piece in self._pieces), default=0)
+        self._buffer_bytes = min(largest, PIECE_BYTES) + _ALIGNMENT
+        self._free: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+        self._reads: deque[tuple[_Piece, Tensor, Future[list[_Found]]]] = deque()
+        self._made: deque[tuple[Tensor, list[GiveParts]]] = deque()
+        # of matrices that are dequantised: what is there, and how many tensors are not
+        self._there: dict[int, list[_Found]] = {}
+        self._missing = [sum(1 for _ in move.parts()) for move in moves]
+
+    def run(self) -> Iterator[Part]:
+        """All parts."""
+        for piece in self._pieces:
+            while len(self._reads) + len(self._made) >= BUFFERS:
+                yield from self._advance()
+            buffer = self._buffer(piece)
+            self._reads.append((piece, buffer, self._pool.submit(self._read, piece, buffer)))
+        while self._reads or self._made:
+            yield from self._advance()
+
+    def _advance(self) -> Iterator[Part]:
+        """Take the next piece that was read, or give the parts of an earlier one."""
+        if self._reads and len(self._made) < BUFFERS // 2:
+            _, buffer, read = self._reads.popleft()
+            self._made.append((buffer, self._make(read.result())))
+            return
+        buffer, parts = self._made.popleft()
+        for give in parts:
+            yield from give()
+        if len(buffer) == self._buffer_bytes:
+            event = torch.cuda.Event() if self._pinned else None
+            if event is not None:
+                event.record()
+            self._free.append((buffer, event))
+
+    def _buffer(self, piece: _Piece) -> Tensor:
+        size = max(self._buffer_bytes, piece.num_bytes + _ALIGNMENT)
+        if size == self._buffer_bytes and self._free:
+            buffer, event = self._free.popleft()
+            if event is not None:
+                event.synchronize()  # until the GPU has copied what was in it
+            return buffer
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+
+    def _read(self, piece: _Piece, buffer: Tensor) -> list[_Found]:
+        """In a thread: the tensors of `piece`."""
+        shift = piece.start % _ALIGNMENT
+        data = buffer[shift : shift + piece.num_bytes]
+        self._reader.read_into(data, piece.wanted[0].span.file, piece.start)
+        return [self._find(wanted, data, piece.start) for wanted in piece.wanted]
+
+    def _find(self, wanted: _Wanted, data: Tensor, start: int) -> _Found:
+        """One of them, in `data`, which begins at byte `start` of its file."""
+        move, entry = self._moves[wanted.moves[0]], wanted.source.entry
+        tensor = wanted.span.view(data[wanted.span.start - start :])
+        if not tensor.is_contiguous():
+            tensor = self._held(tensor) if _is_copied(move) else tensor.contiguous()
+        tensor, broken = tensor.reshape(wanted.shape), []
+        if wanted.stored.role is Role.SCALE:
+            signed = move.slot.source.element.startswith(("int", "uint"))
+            scale = broken_scale(tensor, entry, may_be_negative=signed)
+            broken += [] if scale is None else [scale]
+        return _Found(wanted, tensor, broken)
+
+    def _make(self, found: list[_Found]) -> list[GiveParts]:
+        """The parts that are complete with these tensors."""
+        parts: list[GiveParts] = []
+        for one in found:
+            moves = [self._moves[number] for number in one.wanted.moves]
+            if _is_copied(moves[0]):
+                parts.append(partial(_one, Part(moves[0], one.tensor, one.broken)))
+                continue
+            if moves[0].is_quantized:
+                make = partial(_quantize, moves, one.tensor)
+                # on a GPU in the order of the current stream
+                parts.append(make if self._pinned else self._pool.submit(make).result)
+                continue
+            (number,) = one.wanted.moves
+            there = self._there.setdefault(number, [])
+            there.append(one)
+            if len(there) == self._missing[number]:
+                del self._there[number]
+                parts.append(self._pool.submit(self._dequantize, moves[0], there).result)
+        for one in found:  # the buffer is used again
+            there = self._there.get(one.wanted.moves[0], [])
+            for place, other in enumerate(there):
+                if other.wanted is one.wanted:
+                    there[place] = one._replace(tensor=one.tensor.clone())
+        return parts
+
+    def _dequantize(self, move: Move, there: list[_Found]) -> list[Part]:
+        """In a thread."""
+        slot, tensors = move.slot, {}
+        whole = slot.source.enclose(slot.matrix_region, slot.matrix_shape)
+        for wanted, tensor, _ in there:
+            stored, name = wanted.stored, wanted.source.entry.name
+            stored.check(tensor, stored.part(whole), slot.matrix_shape, name=name)
+            if stored.is_kept:
+                tensors[stored.name] = tensor
+        plain = slot.source.dequantize(tensors)
+        part = self._held(_within(plain, slot.region, whole))
+        return [Part(move, part, [scale for found in there for scale in found.broken])]
+
+    def _held(self, part: Tensor) -> Tensor:
+        """`part`, for a GPU in memory of its own that it reads by itself."""
+        if not self._pinned:
+            return part
+        return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part)
+
+
+def _quantize(moves: Sequence[Move], plain: Tensor) -> list[Part]:
+    """The parts of all tensors of a matrix that is stored plain."""
+    first = moves[0].slot
+    quantize = first.source.quantize
+    assert quantize is not None
+    plain = plain.to(first.device)
+    made = quantize(plain.float())
+    parts = []
+    for move in moves:
+        slot, ((_, _, whole),) = move.slot, move.parts()
+        if slot.stored is None:
+            found = _within(slot.source.dequantize(made), slot.matrix_region, whole)
+        else:
+            region, outer = (
+                slot.stored.part(slot.matrix_region),
+                slot.stored.part((whole[0], whole[1])),
+            )
+            found = _within(made[slot.stored.name], region, outer)
+        parts.append(Part(move, found, []))
+    return parts
+
+
+def _is_copied(move: Move) -> bool:
+    """Whether its tensor goes as it is."""
+    return not (move.is_dequantized or move.is_quantized)
+
+
+def _one(part: Part) -> list[Part]:
+    return [part]
+
+
+def _within(found: Tensor, part: tuple[range, ...], whole: tuple[range, ...]) -> Tensor:
+    """The part `part` of a tensor of which `found` is `whole`."""
+    places = (
+        slice(wanted.start - outer.start, wanted.stop - outer.start)
+        for wanted, outer in zip(part, whole, strict=True)
+    )
+    return found[tuple(places)]
+
+
+def _pieces(moves: Sequence[Move]) -> Iterator[_Piece]:
+    """What is read at once, in order: of each layer first the small tensors that belong to matrices
+    which are dequantised, since these wait in memory for their values.
+    """
+    wanted: list[tuple[tuple[int, bool, str, int], _Wanted]] = []
+    quantized: dict[tuple[Source, tuple[range, ...]], _Wanted] = {}
+    for number, move in enumerate(moves):
+        for stored, source, part in move.parts():
+            if move.is_quantized and (known := quantized.get((source, part))) is not None:
+                known.moves.append(number)
+                continue
+            span = Span.of(source.entry, source.region(part))
+            each = _Wanted([number], stored, source, tuple(map(len, part)), span)
+            if move.is_quantized:
+                quantized[source, part] = each
+            waits = move.is_dequantized and stored is not move.slot.source.values
+            wanted.append(((move.layer, not waits, str(span.file), span.start), each))
+    wanted.sort(key=lambda each: each[0])
+    piece = _Piece()
+    for _, each in wanted:
+        if piece.wanted and not piece.takes(each.span):
+            yield piece
+            piece = _Piece()
+        piece.add(each)
+    if piece.wanted:
+        yield piece
