@@ -94,7 +94,7 @@ class BrokenScale:
         places = broken.nonzero()
         if not len(places):  # all of a rank's part are 0
             return f"{self.entry.name}, of which a rank's part is 0"
-        value = values[tuple(places[0].tolist())].float().item()
+        value = _numbers(values)[tuple(places[0].tolist())].item()
         return f"{_spot(self.entry, places)}: {value:g}"
 
 
@@ -105,12 +105,19 @@ def broken_scale(
     if values.numel() == 0:
         return None
     if values.dtype is not torch.uint8:
-        lowest, highest = torch.aminmax(values.float())
+        lowest, highest = torch.aminmax(_numbers(values))
         if lowest.item() > 0 and highest.item() < torch.inf:
             return None
     if bool(_no_scales(values, may_be_negative=may_be_negative).any()):
         return BrokenScale(entry, may_be_negative)
     return None
+
+
+def _numbers(values: Tensor) -> Tensor:
+    """In fp32. ModelSlim keeps the bits of fp32 in int64."""
+    if values.dtype is torch.int64:
+        return values.to(torch.int32).view(torch.float32)
+    return values.float()
 
 
 def _no_scales(values: Tensor, *, may_be_negative: bool) -> Tensor:
@@ -119,12 +126,12 @@ def _no_scales(values: Tensor, *, may_be_negative: bool) -> Tensor:
     """
     if values.dtype is torch.uint8:
         return values == 255
-    numbers = values.float()
+    numbers = _numbers(values)
     broken = ~numbers.isfinite()
     if not may_be_negative:
         broken |= numbers < 0
     zero = numbers == 0
-    if values.dtype in (torch.float32, torch.bfloat16) or bool(zero.all()):
+    if values.dtype in (torch.float32, torch.bfloat16, torch.int64) or bool(zero.all()):
         broken |= zero
     return broken
 

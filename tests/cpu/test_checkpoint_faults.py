@@ -185,7 +185,10 @@ def _change(name: Callable[[Checkpoint], str], change: Callable[[Tensor], Tensor
 
 
 def _exchange_scales(made: Checkpoint) -> str:
+    """Of another matrix, or with a norm's weights, where the scales of both have one shape."""
     one, two = made.scale, made.other_scale
+    if made.tensors[one].shape == made.tensors[two].shape:
+        two = "model.norm.weight"
     made.tensors[one], made.tensors[two] = made.tensors[two], made.tensors[one]
     return one
 
@@ -248,11 +251,11 @@ HEADER_FAULTS: Mapping[str, Fault] = {
     "other family's names": _rename("model.", "transformer.h."),
     "rows cut": _change(VALUES, lambda tensor: tensor[:-1]),
     "rows added": _change(VALUES, lambda tensor: torch.cat([tensor, tensor[:1]])),
-    "scale cut": _change(SCALE, lambda tensor: tensor[: len(tensor) - 1]),
+    "scale doubled": _change(SCALE, lambda tensor: torch.stack([tensor, tensor])),
     "transposed": _change(VALUES, lambda tensor: tensor.T),
     "flattened": _change(VALUES, lambda tensor: tensor.reshape(-1)),
-    "dtype of values": _change(VALUES, lambda tensor: torch.zeros(tensor.shape, dtype=torch.int64)),
-    "dtype of scale": _change(SCALE, lambda tensor: torch.zeros(tensor.shape, dtype=torch.int64)),
+    "dtype of values": _change(VALUES, lambda tensor: torch.zeros(tensor.shape, dtype=torch.bool)),
+    "dtype of scale": _change(SCALE, lambda tensor: torch.zeros(tensor.shape, dtype=torch.bool)),
     "dtype of router": _change(
         lambda made: MOE + "gate.weight", lambda tensor: tensor.to(torch.int8)
     ),
@@ -385,6 +388,8 @@ def test_faults_of_files_and_indexes_are_refused_before_data_is_read(
 def _filled(tensor: Tensor, number: float) -> Tensor:
     if tensor.dtype == torch.uint8:  # exponents, of which 255 is NaN
         return torch.full_like(tensor, 255)
+    if tensor.dtype == torch.int64:  # the bits of fp32
+        return torch.full(tensor.shape, number).view(torch.int32).to(torch.int64)
     return torch.full(tensor.shape, number).to(tensor.dtype)
 
 
