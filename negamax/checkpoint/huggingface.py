@@ -9,18 +9,48 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from negamax.base.errors import ConfigError, NegamaxError, ResourceError
+from negamax.base.errors import CheckpointError, ConfigError, NegamaxError, ResourceError
 from negamax.base.progress import Progress, format_bytes
-from negamax.checkpoint.licence import Licence
+from negamax.checkpoint.licence import Licence, say_licence
+from negamax.config.json_file import read_json_object
 
 NAME = "the Hugging Face hub"
-IGNORED_FILES = ["*/*"]  # never subfolders
+_IGNORED_FILES = ["*/*"]  # never subfolders
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
-def fetch(model: str, revision: str | None, cache: str | None, patterns: Sequence[str]) -> Path:
-    """The snapshot of `model` in the `cache`, with the files that `patterns` name; what of them is
-    there already is not fetched. Errors: whatever goes wrong, see `failure`.
+def download(
+    model: str,
+    revision: str | None,
+    cache: str | None,
+    *,
+    weights: Sequence[str],
+    others: Sequence[str],
+) -> Path:
+    """The snapshot of `model` in the `cache`, with the files at its top that the patterns name;
+    what of them is there is not fetched. Errors: whatever goes wrong, see `failure`.
     """
+    folder = _fetch(model, revision, cache, others)
+    if _has_weights(folder):
+        return folder
+    licence = _licence(model, folder)
+    if licence is not None:
+        say_licence(model, licence)
+    # its name is the commit: a branch may have moved on
+    return _fetch(model, folder.name, cache, weights)
+
+
+def _has_weights(folder: Path) -> bool:
+    """Whether all files of weights are in the snapshot `folder`."""
+    try:
+        index = read_json_object(folder / _INDEX) if (folder / _INDEX).exists() else {}
+        names = set(index.get("weight_map", {"": _SINGLE}).values())
+    except (CheckpointError, AttributeError):
+        return False
+    return all((folder / str(name)).is_file() for name in names)
+
+
+def _fetch(model: str, revision: str | None, cache: str | None, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     folder = snapshot_download(
@@ -28,14 +58,14 @@ def fetch(model: str, revision: str | None, cache: str | None, patterns: Sequenc
         revision=revision,
         cache_dir=cache,
         allow_patterns=list(patterns),
-        ignore_patterns=IGNORED_FILES,
+        ignore_patterns=_IGNORED_FILES,
         # a terminal gets the hub's own bars
         tqdm_class=None if sys.stderr.isatty() else _logged_bar(),
     )
     return Path(folder)
 
 
-def licence(model: str, snapshot: Path) -> Licence | None:
+def _licence(model: str, snapshot: Path) -> Licence | None:
     """Of `model` as its card says; None where `snapshot` lacks no weights, and where the hub cannot
     be asked: the download tells why.
     """

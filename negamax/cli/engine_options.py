@@ -14,13 +14,26 @@ import typer
 from negamax.base import env, log
 from negamax.base.errors import ConfigError
 from negamax.cli.flags import Flag, chosen_fields, flag_parameters, parameter
-from negamax.config.options import DEVICES, DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, EngineOptions
+from negamax.config.options import (
+    DEVICES,
+    DTYPES,
+    KV_CACHE_DTYPES,
+    LOAD_FORMATS,
+    SOURCES,
+    EngineOptions,
+)
 
 MODEL, MEMORY, PARALLEL, LOGS = "Model", "Batching and memory", "Parallelism", "Logs"
 
 
 _TABLE = (
     Flag("revision", MODEL, "Branch, tag or commit of a hub model."),
+    Flag(
+        "source",
+        MODEL,
+        "Hub of models; auto: huggingface, or modelscope with NEGAMAX_USE_MODELSCOPE=1.",
+        choices=SOURCES,
+    ),
     Flag("download_dir", MODEL, "Folder for downloads; default: the hub's cache."),
     Flag(
         "script",

@@ -15,6 +15,7 @@ from negamax.config.key_file import check_keys
 from negamax.config.parallel import ParallelOptions
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+SOURCES = ("auto", "huggingface", "modelscope")
 LOAD_FORMATS = ("auto", "safetensors", "synthetic")
 DEVICES = ("auto", "cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
@@ -31,6 +32,7 @@ class EngineOptions:
 
     model: str  # local folder, hub id, bundled spec with load_format=synthetic, or "nano"
     revision: str | None = None  # of a hub model
+    source: str = "auto"  # of hub models; "auto": huggingface, unless NEGAMAX_USE_MODELSCOPE is 1
     download_dir: str | None = None
     dtype: str = "auto"  # "auto": the checkpoint's, or float32 on CPUs without bf16 instructions
     load_format: str = "auto"
@@ -78,6 +80,7 @@ class EngineOptions:
     def __post_init__(self) -> None:
         _check_choices(
             self,
+            source=SOURCES,
             dtype=DTYPES,
             load_format=LOAD_FORMATS,
             device=DEVICES,

@@ -73,6 +73,7 @@ class LLM:
         *,
         chat_template: str | None = None,
         revision: str | None = None,
+        source: str = "auto",
         download_dir: str | None = None,
         dtype: str = "auto",
         load_format: str = "auto",

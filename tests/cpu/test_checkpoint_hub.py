@@ -182,12 +182,13 @@ def test_the_licence_is_said_once_and_before_the_weights(
 ) -> None:
     hub.card = card
     code = f"""
-import urllib.request, negamax.checkpoint.hub as hub
-say = hub.say_licence
+import urllib.request
+from negamax.checkpoint import hub, huggingface
+say = huggingface.say_licence
 def asked(*arguments):
     say(*arguments)
     print(urllib.request.urlopen("{hub.environment["HF_ENDPOINT"]}/served").read().decode())
-hub.say_licence = asked
+huggingface.say_licence = asked
 for _ in range(2):
     hub.resolve_model("{model}", None, "{tmp_path}")
 """

@@ -48,7 +48,7 @@ def locate(options: EngineOptions) -> ModelSource:
         sampling = SamplingDefaults(**family_of(spec.architecture).sampling)
         generation = GenerationDefaults(sampling=sampling, eos_token_ids=spec.eos_token_ids)
         return ModelSource(spec, generation, None, tokenizer_folder, options.model)
-    folder = resolve_model(options.model, options.revision, options.download_dir)
+    folder = resolve_model(options.model, options.revision, options.download_dir, options.source)
     spec = _shortened(
         read_spec(read_json_object(folder / "config.json"), folder),
         options.num_hidden_layers,

@@ -1,0 +1,146 @@
+"""Models of ModelScope: fetched into its cache by its own client, which `negamax[modelscope]`
+brings. (The package `modelscope` does the same and imports torch; its hub has become a package of
+its own.)
+"""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import logging
+import threading
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from negamax.base import env
+from negamax.base.errors import ConfigError, NegamaxError, ResourceError
+from negamax.base.progress import Progress, format_bytes
+from negamax.checkpoint.licence import Licence, say_licence
+
+NAME = "ModelScope"
+
+
+def download(
+    model: str,
+    revision: str | None,
+    cache: str | None,
+    *,
+    weights: Sequence[str],
+    others: Sequence[str],
+) -> Path:
+    """The snapshot of `model` in the `cache`, with the files at its top that the patterns name;
+    what of them is there is not fetched. Errors: whatever goes wrong, see `failure`.
+    """
+    hub = _client()
+    api = hub.HubApi()
+    place = {"revision": revision, "cache_dir": cache}
+    if (env.get("HF_HUB_OFFLINE") or "0").lower() in ("1", "on", "yes", "true"):
+        return Path(api.download_repo(model, "model", local_files_only=True, **place))
+    place["revision"] = revision or "master"
+    try:
+        listed = api.list_repo_files(model, "model", revision=place["revision"])
+    except (hub.NetworkError, hub.ServerError) as error:
+        try:
+            return Path(api.download_repo(model, "model", local_files_only=True, **place))
+        except hub.CacheNotFound:
+            raise error from None
+    try:
+        folder = Path(api.download_repo(model, "model", local_files_only=True, **place))
+    except hub.CacheNotFound:
+        folder = Path()
+    missing = [
+        file
+        for file in listed
+        if not file.is_dir
+        and "/" not in file.path
+        and any(fnmatch.fnmatch(file.path, pattern) for pattern in (*weights, *others))
+        and not _is_current(folder / file.path, file)
+    ]
+    if not missing:
+        return folder
+    if any(fnmatch.fnmatch(file.path, pattern) for file in missing for pattern in weights):
+        page = f"{hub.get_default_config().endpoint}/models/{model}"
+        say_licence(model, Licence(_licence(api, model), page))
+    with Progress("fetching", unit=format_bytes) as progress:
+        found = api.download_repo(
+            model,
+            "model",
+            file_list=[{"Path": f.path, "Size": f.size, "Sha256": f.sha256} for f in missing],
+            progress_callbacks=[_counting(hub, progress, sum(file.size for file in missing))],
+            **place,
+        )
+    return Path(found)
+
+
+def _client() -> Any:
+    """The client's package. Its own log lines and bars of files stay away."""
+    env.set_default("TQDM_DISABLE", "1")
+    try:
+        import modelscope_hub
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "--source modelscope needs the package modelscope-hub",
+            hint="pip install 'negamax[modelscope]'",
+        ) from None
+    log = logging.getLogger("modelscope_hub")
+    log.handlers.clear()
+    log.propagate = True
+    log.setLevel(logging.ERROR)
+    return modelscope_hub
+
+
+def _is_current(path: Path, file: Any) -> bool:
+    """Whether the file at `path` is what ModelScope has: of its size, and not older. (A snapshot of
+    a branch is changed in place. To compare the hashes of weights takes minutes.)
+    """
+    if not path.is_file() or path.stat().st_size != file.size:
+        return False
+    changed = file.last_modified
+    return not isinstance(changed, datetime) or path.stat().st_mtime >= changed.timestamp()
+
+
+def _licence(api: Any, model: str) -> str | None:
+    try:
+        found: str | None = api.get_repo(model, "model").license
+    except Exception:  # the download tells what is wrong
+        return None
+    return found
+
+
+def _counting(hub: Any, progress: Progress, total: int) -> type[Any]:
+    """What the client calls for each file and each part of it."""
+    counting, done = threading.Lock(), 0
+
+    class Counted(hub.ProgressCallback):  # type: ignore[misc]
+        def update(self, size: int) -> None:
+            nonlocal done
+            with counting:  # files are fetched by several threads
+                done += size
+                progress(min(done, total), total)
+
+    return Counted
+
+
+def failure(error: Exception, where: str) -> NegamaxError:
+    """What to tell the user of an error that the client has raised."""
+    hub = _client()
+    for cause in getattr(error, "failed_files", {}).values():  # of which one says enough
+        return failure(cause, where)
+    if isinstance(error, OSError) and (
+        error.filename or error.errno in (errno.ENOSPC, errno.EDQUOT)
+    ):
+        hint = "free some space or use --download-dir"
+        return ResourceError(f"{where} cannot be stored: {error}", hint=hint)
+    if isinstance(error, hub.NotExistError):
+        hint = "check the name and --revision; names differ from those of the Hugging Face hub"
+        return ConfigError(f"{where} is not on ModelScope, or private", hint=hint)
+    if isinstance(error, hub.AuthenticationError | hub.PermissionDeniedError):
+        hint = "check MODELSCOPE_API_TOKEN"
+        return ConfigError(f"{where} is closed on ModelScope", hint=hint)
+    reason = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+    hint = "check the network and run again (finished files are kept), or give a local folder"
+    if isinstance(error, hub.CacheNotFound):
+        return ConfigError(f"{where} is not in ModelScope's local cache: offline mode", hint=hint)
+    return ConfigError(f"{where} cannot be fetched: {reason}", hint=hint)
