@@ -43,15 +43,15 @@ def read_generation_defaults(
     is no such file.
 
     A sampling field that the file leaves out is off; `do_sample: false` is greedy. End-of-sequence
-    ids come from the file, or from config.json where the file names none. Errors: `ConfigError`
+    ids come from the file; where it names none, from the tokenizer, and last from config.json, in
+    which quantisers have left those of other models (1 and 2 in NVIDIA's M2). Errors: `ConfigError`
     with the field, the value and what is allowed; `CheckpointError` where the file is no JSON
     object.
     """
     path = folder / "generation_config.json"
+    others = _tokenizer_eos(folder, spec) or spec.eos_token_ids
     if not path.exists():
-        return GenerationDefaults(
-            sampling=SamplingDefaults(**absent), eos_token_ids=spec.eos_token_ids
-        )
+        return GenerationDefaults(sampling=SamplingDefaults(**absent), eos_token_ids=others)
     config = read_json_object(path)
     do_sample = config.get("do_sample")
     if do_sample not in (None, True, False):
@@ -71,7 +71,23 @@ def read_generation_defaults(
     for token_id in eos_token_ids:
         if token_id >= spec.vocab_size:
             _refuse("eos_token_id", token_id, f"0 to vocab_size - 1 ({spec.vocab_size - 1})")
-    return GenerationDefaults(sampling=sampling, eos_token_ids=eos_token_ids or spec.eos_token_ids)
+    return GenerationDefaults(sampling=sampling, eos_token_ids=eos_token_ids or others)
+
+
+def _tokenizer_eos(folder: Path, spec: ModelSpec) -> tuple[int, ...]:
+    """The id of the token that ends sequences, if tokenizer_config.json names it and its id."""
+    path = folder / "tokenizer_config.json"
+    config = read_json_object(path) if path.exists() else {}
+    named, added = config.get("eos_token"), config.get("added_tokens_decoder")
+    text = named.get("content") if isinstance(named, Mapping) else named
+    if text is None or not isinstance(added, Mapping):
+        return ()
+    return tuple(
+        int(token_id)
+        for token_id, token in added.items()
+        if isinstance(token, Mapping) and token.get("content") == text
+        if token_id.isdecimal() and int(token_id) < spec.vocab_size
+    )
 
 
 def _number(config: dict[str, Any], name: str, default: float, *, low: float, high: float) -> float:

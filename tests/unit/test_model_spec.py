@@ -5,6 +5,7 @@ refused by name.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -329,6 +330,28 @@ def test_generation_defaults_of_minimax(tmp_path: Path) -> None:
     )
     minimax = SamplingDefaults(temperature=1.0, top_p=0.95, top_k=40)
     assert absent == shipped == GenerationDefaults(sampling=minimax, eos_token_ids=(200020,))
+
+
+def test_the_end_is_the_tokenizers_where_only_config_json_says_another(tmp_path: Path) -> None:
+    spec = replace(bundled_spec("minimax-m2"), eos_token_ids=(2,))  # of NVIDIA's NVFP4
+
+    def ends() -> tuple[int, ...]:
+        return read_generation_defaults(tmp_path, spec, absent=FAMILY.sampling).eos_token_ids
+
+    assert ends() == (2,)
+    added = {"200019": {"content": "]~b]"}, "200020": {"content": "[e~["}}
+    for name in ("[e~[", {"content": "[e~["}):
+        config = {"eos_token": name, "added_tokens_decoder": added}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        assert ends() == (200_020,)
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert ends() == (200_020,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 200019}')
+    assert ends() == (200_019,)
+    (tmp_path / "generation_config.json").unlink()
+    config = {"eos_token": "</s>", "added_tokens_decoder": added}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert ends() == (2,)
 
 
 def test_generation_file_overrides_and_leaves_off_what_it_does_not_name(tmp_path: Path) -> None:
