@@ -252,7 +252,7 @@ def _tokenizer(name: str) -> Any:
     from negamax.checkpoint.hub import resolve_model
     from negamax.text.tokenizer import Tokenizer
 
-    return Tokenizer.from_folder(resolve_model(name))
+    return Tokenizer.from_folder(resolve_model(name, needs_weights=False))
 
 
 def _vocabulary(options: BenchOptions) -> Sequence[int]:

@@ -5,6 +5,7 @@ id of a hub, Hugging Face's or ModelScope.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from negamax.base import env
@@ -29,14 +30,19 @@ def resolve_model(
     revision: str | None = None,
     download_dir: str | None = None,
     source: str = "auto",
+    *,
+    check: Callable[[Path], object] | None = None,
+    needs_weights: bool = True,
 ) -> Path:
     """The folder of `model`; a hub model is downloaded first, as far as files of it are missing.
 
     `revision` is a branch, tag or commit and only means something for a hub id; `download_dir`
-    replaces the hub's own cache; `source` is one of `config.options.SOURCES`. Errors: `ConfigError`
-    for a name that is none of the three, an unknown or closed repository or revision, and for
-    whatever goes wrong on the way to the hub; `ResourceError` where the disk does not take the
-    files.
+    replaces the hub's own cache; `source` is one of `config.options.SOURCES`. Of a hub model the
+    weights are fetched last, if at all, and only where `check` takes the folder with the others.
+
+    Errors: those of `check`; `ConfigError` for a name that is none of the three, an unknown or
+    closed repository or revision, and for whatever goes wrong on the way to the hub;
+    `ResourceError` where the disk does not take the files.
     """
     if model == NANO:
         return NANO_FOLDER
@@ -53,10 +59,6 @@ def resolve_model(
             f"model {model[:200]!r} is neither an existing folder, nor 'nano', nor a hub id",
             hint="a hub id looks like MiniMaxAI/MiniMax-M2",
         )
-    return _download(model, revision, download_dir, source)
-
-
-def _download(model: str, revision: str | None, download_dir: str | None, source: str) -> Path:
     if source == "auto":
         wanted = (env.get("NEGAMAX_USE_MODELSCOPE") or "0").lower()
         source = "modelscope" if wanted in ("1", "on", "yes", "true") else "huggingface"
@@ -65,7 +67,12 @@ def _download(model: str, revision: str | None, download_dir: str | None, source
     logger.info("fetching %s from %s", where, client.NAME)
     try:
         return client.download(
-            model, revision, download_dir, weights=WEIGHT_FILES, others=OTHER_FILES
+            model,
+            revision,
+            download_dir,
+            others=OTHER_FILES,
+            check=check,
+            weights=WEIGHT_FILES if needs_weights else (),
         )
     except NegamaxError:
         raise

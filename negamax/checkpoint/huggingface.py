@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,18 @@ def download(
     revision: str | None,
     cache: str | None,
     *,
-    weights: Sequence[str],
     others: Sequence[str],
+    check: Callable[[Path], object] | None,
+    weights: Sequence[str],
 ) -> Path:
     """The snapshot of `model` in the `cache`, with the files at its top that the patterns name;
-    what of them is there is not fetched. Errors: whatever goes wrong, see `failure`.
+    what of them is there is not fetched. First the others, then, where `check` takes the folder,
+    weights. Errors: those of `check`, and whatever goes wrong, see `failure`.
     """
     folder = _fetch(model, revision, cache, others)
-    if _has_weights(folder):
+    if check is not None:
+        check(folder)
+    if not weights or _has_weights(folder):
         return folder
     licence = _licence(model, folder)
     if licence is not None:

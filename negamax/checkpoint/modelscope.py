@@ -9,7 +9,7 @@ import errno
 import fnmatch
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -27,51 +27,64 @@ def download(
     revision: str | None,
     cache: str | None,
     *,
-    weights: Sequence[str],
     others: Sequence[str],
+    check: Callable[[Path], object] | None,
+    weights: Sequence[str],
 ) -> Path:
     """The snapshot of `model` in the `cache`, with the files at its top that the patterns name;
-    what of them is there is not fetched. Errors: whatever goes wrong, see `failure`.
+    what of them is there is not fetched. First the others, then, where `check` takes the folder,
+    weights. Errors: those of `check`, and whatever goes wrong, see `failure`.
     """
     hub = _client()
-    api = hub.HubApi()
-    place = {"revision": revision, "cache_dir": cache}
-    if (env.get("HF_HUB_OFFLINE") or "0").lower() in ("1", "on", "yes", "true"):
+    api, place = hub.HubApi(), {"revision": revision, "cache_dir": cache}
+
+    def cached() -> Path:
         return Path(api.download_repo(model, "model", local_files_only=True, **place))
+
+    if (env.get("HF_HUB_OFFLINE") or "0").lower() in ("1", "on", "yes", "true"):
+        return cached()
     place["revision"] = revision or "master"
     try:
         listed = api.list_repo_files(model, "model", revision=place["revision"])
     except (hub.NetworkError, hub.ServerError) as error:
         try:
-            return Path(api.download_repo(model, "model", local_files_only=True, **place))
+            return cached()
         except hub.CacheNotFound:
             raise error from None
     try:
-        folder = Path(api.download_repo(model, "model", local_files_only=True, **place))
+        folder = cached()
     except hub.CacheNotFound:
         folder = Path()
-    missing = [
-        file
-        for file in listed
-        if not file.is_dir
-        and "/" not in file.path
-        and any(fnmatch.fnmatch(file.path, pattern) for pattern in (*weights, *others))
-        and not _is_current(folder / file.path, file)
-    ]
-    if not missing:
-        return folder
-    if any(fnmatch.fnmatch(file.path, pattern) for file in missing for pattern in weights):
-        page = f"{hub.get_default_config().endpoint}/models/{model}"
-        say_licence(model, Licence(_licence(api, model), page))
-    with Progress("fetching", unit=format_bytes) as progress:
-        found = api.download_repo(
-            model,
-            "model",
-            file_list=[{"Path": f.path, "Size": f.size, "Sha256": f.sha256} for f in missing],
-            progress_callbacks=[_counting(hub, progress, sum(file.size for file in missing))],
-            **place,
-        )
-    return Path(found)
+    for patterns in (others, weights):
+        missing = [
+            file
+            for file in listed
+            if not file.is_dir
+            and "/" not in file.path
+            and any(fnmatch.fnmatch(file.path, pattern) for pattern in patterns)
+            and not _is_current(folder / file.path, file)
+        ]
+        if missing and patterns is weights:
+            page = f"{hub.get_default_config().endpoint}/models/{model}"
+            say_licence(model, Licence(_licence(api, model), page))
+        if missing:
+            with Progress("fetching", unit=format_bytes) as progress:
+                found = api.download_repo(
+                    model,
+                    "model",
+                    file_list=[
+                        {"Path": file.path, "Size": file.size, "Sha256": file.sha256}
+                        for file in missing
+                    ],
+                    progress_callbacks=[
+                        _counting(hub, progress, sum(file.size for file in missing))
+                    ],
+                    **place,
+                )
+            folder = Path(found)
+        if check is not None and patterns is others:
+            check(folder)
+    return folder
 
 
 def _client() -> Any:

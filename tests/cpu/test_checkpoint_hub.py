@@ -4,6 +4,7 @@ hub on this machine.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -157,6 +158,41 @@ def test_a_complete_cache_that_others_own_is_used_offline_and_left_as_it_is(
         for path in files:
             path.chmod(0o755)
     assert after == before and hub.served == []
+
+
+LOCATE = """
+import sys
+from negamax.base.errors import NegamaxError
+from negamax.config.options import EngineOptions
+from negamax.engine.core.source import locate
+options = EngineOptions("lab/model", download_dir=sys.argv[1], load_format=sys.argv[2])
+try:
+    print(locate(options).spec.architecture)
+except NegamaxError as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("load_format", "method", "words"),
+    [("auto", "bitsandbytes", "ConfigError the checkpoint is quantised by 'bitsandbytes'"),
+     ("synthetic", "fp8", "MiniMaxM2ForCausalLM")],
+)  # fmt: skip
+def test_weights_are_not_fetched_of_what_is_refused_or_synthetic(
+    hub: TinyHub, tmp_path: Path, load_format: str, method: str, words: str
+) -> None:
+    config = json.loads((NANO_FOLDER / "config.json").read_text())
+    config["quantization_config"]["quant_method"] = method
+    hub.files = {**FILES, "config.json": json.dumps(config).encode()}
+    done = subprocess.run(
+        [sys.executable, "-c", LOCATE, str(tmp_path), load_format],
+        env={**os.environ, **hub.environment},
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+    )
+    assert done.stdout.startswith(words)
+    assert "config.json" in hub.served and "model-00000-of-00001.safetensors" not in hub.served
 
 
 CARDS = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from negamax.base.errors import ConfigError
@@ -48,18 +49,29 @@ def locate(options: EngineOptions) -> ModelSource:
         sampling = SamplingDefaults(**family_of(spec.architecture).sampling)
         generation = GenerationDefaults(sampling=sampling, eos_token_ids=spec.eos_token_ids)
         return ModelSource(spec, generation, None, tokenizer_folder, options.model)
-    folder = resolve_model(options.model, options.revision, options.download_dir, options.source)
-    spec = _shortened(
-        read_spec(read_json_object(folder / "config.json"), folder),
-        options.num_hidden_layers,
+    folder = resolve_model(
+        options.model,
+        options.revision,
+        options.download_dir,
+        options.source,
+        check=partial(_read_spec, options=options),
+        needs_weights=options.load_format != "synthetic",
     )
-    detect(spec.quantization)  # refuses what no format reads
-    spec = _with_quantization(spec, options)
+    spec = _read_spec(folder, options=options)
     weights = None if options.load_format == "synthetic" else folder
     generation = read_generation_defaults(
         folder, spec, absent=family_of(spec.architecture).sampling
     )
     return ModelSource(spec, generation, weights, folder, options.model.rstrip("/"))
+
+
+def _read_spec(folder: Path, *, options: EngineOptions) -> ModelSpec:
+    """The model in `folder`, as it is to run. Errors: `ConfigError`, `CheckpointError`."""
+    spec = _shortened(
+        read_spec(read_json_object(folder / "config.json"), folder), options.num_hidden_layers
+    )
+    detect(spec.quantization)  # refuses what no format reads
+    return _with_quantization(spec, options)
 
 
 def _with_quantization(spec: ModelSpec, options: EngineOptions) -> ModelSpec:
