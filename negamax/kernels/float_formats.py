@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from negamax.kernels.formats import (
     COLUMNS,
+    E2M1,
     E4M3,
     E4M3_FNUZ,
     FLOATS,
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
     from negamax.kernels.codes import Codes
 
-E2M1 = "float4_e2m1"
 E8M0 = ("uint8", "float8_e8m0fnu")  # an exponent, in either spelling
 NVFP4_GROUP, MX_GROUP = 16, 32  # columns that share a scale
 PER_ROW, PER_MATRIX = (ROWS, ONE), (ONE,)

@@ -320,6 +320,7 @@ E4M3_FNUZ = "float8_e4m3fnuz"  # of MI300: half the values of E4M3's bits, and 0
 E4M3_MAX = 448.0  # its largest finite value; beyond it are only NaNs
 E4M3_GROUP = 128  # columns of activations, rows and columns of weights that share a scale
 E4M3_GROUPS = ActivationFormat(E4M3, E4M3_GROUP)
+E2M1 = "float4_e2m1"
 
 
 def _unpack_e4m3_blocks(tensors: Mapping[str, Tensor]) -> Codes:
@@ -355,22 +356,40 @@ E4M3_BLOCKS = TensorFormat(
 )
 
 
-# The formats that some kernel reads as they are stored, and what those kernels require.
-KEPT_FORMATS = {E4M3_BLOCKS: frozenset({Feature.TRITON, Feature.FP8})}
-
-
-def is_kept(stored: TensorFormat, platform: Platform) -> bool:
-    """Whether the kernels of `platform` read matrices of this format as they are stored."""
-    return stored in KEPT_FORMATS and not platform.missing(KEPT_FORMATS[stored])
-
-
 def reads_e4m3_blocks(stored: TensorFormat) -> bool:
     """Whether a matrix is E4M3 values with one fp32 scale per block, by whichever names."""
     return stored.element == E4M3 and [
-        (tensor.dtypes[0], tensor.dims) for tensor in stored.tensors
+        (tensor.dtypes[0], tensor.dims) for tensor in stored.tensors if tensor.is_kept
     ] == [(tensor.dtypes[0], tensor.dims) for tensor in E4M3_BLOCKS.tensors]
 
 
 def e4m3_blocks(values: Tensor, scale: Tensor) -> StoredWeight:
     """values [..., N, K] e4m3, scale [..., ceil(N / 128), ceil(K / 128)] fp32."""
     return StoredWeight(E4M3_BLOCKS, {"weight": values, "weight_scale_inv": scale})
+
+
+# --- 4 and 8 bits ---------------------------------------------------------------------------------
+
+_PACKED = ("uint4", "int4", E2M1, "uint8", "int8", E4M3)
+_PACKED_GROUPS = frozenset({16, 32, 64, 128})  # columns that share a scale
+
+
+def reads_packed(stored: TensorFormat) -> bool:
+    """Whether weight-only kernels take a matrix: 4 or 8 bits, a scale for each row and group of
+    columns, or for each row.
+    """
+    scales = [t for t in stored.tensors if t.role is Role.SCALE and t.level == 1]
+    groups = {dim.unit for t in scales for dim in t.dims if dim.axis is Axis.COLUMNS}
+    return (
+        stored.element in _PACKED
+        and not stored.permuted
+        and len(scales) == 1
+        and groups <= _PACKED_GROUPS
+    )
+
+
+def is_kept(stored: TensorFormat, platform: Platform) -> bool:
+    """Whether the kernels of `platform` read matrices of this format as they are stored. What has
+    no tensor cores for their element multiplies in the compute dtype: weight-only.
+    """
+    return Feature.TRITON in platform.features and stored.stacks and reads_packed(stored)

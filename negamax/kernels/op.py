@@ -20,6 +20,7 @@ from negamax.kernels.platform import Feature
 P = TypeVar("P")
 R = TypeVar("R")
 
+WEIGHT_ONLY = "triton_weight_only"  # the provider that dequantises packed weights in registers
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -42,7 +43,9 @@ class Cost:
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs of one call. `numbers`: what is no tensor. `stored`: the format of its weights."""
+    """Inputs of one call. `numbers`: what is no tensor. `stored`: the format of its weights, whose
+    tensors are called "weight.<tensor>" where it is not `PLAIN`.
+    """
 
     label: str
     tensors: dict[str, Tensor]
@@ -50,12 +53,14 @@ class Case:
     stored: TensorFormat = PLAIN
 
     def upcast(self) -> Case:
-        """The same values with every floating-point tensor in float32."""
+        """The same values with every floating-point tensor in float32, but for those of stored
+        weights.
+        """
         tensors = {
-            name: tensor.float() if tensor.is_floating_point() else tensor
+            name: tensor.float() if tensor.is_floating_point() and "." not in name else tensor
             for name, tensor in self.tensors.items()
         }
-        return Case(self.label, tensors, self.numbers)
+        return Case(self.label, tensors, self.numbers, self.stored)
 
 
 class OpName(str, Generic[P, R]):

@@ -14,7 +14,7 @@ import torch
 from negamax.kernels.attention import cpu as attention_cpu
 from negamax.kernels.attention import spec as attention
 from negamax.kernels.collectives import spec as collectives
-from negamax.kernels.formats import KEPT_FORMATS, PLAIN, TensorFormat
+from negamax.kernels.formats import PLAIN, TensorFormat
 from negamax.kernels.gemm import cpu as gemm_cpu
 from negamax.kernels.gemm import spec as gemm
 from negamax.kernels.kvcache import cpu as kvcache_cpu
@@ -24,7 +24,7 @@ from negamax.kernels.moe import spec as moe
 from negamax.kernels.native import rows as native_rows
 from negamax.kernels.norm import cpu as norm_cpu
 from negamax.kernels.norm import spec as norm
-from negamax.kernels.op import AnyKernel, Kernel, Op, OpName, P, R
+from negamax.kernels.op import WEIGHT_ONLY, AnyKernel, Kernel, Op, OpName, P, R
 from negamax.kernels.platform import Feature, Platform
 from negamax.kernels.quantize import spec as quantize
 from negamax.kernels.sampling import spec as sampling
@@ -123,17 +123,28 @@ class KernelTable:
                 return self[op.name]
         return None
 
-    def describe(self) -> str:
-        """One line per op: its name, the provider and what the op does; one more for weights that
-        are read as they are stored.
+    def describe(self, formats: Iterable[TensorFormat] = ()) -> str:
+        """One line per op: its name, the provider and what the op does; one more for each of
+        `formats`, those of a checkpoint, that is read as it is stored; at the end the formats that
+        stay packed without tensor cores for them.
         """
         lines = [f"kernels for {self.platform.label}, {str(self.dtype).removeprefix('torch.')}:"]
         for op in sorted(self.candidates):
             lines.append(f"  {op:30} {self[op].provider:18} {OPS[op].summary}")
-            for stored in KEPT_FORMATS:
+            for stored in formats:
                 kernel = self.choose(op, stored)
                 if kernel is not None:
                     lines.append(f"  {'':30} {kernel.provider:18} with {stored.name}")
+        packed = [
+            stored.name
+            for stored in formats
+            if (kernel := self.choose(EXPERTS, stored)) and kernel.provider == WEIGHT_ONLY
+        ]
+        if packed:
+            lines.append(
+                f"weights in {', '.join(packed)} stay packed and are used weight-only: their "
+                f"products are in {str(self.dtype).removeprefix('torch.')}"
+            )
         return "\n".join(lines)
 
 

@@ -29,6 +29,7 @@ from negamax.layers.weights import WeightSlot
 from negamax.models.decoder import Decoder
 from negamax.models.registry import build_model, empty_slots
 from negamax.parallel.context import ParallelContext
+from negamax.quantization.detect import detect
 from negamax.scheduler.step import StepPlan, StepResult
 from negamax.worker import batch as batches
 from negamax.worker import kv_cache
@@ -154,11 +155,12 @@ class Worker:
         # the last steps with draft tokens, and their number: their results may be on their way
         self._unverified: deque[tuple[int, StepPlan, StepOutput]] = deque()
         self._num_steps = 0
+        scheme = detect(config.spec.quantization)
         self.ready = WorkerReady(
             num_kv_blocks=num_blocks,
             dtype=str(dtype).removeprefix("torch."),
             device=str(device),
-            kernels=kernels.describe(),
+            kernels=kernels.describe(scheme.formats if scheme else ()),
             load_summary=load_summary,
             memory_summary=kv_cache.describe(num_blocks, config, dtype=cache_dtype) + graph_summary,
             num_draft_tokens=num_draft_tokens,

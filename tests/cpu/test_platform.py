@@ -14,7 +14,8 @@ import torch
 
 from negamax.base.errors import ConfigError
 from negamax.config.families import bundled_spec
-from negamax.kernels.formats import E4M3_BLOCKS, PLAIN
+from negamax.kernels.float_formats import nvfp4
+from negamax.kernels.formats import E4M3_BLOCKS, PLAIN, is_kept
 from negamax.kernels.launch.triton import launch_options
 from negamax.kernels.platform import CPU, Feature, nvidia, platform_of
 from negamax.kernels.registry import OPS, resolve
@@ -103,19 +104,30 @@ def test_an_a100_runs_with_a_warning_and_its_cache_is_not_fp8(
         check_platform(found, cache_dtype=FP8)
 
 
-def test_fp8_weights_are_dequantised_at_load_where_no_kernel_reads_them() -> None:
+def test_weights_stay_packed_where_a_kernel_reads_them_and_the_start_says_so() -> None:
     a100, h200 = (nvidia(capability, name="") for capability in ((8, 0), (9, 0)))
-    for found, dtype, kept in (
-        (h200, BF16, True),
-        (h200, torch.float32, False),
-        (a100, BF16, False),
-        (CPU, BF16, False),
+    native, weight_only = "triton", "triton_weight_only"
+    formats = (E4M3_BLOCKS, nvfp4())
+    for found, dtype, fp8, fp4 in (
+        (h200, BF16, native, weight_only),
+        (h200, torch.float32, None, None),
+        (a100, BF16, weight_only, weight_only),
+        (CPU, BF16, None, None),
     ):
         table = resolve(platform=found, dtype=dtype)
-        for op in ("gemm.linear", "moe.experts"):
-            assert (table.choose(op, E4M3_BLOCKS) is not None) == kept
-            assert table[op].activation is None and table[op].reads(PLAIN)
-        assert ("with fp8_e4m3_block_128x128" in table.describe()) == kept
+        for stored, provider in zip(formats, (fp8, fp4), strict=True):
+            for op in ("gemm.linear", "moe.experts"):
+                kernel = table.choose(op, stored)
+                assert (kernel and kernel.provider) == provider
+                assert table[op].activation is None and table[op].reads(PLAIN)
+            if dtype is BF16:
+                assert is_kept(stored, found) == (provider is not None)
+        text = table.describe(formats)
+        assert ("with fp8_e4m3_block_128x128" in text) == (fp8 is not None)
+        assert ("weights in nvfp4 stay packed" in text) == (fp8 == native)
+        assert ("weights in fp8_e4m3_block_128x128, nvfp4 stay packed" in text) == (
+            fp8 == weight_only
+        )
 
 
 def test_measured_gpus_and_the_cpu_run_everything_without_a_word(

@@ -28,7 +28,7 @@ def fp8_linear(
         dtype=torch.bfloat16,
         generator=torch.Generator().manual_seed(0),
     ).tensors
-    return t["x"], kernels.prepare(e4m3_blocks(t["weight"], t["weight_scale"]))
+    return t["x"], kernels.prepare(e4m3_blocks(t["weight.weight"], t["weight.weight_scale_inv"]))
 
 
 def test_programs_that_share_columns_leave_their_counters_at_zero() -> None:

@@ -1,5 +1,5 @@
-"""Inputs of products with weights, plain and FP8, how kernels are called with them, and what they
-cost.
+"""Inputs of products with weights, plain, FP8 and packed, how kernels are called with them, and
+what they cost.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from negamax.kernels.formats import (
     E4M3_MAX,
     PLAIN,
     StoredWeight,
-    e4m3_blocks,
+    TensorFormat,
     plain,
 )
 from negamax.kernels.op import AnyKernel, Case, Cost, num_bytes, randn
 from negamax.kernels.quantize import spec as quantize
+from negamax.kernels.weight_only import cases as weight_only
 
 _M2_SHAPES = {  # in, out of one rank
     "qkv TP4": (3072, 2048),
@@ -29,11 +30,12 @@ _M2_SHAPES = {  # in, out of one rank
     "o_proj TP1": (6144, 3072),
 }
 _M2_TOKENS = (1, 3, 16, 63, 128, 301, 1024, 8192)
+_PACKED_TOKENS = (1, 16, 64, 1024)
 _HEAD_ROWS = {"lm_head TP4": 50016, "lm_head TP1": 200064}
 
 
 def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """No tokens, one, odd counts and widths, one result in fp32; then FP8 weights."""
+    """No tokens, one, odd counts and widths, one result in fp32; then FP8 and packed weights."""
     cases = []
     for num_tokens, inputs, outputs, out_dtype in (
         (0, 64, 32, None),
@@ -51,6 +53,14 @@ def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
         }
         label = f"T={num_tokens} in={inputs} out={outputs}{' to fp32' if out_dtype else ''}"
         cases.append(Case(label, tensors, {"out_dtype": out_dtype}))
+    cases += [
+        weight_only_case(stored, *sizes, dtype=dtype, generator=generator)
+        for number, stored in enumerate(weight_only.SMALL_FORMATS)
+        for sizes in (
+            (1, 640, 130) if number % 2 else (33, 192, 72),
+            (70, 200 if number == 0 else 128, 136),
+        )
+    ]
     return cases + [
         fp8_case(*sizes, dtype=dtype, generator=generator)
         for sizes in (
@@ -70,11 +80,17 @@ def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M2's projections with FP8 weights, and its head with plain ones."""
+    """MiniMax-M2's projections with FP8 and packed weights, and its head with plain ones."""
     cases = [
         fp8_case(n, inputs, outputs, dtype=dtype, generator=generator, label=label)
         for label, (inputs, outputs) in _M2_SHAPES.items()
         for n in (_M2_TOKENS if "TP4" in label else _M2_TOKENS[:-1])
+    ]
+    cases += [
+        weight_only_case(stored, n, inputs, outputs, dtype=dtype, generator=generator, label=label)
+        for stored in weight_only.FORMATS
+        for label, (inputs, outputs) in _M2_SHAPES.items()
+        for n in _PACKED_TOKENS
     ]
     for label, rows in _HEAD_ROWS.items():
         weight = randn(rows, 3072, dtype=dtype, generator=generator, scale=3072**-0.5)
@@ -102,8 +118,27 @@ def fp8_case(
     x[:, ::E4M3_GROUP] = 7.0
     weight, scale = fp8_weight(outputs, inputs, generator=generator)
     label = f"{label or f'{inputs} -> {outputs}'} FP8 T={num_tokens}"
-    tensors = {"x": x.to(dtype), "weight": weight, "weight_scale": scale}
+    tensors = {"x": x.to(dtype), "weight.weight": weight, "weight.weight_scale_inv": scale}
     return Case(label, tensors, {}, E4M3_BLOCKS)
+
+
+def weight_only_case(
+    stored: TensorFormat,
+    num_tokens: int,
+    inputs: int,
+    outputs: int,
+    *,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    label: str = "",
+) -> Case:
+    """A case with a weight of 4 or 8 bits and plain activations."""
+    tensors = {
+        "x": randn(num_tokens, inputs, dtype=dtype, generator=generator),
+        **weight_only.tensors_of(stored, "weight", outputs, inputs, generator=generator),
+    }
+    label = f"{label or f'{inputs} -> {outputs}'} {stored.name} T={num_tokens}"
+    return Case(label, tensors, {}, stored)
 
 
 def fp8_weight(*shape: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -119,31 +154,26 @@ def fp8_weight(*shape: int, generator: torch.Generator) -> tuple[Tensor, Tensor]
 
 
 def stored_weight(case: Case, name: str) -> StoredWeight:
-    """The weight `name` of a case; where it has a scale, E4M3 blocks, which an upcast case
-    multiplies out.
-    """
-    weight, scale = case.tensors[name], case.tensors.get(f"{name}_scale")
-    if scale is None:
-        return plain(weight)
+    """The weight `name` of a case."""
     if case.stored is PLAIN:
-        return plain(quantize.dequantize_block(weight, scale))
-    return e4m3_blocks(weight, scale)
+        return plain(case.tensors[name])
+    kept = [tensor.name for tensor in case.stored.tensors]
+    return StoredWeight(case.stored, {each: case.tensors[f"{name}.{each}"] for each in kept})
 
 
 def apply(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """The product. FP8 weights go with FP8 activations."""
+    """The product, with the activations that the kernel wants."""
     x: Hidden = case.tensors["x"]
-    if "weight_scale" in case.tensors:
+    if kernel.activation is not None:
         x = quantize.quantize_activations(case.tensors["x"])
     return (kernel.run(x, kernel.prepare(stored_weight(case, "weight")), **case.numbers),)
 
 
 def cost(case: Case) -> Cost:
     """All tensors read, the product written."""
-    x, weight = case.tensors["x"], case.tensors["weight"]
+    x, rows = case.tensors["x"], len(stored_weight(case, "weight").values)
     out_dtype = case.numbers.get("out_dtype") or x.dtype
-    out_bytes = x.shape[0] * weight.shape[0] * out_dtype.itemsize
     return Cost(
-        num_bytes=num_bytes(*case.tensors.values()) + out_bytes,
-        flops=2 * x.shape[0] * weight.numel(),
+        num_bytes=num_bytes(*case.tensors.values()) + x.shape[0] * rows * out_dtype.itemsize,
+        flops=2 * x.numel() * rows,
     )

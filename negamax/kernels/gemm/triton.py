@@ -33,14 +33,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from negamax.kernels import platform
 from negamax.kernels.activations import GROUP, QuantizedActivations, model_dtype, unquantized
 from negamax.kernels.formats import (
-    E4M3_BLOCKS,
     E4M3_GROUPS,
-    KEPT_FORMATS,
     PLAIN,
     StoredWeight,
     reads_e4m3_blocks,
 )
-from negamax.kernels.gemm import cublas, tiles
+from negamax.kernels.gemm import cublas, tiles, triton_packed
 from negamax.kernels.launch.ptx import launch_dependents, wait_for_predecessor
 from negamax.kernels.launch.tile import Tile
 from negamax.kernels.launch.triton import (
@@ -484,7 +482,8 @@ _DTYPES = (torch.bfloat16, torch.float16)
 KERNELS: tuple[AnyKernel, ...] = (
     Kernel(LINEAR, "triton", linear, prepare, requires=_GPU, dtypes=_DTYPES),
     Kernel(
-        LINEAR, "triton", linear, prepare, requires=KEPT_FORMATS[E4M3_BLOCKS],
+        LINEAR, "triton", linear, prepare, requires=_GPU | {Feature.FP8},
         dtypes=_DTYPES, reads=reads_e4m3_blocks, activation=E4M3_GROUPS,
     ),
+    *triton_packed.KERNELS,
 )  # fmt: skip

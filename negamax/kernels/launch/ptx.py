@@ -75,3 +75,54 @@ def e4m3_to_fp16(x):
 def fast_log(x):
     """log x; on NVIDIA GPUs the hardware's, good to 2^-22 beside a logarithm of 1 or less."""
     return libdevice.fast_logf(x) if not INTERPRETED and is_cuda() else tl.log(x)
+
+
+@triton.jit
+def unpack_bytes(
+    q, factor, added, ELEMENT: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr,
+    ZEROS: tl.constexpr,
+):  # fmt: skip
+    """Codes of packed weights as bf16, on NVIDIA GPUs: the bytes q, of "uint4" and "e2m1" their low
+    nibbles or the HIGH ones, plus `added` (uint4: and 128; uint8: less 128; others: not at all),
+    times `factor` where SCALED. The portable form stands in `weight_only/triton.py`.
+    """
+    return tl.inline_asm_elementwise(
+        unpacking(ELEMENT, HIGH, SCALED, ZEROS), "=r,=r,r,r,r,r,r", [q, factor, added], tl.bfloat16,
+        is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+# From four bytes in q: two of them, in the lower or the upper bytes of the halves of a register
+_LOWER = ("prmt.b32 a, q, 0, 0x4140;", "prmt.b32 a, q, 0, 0x4342;")
+_UPPER = ("prmt.b32 a, q, 0, 0x1404;", "prmt.b32 a, q, 0, 0x3424;")
+
+
+@triton.constexpr_function
+def unpacking(ELEMENT: str, HIGH: bool, SCALED: bool, ZEROS: bool) -> str:
+    """Four bytes -> two pairs of bf16: PTX with the operands out, out, q, factor, factor, added,
+    added. Bits of e2m1 and e4m3 come where bf16 has its own: times 2^-126 and 2^-120.
+    """
+    lines = ["mov.b32 q, $2;"]
+    for pair in range(2):
+        if ELEMENT == "uint4":
+            lines.append(_LOWER[pair])
+            lines += ["shr.u32 a, a, 4;"] if HIGH else []
+            lines.append("lop3.b32 c, a, 0x000F000F, 0x43004300, 0xEA;")  # (a & b) | c
+        elif ELEMENT == "uint8":
+            for number, register in ((2 * pair, "a"), (2 * pair + 1, "b")):
+                lines.append(f"prmt.b32 {register}, q, 0x4B000000, 0x765{number};")
+                lines.append(f"mov.b32 f, {register}; sub.f32 f, f, 0f4B000080;")
+                lines.append(f"mov.b32 {register}, f;")
+            lines.append("prmt.b32 c, a, b, 0x7632;")
+        else:
+            shift, mask = (6, "0x01C001C0") if ELEMENT == "e2m1" else (4, "0x07F007F0")
+            lines.append(_UPPER[pair])
+            lines += ["shl.b32 a, a, 4;"] if ELEMENT == "e2m1" and not HIGH else []
+            lines.append(f"shr.u32 c, a, {shift}; and.b32 c, c, {mask};")
+            lines.append("lop3.b32 c, a, 0x80008000, c, 0xEA;")
+        if ELEMENT == "uint4" or ZEROS:
+            lines.append(f"mov.b32 b, 0x3F803F80; fma.rn.bf16x2 c, c, b, ${5 + pair};")
+        if SCALED:
+            lines.append(f"mov.b32 b, 0x80008000; fma.rn.bf16x2 c, c, ${3 + pair}, b;")
+        lines.append(f"mov.b32 ${pair}, c;")
+    return "{ .reg .b32 q, a, b, c; .reg .f32 f; " + " ".join(lines) + " }"

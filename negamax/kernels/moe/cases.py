@@ -7,12 +7,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from negamax.kernels.formats import E4M3_BLOCKS
+from negamax.kernels.formats import E4M3_BLOCKS, TensorFormat
 from negamax.kernels.gemm.cases import fp8_weight, stored_weight
 from negamax.kernels.op import AnyKernel, Case, Cost, num_bytes, randn
 from negamax.kernels.quantize import spec as quantize
+from negamax.kernels.weight_only import cases as weight_only
 
 _TOKENS = (1, 4, 16, 64, 100, 1000)
+_PACKED_WIDTHS = (1536, 384)
 _WIDTHS = (1536, 768, 384)  # MiniMax-M2's experts whole, and cut for two and four ranks
 
 
@@ -76,6 +78,12 @@ def experts_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
         _fp8_experts_case(*sizes, dtype=dtype, generator=generator)
         for sizes in ((0, 4, 0, 4), (3, 6, 0, 6), (5, 12, 0, 12), (9, 8, 2, 3), (24, 6, 0, 6),
                       (88, 6, 1, 4))
+    ] + [
+        _weight_only_experts_case(
+            stored, num_tokens, 96, 72, 5, 2, 1, 3, dtype=dtype, generator=generator
+        )
+        for stored in weight_only.FORMATS[:2]
+        for num_tokens in (3, 26)
     ]  # fmt: skip
 
 
@@ -105,8 +113,8 @@ def _fp8_experts_case(
 
 
 def experts_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M2's experts in FP8; the cases of a width share them."""
-    return [
+    """MiniMax-M2's experts in FP8 and packed; the cases of a width share them."""
+    cases = [
         Case(
             f"fp8 T={num_tokens} hidden=3072 width={width}",
             {
@@ -121,17 +129,62 @@ def experts_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Ca
         for weights in (fp8_experts(256, hidden=3072, width=width, generator=generator),)
         for num_tokens in _TOKENS
     ]
+    return cases + [
+        _weight_only_experts_case(
+            stored, num_tokens, 3072, width, 256, 8, 0, 256,
+            dtype=dtype, generator=generator, weights=weights,
+        )
+        for stored in weight_only.FORMATS
+        for width in _PACKED_WIDTHS
+        for weights in (_weight_only_experts(stored, 256, 3072, width, generator),)
+        for num_tokens in _TOKENS
+    ]  # fmt: skip
+
+
+def _weight_only_experts_case(
+    stored: TensorFormat,
+    num_tokens: int,
+    hidden: int,
+    width: int,
+    num_experts: int,
+    top_k: int,
+    first: int,
+    count: int,
+    *,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    weights: dict[str, Tensor] | None = None,
+) -> Case:
+    """Weights of 4 or 8 bits and plain activations."""
+    tensors = {
+        "x": randn(num_tokens, hidden, dtype=dtype, generator=generator),
+        **_choices(num_tokens, num_experts, top_k, generator),
+        **(weights or _weight_only_experts(stored, count, hidden, width, generator)),
+    }
+    label = f"{stored.name} T={num_tokens} hidden={hidden} width={width}"
+    return Case(label, tensors, {"first": first, "count": count}, stored)
+
+
+def _weight_only_experts(
+    stored: TensorFormat, count: int, hidden: int, width: int, generator: torch.Generator
+) -> dict[str, Tensor]:
+    make = partial(weight_only.tensors_of, stored, generator=generator)
+    return {
+        **make("gate_up", count, 2 * width, hidden),
+        **make("down", count, hidden, width),
+    }
 
 
 def fp8_experts(
     count: int, *, hidden: int, width: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
     """The weights of `count` experts in FP8, with their scales."""
-    gate_up, gate_up_scale = fp8_weight(count, 2 * width, hidden, generator=generator)
-    down, down_scale = fp8_weight(count, hidden, width, generator=generator)
-    return {
-        "gate_up": gate_up, "gate_up_scale": gate_up_scale, "down": down, "down_scale": down_scale,
-    }  # fmt: skip
+    shapes = {"gate_up": (2 * width, hidden), "down": (hidden, width)}
+    tensors: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        values, scale = fp8_weight(count, *shape, generator=generator)
+        tensors |= {f"{name}.weight": values, f"{name}.weight_scale_inv": scale}
+    return tensors
 
 
 def _choices(
@@ -157,9 +210,9 @@ def apply_route(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def apply_experts(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """The sum over parts. FP8 weights go with FP8 activations."""
+    """The sum over parts, with the activations that the kernel wants."""
     t = case.tensors
-    x = quantize.quantize_activations(t["x"]) if "gate_up_scale" in t else t["x"]
+    x = t["x"] if kernel.activation is None else quantize.quantize_activations(t["x"])
     prepared = kernel.prepare(stored_weight(case, "gate_up"), stored_weight(case, "down"))
     out = kernel.run(x, t["ids"], t["weights"], prepared, **case.numbers)
     return (out if out.dim() == 2 else out.float().sum(1).to(out.dtype),)
@@ -178,8 +231,10 @@ def experts_cost(case: Case) -> Cost:
     """The weights of the experts that were chosen, read once; tokens read and written."""
     t, n = case.tensors, case.numbers
     chosen = t["ids"][(t["ids"] >= n["first"]) & (t["ids"] < n["first"] + n["count"])]
-    per_expert = t["gate_up"][0].numel() + t["down"][0].numel()
-    weight_bytes = chosen.unique().numel() * per_expert * t["gate_up"].element_size()
+    weights = {name: each for name, each in t.items() if name.startswith(("gate_up", "down"))}
+    share = chosen.unique().numel() / n["count"]
+    width = stored_weight(case, "gate_up").values.shape[1] // 2
     return Cost(
-        num_bytes=weight_bytes + 2 * num_bytes(t["x"]), flops=2 * chosen.numel() * per_expert
+        num_bytes=round(share * num_bytes(*weights.values())) + 2 * num_bytes(t["x"]),
+        flops=6 * chosen.numel() * width * t["x"].shape[1],
     )

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from negamax.kernels.activations import Hidden, unquantized
-from negamax.kernels.formats import StoredWeight
+from negamax.kernels.formats import PLAIN, StoredWeight
 from negamax.kernels.moe import cases
 from negamax.kernels.op import Kernel, Op, rounding_tolerance
 from negamax.kernels.signatures import EXPERTS, ROUTE
@@ -48,10 +48,18 @@ def mask_padding(ids: Tensor, weights: Tensor, active: Tensor | None) -> tuple[T
 
 
 def stack(gate_up: StoredWeight, down: StoredWeight) -> tuple[Tensor, Tensor]:
-    """gate_up [experts, 2 * width, hidden] (gate rows first), down [experts, hidden, width], plain,
-    as they are.
+    """gate_up [experts, 2 * width, hidden] (gate rows first), down [experts, hidden, width]: plain
+    ones as they are, of others the fp32 values.
     """
-    return gate_up.values, down.values
+    return _values(gate_up), _values(down)
+
+
+def _values(weight: StoredWeight) -> Tensor:
+    if weight.format is PLAIN:
+        return weight.values
+    count = len(weight.values)
+    experts = ({name: t[index] for name, t in weight.tensors.items()} for index in range(count))
+    return torch.stack([weight.format.dequantize(tensors) for tensors in experts])
 
 
 def experts(

@@ -75,6 +75,14 @@ class Tiles:
         tile = Tile(64, side, side, num_warps=4, num_stages=2)
         return ExpertTiles(tile, tile, repeat_n=8 if fp8 else 1)
 
+    def packed(self, *, M: int) -> ExpertTiles:
+        """For weights of 4 and 8 bits, at any M. Not measured."""
+        block_m = 16 if M <= SMALL_M_MAX_M else 64
+        return ExpertTiles(
+            Tile(block_m, 32, 128, num_warps=4, num_stages=2),
+            Tile(block_m, 64, 128, num_warps=4, num_stages=2),
+        )
+
 
 _ROUTE = (
     RouteTile(16, 16, 128, num_warps=4, num_stages=0, split_k=8),
@@ -118,6 +126,13 @@ class H200(Tiles):
             down = Tile(64, 64, 128, num_warps=4, num_stages=3)
             return ExpertTiles(gate_up, down, repeat_n=24, resident=True)
         return ExpertTiles(gate_up, Tile(64, 128, 128, num_warps=4, num_stages=3), repeat_n=8)
+
+    def packed(self, *, M: int) -> ExpertTiles:
+        block_m, stages = (16, 5) if M <= SMALL_M_MAX_M else (64, 4)
+        return ExpertTiles(
+            Tile(block_m, 64, 128, num_warps=4, num_stages=stages),
+            Tile(block_m, 128, 128, num_warps=4, num_stages=stages),
+        )
 
 
 def tiles_for(device: torch.device) -> Tiles:

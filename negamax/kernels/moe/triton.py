@@ -14,6 +14,9 @@ A pair is one choice of a token, pair = token * top_k + choice. The experts comp
     large_m  the rest         4         pairs are sorted by expert first; the tokens are the tall
                                         operand; P = top_k
 
+Weights of 4 and 8 bits take the last two ways, with one function for their tiles
+(`triton_packed.py`).
+
 Each expert's gate and up lie in one weight [2 * width, hidden], gate rows first. FP8 weights have a
 scale per 128 x 128; h is then FP8 too, with a scale per pair and 128 columns (but in gemv). Tile
 sizes: `tiles.py`.
@@ -28,22 +31,22 @@ from torch import Tensor
 
 from negamax.kernels.activations import GROUP, QuantizedActivations, unquantized
 from negamax.kernels.formats import (
-    E4M3_BLOCKS,
     E4M3_GROUPS,
-    KEPT_FORMATS,
     PLAIN,
     StoredWeight,
     reads_e4m3_blocks,
+    reads_packed,
 )
 from negamax.kernels.moe import tiles
 from negamax.kernels.moe.triton_decode import experts_gemv, experts_small_m
 from negamax.kernels.moe.triton_prefill import experts_large_m
 from negamax.kernels.moe.triton_route import prepare_gate, route
 from negamax.kernels.moe.triton_shared import ExpertConstants, PreparedExperts
-from negamax.kernels.op import Kernel
+from negamax.kernels.op import WEIGHT_ONLY, Kernel
 from negamax.kernels.platform import Feature
 from negamax.kernels.quantize.native import to_native
 from negamax.kernels.signatures import EXPERTS, ROUTE
+from negamax.kernels.weight_only.layout import pack
 
 # one object per shape: launches compare it, which takes 0.3 us unless it is the same
 _constants = cache(ExpertConstants)
@@ -64,6 +67,15 @@ def prepare_experts(gate_up: StoredWeight, down: StoredWeight) -> PreparedExpert
     return PreparedExperts(w1, w2, w1_scale, w2_scale, constants)
 
 
+def prepare_packed(gate_up: StoredWeight, down: StoredWeight) -> PreparedExperts:
+    """Stacked weights of 4 or 8 bits, in a format that `reads_packed` accepts."""
+    w1, w2 = pack(gate_up), pack(down)
+    constants = _constants(
+        w1.packing.K, w2.packing.K, FP8=False, PACKED=True, GATE_UP=w1.packing, DOWN=w2.packing
+    )
+    return PreparedExperts(w1.tensors, w2.tensors, w1.qweight, w2.qweight, constants)
+
+
 def experts(
     x: Tensor | QuantizedActivations,
     topk_ids: Tensor,
@@ -82,7 +94,8 @@ def experts(
     if M == 0:
         return unquantized(x).unsqueeze(1)
     chosen = (topk_ids, topk_weights, prepared)
-    if tiles.tiles_for(topk_ids.device).gemv_max_m(prepared.constants.WIDTH) >= M:
+    constants = prepared.constants
+    if not constants.PACKED and tiles.tiles_for(topk_ids.device).gemv_max_m(constants.WIDTH) >= M:
         return experts_gemv(unquantized(x), *chosen, first=first, count=count)
     run = experts_small_m if M <= tiles.SMALL_M_MAX_M else experts_large_m
     return run(x, *chosen, first=first, count=count)
@@ -113,9 +126,18 @@ KERNELS = (
         "triton",
         experts,
         prepare_experts,
-        requires=KEPT_FORMATS[E4M3_BLOCKS],
+        requires=_GPU | {Feature.FP8},
         dtypes=_DTYPES,
         reads=reads_e4m3_blocks,
         activation=E4M3_GROUPS,
+    ),
+    Kernel(
+        EXPERTS,
+        WEIGHT_ONLY,
+        experts,
+        prepare_packed,
+        requires=_GPU,
+        dtypes=_DTYPES,
+        reads=reads_packed,
     ),
 )

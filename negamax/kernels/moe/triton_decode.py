@@ -14,6 +14,7 @@ from torch import Tensor
 from negamax.kernels.activations import QuantizedActivations, model_dtype
 from negamax.kernels.launch.triton import dot, launch_options, wait_then_launch_dependents
 from negamax.kernels.moe import tiles
+from negamax.kernels.moe.triton_packed import packed_down, packed_gate_up
 from negamax.kernels.moe.triton_shared import (
     BLOCK,
     PreparedExperts,
@@ -330,9 +331,17 @@ def _gate_up_small_m_kernel(
         valid = offs_m < total
         if tile == 0:
             tl.store(expert_pairs_ptr + expert * (num_pairs // TOP_K) + offs_m, pairs, mask=valid)
-        _gate_up_tile(x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, h_ptr, h_scale_ptr, expert,
-                      tile * BLOCK_N, pairs, valid,
-                      E, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+        if E.PACKED:
+            y = packed_gate_up(x_ptr, w_ptr, expert, num_experts, tile * BLOCK_N, pairs // TOP_K,
+                               valid, E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+            offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            h_ptrs = h_ptr + pairs.to(tl.int64)[None, :] * E.WIDTH + offs_n[:, None]
+            inside = (offs_n < E.WIDTH)[:, None] & valid[None, :]
+            tl.store(h_ptrs, y.to(h_ptr.dtype.element_ty), mask=inside)
+        else:
+            _gate_up_tile(x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, h_ptr, h_scale_ptr, expert,
+                          tile * BLOCK_N, pairs, valid,
+                          E, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
         begin += BLOCK_M
         if begin < total:
             pairs, _ = _find_pairs(topk_ids_ptr, num_pairs, expert + first_expert, begin, BLOCK_M)
@@ -405,9 +414,18 @@ def _down_small_m_kernel(
         offs_m = begin + tl.arange(0, BLOCK_M)
         valid = offs_m < total
         pairs = tl.load(pair_ptrs + offs_m, mask=valid, other=0)
-        _down_tile(h_ptr, h_scale_ptr, topk_weights_ptr, w_ptr, w_scale_ptr, out_ptr, expert,
-                   tile * BLOCK_N, pairs, valid,
-                   E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+        if E.PACKED:
+            acc = packed_down(h_ptr, w_ptr, expert, num_experts, tile * BLOCK_N, pairs, valid,
+                              E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+            acc *= tl.load(topk_weights_ptr + pairs, mask=valid, other=0.0)[None, :]
+            offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            out_ptrs = out_ptr + pairs.to(tl.int64)[None, :] * E.HIDDEN + offs_n[:, None]
+            inside = (offs_n < E.HIDDEN)[:, None] & valid[None, :]
+            tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
+        else:
+            _down_tile(h_ptr, h_scale_ptr, topk_weights_ptr, w_ptr, w_scale_ptr, out_ptr, expert,
+                       tile * BLOCK_N, pairs, valid,
+                       E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
         begin += BLOCK_M
 
 
@@ -458,7 +476,12 @@ def experts_small_m(
     (num_tokens, top_k), device, E = topk_ids.shape, topk_ids.device, prepared.constants
     q, scale = operands(x, prepared)
     num_pairs = num_tokens * top_k
-    tile = tiles.tiles_for(device).small_m(M=num_tokens, width=E.WIDTH, fp8=E.FP8)
+    sizes = tiles.tiles_for(device)
+    tile = (
+        sizes.packed(M=num_tokens)
+        if E.PACKED
+        else sizes.small_m(M=num_tokens, width=E.WIDTH, fp8=E.FP8)
+    )
     gate_up, down = tile.gate_up, tile.down
     per_pair = num_pairs < count
     groups = num_pairs if per_pair else count

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from negamax.kernels.activations import GROUP, QuantizedActivations, unquantized
 from negamax.kernels.quantize.triton import e4m3_max
+from negamax.kernels.weight_only.layout import PackedTensors, Packing
 
 BLOCK = tl.constexpr(GROUP)  # columns that share a scale
 _MIN_SCALE = tl.constexpr(1e-30)
@@ -25,14 +26,18 @@ class ExpertConstants:
     HIDDEN: int
     WIDTH: int  # of one expert, on this rank
     FP8: bool
+    PACKED: bool = False
+    GATE_UP: Packing | None = None
+    DOWN: Packing | None = None
 
 
 @dataclass(frozen=True)
 class PreparedExperts:
-    """The stacked weights, in FP8 with scales per 128 x 128 or in the model's dtype."""
+    """The stacked weights, in FP8 with scales per 128 x 128, in the model's dtype, or packed."""
 
-    gate_up: Tensor  # [experts, 2 * width, hidden], gate rows first
-    down: Tensor  # [experts, hidden, width]
+    # [experts, 2 * width, hidden], gate rows first; packed: the tensors of a `PackedWeight`
+    gate_up: Tensor | PackedTensors
+    down: Tensor | PackedTensors  # [experts, hidden, width]; likewise
     # [experts, 2 * width / 128, hidden / 128] fp32; without FP8 anything, it is not read
     gate_up_scale: Tensor
     down_scale: Tensor  # [experts, hidden / 128, width / 128] fp32; likewise

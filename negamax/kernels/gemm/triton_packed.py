@@ -1,0 +1,140 @@
+"""Products with packed weights of 4 and 8 bits in Triton: out[M, N] = x[M, K] w[N, K]^T.
+
+One kernel for all M. A tile of w, dequantised in registers, is the tall operand of the tensor
+cores and the tokens are the short one, so that each weight is unpacked once for up to 128 tokens.
+What a weight is unpacked to, and what that costs: `kernels/weight_only/triton.py`. Tile sizes:
+`tiles.py`; none of them is measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from negamax.kernels.activations import Hidden, unquantized
+from negamax.kernels.formats import StoredWeight, reads_packed
+from negamax.kernels.gemm import tiles
+from negamax.kernels.launch.triton import launch_options, wait_then_launch_dependents
+from negamax.kernels.op import WEIGHT_ONLY, AnyKernel, Kernel
+from negamax.kernels.platform import Feature
+from negamax.kernels.signatures import LINEAR
+from negamax.kernels.weight_only.layout import PackedWeight, Packing, pack
+from negamax.kernels.weight_only.triton import multiply
+
+
+@dataclass(frozen=True)
+class PreparedPackedLinear:
+    """A weight [N, K] as `pack` lays it out."""
+
+    weight: PackedWeight
+    # [multiprocessors] int32, finished splits of each tile; zero between calls
+    arrivals: Tensor
+
+
+@triton.jit(do_not_specialize=["M"])
+def _packed_linear_kernel(
+    x_ptr,  # [M, K]
+    w,  # tensors of a `PackedWeight`
+    out_ptr,  # [M, N]
+    partials_ptr,  # [tiles, SPLIT_K, BLOCK_N, BLOCK_M] fp32, unless SPLIT_K == 1
+    arrivals_ptr,  # [tiles] int32, zero
+    M,
+    N,
+    P: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out[BLOCK_M, BLOCK_N]. Where the tiles leave multiprocessors idle, SPLIT_K programs share the
+    columns of one; the last to arrive adds up all partial sums, in a fixed order. With many tokens,
+    programs take the tiles of GROUP_M rows of tiles column by column.
+
+        grid: tiles, SPLIT_K
+    """
+    STEPS: tl.constexpr = triton.cdiv(P.K, BLOCK_K)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    group_size = GROUP_M * tiles_n
+    first_tile_m = tl.program_id(0) // group_size * GROUP_M
+    group_m = tl.minimum(tl.cdiv(M, BLOCK_M) - first_tile_m, GROUP_M)
+    tile_m = first_tile_m + tl.program_id(0) % group_size % group_m
+    offs_m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.program_id(0) % group_size // group_m * BLOCK_N + tl.arange(0, BLOCK_N)
+    # wrap around: many reads of one row would wait for each other
+    x_rows = x_ptr + (offs_m % M).to(tl.int64) * P.K
+    n_inside = offs_n < N
+    start = tl.program_id(1) * tl.cdiv(STEPS, SPLIT_K)
+    stop = tl.minimum(start + tl.cdiv(STEPS, SPLIT_K), STEPS)
+    wait_then_launch_dependents(PDL)
+    acc = multiply(x_rows, offs_m >= 0, w, offs_n, n_inside, N, start, stop,
+                   P, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+    out_ptrs = out_ptr + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :]
+    inside = (offs_m < M)[:, None] & n_inside[None, :]
+    if SPLIT_K == 1:
+        tl.store(out_ptrs, tl.trans(acc).to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        SIZE: tl.constexpr = BLOCK_N * BLOCK_M
+        partial_ptrs = partials_ptr + tl.program_id(0) * (SPLIT_K * SIZE)
+        partial_ptrs += tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        tl.store(partial_ptrs + tl.program_id(1) * SIZE, acc)
+        tl.debug_barrier()  # all threads have written before one of them reports
+        if tl.atomic_add(arrivals_ptr + tl.program_id(0), 1, sem="acq_rel") == SPLIT_K - 1:
+            total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            for split in tl.static_range(SPLIT_K):
+                total += tl.load(partial_ptrs + split * SIZE, cache_modifier=".cg")
+            tl.store(out_ptrs, tl.trans(total).to(out_ptr.dtype.element_ty), mask=inside)
+            tl.store(arrivals_ptr + tl.program_id(0), 0)
+
+
+def prepare(weight: StoredWeight) -> PreparedPackedLinear:
+    """weight [N, K], in a format that `reads_packed` accepts."""
+    device = weight.values.device
+    multiprocessors = tiles.tiles_for(device).multiprocessors
+    arrivals = torch.zeros(multiprocessors, dtype=torch.int32, device=device)
+    return PreparedPackedLinear(pack(weight), arrivals)
+
+
+def linear(
+    x: Hidden,
+    prepared: PreparedPackedLinear,
+    *,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """x [M, K] -> x W^T [M, N] in `out_dtype` (None: that of x), rounded once from fp32 sums."""
+    x, weight = unquantized(x).contiguous(), prepared.weight
+    packing: Packing = weight.packing
+    M, N = x.shape[0], weight.qweight.shape[0]
+    if out is None:
+        out = x.new_empty((M, N), dtype=out_dtype or x.dtype)
+    if M == 0:
+        return out
+    tile = tiles.tiles_for(x.device).packed(M=M, N=N, K=packing.K)
+    grid = (triton.cdiv(N, tile.block_n) * triton.cdiv(M, tile.block_m), tile.split_k)
+    partials = out
+    if tile.split_k > 1:
+        assert grid[0] <= prepared.arrivals.shape[0], grid
+        sizes = (*grid, tile.block_n, tile.block_m)
+        partials = x.new_empty(sizes, dtype=torch.float32)
+    _packed_linear_kernel[grid](
+        x, weight.tensors, out, partials, prepared.arrivals, M, N,
+        P=packing, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        SPLIT_K=tile.split_k, GROUP_M=tiles.GROUP_M,
+        NUM_STAGES=tile.num_stages, num_warps=tile.num_warps, **launch_options(x.device),
+    )  # fmt: skip
+    return out
+
+
+KERNELS: tuple[AnyKernel, ...] = (
+    Kernel(
+        LINEAR, WEIGHT_ONLY, linear, prepare, requires=frozenset({Feature.TRITON}),
+        dtypes=(torch.bfloat16, torch.float16), reads=reads_packed,
+    ),
+)  # fmt: skip

@@ -1,0 +1,84 @@
+"""Formats of 4 and 8 bits, and weights in them: inputs of the weight-only kernels. Checkpoints
+store integers in other orders; `Codes` are what all share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from negamax.kernels.codes import Codes
+from negamax.kernels.float_formats import PER_ROW, fp8, mxfp4, mxfp8, nvfp4
+from negamax.kernels.formats import (
+    ONE,
+    ROWS,
+    Axis,
+    Dim,
+    Role,
+    StoredTensor,
+    TensorFormat,
+)
+from negamax.kernels.packed import nibbles
+from negamax.kernels.weight_only.draw import draw
+
+
+def _integers(
+    name: str, element: str, scale: str, group: int = 0, *, zeros: bool = False
+) -> TensorFormat:
+    """A scale of dtype `scale` for `group` columns (0: all). Two codes of 4 bits in a byte."""
+    per_byte = 2 if element == "uint4" else 1
+    dtype = "uint8" if element == "uint4" else element
+    groups = Dim(Axis.COLUMNS, group) if group else ONE
+    tensors = [
+        StoredTensor("weight", Role.VALUES, (dtype,), (ROWS, Dim(Axis.COLUMNS, per_byte))),
+        StoredTensor("weight_scale", Role.SCALE, (scale,), (ROWS, groups)),
+    ]
+    if zeros:
+        tensors.append(StoredTensor("zero_point", Role.ZERO_POINT, ("uint8",), (ROWS, groups)))
+    return TensorFormat(name, element, tuple(tensors), partial(_unpack, element, group))
+
+
+def _unpack(element: str, group: int, tensors: Mapping[str, Tensor]) -> Codes:
+    values = tensors["weight"]
+    if element == "uint4":
+        values = nibbles(values)
+        values = values if "zero_point" in tensors else values.view(torch.int8) - 8
+    return Codes(
+        values,
+        tensors["weight_scale"],
+        (1, group or values.shape[-1]),
+        zero_point=tensors.get("zero_point"),
+    )
+
+
+INT4 = _integers("int4_group_128", "uint4", "bfloat16", 128)
+INT8_CHANNEL = _integers("int8_channel", "int8", "float32")
+E4M3_CHANNEL = fp8("fp8_e4m3_channel", PER_ROW)
+FORMATS = (INT4, nvfp4(), mxfp4(), mxfp8(), INT8_CHANNEL, E4M3_CHANNEL)
+SMALL_FORMATS = (
+    *FORMATS,
+    _integers("uint4_group_32", "uint4", "float16", 32, zeros=True),
+    _integers("uint4_group_64", "uint4", "float16", 64, zeros=True),
+    _integers("int8_group_128", "int8", "bfloat16", 128),
+    _integers("uint8_channel", "uint8", "float32", zeros=True),
+)
+
+
+def tensors_of(
+    stored: TensorFormat, name: str, *shape: int, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Matrices [..., N, K] of standard deviation K^-1/2, their tensors as "name.<tensor>"."""
+    *lead, rows, columns = shape
+    return {
+        f"{name}.{tensor.name}": draw(
+            stored,
+            tensor,
+            (*lead, *tensor.held().shape((rows, columns))),
+            std=columns**-0.5,
+            generator=generator,
+        )
+        for tensor in stored.tensors
+    }

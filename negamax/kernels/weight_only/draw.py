@@ -1,0 +1,72 @@
+"""Random tensors of a matrix that is stored in 4 or 8 bits, of a given standard deviation: for
+benchmarks, tests and synthetic weights.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from negamax.kernels.formats import E2M1, E4M3, E4M3_MAX, Role, StoredTensor, TensorFormat
+
+# Standard deviations of the numbers that `_values` draws
+_STD = {E2M1: 2.93, "uint4": 3.24, "int4": 3.24, "uint8": 73.9, "int8": 73.9, E4M3: 80.0}
+_SCALE_SPREAD = 0.1  # of scales, relative to their mean
+_LEVEL_1 = 16.0  # their mean where there are scales of the scales
+
+
+def draw(
+    stored: TensorFormat,
+    tensor: StoredTensor,
+    shape: tuple[int, ...],
+    *,
+    std: float,
+    generator: torch.Generator,
+) -> Tensor:
+    """`tensor` of matrices in the format `stored`, whose elements have the standard deviation
+    `std`; `shape` is that of `tensor`, with any leading dimensions.
+    """
+    dtype, device = getattr(torch, tensor.dtypes[0]), generator.device
+    if tensor.role is Role.VALUES:
+        return _values(stored.element, dtype, shape, generator=generator)
+    if tensor.role is Role.ZERO_POINT:
+        byte = 0x88 if stored.element == "uint4" and dtype is torch.int32 else 0x08
+        byte = 0x80 if stored.element == "uint8" else byte
+        word = torch.full((*shape, dtype.itemsize), byte, dtype=torch.uint8, device=device)
+        whole: Tensor = word.view(dtype).squeeze(-1)
+        return whole
+    assert tensor.role is Role.SCALE, f"no rule for {tensor.name} of {stored.name}"
+    scale = std / _STD[stored.element]
+    if tensor.level == 2:
+        return torch.full(shape, scale / _LEVEL_1, dtype=dtype, device=device)
+    uniform = torch.rand(shape, generator=generator, device=device)
+    if dtype is torch.uint8:  # powers of two, of the right mean square
+        exponent = math.floor(math.log2(scale))
+        share: float = (scale**2 / 4.0**exponent - 1) / 3
+        return (uniform < share).to(torch.uint8).add_(127 + exponent)
+    scale = _LEVEL_1 if any(t.level == 2 for t in stored.tensors) else scale
+    return ((1 + (2 * uniform - 1) * _SCALE_SPREAD * 3**0.5) * scale).to(dtype)
+
+
+def _values(
+    element: str, dtype: torch.dtype, shape: tuple[int, ...], *, generator: torch.Generator
+) -> Tensor:
+    """E4M3: normal. Others: bytes; integers of 4 bits from 1 to 15, those near 8 more often."""
+    if element == E4M3:
+        normal = torch.randn(
+            shape, dtype=torch.bfloat16, generator=generator, device=generator.device
+        )
+        return normal.mul_(_STD[E4M3]).clamp_(-E4M3_MAX, E4M3_MAX).to(dtype)
+
+    def random_bytes() -> Tensor:
+        sizes = (*shape[:-1], shape[-1] * dtype.itemsize)
+        return torch.randint(
+            0, 256, sizes, dtype=torch.uint8, generator=generator, device=generator.device
+        )
+
+    found = random_bytes()
+    if element in ("uint4", "int4"):
+        found = (found & 0x77).add_(random_bytes() & 0x77).add_(0x11)
+    return found.view(dtype)

@@ -1,0 +1,160 @@
+"""One layout for all formats of 4 and 8 bits in which weight-only kernels read them.
+
+A `PackedWeight` holds matrices [..., N, K] below each other, as R rows of codes:
+
+    qweight  [R, K / 2] uint8 of two codes: of 64 columns each, byte j has column j in its low
+             nibble and column j + 32 in its high one, so that a tile of bytes is two tiles of
+             codes, and no thread hands another what it has unpacked. 8 bits: [R, K] uint8.
+    scales   [groups, R] as the checkpoint has them: those of neighbouring rows lie together
+    zeros    [groups, R] uint8
+    row_scale [R] fp32: scales per row, or of the scales
+
+K is filled up to a multiple of 64. Signed codes are stored with 8 or 128 added.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from negamax.kernels.codes import Codes
+from negamax.kernels.formats import StoredWeight
+
+PackedTensors = tuple[Tensor, Tensor, Tensor, Tensor]
+HALF = 32  # columns whose codes are low nibbles, beside as many that are high ones
+_SCALES = {torch.float8_e4m3fn: "e4m3", torch.float8_e8m0fnu: "e8m0"}
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Constants of the kernels that read a `PackedWeight`, one argument `P: tl.constexpr`."""
+
+    ELEMENT: str  # "uint4", "e2m1", "uint8", "e4m3"
+    CODES: int  # in a byte
+    K: int  # columns
+    K_PACKED: int  # columns, filled up
+    GROUP: int  # columns that share a scale; 0: scales per row alone
+    SCALE: str  # "float", "e4m3", "e8m0"
+    ZEROS: bool  # zero points per group; else 8 or 128 is what stands for 0
+    ROW_SCALE: bool
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """Matrices below each other. What `packing` has not is `qweight` once more, and is not read."""
+
+    qweight: Tensor
+    scales: Tensor
+    zeros: Tensor
+    row_scale: Tensor
+    packing: Packing
+
+    @property
+    def tensors(self) -> PackedTensors:
+        """One argument of the kernels."""
+        return self.qweight, self.scales, self.zeros, self.row_scale
+
+
+def pack(weight: StoredWeight) -> PackedWeight:
+    """weight [N, K] or [count, N, K] in a format that `formats.reads_packed` accepts. One matrix
+    after the other: their codes take a byte each.
+    """
+    lead = weight.values.shape[:-2]
+    bits = 4 if "int4" in weight.format.element else 8
+    packed = None
+    for index in range(lead.numel()):
+        at = (index,) if lead else ()
+        part = _pack(
+            weight.format.unpack({name: t[at] for name, t in weight.tensors.items()}), bits=bits
+        )
+        if packed is None:
+            packed = _room(part, lead.numel())
+        rows = slice(index * len(part.qweight), (index + 1) * len(part.qweight))
+        packed.qweight[rows] = part.qweight
+        if part.packing.GROUP:
+            packed.scales[:, rows] = part.scales
+        if part.packing.ZEROS:
+            packed.zeros[:, rows] = part.zeros
+        if part.packing.ROW_SCALE:
+            packed.row_scale[rows] = part.row_scale
+    assert packed is not None, "no matrix"
+    return packed
+
+
+def _room(part: PackedWeight, count: int) -> PackedWeight:
+    """For `count` matrices like `part`."""
+    own, (rows, width) = part.packing, part.qweight.shape
+    qweight = part.qweight.new_empty(count * rows, width)
+    scales, zeros = (
+        each.new_empty(len(each), count * rows) if has else qweight
+        for each, has in ((part.scales, own.GROUP), (part.zeros, own.ZEROS))
+    )
+    row_scale = part.row_scale.new_empty(count * rows) if own.ROW_SCALE else qweight
+    return PackedWeight(qweight, scales, zeros, row_scale, own)
+
+
+def _pack(codes: Codes, *, bits: int) -> PackedWeight:
+    """One matrix [N, K]."""
+    element, values, zero_point = _unsigned(codes, bits=bits)
+    (N, K), scale = values.shape, codes.scale
+    assert scale is not None and codes.group_of is None
+    filled = -(-K // (2 * HALF)) * 2 * HALF
+    qweight = F.pad(values, (0, filled - K))
+    per_byte = 2 if element in ("uint4", "e2m1") else 1
+    if per_byte == 2:
+        low, high = qweight.view(N, -1, 2, HALF).unbind(2)
+        qweight = (low | high << 4).flatten(1)
+    # of each HALF bytes [2, 2, 4, 2]: four neighbouring threads have 8 neighbouring bytes each
+    qweight = qweight.view(N, -1, 2, 2, 4, 2).permute(0, 1, 4, 2, 3, 5).reshape(N, -1)
+    row_scale = (
+        None if codes.global_scale is None else codes.global_scale.float().reshape(-1).expand(N)
+    )
+    group, kind, scales = 0, "float", None
+    if scale.shape[-1] > 1 or zero_point is not None or codes.global_scale is not None:
+        group = codes.block[1] if scale.shape[-1] > 1 else filled
+        kind = _SCALES.get(scale.dtype, "float")
+        scales = _by_group(scale if kind == "float" else scale.view(torch.uint8), codes, N)
+        scales = F.pad(scales, (0, 0, 0, -(-filled // group) - len(scales)))
+    else:
+        row_scale = _by_group(scale.float(), codes, N)[0]
+    zeros = None if zero_point is None else _by_group(zero_point, codes, N)
+    if zeros is not None and scales is not None:
+        zeros = F.pad(zeros, (0, 0, 0, len(scales) - len(zeros)))
+    packing = Packing(
+        element, per_byte, K, filled, group, kind, zeros is not None, row_scale is not None
+    )
+    return PackedWeight(
+        qweight,
+        qweight if scales is None else scales,
+        qweight if zeros is None else zeros,
+        qweight if row_scale is None else row_scale,
+        packing,
+    )
+
+
+def _unsigned(codes: Codes, *, bits: int) -> tuple[str, Tensor, Tensor | None]:
+    """The element in memory, its bits as uint8 [N, K], and zero points."""
+    values, zero_point = codes.values, codes.zero_point
+    if codes.is_e2m1:
+        return "e2m1", values, None
+    if values.dtype is torch.float8_e4m3fn:
+        return "e4m3", values.view(torch.uint8), None
+    if values.dtype is torch.int8:
+        assert zero_point is None
+        return f"uint{bits}", values.view(torch.uint8) + (8 if bits == 4 else 128), None
+    assert values.dtype is torch.uint8 and codes.scale is not None, values.dtype
+    if zero_point is None:
+        zero_point = torch.zeros_like(codes.scale, dtype=torch.uint8)
+    return f"uint{bits}", values, zero_point
+
+
+def _by_group(each: Tensor, codes: Codes, N: int) -> Tensor:
+    """[ceil(N / rows), groups] -> [groups, N]"""
+    if each.shape[0] == 1:
+        return each.t().expand(-1, N)
+    rows = codes.block[0]
+    each = each.t()
+    return each.repeat_interleave(rows, 1)[:, :N] if rows > 1 else each

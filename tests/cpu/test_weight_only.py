@@ -1,0 +1,180 @@
+"""Packed weights: their layout, and the PTX that turns their codes into bf16, executed here
+instruction by instruction (the interpreter runs the portable form: `test_triton_contract.py`).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+import pytest
+import torch
+import triton_support  # noqa: F401  (the interpreter, before any kernel)
+
+from negamax.kernels import platform
+from negamax.kernels.codes import Codes
+from negamax.kernels.formats import E4M3_BLOCKS, StoredWeight, TensorFormat, e4m3_blocks
+from negamax.kernels.launch import ptx
+from negamax.kernels.registry import resolve
+from negamax.kernels.signatures import LINEAR
+from negamax.kernels.weight_only import cases, layout, triton
+from negamax.kernels.weight_only.layout import Packing
+
+_MASK = 0xFFFFFFFF
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def _stored(stored: TensorFormat, *shape: int) -> StoredWeight:
+    tensors = cases.tensors_of(stored, "w", *shape, generator=_generator())
+    return StoredWeight(stored, {name.removeprefix("w."): t for name, t in tensors.items()})
+
+
+@pytest.mark.parametrize("stored", cases.SMALL_FORMATS, ids=lambda stored: stored.name)
+def test_packed_weights_hold_the_codes_of_every_matrix(stored: TensorFormat) -> None:
+    weight = _stored(stored, 2, 5, 160)  # more than two spans of 64 columns, the last ragged
+    packed = layout.pack(weight)
+    each = [weight.format.unpack({n: t[i] for n, t in weight.tensors.items()}) for i in (0, 1)]
+    values = torch.cat([codes.values for codes in each])
+    shift = {torch.int8: 8 if packed.packing.CODES == 2 else 128}.get(values.dtype, 0)
+    expected = values.view(torch.uint8) + shift
+    # byte t * 8 + b * 4 + h * 2 + e of 32 has column b * 16 + h * 8 + t * 2 + e
+    order = torch.arange(32).view(2, 2, 4, 2).permute(2, 0, 1, 3).flatten()
+    spans = packed.qweight.view(10, -1, 32)
+    columns = torch.empty_like(spans)
+    columns[..., order] = spans
+    if packed.packing.CODES == 2:
+        columns = torch.stack((columns & 15, columns >> 4), 2)
+    assert torch.equal(columns.reshape(10, -1)[:, :160], expected)
+    numbers = torch.cat([codes.dequantize() for codes in each])
+    scale = each[0].scale
+    assert scale is not None and packed.packing.GROUP in (0, 16, 32, 64, 128, 192)
+    if packed.packing.GROUP:
+        groups = packed.scales.shape[0]
+        assert groups == -(-packed.packing.K_PACKED // packed.packing.GROUP)
+        held = packed.scales[: scale.shape[1]].t()
+        bits = torch.cat([codes.scale for codes in each])
+        assert torch.equal(held, bits if bits.itemsize > 1 else bits.view(torch.uint8))
+    assert numbers.isfinite().all()
+
+
+def test_fp8_blocks_are_read_weight_only_where_nothing_multiplies_fp8(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    a100 = platform.nvidia((8, 0), name="A100", multiprocessors=2)
+    monkeypatch.setattr(platform, "platform_of", lambda device: a100)
+    kernel = resolve(platform=a100, dtype=torch.bfloat16).choose(LINEAR, E4M3_BLOCKS)
+    assert kernel is not None
+    values = torch.randn(200, 256, generator=_generator()).to(torch.float8_e4m3fn)
+    scale = torch.rand(2, 2, generator=_generator()) + 0.5
+    weight = e4m3_blocks(values, scale)
+    x = torch.randn(3, 256, generator=_generator()).to(torch.bfloat16)
+    expected = x.float() @ E4M3_BLOCKS.dequantize(weight.tensors).t()
+    with torch.inference_mode():
+        found = kernel.run(x, kernel.prepare(weight)).float()
+    assert (found - expected).norm() <= 4e-3 * expected.norm()
+
+
+# --- PTX -----------------------------------------------------------------------------------------
+
+
+def _run_ptx(code: str, inputs: dict[int, int]) -> dict[str, int]:
+    """The registers after `code`, whose operands `inputs` are given."""
+    registers: dict[str, int] = {f"${number}": value for number, value in inputs.items()}
+
+    def read(operand: str) -> int:
+        if operand.startswith("0f"):
+            return int(operand[2:], 16)
+        return int(operand, 0) if operand[0].isdigit() else registers[operand]
+
+    statements = code.strip("{} ").split(";")
+    for statement in filter(None, (each.strip() for each in statements)):
+        if statement.startswith(".reg"):
+            continue
+        op, rest = statement.split(" ", 1)
+        out, *operands = (part.strip() for part in rest.split(","))
+        registers[out] = _OPS[op](*(read(operand) for operand in operands)) & _MASK
+    return registers
+
+
+def _prmt(a: int, b: int, selector: int) -> int:
+    octets = (a | b << 32).to_bytes(8, "little")
+    return int.from_bytes(bytes(octets[selector >> 4 * n & 7] for n in range(4)), "little")
+
+
+def _fp32(bits: int) -> float:
+    return float(struct.unpack("<f", struct.pack("<I", bits))[0])
+
+
+def _sub(a: int, b: int) -> int:
+    return int(struct.unpack("<I", struct.pack("<f", _fp32(a) - _fp32(b)))[0])
+
+
+def _fma_bf16x2(a: int, b: int, c: int) -> int:
+    halves = []
+    for shift in (0, 16):
+        x, y, z = (
+            torch.tensor(each >> shift & 0xFFFF, dtype=torch.int32)
+            .to(torch.uint16)
+            .view(torch.bfloat16)
+            .double()
+            for each in (a, b, c)
+        )
+        rounded = (x * y + z).to(torch.bfloat16).view(torch.int16)
+        halves.append(int(rounded) & 0xFFFF)
+    return halves[0] | halves[1] << 16
+
+
+_OPS: dict[str, Callable[..., int]] = {
+    "mov.b32": lambda a: a,
+    "prmt.b32": _prmt,
+    "and.b32": lambda a, b: a & b,
+    "shr.u32": lambda a, n: a >> n,
+    "shl.b32": lambda a, n: a << n,
+    "lop3.b32": lambda a, b, c, table: (a & b) | c if table == 0xEA else 1 // 0,
+    "sub.f32": _sub,
+    "fma.rn.bf16x2": _fma_bf16x2,
+}
+
+
+def _pair(value: float) -> int:
+    bits = int(torch.tensor(value).to(torch.bfloat16).view(torch.int16)) & 0xFFFF
+    return bits | bits << 16
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(
+    ("element", "zeros"),
+    [("uint4", False), ("uint4", True), ("uint8", False), ("uint8", True), ("e2m1", False),
+     ("e4m3", False)],
+)  # fmt: skip
+def test_ptx_makes_of_every_byte_what_its_codes_stand_for(
+    element: str, zeros: bool, scaled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton, "_by_pairs", lambda DTYPE: True)
+    per_byte = 2 if element in ("uint4", "e2m1") else 1
+    P = Packing(element, per_byte, 128, 128, 32 if zeros or scaled else 0, "float", zeros, False)
+    exponent = triton._exponent(P, torch.bfloat16)
+    scale, zero = (1.5 if scaled else 1.0), (5.0 if zeros else 0.0)
+    added = _pair(triton._offset(P, torch.bfloat16) - zero)
+    factor = _pair(scale * 2.0**exponent)
+    left = 2.0 ** (triton._POST if exponent else 0)
+    octets = torch.arange(256, dtype=torch.uint8)
+    for high in (False, True)[:per_byte]:
+        values = (octets >> 4 if high else octets & 15) if per_byte == 2 else octets
+        if element == "e4m3":
+            values = octets.view(torch.float8_e4m3fn)
+        elif element != "e2m1":
+            constant = 8 if element == "uint4" else 128
+            values = values.float() - (zero if zeros else constant)
+        expected = Codes(values.view(1, -1), is_e2m1=element == "e2m1").dequantize()[0] * scale
+        code = ptx.unpacking(element, high, scaled or exponent != 0, zeros)
+        for first in range(0, 256, 4):
+            word = int.from_bytes(bytes(range(first, first + 4)), "little")
+            done = _run_ptx(code, {2: word, 3: factor, 4: factor, 5: added, 6: added})
+            bits = torch.tensor([done["$0"], done["$1"]]).to(torch.int32).view(torch.bfloat16)
+            want = expected[first : first + 4].to(torch.bfloat16).float()
+            finite = want.isfinite()  # E4M3 has NaNs, which no loaded weight is
+            assert torch.equal(bits.float()[finite] * left, want[finite]), (first, high)
