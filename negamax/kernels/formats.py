@@ -157,6 +157,9 @@ class TensorFormat:
         assert self.name not in ("fp8", "int8", "int4", "fp4"), f"{self.name!r} says no scale"
         assert not any(tensor.optional and tensor.is_kept for tensor in self.tensors)
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # of all fields it would take long, for each of 50,000 matrices
+
     def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The tensors by their names -> the matrix [rows, columns] fp32."""
         return self.unpack(tensors).dequantize()

@@ -136,7 +136,6 @@ _TYPES = ("FLOAT", "W8A8_DYNAMIC", "W8A8", "W8A8_MIX", "W8A16", "W4A8_DYNAMIC")
 
 def read(spec: QuantizationSpec) -> Scheme:
     """Errors: `ConfigError` for what is stored in another way."""
-    types = {name: said for name, said in spec.fields.items() if "." in name}
     others = {name: said for name, said in spec.fields.items() if "." not in name}
     check_fields(
         QuantizationSpec(spec.method, others, spec.source),
@@ -150,11 +149,11 @@ def read(spec: QuantizationSpec) -> Scheme:
         ),
     )  # fmt: skip
     formats: dict[str, TensorFormat] = {}
-    for name, said in types.items():
-        module, _, tensor = name.rpartition(".")
-        if tensor == "weight":
+    for name, said in spec.fields.items():
+        if name.endswith(".weight"):
             if said not in _TYPES:
                 refuse(spec, name, said, ", ".join(_TYPES))
+            module = name.removesuffix(".weight")
             formats[canonical(module)] = _format(spec, module, said)
     if not formats:
         refuse(spec, "*.weight", None, ", ".join(_TYPES))

@@ -150,9 +150,16 @@ _PREFIX = re.compile(r"^(?:(?:model|language_model)\.)+")
 _MLP, _MOE = re.compile(r"(?<![^.])mlp(?![^.])"), re.compile(r"(?<![^.])block_sparse_moe(?![^.])")
 
 
+_PROJECTION = re.compile(r"(?<=\.)(?:gate|up|down)_proj$")
+_PROJECTIONS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # of experts
+
+
 def canonical(name: str) -> str:
     """One spelling for all of a module."""
-    return _MLP.sub("block_sparse_moe", _PREFIX.sub("", name.strip(".")))
+    name = _MLP.sub("block_sparse_moe", _PREFIX.sub("", name.strip(".")))
+    if "experts." in name:
+        name = _PROJECTION.sub(lambda match: _PROJECTIONS[match[0]], name)
+    return name
 
 
 @cache

@@ -57,6 +57,31 @@ def _int8_channels(n: int, k: int) -> dict[str, Tensor]:
     return {"weight": ("I8", (n, k)), "weight_scale": ("BF16", (n, 1))}
 
 
+def _awq(group: int) -> Stored:
+    """Transposed; words along the rows."""
+    return lambda n, k: {
+        "qweight": ("I32", (k, n // 8)), "qzeros": ("I32", (k // group, n // 8)),
+        "scales": ("F16", (k // group, n)),
+    }  # fmt: skip
+
+
+def _gptq(group: int) -> Stored:
+    """Transposed; words along the columns, zero points in words along the rows; no g_idx."""
+    return lambda n, k: {
+        "qweight": ("I32", (k // 8, n)), "qzeros": ("I32", (k // group, n // 8)),
+        "scales": ("F16", (k // group, n)),
+    }  # fmt: skip
+
+
+def _modelslim(n: int, k: int) -> dict[str, Tensor]:
+    scale: Tensor = "F32", (n, 1)
+    return {"weight": ("I8", (n, k)), "weight_scale": scale, "weight_offset": scale}
+
+
+def _quark_int8(n: int, k: int) -> dict[str, Tensor]:
+    return {"weight": ("I8", (n, k)), "weight_scale": ("F32", (n,))}
+
+
 def _nvfp4(values: str, whole: str, activations: str, one: tuple[int, ...]) -> Stored:
     """E2M1, an E4M3 scale for 16 columns; of the matrix and of its activations one number each."""
     return lambda n, k: {
@@ -67,6 +92,7 @@ def _nvfp4(values: str, whole: str, activations: str, one: tuple[int, ...]) -> S
 
 # --- checkpoints ----------------------------------------------------------------------------------
 
+LAYER = re.compile(r"\.layers\.(\d+)\.")
 ATTENTION = re.compile(r"\.self_attn\.[qkvo]_proj$")
 EXPERT = re.compile(r"\.experts\.\d+\.w[123]$")
 
@@ -131,17 +157,24 @@ class Published:
                 stream.write(len(text).to_bytes(8, "little") + text)
                 stream.truncate(8 + len(text) + sizes[file])
         weight_map = {name: file for file, header in headers.items() for name in header}
-        index = folder / "model.safetensors.index.json"
+        index = folder / f"{self.files[0].partition('-')[0]}.safetensors.index.json"
         index.write_text(json.dumps({"weight_map": weight_map}))
         for file, content in self.side_files.items():
-            (folder / file).write_text(json.dumps(content))
+            here = {
+                name: said
+                for name, said in content.items()
+                if int((LAYER.search(name) or "00")[1]) < layers
+            }
+            (folder / file).write_text(json.dumps(here))
         return len(tensors)
 
 
-def _shards(count: int, *, named: int | None = None, first: int = 1) -> tuple[str, ...]:
+def _shards(
+    count: int, *, named: int | None = None, first: int = 1, stem: str = "model"
+) -> tuple[str, ...]:
     named = named or count
     numbers = range(first, first + count)
-    return tuple(f"model-{number:05}-of-{named:05}.safetensors" for number in numbers)
+    return tuple(f"{stem}-{number:05}-of-{named:05}.safetensors" for number in numbers)
 
 
 _FP8 = {
@@ -245,6 +278,82 @@ PUBLISHED = {
         attention=_int8_channels,
         experts=_int8_channels,
         files=_shards(48),
+        router="BF16",
+    ),
+    "awq": Published(
+        ("QuantTrio/MiniMax-M2-AWQ",),  # if it leaves out what such checkpoints leave out
+        {
+            "quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm",
+            "zero_point": True, "modules_to_not_convert": ["self_attn", "gate", "lm_head"],
+        },
+        attention=_plain,
+        experts=_awq(128),
+        files=_shards(41),
+        router="BF16",
+    ),
+    "auto-round": Published(
+        ("Intel/MiniMax-M2.5-int4-AutoRound",),
+        {
+            "quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4,
+            "group_size": 128, "sym": True, "data_type": "int", "iters": 0,
+            "block_name_to_quantize": "model.layers", "autoround_version": "0.10.0",
+            "extra_config": {name: {"bits": 16, "data_type": "float"} for name in _EACH_GATE},
+        },
+        attention=_gptq(128),
+        experts=_gptq(128),
+        files=_shards(26),
+        router="BF16",
+    ),
+    "modelslim": Published(
+        ("Eco-Tech/MiniMax-M2.5-w8a8-QuaRot", "Eco-Tech/MiniMax-M2.7-w8a8-QuaRot"),
+        None,
+        attention=_modelslim,
+        experts=_modelslim,
+        files=_shards(58, stem="quant_model_weights"),
+        router="BF16",
+        side_files={
+            "quant_model_description.json": {
+                "version": "1.0.0", "model_quant_type": "W8A8_DYNAMIC", "group_size": 0,
+                "metadata": {}, "optional": {"quarot": {"rotation_map": {
+                    "global_rotation": "optional/quarot.safetensors"
+                }}},
+                **{
+                    f"model.layers.{layer}.{module}.weight": "W8A8_DYNAMIC"
+                    for layer in range(LAYERS)
+                    for module in (
+                        *(f"self_attn.{name}_proj" for name in "qkvo"),
+                        *(
+                            f"block_sparse_moe.experts.{expert}.w{number}"
+                            for expert in range(EXPERTS)
+                            for number in (1, 2, 3)
+                        ),
+                    )
+                },
+            },
+        },
+    ),
+    "int8 of Quark": Published(
+        ("nameistoken/MiniMax-M2.1-Quark-W8A8-INT8", "nameistoken/MiniMax-M2.5-Quark-W8A8-INT8"),
+        {
+            "quant_method": "quark", "quant_mode": "eager_mode", "algo_config": None,
+            "global_quant_config": {
+                "weight": {
+                    "dtype": "int8", "qscheme": "per_channel", "ch_axis": 0, "symmetric": True,
+                    "is_dynamic": False,
+                },
+                "input_tensors": {
+                    "dtype": "int8", "qscheme": "per_channel", "ch_axis": 1, "symmetric": True,
+                    "is_dynamic": True,
+                },
+                "output_tensors": None, "bias": None, "target_device": None,
+            },
+            "exclude": ["lm_head", *_EACH_GATE], "layer_quant_config": {},
+            "layer_type_quant_config": {}, "kv_cache_quant_config": {},
+            "export": {"weight_format": "real_quantized", "pack_method": "reorder"},
+        },
+        attention=_quark_int8,
+        experts=_quark_int8,
+        files=_shards(47),
         router="BF16",
     ),
     "fp8 per channel": Published(

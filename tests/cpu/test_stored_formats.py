@@ -35,7 +35,7 @@ TENSORS = random_tensors(tiny_spec(**CONFIG))
 KEEPING = keeping_stored(resolve(platform=CPU, dtype=torch.float32))
 DEQ_SCALES = ("modelslim-static", "modelslim-static-fp16")
 # (tensor parallel, expert parallel)
-LAYOUTS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
+LAYOUTS = [(1, 1), (2, 2), (4, 2)]
 
 
 def load(

@@ -26,6 +26,8 @@ GATE = "model.layers.10.block_sparse_moe.gate"
         (GATE, "sparse_moe", False),
         (EXPERT, "mlp", True),
         (EXPERT, "gate", False),
+        (EXPERT, "model.layers.10.mlp.experts.0.gate_proj", True),
+        (EXPERT, "model.layers.10.mlp.experts.0.up_proj", False),
         (EXPERT, "layers.10.block_sparse_moe.experts.1", False),
         ("lm_head", "lm_head", True),
         ("lm_head", "language_model.lm_head", True),
