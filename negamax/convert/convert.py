@@ -6,9 +6,12 @@ last, so that no folder without it is taken for a checkpoint.
 
 from __future__ import annotations
 
+import fcntl
+import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +37,7 @@ PROVENANCE = "negamax_conversion"  # the key in config.json
 _NOT_CARRIED = ("config.json", INDEX_NAME, "hf_quant_config.json", Record.NAME)
 _NOT_CARRIED_PREFIX = "quant_model_description"
 _CARRIED = (".json", ".jinja", ".txt", ".model")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _SPARE_BYTES = 64 * 2**20  # of disk: tokenizer, index, the file system's own
 
 ShowProgress = Callable[[int, int], None]  # (bytes of the source done, in all)
@@ -59,6 +63,8 @@ class Conversion:
         return {
             "source": self.model,
             "revision": self.revision,
+            # the hub's folders are named by it
+            "commit": self.folder.name if _COMMIT.fullmatch(self.folder.name) else None,
             "source_digest": source.digest,
             "source_formats": [stored.name for stored in source.formats] or ["plain"],
             "to": None if self.target is None else self.target.name,
@@ -88,7 +94,34 @@ def convert(conversion: Conversion, *, progress: ShowProgress | None = None) -> 
         logger.warning("left out %d tensors: %s (%s)", len(left), first_names(left), reason)
     plan = _plan(source, conversion)
     destination.mkdir(parents=True, exist_ok=True)
-    record = Record(destination, identity)
+    with _alone(destination):
+        _run(plan, Record(destination, identity), destination, progress)
+        _write_indices(destination, plan)
+        _carry_files(conversion.folder, destination)
+        write_json(destination / "config.json", _config(source, conversion, identity))
+        Record(destination, identity).remove()
+    return source
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Errors: `ConfigError` while another process writes to `folder`."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise ConfigError(
+            f"another process converts to {folder} at the moment", hint="wait until it is done"
+        ) from None
+    finally:
+        os.close(handle)
+
+
+def _run(
+    plan: list[_Step], record: Record, destination: Path, progress: ShowProgress | None
+) -> None:
+    """Write what is not finished."""
     finished = [step for step in plan if all(map(record.is_finished, step.paths))]
     _check_space(destination, [step for step in plan if step not in finished])
     if finished:
@@ -103,11 +136,6 @@ def convert(conversion: Conversion, *, progress: ShowProgress | None = None) -> 
             if progress:
                 progress(done, total)
         record.add(*step.paths)
-    _write_indices(destination, plan)
-    _carry_files(conversion.folder, destination)
-    write_json(destination / "config.json", _config(source, conversion, identity))
-    record.remove()
-    return source
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ at a time.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from negamax.base.errors import CheckpointError
 from negamax.checkpoint.plan import Move, plan_load
 from negamax.checkpoint.reader import CheckpointReader, TensorEntry, read_entries
 from negamax.config.families import read_spec
@@ -78,10 +80,22 @@ class Weight:
         return tensors
 
     def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """From the tensors that `read` gave to the weight in fp32."""
+        """From the tensors that `read` gave to the weight in fp32.
+
+        Errors: `CheckpointError` where values are NaN or infinite.
+        """
         if self.format is PLAIN:
-            return tensors[PLAIN.values.name].float()
-        return self.format.dequantize(tensors)
+            plain = tensors[PLAIN.values.name].float()
+        else:
+            plain = self.format.dequantize(tensors)
+        if not math.isfinite(plain.sum().item()):
+            names = ", ".join(entry.name for entry in self.move.entries)
+            raise CheckpointError(
+                f"the checkpoint has values that are NaN or infinite: {names}",
+                hint="download the files again; if they are complete, the checkpoint itself is "
+                "broken",
+            )
+        return plain
 
 
 class Source:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from m2_checkpoints import TINY, random_tensors, save_sharded, tiny_spec
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError, ConfigError, ResourceError
@@ -367,6 +367,25 @@ def test_parts_hold_the_shares_of_whole_blocks_too(bf16: Path, tmp_path: Path) -
             beyond = [range(size) for size in entry.shape]
             with pytest.raises(CheckpointError, match="convert the checkpoint again"):
                 entry.within(tuple(beyond))
+
+
+def test_values_that_are_none_are_refused(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "source")
+    file = source / FILES[0]
+    tensors = load_file(file)
+    name = next(name for name in tensors if ".experts.1.w3" in name)
+    tensors[name][3, 5] = torch.nan
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=rf"NaN or infinite: {name}"):
+        convert(conversion(source, tmp_path / "out", "fp8-block"))
+
+
+def test_two_at_once_do_not_write_to_one_folder(bf16: Path, tmp_path: Path) -> None:
+    def progress(done: int, total: int) -> None:
+        with pytest.raises(ConfigError, match="another process converts to"):
+            convert(conversion(bf16, tmp_path / "out", "int8"))
+
+    convert(conversion(bf16, tmp_path / "out", "int8"), progress=progress)
 
 
 def peak(sources: list[Path], results: Any) -> None:
