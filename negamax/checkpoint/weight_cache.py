@@ -137,7 +137,7 @@ def _place(slot: WeightSlot) -> str:
     return repr(
         (
             slot.name, slot.shape, slot.region, slot.source.name, stored and stored.name,
-            target.dtype, target.storage_offset(), target.stride(),
+            target.dtype, target.shape, target.storage_offset(), target.stride(),
             target.untyped_storage().nbytes(),
         )
     )  # fmt: skip

@@ -111,7 +111,9 @@ def test_the_next_start_reads_the_cache_and_writes_nothing(
 
 
 class Fused:
-    """Eight slots write into one parameter, with gaps; of one there is no tensor."""
+    """Eight slots write into one parameter, with gaps; of one that is optional there is no
+    tensor.
+    """
 
     def __init__(self, spec: ModelSpec) -> None:
         self.parameters: dict[str, Tensor] = {}
@@ -120,7 +122,9 @@ class Fused:
             at = at if number % 8 else 0
             memory = self.parameters.setdefault(f"{number // 8}", torch.zeros(60_000))
             target = memory[at : at + math.prod(shape)].view(shape)
-            slots.append(WeightSlot(name, shape, target=target))
+            slots.append(
+                WeightSlot(name, shape, target=target, optional=name == "model.norm.weight")
+            )
             at += math.prod(shape) + 3
         scale = self.parameters["scale"] = torch.full((1,), 3.0)
         slots.append(WeightSlot("model.scale", (1,), target=scale, optional=True))
@@ -137,6 +141,7 @@ def test_fused_parameters_gaps_and_absent_tensors(tmp_path: Path, checkpoint: Pa
     said, weights = start(tmp_path / "cache", checkpoint, second)
     assert is_hit(said) and same(weights, first.parameters)
     assert not second.weight_slots()["model.scale"].written and weights["scale"] == 3.0
+    assert second.weight_slots()["model.norm.weight"].written
 
 
 def test_each_rank_has_a_file_of_its_own(tmp_path: Path, checkpoint: Path) -> None:
