@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from negamax.kernels.formats import E4M3_GROUP
-from negamax.kernels.quantize.cpu import dequantize_block
+from negamax.kernels.quantize.cpu import dequantize_block, e2m1_numbers, e4m3_numbers
 
+_E4M3 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of codes 0 to 7; bit 3 is the sign
 
 
@@ -43,12 +44,18 @@ class Codes:
         if is_e4m3 and self.values.dim() == 2 and rows == columns == E4M3_GROUP:
             return dequantize_block(self.values, self.scale)
         numbers = self._numbers()
+        numbers = numbers.clone() if numbers is self.values else numbers
         height, width = numbers.shape[-2:]
+        # whole groups of columns, each of which is one number of a scale
+        is_even = self.group_of is None and width % columns == 0 and self.scale.shape[-1] > 1
+        grouped = numbers.unflatten(-1, (-1, columns)) if is_even else numbers
 
         def spread(each: Tensor) -> Tensor:
-            """One entry per group -> per element."""
-            each = each.float()
+            """One entry per group -> per element of `grouped`."""
+            each = _floats(each)
             each = each.repeat_interleave(rows, -2)[..., :height, :] if rows > 1 else each
+            if is_even:
+                return each.unsqueeze(-1)
             if self.group_of is not None:
                 return each[..., self.group_of.long()]
             if each.shape[-1] == 1:
@@ -56,10 +63,10 @@ class Codes:
             return each.repeat_interleave(columns, -1)[..., :width]
 
         if self.zero_point is not None:
-            numbers = numbers - spread(self.zero_point)
-        numbers = numbers * spread(self.scale)
+            grouped.sub_(spread(self.zero_point))
+        grouped.mul_(spread(self.scale))
         if self.global_scale is not None:
-            numbers = numbers * self.global_scale.float().reshape(*numbers.shape[:-2], -1, 1)
+            numbers.mul_(self.global_scale.float().reshape(*numbers.shape[:-2], -1, 1))
         return numbers
 
     def tensors(self, values: str, scale: str) -> dict[str, Tensor]:
@@ -69,7 +76,9 @@ class Codes:
 
     def _numbers(self) -> Tensor:
         """What the codes stand for, fp32."""
-        if not self.is_e2m1:
-            return self.values.float()
-        table = torch.tensor(E2M1_VALUES, device=self.values.device)
-        return torch.cat((table, -table))[self.values.long()]
+        return e2m1_numbers(self.values) if self.is_e2m1 else _floats(self.values)
+
+
+def _floats(numbers: Tensor) -> Tensor:
+    """fp32."""
+    return e4m3_numbers(numbers) if numbers.dtype in _E4M3 else numbers.float()

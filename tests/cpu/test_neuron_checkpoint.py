@@ -73,8 +73,8 @@ def test_it_stands_for_the_weights_that_its_bytes_and_scales_give(tmp_path: Path
     write_index(tmp_path, dict.fromkeys(made, "model_layer0.safetensors"))
     for tp, ep in LAYOUTS:
         for rank in range(tp):
-            model, found, num_dequantized = load(tmp_path, ParallelLayout(rank=rank, tp=tp, ep=ep))
-            assert num_dequantized == 3 + 3 * spec.num_experts // ep
+            model, found, report = load(tmp_path, ParallelLayout(rank=rank, tp=tp, ep=ep))
+            assert report.num_dequantized == 3 + 3 * spec.num_experts // ep
             for name, values in found.items():
                 region = model.weight_slots()[name].region
                 part = tuple(slice(each.start, each.stop) for each in region)
