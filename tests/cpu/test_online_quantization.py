@@ -106,3 +106,15 @@ def test_what_is_missing_or_broken_is_named_once(tmp_path: Path) -> None:
     save_single(tmp_path, to_fp8(random_tensors(tiny_spec())))
     with pytest.raises(CheckpointError, match="has dtype F8_E4M3; supported: BF16"):
         load_weights(SlotModel(spec).weight_slots(), spec, tmp_path)
+
+
+@pytest.mark.parametrize("name", online.NAMES)
+def test_values_that_are_no_numbers_are_refused_though_no_integer_shows_them(
+    tmp_path: Path, name: str
+) -> None:
+    spec = online_spec(name, **SIZES)
+    tensors = random_tensors(spec)
+    tensors[NAME][3, 5] = torch.nan
+    save_single(tmp_path, tensors)
+    with pytest.raises(CheckpointError, match=rf"{NAME} in 1 of 200 x 136 .*first at \[3, 5\]"):
+        load_weights(SlotModel(spec).weight_slots(), spec, tmp_path)

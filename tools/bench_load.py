@@ -1,0 +1,235 @@
+"""How fast a rank reads its weights: a synthetic MiniMax-M2 checkpoint of some size, loaded cold
+(nothing of its files in the page cache) and warm, beside what `dd` reads of the same files.
+
+python tools/bench_load.py FOLDER [--gb 60] [--stored fp8] [--device cuda] [--tp 1] [--rank 0]
+    [--runs 3] [--keep]
+
+FOLDER is made, and removed in the end, unless it is kept or was there: then what it holds is
+loaded. The parameters that are filled are those of a start on DEVICE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import resource
+import shutil
+import subprocess
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from negamax.base.progress import Progress, format_bytes
+from negamax.checkpoint.loader import fill
+from negamax.checkpoint.plan import plan_load
+from negamax.checkpoint.stream import THREADS
+from negamax.config.families import bundled_spec
+from negamax.config.model_spec import ModelSpec
+from negamax.config.quantization import QuantizationSpec
+from negamax.kernels.platform import platform_of
+from negamax.kernels.registry import resolve
+from negamax.models.family import names_of
+from negamax.models.registry import build_model, empty_slots
+from negamax.parallel.collectives import SingleRank
+from negamax.parallel.context import ParallelContext
+from negamax.parallel.layout import ParallelLayout
+from negamax.quantization.detect import detect
+
+SHARD_BYTES = 5 * 10**9
+SAFETENSORS = {"float32": "F32", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
+ITEM_BYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1}
+FP8 = {
+    "quant_method": "fp8", "fmt": "float8_e4m3fn", "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128], "modules_to_not_convert": ["gate", "lm_head"],
+}  # fmt: skip
+
+
+def spec_of(gigabytes: float, stored: str) -> ModelSpec:
+    """M2 with as many layers as fit; where not even one does, with fewer experts."""
+    whole = bundled_spec("minimax-m2")
+    quantization = QuantizationSpec("fp8", FP8) if stored == "fp8" else None
+    per_layer = 3.69e9 * (1 if stored == "fp8" else 2)
+    if (layers := round(gigabytes * 1e9 / per_layer)) >= 1:
+        return replace(whole, num_layers=layers, quantization=quantization)
+    experts = max(8, round(gigabytes * 1e9 / per_layer * whole.num_experts / 8) * 8)
+    sizes = {"num_layers": 1, "num_experts": experts}
+    return replace(whole, **sizes, quantization=quantization)
+
+
+def tensors_of(spec: ModelSpec) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Name, dtype and shape of all tensors, in the order in which safetensors writes them."""
+    scheme, found = detect(spec.quantization), []
+    for weight in names_of(spec).weights(spec):
+        for name in weight.names():
+            module = name.removesuffix(".weight")
+            is_matrix = len(weight.shape) == 2 and not weight.is_table and weight.dtype is None
+            stored = scheme.format_of(module) if scheme and is_matrix else None
+            if stored is None or len(stored.tensors) == 1:
+                dtype = "F32" if weight.dtype == "float32" and "norm" not in name else "BF16"
+                found.append((name, dtype, weight.shape))
+                continue
+            rows, columns = weight.shape
+            found += [
+                (f"{module}.{t.name}", SAFETENSORS[t.dtypes[0]], t.shape((rows, columns)))
+                for t in stored.tensors
+            ]
+    return sorted(found)
+
+
+def write_checkpoint(folder: Path, spec: ModelSpec) -> None:
+    """Files of about SHARD_BYTES with random numbers."""
+    shards: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
+    size = 0
+    for tensor in tensors_of(spec):
+        num_bytes = math.prod(tensor[2]) * ITEM_BYTES[tensor[1]]
+        if size + num_bytes > SHARD_BYTES and shards[-1]:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += num_bytes
+    noise = {
+        "BF16": torch.randn(2**25).to(torch.bfloat16).view(torch.uint8).numpy(),
+        "F8_E4M3": torch.randint(0, 0x70, (2**26,), dtype=torch.uint8).numpy(),
+        "F32": torch.full((2**24,), 0.01).view(torch.uint8).numpy(),
+    }
+    weight_map = {}
+    with Progress("writing the checkpoint") as progress:
+        for number, shard in enumerate(shards):
+            file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
+            shard.sort(key=lambda tensor: (-ITEM_BYTES[tensor[1]], tensor[0]))
+            header: dict[str, Any] = {}
+            at = 0
+            for name, dtype, shape in shard:
+                end = at + math.prod(shape) * ITEM_BYTES[dtype]
+                header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (at, end)}
+                weight_map[name], at = file, end
+            text = json.dumps(header).encode()
+            text = text.ljust(-(-len(text) // 8) * 8)
+            with (folder / file).open("wb") as stream:
+                stream.write(len(text).to_bytes(8, "little") + text)
+                for _, dtype, shape in shard:
+                    left = math.prod(shape) * ITEM_BYTES[dtype]
+                    while left:
+                        left -= stream.write(noise[dtype][:left])
+                stream.flush()
+                os.fsync(stream.fileno())
+            progress(number + 1, len(shards))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def forget(files: list[Path]) -> None:
+    """Drop the files from the page cache."""
+    for file in files:
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def dd_seconds(files: list[Path]) -> float:
+    """One `dd` after the other."""
+    began = time.perf_counter()
+    for file in files:
+        command = ["dd", f"if={file}", "of=/dev/null", "bs=16M", "status=none"]
+        subprocess.run(command, check=True)
+    return time.perf_counter() - began
+
+
+class HostMemory:
+    """The most anonymous memory of this process while it is open, beyond what it had."""
+
+    def __enter__(self) -> HostMemory:
+        self._first, self.most, self._done = self._now(), 0, threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.02):
+            self.most = max(self.most, self._now() - self._first)
+
+    @staticmethod
+    def _now() -> int:
+        with Path("/proc/self/statm").open() as stream:
+            fields = stream.read().split()
+        return (int(fields[1]) - int(fields[2])) * resource.getpagesize()
+
+
+def load_seconds(
+    folder: Path, spec: ModelSpec, layout: ParallelLayout, device: torch.device
+) -> tuple[float, float, int, int]:
+    """Of the check and of the reading; bytes read; host memory beyond the parameters."""
+    kernels = resolve(platform=platform_of(device), dtype=torch.bfloat16)
+    began = time.perf_counter()
+    slots = empty_slots(spec, layout, dtype=torch.bfloat16, kernels=kernels)
+    plan = plan_load(slots, spec, folder, layout)
+    checked = time.perf_counter() - began
+    one = SingleRank()
+    context = ParallelContext(layout, attention_group=one, expert_group=one, world=one)
+    model = build_model(spec, context=context, dtype=torch.bfloat16, device=device, kernels=kernels)
+    if device.type == "cpu":  # pages that the kernel has not given yet would be counted
+        for slot in model.weight_slots().values():
+            if slot.target is not None:
+                slot.target.zero_()
+    torch.set_num_threads(1)  # as at a start
+    with torch.inference_mode(), HostMemory() as memory:
+        began = time.perf_counter()
+        report = fill(model.weight_slots(), plan)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+    return checked, seconds, report.num_bytes, memory.most
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--gb", type=float, default=60.0)
+    parser.add_argument("--stored", choices=("fp8", "bf16"), default="fp8")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--keep", action="store_true")
+    arguments = parser.parse_args()
+    folder, spec = arguments.folder, spec_of(arguments.gb, arguments.stored)
+    is_new = not folder.exists()
+    if is_new:
+        folder.mkdir(parents=True)
+        write_checkpoint(folder, spec)
+    files = sorted(folder.glob("*.safetensors"))
+    size = sum(file.stat().st_size for file in files)
+    layout = ParallelLayout(rank=arguments.rank, tp=arguments.tp)
+    device = torch.device(arguments.device)
+    print(f"{len(files)} files, {format_bytes(size)}, {spec.num_layers} layers; {THREADS} threads")
+    print("| cache | dd GB/s | load GB/s | of dd | read | check s | host memory |")
+    print("|---|---|---|---|---|---|---|")
+    for cache in ("cold", "warm"):
+        for _ in range(arguments.runs):
+            if cache == "cold":
+                forget(files)
+            dd = size / dd_seconds(files) / 1e9
+            if cache == "cold":
+                forget(files)
+            checked, seconds, read, memory = load_seconds(folder, spec, layout, device)
+            rate = read / seconds / 1e9
+            print(
+                f"| {cache} | {dd:.2f} | {rate:.2f} | {rate / dd:.0%} | {format_bytes(read)} | "
+                f"{checked:.1f} | {format_bytes(memory)} |",
+                flush=True,
+            )
+    if is_new and not arguments.keep:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
