@@ -9,15 +9,51 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from negamax.kernels.formats import StoredWeight, TensorFormat, is_plain, plain
+from negamax.kernels.codes import Codes
+from negamax.kernels.formats import StoredWeight, TensorFormat, is_plain, plain, reads_packed
 from negamax.kernels.op import AnyKernel
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.signatures import EXPERTS, LINEAR
+from negamax.kernels.weight_only.layout import PackedWeight, pack
+
+
+def unpacked(packed: PackedWeight) -> Tensor:
+    """[rows, columns] fp32: what the kernels on GPUs read, as its layout is described."""
+    own, rows = packed.packing, len(packed.qweight)
+    # byte t * 8 + b * 4 + h * 2 + e of 32 has column b * 16 + h * 8 + t * 2 + e
+    order = torch.arange(32).view(2, 2, 4, 2).permute(2, 0, 1, 3).flatten()
+    spans = packed.qweight.view(rows, -1, 32)
+    codes = torch.empty_like(spans)
+    codes[..., order] = spans
+    if own.CODES == 2:
+        codes = torch.stack((codes & 15, codes >> 4), 2)
+    codes = codes.reshape(rows, -1)
+    assert codes.shape[1] == own.K_PACKED
+    scale = zero = None
+    if own.GROUP:
+        kinds = {"e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu}
+        scale = packed.scales.view(kinds.get(own.SCALE, packed.scales.dtype)).t()
+    if own.ELEMENT == "e4m3":
+        codes = codes.view(torch.float8_e4m3fn)
+    elif own.ELEMENT != "e2m1":
+        zero = packed.zeros.t() if own.ZEROS else None
+        shift = 0 if own.ZEROS else 8 if own.ELEMENT == "uint4" else 128
+        codes = codes if own.ZEROS else codes.float() - shift
+    scale = torch.ones(1, 1) if scale is None else scale
+    numbers = Codes(
+        codes, scale, (1, own.GROUP or 1), zero_point=zero, is_e2m1=own.ELEMENT == "e2m1"
+    ).dequantize()
+    if own.ROW_SCALE:
+        numbers = numbers * packed.row_scale[:, None]
+    return numbers[:, : own.K]
 
 
 def dequantized(weight: StoredWeight) -> Tensor:
-    """[..., rows, columns] fp32."""
+    """[..., rows, columns] fp32; through the layout for weight-only kernels where these read it."""
     lead = weight.values.shape[:-2]
+    if reads_packed(weight.format):
+        whole = unpacked(pack(weight))
+        return whole.view(*lead, -1, whole.shape[1])
     if not lead:
         return weight.format.dequantize(weight.tensors)
     return torch.stack(
