@@ -32,11 +32,13 @@ LEFT_OUT = "model.layers.1.self_attn.o_proj"  # every checkpoint has this module
 class Writer:
     """`store`: (module, fp32 matrix [N, K]) -> `Stored`; `describe`: (the modules that are stored
     so, all tensors) -> the description, which stands in `file`, or, without one, in config.json.
+    `with_head`: the head is stored so, too.
     """
 
     store: Callable[[str, Matrix], Stored]
     describe: Callable[[Sequence[str], Mapping[str, Tensor]], dict[str, Any]]
     file: str = ""
+    with_head: bool = False
 
 
 def is_matrix(name: str) -> bool:
@@ -51,7 +53,8 @@ def write(
     stored, plain, modules = {}, dict(tensors), []
     for name, tensor in tensors.items():
         module = name.removesuffix(".weight")
-        if not is_matrix(name) or module == LEFT_OUT:
+        is_head = module == "lm_head" and writer.with_head
+        if not (is_matrix(name) or is_head) or module == LEFT_OUT:
             stored[name] = tensor
             continue
         parts, matrix = writer.store(module, tensor.float().numpy())
@@ -207,11 +210,12 @@ def gptq(
     symmetric: bool = True,
     desc_act: bool = False,
     version: int = 1,
+    lm_head: bool = False,
 ) -> Writer:
     description = {
         "quant_method": "gptq", "bits": bits, "group_size": size, "sym": symmetric,
         "desc_act": desc_act, "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
-        "lm_head": False, "dynamic": {r"-:.*layers\.1\.self_attn\.o_proj": {}},
+        "lm_head": lm_head, "dynamic": {r"-:.*layers\.1\.self_attn\.o_proj": {}},
         "damp_percent": 0.1, "static_groups": False, "true_sequential": True,
         "pack_dtype": "int32", "meta": {"quantizer": ["gptqmodel:5.0.0"]},
     }  # fmt: skip
@@ -221,7 +225,7 @@ def gptq(
             matrix, bits=bits, size=size, symmetric=symmetric, desc_act=desc_act, version=version
         )
 
-    return Writer(store, lambda *_: description)
+    return Writer(store, lambda *_: description, with_head=lm_head)
 
 
 # --- compressed-tensors --------------------------------------------------------------------------
@@ -469,6 +473,7 @@ WRITERS: dict[str, Writer] = {
     "gptq-channel": gptq(size=-1),
     "gptq-8-bits": gptq(bits=8, size=16, symmetric=False),
     "gptq-v2": gptq(symmetric=False, version=2),
+    "gptq-head": gptq(lm_head=True),
     "gptq-act-order": gptq(symmetric=False, desc_act=True),
     "packed-int4": packed(),
     "packed-int4-asym": packed(symmetric=False),
