@@ -10,6 +10,7 @@ import pytest
 import torch
 from m2_checkpoints import FP8_CONFIG, to_fp8
 from model_support import PagedRun, random_weights, tiny_config
+from stored_kernels import random_stored
 from torch import Tensor
 from triton_support import ThreadGroup, Threads
 
@@ -17,7 +18,7 @@ from negamax.config.families import read_spec
 from negamax.kernels.activations import QuantizedActivations, ShardedActivations, unquantized
 from negamax.kernels.collectives import tiles
 from negamax.kernels.collectives import triton as kernels
-from negamax.kernels.formats import E4M3_BLOCKS, e4m3_blocks
+from negamax.kernels.formats import E4M3_BLOCKS, TensorFormat, e4m3_blocks
 from negamax.kernels.gemm import triton as gemm
 from negamax.kernels.gemm.cases import fp8_weight
 from negamax.kernels.launch.tile import Tile
@@ -32,6 +33,7 @@ from negamax.models.minimax_m2 import names
 from negamax.models.registry import build_model
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
+from negamax.quantization.compressed_tensors import packed
 from negamax.quantization.scheme import Scheme, WeightFormat
 
 WIDTH, EXPERTS, TOP_K = 256, 6, 2
@@ -163,25 +165,26 @@ def test_products_in_fp8_need_no_plain_rows() -> None:
             assert torch.equal(got, want) and got.dtype == torch.float16
 
 
+@pytest.mark.parametrize("stored", [E4M3_BLOCKS, packed(4, 128)], ids=lambda form: form.name)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_fp8_experts_of_padded_shares_add_up_to_those_of_one_rank(
-    monkeypatch: pytest.MonkeyPatch, ranks: int
+def test_experts_of_cut_blocks_and_groups_add_up_to_those_of_one_rank(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, stored: TensorFormat
 ) -> None:
     """Three blocks: over two ranks two and one, as of MiniMax-M2 on eight; over four ranks one or
-    none, as on sixteen. Through all three ways.
+    none, as on sixteen. Groups of 128 become such of 64 and 32. Through all ways.
     """
     hidden, width, generator = 128, 384, torch.Generator().manual_seed(7)
     own, tensors = names.moe(0), {}
     for expert in range(2):
         for name in (own.gate, own.up, own.down):
             shape = (hidden, width) if name == own.down else (width, hidden)
-            values, scale = fp8_weight(*shape, generator=generator)
-            name = name.replace("*", str(expert))
-            tensors |= {name: values, name + "_scale_inv": scale}
+            module = name.replace("*", str(expert)).removesuffix("weight")
+            parts = random_stored(stored, shape, seed=len(tensors))
+            tensors |= {module + part: values for part, values in parts.items()}
     tensors |= {own.router: torch.randn(2, hidden, generator=generator), own.router_bias: ONES}
     table = KernelTable.of(gpu_kernels(), platform=CPU, dtype=torch.float16)
     weights = WeightFormat(
-        torch.float16, torch.device("cpu"), Scheme((E4M3_BLOCKS,), lambda module: E4M3_BLOCKS)
+        torch.float16, torch.device("cpu"), Scheme((stored,), lambda module: stored)
     )
 
     def experts(layout: ParallelLayout) -> SparseMoe:
@@ -191,14 +194,14 @@ def test_fp8_experts_of_padded_shares_add_up_to_those_of_one_rank(
             kernels=table, weights=weights,
         )  # fmt: skip
         for slot in layer.slots:
-            if slot.needed:
+            if slot.name in tensors and slot.needed:
                 slot.write(tensors[slot.name])
         layer.finish_loading()
         return layer
 
     whole = experts(ParallelLayout())
     parts = [experts(ParallelLayout(rank=rank, tp=ranks)) for rank in range(ranks)]
-    x = quantize_activations(torch.randn(3, hidden, generator=generator).half())
+    x = quantize_activations(torch.randn(3, hidden, generator=generator).half() / 8)
     tile = Tile(1, 64, 128, num_warps=2)  # large: the interpreter runs programs one by one
     gemv = moe.tiles.ExpertTiles(tile, tile, choices=2)
     monkeypatch.setattr(moe.tiles.H200, "gemv", lambda self, width: gemv)
