@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from negamax.base.errors import CheckpointError
 from negamax.checkpoint.loader import load_weights
 from negamax.config.families import read_spec
 from negamax.config.model_spec import ModelSpec
+from negamax.quantization import online
 
 SPEC = tiny_spec()
 # every part of a fused matrix is a whole number of blocks
@@ -32,13 +34,15 @@ FP8_SPEC = tiny_spec(
     num_attention_heads=8, head_dim=32,
 )  # fmt: skip
 
+ONLINE_SPEC = replace(SPEC, quantization=online.spec("int8"))
+
 Tensors = dict[str, Tensor]
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.(w[123])\.(\w+)$")
 
 
 def checkpoint(spec: ModelSpec) -> Tensors:
     tensors = random_tensors(spec)
-    return to_fp8(tensors) if spec.quantization else tensors
+    return to_fp8(tensors) if spec.quantization == FP8_SPEC.quantization else tensors
 
 
 def respelled(pattern: str, replacement: str) -> Callable[[Tensors], Tensors]:
@@ -114,7 +118,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("spec", [SPEC, FP8_SPEC], ids=["plain", "fp8"])
+@pytest.mark.parametrize("spec", [SPEC, FP8_SPEC, ONLINE_SPEC], ids=["plain", "fp8", "online"])
 def test_other_names_and_fused_tensors_give_the_same_weights(
     tmp_path: Path, spec: ModelSpec, change: str
 ) -> None:
