@@ -30,13 +30,20 @@ class Progress(AbstractContextManager["Progress"]):
     """
 
     def __init__(
-        self, what: str, *, unit: Callable[[int], str] = str, enabled: bool = True
+        self,
+        what: str,
+        *,
+        unit: Callable[[int], str] = str,
+        enabled: bool = True,
+        rank: int | None = None,
     ) -> None:
-        """`what` is being done, `unit` spells an amount."""
-        self._what = what
+        """`what` is being done, `unit` spells an amount. `rank`: of several processes that do the
+        same; each logs, the first alone draws.
+        """
+        self._what = what if rank is None else f"rank {rank}: {what}"
         self._unit = unit
-        self._enabled = enabled
         self._on_terminal = sys.stderr.isatty() and not log.settings().endswith("json")
+        self._enabled = enabled and not (self._on_terminal and rank)
         self._began = time.monotonic()
         self._next = self._began + (PATIENCE_SECONDS if self._on_terminal else LOG_SECONDS)
         self._is_drawn = False

@@ -489,7 +489,7 @@ def _load(
             )
         summary = f"synthetic weights, seed {config.seed}"
     else:
-        load = partial(_fill, model.weight_slots(), plan, shown=shown)
+        load = partial(_fill, model.weight_slots(), plan, config)
         if config.weight_cache is None or config.folder is None:
             summary = load()
         else:
@@ -506,9 +506,15 @@ def _load(
     return summary
 
 
-def _fill(slots: Mapping[str, WeightSlot], plan: LoadPlan, *, shown: bool) -> str:
-    with Progress("loading weights", unit=format_bytes, enabled=shown) as progress:
-        return fill(slots, plan, progress=progress).summary()
+def _fill(slots: Mapping[str, WeightSlot], plan: LoadPlan, config: WorkerConfig) -> str:
+    rank = config.layout.rank if config.layout.world_size > 1 else None
+    with Progress(
+        "loading weights", unit=format_bytes, enabled=config.show_progress, rank=rank
+    ) as progress:
+        summary = fill(slots, plan, progress=progress).summary()
+    if rank:  # the first rank's is told by the engine
+        logger.info("rank %d: %s", rank, summary)
+    return summary
 
 
 def _millions(count: int) -> str:

@@ -70,3 +70,16 @@ def test_a_json_log_on_a_terminal_stays_json(monkeypatch: pytest.MonkeyPatch) ->
     assert written and all(line.startswith("{") for line in written)
     logging.getLogger().handlers[:] = []
     log.setup()
+
+
+def test_of_several_ranks_each_logs_and_the_first_alone_draws(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log.setup("info")
+    load(monkeypatch, seconds=30, rank=3)
+    assert "rank 3: loading weights: 2.0 GiB of 10.0 GiB" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    load(monkeypatch, seconds=30, rank=3)
+    assert terminal.getvalue() == ""
+    load(monkeypatch, seconds=30, rank=0)
+    assert "rank 0: loading weights" in terminal.getvalue()
