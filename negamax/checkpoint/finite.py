@@ -152,9 +152,10 @@ def _describe(reader: CheckpointReader, sources: tuple[TensorEntry, ...]) -> str
     """Which of `sources` is broken, in how many values, the first of them where."""
     for entry in sources:
         values = reader.read(entry)
-        if values.dtype not in _SPECIAL_BITS:
+        if not values.is_floating_point():
             continue
-        places = not_finite(values).nonzero()
+        is_plain = values.dtype in _SPECIAL_BITS
+        places = (not_finite(values) if is_plain else ~values.float().isfinite()).nonzero()
         if len(places):
             return _spot(entry, places)
     return f"{sources[0].name}, whose values are too large for the dtype that the model computes in"

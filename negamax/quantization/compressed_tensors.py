@@ -1,6 +1,7 @@
 """Method "compressed-tensors", as LLM Compressor writes it: float-quantized (E4M3 with a scale per
-output row, block or matrix), nvfp4-pack-quantized and mxfp4-pack-quantized, pack-quantized
-(integers of 4 or 8 bits in groups of columns or per row) and int-quantized (int8 per row).
+output row, block or matrix), nvfp4-pack-quantized, mxfp4-pack-quantized and mxfp8-quantized,
+pack-quantized (integers of 4 or 8 bits in groups of columns or per row) and int-quantized (int8 per
+row).
 
 Activations stay in the compute dtype, where the method may round them, too.
 """
@@ -8,6 +9,7 @@ Activations stay in the compute dtype, where the method may round them, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from negamax.config.quantization import QuantizationSpec
@@ -18,6 +20,7 @@ from negamax.kernels.float_formats import (
     PER_ROW,
     fp8,
     mxfp4,
+    mxfp8,
     nvfp4,
     with_input_scale,
 )
@@ -145,11 +148,11 @@ def _read_e4m3(weights: QuantizationSpec) -> TensorFormat:
     return fp8_blocks(weights, "block_structure") if strategy == "block" else STRATEGIES[strategy]
 
 
-# --- nvfp4-pack-quantized, mxfp4-pack-quantized ---------------------------------------------------
+# --- nvfp4-pack-quantized, mxfp4-pack-quantized, mxfp8-quantized ---------------------------------
 
 _E2M1 = {**_WEIGHTS, "num_bits": (4,), "type": ("float",)}
 _NVFP4 = nvfp4(values="weight_packed", global_scale="weight_global_scale", divides=True)
-_MXFP4 = mxfp4(values="weight_packed")
+_MXFP4, _MXFP8 = mxfp4(values="weight_packed"), mxfp8()
 
 
 def _read_nvfp4(weights: QuantizationSpec) -> TensorFormat:
@@ -161,13 +164,13 @@ def _read_nvfp4(weights: QuantizationSpec) -> TensorFormat:
     return _NVFP4
 
 
-def _read_mxfp4(weights: QuantizationSpec) -> TensorFormat:
+def _read_mx(weights: QuantizationSpec, *, bits: int) -> TensorFormat:
     allowed = {
-        **_E2M1, "strategy": ("group",), "group_size": (MX_GROUP,),
+        **_E2M1, "num_bits": (bits,), "strategy": ("group",), "group_size": (MX_GROUP,),
         "zp_dtype": (None, "torch.uint8"),
     }  # fmt: skip
     check_fields(weights, allowed, beside=_OBSERVED)
-    return _MXFP4
+    return _MXFP4 if bits == 4 else _MXFP8
 
 
 # --- pack-quantized ------------------------------------------------------------------------------
@@ -307,7 +310,8 @@ def _read_int8(weights: QuantizationSpec) -> TensorFormat:
 _FORMATS: Mapping[str, Callable[[QuantizationSpec], TensorFormat]] = {
     "float-quantized": _read_e4m3,
     "nvfp4-pack-quantized": _read_nvfp4,
-    "mxfp4-pack-quantized": _read_mxfp4,
+    "mxfp4-pack-quantized": partial(_read_mx, bits=4),
+    "mxfp8-quantized": partial(_read_mx, bits=8),
     "pack-quantized": _read_packed,
     "int-quantized": _read_int8,
 }

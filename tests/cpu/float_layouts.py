@@ -203,6 +203,7 @@ def _row(scale: Tensor) -> Tensor:
 _ALL, _EACH_ROW, _BLOCK = (0, 0), (1, 0), (128, 128)
 LAYOUTS = {
     "compressed-mxfp4": _mxfp4("weight_packed"),
+    "compressed-mxfp8": _mxfp8("weight_scale"),
     "compressed-nvfp4": _nvfp4(
         "weight_packed", "weight_global_scale", divides=True, activation="input_global_scale"
     ),
@@ -303,6 +304,11 @@ def descriptions(left_out: str) -> dict[str, dict[str, Any]]:
         "compressed-mxfp4": _compressed(
             "mxfp4-pack-quantized", left_out,
             {"num_bits": 4, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
+            None,
+        ),
+        "compressed-mxfp8": _compressed(
+            "mxfp8-quantized", left_out,
+            {"num_bits": 8, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
             None,
         ),
         "compressed-nvfp4": _compressed(

@@ -151,3 +151,13 @@ def test_tensors_that_are_known_are_compared(
     save_file(stored, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=rf"experts\.1\.w3\.{message}"):
         load(tmp_path, ParallelLayout(), kernels=kernels)
+
+
+def test_bytes_of_mi300_that_are_no_number_are_named(tmp_path: Path) -> None:
+    write(tmp_path, CONFIG, TENSORS, WRITERS["fp8-fnuz"])
+    stored, file = load_file(tmp_path / "model.safetensors"), tmp_path / "model.safetensors"
+    name = "model.layers.0.self_attn.q_proj.weight"
+    stored[name].view(torch.uint8)[3, 5] = 0x80
+    save_file(stored, file)
+    with pytest.raises(CheckpointError, match=rf"{name} in 1 of 64 x 64 .*first at \[3, 5\]"):
+        load(tmp_path, ParallelLayout())
