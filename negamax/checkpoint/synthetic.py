@@ -20,12 +20,13 @@ from torch import Tensor
 
 from negamax.checkpoint.loader import ShowProgress
 from negamax.config.model_spec import ModelSpec
-from negamax.kernels.formats import E4M3, E4M3_MAX, PLAIN, Role, StoredTensor
+from negamax.kernels.formats import E4M3_MAX, PLAIN, Role, StoredTensor, reads_e4m3_blocks
+from negamax.kernels.weight_only.draw import draw
 from negamax.layers.weights import WeightSlot
 from negamax.models.family import Initializer, init_of
 
-# Of stored E4M3 values, which reach up to 448, and of the scales of their blocks relative to the
-# mean scale.
+# Of E4M3 values in blocks, which reach up to 448, and of the scales of the blocks relative to the
+# mean scale. How other formats are drawn: `weight_only/draw.py`.
 VALUE_STD = 90.0
 SCALE_SPREAD = 0.1
 # Elements drawn at a time. The values depend on it: a draw is one run of the generator.
@@ -61,8 +62,8 @@ def fill_synthetic(
             tensors = _plain(slots, init.draw(name, spec), generator=generator)
         else:
             weight = name.removesuffix(stored.name) + PLAIN.values.name
-            draw = init.draw(weight, spec)
-            tensors = _stored(slots, stored, std=draw.std, generator=generator)
+            std = init.draw(weight, spec).std
+            tensors = _stored(slots, stored, std=std, generator=generator)
         for slot, tensor in zip(slots, tensors, strict=True):
             if slot.needed:
                 slot.write(tensor)
@@ -85,19 +86,25 @@ def _draws(slots: Iterable[WeightSlot]) -> Iterator[tuple[str, int, list[WeightS
             yield name, number, members[first : first + size]
 
 
-def _plain(slots: Sequence[WeightSlot], draw: Initializer, *, generator: torch.Generator) -> Tensor:
-    noise = _normal(slots, torch.float32, mean=draw.mean, std=draw.std, generator=generator)
-    return F.normalize(noise, dim=-1) if draw.unit_rows else noise
+def _plain(slots: Sequence[WeightSlot], init: Initializer, *, generator: torch.Generator) -> Tensor:
+    noise = _normal(slots, torch.float32, mean=init.mean, std=init.std, generator=generator)
+    return F.normalize(noise, dim=-1) if init.unit_rows else noise
 
 
 def _stored(
     slots: Sequence[WeightSlot], stored: StoredTensor, *, std: float, generator: torch.Generator
 ) -> Tensor:
-    """Values and scales of matrices whose elements have the standard deviation `std`."""
+    """One tensor of matrices whose elements have the standard deviation `std`."""
+    source = slots[0].source
+    if stored.known is not None:
+        known = stored.known(slots[0].matrix_shape)
+        return known.expand(len(slots), *known.shape)
+    if not reads_e4m3_blocks(source):
+        shape = (len(slots), *slots[0].shape)
+        return draw(source, stored, shape, std=std, generator=generator)
     if stored.role is Role.SCALE:
         spread = _normal(slots, torch.float32, mean=1.0, std=SCALE_SPREAD, generator=generator)
         return spread.clamp_(0.5, 1.5).mul_(std / VALUE_STD)
-    assert stored.dtypes == (E4M3,), f"no rule for synthetic {stored.name} of {stored.dtypes}"
     noise = _normal(slots, torch.bfloat16, mean=0.0, std=VALUE_STD, generator=generator)
     return noise.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from negamax.config.quantization import QuantizationSpec
+from negamax.kernels.float_formats import mxfp4, nvfp4
 from negamax.kernels.formats import E4M3_BLOCKS, PLAIN, TensorFormat
 from negamax.quantization.compressed_tensors import INT8_CHANNEL, STRATEGIES, packed
 from negamax.quantization.mxfp8 import MXFP8
@@ -21,7 +22,9 @@ _FORMATS: Mapping[str, TensorFormat] = {
     "int4": packed(4, 128),
     "int8": INT8_CHANNEL,
     "int8_per_channel_weight_only": INT8_CHANNEL,
+    "mxfp4": mxfp4(),
     "mxfp8": MXFP8,
+    "nvfp4": nvfp4(),
 }
 NAMES = tuple(_FORMATS)
 _PLAIN_MODULES = ("embed_tokens", "gate", "lm_head")

@@ -11,13 +11,19 @@ import pytest
 import torch
 from m2_checkpoints import SlotModel, tiny_spec
 from model_support import PagedRun, build, tiny_config
+from stored_kernels import dequantized
 
 from negamax.checkpoint.synthetic import fill_synthetic
 from negamax.config.families import read_spec
 from negamax.config.model_spec import ModelSpec
 from negamax.layers.moe import mixtures
+from negamax.layers.weights import MatrixWeight, slots_by_name
 from negamax.models.decoder import Decoder
+from negamax.models.family import init_of
 from negamax.models.minimax_m2.init import ATTENTION_GAIN
+from negamax.quantization import online
+from negamax.quantization.detect import detect
+from negamax.quantization.scheme import WeightFormat
 
 SPEC = tiny_spec(hidden_size=64, num_local_experts=16, num_hidden_layers=3)
 
@@ -64,6 +70,20 @@ def test_magnitudes_are_those_of_a_trained_model() -> None:
             assert (
                 abs(tensor.std().item() * math.sqrt(tensor.shape[1]) * residual / gain - 1) < 0.1
             ), name
+
+
+@pytest.mark.parametrize("name", online.NAMES)
+def test_weights_in_any_format_have_the_magnitude_of_plain_ones(name: str) -> None:
+    scheme = detect(online.spec(name))
+    assert scheme is not None
+    weights = WeightFormat(torch.float32, torch.device("cpu"), scheme)
+    module = "model.layers.0.self_attn.q_proj.weight"
+    matrix = MatrixWeight((128, 256), weights.stored(module), weights=weights)
+    slots = matrix.slots(module, (128, 256), region=(range(128), range(256)))
+    fill_synthetic(slots_by_name(slots), SPEC, 0)
+    found = dequantized(matrix.take())
+    wanted = init_of(SPEC).draw(module, SPEC).std
+    assert abs(found.std() / wanted - 1) < 0.15 and found.mean().abs() < 0.05 * wanted
 
 
 def routed_model() -> tuple[ModelSpec, Decoder, torch.Tensor]:
