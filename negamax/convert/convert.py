@@ -35,7 +35,7 @@ logger = get_logger(__name__)
 PROVENANCE = "negamax_conversion"  # the key in config.json
 # What describes the stored weights of the source alone.
 _NOT_CARRIED = ("config.json", INDEX_NAME, "hf_quant_config.json", Record.NAME)
-_NOT_CARRIED_PREFIX = "quant_model_description"
+_NOT_CARRIED_PREFIXES = ("quant_model_description", "quant_model_weight")  # of ModelSlim
 _CARRIED = (".json", ".jinja", ".txt", ".model")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SPARE_BYTES = 64 * 2**20  # of disk: tokenizer, index, the file system's own
@@ -97,7 +97,8 @@ def convert(conversion: Conversion, *, progress: ShowProgress | None = None) -> 
     with _alone(destination):
         _run(plan, Record(destination, identity), destination, progress)
         _write_indices(destination, plan)
-        _carry_files(conversion.folder, destination)
+        kept = source.spec.quantization if conversion.target is None else None
+        _carry_files(conversion.folder, destination, description=kept and kept.source)
         write_json(destination / "config.json", _config(source, conversion, identity))
         Record(destination, identity).remove()
     return source
@@ -296,12 +297,16 @@ def _write_indices(destination: Path, plan: list[_Step]) -> None:
         write_json(destination / shard.index_name, {"metadata": metadata, "weight_map": table})
 
 
-def _carry_files(folder: Path, destination: Path) -> None:
-    """Tokenizer, chat template, generation config, licence."""
+def _carry_files(folder: Path, destination: Path, *, description: str | None) -> None:
+    """Tokenizer, chat template, generation config, licence; the file `description` says how the
+    weights are stored, which is as before.
+    """
     for path in sorted(folder.iterdir()):
-        is_text = path.suffix in _CARRIED or path.name.upper().startswith(("LICENSE", "NOTICE"))
-        is_own = path.name in _NOT_CARRIED or path.name.startswith(_NOT_CARRIED_PREFIX)
-        if path.is_file() and is_text and not is_own:
+        name = path.name
+        is_text = path.suffix in _CARRIED or name.upper().startswith(("LICENSE", "NOTICE"))
+        is_own = name in _NOT_CARRIED or name.startswith(_NOT_CARRIED_PREFIXES)
+        is_kept = name == description and name != "config.json"
+        if path.is_file() and is_text and (is_kept or not is_own):
             shutil.copyfile(path, destination / path.name)
 
 

@@ -20,7 +20,7 @@ from negamax.checkpoint.reader import CheckpointReader, TensorEntry, read_entrie
 from negamax.config.families import read_spec
 from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
-from negamax.kernels.formats import PLAIN, TensorFormat
+from negamax.kernels.formats import PLAIN, Role, TensorFormat
 from negamax.layers.weights import WeightSlot
 from negamax.models.family import WeightSpec, names_of
 from negamax.parallel.layout import ParallelLayout
@@ -77,6 +77,11 @@ class Weight:
             if stored is not PLAIN.values:
                 stored.check(found, part, self.shape, name=name)
             tensors[stored.name] = found
+        for stored, source in self.move.tensors:
+            if stored.role is Role.ACTIVATION:  # which the matrix does not depend on
+                whole = tuple(map(range, stored.shape(self.shape)))
+                found = reader.read(source.entry, source.region(whole))
+                tensors[stored.name] = found.reshape(list(map(len, whole)))
         return tensors
 
     def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -18,8 +18,10 @@ from stored_kernels import keeping_stored
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError
-from negamax.checkpoint.loader import CheckpointReport, load_weights
+from negamax.checkpoint.loader import CheckpointReport, fill
+from negamax.checkpoint.plan import plan_load
 from negamax.config.families import read_spec
+from negamax.convert.convert import Conversion, convert
 from negamax.kernels.platform import CPU
 from negamax.kernels.registry import KernelTable, resolve
 from negamax.models.decoder import Decoder
@@ -39,7 +41,11 @@ LAYOUTS = [(1, 1), (2, 2), (4, 2)]
 
 
 def load(
-    folder: Path, layout: ParallelLayout, *, kernels: KernelTable | None = None
+    folder: Path,
+    layout: ParallelLayout,
+    *,
+    kernels: KernelTable | None = None,
+    is_split: bool = False,
 ) -> tuple[Decoder, dict[str, Tensor], CheckpointReport]:
     """A rank's model; what the slots wrote, before kernels are given it; the loader's report."""
     spec = read_spec(json.loads((folder / "config.json").read_text()), folder)
@@ -47,7 +53,8 @@ def load(
     context = ParallelContext(layout, **groups)
     model = build(spec, context=context, kernels=kernels, loaded=False)
     targets = {name: vars(slot)["_target"] for name, slot in model.weight_slots().items()}
-    report = load_weights(model.weight_slots(), spec, folder)
+    plan = plan_load(model.weight_slots(), spec, folder, layout if is_split else None)
+    report = fill(model.weight_slots(), plan)
     written = {name: targets[name] for name, slot in model.weight_slots().items() if slot.written}
     written = {name: found for name, found in written.items() if found is not None}
     return model, written, report
@@ -161,3 +168,20 @@ def test_bytes_of_mi300_that_are_no_number_are_named(tmp_path: Path) -> None:
     save_file(stored, file)
     with pytest.raises(CheckpointError, match=rf"{name} in 1 of 64 x 64 .*first at \[3, 5\]"):
         load(tmp_path, ParallelLayout())
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gptq-act-order", "packed-int4-asym", "quark-int8-static", "modelslim-mix", "modelopt-nvfp4"],
+)
+def test_a_checkpoint_that_is_split_keeps_its_format(name: str, tmp_path: Path) -> None:
+    source, split = tmp_path / "source", tmp_path / "split"
+    source.mkdir()
+    plain = write(source, CONFIG, TENSORS, WRITERS[name])
+    convert(Conversion(str(source), source, split, None, tp=2))
+    for rank in range(2):
+        model, found, report = load(split, ParallelLayout(rank=rank, tp=2), is_split=True)
+        assert report.num_dequantized > 20
+        for key, values in found.items():
+            part = tuple(slice(r.start, r.stop) for r in model.weight_slots()[key].region)
+            assert torch.equal(values, plain[key][part]), key
