@@ -35,7 +35,6 @@ METHODS: dict[str, Callable[[QuantizationSpec], Scheme]] = {
     "modelslim": modelslim.read,
     "mxfp8": mxfp8.read,
     "neuron_fp8": neuron.read,
-    "online": online.read,
     "quark": quark.read,
 }
 
@@ -46,7 +45,7 @@ def detect(spec: QuantizationSpec | None) -> Scheme | None:
     """
     if spec is None:
         return None
-    read = METHODS.get(spec.method)
+    read = online.read if spec.source == online.SOURCE else METHODS.get(spec.method)
     if read is None:
         raise ConfigError(
             f"the checkpoint is quantised by {spec.method!r}, says its {spec.source}; supported: "

@@ -25,6 +25,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
     "modelslim": {"ascend": ""},
     "mxfp4": {},
     "mxfp8": {"modelopt_mxfp8": ""},
+    "neuron_fp8": {},
     "quark": {},
 }  # fmt: skip
 
@@ -77,10 +78,12 @@ def quantized(
 
 def _names(spec: QuantizationSpec) -> list[str]:
     """What the quantisation of a checkpoint is called beside its method."""
+    method = _plain(spec.method)
+    method = "modelopt" if method.startswith("modelopt") else method  # some name the algorithm
     fields = spec.fields.get("quantization")  # of hf_quant_config.json
     fields = fields if isinstance(fields, Mapping) else spec.fields
     kinds = ("", fields.get("format"), fields.get("quant_algo"))
-    return [name for name, kind in _NAMES.get(_plain(spec.method), {}).items() if kind in kinds]
+    return [method, *(name for name, kind in _NAMES.get(method, {}).items() if kind in kinds)]
 
 
 def _plain(name: str) -> str:

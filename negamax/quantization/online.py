@@ -27,12 +27,13 @@ _FORMATS: Mapping[str, TensorFormat] = {
     "nvfp4": nvfp4(),
 }
 NAMES = tuple(_FORMATS)
+SOURCE = "--quantization"  # of such a description; no file says so
 _PLAIN_MODULES = ("embed_tokens", "gate", "lm_head")
 
 
 def spec(name: str) -> QuantizationSpec:
     """The description of a checkpoint that is quantised to what `name` says."""
-    return QuantizationSpec("online", {"format": name.replace("-", "_")}, source="--quantization")
+    return QuantizationSpec("online", {"format": name.replace("-", "_")}, source=SOURCE)
 
 
 def read(spec: QuantizationSpec) -> Scheme:

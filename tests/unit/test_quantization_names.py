@@ -14,7 +14,7 @@ from negamax.config.options import EngineOptions
 from negamax.config.quantization import QuantizationSpec
 from negamax.engine.core.source import locate
 from negamax.kernels.formats import PLAIN
-from negamax.quantization.detect import detect
+from negamax.quantization.detect import METHODS, detect
 from negamax.quantization.names import check_name, quantized
 
 # description -> the names that vLLM and SGLang accept for it
@@ -32,6 +32,7 @@ ACCEPTED: list[tuple[dict[str, Any], str]] = [
         {"quant_method": "modelopt", "quantization": {"quant_algo": "MIXED_PRECISION"}},
         "modelopt modelopt_mixed",
     ),
+    ({"quant_method": "modelopt_fp4", "quant_algo": "NVFP4"}, "modelopt modelopt_fp4 petit_nvfp4"),
     ({"quant_method": "modelslim"}, "modelslim ascend"),
     ({"quant_method": "auto-round"}, "auto-round auto_round inc"),
     ({"quant_method": "mxfp8"}, "mxfp8 modelopt_mxfp8"),
@@ -49,7 +50,7 @@ def test_every_name_of_what_was_detected_is_accepted_and_no_other(
         said = f"--quantization {name}: detected in config.json, not needed"
         assert quantized(name, spec) == (spec, said)
     others = {name for _, each in ACCEPTED for name in each.split()} | {"int4"}
-    plain = {name.lower().replace("_", "-") for name in names.split()} | {spec.method}
+    plain = {name.lower().replace("_", "-") for name in (*names.split(), spec.method)}
     for name in sorted(others):
         if name.lower().replace("_", "-") not in plain:
             with pytest.raises(ConfigError, match=f"'{name}'; .* by '{spec.method}', says its con"):
@@ -61,6 +62,13 @@ def test_a_name_that_leaves_it_open_is_none(name: str | None) -> None:
     assert check_name(name) is None
     spec = QuantizationSpec("awq", {})
     assert quantized(name, spec) == (spec, None) and quantized(name, None) == (None, None)
+
+
+def test_every_method_that_is_read_is_a_name() -> None:
+    for method in METHODS:
+        assert quantized(method, QuantizationSpec(method, {}))[1]
+    with pytest.raises(ConfigError, match="by 'online', says its config"):
+        detect(QuantizationSpec("online", {"format": "fp8"}))
 
 
 @pytest.mark.parametrize("name", ["bitsandbytes", "gguf", "torchao", "w4afp8", "fp7"])
