@@ -43,6 +43,7 @@ def test_plans_reach_the_ranks_of_their_replica(
         return spawn("tests.dist.recording_rank", *args)
 
     monkeypatch.setattr(executor.process, "spawn", recording)
+    monkeypatch.setattr(executor, "SHUTDOWN_SECONDS", 120.0)
     config = WorkerConfig(
         bundled_spec("minimax-m2"), (1,), None, layout, "cpu", "float32", "auto", **SIZES,
         show_progress=False, addresses=None,

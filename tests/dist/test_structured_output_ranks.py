@@ -11,6 +11,7 @@ import pytest
 
 from negamax import LLM, SamplingParams
 from negamax.config.grammar import Grammar
+from negamax.engine.core import executor
 
 NAME = Grammar(kind="regex", text="[A-Z][a-z]{2,9}, [0-9]{2}")
 POINT = Grammar(
@@ -66,8 +67,11 @@ def test_two_ranks_follow_a_grammar_as_one_does(two_ranks: LLM) -> None:
     assert 0 <= json.loads(single[2])["x"] <= 99
 
 
-def test_ranks_that_wait_for_masks_can_be_stopped(two_ranks: LLM) -> None:
+def test_ranks_that_wait_for_masks_can_be_stopped(
+    two_ranks: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The last test of these two ranks."""
+    monkeypatch.setattr(executor, "SHUTDOWN_SECONDS", 120.0)
     llm = two_ranks
     params = SamplingParams(
         max_tokens=40, grammar=NAME, seed=1, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0
@@ -77,8 +81,8 @@ def test_ranks_that_wait_for_masks_can_be_stopped(two_ranks: LLM) -> None:
     llm._loop._scheduler.add(request)
     plan = llm._loop._scheduler.plan()
     assert plan is not None and plan.grammar_rows == [0]
-    executor = llm._loop._executor
-    executor.launch([plan])  # and never any masks
+    ranks = llm._loop._executor
+    ranks.launch([plan])  # and never any masks
     time.sleep(1.0)
     llm.shutdown()
-    assert all(child.poll() in (0, 1) for child in executor._processes)  # type: ignore[attr-defined]  # nobody was killed
+    assert all(child.poll() in (0, 1) for child in ranks._processes)  # type: ignore[attr-defined]  # nobody was killed
