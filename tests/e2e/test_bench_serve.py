@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -560,8 +561,13 @@ def test_interrupt_shows_what_was_measured() -> None:
             deadline = time.monotonic() + 120
             while len(server.bodies) < 3 and time.monotonic() < deadline:
                 time.sleep(0.05)
-            os.kill(process.pid, signal.SIGINT)
-            out, err = process.communicate(timeout=120)
+            while process.poll() is None:
+                # again where it came in the moment before the command began to wait, in which
+                # Python does not notice it
+                os.kill(process.pid, signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(20)
+            out, err = process.communicate()
     assert process.returncode == 130, err
     assert "Successful requests:                     2" in out
     assert re.search(r"interrupted: +1\n", out)

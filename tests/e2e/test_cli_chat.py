@@ -156,7 +156,7 @@ def test_model_does_not_steer_the_terminal(url: str, script: Script, home: dict[
 def test_ctrl_c_stops_the_answer_and_nothing_else(
     url: str, script: Script, home: dict[str, str]
 ) -> None:
-    script.steps = [{"content": "The beginning "}, 30.0, {"content": "never"}]
+    script.steps = [{"content": "The beginning "}, 600.0, {"content": "never"}]
     with in_terminal("chat", "--url", url, "--plain", env=home) as terminal:
         terminal.wait_for("Chatting")
         terminal.type("Tell me\n")
@@ -168,7 +168,7 @@ def test_ctrl_c_stops_the_answer_and_nothing_else(
         ask(terminal, "Again", count=1)
         told = [message["content"] for message in script.bodies[-1]["messages"]]
         assert told == ["Tell me", "The beginning ", "Again"]
-        script.steps = [30.0]
+        script.steps = [600.0]
         terminal.type("Nothing comes\n")
         assert eventually(lambda: len(script.bodies) == 3)
         terminal.interrupt("your message was taken back")

@@ -168,7 +168,7 @@ def test_answers_come_in_while_another_conversation_is_shown(page: Browser, scri
 def test_a_conversation_that_is_deleted_while_it_is_answered_stays_away(
     page: Browser, script: Script
 ) -> None:
-    script.steps = [{"content": "Slowly"}, 60]
+    script.steps = [{"content": "Slowly"}, 600]
     page.write("#prompt", "One")
     page.press("Enter")
     page.wait(f"{TEXTS}.join() === 'One,Slowly' && {TITLES}.length === 1")
