@@ -34,7 +34,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "--request-timeout",
         "300",
         "--sse-keep-alive-interval",
-        "0.2",
+        "0.1",
     )
     bodies = ("--max-body-bytes", "100KiB")
     with serving(
@@ -198,8 +198,8 @@ def test_hang_up_of_a_waiting_request_takes_it_off_the_queue(small: Server) -> N
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        (CHAT, {"messages": HELLO, "max_tokens": 800}),
-        ("/v1/responses", {"input": "Hello", "max_output_tokens": 800}),
+        (CHAT, {"messages": HELLO, "max_tokens": 400}),
+        ("/v1/responses", {"input": "Hello", "max_output_tokens": 400}),
     ],
     ids=["chat", "responses"],
 )

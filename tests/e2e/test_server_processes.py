@@ -350,7 +350,7 @@ def test_all_processes_drain_and_leave_together(tmp_path: Path) -> None:
         for pid in family:
             os.kill(pid, signal.SIGTERM)
         with concurrent.futures.ThreadPoolExecutor(9) as pool:
-            ends = streams_under_way(server, pool, 9, max_tokens=1000)
+            ends = streams_under_way(server, pool, 9, max_tokens=500)
             assert server.stop() == 0
             for end in ends:
                 last, done = end.result()
