@@ -100,6 +100,11 @@ def fill(
     if quantized:
         made = ", ".join(sorted({move.slot.source.name for move in quantized}))
         logger.info("%d weights are quantised to %s while they are read", len(quantized), made)
+    unused = sum(t.role is Role.ACTIVATION for move in plan.moves for t, _ in move.tensors)
+    if unused:
+        logger.info(
+            "%d scales of activations are not used: these are not quantised by them", unused
+        )
     for reason, names in plan.skipped.items():
         logger.warning("skipped %d tensors: %s (%s)", len(names), reason, first_names(list(names)))
     done = 0

@@ -5,6 +5,7 @@ with, on one rank and on several.
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def test_the_files_of_modelslim_have_other_names(tmp_path: Path, with_index: boo
 
 
 def test_a_layer_in_bf16_that_is_described_as_fp4_is_taken_for_what_it_is_or_refused(
-    tmp_path: Path,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = write(tmp_path, CONFIG, TENSORS, WRITERS["modelopt-nvfp4"])
     stored, file = load_file(tmp_path / "model.safetensors"), tmp_path / "model.safetensors"
@@ -127,7 +128,9 @@ def test_a_layer_in_bf16_that_is_described_as_fp4_is_taken_for_what_it_is_or_ref
     for name in ("weight_scale", "weight_scale_2", "input_scale"):
         del stored[f"{module}.{name}"]
     save_file(stored, file)
-    _, found, _ = load(tmp_path, layout)
+    with caplog.at_level(logging.INFO, logger="negamax"):
+        _, found, _ = load(tmp_path, layout)
+    assert "30 scales of activations are not used" in caplog.text
     assert torch.equal(found[f"{module}.weight"], stored[f"{module}.weight"].float())
     stored[f"{module}.weight"] = stored[f"{module}.weight"].view(torch.uint8)
     save_file(stored, file)
