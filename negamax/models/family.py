@@ -45,6 +45,7 @@ class WeightSpec:
     splits: Axis | None = None  # what ranks share of a matrix: its rows or its columns
     dtype: str | None = None  # it is held in; None: as stored, or the compute dtype
     is_table: bool = False  # its rows are looked up, not multiplied
+    is_head: bool = False  # it is held in the compute dtype, however it is stored
 
     def names(self) -> Iterator[str]:
         """Of each of the `count`."""

@@ -133,7 +133,8 @@ def _bytes_on_rank(
 
 
 def _stored(weight: WeightSpec, scheme: Scheme | None) -> TensorFormat:
-    """The format of the matrices `weight` in the checkpoint."""
-    if scheme is None or weight.dtype or weight.is_table or len(weight.shape) != 2:
+    """The format of the matrices `weight` in the checkpoint; the head is never held in one."""
+    in_full = weight.dtype or weight.is_table or weight.is_head
+    if scheme is None or in_full or len(weight.shape) != 2:
         return PLAIN
     return scheme.format_of(weight.name.replace("*", "0").removesuffix(".weight"))

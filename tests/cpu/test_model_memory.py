@@ -10,6 +10,7 @@ import torch
 from model_support import build, tiny_config
 
 from negamax.config.families import read_spec
+from negamax.config.quantization import QuantizationSpec
 from negamax.models.family import names_of
 from negamax.models.memory import dequantized, read_bytes, weight_bytes
 from negamax.parallel.context import ParallelContext
@@ -54,3 +55,13 @@ def test_many_tokens_read_all_weights_but_the_embedding() -> None:
     everything = weight_bytes(SPEC, dtype="bfloat16") - table
     assert read_bytes(SPEC, 10**6, dtype="bfloat16", ranks=1) == pytest.approx(everything)
     assert read_bytes(SPEC, 1, dtype="bfloat16", ranks=1) < everything
+
+
+def test_a_packed_head_counts_as_it_is_held() -> None:
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 8}
+    packed, plain = (
+        replace(SPEC, quantization=QuantizationSpec("gptq", {**gptq, "lm_head": lm_head}))
+        for lm_head in (True, False)
+    )
+    assert weight_bytes(packed, dtype="bfloat16") == weight_bytes(plain, dtype="bfloat16")
+    assert weight_bytes(plain, dtype="bfloat16") < weight_bytes(SPEC, dtype="bfloat16")

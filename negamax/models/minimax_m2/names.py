@@ -137,7 +137,7 @@ def weights(spec: MiniMaxM2Spec) -> Iterator[WeightSpec]:
         for name in norms(layer):
             yield WeightSpec(name, (hidden,), parts=1)
     yield WeightSpec(DECODER.norm, (hidden,), parts=1)
-    yield WeightSpec(DECODER.head, (spec.vocab_size, hidden))
+    yield WeightSpec(DECODER.head, (spec.vocab_size, hidden), is_head=True)
 
 
 def place(names: Iterable[str], *, num_layers: int) -> dict[str, Placement]:
