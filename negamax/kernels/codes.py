@@ -57,7 +57,11 @@ class Codes:
             if is_even:
                 return each.unsqueeze(-1)
             if self.group_of is not None:
-                return each[..., self.group_of.long()]
+                order = self.group_of.long()
+                if numbers.stride(-1) == 1:
+                    return each.contiguous().index_select(-1, order)
+                # GPTQ's codes lie column by column: to read scales row by row takes long
+                return each.mT.contiguous().index_select(-2, order).mT
             if each.shape[-1] == 1:
                 return each
             return each.repeat_interleave(columns, -1)[..., :width]
