@@ -44,6 +44,7 @@ OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "_small_m_kernel",
             "_split_k_kernel",
             "_large_m_kernel",
+            "_packed_linear_kernel",
             "nvjet",
             "gemm",
             "gemv",
