@@ -244,7 +244,7 @@ def _quantize(moves: Sequence[Move], plain: Tensor) -> list[Part]:
                 slot.stored.part((whole[0], whole[1])),
             )
             found = _within(made[slot.stored.name], region, outer)
-        parts.append(Part(move, found, []))
+        parts.append(Part(move, found, [], plain if move.is_of_values else None))
     return parts
 
 
