@@ -73,6 +73,11 @@ def _gptq(group: int) -> Stored:
     }  # fmt: skip
 
 
+def _gptq_in_order(group: int) -> Stored:
+    """With g_idx, as GPTQModel writes it with act-order or without."""
+    return lambda n, k: {**_gptq(group)(n, k), "g_idx": ("I32", (k,))}
+
+
 def _modelslim(n: int, k: int) -> dict[str, Tensor]:
     scale: Tensor = "F32", (n, 1)
     return {"weight": ("I8", (n, k)), "weight_scale": scale, "weight_offset": scale}
@@ -289,6 +294,18 @@ PUBLISHED = {
         attention=_plain,
         experts=_awq(128),
         files=_shards(41),
+        router="BF16",
+    ),
+    "gptq": Published(
+        ("ModelCloud/MiniMax-M2-GPTQMODEL-W4A16",),  # if it has the tool's defaults
+        {
+            "quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False,
+            "checkpoint_format": "gptq", "lm_head": False, "pack_dtype": "int32",
+            "meta": {"quantizer": ["gptqmodel:5.0.0"]},
+        },
+        attention=_gptq_in_order(128),
+        experts=_gptq_in_order(128),
+        files=_shards(32),
         router="BF16",
     ),
     "auto-round": Published(
