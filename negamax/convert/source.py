@@ -69,13 +69,15 @@ class Weight:
         return self.move.num_bytes
 
     def read(self, reader: CheckpointReader) -> dict[str, Tensor]:
-        """The tensors that it is stored as, by the names of its format."""
+        """The tensors that it is stored as, by the names of its format: all there are."""
         tensors = {}
-        for stored, source, part in self.move.parts():
-            found = reader.read(source.entry, source.region(part)).reshape(list(map(len, part)))
-            name = source.entry.name
-            if stored is not PLAIN.values:
-                stored.check(found, part, self.shape, name=name)
+        for stored, source in self.move.tensors:
+            is_plain = stored is PLAIN.values
+            shape = self.spec.shape if is_plain else stored.shape(self.shape)
+            part = tuple(map(range, shape))
+            found = reader.read(source.entry, source.region(part)).reshape(shape)
+            if not is_plain:
+                stored.check(found, part, self.shape, name=source.entry.name)
             tensors[stored.name] = found
         for stored, source in self.move.tensors:
             if stored.role is Role.ACTIVATION:  # which the matrix does not depend on
@@ -92,7 +94,9 @@ class Weight:
         if self.format is PLAIN:
             plain = tensors[PLAIN.values.name].float()
         else:
-            plain = self.format.dequantize(tensors)
+            kept = {one.name for one in self.format.tensors if one.is_kept}
+            read = {name: tensor for name, tensor in tensors.items() if name in kept}
+            plain = self.format.dequantize(read)
         if not math.isfinite(plain.sum().item()):
             names = ", ".join(entry.name for entry in self.move.entries)
             raise CheckpointError(

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from m2_checkpoints import TINY, random_tensors, save_sharded, tiny_spec
+from quantized_writers import WRITERS, write
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -99,8 +100,8 @@ def test_a_target_is_as_far_off_as_it_says(
         mean = sum(changed.values()) / len(changed)
         assert 0.8 * target_of(name).error < mean < 1.05 * target_of(name).error
         assert max(changed.values()) < target_of(name).limit
-    stored = Source(converted[name])
-    assert stored.scheme == target_of(name).scheme() or stored.formats
+    stored, scheme = Source(converted[name]), target_of(name).scheme()
+    assert set(stored.formats) == set(scheme.formats if scheme else ())
     router = next(w for w in stored.weights if w.name.endswith("gate.weight"))
     assert router.move.entries[0].dtype == "F32"
 
@@ -116,6 +117,23 @@ def test_from_each_format_to_each(
     if first == target:
         for file in sorted(converted[first].glob("*.safetensors")):
             assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_published_format_is_converted_and_split(name: str, tmp_path: Path) -> None:
+    sizes = {**TINY, "hidden_size": 64, "intermediate_size": 64, "num_local_experts": 2}
+    names = {"architectures": ["MiniMaxM2ForCausalLM"], "dtype": "float32"}
+    tensors, source = random_tensors(tiny_spec(**sizes)), tmp_path / "source"
+    source.mkdir()
+    plain = write(source, {**names, **sizes}, tensors, WRITERS[name])
+    convert(conversion(source, tmp_path / "bf16", "bf16", allow_lossy=False))
+    for weight in Source(tmp_path / "bf16").weights:
+        with CheckpointReader() as reader:
+            found = weight.read(reader)["weight"]
+        assert torch.equal(found.float(), plain[weight.name].to(found.dtype).float()), weight.name
+    assert not (tmp_path / "bf16" / "quant_model_description.json").exists()
+    convert(Conversion("x", source, tmp_path / "split", None, tp=2))
+    assert not any(one.error for one in compare(Source(source), tmp_path / "split", tp=2))
 
 
 def test_gate_and_up_in_nvfp4_have_one_scale_of_the_scales(
