@@ -158,7 +158,7 @@ def test_one_key_leaves_room_in_the_queue_for_the_next(keyed: Server) -> None:
         carl = stack.enter_context(holder(keyed, "carl", 0))
         root = stack.enter_context(as_holder(keyed, "root"))
         pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(7))
-        running = begin(first, n=2)
+        running = begin(first, n=2, max_tokens=3900)
         next(running)
         answers = []
         for number, http in enumerate((*annas[:4], *berts, carl)):
