@@ -19,12 +19,20 @@ from m2_checkpoints import (
     tiny_spec,
     to_fp8,
 )
+from model_support import build
+from quantized_writers import WRITERS, write
+from safetensors.torch import load_file
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError
 from negamax.checkpoint.loader import load_weights
+from negamax.checkpoint.plan import plan_load
 from negamax.config.families import read_spec
 from negamax.config.model_spec import ModelSpec
+from negamax.kernels.platform import nvidia
+from negamax.kernels.registry import resolve
+from negamax.models.registry import empty_slots
+from negamax.parallel.layout import ParallelLayout
 from negamax.quantization import online
 
 SPEC = tiny_spec()
@@ -196,3 +204,63 @@ def test_a_matrix_alone_and_in_a_fused_tensor_is_refused(tmp_path: Path) -> None
     save_single(tmp_path, tensors | CHANGES["w13"](tensors))
     with pytest.raises(CheckpointError, match=r"experts\.0\.w1.weight and .*\.w13\.\S+ are the sa"):
         load_weights(SlotModel(SPEC).weight_slots(), SPEC, tmp_path)
+
+
+# What is joined along its second dimension; a number of each matrix becomes a list of two.
+TRANSPOSED = ("qweight", "qzeros", "scales")
+
+
+def joined(suffix: str, one: Tensor, two: Tensor) -> Tensor:
+    if suffix == "g_idx":
+        return one
+    if one.numel() == 1:
+        return torch.stack([one.reshape(()), two.reshape(())])
+    return torch.cat([one, two], dim=int(suffix in TRANSPOSED))
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize(
+    "name", ["awq", "gptq-v2", "quark-int8", "modelopt-nvfp4", "compressed-nvfp4"]
+)
+def test_side_tensors_are_joined_and_stacked_as_their_values_are(
+    tmp_path: Path, name: str, stacked: bool
+) -> None:
+    config = {**TINY, "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2"}
+    config |= {"dtype": "float32", "hidden_size": 64, "intermediate_size": 96}
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder in (one, two):
+        folder.mkdir()
+        write(folder, config, random_tensors(tiny_spec(**config)), WRITERS[name])
+    tensors = load_file(two / "model.safetensors")
+    changed, stacks = {}, dict[str, list[Tensor]]()
+    for key in sorted(tensors):
+        if not (match := _EXPERT.match(key)) or match[3] == "w3":
+            if not match:
+                changed[key] = tensors[key]
+            continue
+        lead, expert, matrix, suffix = match.groups()
+        tensor = tensors[key]
+        if matrix == "w1":
+            tensor = joined(suffix, tensor, tensors[key.replace(".w1.", ".w3.")])
+        fused = {"w1": "w13", "w2": "w2"}[matrix]
+        if stacked:
+            stacks.setdefault(f"{lead}{fused}_{suffix}", []).append(tensor)
+        else:
+            changed[f"{lead}{expert}.{fused}.{suffix}"] = tensor
+    save_single(two, changed | {key: torch.stack(stack) for key, stack in stacks.items()})
+    spec = read_spec(json.loads((one / "config.json").read_text()), one)
+    h200 = nvidia((9, 0), name="NVIDIA H200", shared_memory=233472)
+    kernels = resolve(platform=h200, dtype=torch.bfloat16)
+    held = empty_slots(spec, ParallelLayout(), dtype=torch.bfloat16, kernels=kernels)
+    moves = [plan_load(held, spec, folder).needed for folder in (one, two)]
+    assert len(moves[0]) == len(moves[1])
+    assert sum(move.num_bytes for move in moves[0]) == sum(move.num_bytes for move in moves[1])
+    found = []
+    for folder in (one, two):
+        slots = build(spec, loaded=False).weight_slots()
+        targets = {key: slot.target for key, slot in slots.items()}
+        load_weights(slots, spec, folder)
+        found.append(targets)
+    for key, target in found[0].items():
+        if target is not None and not key.endswith("_scale"):
+            assert torch.equal(target, found[1][key]), key
