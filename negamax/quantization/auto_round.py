@@ -82,7 +82,7 @@ def _format(spec: QuantizationSpec) -> TensorFormat:
         return PLAIN
     allowed, make = _PACKINGS[spec.fields["packing_format"]]
     check_fields(spec, {"bits": allowed, **UNLESS_MORE})
-    return make(spec.fields["bits"], group_size(spec))
+    return make(int(spec.fields["bits"]), group_size(spec))
 
 
 def _blocks(spec: QuantizationSpec) -> tuple[str, ...]:

@@ -263,7 +263,7 @@ def _read_packed(weights: QuantizationSpec) -> TensorFormat:
     }  # fmt: skip
     check_fields(weights, allowed, beside=(*_OBSERVED, "group_size"))
     return packed(
-        weights.fields["num_bits"],
+        int(weights.fields["num_bits"]),
         group_size(weights) if is_grouped else -1,
         symmetric=weights.fields["symmetric"],
         is_stored_order=weights.fields.get("actorder") in _GROUP_ORDERS,

@@ -120,7 +120,7 @@ def read(spec: QuantizationSpec) -> Scheme:
 def _format(spec: QuantizationSpec, version: int) -> TensorFormat:
     check_fields(spec, {"bits": PACKED_BITS, "desc_act": (None, False, True)})
     return gptq(
-        spec.fields["bits"],
+        int(spec.fields["bits"]),
         group_size(spec),
         version=version,
         is_stored_order=bool(spec.fields.get("desc_act")),
@@ -140,6 +140,8 @@ def _rules(spec: QuantizationSpec) -> Iterator[tuple[bool, re.Pattern[str], Quan
             expression = re.compile(pattern.removeprefix("+:").removeprefix("-:"))
         except re.error as error:
             refuse(spec, name, str(error), "a regular expression")
+        if not isinstance(changes or {}, Mapping):
+            refuse(spec, name, changes, "an object of fields")
         changed = QuantizationSpec(spec.method, dict(changes or {}), f"{spec.source}, {name}")
         is_skipped = pattern.startswith("-:")
         if not is_skipped:

@@ -26,7 +26,7 @@ from negamax.kernels.formats import (
     StoredTensor,
     TensorFormat,
 )
-from negamax.quantization.integers import group_dim, group_name
+from negamax.quantization.integers import group_dim, group_name, group_size
 from negamax.quantization.scheme import Scheme, canonical, check_fields, refuse
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def read(spec: QuantizationSpec) -> Scheme:
 
 
 def _format(spec: QuantizationSpec, module: str, said: str) -> TensorFormat:
-    size = spec.fields.get("group_size") or -1
+    size = group_size(spec) if spec.fields.get("group_size") else -1
     if said == "FLOAT":
         return PLAIN
     if said == "W8A8" and f"{module}.weight_scale" not in spec.fields:

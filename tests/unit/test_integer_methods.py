@@ -146,7 +146,8 @@ def test_equal_formats_are_one() -> None:
             ("group_size", 12), ("desc_act", "yes"), ("pack_dtype", "int64"),
             ("rotation", "random"), ("adapter", {"lora": 1}), ("dynamic", ["-:x"]),
             ("dynamic", {"+:x": {"bits": 5}}), ("dynamic", {"+:x": {"shift": 5}}),
-            ("dynamic", {"-:*x": {}}), ("modules_in_block_to_quantize", "q_proj"), ("hessian", 1),
+            ("dynamic", {"-:*x": {}}), ("dynamic", {"x": 8}),
+            ("modules_in_block_to_quantize", "q_proj"), ("hessian", 1),
         )),
         *((AUTO_ROUND, *case) for case in (
             ("bits", 3), ("data_type", "mx_fp"), ("packing_format", "auto_round:llm_compressor"),
@@ -180,6 +181,7 @@ def test_integers_of_another_kind_are_refused_by_name(field: str, value: object)
     [
         (f"{EXPERT}.weight", "W4A4_MXFP4"), (f"{EXPERT}.weight", "W4A8_DYNAMIC"),
         ("metadata", {"quarot": {"max_tp_size": 4}}), ("fa_quant_type", "FAKQuant"), ("zebra", 1),
+        ("group_size", "128"),
     ],
 )  # fmt: skip
 def test_modelslim_of_another_kind_is_refused_by_name(field: str, value: object) -> None:
