@@ -5,6 +5,7 @@ activations, padded batches.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from model_support import PagedRun, build, random_weights, tiny_config
 from torch import Tensor
 
 from negamax.config.families import read_spec
+from negamax.config.model_spec import ModelSpec
 from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.kernels.formats import PLAIN
 from negamax.kernels.gemm import tiles as gemm_tiles
 from negamax.kernels.launch.tile import Tile
 from negamax.kernels.moe import tiles as moe_tiles
@@ -25,6 +28,8 @@ from negamax.layers.moe import mixtures
 from negamax.models.decoder import Decoder
 from negamax.models.registry import build_model
 from negamax.parallel.context import ParallelContext
+from negamax.quantization import online
+from negamax.quantization.detect import detect
 
 SIZES = {
     "vocab_size": 64,
@@ -59,10 +64,12 @@ def kernel_table() -> KernelTable:
     return KernelTable.of(gpu_kernels(), platform=CPU, dtype=torch.bfloat16)
 
 
-def gpu_model(weights: Mapping[str, Tensor], *, keep_quantized: bool) -> Decoder:
+def gpu_model(
+    weights: Mapping[str, Tensor], *, keep_quantized: bool, spec: ModelSpec = SPEC
+) -> Decoder:
     kernels, device = kernel_table(), torch.device("cpu")
     model = build_model(
-        SPEC,
+        spec,
         context=ParallelContext.single(),
         dtype=torch.bfloat16,
         device=device,
@@ -120,6 +127,30 @@ def test_stored_fp8_weights_and_plain_ones_give_the_logits_of_the_definition(
     expected = reference.step([("a", [7])])["a"]
     for error in errors(padded_decode(run, "a", 7, rows=3), expected):
         assert error < 0.1
+
+
+@pytest.mark.parametrize("name", ["int4", "nvfp4"])
+def test_packed_weights_give_the_logits_of_the_matrices_that_they_stand_for(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_few_programs(monkeypatch)
+    scheme = detect(online.spec(name))
+    assert scheme is not None
+    stored, plain = {}, {}
+    for key, tensor in random_weights(SPEC, 3).items():
+        plain[key] = 5 * tensor if "embed" in key else tensor
+        kept = scheme.format_of(key.removesuffix(".weight"))
+        if kept is PLAIN or tensor.dim() != 2:
+            stored[key] = plain[key]
+            continue
+        assert kept.quantize is not None
+        parts = kept.quantize(tensor)
+        plain[key] = kept.dequantize(parts)
+        stored |= {f"{key.removesuffix('weight')}{part}": value for part, value in parts.items()}
+    spec = replace(SPEC, quantization=online.spec(name))
+    run = PagedRun(gpu_model(stored, keep_quantized=True, spec=spec), dtype=torch.bfloat16)
+    steps: Steps = [[("a", [1, 2])], [("a", [7]), ("b", [3])]]
+    assert compare(run, PagedRun(build(SPEC, plain)), steps) < 0.05
 
 
 def padded_decode(run: PagedRun, name: str, token: int, *, rows: int) -> Tensor:

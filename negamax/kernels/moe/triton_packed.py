@@ -20,13 +20,14 @@ def packed_gate_up(
     """[BLOCK_N, BLOCK_M] fp32: columns first_n .. first_n + BLOCK_N - 1 of h of `tokens` [BLOCK_M]
     of one expert. One tile holds the BLOCK_N gate rows and the up rows.
     """
+    P: tl.constexpr = E.GATE_UP
     offs = tl.arange(0, 2 * BLOCK_N)
     offs_n = first_n + offs % BLOCK_N
     rows = expert * (2 * E.WIDTH) + offs // BLOCK_N * E.WIDTH + offs_n
     x_rows = x_ptr + tokens.to(tl.int64) * E.HIDDEN
     both = multiply(x_rows, valid, w, rows, offs_n < E.WIDTH, num_experts * (2 * E.WIDTH),
                     0, tl.cdiv(E.HIDDEN, BLOCK_K),
-                    E.GATE_UP, BLOCK_M, 2 * BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+                    P, BLOCK_M, 2 * BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
     both = tl.permute(tl.reshape(both, (2, BLOCK_N, BLOCK_M)), (1, 2, 0))
     gate, up = tl.split(both)
     return silu_and_mul(gate, up)
@@ -41,8 +42,9 @@ def packed_down(
     """[BLOCK_N, BLOCK_M] fp32: outputs first_n .. first_n + BLOCK_N - 1 of the rows `h_rows`
     [BLOCK_M] of h, all of one expert.
     """
+    P: tl.constexpr = E.DOWN
     offs_n = first_n + tl.arange(0, BLOCK_N)
     h_rows = h_ptr + h_rows.to(tl.int64) * E.WIDTH
     return multiply(h_rows, valid, w, expert * E.HIDDEN + offs_n, offs_n < E.HIDDEN,
                     num_experts * E.HIDDEN, 0, tl.cdiv(E.WIDTH, BLOCK_K),
-                    E.DOWN, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+                    P, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip

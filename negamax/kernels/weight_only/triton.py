@@ -213,7 +213,9 @@ def _dequantize(
     factor = _spread(factor.to(HELD), BLOCK_N, BLOCK_K // 2)
     added = _spread(added.to(HELD), BLOCK_N, BLOCK_K // 2)
     if PAIRS:
-        out = unpack_bytes(q, factor, added, P.ELEMENT, HIGH, SCALED, P.ZEROS)
+        ELEMENT: tl.constexpr = P.ELEMENT  # Triton 3.6 takes a field for a tensor
+        ZEROS: tl.constexpr = P.ZEROS
+        out = unpack_bytes(q, factor, added, ELEMENT, HIGH, SCALED, ZEROS)
     elif P.CODES == 2:
         out = _number(q >> 4 if HIGH else q & 0xF, factor, added, P).to(DTYPE)
     else:
