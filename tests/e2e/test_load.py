@@ -36,7 +36,7 @@ def report(scenario: str, folder: Path, *options: str) -> dict[str, Any]:
 
 
 def test_mixed_load_leaves_no_error_and_nothing_held(tmp_path: Path) -> None:
-    for seconds in ("4", "20", "60"):  # as long as this machine needs for it
+    for seconds in ("2", "20", "60"):  # as long as this machine needs for it
         found = report("soak", tmp_path, "--seconds", seconds)
         assert found["errors"] == 0
         if found["answers"].get("chat stream", 0) > 5 and "hung up" in found["answers"]:
