@@ -82,8 +82,7 @@ def experts_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
         _weight_only_experts_case(
             stored, num_tokens, 96, 72, 5, 2, 1, 3, dtype=dtype, generator=generator
         )
-        for stored in weight_only.FORMATS[:2]
-        for num_tokens in (3, 26)
+        for stored, num_tokens in zip(weight_only.FORMATS[:2], (3, 26), strict=True)
     ]  # fmt: skip
 
 
