@@ -360,12 +360,10 @@ class GrammarManager:
                 if rule is not None and rule.client is client:
                     self._set_open(rule, np.frombuffer(message.mask, dtype=np.uint8))
             case wire.GrammarRefused():
-                rule = self._by_key.get(message.key)
-                if rule is not None and rule.client is client:
-                    rule.refusal = message.message
-                    if message.is_timeout:
-                        self._remember(rule, message.message)
+                self._refuse(message.key, message.message, client, is_timeout=message.is_timeout)
             case wire.Overloaded():
+                for key in message.keys:
+                    self._refuse(key, message.message, client, is_timeout=True)
                 self._retire(client)
             case wire.NextMasks():
                 for answer in message.masks:
@@ -389,9 +387,14 @@ class GrammarManager:
             kept_back |= set() if call_id is None else {call_id}
         rule.kept_back = frozenset(kept_back)
 
-    def _remember(self, rule: RequestGrammar, message: str) -> None:
+    def _refuse(self, key: int, message: str, client: GrammarClient, *, is_timeout: bool) -> None:
+        rule = self._by_key.get(key)
+        if rule is None or rule.client is not client:
+            return
+        rule.refusal = message
         grammar = rule.request.sampling.grammar
-        assert grammar is not None
+        if not is_timeout or grammar is None:
+            return
         self._too_slow[grammar.kind, grammar.text] = message
         while len(self._too_slow) > MAX_REMEMBERED:
             self._too_slow.popitem(last=False)
@@ -411,6 +414,7 @@ class GrammarManager:
             if rule.client is client and not rule.is_open and rule.problem is None:
                 rule.attempts -= 1  # it was not its fault
                 self._send_open(rule)
+        self._end_if_free(client)
 
     def _lose(self, client: GrammarClient, message: str) -> None:
         """Do without a process that is dead or as good as dead: what it follows fails, what it was
@@ -454,6 +458,9 @@ class GrammarManager:
         client = rule.client
         if client is not None and client in self._clients():
             client.send(wire.CloseGrammars([rule.key]))
+            self._end_if_free(client)
+
+    def _end_if_free(self, client: GrammarClient) -> None:
         if client in self._retired and not self._followed_by(client):
             self._retired.remove(client)
             client.kill()

@@ -204,9 +204,7 @@ class GrammarServer:
                 f"the grammar takes longer than {self._compile_seconds:g} s to compile; "
                 f"make it simpler"
             )
-            for key in job.keys:
-                self._send(wire.GrammarRefused(key, message, is_timeout=True))
-            self._send(wire.Overloaded())
+            self._send(wire.Overloaded(job.keys, message))
 
     def _advance(self, message: wire.AdvanceGrammars) -> None:
         together: deque[tuple[_Stream, list[wire.Part]]] = deque()
@@ -339,7 +337,7 @@ class GrammarServer:
                 and now - stream.turn_started > self._compile_seconds
             ):
                 self._given_up.discard(stream)
-                self._send(wire.Overloaded())
+                self._send(wire.Overloaded([], "a mask takes too long"))
 
     def _send(self, message: wire.FromGrammars) -> None:
         self._sent = time.monotonic()

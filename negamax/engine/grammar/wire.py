@@ -49,7 +49,12 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
 
 
 class Overloaded(msgspec.Struct, frozen=True, tag="overloaded"):
-    """A thread is stuck in the library: this process should go when nobody needs it."""
+    """A thread is stuck in the library: this process should go when nobody needs it. One message
+    with the refusals of those who waited for that thread, so that none of them is tried again.
+    """
+
+    keys: list[int]
+    message: str
 
 
 class GrammarOpened(msgspec.Struct, frozen=True, tag="opened"):
