@@ -18,6 +18,25 @@ import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 WAIT_SECONDS = 120.0
+# Where the middle of an element is. Until `aim` is ended, a press that does not meet the element,
+# because it has moved meanwhile, does nothing.
+AIM = """(() => {
+    const element = document.querySelector(selector);
+    element?.scrollIntoView({ block: 'nearest' });
+    const place = element?.getBoundingClientRect();
+    if (!place?.width) return null;
+    window.isMissed = false;
+    window.aim?.abort();
+    window.aim = new AbortController();
+    const check = (event) => {
+        if (event.type === 'pointerdown')
+            isMissed = !document.querySelector(selector)?.contains(event.target);
+        if (isMissed) event.preventDefault(), event.stopImmediatePropagation();
+    };
+    for (const type of ['pointerdown', 'mousedown', 'pointerup', 'mouseup', 'click'])
+        addEventListener(type, check, { capture: true, signal: aim.signal });
+    return { x: place.x + place.width / 2, y: place.y + place.height / 2 };
+})()"""
 
 
 class PageError(AssertionError):
@@ -141,16 +160,21 @@ class Browser:
         return re.sub(r"\n{2,}", "\n", shown)
 
     def click(self, selector: str) -> None:
-        """Click in the middle of the first such element, as a mouse does."""
-        place = self.wait(
-            "(() => { const e = document.querySelector(selector); e?.scrollIntoView({block: "
-            "'nearest'}); "
-            "const r = e?.getBoundingClientRect(); return r?.width ? {x: r.x + r.width / 2, y: "
-            "r.y + r.height / 2} : null })()",
-            selector=selector,
-        )
-        for kind in ("mousePressed", "mouseReleased"):
-            self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
+        """Click in the middle of the first such element, as a mouse does; again where it had moved
+        away before the press.
+        """
+        deadline = time.monotonic() + WAIT_SECONDS
+        while time.monotonic() < deadline:
+            place = self.wait(AIM, selector=selector)
+            self.mouse("mousePressed", place)
+            self.mouse("mouseReleased", place)
+            if not self.run("window.aim?.abort(); return window.isMissed"):
+                return
+        raise PageError(f"something else is in front of {selector}")
+
+    def mouse(self, kind: str, place: dict[str, float]) -> None:
+        """Press or release the left button."""
+        self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
 
     def write(self, selector: str, text: str) -> None:
         """Put `text` in place of what a field holds."""

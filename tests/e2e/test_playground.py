@@ -687,12 +687,13 @@ def test_a_conversation_survives_export_and_import(
     ]
     assert kept["settings"]["system"] == "Be kind."
 
-    page.click("#new")
+    before = page.wait("location.hash")
     page.write("[name=system]", "")
     document = page.call("DOM.getDocument")["root"]["nodeId"]
     field = page.call("DOM.querySelector", nodeId=document, selector="#import-file")["nodeId"]
     page.call("DOM.setFileInputFiles", nodeId=field, files=[str(file)])
-    page.wait("document.querySelectorAll('.message').length === 4")
+    page.wait("location.hash !== before", before=before)  # it is another conversation
+    assert page.run("return document.querySelectorAll('.message').length") == 4
     ask(page, "Two")
     body = script.bodies[-1]["messages"]
     assert body[0] == {"role": "system", "content": "Be kind."}

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.browser import Browser
+from tests.e2e.browser import AIM, Browser
 from tests.e2e.chat_page import ANSWERS, IDLE, ask, begin, sent
 from tests.e2e.conftest import eventually
 from tests.e2e.scripted_server import NAME, Script, call, scripted
@@ -19,6 +19,28 @@ TEXTS = (
     "[...document.querySelectorAll('.message')].map((e) => e.querySelector('.bubble, "
     ".text').textContent)"
 )
+RENAME, DELETE = ".tools button:first-child", ".tools button:last-child"
+
+# What is read of one conversation, or found in all, comes when `arrive()` is called.
+HELD_READS = """
+    const { Store } = await import('/playground/store.js');
+    const waiting = [];
+    window.numWaiting = () => waiting.length;
+    window.arrive = () => waiting.shift()();
+    for (const name of ['load', 'search']) {
+        const read = Store.prototype[name];
+        Store.prototype[name] = async function (asked) {
+            const found = await read.call(this, asked);
+            await new Promise((then) => waiting.push(then));
+            return found;
+        };
+    }
+"""
+
+
+def row(title: str, button: str = ".open") -> str:
+    """A button of a conversation's row in the list. Where rows stand changes with each answer."""
+    return f"#conversations li:has([title='{title}']) {button}"
 
 
 def reload(page: Browser) -> None:
@@ -51,7 +73,7 @@ def test_conversations_outlive_the_tab_and_are_found_renamed_and_deleted(
     page.wait(f"{TITLES}.join() === 'And ships?,What do bees do?'")
     reload(page)
     page.wait(f"{TEXTS}.join() === 'And ships?,They sail.'")
-    page.click("#conversations li:nth-child(2) .open")
+    page.click(row("What do bees do?"))
     page.wait(f"{TEXTS}.join() === 'What do bees do?,They hum.'")
     assert page.run("return document.querySelector('.text em').textContent") == "hum"
     say(page, script, "Honey.", "And make?")
@@ -65,11 +87,11 @@ def test_conversations_outlive_the_tab_and_are_found_renamed_and_deleted(
     page.wait(f"{TITLES}.join() === 'And ships?'")
     page.write("#search", "")
     page.wait(f"{TITLES}.length === 2")
-    page.click("#conversations li:first-child .tools button:first-child")
+    page.click(row("What do bees do?", RENAME))
     page.write("#conversations input", "Insects")
     page.press("Enter")
     page.wait(f"{TITLES}.join() === 'Insects,And ships?'")
-    page.click("#conversations li:first-child .tools button:last-child")
+    page.click(row("Insects", DELETE))
     page.wait(f"{TITLES}.join() === 'And ships?'")
     assert page.run(f"return {TEXTS}") == []
     page.click("#notice button")
@@ -136,21 +158,7 @@ def test_an_answer_goes_on_where_it_was_cut_off(nano: Browser) -> None:
     assert nano.problems == []
 
 
-# The database's answers to whoever reads one conversation come half a second late.
-SLOW_DATABASE = """
-    const { get } = IDBObjectStore.prototype;
-    IDBObjectStore.prototype.get = function (key) {
-        const request = get.call(this, key);
-        return {
-            get result() { return request.result; },
-            set onsuccess(then) { request.onsuccess = () => setTimeout(then, 500); },
-        };
-    };
-"""
-
-
 def test_answers_come_in_while_another_conversation_is_shown(page: Browser, script: Script) -> None:
-    """Also one that ends while its conversation is opened again."""
     goes_on = threading.Event()
     script.steps = [{"content": "Slowly "}, goes_on, {"content": "done"}]
     page.write("#prompt", "One")
@@ -159,10 +167,93 @@ def test_answers_come_in_while_another_conversation_is_shown(page: Browser, scri
     page.click("#new")
     assert page.run(f"return {TEXTS}") == []
     say(page, script, "Quick", "Two")
-    page.run(SLOW_DATABASE)
-    page.click("#conversations li:nth-child(2) .open")
+    page.run(HELD_READS)
+    # another tab has changed what is shown: its record comes when another conversation is shown
+    page.wait("location.hash")
+    page.run("new BroadcastChannel('negamax').postMessage(location.hash.slice(1))")
+    page.wait("numWaiting() === 1")
+    page.click(row("One"))
+    page.wait(f"{TEXTS}.join() === 'One,Slowly'")
+    page.run("arrive(); await new Promise((then) => setTimeout(then))")
+    assert page.run(f"return {TEXTS}") == ["One", "Slowly"]
     goes_on.set()
     page.wait(f"{TEXTS}.join() === 'One,Slowly done' && {IDLE}")
+
+
+def test_what_a_person_opens_is_shown_whatever_else_happens(page: Browser, script: Script) -> None:
+    """An answer ends and is saved, and what was shown is deleted, while it is read."""
+    goes_on = threading.Event()
+    say(page, script, "First", "One")
+    page.click("#new")
+    script.steps = [{"content": "Slowly "}, goes_on, {"content": "done"}]
+    page.write("#prompt", "Two")
+    page.press("Enter")
+    page.wait(f"{TEXTS}.join() === 'Two,Slowly' && {TITLES}.length === 2")
+    page.run(HELD_READS)
+    page.click(row("One"))
+    page.wait("numWaiting() === 1")
+    goes_on.set()
+    page.wait("!document.querySelector('#conversations .dot')")  # it is saved
+    page.run("arrive()")
+    page.wait(f"{TEXTS}.join() === 'One,First'")
+
+    page.click(row("One", DELETE))
+    page.click(row("Two"))
+    page.wait("numWaiting() === 2")
+    page.run("arrive()")
+    page.wait(f"{TITLES}.join() === 'Two'")
+    page.run("arrive()")
+    page.wait(f"{TEXTS}.join() === 'Two,Slowly done'")
+    skipped = page.run(
+        "const before = location.hash; document.querySelector('.skip').click(); "
+        "return [document.activeElement.id, location.hash === before]"
+    )
+    assert skipped == ["prompt", True]
+    assert page.problems == []
+
+
+def test_the_list_takes_clicks_while_it_changes(page: Browser, script: Script) -> None:
+    say(page, script, "First", "One")
+    page.click("#new")
+    say(page, script, "Second", "Two")
+    page.click(row("Two", RENAME))
+    page.write("#conversations input", "Three")
+    page.click("#prompt")
+    page.wait(f"{TITLES}.join() === 'Three,One'")
+    assert page.run("return document.activeElement.id") == "prompt"
+
+    # the new name is there before the button is up again
+    page.click(row("Three", RENAME))
+    page.write("#conversations input", "Four")
+    place = page.wait(AIM, selector=row("One"))
+    page.mouse("mousePressed", place)
+    titles = (
+        "const { Store } = await import('/playground/store.js'); const store = new Store(); "
+        "await store.heads(); return (await store.heads()).map((head) => head.title).join()"
+    )
+    assert eventually(lambda: page.run(titles) == "Four,One")
+    page.mouse("mouseReleased", place)
+    page.wait(f"{TEXTS}.join() === 'One,First'")
+    page.wait(f"{TITLES}.join() === 'Four,One'")
+
+    # what a keyboard has reached stays reached
+    page.run(
+        "window.button = document.querySelector(selector); "
+        "button.closest('li').firstChild.focus(); button.focus()",
+        selector=row("Four", DELETE),
+    )
+    page.run("new BroadcastChannel('negamax').postMessage('')")
+    page.wait("!button.isConnected && document.activeElement.textContent === 'Delete'")
+
+    # a search that takes long is not shown once it is over
+    page.run(HELD_READS)
+    page.write("#search", "Second")
+    page.wait("numWaiting() === 1")
+    page.write("#search", "")
+    page.run("await new Promise((then) => setTimeout(then, 300))")  # for the list of all
+    page.run("arrive(); await new Promise((then) => setTimeout(then))")
+    page.wait(f"{TITLES}.join() === 'Four,One'")
+    assert page.problems == []
 
 
 def test_a_conversation_that_is_deleted_while_it_is_answered_stays_away(
@@ -172,7 +263,7 @@ def test_a_conversation_that_is_deleted_while_it_is_answered_stays_away(
     page.write("#prompt", "One")
     page.press("Enter")
     page.wait(f"{TEXTS}.join() === 'One,Slowly' && {TITLES}.length === 1")
-    page.click("#conversations .tools button:last-child")
+    page.click(row("One", DELETE))
     page.wait(f"{TITLES}.length === 0")
     assert eventually(lambda: script.hang_ups == 1)
     time.sleep(0.3)  # for what would save it again
@@ -269,7 +360,7 @@ def test_without_a_database_conversations_end_with_the_tab(page: Browser) -> Non
             say(page, script, "One", "First")
             page.click("#new")
             say(page, script, "Two", "Second")
-            page.click("#conversations li:nth-child(2) .open")
+            page.click(row("First"))
             page.wait(f"{TEXTS}.join() === 'First,One'")
             assert page.problems == []
             page.open("about:blank")

@@ -98,14 +98,18 @@ function isReady() {
   return false;
 }
 
-// The conversation that the address names, or a new one.
+// The address names the conversation that is shown, once it is saved, or the one that is being
+// opened: nothing but what a person does may change it then.
+const addressed = () => location.hash.slice(1);
+
+// Shows the conversation that the address names, or a new one.
 async function openAddressed() {
-  const id = location.hash.slice(1);
+  const id = addressed();
   if (id === chat.conversation.id) return;
   // Not from the store while it is answered: the answer may end before the record has come.
   const running = chat.runs.get(id)?.conversation;
   const record = id && !running ? await store.load(id) : null;
-  if (location.hash.slice(1) !== id) return; // another one was opened meanwhile
+  if (addressed() !== id) return; // another one was opened meanwhile
   if (id && !running && !record) history.replaceState(null, "", location.pathname);
   show(running ?? (record ? Conversation.restored(record) : new Conversation()));
 }
@@ -117,29 +121,36 @@ function show(conversation) {
   sidebar.refresh();
 }
 
+// Shows a conversation that is not saved yet.
+function showNew(conversation) {
+  if (addressed()) history.pushState(null, "", location.pathname);
+  show(conversation);
+}
+
 function begin() {
-  if (location.hash) history.pushState(null, "", location.pathname);
-  show(new Conversation());
+  showNew(new Conversation());
   notice("");
   if (isNarrow.matches) showPanel("list", false);
   field.focus();
 }
 
 async function rename(id, title) {
-  const isShown = id === chat.conversation.id;
-  const conversation = isShown
-    ? chat.conversation
-    : (chat.runs.get(id)?.conversation ?? Conversation.restored(await store.load(id)));
+  const record = await store.load(id);
+  // After that: it may have been opened meanwhile.
+  const open = id === chat.conversation.id ? chat.conversation : chat.runs.get(id)?.conversation;
+  if (!open && !record) return; // another tab has deleted it
+  const conversation = open ?? Conversation.restored(record);
   conversation.rename(title);
   await store.save(conversation.record());
 }
 
 async function remove(id) {
   chat.forget(id);
+  if (id === (addressed() || chat.conversation.id)) begin();
   const record = await store.load(id);
   await store.remove(id);
-  if (id === chat.conversation.id) begin();
   sidebar.refresh();
+  if (!record) return; // it was deleted already
   const restore = async () => {
     await store.save(record);
     notice("");
@@ -161,7 +172,7 @@ function load(text) {
   }
   writeSettings(form, settings);
   settingsChanged();
-  show(conversation);
+  showNew(conversation);
   chat.save(conversation);
 }
 
@@ -183,7 +194,7 @@ function changed({ isSaved = false } = {}) {
   if (calls.length && !field.value && document.activeElement === field) calls[0].field.focus();
   if (isIdle) showWindow(path.findLast((message) => message.usage)?.usage.total_tokens ?? 0);
   if (isSaved) sidebar.refresh();
-  if (isSaved && path.length && location.hash.slice(1) !== conversation.id)
+  if (isSaved && path.length && !addressed())
     history.pushState(null, "", `#${conversation.id}`);
   follow();
 }
@@ -379,6 +390,10 @@ isNarrow.addEventListener("change", () => {
   if (isNarrow.matches) for (const name of PANELS) showPanel(name, false);
 });
 element("new").addEventListener("click", begin);
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault(); // the address would name no conversation
+  field.focus();
+});
 element("model").addEventListener("change", modelChanged);
 bindTheme(element("theme"));
 bindPanel("settings", () => form.elements.system);
@@ -421,9 +436,11 @@ element("key-forget").addEventListener("click", () => {
 addEventListener("hashchange", openAddressed);
 onChange(async (id) => {
   sidebar.refresh();
-  if (id !== chat.conversation.id || chat.running) return;
+  const { conversation } = chat;
+  if (id !== conversation.id || chat.running) return;
   const record = await store.load(id);
-  if (record) chat.open(Conversation.restored(record));
+  if (record && chat.conversation === conversation && !chat.running)
+    chat.open(Conversation.restored(record));
 });
 
 writeSettings(form, kept("settings", {}));

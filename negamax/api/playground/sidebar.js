@@ -10,6 +10,9 @@ export class Sidebar {
   constructor({ list, search, store, actions }) {
     Object.assign(this, { list, search, store, actions });
     this.renaming = null;
+    this.refreshing = null; // the promise of a refresh that goes on
+    this.isStale = false; // another one was asked for meanwhile
+    this.bindPresses();
     let timer = null;
     search.addEventListener("input", () => {
       clearTimeout(timer);
@@ -17,25 +20,65 @@ export class Sidebar {
     });
   }
 
-  // Shows what the store holds, as far as it fits the search.
-  async refresh() {
-    if (this.renaming) return; // the field would lose what is typed
-    const words = this.search.value.trim().toLowerCase();
-    const [heads, found] = await Promise.all([
-      this.store.heads(),
-      words ? this.store.search(words) : null,
-    ]);
-    if (this.renaming) return;
-    const shown = found ? heads.filter((head) => found.has(head.id)) : heads;
-    const groups = Map.groupBy(shown, ageOf);
-    const focused = document.activeElement?.closest?.("[data-id]")?.dataset.id;
+  // Rows stay where they are while one is pressed: a browser makes a click of what the same element
+  // was pressed and released on.
+  bindPresses() {
+    this.press = null; // its end, as {promise, resolve}
+    const pressed = () => (this.press ??= Promise.withResolvers());
+    const released = () => {
+      const { press } = this;
+      this.press = null;
+      setTimeout(() => press?.resolve()); // the click comes first
+    };
+    this.list.addEventListener("pointerdown", (event) => event.button === 0 && pressed());
+    this.list.addEventListener("keydown", (event) => event.key === " " && pressed());
+    for (const event of ["pointerup", "pointercancel", "keyup", "blur"])
+      addEventListener(event, released);
+  }
+
+  // Shows what the store holds, as far as it fits the search. Done when the latest is shown.
+  refresh() {
+    this.isStale = true;
+    return (this.refreshing ??= this.follow());
+  }
+
+  async follow() {
+    try {
+      while (this.isStale) {
+        this.isStale = false;
+        const words = this.search.value.trim().toLowerCase();
+        const [heads, found] = await Promise.all([
+          this.store.heads(),
+          words ? this.store.search(words) : null,
+        ]);
+        while (this.press) await this.press.promise;
+        if (this.renaming) continue; // the field would lose what is typed
+        this.show(found ? heads.filter((head) => found.has(head.id)) : heads, words);
+      }
+    } finally {
+      this.refreshing = null;
+    }
+  }
+
+  show(heads, words) {
+    const groups = Map.groupBy(heads, ageOf);
+    const { activeElement } = document;
+    const focused = activeElement?.closest?.("[data-id]");
+    const place = focused && [...focused.querySelectorAll("button")].indexOf(activeElement);
     const parts = [...groups].flatMap(([age, group]) => [
       h("h3", {}, age),
       h("ul", {}, ...group.map((head) => this.item(head))),
     ]);
     const nothing = words ? "Nothing found" : "No conversations yet";
     this.list.replaceChildren(...(parts.length ? parts : [h("p", { class: "state" }, nothing)]));
-    if (focused) this.list.querySelector(`[data-id="${CSS.escape(focused)}"] button`)?.focus();
+    if (focused) this.focus(focused.dataset.id, place);
+  }
+
+  // Puts the focus on a button of a conversation's row.
+  focus(id, place = 0) {
+    const buttons = this.list.querySelectorAll(`[data-id="${CSS.escape(id)}"] button`);
+    buttons[0]?.focus(); // shows the others
+    buttons[place]?.focus();
   }
 
   item({ id, title }) {
@@ -76,7 +119,7 @@ export class Sidebar {
       this.renaming = null;
       if (isKept && field.value.trim()) await this.actions.rename(id, field.value.trim());
       await this.refresh();
-      this.list.querySelector(`[data-id="${CSS.escape(id)}"] button`)?.focus();
+      if (document.activeElement === document.body) this.focus(id); // nobody has taken it meanwhile
     };
     field.addEventListener("blur", () => finish(true));
     field.addEventListener("keydown", (event) => {
