@@ -1,13 +1,15 @@
 """A checkpoint of M2's shapes with few layers and random values, to measure conversions with.
 
-python -m tests.large_checkpoint FOLDER [--layers 3]
-python -m tests.large_checkpoint FOLDER --convert DST --to int4    # and what memory that takes
+python -m tests.large_checkpoint FOLDER [--layers 2]
+python -m tests.large_checkpoint FOLDER --convert DST --to int4    # what time and memory that takes
+python -m tests.large_checkpoint FOLDER --convert DST --tp 4       # split for ranks, as stored
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import resource
 import shutil
 import time
@@ -22,12 +24,16 @@ from negamax.config.families import bundled_spec
 from negamax.convert.convert import Conversion, convert
 from negamax.convert.source import Source
 from negamax.convert.targets import target_of
+from negamax.convert.verify import compare
 from negamax.convert.writer import Planned, TensorFile
 from negamax.kernels.formats import E4M3_GROUP
 from negamax.models.family import WeightSpec, names_of
 from tests.tiny import NANO, TOKENIZER_FILES
 
-SHARED = torch.randint(0, 256, (2**24,), dtype=torch.uint8).bitwise_and_(0xF7)  # no NaN among them
+# Normally distributed, as large as blocks of FP8 are; of a length that no row is a multiple of.
+SHARED = (
+    torch.randn(2**24 + 1, generator=torch.Generator().manual_seed(0)).mul_(90).clamp_(-448, 448)
+)
 
 
 def write(folder: Path, layers: int) -> None:
@@ -75,40 +81,61 @@ def stored(name: str, weight: WeightSpec) -> list[Planned]:
 
 
 def values(planned: Planned) -> Tensor:
-    """Random FP8, ones of the others."""
-    if planned.dtype is not torch.float8_e4m3fn:
+    """Scales of about 1e-4, and ones for vectors; the others are normally distributed."""
+    if len(planned.shape) < 2:
         return torch.ones(planned.shape, dtype=planned.dtype)
-    count = planned.num_bytes
-    repeated = SHARED.repeat(-(-count // len(SHARED)))[:count]
-    return repeated.view(torch.float8_e4m3fn).reshape(planned.shape)
+    if planned.name.endswith("_scale_inv"):
+        return torch.rand(planned.shape).add_(0.5).mul_(1e-4)
+    values = SHARED if planned.dtype is torch.float8_e4m3fn else SHARED * 1e-4
+    count = math.prod(planned.shape)
+    return values.to(planned.dtype).repeat(-(-count // len(values)))[:count].view(planned.shape)
 
 
-def measure(folder: Path, destination: Path, to: str) -> None:
-    """Convert, and print what it takes."""
+def measure(folder: Path, destination: Path, to: str | None, tp: int) -> None:
+    """Convert, read the result again, and print what that takes."""
     source = Source(folder)
     total, layer = (
         sum(weight.num_bytes for weight in those) for those in (source.weights, source.of_layer(0))
     )
+    target = target_of(to) if to else None
+    conversion = Conversion(str(folder), folder, destination, target, tp=tp, allow_lossy=True)
     del source
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    began = time.perf_counter()
-    convert(Conversion(str(folder), folder, destination, target_of(to), allow_lossy=True))
-    seconds = time.perf_counter() - began
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    before, began = peak_bytes(), time.perf_counter()
+    source = convert(conversion)
+    seconds, peak = time.perf_counter() - began, peak_bytes()
+    written = sum(path.stat().st_size for path in destination.iterdir())
     print(
-        f"{total / 1e9:.1f} GB to {to}: {seconds:.0f} s, {total / 1e6 / seconds:.0f} MB/s; memory "
-        f"{peak / 1e9:.2f} GB above {before / 1e9:.2f} GB, a layer is {layer / 1e9:.2f} GB"
+        f"{total / 1e9:.1f} GB to {to or f'{tp} ranks'}, {written / 1e9:.1f} GB: {seconds:.0f} s, "
+        f"{total / 1e6 / seconds:.0f} MB/s; peak {peak / 1e9:.2f} GB, {before / 1e9:.2f} GB of it "
+        f"before; a layer is {layer / 1e9:.2f} GB",
+        flush=True,
     )
+    began = time.perf_counter()
+    errors = [one.error for one in compare(source, destination)]
+    changed = [error for error in errors if error]
+    print(
+        f"read again in {time.perf_counter() - began:.0f} s, peak {peak_bytes() / 1e9:.2f} GB: "
+        f"{len(changed)} of {len(errors)} weights changed, by "
+        f"{sum(changed) / max(1, len(changed)):.2%}, {max(errors):.2%} at most"
+    )
+    assert peak - before < 2 * layer, "the memory of two layers is the limit"
+    assert max(errors) <= (target.limit if target else 0.0), "farther off than the format explains"
+
+
+def peak_bytes() -> int:
+    """Of memory that this process has used."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--convert", type=Path)
-    parser.add_argument("--to", default="int4")
+    parser.add_argument("--to")
+    parser.add_argument("--tp", type=int, default=1)
     given = parser.parse_args()
     if given.convert:
-        measure(given.folder, given.convert, given.to)
+        measure(given.folder, given.convert, given.to, given.tp)
     else:
         write(given.folder, given.layers)

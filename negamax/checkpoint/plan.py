@@ -151,20 +151,17 @@ def plan_load(
     collects = gc.isenabled()
     gc.disable()
     try:
-        entries = read_entries(folder, layout)
-        return _plan(entries, slots, names_of(spec), num_layers=spec.num_layers)
+        return plan_tensors(read_entries(folder, layout), slots, spec)
     finally:
         if collects:
             gc.enable()
 
 
-def _plan(
-    entries: Mapping[str, TensorEntry],
-    slots: Mapping[str, WeightSlot],
-    names: WeightNames,
-    *,
-    num_layers: int,
+def plan_tensors(
+    entries: Mapping[str, TensorEntry], slots: Mapping[str, WeightSlot], spec: ModelSpec
 ) -> LoadPlan:
+    """As `plan_load`, of tensors by their names."""
+    names, num_layers = names_of(spec), spec.num_layers
     places = _places(slots.values())
     found, skipped = _find(entries, places, names, num_layers=num_layers)
     moves: list[Move] = []

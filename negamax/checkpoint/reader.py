@@ -23,14 +23,11 @@ import torch
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError
+from negamax.checkpoint.split import PARTS_KEY, RANK_INDEX_NAME, check_split, is_split
 from negamax.config.json_file import read_json_object
 from negamax.parallel.layout import ParallelLayout
 
 INDEX_NAME = "model.safetensors.index.json"
-# Of a checkpoint that is split for a number of ranks, a rank's; and in the header of a file, of the
-# tensors that it holds a part of: the shape of the whole, and where the part begins.
-RANK_INDEX_NAME = "model-rank-{}.safetensors.index.json"
-PARTS_KEY = "negamax_parts"
 SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 100 * 10**6  # the limit of the format
 
@@ -266,9 +263,9 @@ def _find_files(folder: Path, layout: ParallelLayout) -> tuple[list[Path], dict[
             f"{folder} is not a folder", hint="give the folder of a Hugging Face checkpoint"
         )
     index_path = folder / INDEX_NAME
-    if (folder / RANK_INDEX_NAME.format(0)).exists():
+    if is_split(folder):
+        check_split(folder, layout)
         index_path = folder / RANK_INDEX_NAME.format(layout.rank)
-        _check_split(folder, layout)
     elif not index_path.exists():  # ModelSlim's has another name
         index_path = next(folder.glob("quant_model_weight*.index.json"), index_path)
     if index_path.exists():
@@ -324,21 +321,6 @@ def _find_files(folder: Path, layout: ParallelLayout) -> tuple[list[Path], dict[
             else "finish the download, or use --load-format synthetic",
         )
     return files, None
-
-
-def _check_split(folder: Path, layout: ParallelLayout) -> None:
-    """Errors: `CheckpointError` where the files are split for other ranks than `layout`'s."""
-    said = read_json_object(folder / RANK_INDEX_NAME.format(0)).get("metadata")
-    names = {"tensor_parallel_size": layout.tp, "expert_parallel_size": layout.ep}
-    split = {name: (said or {}).get(name) for name in names}
-    if split != names or layout.world_size != layout.tp:
-        options = ", ".join(f"--{name.replace('_', '-')} {size}" for name, size in split.items())
-        raise CheckpointError(
-            f"{folder} is split for {options}; here are {layout.world_size} ranks, "
-            f"--tensor-parallel-size {layout.tp}, --expert-parallel-size {layout.ep}",
-            hint="start with the sizes that it is split for, or use the checkpoint that it was "
-            "made from",
-        )
 
 
 def _check_index(index: Mapping[str, str], entries: Mapping[str, TensorEntry]) -> None:

@@ -16,6 +16,7 @@ from negamax.base import log
 from negamax.base.errors import ConfigError
 from negamax.base.progress import Progress, format_bytes
 from negamax.checkpoint.hub import resolve_model
+from negamax.checkpoint.split import is_split
 from negamax.cli.flags import completion
 from negamax.config.parallel import ParallelOptions
 from negamax.convert.targets import TARGETS, target_of
@@ -42,7 +43,7 @@ def command(
         str | None,
         typer.Option(
             "--to",
-            help=f"{', '.join(TARGETS)}; default, with -tp: as it is stored.",
+            help=f"{', '.join(TARGETS)}; default, to split or join files: as it is stored.",
             autocompletion=completion(TARGETS),
         ),
     ] = None,
@@ -84,7 +85,7 @@ def command(
 ) -> None:
     """Exit code 1 where `--verify` finds a weight that is farther off than its format explains."""
     log.setup()
-    if to is None and tensor_parallel_size == 1:
+    if to is None and tensor_parallel_size == 1 and not is_split(Path(source).expanduser()):
         raise ConfigError(f"--to is missing; allowed: {', '.join(TARGETS)}", hint="or give -tp N")
     splits = ParallelOptions(tensor_parallel_size, expert_parallel_size=expert_parallel_size)
     target = None if to is None else target_of(to)
@@ -111,10 +112,7 @@ def command(
     print(f"{destination}: {source} as {target.summary if target else 'it is stored'}{ranks}")
     if verify:
         with Progress("comparing", unit=format_bytes) as progress:
-            differences = compare(
-                checkpoint, conversion.destination, tp=conversion.tp, ep=conversion.ep,
-                progress=progress,
-            )  # fmt: skip
+            differences = compare(checkpoint, conversion.destination, progress=progress)
         _show(differences)
         limit = target.limit if target else 0.0
         if any(one.error > limit for one in differences):

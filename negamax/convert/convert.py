@@ -20,7 +20,8 @@ from typing import Any
 from negamax.base.errors import ConfigError, ResourceError
 from negamax.base.log import get_logger
 from negamax.base.progress import format_bytes
-from negamax.checkpoint.reader import INDEX_NAME, CheckpointReader, first_names
+from negamax.checkpoint.reader import INDEX_NAME, first_names
+from negamax.checkpoint.split import RANK_INDEX_NAME
 from negamax.config.json_file import read_json_object
 from negamax.convert.layout import Piece, pieces
 from negamax.convert.neuron import file_name, neuron_pieces
@@ -35,7 +36,10 @@ logger = get_logger(__name__)
 PROVENANCE = "negamax_conversion"  # the key in config.json
 # What describes the stored weights of the source alone.
 _NOT_CARRIED = ("config.json", INDEX_NAME, "hf_quant_config.json", Record.NAME)
-_NOT_CARRIED_PREFIXES = ("quant_model_description", "quant_model_weight")  # of ModelSlim
+_NOT_CARRIED_PREFIXES = (
+    "quant_model_description", "quant_model_weight",  # of ModelSlim
+    RANK_INDEX_NAME.partition("{")[0],
+)  # fmt: skip
 _CARRIED = (".json", ".jinja", ".txt", ".model")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SPARE_BYTES = 64 * 2**20  # of disk: tokenizer, index, the file system's own
@@ -95,7 +99,7 @@ def convert(conversion: Conversion, *, progress: ShowProgress | None = None) -> 
     plan = _plan(source, conversion)
     destination.mkdir(parents=True, exist_ok=True)
     with _alone(destination):
-        _run(plan, Record(destination, identity), destination, progress)
+        _run(plan, source, Record(destination, identity), destination, progress)
         _write_indices(destination, plan)
         kept = source.spec.quantization if conversion.target is None else None
         _carry_files(conversion.folder, destination, description=kept and kept.source)
@@ -120,7 +124,11 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _run(
-    plan: list[_Step], record: Record, destination: Path, progress: ShowProgress | None
+    plan: list[_Step],
+    source: Source,
+    record: Record,
+    destination: Path,
+    progress: ShowProgress | None,
 ) -> None:
     """Write what is not finished."""
     finished = [step for step in plan if all(map(record.is_finished, step.paths))]
@@ -132,7 +140,7 @@ def _run(
         if step in finished:
             done += sum(piece.source_bytes for piece in step.pieces)
             continue
-        for piece in _write(step):
+        for piece in _write(step, source):
             done += piece.source_bytes
             if progress:
                 progress(done, total)
@@ -159,7 +167,8 @@ def _plan(source: Source, conversion: Conversion) -> list[_Step]:
             raise ConfigError(
                 f"--to {target.name} with --tensor-parallel-size {conversion.tp}: the Neuron "
                 f"runtime splits the weights itself",
-                hint="leave --tensor-parallel-size out",
+                hint="leave --tensor-parallel-size out; to split it for the ranks of Negamax, "
+                "convert the result once more, without --to",
             )
         return [
             _Step(
@@ -187,7 +196,7 @@ def _planned(step: _Step, shard: Shard) -> list[Planned]:
     ]
 
 
-def _write(step: _Step) -> Iterator[Piece]:
+def _write(step: _Step, source: Source) -> Iterator[Piece]:
     """The files of a layer, piece by piece; what is mapped of the source is let go of with it."""
     with ExitStack() as stack:
         files = [
@@ -196,7 +205,7 @@ def _write(step: _Step) -> Iterator[Piece]:
             )
             for path, shard in step.files
         ]
-        reader = stack.enter_context(CheckpointReader())
+        reader = stack.enter_context(source.reader())
         made = in_order(partial(piece.make, piece.read(reader)) for piece in step.pieces)
         for piece, tensors in zip(step.pieces, made, strict=True):
             for file, (_, shard) in zip(files, step.files, strict=True):
@@ -213,8 +222,18 @@ def check_path(source: Source, conversion: Conversion) -> None:
     """Errors: `ConfigError` for a conversion that loses more than its target must, or changes
     nothing.
     """
-    target = conversion.target
-    if target is None or conversion.allow_lossy:
+    target, hint = conversion.target, "copy the folder, or add --allow-lossy to write it again"
+    if conversion.allow_lossy:
+        return
+    sizes = [(rank.tp, rank.ep) for rank in source.ranks] or [(1, 1)]
+    is_split_so = sizes[0] == (conversion.tp, conversion.ep)
+    if target is None:
+        if is_split_so:
+            raise ConfigError(
+                f"{conversion.model} is split for as many ranks already; there is nothing to "
+                f"convert",
+                hint=hint,
+            )
         return
     stored = source.formats
     scheme = target.scheme()
@@ -225,10 +244,10 @@ def check_path(source: Source, conversion: Conversion) -> None:
     else:
         linear = [weight for weight in source.weights if weight.is_linear]
         is_same = all(scheme.format_of(weight.module) == weight.format for weight in linear)
-    if is_same and conversion.tp == 1:
+    if is_same and is_split_so:
         raise ConfigError(
             f"{conversion.model} is stored as {target.name} already; there is nothing to convert",
-            hint="copy the folder, or add --allow-lossy to write it again, a file per layer",
+            hint=hint,
         )
     is_exact = all(one.name in target.exact_from for one in stored)
     if scheme is not None and not is_same and not is_exact:
@@ -305,7 +324,7 @@ def _carry_files(folder: Path, destination: Path, *, description: str | None) ->
         name = path.name
         is_text = path.suffix in _CARRIED or name.upper().startswith(("LICENSE", "NOTICE"))
         is_own = name in _NOT_CARRIED or name.startswith(_NOT_CARRIED_PREFIXES)
-        is_kept = name == description and name != "config.json"
+        is_kept = name == description and name not in ("config.json", INDEX_NAME)
         if path.is_file() and is_text and (is_kept or not is_own):
             shutil.copyfile(path, destination / path.name)
 
@@ -313,6 +332,9 @@ def _carry_files(folder: Path, destination: Path, *, description: str | None) ->
 def _config(source: Source, conversion: Conversion, identity: Mapping[str, Any]) -> dict[str, Any]:
     config = dict(source.config)
     target = conversion.target
+    kept = source.spec.quantization
+    if target is None and kept is not None and kept.source == INDEX_NAME:
+        config["quantization_config"] = {**kept.fields, "quant_method": kept.method}
     if target is not None:
         config.pop("quantization_config", None)
         if target.description is not None:

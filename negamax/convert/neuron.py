@@ -99,7 +99,7 @@ def _expert(name: str, weights: list[Weight], number: int, count: int) -> Piece:
         made = []
         for at, weight in enumerate(weights):
             own = {key.partition(" ")[2]: t for key, t in tensors.items() if key[0] == str(at)}
-            made.append(_rescaled(own) if weight.format == E4M3_BLOCKS else _quantized(weight, own))
+            made.append(_transposed(weight, own))
         return {f"{name}.{key}": torch.cat([one[key] for one in made], 1) for key in made[0]}
 
     shapes = {
@@ -113,7 +113,12 @@ def _expert(name: str, weights: list[Weight], number: int, count: int) -> Piece:
     return Piece(None, (), PLAIN, planned, read, make, sum(one.num_bytes for one in weights))
 
 
-def _quantized(weight: Weight, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _transposed(weight: Weight, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """[K, I] in FP8 of Trainium."""
+    if weight.format == NEURON_BLOCKS:
+        return tensors
+    if weight.format == E4M3_BLOCKS:
+        return _rescaled(tensors)
     assert NEURON_BLOCKS.quantize is not None
     return NEURON_BLOCKS.quantize(weight.dequantize(tensors))
 

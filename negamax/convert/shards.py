@@ -9,19 +9,13 @@ which a rank reads nothing stands in its files with a size of 0: what is missing
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
-from negamax.checkpoint.reader import (
-    INDEX_NAME,
-    PARTS_KEY,
-    RANK_INDEX_NAME,
-    CheckpointReader,
-    TensorEntry,
-)
+from negamax.checkpoint.reader import INDEX_NAME
+from negamax.checkpoint.split import PARTS_KEY, RANK_INDEX_NAME
 from negamax.config.model_spec import ModelSpec
 from negamax.config.quantization import QuantizationSpec
 from negamax.convert.layout import Piece
@@ -121,23 +115,3 @@ def shards_of(
         regions = {name: slot.region for name, slot in slots.items() if slot.needed}
         shards.append(Shard(layout, regions))
     return shards
-
-
-class JoiningReader(CheckpointReader):
-    """Reads the tensors of a split checkpoint as if it were whole."""
-
-    def __init__(self, ranks: Sequence[Mapping[str, TensorEntry]]) -> None:
-        """`ranks`: the tensors of each."""
-        super().__init__()
-        self._ranks = ranks
-
-    def read(self, entry: TensorEntry, region: Parts | None = None) -> Tensor:
-        """See `CheckpointReader`; `entry` is that of any rank."""
-        mine = [entries[entry.name] for entries in self._ranks]
-        held = [one.part or tuple(map(range, one.shape)) for one in mine]
-        parts = [super(JoiningReader, self).read(one, p) for one, p in zip(mine, held, strict=True)]
-        whole = torch.zeros(entry.shape, dtype=parts[0].dtype)
-        for part, where in zip(parts, held, strict=True):
-            whole[tuple(slice(each.start, each.stop) for each in where)] = part
-        wanted = region or tuple(map(range, entry.shape))
-        return whole[tuple(slice(part.start, part.stop) for part in wanted)]

@@ -15,11 +15,13 @@ from typing import Any
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError
-from negamax.checkpoint.plan import Move, plan_load
+from negamax.checkpoint.plan import Move, plan_tensors
 from negamax.checkpoint.reader import CheckpointReader, TensorEntry, read_entries
+from negamax.checkpoint.split import is_split, ranks_of
 from negamax.config.families import read_spec
 from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
+from negamax.convert.joined import JoiningReader, join
 from negamax.kernels.formats import PLAIN, Role, TensorFormat
 from negamax.layers.weights import WeightSlot
 from negamax.models.family import WeightSpec, names_of
@@ -68,14 +70,18 @@ class Weight:
         """Stored, scales included."""
         return self.move.num_bytes
 
-    def read(self, reader: CheckpointReader) -> dict[str, Tensor]:
-        """The tensors that it is stored as, by the names of its format: all there are."""
+    def read(self, reader: CheckpointReader, rows: range | None = None) -> dict[str, Tensor]:
+        """The tensors that it is stored as, by the names of its format: all there are. `rows`: of a
+        plain one, those alone.
+        """
         tensors = {}
         for stored, source in self.move.tensors:
             is_plain = stored is PLAIN.values
             shape = self.spec.shape if is_plain else stored.shape(self.shape)
             part = tuple(map(range, shape))
-            found = reader.read(source.entry, source.region(part)).reshape(shape)
+            if is_plain and rows is not None:
+                part = (rows, *part[1:])
+            found = reader.read(source.entry, source.region(part)).reshape(list(map(len, part)))
             if not is_plain:
                 stored.check(found, part, self.shape, name=source.entry.name)
             tensors[stored.name] = found
@@ -108,13 +114,12 @@ class Weight:
 
 
 class Source:
-    """The weights of the checkpoint in `folder`, by layer.
+    """The weights of the checkpoint in `folder`, by layer, whole if it is split for ranks.
 
     Errors of the constructor: `ConfigError`, `CheckpointError` as at load.
     """
 
-    def __init__(self, folder: Path, layout: ParallelLayout | None = None) -> None:
-        """`layout`: one of the ranks that a checkpoint is split for."""
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.config: dict[str, Any] = read_json_object(folder / "config.json")
         self.spec: ModelSpec = read_spec(self.config, folder)
@@ -125,9 +130,12 @@ class Source:
             name: WeightSlot(name, spec.shape, target=None, source=self._format(name, spec))
             for name, spec in specs.items()
         }
-        entries = read_entries(folder, layout)
-        plan = plan_load(slots, self.spec, folder, layout)
-        self.digest = _digest(entries.values(), self.config)
+        self.ranks = ranks_of(folder) if is_split(folder) else []  # that it is split for
+        layouts = self.ranks or [ParallelLayout()]
+        self._entries = [read_entries(folder, layout) for layout in layouts]
+        entries = join(self._entries) if self.ranks else self._entries[0]
+        plan = plan_tensors(entries, slots, self.spec)
+        self.digest = _digest((e for each in self._entries for e in each.values()), self.config)
         by_name = {move.slot.name: move for move in plan.moves}
         self.weights = [
             Weight(name, spec, names.layer_of(name), by_name[name]) for name, spec in specs.items()
@@ -145,6 +153,10 @@ class Source:
         if self.scheme is None or len(spec.shape) != 2 or spec.is_table or spec.dtype:
             return PLAIN
         return self.scheme.format_of(name.removesuffix(f".{PLAIN.values.name}"))
+
+    def reader(self) -> CheckpointReader:
+        """For its tensors."""
+        return JoiningReader(self._entries) if self.ranks else CheckpointReader()
 
     @property
     def layers(self) -> Iterator[int | None]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,13 +13,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from negamax.checkpoint.reader import CheckpointReader, read_entries
 from negamax.convert.convert import ShowProgress
-from negamax.convert.shards import JoiningReader
 from negamax.convert.source import Source, Weight
 from negamax.convert.threads import in_order
-from negamax.parallel.layout import ParallelLayout
+from negamax.kernels.formats import PLAIN
 
+_PART_ELEMENTS = 2**18  # of a plain matrix, such as the embedding, at a time
 _NUMBERED = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -50,48 +50,50 @@ class KindSummary:
 
 
 def compare(
-    source: Source,
-    destination: Path,
-    *,
-    tp: int = 1,
-    ep: int = 1,
-    progress: ShowProgress | None = None,
+    source: Source, destination: Path, *, progress: ShowProgress | None = None
 ) -> list[Difference]:
-    """Every weight of `source` beside the same of the checkpoint in `destination`, which is split
-    for `tp` and `ep` ranks.
+    """Every weight of `source` beside the same of the checkpoint in `destination`.
 
     Errors: those of a load.
     """
-    layouts = [ParallelLayout(rank=rank, tp=tp, ep=ep) for rank in range(tp)]
-    converted = Source(destination, layouts[0])
-    ranks = [read_entries(destination, layout) for layout in layouts] if tp > 1 else []
+    converted = Source(destination)
     theirs = {weight.name: weight for weight in converted.weights}
     found: list[Difference] = []
     done, total = 0, sum(weight.num_bytes for weight in source.weights)
     for layer in source.layers:
-        weights = source.of_layer(layer)
-        joining = JoiningReader(ranks) if ranks else CheckpointReader()
-        with CheckpointReader() as reader, joining:
-            pairs = ((weight, theirs[weight.name]) for weight in weights)
-            calls = (
-                partial(_relative, one, one.read(reader), other, other.read(joining))
+        pairs = [(weight, theirs[weight.name]) for weight in source.of_layer(layer)]
+        with source.reader() as reader, converted.reader() as their_reader:
+            norms = in_order(
+                partial(_norms, one, one.read(reader, rows), other, other.read(their_reader, rows))
                 for one, other in pairs
+                for rows in _parts(one, other)
             )
-            for weight, error in zip(weights, in_order(calls), strict=True):
-                found.append(Difference(weight.name, theirs[weight.name].format.name, error))
-                done += weight.num_bytes
+            for one, other in pairs:
+                parts = [next(norms) for _ in _parts(one, other)]
+                size, changed = (math.hypot(*numbers) for numbers in zip(*parts, strict=True))
+                error = changed / size if size else changed
+                found.append(Difference(one.name, other.format.name, error))
+                done += one.num_bytes
                 if progress:
                     progress(done, total)
     return found
 
 
-def _relative(
+def _parts(one: Weight, other: Weight) -> Iterator[range]:
+    """The rows that are compared at once: a plain matrix may be as large as a layer."""
+    count, size = one.spec.shape[0], math.prod(one.spec.shape)
+    is_plain = one.format is PLAIN and other.format is PLAIN
+    rows = max(1, _PART_ELEMENTS * count // size) if is_plain else count
+    return (range(first, min(first + rows, count)) for first in range(0, count, rows))
+
+
+def _norms(
     one: Weight, ours: Mapping[str, Tensor], other: Weight, theirs: Mapping[str, Tensor]
-) -> float:
+) -> tuple[float, float]:
+    """Of `one`, and of the difference."""
     plain = one.dequantize(ours)
-    size = torch.linalg.vector_norm(plain).item()
-    difference = torch.linalg.vector_norm(other.dequantize(theirs) - plain).item()
-    return difference / size if size else difference
+    changed = other.dequantize(theirs) - plain
+    return torch.linalg.vector_norm(plain).item(), torch.linalg.vector_norm(changed).item()
 
 
 def by_kind(differences: Sequence[Difference]) -> list[KindSummary]:

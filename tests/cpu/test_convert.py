@@ -133,7 +133,9 @@ def test_every_published_format_is_converted_and_split(name: str, tmp_path: Path
         assert torch.equal(found.float(), plain[weight.name].to(found.dtype).float()), weight.name
     assert not (tmp_path / "bf16" / "quant_model_description.json").exists()
     convert(Conversion("x", source, tmp_path / "split", None, tp=2))
-    assert not any(one.error for one in compare(Source(source), tmp_path / "split", tp=2))
+    assert not any(one.error for one in compare(Source(source), tmp_path / "split"))
+    convert(Conversion("x", tmp_path / "split", tmp_path / "joined", None))
+    assert not any(one.error for one in compare(Source(source), tmp_path / "joined"))
 
 
 def test_gate_and_up_in_nvfp4_have_one_scale_of_the_scales(
@@ -343,6 +345,15 @@ def loaded(folder: Path, layout: ParallelLayout, *, split: bool) -> dict[str, Te
     return targets
 
 
+def stored(folder: Path) -> dict[str, bytes]:
+    """All tensors, to the bit."""
+    return {
+        name: tensor.flatten().view(torch.uint8).numpy().tobytes()
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+
+
 @pytest.mark.parametrize("to", [None, "fp8-block", "int4"])
 @pytest.mark.parametrize(("tp", "ep"), [(2, 1), (4, 1), (2, 2), (4, 2)])
 def test_split_for_ranks_each_loads_what_it_would_have_loaded(
@@ -354,7 +365,7 @@ def test_split_for_ranks_each_loads_what_it_would_have_loaded(
     target = None if to is None else target_of(to)
     out = tmp_path / "out"
     convert(Conversion(str(source), source, out, target, tp=tp, ep=ep))
-    assert not any(one.error for one in compare(Source(whole), out, tp=tp, ep=ep))
+    assert not any(one.error for one in compare(Source(whole), out))
     for rank in range(tp):
         layout = ParallelLayout(rank=rank, tp=tp, ep=ep)
         expected = loaded(whole, layout, split=False)
@@ -365,7 +376,59 @@ def test_split_for_ranks_each_loads_what_it_would_have_loaded(
     most = 0.95 if to else 0.65  # a scale per row cuts nothing
     assert len(files) == 3 and sum(files) < most * sum(all_files)
     with pytest.raises(CheckpointError, match=rf"split for --tensor-parallel-size {tp}, --expert"):
-        Source(out)
+        read_entries(out)
+    convert(Conversion("x", out, tmp_path / "joined", None))
+    assert stored(tmp_path / "joined") == stored(whole)
+    assert not list((tmp_path / "joined").glob("model-rank-*"))
+
+
+def test_what_is_split_is_split_for_others_and_converted(
+    bf16: Path, converted: dict[str, Path], tmp_path: Path
+) -> None:
+    for name, target, tp in (("two", None, 2), ("four", None, 4), ("int8", "int8", 1)):
+        source = tmp_path / "two" if name != "two" else bf16
+        to = target_of(target) if target else None
+        convert(Conversion("x", source, tmp_path / name, to, tp=tp))
+    convert(Conversion("x", bf16, tmp_path / "at once", None, tp=4))
+    for rank in range(4):
+        layout = ParallelLayout(rank=rank, tp=4)
+        found, expected = (
+            loaded(tmp_path / name, layout, split=True) for name in ("four", "at once")
+        )
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert stored(tmp_path / "int8") == stored(converted["int8"])
+    with pytest.raises(ConfigError, match="split for as many ranks already"):
+        convert(Conversion("x", tmp_path / "two", tmp_path / "out", None, tp=2))
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("index", r"split for 2 ranks and has no model-rank-1"),
+        ("file", r"names 3 files of which 1 are missing: model-rank-1-part-00000"),
+        ("sizes", r"metadata \{'rank': 0\}, which are not the sizes"),
+        ("part", r"parts of model.layers.0.* in model-rank-0.*, model-rank-1.* do not make one"),
+    ],
+)
+def test_what_lacks_the_parts_of_a_rank_is_not_joined(
+    broken: str, message: str, bf16: Path, tmp_path: Path
+) -> None:
+    out, others = tmp_path / "out", tmp_path / "others"
+    convert(Conversion("x", bf16, out, None, tp=2))
+    indices = [f"model-rank-{rank}.safetensors.index.json" for rank in (0, 1)]
+    if broken == "index":
+        (out / indices[1]).unlink()
+    elif broken == "file":
+        (out / "model-rank-1-part-00000.safetensors").unlink()
+    elif broken == "sizes":
+        index = json.loads((out / indices[0]).read_text())
+        (out / indices[0]).write_text(json.dumps({**index, "metadata": {"rank": 0}}))
+    else:  # the rank's file of another split
+        convert(Conversion("x", bf16, others, None, tp=4))
+        part = "model-rank-{}-part-00000.safetensors"
+        shutil.copy(others / part.format(3), out / part.format(1))
+    with pytest.raises(CheckpointError, match=message):
+        convert(Conversion("x", out, tmp_path / "joined", None))
 
 
 def test_parts_hold_the_shares_of_whole_blocks_too(bf16: Path, tmp_path: Path) -> None:
@@ -407,10 +470,11 @@ def test_two_at_once_do_not_write_to_one_folder(bf16: Path, tmp_path: Path) -> N
 
 
 def peak(sources: list[Path], results: Any) -> None:
-    """Bytes of memory that the second conversion takes beyond the first."""
+    """Bytes of memory that the second conversion takes beyond the first, comparing included."""
     used = []
     for number, source in enumerate(sources):
-        convert(conversion(source, source.parent / f"out{number}", "fp8-block"))
+        out = source.parent / f"out{number}"
+        compare(convert(conversion(source, out, "fp8-block")), out)
         used.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     results.put(used[1] - used[0])
 
@@ -419,8 +483,11 @@ def test_memory_is_that_of_two_layers_at_most(tmp_path: Path) -> None:
     """Four layers with as many matrices as real ones have, beside a model of the same matrices that
     is hardly there.
     """
-    sizes = {"num_hidden_layers": 4, "intermediate_size": 512, "num_local_experts": 40}
-    few = {**sizes, "num_hidden_layers": 1, "num_local_experts": 4}
+    sizes = {
+        "num_hidden_layers": 4, "intermediate_size": 512, "num_local_experts": 40,
+        "vocab_size": 20_000,  # a third of a layer, as M2's
+    }  # fmt: skip
+    few = {**sizes, "num_hidden_layers": 1, "num_local_experts": 4, "vocab_size": 64}
     sources = [write_source(tmp_path / "few", **few), write_source(tmp_path / "many", **sizes)]
     layer = sum(weight.num_bytes for weight in Source(sources[1]).of_layer(0))
     context = multiprocessing.get_context("fork")

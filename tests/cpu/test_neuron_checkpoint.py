@@ -14,7 +14,11 @@ from safetensors.torch import save_file
 from test_stored_formats import CONFIG, LAYOUTS, load
 from torch import Tensor
 
-from negamax.base.errors import CheckpointError
+from negamax.base.errors import CheckpointError, ConfigError
+from negamax.convert.convert import Conversion, convert
+from negamax.convert.source import Source
+from negamax.convert.targets import target_of
+from negamax.convert.verify import compare
 from negamax.parallel.layout import ParallelLayout
 
 SIZES = {**CONFIG, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
@@ -65,12 +69,35 @@ def preprocessed(stored: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str
     return {n: t.view(torch.float8_e4m3fn) if n in fp8 else t for n, t in made.items()}, plain
 
 
-def test_it_stands_for_the_weights_that_its_bytes_and_scales_give(tmp_path: Path) -> None:
+def write_preprocessed(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """As it writes them, and the plain weights."""
+    folder.mkdir(exist_ok=True)
     spec = tiny_spec(**SIZES, quantization_config=FP8_CONFIG)
     made, plain = preprocessed(to_fp8(random_tensors(spec)))
-    (tmp_path / "config.json").write_text(json.dumps({**SIZES, "quantization_config": FP8_CONFIG}))
-    save_file(made, tmp_path / "model_layer0.safetensors")
-    write_index(tmp_path, dict.fromkeys(made, "model_layer0.safetensors"))
+    (folder / "config.json").write_text(json.dumps({**SIZES, "quantization_config": FP8_CONFIG}))
+    save_file(made, folder / "model_layer0.safetensors")
+    write_index(folder, dict.fromkeys(made, "model_layer0.safetensors"))
+    return made, plain
+
+
+def test_it_is_split_joined_and_converted(tmp_path: Path) -> None:
+    """What its names alone tell is said in the config.json of what is made of it."""
+    source = tmp_path / "source"
+    write_preprocessed(source)
+    for name, first, to, tp in (
+        ("split", "source", None, 2), ("joined", "split", None, 1),
+        ("neuron", "joined", "fp8-neuron", 1), ("split again", "neuron", None, 4),
+    ):  # fmt: skip
+        target = target_of(to) if to else None
+        convert(Conversion("x", tmp_path / first, tmp_path / name, target, tp=tp, allow_lossy=True))
+        assert not any(one.error for one in compare(Source(source), tmp_path / name)), name
+    with pytest.raises(ConfigError, match="convert the result once more, without --to"):
+        convert(Conversion("x", source, tmp_path / "no", target_of("fp8-neuron"), tp=2))
+
+
+def test_it_stands_for_the_weights_that_its_bytes_and_scales_give(tmp_path: Path) -> None:
+    spec = tiny_spec(**SIZES, quantization_config=FP8_CONFIG)
+    made, plain = write_preprocessed(tmp_path)
     for tp, ep in LAYOUTS:
         for rank in range(tp):
             model, found, report = load(tmp_path, ParallelLayout(rank=rank, tp=tp, ep=ep))

@@ -1,0 +1,59 @@
+"""Checkpoints that are split for a number of ranks, each of which has an index and files of its own
+(`negamax convert --tensor-parallel-size`). Imports no torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from negamax.base.errors import CheckpointError
+from negamax.config.json_file import read_json_object
+from negamax.parallel.layout import ParallelLayout
+
+RANK_INDEX_NAME = "model-rank-{}.safetensors.index.json"
+# In the header of a file, of the tensors that it holds a part of: the shape of the whole, and where
+# the part begins.
+PARTS_KEY = "negamax_parts"
+
+
+def is_split(folder: Path) -> bool:
+    """Whether the files in `folder` are those of several ranks."""
+    return (folder / RANK_INDEX_NAME.format(0)).exists()
+
+
+def ranks_of(folder: Path) -> list[ParallelLayout]:
+    """The ranks that a split checkpoint is for. Errors: `CheckpointError` where its index does not
+    say so.
+    """
+    path = folder / RANK_INDEX_NAME.format(0)
+    said = read_json_object(path).get("metadata")
+    sizes = said if isinstance(said, dict) else {}
+    tp, ep = sizes.get("tensor_parallel_size"), sizes.get("expert_parallel_size")
+    if type(tp) is not int or type(ep) is not int or tp < 1 or ep < 1 or tp % ep:
+        raise CheckpointError(
+            f"{path} has the metadata {said!r}, which are not the sizes that it is split for",
+            hint="convert the checkpoint again",
+        )
+    return [ParallelLayout(rank=rank, tp=tp, ep=ep) for rank in range(tp)]
+
+
+def check_split(folder: Path, layout: ParallelLayout) -> None:
+    """Errors: `CheckpointError` where the files are split for other ranks than `layout`'s, or lack
+    those of this rank.
+    """
+    ranks = ranks_of(folder)
+    if layout not in ranks:
+        tp, ep = ranks[0].tp, ranks[0].ep
+        raise CheckpointError(
+            f"{folder} is split for --tensor-parallel-size {tp}, --expert-parallel-size {ep}; here "
+            f"are {layout.world_size} ranks, --tensor-parallel-size {layout.tp}, "
+            f"--expert-parallel-size {layout.ep}",
+            hint="start with the sizes that it is split for, use the checkpoint that it was made "
+            "from, or join it again with `negamax convert`",
+        )
+    name = RANK_INDEX_NAME.format(layout.rank)
+    if not (folder / name).exists():
+        raise CheckpointError(
+            f"{folder} is split for {len(ranks)} ranks and has no {name}",
+            hint="copy the files of all ranks",
+        )

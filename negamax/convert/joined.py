@@ -1,0 +1,83 @@
+"""A checkpoint that is split for a number of ranks, read as if it were whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise, product
+
+import torch
+from torch import Tensor
+
+from negamax.base.errors import CheckpointError
+from negamax.checkpoint.reader import CheckpointReader, TensorEntry
+
+Parts = tuple[range, ...]
+Entries = Mapping[str, TensorEntry]  # by name
+
+
+class JoiningReader(CheckpointReader):
+    """Reads tensors from the parts that the ranks have of them."""
+
+    def __init__(self, ranks: Sequence[Entries]) -> None:
+        """`ranks`: the tensors of each."""
+        super().__init__()
+        self._ranks = ranks
+
+    def read(self, entry: TensorEntry, region: Parts | None = None) -> Tensor:
+        """See `CheckpointReader`; `entry` is that of any rank."""
+        wanted = region or tuple(map(range, entry.shape))
+        found = []
+        for mine in (entries[entry.name] for entries in self._ranks):
+            part = tuple(_common(*both) for both in zip(wanted, _held(mine), strict=True))
+            if all(part):
+                found.append((part, super().read(mine, part)))
+        joined = torch.empty(tuple(map(len, wanted)), dtype=found[0][1].dtype)
+        for part, tensor in found:
+            places = zip(part, wanted, strict=True)
+            joined[tuple(slice(p.start - w.start, p.stop - w.start) for p, w in places)] = tensor
+        return joined
+
+
+def join(ranks: Sequence[Entries]) -> dict[str, TensorEntry]:
+    """Of each tensor the entry of the rank that has most of it.
+
+    Errors: `CheckpointError` where the ranks' parts are not those of one tensor.
+    """
+    joined = {}
+    for name in dict.fromkeys(name for entries in ranks for name in entries):
+        mine = [entries[name] for entries in ranks if name in entries]
+        is_alike = len({(one.dtype, one.shape) for one in mine}) == 1
+        if len(mine) < len(ranks) or not is_alike or not _covers(mine):
+            files = ", ".join(dict.fromkeys(one.file.name for one in mine))
+            raise CheckpointError(
+                f"the parts of {name} in {files} do not make one tensor",
+                hint="convert the checkpoint again",
+            )
+        joined[name] = max(mine, key=lambda one: one.num_bytes)
+    return joined
+
+
+def _common(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))
+
+
+def _held(entry: TensorEntry) -> Parts:
+    return entry.part or tuple(map(range, entry.shape))
+
+
+def _covers(entries: Sequence[TensorEntry]) -> bool:
+    """Whether the parts leave nothing out of the tensor."""
+    held, shape = [_held(one) for one in entries], entries[0].shape
+    if any(tuple(map(len, part)) == shape for part in held):
+        return True
+    borders = [
+        sorted({0, size, *(at for part in held for at in (part[dim].start, part[dim].stop))})
+        for dim, size in enumerate(shape)
+    ]
+    return all(
+        any(
+            all(r.start <= low and high <= r.stop for r, (low, high) in zip(p, cell, strict=True))
+            for p in held
+        )
+        for cell in product(*map(pairwise, borders))
+    )
