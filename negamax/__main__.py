@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import sys
 
+from negamax.base.imports import large_imports
+
 
 def main() -> int:
     """Run the command line; the process's exit code."""
     try:
-        from negamax.cli.main import main as run
+        with large_imports():
+            from negamax.cli.main import main as run
     except ImportError as error:
         return _broken(error)
     return run()

@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from negamax.base import log
+from negamax.base.imports import large_imports
 from negamax.cli.engine_options import with_engine_options
 from negamax.cli.explain import with_explanation
 from negamax.cli.server_options import with_server_options
@@ -40,8 +41,9 @@ def command(*, engine: EngineOptions, server: ServerOptions) -> None:
 
 
 def _serve(engine_options: EngineOptions, server_options: ServerOptions, *, started: float) -> None:
-    from negamax.api import server  # the HTTP stack: not needed for --help
-    from negamax.api.tracing import check_endpoint
+    with large_imports():
+        from negamax.api import server  # the HTTP stack: not needed for --help
+        from negamax.api.tracing import check_endpoint
 
     if server_options.otlp_traces_endpoint is not None:
         check_endpoint(server_options.otlp_traces_endpoint)

@@ -26,6 +26,7 @@ import zmq
 from negamax.base import env, log
 from negamax.base.crash_dump import CrashDumps
 from negamax.base.errors import EngineDeadError, NegamaxError
+from negamax.base.imports import large_imports
 from negamax.base.log import get_logger
 from negamax.base.process import exit_now, exit_with_parent
 from negamax.base.shared_numbers import SharedNumbers
@@ -95,7 +96,8 @@ def main(endpoint: str, rank: int) -> int:
         dumps = CrashDumps(config.crash_dump_dir, part=part, options=dataclasses.asdict(config))
         try:
             # torch: seconds of import, after the connection stands
-            from negamax.worker.worker import Worker
+            with large_imports():
+                from negamax.worker.worker import Worker
 
             worker = Worker(config)
             heartbeat.watch(worker.poll_control)

@@ -24,6 +24,7 @@ import zmq
 from negamax.base import log
 from negamax.base.crash_dump import CrashDumps
 from negamax.base.errors import EngineDeadError, NegamaxError, ResourceError
+from negamax.base.imports import large_imports
 from negamax.base.log import get_logger
 from negamax.base.parent_watch import watch_parent
 from negamax.base.process import exit_with_parent
@@ -67,7 +68,8 @@ def _serve(
 ) -> int:
     try:
         # torch: seconds of import, after the connection stands
-        from negamax.engine.core.setup import start_loop
+        with large_imports():
+            from negamax.engine.core.setup import start_loop
 
         loop, info = start_loop(start.options)
     except (NegamaxError, OSError) as error:

@@ -24,7 +24,6 @@ from negamax.parallel.split import check_split
 from negamax.scheduler.scheduler import Scheduler, SchedulerLimits
 from negamax.text.script import read_script
 from negamax.worker.config import WorkerConfig, WorkerReady
-from negamax.worker.device import choose_device, num_gpus
 
 logger = get_logger(__name__)
 
@@ -57,8 +56,8 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
         logger.info("%s", note)
     max_model_len = _context_length(options, spec)
     layout = ParallelLayout.of(options.parallel)
-    device = choose_device(options.device)
-    check_split(layout, spec, gpus=num_gpus(device))
+    device, gpus = _find_device(options.device)
+    check_split(layout, spec, gpus=gpus)
     if device == "cpu":
         env.settle_cpu_products()
     limits = STEP_LIMITS[device]
@@ -137,6 +136,18 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
         crash_dumps=CrashDumps(options.crash_dump_dir, part="engine", options=asdict(options)),
     )
     return loop, info
+
+
+def _find_device(name: str) -> tuple[str, int | None]:
+    """Option `name` as "cpu" or "cuda", and how many GPUs there are, as in `worker.device`. Who
+    asks for the CPU needs no PyTorch to look for others.
+    """
+    if name == "cpu":
+        return name, None
+    from negamax.worker.device import choose_device, num_gpus
+
+    device = choose_device(name)
+    return device, num_gpus(device)
 
 
 def _model_info(

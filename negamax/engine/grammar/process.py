@@ -23,6 +23,7 @@ import zmq
 
 from negamax.base import env, log
 from negamax.base.errors import InvalidRequestError
+from negamax.base.imports import large_imports
 from negamax.base.log import get_logger
 from negamax.base.process import exit_now, exit_with_parent
 from negamax.config.grammar import Grammar, Reasoning
@@ -113,7 +114,8 @@ class GrammarServer:
         self._compiler: GrammarCompiler | None = None
         try:
             # seconds of import
-            from negamax.text.grammar.matcher import GrammarCompiler, GrammarMatcher
+            with large_imports():
+                from negamax.text.grammar.matcher import GrammarCompiler, GrammarMatcher
         except ImportError as error:
             logger.warning("%s: %s", _NOT_INSTALLED, error)
             self._send(wire.Beat())
