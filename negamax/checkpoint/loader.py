@@ -11,14 +11,14 @@ this rank's share lies in.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from negamax.base.log import get_logger
 from negamax.base.progress import format_bytes
 from negamax.checkpoint.finite import FiniteCheck
-from negamax.checkpoint.plan import LoadPlan, plan_load
+from negamax.checkpoint.plan import LoadPlan, Move, plan_load
 from negamax.checkpoint.reader import CheckpointReader, first_names
 from negamax.checkpoint.stream import PIECE_BYTES, THREADS, read_parts
 from negamax.config.model_spec import ModelSpec
@@ -38,7 +38,8 @@ class CheckpointReport:
     num_bytes: int  # read on this rank
     num_dequantized: int  # weights
     num_kept: int  # weights that stay as they are stored, with their scales
-    formats: str  # of both, by name
+    dequantized_formats: str  # by name
+    kept_formats: str
     skipped: Mapping[str, tuple[str, ...]]  # reason -> tensor names
     seconds: float
 
@@ -51,10 +52,11 @@ class CheckpointReport:
         )
         if self.num_dequantized:
             text += (
-                f", {self.num_dequantized} of them {self.formats}, dequantised to the compute dtype"
+                f", {self.num_dequantized} of them {self.dequantized_formats}, dequantised to the "
+                f"compute dtype"
             )
         if self.num_kept:
-            text += f", {self.num_kept} of them weights kept as {self.formats}"
+            text += f", {self.num_kept} of them weights kept as {self.kept_formats}"
         for reason, names in self.skipped.items():
             text += f"; skipped {len(names)} ({reason})"
         return text
@@ -88,13 +90,12 @@ def fill(
     total = sum(move.num_bytes for move in needed)
     dequantized = [move for move in needed if move.is_dequantized]
     kept = [move for move in needed if move.slot.stored is move.slot.source.values]
-    formats = ", ".join(sorted({move.slot.source.name for move in (*dequantized, *kept)}))
-    if dequantized:
+    for reason in dict.fromkeys(move.slot.reason for move in dequantized):
+        moves = [move for move in dequantized if move.slot.reason == reason]
         logger.info(
-            "%d weights (%s) are stored as %s, which no kernel here reads: they are "
-            "dequantised to the compute dtype, one at a time",
-            len(dequantized), format_bytes(sum(move.num_bytes for move in dequantized)),
-            formats,
+            "%d weights (%s, %s) are dequantised to the compute dtype, one at a time: %s",
+            len(moves), _formats(moves), format_bytes(sum(move.num_bytes for move in moves)),
+            reason,
         )  # fmt: skip
     quantized = [move for move in needed if move.is_quantized and move.is_of_values]
     if quantized:
@@ -130,7 +131,12 @@ def fill(
         num_bytes=total,
         num_dequantized=len(dequantized),
         num_kept=len(kept),
-        formats=formats,
+        dequantized_formats=_formats(dequantized),
+        kept_formats=_formats(kept),
         skipped=plan.skipped,
         seconds=time.perf_counter() - began,
     )
+
+
+def _formats(moves: Iterable[Move]) -> str:
+    return ", ".join(sorted({move.slot.source.name for move in moves}))

@@ -43,10 +43,12 @@ class _Linear:
         kernels: KernelTable,
         weights: WeightFormat,
     ) -> None:
-        kernel, held = choose_kernel(LINEAR, names, kernels=kernels, weights=weights, shares=shares)
+        kernel, held, reason = choose_kernel(
+            LINEAR, names, kernels=kernels, weights=weights, shares=shares
+        )
         self._run, self._prepare = kernel.run, kernel.prepare
         self.activation = kernel.activation  # what it wants of its input beside the plain values
-        self._matrix = MatrixWeight(shape, held, weights=weights)
+        self._matrix = MatrixWeight(shape, held, weights=weights, reason=reason)
         self._weight: Prepared = None
 
     def finish_loading(self) -> None:

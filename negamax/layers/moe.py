@@ -57,14 +57,17 @@ class SparseMoe:
         local = [
             name.replace("*", str(expert)) for expert in self._dispatch.experts for name in parts
         ]
-        self._experts_kernel, held = choose_kernel(EXPERTS, local, kernels=kernels, weights=weights)
+        self._experts_kernel, held, reason = choose_kernel(
+            EXPERTS, local, kernels=kernels, weights=weights
+        )
         self.activation = self._experts_kernel.activation
         count = len(self._dispatch.experts)
         view, reads = context.layout.experts, self._experts_kernel.reads
         narrow, unit = held.split_width(width // view.tp, reads)
         share = view.width(width, unit=unit)
         rows, everything = share.part, range(hidden_size)
-        allocate = partial(MatrixWeight, weights=weights, padded=len(rows) < share.size)
+        padded = len(rows) < share.size
+        allocate = partial(MatrixWeight, weights=weights, padded=padded, reason=reason)
         self._gate_up = allocate((count, 2 * share.size, hidden_size), held)
         self._down = allocate((count, hidden_size, share.size), narrow)
         wide, tall = (width, hidden_size), (hidden_size, width)

@@ -36,8 +36,9 @@ class WeightSlot:
     `matrix`: the shape of the matrix that `stored` belongs to, and this rank's part of it.
     With `compared`, the shape of the matrix, nothing is kept of `stored`, but compared with what is
     known of it. `copies`: what is written of the entries of `region`. `optional`: a checkpoint may
-    lack the tensor. The slot lets go of its target once written, so that a layer can free the plain
-    copy when it packs its weights.
+    lack the tensor. `reason`: why a matrix is not held as it is stored, for the log. The slot lets
+    go of its target once written, so that a layer can free the plain copy when it packs its
+    weights.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class WeightSlot:
         compared: tuple[int, int] | None = None,
         copies: Copies = (),
         optional: bool = False,
+        reason: str = "",
     ) -> None:
         region = region or tuple(range(size) for size in shape)
         if target is not None:
@@ -61,6 +63,7 @@ class WeightSlot:
             assert is_number or copies or is_whole, f"{name}: {tuple(target.shape)} <- {region}"
         self.name = name
         self.shape = shape
+        self.reason = reason
         self.region = region
         self.optional = optional
         self.needed = target is not None or compared is not None
@@ -179,12 +182,13 @@ class MatrixWeight:
         *,
         weights: WeightFormat,
         padded: bool = False,
+        reason: str = "",
     ) -> None:
-        """`stored`: the format in which it is held, `PLAIN` for the compute dtype. `padded`:
-        whether `slots` leave anything.
+        """`stored`: the format in which it is held, `PLAIN` for the compute dtype; `reason`: why
+        that. `padded`: whether `slots` leave anything.
         """
         *lead, rows, columns = shape
-        self.format, self._weights = stored, weights
+        self.format, self._weights, self._reason = stored, weights, reason
         self._tensors: dict[str, Tensor] = {}
         for tensor in stored.tensors:
             if tensor.is_kept:
@@ -212,7 +216,12 @@ class MatrixWeight:
         source = self._weights.stored(name)
         if self.format is PLAIN:
             target = None if region is None else self._place_of(PLAIN.values, region, at)
-            return [WeightSlot(name, shape, target=target, region=region or (), source=source)]
+            part = region or ()
+            return [
+                WeightSlot(
+                    name, shape, target=target, region=part, source=source, reason=self._reason
+                )
+            ]
         assert region is None or region == self.format.enclose(region, shape), f"{name}: {region}"
         module = name.removesuffix(PLAIN.values.name)
         return [
@@ -267,22 +276,26 @@ def choose_kernel(
     kernels: KernelTable,
     weights: WeightFormat,
     shares: Iterable[tuple[Axis, int]] = (),
-) -> tuple[Kernel[P, R], TensorFormat]:
-    """The kernel for the matrices `names`, which share parameters, and the format in which it is
-    given them. `shares`: numbers of rows or columns that a rank has of one of them.
+) -> tuple[Kernel[P, R], TensorFormat, str]:
+    """The kernel for the matrices `names`, which share parameters, the format in which it is given
+    them, and why it is not their own, for the log. `shares`: numbers of rows or columns that a rank
+    has of one of them.
 
     That is the checkpoint's own where all of them have it, a kernel reads it and no share cuts an
     entry of it; else they are dequantised at load.
     """
     sources = {weights.stored(name) for name in names}
-    if len(sources) == 1 and weights.keep_quantized:
-        (source,) = sources
-        is_cut = any(length % source.unit(axis) for axis, length in shares)
-        is_held = source.stacks and not source.permuted and not is_cut
-        kernel = kernels.choose(op, source) if is_held else None
-        if kernel is not None:
-            return kernel, source
-    return kernels[op], PLAIN
+    if not weights.keep_quantized:
+        return kernels[op], PLAIN, "these are held in it on every device"
+    if len(sources) > 1:
+        return kernels[op], PLAIN, "multiplied as one with weights that are stored otherwise"
+    (source,) = sources
+    kernel = kernels.choose(op, source) if source.stacks and not source.permuted else None
+    if kernel is None:
+        return kernels[op], PLAIN, "no kernel here reads them as they are stored"
+    if any(length % source.unit(axis) for axis, length in shares):
+        return kernels[op], PLAIN, "the shares of ranks cut blocks or groups that have one scale"
+    return kernel, source, ""
 
 
 def slots_by_name(slots: Iterable[WeightSlot]) -> dict[str, WeightSlot]:

@@ -5,6 +5,7 @@ refused.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -259,12 +260,17 @@ def test_heads_that_cut_blocks_are_dequantised_on_every_rank(head_dim: int, kept
         qkv = kept and head_dim == 128
         assert ("model.layers.0.self_attn.q_proj.weight_scale_inv" in slots) is qkv
         assert (attention.activation is not None) is qkv
+        for part, is_held in (("o", kept), ("q", qkv)):
+            reason = slots[f"model.layers.0.self_attn.{part}_proj.weight"].reason
+            assert ("cut blocks or groups that have one scale" in reason) is not is_held
 
 
 # What is kept and what is not
 
 
-def test_modules_that_the_checkpoint_leaves_out_stay_plain(tmp_path: Path) -> None:
+def test_modules_that_the_checkpoint_leaves_out_stay_plain(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = {
         **FP8_CONFIG,
         "modules_to_not_convert": ["gate", "model.layers.0.self_attn.o_proj", "q_proj"],
@@ -277,7 +283,16 @@ def test_modules_that_the_checkpoint_leaves_out_stay_plain(tmp_path: Path) -> No
         name = f"model.layers.0.self_attn.{part}.weight"
         stored[name] = tensors[name]
         del stored[name + "_scale_inv"]
-    assert load(mixed, stored, tmp_path).num_dequantized == 2
+    with caplog.at_level("INFO", logger="negamax"):
+        report = load(mixed, stored, tmp_path)
+    assert report.num_dequantized == 2
+    assert "2 of them fp8_e4m3_block_128x128, dequantised to the compute dtype" in report.summary()
+    (line,) = [text for text in caplog.messages if "are dequantised" in text]
+    assert re.fullmatch(
+        r"2 weights \(fp8_e4m3_block_128x128, .* MiB\) are dequantised to the compute dtype, one "
+        "at a time: multiplied as one with weights that are stored otherwise",
+        line,
+    )
     values, scale = mixed.matrices()["qkv"][0]
     assert scale is None and torch.equal(values[: 8 * 128], stored[name])
     with pytest.raises(CheckpointError, match=r"q_proj.weight has dtype F8_E4M3; supported: BF16"):
