@@ -46,7 +46,7 @@ def test_killed_engine_and_rank_leave_dumps_without_texts(tmp_path: Path) -> Non
                 os.kill(ranks_of(server.engine_pid())[0], signal.SIGKILL)
                 assert any('"error"' in line for line in lines)
             assert eventually(lambda: len(dumps_in(folder)) == 2)
-            assert all(str(path) in server.log for path in dumps_in(folder))
+            assert eventually(lambda: all(str(path) in server.log for path in dumps_in(folder)))
     finally:
         del os.environ["NEGAMAX_API_KEY"]
     for path in dumps_in(folder):

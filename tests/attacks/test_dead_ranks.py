@@ -7,36 +7,49 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import Server, eventually, serving
+from tests.e2e.conftest import HELD, STUB, Server, eventually, serving
 from tests.e2e.test_api_errors import error_of
 from tests.e2e.test_engine_restarts import CHAT, LONG, last_lines_after, ranks_of, wait_until_ready
 
 
 @pytest.fixture(scope="module")
-def mortal_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def held(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that holds back an engine that is started again, while it is there."""
+    return tmp_path_factory.mktemp("held") / "file"
+
+
+@pytest.fixture(scope="module")
+def mortal_ranks(tmp_path_factory: pytest.TempPathFactory, held: Path) -> Iterator[Server]:
     """A server with two ranks, which is started again however often they die."""
     options = ("--tensor-parallel-size", "2", "--engine-restart-window", "0.1")
-    with serving(*options, log_file=tmp_path_factory.mktemp("mortal_ranks") / "log") as server:
-        yield server
-        assert "Traceback" not in server.log
+    log_file = tmp_path_factory.mktemp("mortal_ranks") / "log"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ENGINE_MODULE", HELD)
+        patch.setenv("HELD_ENGINE", str(held))
+        with serving(*options, log_file=log_file, program=STUB) as server:
+            yield server
+            assert "Traceback" not in server.log
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_rank_that_dies_while_nobody_asks_is_noticed_and_replaced(
-    mortal_ranks: Server, rank: int
+    mortal_ranks: Server, held: Path, rank: int
 ) -> None:
     engine = mortal_ranks.engine_pid()
     with mortal_ranks.http() as http:
         assert eventually(lambda: http.get("/readyz").status_code == 200)
+        held.touch()
         os.kill(ranks_of(engine)[rank], signal.SIGKILL)
         assert eventually(lambda: http.get("/readyz").status_code == 503)
         assert (
             f"rank {rank} ended with exit code -9" in error_of(http.get("/readyz"), 503)["message"]
         )
         assert error_of(http.post(CHAT, json=LONG), 503)["code"] == "engine_restarting"
+        held.unlink()
         wait_until_ready(mortal_ranks)
         assert mortal_ranks.engine_pid() != engine
         assert http.post(CHAT, json=LONG | {"max_tokens": 5}).status_code == 200

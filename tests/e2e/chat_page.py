@@ -19,12 +19,31 @@ def begin(page: Browser, url: str, model: str) -> None:
     page.click("#settings-toggle")
 
 
+# What the page has asked of its database is done before this is, and once more: what it then reads.
+SETTLED = """
+    if (!window.indexedDB) return;
+    for (let time = 0; time < 2; time += 1) {
+        await new Promise((done, failed) => {
+            const opening = indexedDB.open("negamax");
+            opening.onerror = failed;
+            opening.onsuccess = () => {
+                const stores = ["heads", "conversations"];
+                const all = opening.result.transaction(stores, "readwrite");
+                all.objectStore("heads").count();
+                all.oncomplete = () => { opening.result.close(); done(); };
+            };
+        });
+    }
+"""
+
+
 def ask(page: Browser, text: str) -> None:
-    """Send a message and wait for the end of its answer."""
+    """Send a message and wait for the end of its answer, until it is kept and listed."""
     before = page.run(f"return {ANSWERS}")
     page.write("#prompt", text)
     page.press("Enter")
     page.wait(f"{ANSWERS} > before && {IDLE}", before=before)
+    page.run(SETTLED)
 
 
 def figures(page: Browser) -> dict[str, str]:

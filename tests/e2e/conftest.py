@@ -25,6 +25,7 @@ from tests.e2e.scripted_server import NAME, Script, scripted
 
 MODEL = "nano"
 STUB = "tests.e2e.stub_serve"  # as program: no model behind the server
+HELD = "tests.e2e.held_engine"  # as ENGINE_MODULE of that program
 START_SECONDS = 240.0
 # No client here meets a certificate of the world's authorities, which take 20 ms to read each time.
 os.environ.setdefault("SSL_CERT_DIR", tempfile.mkdtemp(prefix="no-authorities-"))
@@ -63,18 +64,21 @@ class Server:
 
     def engine_pid(self) -> int:
         """The engine process."""
-        (pid,) = self._children("negamax.engine.core.process")
+        (pid,) = self._children("negamax.engine.core.process", HELD)
         return pid
 
     def member_pids(self) -> list[int]:
         """The server processes beside the first."""
         return self._children("negamax.api.server_worker")
 
-    def _children(self, module: str) -> list[int]:
-        pids = (
-            Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        )
-        return [int(pid) for pid in pids if module in Path(f"/proc/{pid}/cmdline").read_text()]
+    def _children(self, *modules: str) -> list[int]:
+        found = []
+        pids = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        for pid in pids.split():
+            with contextlib.suppress(OSError):  # it is gone by now
+                command = Path(f"/proc/{pid}/cmdline").read_text()
+                found += [int(pid) for module in modules if module in command]
+        return found
 
     def stop(self, number: signal.Signals = signal.SIGTERM, *, seconds: float = 120.0) -> int:
         self.process.send_signal(number)

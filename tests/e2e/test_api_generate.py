@@ -176,7 +176,7 @@ def test_aborted_answers_of_other_routes_end_in_an_error(
             events.append(json.loads(line.removeprefix("data: ")))
             if len(events) == 4:
                 started = events[0].get("message") or events[0]["response"]
-                with httpx.Client(base_url=http.base_url) as other:
+                with httpx.Client(base_url=http.base_url, timeout=180) as other:
                     aborted = other.post("/abort_request", json={"rid": started["id"]}).json()
                 assert aborted == {"num_aborted": 1}
     assert events[-1]["type"] in ("error", "response.failed")

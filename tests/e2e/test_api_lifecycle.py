@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from negamax.checkpoint.hub import NANO_FOLDER
@@ -180,7 +179,8 @@ def cpu_seconds(pid: int) -> float:
 
 def test_server_is_ready_within_seconds_and_an_interrupt_stops_it_at_once(tmp_path: Path) -> None:
     with serving("--drain-timeout", "200", log_file=tmp_path / "log") as server:
-        assert eventually(lambda: httpx.get(f"{server.url}/health").status_code == 200)
+        with server.http() as http:
+            assert eventually(lambda: http.get("/health").status_code == 200)
         assert cpu_seconds(server.process.pid) < 20 * slowness()  # whatever else the machine does
         started = time.monotonic()
         assert server.stop(signal.SIGINT) == 0

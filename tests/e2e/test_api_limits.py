@@ -207,9 +207,12 @@ def test_silent_stream_says_comments_which_clients_skip(
     small: Server, path: str, body: dict[str, Any]
 ) -> None:
     silent = body | {"ignore_eos": True, "stream": True, "stream_interval": 1000}
-    with small.http() as http:
-        text = http.post(path, json=silent).text
-    assert text.count(": keep-alive\n\n") >= 2
+
+    def says_comments() -> bool:
+        with small.http() as http:
+            return http.post(path, json=silent).text.count(": keep-alive\n\n") >= 2
+
+    assert any(says_comments() for _ in range(10))  # a server that stands still says none
     with small.openai() as client:
         chunks: Any = client.post(
             path.removeprefix("/v1"),
@@ -223,14 +226,14 @@ def test_silent_stream_says_comments_which_clients_skip(
 
 
 def test_client_that_does_not_read_is_cut_off(small: Server) -> None:
+    before = small.log.count("cut off")
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(address(small))
     fat = {"logprobs": True, "top_logprobs": 20, "n": 2}  # some kilobytes per token
     connection.sendall(post_bytes(LONG | fat | {"stream": True}))
-    assert eventually(lambda: small.gauge(RUNNING) == 2)
+    assert eventually(lambda: small.log.count("cut off") > before)
     assert eventually(lambda: small.gauge(RUNNING) == 0)
-    assert "cut off" in small.log
     with small.http() as http:
         assert http.post(CHAT, json={"messages": HELLO, "max_tokens": 2}).status_code == 200
     connection.close()

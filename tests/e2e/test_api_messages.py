@@ -27,7 +27,7 @@ GREEDY = {"temperature": 0}
 @pytest.fixture
 def claude(server: Server) -> Iterator[anthropic.Anthropic]:
     with anthropic.Anthropic(
-        base_url=server.url, api_key="unused", max_retries=0, timeout=60
+        base_url=server.url, api_key="unused", max_retries=0, timeout=180
     ) as client:
         yield client
 

@@ -246,7 +246,7 @@ def test_lines_of_a_pipe_are_answered_by_a_server(server: Server) -> None:
     command = [sys.executable, "-m", "negamax", "chat", MODEL, "--url", server.url]
     lines = f"{QUESTION}\n/nonsense\n/clear\n{QUESTION}\n"
     done = subprocess.run(
-        [*command, "--temperature", "0"], input=lines, capture_output=True, text=True, timeout=60
+        [*command, "--temperature", "0"], input=lines, capture_output=True, text=True, timeout=180
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("85") == 2 and "\x1b" not in done.stdout

@@ -622,13 +622,12 @@ def test_the_browser_asks_for_the_key_of_a_guarded_server_once(
     page: Browser, tmp_path: Path
 ) -> None:
     with serving("--api-key", "secret", log_file=tmp_path / "log") as server:
-        refused = httpx.get(f"{server.url}/")
+        with server.http() as http:
+            refused = http.get("/")
+            challenged = http.get("/v1/models", auth=("", "secret"))
         assert refused.status_code == 401
         assert refused.headers["www-authenticate"].startswith("Basic realm=")
-        assert (
-            httpx.get(f"{server.url}/v1/models", auth=("", "secret")).headers["www-authenticate"]
-            == "Bearer"
-        )
+        assert challenged.headers["www-authenticate"] == "Bearer"
         # as typed into the browser's own prompt
         page.open(server.url.replace("http://", "http://anyone:secret@") + "/")
         page.wait("document.querySelector('#model').value === name", name=MODEL)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.browser import AIM, Browser
-from tests.e2e.chat_page import ANSWERS, IDLE, ask, begin, sent
+from tests.e2e.chat_page import ANSWERS, IDLE, SETTLED, ask, begin, sent
 from tests.e2e.conftest import eventually
 from tests.e2e.scripted_server import NAME, Script, call, scripted
 
@@ -45,6 +45,7 @@ def row(title: str, button: str = ".open") -> str:
 
 def reload(page: Browser) -> None:
     """Load the page anew, at the address where it is."""
+    page.run(SETTLED)
     url = page.wait("(location.hash || !document.querySelector('.message')) && location.href")
     page.open("about:blank")
     page.open(url)

@@ -323,7 +323,7 @@ def test_process_that_dies_is_started_again_and_only_its_requests_end(several: S
 def test_process_that_hangs_is_replaced(several: Server) -> None:
     stuck = several.member_pids()[-1]
     os.kill(stuck, signal.SIGSTOP)
-    assert eventually(lambda: stuck not in several.member_pids(), seconds=60)
+    assert eventually(lambda: stuck not in several.member_pids())
     assert eventually(lambda: len(several.member_pids()) == COUNT - 1)
     assert "gives no sign of life" in several.log
     for index in range(COUNT):
@@ -340,7 +340,9 @@ def test_dead_engine_is_told_to_all_processes_and_they_find_the_next_one(several
     wait_until_ready(several)
 
     def all_ready() -> bool:
-        with httpx.Client(base_url=several.url, headers={"connection": "close"}) as http:
+        with httpx.Client(
+            base_url=several.url, headers={"connection": "close"}, timeout=180
+        ) as http:
             return all(http.get("/readyz").status_code == 200 for _ in range(16))
 
     assert eventually(all_ready)

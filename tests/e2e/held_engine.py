@@ -1,0 +1,18 @@
+"""The engine, which begins once the file that HELD_ENGINE names is gone: a test may look at a
+server that waits for its engine for as long as it takes. Run with `tests.e2e.stub_serve`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from negamax.engine.core.process import main
+
+if __name__ == "__main__":
+    deadline = time.monotonic() + 300  # its test may have been killed
+    while Path(os.environ["HELD_ENGINE"]).exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    sys.exit(main(sys.argv[1]))
