@@ -7,9 +7,11 @@ from __future__ import annotations
 import gc
 import os
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Generator
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -42,7 +44,13 @@ def pytest_configure(config: pytest.Config) -> None:
     threads set their number; those wait asleep, since other tests and servers want their cores. Its
     libraries compute as in the engine.
     """
-    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="negamax-tests-")  # crash dumps
+    folder = tempfile.mkdtemp(prefix="negamax-tests-")
+    config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))
+    os.environ["XDG_STATE_HOME"] = folder  # crash dumps
+    # No client here meets a certificate of the world's authorities, which each of them would read
+    # for 20 ms.
+    os.environ.pop("SSL_CERT_FILE", None)
+    os.environ["SSL_CERT_DIR"] = folder
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     env.settle_cpu_products()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import json
 import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,8 +26,6 @@ MODEL = "nano"
 STUB = "tests.e2e.stub_serve"  # as program: no model behind the server
 HELD = "tests.e2e.held_engine"  # as ENGINE_MODULE of that program
 START_SECONDS = 240.0
-# No client here meets a certificate of the world's authorities, which take 20 ms to read each time.
-os.environ.setdefault("SSL_CERT_DIR", tempfile.mkdtemp(prefix="no-authorities-"))
 _READY = re.compile(r"ready: (https?://\S+)/v1")
 
 
@@ -131,6 +128,19 @@ def serving(
             process.wait(120)
         if process.stdout is not None:
             process.stdout.close()
+
+
+def talking(folder: Path, *, tokens_per_second: float) -> tuple[str, ...]:
+    """Options of a server whose engine runs no model, but a script that answers everybody the same
+    long text: for tests to which it is all the same what is said. It costs little while it talks.
+    """
+    script = folder / "talk.toml"
+    text = "The lighthouse keeper counts the ships that pass. " * 1000
+    script.write_text(
+        f"tokens_per_second = {tokens_per_second}\n[[rule]]\ncontent = {json.dumps(text)}\n",
+        encoding="utf-8",
+    )
+    return "--script", str(script), "--device", "cpu"
 
 
 def _ready_url(output: IO[str] | None, log_file: Path) -> str:

@@ -17,7 +17,7 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.conftest import Server, eventually, serving
+from tests.e2e.conftest import Server, eventually, serving, talking
 from tests.e2e.test_api_errors import CHAT, HELLO, error_of
 
 LONG: dict[str, Any] = {"messages": HELLO, "ignore_eos": True, "max_tokens": 100_000}
@@ -37,9 +37,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "0.1",
     )
     bodies = ("--max-body-bytes", "100KiB")
-    with serving(
-        *limits, *times, *bodies, log_file=tmp_path_factory.mktemp("small") / "log"
-    ) as server:
+    folder = tmp_path_factory.mktemp("small")
+    talk = talking(folder, tokens_per_second=1000)
+    with serving(*talk, *limits, *times, *bodies, log_file=folder / "log") as server:
         yield server
         assert "Traceback" not in server.log
 
@@ -198,8 +198,8 @@ def test_hang_up_of_a_waiting_request_takes_it_off_the_queue(small: Server) -> N
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        (CHAT, {"messages": HELLO, "max_tokens": 400}),
-        ("/v1/responses", {"input": "Hello", "max_output_tokens": 400}),
+        (CHAT, {"messages": HELLO, "max_tokens": 1000}),
+        ("/v1/responses", {"input": "Hello", "max_output_tokens": 1000}),
     ],
     ids=["chat", "responses"],
 )
@@ -230,7 +230,7 @@ def test_client_that_does_not_read_is_cut_off(small: Server) -> None:
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(address(small))
-    fat = {"logprobs": True, "top_logprobs": 20, "n": 2}  # some kilobytes per token
+    fat = {"logprobs": True, "top_logprobs": 20, "n": 2}  # many bytes per token
     connection.sendall(post_bytes(LONG | fat | {"stream": True}))
     assert eventually(lambda: small.log.count("cut off") > before)
     assert eventually(lambda: small.gauge(RUNNING) == 0)

@@ -18,13 +18,23 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.conftest import MODEL, START_SECONDS, STUB, Server, eventually, launch, serving
+from tests.e2e.conftest import (
+    MODEL,
+    START_SECONDS,
+    STUB,
+    Server,
+    eventually,
+    launch,
+    serving,
+    talking,
+)
 from tests.e2e.listening import strangers_doors
 from tests.e2e.test_api_errors import error_of
 from tests.e2e.test_engine_restarts import is_alive, wait_until_ready
 
 CHAT = "/v1/chat/completions"
 COUNT = 3
+RATE = 200  # tokens per second of a stream: slow, so that streams are under way for long
 HANG_SECONDS = 6
 LONG: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Hello"}],
@@ -36,8 +46,9 @@ SHORT = LONG | {"max_tokens": 8}
 
 @pytest.fixture(scope="module")
 def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    log_file = tmp_path_factory.mktemp("several") / "log"
+    folder = tmp_path_factory.mktemp("several")
     options = (
+        *talking(folder, tokens_per_second=RATE),
         "--api-server-count",
         str(COUNT),
         "--max-num-seqs",
@@ -45,7 +56,7 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "--engine-hang-timeout",
         str(HANG_SECONDS),
     )
-    with serving(*options, log_file=log_file) as server:
+    with serving(*options, log_file=folder / "log") as server:
         yield server
         assert "Traceback" not in server.log
 
@@ -238,6 +249,7 @@ def test_abort_reaches_the_requests_of_all_processes(several: Server) -> None:
 
 def test_limit_of_the_queue_is_one_for_all(tmp_path: Path) -> None:
     options = (
+        *talking(tmp_path, tokens_per_second=RATE),
         "--api-server-count",
         str(COUNT),
         "--max-num-seqs",
@@ -352,7 +364,8 @@ def test_dead_engine_is_told_to_all_processes_and_they_find_the_next_one(several
 
 
 def test_all_processes_drain_and_leave_together(tmp_path: Path) -> None:
-    with serving("--api-server-count", str(COUNT), log_file=tmp_path / "log") as server:
+    options = (*talking(tmp_path, tokens_per_second=RATE), "--api-server-count", str(COUNT))
+    with serving(*options, log_file=tmp_path / "log") as server:
         family = [server.engine_pid(), *server.member_pids()]
         # a service manager's SIGTERM reaches every process: who leaves when is the leader's
         # decision
@@ -369,7 +382,8 @@ def test_all_processes_drain_and_leave_together(tmp_path: Path) -> None:
 
 
 def test_second_signal_breaks_off_what_all_processes_answer(tmp_path: Path) -> None:
-    with serving("--api-server-count", str(COUNT), log_file=tmp_path / "log") as server:
+    options = (*talking(tmp_path, tokens_per_second=RATE), "--api-server-count", str(COUNT))
+    with serving(*options, log_file=tmp_path / "log") as server:
         with concurrent.futures.ThreadPoolExecutor(9) as pool:
             ends = streams_under_way(server, pool, 9)
             server.process.send_signal(signal.SIGTERM)
@@ -393,7 +407,7 @@ def test_port_of_another_server_is_refused(several: Server, tmp_path: Path) -> N
 
 
 def test_engine_that_cannot_start_ends_all(tmp_path: Path) -> None:
-    options = ("--api-server-count", "2", "--max-model-len", "100000000")
+    options = ("--api-server-count", "2", "--device", "cpu", "--max-model-len", "100000000")
     process = launch(*options, log_file=tmp_path / "log")
     assert process.wait(START_SECONDS) == 2
     assert process.stdout is not None
