@@ -715,7 +715,16 @@ def test_every_control_has_a_name_and_the_keyboard_reaches_it(
         {"content": "`x`\n\n```\ny\n```"},
         *call("f", "{}"),
     ]
+    page.run(
+        "const { Store } = await import('/playground/store.js'); "
+        "Store.prototype.save = () => new Promise((then) => (window.saved = then));"
+    )
     ask(page, "One")
+    focused = "document.activeElement.getAttribute('aria-label')"
+    assert page.run(f"return {focused}") == "Result of f"
+    page.click("#prompt")
+    page.run("saved(); await new Promise((then) => setTimeout(then))")
+    assert page.run(f"return {focused}") == "Your message"  # where the person went
     nodes = page.call("Accessibility.getFullAXTree")["nodes"]
     roles = {
         "button",

@@ -178,7 +178,9 @@ function load(text) {
 
 // ---- what follows the conversation
 
-function changed({ isSaved = false } = {}) {
+// `isShown`: other messages are shown than before, or their last one is complete. `isSaved`: a
+// conversation is, whichever.
+function changed({ isShown = false, isSaved = false } = {}) {
   const isIdle = !chat.running;
   const calls = chat.pendingCalls;
   const { conversation } = chat;
@@ -191,7 +193,8 @@ function changed({ isSaved = false } = {}) {
     : "Write a message";
   const last = chat.lastView;
   for (const view of chat.views.values()) view?.enable(isIdle, view === last);
-  if (calls.length && !field.value && document.activeElement === field) calls[0].field.focus();
+  if (isShown && calls.length && !field.value && document.activeElement === field)
+    calls[0].field.focus();
   if (isIdle) showWindow(path.findLast((message) => message.usage)?.usage.total_tokens ?? 0);
   if (isSaved) sidebar.refresh();
   if (isSaved && path.length && !addressed())

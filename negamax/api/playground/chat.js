@@ -72,7 +72,7 @@ export class Chat {
       !last.answer.isStopped
     )
       last.askResults();
-    this.changed();
+    this.changed({ isShown: true });
   }
 
   addView(message) {
