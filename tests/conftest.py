@@ -5,12 +5,13 @@ for which reasons a test may skip, is decided here.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -72,6 +73,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(getattr(pytest.mark, _folder(item)))
     items.sort(key=lambda item: LONG_FIRST.index(_folder(item)))
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """A command that a test runs in its own process has later tests log neither what that command
+    was to log nor to its standard error, which is closed by then.
+    """
+    loggers = [logging.getLogger(), logging.getLogger("negamax")]
+    before = [(logger, logger.level, logger.handlers[:]) for logger in loggers]
+    yield
+    for logger, level, handlers in before:
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
 
 
 @pytest.hookimpl(wrapper=True)

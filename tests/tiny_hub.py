@@ -39,7 +39,13 @@ class TinyHub(http.server.ThreadingHTTPServer):
     def environment(self) -> dict[str, str]:
         """Has huggingface_hub, in a process of its own, use this hub."""
         endpoint = f"http://127.0.0.1:{self.server_port}"
-        return {"HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+        return {
+            "HF_ENDPOINT": endpoint,
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_HUB_ETAG_TIMEOUT": "120",
+            "HF_HUB_DOWNLOAD_TIMEOUT": "120",
+        }
 
 
 @contextlib.contextmanager

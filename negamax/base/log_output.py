@@ -12,6 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import TextIO
 
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 _CONTROL_IN_LINES = re.compile(_CONTROL.pattern.replace("\x00-\x1f", "\x00-\x09\x0b-\x1f"))
@@ -73,10 +74,15 @@ class StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
     lines wait here, and the oldest are lost: the process never waits."""
 
     def __init__(self) -> None:
-        super().__init__(sys.stderr)
+        logging.Handler.__init__(self)
         self._pending: deque[bytes] = deque()
         self._num_lost = 0
         self._write = _writer_without_waiting()
+
+    @property
+    def stream(self) -> TextIO:
+        """The standard error of now: who replaces it may close the one before."""
+        return sys.stderr
 
     def emit(self, record: logging.LogRecord) -> None:
         if self._write is None:

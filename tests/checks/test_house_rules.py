@@ -134,6 +134,22 @@ def test_embedded_assets_stay_small() -> None:
     assert 0 < size <= ASSET_BYTES
 
 
+def test_clients_of_tests_are_patient() -> None:
+    """httpx itself gives up after 5 s, for which a server may stand still on a busy machine."""
+    asking = {"get", "post", "head", "options", "request", "stream", "Client", "AsyncClient"}
+    hasty = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in (ROOT / "tests").rglob("*.py")
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and (node.func.value.id, node.func.attr in asking) == ("httpx", True)
+        and "timeout" not in [keyword.arg for keyword in node.keywords]
+    ]
+    assert hasty == []
+
+
 def test_names_of_test_files_are_unique() -> None:
     """pytest imports them as modules of one name space: a second file of a name ends the whole
     run.

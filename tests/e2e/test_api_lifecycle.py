@@ -97,7 +97,8 @@ def test_keys_overload_and_two_signals_during_a_stream(tmp_path: Path) -> None:
 def test_draining_finishes_what_is_open_and_refuses_what_is_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("STUB_STEP_MS", "5")
+    monkeypatch.setenv("STUB_HOLD", str(hold := tmp_path / "hold"))
+    hold.touch()
     with (
         serving(program=STUB, log_file=tmp_path / "log") as server,
         server.http() as http,
@@ -116,6 +117,7 @@ def test_draining_finishes_what_is_open_and_refuses_what_is_new(
                 assert refused.headers["connection"] == "close"
             assert other.get("/livez").status_code == 200
             assert eventually(lambda: other.get("/health").status_code == 200)
+            hold.unlink()
             rest = [line for line in lines if line]
         assert '"finish_reason":"stop"' in rest[-2]
         assert rest[-1] == "data: [DONE]"
@@ -128,7 +130,8 @@ def test_draining_waits_for_a_response_in_the_background_and_for_its_client(
 ) -> None:
     """No connection tells of it while it runs; its client comes and asks now and then."""
     body = {"input": "Hello", "background": True, "ignore_eos": True, "max_output_tokens": 1000}
-    monkeypatch.setenv("STUB_STEP_MS", "5")
+    monkeypatch.setenv("STUB_HOLD", str(hold := tmp_path / "hold"))
+    hold.touch()
     with (
         serving(program=STUB, log_file=tmp_path / "log") as server,
         server.openai() as client,
@@ -140,8 +143,9 @@ def test_draining_waits_for_a_response_in_the_background_and_for_its_client(
         assert error_of(http.post("/v1/responses", json=body), 503)["code"] == "draining"
         fetched = client.responses.retrieve(begun["id"])
         assert fetched.status == "in_progress"
+        hold.unlink()
         while fetched.status == "in_progress":
-            time.sleep(0.5)
+            time.sleep(0.05)
             fetched = client.responses.retrieve(begun["id"])
         assert (
             fetched.status == "completed" and fetched.usage and fetched.usage.output_tokens == 1000

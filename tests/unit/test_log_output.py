@@ -4,6 +4,7 @@ reader.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import subprocess
@@ -80,6 +81,21 @@ def test_a_pipe_that_nobody_reads_stops_nobody(monkeypatch: pytest.MonkeyPatch) 
     assert lines[0].startswith("WARNING negamax.test: line 0 ")
     assert any(line.endswith("log lines are lost: standard error was not read)") for line in lines)
     os.close(read)
+
+
+def test_a_standard_error_that_was_replaced_is_not_written_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", first)
+    handler = StderrHandler()
+    handler.setFormatter(FORMATTER)
+    handler.emit(record("one"))
+    assert first.getvalue() == "WARNING negamax.test: one\n"
+    first.close()
+    monkeypatch.setattr(sys, "stderr", second)
+    handler.emit(record("two"))
+    assert second.getvalue() == "WARNING negamax.test: two\n"
 
 
 def test_the_last_lines_of_a_process_are_written() -> None:

@@ -4,7 +4,8 @@ It speaks the engine's real wire protocol and stands in its place to look at the
 it answers is decided by an author; the one of this module writes as many tokens as are asked for,
 one per step: `python -m tools.load.stub_engine FOLDER`, started by `tools.load.stub_server`.
 STUB_STEP_MS (0: as fast as it can) is the time between two steps, STUB_LOG a file that gets the
-monotonic time of every step (float64) right before it is sent.
+monotonic time of every step (float64) right before it is sent, STUB_HOLD a file: while it is there,
+no answer goes on after its first step.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -140,6 +141,7 @@ class StubEngine:
         self._eos = source.generation.eos_token_ids[0]
         self._answers: dict[str, Answer] = {}
         self._aborted: list[SequenceUpdate] = []  # the next step tells
+        self._hold = os.environ.get("STUB_HOLD")
         self._steps = 0
         self._tokens = 0
         self.info = wire.ModelInfo(
@@ -161,7 +163,7 @@ class StubEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._answers or self._aborted)
+        return bool(self._aborted or self._due())
 
     def take(self, message: wire.ToEngine) -> bool:
         """Process a message; False: it said stop."""
@@ -186,7 +188,7 @@ class StubEngine:
 
     def step(self) -> wire.StepOutputs:
         """The next tokens for everyone."""
-        updates = [answer.step(self._eos) for answer in self._answers.values()]
+        updates = [answer.step(self._eos) for answer in self._due()]
         for update in updates:
             if update.finish_reason is not None:
                 self._author.end(self._answers.pop(update.request_id))
@@ -195,6 +197,12 @@ class StubEngine:
         self._steps += 1
         self._tokens += sum(len(update.token_ids) for update in updates)
         return wire.StepOutputs(updates, self._stats())
+
+    def _due(self) -> Collection[Answer]:
+        """The answers that go on."""
+        if self._hold is None or not Path(self._hold).exists():
+            return self._answers.values()
+        return [answer for answer in self._answers.values() if answer.position == 0]
 
     def beat(self) -> wire.Heartbeat:
         """The word of an idle engine."""
