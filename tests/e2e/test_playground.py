@@ -53,9 +53,8 @@ def test_answers_stream_with_folded_thinking_and_figures(nano: Browser, server: 
     nano.click(".thinking summary")
     assert "47" in nano.text(".thoughts")
     first = figures(nano)
-    assert set(first) == {
+    assert first.keys() - {"Speed"} == {
         "First token",
-        "Speed",
         "Total",
         "Prompt",
         "Cached",
@@ -64,14 +63,18 @@ def test_answers_stream_with_folded_thinking_and_figures(nano: Browser, server: 
         "Finish",
     }
     assert 0 < int(first["Thinking"]) < int(first["Output"])
-    assert float(first["Speed"].removesuffix(" tok/s")) > 1
     used = int(first["Prompt"]) + int(first["Output"])
     assert nano.text("#window-text") == f"{used} of 4,096 tokens"
 
-    nano.click(".assistant .again")  # regenerate: now the prompt is in the cache
-    nano.wait(f"{ANSWERS} === 1 && {IDLE}")
+    def speed_again() -> float:
+        """Of another version of the answer; 0 where all of it came at once."""
+        nano.click(".assistant .again")
+        nano.wait(f"{ANSWERS} === 1 && {IDLE}")
+        return float(figures(nano).get("Speed", "0").removesuffix(" tok/s"))
+
+    assert any(speed_again() > 1 for _ in range(10))
     assert "85" in nano.text(".assistant .text")
-    assert int(figures(nano)["Cached"]) > 0
+    assert int(figures(nano)["Cached"]) > 0  # now the prompt is in the cache
     assert nano.problems == []
     assert {
         request["url"].startswith(server.url) or request["url"] == "about:blank"
