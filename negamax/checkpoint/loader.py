@@ -115,7 +115,7 @@ def fill(
     with CheckpointReader() as reader:
         for part in read_parts(reader, in_pieces, pinned=pinned):
             move = part.move
-            written = move.slot.write_part(part.tensor)
+            written = move.slot.write_part(part.tensor, move.tensors[0][1].matrix)
             for scale in part.broken:
                 check.add_scale(scale)
             # A GPU has many scales of a few numbers each; they are copied as they are.

@@ -17,6 +17,8 @@ from itertools import count as count_from
 from itertools import takewhile
 from pathlib import Path
 
+from torch import Tensor
+
 from negamax.base.errors import CheckpointError
 from negamax.checkpoint.reader import (
     SAFETENSORS_NAMES,
@@ -41,6 +43,7 @@ class Source:
     shape: tuple[int, ...]
     index: tuple[int, ...] = ()  # in the leading dimensions of `entry`
     start: tuple[int, ...] = ()  # in the others; (): at the beginning of each
+    matrix: tuple[int, int] | None = None  # of which `entry` is the shape; None: the slot's
 
     def region(self, part: tuple[range, ...]) -> tuple[range, ...]:
         """The part `part` of this window (one range per dimension) in the entry's dimensions."""
@@ -49,6 +52,12 @@ class Source:
         start = self.start or (0,) * len(part)
         moved = (range(p.start + s, p.stop + s) for p, s in zip(part, start, strict=True))
         return (*(range(at, at + 1) for at in self.index), *moved)
+
+    def check(
+        self, stored: StoredTensor, found: Tensor, part: tuple[range, ...], shape: tuple[int, int]
+    ) -> None:
+        """As `stored.check`, of what was read for a matrix of `shape`."""
+        stored.check(found, part, self.matrix or shape, name=self.entry.name)
 
     def num_bytes(self, part: tuple[range, ...]) -> int:
         """Of the part `part`."""
@@ -279,17 +288,23 @@ def _windows(
         yield entry.name, Source(entry, entry.shape)
         return
     known = [part for part in parts if part is not None]
-    shapes = [_shape(*part) for part in known]
+    shapes, matrix = [_shape(*part) for part in known], None
     axis = known[0][1].axis(Axis.ROWS) if shapes[0] else None
     lead, inner = ((count,), entry.shape[1:]) if stacked else ((), entry.shape)
-    starts, joined = _join(shapes, axis, inner)
+    if known[0][1].role is Role.SHAPE:  # of them together
+        sizes = [slot.matrix_shape for slot, _ in known]
+        matrix = sum(rows for rows, _ in sizes), sizes[0][1]
+        starts, joined = [(0,)] * len(sizes), shapes[0]
+    else:
+        starts, joined = _join(shapes, axis, inner)
     if entry.shape[: len(lead)] != lead or not _same_shape(inner, joined):
         raise _misshaped(entry, entry.shape, (*lead, *joined))
     for at in range(count):
         index = (at,) if stacked else ()
         for name, shape, start in zip(names, shapes, starts, strict=True):
             part = shape if len(shape) == len(inner) else inner
-            yield name.replace("*", str(at)), Source(entry, part, index, start[: len(part)])
+            source = Source(entry, part, index, start[: len(part)], matrix)
+            yield name.replace("*", str(at)), source
 
 
 def _numbered(name: str, places: Places) -> Iterator[str]:

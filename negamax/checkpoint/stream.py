@@ -211,8 +211,8 @@ class _Stream:
         slot, tensors = move.slot, {}
         whole = slot.source.enclose(slot.matrix_region, slot.matrix_shape)
         for wanted, tensor, _ in there:
-            stored, name = wanted.stored, wanted.source.entry.name
-            stored.check(tensor, stored.part(whole), slot.matrix_shape, name=name)
+            stored = wanted.stored
+            wanted.source.check(stored, tensor, stored.part(whole), slot.matrix_shape)
             if stored.is_kept:
                 tensors[stored.name] = tensor
         plain = slot.source.dequantize(tensors)

@@ -83,7 +83,7 @@ class Weight:
                 part = (rows, *part[1:])
             found = reader.read(source.entry, source.region(part)).reshape(list(map(len, part)))
             if not is_plain:
-                stored.check(found, part, self.shape, name=source.entry.name)
+                source.check(stored, found, part, self.shape)
             tensors[stored.name] = found
         for stored, source in self.move.tensors:
             if stored.role is Role.ACTIVATION:  # which the matrix does not depend on

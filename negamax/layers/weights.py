@@ -117,9 +117,9 @@ class WeightSlot:
                 tensor = tensor.narrow(dim, wanted.start, len(wanted))
         self.write_part(tensor)
 
-    def write_part(self, part: Tensor) -> Tensor:
+    def write_part(self, part: Tensor, matrix: tuple[int, int] | None = None) -> Tensor:
         """As `write`, of the part `region` of the tensor alone; returns what was written, in the
-        parameter.
+        parameter. `matrix`: what is compared with is known of this shape (None: of the slot's).
         """
         if self.written:
             raise CheckpointError(f"tensor {self.name} is in the checkpoint twice")
@@ -135,7 +135,7 @@ class WeightSlot:
                 f"{' or '.join(self.stored.dtypes)}"
             )
         if self.stored is not None and self._compared is not None:
-            self.stored.check(part, self.region, self._compared, name=self.name)
+            self.stored.check(part, self.region, matrix or self._compared, name=self.name)
         target, self._target = self._target, None
         self.written = True
         if target is None:

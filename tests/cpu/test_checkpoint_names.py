@@ -213,6 +213,8 @@ TRANSPOSED = ("qweight", "qzeros", "scales")
 def joined(suffix: str, one: Tensor, two: Tensor) -> Tensor:
     if suffix == "g_idx":
         return one
+    if suffix == "weight_shape":
+        return torch.stack([one[0] + two[0], one[1]])
     if one.numel() == 1:
         return torch.stack([one.reshape(()), two.reshape(())])
     return torch.cat([one, two], dim=int(suffix in TRANSPOSED))
@@ -220,7 +222,8 @@ def joined(suffix: str, one: Tensor, two: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize(
-    "name", ["awq", "gptq-v2", "quark-int8", "modelopt-nvfp4", "compressed-nvfp4"]
+    "name",
+    ["awq", "gptq-v2", "quark-int8", "modelopt-nvfp4", "compressed-nvfp4", "packed-int4-asym"],
 )
 def test_side_tensors_are_joined_and_stacked_as_their_values_are(
     tmp_path: Path, name: str, stacked: bool
@@ -264,3 +267,12 @@ def test_side_tensors_are_joined_and_stacked_as_their_values_are(
     for key, target in found[0].items():
         if target is not None and not key.endswith("_scale"):
             assert torch.equal(target, found[1][key]), key
+    if name.startswith("packed"):
+        wrong = [key for key in changed if key.endswith("w13.weight_shape")]
+        wrong += [key for key in stacks if key.endswith("w13_weight_shape")]
+        tensors = load_file(two / "model.safetensors")
+        tensors[wrong[0]] = tensors[wrong[0]] // 2  # of one matrix
+        save_single(two, tensors)
+        message = rf"{wrong[0]} is \[96, .* of 192 x 64 is \[192, 64"
+        with pytest.raises(CheckpointError, match=message):
+            load_weights(build(spec, loaded=False).weight_slots(), spec, two)
