@@ -14,6 +14,8 @@ from negamax.base import log
 
 logger = log.get_logger(__name__)
 
+ShowProgress = Callable[[int, int], None]  # (what is done, what there is in all)
+
 PATIENCE_SECONDS = 0.5  # work that is done by then shows nothing
 REDRAW_SECONDS = 0.2
 LOG_SECONDS = 5.0

@@ -11,12 +11,12 @@ this rank's share lies in.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from negamax.base.log import get_logger
-from negamax.base.progress import format_bytes
+from negamax.base.progress import ShowProgress, format_bytes
 from negamax.checkpoint.finite import FiniteCheck
 from negamax.checkpoint.plan import LoadPlan, Move, plan_load
 from negamax.checkpoint.reader import CheckpointReader, first_names
@@ -26,8 +26,6 @@ from negamax.kernels.formats import Role
 from negamax.layers.weights import WeightSlot
 
 logger = get_logger(__name__)
-
-ShowProgress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
 
 @dataclass(frozen=True)

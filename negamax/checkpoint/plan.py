@@ -20,6 +20,7 @@ from pathlib import Path
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError
+from negamax.base.progress import ShowProgress
 from negamax.checkpoint.reader import (
     SAFETENSORS_NAMES,
     TensorEntry,
@@ -149,9 +150,11 @@ def plan_load(
     spec: ModelSpec,
     folder: Path,
     layout: ParallelLayout | None = None,
+    *,
+    progress: ShowProgress | None = None,
 ) -> LoadPlan:
     """How the safetensors files in `folder` fill `slots`, those of a model of `spec` on the rank
-    `layout` (None: the only one).
+    `layout` (None: the only one). `progress` is called after each file.
 
     Errors: `CheckpointError` naming the files or tensors that are missing, unknown, surplus,
     there twice, mis-shaped or of a wrong dtype.
@@ -160,7 +163,7 @@ def plan_load(
     collects = gc.isenabled()
     gc.disable()
     try:
-        return plan_tensors(read_entries(folder, layout), slots, spec)
+        return plan_tensors(read_entries(folder, layout, progress=progress), slots, spec)
     finally:
         if collects:
             gc.enable()

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError
+from negamax.base.progress import ShowProgress
 from negamax.checkpoint.split import PARTS_KEY, RANK_INDEX_NAME, check_split, is_split
 from negamax.config.json_file import read_json_object
 from negamax.parallel.layout import ParallelLayout
@@ -190,16 +191,19 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
         return opened
 
 
-def read_entries(folder: Path, layout: ParallelLayout | None = None) -> dict[str, TensorEntry]:
+def read_entries(
+    folder: Path, layout: ParallelLayout | None = None, *, progress: ShowProgress | None = None
+) -> dict[str, TensorEntry]:
     """The tensors in `folder` by name; every header is read and checked, no data. Of a checkpoint
-    that is split for a number of ranks: those of the rank `layout` (None: the only one).
+    that is split for a number of ranks: those of the rank `layout` (None: the only one). `progress`
+    is called after each file.
 
     Errors: `CheckpointError` for a missing folder, index, file or tensor, and for truncated or
     malformed files.
     """
     files, index = _find_files(folder, layout or ParallelLayout())
     entries: dict[str, TensorEntry] = {}
-    for file in files:
+    for number, file in enumerate(files):
         for entry in read_header(file):
             if entry.name in entries:
                 raise CheckpointError(
@@ -208,6 +212,8 @@ def read_entries(folder: Path, layout: ParallelLayout | None = None) -> dict[str
                     hint=_AGAIN,
                 )
             entries[entry.name] = entry
+        if progress:
+            progress(number + 1, len(files))
     if index is not None:
         _check_index(index, entries)
     return entries

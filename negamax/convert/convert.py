@@ -10,7 +10,7 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +19,7 @@ from typing import Any
 
 from negamax.base.errors import ConfigError, ResourceError
 from negamax.base.log import get_logger
-from negamax.base.progress import format_bytes
+from negamax.base.progress import ShowProgress, format_bytes
 from negamax.checkpoint.reader import INDEX_NAME, first_names
 from negamax.checkpoint.split import RANK_INDEX_NAME
 from negamax.config.json_file import read_json_object
@@ -43,8 +43,6 @@ _NOT_CARRIED_PREFIXES = (
 _CARRIED = (".json", ".jinja", ".txt", ".model")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SPARE_BYTES = 64 * 2**20  # of disk: tokenizer, index, the file system's own
-
-ShowProgress = Callable[[int, int], None]  # (bytes of the source done, in all)
 
 
 @dataclass(frozen=True)

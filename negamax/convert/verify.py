@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from negamax.convert.convert import ShowProgress
+from negamax.base.progress import ShowProgress
 from negamax.convert.source import Source, Weight
 from negamax.convert.threads import in_order
 from negamax.kernels.formats import PLAIN

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from negamax.base.progress import ShowProgress
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention.metadata import AttentionMetadata
@@ -167,12 +168,14 @@ class Decoder:
         """Where each tensor of the checkpoint goes, by its name there."""
         return self._slots
 
-    def finish_loading(self) -> None:
-        """Put all weights into their kernels' layout."""
+    def finish_loading(self, progress: ShowProgress | None = None) -> None:
+        """Put all weights into their kernels' layout. `progress` is called after each layer."""
         for name, slot in self._slots.items():
             assert slot.written or slot.optional or not slot.needed, f"{name} was not written"
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
             layer.finish_loading()
+            if progress:
+                progress(number + 1, len(self.layers))
         if self._is_last:
             self._head.finish_loading()
 

@@ -5,7 +5,7 @@ order.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -92,7 +92,10 @@ class Worker:
         load_plan = None  # made, and the checkpoint checked, before the weights take memory
         if config.folder is not None:
             slots = empty_slots(config.spec, config.layout, dtype=dtype, kernels=kernels)
-            load_plan = plan_load(slots, config.spec, Path(config.folder), config.layout)
+            with _progress("checking files", config) as progress:
+                load_plan = plan_load(
+                    slots, config.spec, Path(config.folder), config.layout, progress=progress
+                )
             del slots
             kv_cache.check_scales(load_plan.skipped, dtype=cache_dtype)
         self._proposer = load_proposer(config)
@@ -501,20 +504,24 @@ def _load(
                 load=load,
                 show_progress=shown,
             )
-    model.finish_loading()
+    with _progress("packing weights of layers", config) as progress:
+        model.finish_loading(progress)
     torch.set_num_threads(config.num_threads)
     return summary
 
 
 def _fill(slots: Mapping[str, WeightSlot], plan: LoadPlan, config: WorkerConfig) -> str:
-    rank = config.layout.rank if config.layout.world_size > 1 else None
-    with Progress(
-        "loading weights", unit=format_bytes, enabled=config.show_progress, rank=rank
-    ) as progress:
+    with _progress("loading weights", config, unit=format_bytes) as progress:
         summary = fill(slots, plan, progress=progress).summary()
-    if rank:  # the first rank's is told by the engine
-        logger.info("rank %d: %s", rank, summary)
+    if config.layout.rank:  # the first rank's is told by the engine
+        logger.info("rank %d: %s", config.layout.rank, summary)
     return summary
+
+
+def _progress(what: str, config: WorkerConfig, unit: Callable[[int], str] = str) -> Progress:
+    """Of what every rank does."""
+    rank = config.layout.rank if config.layout.world_size > 1 else None
+    return Progress(what, unit=unit, enabled=config.show_progress, rank=rank)
 
 
 def _millions(count: int) -> str:

@@ -4,6 +4,7 @@ is refused with its names.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import subprocess
@@ -28,7 +29,8 @@ from m2_checkpoints import (
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError
-from negamax.checkpoint.loader import load_weights
+from negamax.checkpoint.loader import fill, load_weights
+from negamax.checkpoint.plan import plan_load
 from negamax.config.families import bundled_spec, read_spec
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.formats import E4M3_BLOCKS
@@ -681,8 +683,14 @@ def test_slots_of_the_model_are_the_tensors_of_a_published_checkpoint() -> None:
 def test_model_takes_what_transformers_saves_and_what_minimax_publishes(tmp_path: Path) -> None:
     model = build(SPEC)
     save_transformers_model(tmp_path, shard_size="30KB")
-    load_weights(model.weight_slots(), SPEC, tmp_path)
-    model.finish_loading()
+    told: list[tuple[int, int]] = []
+    plan = plan_load(model.weight_slots(), SPEC, tmp_path, progress=lambda *done: told.append(done))
+    count = len(list(tmp_path.glob("*.safetensors")))
+    assert count > 2 and told == [(number, count) for number in range(1, count + 1)]
+    fill(model.weight_slots(), plan)
+    told.clear()
+    model.finish_loading(lambda *done: told.append(done))
+    assert told == [(1, 2), (2, 2)]
     model, folder = build(FP8_SPEC), tmp_path / "fp8"
     folder.mkdir()
     load_weights(
@@ -762,17 +770,27 @@ def test_finding_a_model_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_worker_refuses_a_checkpoint_before_its_weights_take_memory(tmp_path: Path) -> None:
+def test_a_worker_refuses_a_checkpoint_before_its_weights_take_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("negamax.base.progress.LOG_SECONDS", -1.0)
+    monkeypatch.setattr("sys.stderr", io.StringIO())  # no terminal
     tensors = random_tensors(SPEC)
-    del tensors["lm_head.weight"]
+    head = tensors.pop("lm_head.weight")
     config = WorkerConfig(
         spec=SPEC, eos_token_ids=(2,), folder=str(save_single(tmp_path, tensors)),
         layout=ParallelLayout(), device="cpu", dtype="float32", kv_cache_dtype="auto",
         max_model_len=64, max_num_seqs=1, max_num_batched_tokens=64, block_size=16,
         num_kv_blocks=8, kv_cache_memory=None, gpu_memory_utilization=0.9, cudagraph_size=0,
-        num_threads=torch.get_num_threads(), seed=0, show_progress=False, addresses=None,
+        num_threads=torch.get_num_threads(), seed=0, show_progress=True, addresses=None,
     )  # fmt: skip
     with pytest.raises(CheckpointError, match=r"missing .*lm_head\.weight") as caught:
         Worker(config)
     raised_in = [entry.name for entry in caught.traceback]
     assert "plan_load" in raised_in and "_load" not in raised_in
+    save_single(tmp_path, {**tensors, "lm_head.weight": head})
+    with caplog.at_level("INFO", logger="negamax"):
+        Worker(config).close()
+    phases = [line.partition(":")[0] for line in caplog.messages if "s left" in line]
+    expected = ["checking files", "loading weights", "packing weights of layers"]
+    assert list(dict.fromkeys(phases)) == expected
