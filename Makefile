@@ -18,8 +18,9 @@ demo: $(VENV)/.demo   ## start the embedded model, chat with thinking, call a to
 serve: $(VENV)/.demo  ## serve the embedded model on http://127.0.0.1:8000
 	$(BIN)/negamax serve nano $(ARGS)
 
+# Three workers keep two cores busy: now and then one of them waits.
 test: $(VENV)/.dev    ## everything that runs without a GPU
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "$(GATE)"
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "$(GATE)"
 
 fault-table: $(VENV)/.dev  ## kill and stop each part of a server, and measure what clients see
 	$(BIN)/python tools/fault_table.py

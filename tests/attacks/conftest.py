@@ -2,6 +2,22 @@
 
 from __future__ import annotations
 
-from tests.e2e.conftest import client, http, server
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.conftest import Server, client, http, server, serving, talking
 
 __all__ = ["client", "http", "server"]
+
+
+@pytest.fixture(scope="session")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with nano's window that a script answers: a neighbour's stream takes next to nothing
+    of the processor.
+    """
+    folder = tmp_path_factory.mktemp("talker")
+    talk = talking(folder, tokens_per_second=100, context_length=4096)
+    with serving(*talk, log_file=folder / "log") as running:
+        yield running
+        assert "Traceback" not in running.log

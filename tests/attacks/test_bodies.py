@@ -25,6 +25,12 @@ FULL_GAP = 1.0
 MiB = 2**20
 
 
+@pytest.fixture
+def server(talker: Server) -> Server:
+    """What is attacked has no model behind it."""
+    return talker
+
+
 def listed(element: str, count: int) -> str:
     """The JSON text of a list."""
     return f"[{','.join([element] * count)}]"
@@ -139,7 +145,7 @@ def test_ignored_fields_are_not_kept_while_the_answer_is_written(server: Server)
     long: dict[str, Any] = {
         "model": "nano",
         "messages": HELLO,
-        "max_tokens": 1000,
+        "max_tokens": 500,
         "ignore_eos": True,
     }
     content = body("metadata", listed('"xyz"', 1_000_000), **long)

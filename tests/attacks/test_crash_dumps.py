@@ -15,7 +15,7 @@ import pytest
 
 from negamax.base.crash_dump import MAX_FILES, CrashDumps
 from negamax.base.errors import EngineError
-from tests.e2e.conftest import eventually, serving
+from tests.e2e.conftest import eventually, serving, talking
 from tests.e2e.test_engine_restarts import CHAT, ranks_of
 
 SECRET = "zanzibar"
@@ -71,7 +71,8 @@ def test_killed_engine_and_rank_leave_dumps_without_texts(tmp_path: Path) -> Non
 def test_killed_engine_is_described_by_the_server(tmp_path: Path) -> None:
     folder = tmp_path / "dumps"
     options = ("--crash-dump-dir", str(folder), "--max-engine-restarts", "0")
-    with serving(*options, log_file=tmp_path / "log") as server:
+    talk = talking(tmp_path, tokens_per_second=100)
+    with serving(*talk, *options, log_file=tmp_path / "log") as server:
         os.kill(server.engine_pid(), signal.SIGKILL)
         assert server.process.wait(120) == 1
     (path,) = dumps_in(folder)

@@ -29,20 +29,20 @@ def kill_grammar_process(server: Server) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def test_stream_whose_grammar_process_is_killed_may_be_retried(server: Server) -> None:
+def test_stream_whose_grammar_process_is_killed_may_be_retried(talker: Server) -> None:
     def attack() -> None:
         with (
-            server.http() as http,
+            talker.http() as http,
             http.stream("POST", CHAT, json=FOLLOWED | {"stream": True}) as running,
         ):
             lines = running.iter_lines()
             for _ in range(20):
                 next(lines)
-            kill_grammar_process(server)
+            kill_grammar_process(talker)
             error, done = [line for line in lines if line][-2:]
         assert "service_unavailable_error" in error and "grammar process ended" in error
         assert done == "data: [DONE]"
-        with server.http() as http:  # another process
+        with talker.http() as http:  # another process
             assert http.post(CHAT, json=FOLLOWED | {"max_tokens": 5}).status_code == 200
 
-    unnoticed(server, attack, gap=1.0)
+    unnoticed(talker, attack, gap=1.0)

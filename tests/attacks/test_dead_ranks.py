@@ -25,7 +25,7 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def mortal_ranks(tmp_path_factory: pytest.TempPathFactory, held: Path) -> Iterator[Server]:
     """A server with two ranks, which is started again however often they die."""
-    options = ("--tensor-parallel-size", "2", "--engine-restart-window", "0.1")
+    options = ("--device", "cpu", "--tensor-parallel-size", "2", "--engine-restart-window", "0.1")
     log_file = tmp_path_factory.mktemp("mortal_ranks") / "log"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ENGINE_MODULE", HELD)

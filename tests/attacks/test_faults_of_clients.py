@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.conftest import Server, serving
+from tests.e2e.conftest import Server, serving, talking
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "x"}
@@ -36,9 +36,9 @@ WRONG: tuple[Any, ...] = (
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(
-        "--api-server-count", "2", log_file=tmp_path_factory.mktemp("two") / "log"
-    ) as server:
+    folder = tmp_path_factory.mktemp("two")
+    talk = talking(folder, tokens_per_second=100)
+    with serving(*talk, "--api-server-count", "2", log_file=folder / "log") as server:
         yield server
         assert "Traceback" not in server.log
 

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.conftest import Server, eventually, serving
+from tests.e2e.conftest import Server, eventually, serving, talking
 from tests.e2e.test_engine_restarts import is_alive
 
 CHAT = "/v1/chat/completions"
@@ -33,9 +33,10 @@ HANG_SECONDS = 3
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with two server processes."""
-    log_file = tmp_path_factory.mktemp("two") / "log"
+    folder = tmp_path_factory.mktemp("two")
+    talk = talking(folder, tokens_per_second=100)
     options = ("--api-server-count", "2", "--engine-hang-timeout", str(HANG_SECONDS))
-    with serving(*options, log_file=log_file) as server:
+    with serving(*talk, *options, log_file=folder / "log") as server:
         yield server
         server.process.kill()  # stopped, if its test failed
         assert "Traceback" not in server.log
@@ -116,7 +117,9 @@ def test_leader_that_stands_still_is_ended_by_its_children(two: Server) -> None:
 
 
 def test_server_of_one_process_is_ended_by_its_engine(tmp_path: Path) -> None:
-    with serving("--engine-hang-timeout", str(HANG_SECONDS), log_file=tmp_path / "log") as server:
+    talk = talking(tmp_path, tokens_per_second=100)
+    options = ("--engine-hang-timeout", str(HANG_SECONDS))
+    with serving(*talk, *options, log_file=tmp_path / "log") as server:
         engine = server.engine_pid()
         os.kill(server.process.pid, signal.SIGSTOP)
         ended = eventually(lambda: server.process.poll() is not None)

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.conftest import STUB, Server, eventually, serving
+from tests.e2e.conftest import STUB, Server, eventually, serving, talking
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 FOREVER = {"max_tokens": 3000, "ignore_eos": True, "stream": True}
@@ -22,7 +22,9 @@ MESSAGES = [{"role": "user", "content": "Tell me something."}]
 
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("keyed")
     options = (
+        *talking(folder, tokens_per_second=200),
         "--api-key",
         "anna",
         "--api-key",
@@ -32,7 +34,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "--max-num-seqs",
         "2",
     )
-    with serving(*options, log_file=tmp_path_factory.mktemp("keyed") / "log") as running:
+    with serving(*options, log_file=folder / "log") as running:
         yield running
         assert "Traceback" not in running.log
 
@@ -150,12 +152,12 @@ def test_responses_are_kept_for_their_own_key(keyed: Server) -> None:
                 assert other.post(RESPONSES, json=body).status_code == 404
                 assert other.post(f"{RESPONSES}/input_tokens", json=body).status_code == 404
         assert anna.get(place).json()["id"] == kept["id"]
-        assert (
-            anna.post(
-                RESPONSES, json={"input": "And?", "previous_response_id": kept["id"]}
-            ).status_code
-            == 200
-        )
+        going_on = {
+            "input": "And?",
+            "previous_response_id": kept["id"],
+            "max_output_tokens": 4,
+        }
+        assert anna.post(RESPONSES, json=going_on).status_code == 200
         assert anna.delete(place).status_code == 200
 
 

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tests.attacks.test_tenants import CHAT, FOREVER, MESSAGES, RESPONSES, as_holder, begin
-from tests.e2e.conftest import Server, eventually, serving
+from tests.e2e.conftest import Server, eventually, serving, talking
 from tests.e2e.test_api_errors import error_of
 
 COUNT = 2
@@ -24,7 +24,7 @@ QUEUE = 8
 
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    log_file = tmp_path_factory.mktemp("keyed") / "log"
+    folder = tmp_path_factory.mktemp("keyed")
     keys = (
         "--api-key",
         "anna",
@@ -36,7 +36,9 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "root",
     )
     limits = ("--max-num-seqs", "2", "--max-queued-requests", str(QUEUE))
-    with serving(*keys, *limits, "--api-server-count", str(COUNT), log_file=log_file) as running:
+    talk = talking(folder, tokens_per_second=200)
+    options = (*talk, *keys, *limits, "--api-server-count", str(COUNT))
+    with serving(*options, log_file=folder / "log") as running:
         yield running
         assert "Traceback" not in running.log
 

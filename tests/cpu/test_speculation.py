@@ -29,7 +29,7 @@ SIZES = {
     "rotary_dim": 8,
     "num_local_experts": 6,
     "num_experts_per_tok": 2,
-    "max_position_embeddings": 128,
+    "max_position_embeddings": 80,
 }
 LONG: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
 PARAMS = [

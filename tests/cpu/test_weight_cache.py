@@ -369,7 +369,8 @@ def test_an_engine_with_a_cache_says_the_same(
     texts = []
     with caplog.at_level(logging.INFO, logger="negamax"):
         for cache in (str(tmp_path), str(tmp_path)):
-            with LLM("nano", device="cpu", weight_cache=cache, max_model_len=256) as llm:
+            options = {"device": "cpu", "num_threads": 1, "max_model_len": 256}
+            with LLM("nano", weight_cache=cache, **options) as llm:
                 texts.append(llm.generate("Once", greedy)[0].outputs[0].token_ids)
     assert texts[0] == texts[1]
     assert f"loaded weight cache {the_file(tmp_path)}" in caplog.text

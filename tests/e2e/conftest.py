@@ -130,14 +130,17 @@ def serving(
             process.stdout.close()
 
 
-def talking(folder: Path, *, tokens_per_second: float) -> tuple[str, ...]:
+def talking(
+    folder: Path, *, tokens_per_second: float, context_length: int = 196_608
+) -> tuple[str, ...]:
     """Options of a server whose engine runs no model, but a script that answers everybody the same
     long text: for tests to which it is all the same what is said. It costs little while it talks.
     """
     script = folder / "talk.toml"
     text = "The lighthouse keeper counts the ships that pass. " * 1000
     script.write_text(
-        f"tokens_per_second = {tokens_per_second}\n[[rule]]\ncontent = {json.dumps(text)}\n",
+        f"tokens_per_second = {tokens_per_second}\ncontext_length = {context_length}\n"
+        f"[[rule]]\ncontent = {json.dumps(text)}\n",
         encoding="utf-8",
     )
     return "--script", str(script), "--device", "cpu"

@@ -17,7 +17,7 @@ import pytest
 
 from negamax.checkpoint.hub import NANO_FOLDER
 from negamax.cli.main import main
-from tests.e2e.conftest import MODEL, STUB, eventually, launch, serving
+from tests.e2e.conftest import MODEL, STUB, eventually, launch, serving, talking
 from tests.e2e.listening import family_of
 from tests.e2e.test_api_errors import error_of
 from tests.speed import slowness
@@ -44,7 +44,8 @@ def test_keys_overload_and_two_signals_during_a_stream(tmp_path: Path) -> None:
         "b",
     )
     limits = ("--max-num-seqs", "2", "--max-queued-requests", "12")  # a key may fill half of it
-    with serving(*options, *limits, log_file=tmp_path / "log") as server, server.http() as http:
+    options += (*limits, *talking(tmp_path, tokens_per_second=100))
+    with serving(*options, log_file=tmp_path / "log") as server, server.http() as http:
         for headers in (
             {},
             {"authorization": "Bearer wrong"},
@@ -219,7 +220,7 @@ def test_port_in_use_is_refused_before_the_model_is_loaded() -> None:
     ("options", "words"),
     [
         (("/no/such/folder",), "/no/such/folder"),
-        ((MODEL, "--max-model-len", "100000000"), "--max-model-len"),
+        ((MODEL, "--device", "cpu", "--max-model-len", "100000000"), "--max-model-len"),
         ((MODEL, "--chat-template", "/no/such/file"), "--chat-template"),
         ((MODEL, "--host", "256.256.256.256"), "--host"),
         ((MODEL, "--port", "70000"), "--port"),
@@ -286,6 +287,8 @@ def test_a_damaged_checkpoint_is_one_line_and_exit_code_2(
         str(damaged(tmp_path, damage)),
         "--port",
         "0",
+        "--device",
+        "cpu",
         "--log-level",
         "error",
     ]

@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.conftest import HELD, MODEL, STUB, Server, eventually, serving
+from tests.e2e.conftest import HELD, MODEL, STUB, Server, eventually, serving, talking
 from tests.e2e.listening import strangers_doors
 from tests.e2e.test_api_errors import error_of
 
@@ -98,9 +98,9 @@ def test_dead_engine_is_told_to_all_and_started_again_until_it_dies_too_often(
 @pytest.fixture(scope="module")
 def never_restarted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that starts no second engine: the last test that uses it ends it."""
-    with serving(
-        "--max-engine-restarts", "0", log_file=tmp_path_factory.mktemp("never_restarted") / "log"
-    ) as server:
+    folder = tmp_path_factory.mktemp("never_restarted")
+    talk = talking(folder, tokens_per_second=100)
+    with serving(*talk, "--max-engine-restarts", "0", log_file=folder / "log") as server:
         yield server
 
 
@@ -132,7 +132,8 @@ def test_whole_answer_of_a_dead_engine_is_a_503(never_restarted: Server) -> None
 
 
 def test_engine_without_a_sign_of_life_is_replaced(tmp_path: Path) -> None:
-    with serving("--engine-hang-timeout", "4", log_file=tmp_path / "log") as server:
+    talk = talking(tmp_path, tokens_per_second=100)
+    with serving(*talk, "--engine-hang-timeout", "4", log_file=tmp_path / "log") as server:
         stopped = server.engine_pid()
         end = last_lines_after(server, lambda: os.kill(stopped, signal.SIGSTOP))
         assert "service_unavailable_error" in end[0]
@@ -145,7 +146,7 @@ def test_engine_without_a_sign_of_life_is_replaced(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with two ranks: the last test that uses it ends it."""
-    options = ("--tensor-parallel-size", "2", "--engine-hang-timeout", "4")
+    options = ("--device", "cpu", "--tensor-parallel-size", "2", "--engine-hang-timeout", "4")
     with serving(*options, log_file=tmp_path_factory.mktemp("two_ranks") / "log") as server:
         yield server
 
