@@ -150,6 +150,8 @@ class TensorFormat:
     quantize: Callable[[Tensor], Mapping[str, Tensor]] | None = field(default=None, compare=False)
     # the same tensors with groups of so many columns; None: groups are what they are
     regroup: Callable[[int], TensorFormat] | None = field(default=None, compare=False)
+    # how the method rounds what the matrix is multiplied with; None: not at all
+    activation: ActivationFormat | None = None
     # the checkpoint holds the matrices plain, and they are quantised while they are read
     is_online: bool = field(default=False, compare=False)
 
@@ -249,8 +251,8 @@ class TensorFormat:
 
 @dataclass(frozen=True)
 class ActivationFormat:
-    """What a kernel wants of its activations beside the plain ones: `element` values and an fp32
-    scale per token and `group` columns.
+    """Rounded activations: `element` values and an fp32 scale per token and `group` columns, or,
+    with 0, per token.
     """
 
     element: str
@@ -389,6 +391,24 @@ def reads_packed(stored: TensorFormat) -> bool:
         and len(scales) == 1
         and groups <= _PACKED_GROUPS
     )
+
+
+def with_rounded_activations(stored: TensorFormat) -> TensorFormat:
+    """`stored`, int8 or E4M3 with scales per row or matrix, of a method that rounds activations to
+    the same element. Others as they are.
+    """
+    scales = [tensor for tensor in stored.tensors if tensor.role is Role.SCALE]
+    is_grouped = any(scale.axis(Axis.COLUMNS) is not None for scale in scales)
+    if is_grouped or stored.element not in ("int8", E4M3):
+        return stored
+    return replace(stored, activation=ActivationFormat(stored.element, 0))
+
+
+def reads_w8a8(stored: TensorFormat, *, element: str) -> bool:
+    """Whether a matrix of int8 or E4M3 and its activations are both rounded to `element`, with a
+    scale per row and per token.
+    """
+    return stored.activation == ActivationFormat(element, 0) and reads_packed(stored)
 
 
 def is_kept(stored: TensorFormat, platform: Platform) -> bool:

@@ -20,6 +20,7 @@ from negamax.kernels.platform import Feature
 P = TypeVar("P")
 R = TypeVar("R")
 
+W8A8 = "triton_w8a8"  # the provider that multiplies int8 with int8, and FP8 with FP8
 WEIGHT_ONLY = "triton_weight_only"  # the provider that dequantises packed weights in registers
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -23,6 +23,7 @@ class Feature(StrEnum):
     CPU = "cpu"  # kernels of the host: oneDNN, native functions
     TRITON = "triton"  # a GPU for which Triton compiles
     BF16 = "bf16"  # tensor cores multiply bf16
+    INT8 = "int8"  # and int8
     FP8 = "fp8"  # and e4m3, of whichever form
     E4M3FN = "e4m3fn"  # in the form in which checkpoints are stored; else e4m3fnuz
     SPIN_WAIT = "spin_wait"  # a program may wait for what others of its launch write
@@ -37,6 +38,7 @@ _NVIDIA = {
     Feature.SPIN_WAIT: (7, 0),
     Feature.PEER_MEMORY: (7, 0),
     Feature.BF16: (8, 0),
+    Feature.INT8: (8, 0),
     Feature.FP8: (8, 9),
     Feature.E4M3FN: (8, 9),
     Feature.PDL: (9, 0),

@@ -3,7 +3,8 @@ output row, block or matrix), nvfp4-pack-quantized, mxfp4-pack-quantized and mxf
 pack-quantized (integers of 4 or 8 bits in groups of columns or per row) and int-quantized (int8 per
 row).
 
-Activations stay in the compute dtype, where the method may round them, too.
+Where it says that activations are rounded to 8 bits, too, kernels may do so, with a scale per
+token.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from negamax.kernels.formats import (
     Role,
     StoredTensor,
     TensorFormat,
+    with_rounded_activations,
 )
 from negamax.quantization.fp8 import fp8_blocks
 from negamax.quantization.integers import (
@@ -114,6 +116,8 @@ def _group(spec: QuantizationSpec, name: str, group: Any) -> tuple[tuple[str, ..
         if stored_as not in _INPUT_SCALES or not isinstance(inputs, Mapping):
             refuse(fields, "input_activations", inputs, "null or dynamic ones")
         stored = with_input_scale(stored, _INPUT_SCALES[stored_as])
+    if isinstance(inputs, Mapping) and inputs.get("num_bits") == 8:
+        stored = with_rounded_activations(stored)
     return module_list(fields, "targets"), stored
 
 

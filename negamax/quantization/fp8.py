@@ -1,7 +1,8 @@
 """Method "fp8", MiniMax's own: E4M3 matrices with one scale per block of 128 x 128, or of another
 size, or for all of a matrix, but for the modules that the checkpoint lists.
 
-Activations are rounded, too, in groups of 128, where a kernel reads the blocks as they are stored.
+Activations are rounded, too, where a kernel reads the weights as they are stored: in groups of 128
+with blocks, else by token.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from negamax.kernels.formats import (
     Axis,
     Dim,
     TensorFormat,
+    with_rounded_activations,
 )
 from negamax.quantization.scheme import Scheme, check_fields, is_within, module_list, refuse
 
@@ -45,7 +47,8 @@ def _format(spec: QuantizationSpec) -> TensorFormat:
     fnuz = spec.fields.get("fmt") in _FNUZ
     if spec.fields.get("weight_block_size") is None:
         scale = "input_scale" if is_static else None
-        return fp8("fp8_e4m3_tensor", PER_MATRIX, input_scale=scale, fnuz=fnuz)
+        stored = fp8("fp8_e4m3_tensor", PER_MATRIX, input_scale=scale, fnuz=fnuz)
+        return with_rounded_activations(stored)
     if is_static:
         refuse(spec, "activation_scheme", "static", "dynamic, beside a weight_block_size")
     stored = fp8_blocks(spec, "weight_block_size", scale_name="weight_scale_inv", fnuz=fnuz)

@@ -2,7 +2,8 @@
 (MIXED_PRECISION) one for each module that is listed. The fields stand in config.json, or under
 "quantization" in hf_quant_config.json.
 
-Activations stay in the compute dtype, where most of its algorithms would round them, too.
+Most of its algorithms round activations, too. Kernels may do so with FP8 per matrix or row, a scale
+per token; elsewhere activations stay in the compute dtype.
 """
 
 from __future__ import annotations
@@ -13,7 +14,16 @@ from typing import Any
 
 from negamax.config.quantization import QuantizationSpec
 from negamax.kernels.float_formats import MX_GROUP, NVFP4_GROUP, PER_MATRIX, fp8, mxfp8, nvfp4
-from negamax.kernels.formats import E4M3_GROUP, ONE, PLAIN, ROWS, Axis, Dim, TensorFormat
+from negamax.kernels.formats import (
+    E4M3_GROUP,
+    ONE,
+    PLAIN,
+    ROWS,
+    Axis,
+    Dim,
+    TensorFormat,
+    with_rounded_activations,
+)
 from negamax.quantization.scheme import (
     Scheme,
     by_module,
@@ -27,8 +37,14 @@ from negamax.quantization.scheme import (
 _BLOCKS = Dim(Axis.ROWS, E4M3_GROUP), ONE, Dim(Axis.COLUMNS, E4M3_GROUP), ONE
 # Algorithm -> format, and the group sizes that may stand beside it.
 ALGORITHMS: Mapping[str, tuple[TensorFormat, tuple[int | None, ...]]] = {
-    "FP8": (fp8("fp8_e4m3_tensor", PER_MATRIX, input_scale="input_scale"), (None,)),
-    "FP8_PER_CHANNEL_PER_TOKEN": (fp8("fp8_e4m3_channel", (ROWS,)), (None,)),
+    "FP8": (
+        with_rounded_activations(fp8("fp8_e4m3_tensor", PER_MATRIX, input_scale="input_scale")),
+        (None,),
+    ),
+    "FP8_PER_CHANNEL_PER_TOKEN": (
+        with_rounded_activations(fp8("fp8_e4m3_channel", (ROWS,))),
+        (None,),
+    ),
     "FP8_PB_WO": (fp8("fp8_e4m3_block_128x128", _BLOCKS), (None, E4M3_GROUP)),
     "NVFP4": (nvfp4(input_scale="input_scale"), (None, NVFP4_GROUP)),
     "W4A16_NVFP4": (nvfp4(), (None, NVFP4_GROUP)),

@@ -1,9 +1,9 @@
 """Method "modelslim", Ascend's: quant_model_description.json says of each tensor how it is stored.
 
-Activations stay in the compute dtype, where the method rounds them to 8 bits. What is stored for
-that is not needed: with activations as they are, x W^T is what the sum over rounded ones with
-`quant_bias` and `deq_scale` comes to, since `quant_bias` is the bias of the layer, of which M2 has
-none, less what `input_offset` adds. What QuaRot rotates is rotated in the weights; only a draft
+Kernels may round activations to 8 bits as the method does, but with a scale per token. What is
+stored for that is not needed: with activations as they are, x W^T is what the sum over rounded ones
+with `quant_bias` and `deq_scale` comes to, since `quant_bias` is the bias of the layer, of which M2
+has none, less what `input_offset` adds. What QuaRot rotates is rotated in the weights; only a draft
 head that was trained for the model before must know (`checkpoint/quarot.py`).
 """
 
@@ -25,6 +25,7 @@ from negamax.kernels.formats import (
     Role,
     StoredTensor,
     TensorFormat,
+    with_rounded_activations,
 )
 from negamax.quantization.integers import group_dim, group_name, group_size
 from negamax.quantization.scheme import Scheme, canonical, check_fields, refuse
@@ -170,7 +171,7 @@ def _format(spec: QuantizationSpec, module: str, said: str) -> TensorFormat:
     if said == "FLOAT":
         return PLAIN
     if said == "W8A8" and f"{module}.weight_scale" not in spec.fields:
-        return INT8_DEQ_SCALE
+        return with_rounded_activations(INT8_DEQ_SCALE)
     if said == "W4A8_DYNAMIC":
         if spec.fields.get("version") != "1.0.0" or size != -1:
             refuse(
@@ -179,4 +180,5 @@ def _format(spec: QuantizationSpec, module: str, said: str) -> TensorFormat:
             )  # fmt: skip
         return int4(16 if module.endswith(_ROW_PARALLEL) else 1)
     is_static = said in ("W8A8", "W8A8_MIX")
-    return int8(-1 if is_static else size, is_static=is_static)
+    stored = int8(-1 if is_static else size, is_static=is_static)
+    return stored if said == "W8A16" else with_rounded_activations(stored)

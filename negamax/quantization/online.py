@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from negamax.config.quantization import QuantizationSpec
 from negamax.kernels.float_formats import mxfp4, nvfp4
-from negamax.kernels.formats import E4M3_BLOCKS, PLAIN, TensorFormat
+from negamax.kernels.formats import E4M3_BLOCKS, PLAIN, TensorFormat, with_rounded_activations
 from negamax.quantization.compressed_tensors import INT8_CHANNEL, STRATEGIES, packed
 from negamax.quantization.mxfp8 import MXFP8
 from negamax.quantization.scheme import Scheme, is_within
@@ -18,9 +18,9 @@ from negamax.quantization.scheme import Scheme, is_within
 _FORMATS: Mapping[str, TensorFormat] = {
     "fp8": E4M3_BLOCKS,
     "fp8_per_block": E4M3_BLOCKS,
-    "fp8_per_channel": STRATEGIES["channel"],
+    "fp8_per_channel": with_rounded_activations(STRATEGIES["channel"]),
     "int4": packed(4, 128),
-    "int8": INT8_CHANNEL,
+    "int8": with_rounded_activations(INT8_CHANNEL),
     "int8_per_channel_weight_only": INT8_CHANNEL,
     "mxfp4": mxfp4(),
     "mxfp8": MXFP8,

@@ -1,7 +1,8 @@
 """Method "quark", AMD's: for all modules, for those of a name, or for none (`exclude`), how weights
 and activations are quantised.
 
-Activations stay in the compute dtype, where the method may round them, too.
+Where it says that activations are rounded to 8 bits, too, kernels may do so, with a scale per
+token.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from negamax.kernels.formats import (
     Role,
     StoredTensor,
     TensorFormat,
+    with_rounded_activations,
 )
 from negamax.quantization.scheme import Scheme, check_fields, is_within, module_list, refuse
 
@@ -136,12 +138,14 @@ def _layer(spec: QuantizationSpec, name: str, said: Any, *, cached: bool = False
     is_static = isinstance(inputs, Mapping) and bool(inputs) and not inputs.get("is_dynamic")
     if weight.get("dtype") == "int8":
         _check(fields, "weight", weight, {**_INT8, **_STORED})
-        return int8(is_static=is_static)
-    _check(fields, "weight", weight, {**_FP8, **_STORED})
-    scale = "input_scale" if is_static else None
-    if weight["qscheme"] == "per_channel":
-        return fp8("fp8_e4m3_channel", (ROWS,), input_scale=scale)
-    return fp8("fp8_e4m3_tensor", PER_MATRIX, input_scale=scale)
+        stored = int8(is_static=is_static)
+    else:
+        _check(fields, "weight", weight, {**_FP8, **_STORED})
+        scale = "input_scale" if is_static else None
+        is_by_row = weight["qscheme"] == "per_channel"
+        name, dims = ("channel", (ROWS,)) if is_by_row else ("tensor", PER_MATRIX)
+        stored = fp8(f"fp8_e4m3_{name}", dims, input_scale=scale)
+    return with_rounded_activations(stored) if inputs else stored
 
 
 def _check(

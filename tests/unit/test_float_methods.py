@@ -12,7 +12,15 @@ import pytest
 from negamax.base.errors import ConfigError
 from negamax.config.quantization import QuantizationSpec
 from negamax.kernels.float_formats import PER_MATRIX, fp8, mxfp4, mxfp8, nvfp4
-from negamax.kernels.formats import E4M3_BLOCKS, PLAIN, ROWS, Axis, Dim, TensorFormat
+from negamax.kernels.formats import (
+    E4M3_BLOCKS,
+    PLAIN,
+    ROWS,
+    Axis,
+    Dim,
+    TensorFormat,
+    with_rounded_activations,
+)
 from negamax.quantization.detect import detect
 
 EXPERT = "model.layers.3.block_sparse_moe.experts.7.w1"
@@ -20,9 +28,9 @@ ATTENTION, GATE = "model.layers.3.self_attn.q_proj", "model.layers.3.block_spars
 KV = {"dynamic": False, "num_bits": 8, "type": "float"}
 W4A4 = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
 NVFP4 = nvfp4(input_scale="input_scale")
-TENSOR = fp8("fp8_e4m3_tensor", PER_MATRIX)
-STATIC = fp8("fp8_e4m3_tensor", PER_MATRIX, input_scale="input_scale")
-CHANNEL = fp8("fp8_e4m3_channel", (ROWS,))
+TENSOR = with_rounded_activations(fp8("fp8_e4m3_tensor", PER_MATRIX))
+STATIC = with_rounded_activations(fp8("fp8_e4m3_tensor", PER_MATRIX, input_scale="input_scale"))
+CHANNEL = with_rounded_activations(fp8("fp8_e4m3_channel", (ROWS,)))
 PRODUCER = {"name": "modelopt", "version": "0.43.0rc2"}
 # Their fields are those of nvidia/MiniMax-M2.7-NVFP4, its two files, and of nvidia/MiniMax-M3-NVFP4
 # and MiniMaxAI/MiniMax-M3-MXFP8.
@@ -124,6 +132,7 @@ def blocks(rows: int, columns: int, *, fnuz: bool = False) -> TensorFormat:
         ),
         (quark(_E4M3, {**_E4M3, "is_dynamic": True}), TENSOR, PLAIN),
         (quark(_E4M3, _E4M3), STATIC, PLAIN),
+        (quark(_E4M3, None), fp8("fp8_e4m3_tensor", PER_MATRIX), PLAIN),
         (
             quark([{**_MX, "group_size": 16, "scale_format": None}, _E4M3], [_MX, _E4M3]),
             nvfp4(input_scale="input_scale_2"),

@@ -10,6 +10,7 @@ import pytest
 
 from negamax.base.errors import ConfigError
 from negamax.config.quantization import QuantizationSpec
+from negamax.quantization import online
 from negamax.quantization.compressed_tensors import packed
 from negamax.quantization.detect import detect
 
@@ -123,6 +124,36 @@ def test_each_module_has_the_format_that_its_tool_says() -> None:
     assert found(modelslim(**scales), "modelslim") == {
         **plain, "attention": "modelslim_int8_channel_static", "expert": "modelslim_int8_channel",
     }  # fmt: skip
+
+
+def test_activations_may_be_rounded_where_the_method_rounds_them() -> None:
+    tokens = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+
+    def element(fields: dict[str, Any], method: str = "compressed-tensors") -> str | None:
+        is_online = method == online.SOURCE
+        scheme = detect(
+            online.spec(fields["name"]) if is_online else QuantizationSpec(method, fields)
+        )
+        assert scheme is not None
+        rounded = scheme.format_of(EXPERT).activation
+        assert rounded is None or rounded.group == 0
+        return rounded and rounded.element
+
+    int8, int4 = {"num_bits": 8, "strategy": "channel", "group_size": None}, {"num_bits": 4}
+    for weights, inputs, expected in (
+        (int8, tokens, "int8"), (int8, None, None), (int4, tokens, None),
+        ({**int8, "strategy": "group", "group_size": 128}, tokens, None),
+    ):  # fmt: skip
+        fields = compressed(**weights)
+        fields["config_groups"]["group_0"]["input_activations"] = inputs
+        assert element(fields) == expected
+    for said, expected in (("W8A8_DYNAMIC", "int8"), ("W8A8_MIX", "int8"), ("W8A16", None)):
+        assert element(modelslim(**{f"{EXPERT}.weight": said}), "modelslim") == expected
+    for name, expected in (
+        ("int8", "int8"), ("int8_per_channel_weight_only", None), ("int4", None),
+        ("fp8_per_channel", "float8_e4m3fn"), ("fp8", None),
+    ):  # fmt: skip
+        assert element({"name": name}, online.SOURCE) == expected
 
 
 def test_equal_formats_are_one() -> None:

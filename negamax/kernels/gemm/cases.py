@@ -31,6 +31,7 @@ _M2_SHAPES = {  # in, out of one rank
 }
 _M2_TOKENS = (1, 3, 16, 63, 128, 301, 1024, 8192)
 _PACKED_TOKENS = (1, 16, 64, 1024)
+_LONG = (8192,)  # of formats whose activations may be rounded
 _HEAD_ROWS = {"lm_head TP4": 50016, "lm_head TP1": 200064}
 
 
@@ -58,7 +59,7 @@ def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
         for number, stored in enumerate(weight_only.SMALL_FORMATS)
         for sizes in (
             (1, 640, 130) if number % 2 else (33, 192, 72),
-            (70, 200 if number == 0 else 128, 136),
+            (70, 200 if number == 0 or stored.activation else 128, 136),
         )
     ]
     return cases + [
@@ -90,7 +91,7 @@ def full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
         weight_only_case(stored, n, inputs, outputs, dtype=dtype, generator=generator, label=label)
         for stored in weight_only.FORMATS
         for label, (inputs, outputs) in _M2_SHAPES.items()
-        for n in _PACKED_TOKENS
+        for n in (*_PACKED_TOKENS, *(_LONG if stored.activation else ()))
     ]
     for label, rows in _HEAD_ROWS.items():
         weight = randn(rows, 3072, dtype=dtype, generator=generator, scale=3072**-0.5)
@@ -132,9 +133,18 @@ def weight_only_case(
     generator: torch.Generator,
     label: str = "",
 ) -> Case:
-    """A case with a weight of 4 or 8 bits and plain activations."""
+    """A case with a weight of 4 or 8 bits and plain activations. Where these may be rounded, they
+    are integers or e4m3 values times a power of two, the largest of a token 127 or 448, so that
+    this changes nothing.
+    """
+    x = randn(num_tokens, inputs, dtype=torch.float32, generator=generator)
+    if stored.activation is not None:
+        element = getattr(torch, stored.activation.element)
+        largest = 127.0 if element is torch.int8 else E4M3_MAX
+        x = (x * largest / 7).clamp(-largest, largest).to(element).float() / 64
+        x[:, :: inputs - 1] = largest / 64
     tensors = {
-        "x": randn(num_tokens, inputs, dtype=dtype, generator=generator),
+        "x": x.to(dtype),
         **weight_only.tensors_of(stored, "weight", outputs, inputs, generator=generator),
     }
     label = f"{label or f'{inputs} -> {outputs}'} {stored.name} T={num_tokens}"

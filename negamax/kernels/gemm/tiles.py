@@ -83,6 +83,10 @@ class Tiles:
             block_m, 64, 128, num_warps=4, num_stages=2, split_k=self._splits(M, N, K, block_m)
         )
 
+    def w8a8(self, *, M: int, N: int) -> Tile:
+        """For products of 8 bits with 8 bits, a scale per row and token. Not measured."""
+        return Tile(64, 128, 128, num_warps=4, num_stages=2)
+
     def _splits(self, M: int, N: int, K: int, block_m: int) -> int:
         """K is split while multiprocessors would idle; with many tokens not into less than 12
         blocks of 128, since what the programs of a tile exchange grows with the tokens.
@@ -132,6 +136,10 @@ class H200(Tiles):
         return Tile(
             block_m, 64, 128, num_warps=4, num_stages=5, split_k=self._splits(M, N, K, block_m)
         )
+
+    def w8a8(self, *, M: int, N: int) -> Tile:
+        """Those of FP8 blocks. Not measured."""
+        return self.large_m(M=M, N=N)
 
     def large_m(self, *, M: int, N: int) -> Tile:
         """The small one while two programs per multiprocessor hold it."""

@@ -38,7 +38,7 @@ from negamax.kernels.formats import (
     StoredWeight,
     reads_e4m3_blocks,
 )
-from negamax.kernels.gemm import cublas, tiles, triton_packed
+from negamax.kernels.gemm import cublas, tiles, triton_packed, triton_w8a8
 from negamax.kernels.launch.ptx import launch_dependents, wait_for_predecessor
 from negamax.kernels.launch.tile import Tile
 from negamax.kernels.launch.triton import (
@@ -485,5 +485,6 @@ KERNELS: tuple[AnyKernel, ...] = (
         LINEAR, "triton", linear, prepare, requires=_GPU | {Feature.FP8},
         dtypes=_DTYPES, reads=reads_e4m3_blocks, activation=E4M3_GROUPS,
     ),
+    *triton_w8a8.KERNELS,
     *triton_packed.KERNELS,
 )  # fmt: skip

@@ -14,6 +14,7 @@ from negamax.kernels.quantize import spec as quantize
 from negamax.kernels.weight_only import cases as weight_only
 
 _TOKENS = (1, 4, 16, 64, 100, 1000)
+_LONG = (8192,)  # of formats whose activations may be rounded
 _PACKED_WIDTHS = (1536, 384)
 _WIDTHS = (1536, 768, 384)  # MiniMax-M2's experts whole, and cut for two and four ranks
 
@@ -83,6 +84,11 @@ def experts_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
             stored, num_tokens, 96, 72, 5, 2, 1, 3, dtype=dtype, generator=generator
         )
         for stored, num_tokens in zip(weight_only.FORMATS[:2], (3, 26), strict=True)
+    ] + [
+        _weight_only_experts_case(
+            stored, 26, 160, 200, 5, 2, 1, 3, dtype=dtype, generator=generator
+        )
+        for stored in (weight_only.INT8_CHANNEL, weight_only.E4M3_CHANNEL)
     ]  # fmt: skip
 
 
@@ -136,7 +142,7 @@ def experts_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Ca
         for stored in weight_only.FORMATS
         for width in _PACKED_WIDTHS
         for weights in (_weight_only_experts(stored, 256, 3072, width, generator),)
-        for num_tokens in _TOKENS
+        for num_tokens in (*_TOKENS, *(_LONG if stored.activation else ()))
     ]  # fmt: skip
 
 

@@ -83,6 +83,13 @@ class Tiles:
             Tile(block_m, 64, 128, num_warps=4, num_stages=2),
         )
 
+    def w8a8(self) -> ExpertTiles:
+        """For large_m with products of 8 bits with 8 bits: gate_up.block_n and down.block_k are the
+        columns of h that share a scale. Not measured.
+        """
+        tile = Tile(64, 128, 128, num_warps=4, num_stages=2)
+        return ExpertTiles(tile, tile, repeat_n=8)
+
 
 _ROUTE = (
     RouteTile(16, 16, 128, num_warps=4, num_stages=0, split_k=8),
@@ -133,6 +140,10 @@ class H200(Tiles):
             Tile(block_m, 64, 128, num_warps=4, num_stages=stages),
             Tile(block_m, 128, 128, num_warps=4, num_stages=stages),
         )
+
+    def w8a8(self) -> ExpertTiles:
+        gate_up = Tile(64, 128, 128, num_warps=4, num_stages=4)
+        return ExpertTiles(gate_up, Tile(64, 128, 128, num_warps=4, num_stages=3), repeat_n=8)
 
 
 def tiles_for(device: torch.device) -> Tiles:

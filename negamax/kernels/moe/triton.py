@@ -15,7 +15,8 @@ A pair is one choice of a token, pair = token * top_k + choice. The experts comp
                                         operand; P = top_k
 
 Weights of 4 and 8 bits take the last two ways, with one function for their tiles
-(`triton_packed.py`).
+(`triton_packed.py`); those of 8 bits whose method rounds activations, too, take the last one with
+products of 8 bits (`triton_w8a8.py`).
 
 Each expert's gate and up lie in one weight [2 * width, hidden], gate rows first. FP8 weights have a
 scale per 128 x 128; h is then FP8 too, with a scale per pair and 128 columns (but in gemv). Tile
@@ -31,18 +32,21 @@ from torch import Tensor
 
 from negamax.kernels.activations import GROUP, QuantizedActivations, unquantized
 from negamax.kernels.formats import (
+    E4M3,
     E4M3_GROUPS,
     PLAIN,
     StoredWeight,
     reads_e4m3_blocks,
     reads_packed,
+    reads_w8a8,
 )
 from negamax.kernels.moe import tiles
 from negamax.kernels.moe.triton_decode import experts_gemv, experts_small_m
 from negamax.kernels.moe.triton_prefill import experts_large_m
 from negamax.kernels.moe.triton_route import prepare_gate, route
 from negamax.kernels.moe.triton_shared import ExpertConstants, PreparedExperts
-from negamax.kernels.op import WEIGHT_ONLY, Kernel
+from negamax.kernels.moe.triton_w8a8 import experts_w8a8
+from negamax.kernels.op import W8A8, WEIGHT_ONLY, Kernel
 from negamax.kernels.platform import Feature
 from negamax.kernels.quantize.native import to_native
 from negamax.kernels.signatures import EXPERTS, ROUTE
@@ -101,6 +105,22 @@ def experts(
     return run(x, *chosen, first=first, count=count)
 
 
+def experts_rounded(
+    x: Tensor | QuantizedActivations,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    prepared: PreparedExperts,
+    *,
+    first: int,
+    count: int,
+) -> Tensor:
+    """The same with weights from `prepare_packed` in a format that `reads_w8a8` accepts: from
+    tiles.SMALL_M_MAX_M + 1 tokens on activations are rounded, too.
+    """
+    run = experts if topk_ids.shape[0] <= tiles.SMALL_M_MAX_M else experts_w8a8
+    return run(x, topk_ids, topk_weights, prepared, first=first, count=count)
+
+
 _GPU = frozenset({Feature.TRITON})
 _DTYPES = (torch.bfloat16, torch.float16)
 KERNELS = (
@@ -130,6 +150,18 @@ KERNELS = (
         dtypes=_DTYPES,
         reads=reads_e4m3_blocks,
         activation=E4M3_GROUPS,
+    ),
+    *(
+        Kernel(
+            EXPERTS,
+            W8A8,
+            experts_rounded,
+            prepare_packed,
+            requires=_GPU | needs,
+            dtypes=_DTYPES,
+            reads=partial(reads_w8a8, element=element),
+        )
+        for element, needs in ((E4M3, {Feature.FP8, Feature.E4M3FN}),)
     ),
     Kernel(
         EXPERTS,

@@ -20,6 +20,7 @@ from negamax.kernels.formats import (
     Role,
     StoredTensor,
     TensorFormat,
+    with_rounded_activations,
 )
 from negamax.kernels.packed import nibbles
 from negamax.kernels.weight_only.draw import draw
@@ -55,8 +56,8 @@ def _unpack(element: str, group: int, tensors: Mapping[str, Tensor]) -> Codes:
 
 
 INT4 = _integers("int4_group_128", "uint4", "bfloat16", 128)
-INT8_CHANNEL = _integers("int8_channel", "int8", "float32")
-E4M3_CHANNEL = fp8("fp8_e4m3_channel", PER_ROW)
+INT8_CHANNEL = with_rounded_activations(_integers("int8_channel", "int8", "float32"))
+E4M3_CHANNEL = with_rounded_activations(fp8("fp8_e4m3_channel", PER_ROW))
 FORMATS = (INT4, nvfp4(), mxfp4(), mxfp8(), INT8_CHANNEL, E4M3_CHANNEL)
 SMALL_FORMATS = (
     *FORMATS,

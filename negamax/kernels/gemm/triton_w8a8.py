@@ -1,0 +1,111 @@
+"""Products of int8 with int8 and of E4M3 with E4M3 in Triton: out[M, N] = x[M, K] w[N, K]^T, where
+rows of w have a scale each, and activations are rounded here, a scale per token.
+
+For the M from which on reading the weights is not what takes the time: tensor cores multiply 8 bits
+at twice the rate of 16. Up to there the weights are used weight-only (`triton_packed.py`), in the
+same layout. Tile sizes: `tiles.py`; none of them is measured.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from negamax.kernels.activations import Hidden, unquantized
+from negamax.kernels.formats import E4M3, reads_w8a8
+from negamax.kernels.gemm import tiles, triton_packed
+from negamax.kernels.gemm.triton_packed import PreparedPackedLinear
+from negamax.kernels.launch.triton import launch_options, wait_then_launch_dependents
+from negamax.kernels.op import W8A8, AnyKernel, Kernel
+from negamax.kernels.platform import Feature
+from negamax.kernels.signatures import LINEAR
+from negamax.kernels.weight_only.triton_rounding import (
+    round_activations,
+    rounded_dot,
+    rounded_dtype,
+)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _w8a8_linear_kernel(
+    x_desc,  # descriptor of [M, K], blocks [BLOCK_M, BLOCK_K]
+    x_scale_ptr,  # [M] fp32
+    w_desc,  # descriptor of [N, K], blocks [BLOCK_N, BLOCK_K]
+    w_scale_ptr,  # [N] fp32
+    out_ptr,  # [M, N]
+    M,
+    N,
+    K: tl.constexpr,  # filled up
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out[BLOCK_M, BLOCK_N] over all of K. The tokens are the tall operand; programs take the tiles
+    of GROUP_M rows of tiles column by column.
+
+        grid: tiles
+    """
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    group_size = GROUP_M * tiles_n
+    first_tile_m = tl.program_id(0) // group_size * GROUP_M
+    group_m = tl.minimum(tl.cdiv(M, BLOCK_M) - first_tile_m, GROUP_M)
+    first_m = (first_tile_m + tl.program_id(0) % group_size % group_m) * BLOCK_M
+    first_n = tl.program_id(0) % group_size // group_m * BLOCK_N
+    offs_m = first_m + tl.arange(0, BLOCK_M)
+    offs_n = first_n + tl.arange(0, BLOCK_N)
+    wait_then_launch_dependents(PDL)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32 if x_desc.dtype == tl.int8 else tl.float32)
+    for k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+        acc = rounded_dot(x_desc.load([first_m, k]), w_desc.load([first_n, k]).T, acc, BLOCK_K)
+    w_scale = tl.load(w_scale_ptr + offs_n, mask=offs_n < N, other=0.0)
+    x_scale = tl.load(x_scale_ptr + offs_m, mask=offs_m < M, other=0.0)
+    out = acc.to(tl.float32) * x_scale[:, None] * w_scale[None, :]
+    out_ptrs = out_ptr + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :]
+    inside = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def linear(
+    x: Hidden,
+    prepared: PreparedPackedLinear,
+    *,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """x [M, K] -> x W^T [M, N] in `out_dtype` (None: that of x), rounded once from exact (int8) or
+    fp32 sums. From tiles.SPLIT_K_MAX_M + 1 tokens on x is rounded before.
+    """
+    x, weight = unquantized(x).contiguous(), prepared.weight
+    M, N = x.shape[0], weight.qweight.shape[0]
+    if M <= tiles.SPLIT_K_MAX_M:
+        return triton_packed.linear(x, prepared, out_dtype=out_dtype, out=out)
+    if out is None:
+        out = x.new_empty((M, N), dtype=out_dtype or x.dtype)
+    q, scale = round_activations(x, weight.packing)
+    w = weight.qweight.view(rounded_dtype(weight.packing))
+    tile = tiles.tiles_for(x.device).w8a8(M=M, N=N)
+    _w8a8_linear_kernel[(triton.cdiv(N, tile.block_n) * triton.cdiv(M, tile.block_m),)](
+        TensorDescriptor.from_tensor(q, [tile.block_m, tile.block_k]), scale,
+        TensorDescriptor.from_tensor(w, [tile.block_n, tile.block_k]), weight.row_scale, out, M, N,
+        K=weight.packing.K_PACKED, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k, GROUP_M=tiles.GROUP_M, NUM_STAGES=tile.num_stages,
+        num_warps=tile.num_warps, **launch_options(x.device),
+    )  # fmt: skip
+    return out
+
+
+KERNELS: tuple[AnyKernel, ...] = tuple(
+    Kernel(
+        LINEAR, W8A8, linear, triton_packed.prepare, requires=frozenset({Feature.TRITON, *needs}),
+        dtypes=(torch.bfloat16, torch.float16), reads=partial(reads_w8a8, element=element),
+    )
+    for element, needs in ((E4M3, {Feature.FP8, Feature.E4M3FN}),)
+)  # fmt: skip

@@ -1,0 +1,121 @@
+"""Activations rounded to int8 or E4M3, for products on the tensor cores that multiply these: with a
+scale per token, and with columns in the order in which those of packed weights lie (`layout.py`).
+
+    scale[t] = max |x[t]| / 127 or 448        q[t] = x[t] / scale[t], rounded to the nearest
+
+A row that holds NaN or an infinity gets an infinite scale, so that no product with it is finite.
+"""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from negamax.kernels.codes import Codes
+from negamax.kernels.formats import E4M3_MAX
+from negamax.kernels.launch.triton import launch_options, wait_then_launch_dependents
+from negamax.kernels.weight_only import layout
+from negamax.kernels.weight_only.layout import Packing
+
+HALF = tl.constexpr(layout.HALF)
+_E4M3_MAX = tl.constexpr(E4M3_MAX)
+_INT8_MAX = tl.constexpr(127.0)
+_MIN_SCALE = tl.constexpr(1e-30)
+_TO_INTEGER = tl.constexpr(1.5 * 2.0**23)  # added, it leaves an integer in the lower bits
+
+
+def _order_of_columns() -> tuple[int, ...]:
+    """How `layout` permutes HALF columns as [2, 2, 4, 2], seen where it packs their numbers."""
+    numbers = torch.arange(2 * layout.HALF, dtype=torch.uint8, device="cpu").view(1, -1)
+    codes = Codes(numbers.view(torch.float8_e4m3fn), torch.ones(1, 1, device="cpu"), (1, 64))
+    packed = layout._pack(codes, bits=8).qweight[0, : layout.HALF]
+    whole = numbers[0, : layout.HALF].view(2, 2, 4, 2)
+    return next(
+        axes
+        for axes in permutations(range(4))
+        if torch.equal(whole.permute(axes).flatten(), packed)
+    )
+
+
+_AXIS_2, _AXIS_3, _AXIS_4, _AXIS_5 = (tl.constexpr(2 + axis) for axis in _order_of_columns())
+_DTYPES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
+
+
+def rounded_dtype(packing: Packing) -> torch.dtype:
+    """That of the codes, and of the activations that they are multiplied with."""
+    return _DTYPES[packing.ELEMENT]
+
+
+@triton.jit
+def scale_of_rows(y, DTYPE: tl.constexpr):
+    """The scale [ROWS] with which each row of y [ROWS, COLUMNS] fp32 fits into DTYPE."""
+    largest = tl.max(tl.where(y == y, tl.abs(y), float("inf")), axis=1)
+    return tl.maximum(largest / (_INT8_MAX if tl.int8 == DTYPE else _E4M3_MAX), _MIN_SCALE)
+
+
+@triton.jit
+def round_rows(y, scale, DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """y / scale [ROWS, COLUMNS] in DTYPE, the columns in the order of packed weights."""
+    y = y * (1.0 / scale)[:, None]
+    if tl.int8 == DTYPE:
+        q = (y + _TO_INTEGER).to(tl.int32, bitcast=True).to(tl.int8)
+    else:
+        q = y.to(DTYPE)
+    q = tl.reshape(q, (ROWS, COLUMNS // HALF, 2, 2, 4, 2))
+    return tl.reshape(tl.permute(q, (0, 1, _AXIS_2, _AXIS_3, _AXIS_4, _AXIS_5)), (ROWS, COLUMNS))
+
+
+@triton.jit
+def rounded_dot(x, w, acc, BLOCK_K: tl.constexpr):
+    """acc + x w, both of BLOCK_K columns, rounded: in int32, or of E4M3 in fp32. Hopper's tensor
+    cores keep 14 bits of a sum of E4M3 products, so each tile is added outside them.
+    """
+    if x.dtype == tl.int8:
+        acc = tl.dot(x, w, acc, out_dtype=tl.int32)
+    else:
+        acc = tl.dot(x, w, acc, max_num_imprecise_acc=BLOCK_K)
+    return acc
+
+
+@triton.jit
+def _round_kernel(
+    x_ptr,  # [M, K]
+    q_ptr,  # [M, K_PACKED] int8 or e4m3
+    scale_ptr,  # [M] fp32
+    K: tl.constexpr,
+    K_PACKED: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # a power of 2, K_PACKED at least
+    PDL: tl.constexpr,
+):
+    """A token; what K_PACKED has more than K is 0.
+
+    grid: M
+    """
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    wait_then_launch_dependents(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, BLOCK_K)[None, :]
+    x = tl.load(x_ptr + token * K + offs, mask=offs < K, other=0.0).to(tl.float32)
+    scale = scale_of_rows(x, dtype)
+    q = round_rows(x, scale, dtype, 1, BLOCK_K)
+    tl.store(q_ptr + token * K_PACKED + offs, q, mask=offs < K_PACKED)
+    tl.store(scale_ptr + token + tl.arange(0, 1), scale)
+
+
+def round_activations(x: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+    """x [M, K] bf16 or fp16, contiguous, M above 0 -> values [M, K_PACKED] int8 or e4m3, scales
+    [M] fp32: for products with a weight of `packing`.
+    """
+    M, K = x.shape
+    assert K == packing.K and x.is_contiguous(), (x.shape, packing)
+    q = torch.empty((M, packing.K_PACKED), dtype=rounded_dtype(packing), device=x.device)
+    scale = torch.empty(M, dtype=torch.float32, device=x.device)
+    _round_kernel[(M,)](
+        x, q, scale, K=K, K_PACKED=packing.K_PACKED,
+        BLOCK_K=triton.next_power_of_2(packing.K_PACKED), num_warps=8, **launch_options(x.device),
+    )  # fmt: skip
+    return q, scale

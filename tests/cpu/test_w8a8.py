@@ -1,0 +1,107 @@
+"""Products of rounded activations with int8 and FP8 weights: which formats take them on which GPU,
+how activations are rounded, and what becomes of broken ones. In Triton's interpreter; that the
+kernels compute their ops is in `test_triton_contract.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import triton_support  # noqa: F401  (the interpreter, before any kernel)
+from torch import Tensor
+
+from negamax.kernels import platform
+from negamax.kernels.formats import PLAIN, StoredWeight, TensorFormat
+from negamax.kernels.gemm import triton_w8a8
+from negamax.kernels.moe import tiles as moe_tiles
+from negamax.kernels.moe import triton as moe
+from negamax.kernels.op import W8A8, WEIGHT_ONLY
+from negamax.kernels.registry import resolve
+from negamax.kernels.signatures import EXPERTS, LINEAR
+from negamax.kernels.weight_only import cases, layout, triton_rounding
+from negamax.kernels.weight_only.triton_rounding import round_activations
+
+INT8, FP8 = cases.INT8_CHANNEL, cases.E4M3_CHANNEL
+BOTH = pytest.mark.parametrize("stored", [FP8], ids=lambda stored: stored.name)
+
+
+def weight(stored: TensorFormat, *shape: int) -> StoredWeight:
+    generator = torch.Generator().manual_seed(0)
+    tensors = cases.tensors_of(stored, "w", *shape, generator=generator)
+    return StoredWeight(stored, {name.removeprefix("w."): t for name, t in tensors.items()})
+
+
+def activations(num_tokens: int, width: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(num_tokens, width, generator=generator).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("capability", "int8", "fp8"),
+    [((8, 0), WEIGHT_ONLY, WEIGHT_ONLY), ((9, 0), WEIGHT_ONLY, W8A8)],
+)
+def test_activations_are_rounded_where_the_format_says_so_and_the_gpu_multiplies_it(
+    capability: tuple[int, int], int8: str, fp8: str
+) -> None:
+    table = resolve(platform=platform.nvidia(capability, name=""), dtype=torch.bfloat16)
+    for stored, provider in ((INT8, int8), (FP8, fp8)):
+        for op in (LINEAR, EXPERTS):
+            rounded = table.choose(op, stored)
+            kept = table.choose(op, replace(stored, activation=None))
+            assert rounded and rounded.provider == provider and rounded.activation is None
+            assert kept and kept.provider == WEIGHT_ONLY
+            assert table[op].reads(PLAIN)
+
+
+@BOTH
+def test_each_token_has_a_scale_of_its_own(stored: TensorFormat) -> None:
+    x = activations(4, 200) * torch.tensor([1.0, 1e-6, 1e4, 0.0])[:, None]
+    packed = layout.pack(weight(stored, 1, 200))
+    q, scale = round_activations(x.to(torch.bfloat16), packed.packing)
+    dtype, largest = (torch.int8, 127) if stored is INT8 else (torch.float8_e4m3fn, 448)
+    assert q.dtype is dtype and q.shape == (4, 256)
+    torch.testing.assert_close(scale[:3], x.float().abs().amax(1)[:3] / largest, rtol=1e-2, atol=0)
+    axes = [1 + axis for axis in triton_rounding._order_of_columns()]
+    in_order = torch.arange(256).view(-1, 2, 2, 4, 2).permute(0, *axes).flatten()
+    columns = torch.empty(4, 256).index_copy_(1, in_order, q.float())
+    assert not columns[:, 200:].any() and not columns[3].any()
+    assert (columns[:3].abs().amax(1) == largest).all()
+    error = (columns * scale[:, None])[:, :200] - x.to(torch.bfloat16).float()
+    step = scale[:, None] / 2 if stored is INT8 else x.float().abs() / 15.9 + scale[:, None] / 1023
+    assert (error.abs() <= 1.001 * step).all()
+
+
+@BOTH
+def test_a_token_that_is_not_finite_stays_so_and_alone(
+    stored: TensorFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moe_tiles, "SMALL_M_MAX_M", 2)
+    x = activations(66, 160)
+    clean = x.clone()
+    x[1, 7], x[65, 0] = float("nan"), float("inf")
+    dense = triton_w8a8.triton_packed.prepare(weight(stored, 72, 160))
+    experts = moe.prepare_packed(weight(stored, 3, 80, 160), weight(stored, 3, 160, 40))
+    ids = torch.tensor([[0, 1]]).repeat(66, 1).int()
+    ids[:, 1] += (torch.arange(66) % 2).int()
+    weights = torch.full((66, 2), 0.5)
+    with torch.inference_mode():
+        for run in (
+            lambda x: triton_w8a8.linear(x, dense),
+            lambda x: moe.experts_rounded(x, ids, weights, experts, first=0, count=3).sum(1),
+        ):
+            found, expected = run(x), run(clean)
+            broken = ~found.isfinite().any(1)
+            assert broken.nonzero().flatten().tolist() == [1, 65]
+            assert torch.equal(found[~broken], expected[~broken]) and expected.isfinite().all()
+
+
+@pytest.mark.parametrize(("stored", "error"), [(FP8, 0.03)])
+def test_rounding_costs_what_its_element_is_known_for(stored: TensorFormat, error: float) -> None:
+    whole, x = weight(stored, 130, 640), activations(65, 640)
+    with torch.inference_mode():
+        found = triton_w8a8.linear(x, triton_w8a8.triton_packed.prepare(whole)).float()
+    expected = x.float() @ stored.dequantize(whole.tensors).t()
+    size = (found - expected).norm() / expected.norm()
+    assert error / 2 < size < error
