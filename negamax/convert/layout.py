@@ -17,7 +17,7 @@ from negamax.checkpoint.reader import SAFETENSORS_NAMES, CheckpointReader, Tenso
 from negamax.convert.source import Source, Weight
 from negamax.convert.targets import Target
 from negamax.convert.writer import Planned
-from negamax.kernels.formats import PLAIN, Axis, TensorFormat
+from negamax.kernels.formats import E4M3, E4M3_FNUZ, PLAIN, Axis, TensorFormat
 from negamax.quantization.scheme import Scheme
 
 _DTYPES = {spelled: getattr(torch, name) for name, spelled in SAFETENSORS_NAMES.items()}
@@ -109,8 +109,11 @@ def _quantized(weight: Weight, stored: TensorFormat) -> Piece:
     quantize = stored.quantize
     assert quantize is not None, f"{stored.name} is only read"
 
+    is_e4m3 = _is_other_e4m3(weight.format, stored)
+
     def make(read: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        made = quantize(weight.dequantize(read))
+        plain = weight.dequantize(read)
+        made = _other_e4m3(read, stored) if is_e4m3 else quantize(plain)
         return {f"{weight.module}.{name}": tensor for name, tensor in made.items()}
 
     planned = tuple(
@@ -120,6 +123,31 @@ def _quantized(weight: Weight, stored: TensorFormat) -> Piece:
     return Piece(
         weight.name, weight.spec.shape, stored, planned, weight.read, make, weight.num_bytes
     )
+
+
+def _is_other_e4m3(one: TensorFormat, other: TensorFormat) -> bool:
+    """Whether they differ in the form of E4M3 alone, of which MI300 has its own."""
+    forms = {each.values.dtypes[0] for each in (one, other)}
+    dims, others = ([(t.name, t.dims) for t in each.tensors if t.is_kept] for each in (one, other))
+    return forms == {E4M3, E4M3_FNUZ} and dims == others
+
+
+def _other_e4m3(read: Mapping[str, Tensor], stored: TensorFormat) -> Mapping[str, Tensor]:
+    """The same numbers, none of them NaN, in the form of `stored`. MI300's bits stand for half as
+    much, and 0x80 and 0x7F for NaN and 240 where the others' do for -0 and NaN.
+    """
+    values, scale = (read[tensor.name] for tensor in stored.tensors[:2])
+    bits, dtype = values.view(torch.uint8), getattr(torch, stored.values.dtypes[0])
+    made: tuple[Tensor, Tensor]
+    if dtype is torch.float8_e4m3fnuz and values.dtype is dtype:  # whatever config.json says
+        made = values, scale
+    elif dtype is torch.float8_e4m3fnuz:
+        made = bits.masked_fill(bits == 0x80, 0).view(dtype), scale * 2
+    elif (bits & 0x7F == 0x7F).any():  # their scale stays; values below 2^-7 may lose a bit
+        made = values.view(torch.float8_e4m3fnuz).float().to(dtype), scale
+    else:
+        made = bits.view(dtype), scale / 2
+    return {tensor.name: part for tensor, part in zip(stored.tensors, made, strict=True)}
 
 
 def _quantized_together(weights: list[Weight], stored: TensorFormat) -> Iterator[Piece]:
