@@ -20,8 +20,8 @@ from negamax.kernels.weight_only.layout import PackedWeight, pack
 def unpacked(packed: PackedWeight) -> Tensor:
     """[rows, columns] fp32: what the kernels on GPUs read, as its layout is described."""
     own, rows = packed.packing, len(packed.qweight)
-    # byte t * 8 + b * 4 + h * 2 + e of 32 has column b * 16 + h * 8 + t * 2 + e
-    order = torch.arange(32).view(2, 2, 4, 2).permute(2, 0, 1, 3).flatten()
+    # byte t * 8 + b * 4 + e * 2 + h of 32 has column b * 16 + h * 8 + t * 2 + e
+    order = torch.arange(32).view(2, 2, 4, 2).permute(2, 0, 3, 1).flatten()
     spans = packed.qweight.view(rows, -1, 32)
     codes = torch.empty_like(spans)
     codes[..., order] = spans
@@ -31,8 +31,11 @@ def unpacked(packed: PackedWeight) -> Tensor:
     assert codes.shape[1] == own.K_PACKED
     scale = zero = None
     if own.GROUP:
-        kinds = {"e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu}
-        scale = packed.scales.view(kinds.get(own.SCALE, packed.scales.dtype)).t()
+        scale = packed.scales.t()
+        if own.SCALE == "e8m0":
+            scale = scale.view(torch.float8_e8m0fnu)
+        elif own.SCALE == "e5m3":
+            scale = (1 + (scale & 7) / 8) * 2.0 ** (scale.float().div(8).floor() - 23)
     if own.ELEMENT == "e4m3":
         codes = codes.view(torch.float8_e4m3fn)
     elif own.ELEMENT != "e2m1":

@@ -133,9 +133,10 @@ class H200(Tiles):
         block_m = max(16, min(128, _power_of_two(M)))
         if block_m == 128:
             return Tile(128, 128, 128, num_warps=8, num_stages=3)
-        return Tile(
-            block_m, 64, 128, num_warps=4, num_stages=5, split_k=self._splits(M, N, K, block_m)
-        )
+        programs = -(-N // 64) * -(-M // block_m)
+        most = 2 * self.multiprocessors // programs
+        split_k = 4 if most >= 4 else 2 if most >= 2 else 1
+        return Tile(block_m, 64, 256, num_warps=4, num_stages=3, split_k=split_k)
 
     def w8a8(self, *, M: int, N: int) -> Tile:
         """Those of FP8 blocks. Not measured."""

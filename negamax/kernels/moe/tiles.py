@@ -135,10 +135,15 @@ class H200(Tiles):
         return ExpertTiles(gate_up, Tile(64, 128, 128, num_warps=4, num_stages=3), repeat_n=8)
 
     def packed(self, *, M: int) -> ExpertTiles:
-        block_m, stages = (16, 5) if M <= SMALL_M_MAX_M else (64, 4)
+        """Three programs of 168 registers share a multiprocessor."""
+        if M > SMALL_M_MAX_M:
+            return ExpertTiles(
+                Tile(64, 64, 128, num_warps=4, num_stages=4),
+                Tile(64, 128, 128, num_warps=4, num_stages=4),
+            )
         return ExpertTiles(
-            Tile(block_m, 64, 128, num_warps=4, num_stages=stages),
-            Tile(block_m, 128, 128, num_warps=4, num_stages=stages),
+            Tile(16, 64, 128, num_warps=4, num_stages=4, maxnreg=168),
+            Tile(16, 128, 128, num_warps=4, num_stages=3),
         )
 
     def w8a8(self) -> ExpertTiles:

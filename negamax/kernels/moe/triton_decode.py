@@ -488,12 +488,13 @@ def experts_small_m(
     h, h_scale = empty_intermediate(num_pairs, q, E.WIDTH)
     expert_pairs = torch.empty(count * (num_tokens + 1), dtype=torch.int32, device=device)
     expert_counts = expert_pairs[count * num_tokens :]
-    shared = {"E": E, "TOP_K": top_k, **launch_options(device)}
+    shared = {"E": E, "TOP_K": top_k}
     _gate_up_small_m_kernel[(groups * triton.cdiv(E.WIDTH, gate_up.block_n),)](
         q, scale, topk_ids, prepared.gate_up, prepared.gate_up_scale, h, h_scale, expert_pairs,
         expert_counts, num_pairs, first, count, int(per_pair),
         BLOCK_M=gate_up.block_m, BLOCK_N=gate_up.block_n, BLOCK_K=gate_up.block_k,
         NUM_STAGES=gate_up.num_stages, num_warps=gate_up.num_warps, **shared,
+        **launch_options(device, maxnreg=gate_up.maxnreg),
     )  # fmt: skip
     out = torch.empty(num_tokens, top_k, E.HIDDEN, dtype=model_dtype(x), device=device)
     _down_small_m_kernel[((groups + 1) * triton.cdiv(E.HIDDEN, down.block_n),)](
@@ -501,5 +502,6 @@ def experts_small_m(
         expert_counts, num_pairs, first, count, int(per_pair),
         BLOCK_M=down.block_m, BLOCK_N=down.block_n, BLOCK_K=down.block_k,
         NUM_STAGES=down.num_stages, num_warps=down.num_warps, **shared,
+        **launch_options(device, maxnreg=down.maxnreg),
     )  # fmt: skip
     return out

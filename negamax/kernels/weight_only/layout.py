@@ -5,8 +5,9 @@ A `PackedWeight` holds matrices [..., N, K] below each other, as R rows of codes
     qweight  [R, K / 2] uint8 of two codes: of 64 columns each, byte j has column j in its low
              nibble and column j + 32 in its high one, so that a tile of bytes is two tiles of
              codes, and no thread hands another what it has unpacked. 8 bits: [R, K] uint8.
-    scales   [groups, R] as the checkpoint has them: those of neighbouring rows lie together
-    zeros    [groups, R] uint8
+    scales   [groups, R] as the checkpoint has them: those of neighbouring rows lie together. E4M3
+             with a wider exponent and no sign: E5M3, of which no number is subnormal
+    zeros    [groups, R] unsigned integers
     row_scale [R] fp32: scales per row, or of the scales
 
 K is filled up to a multiple of 64. Signed codes are stored with 8 or 128 added.
@@ -25,7 +26,7 @@ from negamax.kernels.formats import StoredWeight
 
 PackedTensors = tuple[Tensor, Tensor, Tensor, Tensor]
 HALF = 32  # columns whose codes are low nibbles, beside as many that are high ones
-_SCALES = {torch.float8_e4m3fn: "e4m3", torch.float8_e8m0fnu: "e8m0"}
+E5M3_BIAS = 23  # of the exponents of E4M3, -9 to 8, the highest is 31 then
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Packing:
     K: int  # columns
     K_PACKED: int  # columns, filled up
     GROUP: int  # columns that share a scale; 0: scales per row alone
-    SCALE: str  # "float", "e4m3", "e8m0"
+    SCALE: str  # "float", "e5m3", "e8m0"
     ZEROS: bool  # zero points per group; else 8 or 128 is what stands for 0
     ROW_SCALE: bool
 
@@ -107,22 +108,25 @@ def _pack(codes: Codes, *, bits: int) -> PackedWeight:
     if per_byte == 2:
         low, high = qweight.view(N, -1, 2, HALF).unbind(2)
         qweight = (low | high << 4).flatten(1)
-    # of each HALF bytes [2, 2, 4, 2]: four neighbouring threads have 8 neighbouring bytes each
-    qweight = qweight.view(N, -1, 2, 2, 4, 2).permute(0, 1, 4, 2, 3, 5).reshape(N, -1)
+    # of each HALF bytes [2, 2, 4, 2]: four neighbouring threads have 8 neighbouring bytes each, and
+    # of four of these two pairs, each of whose bytes are 16 bits apart
+    qweight = qweight.view(N, -1, 2, 2, 4, 2).permute(0, 1, 4, 2, 5, 3).reshape(N, -1)
     row_scale = (
         None if codes.global_scale is None else codes.global_scale.float().reshape(-1).expand(N)
     )
     group, kind, scales = 0, "float", None
     if scale.shape[-1] > 1 or zero_point is not None or codes.global_scale is not None:
         group = codes.block[1] if scale.shape[-1] > 1 else filled
-        kind = _SCALES.get(scale.dtype, "float")
-        scales = _by_group(scale if kind == "float" else scale.view(torch.uint8), codes, N)
+        kind, scale = _held(scale)
+        scales = _by_group(scale, codes, N)
         scales = F.pad(scales, (0, 0, 0, -(-filled // group) - len(scales)))
+        scales = _widened(scales, group, "float32") if kind == "float" else scales
     else:
         row_scale = _by_group(scale.float(), codes, N)[0]
     zeros = None if zero_point is None else _by_group(zero_point, codes, N)
     if zeros is not None and scales is not None:
         zeros = F.pad(zeros, (0, 0, 0, len(scales) - len(zeros)))
+        zeros = _widened(zeros, group, "int32")
     packing = Packing(
         element, per_byte, K, filled, group, kind, zeros is not None, row_scale is not None
     )
@@ -133,6 +137,27 @@ def _pack(codes: Codes, *, bits: int) -> PackedWeight:
         qweight if row_scale is None else row_scale,
         packing,
     )
+
+
+def _held(scale: Tensor) -> tuple[str, Tensor]:
+    """The kind of scales, and their numbers or bits."""
+    if scale.dtype is torch.float8_e8m0fnu:
+        return "e8m0", scale.view(torch.uint8)
+    if scale.dtype is not torch.float8_e4m3fn:
+        return "float", scale
+    mantissa, exponent = torch.frexp(scale.float())  # 1 / 2 to 1
+    return "e5m3", ((exponent - 1 + E5M3_BIAS) * 8 + (mantissa * 16 - 8).int()).to(torch.uint8)
+
+
+def _widened(each: Tensor, group: int, widest: str) -> Tensor:
+    """In 4 bytes where there is one for 128 columns or more, at least in 2 where for 64: copies to
+    shared memory that go on while a program computes take 4 bytes of a thread, and a thread of a
+    tile of 128 x 128 has those of one row.
+    """
+    size = min(4, 4 * group // 128)
+    if each.itemsize >= size:
+        return each
+    return each.to(getattr(torch, widest if size == 4 else "int16"))
 
 
 def _unsigned(codes: Codes, *, bits: int) -> tuple[str, Tensor, Tensor | None]:

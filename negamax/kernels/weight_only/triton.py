@@ -6,8 +6,8 @@ two tiles, `low` and `high`, of BLOCK_K / 2 columns each, and so are the activat
     bytes     0 .. 31 | 32 .. 63      low   columns  0 .. 31 | 64 ..  95
                                       high  columns 32 .. 63 | 96 .. 127
 
-On NVIDIA GPUs codes become bf16 in pairs, by bit operations (instructions per weight: uint4 1.5,
-e2m1 2.5, e4m3 2.25, uint8 2.5). The bits of e2m1 and e4m3 are put where bf16 has its own, which
+On NVIDIA GPUs codes become bf16 in pairs, by bit operations (instructions per weight: uint4 1.4,
+e2m1 2.4, e4m3 2.25, uint8 2.5). The bits of e2m1 and e4m3 are put where bf16 has its own, which
 makes the value a power of two too small. The scale is as much larger, but for 2^_POST, which is
 left for the end, so that neither leaves the range of bf16.
 
@@ -29,7 +29,7 @@ from negamax.kernels.weight_only import layout
 
 HALF = tl.constexpr(layout.HALF)
 _POST = 10
-_TINY = tl.constexpr(2.0**120)  # what the bits of e4m3 lack as those of fp32
+_E5M3 = tl.constexpr((127 - layout.E5M3_BIAS) << 23)  # what the bits of e5m3 lack in fp32
 
 
 @triton.constexpr_function
@@ -51,13 +51,6 @@ def _factor(P: Any, DTYPE: Any) -> float:
     return 2.0 ** _exponent(P, DTYPE)
 
 
-@triton.constexpr_function
-def _run(P: Any, BLOCK_K: int) -> int:
-    """Neighbouring codes of `low` or `high` that share a scale."""
-    group = P.GROUP or BLOCK_K
-    return min(group, BLOCK_K) // 2 if group >= 2 * layout.HALF else min(group, layout.HALF)
-
-
 @triton.jit
 def multiply(
     x_rows, valid, w, rows, inside, num_rows, start, stop, P: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -74,10 +67,9 @@ def multiply(
     columns = _half_columns(BLOCK_K)
     x_ptrs = x_rows[None, :] + columns[:, None]
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    scales = _load_scales(w, rows, inside, num_rows, start * BLOCK_K, P, BLOCK_N, BLOCK_K)
     for step in tl.range(start, stop, num_stages=NUM_STAGES):
         k = step * BLOCK_K
-        following = _load_scales(w, rows, inside, num_rows, k + BLOCK_K, P, BLOCK_N, BLOCK_K)
+        scales = _load_scales(w, rows, inside, num_rows, k, P, BLOCK_N, BLOCK_K)
         low, high = _load_weight(w, rows, inside, k, scales, P, BLOCK_N, BLOCK_K, DTYPE)
         here = valid[None, :] & ((columns < P.K - k)[:, None] | EVEN)
         x_low = tl.load(x_ptrs + k, mask=here, other=0.0)
@@ -88,7 +80,6 @@ def multiply(
             acc += product * _number_of_scale(scales[0], P)
         else:
             acc = dot(high, x_high, dot(low, x_low, acc))
-        scales = following
     if _exponent(P, DTYPE) != 0:
         acc *= 1024.0  # 2^_POST
     if P.ROW_SCALE:
@@ -104,40 +95,56 @@ def _half_columns(BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _in_order(q, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Bytes as they lie in memory, [ROWS, COLUMNS], in the order of their columns."""
-    q = tl.reshape(q, (ROWS, COLUMNS // HALF, 4, 2, 2, 2))
+def _in_order(q, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PAIRS: tl.constexpr):
+    """Bytes as they lie in memory, [ROWS, COLUMNS], in the order of their columns; the four of a
+    register as `unpack_bytes` takes them, where it does.
+    """
+    q = tl.reshape(q if PAIRS else order_bytes(q), (ROWS, COLUMNS // HALF, 4, 2, 2, 2))
     return tl.reshape(tl.permute(q, (0, 1, 3, 4, 2, 5)), (ROWS, COLUMNS))
+
+
+@triton.jit
+def order_bytes(q):
+    """Each four bytes (0, 2, 1, 3) as (0, 1, 2, 3)."""
+    each = tl.reshape(q, (q.numel // 4, 2, 2))
+    return tl.reshape(tl.permute(each, (0, 2, 1)), q.shape)
 
 
 @triton.jit
 def _load_scales(
     w, rows, inside, num_rows, k, P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """What stands beside the columns k .. k + BLOCK_K - 1 (k beyond P.K: the last ones) of the rows
-    `rows` [BLOCK_N], where `inside`, of a packed weight of `num_rows`: scales and zero points, as
-    stored, of `low` and of `high`. Loaded a step ahead: few bytes do not go through the pipeline.
+    """What stands beside the columns k .. k + BLOCK_K - 1 of the rows `rows` [BLOCK_N], where
+    `inside`, of a packed weight of `num_rows`: scales and zero points, as stored, of `low` and of
+    `high`, [BLOCK_N, runs]. Loaded together: less than 4 bytes of a thread are not pipelined.
     """
-    k = tl.minimum(k, (P.K - 1) // BLOCK_K * BLOCK_K)
     scale = tl.zeros((BLOCK_N, 1), tl.float32)
     zero, scale_high, zero_high = scale, scale, scale
     if P.GROUP > 0:
-        RUN: tl.constexpr = _run(P, BLOCK_K)
-        run = tl.arange(0, BLOCK_K // 2 // RUN) * RUN
-        run = k + run // HALF * (2 * HALF) + run % HALF  # their first columns
-        fits = inside[:, None] & ((run < P.K_PACKED) | (P.K_PACKED % BLOCK_K == 0))[None, :]
-        offsets = rows[:, None] + (run // P.GROUP)[None, :] * num_rows
-        scale = tl.load(w[1] + offsets, mask=fits, other=0)
-        scale_high = scale
+        GROUPS: tl.constexpr = max(1, BLOCK_K // P.GROUP)
+        groups = k // P.GROUP + tl.arange(0, GROUPS)
+        fits = groups * P.GROUP < P.K_PACKED
+        fits = inside[:, None] & (fits | (P.K_PACKED % BLOCK_K == 0))[None, :]
+        offsets = rows[:, None] + groups[None, :] * num_rows
+        scale, scale_high = _halves(tl.load(w[1] + offsets, mask=fits, other=0), P)
         if P.ZEROS:
-            zero = tl.load(w[2] + offsets, mask=fits, other=0)
-            zero_high = zero
-        if P.GROUP < 2 * HALF:
-            offsets = rows[:, None] + ((run + HALF) // P.GROUP)[None, :] * num_rows
-            scale_high = tl.load(w[1] + offsets, mask=fits, other=0)
-            if P.ZEROS:
-                zero_high = tl.load(w[2] + offsets, mask=fits, other=0)
+            zero, zero_high = _halves(tl.load(w[2] + offsets, mask=fits, other=0), P)
     return scale, zero, scale_high, zero_high
+
+
+@triton.jit
+def _halves(each, P: tl.constexpr):
+    """Of scales [ROWS, groups] those of `low` and of `high`."""
+    if P.GROUP < 2 * HALF:
+        RUNS: tl.constexpr = HALF // P.GROUP  # of HALF columns
+        ROWS: tl.constexpr = each.shape[0]
+        SPANS: tl.constexpr = each.shape[1] // (2 * RUNS)
+        each = tl.permute(tl.reshape(each, (ROWS, SPANS, 2, RUNS)), (0, 1, 3, 2))
+        low, high = tl.split(each)
+        low, high = tl.reshape(low, (ROWS, SPANS * RUNS)), tl.reshape(high, (ROWS, SPANS * RUNS))
+    else:
+        low, high = each, each
+    return low, high
 
 
 @triton.jit
@@ -152,11 +159,13 @@ def _load_weight(
     q_ptrs = w[0] + rows.to(tl.int64)[:, None] * (P.K_PACKED // P.CODES)
     byte = k // 2 + tl.arange(0, BLOCK_K // 2) if P.CODES == 2 else k + _half_columns(BLOCK_K)
     here = inside[:, None] & ((byte < P.K_PACKED // P.CODES) | EVEN)[None, :]
-    q = _in_order(tl.load(q_ptrs + byte[None, :], mask=here, other=0), BLOCK_N, BLOCK_K // 2)
+    PAIRS: tl.constexpr = _by_pairs(DTYPE)
+    q = tl.load(q_ptrs + byte[None, :], mask=here, other=0)
+    q = _in_order(q, BLOCK_N, BLOCK_K // 2, PAIRS)
     q_high = q
     if P.CODES == 1:
         q_high = tl.load(q_ptrs + HALF + byte[None, :], mask=here, other=0)
-        q_high = _in_order(q_high, BLOCK_N, BLOCK_K // 2)
+        q_high = _in_order(q_high, BLOCK_N, BLOCK_K // 2, PAIRS)
     low = _dequantize(q, scales[0], scales[1], P, BLOCK_N, BLOCK_K, DTYPE, HIGH=False)
     return low, _dequantize(q_high, scales[2], scales[3], P, BLOCK_N, BLOCK_K, DTYPE, HIGH=True)
 
@@ -175,10 +184,25 @@ def _number_of_scale(scale, P: tl.constexpr):
     elif P.SCALE == "e8m0":
         scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     else:
-        scale = scale.to(tl.int32)
-        scale = ((scale & 0x7F) << 20) | ((scale & 0x80) << 24)
-        scale = scale.to(tl.float32, bitcast=True) * _TINY
+        scale = ((scale.to(tl.int32) << 20) + _E5M3).to(tl.float32, bitcast=True)
     return scale
+
+
+@triton.constexpr_function
+def _e5m3_as_bf16(P: Any, DTYPE: Any) -> int:
+    """What is added to the bits of scales in e5m3, as those of bf16, for `_factor` times them."""
+    return (127 - layout.E5M3_BIAS + _exponent(P, DTYPE)) << 7
+
+
+@triton.jit
+def factor_of_scale(scale, P: tl.constexpr, DTYPE: tl.constexpr):
+    """What codes are multiplied by, in bf16 for `unpack_bytes`, else in fp32."""
+    if _by_pairs(DTYPE) and P.SCALE == "e5m3":
+        bits = (scale.to(tl.int32) << 4) + _e5m3_as_bf16(P, DTYPE)
+        factor = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        factor = _number_of_scale(scale, P) * _factor(P, DTYPE)
+    return factor
 
 
 @triton.jit
@@ -206,7 +230,7 @@ def _dequantize(
     SCALED: tl.constexpr = GROUPED or _exponent(P, DTYPE) != 0
     factor = tl.full((BLOCK_N, 1), _factor(P, DTYPE), tl.float32)
     if GROUPED:
-        factor = _number_of_scale(scale, P) * _factor(P, DTYPE)
+        factor = factor_of_scale(scale, P, DTYPE)
     added = tl.full((BLOCK_N, 1), _offset(P, DTYPE), tl.float32)
     if P.ZEROS:
         added = _offset(P, DTYPE) - zero.to(tl.float32)
