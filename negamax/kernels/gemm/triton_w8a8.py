@@ -25,9 +25,10 @@ from negamax.kernels.op import W8A8, AnyKernel, Kernel
 from negamax.kernels.platform import Feature
 from negamax.kernels.signatures import LINEAR
 from negamax.kernels.weight_only.triton_rounding import (
+    add_product,
     round_activations,
-    rounded_dot,
     rounded_dtype,
+    scaled,
 )
 
 
@@ -62,12 +63,12 @@ def _w8a8_linear_kernel(
     offs_m = first_m + tl.arange(0, BLOCK_M)
     offs_n = first_n + tl.arange(0, BLOCK_N)
     wait_then_launch_dependents(PDL)
+    x_scale = tl.load(x_scale_ptr + offs_m, mask=offs_m < M, other=0.0)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32 if x_desc.dtype == tl.int8 else tl.float32)
     for k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
-        acc = rounded_dot(x_desc.load([first_m, k]), w_desc.load([first_n, k]).T, acc, BLOCK_K)
+        acc = add_product(acc, x_desc.load([first_m, k]), w_desc.load([first_n, k]).T, x_scale)
     w_scale = tl.load(w_scale_ptr + offs_n, mask=offs_n < N, other=0.0)
-    x_scale = tl.load(x_scale_ptr + offs_m, mask=offs_m < M, other=0.0)
-    out = acc.to(tl.float32) * x_scale[:, None] * w_scale[None, :]
+    out = scaled(acc, x_scale) * w_scale[None, :]
     out_ptrs = out_ptr + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :]
     inside = (offs_m < M)[:, None] & (offs_n < N)[None, :]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=inside)

@@ -22,29 +22,30 @@ from negamax.kernels.moe import tiles
 from negamax.kernels.moe.triton_prefill import _expert_of_tile, _zero_pairs, sort_pairs
 from negamax.kernels.moe.triton_shared import PreparedExperts, silu_and_mul
 from negamax.kernels.weight_only.triton_rounding import (
+    add_product,
     round_activations,
     round_rows,
-    rounded_dot,
     rounded_dtype,
     scale_of_rows,
+    scaled,
 )
 
 
 @triton.jit
 def _product(
-    x_ptrs, valid, w_desc, first_row, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+    x_ptrs, x_scale, valid, w_desc, first_row, K: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_M, BLOCK_N] fp32 without scales: the rows at x_ptrs times rows first_row .. first_row
-    + BLOCK_N - 1 of w.
+    """[BLOCK_M, BLOCK_N] fp32, without the scales of w: the rows at x_ptrs times rows first_row ..
+    first_row + BLOCK_N - 1 of w.
     """
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32 if w_desc.dtype == tl.int8 else tl.float32)
     offs_k = tl.arange(0, BLOCK_K)
     for k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
         inside = valid[:, None] & ((offs_k < K - k)[None, :] | (K % BLOCK_K == 0))
         x = tl.load(x_ptrs + k, mask=inside, other=0.0)
-        acc = rounded_dot(x, tl.trans(w_desc.load([first_row, k])), acc, BLOCK_K)
-    return acc.to(tl.float32)
+        acc = add_product(acc, x, tl.trans(w_desc.load([first_row, k])), x_scale)
+    return scaled(acc, x_scale)
 
 
 @triton.jit(do_not_specialize=["num_experts"])
@@ -88,12 +89,14 @@ def _gate_up_w8a8_kernel(
     tokens = tl.load(sorted_token_ids_ptr + places, mask=valid, other=0) // TOP_K
     x_ptrs = x_ptr + tokens.to(tl.int64)[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
     row = expert * (2 * E.WIDTH) + tile_n * BLOCK_N
-    gate = _product(x_ptrs, valid, w_desc, row, K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)
-    up = _product(x_ptrs, valid, w_desc, row + E.WIDTH, K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)
-    x_scale = tl.load(x_scale_ptr + tokens, mask=valid, other=0.0)[:, None]
+    x_scale = tl.load(x_scale_ptr + tokens, mask=valid, other=0.0)
+    gate = _product(x_ptrs, x_scale, valid, w_desc, row,
+                    K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+    up = _product(x_ptrs, x_scale, valid, w_desc, row + E.WIDTH,
+                  K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
     w_scale_ptrs = w_scale_ptr + expert * (2 * E.WIDTH) + offs_n
-    gate *= x_scale * tl.load(w_scale_ptrs, mask=inside, other=0.0)[None, :]
-    up *= x_scale * tl.load(w_scale_ptrs + E.WIDTH, mask=inside, other=0.0)[None, :]
+    gate *= tl.load(w_scale_ptrs, mask=inside, other=0.0)[None, :]
+    up *= tl.load(w_scale_ptrs + E.WIDTH, mask=inside, other=0.0)[None, :]
     y = tl.where(inside[None, :], silu_and_mul(gate, up), 0.0)
     scale = scale_of_rows(y, dtype)
     tl.store(h_scale_ptr + places * TILES_N + tile_n, scale, mask=valid)
@@ -156,8 +159,10 @@ def _down_w8a8_kernel(
         row = expert * E.HIDDEN + first_n + tile * BLOCK_N
         w = tl.trans(w_desc.load([row, block * BLOCK_K]))
         scale = tl.load(h_scale_ptr + places * STEPS + block, mask=valid, other=0.0) * topk_weight
-        none = tl.zeros((BLOCK_M, BLOCK_N), tl.int32 if w_desc.dtype == tl.int8 else tl.float32)
-        acc += rounded_dot(h, w, none, BLOCK_K).to(tl.float32) * scale[:, None]
+        if w_desc.dtype == tl.int8:
+            acc += tl.dot(h, w, out_dtype=tl.int32).to(tl.float32) * scale[:, None]
+        else:
+            acc += tl.dot(h, w) * scale[:, None]
         if block == STEPS - 1:
             n_inside = offs_n + tile * BLOCK_N < E.HIDDEN
             w_scale_ptrs = w_scale_ptr + expert * E.HIDDEN + offs_n + tile * BLOCK_N

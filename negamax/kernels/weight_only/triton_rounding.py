@@ -70,15 +70,25 @@ def round_rows(y, scale, DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.co
 
 
 @triton.jit
-def rounded_dot(x, w, acc, BLOCK_K: tl.constexpr):
-    """acc + x w, both of BLOCK_K columns, rounded: in int32, or of E4M3 in fp32. Hopper's tensor
-    cores keep 14 bits of a sum of E4M3 products, so each tile is added outside them.
+def add_product(acc, x, w, x_scale):
+    """acc + x w: of int8 the exact sums, in int32; of E4M3 times x_scale [BLOCK_M], in fp32.
+    Hopper's tensor cores keep 14 bits of a sum of E4M3 products, so each tile is added
+    outside them.
     """
     if x.dtype == tl.int8:
         acc = tl.dot(x, w, acc, out_dtype=tl.int32)
     else:
-        acc = tl.dot(x, w, acc, max_num_imprecise_acc=BLOCK_K)
+        acc += tl.dot(x, w) * x_scale[:, None]
     return acc
+
+
+@triton.jit
+def scaled(acc, x_scale):
+    """What `add_product` has added up, times x_scale in any case: fp32."""
+    if acc.dtype == tl.int32:
+        return acc.to(tl.float32) * x_scale[:, None]
+    else:
+        return acc
 
 
 @triton.jit
