@@ -14,20 +14,20 @@ from tests.e2e.conftest import Server
 
 
 def test_a_stopped_engine_is_a_gap_and_a_running_one_is_none(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    talker: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unnoticed(server, lambda: time.sleep(0.5), gap=1.0)
+    unnoticed(talker, lambda: time.sleep(0.5), gap=1.0)
 
     def stop() -> None:
-        os.kill(server.engine_pid(), signal.SIGSTOP)
+        os.kill(talker.engine_pid(), signal.SIGSTOP)
         try:
             time.sleep(1.0)
         finally:
-            os.kill(server.engine_pid(), signal.SIGCONT)
+            os.kill(talker.engine_pid(), signal.SIGCONT)
 
     def is_noticed() -> bool:
         try:
-            unnoticed(server, stop, gap=0.3)
+            unnoticed(talker, stop, gap=0.3)
         except AssertionError as error:
             return "gap of a neighbour" in str(error)
         return False

@@ -18,7 +18,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as trace_service
 
 from negamax.cli.main import main
-from tests.e2e.conftest import MODEL, eventually, serving
+from tests.e2e.conftest import MODEL, eventually, serving, talking
 from tests.ports import free_port
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -86,7 +86,8 @@ def test_every_request_has_a_span_and_a_dead_collector_harms_nobody(
     port = free_port()
     endpoint = f"http://127.0.0.1:{port}"
     path, log_file = "/v1/chat/completions", tmp_path / "log"
-    options = ("--otlp-traces-endpoint", endpoint, "--log-format", "json")
+    talk = talking(tmp_path, tokens_per_second=100)
+    options = (*talk, "--otlp-traces-endpoint", endpoint, "--log-format", "json")
     with serving(*options, log_file=log_file) as server, server.http() as http_client:
         for _ in range(3):  # nobody listens at the endpoint yet
             assert http_client.post(path, json=BODY).status_code == 200
