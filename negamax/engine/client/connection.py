@@ -33,7 +33,7 @@ SHUTDOWN_SECONDS = 5.0
 BEAT_TIMEOUT_SECONDS = 30.0
 _WATCH_SECONDS = 0.25
 _START_POLL_SECONDS = 0.02
-_LAST_WORDS_SECONDS = 0.1  # in which what a process sent before its end arrives
+_LAST_WORDS_SECONDS = 5.0  # in which what a process sent before its end arrives at the latest
 _FRAMES_PER_TURN = 32  # after which other events of the loop get their turn
 
 Receive = Callable[[list[wire.StepOutputs]], None]
@@ -262,12 +262,22 @@ class EngineConnection:
         word.
         """
         while not holds():
+            await asyncio.sleep(_START_POLL_SECONDS)
             code = self._process.poll()
-            await asyncio.sleep(_START_POLL_SECONDS if code is None else _LAST_WORDS_SECONDS)
-            if code is not None and not holds():
+            if code is not None and not await self._hears(holds):
                 raise EngineDeadError(
                     f"the engine process ended with exit code {code} while starting"
                 )
+
+    async def _hears(self, is_heard: Callable[[], bool]) -> bool:
+        """Whether what the process said before its end comes, for which a thread of this process
+        must have its turn. One that was killed had no time to say anything.
+        """
+        was_killed = self._process.returncode < 0
+        deadline = time.monotonic() + (0.0 if was_killed else _LAST_WORDS_SECONDS)
+        while not (found := is_heard()) and time.monotonic() < deadline:
+            await asyncio.sleep(_START_POLL_SECONDS)
+        return found
 
     async def _watch_process(self) -> None:
         """Notice an engine that died without a word, and one that lives and does nothing."""
@@ -278,7 +288,12 @@ class EngineConnection:
             await asyncio.sleep(_WATCH_SECONDS)
             code = self._process.poll()
             if code is not None:
-                channel.drain()  # its last words
+
+                def has_failed() -> bool:
+                    channel.drain()
+                    return not channel.is_open
+
+                await self._hears(has_failed)
                 channel.fail(f"the engine process ended with exit code {code}")
                 return
             now = time.monotonic()

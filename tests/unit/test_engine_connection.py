@@ -1,0 +1,85 @@
+"""What an engine process has said before it ended by itself counts, however late it arrives."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import zmq
+
+from negamax.base.errors import ConfigError
+from negamax.config.options import EngineOptions
+from negamax.engine import wire
+from negamax.engine.client import connection
+from negamax.engine.client.connection import EngineAddress, EngineConnection
+from negamax.engine.core.process import Outbox
+from tools.load.stub_engine import Novelist, StubEngine
+
+OPTIONS = EngineOptions("nano")
+MODULE = "tests.unit.test_engine_connection"
+WORDS = "there is no room for the weights"
+
+
+def ended() -> EngineConnection:
+    """A process that has ended when its last words are sent."""
+    return EngineConnection(
+        OPTIONS, num_servers=1, receive=lambda _: None, hang_seconds=300.0, module=MODULE
+    )
+
+
+@pytest.fixture(autouse=True)
+def all_the_time_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "_LAST_WORDS_SECONDS", 120.0)
+
+
+def test_a_start_that_failed_says_why() -> None:
+    async def scene() -> None:
+        engine = ended()
+        try:
+            await engine.handshake()
+        finally:
+            await engine.close(kill=True)
+
+    with pytest.raises(ConfigError, match=WORDS):
+        asyncio.run(scene())
+
+
+def test_an_engine_that_failed_later_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> str:
+        engine = ended()
+        try:
+            await engine.handshake()
+            return await engine.ended
+        finally:
+            await engine.close(kill=True)
+
+    monkeypatch.setenv("HAS_STARTED", "1")
+    assert asyncio.run(scene()) == WORDS
+
+
+def send(folder: str, message: wire.EngineReady | wire.EngineFailed, *, is_first: bool) -> None:
+    """As an engine does, which begins when it was told to."""
+    address = EngineAddress(folder)
+    with zmq.Context() as context, context.socket(zmq.PULL) as requests:
+        requests.connect(address.requests(0))
+        if is_first:
+            requests.recv()
+        with Outbox(context, address, num_servers=1, linger=120_000) as outbox:
+            outbox.send_first(message)
+
+
+if __name__ == "__main__":
+    has_started = "HAS_STARTED" in os.environ
+    if sys.argv[2:]:
+        time.sleep(0.5)
+        send(sys.argv[1], wire.EngineFailed(WORDS, 2), is_first=not has_started)
+    else:
+        if has_started:
+            info = StubEngine(OPTIONS, new_author=Novelist).info
+            send(sys.argv[1], wire.EngineReady(info), is_first=True)
+        subprocess.Popen([sys.executable, "-m", MODULE, sys.argv[1], "late"])
+        sys.exit(1)
