@@ -38,9 +38,11 @@ def unpacked(packed: PackedWeight) -> Tensor:
             scale = (1 + (scale & 7) / 8) * 2.0 ** (scale.float().div(8).floor() - 23)
     if own.ELEMENT == "e4m3":
         codes = codes.view(torch.float8_e4m3fn)
+    elif own.ELEMENT == "int8":
+        codes = codes.view(torch.int8)
     elif own.ELEMENT != "e2m1":
         zero = packed.zeros.t() if own.ZEROS else None
-        shift = 0 if own.ZEROS else 8 if own.ELEMENT == "uint4" else 128
+        shift = 0 if own.ZEROS else 8
         codes = codes if own.ZEROS else codes.float() - shift
     scale = torch.ones(1, 1) if scale is None else scale
     numbers = Codes(

@@ -117,6 +117,7 @@ _OPS: dict[str, Callable[..., int]] = {
     "mov.b32": lambda a: a,
     "prmt.b32": _prmt,
     "and.b32": lambda a, b: a & b,
+    "xor.b32": lambda a, b: a ^ b,
     "shr.u32": lambda a, n: a >> n,
     "shl.b32": lambda a, n: a << n,
     "lop3.b32": lambda a, b, c, table: (a & b) | c if table == 0xEA else 1 // 0,
@@ -133,7 +134,7 @@ def _pair(value: float) -> int:
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize(
     ("element", "zeros"),
-    [("uint4", False), ("uint4", True), ("uint8", False), ("uint8", True), ("e2m1", False),
+    [("uint4", False), ("uint4", True), ("uint8", True), ("int8", False), ("e2m1", False),
      ("e4m3", False)],
 )  # fmt: skip
 def test_ptx_makes_of_every_byte_what_its_codes_stand_for(
@@ -152,9 +153,10 @@ def test_ptx_makes_of_every_byte_what_its_codes_stand_for(
         values = (octets >> 4 if high else octets & 15) if per_byte == 2 else octets
         if element == "e4m3":
             values = octets.view(torch.float8_e4m3fn)
+        elif element == "int8":
+            values = octets.view(torch.int8)
         elif element != "e2m1":
-            constant = 8 if element == "uint4" else 128
-            values = values.float() - (zero if zeros else constant)
+            values = values.float() - (zero if zeros else 8)
         expected = Codes(values.view(1, -1), is_e2m1=element == "e2m1").dequantize()[0] * scale
         code = ptx.unpacking(element, high, scaled or exponent != 0, zeros)
         for first in range(0, 256, 4):

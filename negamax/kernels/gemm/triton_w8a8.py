@@ -108,5 +108,5 @@ KERNELS: tuple[AnyKernel, ...] = tuple(
         LINEAR, W8A8, linear, triton_packed.prepare, requires=frozenset({Feature.TRITON, *needs}),
         dtypes=(torch.bfloat16, torch.float16), reads=partial(reads_w8a8, element=element),
     )
-    for element, needs in ((E4M3, {Feature.FP8, Feature.E4M3FN}),)
+    for element, needs in (("int8", {Feature.INT8}), (E4M3, {Feature.FP8, Feature.E4M3FN}))
 )  # fmt: skip

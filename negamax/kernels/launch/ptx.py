@@ -107,13 +107,13 @@ def unpacking(ELEMENT: str, HIGH: bool, SCALED: bool, ZEROS: bool) -> str:
     and one mask bring it there. Bits of e2m1 and e4m3 come where bf16 has its own: times 2^-126 and
     2^-120.
     """
-    lines = ["mov.b32 q, $2;"]
+    lines = ["xor.b32 q, $2, 0x80808080;" if ELEMENT == "int8" else "mov.b32 q, $2;"]
     for pair in range(2):
         first = 8 * pair + 4 * HIGH  # of the bits of a code
         if ELEMENT == "uint4":
             lines.append(_shift("a", -first))
             lines.append("lop3.b32 c, a, 0x000F000F, 0x43004300, 0xEA;")  # (a & b) | c
-        elif ELEMENT == "uint8":
+        elif ELEMENT in ("uint8", "int8"):
             for number, register in ((pair, "a"), (pair + 2, "b")):
                 lines.append(f"prmt.b32 {register}, q, 0x4B000000, 0x765{number};")
                 lines.append(f"mov.b32 f, {register}; sub.f32 f, f, 0f4B000080;")

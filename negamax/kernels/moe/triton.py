@@ -161,7 +161,7 @@ KERNELS = (
             dtypes=_DTYPES,
             reads=partial(reads_w8a8, element=element),
         )
-        for element, needs in ((E4M3, {Feature.FP8, Feature.E4M3FN}),)
+        for element, needs in (("int8", {Feature.INT8}), (E4M3, {Feature.FP8, Feature.E4M3FN}))
     ),
     Kernel(
         EXPERTS,

@@ -10,7 +10,8 @@ A `PackedWeight` holds matrices [..., N, K] below each other, as R rows of codes
     zeros    [groups, R] unsigned integers
     row_scale [R] fp32: scales per row, or of the scales
 
-K is filled up to a multiple of 64. Signed codes are stored with 8 or 128 added.
+K is filled up to a multiple of 64. Signed codes of 4 bits are stored with 8
+added.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from negamax.kernels.formats import StoredWeight
 
 PackedTensors = tuple[Tensor, Tensor, Tensor, Tensor]
 HALF = 32  # columns whose codes are low nibbles, beside as many that are high ones
+AXES = (2, 0, 3, 1)  # of HALF bytes as [2, 2, 4, 2], in the order in which they are stored
 E5M3_BIAS = 23  # of the exponents of E4M3, -9 to 8, the highest is 31 then
 
 
@@ -33,13 +35,13 @@ E5M3_BIAS = 23  # of the exponents of E4M3, -9 to 8, the highest is 31 then
 class Packing:
     """Constants of the kernels that read a `PackedWeight`, one argument `P: tl.constexpr`."""
 
-    ELEMENT: str  # "uint4", "e2m1", "uint8", "e4m3"
+    ELEMENT: str  # "uint4", "e2m1", "uint8", "int8", "e4m3"
     CODES: int  # in a byte
     K: int  # columns
     K_PACKED: int  # columns, filled up
     GROUP: int  # columns that share a scale; 0: scales per row alone
     SCALE: str  # "float", "e5m3", "e8m0"
-    ZEROS: bool  # zero points per group; else 8 or 128 is what stands for 0
+    ZEROS: bool  # zero points per group; else 0, of uint4 8, stands for 0
     ROW_SCALE: bool
 
 
@@ -110,7 +112,8 @@ def _pack(codes: Codes, *, bits: int) -> PackedWeight:
         qweight = (low | high << 4).flatten(1)
     # of each HALF bytes [2, 2, 4, 2]: four neighbouring threads have 8 neighbouring bytes each, and
     # of four of these two pairs, each of whose bytes are 16 bits apart
-    qweight = qweight.view(N, -1, 2, 2, 4, 2).permute(0, 1, 4, 2, 5, 3).reshape(N, -1)
+    qweight = qweight.view(N, -1, 2, 2, 4, 2).permute(0, 1, *(2 + axis for axis in AXES))
+    qweight = qweight.reshape(N, -1)
     row_scale = (
         None if codes.global_scale is None else codes.global_scale.float().reshape(-1).expand(N)
     )
@@ -169,7 +172,8 @@ def _unsigned(codes: Codes, *, bits: int) -> tuple[str, Tensor, Tensor | None]:
         return "e4m3", values.view(torch.uint8), None
     if values.dtype is torch.int8:
         assert zero_point is None
-        return f"uint{bits}", values.view(torch.uint8) + (8 if bits == 4 else 128), None
+        stored = values.view(torch.uint8)
+        return ("uint4", stored + 8, None) if bits == 4 else ("int8", stored, None)
     assert values.dtype is torch.uint8 and codes.scale is not None, values.dtype
     if zero_point is None:
         zero_point = torch.zeros_like(codes.scale, dtype=torch.uint8)

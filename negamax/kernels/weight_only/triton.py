@@ -7,9 +7,9 @@ two tiles, `low` and `high`, of BLOCK_K / 2 columns each, and so are the activat
                                       high  columns 32 .. 63 | 96 .. 127
 
 On NVIDIA GPUs codes become bf16 in pairs, by bit operations (instructions per weight: uint4 1.4,
-e2m1 2.4, e4m3 2.25, uint8 2.5). The bits of e2m1 and e4m3 are put where bf16 has its own, which
-makes the value a power of two too small. The scale is as much larger, but for 2^_POST, which is
-left for the end, so that neither leaves the range of bf16.
+e2m1 2.4, e4m3 2.25, uint8 2.5, int8 2.75). The bits of e2m1 and e4m3 are put where bf16 has its
+own, which makes the value a power of two too small. The scale is as much larger, but for 2^_POST,
+which is left for the end, so that neither leaves the range of bf16.
 
 A scale for all columns of a tile multiplies the tile's product, in fp32; scales of smaller groups
 multiply the weights, which rounds them to the activations' dtype (0.5 instructions more).
@@ -258,6 +258,8 @@ def _number(code, scale, added, P: tl.constexpr):
         bits = code.to(tl.int32)
         bits = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
         number = bits.to(tl.float32, bitcast=True) * 2.0**120
+    elif P.ELEMENT == "int8":
+        number = code.to(tl.int8, bitcast=True).to(tl.float32)
     else:
         number = code.to(tl.float32) + added
     return number * scale
@@ -270,6 +272,6 @@ def _offset(P: Any, DTYPE: Any) -> float:
     """
     if P.ELEMENT not in ("uint4", "uint8"):
         return 0.0
-    zero = 0.0 if P.ZEROS else 8.0 if P.ELEMENT == "uint4" else 128.0
+    zero = 0.0 if P.ZEROS else 8.0
     shift = {"uint4": -128.0, "uint8": 128.0}[P.ELEMENT] if _by_pairs(DTYPE) else 0.0
     return shift - zero

@@ -8,14 +8,11 @@ A row that holds NaN or an infinity gets an infinite scale, so that no product w
 
 from __future__ import annotations
 
-from itertools import permutations
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from negamax.kernels.codes import Codes
 from negamax.kernels.formats import E4M3_MAX
 from negamax.kernels.launch.triton import launch_options, wait_then_launch_dependents
 from negamax.kernels.weight_only import layout
@@ -26,22 +23,7 @@ _E4M3_MAX = tl.constexpr(E4M3_MAX)
 _INT8_MAX = tl.constexpr(127.0)
 _MIN_SCALE = tl.constexpr(1e-30)
 _TO_INTEGER = tl.constexpr(1.5 * 2.0**23)  # added, it leaves an integer in the lower bits
-
-
-def _order_of_columns() -> tuple[int, ...]:
-    """How `layout` permutes HALF columns as [2, 2, 4, 2], seen where it packs their numbers."""
-    numbers = torch.arange(2 * layout.HALF, dtype=torch.uint8, device="cpu").view(1, -1)
-    codes = Codes(numbers.view(torch.float8_e4m3fn), torch.ones(1, 1, device="cpu"), (1, 64))
-    packed = layout._pack(codes, bits=8).qweight[0, : layout.HALF]
-    whole = numbers[0, : layout.HALF].view(2, 2, 4, 2)
-    return next(
-        axes
-        for axes in permutations(range(4))
-        if torch.equal(whole.permute(axes).flatten(), packed)
-    )
-
-
-_AXIS_2, _AXIS_3, _AXIS_4, _AXIS_5 = (tl.constexpr(2 + axis) for axis in _order_of_columns())
+_AXIS_2, _AXIS_3, _AXIS_4, _AXIS_5 = (tl.constexpr(2 + axis) for axis in layout.AXES)
 _DTYPES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 
 
