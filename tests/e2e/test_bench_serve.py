@@ -189,10 +189,13 @@ def test_chat_texts_have_about_the_length_asked_for(server: Server, bench: Bench
         "6",
         "--ignore-eos",
     )
-    found = bench(server.url, *options, "--itl-rule", "token", "--request-rate", "20")
-    assert bench.code == 0, bench.err
-    assert found["input_lens"] == [pytest.approx(200, rel=0.1)] * 3
-    assert found["output_lens"] == [6] * 3
+    for _ in range(5):  # where others want the cores all tokens of an answer may come at once
+        found = bench(server.url, *options, "--itl-rule", "token", "--request-rate", "20")
+        assert bench.code == 0, bench.err
+        assert found["input_lens"] == [pytest.approx(200, rel=0.1)] * 3
+        assert found["output_lens"] == [6] * 3
+        if all(found["itls"]):
+            break
     assert [1 <= len(gaps) <= 5 for gaps in found["itls"]] == [True] * 3
     assert found["running_tokens_reported"] == 3
 
