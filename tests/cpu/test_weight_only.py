@@ -15,7 +15,9 @@ from stored_kernels import unpacked
 from negamax.kernels import platform
 from negamax.kernels.codes import Codes
 from negamax.kernels.formats import E4M3_BLOCKS, StoredWeight, TensorFormat, e4m3_blocks
+from negamax.kernels.gemm.triton_packed_gemv import gemv
 from negamax.kernels.launch import ptx
+from negamax.kernels.launch.tile import Tile
 from negamax.kernels.registry import resolve
 from negamax.kernels.signatures import LINEAR
 from negamax.kernels.weight_only import cases, layout, triton
@@ -61,6 +63,17 @@ def test_fp8_blocks_are_read_weight_only_where_nothing_multiplies_fp8(
     with torch.inference_mode():
         found = kernel.run(x, kernel.prepare(weight)).float()
     assert (found - expected).norm() <= 4e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("stored", cases.SMALL_FORMATS, ids=lambda stored: stored.name)
+def test_few_tokens_are_multiplied_as_the_weight_reads(stored: TensorFormat) -> None:
+    weight = _stored(stored, 40, 456)  # rows and columns that no program fills
+    x = torch.randn(5, 456, generator=_generator()).to(torch.bfloat16)
+    out = torch.full((5, 40), torch.nan, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        gemv(x, layout.pack(weight), out, Tile(8, 32, 1, num_warps=2))
+    expected = x.float() @ stored.dequantize(weight.tensors).t()
+    assert (out.float() - expected).norm() <= 4e-3 * expected.norm()
 
 
 # --- PTX -----------------------------------------------------------------------------------------

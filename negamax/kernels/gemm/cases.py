@@ -59,6 +59,7 @@ def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
         for number, stored in enumerate(weight_only.SMALL_FORMATS)
         for sizes in (
             (1, 640, 130) if number % 2 else (33, 192, 72),
+            (1 + number % 4, 800, 24),
             (70, 200 if number == 0 or stored.activation else 128, 136),
         )
     ]

@@ -1,9 +1,9 @@
 """Products with packed weights of 4 and 8 bits in Triton: out[M, N] = x[M, K] w[N, K]^T.
 
-One kernel for all M. A tile of w, dequantised in registers, is the tall operand of the tensor
-cores and the tokens are the short one, so that each weight is unpacked once for up to 128 tokens.
-What a weight is unpacked to, and what that costs: `kernels/weight_only/triton.py`. Tile sizes:
-`tiles.py`; none of them is measured.
+One kernel, but for a few tokens (`triton_packed_gemv.py`). A tile of w, dequantised in registers,
+is the tall operand of the tensor cores and the tokens are the short one, so that each weight is
+unpacked once for up to 128 tokens. What a weight is unpacked to, and what that costs:
+`kernels/weight_only/triton.py`. Tile sizes: `tiles.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from negamax.kernels.activations import Hidden, unquantized
 from negamax.kernels.formats import StoredWeight, reads_packed
 from negamax.kernels.gemm import tiles
+from negamax.kernels.gemm.triton_packed_gemv import gemv
 from negamax.kernels.launch.triton import launch_options, wait_then_launch_dependents
 from negamax.kernels.op import WEIGHT_ONLY, AnyKernel, Kernel
 from negamax.kernels.platform import Feature
@@ -116,7 +117,11 @@ def linear(
         out = x.new_empty((M, N), dtype=out_dtype or x.dtype)
     if M == 0:
         return out
-    tile = tiles.tiles_for(x.device).packed(M=M, N=N, K=packing.K)
+    sizes = tiles.tiles_for(x.device)
+    if tile := sizes.packed_gemv(M=M, packing=packing):
+        gemv(x, weight, out, tile)
+        return out
+    tile = sizes.packed(M=M, N=N, K=packing.K)
     grid = (triton.cdiv(N, tile.block_n) * triton.cdiv(M, tile.block_m), tile.split_k)
     partials = out
     if tile.split_k > 1:

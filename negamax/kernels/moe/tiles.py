@@ -9,6 +9,7 @@ import torch
 
 from negamax.kernels import platform
 from negamax.kernels.launch.tile import Tile, has_h200_tiles
+from negamax.kernels.weight_only.layout import Packing
 
 SMALL_M_MAX_M = 256  # up to here each expert searches topk_ids for its tokens
 SEARCH_CHUNK = 512  # pairs searched at a time
@@ -75,6 +76,12 @@ class Tiles:
         tile = Tile(64, side, side, num_warps=4, num_stages=2)
         return ExpertTiles(tile, tile, repeat_n=8 if fp8 else 1)
 
+    def packed_gemv(self, *, M: int, gate_up: Packing, down: Packing) -> ExpertTiles | None:
+        """For few tokens and weights of 4 and 8 bits, of which every program's part fits into
+        registers; else None.
+        """
+        return None
+
     def packed(self, *, M: int) -> ExpertTiles:
         """For weights of 4 and 8 bits, at any M. Not measured."""
         block_m = 16 if M <= SMALL_M_MAX_M else 64
@@ -134,6 +141,27 @@ class H200(Tiles):
             return ExpertTiles(gate_up, down, repeat_n=24, resident=True)
         return ExpertTiles(gate_up, Tile(64, 128, 128, num_warps=4, num_stages=3), repeat_n=8)
 
+    def packed_gemv(self, *, M: int, gate_up: Packing, down: Packing) -> ExpertTiles | None:
+        """Where it was measured and gained: 4 bits, but for the scales of NVFP4; integers up to 4
+        tokens, MXFP4 one. A thread has up to 384 bytes: 96 registers.
+        """
+        row_bytes = [each.K_PACKED // each.CODES for each in (gate_up, down)]
+        if {gate_up.CODES, down.CODES} != {2} or gate_up.SCALE == "e5m3" or max(row_bytes) > 3072:
+            return None
+        max_m = 1 if gate_up.ELEMENT == "e2m1" else 4
+        if max_m < M:
+            return None
+        first, second = (_power_of_two(-(-each // 384)) for each in row_bytes)
+        if gate_up.ELEMENT == "e2m1":
+            return ExpertTiles(Tile(8, 8, 1, num_warps=first), Tile(8, 16, 1, num_warps=second))
+        if M == 1:
+            return ExpertTiles(
+                Tile(8, 16, 1, num_warps=first), Tile(8, 32, 1, num_warps=2 * second)
+            )
+        return ExpertTiles(
+            Tile(8, 8, 1, num_warps=max(1, first // 2)), Tile(8, 32, 1, num_warps=2 * second)
+        )
+
     def packed(self, *, M: int) -> ExpertTiles:
         """Three programs of 168 registers share a multiprocessor."""
         if M > SMALL_M_MAX_M:
@@ -154,3 +182,7 @@ class H200(Tiles):
 def tiles_for(device: torch.device) -> Tiles:
     """The sizes for `device`."""
     return H200() if has_h200_tiles(platform.platform_of(device).arch) else Tiles()
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()

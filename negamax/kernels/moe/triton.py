@@ -16,7 +16,8 @@ A pair is one choice of a token, pair = token * top_k + choice. The experts comp
 
 Weights of 4 and 8 bits take the last two ways, with one function for their tiles
 (`triton_packed.py`); those of 8 bits whose method rounds activations, too, take the last one with
-products of 8 bits (`triton_w8a8.py`).
+products of 8 bits (`triton_w8a8.py`). Some of 4 bits have a way of their own at one to four tokens
+(`triton_packed_gemv.py`).
 
 Each expert's gate and up lie in one weight [2 * width, hidden], gate rows first. FP8 weights have a
 scale per 128 x 128; h is then FP8 too, with a scale per pair and 128 columns (but in gemv). Tile
@@ -42,6 +43,7 @@ from negamax.kernels.formats import (
 )
 from negamax.kernels.moe import tiles
 from negamax.kernels.moe.triton_decode import experts_gemv, experts_small_m
+from negamax.kernels.moe.triton_packed_gemv import experts_packed_gemv
 from negamax.kernels.moe.triton_prefill import experts_large_m
 from negamax.kernels.moe.triton_route import prepare_gate, route
 from negamax.kernels.moe.triton_shared import ExpertConstants, PreparedExperts
@@ -98,8 +100,13 @@ def experts(
     if M == 0:
         return unquantized(x).unsqueeze(1)
     chosen = (topk_ids, topk_weights, prepared)
-    constants = prepared.constants
-    if not constants.PACKED and tiles.tiles_for(topk_ids.device).gemv_max_m(constants.WIDTH) >= M:
+    constants, sizes = prepared.constants, tiles.tiles_for(topk_ids.device)
+    if constants.PACKED:
+        gate_up, down = constants.GATE_UP, constants.DOWN
+        assert gate_up is not None and down is not None
+        if tile := sizes.packed_gemv(M=M, gate_up=gate_up, down=down):
+            return experts_packed_gemv(unquantized(x), *chosen, tile, first=first, count=count)
+    elif sizes.gemv_max_m(constants.WIDTH) >= M:
         return experts_gemv(unquantized(x), *chosen, first=first, count=count)
     run = experts_small_m if M <= tiles.SMALL_M_MAX_M else experts_large_m
     return run(x, *chosen, first=first, count=count)

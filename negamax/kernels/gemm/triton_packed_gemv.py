@@ -1,0 +1,61 @@
+"""Products of up to 8 tokens with packed weights: all of a program's rows are on their way before
+the kernel that computes the activations has ended. The product: `weight_only/triton_gemv.py`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from negamax.kernels.launch.ptx import launch_dependents, wait_for_predecessor
+from negamax.kernels.launch.tile import Tile
+from negamax.kernels.launch.triton import launch_options
+from negamax.kernels.weight_only.layout import PackedWeight
+from negamax.kernels.weight_only.triton_gemv import (
+    TOKENS,
+    fragment_rows,
+    load_weight,
+    multiply_weight,
+)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _packed_gemv_kernel(
+    x_ptr,  # [M, K]
+    w,  # tensors of a `PackedWeight`
+    out_ptr,  # [M, N]
+    M,
+    N,
+    P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out[:, BLOCK_N], over all of K.
+
+    grid: N / BLOCK_N
+    """
+    launch_dependents(PDL)  # this early: what the next kernel loads first is a weight, too
+    first_n = tl.program_id(0) * BLOCK_N
+    rows = tl.minimum(first_n + fragment_rows(BLOCK_N), N - 1)
+    loaded = load_weight(w, rows, N, P, NUM_WARPS)
+    wait_for_predecessor(PDL)
+    offs_m = tl.arange(0, TOKENS)
+    acc = multiply_weight(loaded, x_ptr, offs_m % M, P, BLOCK_N, NUM_WARPS)
+    offs_n = first_n + tl.arange(0, BLOCK_N)
+    if P.ROW_SCALE:
+        acc *= tl.load(w[3] + offs_n, mask=offs_n < N, other=0.0)[:, None]
+    out_ptrs = out_ptr + offs_m[None, :] * N + offs_n[:, None]
+    inside = (offs_m < M)[None, :] & (offs_n < N)[:, None]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def gemv(x: Tensor, weight: PackedWeight, out: Tensor, tile: Tile) -> None:
+    """x [M, K], M at most TOKENS -> out [M, N]."""
+    M, N = out.shape
+    _packed_gemv_kernel[(triton.cdiv(N, tile.block_n),)](
+        x, weight.tensors, out, M, N,
+        P=weight.packing, BLOCK_N=tile.block_n, NUM_WARPS=tile.num_warps,
+        num_warps=tile.num_warps, **launch_options(x.device, maxnreg=tile.maxnreg),
+    )  # fmt: skip
