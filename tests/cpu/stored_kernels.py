@@ -20,8 +20,8 @@ from negamax.kernels.weight_only.layout import PackedWeight, pack
 def unpacked(packed: PackedWeight) -> Tensor:
     """[rows, columns] fp32: what the kernels on GPUs read, as its layout is described."""
     own, rows = packed.packing, len(packed.qweight)
-    # byte t * 8 + b * 4 + e * 2 + h of 32 has column b * 16 + h * 8 + t * 2 + e
-    order = torch.arange(32).view(2, 2, 4, 2).permute(2, 0, 3, 1).flatten()
+    # byte t * 8 + b * 4 + h * 2 + e of 32 has column b * 16 + h * 8 + t * 2 + e
+    order = torch.arange(32).view(2, 2, 4, 2).permute(2, 0, 1, 3).flatten()
     spans = packed.qweight.view(rows, -1, 32)
     codes = torch.empty_like(spans)
     codes[..., order] = spans

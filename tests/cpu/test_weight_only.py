@@ -173,7 +173,7 @@ def test_ptx_makes_of_every_byte_what_its_codes_stand_for(
         expected = Codes(values.view(1, -1), is_e2m1=element == "e2m1").dequantize()[0] * scale
         code = ptx.unpacking(element, high, scaled or exponent != 0, zeros)
         for first in range(0, 256, 4):
-            word = int.from_bytes(bytes(first + number for number in (0, 2, 1, 3)), "little")
+            word = int.from_bytes(bytes(range(first, first + 4)), "little")
             done = _run_ptx(code, {2: word, 3: factor, 4: factor, 5: added, 6: added})
             bits = torch.tensor([done["$0"], done["$1"]]).to(torch.int32).view(torch.bfloat16)
             want = expected[first : first + 4].to(torch.bfloat16).float()

@@ -92,38 +92,34 @@ def unpack_bytes(
     )  # fmt: skip
 
 
-@triton.constexpr_function
-def _shift(register: str, left: int) -> str:
-    """`q`, shifted, into `register`."""
-    if left == 0:
-        return f"mov.b32 {register}, q;"
-    return f"{'shl.b32' if left > 0 else 'shr.u32'} {register}, q, {abs(left)};"
+# From four bytes in q: two of them, in the lower or the upper bytes of the halves of a register
+_LOWER = ("prmt.b32 a, q, 0, 0x4140;", "prmt.b32 a, q, 0, 0x4342;")
+_UPPER = ("prmt.b32 a, q, 0, 0x1404;", "prmt.b32 a, q, 0, 0x3424;")
 
 
 @triton.constexpr_function
 def unpacking(ELEMENT: str, HIGH: bool, SCALED: bool, ZEROS: bool) -> str:
-    """Four bytes of codes (0, 2, 1, 3) -> two pairs of bf16: PTX with the operands out, out, q,
-    factor, factor, added, added. A pair stands 16 bits apart, as in its result, so that one shift
-    and one mask bring it there. Bits of e2m1 and e4m3 come where bf16 has its own: times 2^-126 and
-    2^-120.
+    """Four bytes -> two pairs of bf16: PTX with the operands out, out, q, factor, factor, added,
+    added. Bits of e2m1 and e4m3 come where bf16 has its own: times 2^-126 and 2^-120. Which
+    elements share a register is for the compiler to choose: each result comes of its own byte.
     """
     lines = ["xor.b32 q, $2, 0x80808080;" if ELEMENT == "int8" else "mov.b32 q, $2;"]
     for pair in range(2):
-        first = 8 * pair + 4 * HIGH  # of the bits of a code
         if ELEMENT == "uint4":
-            lines.append(_shift("a", -first))
+            lines.append(_LOWER[pair])
+            lines += ["shr.u32 a, a, 4;"] if HIGH else []
             lines.append("lop3.b32 c, a, 0x000F000F, 0x43004300, 0xEA;")  # (a & b) | c
         elif ELEMENT in ("uint8", "int8"):
-            for number, register in ((pair, "a"), (pair + 2, "b")):
+            for number, register in ((2 * pair, "a"), (2 * pair + 1, "b")):
                 lines.append(f"prmt.b32 {register}, q, 0x4B000000, 0x765{number};")
                 lines.append(f"mov.b32 f, {register}; sub.f32 f, f, 0f4B000080;")
                 lines.append(f"mov.b32 {register}, f;")
             lines.append("prmt.b32 c, a, b, 0x7632;")
         else:
-            bits, mask = (4, "0x01C001C0") if ELEMENT == "e2m1" else (8, "0x07F007F0")
-            lowest = 6 if ELEMENT == "e2m1" else 4
-            lines.append(_shift("c", lowest - first) + f" and.b32 c, c, {mask};")
-            lines.append(_shift("a", 16 - bits - first))
+            shift, mask = (6, "0x01C001C0") if ELEMENT == "e2m1" else (4, "0x07F007F0")
+            lines.append(_UPPER[pair])
+            lines += ["shl.b32 a, a, 4;"] if ELEMENT == "e2m1" and not HIGH else []
+            lines.append(f"shr.u32 c, a, {shift}; and.b32 c, c, {mask};")
             lines.append("lop3.b32 c, a, 0x80008000, c, 0xEA;")
         if ELEMENT == "uint4" or ZEROS:
             lines.append(f"mov.b32 b, 0x3F803F80; fma.rn.bf16x2 c, c, b, ${5 + pair};")

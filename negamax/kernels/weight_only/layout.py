@@ -27,7 +27,7 @@ from negamax.kernels.formats import StoredWeight
 
 PackedTensors = tuple[Tensor, Tensor, Tensor, Tensor]
 HALF = 32  # columns whose codes are low nibbles, beside as many that are high ones
-AXES = (2, 0, 3, 1)  # of HALF bytes as [2, 2, 4, 2], in the order in which they are stored
+AXES = (2, 0, 1, 3)  # of HALF bytes as [2, 2, 4, 2], in the order in which they are stored
 E5M3_BIAS = 23  # of the exponents of E4M3, -9 to 8, the highest is 31 then
 
 
@@ -110,8 +110,7 @@ def _pack(codes: Codes, *, bits: int) -> PackedWeight:
     if per_byte == 2:
         low, high = qweight.view(N, -1, 2, HALF).unbind(2)
         qweight = (low | high << 4).flatten(1)
-    # of each HALF bytes [2, 2, 4, 2]: four neighbouring threads have 8 neighbouring bytes each, and
-    # of four of these two pairs, each of whose bytes are 16 bits apart
+    # of each HALF bytes [2, 2, 4, 2]: four neighbouring threads have 8 neighbouring bytes each
     qweight = qweight.view(N, -1, 2, 2, 4, 2).permute(0, 1, *(2 + axis for axis in AXES))
     qweight = qweight.reshape(N, -1)
     row_scale = (

@@ -95,19 +95,10 @@ def _half_columns(BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _in_order(q, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PAIRS: tl.constexpr):
-    """Bytes as they lie in memory, [ROWS, COLUMNS], in the order of their columns; the four of a
-    register as `unpack_bytes` takes them, where it does.
-    """
-    q = tl.reshape(q if PAIRS else order_bytes(q), (ROWS, COLUMNS // HALF, 4, 2, 2, 2))
+def _in_order(q, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Bytes as they lie in memory, [ROWS, COLUMNS], in the order of their columns."""
+    q = tl.reshape(q, (ROWS, COLUMNS // HALF, 4, 2, 2, 2))
     return tl.reshape(tl.permute(q, (0, 1, 3, 4, 2, 5)), (ROWS, COLUMNS))
-
-
-@triton.jit
-def order_bytes(q):
-    """Each four bytes (0, 2, 1, 3) as (0, 1, 2, 3)."""
-    each = tl.reshape(q, (q.numel // 4, 2, 2))
-    return tl.reshape(tl.permute(each, (0, 2, 1)), q.shape)
 
 
 @triton.jit
@@ -159,13 +150,11 @@ def _load_weight(
     q_ptrs = w[0] + rows.to(tl.int64)[:, None] * (P.K_PACKED // P.CODES)
     byte = k // 2 + tl.arange(0, BLOCK_K // 2) if P.CODES == 2 else k + _half_columns(BLOCK_K)
     here = inside[:, None] & ((byte < P.K_PACKED // P.CODES) | EVEN)[None, :]
-    PAIRS: tl.constexpr = _by_pairs(DTYPE)
-    q = tl.load(q_ptrs + byte[None, :], mask=here, other=0)
-    q = _in_order(q, BLOCK_N, BLOCK_K // 2, PAIRS)
+    q = _in_order(tl.load(q_ptrs + byte[None, :], mask=here, other=0), BLOCK_N, BLOCK_K // 2)
     q_high = q
     if P.CODES == 1:
         q_high = tl.load(q_ptrs + HALF + byte[None, :], mask=here, other=0)
-        q_high = _in_order(q_high, BLOCK_N, BLOCK_K // 2, PAIRS)
+        q_high = _in_order(q_high, BLOCK_N, BLOCK_K // 2)
     low = _dequantize(q, scales[0], scales[1], P, BLOCK_N, BLOCK_K, DTYPE, HIGH=False)
     return low, _dequantize(q_high, scales[2], scales[3], P, BLOCK_N, BLOCK_K, DTYPE, HIGH=True)
 

@@ -31,7 +31,6 @@ from negamax.kernels.weight_only.triton import (
     _number_of_scale,
     _offset,
     factor_of_scale,
-    order_bytes,
 )
 
 TOKENS = tl.constexpr(8)  # the short side of the tensor cores' smallest product
@@ -217,10 +216,9 @@ def _dequantize_side(
         ZEROS: tl.constexpr = P.ZEROS
         out = unpack_bytes(q, factor, added, ELEMENT, HIGH == 1, SCALED, ZEROS)
     elif P.CODES == 2:
-        q = order_bytes(q)
         out = _number(q >> 4 if HIGH == 1 else q & 0xF, factor, added, P).to(DTYPE)
     else:
-        out = _number(order_bytes(q), factor, added, P).to(DTYPE)
+        out = _number(q, factor, added, P).to(DTYPE)
     return out
 
 
