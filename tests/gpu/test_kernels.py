@@ -35,7 +35,7 @@ _BY_DTYPE = [
     )
     for kernel in KERNELS
     for dtype in (torch.bfloat16, torch.float16)
-    if dtype in kernel.dtypes and kernel.reads(PLAIN)
+    if dtype in kernel.dtypes
 ]
 
 
