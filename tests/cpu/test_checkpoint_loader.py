@@ -293,9 +293,9 @@ def test_layers_are_filled_in_order_so_that_memory_stays_small(tmp_path: Path) -
             for name, slot in slots.items():
                 write = slot.write_part
 
-                def recorded(part: Tensor, *, name: str = name, write: Any = write) -> Any:
+                def recorded(*part: Any, name: str = name, write: Any = write) -> Any:
                     order.append(layer_of(name) or 0)
-                    return write(part)
+                    return write(*part)
 
                 slot.write_part = recorded  # type: ignore[method-assign]
             return dict(reversed(slots.items()))
