@@ -146,8 +146,8 @@ class H200(Tiles):
         return Tile(block_m, 64, 256, num_warps=4, num_stages=3, split_k=split_k)
 
     def packed_gemv(self, *, M: int, packing: Packing) -> Tile | None:
-        """Where it was measured and gained: up to 4 tokens, 4 bits, but for the scales of NVFP4. A
-        thread has up to 384 bytes: 96 registers.
+        """Up to 4 tokens, 4 bits, but for the scales of NVFP4: measured with int4, and taken for
+        MXFP4, too. A thread has up to 384 bytes: 96 registers.
         """
         row_bytes = packing.K_PACKED // packing.CODES
         if M > 4 or packing.CODES == 1 or packing.SCALE == "e5m3" or row_bytes > 6144:
