@@ -101,7 +101,7 @@ class Tiles:
         most = 200 * self.multiprocessors // 132 // (-(-N // 64) * -(-M // block_m))
         if block_m > 32:
             most = min(most, K // 1536)
-        return 4 if most >= 4 else 2 if most >= 2 else 1
+        return _at_most_four(most)
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,7 @@ class H200(Tiles):
         if block_m == 128:
             return Tile(128, 128, 128, num_warps=8, num_stages=3)
         programs = -(-N // 64) * -(-M // block_m)
-        most = 2 * self.multiprocessors // programs
-        split_k = 4 if most >= 4 else 2 if most >= 2 else 1
+        split_k = _at_most_four(2 * self.multiprocessors // programs)
         return Tile(block_m, 64, 256, num_warps=4, num_stages=3, split_k=split_k)
 
     def packed_gemv(self, *, M: int, packing: Packing) -> Tile | None:
@@ -158,7 +157,7 @@ class H200(Tiles):
         return Tile(8, rows, 1, num_warps=_power_of_two(-(-row_bytes * rows // 12288)))
 
     def w8a8(self, *, M: int, N: int) -> Tile:
-        """Those of FP8 blocks. Not measured."""
+        """Those of FP8 blocks; others were not tried."""
         return self.large_m(M=M, N=N)
 
     def large_m(self, *, M: int, N: int) -> Tile:
@@ -182,6 +181,11 @@ def cublas_is_faster(M: int, num_weights: int) -> bool:
     512 tokens 16 against 11.
     """
     return M % CUBLAS_MULTIPLE == 0 and M * num_weights > CUBLAS_PRODUCTS
+
+
+def _at_most_four(splits: int) -> int:
+    """The power of two up to `splits`, 4 at most."""
+    return 4 if splits >= 4 else 2 if splits >= 2 else 1
 
 
 def _power_of_two(count: int) -> int:

@@ -6,8 +6,8 @@ two tiles, `low` and `high`, of BLOCK_K / 2 columns each, and so are the activat
     bytes     0 .. 31 | 32 .. 63      low   columns  0 .. 31 | 64 ..  95
                                       high  columns 32 .. 63 | 96 .. 127
 
-On NVIDIA GPUs codes become bf16 in pairs, by bit operations (instructions per weight: uint4 1.4,
-e2m1 2.4, e4m3 2.25, uint8 2.5, int8 2.75). The bits of e2m1 and e4m3 are put where bf16 has its
+On NVIDIA GPUs codes become bf16 in pairs, by bit operations (instructions per weight: uint4 1.5,
+e2m1 2.5, e4m3 2.25, uint8 2.5, int8 2.75). The bits of e2m1 and e4m3 are put where bf16 has its
 own, which makes the value a power of two too small. The scale is as much larger, but for 2^_POST,
 which is left for the end, so that neither leaves the range of bf16.
 
