@@ -65,7 +65,7 @@ def test_an_abort_ends_exactly_the_named_request(http: httpx.Client) -> None:
     list(job_2)
 
 
-def test_a_name_of_several_prompts_ends_them_all(server: Server, http: httpx.Client) -> None:
+def test_a_name_of_several_prompts_ends_them_all(http: httpx.Client) -> None:
     body = {
         "text": ["a", "b"],
         "rid": "r",
@@ -76,7 +76,8 @@ def test_a_name_of_several_prompts_ends_them_all(server: Server, http: httpx.Cli
         lines = answer.iter_lines()
         next(lines)
         assert http.post("/abort_request", json={"rid": "r_0"}).json() == {"num_aborted": 1}
-        assert eventually(lambda: server.gauge("vllm:num_requests_running") == 1)
+        # the server knows that it is over
+        assert any('"type":"abort"' in line.replace(" ", "") for line in lines)
         assert http.post("/abort_request", json={"rid": "r"}).json() == {"num_aborted": 1}
 
 
