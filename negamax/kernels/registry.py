@@ -13,6 +13,7 @@ import torch
 
 from negamax.kernels.attention import cpu as attention_cpu
 from negamax.kernels.attention import spec as attention
+from negamax.kernels.block_sparse import spec as block_sparse
 from negamax.kernels.collectives import spec as collectives
 from negamax.kernels.formats import PLAIN, TensorFormat
 from negamax.kernels.gemm import cpu as gemm_cpu
@@ -36,6 +37,7 @@ OPS: dict[OpName[Any, Any], Op[Any, Any]] = {
         *norm.OPS,
         *kvcache.OPS,
         *attention.OPS,
+        *block_sparse.OPS,
         *gemm.OPS,
         *moe.OPS,
         *quantize.OPS,

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from negamax.kernels.activations import Hidden, QuantizedActivations
     from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
+    from negamax.kernels.block_sparse.choice import BlockChoice, SparseShape
     from negamax.kernels.formats import StoredWeight
     from negamax.kernels.peers import Collective
 
@@ -133,6 +134,63 @@ class QkNormRopeWrite(Protocol):
     ) -> Tensor: ...
 
 
+class PrepareHeadNorm(Protocol):
+    def __call__(self, weight: Tensor, /, *, heads: int, kv_heads: int, eps: float) -> Prepared: ...
+
+
+class PrepareSparseHeadNorm(Protocol):
+    def __call__(
+        self, weight: Tensor, index_weight: Tensor, /, *, heads: int, kv_heads: int, eps: float
+    ) -> Prepared: ...
+
+
+class SparseNormRopeWrite(Protocol):
+    def __call__(
+        self,
+        projected: Tensor,
+        norm: Prepared,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        index_cache: Tensor,
+        slot_mapping: Tensor,
+        /,
+        *,
+        kv_scales: tuple[float, float] = (1.0, 1.0),
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class PrepareBlockSparse(Protocol):
+    def __call__(
+        self,
+        queries: AttentionMetadata,
+        shape: SparseShape,
+        /,
+        *,
+        dtype: torch.dtype,
+        quantize: bool = False,
+    ) -> Prepared: ...
+
+
+class SelectBlocks(Protocol):
+    def __call__(self, index_q: Tensor, index_cache: Tensor, plan: Prepared, /) -> BlockChoice: ...
+
+
+class AttendToBlocks(Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        choice: BlockChoice,
+        plan: Prepared,
+        /,
+        *,
+        kv_scales: tuple[float, float] = (1.0, 1.0),
+    ) -> Hidden: ...
+
+
 class Locate(Protocol):
     def __call__(
         self,
@@ -189,6 +247,15 @@ COMPLETE_RESIDUAL: OpName[None, CompleteResidual] = OpName("collectives.complete
 DECODE: OpName[PrepareAttention, Attend] = OpName("attention.decode")
 PREFILL: OpName[PrepareAttention, Attend] = OpName("attention.prefill")
 QK_NORM_ROPE_WRITE: OpName[PrepareQkNorm, QkNormRopeWrite] = OpName("attention.qk_norm_rope_write")
+HEAD_NORM_ROPE_WRITE: OpName[PrepareHeadNorm, QkNormRopeWrite] = OpName(
+    "attention.head_norm_rope_write"
+)
+BLOCK_SPARSE_NORM_ROPE_WRITE: OpName[PrepareSparseHeadNorm, SparseNormRopeWrite] = OpName(
+    "block_sparse.norm_rope_write"
+)
+BLOCK_SPARSE_SELECT: OpName[PrepareBlockSparse, SelectBlocks] = OpName("block_sparse.select")
+BLOCK_SPARSE_DECODE: OpName[PrepareBlockSparse, AttendToBlocks] = OpName("block_sparse.decode")
+BLOCK_SPARSE_PREFILL: OpName[PrepareBlockSparse, AttendToBlocks] = OpName("block_sparse.prefill")
 LOCATE: OpName[None, Locate] = OpName("kvcache.locate")
 QUANTIZE: OpName[None, Quantize] = OpName("quantize.activations")
 PICK: OpName[None, Pick] = OpName("sampling.pick")

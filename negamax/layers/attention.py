@@ -108,7 +108,8 @@ class GroupedQueryKind:
 class Attention:
     """q, k, v projection; RMS norm of q and of k; rope; attention; output projection.
 
-    The norms run over all heads together, or over each head by itself (`norm_per_head`). A rank
+    The norms run over all heads together, or over each head by itself (`norm_per_head`; with
+    `gemma_norm` by 1 + the checkpoint's weights). A rank
     holds `heads / tp` query heads and `kv_heads / tp` KV heads; with more ranks than KV heads,
     neighbouring ranks hold copies of one KV head (and of its slice of the K-norm weight).
     """
@@ -123,6 +124,7 @@ class Attention:
         head_dim: int,
         eps: float,
         norm_per_head: bool = False,
+        gemma_norm: bool = False,
         context: ParallelContext,
         kernels: KernelTable,
         weights: WeightFormat,
@@ -158,7 +160,15 @@ class Attention:
         self._heads, self._kv_heads = len(q_rows) // head_dim, len(kv_rows) // head_dim
         self._qk_norm: FullWidthNorm | PerHeadNorm
         if norm_per_head:
-            self._qk_norm = PerHeadNorm(names, head_dim=head_dim, eps=eps, device=weights.device)
+            self._qk_norm = PerHeadNorm(
+                names,
+                heads=self._heads,
+                kv_heads=self._kv_heads,
+                head_dim=head_dim,
+                eps=eps,
+                gemma=gemma_norm,
+                device=weights.device,
+            )
         else:
             self._qk_norm = FullWidthNorm(
                 names,
@@ -202,6 +212,7 @@ class Attention:
                 f"not above 0"
             )
         self.kv_scales = k_scale, v_scale
+        self._qk_norm.finish_loading()
         self._qkv.finish_loading()
         self._out.finish_loading()
 

@@ -46,27 +46,46 @@ class FullWidthNorm:
             WeightSlot(names.k_norm, (kv_heads * head_dim,), target=k_weight, region=(kv,)),
         ]
 
+    def finish_loading(self) -> None:
+        """The weights are complete as they are."""
+
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q, k [T, heads, head_dim] fp32 of this rank -> the same, normed."""
         return spec.qk_norm(q, k, self.norm, group=self._group)
 
 
 class PerHeadNorm:
-    """RMS norm over each head, with one weight for all q heads and one for all k heads."""
+    """RMS norm over each head, with one weight for all q heads and one for all k heads; `gemma`:
+    the weights are 1 + those of the checkpoint.
+    """
 
     op = "attention.head_norm"
 
     def __init__(
-        self, names: AttentionNames, *, head_dim: int, eps: float, device: torch.device
+        self,
+        names: AttentionNames,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        eps: float,
+        gemma: bool,
+        device: torch.device,
     ) -> None:
-        self.norm = torch.empty(2, head_dim, dtype=torch.float32, device=device), eps
-        q_weight, k_weight = self.norm[0]
+        """`heads` and `kv_heads` of this rank."""
+        weight = torch.empty(2, head_dim, dtype=torch.float32, device=device)
+        self.norm, self._gemma = spec.HeadNorm(weight, heads, kv_heads, eps), gemma
         self.slots = [
-            WeightSlot(names.q_norm, (head_dim,), target=q_weight),
-            WeightSlot(names.k_norm, (head_dim,), target=k_weight),
+            WeightSlot(name, (head_dim,), target=target)
+            for name, target in zip((names.q_norm, names.k_norm), weight, strict=True)
         ]
+
+    def finish_loading(self) -> None:
+        """Complete the weights."""
+        if self._gemma:
+            self.norm.weight.add_(1)
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """As `FullWidthNorm`."""
-        (q_weight, k_weight), eps = self.norm
+        (q_weight, k_weight), eps = self.norm.weight, self.norm.eps
         return spec.head_norm(q, q_weight, eps), spec.head_norm(k, k_weight, eps)

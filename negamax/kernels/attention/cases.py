@@ -63,6 +63,52 @@ def qk_norm_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Ca
     ]
 
 
+def head_norm_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """No tokens, one, some; odd sizes; all of a head rotated."""
+    return [
+        _qk_norm_case(
+            dtype,
+            generator,
+            num_tokens=num_tokens,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            rotary_dim=rotary_dim,
+            cache=(4, 8),
+            norm_per_head=True,
+        )
+        for num_tokens, heads, kv_heads, head_dim, rotary_dim in (
+            (0, 2, 1, 16, 8),
+            (1, 16, 1, 128, 64),
+            (5, 6, 3, 20, 20),
+        )
+    ]
+
+
+def head_norm_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """MiniMax-M3's slices under TP1 and TP4."""
+    return [
+        _qk_norm_case(
+            dtype,
+            generator,
+            num_tokens=num_tokens,
+            heads=16 * kv_heads,
+            kv_heads=kv_heads,
+            head_dim=128,
+            rotary_dim=64,
+            cache=(32, 128),
+            cache_dtype=cache_dtype,
+            norm_per_head=True,
+        )
+        for num_tokens, kv_heads, cache_dtype in (
+            (1, 1, None),
+            (100, 4, None),
+            (3001, 1, None),
+            (100, 1, FP8),
+        )
+    ]
+
+
 def _qk_norm_case(
     dtype: torch.dtype,
     generator: torch.Generator,
@@ -74,14 +120,16 @@ def _qk_norm_case(
     rotary_dim: int,
     cache: tuple[int, int],
     cache_dtype: torch.dtype | None = None,
+    norm_per_head: bool = False,
 ) -> Case:
     """`cache` is the number of blocks and their size; in FP8 it has scales other than 1."""
     num_blocks, block_size = cache
+    norm_shape = (2, head_dim) if norm_per_head else ((heads + kv_heads) * head_dim,)
     normal = partial(randn, generator=generator)
     on_device: dict[str, Any] = {"generator": generator, "device": generator.device}
     tensors = {
         "qkv": normal(num_tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype, scale=2.0),
-        "norm_weight": 1 + normal((heads + kv_heads) * head_dim, dtype=torch.float32, scale=0.2),
+        "norm_weight": 1 + normal(*norm_shape, dtype=torch.float32, scale=0.2),
         "positions": torch.randint(0, 1000, (num_tokens,), **on_device),
         "k_cache": normal(num_blocks, kv_heads, block_size, head_dim, dtype=dtype),
         "v_cache": normal(num_blocks, kv_heads, block_size, head_dim, dtype=dtype),
@@ -99,9 +147,18 @@ def _qk_norm_case(
 
 
 def apply_qk_norm(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """Caches of the dtype that the case names, else of the case's own: what is stored is rounded in
-    the definition too.
+    """q and the caches, these of the dtype that the case names, else of the case's own: what is
+    stored is rounded in the definition too.
     """
+    return _apply_norm(kernel, case, ranks=1)
+
+
+def apply_head_norm(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
+    """As `apply_qk_norm`."""
+    return _apply_norm(kernel, case)
+
+
+def _apply_norm(kernel: AnyKernel, case: Case, **ranks: int) -> tuple[Tensor, ...]:
     t, n = case.tensors, case.numbers
     k_cache, v_cache = (
         t[name].to(n.get("cache_dtype", t[name].dtype), copy=True)
@@ -111,7 +168,7 @@ def apply_qk_norm(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     angles = cos_sin(t["positions"], frequencies)
     rows = cache_rows(t["slots"], kv_heads=k_cache.shape[1], block_size=k_cache.shape[2])
     norm = kernel.prepare(
-        t["norm_weight"], heads=n["heads"], kv_heads=k_cache.shape[1], eps=1e-6, ranks=1
+        t["norm_weight"], heads=n["heads"], kv_heads=k_cache.shape[1], eps=1e-6, **ranks
     )
     scales = n.get("kv_scales", (1.0, 1.0))
     q = kernel.run(t["qkv"].clone(), norm, *angles, k_cache, v_cache, rows, kv_scales=scales)
@@ -231,7 +288,7 @@ def _attention_case(
     heads = shape.kv_heads * shape.group
     tensors = {
         "q": randn(sum(counts), heads, head_dim, dtype=dtype, generator=generator),
-        **_paged(cache_dtype or dtype, generator, lengths, shape=shape, head_dim=head_dim),
+        **paged_caches(cache_dtype or dtype, generator, lengths, shape=shape, head_dim=head_dim),
     }
     numbers = {"lengths": tuple(lengths), "counts": tuple(counts), "shape": shape}
     if cache_dtype == FP8:
@@ -248,7 +305,7 @@ def _attention_case(
     return Case(f"{tokens} queries={sum(counts)} {sizes} {cache_dtype or dtype}", tensors, numbers)
 
 
-def _paged(
+def paged_caches(
     dtype: torch.dtype,
     generator: torch.Generator,
     lengths: Sequence[int],

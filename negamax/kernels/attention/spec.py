@@ -22,7 +22,7 @@ from negamax.kernels.kvcache.spec import write
 from negamax.kernels.op import Kernel, Op, rounding_tolerance
 from negamax.kernels.peers import Collective
 from negamax.kernels.rope.spec import half_split
-from negamax.kernels.signatures import DECODE, PREFILL, QK_NORM_ROPE_WRITE
+from negamax.kernels.signatures import DECODE, HEAD_NORM_ROPE_WRITE, PREFILL, QK_NORM_ROPE_WRITE
 
 # --- QK norm, rope, cache write ------------------------------------------------------------------
 
@@ -81,6 +81,38 @@ def qk_norm(
 def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS norm of each head of x [T, heads, head_dim] fp32; weight [head_dim]."""
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """The weights of norms that run over each head by itself, and this rank's numbers of heads."""
+
+    weight: Tensor  # [2, head_dim] fp32, of queries and of keys
+    heads: int
+    kv_heads: int
+    eps: float
+
+
+def head_norm_rope_write(
+    qkv: Tensor,
+    norm: HeadNorm,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    rows: Tensor,
+    *,
+    group: Collective | None = None,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> Tensor:
+    """As `qk_norm_rope_write` with `head_norm` of q and of k, which asks nothing of `group`."""
+    q, k, v = split_heads(qkv, heads=norm.heads, kv_heads=norm.kv_heads)
+    q, k = (
+        half_split(head_norm(x, weight, norm.eps), cos, sin)
+        for x, weight in zip((q, k), norm.weight, strict=True)
+    )
+    write(k, v, k_cache, v_cache, rows, kv_scales=kv_scales)
+    return q.to(qkv.dtype)
 
 
 def qk_norm_rope_write(
@@ -176,6 +208,18 @@ OPS = (
         wide=cases.qk_norm_full_size,
         wide_error=5e-3,
         apply=cases.apply_qk_norm,
+        tolerance=rounding_tolerance(scale=2.0, reason="one rounding to the dtype; |q| up to 5"),
+        cost=cases.qk_norm_cost,
+    ),
+    Op(
+        name=HEAD_NORM_ROPE_WRITE,
+        sequence=("attention.head_norm", "rope.half_split", "kvcache.write"),
+        summary="RMS norm of each head of q and k, rope, keys and values into the paged cache",
+        reference=Kernel(HEAD_NORM_ROPE_WRITE, "reference", head_norm_rope_write, HeadNorm),
+        cases=cases.head_norm_small,
+        wide=cases.head_norm_full_size,
+        wide_error=5e-3,
+        apply=cases.apply_head_norm,
         tolerance=rounding_tolerance(scale=2.0, reason="one rounding to the dtype; |q| up to 5"),
         cost=cases.qk_norm_cost,
     ),

@@ -167,7 +167,15 @@ class SelectedAttention:
             group=context.attention_group,
             **shared,
         )
-        self._qk_norm = PerHeadNorm(own, head_dim=dim, eps=spec.rms_norm_eps, device=weights.device)
+        self._qk_norm = PerHeadNorm(
+            own,
+            heads=len(heads),
+            kv_heads=len(kv_heads),
+            head_dim=dim,
+            eps=spec.rms_norm_eps,
+            gemma=False,
+            device=weights.device,
+        )
         parts = (self._qkv, self._index, self._out, self._qk_norm)
         self.slots = [slot for part in parts for slot in part.slots]
 

@@ -1,0 +1,372 @@
+"""Inputs of the ops of block-sparse attention, how kernels are called with them, and what they
+cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from negamax.kernels.attention.cases import paged_caches
+from negamax.kernels.attention.metadata import attention_metadata
+from negamax.kernels.block_sparse.choice import (
+    BlockChoice,
+    SparseShape,
+    attended_tokens,
+    choose,
+    pages_of,
+)
+from negamax.kernels.kvcache.spec import FP8, cache_rows
+from negamax.kernels.op import AnyKernel, Case, Cost, num_bytes, randn
+from negamax.kernels.rope.spec import cos_sin, signed_frequencies
+
+# MiniMax-M3 on one of four ranks.
+M3 = SparseShape(kv_heads=1, group=16, block_size=128, sparse_block_size=128, topk_blocks=16)
+
+# --- norms, rope, cache write --------------------------------------------------------------------
+
+
+def norm_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """No tokens, one, some; odd sizes; index heads of another width."""
+    return [
+        _norm_case(
+            dtype,
+            generator,
+            num_tokens=num_tokens,
+            heads=(heads, kv_heads),
+            widths=(head_dim, index_dim),
+            rotary_dim=rotary_dim,
+            cache=(4, 8),
+        )
+        for num_tokens, heads, kv_heads, head_dim, index_dim, rotary_dim in (
+            (0, 2, 1, 16, 16, 8),
+            (1, 16, 1, 128, 128, 64),
+            (5, 6, 3, 20, 12, 10),
+        )
+    ]
+
+
+def norm_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """MiniMax-M3's slices under TP1 and TP4."""
+    return [
+        _norm_case(
+            dtype,
+            generator,
+            num_tokens=num_tokens,
+            heads=(16 * kv_heads, kv_heads),
+            widths=(128, 128),
+            rotary_dim=64,
+            cache=(32, 128),
+            cache_dtype=cache_dtype,
+        )
+        for num_tokens, kv_heads, cache_dtype in (
+            (1, 1, None),
+            (100, 4, None),
+            (3001, 1, None),
+            (100, 1, FP8),
+        )
+    ]
+
+
+def _norm_case(
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    *,
+    num_tokens: int,
+    heads: tuple[int, int],
+    widths: tuple[int, int],
+    rotary_dim: int,
+    cache: tuple[int, int],
+    cache_dtype: torch.dtype | None = None,
+) -> Case:
+    """`heads` and KV heads; `widths` of heads and of index heads; `cache` is the number of blocks
+    and their size; keys and values in FP8 have scales other than 1.
+    """
+    (own, kv), (head_dim, index_dim), (num_blocks, block_size) = heads, widths, cache
+    normal = partial(randn, generator=generator)
+    on_device: dict[str, Any] = {"generator": generator, "device": generator.device}
+    width = (own + 2 * kv) * head_dim + (kv + 1) * index_dim
+    tensors = {
+        "projected": normal(num_tokens, width, dtype=dtype, scale=2.0),
+        "norm_weight": 1 + normal(2, head_dim, dtype=torch.float32, scale=0.2),
+        "index_norm_weight": 1 + normal(2, index_dim, dtype=torch.float32, scale=0.2),
+        "positions": torch.randint(0, 1000, (num_tokens,), **on_device),
+        "k_cache": normal(num_blocks, kv, block_size, head_dim, dtype=dtype),
+        "v_cache": normal(num_blocks, kv, block_size, head_dim, dtype=dtype),
+        "index_cache": normal(num_blocks, 1, block_size, index_dim, dtype=dtype),
+        "slots": torch.randperm(num_blocks * block_size, **on_device)[:num_tokens],
+    }
+    numbers: dict[str, Any] = {"heads": own, "rotary_dim": rotary_dim}
+    label = f"T={num_tokens} heads={own} kv_heads={kv} widths={widths} rotary_dim={rotary_dim}"
+    if cache_dtype is not None:
+        numbers |= {"cache_dtype": cache_dtype, "kv_scales": (0.5, 2.0)}
+        label = f"{label} {cache_dtype}"
+    return Case(label, tensors, numbers)
+
+
+def apply_norm(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
+    """q, index_q and the caches, these of the dtype that the case names, else of the case's own."""
+    t, n = case.tensors, case.numbers
+    caches = [
+        t[name].to(n.get("cache_dtype", t[name].dtype), copy=True)
+        for name in ("k_cache", "v_cache", "index_cache")
+    ]
+    frequencies = signed_frequencies(n["rotary_dim"], 5e6).to(t["positions"].device)
+    angles = cos_sin(t["positions"], frequencies)
+    _, kv_heads, block_size, _ = caches[0].shape
+    rows = cache_rows(t["slots"], kv_heads=kv_heads, block_size=block_size)
+    norm = kernel.prepare(
+        t["norm_weight"], t["index_norm_weight"], heads=n["heads"], kv_heads=kv_heads, eps=1e-6
+    )
+    scales = n.get("kv_scales", (1.0, 1.0))
+    q, index_q = kernel.run(t["projected"].clone(), norm, *angles, *caches, rows, kv_scales=scales)
+    return q, index_q, *caches
+
+
+def norm_cost(case: Case) -> Cost:
+    """The projection read; as much written."""
+    projected = case.tensors["projected"]
+    return Cost(num_bytes=2 * num_bytes(projected), flops=7 * projected.numel())
+
+
+# --- choice and attention ------------------------------------------------------------------------
+
+# Lengths, queries, (KV heads, group, width, block size, sparse block size, top-k, init, local)
+_DECODE = (
+    ((1, 100), (1, 1), (1, 1, 8, 16, 16, 2, 0, 1)),
+    ((150, 64, 65), (1, 1, 1), (1, 4, 128, 32, 16, 4, 0, 1)),
+    ((5, 130, 1, 520), (1, 1, 1, 1), (2, 3, 16, 32, 32, 3, 0, 1)),
+    ((333, 0, 32, 31), (1, 1, 1, 1), (2, 2, 20, 16, 16, 4, 1, 2)),
+)
+_PREFILL = (
+    ((1,), (1,), (1, 1, 8, 16, 16, 2, 0, 1)),
+    ((70,), (70,), (1, 3, 32, 16, 16, 1, 0, 1)),
+    ((147, 3, 238), (70, 3, 33), (2, 2, 16, 32, 16, 3, 0, 1)),
+    ((529, 2), (9, 2), (1, 4, 20, 32, 32, 4, 1, 2)),
+)
+
+
+def select_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """Fewer blocks than are chosen, more; cache blocks of several sparse ones; rows of padding."""
+    return [
+        _select_case(dtype, generator, lengths, counts, _shape(sizes), width=sizes[2])
+        for lengths, counts, sizes in (*_DECODE, *_PREFILL)
+    ]
+
+
+def decode_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """As `select_small`, one query per sequence."""
+    return [
+        _attention_case(dtype, generator, lengths, counts, _shape(sizes), width=sizes[2])
+        for lengths, counts, sizes in _DECODE
+    ]
+
+
+def prefill_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """As `select_small`, whole prompts and chunks on a prefix."""
+    return [
+        _attention_case(dtype, generator, lengths, counts, _shape(sizes), width=sizes[2])
+        for lengths, counts, sizes in _PREFILL
+    ]
+
+
+def _shape(sizes: tuple[int, ...]) -> SparseShape:
+    kv_heads, group, _, *of_blocks = sizes
+    return SparseShape(kv_heads, group, *of_blocks)
+
+
+# MiniMax-M3's slice on one of four ranks: contexts of 1k, 32k and 128k tokens, rows of padding;
+# rows that verify three draft tokens; whole prompts and chunks on a prefix.
+_LONG = [1000, 32_000, 0, 128_001]
+_DECODE_FULL = (
+    ([1064], None),
+    ([32_000] * 4, None),
+    (_LONG, None),
+    (_LONG, FP8),
+    ([2100] * 100, FP8),
+)
+_PREFILL_FULL = (
+    ([1000] * 4, [1000] * 4, None),
+    ([32_000, 2049, 777], [300, 1, 777], None),
+    ([32_000, 128_001], [4, 4], None),
+    ([32_000, 2100], [300, 2100], FP8),
+)
+
+
+def select_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """MiniMax-M3's slice: decodes, drafts and prefills."""
+    decodes = ((lengths, [1] * len(lengths), cache) for lengths, cache in _DECODE_FULL)
+    return [
+        _select_case(dtype, generator, lengths, counts, M3, cache_dtype=cache)
+        for lengths, counts, cache in (*decodes, *_PREFILL_FULL)
+    ]
+
+
+def decode_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """MiniMax-M3's slice."""
+    return [
+        _attention_case(dtype, generator, lengths, [1] * len(lengths), M3, cache_dtype=cache)
+        for lengths, cache in _DECODE_FULL
+    ]
+
+
+def prefill_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """MiniMax-M3's slice."""
+    return [
+        _attention_case(dtype, generator, lengths, counts, M3, cache_dtype=cache)
+        for lengths, counts, cache in _PREFILL_FULL
+    ]
+
+
+def _select_case(
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    lengths: Sequence[int],
+    counts: Sequence[int],
+    shape: SparseShape,
+    *,
+    width: int = 128,
+    cache_dtype: torch.dtype | None = None,
+) -> Case:
+    """Index queries of the last `counts` tokens of each sequence."""
+    one_head = SparseShape(1, shape.kv_heads, shape.block_size, shape.block_size, 1)
+    caches = paged_caches(cache_dtype or dtype, generator, lengths, shape=one_head, head_dim=width)
+    tensors = {
+        "index_q": randn(sum(counts), shape.kv_heads, width, dtype=dtype, generator=generator),
+        "index_cache": caches["k_cache"],
+        "block_tables": caches["block_tables"],
+    }
+    numbers = {"lengths": tuple(lengths), "counts": tuple(counts), "shape": shape}
+    return Case(_label(lengths, counts, shape, width, cache_dtype or dtype), tensors, numbers)
+
+
+def _attention_case(
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    lengths: Sequence[int],
+    counts: Sequence[int],
+    shape: SparseShape,
+    *,
+    width: int = 128,
+    cache_dtype: torch.dtype | None = None,
+) -> Case:
+    """Queries of the last `counts` tokens of each sequence, and blocks chosen at random; a cache in
+    FP8 has scales other than 1.
+    """
+    heads = shape.kv_heads * shape.group
+    tensors = {
+        "q": randn(sum(counts), heads, width, dtype=dtype, generator=generator),
+        **paged_caches(cache_dtype or dtype, generator, lengths, shape=shape, head_dim=width),
+    }
+    num_blocks = -(-max(lengths) // shape.sparse_block_size)
+    scores = randn(
+        sum(counts), shape.kv_heads, num_blocks, dtype=torch.float32, generator=generator
+    )
+    positions = _positions(lengths, counts).to(scores.device)
+    tensors["ids"] = choose(scores, positions, shape)
+    tables = tensors["block_tables"].repeat_interleave(
+        torch.tensor(counts, device=scores.device), dim=0
+    )
+    tensors["pages"] = pages_of(tensors["ids"], tables, shape)
+    numbers: dict[str, Any] = {"lengths": tuple(lengths), "counts": tuple(counts), "shape": shape}
+    if cache_dtype == FP8:
+        numbers["kv_scales"] = (0.5, 2.0)
+    return Case(_label(lengths, counts, shape, width, cache_dtype or dtype), tensors, numbers)
+
+
+def _positions(lengths: Sequence[int], counts: Sequence[int]) -> Tensor:
+    """Of the last `counts` tokens of each sequence."""
+    parts = [torch.arange(n - count, n) for n, count in zip(lengths, counts, strict=True)]
+    return torch.cat(parts)
+
+
+def _label(
+    lengths: Sequence[int],
+    counts: Sequence[int],
+    shape: SparseShape,
+    width: int,
+    dtype: torch.dtype,
+) -> str:
+    tokens = (
+        f"lengths={list(lengths)}"
+        if len(lengths) < 5
+        else f"{len(lengths)} sequences of {sum(lengths)} tokens"
+    )
+    return (
+        f"{tokens} queries={sum(counts)} kv_heads={shape.kv_heads} group={shape.group} "
+        f"width={width} block_size={shape.block_size} top {shape.topk_blocks} of "
+        f"{shape.sparse_block_size} {dtype}"
+    )
+
+
+def _plan(kernel: AnyKernel, case: Case, *, dtype: torch.dtype) -> Any:
+    n = case.numbers
+    is_decode = [count == 1 for count in n["counts"]]
+    queries = attention_metadata(
+        case.tensors["block_tables"],
+        n["lengths"],
+        n["counts"],
+        num_decodes=len(is_decode) if all(is_decode) else 0,
+    )
+    return kernel.prepare(queries, n["shape"], dtype=dtype)
+
+
+def apply_select(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
+    """The choice."""
+    t = case.tensors
+    plan = _plan(kernel, case, dtype=t["index_q"].dtype)
+    choice = kernel.run(t["index_q"], t["index_cache"], plan)
+    return choice.ids, choice.pages
+
+
+def apply_attention(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
+    """The weighted sums of values."""
+    t = case.tensors
+    plan = _plan(kernel, case, dtype=t["q"].dtype)
+    choice, scales = BlockChoice(t["ids"], t["pages"]), case.numbers.get("kv_scales", (1.0, 1.0))
+    return (kernel.run(t["q"], t["k_cache"], t["v_cache"], choice, plan, kv_scales=scales),)
+
+
+def select_cost(case: Case) -> Cost:
+    """Index keys of sequences with more blocks than are chosen read once, index queries read and
+    the choice written; the products of visible pairs of such sequences.
+    """
+    t, n = case.tensors, case.numbers
+    shape, (num_tokens, heads, width) = n["shape"], t["index_q"].shape
+    long = [
+        (length, count)
+        for length, count in zip(n["lengths"], n["counts"], strict=True)
+        if length > shape.dense_tokens
+    ]
+    row_bytes = width * t["index_cache"].element_size()
+    return Cost(
+        num_bytes=sum(length for length, _ in long) * row_bytes
+        + num_bytes(t["index_q"])
+        + 8 * num_tokens * heads * shape.topk_blocks,
+        flops=2 * heads * width * sum(length * count for length, count in long),
+    )
+
+
+def attention_cost(case: Case) -> Cost:
+    """Each key and value that some query of its sequence attends to read once, queries read and
+    results written; the products of attended pairs.
+    """
+    t, n = case.tensors, case.numbers
+    q, ids, shape = t["q"], t["ids"], n["shape"]
+    pairs = int(attended_tokens(_positions(n["lengths"], n["counts"]), shape).sum())
+    chosen = sum(  # blocks of all heads
+        len(own[:, head].unique()) - int((own[:, head] < 0).any())
+        for end, count in zip(accumulate(n["counts"]), n["counts"], strict=True)
+        for own in (ids[end - count : end],)
+        for head in range(shape.kv_heads)
+    )
+    block_bytes = shape.sparse_block_size * q.shape[-1] * t["k_cache"].element_size()
+    return Cost(
+        num_bytes=2 * chosen * block_bytes + 2 * num_bytes(q),
+        flops=4 * pairs * q.shape[1] * q.shape[2],
+    )

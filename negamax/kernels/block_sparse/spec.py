@@ -1,0 +1,248 @@
+"""Definitions of the ops of block-sparse attention.
+
+    score[t, h, b] = max_j index_q[t, h] . index_k[j],   j in block b, j <= position of t
+    out[t, h] = sum_j softmax_j(q[t, h] . k[j, h // group] * head_dim ** -0.5) v[j, h // group],   j
+    in the blocks that t chose for KV head h // group, j <= position of t
+
+A KV head has one index head, which chooses for it; all index heads share one index key per token,
+kept in a cache of one head. Scores are in fp32, of index keys as they are stored; that scores have
+no scale changes no choice. What is chosen: `choice.py`; the paged cache: `kernels/kvcache/spec.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.kernels.attention.spec import head_norm, rows_of
+from negamax.kernels.block_sparse import cases
+from negamax.kernels.block_sparse.choice import BlockChoice, SparseShape, choose, pages_of
+from negamax.kernels.kvcache.spec import store, write
+from negamax.kernels.op import Kernel, Op, rounding_tolerance
+from negamax.kernels.rope.spec import half_split
+from negamax.kernels.signatures import (
+    BLOCK_SPARSE_DECODE,
+    BLOCK_SPARSE_NORM_ROPE_WRITE,
+    BLOCK_SPARSE_PREFILL,
+    BLOCK_SPARSE_SELECT,
+)
+
+# --- norms, rope, cache write --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SparseHeadNorm:
+    """The weights of the norms of this rank's heads, which all heads of a kind share."""
+
+    weight: Tensor  # [2, head_dim] fp32, of queries and of keys
+    index_weight: Tensor  # [2, index_dim] fp32, of index queries and of the index key
+    heads: int
+    kv_heads: int  # and as many index heads
+    eps: float
+
+
+@dataclass(frozen=True)
+class SparseHeads:
+    """What a projection [T, (heads + 2 kv_heads) * head_dim + (kv_heads + 1) * index_dim] consists
+    of, in this order; all in fp32.
+    """
+
+    q: Tensor  # [T, heads, head_dim]
+    k: Tensor  # [T, kv_heads, head_dim]
+    v: Tensor  # [T, kv_heads, head_dim]
+    index_q: Tensor  # [T, kv_heads, index_dim]
+    index_k: Tensor  # [T, 1, index_dim]
+
+
+def split_sparse_heads(projected: Tensor, norm: SparseHeadNorm) -> SparseHeads:
+    """As `attention.spec.split_heads`, nothing that is not finite left."""
+    (_, head_dim), (_, index_dim) = norm.weight.shape, norm.index_weight.shape
+    counts = (norm.heads, norm.kv_heads, norm.kv_heads, norm.kv_heads, 1)
+    widths = (head_dim, head_dim, head_dim, index_dim, index_dim)
+    finite = projected.nan_to_num().float()
+    parts = finite.split([n * width for n, width in zip(counts, widths, strict=True)], dim=1)
+    return SparseHeads(*(part.unflatten(1, (n, -1)) for part, n in zip(parts, counts, strict=True)))
+
+
+def index_rows(rows: Tensor, *, kv_heads: int, block_size: int) -> Tensor:
+    """The rows [T] of an index cache, whose one head lies in the same blocks as `kv_heads` heads of
+    keys at `rows` [T * kv_heads].
+    """
+    first = rows[::kv_heads]
+    return first // (kv_heads * block_size) * block_size + first % block_size
+
+
+def norm_rope_write(
+    projected: Tensor,
+    norm: SparseHeadNorm,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    index_cache: Tensor,
+    rows: Tensor,
+    *,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> tuple[Tensor, Tensor]:
+    """`head_norm` and rope of q, k, index_q and index_k; k, v and index_k into the caches; q [T,
+    heads, head_dim] and index_q [T, kv_heads, index_dim].
+
+    `projected` as in `SparseHeads` (a kernel may overwrite it); cos, sin from `rope.spec.cos_sin`;
+    rows [T * kv_heads] from `kvcache.spec.cache_rows`, from which follow those of index_cache
+    [num_blocks, 1, block_size, index_dim]. All arithmetic is in fp32 and rounded once, at the end.
+    The caches hold k / kv_scales[0], v / kv_scales[1] and the index key as it is.
+    """
+    own = split_sparse_heads(projected, norm)
+    q, k, index_q, index_k = (
+        half_split(head_norm(x, weight, norm.eps), cos, sin)
+        for x, weight in zip(
+            (own.q, own.k, own.index_q, own.index_k),
+            (*norm.weight, *norm.index_weight),
+            strict=True,
+        )
+    )
+    write(k, own.v, k_cache, v_cache, rows, kv_scales=kv_scales)
+    block_size = k_cache.shape[2]
+    store(index_k, index_cache, index_rows(rows, kv_heads=norm.kv_heads, block_size=block_size))
+    return q.to(projected.dtype), index_q.to(projected.dtype)
+
+
+# --- choice and attention ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BlockSparsePlan:
+    """Queries and sizes as they are."""
+
+    queries: AttentionMetadata
+    shape: SparseShape
+
+    def runs(self) -> Iterator[tuple[slice, Tensor, int, Tensor]]:
+        """Of each sequence its queries, block table, length and its queries' positions."""
+        tables, counts = (
+            self.queries.used_tables(self.shape.block_size), self.queries.host_query_lens
+        )  # fmt: skip
+        for table, length, count, end in zip(
+            tables, self.queries.host_seq_lens, counts, accumulate(counts), strict=True
+        ):
+            positions = torch.arange(length - count, length, device=table.device)
+            yield slice(end - count, end), table, length, positions
+
+
+def plan(
+    queries: AttentionMetadata, shape: SparseShape, *, dtype: torch.dtype, quantize: bool = False
+) -> BlockSparsePlan:
+    """`dtype` of the queries. `quantize` asks `run` for `QuantizedActivations`, which the
+    definition does not make.
+    """
+    assert not quantize, "the definition has no FP8 output"
+    return BlockSparsePlan(queries, shape)
+
+
+def select(index_q: Tensor, index_cache: Tensor, plan: BlockSparsePlan) -> BlockChoice:
+    """index_q [T, kv_heads, index_dim], index_cache [num_blocks, 1, block_size, index_dim] -> the
+    choice of all T tokens.
+    """
+    shape, size = plan.shape, plan.shape.sparse_block_size
+    ids = index_q.new_empty(*index_q.shape[:2], shape.topk_blocks, dtype=torch.int32)
+    pages = torch.empty_like(ids)
+    for own, table, length, positions in plan.runs():
+        keys = rows_of(index_cache, table, length).squeeze(1)
+        scores = torch.einsum("thd,jd->thj", index_q[own].float(), keys)
+        is_later = torch.arange(length, device=keys.device) > positions.view(-1, 1, 1)
+        scores = scores.masked_fill(is_later, -torch.inf)
+        of_blocks = F.pad(scores, (0, -length % size), value=-torch.inf).unflatten(-1, (-1, size))
+        ids[own] = choose(of_blocks.amax(-1), positions, shape)
+        pages[own] = pages_of(ids[own], table.expand(len(positions), -1), shape)
+    return BlockChoice(ids, pages)
+
+
+def attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    choice: BlockChoice,
+    plan: BlockSparsePlan,
+    *,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> Tensor:
+    """q [T, heads, head_dim], caches [num_blocks, kv_heads, block_size, head_dim], the choice of
+    the T tokens -> [T, heads * head_dim].
+
+    A key is its cache row * kv_scales[0], a value its row * kv_scales[1].
+    """
+    size, group = plan.shape.sparse_block_size, plan.shape.group
+    out = torch.empty_like(q)
+    for own, table, length, positions in plan.runs():
+        k, v = (
+            (rows_of(cache, table, length) * scale).repeat_interleave(group, dim=1)
+            for cache, scale in zip((k_cache, v_cache), kv_scales, strict=True)
+        )
+        scores = torch.einsum("thd,jhd->thj", q[own].float(), k) * q.shape[-1] ** -0.5
+        keys = torch.arange(length, device=q.device)
+        is_chosen = (choice.ids[own].unsqueeze(-2) == (keys // size).unsqueeze(-1)).any(-1)
+        is_seen = is_chosen & (keys <= positions.view(-1, 1, 1))  # [queries, kv_heads, keys]
+        is_seen = is_seen.repeat_interleave(group, dim=1)
+        weights = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
+        out[own] = torch.einsum("thj,jhd->thd", weights, v).to(q.dtype)
+    return out.flatten(1)
+
+
+_ATTENTION_TOLERANCE = rounding_tolerance(
+    reason="probabilities and the result are rounded to the dtype once each; |out| about 1"
+)
+
+OPS = (
+    Op(
+        name=BLOCK_SPARSE_NORM_ROPE_WRITE,
+        sequence=("attention.head_norm", "rope.half_split", "kvcache.write", "kvcache.store"),
+        summary="norm and rope of each head and index head; keys, values, index keys into caches",
+        reference=Kernel(
+            BLOCK_SPARSE_NORM_ROPE_WRITE, "reference", norm_rope_write, SparseHeadNorm
+        ),
+        cases=cases.norm_small,
+        wide=cases.norm_full_size,
+        wide_error=5e-3,
+        apply=cases.apply_norm,
+        tolerance=rounding_tolerance(scale=2.0, reason="one rounding to the dtype; |q| up to 5"),
+        cost=cases.norm_cost,
+    ),
+    Op(
+        name=BLOCK_SPARSE_SELECT,
+        summary="the blocks that each token attends to, as numbers and as pages",
+        reference=Kernel(BLOCK_SPARSE_SELECT, "reference", select, plan),
+        cases=cases.select_small,
+        wide=cases.select_full_size,
+        apply=cases.apply_select,
+        tolerance=rounding_tolerance(scale=0.0, reason="whole numbers"),
+        cost=cases.select_cost,
+    ),
+    Op(
+        name=BLOCK_SPARSE_DECODE,
+        summary="one query per sequence against the blocks that it chose",
+        reference=Kernel(BLOCK_SPARSE_DECODE, "reference", attend, plan),
+        cases=cases.decode_small,
+        wide=cases.decode_full_size,
+        wide_error=5e-3,
+        apply=cases.apply_attention,
+        tolerance=_ATTENTION_TOLERANCE,
+        cost=cases.attention_cost,
+    ),
+    Op(
+        name=BLOCK_SPARSE_PREFILL,
+        summary="runs of queries, one per sequence, each against the blocks that it chose",
+        reference=Kernel(BLOCK_SPARSE_PREFILL, "reference", attend, plan),
+        cases=cases.prefill_small,
+        wide=cases.prefill_full_size,
+        wide_error=5e-3,
+        apply=cases.apply_attention,
+        tolerance=_ATTENTION_TOLERANCE,
+        cost=cases.attention_cost,
+    ),
+)
