@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from negamax.base.errors import ConfigError
-from negamax.config import minimax_m2
+from negamax.config import minimax_m2, minimax_m3
 from negamax.config.fields import refuse
 from negamax.config.model_spec import ModelFamily, ModelSpec
 from negamax.config.quantization import read_quantization
 
-FAMILIES = {family.architecture: family for family in (minimax_m2.FAMILY,)}
+FAMILIES = {family.architecture: family for family in (minimax_m2.FAMILY, *minimax_m3.FAMILIES)}
 
 
 def family_of(architecture: str) -> ModelFamily:
@@ -46,11 +46,12 @@ def read_spec(config: Mapping[str, Any], folder: Path | None = None) -> ModelSpe
     if not found:
         allowed = " or ".join(f"[{name!r}]" for name in sorted(FAMILIES))
         refuse("architectures", architectures, allowed)
-    of_type = [family for family in found if model_type in (None, family.model_type)]
+    of_type = [family for family in found if model_type in (None, *family.model_types)]
     if not of_type:
-        refuse("model_type", model_type, " or ".join(repr(family.model_type) for family in found))
+        types = dict.fromkeys(name for family in found for name in family.model_types)
+        refuse("model_type", model_type, " or ".join(map(repr, types)))
     spec = of_type[0].read_spec(config)
-    return replace(spec, quantization=read_quantization(config, folder))
+    return replace(spec, quantization=read_quantization(config, folder) or spec.quantization)
 
 
 def bundled_spec(name: str) -> ModelSpec:

@@ -182,7 +182,7 @@ _BUNDLED = {
 }
 FAMILY = ModelFamily(
     architecture=ARCHITECTURE,
-    model_type="minimax_m2",
+    model_types=("minimax_m2",),
     package="negamax.models.minimax_m2",
     spec=MiniMaxM2Spec,
     read_spec=read_spec,

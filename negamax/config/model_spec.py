@@ -5,8 +5,8 @@ must know of an architecture to run its checkpoints.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 from negamax.config.fields import MAX_SIZE, refuse
 from negamax.config.kv_cache import KvCacheSpec, KvCacheSpecs
@@ -62,6 +62,10 @@ class ModelSpec:
         if not 1 <= value <= MAX_SIZE:
             refuse(name, value, f"1 to {MAX_SIZE}")
 
+    def first_layers(self, num_layers: int) -> Self:
+        """The model of its first `num_layers` layers."""
+        return replace(self, num_layers=num_layers)
+
     def kv_caches(self) -> KvCacheSpecs:
         """The caches of each layer. Here: keys and values of full attention in all of them."""
         return [
@@ -86,7 +90,7 @@ class ModelFamily:
     """
 
     architecture: str  # in `architectures` of config.json
-    model_type: str  # in config.json
+    model_types: tuple[str, ...]  # any of them in config.json
     package: str
     spec: type[ModelSpec]
     read_spec: Callable[[Mapping[str, Any]], ModelSpec]  # of a parsed config.json

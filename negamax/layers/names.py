@@ -29,11 +29,38 @@ class AttentionNames:
 
 
 @dataclass(frozen=True)
+class MlpNames:
+    """The matrices of an MLP."""
+
+    gate: str
+    up: str
+    down: str
+
+
+@dataclass(frozen=True)
 class MoeNames:
-    """Router and experts; an expert's number is * in the names of its matrices."""
+    """Router and experts; an expert's number is * in the names of its matrices. `shared`: the MLP
+    that all tokens pass beside their experts.
+    """
 
     router: str
     router_bias: str
     gate: str
     up: str
     down: str
+    shared: MlpNames | None = None
+
+    def expert(self, number: int) -> MlpNames:
+        """Of one expert."""
+        names = (name.replace("*", str(number)) for name in (self.gate, self.up, self.down))
+        return MlpNames(*names)
+
+
+@dataclass(frozen=True)
+class IndexerNames:
+    """What scores blocks of keys in block-sparse attention: projections and their norms."""
+
+    q: str
+    k: str
+    q_norm: str
+    k_norm: str

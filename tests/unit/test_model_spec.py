@@ -114,9 +114,9 @@ def test_bundled_specs_differ_only_in_the_window() -> None:
     for spec in windows.values():
         weights = names_of(spec).weights(spec)
         assert sum(weight.num_elements for weight in weights) == 228_689_764_864
-    assert tuple(windows) == bundled_names()
-    with pytest.raises(ConfigError, match=r"'minimax-m3'; known: minimax-m2, minimax-m2\.1"):
-        bundled_spec("minimax-m3")
+    assert set(windows) == {name for name in bundled_names() if name.startswith("minimax-m2")}
+    with pytest.raises(ConfigError, match=r"'minimax-m1'; known: minimax-m2, minimax-m2\.1"):
+        bundled_spec("minimax-m1")
 
 
 def test_spec_crosses_processes_unchanged() -> None:

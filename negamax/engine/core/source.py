@@ -93,4 +93,4 @@ def _shortened(spec: ModelSpec, num_layers: int | None) -> ModelSpec:
         return spec
     if num_layers > spec.num_layers:
         raise ConfigError(f"--num-hidden-layers is {num_layers}; the model has {spec.num_layers}")
-    return replace(spec, num_layers=num_layers)
+    return spec.first_layers(num_layers)

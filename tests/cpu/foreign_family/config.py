@@ -68,7 +68,7 @@ def read_spec(config: Mapping[str, Any]) -> ForeignSpec:
 
 FAMILY = ModelFamily(
     architecture="ForeignForCausalLM",
-    model_type="foreign",
+    model_types=("foreign",),
     package="foreign_family",
     spec=ForeignSpec,
     read_spec=read_spec,

@@ -1,0 +1,432 @@
+"""MiniMax-M3: its spec, read from MiniMax's own config.json or from that of transformers, of the
+vision-language class (whose text model is in `text_config`) or of a text model alone; and the
+published model.
+
+A field that is not here is noted for the log; all those of `sparse_attention_config` must be known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from negamax.base.errors import ConfigError
+from negamax.config import fields
+from negamax.config.fields import refuse
+from negamax.config.kv_cache import KvCacheSpec, KvCacheSpecs
+from negamax.config.model_spec import ModelFamily, ModelSpec
+from negamax.config.quantization import QuantizationSpec
+
+T = TypeVar("T")
+
+VISION_ARCHITECTURE = "MiniMaxM3SparseForConditionalGeneration"
+VISION_TYPE = "minimax_m3_vl"
+TEXT_ARCHITECTURES = ("MiniMaxM3SparseForCausalLM", "MiniMaxM3VLForCausalLM")  # transformers': 2nd
+TEXT_TYPES = ("minimax_m3_vl_text", "minimax_m3_text", "minimax_m3")
+BLOCK_SIZES = (16, 32, 64, 128)  # tokens, of those that are chosen among
+
+# Fields that change the computation and have exactly one supported value.
+_FIXED: dict[str, Any] = {
+    "scoring_func": "sigmoid",
+    "use_qk_norm": True,
+    "qk_norm_type": "per_head",
+    "use_gemma_norm": True,
+    "use_routing_bias": True,
+    "norm_topk_prob": True,
+    "n_group": 1,
+    "topk_group": 1,
+    "tie_word_embeddings": False,
+    "attention_output_gate": False,
+    "attention_bias": False,
+    "qkv_bias": False,
+    "mlp_bias": False,
+    "postnorm": False,
+    "swiglu_beta": 1.0,
+    "sliding_window": None,
+    "compression_config": None,
+    "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
+}
+# transformers writes "silu", which it computes as the other.
+_ACTIVATIONS = ("swigluoai", "silu")
+
+_READ = {
+    "architectures", "dense_intermediate_size", "first_k_dense_replace", "hidden_act",
+    "index_block_size", "index_head_dim", "index_local_blocks", "index_n_heads",
+    "index_topk_blocks", "intermediate_size", "layer_types", "mlp_layer_types", "model_type",
+    "moe_intermediate_size", "moe_layer_freq", "n_shared_experts", "num_experts_per_tok",
+    "num_local_experts", "partial_rotary_factor", "rms_norm_eps", "rope_parameters", "rope_scaling",
+    "rope_theta", "rotary_dim", "routed_scaling_factor", "shared_intermediate_size",
+    "sparse_attention_config", "swiglu_alpha", "swiglu_limit",
+}  # fmt: skip
+_IGNORED = {
+    "_name_or_path", "attention_dropout", "auto_map", "chunk_size_feed_forward", "id2label",
+    "initializer_range", "is_encoder_decoder", "label2id", "num_mtp_modules",
+    "num_nextn_predict_layers", "output_attentions", "output_hidden_states",
+    "output_router_logits", "pad_token_id", "problem_type", "return_dict", "router_aux_loss_coef",
+    "router_jitter_noise", "transformers_version", "use_cache", "use_mtp",
+}  # fmt: skip
+# Of the file around `text_config`: images and videos, which are not read yet.
+_AROUND = {
+    *_IGNORED, "architectures", "image_grid_pinpoints", "image_seq_length", "image_token_index",
+    "img_token_compression_config", "merged_hidden_size", "model_type", "multimodal_projector_bias",
+    "num_reward_heads", "process_image_mode", "projector_hidden_act", "projector_hidden_size",
+    "text_config", "tie_word_embeddings", "video_token_index", "vision_config",
+    "vision_feature_layer", "vision_feature_select_strategy",
+}  # fmt: skip
+# What it says of the text model, unless `text_config` does.
+_INHERITED = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype")
+_SPARSE = {
+    "sparse_attention_freq", "sparse_block_size", "sparse_disable_index_value", "sparse_index_dim",
+    "sparse_init_block", "sparse_init_tokens", "sparse_local_block", "sparse_local_tokens",
+    "sparse_num_index_heads", "sparse_score_type", "sparse_topk_blocks", "use_sparse_attention",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseAttentionSpec:
+    """Attention to chosen blocks: each KV head's query heads attend to the `topk_blocks` blocks
+    that its index head scores highest, among them always the first `init_blocks` and the last
+    `local_blocks`.
+    """
+
+    index_heads: int  # one for each KV head
+    index_dim: int
+    topk_blocks: int
+    block_size: int  # tokens
+    init_blocks: int
+    local_blocks: int
+    layers: tuple[bool, ...]  # which are sparse
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiniMaxM3Spec(ModelSpec):
+    """Layers with full or block-sparse attention, each with a dense MLP or experts."""
+
+    rotary_dim: int  # leading dimensions of each head that rotate, index heads too
+    rope_theta: float
+    rms_norm_eps: float
+    expert_width: int
+    num_experts: int
+    experts_per_token: int
+    routed_scaling_factor: float
+    shared_width: int  # of the expert that every token passes; 0: none
+    dense_width: int  # of the MLP in layers without experts; 0: there are none
+    swiglu_alpha: float
+    swiglu_limit: float
+    moe_layers: tuple[bool, ...]  # which have experts
+    sparse: SparseAttentionSpec | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("expert_width", "num_experts", "experts_per_token"):
+            self.check_size(name)
+        if self.experts_per_token > self.num_experts:
+            refuse(
+                "num_experts_per_tok",
+                self.experts_per_token,
+                f"at most num_local_experts ({self.num_experts})",
+            )
+        for name in ("routed_scaling_factor", "swiglu_alpha", "swiglu_limit"):
+            if not 0.0 < getattr(self, name) < float("inf"):
+                refuse(name, getattr(self, name), "a finite number above 0")
+        if not 0.0 < self.rms_norm_eps < 1.0:
+            refuse("rms_norm_eps", self.rms_norm_eps, "above 0 and below 1")
+        if not 1.0 < self.rope_theta < float("inf"):
+            refuse("rope_theta", self.rope_theta, "a finite number above 1")
+        if not 2 <= self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
+            even = f"an even number from 2 to head_dim ({self.head_dim})"
+            refuse("rotary_dim", self.rotary_dim, even)
+        self._check_layers("moe_layer_freq", self.moe_layers)
+        if self.sparse is not None:
+            self._check_sparse(self.sparse)
+
+    def _check_layers(self, name: str, layers: Sequence[object]) -> None:
+        if len(layers) != self.num_layers:
+            refuse(name, layers, f"{self.num_layers} entries, one per layer")
+
+    def _check_sparse(self, sparse: SparseAttentionSpec) -> None:
+        self._check_layers("sparse_attention_freq", sparse.layers)
+        if sparse.index_heads != self.num_kv_heads:
+            heads = f"as many as num_key_value_heads ({self.num_kv_heads})"
+            refuse("sparse_num_index_heads", sparse.index_heads, heads)
+        if sparse.index_dim < self.rotary_dim:
+            refuse("sparse_index_dim", sparse.index_dim, f"rotary_dim ({self.rotary_dim}) or more")
+        if sparse.block_size not in BLOCK_SIZES:
+            refuse("sparse_block_size", sparse.block_size, ", ".join(map(str, BLOCK_SIZES)))
+        if sparse.local_blocks < 1:
+            refuse("sparse_local_block", sparse.local_blocks, "1 or more")
+        if sparse.init_blocks < 0:
+            refuse("sparse_init_block", sparse.init_blocks, "0 or more")
+        if sparse.init_blocks + sparse.local_blocks > sparse.topk_blocks:
+            forced = (
+                f"at least the {sparse.init_blocks} first and {sparse.local_blocks} last blocks"
+            )
+            refuse("sparse_topk_blocks", sparse.topk_blocks, forced)
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the attention of a layer is block-sparse."""
+        return self.sparse is not None and self.sparse.layers[layer]
+
+    def first_layers(self, num_layers: int) -> MiniMaxM3Spec:
+        """See `ModelSpec`."""
+        sparse = self.sparse and replace(self.sparse, layers=self.sparse.layers[:num_layers])
+        moe_layers = self.moe_layers[:num_layers]
+        return replace(self, num_layers=num_layers, moe_layers=moe_layers, sparse=sparse)
+
+    def kv_caches(self) -> KvCacheSpecs:
+        """Keys and values everywhere; in sparse layers the keys of the index heads, which share
+        them.
+        """
+        full = [KvCacheSpec(name, self.num_kv_heads, self.head_dim) for name in ("k", "v")]
+        if self.sparse is None:
+            return [full] * self.num_layers
+        index = KvCacheSpec(
+            "index", 1, self.sparse.index_dim, block_tokens=self.sparse.block_size, replicated=True
+        )
+        return [[*full, index] if is_sparse else full for is_sparse in self.sparse.layers]
+
+    def mlp_widths(self) -> Mapping[str, int]:
+        """See `ModelSpec`."""
+        widths = {"dense_intermediate_size": self.dense_width}
+        return {name: width for name, width in widths.items() if width}
+
+    def expert_sizes(self) -> tuple[int, int]:
+        """See `ModelSpec`."""
+        return self.num_experts, self.expert_width
+
+
+def read_vision(config: Mapping[str, Any]) -> MiniMaxM3Spec:
+    """The spec of the text model of a parsed config.json of the vision-language class. Errors:
+    `ConfigError` with the field, the value found and the values allowed.
+    """
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        refuse("text_config", text, "an object, which describes the text model")
+    for name, allowed in (("architectures", TEXT_ARCHITECTURES), ("model_type", TEXT_TYPES)):
+        value = text.get(name)
+        only = value[0] if name == "architectures" and value and len(value) == 1 else value
+        if value is not None and only not in allowed:
+            refuse(f"text_config.{name}", value, ", ".join(allowed))
+    fields.check_fixed(config, {"tie_word_embeddings": False})
+    inherited = {name: config[name] for name in _INHERITED if config.get(name) is not None}
+    if "dtype" in text or "torch_dtype" in text:
+        inherited = {name: inherited[name] for name in inherited if not name.endswith("dtype")}
+    spec = read_text({**inherited, **text}, architecture=VISION_ARCHITECTURE)
+    notes = list(spec.notes)
+    fields.note_unknown(config, _AROUND, notes=notes)
+    return replace(spec, notes=tuple(notes))
+
+
+def read_text(config: Mapping[str, Any], *, architecture: str) -> MiniMaxM3Spec:
+    """The spec of a parsed config.json of a text model. Errors: as above."""
+    notes: list[str] = []
+    config = {name: value for name, value in config.items() if value is not None}
+    common = fields.common(config, notes=notes)
+    num_layers = common["num_layers"]
+    fields.check_fixed(config, _FIXED)
+    if (activation := config.get("hidden_act", "swigluoai")) not in _ACTIVATIONS:
+        refuse("hidden_act", activation, " or ".join(map(repr, _ACTIVATIONS)))
+    rope_theta, rotary_dim = fields.rope(
+        config, head_dim=common["head_dim"], default_theta=5_000_000.0, notes=notes
+    )
+    expert_width = fields.integer(config, "intermediate_size")
+    fields.check_fixed(config, {"moe_intermediate_size": expert_width})
+    moe_layers = _moe_layers(config, num_layers)
+    fields.note_unknown(config, {*_READ, *_IGNORED, *_FIXED}, notes=notes)
+    return MiniMaxM3Spec(
+        architecture=architecture,
+        **common,
+        rotary_dim=rotary_dim,
+        rope_theta=rope_theta,
+        rms_norm_eps=fields.number(config.get("rms_norm_eps", 1e-6), name="rms_norm_eps"),
+        expert_width=expert_width,
+        num_experts=fields.integer(config, "num_local_experts"),
+        experts_per_token=fields.integer(config, "num_experts_per_tok"),
+        routed_scaling_factor=_number(config, "routed_scaling_factor"),
+        shared_width=_shared_width(config),
+        dense_width=0 if all(moe_layers) else fields.integer(config, "dense_intermediate_size"),
+        swiglu_alpha=_number(config, "swiglu_alpha"),
+        swiglu_limit=_number(config, "swiglu_limit"),
+        moe_layers=moe_layers,
+        sparse=_sparse(config, num_layers),
+        notes=tuple(notes),
+    )
+
+
+def _number(config: Mapping[str, Any], name: str) -> float:
+    if config.get(name) is None:
+        raise ConfigError(f"config.json has no {name}; it is needed and has no default")
+    return fields.number(config[name], name=name)
+
+
+def _shared_width(config: Mapping[str, Any]) -> int:
+    """transformers has one shared expert and no field for their number."""
+    experts = config.get("n_shared_experts", 1)
+    if experts not in (0, 1) or isinstance(experts, bool):
+        refuse("n_shared_experts", experts, "0 or 1")
+    width = config.get("shared_intermediate_size")
+    if experts == 0 or width == 0:
+        fields.check_fixed(config, {"shared_intermediate_size": 0})
+        fields.check_fixed(config, {"n_shared_experts": 0})
+        return 0
+    return fields.integer(config, "shared_intermediate_size")
+
+
+def _moe_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+    """Which layers have experts; by default all."""
+    found = {
+        **_layers(config, "moe_layer_freq", (0, 1), num_layers),
+        **_layers(config, "mlp_layer_types", ("dense", "sparse"), num_layers),
+    }
+    if "first_k_dense_replace" in config:
+        dense = _count(config, "first_k_dense_replace")
+        found["first_k_dense_replace"] = tuple(layer >= dense for layer in range(num_layers))
+    return _agreed(found, (True,) * num_layers)
+
+
+def _sparse(config: Mapping[str, Any], num_layers: int) -> SparseAttentionSpec | None:
+    """From `sparse_attention_config`, or from the fields that transformers makes of it."""
+    given = config.get("sparse_attention_config")
+    if not isinstance(given, Mapping | None):
+        refuse("sparse_attention_config", given, "an object or null")
+    given = given or {}
+    for name in sorted(set(given) - _SPARSE):
+        refuse(f"sparse_attention_config.{name}", given[name], ", ".join(sorted(_SPARSE)))
+    fields.check_fixed(given, {"sparse_score_type": "max"})
+    found = {
+        **_layers(given, "sparse_attention_freq", (0, 1), num_layers),
+        **_layers(config, "layer_types", ("full_attention", "minimax_m3_sparse"), num_layers),
+    }
+    if given and not found:
+        raise ConfigError("sparse_attention_config has no sparse_attention_freq; it is needed")
+    layers = _agreed(found, ())
+    fields.check_fixed(given, {"use_sparse_attention": any(layers)})
+    if not any(layers):
+        return None
+    for flags in _layers(given, "sparse_disable_index_value", (0, 1), num_layers).values():
+        for layer in range(num_layers):
+            if layers[layer] and not flags[layer]:
+                refuse(f"sparse_disable_index_value[{layer}]", 0, "1 in a sparse layer")
+
+    def size(name: str, flat: str) -> int:
+        sources = {name: given, flat: config}
+        found = {name: fields.integer(of, name) for name, of in sources.items() if name in of}
+        return _agreed(found, None) or fields.integer(given, name)
+
+    block_size = size("sparse_block_size", "index_block_size")
+    return SparseAttentionSpec(
+        index_heads=size("sparse_num_index_heads", "index_n_heads"),
+        index_dim=size("sparse_index_dim", "index_head_dim"),
+        topk_blocks=size("sparse_topk_blocks", "index_topk_blocks"),
+        block_size=block_size,
+        init_blocks=_forced(given, "init", block_size),
+        local_blocks=_forced({**given, **config}, "local", block_size),
+        layers=layers,
+    )
+
+
+def _forced(given: Mapping[str, Any], which: str, block_size: int) -> int:
+    """How many of the first or last blocks are always chosen. SGLang reads tokens, too: the last
+    ones may begin inside a block.
+    """
+    own = int(which == "local")  # the block of the token itself
+    names = (f"sparse_{which}_block", f"index_{which}_blocks")
+    found = {name: _count(given, name) for name in names if given.get(name) is not None}
+    tokens = f"sparse_{which}_tokens"
+    if given.get(tokens) is not None:
+        found[tokens] = -(-_count(given, tokens) // block_size) + own
+    return _agreed(found, own)
+
+
+def _layers(
+    config: Mapping[str, Any], name: str, values: tuple[object, object], num_layers: int
+) -> dict[str, tuple[bool, ...]]:
+    """List `name` of the second (True) or first of `values` for each layer, under its name; or
+    nothing.
+    """
+    given = config.get(name)
+    if given is None:
+        return {}
+    if not isinstance(given, list | tuple) or len(given) != num_layers:
+        refuse(name, given, f"{num_layers} entries, one per layer")
+    for layer, entry in enumerate(given):
+        if isinstance(entry, bool) or entry not in values:
+            refuse(f"{name}[{layer}]", entry, " or ".join(map(repr, values)))
+    return {name: tuple(entry == values[1] for entry in given)}
+
+
+def _count(config: Mapping[str, Any], name: str) -> int:
+    """Field `name`, which may be 0."""
+    return 0 if config[name] == 0 else fields.integer(config, name)
+
+
+def _agreed(found: Mapping[str, T], default: T) -> T:
+    """What the fields `found` say in other words, which must be the same."""
+    (first, value), *others = found.items() if found else [("", default)]
+    for name, other in others:
+        if other != value:
+            refuse(name, other, f"what {first} says ({value})")
+    return value
+
+
+_M3 = MiniMaxM3Spec(
+    architecture=VISION_ARCHITECTURE,
+    vocab_size=200_064,
+    hidden_size=6144,
+    num_layers=60,
+    num_heads=64,
+    num_kv_heads=4,
+    head_dim=128,
+    rotary_dim=64,
+    rope_theta=5_000_000.0,
+    max_position_embeddings=1_048_576,
+    rms_norm_eps=1e-6,
+    expert_width=3072,
+    num_experts=128,
+    experts_per_token=4,
+    routed_scaling_factor=2.0,
+    shared_width=3072,
+    dense_width=12_288,
+    swiglu_alpha=1.702,
+    swiglu_limit=7.0,
+    moe_layers=(False,) * 3 + (True,) * 57,
+    sparse=SparseAttentionSpec(
+        index_heads=4,
+        index_dim=128,
+        topk_blocks=16,
+        block_size=128,
+        init_blocks=0,
+        local_blocks=1,
+        layers=(False,) * 3 + (True,) * 57,
+    ),
+    dtype="bfloat16",
+    bos_token_id=200_034,
+    eos_token_ids=(200_020,),
+    quantization=None,
+)
+_MXFP8 = QuantizationSpec("mxfp8", {"quant_method": "mxfp8", "weight_block_size": [1, 32]})
+_FAMILY = ModelFamily(
+    architecture=VISION_ARCHITECTURE,
+    model_types=(VISION_TYPE,),
+    package="negamax.models.minimax_m3",
+    spec=MiniMaxM3Spec,
+    read_spec=read_vision,
+    sampling={"temperature": 1.0, "top_p": 0.95},
+    bundled={"minimax-m3": _M3, "minimax-m3-mxfp8": replace(_M3, quantization=_MXFP8)},
+)
+FAMILIES = (
+    _FAMILY,
+    *(
+        replace(
+            _FAMILY,
+            architecture=name,
+            model_types=TEXT_TYPES,
+            read_spec=partial(read_text, architecture=name),
+            bundled={},
+        )
+        for name in TEXT_ARCHITECTURES
+    ),
+)

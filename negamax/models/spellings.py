@@ -1,0 +1,114 @@
+"""How checkpoints of MiniMax's models spell their tensors: from a name to the model's slot, or to
+the reason to skip it.
+
+Slots carry the names of MiniMax's own checkpoints. Re-saved and converted ones spell some of them
+otherwise, or store several matrices as one; the rules are here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Set
+
+from negamax.models.family import INT8_CACHE, Placement
+
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+# Other spellings: (pattern, replacement), applied in order.
+_ALIASES = (
+    # wrappers of other architectures, and none
+    (
+        re.compile(
+            r"^(?:model\.language_model\.|language_model\.)?(?:model\.)?"
+            r"(?=(?:layers|embed_tokens|norm)\.)"
+        ),
+        "model.",
+    ),
+    (re.compile(r"^(?:model|language_model)\.(?=lm_head\.)"), ""),
+    (
+        re.compile(
+            r"^(model\.layers\.\d+\.)mlp\."
+            r"(?=(?:gate|router|experts|shared_experts|e_score_correction_bias)\b)"
+        ),
+        r"\1block_sparse_moe.",
+    ),
+    (re.compile(r"(\.block_sparse_moe\.)gate\.(e_score_correction_bias)$"), r"\1\2"),
+    # neuronx-distributed-inference
+    (re.compile(r"(\.block_sparse_moe\.)router\.linear_router\."), r"\1gate."),
+    (re.compile(r"(\.block_sparse_moe\.)router\.(e_score_correction_bias)$"), r"\1\2"),
+    (re.compile(r"(\.block_sparse_moe\.)expert_mlps\.mlp_op\."), r"\1experts."),
+    (re.compile(r"(\.experts\.\d+\.)gate_proj\."), r"\1w1."),
+    (re.compile(r"(\.experts\.\d+\.)up_proj\."), r"\1w3."),
+    (re.compile(r"(\.experts\.\d+\.)down_proj\."), r"\1w2."),
+    # scales of an FP8 cache of keys and values
+    (
+        re.compile(r"(\.self_attn\.)(?:attn|[kv]_proj|qkv_proj|qkqkv_proj)\.([kv]_scale)$"),
+        r"\1\2",
+    ),
+    (re.compile(r"(\.self_attn\.)([kv])(?:_cache\.scale|_proj\.output_scale)$"), r"\1\2_scale"),
+    # the indexer of block-sparse attention in transformers
+    (re.compile(r"(\.self_attn\.)indexer\.([qk]_(?:proj|norm)\.)"), r"\1index_\2"),
+    # Stacked experts are parameters of one module: "w13_weight_scale", and, as transformers
+    # saves them, "gate_up_proj" and "gate_up_proj_scale_inv".
+    (re.compile(r"(\.experts\.(?:w13|gate_up_proj|w2|down_proj))$"), r"\1.weight"),
+    (re.compile(r"(\.experts\.(?:gate_up_proj|down_proj))_(scale(?:_inv)?)$"), r"\1.weight_\2"),
+    (re.compile(r"(\.experts\.(?:w13|gate_up_proj|w2|down_proj))_"), r"\1."),
+)
+# Several matrices in one tensor: (pattern, the slots in their order), of which the first applies.
+_FUSED = (
+    (re.compile(r"(\.self_attn\.)(?:attn\.)?kv_scale$"), (r"\1k_scale", r"\1v_scale")),
+    (re.compile(r"(\.self_attn\.)qkv_proj\."), (r"\1q_proj.", r"\1k_proj.", r"\1v_proj.")),
+    (re.compile(r"(\.(?:mlp|shared_experts)\.)gate_up_proj\."), (r"\1gate_proj.", r"\1up_proj.")),
+    (re.compile(r"(\.experts\.\d+\.)(?:w13|gate_up_proj)\."), (r"\1w1.", r"\1w3.")),
+    (re.compile(r"(\.experts\.)(?:w13|gate_up_proj)\."), (r"\1*.w1.", r"\1*.w3.")),
+    (re.compile(r"(\.experts\.)(?:w2|down_proj)\."), (r"\1*.w2.",)),
+)
+_MTP = "multi-token prediction, not used"
+# What only a layer of multi-token prediction has. Such layers may be numbered behind the model's
+# own.
+_MTP_OWN = re.compile(r"^model\.layers\.(\d+)\.(?:eh_proj|enorm|hnorm)\.")
+_SKIPPED = (
+    (re.compile(r"(^|[._])mtp([._]|$)"), _MTP),
+    (
+        re.compile(r"\.(k_scale|v_scale|kv_scale|[kv]_cache\.scale|[kv]_proj\.output_scale)$"),
+        "KV-cache scales of no layer here",
+    ),
+    (
+        re.compile(r"\.(q_scale|q\.scale|q_proj\.output_scale|prob_scale|prob_output_scale)$"),
+        "scales of queries and of probabilities, which are not quantised",
+    ),
+    (re.compile(r"\.[kv]_zero_point$"), "zero points of keys and values, which FP8 has none of"),
+    (re.compile(r"\.[kv]_proj\.kv_cache_(scale|offset)$"), INT8_CACHE),
+    (
+        re.compile(r"^(?:model\.)?(?:vision_tower|multi_modal_projector|patch_merge_mlp)\."),
+        "vision, which is not read yet",
+    ),
+    (re.compile(r"\.rotary_emb\.inv_freq$"), "rotary frequencies, computed from config.json"),
+)
+
+
+def place(names: Iterable[str], *, num_layers: int) -> dict[str, Placement]:
+    """The place of each checkpoint tensor in a model of `num_layers` layers. Whether the slot
+    exists is for the caller. Layers of multi-token prediction behind the model's own are skipped.
+    """
+    names = list(names)
+    mtp = {int(match[1]) for match in map(_MTP_OWN.match, names) if match}
+    return {name: _place(name, num_layers=num_layers, mtp=mtp) for name in names}
+
+
+def _place(name: str, *, num_layers: int, mtp: Set[int]) -> Placement:
+    slot = name
+    for pattern, replacement in _ALIASES:
+        slot = pattern.sub(replacement, slot)
+    layer = layer_of(slot)
+    skips = (reason for pattern, reason in _SKIPPED if pattern.search(name))
+    reason = next(skips, _MTP if layer in mtp and (layer or 0) >= num_layers else None)
+    for pattern, slots in _FUSED:
+        if pattern.search(slot):
+            return Placement(tuple(pattern.sub(part, slot) for part in slots), reason)
+    return Placement((slot,), reason)
+
+
+def layer_of(slot: str) -> int | None:
+    """The layer number in a slot's name, or None for a tensor outside the layers."""
+    match = _LAYER.match(slot)
+    return int(match[1]) if match else None
