@@ -36,6 +36,7 @@ OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("router", ("_route",)),
     ("experts, gate and up", ("_gate_up", "_packed_gate_up")),
     ("experts, down", ("_down", "_packed_down")),
+    ("MLP activation", ("_swiglu",)),
     ("experts, sort", ("_sort_pairs", "_count_pairs")),
     (
         "dense products",

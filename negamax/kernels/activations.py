@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from negamax.kernels.formats import E4M3_GROUP
@@ -21,6 +22,28 @@ if TYPE_CHECKING:
     from negamax.kernels.peers import Collective
 
 GROUP = E4M3_GROUP  # columns that share a scale
+
+
+@dataclass(frozen=True)
+class SwiGlu:
+    """What an MLP has between its products: g * sigmoid(alpha * g) * (u + beta), where g is the
+    gate up to `limit` and u the up projection between -limit and limit. As it stands silu(g) * u.
+    """
+
+    alpha: float = 1.0
+    limit: float | None = None
+    beta: float = 0.0
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        """gate_up [T, 2 * width], gate first -> [T, width] in its dtype."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        swish = F.silu(gate) if self.alpha == 1.0 else gate * torch.sigmoid(self.alpha * gate)
+        return swish.mul_(up + self.beta if self.beta else up)
+
+
+SILU = SwiGlu()
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from negamax.kernels.gemm import cpu as gemm_cpu
 from negamax.kernels.gemm import spec as gemm
 from negamax.kernels.kvcache import cpu as kvcache_cpu
 from negamax.kernels.kvcache import spec as kvcache
+from negamax.kernels.mlp import spec as mlp
 from negamax.kernels.moe import cpu as moe_cpu
 from negamax.kernels.moe import spec as moe
 from negamax.kernels.native import rows as native_rows
@@ -40,6 +41,7 @@ OPS: dict[OpName[Any, Any], Op[Any, Any]] = {
         *block_sparse.OPS,
         *gemm.OPS,
         *moe.OPS,
+        *mlp.OPS,
         *quantize.OPS,
         *sampling.OPS,
         *collectives.OPS,
@@ -65,15 +67,15 @@ def gpu_kernels() -> tuple[AnyKernel, ...]:
     from negamax.kernels.collectives import triton as collectives_triton
     from negamax.kernels.gemm import triton as gemm_triton
     from negamax.kernels.kvcache import triton as kvcache_triton
+    from negamax.kernels.mlp import triton as mlp_triton
     from negamax.kernels.moe import triton as moe_triton
     from negamax.kernels.norm import triton as norm_triton
     from negamax.kernels.quantize import triton as quantize_triton
     from negamax.kernels.sampling import triton as sampling_triton
 
     families = (
-        attention_triton, collectives_triton, gemm_triton, kvcache_triton, moe_triton, norm_triton,
-        quantize_triton,
-        sampling_triton,
+        attention_triton, collectives_triton, gemm_triton, kvcache_triton, mlp_triton, moe_triton,
+        norm_triton, quantize_triton, sampling_triton,
     )  # fmt: skip
     return (
         *(kernel for family in families for kernel in family.KERNELS),

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from negamax.kernels.activations import Hidden, QuantizedActivations
+    from negamax.kernels.activations import Hidden, QuantizedActivations, SwiGlu
     from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
     from negamax.kernels.block_sparse.choice import BlockChoice, SparseShape
     from negamax.kernels.formats import StoredWeight
@@ -41,7 +41,9 @@ class Linear(Protocol):
 
 
 class PrepareExperts(Protocol):
-    def __call__(self, gate_up: StoredWeight, down: StoredWeight, /) -> Prepared: ...
+    def __call__(
+        self, gate_up: StoredWeight, down: StoredWeight, /, *, activation: SwiGlu = ...
+    ) -> Prepared: ...
 
 
 class Experts(Protocol):
@@ -59,7 +61,9 @@ class Experts(Protocol):
 
 
 class PrepareRouter(Protocol):
-    def __call__(self, gate: Tensor, bias: Tensor, /) -> Prepared: ...
+    def __call__(
+        self, gate: Tensor, bias: Tensor, /, *, scaling: float = 1.0, shared: bool = False
+    ) -> Prepared: ...
 
 
 class Route(Protocol):
@@ -69,7 +73,9 @@ class Route(Protocol):
 
 
 class PrepareNorm(Protocol):
-    def __call__(self, weight: Tensor, eps: float, /, *, quantize: bool = False) -> Prepared: ...
+    def __call__(
+        self, weight: Tensor, eps: float, /, *, quantize: bool = False, gemma: bool = False
+    ) -> Prepared: ...
 
 
 class AddRms(Protocol):
@@ -234,6 +240,12 @@ class DrawLeading(Protocol):
     ) -> Tensor: ...
 
 
+class ActivateMlp(Protocol):
+    def __call__(
+        self, gate_up: Tensor, /, *, activation: SwiGlu, quantize: bool = False
+    ) -> Hidden: ...
+
+
 class Quantize(Protocol):
     def __call__(self, x: Tensor, /) -> QuantizedActivations: ...
 
@@ -241,6 +253,7 @@ class Quantize(Protocol):
 LINEAR: OpName[PrepareLinear, Linear] = OpName("gemm.linear")
 EXPERTS: OpName[PrepareExperts, Experts] = OpName("moe.experts")
 ROUTE: OpName[PrepareRouter, Route] = OpName("moe.route")
+SWIGLU: OpName[None, ActivateMlp] = OpName("mlp.swiglu")
 ADD_RMS: OpName[PrepareNorm, AddRms] = OpName("norm.add_rms")
 ALL_REDUCE_ADD_RMS: OpName[PrepareNorm, AllReduceAddRms] = OpName("collectives.all_reduce_add_rms")
 COMPLETE_RESIDUAL: OpName[None, CompleteResidual] = OpName("collectives.complete_residual")

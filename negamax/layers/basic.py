@@ -25,7 +25,7 @@ class RmsNorm:
     The residual stream and the norm are replicated on every rank, but for many rows on GPUs: there
     a rank keeps, from the first norm of a step to the last, its share of the rows
     (`kernels/collectives/triton.py`). `activation`: what the block behind wants beside the plain
-    activations.
+    activations. `gemma`: the weight is stored less 1.
     """
 
     def __init__(
@@ -35,6 +35,7 @@ class RmsNorm:
         *,
         eps: float,
         activation: ActivationFormat | None,
+        gemma: bool = False,
         kernels: KernelTable,
         weights: WeightFormat,
     ) -> None:
@@ -43,8 +44,8 @@ class RmsNorm:
         self._add_rms, self._sum_add_rms = add_rms.run, sum_add_rms.run
         self._complete = kernels[COMPLETE_RESIDUAL].run
         quantize = activation == E4M3_GROUPS
-        self._norm = add_rms.prepare(weight, eps, quantize=quantize)
-        self._sum_norm = sum_add_rms.prepare(weight, eps, quantize=quantize)
+        self._norm = add_rms.prepare(weight, eps, quantize=quantize, gemma=gemma)
+        self._sum_norm = sum_add_rms.prepare(weight, eps, quantize=quantize, gemma=gemma)
         self.slots = [WeightSlot(name, (width,), target=weight)]
 
     def __call__(self, part: Partial, residual: Tensor) -> Tensor | QuantizedActivations:

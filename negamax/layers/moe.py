@@ -1,4 +1,6 @@
-"""Mixture of experts: every rank routes its tokens and runs its share of the experts."""
+"""Mixture of experts: every rank routes its tokens and runs its share of the experts, and of the
+one that all tokens share.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from negamax.kernels.activations import QuantizedActivations
+from negamax.kernels.activations import SILU, QuantizedActivations, SwiGlu
+from negamax.kernels.formats import TensorFormat
 from negamax.kernels.registry import KernelTable
-from negamax.kernels.signatures import EXPERTS, ROUTE
+from negamax.kernels.signatures import EXPERTS, QUANTIZE, ROUTE
 from negamax.layers.expert_dispatch import ExpertDispatch, ExpertTable, ReplicatedTokens
-from negamax.layers.names import MoeNames
+from negamax.layers.mlp import Mlp
+from negamax.layers.names import MlpNames, MoeNames
 from negamax.layers.partial import Partial
 from negamax.layers.weights import MatrixWeight, WeightSlot, choose_kernel
 from negamax.parallel.context import ParallelContext
@@ -23,6 +27,10 @@ from negamax.quantization.scheme import WeightFormat
 class SparseMoe:
     """Router (replicated, fp32) and SwiGLU experts, split by expert and by width as the layout's
     expert view says.
+
+    A shared expert is one more expert of the same launches, which the router adds to every token's
+    choices. Where it is stored or sized otherwise, or where ranks hold different experts, it is an
+    `Mlp` beside them, split by width over all ranks.
     """
 
     def __init__(
@@ -33,16 +41,44 @@ class SparseMoe:
         width: int,
         num_experts: int,
         top_k: int,
+        activation: SwiGlu = SILU,
+        routed_scaling: float = 1.0,
+        shared_width: int = 0,
         context: ParallelContext,
         kernels: KernelTable,
         weights: WeightFormat,
         table: ExpertTable | None = None,
     ) -> None:
-        """`table`: where experts lie; None: each in the place of its own number."""
+        """`routed_scaling`: of the chosen experts' weights; `shared_width`: of the shared expert,
+        0 without; `table`: where experts lie; None: each in the place of its own number.
+        """
+        view = context.layout.experts
+        experts, shared = [names.expert(number) for number in range(num_experts)], names.shared
+        table = table or ExpertTable.identity(num_experts)
+        self._beside: Mlp | None = None
+        if shared_width:
+            assert shared is not None
+            alike = _formats(experts[0], weights) == _formats(shared, weights)
+            if alike and shared_width == width and view.ep == 1:
+                table = ExpertTable((*table.logical, num_experts))
+                experts.append(shared)
+            else:
+                assert context.layout.attention.size == view.size, "sums over other ranks"
+                self._beside = Mlp(
+                    shared,
+                    hidden_size=hidden_size,
+                    width=shared_width,
+                    activation=activation,
+                    context=context,
+                    kernels=kernels,
+                    weights=weights,
+                )
         self._dispatch: ExpertDispatch = ReplicatedTokens(
-            table or ExpertTable.identity(num_experts), context=context, device=weights.device
+            table, context=context, device=weights.device
         )
         self.num_experts, self.top_k = num_experts, top_k
+        self._scaling, self._between = routed_scaling, activation
+        self._is_shared = len(experts) > num_experts
         self._route_kernel = kernels[ROUTE]
         self._gate = torch.empty(
             num_experts, hidden_size, dtype=torch.float32, device=weights.device
@@ -53,16 +89,22 @@ class SparseMoe:
             WeightSlot(names.router_bias, (num_experts,), target=self._bias),
         ]
         # gate rows, then up rows
-        parts = (names.gate, names.up, names.down)
         local = [
-            name.replace("*", str(expert)) for expert in self._dispatch.experts for name in parts
+            name
+            for each in map(experts.__getitem__, self._dispatch.experts)
+            for name in (each.gate, each.up, each.down)
         ]
         self._experts_kernel, held, reason = choose_kernel(
             EXPERTS, local, kernels=kernels, weights=weights
         )
-        self.activation = self._experts_kernel.activation
+        self.activation = wanted = self._experts_kernel.activation
+        self._quantize: Any = None
+        if self._beside is not None and self._beside.activation != wanted:
+            # the norm gives plain activations, which products with FP8 quantise themselves
+            self.activation = None
+            self._quantize = None if wanted is None else kernels[QUANTIZE].run
         count = len(self._dispatch.experts)
-        view, reads = context.layout.experts, self._experts_kernel.reads
+        reads = self._experts_kernel.reads
         narrow, unit = held.split_width(width // view.tp, reads)
         share = view.width(width, unit=unit)
         rows, everything = share.part, range(hidden_size)
@@ -71,18 +113,18 @@ class SparseMoe:
         self._gate_up = allocate((count, 2 * share.size, hidden_size), held)
         self._down = allocate((count, hidden_size, share.size), narrow)
         wide, tall = (width, hidden_size), (hidden_size, width)
-        for expert in range(num_experts):
+        for expert, its in enumerate(experts):
             mine = expert in self._dispatch.experts and len(rows) > 0
             index = self._dispatch.experts.index(expert) if mine else 0
             across, along = ((rows, everything), (everything, rows)) if mine else (None, None)
             for name, matrix, shape, region, first in (
-                (names.gate, self._gate_up, wide, across, 0),
-                (names.up, self._gate_up, wide, across, share.size),
-                (names.down, self._down, tall, along, 0),
+                (its.gate, self._gate_up, wide, across, 0),
+                (its.up, self._gate_up, wide, across, share.size),
+                (its.down, self._down, tall, along, 0),
             ):
-                self.slots += matrix.slots(
-                    name.replace("*", str(expert)), shape, region=region, at=(index, first)
-                )
+                self.slots += matrix.slots(name, shape, region=region, at=(index, first))
+        if self._beside is not None:
+            self.slots += self._beside.slots
         self._router: Any = None
         self._prepared: Any = None
         self._observed: Tensor | None = None
@@ -92,8 +134,10 @@ class SparseMoe:
         freed.
         """
         route, experts = self._route_kernel.prepare, self._experts_kernel.prepare
-        self._router = route(self._gate, self._bias)
-        self._prepared = experts(self._gate_up.take(), self._down.take())
+        self._router = route(self._gate, self._bias, scaling=self._scaling, shared=self._is_shared)
+        self._prepared = experts(self._gate_up.take(), self._down.take(), activation=self._between)
+        if self._beside is not None:
+            self._beside.finish_loading()
         del self._gate, self._bias, self._gate_up, self._down
 
     def observe(self, ids: Tensor | None) -> None:
@@ -112,7 +156,10 @@ class SparseMoe:
         ids, weights = self._route_kernel.run(x, self._router, top_k=self.top_k, active=active)
         if self._observed is not None:
             count = min(len(ids), len(self._observed))
-            self._observed[:count].copy_(ids[:count])
+            self._observed[:count].copy_(ids[:count, : self.top_k])
+        shared = None if self._beside is None else self._beside(x)
+        if self._quantize is not None:
+            x = self._quantize(x)
         given = self._dispatch.dispatch(x, ids, weights)
         out: Tensor = self._experts_kernel.run(
             given.x,
@@ -122,7 +169,13 @@ class SparseMoe:
             first=self._dispatch.first,
             count=len(self._dispatch.experts),
         )
+        if shared is not None:
+            (out if out.dim() == 2 else out[:, 0]).add_(shared.x)
         return self._dispatch.combine(out)
+
+
+def _formats(names: MlpNames, weights: WeightFormat) -> set[TensorFormat]:
+    return {weights.stored(name) for name in (names.gate, names.up, names.down)}
 
 
 def mixtures(layers: Iterable[object]) -> list[SparseMoe]:

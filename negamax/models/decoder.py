@@ -64,11 +64,14 @@ class Decoder:
         *,
         names: DecoderNames,
         eps: float,
+        gemma: bool = False,
         context: ParallelContext,
         weights: WeightFormat,
         kernels: KernelTable,
     ) -> None:
-        """`layers` of this stage; the `kinds` of their attention, each with one of its layers."""
+        """`layers` of this stage; the `kinds` of their attention, each with one of its layers.
+        `eps`, `gemma`: of the last norm, as `RmsNorm` has them.
+        """
         self.spec, self.layers, self._kinds = spec, layers, kinds
         self._numbers = context.layout.layers(spec.num_layers)
         self.vocab_range = context.layout.vocab(spec.vocab_size)
@@ -86,6 +89,7 @@ class Decoder:
                 spec.hidden_size,
                 eps=eps,
                 activation=None,
+                gemma=gemma,
                 kernels=kernels,
                 weights=weights,
             )

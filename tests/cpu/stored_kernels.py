@@ -73,8 +73,8 @@ def keeping_stored(table: KernelTable) -> KernelTable:
     """`table`, whose products take every format as it is stored, too."""
 
     def stored(kernel: AnyKernel) -> AnyKernel:
-        def prepare(*weights: StoredWeight) -> object:
-            return kernel.prepare(*(plain(dequantized(weight)) for weight in weights))
+        def prepare(*weights: StoredWeight, **numbers: object) -> object:
+            return kernel.prepare(*(plain(dequantized(weight)) for weight in weights), **numbers)
 
         return replace(kernel, prepare=prepare, reads=lambda form: not is_plain(form))
 

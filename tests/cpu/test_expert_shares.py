@@ -13,11 +13,13 @@ import torch
 from stored_kernels import dequantized, keeping_stored, random_stored
 from torch import Tensor
 
+from negamax.kernels.activations import SwiGlu
 from negamax.kernels.float_formats import mxfp4, mxfp8, nvfp4
 from negamax.kernels.formats import E4M3_BLOCKS, Axis, StoredWeight, TensorFormat
+from negamax.kernels.formats import plain as as_plain
 from negamax.kernels.platform import CPU
 from negamax.kernels.registry import OPS, resolve
-from negamax.kernels.signatures import EXPERTS
+from negamax.kernels.signatures import EXPERTS, ROUTE
 from negamax.layers.moe import SparseMoe
 from negamax.models.minimax_m2 import names
 from negamax.parallel.context import ParallelContext
@@ -83,9 +85,9 @@ class Model:
         kernel = TABLE.choose(EXPERTS, self.stored)
         assert kernel is not None
 
-        def prepare(gate_up: StoredWeight, down: StoredWeight) -> Any:
+        def prepare(gate_up: StoredWeight, down: StoredWeight, *, activation: SwiGlu) -> Any:
             prepared.update(gate_up=gate_up, down=down)
-            return kernel.prepare(gate_up, down)
+            return kernel.prepare(gate_up, down, activation=activation)
 
         watched = (*TABLE.candidates[EXPERTS][:-1], replace(kernel, prepare=prepare))
         moe = SparseMoe(
@@ -115,10 +117,11 @@ class Model:
         plain = [[self.stored.dequantize(part) for part in parts] for parts in self.experts]
         gate_up = torch.stack([torch.cat(each[:2]) for each in plain])
         down = torch.stack([each[2] for each in plain])
-        route, experts = OPS["moe.route"].reference.run, OPS[EXPERTS].reference.run
-        ids, weights = route(self.x, (self.gate, torch.zeros(self.num_experts)), top_k=TOP_K)
-        count = self.num_experts
-        return plain, experts(self.x, ids, weights, (gate_up, down), first=0, count=count)
+        route, experts = OPS[ROUTE].reference, OPS[EXPERTS].reference
+        router = route.prepare(self.gate, torch.zeros(self.num_experts))
+        ids, weights = route.run(self.x, router, top_k=TOP_K)
+        stacked, count = experts.prepare(as_plain(gate_up), as_plain(down)), self.num_experts
+        return plain, experts.run(self.x, ids, weights, stacked, first=0, count=count)
 
 
 @pytest.mark.parametrize("stored", FORMATS, ids=str_of)

@@ -82,6 +82,7 @@ def _all_reduce_add_rms_kernel(
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
     QUANTIZE: tl.constexpr,
+    GEMMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (T,): one row. Its words in every rank's copy of the region are [2 buffers, ROWS, WORLD
@@ -157,7 +158,7 @@ def _all_reduce_add_rms_kernel(
         x_even, x_odd = _sum_over_ranks(arrived, dtype)
     add_and_normalise(
         x_even, x_odd, residual_words, weight_words, row, index, mask,
-        residual, out, values, scales, eps, WORDS, BLOCK, QUANTIZE, dtype,
+        residual, out, values, scales, eps, WORDS, BLOCK, QUANTIZE, GEMMA, dtype,
     )  # fmt: skip
     tl.store(flags + row, flag)
 
@@ -223,6 +224,7 @@ def _add_rms_all_gather_kernel(
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
     QUANTIZE: tl.constexpr,
+    GEMMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (rows of this rank,): one row, written to every rank in FP8 if QUANTIZE."""
@@ -243,8 +245,9 @@ def _add_rms_all_gather_kernel(
         odd += more_odd
     even, odd = unpack(pack_pair(even, odd, dtype), dtype)
     normed = normalise(
-        even, odd, residual_words, weight_words, place, index, mask, residual, eps, WORDS, dtype
-    )
+        even, odd, residual_words, weight_words, place, index, mask, residual, eps, WORDS, GEMMA,
+        dtype,
+    )  # fmt: skip
     row = place + rank * shard
     if QUANTIZE:
         tl.store(as_words(out) + place * WORDS + index, normed, mask=mask)
@@ -368,6 +371,7 @@ def _in_one_launch(
         WORDS=words,
         BLOCK=max(triton.next_power_of_2(words), GROUP // 2),
         QUANTIZE=norm.quantize,
+        GEMMA=norm.gemma,
         num_warps=tiles.tiles_for(residual.device).row_warps,
         **launch_options(residual.device),
     )  # fmt: skip
@@ -401,7 +405,7 @@ def _sharded(
         _add_rms_all_gather_kernel[(len(rows),)](
             region.partials, region.gathered, rows, norm.weight, out, norm.eps, num_tokens,
             shard, group.rank,
-            QUANTIZE=norm.quantize, num_warps=sizes.shard_warps, **shared,
+            QUANTIZE=norm.quantize, GEMMA=norm.gemma, num_warps=sizes.shard_warps, **shared,
         )  # fmt: skip
     region.barrier()
     if not norm.quantize:

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from negamax.kernels.activations import SILU
 from negamax.kernels.formats import E4M3_BLOCKS, TensorFormat
 from negamax.kernels.gemm.cases import fp8_weight, stored_weight
 from negamax.kernels.op import AnyKernel, Case, Cost, num_bytes, randn
@@ -37,7 +38,10 @@ def route_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
         }
         label = f"T={num_tokens} hidden={hidden} experts={num_experts} top_k={top_k} bias={bias:g}"
         cases.append(Case(label, tensors, {"top_k": top_k}))
-    return cases
+    return cases + [
+        Case(f"{case.label} shared", case.tensors, {**case.numbers, "scaling": 2.0, "shared": True})
+        for case in cases[1:4]
+    ]
 
 
 def route_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
@@ -207,8 +211,12 @@ def _choices(
 def apply_route(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     """The chosen experts by number, and their weights: their order is the provider's own."""
     t = case.tensors
+    router = {name: case.numbers[name] for name in ("scaling", "shared") if name in case.numbers}
     ids, weights = kernel.run(
-        t["x"], kernel.prepare(t["gate"], t["bias"]), active=t.get("active"), **case.numbers
+        t["x"],
+        kernel.prepare(t["gate"], t["bias"], **router),
+        active=t.get("active"),
+        top_k=case.numbers["top_k"],
     )
     order = ids.argsort(dim=-1, stable=True)
     return ids.gather(1, order), weights.gather(1, order)
@@ -218,8 +226,13 @@ def apply_experts(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     """The sum over parts, with the activations that the kernel wants."""
     t = case.tensors
     x = t["x"] if kernel.activation is None else quantize.quantize_activations(t["x"])
-    prepared = kernel.prepare(stored_weight(case, "gate_up"), stored_weight(case, "down"))
-    out = kernel.run(x, t["ids"], t["weights"], prepared, **case.numbers)
+    prepared = kernel.prepare(
+        stored_weight(case, "gate_up"),
+        stored_weight(case, "down"),
+        activation=case.numbers.get("activation", SILU),
+    )
+    first, count = case.numbers["first"], case.numbers["count"]
+    out = kernel.run(x, t["ids"], t["weights"], prepared, first=first, count=count)
     return (out if out.dim() == 2 else out.float().sum(1).to(out.dtype),)
 
 

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from negamax.kernels.activations import Hidden, unquantized
+from negamax.kernels.activations import SILU, Hidden, SwiGlu, unquantized
 from negamax.kernels.formats import StoredWeight, plain
-from negamax.kernels.moe.spec import mask_padding, pair
+from negamax.kernels.moe.spec import Router, complete
 from negamax.kernels.op import Kernel
 from negamax.kernels.rowwise import SAFE_ROWS_MULTIPLE, apply, padded_rows
 from negamax.kernels.signatures import (
@@ -29,14 +29,14 @@ from negamax.kernels.signatures import (
 )
 
 # one prepared weight per expert: of [2 * width, hidden], and of [hidden, width]
-ExpertWeights = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+ExpertWeights = tuple[tuple[Tensor, ...], tuple[Tensor, ...], SwiGlu]
 
 
 def route(
-    x: Hidden, router: tuple[Tensor, Tensor], *, top_k: int, active: Tensor | None = None
+    x: Hidden, router: Router, *, top_k: int, active: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """As the definition."""
-    gate, bias = router
+    gate, bias = router.gate, router.bias
     wide = unquantized(x).float()
     num_tokens = wide.shape[0]
     rows = padded_rows(num_tokens, width=gate.shape[0], multiple=SAFE_ROWS_MULTIPLE)
@@ -47,20 +47,23 @@ def route(
     scores = apply(torch.sigmoid, F.linear(wide, gate))[:num_tokens]
     ids = torch.topk(scores + bias, top_k, dim=-1).indices
     weights = scores.gather(1, ids)
-    return mask_padding(ids.int(), weights.div_(weights.sum(-1, keepdim=True)), active)
+    return complete(ids.int(), weights.div_(weights.sum(-1, keepdim=True)), router, active)
 
 
-ROUTE_KERNEL = Kernel(ROUTE, "padded", route, pair)
+ROUTE_KERNEL = Kernel(ROUTE, "padded", route, Router)
 
 
 def kernel(linear: Kernel[PrepareLinear, Linear]) -> Kernel[PrepareExperts, Experts]:
     """The `moe.experts` kernel built on `linear`, a `gemm.linear` kernel."""
     prepare_weight, product = linear.prepare, linear.run
 
-    def prepare(gate_up: StoredWeight, down: StoredWeight) -> ExpertWeights:
+    def prepare(
+        gate_up: StoredWeight, down: StoredWeight, *, activation: SwiGlu = SILU
+    ) -> ExpertWeights:
         return (
             tuple(prepare_weight(plain(w)) for w in gate_up.values),
             tuple(prepare_weight(plain(w)) for w in down.values),
+            activation,
         )
 
     def run(
@@ -99,14 +102,14 @@ def _one_token(
     product: Linear,
 ) -> Tensor:
     """The chosen experts one after another; nothing to sort or gather."""
-    gate_up, down = experts
+    gate_up, down, activation = experts
     outputs = []
     for expert in ids[0].tolist():  # host-sync: which experts to run
         if not first <= expert < first + count:
             outputs.append(torch.zeros_like(x))
             continue
-        gate, up = product(x, gate_up[expert - first]).chunk(2, dim=-1)
-        outputs.append(product(F.silu(gate).mul_(up), down[expert - first]))
+        mixed = activation(product(x, gate_up[expert - first]))
+        outputs.append(product(mixed, down[expert - first]))
     return _combine(torch.cat(outputs), weights)
 
 
@@ -123,7 +126,7 @@ def _many_tokens(
     """Gather all (token, choice) pairs of the local experts in expert order, run each expert on its
     slice, put back.
     """
-    gate_up, down = experts
+    gate_up, down, activation = experts
     num_tokens, top_k = ids.shape
     if num_tokens == 0:
         return torch.zeros_like(x)
@@ -143,8 +146,7 @@ def _many_tokens(
     hidden = torch.cat(
         [product(rows[start:stop], gate_up[expert]) for expert, start, stop in slices]
     )
-    gate, up = hidden.chunk(2, dim=-1)
-    mixed = F.silu(gate).mul_(up)
+    mixed = activation(hidden)
     y = torch.cat([product(mixed[start:stop], down[expert]) for expert, start, stop in slices])
     local = high - low == num_tokens * top_k
     placed = (

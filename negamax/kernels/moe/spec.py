@@ -1,57 +1,76 @@
 """Definitions of the mixture-of-experts ops.
 
-    s = sigmoid(gate x)   (fp32)        ids = top-k of s + bias        weights = s[ids] /
-    sum(s[ids]) out = sum_i weights[i] * down[ids[i]] (silu(gate[ids[i]] x) * (up[ids[i]] x))
+    s = sigmoid(gate x)   (fp32)        ids = top-k of s + bias
+    weights = scaling * s[ids] / sum(s[ids])
+    out = sum_i weights[i] * down[ids[i]] (silu(gate[ids[i]] x) * (up[ids[i]] x))
 
 The bias decides who is chosen, never how much a chosen expert counts; no epsilon in the
-renormalisation.
+renormalisation. silu(a) * b stands for the model's `SwiGlu`. An expert that is shared by all tokens
+is one more choice of each, the last, of weight 1.
 """
 
 from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from negamax.kernels.activations import Hidden, unquantized
+from negamax.kernels.activations import SILU, Hidden, SwiGlu, unquantized
 from negamax.kernels.formats import PLAIN, StoredWeight
 from negamax.kernels.moe import cases
 from negamax.kernels.op import Kernel, Op, rounding_tolerance
 from negamax.kernels.signatures import EXPERTS, ROUTE
 
 
-def pair(gate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """gate [experts, hidden] fp32, bias [experts] fp32, as they are."""
-    return gate, bias
+@dataclass(frozen=True)
+class Router:
+    """The router's weights, and what becomes of those that it gives the experts."""
+
+    gate: Tensor  # [experts, hidden] fp32
+    bias: Tensor  # [experts] fp32
+    _: KW_ONLY
+    scaling: float = 1.0
+    shared: bool = False  # expert number `experts` is shared by all tokens
 
 
 def route(
-    x: Hidden, router: tuple[Tensor, Tensor], *, top_k: int, active: Tensor | None = None
+    x: Hidden, router: Router, *, top_k: int, active: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x [T, hidden], router from `pair` -> ids [T, top_k] int32, weights [T, top_k] fp32.
+    """x [T, hidden] -> ids [T, C] int32, weights [T, C] fp32, C = top_k or, with a shared expert,
+    top_k + 1.
 
     `active` [1] int32: rows from there on are padding and get ids -1 and weights 0.
     """
-    gate, bias = router
-    scores = torch.sigmoid(F.linear(unquantized(x).float(), gate))  # [T, experts]
-    ids = torch.topk(scores + bias, top_k, dim=-1).indices
+    scores = torch.sigmoid(F.linear(unquantized(x).float(), router.gate))  # [T, experts]
+    ids = torch.topk(scores + router.bias, top_k, dim=-1).indices
     weights = scores.gather(1, ids)
-    return mask_padding(ids.int(), weights / weights.sum(-1, keepdim=True), active)
+    return complete(ids.int(), weights / weights.sum(-1, keepdim=True), router, active)
 
 
-def mask_padding(ids: Tensor, weights: Tensor, active: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`ids` and `weights` [T, top_k] with -1 and 0 in the rows from active[0] on."""
+def complete(
+    ids: Tensor, weights: Tensor, router: Router, active: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """What `route` returns, of the chosen experts [T, top_k] and their weights of sum 1."""
+    if router.scaling != 1.0:
+        weights = weights * router.scaling
+    if router.shared:
+        ids = F.pad(ids, (0, 1), value=len(router.gate))
+        weights = F.pad(weights, (0, 1), value=1.0)
     if active is None:
         return ids, weights
     padding = (torch.arange(ids.shape[0], device=ids.device) >= active).unsqueeze(-1)
     return ids.masked_fill(padding, -1), weights.masked_fill(padding, 0.0)
 
 
-def stack(gate_up: StoredWeight, down: StoredWeight) -> tuple[Tensor, Tensor]:
+def stack(
+    gate_up: StoredWeight, down: StoredWeight, *, activation: SwiGlu = SILU
+) -> tuple[Tensor, Tensor, SwiGlu]:
     """gate_up [experts, 2 * width, hidden] (gate rows first), down [experts, hidden, width]: plain
     ones as they are, of others the fp32 values.
     """
-    return _values(gate_up), _values(down)
+    return _values(gate_up), _values(down), activation
 
 
 def _values(weight: StoredWeight) -> Tensor:
@@ -66,7 +85,7 @@ def experts(
     x: Hidden,
     ids: Tensor,
     weights: Tensor,
-    stacked: tuple[Tensor, Tensor],
+    stacked: tuple[Tensor, Tensor, SwiGlu],
     *,
     first: int,
     count: int,
@@ -77,13 +96,12 @@ def experts(
     `stacked` holds experts first .. first + count - 1; the choices of other experts (and -1) add
     nothing.
     """
-    gate_up, down = stacked
+    gate_up, down, activation = stacked
     x = unquantized(x)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in range(count):
         tokens, choices = torch.where(ids == first + expert)
-        gate, up = F.linear(x[tokens], gate_up[expert]).chunk(2, dim=-1)
-        y = F.linear(F.silu(gate) * up, down[expert])
+        y = F.linear(activation(F.linear(x[tokens], gate_up[expert])), down[expert])
         out = out.index_add(0, tokens, y * weights[tokens, choices, None])
     return out.to(x.dtype)
 
@@ -92,7 +110,7 @@ OPS = (
     Op(
         name=ROUTE,
         summary="sigmoid scores, biased top-k, renormalised weights",
-        reference=Kernel(ROUTE, "reference", route, pair),
+        reference=Kernel(ROUTE, "reference", route, Router),
         cases=cases.route_small,
         apply=cases.apply_route,
         tolerance=rounding_tolerance(reason="fp32 throughout, in every dtype"),

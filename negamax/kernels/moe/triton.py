@@ -2,7 +2,7 @@
 
 A pair is one choice of a token, pair = token * top_k + choice. The experts compute
 
-    h[pair]   = silu(gate x[token]) * (up x[token])       [M * top_k, width]
+    h[pair]   = silu(gate x[token]) * (up x[token])       [M * top_k, width], or another `SwiGlu`
     out[pair] = topk_weight[pair] * (down h[pair])        [M, P, hidden], the sum over P is pending
 
     way      M on an H200     launches  a program of the products
@@ -31,7 +31,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from negamax.kernels.activations import GROUP, QuantizedActivations, unquantized
+from negamax.kernels.activations import GROUP, SILU, QuantizedActivations, SwiGlu, unquantized
 from negamax.kernels.formats import (
     E4M3,
     E4M3_GROUPS,
@@ -58,11 +58,13 @@ from negamax.kernels.weight_only.layout import pack
 _constants = cache(ExpertConstants)
 
 
-def prepare_experts(gate_up: StoredWeight, down: StoredWeight) -> PreparedExperts:
+def prepare_experts(
+    gate_up: StoredWeight, down: StoredWeight, *, activation: SwiGlu = SILU
+) -> PreparedExperts:
     """The stacked weights, plain or E4M3 blocks."""
     w1, w2 = gate_up.values, down.values
     assert w1.is_contiguous() and w2.is_contiguous()
-    constants = _constants(*w2.shape[1:], FP8=gate_up.format is not PLAIN)
+    constants = _constants(*w2.shape[1:], FP8=gate_up.format is not PLAIN, ACTIVATION=activation)
     if not constants.FP8:
         return PreparedExperts(w1, w2, w1, w2, constants)
     assert constants.HIDDEN % GROUP == 0 and constants.WIDTH % GROUP == 0, (
@@ -73,12 +75,15 @@ def prepare_experts(gate_up: StoredWeight, down: StoredWeight) -> PreparedExpert
     return PreparedExperts(w1, w2, w1_scale, w2_scale, constants)
 
 
-def prepare_packed(gate_up: StoredWeight, down: StoredWeight) -> PreparedExperts:
+def prepare_packed(
+    gate_up: StoredWeight, down: StoredWeight, *, activation: SwiGlu = SILU
+) -> PreparedExperts:
     """Stacked weights of 4 or 8 bits, in a format that `reads_packed` accepts."""
     w1, w2 = pack(gate_up), pack(down)
     constants = _constants(
-        w1.packing.K, w2.packing.K, FP8=False, PACKED=True, GATE_UP=w1.packing, DOWN=w2.packing
-    )
+        w1.packing.K, w2.packing.K, FP8=False, PACKED=True, GATE_UP=w1.packing, DOWN=w2.packing,
+        ACTIVATION=activation,
+    )  # fmt: skip
     return PreparedExperts(w1.tensors, w2.tensors, w1.qweight, w2.qweight, constants)
 
 

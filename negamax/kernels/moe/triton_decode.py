@@ -13,6 +13,7 @@ from torch import Tensor
 
 from negamax.kernels.activations import QuantizedActivations, model_dtype
 from negamax.kernels.launch.triton import dot, launch_options, wait_then_launch_dependents
+from negamax.kernels.mlp.triton import swiglu
 from negamax.kernels.moe import tiles
 from negamax.kernels.moe.triton_packed import packed_down, packed_gate_up
 from negamax.kernels.moe.triton_shared import (
@@ -21,7 +22,6 @@ from negamax.kernels.moe.triton_shared import (
     empty_intermediate,
     group_scale,
     operands,
-    silu_and_mul,
 )
 
 _VECTOR = tl.constexpr(16)  # neighbouring columns that a thread multiplies in the gemv kernels
@@ -99,7 +99,7 @@ def _gate_up_gemv_kernel(
             step_up *= up_scales[step][:, None]
         gate += step_gate
         up += step_up
-    y = silu_and_mul(tl.sum(gate, 0), tl.sum(up, 0))
+    y = swiglu(tl.sum(gate, 0), tl.sum(up, 0), E.ACTIVATION)
     tl.store(h_ptr + pair * E.WIDTH + offs_n, y.to(h_ptr.dtype.element_ty), mask=offs_n < E.WIDTH)
 
 
@@ -232,7 +232,7 @@ def _gate_up_tile(
         else:
             gate = dot(w_gate, x, gate)
             up = dot(w_up, x, up)
-    y = silu_and_mul(gate, up)
+    y = swiglu(gate, up, E.ACTIVATION)
     h_ptrs = h_ptr + pairs.to(tl.int64)[None, :] * E.WIDTH + offs_n[:, None]
     if E.FP8:
         scale = group_scale(y, 0, h_ptr.dtype.element_ty)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from negamax.kernels.moe.triton_shared import silu_and_mul
+from negamax.kernels.mlp.triton import swiglu
 from negamax.kernels.weight_only.triton import multiply
 
 
@@ -30,7 +30,7 @@ def packed_gate_up(
                     P, BLOCK_M, 2 * BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
     both = tl.permute(tl.reshape(both, (2, BLOCK_N, BLOCK_M)), (1, 2, 0))
     gate, up = tl.split(both)
-    return silu_and_mul(gate, up)
+    return swiglu(gate, up, E.ACTIVATION)
 
 
 @triton.jit

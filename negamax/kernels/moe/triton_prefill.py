@@ -24,6 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from negamax.kernels.activations import QuantizedActivations, model_dtype
 from negamax.kernels.launch.triton import dot, launch_options, wait_then_launch_dependents
+from negamax.kernels.mlp.triton import swiglu
 from negamax.kernels.moe import tiles
 from negamax.kernels.moe.triton_packed import packed_down, packed_gate_up
 from negamax.kernels.moe.triton_shared import (
@@ -32,7 +33,6 @@ from negamax.kernels.moe.triton_shared import (
     empty_intermediate,
     group_scale,
     operands,
-    silu_and_mul,
 )
 from negamax.kernels.weight_only.layout import PackedTensors
 
@@ -224,7 +224,7 @@ def _gate_up_large_m_kernel(
         up = _product(x_ptrs, x_scale_ptr, w, w_scale_ptr, tokens, valid,
                       row + first_n, row + E.WIDTH - 1,
                       E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
-        y = silu_and_mul(gate, up)
+        y = swiglu(gate, up, E.ACTIVATION)
     if E.FP8:
         scale = group_scale(y, 1, h_ptr.dtype.element_ty)
         h_scale_ptrs = h_scale_ptr + places * (E.WIDTH // BLOCK_N) + first_n // BLOCK_N

@@ -1,7 +1,7 @@
 """Routing in one launch: gate product, sigmoid, top-k and renormalisation.
 
     gate [NUM_EXPERTS, HIDDEN] fp32, stored as gate_bf16x3 [3, NUM_EXPERTS, HIDDEN]: hi + mid + lo
-    x [M, HIDDEN] -> logits [M, NUM_EXPERTS] fp32 -> topk_ids, topk_weights [M, TOP_K]
+    x [M, HIDDEN] -> logits [M, NUM_EXPERTS] fp32 -> topk_ids, topk_weights [M, TOP_K + SHARED]
 
     kernel         M         grid                                            gate product
     route_small_m  to 4      NUM_EXPERTS / BLOCK_N                           CUDA cores, fp32
@@ -43,8 +43,8 @@ _VECTOR = tl.constexpr(8)  # bf16 values of one load of a thread
 @triton.jit
 def _topk_of_tokens(
     partials_ptr, bias, topk_ids_ptr, topk_weights_ptr, offs_m, M, num_active,
-    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    TOPK_M: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCALING: tl.constexpr, SHARED: tl.constexpr,
+    SPLIT_K: tl.constexpr, TOPK_M: tl.constexpr,
 ):  # fmt: skip
     """Sums the partial logits of TOPK_M tokens, then sigmoid, top-k of score + bias (lower id
     first) and renormalisation.
@@ -68,10 +68,16 @@ def _topk_of_tokens(
         rank = tl.where(best, j, rank)
     chosen = rank >= 0
     topk_weight = score / tl.sum(tl.where(chosen, score, 0.0), 1)[:, None]
+    if SCALING != 1.0:
+        topk_weight *= SCALING
     active = (offs_m < num_active)[:, None]
-    offs = offs_m[:, None] * TOP_K + rank
+    offs = offs_m[:, None] * (TOP_K + SHARED) + rank
     tl.store(topk_ids_ptr + offs, tl.where(active, expert[None, :], -1), mask=chosen & inside)
     tl.store(topk_weights_ptr + offs, tl.where(active, topk_weight, 0.0), mask=chosen & inside)
+    if SHARED:
+        active, last = offs_m < num_active, offs_m * (TOP_K + SHARED) + TOP_K
+        tl.store(topk_ids_ptr + last, tl.where(active, NUM_EXPERTS, -1), mask=offs_m < M)
+        tl.store(topk_weights_ptr + last, tl.where(active, 1.0, 0.0), mask=offs_m < M)
 
 
 @triton.jit
@@ -87,7 +93,7 @@ def _experts_in_groups(NUM_EXPERTS: tl.constexpr):
 @triton.jit
 def _topk_of_token(
     logits, bias, expert, topk_ids_ptr, topk_weights_ptr, token, num_active,
-    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCALING: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """`_topk_of_tokens` for one token: logits, bias and `expert` [groups, _GROUP].
 
@@ -117,11 +123,17 @@ def _topk_of_token(
     rank = tl.sum((best[:, None] > best[None, :]).to(tl.int32), 0)
     chosen = rank < TOP_K
     topk_weight = best_score / tl.sum(tl.where(chosen, best_score, 0.0), 0)
-    offs = token * TOP_K + rank
+    if SCALING != 1.0:
+        topk_weight *= SCALING
+    offs = token * (TOP_K + SHARED) + rank
     best_expert = EXPERTS_POW2 - 1 - (best & 0xFFFFFFFF).to(tl.int32)
     tl.store(topk_ids_ptr + offs, tl.where(token < num_active, best_expert, -1), mask=chosen)
     topk_weight = tl.where(token < num_active, topk_weight, 0.0)
     tl.store(topk_weights_ptr + offs, topk_weight, mask=chosen)
+    if SHARED:
+        last = token * (TOP_K + SHARED) + TOP_K
+        tl.store(topk_ids_ptr + last, tl.where(token < num_active, NUM_EXPERTS, -1))
+        tl.store(topk_weights_ptr + last, tl.where(token < num_active, 1.0, 0.0))
 
 
 @triton.jit
@@ -146,12 +158,14 @@ def _route_small_m_kernel(
     num_active_ptr,  # [1] int32
     logits_ptr,  # [ROUTE_SMALL_M_MAX_M, NUM_EXPERTS] int64, LL protocol: (flag << 32) | fp32 bits
     flag_ptr,  # [1] int32, that of the launch before this one
-    topk_ids_ptr,  # [M, TOP_K] int32
-    topk_weights_ptr,  # [M, TOP_K] fp32
+    topk_ids_ptr,  # [M, TOP_K + SHARED] int32
+    topk_weights_ptr,  # [M, TOP_K + SHARED] fp32
     M,
     HIDDEN: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
+    SCALING: tl.constexpr,
+    SHARED: tl.constexpr,  # 0 or 1
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # threads of a program * 8
@@ -214,7 +228,8 @@ def _route_small_m_kernel(
         num_active = tl.load(num_active_ptr)
         payload = poll(logits_ptr, m * NUM_EXPERTS + expert, flag, expert < NUM_EXPERTS, None)
         _topk_of_token(payload.to(tl.float32, bitcast=True), bias, expert, topk_ids_ptr,
-                       topk_weights_ptr, m, num_active, NUM_EXPERTS, TOP_K)  # fmt: skip
+                       topk_weights_ptr, m, num_active,
+                       NUM_EXPERTS, TOP_K, SCALING, SHARED)  # fmt: skip
         if m == M - 1:
             tl.store(flag_ptr, flag)  # all programs have read it: their logits have arrived
 
@@ -241,12 +256,14 @@ def _route_large_m_kernel(
     num_active_ptr,  # [1] int32
     partials_ptr,  # [SPLIT_K, M, NUM_EXPERTS] fp32
     arrivals_ptr,  # [ROUTE_MAX_TILES] int32, multiples of _ROUND between launches
-    topk_ids_ptr,  # [M, TOP_K] int32
-    topk_weights_ptr,  # [M, TOP_K] fp32
+    topk_ids_ptr,  # [M, TOP_K + SHARED] int32
+    topk_weights_ptr,  # [M, TOP_K + SHARED] fp32
     M,
     HIDDEN: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
+    SCALING: tl.constexpr,
+    SHARED: tl.constexpr,  # 0 or 1
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -332,11 +349,11 @@ def _route_large_m_kernel(
                         row_ptrs, mask=expert < NUM_EXPERTS, other=0.0, cache_modifier=".cg"
                     )
                 _topk_of_token(logits, bias, expert, topk_ids_ptr, topk_weights_ptr, m, num_active,
-                               NUM_EXPERTS, TOP_K)  # fmt: skip
+                               NUM_EXPERTS, TOP_K, SCALING, SHARED)  # fmt: skip
             else:
                 _topk_of_tokens(partials_ptr, bias, topk_ids_ptr, topk_weights_ptr,
                                 m + tl.arange(0, TOPK_M), M, num_active,
-                                NUM_EXPERTS, TOP_K, SPLIT_K, TOPK_M)  # fmt: skip
+                                NUM_EXPERTS, TOP_K, SCALING, SHARED, SPLIT_K, TOPK_M)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -351,9 +368,18 @@ class PreparedGate:
     flag: Tensor  # [1] int32, of the last launch of `_route_small_m_kernel`
     all_active: Tensor  # [1] int32, the number of active rows where the caller names none
     spin_wait: bool  # programs of a launch may wait for each other
+    scaling: float  # of the chosen experts' weights
+    shared: bool  # one more expert, number `experts`, is every token's last choice, of weight 1
 
 
-def prepare_gate(gate: Tensor, bias: Tensor, *, spin_wait: bool = True) -> PreparedGate:
+def prepare_gate(
+    gate: Tensor,
+    bias: Tensor,
+    *,
+    scaling: float = 1.0,
+    shared: bool = False,
+    spin_wait: bool = True,
+) -> PreparedGate:
     """gate [experts, hidden] fp32, bias [experts] fp32. Splitting fp32 into three bf16 addends is
     exact. Without `spin_wait` the last program of a tile of tokens chooses for all of them.
     """
@@ -371,6 +397,8 @@ def prepare_gate(gate: Tensor, bias: Tensor, *, spin_wait: bool = True) -> Prepa
         flag=torch.zeros_like(arrivals[:1]),
         all_active=torch.full((1,), 2**31 - 1, dtype=torch.int32, device=gate.device),
         spin_wait=spin_wait,
+        scaling=scaling,
+        shared=shared,
     )
 
 
@@ -381,8 +409,8 @@ def route(
     top_k: int,
     active: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x [M, hidden] -> topk_ids [M, top_k] int32, topk_weights [M, top_k] fp32; rows from active[0]
-    on get -1 and 0.
+    """x [M, hidden] -> topk_ids [M, C] int32, topk_weights [M, C] fp32, C = top_k or, with a shared
+    expert, top_k + 1; rows from active[0] on get -1 and 0.
 
     Where the ranks share out the rows, each routes its own and has the others' from them.
     """
@@ -396,8 +424,9 @@ def _route_rows(
     x: Tensor, prepared: PreparedGate, *, top_k: int, active: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     (M, hidden), num_experts, device = x.shape, prepared.bias.shape[0], x.device
-    topk_ids = torch.empty(M, top_k, dtype=torch.int32, device=device)
-    topk_weights = torch.empty(M, top_k, dtype=torch.float32, device=device)
+    choices = top_k + prepared.shared
+    topk_ids = torch.empty(M, choices, dtype=torch.int32, device=device)
+    topk_weights = torch.empty(M, choices, dtype=torch.float32, device=device)
     if M == 0:
         return topk_ids, topk_weights
     assert x.is_contiguous()
@@ -412,6 +441,8 @@ def _route_rows(
         "HIDDEN": hidden,
         "NUM_EXPERTS": num_experts,
         "TOP_K": top_k,
+        "SCALING": prepared.scaling,
+        "SHARED": int(prepared.shared),
         "PARALLEL_TOPK": prepared.spin_wait and not INTERPRETED,
         **launch_options(device),
     }

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from negamax.kernels.activations import GROUP, QuantizedActivations, unquantized
+from negamax.kernels.activations import GROUP, SILU, QuantizedActivations, SwiGlu, unquantized
 from negamax.kernels.quantize.triton import e4m3_max
 from negamax.kernels.weight_only.layout import PackedTensors, Packing
 
@@ -29,6 +29,7 @@ class ExpertConstants:
     PACKED: bool = False
     GATE_UP: Packing | None = None
     DOWN: Packing | None = None
+    ACTIVATION: SwiGlu = SILU
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,6 @@ class PreparedExperts:
     gate_up_scale: Tensor
     down_scale: Tensor  # [experts, hidden / 128, width / 128] fp32; likewise
     constants: ExpertConstants
-
-
-@triton.jit
-def silu_and_mul(gate, up):
-    return gate / (1.0 + tl.exp(-gate)) * up
 
 
 @triton.jit

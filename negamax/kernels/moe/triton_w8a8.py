@@ -18,9 +18,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from negamax.kernels.activations import Hidden, unquantized
 from negamax.kernels.launch.triton import launch_options, wait_then_launch_dependents
+from negamax.kernels.mlp.triton import swiglu
 from negamax.kernels.moe import tiles
 from negamax.kernels.moe.triton_prefill import _expert_of_tile, _zero_pairs, sort_pairs
-from negamax.kernels.moe.triton_shared import PreparedExperts, silu_and_mul
+from negamax.kernels.moe.triton_shared import PreparedExperts
 from negamax.kernels.weight_only.triton_rounding import (
     add_product,
     round_activations,
@@ -97,7 +98,7 @@ def _gate_up_w8a8_kernel(
     w_scale_ptrs = w_scale_ptr + expert * (2 * E.WIDTH) + offs_n
     gate *= tl.load(w_scale_ptrs, mask=inside, other=0.0)[None, :]
     up *= tl.load(w_scale_ptrs + E.WIDTH, mask=inside, other=0.0)[None, :]
-    y = tl.where(inside[None, :], silu_and_mul(gate, up), 0.0)
+    y = tl.where(inside[None, :], swiglu(gate, up, E.ACTIVATION), 0.0)
     scale = scale_of_rows(y, dtype)
     tl.store(h_scale_ptr + places * TILES_N + tile_n, scale, mask=valid)
     h = round_rows(y, scale, dtype, BLOCK_M, BLOCK_N)

@@ -106,9 +106,10 @@ static inline float exponential(float x) {
     return p * scale;
 }
 
-/* residual += x (x may be NULL), out = rms_norm(residual) * weight. All [rows, width]. */
+/* residual += x (x may be NULL), out = rms_norm(residual) * weight, or * (1 + weight). All [rows,
+   width]. */
 void negamax_add_rms(const element *x, element *residual, const element *weight, element *out,
-                     int64_t rows, int64_t width, float eps) {
+                     int64_t rows, int64_t width, float eps, int64_t gemma) {
     float scratch[width];
     for (int64_t row = 0; row < rows; row++) {
         element *restrict sum = residual + row * width;
@@ -119,8 +120,12 @@ void negamax_add_rms(const element *x, element *residual, const element *weight,
         }
         for (int64_t i = 0; i < width; i++) scratch[i] = widen(sum[i]);
         float scale = 1.0f / sqrtf(sum_of_squares(scratch, width) / (float)width + eps);
-        for (int64_t i = 0; i < width; i++)
-            y[i] = narrow(widen(narrow(scratch[i] * scale)) * widen(weight[i]));
+        if (gemma)
+            for (int64_t i = 0; i < width; i++)
+                y[i] = narrow(scratch[i] * scale * (1.0f + widen(weight[i])));
+        else
+            for (int64_t i = 0; i < width; i++)
+                y[i] = narrow(widen(narrow(scratch[i] * scale)) * widen(weight[i]));
     }
 }
 
@@ -310,14 +315,18 @@ void negamax_route(const element *x, const float *gate, const float *bias, int32
     }
 }
 
-/* gate_up [rows, 2 * width], gate first -> out [rows, width] = silu(gate) * up. */
-void negamax_swiglu(const element *gate_up, element *out, int64_t rows, int64_t width) {
+/* gate_up [rows, 2 * width], gate first -> out [rows, width] = g * sigmoid(alpha * g) * (u + beta),
+   where g is the gate up to `limit` and u between -limit and limit. */
+void negamax_swiglu(const element *gate_up, element *out, int64_t rows, int64_t width, float alpha,
+                    float limit, float beta) {
     for (int64_t row = 0; row < rows; row++) {
         const element *restrict gate = gate_up + row * 2 * width, *restrict up = gate + width;
         element *restrict y = out + row * width;
         for (int64_t i = 0; i < width; i++) {
-            float g = widen(gate[i]);
-            y[i] = narrow(widen(narrow(g / (1.0f + exponential(-g)))) * widen(up[i]));
+            float g = widen(gate[i]), u = widen(up[i]);
+            g = g > limit ? limit : g;
+            u = u > limit ? limit : u < -limit ? -limit : u;
+            y[i] = narrow(widen(narrow(g / (1.0f + exponential(-alpha * g)))) * (u + beta));
         }
     }
 }

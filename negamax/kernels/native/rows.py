@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from negamax.kernels.activations import Hidden, unquantized
+from negamax.kernels.activations import SILU, Hidden, SwiGlu, unquantized
 from negamax.kernels.attention import cpu as attention_cpu
 from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
 from negamax.kernels.attention.spec import QkNorm, prepare_qk_norm
 from negamax.kernels.moe import cpu as moe_cpu
 from negamax.kernels.moe.cpu import ExpertWeights
-from negamax.kernels.moe.spec import mask_padding, pair
+from negamax.kernels.moe.spec import Router, complete
 from negamax.kernels.native import library
 from negamax.kernels.norm import spec as norm_spec
 from negamax.kernels.norm.spec import NormWeight, sum_parts
@@ -31,6 +31,7 @@ from negamax.kernels.signatures import (
     EXPERTS,
     QK_NORM_ROPE_WRITE,
     ROUTE,
+    SWIGLU,
     Experts,
     Linear,
     PrepareExperts,
@@ -39,11 +40,11 @@ from negamax.kernels.signatures import (
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "add_rms": (*[_POINTER] * 4, _INT, _INT, _FLOAT),
+    "add_rms": (*[_POINTER] * 4, _INT, _INT, _FLOAT, _INT),
     "qk_norm_rope_write": (*[_POINTER] * 8, *[_INT] * 5, _FLOAT),
     "decode": (*[_POINTER] * 6, *[_INT] * 6),
     "route": (*[_POINTER] * 5, *[_INT] * 4),
-    "swiglu": (*[_POINTER] * 2, *[_INT] * 2),
+    "swiglu": (*[_POINTER] * 2, *[_INT] * 2, *[_FLOAT] * 3),
     "group_pairs": (*[_POINTER] * 4, *[_INT] * 4),
     "combine": (*[_POINTER] * 4, *[_INT] * 3),
 }
@@ -71,7 +72,7 @@ def add_rms(x: Tensor, residual: Tensor, norm: NormWeight) -> Tensor:
     rows, width = residual.shape
     _function("add_rms", residual.dtype)(
         x.data_ptr(), residual.data_ptr(), norm.weight.data_ptr(), out.data_ptr(), rows, width,
-        norm.eps,
+        norm.eps, norm.gemma,
     )  # fmt: skip
     return out
 
@@ -176,12 +177,10 @@ def decode(
 
 
 def route(
-    x: Hidden, router: tuple[Tensor, Tensor], *, top_k: int, active: Tensor | None = None
+    x: Hidden, router: Router, *, top_k: int, active: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x [T, hidden] -> ids [T, top_k] int32, weights [T, top_k] fp32; rows from active[0] on are
-    padding (-1 and 0).
-    """
-    gate, bias = router
+    """As the definition."""
+    gate, bias = router.gate, router.bias
     x = unquantized(x)
     assert x.is_contiguous()
     num_tokens, hidden = x.shape
@@ -198,14 +197,19 @@ def route(
         gate.shape[0],
         top_k,
     )
-    return mask_padding(ids, weights, active)
+    return complete(ids, weights, router, active)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """gate_up [T, 2 * width], gate first -> silu(gate) * up [T, width]."""
+def swiglu(gate_up: Tensor, *, activation: SwiGlu = SILU, quantize: bool = False) -> Tensor:
+    """gate_up [T, 2 * width], gate first -> [T, width]."""
+    assert not quantize, "FP8 output is made on the GPU only"
+    assert gate_up.is_contiguous()
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
-    _function("swiglu", gate_up.dtype)(gate_up.data_ptr(), out.data_ptr(), rows, width)
+    limit = float("inf") if activation.limit is None else activation.limit
+    _function("swiglu", gate_up.dtype)(
+        gate_up.data_ptr(), out.data_ptr(), rows, width, activation.alpha, limit, activation.beta
+    )
     return out
 
 
@@ -224,7 +228,7 @@ def experts_kernel(linear: Kernel[PrepareLinear, Linear]) -> Kernel[PrepareExper
         first: int,
         count: int,
     ) -> Tensor:
-        gate_up, down = experts
+        gate_up, down, activation = experts
         x = unquantized(x)
         num_tokens, top_k = ids.shape
         pairs = num_tokens * top_k
@@ -241,7 +245,7 @@ def experts_kernel(linear: Kernel[PrepareLinear, Linear]) -> Kernel[PrepareExper
         y = torch.cat(
             [
                 product(
-                    swiglu(product(rows[start:stop], gate_up[expert])),
+                    swiglu(product(rows[start:stop], gate_up[expert]), activation=activation),
                     down[expert],
                 )
                 for expert, (start, stop) in enumerate(pairwise(edges))
@@ -279,7 +283,8 @@ def kernels(linear: Kernel[PrepareLinear, Linear]) -> tuple[Kernel[Any, Any], ..
         kernel(ADD_RMS, add_rms, norm_spec.prepare),
         kernel(QK_NORM_ROPE_WRITE, qk_norm_rope_write, prepare_qk_norm),
         kernel(DECODE, decode, plan_decode),
-        kernel(ROUTE, route, pair),
+        kernel(ROUTE, route, Router),
+        kernel(SWIGLU, swiglu, None),
         experts_kernel(linear),
     )
 

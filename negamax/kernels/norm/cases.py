@@ -20,8 +20,12 @@ def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
         (0, 64), (1, 256), (7, 37), (11, 3072), (0, 8, 64), (1, 8, 256), (5, 3, 136), (3, 1, 200),
     )  # fmt: skip
     cases = [_case(shape, dtype, generator) for shape in shapes]
-    return cases + [
+    cases += [
         _case(shape, dtype, generator, quantize=True) for shape in ((0, 128), (3, 384), (2, 3, 256))
+    ]
+    return cases + [
+        _case(shape, dtype, generator, quantize=quantize, gemma=True)
+        for shape, quantize in (((3, 37), False), ((2, 3, 256), True))
     ]
 
 
@@ -45,26 +49,32 @@ def _case(
     generator: torch.Generator,
     *,
     quantize: bool = False,
+    gemma: bool = False,
 ) -> Case:
     num_tokens, width = shape[0], shape[-1]
     normal = partial(randn, dtype=dtype, generator=generator)
     tensors = {
         "x": normal(*shape, scale=1.0 if len(shape) == 2 else shape[1] ** -0.5),
         "residual": normal(num_tokens, width, scale=4.0),
-        "weight": 1 + normal(width, scale=0.2),
+        "weight": normal(width, scale=0.2) + (not gemma),
     }
     if quantize:
         for name in ("x", "residual"):
             tensors[name][num_tokens // 2 :, ..., :GROUP] = 0  # groups of zeros
     parts = f" P={shape[1]}" if len(shape) == 3 else ""
-    label = f"T={num_tokens} width={width}{parts}{' fp8' * quantize}"
-    return Case(label, tensors, {"eps": 1e-6, "quantize": quantize})
+    label = f"T={num_tokens} width={width}{parts}{' gemma' * gemma}{' fp8' * quantize}"
+    return Case(label, tensors, {"eps": 1e-6, "quantize": quantize, "gemma": gemma})
 
 
 def prepare_case(kernel: AnyKernel, case: Case) -> Any:
     """The norm of a case; with FP8 where the case asks for it and the kernel is one for GPUs."""
     quantize = case.numbers["quantize"] and Feature.TRITON in kernel.requires
-    return kernel.prepare(case.tensors["weight"], case.numbers["eps"], quantize=quantize)
+    return kernel.prepare(
+        case.tensors["weight"],
+        case.numbers["eps"],
+        quantize=quantize,
+        gemma=case.numbers["gemma"],
+    )
 
 
 def apply_add_rms(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:

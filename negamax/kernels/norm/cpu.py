@@ -11,20 +11,25 @@ from negamax.kernels.norm.spec import sum_parts
 from negamax.kernels.op import Kernel
 from negamax.kernels.signatures import ADD_RMS
 
-NormTensors = tuple[Tensor, Tensor, Tensor]  # weight [width], width [] fp32, eps [] fp32
+# weight [width], width [] fp32, eps [] fp32, whether 1 + weight is multiplied by
+NormTensors = tuple[Tensor, Tensor, Tensor, bool]
 
 
-def prepare(weight: Tensor, eps: float, *, quantize: bool = False) -> NormTensors:
+def prepare(
+    weight: Tensor, eps: float, *, quantize: bool = False, gemma: bool = False
+) -> NormTensors:
     """weight [width], eps under the root."""
     assert not quantize, "FP8 output is made on the GPU only"
-    return weight, torch.tensor(float(weight.shape[0])), torch.tensor(eps)
+    return weight, torch.tensor(float(weight.shape[0])), torch.tensor(eps), gemma
 
 
 def add_rms(x: Tensor, residual: Tensor, norm: NormTensors) -> Tensor:
     """As the definition, to the bit."""
-    weight, width, eps = norm
+    weight, width, eps, gemma = norm
     wide = residual.add_(sum_parts(x)).float()
     scale = wide.square().sum(-1, keepdim=True).div_(width).add_(eps).rsqrt_()
+    if gemma:
+        return (wide * scale).mul_(1 + weight.float()).to(x.dtype)
     return (wide * scale).to(x.dtype).mul_(weight)
 
 

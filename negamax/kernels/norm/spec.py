@@ -1,7 +1,8 @@
 """RMS normalisation: y = x / sqrt(mean(x^2) + eps) * weight, statistics in fp32 over the last
 dimension.
 
-x-hat is rounded to the dtype of x before it is multiplied by the weight, as transformers does.
+x-hat is rounded to the dtype of x before it is multiplied by the weight, as transformers does. The
+norms of Gemma, and MiniMax-M3's, multiply by 1 + weight instead, in fp32, and round once.
 """
 
 from __future__ import annotations
@@ -22,19 +23,25 @@ class NormWeight:
     weight: Tensor  # [width]
     eps: float
     quantize: bool = False  # whether the kernel returns `QuantizedActivations`
+    gemma: bool = False  # whether 1 + weight is multiplied by
 
 
-def prepare(weight: Tensor, eps: float, *, quantize: bool = False) -> NormWeight:
+def prepare(
+    weight: Tensor, eps: float, *, quantize: bool = False, gemma: bool = False
+) -> NormWeight:
     """weight [width], eps under the root."""
     assert not quantize, "FP8 output is made on the GPU only"
-    return NormWeight(weight, eps)
+    return NormWeight(weight, eps, gemma=gemma)
 
 
 def rms(x: Tensor, norm: NormWeight) -> Tensor:
     """x [T, width] in the dtype of the weight -> [T, width]."""
     wide = x.float()
     mean_square = wide.square().mean(-1, keepdim=True)  # [T, 1] fp32
-    return (wide * (mean_square + norm.eps).rsqrt()).to(x.dtype) * norm.weight
+    x_hat = wide * (mean_square + norm.eps).rsqrt()
+    if norm.gemma:
+        return (x_hat * (1 + norm.weight.float())).to(x.dtype)
+    return x_hat.to(x.dtype) * norm.weight
 
 
 def sum_parts(x: Tensor) -> Tensor:

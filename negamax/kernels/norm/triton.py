@@ -120,6 +120,7 @@ def normalise(
     residual,
     eps,
     WORDS: tl.constexpr,
+    GEMMA: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     """residual += x, written where it belongs; the norm of the residual, as words. All of one
@@ -131,8 +132,12 @@ def normalise(
     tl.store(as_words(residual) + at, total, mask=mask)
     even, odd = unpack(total, DTYPE)
     inverse = tl.rsqrt(tl.sum(even * even + odd * odd, axis=0) / (2 * WORDS) + eps)
-    even, odd = unpack(pack_pair(even * inverse, odd * inverse, DTYPE), DTYPE)
+    even, odd = even * inverse, odd * inverse
+    if not GEMMA:
+        even, odd = unpack(pack_pair(even, odd, DTYPE), DTYPE)
     weight_even, weight_odd = unpack(weight_words, DTYPE)
+    if GEMMA:
+        weight_even, weight_odd = 1.0 + weight_even, 1.0 + weight_odd
     return pack_pair(even * weight_even, odd * weight_odd, DTYPE)
 
 
@@ -171,12 +176,14 @@ def store_quantised(values, scales, row, scale, in_order, WORDS: tl.constexpr, B
 def add_and_normalise(
     x_even, x_odd, residual_words, weight_words, row, index, mask, residual, out, values, scales,
     eps,
-    WORDS: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr, DTYPE: tl.constexpr,
+    WORDS: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr, GEMMA: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
     """`normalise`, with the norm and its FP8 form written where they belong."""
     normed = normalise(
-        x_even, x_odd, residual_words, weight_words, row, index, mask, residual, eps, WORDS, DTYPE
-    )
+        x_even, x_odd, residual_words, weight_words, row, index, mask, residual, eps, WORDS, GEMMA,
+        DTYPE,
+    )  # fmt: skip
     tl.store(as_words(out) + row.to(tl.int64) * WORDS + index, normed, mask=mask)
     if QUANTIZE:
         scale, in_order = quantise(normed, BLOCK, DTYPE, values.dtype.element_ty)
@@ -196,6 +203,7 @@ def _add_rms_kernel(
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
     QUANTIZE: tl.constexpr,
+    GEMMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (T,): one row."""
@@ -213,7 +221,7 @@ def _add_rms_kernel(
         x_even, x_odd = add_parts(fetched, PARTS, dtype)
         add_and_normalise(
             x_even, x_odd, residual_words, weight_words, row, index, mask,
-            residual, out, values, scales, eps, WORDS, BLOCK, QUANTIZE, dtype,
+            residual, out, values, scales, eps, WORDS, BLOCK, QUANTIZE, GEMMA, dtype,
         )  # fmt: skip
 
 
@@ -237,14 +245,16 @@ def num_parts(x: Tensor) -> int:
     return x.shape[1] if x.dim() == 3 else 1
 
 
-def prepare(weight: Tensor, eps: float, *, quantize: bool = False) -> NormWeight:
+def prepare(
+    weight: Tensor, eps: float, *, quantize: bool = False, gemma: bool = False
+) -> NormWeight:
     """weight [width], eps under the root; `quantize`: the consumer wants FP8 too, width a
     multiple of 128.
     """
     assert not quantize or weight.shape[0] % GROUP == 0, (
         f"a norm {weight.shape[0]} wide has no whole FP8 groups of {GROUP}"
     )
-    return NormWeight(weight, eps, quantize)
+    return NormWeight(weight, eps, quantize, gemma)
 
 
 def add_rms(x: Tensor, residual: Tensor, norm: NormWeight) -> Tensor | QuantizedActivations:
@@ -264,6 +274,7 @@ def add_rms(x: Tensor, residual: Tensor, norm: NormWeight) -> Tensor | Quantized
         WORDS=width // 2,
         BLOCK=max(triton.next_power_of_2(width // 2), GROUP // 2),
         QUANTIZE=norm.quantize,
+        GEMMA=norm.gemma,
         num_warps=tiles.num_warps(residual.device),
         **launch_options(residual.device),
     )  # fmt: skip

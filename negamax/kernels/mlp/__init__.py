@@ -1,0 +1,1 @@
+"""What an MLP computes between its products."""

@@ -1,0 +1,106 @@
+"""`SwiGlu` between the products of an MLP, in Triton: grid (T * ceil(width / BLOCK),).
+
+    gate_up [T, 2 * WIDTH]  gate | up
+    out [T, WIDTH]          in FP8 too, with a scale per 128 columns, with `quantize`
+
+Moves per value, in bytes: 4 in and 2 out; 1 more and a scale with FP8.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from negamax.kernels.activations import GROUP, QuantizedActivations, SwiGlu
+from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
+from negamax.kernels.op import Kernel
+from negamax.kernels.platform import Feature
+from negamax.kernels.quantize.native import empty_e4m3
+from negamax.kernels.quantize.triton import e4m3_max
+from negamax.kernels.signatures import SWIGLU
+
+_GROUP = tl.constexpr(GROUP)
+_TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+_BLOCK = 1024  # columns of a program; not measured
+
+
+@triton.jit
+def swiglu(gate, up, A: tl.constexpr):
+    """`SwiGlu` A of fp32 values; NaN stays NaN."""
+    if A.limit is not None:
+        gate = tl.where(gate > A.limit, A.limit, gate)
+        up = tl.where(up > A.limit, A.limit, tl.where(up < -A.limit, -A.limit, up))
+    if A.beta != 0.0:
+        up += A.beta
+    if A.alpha == 1.0:
+        return gate / (1.0 + tl.exp(-gate)) * up
+    else:
+        return gate / (1.0 + tl.exp(-A.alpha * gate)) * up
+
+
+@triton.jit
+def _swiglu_kernel(
+    gate_up_ptr,  # [T, 2 * WIDTH]
+    out_ptr,  # [T, WIDTH]
+    q_ptr,  # [T, WIDTH] e4m3 and
+    scale_ptr,  # [T, WIDTH / 128] fp32, not touched unless QUANTIZE
+    A: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK columns of one row, as groups of 128."""
+    TILES: tl.constexpr = triton.cdiv(WIDTH, BLOCK)
+    row, tile = (tl.program_id(0) // TILES).to(tl.int64), tl.program_id(0) % TILES
+    group = tile * (BLOCK // _GROUP) + tl.arange(0, BLOCK // _GROUP)
+    column = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+    inside = column < WIDTH
+    launch_dependents_then_wait(PDL)
+    gate_ptrs = gate_up_ptr + row * (2 * WIDTH) + column
+    gate = tl.load(gate_ptrs, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptrs + WIDTH, mask=inside, other=0.0).to(tl.float32)
+    y = swiglu(gate, up, A).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * WIDTH + column, y, mask=inside)
+    if QUANTIZE:
+        dtype: tl.constexpr = q_ptr.dtype.element_ty
+        y = tl.where(inside, y.to(tl.float32), 0.0)
+        amax = tl.max(tl.abs(y), axis=1)
+        scale = tl.where(amax == 0.0, 1.0, tl.maximum(amax / e4m3_max(dtype), _TINY))
+        tl.store(q_ptr + row * WIDTH + column, (y / scale[:, None]).to(dtype), mask=inside)
+        groups: tl.constexpr = WIDTH // _GROUP
+        tl.store(scale_ptr + row * groups + group, scale, mask=group < groups)
+
+
+def run(
+    gate_up: Tensor, *, activation: SwiGlu, quantize: bool = False
+) -> Tensor | QuantizedActivations:
+    """gate_up [T, 2 * width], gate first -> [T, width]; with `quantize` also in FP8, width a
+    multiple of 128.
+    """
+    num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+    assert gate_up.is_contiguous()
+    assert not quantize or width % GROUP == 0, f"FP8 groups of {GROUP} of a width of {width}"
+    out = gate_up.new_empty(num_tokens, width)
+    q, scale = empty_e4m3(out) if quantize else (out, out)
+    if num_tokens:
+        block = min(_BLOCK, max(GROUP, triton.next_power_of_2(width)))
+        _swiglu_kernel[(num_tokens * triton.cdiv(width, block),)](
+            gate_up, out, q, scale,
+            A=activation, WIDTH=width, BLOCK=block, QUANTIZE=quantize, num_warps=4,
+            **launch_options(gate_up.device),
+        )  # fmt: skip
+    return QuantizedActivations(out, q, scale) if quantize else out
+
+
+KERNELS = (
+    Kernel(
+        SWIGLU,
+        "triton",
+        run,
+        requires=frozenset({Feature.TRITON}),
+        dtypes=(torch.bfloat16, torch.float16),
+    ),
+)

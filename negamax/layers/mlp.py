@@ -1,0 +1,64 @@
+"""A dense MLP with a gate, split by width over the ranks of the attention group."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from negamax.kernels.activations import QuantizedActivations, SwiGlu
+from negamax.kernels.formats import E4M3_GROUPS
+from negamax.kernels.registry import KernelTable
+from negamax.kernels.signatures import SWIGLU
+from negamax.layers.linear import ColumnParallel, Part, RowParallel
+from negamax.layers.names import MlpNames
+from negamax.layers.partial import Partial
+from negamax.parallel.context import ParallelContext
+from negamax.parallel.layout import shard
+from negamax.quantization.scheme import WeightFormat
+
+
+class Mlp:
+    """down (activation of gate and up). Where an even share of the width cuts what its format
+    stores together, the weights are dequantised at load.
+    """
+
+    def __init__(
+        self,
+        names: MlpNames,
+        *,
+        hidden_size: int,
+        width: int,
+        activation: SwiGlu,
+        context: ParallelContext,
+        kernels: KernelTable,
+        weights: WeightFormat,
+    ) -> None:
+        view = context.layout.attention
+        rows = shard(width, rank=view.rank, size=view.size, what="MLP intermediate size")
+        self._swiglu, self._between = kernels[SWIGLU].run, activation
+        self._gate_up = ColumnParallel(
+            [Part(name, width, rows) for name in (names.gate, names.up)],
+            hidden_size,
+            kernels=kernels,
+            weights=weights,
+        )
+        self._down = RowParallel(
+            names.down,
+            (hidden_size, width),
+            columns=rows,
+            group=context.attention_group,
+            kernels=kernels,
+            weights=weights,
+        )
+        self.activation = self._gate_up.activation  # what it wants beside plain activations
+        self._quantize = self._down.activation == E4M3_GROUPS
+        self.slots = [*self._gate_up.slots, *self._down.slots]
+
+    def finish_loading(self) -> None:
+        """Put the weights into their kernels' layout."""
+        self._gate_up.finish_loading()
+        self._down.finish_loading()
+
+    def __call__(self, x: Tensor | QuantizedActivations) -> Partial:
+        """x [T, hidden] -> [T, hidden]."""
+        between = self._swiglu(self._gate_up(x), activation=self._between, quantize=self._quantize)
+        return self._down(between)
