@@ -76,8 +76,6 @@ _AROUND = {
     "text_config", "tie_word_embeddings", "video_token_index", "vision_config",
     "vision_feature_layer", "vision_feature_select_strategy",
 }  # fmt: skip
-# What it says of the text model, unless `text_config` does.
-_INHERITED = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype")
 _SPARSE = {
     "sparse_attention_freq", "sparse_block_size", "sparse_disable_index_value", "sparse_index_dim",
     "sparse_init_block", "sparse_init_tokens", "sparse_local_block", "sparse_local_tokens",
@@ -190,7 +188,10 @@ class MiniMaxM3Spec(ModelSpec):
 
     def mlp_widths(self) -> Mapping[str, int]:
         """See `ModelSpec`."""
-        widths = {"dense_intermediate_size": self.dense_width}
+        widths = {
+            "dense_intermediate_size": self.dense_width,
+            "shared_intermediate_size": self.shared_width,
+        }
         return {name: width for name, width in widths.items() if width}
 
     def expert_sizes(self) -> tuple[int, int]:
@@ -211,10 +212,11 @@ def read_vision(config: Mapping[str, Any]) -> MiniMaxM3Spec:
         if value is not None and only not in allowed:
             refuse(f"text_config.{name}", value, ", ".join(allowed))
     fields.check_fixed(config, {"tie_word_embeddings": False})
-    inherited = {name: config[name] for name in _INHERITED if config.get(name) is not None}
-    if "dtype" in text or "torch_dtype" in text:
-        inherited = {name: inherited[name] for name in inherited if not name.endswith("dtype")}
-    spec = read_text({**inherited, **text}, architecture=VISION_ARCHITECTURE)
+    inner = {name: value for name, value in text.items() if value is not None}
+    tokens = {name: config.get(name) for name in ("bos_token_id", "eos_token_id")}
+    dtypes = (of.get(name) for of in (text, config) for name in ("dtype", "torch_dtype"))
+    dtype = next((each for each in dtypes if each is not None), None)
+    spec = read_text({**tokens, **inner, "dtype": dtype}, architecture=VISION_ARCHITECTURE)
     notes = list(spec.notes)
     fields.note_unknown(config, _AROUND, notes=notes)
     return replace(spec, notes=tuple(notes))
@@ -229,6 +231,7 @@ def read_text(config: Mapping[str, Any], *, architecture: str) -> MiniMaxM3Spec:
     fields.check_fixed(config, _FIXED)
     if (activation := config.get("hidden_act", "swigluoai")) not in _ACTIVATIONS:
         refuse("hidden_act", activation, " or ".join(map(repr, _ACTIVATIONS)))
+    # transformers ignores a rotary_dim that stands alone: all of each head rotates there.
     rope_theta, rotary_dim = fields.rope(
         config, head_dim=common["head_dim"], default_theta=5_000_000.0, notes=notes
     )

@@ -132,3 +132,201 @@ def test_the_first_layers_keep_their_kinds() -> None:
     assert spec.num_layers == 5 and spec.moe_layers == (False,) * 3 + (True,) * 2
     assert spec.sparse.layers == spec.moe_layers
     assert len(spec.kv_caches()) == 5
+
+
+def transformers_config() -> dict[str, Any]:
+    """What `save_pretrained` of transformers 5.23 writes for the text class."""
+    kinds = ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57
+    mlps = ["dense"] * 3 + ["sparse"] * 57
+    gone = (
+        "attention_output_gate", "moe_layer_freq", "n_shared_experts", "num_mtp_modules",
+        "partial_rotary_factor", "qk_norm_type", "rope_theta", "scoring_func",
+        "sparse_attention_config", "use_gemma_norm", "use_qk_norm", "use_routing_bias",
+    )  # fmt: skip
+    rope = {"partial_rotary_factor": 0.5, "rope_theta": 5000000.0, "rope_type": "default"}
+    return text(
+        **dict.fromkeys(gone, ...),
+        architectures=["MiniMaxM3VLForCausalLM"],
+        model_type="minimax_m3_vl_text",
+        hidden_act="silu",
+        layer_types=kinds,
+        mlp_layer_types=mlps,
+        rope_parameters=rope,
+        index_block_size=128,
+        index_head_dim=128,
+        index_local_blocks=1,
+        index_n_heads=4,
+        index_topk_blocks=16,
+        pad_token_id=None,
+        use_cache=True,
+    )
+
+
+def test_what_transformers_saves_is_the_same_model() -> None:
+    alone = read_spec(transformers_config())
+    assert alone.notes == ()
+    assert replace(alone, architecture=AROUND["architectures"][0]) == bundled_spec("minimax-m3")
+    inner = {**transformers_config(), "architectures": ..., "dtype": ..., "bos_token_id": None}
+    nested = {name: value for name, value in inner.items() if value is not ...}
+    around = {**AROUND, "torch_dtype": "bfloat16", "bos_token_id": 200034, "text_config": nested}
+    assert read_spec(around) == bundled_spec("minimax-m3")
+    by_type = {name: value for name, value in around.items() if name != "architectures"}
+    assert read_spec(by_type) == bundled_spec("minimax-m3")
+
+
+def test_both_spellings_may_stand_side_by_side_and_must_agree() -> None:
+    both = {**TEXT, **transformers_config(), "sparse_attention_config": SPARSE}
+    assert read_spec(both).notes == ()
+    for name, value in (
+        ("index_topk_blocks", 8),
+        ("index_n_heads", 2),
+        ("index_local_blocks", 2),
+        ("layer_types", ["full_attention"] * 60),
+        ("mlp_layer_types", ["sparse"] * 60),
+    ):
+        with pytest.raises(ConfigError, match=rf"{name} is .*; supported: what .* says"):
+            read_spec({**both, name: value})
+
+
+def test_forced_blocks_in_tokens() -> None:
+    """A token's own block counts as local; tokens before it may begin in another."""
+    for tokens, blocks in ((0, 1), (1, 2), (128, 2), (129, 3)):
+        given = sparse(
+            sparse_init_block=..., sparse_local_block=..., sparse_init_tokens=tokens,
+            sparse_local_tokens=tokens,
+        )  # fmt: skip
+        spec = read_spec(text(sparse_attention_config=given))
+        assert isinstance(spec, MiniMaxM3Spec) and spec.sparse is not None
+        assert (spec.sparse.init_blocks, spec.sparse.local_blocks) == (blocks - 1, blocks)
+    left_out = sparse(sparse_init_block=..., sparse_local_block=...)
+    assert read_spec(text(sparse_attention_config=left_out)) == read_spec(TEXT)
+
+
+def test_models_without_sparse_layers_shared_experts_or_dense_layers() -> None:
+    dense = {"use_sparse_attention": False, "sparse_attention_freq": [0] * 60}
+    for given in (..., None, dense):
+        spec = read_spec(text(sparse_attention_config=given))
+        assert isinstance(spec, MiniMaxM3Spec) and spec.sparse is None
+        assert choose_block_size(spec.kv_caches(), None, default=16) == 16
+    for fields in ({"n_shared_experts": 0, "shared_intermediate_size": 0}, {"n_shared_experts": 0}):
+        given = text(shared_intermediate_size=...) | fields
+        assert read_spec(given).shared_width == 0  # type: ignore[attr-defined]
+    spec = read_spec(text(moe_layer_freq=..., dense_intermediate_size=...))
+    assert isinstance(spec, MiniMaxM3Spec) and all(spec.moe_layers) and spec.dense_width == 0
+    assert read_spec(text(moe_layer_freq=..., first_k_dense_replace=3)) == read_spec(TEXT)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "supported"),
+    [
+        ("hidden_act", "gelu", "'swigluoai' or 'silu'"),
+        ("use_gemma_norm", False, "True"),
+        ("qk_norm_type", "per_layer", "per_head"),
+        ("attention_output_gate", True, "False"),
+        ("tie_word_embeddings", True, "False"),
+        ("scoring_func", "softmax", "sigmoid"),
+        ("swiglu_beta", 0.0, r"1\.0"),
+        ("swiglu_limit", 0.0, "a finite number above 0"),
+        ("swiglu_alpha", "1.7", "a number"),
+        ("routed_scaling_factor", -1.0, "a finite number above 0"),
+        ("n_shared_experts", 2, "0 or 1"),
+        ("n_shared_experts", True, "0 or 1"),
+        ("n_shared_experts", 0, "0"),
+        ("shared_intermediate_size", -1, "an integer from 1"),
+        ("moe_intermediate_size", 1536, "3072"),
+        ("moe_layer_freq", [1] * 59, "60 entries"),
+        ("moe_layer_freq", [2] * 60, "0 or 1"),
+        ("moe_layer_freq", 1, "60 entries"),
+        ("mlp_layer_types", ["dense"] * 60, "what moe_layer_freq says"),
+        ("first_k_dense_replace", 2, "what moe_layer_freq says"),
+        ("layer_types", ["sliding_attention"] * 60, "'full_attention' or 'minimax_m3_sparse'"),
+        ("rotary_dim", 32, r"head_dim \* partial_rotary_factor = 128 \* 0\.5"),
+        ("partial_rotary_factor", 1.0, r"128 \* 1\.0"),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 2.0}, "'default'"),
+        ("num_experts_per_tok", 129, r"at most num_local_experts \(128\)"),
+        ("rms_norm_eps", 0, "above 0"),
+        ("rope_theta", 1, "a finite number above 1"),
+        ("model_type", "minimax_m3_vl", "minimax_m3_vl_text"),
+        ("sparse_attention_config", [1], "an object or null"),
+    ],
+)
+def test_unsupported_value_is_refused_by_name(field: str, value: Any, supported: str) -> None:
+    name = {"partial_rotary_factor": "rotary_dim", "n_shared_experts": "shared_"}.get(field, field)
+    with pytest.raises(ConfigError, match=rf"{name}.* is .*; supported: .*{supported}"):
+        read_spec(text(**{field: value}))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "supported"),
+    [
+        ("sparse_use_gate", True, "sparse_attention_freq, "),
+        ("sparse_score_type", "mean", "'max'"),
+        ("use_sparse_attention", False, "True"),
+        ("sparse_attention_freq", [0] * 60, "what|False"),
+        ("sparse_attention_freq", [1] * 59, "60 entries"),
+        ("sparse_disable_index_value", [0] * 60, "1 in a sparse layer"),
+        ("sparse_num_index_heads", 1, r"as many as num_key_value_heads \(4\)"),
+        ("sparse_index_dim", 32, r"rotary_dim \(64\) or more"),
+        ("sparse_block_size", 48, "16, 32, 64, 128"),
+        ("sparse_local_block", 0, "1 or more"),
+        ("sparse_local_block", 17, "an integer up to|at least"),
+        ("sparse_init_block", 16, "at least the 16 first and 1 last"),
+        ("sparse_init_block", -1, "an integer from 1"),
+        ("sparse_init_tokens", 1, "what sparse_init_block says"),
+        ("sparse_local_tokens", 1, "what sparse_local_block says"),
+        ("sparse_topk_blocks", 0, "an integer from 1"),
+    ],
+)
+def test_unsupported_sparse_attention_is_refused_by_name(
+    field: str, value: Any, supported: str
+) -> None:
+    name = {"sparse_init_block": "sparse_", "sparse_local_block": "sparse_"}.get(field, field)
+    name = "use_sparse_attention" if supported == "what|False" else name
+    with pytest.raises(ConfigError, match=rf"{name}.* is .*; supported: .*({supported})"):
+        read_spec(text(sparse_attention_config=sparse(**{field: value})))
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["dense_intermediate_size", "num_local_experts", "routed_scaling_factor", "swiglu_alpha",
+     "swiglu_limit", "shared_intermediate_size", "head_dim"],
+)  # fmt: skip
+def test_missing_size_is_not_guessed(field: str) -> None:
+    with pytest.raises(ConfigError, match=f"no {field}"):
+        read_spec(text(**{field: ...}))
+
+
+@pytest.mark.parametrize("field", sorted(set(SPARSE) - {
+    "use_sparse_attention", "sparse_score_type", "sparse_init_block", "sparse_local_block",
+    "sparse_disable_index_value",
+}))  # fmt: skip
+def test_missing_size_of_sparse_attention_is_not_guessed(field: str) -> None:
+    with pytest.raises(ConfigError, match=f"no {field}"):
+        read_spec(text(sparse_attention_config=sparse(**{field: ...})))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"text_config": None}, "text_config is None; supported: an object"),
+        ({"text_config": text(architectures=["Other"])}, r"text_config\.architectures is"),
+        ({"text_config": text(model_type="llama")}, r"text_config\.model_type is 'llama'"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
+    ],
+)
+def test_what_surrounds_the_text_model_is_checked(changes: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_spec({**AROUND, "text_config": TEXT, **changes})
+
+
+def test_fields_never_heard_of_are_noted() -> None:
+    spec = read_spec({**AROUND, "apple": 1, "text_config": text(zebra=2)})
+    assert [note.rpartition(": ")[2] for note in spec.notes] == ["zebra", "apple"]
+
+
+def test_quantisation_is_read_around_the_text_model_or_in_it() -> None:
+    said = {"quant_method": "mxfp8", "weight_block_size": [1, 32]}
+    outer = read_spec({**AROUND, "text_config": TEXT, "quantization_config": said})
+    inner = read_spec({**AROUND, "text_config": text(quantization_config=said)})
+    assert outer == inner and outer.quantization is not None
+    assert outer.quantization.method == "mxfp8"
