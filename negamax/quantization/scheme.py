@@ -151,13 +151,15 @@ _MLP, _MOE = re.compile(r"(?<![^.])mlp(?![^.])"), re.compile(r"(?<![^.])block_sp
 
 
 _PROJECTION = re.compile(r"(?<=\.)(?:gate|up|down)_proj$")
+_INDEXER = re.compile(r"(?<=\.)indexer\.([qk]_)")  # transformers' name in M3
 _PROJECTIONS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # of experts
 
 
 def canonical(name: str) -> str:
     """One spelling for all of a module."""
     name = _MLP.sub("block_sparse_moe", _PREFIX.sub("", name.strip(".")))
-    if "experts." in name:
+    name = _INDEXER.sub(r"index_\1", name)
+    if ".experts." in name:
         name = _PROJECTION.sub(lambda match: _PROJECTIONS[match[0]], name)
     return name
 
