@@ -64,6 +64,7 @@ KERNELS: tuple[AnyKernel, ...] = (
 def gpu_kernels() -> tuple[AnyKernel, ...]:
     """The kernels for GPUs, preferred first. Imports Triton, which a CPU does without."""
     from negamax.kernels.attention import triton as attention_triton
+    from negamax.kernels.block_sparse import triton as block_sparse_triton
     from negamax.kernels.collectives import triton as collectives_triton
     from negamax.kernels.gemm import triton as gemm_triton
     from negamax.kernels.kvcache import triton as kvcache_triton
@@ -74,8 +75,8 @@ def gpu_kernels() -> tuple[AnyKernel, ...]:
     from negamax.kernels.sampling import triton as sampling_triton
 
     families = (
-        attention_triton, collectives_triton, gemm_triton, kvcache_triton, mlp_triton, moe_triton,
-        norm_triton, quantize_triton, sampling_triton,
+        attention_triton, block_sparse_triton, collectives_triton, gemm_triton, kvcache_triton,
+        mlp_triton, moe_triton, norm_triton, quantize_triton, sampling_triton,
     )  # fmt: skip
     return (
         *(kernel for family in families for kernel in family.KERNELS),

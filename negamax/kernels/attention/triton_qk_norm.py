@@ -46,7 +46,7 @@ class QkNormConstants(NamedTuple):
 
 
 @triton.jit
-def _finite(x, dtype: tl.constexpr):
+def finite(x, dtype: tl.constexpr):
     """x in fp32, NaN as 0 and infinities as the largest number of `dtype`."""
     largest: tl.constexpr = 65504.0 if dtype == tl.float16 else 3.3895313892515355e38
     x = x.to(tl.float32)
@@ -55,7 +55,7 @@ def _finite(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def _to_cache_dtype(x, dtype: tl.constexpr):
+def to_cache_dtype(x, dtype: tl.constexpr):
     """x in the dtype of a cache; FP8 saturates."""
     if dtype == tl.float8e4nv:
         x = tl.minimum(tl.maximum(x, -e4m3_max(dtype)), e4m3_max(dtype))
@@ -109,7 +109,7 @@ def _sums_kernel(
         mask=mask,
         other=0.0,
     )
-    x = _finite(x, qkv.dtype.element_ty)
+    x = finite(x, qkv.dtype.element_ty)
     q_sum, k_sum = _q_and_k(tl.sum(x * x, axis=1), head, HEADS)
     tl.store(sums + token * 2, q_sum)
     tl.store(sums + token * 2 + 1, k_sum)
@@ -127,7 +127,7 @@ def _write_q_and_k(x, q_out, k_out, slot, head, column, mask, inverse_k_scale, C
     )
     keys = mask & ((head >= C.HEADS) & (slot >= 0))[:, None]
     k_at = k_out + column[None, :]
-    tl.store(k_at, _to_cache_dtype(x * inverse_k_scale, k_out.dtype.element_ty), mask=keys)
+    tl.store(k_at, to_cache_dtype(x * inverse_k_scale, k_out.dtype.element_ty), mask=keys)
 
 
 @triton.jit
@@ -137,9 +137,9 @@ def _write_v(v, v_cache, slot_mapping, inverse_scale, C: tl.constexpr):
     slot = tl.load(slot_mapping + head, mask=head < C.KV_HEADS, other=-1)
     mask = (slot >= 0)[:, None] & (column < C.DIM)[None, :]
     x = tl.load(v + head[:, None] * C.DIM + column[None, :], mask=mask, other=0.0)
-    x = _finite(x, v.dtype.element_ty)
+    x = finite(x, v.dtype.element_ty)
     to = v_cache + slot[:, None] * C.DIM + column[None, :]
-    tl.store(to, _to_cache_dtype(x * inverse_scale, v_cache.dtype.element_ty), mask=mask)
+    tl.store(to, to_cache_dtype(x * inverse_scale, v_cache.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["region_rows", "rank"])
@@ -195,9 +195,9 @@ def _qk_norm_rope_write_kernel(
         rest = tl.load(qkv + rest_at, mask=rest_mask, other=0.0)
     v = qkv + (C.HEADS + C.KV_HEADS) * C.DIM
     _write_v(v, v_cache, slot_mapping, inverse_v_scale, C)
-    low, high = _finite(low, dtype), _finite(high, dtype)
+    low, high = finite(low, dtype), finite(high, dtype)
     if C.BLOCK_REST > 0:
-        rest = _finite(rest, dtype)
+        rest = finite(rest, dtype)
     squares = tl.sum(low * low + high * high, axis=1)
     if C.BLOCK_REST > 0:
         squares += tl.sum(rest * rest, axis=1)

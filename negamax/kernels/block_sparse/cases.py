@@ -270,7 +270,7 @@ def _attention_case(
     positions = _positions(lengths, counts).to(scores.device)
     tensors["ids"] = choose(scores, positions, shape)
     tables = tensors["block_tables"].repeat_interleave(
-        torch.tensor(counts, device=scores.device), dim=0
+        torch.tensor(counts, device=scores.device), dim=0, output_size=sum(counts)
     )
     tensors["pages"] = pages_of(tensors["ids"], tables, shape)
     numbers: dict[str, Any] = {"lengths": tuple(lengths), "counts": tuple(counts), "shape": shape}
