@@ -13,6 +13,7 @@ import torch
 
 from negamax.kernels.attention import cpu as attention_cpu
 from negamax.kernels.attention import spec as attention
+from negamax.kernels.block_sparse import cpu as block_sparse_cpu
 from negamax.kernels.block_sparse import spec as block_sparse
 from negamax.kernels.collectives import spec as collectives
 from negamax.kernels.formats import PLAIN, TensorFormat
@@ -55,6 +56,7 @@ KERNELS: tuple[AnyKernel, ...] = (
     *norm_cpu.KERNELS,
     *kvcache_cpu.KERNELS,
     *attention_cpu.KERNELS,
+    *block_sparse_cpu.KERNELS,
     moe_cpu.ROUTE_KERNEL,
     *(moe_cpu.kernel(linear) for linear in (*gemm_cpu.KERNELS, OPS[LINEAR].reference)),
     *(op.reference for op in OPS.values()),

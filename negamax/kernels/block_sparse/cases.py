@@ -141,7 +141,7 @@ _DECODE = (
     ((1, 100), (1, 1), (1, 1, 8, 16, 16, 2, 0, 1)),
     ((150, 64, 65), (1, 1, 1), (1, 4, 128, 32, 16, 4, 0, 1)),
     ((5, 130, 1, 520), (1, 1, 1, 1), (2, 3, 16, 32, 32, 3, 0, 1)),
-    ((333, 0, 32, 31), (1, 1, 1, 1), (2, 2, 20, 16, 16, 4, 1, 2)),
+    ((333, 32, 31), (1, 1, 1), (2, 2, 20, 16, 16, 4, 1, 2)),
 )
 _PREFILL = (
     ((1,), (1,), (1, 1, 8, 16, 16, 2, 0, 1)),
@@ -152,7 +152,7 @@ _PREFILL = (
 
 
 def select_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """Fewer blocks than are chosen, more; cache blocks of several sparse ones; rows of padding."""
+    """Fewer blocks than are chosen, more; cache blocks of several sparse ones."""
     return [
         _select_case(dtype, generator, lengths, counts, _shape(sizes), width=sizes[2])
         for lengths, counts, sizes in (*_DECODE, *_PREFILL)

@@ -24,8 +24,8 @@ from negamax.kernels.attention.metadata import PagedShape
 
 @dataclass(frozen=True)
 class SparseShape(PagedShape):
-    """Sizes that a plan depends on. `block_size` is a multiple of `sparse_block_size`;
-    `init_blocks` + `local_blocks` are `topk_blocks` at most.
+    """Sizes that a plan depends on. `block_size` is a multiple of `sparse_block_size`, there is a
+    local block at least, and `init_blocks` + `local_blocks` are `topk_blocks` at most.
     """
 
     sparse_block_size: int  # tokens

@@ -17,6 +17,8 @@ from negamax.kernels.activations import SILU, Hidden, SwiGlu, unquantized
 from negamax.kernels.attention import cpu as attention_cpu
 from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
 from negamax.kernels.attention.spec import QkNorm, prepare_qk_norm
+from negamax.kernels.block_sparse.choice import SparseShape
+from negamax.kernels.block_sparse.cpu import PagedDecode, attention_kernels
 from negamax.kernels.moe import cpu as moe_cpu
 from negamax.kernels.moe.cpu import ExpertWeights
 from negamax.kernels.moe.spec import Router, complete
@@ -173,6 +175,17 @@ def decode(
     return out
 
 
+def _decode_pages(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, tables: Tensor, lengths: Tensor
+) -> Tensor:
+    """As `PagedDecode.run` asks."""
+    return decode(q, k_pages, v_pages, (tables, lengths))
+
+
+def _plan_pages(lengths: Tensor, shape: SparseShape, dtype: torch.dtype) -> Tensor:
+    return lengths
+
+
 # --- mixture of experts --------------------------------------------------------------------------
 
 
@@ -283,6 +296,12 @@ def kernels(linear: Kernel[PrepareLinear, Linear]) -> tuple[Kernel[Any, Any], ..
         kernel(ADD_RMS, add_rms, norm_spec.prepare),
         kernel(QK_NORM_ROPE_WRITE, qk_norm_rope_write, prepare_qk_norm),
         kernel(DECODE, decode, plan_decode),
+        *attention_kernels(
+            PagedDecode(_plan_pages, _decode_pages),
+            "native",
+            dtypes=(dtype,),
+            available=lambda: _available(dtype),
+        ),
         kernel(ROUTE, route, Router),
         kernel(SWIGLU, swiglu, None),
         experts_kernel(linear),

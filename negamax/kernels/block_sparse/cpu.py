@@ -1,0 +1,334 @@
+"""Block-sparse attention for the CPU.
+
+Tokens that see no more than they may attend to are computed as in dense attention, prefills in the
+tiles of `attention/cpu.py`. Behind that, and in decode, each token and KV head is a sequence of its
+own in the decode of dense attention: its block table is the pages of the chosen blocks, and how
+long it is follows from the position alone. What a query computes therefore does not change with
+the batch or with chunk borders here either.
+
+Scores need no masks: a token sees the blocks before its local one whole, and the local one is
+chosen whatever its score.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from negamax.kernels.attention import cpu as dense
+from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape, attention_metadata
+from negamax.kernels.block_sparse.choice import (
+    BlockChoice,
+    SparseShape,
+    attended_tokens,
+    choose,
+    pages_of,
+)
+from negamax.kernels.op import AnyKernel, Kernel
+from negamax.kernels.rowwise import SAFE_ROWS_MULTIPLE
+from negamax.kernels.signatures import (
+    BLOCK_SPARSE_DECODE,
+    BLOCK_SPARSE_PREFILL,
+    BLOCK_SPARSE_SELECT,
+)
+
+_SCORES = 2**21  # of tokens, computed at a time; bounds the memory that they take
+
+# --- choice --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ScoredTokens:
+    """Tokens that see more than they may attend to, of sequences with equally many blocks."""
+
+    rows: Tensor  # [S, n] int64, which of the step's tokens, n of each sequence
+    tables: Tensor  # [S, blocks of the cache] int64
+    positions: Tensor  # [S * n] int64
+
+
+@dataclass(frozen=True)
+class SelectPlan:
+    """A choice in which the scored tokens' is still to be made."""
+
+    choice: BlockChoice
+    scored: tuple[ScoredTokens, ...]
+    shape: SparseShape
+
+
+def plan_select(
+    queries: AttentionMetadata, shape: SparseShape, *, dtype: torch.dtype, quantize: bool = False
+) -> SelectPlan:
+    """The choice of all tokens that attend to whatever they see."""
+    positions = queries.positions.view(-1, 1, 1)
+    blocks = torch.arange(shape.topk_blocks)
+    ids = blocks.where(blocks <= positions // shape.sparse_block_size, -1).int()
+    ids = ids.expand(-1, shape.kv_heads, -1)
+    tables = queries.used_tables(shape.block_size)
+    of_tokens = tables.repeat_interleave(torch.tensor(queries.host_query_lens), dim=0)
+    choice = BlockChoice(ids, pages_of(ids, of_tokens, shape))
+    return SelectPlan(choice, tuple(_scored(queries, tables, shape)), shape)
+
+
+def _scored(
+    queries: AttentionMetadata, tables: Tensor, shape: SparseShape
+) -> Iterator[ScoredTokens]:
+    """The scored tokens: those of decodes by how many blocks there are to score, and tiles of each
+    run.
+    """
+    lengths, counts = queries.host_seq_lens, queries.host_query_lens
+    decodes: dict[int, list[tuple[int, int]]] = {}
+    ends = list(accumulate(counts))
+    for sequence, (length, count, end) in enumerate(zip(lengths, counts, ends, strict=True)):
+        first = max(length - count, shape.dense_tokens)
+        num_blocks = _padded_blocks(length, shape.block_size)
+        if count == 1 and length > first:
+            decodes.setdefault(num_blocks, []).append((sequence, end - 1))
+            continue
+        step = max(1, _SCORES // (num_blocks * shape.block_size * shape.kv_heads))
+        for start in range(first, length, step):
+            stop = min(start + step, length)
+            used = tables[sequence : sequence + 1, : -(-stop // shape.block_size)]
+            rows = torch.arange(end - length + start, end - length + stop)
+            yield ScoredTokens(rows.unsqueeze(0), used, torch.arange(start, stop))
+    for num_blocks, members in decodes.items():
+        step = max(1, _SCORES // (num_blocks * shape.block_size * SAFE_ROWS_MULTIPLE))
+        for start in range(0, len(members), step):
+            part = members[start : start + step]
+            own = [lengths[sequence] for sequence, _ in part]
+            used = tables[[sequence for sequence, _ in part], : -(-max(own) // shape.block_size)]
+            tokens = torch.tensor([[token] for _, token in part])
+            yield ScoredTokens(tokens, used, torch.tensor(own) - 1)
+
+
+def _padded_blocks(length: int, block_size: int) -> int:
+    """The blocks of `length` tokens, rounded up to eight steps per power of two."""
+    blocks, step = -(-length // block_size), 1
+    while blocks > 8 * step:
+        step *= 2
+    return -(-blocks // step) * step
+
+
+def select(index_q: Tensor, index_cache: Tensor, plan: SelectPlan) -> BlockChoice:
+    """As the definition."""
+    if not plan.scored:
+        return plan.choice
+    shape, ids, pages = plan.shape, plan.choice.ids.clone(), plan.choice.pages.clone()
+    for tokens in plan.scored:
+        rows = tokens.rows.flatten()
+        scores = _scores(index_q[rows].view(*tokens.rows.shape, *index_q.shape[1:]), index_cache,
+                         tokens.tables, size=shape.sparse_block_size)  # fmt: skip
+        ids[rows] = chosen = choose(scores.flatten(0, 1), tokens.positions, shape)
+        tables = tokens.tables.repeat_interleave(tokens.rows.shape[1], dim=0)
+        pages[rows] = pages_of(chosen, tables, shape)
+    return BlockChoice(ids, pages)
+
+
+def _scores(index_q: Tensor, index_cache: Tensor, tables: Tensor, *, size: int) -> Tensor:
+    """index_q [S, n, heads, dim] of S sequences with block `tables` [S, blocks] -> the scores
+    [S, n, heads, sparse blocks] fp32 of whole blocks.
+    """
+    sequences, count, heads, dim = index_q.shape
+    stored = index_cache.view(torch.uint8)  # indexing does not take FP8
+    keys = stored.index_select(0, tables.flatten()).view(index_cache.dtype).float()
+    queries = index_q.float().view(sequences, count * heads, dim)
+    queries = F.pad(queries, (0, 0, 0, -queries.shape[1] % SAFE_ROWS_MULTIPLE))
+    scores = queries @ keys.view(sequences, -1, dim).transpose(1, 2)
+    of_blocks: Tensor = scores[:, : count * heads].unflatten(-1, (-1, size)).amax(-1)
+    return of_blocks.view(sequences, count, heads, -1)
+
+
+# --- attention -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PagedDecode:
+    """The decode of dense attention, for sequences whose block tables each layer chooses."""
+
+    plan: Callable[[Tensor, SparseShape, torch.dtype], Any]  # of lengths [rows] int64
+    # q [rows, group, head_dim], pages of keys and of values, block tables [rows, topk_blocks]
+    # int64, the plan -> [rows, group * head_dim]
+    run: Callable[[Tensor, Tensor, Tensor, Tensor, Any], Tensor]
+
+
+def _attend_to_pages(
+    decode: PagedDecode,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    pages: Tensor,
+    plan: Any,
+    *,
+    shape: SparseShape,
+) -> Tensor:
+    """q [T, heads, head_dim], pages [T, kv_heads, topk_blocks] -> [T, heads * head_dim]."""
+    num_tokens, _, head_dim = q.shape
+    k, v = (cache.view(-1, 1, shape.sparse_block_size, head_dim) for cache in (k_cache, v_cache))
+    rows = q.reshape(-1, shape.group, head_dim)
+    return decode.run(rows, k, v, pages.flatten(0, 1).long(), plan).reshape(num_tokens, -1)
+
+
+@dataclass(frozen=True)
+class BlockSparseDecodePlan:
+    """The plan of a `PagedDecode`."""
+
+    paged: Any
+    shape: SparseShape
+
+
+@dataclass(frozen=True)
+class BlockSparsePrefillPlan:
+    """The step's tokens in two parts, each None where there are none."""
+
+    dense: tuple[dense.PrefillRun, ...] | None
+    dense_rows: Tensor  # [n] int64, which of the T tokens
+    paged: Any
+    paged_rows: Tensor  # [T - n] int64
+    shape: SparseShape
+
+
+def attention_kernels(
+    decode: PagedDecode, provider: str, **properties: Any
+) -> tuple[AnyKernel, AnyKernel]:
+    """The kernels of decode and prefill over `decode`."""
+
+    def plan_decode(
+        queries: AttentionMetadata,
+        shape: SparseShape,
+        *,
+        dtype: torch.dtype,
+        quantize: bool = False,
+    ) -> BlockSparseDecodePlan:
+        assert not quantize, "FP8 output is made on the GPU only"
+        lengths = attended_tokens(torch.tensor(queries.host_seq_lens) - 1, shape)
+        lengths = lengths.repeat_interleave(shape.kv_heads)
+        return BlockSparseDecodePlan(decode.plan(lengths, shape, dtype), shape)
+
+    def run_decode(
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        choice: BlockChoice,
+        plan: BlockSparseDecodePlan,
+        *,
+        kv_scales: tuple[float, float] = (1.0, 1.0),
+    ) -> Tensor:
+        _check_plain(q, k_cache, kv_scales)
+        return _attend_to_pages(
+            decode, q, k_cache, v_cache, choice.pages, plan.paged, shape=plan.shape
+        )
+
+    def plan_prefill(
+        queries: AttentionMetadata,
+        shape: SparseShape,
+        *,
+        dtype: torch.dtype,
+        quantize: bool = False,
+    ) -> BlockSparsePrefillPlan:
+        assert not quantize, "FP8 output is made on the GPU only"
+        positions = queries.positions
+        is_dense = positions < shape.dense_tokens
+        dense_rows, paged_rows = (rows.nonzero().flatten() for rows in (is_dense, ~is_dense))
+        paged = None
+        if len(paged_rows):
+            lengths = attended_tokens(positions[paged_rows], shape)
+            paged = decode.plan(lengths.repeat_interleave(shape.kv_heads), shape, dtype)
+        return BlockSparsePrefillPlan(
+            _plan_dense(queries, shape, dtype) if len(dense_rows) else None,
+            dense_rows,
+            paged,
+            paged_rows,
+            shape,
+        )
+
+    def run_prefill(
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        choice: BlockChoice,
+        plan: BlockSparsePrefillPlan,
+        *,
+        kv_scales: tuple[float, float] = (1.0, 1.0),
+    ) -> Tensor:
+        _check_plain(q, k_cache, kv_scales)
+        if plan.paged is None and plan.dense is not None:
+            return dense.prefill(q, k_cache, v_cache, plan.dense)
+        out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
+        if plan.dense is not None:
+            out[plan.dense_rows] = dense.prefill(q[plan.dense_rows], k_cache, v_cache, plan.dense)
+        if plan.paged is not None:
+            out[plan.paged_rows] = _attend_to_pages(
+                decode, q[plan.paged_rows], k_cache, v_cache, choice.pages[plan.paged_rows],
+                plan.paged, shape=plan.shape,
+            )  # fmt: skip
+        return out
+
+    return (
+        Kernel(BLOCK_SPARSE_DECODE, provider, run_decode, plan_decode, **properties),
+        Kernel(BLOCK_SPARSE_PREFILL, provider, run_prefill, plan_prefill, **properties),
+    )
+
+
+def _check_plain(q: Tensor, cache: Tensor, kv_scales: tuple[float, float]) -> None:
+    assert kv_scales == (1.0, 1.0) and cache.dtype == q.dtype, (
+        "scaled caches are read on the GPU only"
+    )
+
+
+def _plan_dense(
+    queries: AttentionMetadata, shape: SparseShape, dtype: torch.dtype
+) -> tuple[dense.PrefillRun, ...]:
+    """The plan of the tokens of each run that attend to all that they see."""
+    runs = [
+        (sequence, min(length, shape.dense_tokens), length - count)
+        for sequence, (length, count) in enumerate(
+            zip(queries.host_seq_lens, queries.host_query_lens, strict=True)
+        )
+        if length - count < shape.dense_tokens
+    ]
+    sequences, ends, starts = zip(*runs, strict=True)
+    return dense.plan_prefill(
+        attention_metadata(
+            queries.used_tables(shape.block_size)[list(sequences)],
+            ends,
+            [end - start for end, start in zip(ends, starts, strict=True)],
+        ),
+        shape,
+        dtype=dtype,
+    )
+
+
+# --- decode over PyTorch's attention -------------------------------------------------------------
+
+
+def _plan_buckets(
+    lengths: Tensor, shape: SparseShape, dtype: torch.dtype
+) -> tuple[dense.DecodeBucket, ...]:
+    """Buckets whose blocks are places in block tables [rows, topk_blocks]."""
+    rows, pages = len(lengths), PagedShape(1, shape.group, shape.sparse_block_size)
+    places = torch.arange(rows * shape.topk_blocks).view(rows, -1)
+    queries = attention_metadata(places, lengths.tolist(), [1] * rows, num_decodes=rows)
+    return dense.plan_decode(queries, pages, dtype=dtype)
+
+
+def _decode_buckets(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    tables: Tensor,
+    plan: tuple[dense.DecodeBucket, ...],
+) -> Tensor:
+    pages = tables.flatten()
+    buckets = tuple(replace(bucket, blocks=pages[bucket.blocks]) for bucket in plan)
+    return dense.decode(q, k_pages, v_pages, buckets)
+
+
+KERNELS: tuple[AnyKernel, ...] = (
+    Kernel(BLOCK_SPARSE_SELECT, "cpu", select, plan_select),
+    *attention_kernels(PagedDecode(_plan_buckets, _decode_buckets), "bucketed"),
+)
