@@ -4,26 +4,24 @@ group.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from negamax.base.errors import CheckpointError
 from negamax.kernels.activations import QuantizedActivations, concatenate
 from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
 from negamax.kernels.attention.spec import split_heads
-from negamax.kernels.kvcache.spec import FP8, write
+from negamax.kernels.kvcache.spec import write
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.rope.spec import half_split
 from negamax.kernels.signatures import DECODE, LOCATE, PREFILL
+from negamax.layers.kv_scales import KvScales
 from negamax.layers.linear import ColumnParallel, Part, RowParallel
 from negamax.layers.names import AttentionNames
 from negamax.layers.partial import Partial
 from negamax.layers.qk_norm import FullWidthNorm, PerHeadNorm
-from negamax.layers.weights import WeightSlot
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.scheme import WeightFormat
 
@@ -130,8 +128,8 @@ class Attention:
         weights: WeightFormat,
     ) -> None:
         view = context.layout.attention
-        q_rows = _rows(view.heads(heads), head_dim)
-        kv_rows = _rows(view.kv_heads(kv_heads), head_dim)
+        q_rows = head_rows(view.heads(heads), head_dim)
+        kv_rows = head_rows(view.kv_heads(kv_heads), head_dim)
         q_total, kv_total = heads * head_dim, kv_heads * head_dim
         group = context.attention_group
         self._group = group if group.size > 1 else None
@@ -180,38 +178,14 @@ class Attention:
                 device=weights.device,
             )
         self._fused = kernels.fusion(self._qk_norm.op, "rope.half_split", "kvcache.write")
-        # The checkpoint's scales of the keys and values of an FP8 cache; 1.0 where it has none.
-        self._names, self.kv_scales = names, (1.0, 1.0)
-        self.has_kv_scales = False
-        self._stored_scales = torch.ones(2)  # on the host
-        self._scale_slots = [
-            WeightSlot(name, (), target=target, optional=True)
-            for name, target in zip(
-                (names.k_scale, names.v_scale), self._stored_scales, strict=True
-            )
-        ]
+        self.kv_scales = KvScales(names)
         self.slots = [
-            *self._qkv.slots, *self._out.slots, *self._qk_norm.slots, *self._scale_slots,
+            *self._qkv.slots, *self._out.slots, *self._qk_norm.slots, *self.kv_scales.slots,
         ]  # fmt: skip
 
     def finish_loading(self) -> None:
-        """Put the weights into their kernels' layout. Errors: `CheckpointError` for scales of the
-        cache that are none, or one of two.
-        """
-        written, absent = (
-            [slot.name for slot in self._scale_slots if slot.written is there]
-            for there in (True, False)
-        )
-        if written and absent:
-            raise CheckpointError(f"the checkpoint has {written[0]} and no {absent[0]}")
-        self.has_kv_scales = bool(written)
-        k_scale, v_scale = self._stored_scales.tolist()
-        if not (0 < k_scale < float("inf") and 0 < v_scale < float("inf")):
-            raise CheckpointError(
-                f"{self._names.k_scale} and {self._names.v_scale} are {k_scale} and {v_scale}, "
-                f"not above 0"
-            )
-        self.kv_scales = k_scale, v_scale
+        """Put the weights into their kernels' layout. Errors: as `KvScales`."""
+        self.kv_scales.finish_loading()
         self._qk_norm.finish_loading()
         self._qkv.finish_loading()
         self._out.finish_loading()
@@ -221,7 +195,7 @@ class Attention:
     ) -> Partial:
         """x [T, hidden] -> [T, hidden]; the tokens' keys and values are in `kv` afterwards."""
         step: GroupedQueryStep = metadata.prepared[GroupedQueryKind.name]
-        qkv, k_cache, v_cache, scales = self._qkv(x), kv["k"], kv["v"], self._scales_of(kv)
+        qkv, k_cache, v_cache, scales = self._qkv(x), kv["k"], kv["v"], self.kv_scales.of(kv)
         if self._fused is not None:  # what follows, in one launch
             q = self._fused.run(
                 qkv, self._qk_norm.norm, step.cos, step.sin, k_cache, v_cache, step.slot_mapping,
@@ -239,36 +213,14 @@ class Attention:
         self, q: Tensor, step: GroupedQueryStep, kv: KvCaches, *, num_decodes: int
     ) -> Tensor | QuantizedActivations:
         """q [T, heads, head_dim] -> [T, heads * head_dim]."""
-        k, v, scales, parts = kv["k"], kv["v"], self._scales_of(kv), []
+        k, v, scales, parts = kv["k"], kv["v"], self.kv_scales.of(kv), []
         if step.decode is not None:
             parts.append(self._decode(q[:num_decodes], k, v, step.decode, kv_scales=scales))
         if step.prefill is not None:
             parts.append(self._prefill(q[num_decodes:], k, v, step.prefill, kv_scales=scales))
         return concatenate(parts)
 
-    def _scales_of(self, kv: KvCaches) -> tuple[float, float]:
-        """What the values in the caches `kv` are multiplied by."""
-        return self.kv_scales if kv["k"].dtype == FP8 else (1.0, 1.0)
 
-
-def describe_kv_scales(layers: Iterable[object], dtype: torch.dtype) -> str:
-    """What becomes of the checkpoint's scales of an FP8 cache of keys and values where the cache is
-    in `dtype`, or what takes their place; "" where there is nothing to say.
-    """
-    attentions = [
-        part for layer in layers for part in vars(layer).values() if isinstance(part, Attention)
-    ]
-    count = sum(part.has_kv_scales for part in attentions)
-    if dtype != FP8:
-        name = str(dtype).removeprefix("torch.")
-        text = f"its scales of keys and values in FP8 ({count} layers) are not needed for {name}"
-        return f"; {text} (--kv-cache-dtype fp8 uses them)" if count else ""
-    if count == len(attentions):
-        return "; FP8 keys and values have the checkpoint's scales"
-    text = f"{len(attentions) - count} of {len(attentions)} layers"
-    return f"; FP8 keys and values of {text} have scale 1, for the checkpoint has none"
-
-
-def _rows(heads: range, head_dim: int) -> range:
+def head_rows(heads: range, head_dim: int) -> range:
     """The rows of a projection that belong to `heads`."""
     return range(heads.start * head_dim, heads.stop * head_dim)

@@ -24,7 +24,7 @@ from negamax.checkpoint.synthetic import fill_synthetic
 from negamax.checkpoint.weight_cache import load_cached
 from negamax.kernels.platform import platform_of
 from negamax.kernels.registry import resolve
-from negamax.layers.attention import describe_kv_scales
+from negamax.layers.kv_scales import describe_kv_scales
 from negamax.layers.weights import WeightSlot
 from negamax.models.decoder import Decoder
 from negamax.models.registry import build_model, empty_slots

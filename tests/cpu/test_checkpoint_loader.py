@@ -37,7 +37,7 @@ from negamax.kernels.formats import E4M3_BLOCKS
 from negamax.kernels.platform import CPU
 from negamax.kernels.quantize.spec import dequantize_block
 from negamax.kernels.registry import resolve
-from negamax.layers.attention import describe_kv_scales
+from negamax.layers.kv_scales import describe_kv_scales
 from negamax.layers.weights import WeightSlot, slots_by_name
 from negamax.models.decoder import Decoder
 from negamax.models.minimax_m2.names import layer_of, place
@@ -703,7 +703,7 @@ def test_model_takes_what_transformers_saves_and_what_minimax_publishes(tmp_path
 
 def scales(model: Decoder) -> list[tuple[float, float]]:
     assert isinstance(model, Decoder)
-    return [layer.attention.kv_scales for layer in model.layers]
+    return [layer.attention.kv_scales.values for layer in model.layers]
 
 
 KV_NAMES = (

@@ -152,10 +152,13 @@ _PREFILL = (
 
 
 def select_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """Fewer blocks than are chosen, more; cache blocks of several sparse ones."""
+    """Fewer blocks than are chosen, more; cache blocks of several sparse ones; keys in FP8."""
+    small = (*_DECODE, *_PREFILL)
     return [
-        _select_case(dtype, generator, lengths, counts, _shape(sizes), width=sizes[2])
-        for lengths, counts, sizes in (*_DECODE, *_PREFILL)
+        _select_case(
+            dtype, generator, lengths, counts, _shape(sizes), width=sizes[2], cache_dtype=cache
+        )
+        for (lengths, counts, sizes), cache in (*((case, None) for case in small), (small[-1], FP8))
     ]
 
 

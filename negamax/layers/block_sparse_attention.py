@@ -1,0 +1,193 @@
+"""Block-sparse attention over a paged cache: index heads score the blocks of earlier tokens, and
+each KV head's query heads attend to those that its index head chose. Split by heads over the
+attention group; the index keys, which all index heads share, are on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from negamax.kernels.activations import QuantizedActivations, concatenate
+from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.kernels.block_sparse.choice import SparseShape
+from negamax.kernels.registry import KernelTable
+from negamax.kernels.signatures import (
+    BLOCK_SPARSE_DECODE,
+    BLOCK_SPARSE_NORM_ROPE_WRITE,
+    BLOCK_SPARSE_PREFILL,
+    BLOCK_SPARSE_SELECT,
+    LOCATE,
+)
+from negamax.layers.attention import KvCaches, head_rows
+from negamax.layers.kv_scales import KvScales
+from negamax.layers.linear import ColumnParallel, Part, RowParallel
+from negamax.layers.names import AttentionNames, IndexerNames
+from negamax.layers.partial import Partial
+from negamax.layers.weights import WeightSlot
+from negamax.parallel.context import ParallelContext
+from negamax.quantization.scheme import WeightFormat
+
+
+@dataclass(frozen=True)
+class BlockSparseStep:
+    """Angles, cache rows and the kernels' own plans for a step."""
+
+    cos: Tensor  # [T, 1, rotary_dim] fp32
+    sin: Tensor  # [T, 1, rotary_dim] fp32
+    slot_mapping: Tensor  # [T * kv_heads] int64, cache row of each token's keys and values
+    select: Any  # plan of the block_sparse.select kernel for all tokens
+    # as in `GroupedQueryStep`
+    decode: Any
+    prefill: Any
+
+
+class BlockSparseKind:
+    """Block-sparse attention with rotated positions."""
+
+    name = "block sparse"
+
+    def __init__(
+        self, shape: SparseShape, *, frequencies: Tensor, quantize: bool, kernels: KernelTable
+    ) -> None:
+        """`frequencies` from `rope.spec.signed_frequencies`; `quantize`: the output projections are
+        FP8.
+        """
+        self._shape, self._frequencies = shape, frequencies
+        self._dtype, self._quantize = kernels.dtype, quantize
+        self._locate = kernels[LOCATE].run
+        self._plan_select = kernels[BLOCK_SPARSE_SELECT].prepare
+        self._plan_decode = kernels[BLOCK_SPARSE_DECODE].prepare
+        self._plan_prefill = kernels[BLOCK_SPARSE_PREFILL].prepare
+
+    def prepare(self, metadata: AttentionMetadata, kv: KvCaches) -> BlockSparseStep:
+        """Angles and cache rows of all tokens, and what the three kernels prepare."""
+        shape = replace(self._shape, block_size=kv["k"].shape[2])
+        cos, sin, slot_mapping = self._locate(
+            metadata.positions,
+            metadata.token_slots,
+            metadata.block_tables,
+            self._frequencies,
+            kv_heads=shape.kv_heads,
+            block_size=shape.block_size,
+        )
+        decodes, prefills, decode, prefill = metadata.decodes, metadata.prefills, None, None
+        dtype, quantize = self._dtype, self._quantize
+        select = self._plan_select(metadata, shape, dtype=dtype)
+        if decodes:
+            decode = self._plan_decode(decodes, shape, dtype=dtype, quantize=quantize)
+        if prefills:
+            prefill = self._plan_prefill(prefills, shape, dtype=dtype, quantize=quantize)
+        return BlockSparseStep(cos, sin, slot_mapping, select, decode, prefill)
+
+
+class BlockSparseAttention:
+    """q, k, v, index q and index k projection; RMS norm of each head but those of v; rope; choice
+    of blocks; attention; output projection.
+
+    A rank holds `heads / tp` query heads, `kv_heads / tp` KV heads and their index heads; with more
+    ranks than KV heads, neighbouring ranks hold copies of one. `gemma_norm`: the norms' weights are
+    1 + those of the checkpoint.
+    """
+
+    def __init__(
+        self,
+        names: AttentionNames,
+        index: IndexerNames,
+        *,
+        hidden_size: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        index_dim: int,
+        eps: float,
+        gemma_norm: bool,
+        context: ParallelContext,
+        kernels: KernelTable,
+        weights: WeightFormat,
+    ) -> None:
+        view, group = context.layout.attention, context.attention_group
+        own, own_kv = view.heads(heads), view.kv_heads(kv_heads)
+        q_rows, kv_rows = head_rows(own, head_dim), head_rows(own_kv, head_dim)
+        q_total, kv_total = heads * head_dim, kv_heads * head_dim
+        self._projection = ColumnParallel(
+            (
+                Part(names.q, q_total, q_rows),
+                Part(names.k, kv_total, kv_rows),
+                Part(names.v, kv_total, kv_rows),
+                Part(index.q, kv_heads * index_dim, head_rows(own_kv, index_dim)),
+                Part(index.k, index_dim, range(index_dim)),
+            ),
+            hidden_size,
+            kernels=kernels,
+            weights=weights,
+        )
+        self._out = RowParallel(
+            names.out,
+            (hidden_size, q_total),
+            columns=q_rows,
+            group=group,
+            kernels=kernels,
+            weights=weights,
+        )
+        self.activation = self._projection.activation
+        # a head is what shares a scale
+        given = self._out.activation
+        self.gives_quantized = given is not None and given.group == head_dim
+        self._select = kernels[BLOCK_SPARSE_SELECT].run
+        self._decode = kernels[BLOCK_SPARSE_DECODE].run
+        self._prefill = kernels[BLOCK_SPARSE_PREFILL].run
+        write = kernels[BLOCK_SPARSE_NORM_ROPE_WRITE]
+        self._write, self._gemma = write.run, gemma_norm
+        self._norm_weights = [
+            torch.empty(2, width, dtype=torch.float32, device=weights.device)
+            for width in (head_dim, index_dim)
+        ]
+        self._norm = write.prepare(
+            *self._norm_weights, heads=len(own), kv_heads=len(own_kv), eps=eps
+        )
+        norms = (names.q_norm, names.k_norm), (index.q_norm, index.k_norm)
+        self.kv_scales = KvScales(names)
+        self.slots = [
+            *self._projection.slots,
+            *self._out.slots,
+            *(
+                WeightSlot(name, (len(target),), target=target)
+                for pair, weight in zip(norms, self._norm_weights, strict=True)
+                for name, target in zip(pair, weight, strict=True)
+            ),
+            *self.kv_scales.slots,
+        ]
+
+    def finish_loading(self) -> None:
+        """Put the weights into their kernels' layout. Errors: as `KvScales`."""
+        if self._gemma:
+            for weight in self._norm_weights:
+                weight.add_(1)
+        self.kv_scales.finish_loading()
+        self._projection.finish_loading()
+        self._out.finish_loading()
+
+    def __call__(
+        self, x: Tensor | QuantizedActivations, metadata: AttentionMetadata, kv: KvCaches
+    ) -> Partial:
+        """x [T, hidden] -> [T, hidden]; the tokens' keys, values and index keys are in `kv`
+        afterwards.
+        """
+        step: BlockSparseStep = metadata.prepared[BlockSparseKind.name]
+        k, v, index, scales = kv["k"], kv["v"], kv["index"], self.kv_scales.of(kv)
+        q, index_q = self._write(
+            self._projection(x), self._norm, step.cos, step.sin, k, v, index, step.slot_mapping,
+            kv_scales=scales,
+        )  # fmt: skip
+        choice, count, parts = self._select(index_q, index, step.select), metadata.num_decodes, []
+        for attend, plan, tokens in (
+            (self._decode, step.decode, slice(None, count)),
+            (self._prefill, step.prefill, slice(count, None)),
+        ):
+            if plan is not None:
+                parts.append(attend(q[tokens], k, v, choice.of(tokens), plan, kv_scales=scales))
+        return self._out(concatenate(parts))

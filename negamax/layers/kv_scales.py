@@ -1,0 +1,63 @@
+"""The checkpoint's scales of the keys and values of an FP8 cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from negamax.base.errors import CheckpointError
+from negamax.kernels.kvcache.spec import FP8
+from negamax.layers.names import AttentionNames
+from negamax.layers.weights import WeightSlot
+
+
+class KvScales:
+    """Those of one layer; 1.0 where the checkpoint has none."""
+
+    def __init__(self, names: AttentionNames) -> None:
+        self._names, self.values, self.are_stored = names, (1.0, 1.0), False
+        self._stored = torch.ones(2)  # on the host
+        self.slots = [
+            WeightSlot(name, (), target=target, optional=True)
+            for name, target in zip((names.k_scale, names.v_scale), self._stored, strict=True)
+        ]
+
+    def finish_loading(self) -> None:
+        """Errors: `CheckpointError` for scales that are none, or one of two."""
+        written, absent = (
+            [slot.name for slot in self.slots if slot.written is there] for there in (True, False)
+        )
+        if written and absent:
+            raise CheckpointError(f"the checkpoint has {written[0]} and no {absent[0]}")
+        self.are_stored = bool(written)
+        k_scale, v_scale = self._stored.tolist()
+        if not (0 < k_scale < float("inf") and 0 < v_scale < float("inf")):
+            raise CheckpointError(
+                f"{self._names.k_scale} and {self._names.v_scale} are {k_scale} and {v_scale}, "
+                f"not above 0"
+            )
+        self.values = k_scale, v_scale
+
+    def of(self, kv: Mapping[str, Tensor]) -> tuple[float, float]:
+        """What the keys and values in the caches `kv` are multiplied by."""
+        return self.values if kv["k"].dtype == FP8 else (1.0, 1.0)
+
+
+def describe_kv_scales(layers: Iterable[object], dtype: torch.dtype) -> str:
+    """What becomes of the checkpoint's scales of an FP8 cache of keys and values where the cache is
+    in `dtype`, or what takes their place; "" where there is nothing to say.
+    """
+    parts = (part for layer in layers for part in vars(layer).values())
+    found = (getattr(part, "kv_scales", None) for part in parts)
+    scales = [own for own in found if isinstance(own, KvScales)]
+    count = sum(own.are_stored for own in scales)
+    if dtype != FP8:
+        name = str(dtype).removeprefix("torch.")
+        text = f"its scales of keys and values in FP8 ({count} layers) are not needed for {name}"
+        return f"; {text} (--kv-cache-dtype fp8 uses them)" if count else ""
+    if count == len(scales):
+        return "; FP8 keys and values have the checkpoint's scales"
+    text = f"{len(scales) - count} of {len(scales)} layers"
+    return f"; FP8 keys and values of {text} have scale 1, for the checkpoint has none"
