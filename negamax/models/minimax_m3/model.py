@@ -1,0 +1,180 @@
+"""MiniMax-M3: full attention in the first layers and block-sparse attention in the others, dense
+MLPs in the first layers and a mixture of experts in the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from negamax.config.minimax_m3 import MiniMaxM3Spec
+from negamax.kernels.activations import QuantizedActivations, SwiGlu
+from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.kernels.block_sparse.choice import SparseShape
+from negamax.kernels.formats import ActivationFormat
+from negamax.kernels.registry import KernelTable
+from negamax.kernels.rope.spec import signed_frequencies
+from negamax.layers.attention import Attention, AttentionKind, GroupedQueryKind, KvCaches
+from negamax.layers.basic import RmsNorm
+from negamax.layers.block_sparse_attention import BlockSparseAttention, BlockSparseKind
+from negamax.layers.mlp import Mlp
+from negamax.layers.moe import SparseMoe
+from negamax.layers.partial import Partial
+from negamax.models.decoder import Decoder
+from negamax.models.minimax_m3 import names
+from negamax.parallel.context import ParallelContext
+from negamax.quantization.scheme import WeightFormat
+
+
+class DecoderLayer:
+    """Attention, and an MLP or experts, each behind a norm; both add to the residual stream."""
+
+    def __init__(
+        self,
+        spec: MiniMaxM3Spec,
+        layer: int,
+        *,
+        context: ParallelContext,
+        weights: WeightFormat,
+        kernels: KernelTable,
+    ) -> None:
+        shared: dict[str, Any] = {"context": context, "weights": weights, "kernels": kernels}
+        heads: dict[str, Any] = {
+            "hidden_size": spec.hidden_size,
+            "heads": spec.num_heads,
+            "kv_heads": spec.num_kv_heads,
+            "head_dim": spec.head_dim,
+            "eps": spec.rms_norm_eps,
+            "gemma_norm": True,
+        }
+        self.attention: Attention | BlockSparseAttention
+        if spec.sparse is not None and spec.sparse.layers[layer]:
+            self.attention = BlockSparseAttention(
+                names.attention(layer),
+                names.indexer(layer),
+                index_dim=spec.sparse.index_dim,
+                **heads,
+                **shared,
+            )
+        else:
+            self.attention = Attention(
+                names.attention(layer), norm_per_head=True, **heads, **shared
+            )
+        swiglu = SwiGlu(alpha=spec.swiglu_alpha, limit=spec.swiglu_limit, beta=1.0)
+        self.mlp: SparseMoe | Mlp
+        if spec.moe_layers[layer]:
+            self.mlp = SparseMoe(
+                names.moe(layer),
+                hidden_size=spec.hidden_size,
+                width=spec.expert_width,
+                num_experts=spec.num_experts,
+                top_k=spec.experts_per_token,
+                activation=swiglu,
+                routed_scaling=spec.routed_scaling_factor,
+                shared_width=spec.shared_width,
+                **shared,
+            )
+        else:
+            self.mlp = Mlp(
+                names.mlp(layer),
+                hidden_size=spec.hidden_size,
+                width=spec.dense_width,
+                activation=swiglu,
+                **shared,
+            )
+
+        def norm(name: str, *, activation: ActivationFormat | None) -> RmsNorm:
+            return RmsNorm(
+                name,
+                spec.hidden_size,
+                eps=spec.rms_norm_eps,
+                activation=activation,
+                gemma=True,
+                kernels=kernels,
+                weights=weights,
+            )
+
+        input_norm, post_norm = names.norms(layer)
+        self.input_norm = norm(input_norm, activation=self.attention.activation)
+        self._post_norm = norm(post_norm, activation=self.mlp.activation)
+        self.slots = [
+            *self.input_norm.slots,
+            *self.attention.slots,
+            *self._post_norm.slots,
+            *self.mlp.slots,
+        ]
+
+    def finish_loading(self) -> None:
+        """Put the weights into their kernels' layout."""
+        self.attention.finish_loading()
+        self.mlp.finish_loading()
+
+    def __call__(
+        self,
+        hidden: Tensor | QuantizedActivations,
+        residual: Tensor,
+        metadata: AttentionMetadata,
+        kv: KvCaches,
+    ) -> Partial:
+        """hidden [T, hidden] from `input_norm`. The attention's output is added to `residual`
+        [T, hidden] in place; the output of the MLP or the experts.
+        """
+        x = self._post_norm(self.attention(hidden, metadata, kv), residual)
+        if isinstance(self.mlp, SparseMoe):
+            return self.mlp(x, active=metadata.num_actual_tokens)
+        return self.mlp(x)
+
+
+def build(
+    spec: MiniMaxM3Spec, *, context: ParallelContext, weights: WeightFormat, kernels: KernelTable
+) -> Decoder:
+    """This rank's part of the model, weights not yet written."""
+    shared: dict[str, Any] = {"context": context, "weights": weights, "kernels": kernels}
+    numbers = context.layout.layers(spec.num_layers)
+    layers = [DecoderLayer(spec, layer, **shared) for layer in numbers]
+    return Decoder(
+        spec,
+        layers,
+        _kinds(spec, layers, context=context, weights=weights, kernels=kernels),
+        names=names.DECODER,
+        eps=spec.rms_norm_eps,
+        gemma=True,
+        **shared,
+    )
+
+
+def _kinds(
+    spec: MiniMaxM3Spec,
+    layers: list[DecoderLayer],
+    *,
+    context: ParallelContext,
+    weights: WeightFormat,
+    kernels: KernelTable,
+) -> list[tuple[AttentionKind, int]]:
+    """The kinds of attention of these layers, each with the first layer of it."""
+    view = context.layout.attention
+    kv_heads = len(view.kv_heads(spec.num_kv_heads))
+    group = len(view.heads(spec.num_heads)) // kv_heads
+    common: dict[str, Any] = {
+        "frequencies": signed_frequencies(spec.rotary_dim, spec.rope_theta).to(weights.device),
+        "quantize": all(layer.attention.gives_quantized for layer in layers),
+        "kernels": kernels,
+    }
+    sparse, kinds = spec.sparse, list[tuple[AttentionKind, int]]()
+    at = [isinstance(layer.attention, BlockSparseAttention) for layer in layers]
+    if False in at:
+        kind = GroupedQueryKind(kv_heads=kv_heads, group=group, **common)
+        kinds.append((kind, at.index(False)))
+    if sparse is not None and True in at:
+        shape = SparseShape(
+            kv_heads,
+            group,
+            sparse.block_size,
+            sparse.block_size,
+            sparse.topk_blocks,
+            sparse.init_blocks,
+            sparse.local_blocks,
+        )
+        kinds.append((BlockSparseKind(shape, **common), at.index(True)))
+    return kinds
