@@ -65,3 +65,47 @@ def test_a_schema_that_expands_without_end_holds_up_nobody(
     assert answer.status_code in (200, 400), answer.text
     if answer.status_code == 400:
         assert "message" in answer.json()["error"]
+
+
+THINKING = {"type": "enabled", "budget_tokens": 1024}
+ITSELF = {"$ref": "#"}
+FORM = {"type": "json_schema", "json_schema": {"name": "f", "schema": ITSELF}}
+TYPED = {"type": "json_schema", "name": "f", "schema": ITSELF}
+TOOL = {
+    "name": "f",
+    "parameters": {
+        "type": "object",
+        "properties": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}},
+        "$defs": {"a": {"$ref": "#/$defs/a"}},
+    },
+}
+SAID = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {**SAID, "response_format": FORM}),
+        ("/v1/chat/completions", {**SAID, "guided_json": ITSELF, "stream": True}),
+        (
+            "/v1/chat/completions",
+            {
+                **SAID,
+                "tools": [{"type": "function", "function": TOOL}],
+                "tool_choice": "required",
+            },
+        ),
+        ("/v1/completions", {"prompt": "Hi", "guided_json": ITSELF}),
+        ("/v1/responses", {"input": "Hi", "text": {"format": TYPED}}),
+        (
+            "/v1/messages",
+            {**SAID, "max_tokens": 99, "output_config": {"format": TYPED}, "thinking": THINKING},
+        ),
+    ],
+)
+def test_a_schema_of_nothing_but_itself_is_refused_before_anything_is_said(
+    http: httpx.Client, path: str, fields: dict[str, Any]
+) -> None:
+    answer = http.post(path, json={"model": "nano", **fields})
+    assert answer.status_code == 400, answer.text
+    assert "optional or null" in answer.json()["error"]["message"]

@@ -168,6 +168,78 @@ def test_what_cannot_be_enforced_is_refused_with_the_reason(grammar: Grammar, wo
         matcher(grammar)
 
 
+LOOPS = {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        schema({"$ref": "#"}),
+        schema({**LOOPS["b"], "$defs": LOOPS}),
+        schema({"anyOf": [{"$ref": "#"}]}),
+        schema({"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}}),
+        schema({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
+        schema({"type": "array", "items": {"$ref": "#/items"}}),
+        Grammar(kind="ebnf", text='root ::= "ab" x | "c"\nx ::= y "c"\ny ::= x'),
+        Grammar(kind="ebnf", text='root ::= "ab" [\\U00110000-\\U00120000]'),
+        Grammar(kind="regex", text=r"a|b[^\s\S]"),
+        Grammar(
+            kind="structural_tag",
+            text='{"triggers": ["<f"], "structures": [{"begin": "<f>", "schema": {"$ref": "#"}, '
+            '"end": "</f>"}]}',
+        ),
+        Grammar(
+            kind="structural_tag", text=json.dumps({"format": {"type": "token", "token": EOS}})
+        ),
+        Grammar(
+            kind="structural_tag",
+            text=json.dumps(
+                {
+                    "format": {
+                        "type": "token_triggered_tags",
+                        "trigger_tokens": [20],
+                        "tags": [
+                            {
+                                "type": "tag",
+                                "begin": {"type": "token", "token": 20},
+                                "content": {"type": "token", "token": EOS},
+                                "end": "x",
+                            }
+                        ],
+                    }
+                }
+            ),
+        ),
+    ],
+)
+def test_a_form_in_which_an_output_gets_stuck_is_refused(grammar: Grammar) -> None:
+    grammar.check()
+    for before in (None, reasoning("open"), reasoning("optional")):
+        with pytest.raises(InvalidRequestError, match=r"end|holds no schema"):
+            matcher(grammar, before)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "good"),
+    [
+        (
+            Grammar(
+                kind="json_schema",
+                text=json.dumps({"anyOf": [{"type": "integer"}, LOOPS["b"]], "$defs": LOOPS}),
+                strict=False,
+            ),
+            "7",
+        ),
+        (schema({"anyOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#"}}]}), "[[]]"),
+        (Grammar(kind="ebnf", text='root ::= x | "c"\nx ::= y "c"\ny ::= x'), "c"),
+    ],
+)
+def test_references_to_oneself_are_followed_where_there_is_a_way_out(
+    grammar: Grammar, good: str
+) -> None:
+    assert takes(grammar, good)
+
+
 def tag_of(**inner: Any) -> Grammar:
     return Grammar(
         kind="structural_tag",

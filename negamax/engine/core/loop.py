@@ -244,10 +244,14 @@ class EngineLoop:
         self._scheduler.postpone(plan, bitmask.postponed)
         updates: list[SequenceUpdate] = []
         for rule in ended:
-            reason = "stop" if rule.error is None else "error"
-            end = self._scheduler.end(rule.request.request_id, reason, error=rule.error)
+            reason = "stop" if rule.problem is None else "error"
+            end = self._scheduler.end(rule.request.request_id, reason, error=rule.problem)
             if end is not None:
-                updates.append(msgspec.structs.replace(end, is_lost=rule.is_lost))
+                updates.append(
+                    msgspec.structs.replace(
+                        end, is_refusal=rule.refusal is not None, is_lost=rule.is_lost
+                    )
+                )
         self._grammars.advance(updates)
         return updates
 

@@ -82,7 +82,7 @@ class RequestGrammar:
     @property
     def is_awaited(self) -> bool:
         """Whether the next token depends on an answer of the grammar process."""
-        if self.num_asked == 0 or self.error is not None or self.has_ended:
+        if self.num_asked == 0 or self.problem is not None or self.has_ended:
             return False
         return not self.is_reasoning and (self.gate is None or self.gate.due is None)
 
@@ -255,7 +255,7 @@ class GrammarManager:
         ended: list[RequestGrammar] = []
         bitmask = GrammarBitmask(step_id, [], [], [], [])
         for row, rule in ruled:
-            if rule.error is not None or rule.has_ended:
+            if rule.problem is not None or rule.has_ended:
                 ended.append(rule)
             elif rule.is_awaited:
                 rule.is_late = True
@@ -468,7 +468,9 @@ class GrammarManager:
 
 def _set_mask(rule: RequestGrammar, answer: wire.NextMask) -> None:
     rule.num_asked -= 1
-    if answer.error is not None:
+    if answer.error is not None and answer.mask is not None:
+        rule.refusal = answer.error
+    elif answer.error is not None:
         rule.error = answer.error
     elif answer.mask is None:
         rule.has_ended = True

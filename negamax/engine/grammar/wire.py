@@ -73,7 +73,7 @@ class NextMask(msgspec.Struct, frozen=True, array_like=True):
 
     key: int
     mask: bytes | None  # None: the grammar has ended
-    error: str | None = None
+    error: str | None = None  # with a mask: of the grammar itself, which allows no token here
 
 
 class NextMasks(msgspec.Struct, frozen=True, tag="masks"):

@@ -132,7 +132,7 @@ def _check_enforceable(node: Mapping[str, Any], *, root: Any, budget: Budget) ->
             "strict: false"
         )
     if isinstance(node.get("$ref"), str) and resolve(node, root=root, budget=budget) is None:
-        refuse_grammar(f"the JSON schema refers to {node['$ref']!r}, which it does not hold")
+        refuse_grammar(f"the JSON schema refers to {node['$ref']!r}, where it holds no schema")
 
 
 class _Preparation:

@@ -16,6 +16,7 @@ import xgrammar
 from numpy.typing import NDArray
 
 from negamax.config.grammar import refuse_grammar
+from negamax.text.grammar.dead_ends import dead_end
 from negamax.text.tokenizer import Tokenizer
 
 CACHE_BYTES = 512 << 20
@@ -50,6 +51,7 @@ class GrammarCompiler:
             vocab_size=vocab_size,
             stop_token_ids=list(eos_token_ids),
         )
+        self._stop_token_ids = frozenset(eos_token_ids)
         self._compiler = xgrammar.GrammarCompiler(
             info, max_threads=num_threads, cache_enabled=False
         )
@@ -60,13 +62,19 @@ class GrammarCompiler:
         self._cache: OrderedDict[str, xgrammar.CompiledGrammar] = OrderedDict()
 
     def compile(self, structural_tag: str) -> xgrammar.CompiledGrammar:
-        """The compiled form. Errors: `InvalidRequestError` with the compiler's words."""
+        """The compiled form. Errors: `InvalidRequestError` with the compiler's words, and for a
+        grammar that allows no token at some point.
+        """
         with self._lock:
             known = self._cache.get(structural_tag)
             if known is not None:
                 self._cache.move_to_end(structural_tag)
                 return known
         try:
+            grammar = xgrammar.Grammar.from_structural_tag(structural_tag)
+            problem = dead_end(grammar.serialize_json(), stop_token_ids=self._stop_token_ids)
+            if problem is not None:
+                refuse_grammar(f"{problem}; let what refers to itself be optional or null")
             compiled = self._compiler.compile_structural_tag(structural_tag)
         except (RuntimeError, ValueError) as error:  # all that the library raises
             refuse_grammar(f"the grammar cannot be compiled: {_reason(error)}")

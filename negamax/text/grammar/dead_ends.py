@@ -1,0 +1,196 @@
+"""Grammars in which an output can get stuck: found when they are compiled, before anybody follows
+one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from enum import IntEnum
+from typing import NamedTuple
+
+VERSION = "v16"  # of xgrammar's serialised grammars; others are not looked at
+
+_LAST_CHARACTER = 0x10FFFF
+
+
+class _Kind(IntEnum):
+    """Expressions of a serialised grammar, each with integers of its own."""
+
+    STRING = 0  # its bytes
+    CHARACTERS = 1  # whether negated; first and last of each range
+    ANY_CHARACTERS = 2  # the same, repeated
+    EMPTY = 3
+    RULE = 4  # its number
+    SEQUENCE = 5  # expressions
+    CHOICES = 6  # expressions
+    TAG_DISPATCH = 7  # (trigger, rule) for each tag; whether more may follow; excluded texts
+    REPEAT = 8  # a rule; least and most times
+    TOKEN = 9  # those it may be
+    TOKEN_TAG_DISPATCH = 11  # number of tags; (token, rule) for each; the same; excluded tokens
+
+
+class _Symbol(NamedTuple):
+    """A part of an alternative. `rule`: the one that it is; `can_end`: of one without a rule."""
+
+    rule: int | None = None
+    is_optional: bool = False
+    can_end: bool = True
+    writes: bool = True  # without a rule: whether it stands for any text
+
+
+def dead_end(serialized: str, *, stop_token_ids: Collection[int]) -> str | None:
+    """Why an output that follows the grammar may come to a point where no token is allowed, or
+    never to an end; None: it always comes to an end. A tag can be no stop token. The time is linear
+    in the size of the grammar.
+    """
+    grammar = json.loads(serialized)
+    if grammar["__VERSION__"] != VERSION:
+        return None
+    starts, data = grammar["grammar_expr_indptr"], grammar["grammar_expr_data"]
+    parts = [data[start:end] for start, end in zip(starts, [*starts[1:], len(data)], strict=True)]
+    rules = [
+        list(_alternatives(parts, rule[1], frozenset(stop_token_ids))) for rule in grammar["rules"]
+    ]
+    can_end = _completed(rules)
+    root = grammar["root_rule_id"]
+    if not can_end[root]:
+        return "no output can follow the grammar to an end"
+    stuck = _stuck(rules, root, can_end, _writing(rules, can_end))
+    if stuck is None:
+        return None
+    return f"an output may begin what it cannot end (rule {grammar['rules'][stuck][0]!r})"
+
+
+def _alternatives(
+    parts: list[list[int]], place: int, stop_token_ids: frozenset[int]
+) -> Iterator[list[_Symbol]]:
+    kind, _, *items = parts[place]
+    match kind:
+        case _Kind.CHOICES:
+            for item in items:
+                yield from _alternatives(parts, item, stop_token_ids)
+        case _Kind.SEQUENCE:
+            yield [_symbol(parts[item], stop_token_ids) for item in items]
+        case _Kind.TAG_DISPATCH | _Kind.TOKEN_TAG_DISPATCH:
+            tags = items[:-2] if kind == _Kind.TAG_DISPATCH else items[1 : 1 + 2 * items[0]]
+            yield []
+            for rule in tags[1::2]:
+                yield [_Symbol(), _Symbol(rule)]
+        case _:
+            yield [_symbol(parts[place], stop_token_ids)]
+
+
+def _symbol(part: list[int], stop_token_ids: frozenset[int]) -> _Symbol:
+    kind, _, *items = part
+    match kind:
+        case _Kind.STRING:
+            return _Symbol(writes=bool(items))
+        case _Kind.CHARACTERS:
+            return _Symbol(can_end=_has_characters(items))
+        case _Kind.ANY_CHARACTERS:
+            return _Symbol(writes=_has_characters(items))
+        case _Kind.EMPTY:
+            return _Symbol(writes=False)
+        case _Kind.RULE:
+            return _Symbol(items[0])
+        case _Kind.REPEAT:
+            return _Symbol(items[0], is_optional=items[1] == 0)
+        case _Kind.TOKEN:
+            return _Symbol(can_end=not stop_token_ids.issuperset(items))
+    return _Symbol()
+
+
+def _has_characters(items: list[int]) -> bool:
+    """Whether a class of characters has any."""
+    is_negated, *ends = items
+    ranges = sorted(zip(ends[::2], ends[1::2], strict=True))
+    if not is_negated:
+        return any(first <= min(last, _LAST_CHARACTER) for first, last in ranges)
+    following = 0
+    for first, last in ranges:
+        if first > following:
+            return True
+        following = max(following, last + 1)
+    return following <= _LAST_CHARACTER
+
+
+def _completed(rules: list[list[list[_Symbol]]]) -> list[bool]:
+    """Which rules stand for any finite text."""
+    can_end = [False] * len(rules)
+    missing: dict[int, list[list[int]]] = defaultdict(list)  # by rule: alternatives' [owner, count]
+    found: list[int] = []
+    for owner, alternatives in enumerate(rules):
+        for symbols in alternatives:
+            if not all(symbol.can_end for symbol in symbols):
+                continue
+            needed = [
+                symbol.rule
+                for symbol in symbols
+                if symbol.rule is not None and not symbol.is_optional
+            ]
+            count = [owner, len(needed)]
+            for rule in needed:
+                missing[rule].append(count)
+            if not needed:
+                found.append(owner)
+    while found:
+        rule = found.pop()
+        if can_end[rule]:
+            continue
+        can_end[rule] = True
+        for count in missing[rule]:
+            count[1] -= 1
+            if count[1] == 0:
+                found.append(count[0])
+    return can_end
+
+
+def _writing(rules: list[list[list[_Symbol]]], can_end: list[bool]) -> list[bool]:
+    """Which rules stand for a finite text that is not empty."""
+    writes = [False] * len(rules)
+    users: dict[int, list[int]] = defaultdict(list)
+    found: list[int] = []
+    for owner, alternatives in enumerate(rules):
+        for symbols in alternatives:
+            if not all(_ends(symbol, can_end) for symbol in symbols):
+                continue
+            for symbol in symbols:
+                if symbol.rule is not None:
+                    users[symbol.rule].append(owner)
+                elif symbol.writes:
+                    found.append(owner)
+    while found:
+        rule = found.pop()
+        if not writes[rule]:
+            writes[rule] = True
+            found.extend(users[rule])
+    return writes
+
+
+def _ends(symbol: _Symbol, can_end: list[bool]) -> bool:
+    if symbol.rule is None:
+        return symbol.can_end
+    return symbol.is_optional or can_end[symbol.rule]
+
+
+def _stuck(
+    rules: list[list[list[_Symbol]]], root: int, can_end: list[bool], writes: list[bool]
+) -> int | None:
+    """A rule within reach of `root` that writes something and then cannot end."""
+    seen, waiting = {root}, [root]
+    while waiting:
+        owner = waiting.pop()
+        for symbols in rules[owner]:
+            has_written = False
+            for symbol in symbols:
+                if symbol.rule is not None and symbol.rule not in seen:
+                    seen.add(symbol.rule)
+                    waiting.append(symbol.rule)
+                if not _ends(symbol, can_end):
+                    if has_written:
+                        return owner
+                    break
+                has_written |= symbol.writes if symbol.rule is None else writes[symbol.rule]
+    return None
