@@ -8,6 +8,10 @@ import pytest
 
 from negamax.base.errors import ConfigError
 from negamax.checkpoint.hub import NANO_FOLDER
+from negamax.config.options import EngineOptions
+from negamax.engine.core.setup import start_loop
+from negamax.scheduler.request import SamplingParams
+from negamax.scheduler.step import GrammarBitmask, NewRow, StepPlan
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.formats.minimax_m2 import MINIMAX_M2
 from negamax.text.script import ScriptedAnswers, new_messages, read_script
@@ -116,3 +120,18 @@ def test_unknown_script_names_the_bundled_ones() -> None:
     with pytest.raises(ConfigError, match="bundled script: agents"):
         read_script("agent")
     assert read_script("agents").context_length > 100_000
+
+
+def test_a_mask_that_allows_nothing_costs_its_row_and_not_the_step() -> None:
+    loop, info = start_loop(EngineOptions(model="nano", script="agents", device="cpu"))
+    prompt = TOKENIZER.encode("Hello")
+    rows = [
+        NewRow(slot, prompt, len(prompt), 0, [slot], SamplingParams(logprobs=0)) for slot in (0, 1)
+    ]
+    counts = [len(prompt)] * 2
+    plan = StepPlan(7, rows, [], [], [0, 1], counts, [0, 0], [True, True], [0])
+    step = loop._executor.launch([plan])
+    loop._executor.send_bitmask(GrammarBitmask(7, [0], [0], [bytes(-(-info.vocab_size // 8))]))
+    (result,) = step.results()
+    assert list(result.errors) == [0] and len(result.token_ids) == 2
+    loop.shutdown()

@@ -93,6 +93,7 @@ class ScriptedExecutor:
         token_ids: list[int] = []
         logprobs: dict[int, TokenLogprobs] = {}
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        errors: dict[int, str] = {}
         for number, (slot, count) in enumerate(zip(plan.slots, plan.num_scheduled, strict=True)):
             row = self._rows[slot]
             start = row.num_computed
@@ -103,23 +104,25 @@ class ScriptedExecutor:
             if not plan.needs_sampling[number]:
                 continue
             token = self._next(row, start + count - len(row.prompt), masks.get(number))
+            if token is None:
+                token, errors[number] = self._eos, "the grammar allows no token"
             if row.sampling.logprobs is not None:
                 logprobs[len(token_ids)] = _certain(token)
             token_ids.append(token)
-        return StepResult(plan.step_id, token_ids, logprobs, prompt_logprobs, {})
+        return StepResult(plan.step_id, token_ids, logprobs, prompt_logprobs, errors)
 
     def _new_row(self, row: NewRow) -> _Row:
         prompt = row.token_ids[: row.prompt_len]
         return _Row(prompt, self._answers.answer(prompt), row.sampling, row.num_computed)
 
-    def _next(self, row: _Row, position: int, mask: bytes | None) -> int:
+    def _next(self, row: _Row, position: int, mask: bytes | None) -> int | None:
         """The token at `position` of the answer; where a grammar forbids it, the end if that is
-        allowed, else the first token that is."""
+        allowed, else the first token that is, if any."""
         token = row.answer[position] if position < len(row.answer) else self._eos
         if mask is None:
             return token
         allowed = [token, self._eos, *range(8 * len(mask))]
-        return next(one for one in allowed if mask[one // 8] >> one % 8 & 1)
+        return next((one for one in allowed if mask[one // 8] >> one % 8 & 1), None)
 
 
 def _certain(token: int) -> TokenLogprobs:
