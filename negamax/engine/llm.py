@@ -230,7 +230,9 @@ class LLM:
         self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None, /, **options: Any
     ) -> str:
         normal = normalize_messages(
-            [dict(message) for message in messages], has_root=self.chat_template.has_root_role
+            [dict(message) for message in messages],
+            has_root=self.chat_template.has_root_role,
+            family=ChatFormat.of_model(self.info.architecture).family,
         )
         listed = None if tools is None else list(tools)
         return self.chat_template.render(normal, self.tokenizer.escaper, tools=listed, **options)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from negamax.base.errors import InvalidRequestError
+from negamax.text.formats.family import ChatFamily
 from negamax.text.formats.registry import FAMILIES
 from negamax.text.parser.schema_values import parse_json
 
@@ -24,20 +25,25 @@ _QUOTES = tuple("`'\"“‘«")
 _TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 RAW_ARGUMENTS = "arguments"  # the one parameter of a call whose arguments are no JSON object
 
-_IMAGE = "[an image, which this model cannot see]"
-_DOCUMENT = "[a document, which this model cannot read]"
-_AUDIO = "[a recording, which this model cannot hear]"
-_VIDEO = "[a video, which this model cannot see]"
+_NOTES = {
+    "image": "[an image, which this model cannot see]",
+    "document": "[a document, which this model cannot read]",
+    "recording": "[a recording, which this model cannot hear]",
+    "video": "[a video, which this model cannot see]",
+}
 _UNSEEN = {  # by type of the part, in all dialects
-    **dict.fromkeys(("image", "image_url", "input_image", "computer_screenshot"), _IMAGE),
-    **dict.fromkeys(("document", "file", "input_file", "container_upload"), _DOCUMENT),
-    **dict.fromkeys(("audio", "audio_url", "input_audio"), _AUDIO),
-    **dict.fromkeys(("video", "video_url", "input_video"), _VIDEO),
+    **dict.fromkeys(("image", "image_url", "input_image", "computer_screenshot"), "image"),
+    **dict.fromkeys(("document", "file", "input_file", "container_upload"), "document"),
+    **dict.fromkeys(("audio", "audio_url", "input_audio"), "recording"),
+    **dict.fromkeys(("video", "video_url", "input_video"), "video"),
 }
 
 
 def normalize_messages(
-    messages: Sequence[Mapping[str, Any]], *, has_root: bool = False
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    has_root: bool = False,
+    family: ChatFamily | None = None,
 ) -> list[dict[str, Any]]:
     """Messages in the one form that MiniMax templates render without losing anything; the input
     stays as it is.
@@ -50,7 +56,8 @@ def normalize_messages(
       change the whole prompt and lose its cached prefix; and a user message within a tool loop
       would hide the thinking of that loop.
     - Content null or missing is "". Text parts of every known type become parts of type text, and
-      so do images, documents, recordings and videos: each becomes a note (`unseen_note`).
+      so do images, documents, recordings and videos: each becomes a note (`unseen_note`), but for
+      what models of `family` could see.
     - Reasoning is read from `reasoning_content`, `reasoning`, `reasoning_details`, thinking parts,
       or a think block that begins the content, and becomes `reasoning_content`.
     - Arguments of tool calls become mappings. An empty text and null are no arguments; what else is
@@ -67,7 +74,9 @@ def normalize_messages(
         )
     if not messages:
         raise InvalidRequestError("messages is empty; send at least one message", param="messages")
-    ordered = _order_tool_results([_checked(message, i) for i, message in enumerate(messages)])
+    ordered = _order_tool_results(
+        [_checked(message, i, family) for i, message in enumerate(messages)]
+    )
     return _place_instructions(ordered, has_root=has_root)
 
 
@@ -76,10 +85,23 @@ def system_note(text: str) -> str:
     return f"<system-reminder>\n{text}\n</system-reminder>"
 
 
-def unseen_note(kind: object) -> str | None:
+def unseen_note(kind: object, family: ChatFamily | None = None, *, place: str = "") -> str | None:
     """What a part of this type reads as, which has something else than text. A refusal would end
-    the session that has it. None for other types."""
-    return _UNSEEN.get(kind) if isinstance(kind, str) else None
+    the session that has it. None for other types.
+
+    Errors: `InvalidRequestError` with the `place` of what models of `family` could see, had it been
+    shown to them: a note would make their answers wrong.
+    """
+    media = _UNSEEN.get(kind) if isinstance(kind, str) else None
+    if media is not None and family is not None and media in family.sees:
+        raise InvalidRequestError(
+            f"{place} has type {kind!r}; {family.title} could see it, but this version of Negamax "
+            f"runs its text model only",
+            hint="send text only",
+            param=place,
+            code="unsupported_content",
+        )
+    return None if media is None else _NOTES[media]
 
 
 def is_unseen(value: Mapping[str, Any]) -> bool:
@@ -109,7 +131,7 @@ def split_inline_reasoning(content: str) -> tuple[str | None, str]:
     return "" if is_quoted else None, content
 
 
-def _checked(message: Any, i: int) -> dict[str, Any]:
+def _checked(message: Any, i: int, family: ChatFamily | None) -> dict[str, Any]:
     """One message with its own fields in normal form."""
     if not isinstance(message, Mapping):
         _refuse(i, f"is a {type(message).__name__}; send an object with role and content")
@@ -123,7 +145,7 @@ def _checked(message: Any, i: int) -> dict[str, Any]:
     }
     if role != "assistant":
         # Templates show each part of a result by itself.
-        checked["content"] = _content(message.get("content"), i, joins_notes=role != "tool")
+        checked["content"] = _content(message.get("content"), i, family, joins_notes=role != "tool")
         if checked.pop("tool_calls", None) not in (None, []):
             _refuse(
                 i,
@@ -132,7 +154,7 @@ def _checked(message: Any, i: int) -> dict[str, Any]:
             )
         return checked
     thoughts: list[str] = []
-    content = _content(message.get("content"), i, thoughts=thoughts)
+    content = _content(message.get("content"), i, family, thoughts=thoughts)
     reasoning = _reasoning(message, i, thoughts="".join(thoughts))
     inline, rest = split_inline_reasoning(plain_text(content))
     if not reasoning and inline is not None:
@@ -151,7 +173,12 @@ def _checked(message: Any, i: int) -> dict[str, Any]:
 
 
 def _content(
-    content: Any, i: int, *, thoughts: list[str] | None = None, joins_notes: bool = True
+    content: Any,
+    i: int,
+    family: ChatFamily | None,
+    *,
+    thoughts: list[str] | None = None,
+    joins_notes: bool = True,
 ) -> str | list[Any]:
     """Content as text or as text parts; thinking parts go to `thoughts`, where a message may have
     them. `joins_notes`: notes of what cannot be seen begin and end a line."""
@@ -172,7 +199,7 @@ def _content(
         if kind == "thinking" and thoughts is not None:
             thoughts.append(_part_text(part, "thinking", i, j))
             continue
-        note = unseen_note(kind)
+        note = unseen_note(kind, family, place=f"messages[{i}].content[{j}]")
         if note is not None:
             text = note
         elif isinstance(kind, str) and kind in _TEXT_FIELDS:

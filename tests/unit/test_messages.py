@@ -13,6 +13,8 @@ from template_support import m2_template, m3_template
 
 from negamax.base.errors import InvalidRequestError
 from negamax.text.chat_template import ChatTemplate
+from negamax.text.formats.minimax_m2 import MINIMAX_M2_FAMILY
+from negamax.text.formats.minimax_m3 import MINIMAX_M3_FAMILY
 from negamax.text.messages import (
     normalize_messages,
     plain_text,
@@ -293,6 +295,24 @@ def test_what_the_model_cannot_see_becomes_a_note_in_every_message(kind: str, no
     ]
     contents = [plain_text(message["content"]) for message in normalize_messages(messages)]
     assert contents == [f"Look:\n{note}\n{note}\nWell?", note, note]
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_image", "image", "video_url"])
+def test_what_the_model_could_see_is_refused_in_every_message(kind: str) -> None:
+    unseen = {"type": kind, kind: {"url": "data:image/png;base64,AAAA"}}
+    for before, message in (
+        ([], user([text("Look:"), unseen])),
+        ([user("x")], ai([text("Here:"), unseen], call())),
+        ([user("x"), ai("", call())], result([text("Here:"), unseen])),
+    ):
+        place = rf"messages\[{len(before)}\]\.content\[1\]"
+        refusal = rf"{place} has type '{kind}'; MiniMax-M3 could see it"
+        with pytest.raises(InvalidRequestError, match=refusal) as caught:
+            normalize_messages([*before, message], family=MINIMAX_M3_FAMILY)
+        assert caught.value.code == "unsupported_content"
+        assert normalize_messages([*before, message], family=MINIMAX_M2_FAMILY)
+    document = user([{"type": "file"}, {"type": "input_audio"}])
+    assert normalize_messages([document], family=MINIMAX_M3_FAMILY)
 
 
 def test_lone_surrogates_become_replacement_characters(m2: ChatTemplate) -> None:

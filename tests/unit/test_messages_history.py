@@ -15,6 +15,7 @@ from negamax.api.common.history import History
 from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
 from negamax.api.schemas.answers import error_answer, message_error
 from negamax.base.errors import ContextLengthError, InvalidRequestError
+from negamax.text.formats.minimax_m3 import MINIMAX_M3_FAMILY
 from negamax.text.messages import normalize_messages
 
 SIGNER = ThoughtSigner("nano")
@@ -132,6 +133,25 @@ def test_failed_results_say_so_and_images_in_results_end_no_session() -> None:
     assert contents[:2] == ["Error: no such file", "<tool_use_error>cancelled</tool_use_error>"]
     assert contents[2].startswith("a picture:\n[an image")
     assert contents[3] == "Error"
+
+
+@pytest.mark.parametrize(
+    ("message", "place"),
+    [
+        (user(text("Look:"), {"type": "image"}), r"messages\[0\]\.content\[1\]"),
+        (
+            user(result(1, [text("a"), {"type": "image"}])),
+            r"messages\[0\]\.content\[0\]\.content\[1\]",
+        ),
+        (assistant(text("Here:"), {"type": "image"}), r"messages\[0\]\.content\[1\]"),
+    ],
+)
+def test_images_are_refused_for_a_model_that_could_see_them(
+    message: dict[str, Any], place: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{place} has type 'image'; MiniMax-M3 could"):
+        history_of([message], system=None, thoughts=thoughts(), family=MINIMAX_M3_FAMILY)
+    history(message)
 
 
 def test_blocks_of_other_servers_are_passed_over() -> None:

@@ -12,6 +12,7 @@ from negamax.api.common.history import History
 from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
 from negamax.api.openai.responses_history import history_of
 from negamax.base.errors import InvalidRequestError
+from negamax.text.formats.minimax_m3 import MINIMAX_M3_FAMILY
 from negamax.text.messages import normalize_messages
 
 SIGNER = ThoughtSigner("nano")
@@ -24,6 +25,24 @@ def thoughts(*, window: int = 100, shows_earlier: bool = False) -> HiddenThought
 def history(*items: dict[str, Any], instructions: str | None = None) -> History:
     placed = [(f"input[{index}]", item) for index, item in enumerate(items)]
     return history_of(placed, instructions=instructions, thoughts=thoughts())
+
+
+def test_images_are_refused_for_a_model_that_could_see_them() -> None:
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+    output = {"type": "function_call_output", "call_id": "call_1", "output": [image]}
+    for items, place in (
+        ([{"role": "user", "content": [image]}], "messages[0].content[0]"),
+        ([call(1), output], "messages[1].content[0]"),
+        ([{"role": "assistant", "content": [image]}], "input[0].content[0]"),
+    ):
+        placed = [(f"input[{index}]", item) for index, item in enumerate(items)]
+        with pytest.raises(InvalidRequestError, match="MiniMax-M3 could see it") as caught:
+            made = history_of(
+                placed, instructions=None, thoughts=thoughts(), family=MINIMAX_M3_FAMILY
+            )
+            normalize_messages(made.messages, family=MINIMAX_M3_FAMILY)
+        assert caught.value.param == place
+        normalize_messages(history(*items).messages)
 
 
 def reasoning(**fields: Any) -> dict[str, Any]:

@@ -87,7 +87,11 @@ def messages_router(context: ApiContext) -> APIRouter:
         thoughts = context.hidden_thoughts(signer)
         turn = await off_loop(
             lambda: _turn(
-                params, thoughts, max_tokens=params.max_tokens, stop=params.stop_sequences
+                context,
+                params,
+                thoughts,
+                max_tokens=params.max_tokens,
+                stop=params.stop_sequences,
             ),
             num_bytes=num_bytes,
         )
@@ -119,7 +123,7 @@ def messages_router(context: ApiContext) -> APIRouter:
         params, num_bytes = await read_request(request, CountRequest, context.body_limits)
         context.model_name(params.model)
         turn = await off_loop(
-            lambda: _turn(params, context.hidden_thoughts(signer), max_tokens=1, stop=[]),
+            lambda: _turn(context, params, context.hidden_thoughts(signer), max_tokens=1, stop=[]),
             num_bytes=num_bytes,
         )
         prompt = await turn_prompt(context, request, turn, params, num_bytes=num_bytes)
@@ -131,9 +135,15 @@ def messages_router(context: ApiContext) -> APIRouter:
 
 
 def _turn(
-    params: CountRequest, thoughts: HiddenThoughts, *, max_tokens: int, stop: list[str]
+    context: ApiContext,
+    params: CountRequest,
+    thoughts: HiddenThoughts,
+    *,
+    max_tokens: int,
+    stop: list[str],
 ) -> Turn:
-    history = history_of(params.messages, system=params.system, thoughts=thoughts)
+    family = context.chat_format.family
+    history = history_of(params.messages, system=params.system, thoughts=thoughts, family=family)
     tools = params.offered_tools
     last = history.messages[-1]
     is_answer = last["role"] == "assistant" and "tool_calls" not in last

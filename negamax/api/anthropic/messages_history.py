@@ -11,6 +11,7 @@ from typing import Any
 from negamax.api.common.history import AssistantParts, HiddenThought, History, part_texts
 from negamax.api.common.thought_signature import HiddenThoughts
 from negamax.api.schemas.request_model import refuse, shown
+from negamax.text.formats.family import ChatFamily
 from negamax.text.messages import unseen_note
 
 _ROLES = ("user", "assistant", "system")
@@ -25,8 +26,9 @@ def history_of(
     *,
     system: str | list[dict[str, Any]] | None,
     thoughts: HiddenThoughts,
+    family: ChatFamily | None = None,
 ) -> History:
-    """The conversation of a request.
+    """The conversation of a request to a model of `family`.
 
     - The blocks of the system prompt become paragraphs, without the billing line of Claude Code.
     - Neighbouring messages of one role are one turn. In a user's turn the tool results come first.
@@ -41,14 +43,14 @@ def history_of(
     _add_system(history, system)
     for role, blocks in _turns(messages):
         if role == "assistant":
-            _add_assistant(history, blocks)
+            _add_assistant(history, blocks, family)
         elif role == "system":
             for place, block in blocks:
                 history.add(
                     {"role": "system", "content": _text(block, place)}, place=_message_of(place)
                 )
         else:
-            _add_user(history, blocks)
+            _add_user(history, blocks, family)
     history.reveal(thoughts)
     return history
 
@@ -96,20 +98,20 @@ def _blocks(content: object, place: str) -> Blocks:
     return blocks or [(place, {"type": "text", "text": ""})]
 
 
-def _add_user(history: History, blocks: Blocks) -> None:
+def _add_user(history: History, blocks: Blocks, family: ChatFamily | None) -> None:
     results = [(place, block) for place, block in blocks if block.get("type") == "tool_result"]
     for place, block in results:
         result = {
             "role": "tool",
             "tool_call_id": block.get("tool_use_id"),
-            "content": _result(block, place),
+            "content": _result(block, place, family),
         }
         history.add(result, place=_message_of(place))
     parts: list[dict[str, Any]] = []
     for place, block in blocks:
         if block.get("type") == "tool_result":
             continue
-        text = _user_text(block, place)
+        text = _user_text(block, place, family)
         reminder = _REMINDER.match(text or "") if results and not parts else None
         if reminder is not None and "<system-reminder>" not in reminder[1]:
             history.add({"role": "system", "content": reminder[1]}, place=_message_of(place))
@@ -122,7 +124,7 @@ def _add_user(history: History, blocks: Blocks) -> None:
         history.add({"role": "user", "content": content}, place=_message_of(blocks[-1][0]))
 
 
-def _add_assistant(history: History, blocks: Blocks) -> None:
+def _add_assistant(history: History, blocks: Blocks, family: ChatFamily | None) -> None:
     parts = AssistantParts()
     for place, block in blocks:
         kind = block.get("type")
@@ -138,7 +140,7 @@ def _add_assistant(history: History, blocks: Blocks) -> None:
                 parts.add_call(block.get("id"), block.get("name"), block.get("input"))
             case str() if kind.endswith("_tool_result"):
                 pass  # of a tool that ran on another server
-            case _ if note := unseen_note(kind):
+            case _ if note := unseen_note(kind, family, place=place):
                 parts.add_text(note, is_apart=True)
             case _:
                 refuse(
@@ -149,13 +151,13 @@ def _add_assistant(history: History, blocks: Blocks) -> None:
     history.add_assistant(parts, place=_message_of(blocks[0][0]))
 
 
-def _user_text(block: Mapping[str, Any], place: str) -> str | None:
+def _user_text(block: Mapping[str, Any], place: str, family: ChatFamily | None) -> str | None:
     """The text of a block; None for one that becomes a note."""
     kind = block.get("type")
     if kind == "text":
         return _text(block, place)
     shown_text = _document_text(block)
-    if shown_text is None and unseen_note(kind) is None:
+    if shown_text is None and unseen_note(kind, family, place=place) is None:
         refuse(
             place,
             f"has type {shown(kind)}; allowed: 'text', 'image', 'document', 'search_result', "
@@ -183,7 +185,7 @@ def _document_text(block: Mapping[str, Any]) -> str | None:
     return f"{title}\n{text}" if isinstance(title, str) and title else text
 
 
-def _result(block: Mapping[str, Any], place: str) -> str:
+def _result(block: Mapping[str, Any], place: str, family: ChatFamily | None) -> str:
     """The text of a tool's result. What the model cannot see is mentioned: a refusal would end the
     session that has it.
     """
@@ -200,7 +202,7 @@ def _result(block: Mapping[str, Any], place: str) -> str:
                     texts.append(f"[the tool {part.get('tool_name')}]")
                 case kind:
                     text = _document_text(part) or unseen_note(
-                        "document" if kind == "search_result" else kind
+                        "document" if kind == "search_result" else kind, family, place=where
                     )
                     if text is None:
                         refuse(

@@ -156,7 +156,11 @@ class PromptBuilder:
         thinking = conversation.thinking
         if thinking.mode_for(template) is None:
             thinking = dataclasses.replace(thinking, mode=self._default_mode)
-        messages = normalize_messages(conversation.messages, has_root=template.has_root_role)
+        messages = normalize_messages(
+            conversation.messages,
+            has_root=template.has_root_role,
+            family=self._chat_format.family,
+        )
         mark = _Mark.put(messages) if conversation.continue_final_message else None
         variables: dict[str, Any] = {
             **self._default_variables,

@@ -341,7 +341,12 @@ class _Responses:
             for i, item in enumerate(given)
         ]
         thoughts = self._context.hidden_thoughts(self._signer)
-        history = history_of(items, instructions=params.instructions, thoughts=thoughts)
+        history = history_of(
+            items,
+            instructions=params.instructions,
+            thoughts=thoughts,
+            family=self._context.chat_format.family,
+        )
         tools, calls = params.choice()
         return Turn(
             conversation=turn_conversation(params, history.messages, tools, params.thinking_choice),

@@ -10,6 +10,7 @@ from negamax.api.common.history import AssistantParts, HiddenThought, History, p
 from negamax.api.common.thought_signature import HiddenThoughts
 from negamax.api.openai.responses_schema import CUSTOM_INPUT, shown_name
 from negamax.api.schemas.request_model import refuse, shown
+from negamax.text.formats.family import ChatFamily
 from negamax.text.messages import unseen_note
 
 _ROLES = ("user", "assistant", "system", "developer")
@@ -29,8 +30,9 @@ def history_of(
     *,
     instructions: str | None,
     thoughts: HiddenThoughts,
+    family: ChatFamily | None = None,
 ) -> History:
-    """The conversation of `items`, which come with their places.
+    """The conversation of `items`, which come with their places, with a model of `family`.
 
     Reasoning, messages of the assistant and calls between two items of others are one assistant
     message, as the model wrote them. Reasoning is its content, else what its encrypted content has,
@@ -55,7 +57,7 @@ def history_of(
         if is_assistants:
             if parts is None:
                 parts, parts_place = AssistantParts(), place
-            _add_part(parts, item, place)
+            _add_part(parts, item, place, family)
         elif kind not in _PASSED_OVER:
             if parts is not None:
                 history.add_assistant(parts, place=parts_place)
@@ -67,7 +69,9 @@ def history_of(
     return history
 
 
-def _add_part(parts: AssistantParts, item: Mapping[str, Any], place: str) -> None:
+def _add_part(
+    parts: AssistantParts, item: Mapping[str, Any], place: str, family: ChatFamily | None
+) -> None:
     """Add an item of the assistant."""
     match item.get("type", "message"):
         case "reasoning":
@@ -79,7 +83,7 @@ def _add_part(parts: AssistantParts, item: Mapping[str, Any], place: str) -> Non
                 item.get("call_id"), _called_name(item), {CUSTOM_INPUT: item.get("input")}
             )
         case _:
-            parts.add_text(_assistant_text(item.get("content"), place), is_apart=True)
+            parts.add_text(_assistant_text(item.get("content"), place, family), is_apart=True)
 
 
 def _called_name(item: Mapping[str, Any]) -> Any:
@@ -104,13 +108,13 @@ def _message(item: Mapping[str, Any], place: str) -> dict[str, Any]:
     return {"role": item["role"], "content": item.get("content")}
 
 
-def _assistant_text(content: object, place: str) -> str:
+def _assistant_text(content: object, place: str, family: ChatFamily | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
     for index, part in enumerate(content if isinstance(content, list) else [None]):
         kind = part.get("type") if isinstance(part, dict) else None
-        note = unseen_note(kind)
+        note = unseen_note(kind, family, place=f"{place}.content[{index}]")
         if note is not None:
             texts.append(f"\n{note}\n")
             continue

@@ -19,4 +19,5 @@ class ChatFamily:
     token_tags: frozenset[str] = frozenset()  # that count in grammars as their own token only
     always_thinks: bool = False  # every prompt ends within the reasoning
     parser_names: tuple[str, ...]  # its names in vLLM and SGLang
+    sees: tuple[str, ...] = ()  # beside text: "image", "video"; not shown to it yet
     append_names: tuple[str, ...] = ()  # of reasoning parsers that leave it in the content

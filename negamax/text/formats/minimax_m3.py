@@ -325,4 +325,5 @@ MINIMAX_M3_FAMILY = ChatFamily(
     call_style=M3Calls,
     closing_text=MINIMAX_M3.think_close,
     parser_names=("minimax_m3", "minimax-m3"),
+    sees=("image", "video"),
 )
