@@ -17,6 +17,8 @@ from negamax.cli.examples import epilog
 from negamax.cli.flags import completion
 from negamax.config.options import DTYPES
 
+_SUITES = ("nano-math", "nano-tools", *(f"nano-retrieval-{size}" for size in ("2k", "4k", "8k")))
+
 app = typer.Typer(
     help="Measure a model or its kernels: accuracy, speed, where the time goes.",
     no_args_is_help=True,
@@ -43,12 +45,16 @@ def accuracy(
     suite: Annotated[
         list[str] | None,
         typer.Option(
-            help="nano-math or nano-tools; repeat for both. Default: both.",
-            autocompletion=completion(("nano-math", "nano-tools")),
+            help="nano-math, nano-tools, nano-retrieval-2k, nano-retrieval-4k or "
+            "nano-retrieval-8k; repeat for several. Default: math and tools.",
+            autocompletion=completion(_SUITES),
         ),
     ] = None,
     count: Annotated[
-        int | None, typer.Option(min=1, help="Problems per suite (default 1000 math, 500 tools).")
+        int | None,
+        typer.Option(
+            min=1, help="Problems per suite (default 1000 math, 500 tools, 200 retrieval)."
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Which held-out problems are drawn.")] = 0,
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 is greedy.")] = 0.0,
@@ -65,12 +71,12 @@ def accuracy(
 ) -> None:
     """Solve generated problems that were never in the training data and count the exact answers."""
     from negamax.engine.llm import LLM
-    from negamax.evals.accuracy import SUITES, run_suite  # torch
+    from negamax.evals.accuracy import DEFAULT_SUITES, SUITES, run_suite  # torch
 
     console = Console()
     results = []
     with LLM(model, tensor_parallel_size=tensor_parallel_size, dtype=dtype) as llm:
-        for name in suite or list(SUITES):
+        for name in suite or DEFAULT_SUITES:
             columns = (
                 TextColumn("{task.description}"),
                 BarColumn(),

@@ -6,19 +6,25 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from negamax.base.errors import InvalidRequestError
 from negamax.engine.llm import LLM
-from negamax.evals import nano_math, nano_tools
+from negamax.evals import nano_math, nano_retrieval, nano_tools
 from negamax.scheduler.request import SamplingParams
 from negamax.text.parser.events import ParsedOutput
 
-SUITES = {"nano-math": 1000, "nano-tools": 500}  # name -> problems by default
+_RETRIEVAL = "nano-retrieval-"
+# name -> problems by default
+SUITES = {"nano-math": 1000, "nano-tools": 500} | {
+    f"{_RETRIEVAL}{length}": 200 for length in nano_retrieval.LENGTHS
+}
+DEFAULT_SUITES = ("nano-math", "nano-tools")  # the others need a window of up to 8,192 tokens
 MAX_TOKENS = 1024
 SHOWN_FAILURES = 5
+_SHOWN_CHARS = 400  # of a question, from its end
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,11 @@ def run_suite(
             if not task.solved_by(parsed):
                 num_failed += 1
                 failures.append(
-                    Failure(str(task.messages[-1]["content"]), task.expected, _shown(parsed))
+                    Failure(
+                        str(task.messages[-1]["content"])[-_SHOWN_CHARS:],
+                        task.expected,
+                        _shown(parsed),
+                    )
                 )
         if progress is not None:
             progress(first + len(part), len(tasks))
@@ -120,6 +130,11 @@ def _tasks(suite: str, *, count: int, seed: int) -> list[_Task]:
         return [_math_task(problem) for problem in nano_math.problems(count, seed)]
     if suite == "nano-tools":
         return [_tool_task(problem) for problem in nano_tools.problems(count, seed)]
+    if suite in SUITES:
+        length = suite.removeprefix(_RETRIEVAL)
+        return [
+            _retrieval_task(problem) for problem in nano_retrieval.problems(length, count, seed)
+        ]
     raise InvalidRequestError(
         f"no accuracy suite is called {suite!r}; known: {', '.join(SUITES)}", param="suite"
     )
@@ -138,17 +153,39 @@ def _math_task(problem: nano_math.MathProblem) -> _Task:
 
 def _tool_task(problem: nano_tools.ToolProblem) -> _Task:
     def solved_by(parsed: ParsedOutput) -> bool:
-        calls = [
-            (call.name, json.loads(call.arguments)) for call in parsed.tool_calls if call.is_whole
-        ]
-        return len(calls) == len(parsed.tool_calls) and nano_tools.grade(problem, calls)
+        calls = _whole_calls(parsed)
+        return calls is not None and nano_tools.grade(problem, calls)
 
     return _Task(
         messages=list(problem.messages),
         tools=list(problem.tools),
-        expected=json.dumps([asdict(call) for call in problem.calls], ensure_ascii=False),
+        expected=_expected(problem.calls),
         solved_by=solved_by,
     )
+
+
+def _retrieval_task(problem: nano_retrieval.RetrievalProblem) -> _Task:
+    def solved_by(parsed: ParsedOutput) -> bool:
+        calls = _whole_calls(parsed)
+        return calls is not None and nano_retrieval.grade(problem, parsed.content or "", calls)
+
+    return _Task(
+        messages=list(problem.messages),
+        tools=list(problem.tools) or None,
+        expected=_expected(problem.calls) if problem.calls else problem.value,
+        solved_by=solved_by,
+    )
+
+
+def _whole_calls(parsed: ParsedOutput) -> list[tuple[str, dict[str, Any]]] | None:
+    """The calls with their arguments; None where one was cut."""
+    if not all(call.is_whole for call in parsed.tool_calls):
+        return None
+    return [(call.name, json.loads(call.arguments)) for call in parsed.tool_calls]
+
+
+def _expected(calls: Sequence[nano_tools.Call]) -> str:
+    return json.dumps([asdict(call) for call in calls], ensure_ascii=False)
 
 
 def _shown(parsed: ParsedOutput) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from negamax.evals import nano_common, nano_math, nano_tools
+from negamax.evals import nano_common, nano_math, nano_retrieval, nano_tools
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools" / "nano"
 OPERATORS = {
@@ -232,3 +232,36 @@ def test_reasoning_shows_only_true_arithmetic(dialogue) -> None:
                     ), word
                     checked += 1
     assert checked > 500
+
+
+@pytest.mark.parametrize("length", nano_retrieval.LENGTHS)
+def test_retrieval_asks_for_one_thing_that_the_prompt_says_once(length: str) -> None:
+    problems = nano_retrieval.problems(length, 30)
+    assert problems == nano_retrieval.problems(length, 30)
+    assert problems != nano_retrieval.problems(length, 30, seed=1)
+    assert {bool(problem.calls) for problem in problems} == {True, False}
+    for problem in problems:
+        prompt = "\n".join(message["content"] for message in problem.messages)
+        prompt += json.dumps(problem.tools)
+        size = nano_retrieval.LENGTHS[length]
+        assert 0.8 * size < nano_retrieval.estimated_tokens(prompt) < 1.15 * size
+        right, other = f"It is {problem.value}.", "It is 4711."
+        if problem.calls:
+            (call,) = problem.calls
+            declared = [tool["function"]["name"] for tool in problem.tools]
+            assert declared.count(call.name) == 1
+            assert nano_retrieval.is_request_held_out(problem.messages[-1]["content"])
+            assert nano_retrieval.grade(problem, "", [(call.name, call.arguments)])
+            assert not nano_retrieval.grade(problem, "", [(call.name, {"a": 1})])
+        else:
+            assert nano_retrieval.grade(problem, right, [])
+            assert not nano_retrieval.grade(problem, prompt, [])  # recited, not found
+        assert not nano_retrieval.grade(problem, other, [])
+
+
+def test_a_fact_is_said_once_and_its_answer_says_nothing_else() -> None:
+    for style in ("sentences", "settings"):
+        text, facts = nano_retrieval.draw_facts(random.Random(style), 4000, style=style)
+        for fact in facts:
+            assert text.count(fact.subject) == 1, fact
+            assert fact.value in fact.line and fact.value in fact.answer
