@@ -106,7 +106,8 @@ def main() -> None:
         if step % 50 == 49:
             found = {name: round(toy.accuracy(name), 3) for name in ("all", "index", "random")}
             seconds = time.monotonic() - begun
-            print(f"step {step + 1} {mode} loss {loss:.3f} index {index:.3f} {found} {seconds:.0f} s")
+            losses = f"loss {loss:.3f} index {index:.3f}"
+            print(f"step {step + 1} {mode} {losses} {found} {seconds:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
