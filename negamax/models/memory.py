@@ -119,7 +119,7 @@ def _bytes_on_rank(
     if weight.splits is None:
         return weight.num_elements * stored.bytes_per_weight((rows, columns)) / ranks
     held, axis = [rows, columns], weight.splits.value
-    if weight.used is None:
+    if weight.used is None and not (weight.joins_experts and ep == 1):
         held[axis] //= ranks
         if ranks > 1 and held[axis] % stored.unit(weight.splits):  # dequantised at load
             return weight.num_elements * plain / ranks

@@ -1,5 +1,6 @@
 """The published checkpoints of the M2 family as rules: names, dtypes, shapes, files, and what they
 say of their quantisation. Written from what their pages and tools document, not from our formats.
+Those of M3: `published_m3.py`.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ Stored = Callable[[int, int], dict[str, Tensor]]  # rows, columns -> suffix -> t
 # --- how a matrix [n, k] is stored ----------------------------------------------------------------
 
 
-def _plain(n: int, k: int) -> dict[str, Tensor]:
+def plain(n: int, k: int) -> dict[str, Tensor]:
     return {"weight": ("BF16", (n, k))}
 
 
-def _fp8_blocks(n: int, k: int) -> dict[str, Tensor]:
+def fp8_blocks(n: int, k: int) -> dict[str, Tensor]:
     scale = (math.ceil(n / 128), math.ceil(k / 128))
     return {"weight": ("F8_E4M3", (n, k)), "weight_scale_inv": ("F32", scale)}
 
@@ -78,7 +79,7 @@ def _gptq_in_order(group: int) -> Stored:
     return lambda n, k: {**_gptq(group)(n, k), "g_idx": ("I32", (k,))}
 
 
-def _modelslim(n: int, k: int) -> dict[str, Tensor]:
+def modelslim(n: int, k: int) -> dict[str, Tensor]:
     scale: Tensor = "F32", (n, 1)
     return {"weight": ("I8", (n, k)), "weight_scale": scale, "weight_offset": scale}
 
@@ -87,7 +88,7 @@ def _quark_int8(n: int, k: int) -> dict[str, Tensor]:
     return {"weight": ("I8", (n, k)), "weight_scale": ("F32", (n,))}
 
 
-def _nvfp4(values: str, whole: str, activations: str, one: tuple[int, ...]) -> Stored:
+def nvfp4(values: str, whole: str, activations: str, one: tuple[int, ...]) -> Stored:
     """E2M1, an E4M3 scale for 16 columns; of the matrix and of its activations one number each."""
     return lambda n, k: {
         values: ("U8", (n, k // 2)), "weight_scale": ("F8_E4M3", (n, k // 16)),
@@ -114,6 +115,10 @@ class Published:
     router: str = "F32"  # dtype of the router's tensors
     kv_scales: tuple[str, ...] = ()  # names behind "self_attn."
     side_files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    model: str = "minimax-m2"  # name of the bundled spec
+    layers: int = LAYERS
+    fewest_layers: int = 1  # that have all kinds of tensors
+    num_skipped: int = 0
 
     def tensors(self, layers: int = LAYERS) -> Iterator[tuple[str, Tensor]]:
         """All of a checkpoint with so many layers."""
@@ -143,7 +148,7 @@ class Published:
                 for suffix, tensor in self.experts(*shape).items():
                     yield f"{moe}experts.{expert}.{name}.{suffix}", tensor
 
-    def write(self, folder: Path, layers: int = LAYERS) -> int:
+    def write(self, folder: Path, layers: int) -> int:
         """The files with true headers and no data on the disk; how many tensors they name."""
         tensors = sorted(self.tensors(layers))
         headers: dict[str, dict[str, Any]] = {}
@@ -165,16 +170,27 @@ class Published:
         index = folder / f"{self.files[0].partition('-')[0]}.safetensors.index.json"
         index.write_text(json.dumps({"weight_map": weight_map}))
         for file, content in self.side_files.items():
-            here = {
-                name: said
-                for name, said in content.items()
-                if int((LAYER.search(name) or "00")[1]) < layers
-            }
-            (folder / file).write_text(json.dumps(here))
+            (folder / file).write_text(json.dumps(_of_first(content, layers)))
         return len(tensors)
 
+    def quantization_of(self, layers: int) -> Mapping[str, Any] | None:
+        """What config.json says of a checkpoint with so many layers."""
+        said = self.quantization
+        if said is None or "quantized_layers" not in said:
+            return said
+        return {**said, "quantized_layers": _of_first(said["quantized_layers"], layers)}
 
-def _shards(
+
+def _of_first(content: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """What is of the first layers or of none."""
+    return {
+        name: said
+        for name, said in content.items()
+        if int((LAYER.search(name) or "00")[1]) < layers
+    }
+
+
+def shards(
     count: int, *, named: int | None = None, first: int = 1, stem: str = "model"
 ) -> tuple[str, ...]:
     named = named or count
@@ -182,7 +198,7 @@ def _shards(
     return tuple(f"{stem}-{number:05}-of-{named:05}.safetensors" for number in numbers)
 
 
-_FP8 = {
+FP8 = {
     "quant_method": "fp8",
     "fmt": "float8_e4m3fn",
     "activation_scheme": "dynamic",
@@ -222,20 +238,20 @@ _E2M1 = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
 PUBLISHED = {
     "fp8 of M2": Published(
         ("MiniMaxAI/MiniMax-M2",),
-        _FP8,
-        attention=_fp8_blocks,
-        experts=_fp8_blocks,
-        files=_shards(125, named=130, first=0),
+        FP8,
+        attention=fp8_blocks,
+        experts=fp8_blocks,
+        files=shards(125, named=130, first=0),
     ),
     "fp8": Published(
         ("MiniMaxAI/MiniMax-M2.1", "MiniMaxAI/MiniMax-M2.5", "MiniMaxAI/MiniMax-M2.7"),
-        _FP8,
-        attention=_fp8_blocks,
-        experts=_fp8_blocks,
-        files=_shards(126, first=0),
+        FP8,
+        attention=fp8_blocks,
+        experts=fp8_blocks,
+        files=shards(126, first=0),
     ),
     "bf16": Published(
-        ("amd/MiniMax-M2.7-BF16",), None, attention=_plain, experts=_plain, files=_shards(100),
+        ("amd/MiniMax-M2.7-BF16",), None, attention=plain, experts=plain, files=shards(100),
         router="BF16",
     ),
     "int4, symmetric, experts": Published(
@@ -243,9 +259,9 @@ PUBLISHED = {
         _compressed(
             "pack-quantized", {"strategy": "group", "group_size": 32}, ignore=_EXPERTS_ONLY
         ),
-        attention=_plain,
+        attention=plain,
         experts=_packed(4, 32),
-        files=_shards(32),
+        files=shards(32),
         router="BF16",
     ),
     "int4, asymmetric": Published(
@@ -257,7 +273,7 @@ PUBLISHED = {
         ),
         attention=_packed(4, 128, symmetric=False),
         experts=_packed(4, 128, symmetric=False),
-        files=_shards(27),
+        files=shards(27),
         router="BF16",
     ),
     "int8 weights": Published(
@@ -267,9 +283,9 @@ PUBLISHED = {
             {"num_bits": 8, "strategy": "group", "group_size": 128},
             ignore=_EXPERTS_ONLY,
         ),
-        attention=_plain,
+        attention=plain,
         experts=_packed(8, 128),
-        files=_shards(47),
+        files=shards(47),
         router="BF16",
     ),
     "int8": Published(
@@ -282,7 +298,7 @@ PUBLISHED = {
         ),
         attention=_int8_channels,
         experts=_int8_channels,
-        files=_shards(48),
+        files=shards(48),
         router="BF16",
     ),
     "awq": Published(
@@ -291,9 +307,9 @@ PUBLISHED = {
             "quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm",
             "zero_point": True, "modules_to_not_convert": ["self_attn", "gate", "lm_head"],
         },
-        attention=_plain,
+        attention=plain,
         experts=_awq(128),
-        files=_shards(41),
+        files=shards(41),
         router="BF16",
     ),
     "gptq": Published(
@@ -305,7 +321,7 @@ PUBLISHED = {
         },
         attention=_gptq_in_order(128),
         experts=_gptq_in_order(128),
-        files=_shards(32),
+        files=shards(32),
         router="BF16",
     ),
     "auto-round": Published(
@@ -318,15 +334,15 @@ PUBLISHED = {
         },
         attention=_gptq(128),
         experts=_gptq(128),
-        files=_shards(26),
+        files=shards(26),
         router="BF16",
     ),
     "modelslim": Published(
         ("Eco-Tech/MiniMax-M2.5-w8a8-QuaRot", "Eco-Tech/MiniMax-M2.7-w8a8-QuaRot"),
         None,
-        attention=_modelslim,
-        experts=_modelslim,
-        files=_shards(58, stem="quant_model_weights"),
+        attention=modelslim,
+        experts=modelslim,
+        files=shards(58, stem="quant_model_weights"),
         router="BF16",
         side_files={
             "quant_model_description.json": {
@@ -370,7 +386,7 @@ PUBLISHED = {
         },
         attention=_quark_int8,
         experts=_quark_int8,
-        files=_shards(47),
+        files=shards(47),
         router="BF16",
     ),
     "fp8 per channel": Published(
@@ -383,7 +399,7 @@ PUBLISHED = {
         ),
         attention=_fp8_channels,
         experts=_fp8_channels,
-        files=_shards(48),
+        files=shards(48),
         router="BF16",
     ),
     "nvfp4 of ModelOpt": Published(
@@ -396,9 +412,9 @@ PUBLISHED = {
             "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
             "producer": {"name": "modelopt", "version": "0.43.0"},
         },
-        attention=_plain,
-        experts=_nvfp4("weight", "weight_scale_2", "input_scale", ()),
-        files=_shards(28),
+        attention=plain,
+        experts=nvfp4("weight", "weight_scale_2", "input_scale", ()),
+        files=shards(28),
         kv_scales=("k_proj.k_scale", "v_proj.v_scale"),
         side_files={
             "hf_quant_config.json": {
@@ -421,9 +437,9 @@ PUBLISHED = {
             ignore=["lm_head", *_EACH_GATE],
             inputs={**_E2M1, "dynamic": "local", "strategy": "tensor_group"},
         ),
-        attention=_nvfp4("weight_packed", "weight_global_scale", "input_global_scale", (1,)),
-        experts=_nvfp4("weight_packed", "weight_global_scale", "input_global_scale", (1,)),
-        files=_shards(27),
+        attention=nvfp4("weight_packed", "weight_global_scale", "input_global_scale", (1,)),
+        experts=nvfp4("weight_packed", "weight_global_scale", "input_global_scale", (1,)),
+        files=shards(27),
         router="BF16",
     ),
 }  # fmt: skip

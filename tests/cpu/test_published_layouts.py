@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from published_layouts import LAYERS, PUBLISHED
+from published_layouts import ITEM_BYTES
+from published_layouts import PUBLISHED as PUBLISHED_M2
+from published_m3 import PUBLISHED_M3
 
 from negamax.checkpoint.plan import plan_load
 from negamax.config.families import bundled_spec
@@ -25,6 +27,7 @@ from negamax.models.memory import expert_padding, weight_bytes
 from negamax.models.registry import empty_slots
 from negamax.parallel.layout import ParallelLayout
 
+PUBLISHED = {**PUBLISHED_M2, **PUBLISHED_M3}
 DTYPE = torch.bfloat16
 H200 = nvidia((9, 0), name="NVIDIA H200", shared_memory=233472)
 SPLITS = {
@@ -35,13 +38,14 @@ SPLITS = {
     "tp16": ParallelLayout(rank=5, tp=16),
     "tp16 ep2": ParallelLayout(rank=9, tp=16, ep=2),
 }
-FULL_COUNTS = {"fp8 of M2": 96_103, "fp8": 96_103, "bf16": 48_239}
+FULL_COUNTS = {"fp8 of M2": 96_103, "fp8": 96_103, "bf16": 48_239, "m3, bf16": 23_416}
 
 
 def spec_of(name: str, folder: Path, *, layers: int) -> ModelSpec:
     published = PUBLISHED[name]
-    quantization = read_quantization({"quantization_config": published.quantization}, folder)
-    return replace(bundled_spec("minimax-m2"), num_layers=layers, quantization=quantization)
+    said = published.quantization_of(layers)
+    quantization = read_quantization({"quantization_config": said}, folder)
+    return replace(bundled_spec(published.model).first_layers(layers), quantization=quantization)
 
 
 def held_bytes(slots: dict[str, WeightSlot]) -> tuple[int, int]:
@@ -62,8 +66,9 @@ def check(
     kernels = resolve(platform=platform, dtype=DTYPE)
     slots = empty_slots(spec, layout, dtype=DTYPE, kernels=kernels)
     plan = plan_load(slots, spec, folder)
-    assert plan.num_tensors == sum(1 for _ in published.tensors(layers))
-    assert plan.skipped == {}
+    num_skipped = sum(map(len, plan.skipped.values()))
+    assert num_skipped == published.num_skipped
+    assert plan.num_tensors + num_skipped == sum(1 for _ in published.tensors(layers))
     parameters, written = held_bytes(slots)
     split = {"kept": partial(is_kept, platform=platform), "ranks": layout.tp, "ep": layout.ep}
     # the embedding has two rows more, for ids of other ranks
@@ -75,27 +80,33 @@ def check(
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_checkpoints_fit_on_every_split(tmp_path: Path, name: str) -> None:
-    """Of one layer: all have the same."""
-    PUBLISHED[name].write(tmp_path, layers=1)
+    """Of the fewest layers that have all kinds of tensors."""
+    layers = PUBLISHED[name].fewest_layers
+    PUBLISHED[name].write(tmp_path, layers)
     for layout in SPLITS.values():
         for platform in (CPU, H200):
-            check(name, tmp_path, platform, layout, layers=1)
+            check(name, tmp_path, platform, layout, layers=layers)
 
 
 def test_published_checkpoints_have_the_tensors_that_are_known_of_them() -> None:
     for name, published in PUBLISHED.items():
-        per_layer = sum(1 for _ in published.tensors(1)) - 3
         if name in FULL_COUNTS:
-            assert 3 + LAYERS * per_layer == FULL_COUNTS[name]
+            assert sum(1 for _ in published.tensors(published.layers)) == FULL_COUNTS[name]
     sizes = {"F8_E4M3": 0, "F32": 0, "BF16": 0}
     for _, (dtype, shape) in PUBLISHED["fp8 of M2"].tensors():
         sizes[dtype] += math.prod(shape)
     assert 227.40e9 < sizes["F8_E4M3"] < 227.42e9 and len(PUBLISHED["fp8 of M2"].files) == 125
+    m3 = [
+        math.prod(shape) * ITEM_BYTES[dtype]
+        for _, (dtype, shape) in PUBLISHED["m3, bf16"].tensors()
+    ]
+    assert sum(m3) == 854_172_958_720 and len(PUBLISHED["m3, bf16"].files) == 59
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_checkpoints_fit_at_full_size(tmp_path: Path, name: str) -> None:
-    PUBLISHED[name].write(tmp_path)
+    layers = PUBLISHED[name].layers
+    PUBLISHED[name].write(tmp_path, layers)
     for layout in SPLITS.values():
-        check(name, tmp_path, H200, layout, layers=LAYERS)
+        check(name, tmp_path, H200, layout, layers=layers)

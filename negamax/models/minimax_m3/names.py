@@ -7,6 +7,7 @@ spellings are in `models/spellings.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from negamax.config.minimax_m3 import MiniMaxM3Spec
 from negamax.kernels.formats import Axis
@@ -84,7 +85,8 @@ def weights(spec: MiniMaxM3Spec) -> Iterator[WeightSpec]:
             matrices = MlpNames(its.gate, its.up, its.down)
             yield from _matrices(matrices, hidden, spec.expert_width, **experts)
             if its.shared and spec.shared_width:
-                yield from _matrices(its.shared, hidden, spec.shared_width)
+                joins = spec.shared_width == spec.expert_width
+                yield from _matrices(its.shared, hidden, spec.shared_width, joins_experts=joins)
         else:
             yield from _matrices(mlp(layer), hidden, spec.dense_width)
         for name in norms(layer):
@@ -113,7 +115,7 @@ def _attention(spec: MiniMaxM3Spec, layer: int) -> Iterator[WeightSpec]:
         yield WeightSpec(name, (sparse.index_dim,), parts=1, dtype="float32")
 
 
-def _matrices(names: MlpNames, hidden: int, width: int, **experts: int) -> Iterator[WeightSpec]:
+def _matrices(names: MlpNames, hidden: int, width: int, **experts: Any) -> Iterator[WeightSpec]:
     for name in (names.gate, names.up):
         yield WeightSpec(name, (width, hidden), splits=Axis.ROWS, **experts)
     yield WeightSpec(names.down, (hidden, width), splits=Axis.COLUMNS, **experts)
