@@ -89,7 +89,13 @@ class Kernel(Generic[P, R]):
     dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
     reads: Callable[[TensorFormat], bool] = is_plain
     activation: ActivationFormat | None = None
+    columns: int = 1  # of a matrix: it takes multiples of this
     available: Callable[[], bool] = lambda: True  # asked once, when the table is resolved
+
+    @property
+    def multiplies_8_bits(self) -> bool:
+        """Whether its products are of 8 bits with 8 bits, at twice the rate of 16."""
+        return self.activation is not None or self.provider == W8A8
 
 
 AnyKernel = Kernel[Any, Any]

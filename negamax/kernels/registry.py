@@ -111,11 +111,16 @@ class KernelTable:
         assert kernel is not None, f"no kernel of {op}"
         return kernel
 
-    def choose(self, op: OpName[P, R], stored: TensorFormat) -> Kernel[P, R] | None:
-        """The kernel of `op` for weights in the format `stored`. None: they are dequantised at
-        load, which is the last provider of every format.
+    def choose(
+        self, op: OpName[P, R], stored: TensorFormat, *, columns: int = 0
+    ) -> Kernel[P, R] | None:
+        """The kernel of `op` for weights in the format `stored` with so many `columns` (0: any
+        number). None: they are dequantised at load, which is the last provider of every format.
         """
-        return next((kernel for kernel in self.candidates[op] if kernel.reads(stored)), None)
+        for kernel in self.candidates[op]:
+            if kernel.reads(stored) and columns % kernel.columns == 0:
+                return kernel
+        return None
 
     def reads_stored(self, stored: TensorFormat) -> bool:
         """Whether linear layers and experts take weights in the format `stored`."""

@@ -44,7 +44,7 @@ class _Linear:
         weights: WeightFormat,
     ) -> None:
         kernel, held, reason = choose_kernel(
-            LINEAR, names, kernels=kernels, weights=weights, shares=shares
+            LINEAR, names, kernels=kernels, weights=weights, columns=shape[1], shares=shares
         )
         self._run, self._prepare = kernel.run, kernel.prepare
         self.activation = kernel.activation  # what it wants of its input beside the plain values

@@ -95,7 +95,7 @@ class SparseMoe:
             for name in (each.gate, each.up, each.down)
         ]
         self._experts_kernel, held, reason = choose_kernel(
-            EXPERTS, local, kernels=kernels, weights=weights
+            EXPERTS, local, kernels=kernels, weights=weights, columns=hidden_size
         )
         self.activation = wanted = self._experts_kernel.activation
         self._quantize: Any = None

@@ -275,11 +275,13 @@ def choose_kernel(
     *,
     kernels: KernelTable,
     weights: WeightFormat,
+    columns: int,
     shares: Iterable[tuple[Axis, int]] = (),
 ) -> tuple[Kernel[P, R], TensorFormat, str]:
     """The kernel for the matrices `names`, which share parameters, the format in which it is given
-    them, and why it is not their own, for the log. `shares`: numbers of rows or columns that a rank
-    has of one of them.
+    them, and why it is not their own, for the log. `columns`: of one of them on this rank (experts:
+    of gate and up; down has whole units); `shares`: numbers of rows or columns that a rank has of
+    one of them.
 
     That is the checkpoint's own where all of them have it, a kernel reads it and no share cuts an
     entry of it; else they are dequantised at load.
@@ -290,7 +292,9 @@ def choose_kernel(
     if len(sources) > 1:
         return kernels[op], PLAIN, "multiplied as one with weights that are stored otherwise"
     (source,) = sources
-    kernel = kernels.choose(op, source) if source.stacks and not source.permuted else None
+    kernel = None
+    if source.stacks and not source.permuted:
+        kernel = kernels.choose(op, source, columns=columns)
     if kernel is None:
         return kernels[op], PLAIN, "no kernel here reads them as they are stored"
     if any(length % source.unit(axis) for axis, length in shares):

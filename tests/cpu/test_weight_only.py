@@ -6,22 +6,39 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import triton_support  # noqa: F401  (the interpreter, before any kernel)
+from kernel_contract import check
 from stored_kernels import unpacked
 
 from negamax.kernels import platform
 from negamax.kernels.codes import Codes
-from negamax.kernels.formats import E4M3_BLOCKS, StoredWeight, TensorFormat, e4m3_blocks
+from negamax.kernels.formats import (
+    E4M3_BLOCKS,
+    E4M3_GROUPS,
+    ActivationFormat,
+    StoredWeight,
+    TensorFormat,
+    e4m3_blocks,
+)
+from negamax.kernels.gemm.cases import fp8_weight
 from negamax.kernels.gemm.triton_packed_gemv import gemv
 from negamax.kernels.launch import ptx
 from negamax.kernels.launch.tile import Tile
-from negamax.kernels.registry import resolve
-from negamax.kernels.signatures import LINEAR
+from negamax.kernels.moe.cases import fp8_experts
+from negamax.kernels.op import WEIGHT_ONLY, Case, OpName
+from negamax.kernels.registry import KernelTable, gpu_kernels, resolve
+from negamax.kernels.signatures import EXPERTS, LINEAR
 from negamax.kernels.weight_only import cases, layout, triton
 from negamax.kernels.weight_only.layout import Packing
+from negamax.layers.linear import ColumnParallel, Part
+from negamax.layers.moe import SparseMoe
+from negamax.models.minimax_m2 import names
+from negamax.parallel.context import ParallelContext
+from negamax.quantization.scheme import Scheme, WeightFormat
 
 _MASK = 0xFFFFFFFF
 
@@ -63,6 +80,43 @@ def test_fp8_blocks_are_read_weight_only_where_nothing_multiplies_fp8(
     with torch.inference_mode():
         found = kernel.run(x, kernel.prepare(weight)).float()
     assert (found - expected).norm() <= 4e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("num_tokens", [3, 40])
+@pytest.mark.parametrize("op", [LINEAR, EXPERTS])
+def test_fp8_blocks_cut_by_the_hidden_size_go_to_a_kernel_that_takes_them(
+    op: OpName[Any, Any], num_tokens: int
+) -> None:
+    """192 columns: what multiplies FP8 takes whole blocks."""
+    generator = torch.Generator().manual_seed(5)
+    table = KernelTable.of(gpu_kernels(), platform=platform.CPU, dtype=torch.bfloat16)
+    whole, kernel = (table.choose(op, E4M3_BLOCKS, columns=columns) for columns in (256, 192))
+    assert whole is not None and kernel is not None
+    assert (whole.provider, kernel.provider) == ("triton", WEIGHT_ONLY)
+    x = torch.randn(num_tokens, 192, generator=generator).bfloat16()
+    if op == LINEAR:
+        values, scale = fp8_weight(160, 192, generator=generator)
+        tensors = {"x": x, "weight.weight": values, "weight.weight_scale_inv": scale}
+        case = Case("192 -> 160", tensors, stored=E4M3_BLOCKS)
+    else:
+        ids = torch.rand(num_tokens, 4, generator=generator).topk(2).indices.int()
+        weights = fp8_experts(4, hidden=192, width=128, generator=generator)
+        tensors = {"x": x, "ids": ids, "weights": torch.full(ids.shape, 0.5), **weights}
+        case = Case("hidden 192", tensors, {"first": 0, "count": 4}, E4M3_BLOCKS)
+    check(kernel, case, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("hidden", "wanted"), [(192, None), (256, E4M3_GROUPS)])
+def test_layers_choose_by_their_columns(hidden: int, wanted: ActivationFormat | None) -> None:
+    table = KernelTable.of(gpu_kernels(), platform=platform.CPU, dtype=torch.bfloat16)
+    scheme = Scheme((E4M3_BLOCKS,), lambda module: E4M3_BLOCKS)
+    weights = WeightFormat(torch.bfloat16, torch.device("cpu"), scheme)
+    linear = ColumnParallel([Part("w", 128, range(128))], hidden, kernels=table, weights=weights)
+    moe = SparseMoe(
+        names.moe(0), hidden_size=hidden, width=128, num_experts=2, top_k=2,
+        context=ParallelContext.single(), kernels=table, weights=weights,
+    )  # fmt: skip
+    assert linear.activation == moe.activation == wanted
 
 
 @pytest.mark.parametrize("stored", cases.SMALL_FORMATS, ids=lambda stored: stored.name)

@@ -483,7 +483,7 @@ KERNELS: tuple[AnyKernel, ...] = (
     Kernel(LINEAR, "triton", linear, prepare, requires=_GPU, dtypes=_DTYPES),
     Kernel(
         LINEAR, "triton", linear, prepare, requires=_GPU | {Feature.FP8},
-        dtypes=_DTYPES, reads=reads_e4m3_blocks, activation=E4M3_GROUPS,
+        dtypes=_DTYPES, reads=reads_e4m3_blocks, activation=E4M3_GROUPS, columns=GROUP,
     ),
     *triton_w8a8.KERNELS,
     *triton_packed.KERNELS,

@@ -162,6 +162,7 @@ KERNELS = (
         dtypes=_DTYPES,
         reads=reads_e4m3_blocks,
         activation=E4M3_GROUPS,
+        columns=GROUP,
     ),
     *(
         Kernel(
