@@ -23,7 +23,7 @@ from negamax.base.errors import ConfigError
 from negamax.bench.bindings import Call, bind, copy_case, tensors_of
 from negamax.bench.report import environment, gpu_seconds
 from negamax.kernels.formats import PLAIN
-from negamax.kernels.op import FLOAT_DTYPES, Case, Kernel, Op
+from negamax.kernels.op import FLOAT_DTYPES, AnyKernel, Case, Cost, Kernel, Op
 from negamax.kernels.platform import platform_of
 from negamax.kernels.registry import OPS, resolve
 from negamax.worker.device import choose_device
@@ -45,11 +45,10 @@ class Ceilings:
     flops_per_second: float  # of a large matrix product in the benchmark's dtype
     l2_bytes: int  # 0 where it does not matter
 
-    def seconds(self, case: Case, *, num_bytes: int, flops: int) -> float:
+    def seconds(self, kernel: AnyKernel, cost: Cost) -> float:
         """The roofline: the longer of the time for the bytes and the time for the arithmetic."""
-        has_fp8 = any(tensor.dtype == torch.float8_e4m3fn for tensor in tensors_of(case.tensors))
-        peak = 2 * self.flops_per_second if has_fp8 else self.flops_per_second
-        return max(num_bytes / self.bytes_per_second, flops / peak)
+        peak = (2 if kernel.multiplies_8_bits else 1) * self.flops_per_second
+        return max(cost.num_bytes / self.bytes_per_second, cost.flops / peak)
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,7 @@ def time_kernel(
 ) -> Timing:
     """The median time of a call of `kernel` on `case`."""
     cost = op.cost(case)
-    floor = ceilings.seconds(case, num_bytes=cost.num_bytes, flops=cost.flops)
+    floor = ceilings.seconds(kernel, cost)
     is_cold: bool | None = None
     if platform == "cuda":
         seconds, is_cold = _time_on_gpu(

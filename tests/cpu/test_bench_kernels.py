@@ -16,10 +16,11 @@ from torch import Tensor
 from negamax.bench.bindings import bind, copy_case, map_tensors, tensors_of
 from negamax.bench.kernels import Ceilings, cases, time_kernel
 from negamax.cli.main import main
-from negamax.kernels.formats import StoredWeight
-from negamax.kernels.op import Case
+from negamax.kernels.formats import E4M3_BLOCKS, StoredWeight
+from negamax.kernels.op import Case, Cost
 from negamax.kernels.platform import CPU
-from negamax.kernels.registry import OPS, resolve
+from negamax.kernels.registry import OPS, gpu_kernels, resolve
+from negamax.kernels.weight_only.cases import E4M3_CHANNEL
 
 
 @pytest.mark.parametrize("name", sorted(OPS))
@@ -63,11 +64,23 @@ def test_copies_of_a_case_share_no_memory() -> None:
     assert torch.equal(copy.tensors["pair"].right[0], value.right[0])
     assert copy.tensors["pair"].left.data_ptr() != value.left.data_ptr()
     assert sum(tensor.nbytes for tensor in tensors_of(case.tensors)) == 4 * 2 + 4 * 3 + 1 + 8 * 5
-    ceilings = Ceilings(bytes_per_second=1.0, flops_per_second=1.0, l2_bytes=0)
-    plain = Case("", {"x": torch.ones(1)})
-    assert ceilings.seconds(case, num_bytes=0, flops=4) == 2.0  # FP8 is twice as fast
-    assert ceilings.seconds(plain, num_bytes=0, flops=4) == 4.0
     assert map_tensors([None, "x"], torch.neg) == [None, "x"]
+
+
+def test_peak_of_8_bits_counts_where_8_bits_are_multiplied() -> None:
+    ceilings = Ceilings(bytes_per_second=1.0, flops_per_second=1.0, l2_bytes=0)
+    seconds = {
+        (kernel.provider, stored.name): ceilings.seconds(kernel, Cost(num_bytes=0, flops=4))
+        for kernel in gpu_kernels()
+        for stored in (E4M3_BLOCKS, E4M3_CHANNEL)
+        if kernel.op == "moe.experts" and kernel.reads(stored)
+    }
+    assert seconds == {
+        ("triton", E4M3_BLOCKS.name): 2.0,
+        ("triton_w8a8", E4M3_CHANNEL.name): 2.0,
+        ("triton_weight_only", E4M3_BLOCKS.name): 4.0,
+        ("triton_weight_only", E4M3_CHANNEL.name): 4.0,
+    }
 
 
 def test_empty_cases_and_other_degrees_are_left_out() -> None:
@@ -97,8 +110,6 @@ def test_percent_of_roofline_is_the_longer_floor_over_the_time() -> None:
         assert timing.percent_of_roofline == pytest.approx(100 * floor / seconds)
         assert timing.gigabytes_per_second == pytest.approx(cost.num_bytes / seconds / 1e9)
         assert timing.is_cold is None
-    fp8 = Case("", {"w": torch.ones(1).to(torch.float8_e4m3fn)})
-    assert Ceilings(1.0, 1.0, 0).seconds(fp8, num_bytes=0, flops=4) == 2.0
 
 
 def test_command_prints_a_line_per_kernel_and_case_and_writes_json(
