@@ -67,6 +67,21 @@ def test_a_process_that_is_stopped_while_a_grammar_is_opened_is_replaced(llm: LL
     assert time.monotonic() - started < 150.0
 
 
+def test_a_process_is_given_up_when_it_is_stopped_for_long_not_when_it_is_seen_stopped(
+    llm: LLM,
+) -> None:
+    client = llm._loop._grammars.start()
+    since = client._heard = time.monotonic() - 2.0
+    os.kill(client._process.pid, signal.SIGSTOP)
+    while not process.is_stopped(client._process.pid):
+        time.sleep(0.01)
+    started = time.monotonic()
+    assert not client.is_silent(since)
+    while not client.is_silent(since):
+        time.sleep(0.05)
+    assert time.monotonic() - started > 1.0
+
+
 def test_a_process_that_can_open_no_file_costs_its_requests_and_not_the_engine(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

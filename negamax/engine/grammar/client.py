@@ -15,7 +15,8 @@ from negamax.engine.grammar import wire
 RECONNECT_MS = 10  # between attempts to reach the process
 START_SECONDS = 60.0  # until its first answer
 SILENT_SECONDS = 10.0  # without a sign of life while it has something to do: beyond hope
-STOPPED_SECONDS = 1.0  # the same, where the system says that it is stopped
+STOPPED_SECONDS = 1.0  # the same, of which the system says each time that it is stopped
+LOOK_SECONDS = 0.1  # of silence after which the system is asked
 
 
 class GrammarClient:
@@ -41,6 +42,7 @@ class GrammarClient:
             self._clear_away()
             raise
         self._is_ready = False
+        self._stopped: float | None = None  # monotonic seconds, since when it has been so
         self._heard = time.monotonic()
         self.socket.send(msgspec.msgpack.encode(setup))
 
@@ -52,10 +54,16 @@ class GrammarClient:
         """Whether it gives no sign of life although it has had something to do `since` then
         (monotonic seconds).
         """
-        seconds = time.monotonic() - max(since, self._heard)
+        now = time.monotonic()
+        seconds = now - max(since, self._heard)
         if seconds > (SILENT_SECONDS if self._is_ready else START_SECONDS):
             return True
-        return seconds > STOPPED_SECONDS and process.is_stopped(self._process.pid)
+        if seconds < LOOK_SECONDS or not process.is_stopped(self._process.pid):
+            self._stopped = None
+            return False
+        if self._stopped is None:
+            self._stopped = now
+        return now - self._stopped > STOPPED_SECONDS
 
     def send(self, message: wire.ToGrammars) -> None:
         """Never waits; a process that is gone misses it."""
