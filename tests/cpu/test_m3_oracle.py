@@ -1,0 +1,279 @@
+"""transformers' MiniMaxM3SparseForConditionalGeneration is the oracle: the real engine, with its
+paged cache, chunked prefill, prefix hits and preemption, must give its log-probabilities and its
+greedy text; and the blocks chosen are its blocks.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from model_support import PagedRun, build
+from safetensors.torch import load_file, save_file
+from transformers import MiniMaxM3SparseForConditionalGeneration, MiniMaxM3VLForCausalLM
+
+from negamax import LLM, SamplingParams
+from negamax.checkpoint.loader import load_weights
+from negamax.config.families import read_spec
+from negamax.engine.llm import Generation
+from negamax.kernels.block_sparse.choice import BlockChoice
+from negamax.kernels.registry import OPS
+from tests import drafts, tiny, tiny_m3
+
+NUM_TOKENS = 48
+TOLERANCE = 1e-4
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3, seed=0)
+PARAMS = msgspec.structs.replace(GREEDY, prompt_logprobs=3)
+
+
+def check(
+    model: MiniMaxM3SparseForConditionalGeneration,
+    prompts: Sequence[list[int]],
+    generations: Sequence[Generation],
+) -> None:
+    """Each token is the oracle's choice after those before it, so all of them are the oracle's
+    greedy text; all log-probabilities are the oracle's.
+    """
+    for prompt, generation in zip(prompts, generations, strict=True):
+        completion = generation.outputs[0]
+        answer = completion.token_ids
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + answer])).logits[0]
+        assert answer == logits[len(prompt) - 1 : -1].argmax(dim=-1).tolist()
+        assert len(answer) == NUM_TOKENS
+        logprobs = torch.log_softmax(logits, dim=-1)
+        entries = (generation.prompt_logprobs or []) + (completion.logprobs or [])
+        first = len(prompt) - 1 + NUM_TOKENS - len(entries)
+        assert first in (0, len(prompt) - 1)
+        for position, entry in enumerate(entries, start=first):
+            assert entry.token_id == (prompt + answer)[position + 1]
+            top = zip(entry.top_ids, entry.top_logprobs, strict=True)
+            tokens = [(entry.token_id, entry.logprob), *top]
+            for token_id, logprob in tokens:
+                assert abs(logprob - float(logprobs[position, token_id])) < TOLERANCE
+
+
+def prompts_of(seed: int, sizes: Mapping[str, Any]) -> list[list[int]]:
+    """A prompt whose answer begins where all blocks are attended to and ends behind that, one far
+    longer, and one that ends inside the first block.
+    """
+    generator = torch.Generator().manual_seed(1000 + seed)
+    block = sizes["index_block_size"]
+    dense = sizes["index_topk_blocks"] * block
+    return [
+        torch.randint(3, sizes["vocab_size"], (length,), generator=generator).tolist()
+        for length in (dense - 5, dense + 3 * block + 7, block - 1 - seed % 7)
+    ]
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(20), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(20, 200))]
+)
+def test_engine_equals_transformers_on_a_random_model(seed: int, tmp_path: Path) -> None:
+    """Three prompts in steps of 37 tokens, which end inside blocks, in a pool that their
+    answers exhaust; then one that goes on where another ended, whose blocks are cached, and
+    one of a single token.
+    """
+    sizes = tiny_m3.random_sizes(seed, **({"index_block_size": 128} if seed == 7 else {}))
+    model = tiny_m3.make_model(seed, **sizes)
+    prompts = prompts_of(seed, sizes)
+    block_size = sizes["index_block_size"] * (1 + seed % 3 // 2)
+    blocks = [-(-len(prompt) // block_size) for prompt in prompts]
+    window = max(map(len, prompts)) + 2 * NUM_TOKENS
+    engine = LLM(
+        str(tiny.save(model, tmp_path)),
+        dtype="float32",
+        block_size=block_size,
+        max_num_batched_tokens=37,
+        max_num_seqs=3,
+        max_model_len=window,
+        num_kv_blocks=max(sum(blocks) + 1, -(-window // block_size)),
+        num_threads=1,
+    )
+    with engine:
+        generations = engine.generate(prompts, PARAMS)
+        prompts += [prompts[1] + generations[1].outputs[0].token_ids[: 17 + seed % 30], [3]]
+        generations += engine.generate(prompts[3:], GREEDY)
+        stats = engine._loop.stats()
+    check(model, prompts, generations)
+    assert stats.cached_prompt_tokens > 0
+    # (answers of 48 tokens may need no further block that is larger)
+    assert stats.preemption_count > 0 or block_size > NUM_TOKENS
+
+
+@pytest.mark.parametrize("seed", [1, 6])
+def test_rows_that_verify_drafts_choose_their_own_blocks(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = tiny_m3.random_sizes(seed)
+    model = tiny_m3.make_model(seed, **sizes)
+    prompts = prompts_of(seed, sizes)
+    options: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 3, "num_threads": 1}
+    folder = str(tiny.save(model, tmp_path))
+    with LLM(folder, **options) as engine:
+        plain = engine.generate(prompts, GREEDY)
+    known = {
+        (0, tuple(prompt)): generation.outputs[0].token_ids
+        for prompt, generation in zip(prompts, plain, strict=True)
+    }
+    drafts.install(monkeypatch.setattr, drafts.KnowingProposer(drafts.RANDOM, known))
+    with LLM(folder, **options) as engine:
+        generations = engine.generate(prompts, GREEDY)
+        assert engine._loop.stats().num_accepted_tokens > NUM_TOKENS
+    check(model, prompts, generations)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """transformers' model of four layers, of which the three last are sparse, and its file."""
+    sizes = tiny_m3.random_sizes(
+        3, num_hidden_layers=4, index_topk_blocks=3, index_local_blocks=1, index_block_size=16,
+        shared_intermediate_size=24, intermediate_size=24, num_attention_heads=6,
+        num_key_value_heads=2, index_n_heads=2, mlp_layer_types=["dense"] + ["sparse"] * 3,
+        layer_types=["full_attention"] + ["minimax_m3_sparse"] * 3,
+    )  # fmt: skip
+    model = tiny_m3.make_model(3, **sizes)
+    return model, tiny.save(model, tmp_path_factory.mktemp("deep"))
+
+
+TOKENS = [token % 89 for token in range(3, 203)]
+
+
+def run_in_chunks(run: PagedRun, tokens: list[int]) -> torch.Tensor:
+    """Logits of all tokens, in chunks of which most end inside blocks, the last one by one."""
+    ends = [0, 5, 48, 101, 150, *range(len(tokens) - 6, len(tokens) + 1)]
+    steps = [tokens[first:end] for first, end in pairwise(ends)]
+    return torch.cat([run.step([("a", chunk)])["a"] for chunk in steps])
+
+
+def loaded(folder: Path, **options: Any) -> PagedRun:
+    """Our model with the weights of `folder`."""
+    spec = read_spec(json.loads((folder / "config.json").read_text()))
+    model = build(spec, loaded=False, **options)
+    load_weights(model.weight_slots(), spec, folder)
+    model.finish_loading()
+    return PagedRun(model, num_blocks=32, block_size=16)
+
+
+def test_captured_streams_are_the_hidden_states_of_transformers(deep: tuple[Any, Path]) -> None:
+    expected_model, folder = deep
+    with torch.inference_mode():
+        expected = expected_model.model.language_model(
+            torch.tensor([TOKENS]), output_hidden_states=True
+        ).hidden_states
+    run = loaded(folder)
+    run.capture = tuple(range(5))
+    got = []
+    for chunk in (TOKENS[:70], TOKENS[70:75], TOKENS[75:]):
+        run.step([("a", chunk)])
+        got.append(run.captured)
+    *entering, last = (torch.cat(parts) for parts in zip(*got, strict=True))
+    for stream, wanted in zip(entering, expected, strict=False):
+        torch.testing.assert_close(stream, wanted[0], atol=TOLERANCE, rtol=0)
+    with torch.inference_mode():  # transformers' last one is behind the final norm
+        normed = expected_model.model.language_model.norm(last)
+    torch.testing.assert_close(normed, expected[-1][0], atol=TOLERANCE, rtol=0)
+
+
+def test_the_chosen_blocks_are_those_of_transformers(deep: tuple[Any, Path]) -> None:
+    """Of every token and index head of the sparse layers the same set; where two blocks score alike
+    to rounding, either of them.
+    """
+    expected_model, folder = deep
+    expected: list[torch.Tensor] = []  # of each sparse layer [heads, tokens, top-k]
+    layers = expected_model.model.language_model.layers[1:]
+    hooks = [
+        layer.self_attn.indexer.register_forward_hook(
+            lambda _module, _args, ids: expected.append(ids[0])
+        )
+        for layer in layers
+    ]
+    with torch.inference_mode():
+        expected_model(torch.tensor([TOKENS]))
+    for hook in hooks:
+        hook.remove()
+    run = loaded(folder)
+    got: list[list[torch.Tensor]] = []  # of each sparse layer [tokens, heads, top-k], index queries
+    for layer in run.model.layers[1:]:
+        select, own = layer.attention._select, list[tuple[torch.Tensor, torch.Tensor]]()
+        got.append(own)
+
+        def record(index_q: torch.Tensor, *rest: Any, select=select, own=own) -> BlockChoice:
+            choice = select(index_q, *rest)
+            own.append((choice.ids, index_q))
+            return choice
+
+        layer.attention._select = record
+    run_in_chunks(run, TOKENS)
+    is_scored = torch.arange(len(TOKENS)) >= 3 * 16
+    for wanted, own, kv in zip(expected, got, run.kv[1:], strict=True):
+        ids, index_q = (torch.cat(parts) for parts in zip(*own, strict=True))
+        table = torch.tensor(run.tables["a"])
+        keys = kv["index"][table].flatten(0, 2)
+        blocks = torch.einsum("thd,jd->thj", index_q, keys).unflatten(-1, (-1, 16)).amax(-1)
+        local = (torch.arange(len(TOKENS)) // 16).view(-1, 1, 1)
+        others = blocks.masked_fill(torch.arange(blocks.shape[-1]) >= local, -torch.inf)
+        second, third = others.topk(3, dim=-1).values[..., 1:].unbind(-1)
+        has_margin = (second - third > 1e-4) | ~is_scored.unsqueeze(1)
+        same = (ids.sort(-1).values == wanted.transpose(0, 1).sort(-1).values).all(-1)
+        assert same[has_margin].all()
+        assert has_margin.float().mean() > 0.95
+        # the choice matters: more than the last blocks
+        assert (ids[:, :, 0] < local.squeeze(-1) - 2)[is_scored].float().mean() > 0.5
+
+
+@pytest.mark.parametrize("providers", ["chosen", "reference", "bucketed"])
+def test_every_provider_gives_the_same_logits(deep: tuple[Any, Path], providers: str) -> None:
+    """The definitions by themselves are a complete model; so is the CPU without its C functions."""
+    expected_model, folder = deep
+    sparse = ("block_sparse.decode", "block_sparse.prefill")
+    choices = {
+        "chosen": {},
+        "reference": dict.fromkeys(OPS, "reference"),
+        "bucketed": dict.fromkeys(sparse, "bucketed"),
+    }
+    with torch.inference_mode():
+        expected = expected_model(torch.tensor([TOKENS])).logits[0]
+    got = run_in_chunks(loaded(folder, choices=choices[providers]), TOKENS)
+    torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_a_model_without_a_shared_expert(deep: tuple[Any, Path], tmp_path: Path) -> None:
+    """transformers has one always: its output is made zero there, and it is not in our file."""
+    model, folder = deep
+    expected_model = copy.deepcopy(model)
+    with torch.inference_mode():
+        for layer in expected_model.model.language_model.layers[1:]:
+            layer.mlp.shared_experts.down_proj.weight.zero_()
+        expected = expected_model(torch.tensor([TOKENS])).logits[0]
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"] |= {"n_shared_experts": 0, "shared_intermediate_size": 0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if "shared_experts" not in name}
+    save_file(kept, tmp_path / "model.safetensors")
+    got = run_in_chunks(loaded(tmp_path), TOKENS)
+    torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_the_text_model_alone_loads_from_its_own_file(
+    deep: tuple[Any, Path], tmp_path: Path
+) -> None:
+    """transformers stores it under other names, with experts stacked."""
+    model, _ = deep
+    text = MiniMaxM3VLForCausalLM(model.config.text_config).float().eval()
+    text.model.load_state_dict(model.model.language_model.state_dict())
+    text.lm_head.load_state_dict(model.lm_head.state_dict())
+    text.save_pretrained(tmp_path)
+    with torch.inference_mode():
+        expected = model(torch.tensor([TOKENS])).logits[0]
+    torch.testing.assert_close(
+        run_in_chunks(loaded(tmp_path), TOKENS), expected, atol=TOLERANCE, rtol=0
+    )

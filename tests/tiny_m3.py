@@ -1,0 +1,92 @@
+"""Small MiniMax-M3 checkpoints with random weights, made by transformers' vision-language class, so
+that it can be the oracle for them.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from transformers import (
+    MiniMaxM3SparseForConditionalGeneration,
+    MiniMaxM3VLConfig,
+)
+
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "patch_size": 2,
+    "image_size": 4,
+}
+
+
+def random_sizes(seed: int, **fixed: Any) -> dict[str, Any]:
+    """The text configuration of an odd little M3: 1 to 4 KV heads, top-1 to top-4 blocks of 16 or
+    32 tokens, any pattern of layers; `fixed` fields as they are.
+    """
+    rng = random.Random(seed)
+    num_layers, num_experts = rng.randint(2, 4), rng.randint(2, 9)
+    kv_heads = rng.choice([1, 2, 3, 4])
+    head_dim = rng.choice([8, 12, 16, 24])
+    rotary_dim = rng.choice([n for n in (4, 8, 12) if n <= head_dim])
+    width = rng.choice([13, 24, 32])
+    sparse = [rng.random() < 0.7 for _ in range(num_layers)]
+    sparse[rng.randrange(num_layers)] = True
+    moe = [rng.random() < 0.7 for _ in range(num_layers)]
+    topk = rng.randint(1, 4)
+    return {
+        "vocab_size": rng.choice([97, 256, 331]),
+        "hidden_size": rng.choice([24, 37, 56, 64]),
+        "intermediate_size": width,
+        "dense_intermediate_size": rng.choice([20, 33, 48]),
+        "shared_intermediate_size": rng.choice([width, width, 2 * width, 9]),
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": kv_heads * rng.randint(1, 4),
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "rotary_dim": rotary_dim,
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": rng.randint(1, min(4, num_experts)),
+        "routed_scaling_factor": rng.choice([1.0, 2.0]),
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": rng.choice([1e4, 5e6]),
+            "partial_rotary_factor": rotary_dim / head_dim,
+        },
+        "mlp_layer_types": ["sparse" if on else "dense" for on in moe],
+        "layer_types": ["minimax_m3_sparse" if on else "full_attention" for on in sparse],
+        "index_n_heads": kv_heads,
+        "index_head_dim": rng.choice([n for n in (12, 16, 24) if n >= rotary_dim]),
+        "index_block_size": rng.choice([16, 32]),
+        "index_topk_blocks": topk,
+        "index_local_blocks": rng.choice([1, 1, min(2, topk)]),
+        "max_position_embeddings": 1024,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        **fixed,
+    }
+
+
+def make_model(seed: int, **sizes: Any) -> MiniMaxM3SparseForConditionalGeneration:
+    """A float32 model whose every text weight is random: norms' weights around 0, as Gemma's are,
+    router bias of magnitude 4 to 10, well-separated logits.
+    """
+    config = MiniMaxM3VLConfig(text_config=sizes, vision_config=VISION, projector_hidden_size=16)
+    model = MiniMaxM3SparseForConditionalGeneration(config).float().eval()
+    model.set_experts_implementation("eager")  # the others cannot run odd sizes
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if "e_score_correction_bias" in name:
+                sign = torch.randint(0, 2, (), generator=generator) * 2 - 1
+                tensor.copy_(sign * (4 + 6 * torch.rand(tensor.shape, generator=generator)))
+            elif "norm" in name:
+                tensor.copy_(0.2 * torch.randn(tensor.shape, generator=generator))
+            elif tensor.is_floating_point() and tensor.dim() >= 2:
+                gain = 1.0 if "lm_head" in name or "embed" in name else tensor.shape[-1] ** -0.5
+                tensor.copy_(gain * torch.randn(tensor.shape, generator=generator))
+    return model
