@@ -42,7 +42,13 @@ class Linear(Protocol):
 
 class PrepareExperts(Protocol):
     def __call__(
-        self, gate_up: StoredWeight, down: StoredWeight, /, *, activation: SwiGlu = ...
+        self,
+        gate_up: StoredWeight,
+        down: StoredWeight,
+        /,
+        *,
+        activation: SwiGlu = ...,
+        shared: bool = False,
     ) -> Prepared: ...
 
 

@@ -135,7 +135,12 @@ class SparseMoe:
         """
         route, experts = self._route_kernel.prepare, self._experts_kernel.prepare
         self._router = route(self._gate, self._bias, scaling=self._scaling, shared=self._is_shared)
-        self._prepared = experts(self._gate_up.take(), self._down.take(), activation=self._between)
+        self._prepared = experts(
+            self._gate_up.take(),
+            self._down.take(),
+            activation=self._between,
+            shared=self._is_shared,
+        )
         if self._beside is not None:
             self._beside.finish_loading()
         del self._gate, self._bias, self._gate_up, self._down

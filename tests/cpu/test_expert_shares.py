@@ -13,7 +13,6 @@ import torch
 from stored_kernels import dequantized, keeping_stored, random_stored
 from torch import Tensor
 
-from negamax.kernels.activations import SwiGlu
 from negamax.kernels.float_formats import mxfp4, mxfp8, nvfp4
 from negamax.kernels.formats import E4M3_BLOCKS, Axis, StoredWeight, TensorFormat
 from negamax.kernels.formats import plain as as_plain
@@ -85,9 +84,9 @@ class Model:
         kernel = TABLE.choose(EXPERTS, self.stored)
         assert kernel is not None
 
-        def prepare(gate_up: StoredWeight, down: StoredWeight, *, activation: SwiGlu) -> Any:
+        def prepare(gate_up: StoredWeight, down: StoredWeight, **numbers: Any) -> Any:
             prepared.update(gate_up=gate_up, down=down)
-            return kernel.prepare(gate_up, down, activation=activation)
+            return kernel.prepare(gate_up, down, **numbers)
 
         watched = (*TABLE.candidates[EXPERTS][:-1], replace(kernel, prepare=prepare))
         moe = SparseMoe(

@@ -32,12 +32,14 @@ def words(values: torch.Tensor) -> torch.Tensor:
 def test_rows_are_summed_over_ranks_then_added_and_normalised(
     world: int, rank: int, parts: int, two_shot: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three steps with 3, 1 and 2 rows, so that rows are at different epochs."""
+    """Three steps with 3, 1 and 2 rows, so that rows are at different epochs; of several parts with
+    Gemma's norm.
+    """
     monkeypatch.setattr(tiles, "two_shot", lambda *args, **sizes: two_shot)
     ranks = Ranks(world, rows=4, words=WORDS)
     generator = torch.Generator().manual_seed(world + rank)
     weight = (1 + 0.2 * torch.randn(WIDTH, generator=generator)).half()
-    norm = norm_kernels.prepare(weight, 1e-6)
+    norm = norm_kernels.prepare(weight, 1e-6, gemma=parts == 2)
     share = slice(rank * WIDTH // world, (rank + 1) * WIDTH // world)
     for num_rows in (3, 1, 2):
         x = [torch.randn(num_rows, parts, WIDTH, generator=generator).half() for _ in range(world)]

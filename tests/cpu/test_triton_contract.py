@@ -43,7 +43,7 @@ def small_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     )
     for table in (moe_tiles.Tiles, moe_tiles.H200):
         monkeypatch.setattr(table, "gemv_max_m", lambda self, width: 4)
-        monkeypatch.setattr(table, "gemv", lambda self, width: few_programs)
+        monkeypatch.setattr(table, "gemv", lambda self, width, hidden: few_programs)
     monkeypatch.setattr(
         sampling_tiles, "tiles_for", lambda device: sampling_tiles.Tiles(strip_block=128)
     )

@@ -52,7 +52,9 @@ def normal(*shape: int, seed: int) -> Tensor:
 
 
 def norm(seed: int, *, quantize: bool) -> NormWeight:
-    return norm_kernels.prepare(1 + 0.2 * normal(WIDTH, seed=seed), 1e-6, quantize=quantize)
+    """One in two is Gemma's."""
+    weight, gemma = 1 + 0.2 * normal(WIDTH, seed=seed), seed % 2 == 1
+    return norm_kernels.prepare(weight, 1e-6, quantize=quantize, gemma=gemma)
 
 
 def as_bytes(values: Tensor) -> Tensor:
@@ -204,7 +206,7 @@ def test_experts_of_cut_blocks_and_groups_add_up_to_those_of_one_rank(
     x = quantize_activations(torch.randn(3, hidden, generator=generator).half() / 8)
     tile = Tile(1, 64, 128, num_warps=2)  # large: the interpreter runs programs one by one
     gemv = moe.tiles.ExpertTiles(tile, tile, choices=2)
-    monkeypatch.setattr(moe.tiles.H200, "gemv", lambda self, width: gemv)
+    monkeypatch.setattr(moe.tiles.H200, "gemv", lambda self, width, hidden: gemv)
     for gemv_m, small_m in ((8, 8), (0, 8), (0, 0)):
         monkeypatch.setattr(moe.tiles.H200, "gemv_max_m", lambda self, width, m=gemv_m: m)
         monkeypatch.setattr(moe.tiles, "SMALL_M_MAX_M", small_m)

@@ -35,6 +35,7 @@ from negamax.kernels.activations import GROUP, QuantizedActivations, ShardedActi
 from negamax.kernels.collectives import spec, tiles
 from negamax.kernels.collectives.triton_ll import peer_base, peer_bases, poll, push, with_flag
 from negamax.kernels.launch.ptx import pack_pair
+from negamax.kernels.launch.tile import warps_of_row
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 from negamax.kernels.norm import triton as norm_kernels
 from negamax.kernels.norm.spec import NormWeight
@@ -372,7 +373,9 @@ def _in_one_launch(
         BLOCK=max(triton.next_power_of_2(words), GROUP // 2),
         QUANTIZE=norm.quantize,
         GEMMA=norm.gemma,
-        num_warps=tiles.tiles_for(residual.device).row_warps,
+        num_warps=warps_of_row(
+            2 * words, measured=tiles.tiles_for(residual.device).row_warps
+        ),
         **launch_options(residual.device),
     )  # fmt: skip
     return norm_kernels.result(*written, norm)
@@ -397,7 +400,7 @@ def _sharded(
     }
     _push_partials_kernel[(shard * world,)](
         x, region.partials, num_tokens, shard, group.rank,
-        PARTS=num_parts(x), num_warps=sizes.push_warps, **shared,
+        PARTS=num_parts(x), num_warps=warps_of_row(width, measured=sizes.push_warps), **shared,
     )  # fmt: skip
     region.barrier()
     out = torch.empty_like(rows) if norm.quantize else rows
@@ -405,7 +408,8 @@ def _sharded(
         _add_rms_all_gather_kernel[(len(rows),)](
             region.partials, region.gathered, rows, norm.weight, out, norm.eps, num_tokens,
             shard, group.rank,
-            QUANTIZE=norm.quantize, GEMMA=norm.gemma, num_warps=sizes.shard_warps, **shared,
+            QUANTIZE=norm.quantize, GEMMA=norm.gemma,
+            num_warps=warps_of_row(width, measured=sizes.shard_warps), **shared,
         )  # fmt: skip
     region.barrier()
     if not norm.quantize:

@@ -29,6 +29,12 @@ _M2_SHAPES = {  # in, out of one rank
     "qkv TP1": (3072, 8192),
     "o_proj TP1": (6144, 3072),
 }
+_M3_SHAPES = {
+    "M3 qkv TP4": (6144, 2560),  # with the index projections
+    "M3 o_proj TP4": (2048, 6144),
+    "M3 gate_up TP4": (6144, 6144),  # of a dense layer
+    "M3 down TP4": (3072, 6144),
+}
 _M2_TOKENS = (1, 3, 16, 63, 128, 301, 1024, 8192)
 _PACKED_TOKENS = (1, 16, 64, 1024)
 _LONG = (8192,)  # of formats whose activations may be rounded
@@ -82,7 +88,9 @@ def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M2's projections with FP8 and packed weights, and its head with plain ones."""
+    """MiniMax-M2's projections with FP8 and packed weights, and its head with plain ones;
+    MiniMax-M3's projections with FP8 weights.
+    """
     cases = [
         fp8_case(n, inputs, outputs, dtype=dtype, generator=generator, label=label)
         for label, (inputs, outputs) in _M2_SHAPES.items()
@@ -100,7 +108,11 @@ def full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
             x = randn(num_tokens, 3072, dtype=dtype, generator=generator)
             tensors = {"x": x, "weight": weight}
             cases.append(Case(f"{label} T={num_tokens}", tensors, {"out_dtype": torch.float32}))
-    return cases
+    return cases + [
+        fp8_case(n, inputs, outputs, dtype=dtype, generator=generator, label=label)
+        for label, (inputs, outputs) in _M3_SHAPES.items()
+        for n in (1, 16, 63, 1024)
+    ]
 
 
 def fp8_case(

@@ -20,6 +20,13 @@ class Tile:
     maxnreg: int | None = None  # registers per thread at most; None: as the compiler takes
 
 
+def warps_of_row(width: int, *, measured: int) -> int:
+    """Of the program of a row: `measured` up to 4096 values (for MiniMax-M2's 3072); of wider rows,
+    which were not measured, a thread has as many.
+    """
+    return min(32, measured << max(0, (width - 1).bit_length() - 12))
+
+
 def has_h200_tiles(arch: str) -> bool:
     """Whether the sizes measured on an H200 are taken: there; on sm_100 and sm_103, which have as
     much shared memory and were not measured; and in the interpreter.

@@ -10,7 +10,7 @@ from negamax.kernels.op import AnyKernel, Case, Cost, num_bytes, randn
 from negamax.kernels.platform import Feature
 from negamax.kernels.quantize.cases import outputs
 
-M3 = SwiGlu(alpha=1.702, limit=7.0, beta=1.0)  # MiniMax-M3's
+M3 = SwiGlu(alpha=1.702, limit=7.0, beta=1.0)
 
 
 def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from negamax.kernels.activations import SILU
+from negamax.kernels.activations import SILU, SwiGlu
+from negamax.kernels.float_formats import mxfp8
 from negamax.kernels.formats import E4M3_BLOCKS, TensorFormat
 from negamax.kernels.gemm.cases import fp8_weight, stored_weight
 from negamax.kernels.op import AnyKernel, Case, Cost, num_bytes, randn
@@ -18,6 +20,8 @@ _TOKENS = (1, 4, 16, 64, 100, 1000)
 _LONG = (8192,)  # of formats whose activations may be rounded
 _PACKED_WIDTHS = (1536, 384)
 _WIDTHS = (1536, 768, 384)  # MiniMax-M2's experts whole, and cut for two and four ranks
+_M3_WIDTHS = (768, 384)  # MiniMax-M3's cut for four and eight ranks
+M3 = {"activation": SwiGlu(alpha=1.702, limit=7.0, beta=1.0), "shared": True}
 
 
 def route_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
@@ -45,14 +49,20 @@ def route_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def route_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M2's router."""
+    """The routers of MiniMax-M2 and MiniMax-M3."""
     wide = partial(randn, dtype=torch.float32, generator=generator)
-    router = {"gate": wide(256, 3072, scale=3072**-0.5), "bias": wide(256)}
     return [
         Case(
-            f"T={num_tokens} hidden=3072 experts=256 top_k=8",
-            {"x": randn(num_tokens, 3072, dtype=dtype, generator=generator), **router},
-            {"top_k": 8},
+            f"T={num_tokens} hidden={hidden} experts={num_experts} top_k={numbers['top_k']}",
+            {"x": randn(num_tokens, hidden, dtype=dtype, generator=generator), **router},
+            numbers,
+        )
+        for hidden, num_experts, numbers in (
+            (3072, 256, {"top_k": 8}),
+            (6144, 128, {"top_k": 4, "scaling": 2.0, "shared": True}),
+        )
+        for router in (
+            {"gate": wide(num_experts, hidden, scale=hidden**-0.5), "bias": wide(num_experts)},
         )
         for num_tokens in _TOKENS
     ]
@@ -93,7 +103,64 @@ def experts_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
             stored, 26, 160, 200, 5, 2, 1, 3, dtype=dtype, generator=generator
         )
         for stored in (weight_only.INT8_CHANNEL, weight_only.E4M3_CHANNEL)
-    ]  # fmt: skip
+    ] + _as_in_m3(dtype, generator)  # fmt: skip
+
+
+def _as_in_m3(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """With MiniMax-M3's activation (of plain weights with a limit that cuts) and a shared expert:
+    plain weights, FP8 and packed ones.
+    """
+    m3 = {"first": 0, "count": 6, **M3, "activation": SwiGlu(alpha=1.702, limit=0.8, beta=1.0)}
+    make = partial(randn, dtype=dtype, generator=generator)
+    found = []
+    for num_tokens, width in ((2, 24), (19, 24)):
+        tensors = {
+            "x": make(num_tokens, 72),
+            **_shared_choices(num_tokens, 5, 2, generator),
+            "gate_up": make(6, 2 * width, 72, scale=72**-0.5),
+            "down": make(6, 72, width, scale=0.3 * width**-0.5),
+        }
+        label = f"shared T={num_tokens} hidden=72 width={width}"
+        found.append(Case(label, tensors, m3))
+    for stored, num_tokens in ((E4M3_BLOCKS, 18), (E4M3_BLOCKS, 26), (weight_only.INT4, 3),
+                               (weight_only.INT4, 18), (weight_only.INT8_CHANNEL, 26)):  # fmt: skip
+        found.append(_m3_case(stored, num_tokens, 256, 128, 3, 1, dtype=dtype, generator=generator))
+    return found
+
+
+def _m3_case(
+    stored: TensorFormat,
+    num_tokens: int,
+    hidden: int,
+    width: int,
+    num_experts: int,
+    top_k: int,
+    *,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    weights: dict[str, Tensor] | None = None,
+) -> Case:
+    """`num_experts` and a shared one. A quarter of more than one token are padding."""
+    choices = _shared_choices(num_tokens, num_experts, top_k, generator)
+    choices["ids"][num_tokens - num_tokens // 4 :] = -1
+    tensors = {
+        "x": randn(num_tokens, hidden, dtype=dtype, generator=generator),
+        **choices,
+        **(weights or _stored_experts(stored, num_experts + 1, hidden, width, generator)),
+    }
+    label = f"shared {stored.name} T={num_tokens} hidden={hidden} width={width}"
+    return Case(label, tensors, {"first": 0, "count": num_experts + 1, **M3}, stored)
+
+
+def _shared_choices(
+    num_tokens: int, num_experts: int, top_k: int, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """`_choices` twice as heavy, and expert `num_experts` as every token's last one."""
+    chosen = _choices(num_tokens, num_experts, top_k, generator)
+    return {
+        "ids": F.pad(chosen["ids"], (0, 1), value=num_experts),
+        "weights": F.pad(2.0 * chosen["weights"], (0, 1), value=1.0),
+    }
 
 
 def _fp8_experts_case(
@@ -122,7 +189,9 @@ def _fp8_experts_case(
 
 
 def experts_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M2's experts in FP8 and packed; the cases of a width share them."""
+    """MiniMax-M2's experts in FP8 and packed, and MiniMax-M3's in FP8 and MXFP8; the cases of a
+    width share them.
+    """
     cases = [
         Case(
             f"fp8 T={num_tokens} hidden=3072 width={width}",
@@ -147,6 +216,15 @@ def experts_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Ca
         for width in _PACKED_WIDTHS
         for weights in (_weight_only_experts(stored, 256, 3072, width, generator),)
         for num_tokens in (*_TOKENS, *(_LONG if stored.activation else ()))
+    ] + [
+        _m3_case(
+            stored, num_tokens, 6144, width, 128, 4,
+            dtype=dtype, generator=generator, weights=weights,
+        )
+        for stored in (E4M3_BLOCKS, mxfp8())
+        for width in _M3_WIDTHS
+        for weights in (_stored_experts(stored, 129, 6144, width, generator),)
+        for num_tokens in _TOKENS
     ]  # fmt: skip
 
 
@@ -182,6 +260,14 @@ def _weight_only_experts(
         **make("gate_up", count, 2 * width, hidden),
         **make("down", count, hidden, width),
     }
+
+
+def _stored_experts(
+    stored: TensorFormat, count: int, hidden: int, width: int, generator: torch.Generator
+) -> dict[str, Tensor]:
+    if stored is E4M3_BLOCKS:
+        return fp8_experts(count, hidden=hidden, width=width, generator=generator)
+    return _weight_only_experts(stored, count, hidden, width, generator)
 
 
 def fp8_experts(
@@ -230,6 +316,7 @@ def apply_experts(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
         stored_weight(case, "gate_up"),
         stored_weight(case, "down"),
         activation=case.numbers.get("activation", SILU),
+        shared=case.numbers.get("shared", False),
     )
     first, count = case.numbers["first"], case.numbers["count"]
     out = kernel.run(x, t["ids"], t["weights"], prepared, first=first, count=count)

@@ -58,7 +58,11 @@ def kernel(linear: Kernel[PrepareLinear, Linear]) -> Kernel[PrepareExperts, Expe
     prepare_weight, product = linear.prepare, linear.run
 
     def prepare(
-        gate_up: StoredWeight, down: StoredWeight, *, activation: SwiGlu = SILU
+        gate_up: StoredWeight,
+        down: StoredWeight,
+        *,
+        activation: SwiGlu = SILU,
+        shared: bool = False,
     ) -> ExpertWeights:
         return (
             tuple(prepare_weight(plain(w)) for w in gate_up.values),

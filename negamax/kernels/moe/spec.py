@@ -65,10 +65,11 @@ def complete(
 
 
 def stack(
-    gate_up: StoredWeight, down: StoredWeight, *, activation: SwiGlu = SILU
+    gate_up: StoredWeight, down: StoredWeight, *, activation: SwiGlu = SILU, shared: bool = False
 ) -> tuple[Tensor, Tensor, SwiGlu]:
     """gate_up [experts, 2 * width, hidden] (gate rows first), down [experts, hidden, width]: plain
-    ones as they are, of others the fp32 values.
+    ones as they are, of others the fp32 values. `shared`: the last expert is the last choice of
+    every token but padding, so that a kernel need not look for its tokens.
     """
     return _values(gate_up), _values(down), activation
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,7 +21,7 @@ SORT_BLOCK = 32  # and programs whose counts it adds up at a time
 ROUTE_MAX_TILES = 4096
 ROUTE_SMALL_M_MAX_M = 4  # up to here the router multiplies on the CUDA cores
 ROUTE_SMALL_M_BLOCK_N = 2
-ROUTE_SMALL_M_WARPS = 4
+ROUTE_SMALL_M_WARPS = 4  # for rows of up to 4096 values
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class ExpertTiles:
 class Tiles:
     """Where nothing was measured: short pipelines, and 64 KB of shared memory are enough."""
 
-    def route(self, M: int) -> RouteTile:
+    def route(self, M: int, *, hidden: int) -> RouteTile:
         block_m = 16 if M <= 16 else 64
         return RouteTile(block_m, 32, 64, num_warps=4, num_stages=2, split_k=8, topk_m=8)
 
@@ -60,7 +60,7 @@ class Tiles:
         """
         return 4
 
-    def gemv(self, width: int) -> ExpertTiles:
+    def gemv(self, width: int, *, hidden: int) -> ExpertTiles:
         return ExpertTiles(Tile(1, 2, 1024, num_warps=2), Tile(1, 4, 128, num_warps=4), choices=4)
 
     def small_m(self, *, M: int, width: int, fp8: bool) -> ExpertTiles:
@@ -98,6 +98,7 @@ class Tiles:
         return ExpertTiles(tile, tile, repeat_n=8)
 
 
+_MEASURED_HIDDEN = 4096  # up to here hidden states count as narrow as those of MiniMax-M2
 _ROUTE = (
     RouteTile(16, 16, 128, num_warps=4, num_stages=0, split_k=8),
     RouteTile(64, 32, 128, num_warps=4, num_stages=0, split_k=8),
@@ -107,15 +108,22 @@ _ROUTE = (
 
 
 class H200(Tiles):
-    """Measured at the shapes of MiniMax-M2 (hidden 3072, 256 experts, top 8)."""
+    """Measured at the shapes of MiniMax-M2 (hidden 3072, 256 experts, top 8). Those of MiniMax-M3
+    (6144, 128, top 4 and a shared expert) were not: what follows from twice the columns is that
+    each program has as many of them.
+    """
 
-    def route(self, M: int) -> RouteTile:
-        return _ROUTE[bisect_left((16, 256, 4096), M)]
+    def route(self, M: int, *, hidden: int) -> RouteTile:
+        tile = _ROUTE[bisect_left((16, 256, 4096), M)]
+        return tile if hidden <= _MEASURED_HIDDEN else replace(tile, split_k=2 * tile.split_k)
 
     def gemv_max_m(self, width: int) -> int:
         return 8 if width <= 384 else 4
 
-    def gemv(self, width: int) -> ExpertTiles:
+    def gemv(self, width: int, *, hidden: int) -> ExpertTiles:
+        if hidden > _MEASURED_HIDDEN:  # five choices are no power of two: each its own program
+            down = Tile(1, 16, 128 if width <= 384 else 256, num_warps=4)
+            return ExpertTiles(Tile(1, 2, 2048, num_warps=4), down)
         gate_up = Tile(1, 2, 1024, num_warps=2)
         if width <= 384:
             return ExpertTiles(gate_up, Tile(1, 8, 128, num_warps=2), choices=4)

@@ -59,12 +59,14 @@ _constants = cache(ExpertConstants)
 
 
 def prepare_experts(
-    gate_up: StoredWeight, down: StoredWeight, *, activation: SwiGlu = SILU
+    gate_up: StoredWeight, down: StoredWeight, *, activation: SwiGlu = SILU, shared: bool = False
 ) -> PreparedExperts:
     """The stacked weights, plain or E4M3 blocks."""
     w1, w2 = gate_up.values, down.values
     assert w1.is_contiguous() and w2.is_contiguous()
-    constants = _constants(*w2.shape[1:], FP8=gate_up.format is not PLAIN, ACTIVATION=activation)
+    constants = _constants(
+        *w2.shape[1:], FP8=gate_up.format is not PLAIN, ACTIVATION=activation, SHARED=shared
+    )
     if not constants.FP8:
         return PreparedExperts(w1, w2, w1, w2, constants)
     assert constants.HIDDEN % GROUP == 0 and constants.WIDTH % GROUP == 0, (
@@ -76,13 +78,13 @@ def prepare_experts(
 
 
 def prepare_packed(
-    gate_up: StoredWeight, down: StoredWeight, *, activation: SwiGlu = SILU
+    gate_up: StoredWeight, down: StoredWeight, *, activation: SwiGlu = SILU, shared: bool = False
 ) -> PreparedExperts:
     """Stacked weights of 4 or 8 bits, in a format that `reads_packed` accepts."""
     w1, w2 = pack(gate_up), pack(down)
     constants = _constants(
         w1.packing.K, w2.packing.K, FP8=False, PACKED=True, GATE_UP=w1.packing, DOWN=w2.packing,
-        ACTIVATION=activation,
+        ACTIVATION=activation, SHARED=shared,
     )  # fmt: skip
     return PreparedExperts(w1.tensors, w2.tensors, w1.qweight, w2.qweight, constants)
 

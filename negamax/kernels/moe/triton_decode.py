@@ -199,12 +199,25 @@ def _find_pairs(topk_ids_ptr, num_pairs, expert_id, begin, BLOCK_M: tl.constexpr
 
 
 @triton.jit
+def _pairs_of_shared(
+    topk_ids_ptr, first_token, num_pairs, expert_id, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """The last pairs of BLOCK_M tokens, and which of these chose expert `expert_id`: all but
+    padding.
+    """
+    pairs = (first_token + tl.arange(0, BLOCK_M)) * TOP_K + TOP_K - 1
+    ids = tl.load(topk_ids_ptr + pairs, mask=pairs < num_pairs, other=-1)
+    valid = ids == expert_id
+    return tl.where(valid, pairs, 0), valid
+
+
+@triton.jit
 def _gate_up_tile(
     x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, h_ptr, h_scale_ptr, expert, first_n, pairs, valid,
     E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Columns first_n .. first_n + BLOCK_N - 1 of h of `pairs` [BLOCK_M], all of one expert."""
+    """`_gate_up_of_pairs` of weights that are not packed."""
     EVEN: tl.constexpr = E.HIDDEN % BLOCK_K == 0 and E.WIDTH % BLOCK_N == 0
     K_BLOCKS: tl.constexpr = E.HIDDEN // BLOCK
     UP_BLOCKS: tl.constexpr = E.WIDTH // BLOCK * K_BLOCKS  # scales of gate, before those of up
@@ -243,15 +256,34 @@ def _gate_up_tile(
 
 
 @triton.jit
+def _gate_up_of_pairs(
+    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, h_ptr, h_scale_ptr, expert, num_experts, first_n,
+    pairs, valid,
+    E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Columns first_n .. first_n + BLOCK_N - 1 of h of `pairs` [BLOCK_M], all of one expert."""
+    if E.PACKED:
+        y = packed_gate_up(x_ptr, w_ptr, expert, num_experts, first_n, pairs // TOP_K, valid,
+                           E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+        offs_n = first_n + tl.arange(0, BLOCK_N)
+        h_ptrs = h_ptr + pairs.to(tl.int64)[None, :] * E.WIDTH + offs_n[:, None]
+        inside = (offs_n < E.WIDTH)[:, None] & valid[None, :]
+        tl.store(h_ptrs, y.to(h_ptr.dtype.element_ty), mask=inside)
+    else:
+        _gate_up_tile(x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, h_ptr, h_scale_ptr, expert,
+                      first_n, pairs, valid,
+                      E, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+
+
+@triton.jit
 def _down_tile(
     h_ptr, h_scale_ptr, topk_weights_ptr, w_ptr, w_scale_ptr, out_ptr, expert, first_n, pairs,
     valid,
     E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Outputs first_n .. first_n + BLOCK_N - 1 of `pairs` [BLOCK_M], all of one expert, times their
-    routing weights.
-    """
+    """`_down_of_pairs` of weights that are not packed."""
     EVEN: tl.constexpr = E.WIDTH % BLOCK_K == 0 and E.HIDDEN % BLOCK_N == 0
     offs_n = first_n + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
@@ -274,6 +306,30 @@ def _down_tile(
     acc *= tl.load(topk_weights_ptr + pairs, mask=valid, other=0.0)[None, :]
     out_ptrs = out_ptr + pairs.to(tl.int64)[None, :] * E.HIDDEN + offs_n[:, None]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=n_inside & valid[None, :])
+
+
+@triton.jit
+def _down_of_pairs(
+    h_ptr, h_scale_ptr, topk_weights_ptr, w_ptr, w_scale_ptr, out_ptr, expert, num_experts,
+    first_n, pairs, valid,
+    E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Outputs first_n .. first_n + BLOCK_N - 1 of `pairs` [BLOCK_M], all of one expert, times their
+    routing weights.
+    """
+    if E.PACKED:
+        acc = packed_down(h_ptr, w_ptr, expert, num_experts, first_n, pairs, valid,
+                          E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+        acc *= tl.load(topk_weights_ptr + pairs, mask=valid, other=0.0)[None, :]
+        offs_n = first_n + tl.arange(0, BLOCK_N)
+        out_ptrs = out_ptr + pairs.to(tl.int64)[None, :] * E.HIDDEN + offs_n[:, None]
+        inside = (offs_n < E.HIDDEN)[:, None] & valid[None, :]
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        _down_tile(h_ptr, h_scale_ptr, topk_weights_ptr, w_ptr, w_scale_ptr, out_ptr, expert,
+                   first_n, pairs, valid,
+                   E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_pairs", "first_expert", "num_experts", "per_pair"])
@@ -307,15 +363,30 @@ def _gate_up_small_m_kernel(
         gate [BLOCK_N, HIDDEN]              x [BLOCK_M, HIDDEN]^T  ->  h[pairs, BLOCK_N]
         up   [BLOCK_N, HIDDEN]
 
-    With `per_pair` a program works for the expert of its pair if that is the first to name it.
+    With `per_pair` a program works for the expert of its pair if that is the first to name it. Of a
+    shared expert there is a program for each BLOCK_M tokens, and before all others: one for all of
+    them would end last.
     """
     TILES_N: tl.constexpr = triton.cdiv(E.WIDTH, BLOCK_N)
     group, tile = tl.program_id(0) // TILES_N, tl.program_id(0) % TILES_N
     wait_then_launch_dependents(PDL)
+    if E.SHARED:
+        shared_groups = tl.cdiv(num_pairs // TOP_K, BLOCK_M)
+        if group < shared_groups:
+            pairs, valid = _pairs_of_shared(
+                topk_ids_ptr, group * BLOCK_M, num_pairs, first_expert + num_experts - 1,
+                TOP_K, BLOCK_M,
+            )  # fmt: skip
+            if tl.sum(valid.to(tl.int32), 0) > 0:
+                _gate_up_of_pairs(x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, h_ptr, h_scale_ptr,
+                                  num_experts - 1, num_experts, tile * BLOCK_N, pairs, valid,
+                                  E, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+            return
+        group -= shared_groups
     expert = group
     if per_pair != 0:
         expert = tl.load(topk_ids_ptr + group) - first_expert
-    if (expert < 0) | (expert >= num_experts):
+    if (expert < 0) | (expert >= num_experts - E.SHARED):
         return
     pairs, total = _find_pairs(topk_ids_ptr, num_pairs, expert + first_expert, 0, BLOCK_M)
     is_first = tl.arange(0, BLOCK_M) == 0
@@ -331,16 +402,8 @@ def _gate_up_small_m_kernel(
         valid = offs_m < total
         if tile == 0:
             tl.store(expert_pairs_ptr + expert * (num_pairs // TOP_K) + offs_m, pairs, mask=valid)
-        if E.PACKED:
-            y = packed_gate_up(x_ptr, w_ptr, expert, num_experts, tile * BLOCK_N, pairs // TOP_K,
-                               valid, E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
-            offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            h_ptrs = h_ptr + pairs.to(tl.int64)[None, :] * E.WIDTH + offs_n[:, None]
-            inside = (offs_n < E.WIDTH)[:, None] & valid[None, :]
-            tl.store(h_ptrs, y.to(h_ptr.dtype.element_ty), mask=inside)
-        else:
-            _gate_up_tile(x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, h_ptr, h_scale_ptr, expert,
-                          tile * BLOCK_N, pairs, valid,
+        _gate_up_of_pairs(x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, h_ptr, h_scale_ptr, expert,
+                          num_experts, tile * BLOCK_N, pairs, valid,
                           E, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
         begin += BLOCK_M
         if begin < total:
@@ -400,10 +463,23 @@ def _down_small_m_kernel(
         _zero_other_pairs(topk_ids_ptr, out_ptr, num_pairs, first_expert, num_experts,
                           tile * BLOCK_N, E, BLOCK_N)  # fmt: skip
         return
+    if E.SHARED:
+        shared_groups = tl.cdiv(num_pairs // TOP_K, BLOCK_M)
+        if group < shared_groups:
+            pairs, valid = _pairs_of_shared(
+                topk_ids_ptr, group * BLOCK_M, num_pairs, first_expert + num_experts - 1,
+                TOP_K, BLOCK_M,
+            )  # fmt: skip
+            if tl.sum(valid.to(tl.int32), 0) > 0:
+                _down_of_pairs(h_ptr, h_scale_ptr, topk_weights_ptr, w_ptr, w_scale_ptr, out_ptr,
+                               num_experts - 1, num_experts, tile * BLOCK_N, pairs, valid,
+                               E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+            return
+        group -= shared_groups
     expert = group
     if per_pair != 0:
         expert = tl.load(topk_ids_ptr + group) - first_expert
-    if (expert < 0) | (expert >= num_experts):
+    if (expert < 0) | (expert >= num_experts - E.SHARED):
         return
     pair_ptrs = expert_pairs_ptr + expert * (num_pairs // TOP_K)
     total = tl.load(expert_counts_ptr + expert)
@@ -414,17 +490,8 @@ def _down_small_m_kernel(
         offs_m = begin + tl.arange(0, BLOCK_M)
         valid = offs_m < total
         pairs = tl.load(pair_ptrs + offs_m, mask=valid, other=0)
-        if E.PACKED:
-            acc = packed_down(h_ptr, w_ptr, expert, num_experts, tile * BLOCK_N, pairs, valid,
-                              E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
-            acc *= tl.load(topk_weights_ptr + pairs, mask=valid, other=0.0)[None, :]
-            offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            out_ptrs = out_ptr + pairs.to(tl.int64)[None, :] * E.HIDDEN + offs_n[:, None]
-            inside = (offs_n < E.HIDDEN)[:, None] & valid[None, :]
-            tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
-        else:
-            _down_tile(h_ptr, h_scale_ptr, topk_weights_ptr, w_ptr, w_scale_ptr, out_ptr, expert,
-                       tile * BLOCK_N, pairs, valid,
+        _down_of_pairs(h_ptr, h_scale_ptr, topk_weights_ptr, w_ptr, w_scale_ptr, out_ptr, expert,
+                       num_experts, tile * BLOCK_N, pairs, valid,
                        E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
         begin += BLOCK_M
 
@@ -444,7 +511,7 @@ def experts_gemv(
     """-> [M, P, hidden], P = top_k / choices of the tile."""
     (num_tokens, top_k), E = topk_ids.shape, prepared.constants
     assert x.is_contiguous()
-    tile = tiles.tiles_for(x.device).gemv(E.WIDTH)
+    tile = tiles.tiles_for(x.device).gemv(E.WIDTH, hidden=E.HIDDEN)
     gate_up, down = tile.gate_up, tile.down
     shared = {"E": E, "TOP_K": top_k, **launch_options(x.device)}
     h = x.new_empty(num_tokens * top_k, E.WIDTH)
@@ -484,12 +551,13 @@ def experts_small_m(
     )
     gate_up, down = tile.gate_up, tile.down
     per_pair = num_pairs < count
-    groups = num_pairs if per_pair else count
+    groups = num_pairs if per_pair else count - E.SHARED
     h, h_scale = empty_intermediate(num_pairs, q, E.WIDTH)
     expert_pairs = torch.empty(count * (num_tokens + 1), dtype=torch.int32, device=device)
     expert_counts = expert_pairs[count * num_tokens :]
     shared = {"E": E, "TOP_K": top_k}
-    _gate_up_small_m_kernel[(groups * triton.cdiv(E.WIDTH, gate_up.block_n),)](
+    shared_groups = triton.cdiv(num_tokens, gate_up.block_m) if E.SHARED else 0
+    _gate_up_small_m_kernel[((shared_groups + groups) * triton.cdiv(E.WIDTH, gate_up.block_n),)](
         q, scale, topk_ids, prepared.gate_up, prepared.gate_up_scale, h, h_scale, expert_pairs,
         expert_counts, num_pairs, first, count, int(per_pair),
         BLOCK_M=gate_up.block_m, BLOCK_N=gate_up.block_n, BLOCK_K=gate_up.block_k,
@@ -497,7 +565,8 @@ def experts_small_m(
         **launch_options(device, maxnreg=gate_up.maxnreg),
     )  # fmt: skip
     out = torch.empty(num_tokens, top_k, E.HIDDEN, dtype=model_dtype(x), device=device)
-    _down_small_m_kernel[((groups + 1) * triton.cdiv(E.HIDDEN, down.block_n),)](
+    shared_groups = triton.cdiv(num_tokens, down.block_m) if E.SHARED else 0
+    _down_small_m_kernel[((1 + shared_groups + groups) * triton.cdiv(E.HIDDEN, down.block_n),)](
         h, h_scale, topk_ids, topk_weights, prepared.down, prepared.down_scale, out, expert_pairs,
         expert_counts, num_pairs, first, count, int(per_pair),
         BLOCK_M=down.block_m, BLOCK_N=down.block_n, BLOCK_K=down.block_k,

@@ -27,6 +27,7 @@ from negamax.kernels.activations import QuantizedActivations, ShardedActivations
 from negamax.kernels.collectives.triton import gather_rows
 from negamax.kernels.collectives.triton_ll import poll, with_flag
 from negamax.kernels.launch.ptx import INTERPRETED
+from negamax.kernels.launch.tile import warps_of_row
 from negamax.kernels.launch.triton import (
     launch_options,
     sum_over_threads,
@@ -447,7 +448,8 @@ def _route_rows(
         **launch_options(device),
     }
     if prepared.spin_wait and tiles.ROUTE_SMALL_M_MAX_M >= M:
-        block_n, num_warps = tiles.ROUTE_SMALL_M_BLOCK_N, tiles.ROUTE_SMALL_M_WARPS
+        block_n = tiles.ROUTE_SMALL_M_BLOCK_N
+        num_warps = warps_of_row(hidden, measured=tiles.ROUTE_SMALL_M_WARPS)
         _route_small_m_kernel[(triton.cdiv(num_experts, block_n),)](
             *inputs, prepared.logits, prepared.flag, topk_ids, topk_weights, M,
             BLOCK_M=triton.next_power_of_2(M), BLOCK_N=block_n,
@@ -455,7 +457,7 @@ def _route_rows(
             num_warps=num_warps, **shared,
         )  # fmt: skip
         return topk_ids, topk_weights
-    tile = tiles.tiles_for(device).route(M)
+    tile = tiles.tiles_for(device).route(M, hidden=hidden)
     tiles_m = triton.cdiv(M, tile.block_m)
     programs = triton.cdiv(num_experts, tile.block_n) * tile.split_k
     assert tiles_m <= tiles.ROUTE_MAX_TILES, f"{M} tokens in one call"

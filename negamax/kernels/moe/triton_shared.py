@@ -30,6 +30,7 @@ class ExpertConstants:
     GATE_UP: Packing | None = None
     DOWN: Packing | None = None
     ACTIVATION: SwiGlu = SILU
+    SHARED: bool = False  # the last expert is the last choice of every token but padding
 
 
 @dataclass(frozen=True)

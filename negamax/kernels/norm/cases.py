@@ -31,7 +31,7 @@ def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 def full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     """MiniMax-M2's hidden states: one token to a prompt's chunk, as one part or one per chosen
-    expert, plain and FP8.
+    expert, plain and FP8; then MiniMax-M3's.
     """
     shapes: tuple[tuple[int, ...], ...] = (
         (1, 3072), (1, 8, 3072), (16, 8, 3072), (100, 3072), (8192, 3072),
@@ -40,6 +40,9 @@ def full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
         _case(shape, dtype, generator, quantize=quantize)
         for shape in shapes
         for quantize in (False, True)
+    ] + [
+        _case(shape, dtype, generator, quantize=True, gemma=True)
+        for shape in ((1, 6144), (16, 5, 6144), (8192, 5, 6144))
     ]
 
 

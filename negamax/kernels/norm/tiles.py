@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from negamax.kernels import platform
+from negamax.kernels.launch.tile import warps_of_row
 
 # Of the program of a row of 3072: on an H200 the best or within 1 % of it from 1 to 8192 rows. The
 # interpreter counts as one.
@@ -12,6 +13,7 @@ _NUM_WARPS = {"sm_90": 8, "cpu": 8}
 _NOT_MEASURED = 4
 
 
-def num_warps(device: torch.device) -> int:
+def num_warps(device: torch.device, width: int) -> int:
     """Warps of the program of one row."""
-    return _NUM_WARPS.get(platform.platform_of(device).arch, _NOT_MEASURED)
+    measured = _NUM_WARPS.get(platform.platform_of(device).arch, _NOT_MEASURED)
+    return warps_of_row(width, measured=measured)

@@ -275,7 +275,7 @@ def add_rms(x: Tensor, residual: Tensor, norm: NormWeight) -> Tensor | Quantized
         BLOCK=max(triton.next_power_of_2(width // 2), GROUP // 2),
         QUANTIZE=norm.quantize,
         GEMMA=norm.gemma,
-        num_warps=tiles.num_warps(residual.device),
+        num_warps=tiles.num_warps(residual.device, width),
         **launch_options(residual.device),
     )  # fmt: skip
     return result(*written, norm)
