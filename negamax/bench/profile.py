@@ -30,7 +30,7 @@ OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("all-reduce + add + norm", ("_all_reduce_add_rms", "_push_partials", "_add_rms_all_gather")),
     ("add + norm", ("_add_rms", "_sum_parts")),
     ("token placement", ("_locate_kernel",)),
-    ("QK norm + rope + KV write", ("_qk_norm", "_sums_kernel")),
+    ("QK norm + rope + KV write", ("_qk_norm", "_head_norm", "_sums_kernel")),
     ("attention", ("_decode", "_prefill", "reduce_kernel")),
     ("attention plan", ("_plan_decode",)),
     ("router", ("_route",)),
