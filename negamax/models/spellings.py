@@ -90,15 +90,20 @@ def place(names: Iterable[str], *, num_layers: int) -> dict[str, Placement]:
     """The place of each checkpoint tensor in a model of `num_layers` layers. Whether the slot
     exists is for the caller. Layers of multi-token prediction behind the model's own are skipped.
     """
-    names = list(names)
-    mtp = {int(match[1]) for match in map(_MTP_OWN.match, names) if match}
-    return {name: _place(name, num_layers=num_layers, mtp=mtp) for name in names}
+    slots = {name: _respelled(name) for name in names}
+    mtp = {int(match[1]) for match in map(_MTP_OWN.match, slots.values()) if match}
+    return {
+        name: _place(name, slot, num_layers=num_layers, mtp=mtp) for name, slot in slots.items()
+    }
 
 
-def _place(name: str, *, num_layers: int, mtp: Set[int]) -> Placement:
-    slot = name
+def _respelled(name: str) -> str:
     for pattern, replacement in _ALIASES:
-        slot = pattern.sub(replacement, slot)
+        name = pattern.sub(replacement, name)
+    return name
+
+
+def _place(name: str, slot: str, *, num_layers: int, mtp: Set[int]) -> Placement:
     layer = layer_of(slot)
     skips = (reason for pattern, reason in _SKIPPED if pattern.search(name))
     reason = next(skips, _MTP if layer in mtp and (layer or 0) >= num_layers else None)

@@ -433,13 +433,13 @@ def store_float(layout: float_layouts.Layout, matrix: Matrix) -> Stored:
     return tensors, plain.numpy()
 
 
-def floats(name: str, describe: Any, *, file: str = "", attention: str = "") -> Writer:
-    """The layout `name`; `attention`: that of the projections of the attention, if another."""
+def floats(name: str, describe: Any, *, file: str = "", others: str = "") -> Writer:
+    """The layout `name`; `others`: that of all but the experts, if another."""
     layouts = float_layouts.LAYOUTS
 
     def store(module: str, matrix: Matrix) -> Stored:
-        is_attention = attention and ".self_attn." in module
-        return store_float(layouts[attention if is_attention else name], matrix)
+        is_other = others and ".experts." not in module
+        return store_float(layouts[others if is_other else name], matrix)
 
     return Writer(store, describe, file)
 
@@ -459,7 +459,7 @@ FLOATS = {
     "modelopt-mixed": floats(
         "modelopt-nvfp4",
         lambda modules, _: float_layouts.mixed(modules),
-        attention="modelopt-mxfp8",
+        others="modelopt-mxfp8",
     ),
 }
 

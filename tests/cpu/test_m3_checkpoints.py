@@ -1,0 +1,190 @@
+"""MiniMax-M3's checkpoints: as transformers saves both classes, under every prefix, and stored in
+other formats; vision and multi-token prediction are left aside.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_support import PagedRun, build
+from quantized_writers import LEFT_OUT, WRITERS, is_matrix, write
+from safetensors.torch import load_file, save_file
+from stored_kernels import keeping_stored
+from torch import Tensor
+
+from negamax.checkpoint.loader import CheckpointReport, fill, load_weights
+from negamax.checkpoint.plan import plan_load
+from negamax.config.families import read_spec
+from negamax.config.model_spec import ModelSpec
+from negamax.kernels.platform import CPU
+from negamax.kernels.registry import KernelTable, resolve
+from negamax.models.decoder import Decoder
+from negamax.models.family import names_of
+from negamax.models.memory import dequantized, weight_bytes
+from negamax.parallel.collectives import SingleRank
+from negamax.parallel.context import ParallelContext
+from negamax.parallel.layout import ParallelLayout
+
+PATTERN = [0, 1, 1]
+TEXT: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "dense_intermediate_size": 96,
+    "shared_intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "routed_scaling_factor": 2.0, "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "bos_token_id": 1,
+    "eos_token_id": 2, "max_position_embeddings": 512, "rotary_dim": 16,
+    "partial_rotary_factor": 0.5, "moe_layer_freq": PATTERN,
+    "sparse_attention_config": {
+        "sparse_index_dim": 32, "sparse_num_index_heads": 2, "sparse_topk_blocks": 2,
+        "sparse_block_size": 16, "sparse_attention_freq": PATTERN, "sparse_local_block": 1,
+    },
+}  # fmt: skip
+CONFIG: dict[str, Any] = {
+    "architectures": ["MiniMaxM3SparseForConditionalGeneration"], "model_type": "minimax_m3_vl",
+    "dtype": "float32", "text_config": TEXT,
+}  # fmt: skip
+SPEC = read_spec(CONFIG)
+VISION = ("vision_tower.vision_model.pre_layrnorm.weight", "patch_merge_mlp.linear_1.bias")
+MTP = "language_model.model.mtp.layers.0.eh_proj.weight"
+
+
+def random_tensors(spec: ModelSpec) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(weight.shape, generator=generator) * weight.shape[-1] ** -0.5
+        for weight in names_of(spec).weights(spec)
+        for name in weight.names()
+    }
+
+
+def load(
+    folder: Path,
+    layout: ParallelLayout | None = None,
+    *,
+    kernels: KernelTable | None = None,
+) -> tuple[Decoder, dict[str, Tensor], CheckpointReport]:
+    """A rank's model; what its slots wrote; the loader's report."""
+    spec = read_spec(json.loads((folder / "config.json").read_text()), folder)
+    one = SingleRank()
+    context = ParallelContext(
+        layout or ParallelLayout(), attention_group=one, expert_group=one, world=one
+    )
+    model = build(spec, context=context, kernels=kernels, loaded=False)
+    slots = model.weight_slots()
+    targets = {name: vars(slot)["_target"] for name, slot in slots.items()}
+    report = fill(slots, plan_load(slots, spec, folder))
+    return model, {name: targets[name] for name in slots if slots[name].written}, report
+
+
+def greedy(model: Decoder) -> list[int]:
+    """Beyond two blocks of 16 tokens, so that blocks are chosen."""
+    run, tokens = PagedRun(model), [5, 17, 60, 3] * 11
+    for _ in range(8):
+        logits = run.step([("a", tokens[run.lengths.get("a", 0) :])])["a"]
+        tokens.append(int(logits[-1].argmax()))
+    return tokens[44:]
+
+
+def test_both_classes_of_transformers_load_as_they_are_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as hub
+    from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import (
+        MiniMaxM3VLConfig,
+        MiniMaxM3VLTextConfig,
+        MiniMaxM3VLVisionConfig,
+    )
+
+    torch.manual_seed(0)
+    text = MiniMaxM3VLTextConfig(**TEXT)
+    vision = MiniMaxM3VLVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    whole = hub.MiniMaxM3SparseForConditionalGeneration(
+        MiniMaxM3VLConfig(text_config=text, vision_config=vision, projector_hidden_size=64)
+    )
+    alone = hub.MiniMaxM3VLForCausalLM(text)
+    alone.model.load_state_dict(whole.model.language_model.state_dict())
+    alone.lm_head.load_state_dict(whole.lm_head.state_dict())
+    found = []
+    for name, saved in (("whole", whole), ("alone", alone)):
+        saved.save_pretrained(tmp_path / name)
+        with caplog.at_level(logging.WARNING, logger="negamax"):
+            model, tensors, _ = load(tmp_path / name)
+        found.append(tensors)
+        assert tensors.keys() == {n for n, s in model.weight_slots().items() if not s.optional}
+        assert weight_bytes(model.spec, dtype="float32") == sum(t.nbytes for t in tensors.values())
+    for name, tensor in found[0].items():
+        assert torch.equal(tensor, found[1][name]), name
+    skips = [record.getMessage() for record in caplog.records if "skipped" in record.getMessage()]
+    assert len(skips) == 1
+    assert re.match(r"skipped 27 tensors: vision, which is not read yet \(", skips[0])
+
+
+@pytest.mark.parametrize(
+    "prefix", ["language_model.model.", "model.language_model.", "model.", "language_model.", ""]
+)
+def test_names_load_with_every_prefix(tmp_path: Path, prefix: str) -> None:
+    tensors = random_tensors(SPEC)
+    renamed = {re.sub(r"^model\.", prefix, name): tensor for name, tensor in tensors.items()}
+    mtp = f"{prefix}layers.3.eh_proj.weight"
+    others = {name: torch.ones(2) for name in (*VISION, f"model.{VISION[0]}", MTP, mtp)}
+    save_file({**renamed, **others}, tmp_path / "model.safetensors")
+    model = build(SPEC, loaded=False)
+    slots = model.weight_slots()
+    targets = {name: vars(slot)["_target"] for name, slot in slots.items()}
+    report = load_weights(slots, SPEC, tmp_path)
+    for name, tensor in tensors.items():
+        assert torch.equal(targets[name], tensor), name
+    assert {len(names) for names in report.skipped.values()} == {2, 3}
+    assert report.num_tensors == len(tensors)
+
+
+def renamed(folder: Path) -> None:
+    """The checkpoint in `folder` under the names of MiniMax's own, with more than text."""
+    tensors = load_file(folder / "model.safetensors")
+    more = {name: torch.ones(2) for name in VISION}
+    whole = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    save_file({**whole, **more}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mxfp8", "fp8-block", "modelopt-mixed", "modelopt-nvfp4", "quark-mxfp4", "modelslim-dynamic",
+     "compressed-mxfp8", "packed-int4", "awq"],
+)  # fmt: skip
+def test_a_model_computes_with_the_matrices_that_were_stored(name: str, tmp_path: Path) -> None:
+    tensors = random_tensors(SPEC)
+    plain = write(tmp_path, CONFIG, tensors, WRITERS[name])
+    renamed(tmp_path)
+    quantized = {key for key in plain if is_matrix(key) and not key.startswith(LEFT_OUT)}
+    assert all(not torch.equal(plain[key], tensors[key]) for key in quantized)
+    for layout in (
+        ParallelLayout(),
+        ParallelLayout(rank=1, tp=2, ep=2),
+        ParallelLayout(rank=3, tp=4),
+    ):
+        model, found, report = load(tmp_path, layout)
+        assert report.num_dequantized == len(quantized & found.keys()) > 0
+        assert sum(map(len, report.skipped.values())) == len(VISION)
+        for key, values in found.items():
+            region = model.weight_slots()[key].region
+            part = tuple(slice(each.start, each.stop) for each in region)
+            assert torch.equal(values, plain[key][part]), (key, layout)
+        held = sum(values.nbytes for values in found.values())
+        sizes: Mapping[str, int] = {"ranks": layout.tp, "ep": layout.ep}
+        assert weight_bytes(model.spec, dtype="float32", kept=dequantized, **sizes) == held
+    expected = greedy(build(SPEC, plain))
+    keeping = keeping_stored(resolve(platform=CPU, dtype=torch.float32))
+    for kernels in (None, keeping):
+        model, _, report = load(tmp_path, kernels=kernels)
+        assert (report.num_kept > 0) is (kernels is keeping)
+        model.finish_loading()
+        assert greedy(model) == expected
+    assert len(set(expected)) > 2
