@@ -1,0 +1,82 @@
+"""What comparisons of MiniMax-M3 with transformers share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from model_support import PagedRun, build
+
+from negamax import SamplingParams
+from negamax.checkpoint.loader import load_weights
+from negamax.config.families import read_spec
+from negamax.engine.llm import Generation
+
+NUM_TOKENS = 48
+TOLERANCE = 1e-4
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3, seed=0)
+PARAMS = msgspec.structs.replace(GREEDY, prompt_logprobs=3)
+
+
+def check(
+    model: torch.nn.Module,
+    prompts: Sequence[list[int]],
+    generations: Sequence[Generation],
+) -> None:
+    """Each token is the oracle's choice after those before it, so all of them are the oracle's
+    greedy text; all log-probabilities are the oracle's.
+    """
+    for prompt, generation in zip(prompts, generations, strict=True):
+        completion = generation.outputs[0]
+        answer = completion.token_ids
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + answer])).logits[0]
+        assert answer == logits[len(prompt) - 1 : -1].argmax(dim=-1).tolist()
+        assert len(answer) == NUM_TOKENS
+        logprobs = torch.log_softmax(logits, dim=-1)
+        entries = (generation.prompt_logprobs or []) + (completion.logprobs or [])
+        first = len(prompt) - 1 + NUM_TOKENS - len(entries)
+        assert first in (0, len(prompt) - 1)
+        for position, entry in enumerate(entries, start=first):
+            assert entry.token_id == (prompt + answer)[position + 1]
+            top = zip(entry.top_ids, entry.top_logprobs, strict=True)
+            tokens = [(entry.token_id, entry.logprob), *top]
+            for token_id, logprob in tokens:
+                assert abs(logprob - float(logprobs[position, token_id])) < TOLERANCE
+
+
+def prompts_of(seed: int, sizes: Mapping[str, Any]) -> list[list[int]]:
+    """A prompt whose answer begins where all blocks are attended to and ends behind that, one far
+    longer, and one that ends inside the first block.
+    """
+    generator = torch.Generator().manual_seed(1000 + seed)
+    block = sizes["index_block_size"]
+    dense = sizes["index_topk_blocks"] * block
+    return [
+        torch.randint(3, sizes["vocab_size"], (length,), generator=generator).tolist()
+        for length in (dense - 5, dense + 3 * block + 7, block - 1 - seed % 7)
+    ]
+
+
+TOKENS = [token % 89 for token in range(3, 203)]
+
+
+def run_in_chunks(run: PagedRun, tokens: list[int]) -> torch.Tensor:
+    """Logits of all tokens, in chunks of which most end inside blocks, the last one by one."""
+    ends = [0, 5, 48, 101, 150, *range(len(tokens) - 6, len(tokens) + 1)]
+    steps = [tokens[first:end] for first, end in pairwise(ends)]
+    return torch.cat([run.step([("a", chunk)])["a"] for chunk in steps])
+
+
+def loaded(folder: Path, *, ranks: int = 1, **options: Any) -> PagedRun:
+    """Our model with the weights of `folder`, on one of `ranks`."""
+    spec = read_spec(json.loads((folder / "config.json").read_text()))
+    model = build(spec, loaded=False, **options)
+    load_weights(model.weight_slots(), spec, folder)
+    model.finish_loading()
+    return PagedRun(model, ranks=ranks, num_blocks=32, block_size=16)

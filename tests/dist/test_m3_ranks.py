@@ -1,0 +1,71 @@
+"""Two and four gloo processes give transformers' logits and text of MiniMax-M3: index heads are
+split as KV heads are, or held by several ranks; index keys are on every rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "cpu"))
+
+from m3_rank import LAYOUTS, one_rank
+from m3_support import PARAMS, TOKENS, TOLERANCE, check, prompts_of
+from rank_processes import run_ranks
+
+from negamax import LLM
+from tests import tiny, tiny_m3
+
+
+def sizes_of(kv_heads: int) -> dict[str, Any]:
+    """What four ranks can share."""
+    return tiny_m3.random_sizes(
+        5, vocab_size=96, num_attention_heads=8, num_key_value_heads=kv_heads,
+        index_n_heads=kv_heads, dense_intermediate_size=24, intermediate_size=24,
+        shared_intermediate_size=24, num_local_experts=8, num_hidden_layers=3,
+        mlp_layer_types=["dense", "sparse", "sparse"], index_topk_blocks=2, index_block_size=16,
+        layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_every_rank_has_the_logits_of_transformers(tp: int, tmp_path: Path) -> None:
+    expected = {}
+    for kv_heads in {kv_heads for size, kv_heads, _ in LAYOUTS if size == tp}:
+        model = tiny_m3.make_model(kv_heads, **sizes_of(kv_heads))
+        tiny.save(model, tmp_path / f"{kv_heads}")
+        with torch.inference_mode():
+            expected[kv_heads] = model(torch.tensor([TOKENS])).logits[0]
+    run_ranks(one_rank, tp, str(tmp_path), world=tp)
+    for case, (size, kv_heads, ep) in enumerate(LAYOUTS):
+        results = [
+            torch.load(tmp_path / f"{case}-{rank}.pt", weights_only=True)
+            for rank in range(tp if size == tp else 0)
+        ]
+        for got in results:
+            assert torch.equal(got, results[0])  # one differing bit would part their ways
+            torch.testing.assert_close(
+                got, expected[kv_heads], atol=TOLERANCE, rtol=0, msg=f"{kv_heads}, ep {ep}"
+            )
+
+
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_the_engine_equals_transformers_on_several_ranks(tp: int, tmp_path: Path) -> None:
+    sizes = sizes_of(2)
+    model = tiny_m3.make_model(11, **sizes)
+    prompts = prompts_of(11, sizes)
+    engine = LLM(
+        str(tiny.save(model, tmp_path)),
+        dtype="float32",
+        tensor_parallel_size=tp,
+        max_num_batched_tokens=37,
+        max_num_seqs=3,
+        max_model_len=512,
+        num_threads=1,
+    )
+    with engine:
+        check(model, prompts, engine.generate(prompts, PARAMS))
