@@ -246,6 +246,22 @@ def test_later_choices_are_sent_when_the_first_has_read_the_prompt() -> None:
     asyncio.run(run())
 
 
+def test_later_choices_of_a_request_that_is_to_end_are_never_sent() -> None:
+    async def run() -> None:
+        engine, taken = Engine(), list[RequestOutput]()
+        request = generation(engine, n=3)
+        running = asyncio.create_task(request.run(taken.append))
+        await asyncio.sleep(0)
+        request.abort()
+        give(request, update("r/0", [IDS[0]]))  # crossed with the abort
+        give(request, SequenceUpdate("r/0", [], finish_reason="abort"))
+        await asyncio.wait_for(running, 120)
+        assert engine.submitted == ["r/0"] and not engine.open
+        assert [output.finish_reason for output in taken] == ["abort", "abort", None, "abort"]
+
+    asyncio.run(run())
+
+
 def test_a_stop_string_ends_the_choice_in_the_engine_too() -> None:
     async def run() -> None:
         engine, taken = Engine(), list[RequestOutput]()

@@ -263,15 +263,17 @@ class AsyncEngine:
 
     def abort(self, is_meant: Callable[[Owner], bool]) -> int:
         """End the open sequences that are meant, by their owners, with finish_reason "abort"; how
-        many there are.
+        many there are, without those that were told to end before.
         """
-        meant = [
-            sequence_id
+        meant = {
+            sequence_id: generation
             for sequence_id, generation in self._open.items()
-            if is_meant(generation.owner)
-        ]
+            if not generation.is_told_to_end and is_meant(generation.owner)
+        }
         if meant and self._channel is not None:
-            self._channel.send(wire.AbortRequests(meant))
+            self._channel.send(wire.AbortRequests(list(meant)))
+            for generation in dict.fromkeys(meant.values()):
+                generation.abort()
         return len(meant)
 
     def reset_prefix_cache(self) -> None:

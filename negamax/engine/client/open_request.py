@@ -94,6 +94,7 @@ class OpenRequest:
         "_unsent",
         "_updates",
         "_waiting",
+        "is_told_to_end",
         "owner",
     )
 
@@ -113,6 +114,7 @@ class OpenRequest:
         monotonic seconds.
         """
         self.owner = owner
+        self.is_told_to_end = False
         self._host = host
         self._requests = requests
         self._streams = dict(streams)  # those that go on
@@ -181,6 +183,13 @@ class OpenRequest:
         """Hand on again, at once what was kept back."""
         self._is_paused = False
         self._hand_kept()
+
+    def abort(self) -> None:
+        """The engine is told to end what it has of the request; end here what it has not."""
+        self.is_told_to_end = True
+        unsent, self._unsent = self._unsent, ()
+        for request in unsent:
+            self.push(SequenceUpdate(request.request_id, [], finish_reason="abort"))
 
     def close(self, error: BaseException | None = None) -> None:
         """Abort what still runs; `error` is why. The first call counts."""
