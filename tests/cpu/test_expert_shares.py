@@ -20,7 +20,7 @@ from negamax.kernels.platform import CPU
 from negamax.kernels.registry import OPS, resolve
 from negamax.kernels.signatures import EXPERTS, ROUTE
 from negamax.layers.moe import SparseMoe
-from negamax.models.minimax_m2 import names
+from negamax.models.minimax_m3 import names
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 from negamax.quantization.awq import awq
@@ -60,7 +60,7 @@ def str_of(stored: TensorFormat | int) -> str:
 
 
 class Model:
-    """Experts 12 units wide: even shares of 8 and 16 ranks cut them."""
+    """Experts 12 units wide, and a shared one: even shares of 8 and 16 ranks cut them."""
 
     def __init__(self, stored: TensorFormat, num_experts: int) -> None:
         self.stored, self.num_experts = stored, num_experts
@@ -71,7 +71,7 @@ class Model:
                 random_stored(stored, shape, seed=3 * expert + n)
                 for n, shape in enumerate((wide, wide, tall))
             ]
-            for expert in range(num_experts)
+            for expert in range(num_experts + 1)
         ]
         generator = torch.Generator().manual_seed(1)
         self.x = torch.randn(TOKENS, self.hidden, generator=generator) / self.hidden
@@ -95,19 +95,25 @@ class Model:
             width=self.width,
             num_experts=self.num_experts,
             top_k=TOP_K,
+            shared_width=self.width,
             context=replace(single, layout=layout),
             kernels=replace(TABLE, candidates={**TABLE.candidates, EXPERTS: watched}),
             weights=WeightFormat(torch.float32, torch.device("cpu"), scheme),
         )
         own = names.moe(0)
-        tensors = {own.router: self.gate, own.router_bias: torch.zeros(self.num_experts)}
-        for expert, parts in enumerate(self.experts):
-            for name, part in zip((own.gate, own.up, own.down), parts, strict=True):
-                module = name.replace("*", str(expert)).removesuffix("weight")
+        tensors: dict[str, Tensor] = {}
+        plain = {own.router: self.gate, own.router_bias: torch.zeros(self.num_experts)}
+        assert own.shared is not None
+        all_names = [*map(own.expert, range(self.num_experts)), own.shared]
+        for its, parts in zip(all_names, self.experts, strict=True):
+            for name, part in zip((its.gate, its.up, its.down), parts, strict=True):
+                module = name.removesuffix("weight")
                 tensors |= {module + tensor: values for tensor, values in part.items()}
+                plain[name] = self.stored.dequantize(part)
         for slot in moe.slots:
-            if slot.needed and slot.name in tensors:
-                slot.write(tensors[slot.name])
+            given = plain if slot.stored is None else tensors
+            if slot.needed and slot.name in given:
+                slot.write(given[slot.name])
         moe.finish_loading()
         return moe, prepared
 
@@ -117,9 +123,9 @@ class Model:
         gate_up = torch.stack([torch.cat(each[:2]) for each in plain])
         down = torch.stack([each[2] for each in plain])
         route, experts = OPS[ROUTE].reference, OPS[EXPERTS].reference
-        router = route.prepare(self.gate, torch.zeros(self.num_experts))
+        router = route.prepare(self.gate, torch.zeros(self.num_experts), shared=True)
         ids, weights = route.run(self.x, router, top_k=TOP_K)
-        stacked, count = experts.prepare(as_plain(gate_up), as_plain(down)), self.num_experts
+        stacked, count = experts.prepare(as_plain(gate_up), as_plain(down)), self.num_experts + 1
         return plain, experts.run(self.x, ids, weights, stacked, first=0, count=count)
 
 
@@ -142,14 +148,16 @@ def test_the_ranks_parts_add_up_to_what_one_rank_computes(tp: int, stored: Tenso
             part, rest = slice(share.part.start, share.part.stop), slice(len(share.part), None)
             found += len(share.part) * len(gate_up)
             gates, ups = gate_up.chunk(2, dim=1)
-            for n, expert in enumerate(layout.experts.experts(model.num_experts)):
+            numbers = [*layout.experts.experts(model.num_experts)]
+            numbers += [model.num_experts] * (ep == 1)  # the shared one, else beside them
+            for n, expert in enumerate(numbers):
                 held = gates[n], ups[n], down[n].t()
                 stored_as = plain[expert][0], plain[expert][1], plain[expert][2].t()
                 for values, whole in zip(held, stored_as, strict=True):
                     assert torch.equal(values[: len(share.part)], whole[part])
                 # so that whatever the columns of down behind them are, they add nothing
                 assert not gates[n][rest].any() and not ups[n][rest].any()
-        assert len(shapes) == 1 and found == model.width * model.num_experts
+        assert len(shapes) == 1 and found == model.width * (model.num_experts + (ep == 1))
         assert (total - expected).norm() < 1e-5 * expected.norm()
 
 

@@ -8,13 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 from model_support import build, tiny_config
+from transformers import MiniMaxM3VLConfig
 
 from negamax.config.families import read_spec
+from negamax.config.model_spec import ModelSpec
 from negamax.config.quantization import QuantizationSpec
 from negamax.models.family import names_of
 from negamax.models.memory import dequantized, read_bytes, weight_bytes
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
+from tests import tiny_m3
 
 SPEC = read_spec(
     tiny_config(
@@ -23,31 +26,59 @@ SPEC = read_spec(
 )
 
 
-def test_a_family_names_every_tensor_of_a_model_and_its_shape() -> None:
+def m3(shared_width: int) -> ModelSpec:
+    """Dense and sparse layers, a shared expert among the experts or beside them."""
+    sizes = tiny_m3.random_sizes(
+        4,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        index_n_heads=4,
+        vocab_size=64,
+        num_local_experts=8,
+        intermediate_size=40,
+        dense_intermediate_size=48,
+        shared_intermediate_size=shared_width,
+        mlp_layer_types=["dense", "sparse"],
+        layer_types=["full_attention", "minimax_m3_sparse"],
+    )
+    return read_spec(MiniMaxM3VLConfig(text_config=sizes).to_dict())
+
+
+FAMILIES = {"m2": SPEC, "m3": m3(40), "m3 beside": m3(80)}
+
+
+@pytest.mark.parametrize("family", ["m2", "m3"])
+def test_a_family_names_every_tensor_of_a_model_and_its_shape(family: str) -> None:
+    spec = FAMILIES[family]
     said = {
         weight.name.replace("*", str(number)): weight.shape
-        for weight in names_of(SPEC).weights(SPEC)
+        for weight in names_of(spec).weights(spec)
         for number in range(weight.count)
     }
-    slots = build(SPEC, loaded=False).weight_slots()
+    slots = build(spec, loaded=False).weight_slots()
     assert said == {name: slot.shape for name, slot in slots.items() if not slot.optional}
-    weights = names_of(SPEC).weights(SPEC)
+    weights = names_of(spec).weights(spec)
     assert sum(weight.num_elements for weight in weights) == sum(map(math.prod, said.values()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("ranks", "ep"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)])
-def test_bytes_of_a_rank_are_those_of_its_slots(ranks: int, ep: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("ranks", "ep"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bytes_of_a_rank_are_those_of_its_slots(
+    family: str, ranks: int, ep: int, dtype: torch.dtype
+) -> None:
     """On 4 ranks the 2 KV heads are copied. Experts take the same bytes cut or whole."""
+    spec = FAMILIES[family]
     context = replace(ParallelContext.single(), layout=ParallelLayout(tp=ranks, ep=ep))
-    model = build(SPEC, loaded=False, context=context, dtype=dtype)
+    model = build(spec, loaded=False, context=context, dtype=dtype)
     held = sum(
         math.prod(map(len, slot.region)) * slot.dtype.itemsize
         for slot in model.weight_slots().values()
         if slot.dtype is not None and not slot.optional
     )
     name = str(dtype).removeprefix("torch.")
-    assert weight_bytes(SPEC, dtype=name, kept=dequantized, ranks=ranks) == held
+    assert weight_bytes(spec, dtype=name, kept=dequantized, ranks=ranks, ep=ep) == held
 
 
 def test_many_tokens_read_all_weights_but_the_embedding() -> None:
