@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from negamax.base.errors import ConfigError
 from negamax.config.families import bundled_names, bundled_spec
 from negamax.config.kv_cache import block_bytes
+from negamax.config.minimax_m2 import MiniMaxM2Spec
 from negamax.config.model_spec import ModelSpec
 from negamax.config.options import EngineOptions
 from negamax.config.parallel import ParallelOptions
@@ -134,18 +135,22 @@ def _on_gpus(model: str, spec: ModelSpec, gpus: Sequence[Gpu]) -> ModelVerdict:
     command += " --enable-expert-parallel" if best.enable_expert_parallel else ""
     if tokens < spec.max_position_embeddings:
         command += f" --max-model-len {tokens // 1024 * 1024}"
-    form = "FP8 as stored" if kept else "FP8 dequantised to bf16"
-    detail = f"{form}, {_gib(_weights(spec, best, kept=kept))} of weights per GPU"
+    stored = "bf16" if spec.quantization is None else spec.quantization.method.upper()
+    form = "as stored" if kept or spec.quantization is None else "dequantised to bf16"
+    detail = f"{stored} {form}, {_gib(_weights(spec, best, kept=kept))} of weights per GPU"
     detail += f", KV cache of about {tokens // 1000 * 1000:,} tokens"
-    if not all(gpu.platform.is_measured for gpu in gpus[:size]):
+    is_measured = isinstance(spec, MiniMaxM2Spec)
+    if not is_measured:
+        detail += "; never measured on a GPU"
+    elif not all(gpu.platform.is_measured for gpu in gpus[:size]):
         detail += "; never measured on such a GPU"
     padding = expert_padding(
         spec, kept=as_stored if kept else dequantized, ranks=size, ep=best.num_expert_ranks
     )
     detail += f"; {padding}" if padding else ""
-    if size > MEASURED_RANKS:
+    if is_measured and size > MEASURED_RANKS:
         detail += f"; never measured on more than {MEASURED_RANKS} GPUs"
-    if best.enable_expert_parallel:
+    if is_measured and best.enable_expert_parallel:
         detail += "; never measured with whole experts on each GPU"
     return ModelVerdict(model, True, command, detail)
 

@@ -166,7 +166,8 @@ def bytes_of_blocks(num_blocks: int, config: WorkerConfig, *, dtype: torch.dtype
 def describe(num_blocks: int, config: WorkerConfig, *, dtype: torch.dtype) -> str:
     """The cache's size and dtype, for people."""
     size = bytes_of_blocks(num_blocks, config, dtype=dtype) / GIB
-    return f"KV cache {size:.2f} GiB per rank in {_name(dtype)}"
+    per_token = bytes_of_blocks(1, config, dtype=dtype) // config.block_size
+    return f"KV cache {size:.2f} GiB per rank in {_name(dtype)}, {per_token:,} bytes per token"
 
 
 def check_rows_fit(config: WorkerConfig, *, device: torch.device) -> None:

@@ -10,7 +10,9 @@ from negamax.config.families import bundled_spec
 from negamax.config.kv_cache import KvCacheSpec, block_bytes, choose_block_size
 from negamax.models.family import INT8_CACHE, names_of
 from negamax.models.memory import dequantized, weight_bytes
+from negamax.parallel.layout import ParallelLayout
 from negamax.worker import device, kv_cache
+from negamax.worker.config import WorkerConfig
 
 GIB = 2**30
 
@@ -118,3 +120,20 @@ def test_devices_and_dtypes_that_cannot_be_are_refused(monkeypatch: pytest.Monke
     kv_cache.check_scales([], dtype=torch.float8_e4m3fn)
     with pytest.raises(ConfigError, match=r"fp8; .* for int8, one for each channel .*auto"):
         kv_cache.check_scales([INT8_CACHE], dtype=torch.float8_e4m3fn)
+
+
+def test_a_start_and_a_refusal_say_what_a_token_of_m3_takes() -> None:
+    """Index keys are whole on each rank: 122,880 / 4 + 14,592 bytes."""
+    config = WorkerConfig(
+        bundled_spec("minimax-m3"), (1,), None, ParallelLayout(tp=4), "cpu", "bfloat16", "auto",
+        max_model_len=2**20, max_num_seqs=1, max_num_batched_tokens=16, block_size=128,
+        num_kv_blocks=None, kv_cache_memory=40 * GIB, gpu_memory_utilization=0.9, cudagraph_size=0,
+        num_threads=1, seed=0, show_progress=False, addresses=None,
+    )  # fmt: skip
+    said = kv_cache.describe(8192, config, dtype=torch.bfloat16)
+    assert said == "KV cache 44.25 GiB per rank in bfloat16, 45,312 bytes per token"
+    refusal = r"1048576 tokens needs 44\.25 GiB of KV cache, 40\.00 GiB .*--max-model-len to 947840"
+    with pytest.raises(ResourceError, match=refusal):
+        kv_cache.choose_blocks(
+            config, dtype=torch.bfloat16, workspace=0, device=torch.device("cpu")
+        )

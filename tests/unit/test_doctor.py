@@ -58,6 +58,21 @@ def test_model_that_fits_comes_with_its_command(here: Machine, command: str) -> 
 
 
 @pytest.mark.parametrize(
+    ("model", "count", "words"),
+    [
+        ("MiniMaxAI/MiniMax-M3", 8, "bf16 as stored, 99.6 GiB of weights per GPU"),
+        ("MiniMaxAI/MiniMax-M3-MXFP8", 4, "MXFP8 as stored, 103.1 GiB of weights per GPU"),
+    ],
+)
+def test_m3_fits_and_was_never_measured(model: str, count: int, words: str) -> None:
+    found = verdict(machine(count, gib=139.8), model)
+    assert found.command.startswith(f"negamax serve {model} --tensor-parallel-size {count} --max-m")
+    assert words in found.detail and "; never measured on a GPU" in found.detail
+    fewer = verdict(machine(count // 2, gib=139.8), model)
+    assert not fewer.runs and f"it takes about {count} free GPUs" in fewer.detail
+
+
+@pytest.mark.parametrize(
     ("here", "words"),
     [
         (machine(1, gib=139.8), "it takes about 2 free GPUs like these"),
