@@ -118,6 +118,12 @@ _TABLE = (
         choices=KV_CACHE_DTYPES,
     ),
     Flag(
+        "index_cache_dtype",
+        MEMORY,
+        "The same of the keys that choose blocks (MiniMax-M3); fp8 on the CPU, too.",
+        choices=KV_CACHE_DTYPES,
+    ),
+    Flag(
         "gpu_memory_utilization",
         MEMORY,
         "Share of a GPU's memory that may be used.",

@@ -71,7 +71,7 @@ _IGNORED = (
         disable-hybrid-swa-memory disable-cascade-attn skip-server-warmup""",
     ),
     _group(
-        "kernels are chosen at start, for the GPU and the model",
+        rules.KERNELS,
         switches="""enable-lean-attention enable-nvidia-megakernel enable-amd-monokernel
         disable-flashinfer-autotune enable-flashinfer-autotune triton-attention-reduce-in-fp32
         flashinfer-mla-disable-ragged enable-fused-qk-norm-rope enable-torch-compile
@@ -98,8 +98,9 @@ _IGNORED = (
         monokernel-backend model-impl swa-full-tokens-ratio swa-prefix-tails c128-page-size
         prefix-match-unit""",
         lists="flashinfer-autotune-skip-ops kv-cache-dtype-skip-layers",
-        json="attention-config -ac kernel-config ir-op-priority additional-config engram-config",
+        json="kernel-config ir-op-priority additional-config engram-config",
     ),
+    _group(rules.KERNELS, rule=rules.attention, json="attention-config -ac"),
     _group(
         GRAPHS,
         switches="""disable-prefill-cuda-graph disable-cuda-graph-padding

@@ -12,6 +12,7 @@ from negamax.config.parallel import UNSUPPORTED, instead_of
 GRAPHS = "whole steps run as CUDA graphs; --enforce-eager turns that off"
 EXPERTS = "where experts lie is for --enable-expert-parallel to say; the answers are the same"
 TRANSFER = "the KV cache stays in the server that computed it"
+KERNELS = "kernels are chosen at start, for the GPU and the model"
 TOKENIZER = "the tokenizer is the checkpoint's"
 
 # Values of our own options as other servers call them, by parameter.
@@ -29,6 +30,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("instanttensor", "layered"), "safetensors"),
     },
     "kv_cache_dtype": {"bf16": "bfloat16", "fp16": "float16"},
+    "index_cache_dtype": {"bf16": "bfloat16", "fp16": "float16"},
     "max_model_len": {"-1": "auto", "None": "auto"},
     "max_num_batched_tokens": {"-1": "auto"},
 }
@@ -60,6 +62,14 @@ def compilation(value: Any, line: Mapping[str, str]) -> Translation:
     if sizes:
         instead += capture_sizes(sizes, line).instead
     return Translation(tuple(instead), note=None if instead else GRAPHS)
+
+
+def attention(value: Any, line: Mapping[str, str]) -> Translation:
+    """What it says of the dtype of index keys is --index-cache-dtype."""
+    dtype = value.get("indexer_kv_dtype") if isinstance(value, dict) else None
+    if dtype is None:
+        return Translation(note=KERNELS)
+    return Translation((("--index-cache-dtype", str(dtype)),))
 
 
 def capture_sizes(value: Any, line: Mapping[str, str]) -> Translation:

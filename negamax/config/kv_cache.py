@@ -8,7 +8,7 @@ one name, the hash of its tokens (`scheduler/prefix_cache.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 
 from negamax.base.errors import ConfigError
@@ -25,9 +25,10 @@ class KvCacheSpec:
     name: str  # by which the layer finds it
     heads: int  # of all ranks together
     width: int  # elements
-    dtype: str | None = None  # None: the dtype of --kv-cache-dtype
+    dtype: str | None = None  # None: that of --kv-cache-dtype, or of --index-cache-dtype
     block_tokens: int = 1  # the block size is a multiple of it
     replicated: bool = False  # whole on every rank, not split by heads
+    is_index: bool = False  # it holds keys that choose what is attended to
 
     def local_heads(self, ranks: int) -> int:
         """Heads on each of `ranks`; ranks beyond the heads hold copies."""
@@ -40,6 +41,23 @@ class KvCacheSpec:
 
 
 KvCacheSpecs = Sequence[Sequence[KvCacheSpec]]  # of each layer none, one or several
+
+
+def with_index_dtype(caches: KvCacheSpecs, dtype: str) -> KvCacheSpecs:
+    """`caches`, those of index keys in `dtype` unless they name another."""
+    return [
+        [replace(cache, dtype=cache.dtype or dtype) if cache.is_index else cache for cache in layer]
+        for layer in caches
+    ]
+
+
+def check_index_dtype(caches: KvCacheSpecs, asked: str) -> None:
+    """Errors: `ConfigError` where a dtype is `asked` for index keys that `caches` do not hold."""
+    if asked != "auto" and not any(cache.is_index for layer in caches for cache in layer):
+        raise ConfigError(
+            f"--index-cache-dtype is {asked}; this model has no index keys",
+            hint="use auto, and --kv-cache-dtype for keys and values",
+        )
 
 
 def block_bytes(caches: KvCacheSpecs, block_size: int, *, dtype: str, ranks: int) -> int:

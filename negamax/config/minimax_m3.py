@@ -182,7 +182,12 @@ class MiniMaxM3Spec(ModelSpec):
         if self.sparse is None:
             return [full] * self.num_layers
         index = KvCacheSpec(
-            "index", 1, self.sparse.index_dim, block_tokens=self.sparse.block_size, replicated=True
+            "index",
+            1,
+            self.sparse.index_dim,
+            block_tokens=self.sparse.block_size,
+            replicated=True,
+            is_index=True,
         )
         return [[*full, index] if is_sparse else full for is_sparse in self.sparse.layers]
 

@@ -54,6 +54,7 @@ class EngineOptions:
     # of waiting prompts, the same; default: 4 times what the KV cache holds
     max_queued_tokens: int | None = None
     kv_cache_dtype: str = "auto"  # "auto": the compute dtype; "fp8" is "fp8_e4m3"
+    index_cache_dtype: str = "auto"  # of the keys that choose blocks in sparse attention; likewise
     # bytes per rank; default: what is left on the GPU, a share of main memory on the CPU
     kv_cache_memory: int | None = None
     # share of a GPU's memory that weights, cache and workspaces may take together
@@ -85,6 +86,7 @@ class EngineOptions:
             load_format=LOAD_FORMATS,
             device=DEVICES,
             kv_cache_dtype=KV_CACHE_DTYPES,
+            index_cache_dtype=KV_CACHE_DTYPES,
             log_format=log.FORMATS,
         )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:

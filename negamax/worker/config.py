@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from negamax.config.families import family_of
-from negamax.config.kv_cache import KvCacheSpecs
+from negamax.config.kv_cache import KvCacheSpecs, with_index_dtype
 from negamax.config.model_spec import ModelSpec
 from negamax.parallel.layout import ParallelLayout
 
@@ -61,6 +61,7 @@ class WorkerConfig:
     seed: int
     show_progress: bool
     addresses: RankAddresses | None  # None: there is one rank, and no process for it
+    index_cache_dtype: str = "auto"  # as kv_cache_dtype; the worker replaces it by torch's name
     crash_dump_dir: str | None = None
     weight_cache: str | None = None  # a folder
 
@@ -68,7 +69,7 @@ class WorkerConfig:
     def kv_caches(self) -> KvCacheSpecs:
         """Of the layers of this rank's pipeline stage."""
         own = self.layout.layers(self.spec.num_layers)
-        return self.spec.kv_caches()[own.start : own.stop]
+        return with_index_dtype(self.spec.kv_caches()[own.start : own.stop], self.index_cache_dtype)
 
 
 def decode_config(frame: bytes) -> WorkerConfig:

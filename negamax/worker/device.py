@@ -8,7 +8,7 @@ only `HostTensor.read` waits for what it reads.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -76,25 +76,34 @@ def kv_dtype(name: str, *, dtype: torch.dtype, device: str) -> torch.dtype:
     """The cache's dtype for option `name`. Errors: `ConfigError` for FP8 on the CPU, or another
     float type than the model's.
     """
+    return _cache_dtype(name, "--kv-cache-dtype", dtype=dtype, has_fp8=device == "cuda")
+
+
+def index_dtype(name: str, *, dtype: torch.dtype) -> torch.dtype:
+    """Likewise of index keys, which are read in FP8 on every device."""
+    return _cache_dtype(name, "--index-cache-dtype", dtype=dtype, has_fp8=True)
+
+
+def _cache_dtype(name: str, option: str, *, dtype: torch.dtype, has_fp8: bool) -> torch.dtype:
     if name == "auto" or name == str(dtype).removeprefix("torch."):
         return dtype
-    if name in ("fp8", "fp8_e4m3") and device == "cuda":
+    if name in ("fp8", "fp8_e4m3") and has_fp8:
         return torch.float8_e4m3fn
     allowed = f"auto or {str(dtype).removeprefix('torch.')}" + (
-        ", fp8" if device == "cuda" else "; fp8 needs a GPU"
+        ", fp8" if has_fp8 else "; fp8 needs a GPU"
     )
-    raise ConfigError(f"--kv-cache-dtype is {name}; allowed here: {allowed}")
+    raise ConfigError(f"{option} is {name}; allowed here: {allowed}")
 
 
 def check_platform(
     platform: Platform,
     *,
-    cache_dtype: torch.dtype,
+    cache_dtypes: Collection[torch.dtype],
     rank: int = 0,
 ) -> None:
     """Refuse a GPU that cannot run the model, before anything is loaded; rank 0 warns of one that
     was never measured. Errors: `ConfigError`."""
-    platform.check(fp8_cache=cache_dtype == torch.float8_e4m3fn)
+    platform.check(fp8_cache=torch.float8_e4m3fn in cache_dtypes)
     if rank == 0 and not platform.is_measured:
         logger.warning(
             "%s: Negamax was never run on such a GPU; its speed and results are unknown",

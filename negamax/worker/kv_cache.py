@@ -164,10 +164,12 @@ def bytes_of_blocks(num_blocks: int, config: WorkerConfig, *, dtype: torch.dtype
 
 
 def describe(num_blocks: int, config: WorkerConfig, *, dtype: torch.dtype) -> str:
-    """The cache's size and dtype, for people."""
+    """The cache's size and dtypes, for people."""
     size = bytes_of_blocks(num_blocks, config, dtype=dtype) / GIB
     per_token = bytes_of_blocks(1, config, dtype=dtype) // config.block_size
-    return f"KV cache {size:.2f} GiB per rank in {_name(dtype)}, {per_token:,} bytes per token"
+    index = {cache.dtype for layer in config.kv_caches for cache in layer if cache.is_index}
+    kinds = " and ".join((_name(dtype), *(f"{name} (index keys)" for name in index)))
+    return f"KV cache {size:.2f} GiB per rank in {kinds}, {per_token:,} bytes per token"
 
 
 def check_rows_fit(config: WorkerConfig, *, device: torch.device) -> None:

@@ -39,6 +39,7 @@ from negamax.worker.device import (
     HostTensor,
     check_platform,
     choose_dtype,
+    index_dtype,
     indices,
     kv_dtype,
     runtime_of,
@@ -77,13 +78,15 @@ class Worker:
 
     def __init__(self, config: WorkerConfig) -> None:
         torch.set_num_threads(config.num_threads)
-        self._config = config
         self._device = device = _take_device(config)
         self._runtime = runtime = runtime_of(device)
         dtype = choose_dtype(config.dtype, spec=config.spec, device=config.device)
         cache_dtype = kv_dtype(config.kv_cache_dtype, dtype=dtype, device=config.device)
+        of_index = index_dtype(config.index_cache_dtype, dtype=dtype)
+        index_name = str(of_index).removeprefix("torch.")
+        self._config = config = replace(config, index_cache_dtype=index_name)
         platform = platform_of(device)
-        check_platform(platform, cache_dtype=cache_dtype, rank=config.layout.rank)
+        check_platform(platform, cache_dtypes=(cache_dtype, of_index), rank=config.layout.rank)
         self._kernels = kernels = resolve(platform=platform, dtype=dtype)
         kv_cache.check_weights_fit(
             config.spec, kernels=kernels, device=device, layout=config.layout

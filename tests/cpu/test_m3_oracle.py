@@ -25,10 +25,13 @@ from m3_support import (
 )
 from safetensors.torch import load_file, save_file
 from transformers import MiniMaxM3VLForCausalLM
+from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLSparseCacheLayer
 
 from negamax import LLM
+from negamax.config.kv_cache import with_index_dtype
 from negamax.kernels.block_sparse.choice import BlockChoice
 from negamax.kernels.registry import OPS
+from negamax.worker import kv_cache
 from tests import drafts, tiny, tiny_m3
 
 
@@ -203,6 +206,23 @@ def test_a_model_without_a_shared_expert(deep: tuple[Any, Path], tmp_path: Path)
     torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
 
 
+def test_the_engine_keeps_index_keys_in_their_own_dtype(deep: tuple[Any, Path]) -> None:
+    _, folder = deep
+    options: dict[str, Any] = {"num_threads": 1, "num_kv_blocks": 4, "max_model_len": 64}
+    sizes = {}
+    for dtype in ("auto", "fp8"):
+        with LLM(str(folder), dtype="float32", index_cache_dtype=dtype, **options) as engine:
+            summary = engine.info.memory
+            sizes[dtype] = sum(
+                cache.nbytes for kv in engine._loop._executor._worker._kv for cache in kv.values()
+            )
+            assert len(engine.generate([TOKENS[:10]], GREEDY)[0].outputs[0].token_ids) == NUM_TOKENS
+        name = "float32" if dtype == "auto" else "float8_e4m3fn"
+        assert f"in float32 and {name} (index keys)" in summary
+    index = 3 * 5 * 16 * 24  # layers, blocks, tokens of a block, width
+    assert sizes["auto"] - sizes["fp8"] == 3 * index
+
+
 def test_the_text_model_alone_loads_from_its_own_file(
     deep: tuple[Any, Path], tmp_path: Path
 ) -> None:
@@ -217,3 +237,31 @@ def test_the_text_model_alone_loads_from_its_own_file(
     torch.testing.assert_close(
         run_in_chunks(loaded(tmp_path), TOKENS), expected, atol=TOLERANCE, rtol=0
     )
+
+
+def test_index_keys_in_fp8_choose_as_transformers_does_with_rounded_ones(
+    deep: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both round the keys before they score; a key on the edge of two values of e4m3 may fall to
+    either, so a few tokens may choose otherwise.
+    """
+    model, folder = deep
+    update = MiniMaxM3VLSparseCacheLayer.update_index
+
+    def rounded(layer: Any, keys: torch.Tensor) -> torch.Tensor:
+        return update(layer, keys.to(torch.float8_e4m3fn).float())
+
+    run = loaded(folder)
+    caches = with_index_dtype(run.model.spec.kv_caches(), "float8_e4m3fn")
+    run.kv = kv_cache.allocate(
+        caches, 32, block_size=16, dtype=torch.float32, ranks=1, device=torch.device("cpu")
+    )
+    got = run_in_chunks(run, TOKENS)
+    same = []
+    for patched in (False, True):
+        if patched:
+            monkeypatch.setattr(MiniMaxM3VLSparseCacheLayer, "update_index", rounded)
+        with torch.inference_mode():
+            expected = model(torch.tensor([TOKENS]), use_cache=True).logits[0]
+        same.append(((got - expected).abs().amax(-1) < TOLERANCE).float().mean())
+    assert same[0] < 0.8 and same[1] > 0.95, same

@@ -83,7 +83,7 @@ def test_what_cannot_run_is_refused_by_name(
 ) -> None:
     found = platform_of(gpu(name, capability, hip))
     with pytest.raises(ConfigError) as caught:
-        check_platform(found, cache_dtype=cache)
+        check_platform(found, cache_dtypes=(cache,))
     assert words in str(caught.value) and "--device cpu" in str(caught.value)
     assert "\n" not in str(caught.value) and caught.value.exit_code == 2
 
@@ -94,14 +94,14 @@ def test_an_a100_runs_with_a_warning_and_its_cache_is_not_fp8(
     found = platform_of(gpu(*A100))
     with caplog.at_level(logging.WARNING, logger="negamax"):
         for rank in range(2):
-            check_platform(found, cache_dtype=BF16, rank=rank)
+            check_platform(found, cache_dtypes=(BF16,), rank=rank)
     (record,) = caplog.records
     assert "A100" in record.message and "never run" in record.message
     with pytest.raises(
         ConfigError,
         match=r"8.0\) has no FP8 KV cache; 8.9 or higher is needed .drop --kv-cache-dtype",
     ):
-        check_platform(found, cache_dtype=FP8)
+        check_platform(found, cache_dtypes=(BF16, FP8))
 
 
 def test_weights_stay_packed_where_a_kernel_reads_them_and_the_start_says_so() -> None:
@@ -136,7 +136,7 @@ def test_measured_gpus_and_the_cpu_run_everything_without_a_word(
     platforms = [platform_of(gpu("NVIDIA H200", (9, 0))), platform_of(torch.device("cpu"))]
     with caplog.at_level(logging.DEBUG, logger="negamax"):
         for found in platforms:
-            check_platform(found, cache_dtype=FP8)
+            check_platform(found, cache_dtypes=(BF16, FP8))
     assert not caplog.records
     assert platforms[0] == nvidia((9, 0), name="NVIDIA H200", shared_memory=233472)
 

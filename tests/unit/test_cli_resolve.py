@@ -215,6 +215,8 @@ def test_keys_add_up_and_are_not_shown(explained: Any, monkeypatch: pytest.Monke
         ),
         ('nano --compilation-config \'{"cudagraph_mode": "NONE"}\'', "enforce-eager", "on"),
         ("nano --compilation_config.cudagraph_mode=NONE -cc.mode 3", "enforce-eager", "on"),
+        ("nano --attention_config.indexer_kv_dtype fp8", "index-cache-dtype", "fp8"),
+        ('nano -ac \'{"indexer_kv_dtype": "bf16"}\'', "index-cache-dtype", "bfloat16"),
         ("nano -O0", "enforce-eager", "on"),
         ("nano -O3", "enforce-eager", "off"),
         ("nano --optimization-level 0", "enforce-eager", "on"),

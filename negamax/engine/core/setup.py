@@ -10,7 +10,7 @@ from negamax.base import env
 from negamax.base.crash_dump import CrashDumps
 from negamax.base.errors import ConfigError
 from negamax.base.log import get_logger
-from negamax.config.kv_cache import choose_block_size
+from negamax.config.kv_cache import check_index_dtype, choose_block_size
 from negamax.config.model_spec import ModelSpec
 from negamax.config.options import EngineOptions
 from negamax.engine.core.executor import Executor, start_executor
@@ -64,6 +64,7 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
     max_num_seqs = options.max_num_seqs or limits.max_num_seqs
     max_num_batched_tokens = options.max_num_batched_tokens or limits.max_num_batched_tokens
     block_size = choose_block_size(spec.kv_caches(), options.block_size, default=limits.block_size)
+    check_index_dtype(spec.kv_caches(), options.index_cache_dtype)
     eos_token_ids = source.generation.eos_token_ids
     config = WorkerConfig(
         spec=spec,
@@ -74,6 +75,7 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
         device=device,
         dtype=options.dtype,
         kv_cache_dtype=options.kv_cache_dtype,
+        index_cache_dtype=options.index_cache_dtype,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
