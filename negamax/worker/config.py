@@ -69,7 +69,8 @@ class WorkerConfig:
     def kv_caches(self) -> KvCacheSpecs:
         """Of the layers of this rank's pipeline stage."""
         own = self.layout.layers(self.spec.num_layers)
-        return with_index_dtype(self.spec.kv_caches()[own.start : own.stop], self.index_cache_dtype)
+        caches, of_index = self.spec.kv_caches()[own.start : own.stop], self.index_cache_dtype
+        return caches if of_index == "auto" else with_index_dtype(caches, of_index)
 
 
 def decode_config(frame: bytes) -> WorkerConfig:

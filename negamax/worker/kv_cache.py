@@ -168,7 +168,8 @@ def describe(num_blocks: int, config: WorkerConfig, *, dtype: torch.dtype) -> st
     size = bytes_of_blocks(num_blocks, config, dtype=dtype) / GIB
     per_token = bytes_of_blocks(1, config, dtype=dtype) // config.block_size
     index = {cache.dtype for layer in config.kv_caches for cache in layer if cache.is_index}
-    kinds = " and ".join((_name(dtype), *(f"{name} (index keys)" for name in index)))
+    others = (f"{name} (index keys)" for name in index - {None, _name(dtype)})
+    kinds = " and ".join((_name(dtype), *others))
     return f"KV cache {size:.2f} GiB per rank in {kinds}, {per_token:,} bytes per token"
 
 
