@@ -8,7 +8,7 @@ into it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,13 +34,19 @@ class SwiGlu:
     limit: float | None = None
     beta: float = 0.0
 
-    def __call__(self, gate_up: Tensor) -> Tensor:
-        """gate_up [T, 2 * width], gate first -> [T, width] in its dtype."""
+    def __call__(
+        self, gate_up: Tensor, *, sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
+    ) -> Tensor:
+        """gate_up [T, 2 * width], gate first -> [T, width] in its dtype: silu(g) and the product
+        are rounded to it, and what has other constants once. `sigmoid`: of values in fp32.
+        """
         gate, up = gate_up.chunk(2, dim=-1)
+        if self == SILU:
+            return F.silu(gate).mul_(up)
+        gate, up = gate.float(), up.float()
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        swish = F.silu(gate) if self.alpha == 1.0 else gate * torch.sigmoid(self.alpha * gate)
-        return swish.mul_(up + self.beta if self.beta else up)
+        return (gate * sigmoid(self.alpha * gate) * (up + self.beta)).to(gate_up.dtype)
 
 
 SILU = SwiGlu()

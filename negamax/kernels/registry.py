@@ -21,6 +21,7 @@ from negamax.kernels.gemm import cpu as gemm_cpu
 from negamax.kernels.gemm import spec as gemm
 from negamax.kernels.kvcache import cpu as kvcache_cpu
 from negamax.kernels.kvcache import spec as kvcache
+from negamax.kernels.mlp import cpu as mlp_cpu
 from negamax.kernels.mlp import spec as mlp
 from negamax.kernels.moe import cpu as moe_cpu
 from negamax.kernels.moe import spec as moe
@@ -56,6 +57,7 @@ KERNELS: tuple[AnyKernel, ...] = (
     *norm_cpu.KERNELS,
     *kvcache_cpu.KERNELS,
     *attention_cpu.KERNELS,
+    *mlp_cpu.KERNELS,
     *block_sparse_cpu.KERNELS,
     moe_cpu.ROUTE_KERNEL,
     *(moe_cpu.kernel(linear) for linear in (*gemm_cpu.KERNELS, OPS[LINEAR].reference)),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from negamax.kernels.activations import SILU, Hidden, SwiGlu, unquantized
 from negamax.kernels.formats import StoredWeight, plain
+from negamax.kernels.mlp.cpu import swiglu
 from negamax.kernels.moe.spec import Router, complete
 from negamax.kernels.op import Kernel
 from negamax.kernels.rowwise import SAFE_ROWS_MULTIPLE, apply, padded_rows
@@ -112,7 +113,7 @@ def _one_token(
         if not first <= expert < first + count:
             outputs.append(torch.zeros_like(x))
             continue
-        mixed = activation(product(x, gate_up[expert - first]))
+        mixed = swiglu(product(x, gate_up[expert - first]), activation=activation)
         outputs.append(product(mixed, down[expert - first]))
     return _combine(torch.cat(outputs), weights)
 
@@ -150,7 +151,7 @@ def _many_tokens(
     hidden = torch.cat(
         [product(rows[start:stop], gate_up[expert]) for expert, start, stop in slices]
     )
-    mixed = activation(hidden)
+    mixed = swiglu(hidden, activation=activation)
     y = torch.cat([product(mixed[start:stop], down[expert]) for expert, start, stop in slices])
     local = high - low == num_tokens * top_k
     placed = (

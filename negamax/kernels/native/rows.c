@@ -316,9 +316,11 @@ void negamax_route(const element *x, const float *gate, const float *bias, int32
 }
 
 /* gate_up [rows, 2 * width], gate first -> out [rows, width] = g * sigmoid(alpha * g) * (u + beta),
-   where g is the gate up to `limit` and u between -limit and limit. */
+   where g is the gate up to `limit` and u between -limit and limit. silu(g) is rounded before it is
+   multiplied, what has other constants is not. */
 void negamax_swiglu(const element *gate_up, element *out, int64_t rows, int64_t width, float alpha,
                     float limit, float beta) {
+    const int is_silu = alpha == 1.0f && isinf(limit) && beta == 0.0f;
     for (int64_t row = 0; row < rows; row++) {
         const element *restrict gate = gate_up + row * 2 * width, *restrict up = gate + width;
         element *restrict y = out + row * width;
@@ -326,7 +328,8 @@ void negamax_swiglu(const element *gate_up, element *out, int64_t rows, int64_t 
             float g = widen(gate[i]), u = widen(up[i]);
             g = g > limit ? limit : g;
             u = u > limit ? limit : u < -limit ? -limit : u;
-            y[i] = narrow(widen(narrow(g / (1.0f + exponential(-alpha * g)))) * (u + beta));
+            float swish = g / (1.0f + exponential(-alpha * g));
+            y[i] = narrow((is_silu ? widen(narrow(swish)) : swish) * (u + beta));
         }
     }
 }

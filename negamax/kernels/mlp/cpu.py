@@ -1,0 +1,30 @@
+"""The activation of an MLP on the CPU where there are no native kernels; a row's result does not
+depend on how many rows there are (`rowwise`).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from negamax.kernels.activations import SwiGlu
+from negamax.kernels.op import Kernel
+from negamax.kernels.rowwise import apply, padded_rows
+from negamax.kernels.signatures import SWIGLU
+
+
+def swiglu(gate_up: Tensor, *, activation: SwiGlu, quantize: bool = False) -> Tensor:
+    """As the definition."""
+    assert not quantize, "FP8 output is made on the GPU only"
+    return activation(gate_up, sigmoid=_sigmoid)
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    """x [T, width] fp32 -> likewise."""
+    num_tokens, width = x.shape
+    rows = padded_rows(num_tokens, width=width)
+    return apply(torch.sigmoid, F.pad(x, (0, 0, 0, rows - num_tokens)))[:num_tokens]
+
+
+KERNELS = (Kernel(SWIGLU, "padded", swiglu),)
