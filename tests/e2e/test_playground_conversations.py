@@ -257,6 +257,37 @@ def test_the_list_takes_clicks_while_it_changes(page: Browser, script: Script) -
     assert page.problems == []
 
 
+def test_a_link_in_a_growing_answer_takes_clicks_and_keeps_the_focus(
+    page: Browser, script: Script
+) -> None:
+    say(page, script, "Here", "One")
+    page.run(
+        """
+        const { MarkdownView } = await import('/playground/markdown.js');
+        const box = document.querySelector('.assistant .text');
+        window.view = new MarkdownView(box);
+        window.text = '- See [it](https://e.example/)';
+        box.addEventListener('click', (event) => {
+            window.clicked = event.target.href;
+            event.preventDefault();
+        });
+        view.show(text);
+        """
+    )
+    place = page.wait(AIM, selector=".text a")
+    page.mouse("mousePressed", place)
+    page.run("view.show(text += ' and'); view.show(text += ' more', true)")
+    page.mouse("mouseReleased", place)
+    page.wait("window.clicked === 'https://e.example/'")
+    page.wait("document.querySelector('.text').textContent === 'HereSee it and more'")
+    page.run("document.querySelector('.text a').focus(); view.show(text += ' text')")
+    assert page.run("return [document.activeElement.href, view.text === text]") == [
+        "https://e.example/",
+        True,
+    ]
+    assert page.problems == []
+
+
 def test_a_conversation_that_is_deleted_while_it_is_answered_stays_away(
     page: Browser, script: Script
 ) -> None:

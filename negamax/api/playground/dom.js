@@ -18,6 +18,25 @@ export function h(tag, attributes = {}, ...children) {
   return element;
 }
 
+// What is pressed now. A browser makes a click of what the same element was pressed and released on,
+// so nothing may replace it meanwhile.
+let press = null; // {target, promise, resolve}; the promise: of its end
+const pressed = ({ target }) => (press ??= { target, ...Promise.withResolvers() });
+const released = () => {
+  const ended = press;
+  press = null;
+  setTimeout(() => ended?.resolve()); // the click comes first
+};
+addEventListener("pointerdown", (event) => event.button === 0 && pressed(event));
+addEventListener("keydown", (event) => event.key === " " && pressed(event));
+for (const event of ["pointerup", "pointercancel", "keyup", "blur"])
+  addEventListener(event, released);
+
+// The end of a press on something within `element`, as a promise; null: there is none.
+export function pressWithin(element) {
+  return press && element.contains(press.target) ? press.promise : null;
+}
+
 // A button that does `action`.
 export function button(label, action, attributes = {}) {
   return h("button", { type: "button", ...attributes, on: { click: action } }, label);

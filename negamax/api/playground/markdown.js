@@ -14,7 +14,7 @@ import {
   gfmTaskListItemFromMarkdown,
 } from "./vendor/markdown.js";
 import { CodeView } from "./code.js";
-import { h } from "./dom.js";
+import { h, pressWithin } from "./dom.js";
 import { formula, formulaSource } from "./formula.js";
 import { mathFromMarkdown, mathSyntax } from "./math_syntax.js";
 
@@ -35,10 +35,23 @@ export class MarkdownView {
     this.settled = 0; // characters before the last block
     this.numSettled = 0; // blocks before it
     this.blocks = []; // {key, node, view?, items?}
+    this.latest = null; // what was to be shown last
+    this.held = null; // the promise to show it when nothing here is pressed any more
   }
 
   // `isWhole`: the text is complete. Links may then refer to addresses that it gives further down.
   show(text, isWhole = false) {
+    this.latest = [text, isWhole];
+    const press = pressWithin(this.parent);
+    if (!press) return this.draw(text, isWhole);
+    this.held ??= press.then(() => {
+      this.held = null;
+      this.show(...this.latest);
+    });
+    return undefined;
+  }
+
+  draw(text, isWhole) {
     if (!text.startsWith(this.text.slice(0, this.settled)) || (isWhole && DEFINITION.test(text)))
       this.clear();
     this.text = text;
@@ -130,11 +143,20 @@ function patch(parent, shown, start, blocks, context) {
     const old = shown[index];
     const made = updated(old, block, isOpen, context);
     if (made === old) return;
-    if (old) old.node.replaceWith(made.node);
+    if (old) replace(old.node, made.node);
     else parent.append(made.node);
     shown[index] = made;
   });
   for (const { node } of shown.splice(start + blocks.length)) node.remove();
+}
+
+// Puts `made` in the place of `old`; what a keyboard has reached in it stays reached.
+function replace(old, made) {
+  const reachable = (node) => [node, ...(node.querySelectorAll?.("a, button, [tabindex]") ?? [])];
+  const { activeElement } = document;
+  const place = old.contains(activeElement) ? reachable(old).indexOf(activeElement) : -1;
+  old.replaceWith(made);
+  reachable(made)[place]?.focus?.({ preventScroll: true });
 }
 
 // `old` if it shows `block` or can be made to, else a new one.

@@ -1,6 +1,6 @@
 // The list of conversations: opened, searched, renamed and deleted here.
 
-import { button, h } from "./dom.js";
+import { button, h, pressWithin } from "./dom.js";
 
 const DAY = 24 * 60 * 60 * 1000;
 const SEARCH_PAUSE = 150; // ms after the last letter
@@ -12,28 +12,11 @@ export class Sidebar {
     this.renaming = null;
     this.refreshing = null; // the promise of a refresh that goes on
     this.isStale = false; // another one was asked for meanwhile
-    this.bindPresses();
     let timer = null;
     search.addEventListener("input", () => {
       clearTimeout(timer);
       timer = setTimeout(() => this.refresh(), SEARCH_PAUSE);
     });
-  }
-
-  // Rows stay where they are while one is pressed: a browser makes a click of what the same element
-  // was pressed and released on.
-  bindPresses() {
-    this.press = null; // its end, as {promise, resolve}
-    const pressed = () => (this.press ??= Promise.withResolvers());
-    const released = () => {
-      const { press } = this;
-      this.press = null;
-      setTimeout(() => press?.resolve()); // the click comes first
-    };
-    this.list.addEventListener("pointerdown", (event) => event.button === 0 && pressed());
-    this.list.addEventListener("keydown", (event) => event.key === " " && pressed());
-    for (const event of ["pointerup", "pointercancel", "keyup", "blur"])
-      addEventListener(event, released);
   }
 
   // Shows what the store holds, as far as it fits the search. Done when the latest is shown.
@@ -51,7 +34,7 @@ export class Sidebar {
           this.store.heads(),
           words ? this.store.search(words) : null,
         ]);
-        while (this.press) await this.press.promise;
+        for (let press; (press = pressWithin(this.list)); ) await press;
         if (this.renaming) continue; // the field would lose what is typed
         this.show(found ? heads.filter((head) => found.has(head.id)) : heads, words);
       }
