@@ -118,7 +118,7 @@ def dear_bodies(scale: int) -> dict[str, tuple[str, bytes]]:
         "lists": (CHAT, body("messages", listed("[]", 200_000 // scale))),
         "objects": (CHAT, body("messages", listed("{}", 200_000 // scale))),
         "members": (CHAT, body("chat_template_kwargs", members(200_000 // scale), **chat)),
-        "lists in a message": (CHAT, body("messages", inner)),
+        "lists in a message": (CHAT, body("messages", inner, model="nano", max_tokens=1)),
         "text": (CHAT, body("messages", question("word " * (text // 5)))),
         "escapes": (CHAT, body("messages", question("\\n" * (text // 2)))),
         "instructions": (RESPONSES, body("instructions", f'"{"a" * text}"', input="x")),
