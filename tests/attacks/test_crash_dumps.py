@@ -23,7 +23,7 @@ BODY: dict[str, Any] = {
     "messages": [{"role": "user", "content": f"Tell me of {SECRET}."}],
     "stop": [SECRET],
     "ignore_eos": True,
-    "max_tokens": 500,
+    "max_tokens": 3900,  # it runs until its engine is killed
     "stream": True,
 }
 
@@ -60,7 +60,7 @@ def test_killed_engine_and_rank_leave_dumps_without_texts(tmp_path: Path) -> Non
         assert dump["stats"]["num_kv_blocks"] > 0
         (request,) = dump["requests"]
         assert request["prompt_tokens"] > 5
-        assert request["sampling"]["stop"] == 1 and request["sampling"]["max_tokens"] == 500
+        assert request["sampling"]["stop"] == 1 and request["sampling"]["max_tokens"] == 3900
     engine, server_side = (json.loads(path.read_text()) for path in dumps_in(folder))
     assert (engine["part"], server_side["part"]) == ("engine", "server")
     assert engine["last_plans"][-1]["slots"] == [engine["requests"][0]["slot"]]

@@ -221,7 +221,7 @@ def test_a_key_in_a_header_is_no_page_of_another_site(keyed: Server) -> None:
 def test_one_key_does_not_fill_the_queue_before_another(keyed: Server) -> None:
     """Each choice of n counts: the next one of another key stands beside the first that waits."""
     with as_holder(keyed, "anna") as anna, as_holder(keyed, "bert") as bert:
-        many = begin(anna, n=12, max_tokens=150)
+        many = begin(anna, n=40, max_tokens=150)
         next(many)
         assert bert.post(CHAT, json={"messages": MESSAGES, "max_tokens": 5}).status_code == 200
         (waiting,) = re.findall(

@@ -93,7 +93,7 @@ def test_responses_are_their_own_keys(keyed: Server, one: int, other: int) -> No
 def test_responses_in_the_background_are_cancelled_by_their_own_key(
     keyed: Server, one: int, other: int
 ) -> None:
-    wanted = {"input": "Hello", "background": True, "max_output_tokens": 3000, "ignore_eos": True}
+    wanted = {"input": "Hello", "background": True, "max_output_tokens": 30_000, "ignore_eos": True}
     with holder(keyed, "anna", one) as anna:
         place = f"{RESPONSES}/{anna.post(RESPONSES, json=wanted).json()['id']}"
     with holder(keyed, "bert", other) as bert:
@@ -160,7 +160,7 @@ def test_one_key_leaves_room_in_the_queue_for_the_next(keyed: Server) -> None:
         carl = stack.enter_context(holder(keyed, "carl", 0))
         root = stack.enter_context(as_holder(keyed, "root"))
         pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(7))
-        running = begin(first, n=2, max_tokens=3900)
+        running = begin(first, n=2, max_tokens=30_000)  # until it is ended
         next(running)
         answers = []
         for number, http in enumerate((*annas[:4], *berts, carl)):

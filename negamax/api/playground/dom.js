@@ -18,8 +18,8 @@ export function h(tag, attributes = {}, ...children) {
   return element;
 }
 
-// What is pressed now. A browser makes a click of what the same element was pressed and released on,
-// so nothing may replace it meanwhile.
+// What is pressed now. A browser makes a click of what the same element was pressed and released
+// on, so nothing may replace it meanwhile.
 let press = null; // {target, promise, resolve}; the promise: of its end
 const pressed = ({ target }) => (press ??= { target, ...Promise.withResolvers() });
 const released = () => {
