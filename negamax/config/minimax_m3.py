@@ -217,14 +217,26 @@ def read_vision(config: Mapping[str, Any]) -> MiniMaxM3Spec:
         if value is not None and only not in allowed:
             refuse(f"text_config.{name}", value, ", ".join(allowed))
     fields.check_fixed(config, {"tie_word_embeddings": False})
-    inner = {name: value for name, value in text.items() if value is not None}
-    tokens = {name: config.get(name) for name in ("bos_token_id", "eos_token_id")}
-    dtypes = (of.get(name) for of in (text, config) for name in ("dtype", "torch_dtype"))
-    dtype = next((each for each in dtypes if each is not None), None)
-    spec = read_text({**tokens, **inner, "dtype": dtype}, architecture=VISION_ARCHITECTURE)
+    spec = read_text(text_config(config), architecture=VISION_ARCHITECTURE)
     notes = list(spec.notes)
     fields.note_unknown(config, _AROUND, notes=notes)
     return replace(spec, notes=tuple(notes))
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json that the text model of `config`, one of the vision-language class, would
+    have alone.
+    """
+    text = {name: value for name, value in config["text_config"].items() if value is not None}
+    around = ("bos_token_id", "eos_token_id", "quantization_config")
+    dtypes = (of.get(name) for of in (text, config) for name in ("dtype", "torch_dtype"))
+    return {
+        **{name: config[name] for name in around if config.get(name) is not None},
+        "model_type": TEXT_TYPES[0],
+        **text,
+        "architectures": [TEXT_ARCHITECTURES[0]],
+        "dtype": next((dtype for dtype in dtypes if dtype is not None), None),
+    }
 
 
 def read_text(config: Mapping[str, Any], *, architecture: str) -> MiniMaxM3Spec:
@@ -422,6 +434,7 @@ _FAMILY = ModelFamily(
     package="negamax.models.minimax_m3",
     spec=MiniMaxM3Spec,
     read_spec=read_vision,
+    own_config=text_config,
     sampling={"temperature": 1.0, "top_p": 0.95},
     bundled={"minimax-m3": _M3, "minimax-m3-mxfp8": replace(_M3, quantization=_MXFP8)},
 )
@@ -433,6 +446,7 @@ FAMILIES = (
             architecture=name,
             model_types=TEXT_TYPES,
             read_spec=partial(read_text, architecture=name),
+            own_config=dict,
             bundled={},
         )
         for name in TEXT_ARCHITECTURES

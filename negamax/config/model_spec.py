@@ -96,5 +96,7 @@ class ModelFamily:
     read_spec: Callable[[Mapping[str, Any]], ModelSpec]  # of a parsed config.json
     # fields of `SamplingDefaults`, for checkpoints without a generation_config.json
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    # config.json of the part of a checkpoint that is read
+    own_config: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     # specs of published models by short names, to build them without a checkpoint
     bundled: Mapping[str, ModelSpec] = field(default_factory=dict)

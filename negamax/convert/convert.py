@@ -22,6 +22,7 @@ from negamax.base.log import get_logger
 from negamax.base.progress import ShowProgress, format_bytes
 from negamax.checkpoint.reader import INDEX_NAME, first_names
 from negamax.checkpoint.split import RANK_INDEX_NAME
+from negamax.config.families import family_of
 from negamax.config.json_file import read_json_object
 from negamax.convert.layout import Piece, pieces
 from negamax.convert.neuron import file_name, neuron_pieces
@@ -328,7 +329,7 @@ def _carry_files(folder: Path, destination: Path, *, description: str | None) ->
 
 
 def _config(source: Source, conversion: Conversion, identity: Mapping[str, Any]) -> dict[str, Any]:
-    config = dict(source.config)
+    config = family_of(source.spec.architecture).own_config(source.config)
     target = conversion.target
     kept = source.spec.quantization
     if target is None and kept is not None and kept.source == INDEX_NAME:

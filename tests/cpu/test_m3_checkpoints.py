@@ -8,6 +8,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from negamax.checkpoint.loader import CheckpointReport, fill, load_weights
 from negamax.checkpoint.plan import plan_load
 from negamax.config.families import read_spec
 from negamax.config.model_spec import ModelSpec
+from negamax.convert.convert import Conversion, convert
+from negamax.convert.targets import target_of
 from negamax.kernels.platform import CPU
 from negamax.kernels.registry import KernelTable, resolve
 from negamax.models.decoder import Decoder
@@ -78,7 +81,7 @@ def load(
     model = build(spec, context=context, kernels=kernels, loaded=False)
     slots = model.weight_slots()
     targets = {name: vars(slot)["_target"] for name, slot in slots.items()}
-    report = fill(slots, plan_load(slots, spec, folder))
+    report = fill(slots, plan_load(slots, spec, folder, layout))
     return model, {name: targets[name] for name in slots if slots[name].written}, report
 
 
@@ -188,3 +191,23 @@ def test_a_model_computes_with_the_matrices_that_were_stored(name: str, tmp_path
         model.finish_loading()
         assert greedy(model) == expected
     assert len(set(expected)) > 2
+
+
+def test_what_is_converted_is_the_text_model_alone(tmp_path: Path) -> None:
+    source, made = tmp_path / "source", tmp_path / "made"
+    source.mkdir()
+    tensors = random_tensors(SPEC)
+    plain = write(source, CONFIG, tensors, WRITERS["mxfp8"])
+    renamed(source)
+    convert(Conversion("mxfp8 to bf16", source, made, target_of("bf16"), tp=2))
+    config = json.loads((made / "config.json").read_text())
+    assert config["architectures"] == ["MiniMaxM3SparseForCausalLM"] and "text_config" not in config
+    assert read_spec(config) == replace(
+        SPEC, architecture=config["architectures"][0], dtype="bfloat16"
+    )
+    for rank in range(2):
+        model, found, _ = load(made, ParallelLayout(rank=rank, tp=2))
+        for key, values in found.items():
+            region = model.weight_slots()[key].region
+            part = tuple(slice(each.start, each.stop) for each in region)
+            assert torch.allclose(values, plain[key][part], rtol=2**-8, atol=0.0), key
