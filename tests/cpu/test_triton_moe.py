@@ -4,13 +4,27 @@ interpreter.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import triton_support  # noqa: F401  before the kernels
+from stored_kernels import random_stored
+from torch import Tensor
 
+from negamax.kernels.activations import SwiGlu
+from negamax.kernels.formats import E4M3_BLOCKS, E4M3_GROUPS, PLAIN, TensorFormat
 from negamax.kernels.moe import tiles
 from negamax.kernels.moe import triton as kernels
 from negamax.kernels.moe import triton_prefill as prefill
+from negamax.kernels.platform import CPU
+from negamax.kernels.quantize.triton import quantize
+from negamax.kernels.registry import KernelTable, gpu_kernels, resolve
+from negamax.layers.moe import SparseMoe
+from negamax.models.minimax_m3 import names
+from negamax.parallel.context import ParallelContext
+from negamax.quantization.compressed_tensors import packed
+from negamax.quantization.scheme import Scheme, WeightFormat
 
 
 def test_route_leaves_its_counters_at_whole_rounds() -> None:
@@ -73,3 +87,53 @@ def test_pairs_of_many_chunks_are_sorted_by_expert_and_then_by_number(
     expected = torch.where(mine, flat, 7).argsort(stable=True)  # those of none of ours last
     assert torch.equal(order, expected.int())
     assert counts.tolist() == [(flat == expert).sum().item() for expert in range(2, 7)]
+
+
+@pytest.mark.parametrize(
+    ("routed", "shared"),
+    [(E4M3_BLOCKS, E4M3_BLOCKS), (packed(4, 128), E4M3_BLOCKS), (E4M3_BLOCKS, PLAIN)],
+    ids=["one format", "4 bits and FP8", "FP8 and plain"],
+)
+def test_a_shared_expert_runs_among_the_others_or_beside_them(
+    routed: TensorFormat, shared: TensorFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the same values in fp32; a dense MLP in FP8 is beside the experts."""
+    # large tiles: the interpreter runs programs one by one
+    monkeypatch.setattr(tiles.H200, "gemv_max_m", lambda self, width: 0)
+    hidden, width, num_experts, own = 128, 128, 3, names.moe(0)
+    generator = torch.Generator().manual_seed(8)
+    stored: dict[str, Tensor] = {own.router: torch.randn(3, hidden, generator=generator)}
+    plain = {**stored, own.router_bias: torch.zeros(3)}
+    stored = dict(plain)
+    assert own.shared is not None
+    for number, its in enumerate((*map(own.expert, range(num_experts)), own.shared)):
+        form = shared if its is own.shared else routed
+        for seed, name in enumerate((its.gate, its.up, its.down)):
+            parts = random_stored(form, (width, hidden), seed=3 * number + seed)
+            if form is PLAIN:
+                parts = {"weight": parts["weight"] * hidden**-0.5}
+            stored |= {name.removesuffix("weight") + part: t for part, t in parts.items()}
+            plain[name] = form.dequantize(parts)
+
+    def moe(table: KernelTable, form: Callable[[str], TensorFormat] | None) -> SparseMoe:
+        scheme = None if form is None else Scheme((routed,), form)
+        layer = SparseMoe(
+            own, hidden_size=hidden, width=width, num_experts=num_experts, top_k=2,
+            activation=SwiGlu(alpha=1.702, limit=7.0, beta=1.0), routed_scaling=2.0,
+            shared_width=width, context=ParallelContext.single(), kernels=table,
+            weights=WeightFormat(table.dtype, torch.device("cpu"), scheme),
+        )  # fmt: skip
+        for slot in layer.slots:
+            if slot.needed:
+                slot.write((plain if form is None else stored)[slot.name])
+        layer.finish_loading()
+        return layer
+
+    definition = moe(resolve(platform=CPU, dtype=torch.float32), None)
+    table = KernelTable.of(gpu_kernels(), platform=CPU, dtype=torch.bfloat16)
+    layer = moe(table, lambda name: shared if "shared" in name else routed)
+    assert layer.activation == (E4M3_GROUPS if routed is shared else None)
+    x = (torch.randn(6, hidden, generator=generator) / 8).bfloat16()
+    given = x if layer.activation is None else quantize(x)
+    got, expected = layer(given).x.float().sum(1), definition(x.float()).x
+    assert (got - expected).norm() < 6e-2 * expected.norm()

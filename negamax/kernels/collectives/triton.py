@@ -471,9 +471,9 @@ def gather_rows(first: Tensor, second: Tensor, x: ShardedActivations) -> tuple[T
         packed = torch.cat((first.view(torch.int32), second.view(torch.int32)), dim=1)
         one, other = x.group.all_gather(packed, dim=0).split(width, dim=1)
         return one.contiguous().view(first.dtype), other.contiguous().view(second.dtype)
-    # behind values and scales, in bytes
+    # behind values and scales, in bytes; kernels are compiled for tensors that begin at 16
     begin = -(-(x.q.numel() + 4 * x.scale.numel()) // 16) * 16
-    size = 4 * num_tokens * width
+    size = -(-4 * num_tokens * width // 16) * 16
     assert begin + 2 * size <= 2 * x.q.numel(), (
         f"{width} values a row find no room behind {x.q.shape[1]} columns"
     )
@@ -481,7 +481,7 @@ def gather_rows(first: Tensor, second: Tensor, x: ShardedActivations) -> tuple[T
     if first.numel():
         block = tiles.tiles_for(first.device).gather_block
         _all_gather_kernel[(triton.cdiv(first.numel(), block),)](
-            first, second, region.gathered, at, at + num_tokens * width, first.numel(),
+            first, second, region.gathered, at, at + size // 4, first.numel(),
             WORLD=x.group.size, BLOCK=block, num_warps=4, **launch_options(first.device),
         )  # fmt: skip
     region.barrier()

@@ -553,8 +553,10 @@ def experts_small_m(
     per_pair = num_pairs < count
     groups = num_pairs if per_pair else count - E.SHARED
     h, h_scale = empty_intermediate(num_pairs, q, E.WIDTH)
-    expert_pairs = torch.empty(count * (num_tokens + 1), dtype=torch.int32, device=device)
-    expert_counts = expert_pairs[count * num_tokens :]
+    # whole 16 bytes: kernels are compiled anew for tensors that begin elsewhere
+    counts_at = -(-count * num_tokens // 4) * 4
+    expert_pairs = torch.empty(counts_at + count, dtype=torch.int32, device=device)
+    expert_counts = expert_pairs[counts_at:]
     shared = {"E": E, "TOP_K": top_k}
     shared_groups = triton.cdiv(num_tokens, gate_up.block_m) if E.SHARED else 0
     _gate_up_small_m_kernel[((shared_groups + groups) * triton.cdiv(E.WIDTH, gate_up.block_n),)](
