@@ -70,9 +70,11 @@ def post_bytes(body: dict[str, Any], path: str = CHAT) -> bytes:
 
 
 def open_stream(server: Server, body: dict[str, Any]) -> socket.socket:
-    """A stream whose client has read its first bytes."""
+    """A stream whose client has read its first bytes. Events are few, so that what nobody reads is
+    long in filling the buffers between the two.
+    """
     connection = socket.create_connection(address(server))
-    connection.sendall(post_bytes(body | {"stream": True}))
+    connection.sendall(post_bytes(body | {"stream": True, "stream_interval": 500}))
     assert connection.recv(100).startswith(b"HTTP/1.1 200")
     return connection
 

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,8 +68,11 @@ def keeper(response_id: str) -> int:
 
 
 def response_from(server: Server, index: int, **fields: Any) -> Any:
-    """A response that process `index` has answered: connections are shared out by chance."""
-    for _ in range(200):
+    """A response that process `index` has answered: connections are shared out by chance, and a
+    process that has just been started takes its time.
+    """
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
         with server.http() as http:
             answer = http.post(
                 "/v1/responses", json={"input": "Hello", "max_output_tokens": 8, **fields}
@@ -292,7 +296,7 @@ def test_limit_of_the_queue_is_one_for_all(tmp_path: Path) -> None:
 
 
 def test_process_that_dies_is_started_again_and_only_its_requests_end(several: Server) -> None:
-    wanted = {"input": "Hello", "ignore_eos": True, "max_output_tokens": 1500, "stream": True}
+    wanted = {"input": "Hello", "ignore_eos": True, "max_output_tokens": 2500, "stream": True}
     keepers: list[int] = []
 
     def run() -> tuple[int, bool]:
