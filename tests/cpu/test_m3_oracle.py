@@ -25,6 +25,7 @@ from m3_support import (
 )
 from safetensors.torch import load_file, save_file
 from transformers import MiniMaxM3VLForCausalLM
+from transformers.cache_utils import DynamicLayer
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLSparseCacheLayer
 
 from negamax import LLM
@@ -239,29 +240,40 @@ def test_the_text_model_alone_loads_from_its_own_file(
     )
 
 
-def test_index_keys_in_fp8_choose_as_transformers_does_with_rounded_ones(
-    deep: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("of_keys_and_values", [False, True])
+def test_caches_in_fp8_give_what_transformers_does_with_rounded_ones(
+    deep: tuple[Any, Path], of_keys_and_values: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both round the keys before they score; a key on the edge of two values of e4m3 may fall to
-    either, so a few tokens may choose otherwise.
+    """Index keys alone, on the CPU's kernels; all caches, by definition. Both round what they keep;
+    a value on the edge of two of e4m3 may fall to either, so a few tokens may choose otherwise.
     """
     model, folder = deep
-    update = MiniMaxM3VLSparseCacheLayer.update_index
+    keep, keep_index = DynamicLayer.update, MiniMaxM3VLSparseCacheLayer.update_index
+    fp8 = torch.float8_e4m3fn
 
-    def rounded(layer: Any, keys: torch.Tensor) -> torch.Tensor:
-        return update(layer, keys.to(torch.float8_e4m3fn).float())
+    def rounded(layer: Any, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Any:
+        return keep(layer, k.to(fp8).float(), v.to(fp8).float(), *rest)
 
-    run = loaded(folder)
-    caches = with_index_dtype(run.model.spec.kv_caches(), "float8_e4m3fn")
+    def rounded_index(layer: Any, keys: torch.Tensor) -> torch.Tensor:
+        return keep_index(layer, keys.to(fp8).float())
+
+    run = loaded(folder, choices=dict.fromkeys(OPS, "reference") if of_keys_and_values else {})
     run.kv = kv_cache.allocate(
-        caches, 32, block_size=16, dtype=torch.float32, ranks=1, device=torch.device("cpu")
+        with_index_dtype(run.model.spec.kv_caches(), "float8_e4m3fn"),
+        32,
+        block_size=16,
+        dtype=fp8 if of_keys_and_values else torch.float32,
+        ranks=1,
+        device=torch.device("cpu"),
     )
     got = run_in_chunks(run, TOKENS)
     same = []
     for patched in (False, True):
         if patched:
-            monkeypatch.setattr(MiniMaxM3VLSparseCacheLayer, "update_index", rounded)
+            monkeypatch.setattr(MiniMaxM3VLSparseCacheLayer, "update_index", rounded_index)
+            if of_keys_and_values:
+                monkeypatch.setattr(DynamicLayer, "update", rounded)
         with torch.inference_mode():
             expected = model(torch.tensor([TOKENS]), use_cache=True).logits[0]
-        same.append(((got - expected).abs().amax(-1) < TOLERANCE).float().mean())
-    assert same[0] < 0.8 and same[1] > 0.95, same
+        same.append(float(((got - expected).abs().amax(-1) < TOLERANCE).float().mean()))
+    assert same[0] < 0.8 and same[1] > 0.9, same
