@@ -17,11 +17,14 @@ import os
 import resource
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
