@@ -79,9 +79,9 @@ def without_memory() -> Iterator[None]:
 
 def reason_against(platform: platforms.Platform, case: Case) -> str | None:
     """Why the engine would not come to run this case here: the words of its own refusal."""
-    cache = (case.tensors.get("k_cache"), case.numbers.get("cache_dtype"))
+    caches = [tensor.dtype for name, tensor in case.tensors.items() if name.endswith("_cache")]
     try:
-        platform.check_arithmetic(fp8_cache=FP8 in (getattr(cache[0], "dtype", None), cache[1]))
+        platform.check_arithmetic(fp8_cache=FP8 in (*caches, case.numbers.get("cache_dtype")))
     except ConfigError as error:
         return str(error)
     if case.numbers.get("quantize") and platforms.Feature.FP8 not in platform.features:

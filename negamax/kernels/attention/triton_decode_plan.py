@@ -174,6 +174,52 @@ def _plan_decode_kernel(
             _store_sequence(to + 4, sequence, i < number)
 
 
+class Splits(NamedTuple):
+    """The work of each program."""
+
+    sequences: Tensor  # [S, SEQUENCE_WORDS] int32
+    work: Tensor  # [programs, WORK_WORDS] int32
+    programs: int  # per KV head
+    split_kv: bool
+
+
+def plan_splits(
+    seq_lens: Tensor,
+    block_table_indices: Tensor,
+    *,
+    kv_heads: int,
+    block_n: int,
+    reduce_later: bool = False,
+) -> Splits:
+    """Tiles of `block_n` keys of sequences of seq_lens [S] int32 tokens, whose rows of the block
+    tables are block_table_indices [S] int64.
+    """
+    num_seqs, device = seq_lens.shape[0], seq_lens.device
+    multiprocessors = platform.platform_of(device).multiprocessors
+    programs, split_kv = decode_programs(num_seqs, kv_heads, multiprocessors)
+    most = int(multiprocessors * DECODE.programs)
+    if reduce_later:  # a program writes one partial result
+        programs, split_kv = max(programs, num_seqs), True
+        most = max(most, programs)
+    sizes = (num_seqs * SEQUENCE_WORDS.value, programs * WORK_WORDS.value)
+    sequences, work = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
+    if num_seqs:
+        _plan_decode_kernel[(1,)](
+            seq_lens,
+            block_table_indices,
+            sequences,
+            work,
+            num_seqs,
+            programs,
+            int(split_kv),
+            BLOCK_N=block_n,
+            MIN_TILES=DECODE.min_tiles,
+            PROGRAMS_POW2=triton.next_power_of_2(most),
+            num_warps=4,
+        )
+    return Splits(sequences, work, programs, split_kv)
+
+
 def plan_decode(
     queries: AttentionMetadata,
     shape: PagedShape,
@@ -186,27 +232,11 @@ def plan_decode(
 
     `reduce_later`: no program waits for another one; a second launch reduces the partial results.
     """
-    num_seqs, device = queries.seq_lens.shape[0], queries.seq_lens.device
-    multiprocessors = platform.platform_of(device).multiprocessors
-    programs, split_kv = decode_programs(num_seqs, shape.kv_heads, multiprocessors)
-    most = int(multiprocessors * DECODE.programs)
-    if reduce_later:  # a program writes one partial result
-        programs, split_kv = max(programs, num_seqs), True
-        most = max(most, programs)
-    sizes = (num_seqs * SEQUENCE_WORDS.value, programs * WORK_WORDS.value)
-    sequences, work = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
-    if num_seqs:
-        _plan_decode_kernel[(1,)](
-            queries.seq_lens,
-            queries.block_table_indices,
-            sequences,
-            work,
-            num_seqs,
-            programs,
-            int(split_kv),
-            BLOCK_N=DECODE.block_n,
-            MIN_TILES=DECODE.min_tiles,
-            PROGRAMS_POW2=triton.next_power_of_2(most),
-            num_warps=4,
-        )
-    return DecodePlan(queries, shape, quantize, sequences, work, programs, split_kv, reduce_later)
+    splits = plan_splits(
+        queries.seq_lens,
+        queries.block_table_indices,
+        kv_heads=shape.kv_heads,
+        block_n=DECODE.block_n,
+        reduce_later=reduce_later,
+    )
+    return DecodePlan(queries, shape, quantize, *splits, reduce_later)

@@ -53,16 +53,19 @@ def plan_prefill(
     queries: AttentionMetadata, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False
 ) -> PrefillPlan:
     """A run of queries per sequence, each at the last positions of its sequence."""
-    device = queries.seq_lens.device
-    tiles_here = tiles_for(device)
-    if queries.is_captured or not queries.is_exact:
-        size = tiles_here.prefill_block_m(queries.positions.shape[0])
-        return PrefillPlan(queries, shape, quantize, size, _tiles_on_device(queries, size))
-    rows, first, size = (
-        [np.empty((0, 4), dtype=np.int32)],
-        0,
-        tiles_here.prefill_block_m(max(queries.host_seq_lens, default=0)),
+    on_device = queries.is_captured or not queries.is_exact
+    longest = max(queries.host_seq_lens, default=0)
+    size = tiles_for(queries.seq_lens.device).prefill_block_m(
+        queries.positions.shape[0] if on_device else longest
     )
+    return PrefillPlan(queries, shape, quantize, size, query_tiles(queries, size))
+
+
+def query_tiles(queries: AttentionMetadata, size: int) -> Tensor:
+    """The tiles of `size` queries at most, as `PrefillPlan.tiles`."""
+    if queries.is_captured or not queries.is_exact:
+        return _tiles_on_device(queries, size)
+    rows, first = [np.empty((0, 4), dtype=np.int32)], 0
     for seq, (length, count) in enumerate(
         zip(queries.host_seq_lens, queries.host_query_lens, strict=True)
     ):
@@ -76,10 +79,9 @@ def plan_prefill(
         )
         first += count
     tiles = np.concatenate(rows)
-    tiles = torch.from_numpy(tiles[np.argsort(-(tiles[:, 1] + tiles[:, 2]), kind="stable")])
-    if device.type == "cuda":
-        tiles = tiles.pin_memory().to(device, non_blocking=True)
-    return PrefillPlan(queries, shape, quantize, size, tiles)
+    on_host = torch.from_numpy(tiles[np.argsort(-(tiles[:, 1] + tiles[:, 2]), kind="stable")])
+    device = queries.seq_lens.device
+    return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host
 
 
 def _tiles_on_device(queries: AttentionMetadata, size: int) -> Tensor:

@@ -1,0 +1,52 @@
+"""Sizes of the Triton kernels of block-sparse attention by architecture. Estimates: none of them
+was measured. Nothing is tuned at run time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from negamax.kernels import platform
+from negamax.kernels.launch.tile import has_h200_tiles
+
+
+@dataclass(frozen=True)
+class Launch:
+    num_warps: int
+    num_stages: int
+
+
+class Tiles:
+    """Where 64 KB of shared memory are all there is."""
+
+    def select_decode(self, cache_bytes: int) -> Launch:
+        """For index keys of `cache_bytes` per element."""
+        return Launch(num_warps=4, num_stages=2 if cache_bytes == 1 else 1)
+
+    def select_block_m(self, rows: int) -> int:
+        """Index queries per program of a prefill that has `rows` of them."""
+        return 64
+
+    def select_prefill(self, block_m: int, cache_bytes: int) -> Launch:
+        """For tiles of `block_m` index queries and keys of `cache_bytes` per element."""
+        return Launch(num_warps=4, num_stages=2 if cache_bytes == 1 else 1)
+
+
+class H200(Tiles):
+    """Two programs per multiprocessor, each with three blocks of keys on their way."""
+
+    def select_decode(self, cache_bytes: int) -> Launch:
+        return Launch(num_warps=4, num_stages=3 if cache_bytes > 1 else 4)
+
+    def select_block_m(self, rows: int) -> int:
+        return 64 if rows <= 1024 else 128
+
+    def select_prefill(self, block_m: int, cache_bytes: int) -> Launch:
+        return Launch(num_warps=4 if block_m == 64 else 8, num_stages=3)
+
+
+def tiles_for(device: torch.device) -> Tiles:
+    """The sizes for `device`."""
+    return H200() if has_h200_tiles(platform.platform_of(device).arch) else Tiles()

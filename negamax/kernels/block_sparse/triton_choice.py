@@ -1,0 +1,114 @@
+"""The choice of blocks from their scores: what decode and prefill share.
+
+A block's key is its score, as an integer of the same order, above its number counted down, so that
+of equal scores that of the lower block is the larger key and no two keys are the same. The largest
+keys are found by a bitonic sort (`tl.topk`), their blocks put in order by another one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from negamax.kernels.attention.triton_shared import dot_dtype
+from negamax.kernels.block_sparse.choice import SparseShape
+
+NO_SCORE = tl.constexpr(-0x80000000)  # the order of no number's bits
+NO_BLOCK = tl.constexpr(0x7FFFFFFF)
+NO_KEY = tl.constexpr(-0x80000000 << 32)
+
+
+class ChoiceConstants(NamedTuple):
+    """Constants of the kernels that choose blocks, one argument `C: tl.constexpr`."""
+
+    HEADS: int  # index heads, and KV heads
+    DIM: int  # of an index head
+    BLOCK: int  # tokens of a sparse block
+    PER_BLOCK: int  # sparse blocks of a block of the cache
+    TOPK: int
+    TOPK_POW2: int
+    INIT: int  # blocks that are always chosen: the first,
+    LOCAL: int  # and the last
+    BLOCK_M: int  # index queries (token, head) of a tile
+    BLOCK_D: int  # DIM, padded to a power of two
+    DOT: tl.dtype  # of what is multiplied
+
+
+def choice_constants(
+    shape: SparseShape, dim: int, dtype: torch.dtype, cache_dtype: torch.dtype, *, rows: int
+) -> ChoiceConstants:
+    """`dim` of an index head; `rows`: index queries of a tile."""
+    return ChoiceConstants(
+        HEADS=shape.kv_heads,
+        DIM=dim,
+        BLOCK=shape.sparse_block_size,
+        PER_BLOCK=shape.block_size // shape.sparse_block_size,
+        TOPK=shape.topk_blocks,
+        TOPK_POW2=max(2, triton.next_power_of_2(shape.topk_blocks)),
+        INIT=shape.init_blocks,
+        LOCAL=shape.local_blocks,
+        BLOCK_M=max(16, triton.next_power_of_2(rows)),
+        BLOCK_D=triton.next_power_of_2(max(16, dim)),
+        DOT=dot_dtype(dtype, cache_dtype),
+    )
+
+
+@triton.jit
+def last_block(position, BLOCK: tl.constexpr):
+    """The block of `position`; -1 where that is -1."""
+    return (position + BLOCK) // BLOCK - 1
+
+
+@triton.jit
+def score_order(score, block, last, C: tl.constexpr):
+    """Scores of the blocks `block` as int32 of the same order, NaN below all that is likely, blocks
+    that are always chosen above; NO_SCORE for blocks behind `last`.
+    """
+    score = tl.where(score == score, score, -1e30)
+    is_forced = (block < C.INIT) | (block > last - C.LOCAL)
+    score = tl.where(is_forced, float("inf"), tl.where(score == 0.0, 0.0, score))
+    bits = score.to(tl.int32, bitcast=True)
+    return tl.where(block <= last, bits ^ ((bits >> 31) & 0x7FFFFFFF), NO_SCORE)
+
+
+@triton.jit
+def make_key(order, number):
+    """int64 keys of `score_order`'s results and the numbers of what they are scores of."""
+    return (order.to(tl.int64) << 32) | (0x7FFFFFFF - number).to(tl.int64)
+
+
+@triton.jit
+def number_of(key):
+    """What `make_key` was given, as int64; NO_BLOCK where there was no score."""
+    number = 0x7FFFFFFF - (key & 0x7FFFFFFF)
+    return tl.where((key >> 32).to(tl.int32) == NO_SCORE, NO_BLOCK, number)
+
+
+@triton.jit
+def store_choice(block, row, head, table, is_there, ids, pages, C: tl.constexpr):
+    """Blocks [rows, TOPK_POW2] in any order, NO_BLOCK among them, of the index queries `row` (token
+    * HEADS + head) [rows] to ids and pages [T, HEADS, TOPK]. `table`: the sequence's blocks.
+    """
+    # as int64: LLVM has no code for AMD that sorts halves of what was sorted before
+    block = tl.sort(block.to(tl.int64)).to(tl.int32)
+    column = tl.arange(0, C.TOPK_POW2)[None, :]
+    at = row.to(tl.int64)[:, None] * C.TOPK + column
+    mask = is_there[:, None] & (column < C.TOPK)
+    is_block = block != NO_BLOCK
+    cache_block = tl.load(table + block // C.PER_BLOCK, mask=mask & is_block, other=0).to(tl.int32)
+    page = (cache_block * C.HEADS + head[:, None]) * C.PER_BLOCK + block % C.PER_BLOCK
+    tl.store(ids + at, tl.where(is_block, block, -1), mask=mask)
+    tl.store(pages + at, tl.where(is_block, page, 0), mask=mask)
+
+
+@triton.jit
+def store_all_blocks(position, row, head, table, is_there, ids, pages, C: tl.constexpr):
+    """The choice of index queries that see TOPK blocks at most: all of them."""
+    block = tl.arange(0, C.TOPK_POW2)[None, :]
+    is_seen = block <= last_block(position, C.BLOCK)[:, None]
+    store_choice(
+        tl.where(is_seen, block, NO_BLOCK), row, head, table, is_there, ids, pages, C
+    )

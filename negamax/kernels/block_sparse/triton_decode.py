@@ -1,0 +1,137 @@
+"""Block-sparse attention of decodes: the paged decode attention (`attention/triton_decode`), for
+which each token and KV head is a sequence of its own, whose block table is the pages of the chosen
+blocks.
+
+How long these sequences are follows from the tokens' positions alone, so the work of the programs
+is planned once for all layers of a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from negamax.kernels.activations import Hidden, QuantizedActivations
+from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
+from negamax.kernels.attention.triton_decode import decode
+from negamax.kernels.attention.triton_decode_plan import DecodePlan, plan_decode
+from negamax.kernels.block_sparse.choice import BlockChoice, SparseShape
+
+_TOKENS = 128  # of a program that counts keys
+
+
+@dataclass(frozen=True)
+class SparseDecodePlan:
+    """The plan of the paged decode attention, the block tables of which are those of a choice."""
+
+    shape: SparseShape
+    paged: DecodePlan
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
+def _count_keys_kernel(
+    positions,  # [T] int64
+    seq_lens,  # [S] int32
+    query_starts,  # [S + 1] int32
+    lengths,  # [T * HEADS] int32, written
+    rows,  # [T * HEADS] int64, written: 0, 1, ...
+    num_tokens,
+    num_seqs,
+    IS_SINGLE: tl.constexpr,  # every sequence has one query
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOPK: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Grid (T / TOKENS): how many keys each token attends to; none where it is padding."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    if IS_SINGLE:
+        seen = tl.load(seq_lens + token, mask=token < num_tokens, other=0)
+    else:
+        end = tl.load(query_starts + num_seqs)
+        position = tl.load(positions + token, mask=token < num_tokens, other=0)
+        seen = tl.where(token < end, position.to(tl.int32) + 1, 0)
+    full = tl.minimum((seen + BLOCK - 1) // BLOCK, TOPK) - 1
+    length = tl.where(seen > 0, full * BLOCK + (seen - 1) % BLOCK + 1, 0)
+    for head in tl.static_range(HEADS):
+        row = token * HEADS + head
+        tl.store(lengths + row, length, mask=token < num_tokens)
+        tl.store(rows + row, row.to(tl.int64), mask=token < num_tokens)
+
+
+def plan_sparse_decode(
+    queries: AttentionMetadata,
+    shape: SparseShape,
+    *,
+    dtype: torch.dtype,
+    quantize: bool = False,
+    reduce_later: bool = False,
+) -> SparseDecodePlan:
+    """One query per sequence, or several. Reads the lengths on the device only."""
+    num_tokens, device = queries.positions.shape[0], queries.positions.device
+    num_seqs, num_rows = queries.seq_lens.shape[0], num_tokens * shape.kv_heads
+    lengths = torch.empty(num_rows, dtype=torch.int32, device=device)
+    rows = torch.empty(num_rows, dtype=torch.int64, device=device)
+    if num_tokens:
+        _count_keys_kernel[(triton.cdiv(num_tokens, _TOKENS),)](
+            queries.positions,
+            queries.seq_lens,
+            queries.query_starts,
+            lengths,
+            rows,
+            num_tokens,
+            num_seqs,
+            IS_SINGLE=num_tokens == num_seqs,
+            HEADS=shape.kv_heads,
+            BLOCK=shape.sparse_block_size,
+            TOPK=shape.topk_blocks,
+            TOKENS=_TOKENS,
+            num_warps=4,
+        )
+    each = replace(
+        queries,
+        block_table_indices=rows,
+        seq_lens=lengths,
+        num_decodes=num_rows,
+        # bounds, which also say that keys and block tables are new in each layer
+        host_seq_lens=(shape.dense_tokens,) * num_rows,
+        host_query_lens=(1,) * num_rows,
+        is_exact=False,
+    )
+    paged = plan_decode(
+        each,
+        PagedShape(kv_heads=1, group=shape.group, block_size=shape.sparse_block_size),
+        dtype=dtype,
+        quantize=quantize,
+        reduce_later=reduce_later,
+    )
+    return SparseDecodePlan(shape, paged)
+
+
+def sparse_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    choice: BlockChoice,
+    plan: SparseDecodePlan,
+    *,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> Hidden:
+    """As the definition, but it reads the choice's pages."""
+    num_tokens, heads, head_dim = q.shape
+    size, tables = plan.shape.sparse_block_size, choice.pages.flatten(0, 1)
+    out = decode(
+        q.view(-1, plan.shape.group, head_dim),
+        k_cache.view(-1, 1, size, head_dim),
+        v_cache.view(-1, 1, size, head_dim),
+        replace(plan.paged, queries=replace(plan.paged.queries, block_tables=tables)),
+        kv_scales=kv_scales,
+    )
+    if isinstance(out, QuantizedActivations):
+        parts = (part.view(num_tokens, -1) for part in (out.hidden, out.q, out.scale))
+        return QuantizedActivations(*parts)
+    return out.view(num_tokens, heads * head_dim)

@@ -1,0 +1,347 @@
+"""The choice of blocks for decodes, in one launch.
+
+The queries of a sequence, one or some drafts, are scored together, so that an index key is read
+once for all of them and all index heads. Programs have runs of blocks, as those of the decode
+attention have runs of tiles (`attention/triton_decode_plan`): with many sequences some of each,
+with one long sequence all of it. Each writes the scores of its blocks, and the last one of a
+sequence to arrive chooses.
+
+    blocks of a sequence     | 0 | 1 | 2 | 3 | 4 | 5 | 6 | ... |
+    programs                 |  program 7  |  program 8  | ...       -> scores [T * HEADS, width]
+    the last one to arrive                                           -> ids, pages
+
+Of more than NARROW blocks it looks first for the groups of blocks with the highest scores: the TOPK
+best blocks are in the TOPK best groups. A sequence of TOPK blocks at most is not scored at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.kernels.attention.triton_decode_plan import (
+    SEQUENCE_WORDS,
+    WORK_WORDS,
+    Splits,
+    load_sequence,
+    plan_splits,
+)
+from negamax.kernels.block_sparse.choice import BlockChoice, SparseShape
+from negamax.kernels.block_sparse.tiles import tiles_for
+from negamax.kernels.block_sparse.triton_choice import (
+    NO_BLOCK,
+    ChoiceConstants,
+    choice_constants,
+    last_block,
+    make_key,
+    number_of,
+    score_order,
+    store_all_blocks,
+    store_choice,
+)
+from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
+
+MOST_QUERIES = 8  # of a sequence that are scored together
+_NARROW = tl.constexpr(256)  # blocks among which is chosen at once
+_NUM_GROUPS = tl.constexpr(512)  # of blocks, where there are more
+
+
+class Queries(NamedTuple):
+    """What a program reads of the queries of a sequence."""
+
+    first: tl.tensor  # of the T
+    count: tl.tensor  # 0: another record has them
+    length: tl.tensor  # tokens of the sequence up to the last of them
+
+
+@dataclass(frozen=True)
+class SelectDecodePlan:
+    """The work of each program, and what they write to; all layers of a step share them."""
+
+    metadata: AttentionMetadata
+    shape: SparseShape
+    most_queries: int  # of a sequence
+    queries: Tensor  # [S, 4] int32: `Queries`
+    splits: Splits
+    workspaces: dict[str, Tensor] = field(default_factory=dict)  # made for the first layer
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _follows(seq_lens, block_table_indices, seq, num_seqs):
+    """Whether the query of sequence `seq` is the next token of the sequence before it."""
+    mask = (seq > 0) & (seq < num_seqs)
+    grown = tl.load(seq_lens + seq, mask=mask, other=0) - tl.load(
+        seq_lens + seq - 1, mask=mask, other=0
+    )
+    table = tl.load(block_table_indices + seq, mask=mask, other=0)
+    return mask & (grown == 1) & (
+        table == tl.load(block_table_indices + seq - 1, mask=mask, other=0)
+    )
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def _plan_queries_kernel(
+    seq_lens,  # [S] int32
+    block_table_indices,  # [S] int64
+    query_starts,  # [S + 1] int32
+    queries,  # [S, 4] int32, written
+    scored,  # [S] int32, written: tokens whose blocks are scored
+    num_seqs,
+    DENSE_TOKENS: tl.constexpr,
+    MERGE: tl.constexpr,  # queries that are scored together at most, of one each; 1: none are
+    SEQS_POW2: tl.constexpr,
+):
+    """Grid (1,)."""
+    seq = tl.arange(0, SEQS_POW2)
+    live = seq < num_seqs
+    first = tl.load(query_starts + seq, mask=live, other=0)
+    count = tl.load(query_starts + seq + 1, mask=live, other=0) - first
+    length = tl.load(seq_lens + seq, mask=live, other=0)
+    if MERGE > 1:
+        follows = _follows(seq_lens, block_table_indices, seq, num_seqs)
+        start = tl.associative_scan(tl.where(follows, 0, seq), 0, _larger)
+        follows = live
+        for i in tl.static_range(1, MERGE):
+            follows = follows & _follows(seq_lens, block_table_indices, seq + i, num_seqs)
+            count += follows.to(tl.int32)
+            length += follows.to(tl.int32)
+        count = tl.where((seq - start) % MERGE == 0, count, 0)
+    tl.store(queries + seq * 4, first, mask=live)
+    tl.store(queries + seq * 4 + 1, count, mask=live)
+    tl.store(queries + seq * 4 + 2, length, mask=live)
+    tl.store(scored + seq, tl.where((count > 0) & (length > DENSE_TOKENS), length, 0), mask=live)
+
+
+def plan_select_decode(metadata: AttentionMetadata, shape: SparseShape) -> SelectDecodePlan:
+    """One query per sequence, or up to MOST_QUERIES. Reads the lengths on the device only."""
+    num_seqs, device = metadata.seq_lens.shape[0], metadata.seq_lens.device
+    # Without counts, that is while a graph is captured, there is one query per sequence; else
+    # those of one sequence may be several "sequences" of one query each.
+    is_single = metadata.positions.shape[0] == num_seqs
+    merge = MOST_QUERIES if is_single and not metadata.is_captured else 1
+    queries = torch.empty(num_seqs, 4, dtype=torch.int32, device=device)
+    scored = torch.empty(num_seqs, dtype=torch.int32, device=device)
+    if num_seqs:
+        _plan_queries_kernel[(1,)](
+            metadata.seq_lens,
+            metadata.block_table_indices,
+            metadata.query_starts,
+            queries,
+            scored,
+            num_seqs,
+            DENSE_TOKENS=shape.dense_tokens,
+            MERGE=merge,
+            SEQS_POW2=triton.next_power_of_2(num_seqs),
+            num_warps=4,
+        )
+    splits = plan_splits(
+        scored, metadata.block_table_indices, kv_heads=1, block_n=shape.sparse_block_size
+    )
+    most = merge if is_single else max(metadata.host_query_lens)
+    return SelectDecodePlan(metadata, shape, most, queries, splits)
+
+
+@triton.jit
+def _score_blocks(
+    index_q, cache, table, scores, width, queries, first, until, C: tl.constexpr
+):
+    """Scores of the blocks first to until - 1 for all index queries of `queries`."""
+    BLOCK_M: tl.constexpr = C.BLOCK_M  # Triton 3.6 takes no field of a struct in a shape
+    row, column = tl.arange(0, BLOCK_M), tl.arange(0, C.BLOCK_D)
+    key = tl.arange(0, C.BLOCK)
+    is_row = row < queries.count * C.HEADS
+    first_row = queries.first.to(tl.int64) * C.HEADS
+    q_mask = is_row[:, None] & (column < C.DIM)[None, :]
+    q_at = index_q + (first_row + row)[:, None] * C.DIM + column[None, :]
+    q = tl.load(q_at, mask=q_mask, other=0.0).to(C.DOT)
+    position = queries.length - queries.count + row // C.HEADS
+    score_at = scores + (first_row + row) * width
+    cache_block = tl.load(table + first // C.PER_BLOCK)
+    for block in range(first, until):
+        page = cache_block.to(tl.int64) * C.PER_BLOCK + block % C.PER_BLOCK
+        k_at = cache + page * (C.BLOCK * C.DIM) + key[:, None] * C.DIM + column[None, :]
+        if C.DIM == C.BLOCK_D:
+            k = tl.load(k_at)
+        else:
+            k = tl.load(k_at, mask=(column < C.DIM)[None, :] & (key >= 0)[:, None], other=0.0)
+        # a tile ahead: a load that waits for another one would halve the pipeline
+        next_block = tl.minimum(block + 1, until - 1)
+        cache_block = tl.load(table + next_block // C.PER_BLOCK)
+        products = tl.dot(q, tl.trans(k.to(C.DOT)))
+        is_seen = block * C.BLOCK + key[None, :] <= position[:, None]
+        score = tl.max(tl.where(is_seen, products, float("-inf")), axis=1)
+        tl.store(score_at + block, score, mask=is_row)
+
+
+@triton.jit
+def _load_order(scores, row, block, last, width, C: tl.constexpr):
+    """`score_order` of the blocks `block` for the index queries `row`, of one shape."""
+    score_at = scores + row.to(tl.int64) * width + block
+    # other programs wrote them, so not through the first-level cache
+    score = tl.load(score_at, mask=block <= last, other=0.0, cache_modifier=".cg")
+    return score_order(score, block, last, C)
+
+
+@triton.jit
+def _best_blocks(scores, row, last, width, C: tl.constexpr):
+    """The TOPK blocks with the highest scores of _NARROW at most, for index queries `row` [rows],
+    whose last block is `last` [rows]. [rows, TOPK_POW2], NO_BLOCK behind the TOPK.
+    """
+    block = tl.arange(0, _NARROW)[None, :]
+    order = _load_order(scores, row[:, None], block + row[:, None] * 0, last[:, None], width, C)
+    best = number_of(tl.topk(make_key(order, block), C.TOPK_POW2))
+    return tl.where(tl.arange(0, C.TOPK_POW2)[None, :] < C.TOPK, best, NO_BLOCK)
+
+
+@triton.jit
+def _best_blocks_of_many(scores, row, last, width, GROUP: tl.constexpr, C: tl.constexpr):
+    """`_best_blocks` of any number of blocks, of _NUM_GROUPS groups of GROUP, for one index query.
+    [1, TOPK_POW2]
+    """
+    TOPK_POW2: tl.constexpr = C.TOPK_POW2
+    group, member = tl.arange(0, _NUM_GROUPS), tl.arange(0, GROUP)
+    block = group[:, None] * GROUP + member[None, :]
+    order = tl.max(_load_order(scores, row, block, last, width, C), axis=1)
+    best = number_of(tl.topk(make_key(order, group), TOPK_POW2))
+    best = best.to(tl.int32)[:, None]
+    block = tl.where(best == NO_BLOCK, NO_BLOCK, best * GROUP + member[None, :])
+    order = _load_order(scores, row, block, last, width, C)
+    keys = tl.reshape(make_key(order, block), [1, TOPK_POW2 * GROUP])
+    best = number_of(tl.topk(keys, TOPK_POW2))
+    return tl.where(tl.arange(0, TOPK_POW2)[None, :] < C.TOPK, best, NO_BLOCK)
+
+
+@triton.jit
+def _choose(
+    scores, table, width, queries, ids, pages, ROWS: tl.constexpr, GROUP: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """The choice of all index queries of `queries` from their scores."""
+    num_rows = queries.count * C.HEADS
+    first_row = queries.first * C.HEADS
+    position = queries.length - queries.count
+    if last_block(queries.length - 1, C.BLOCK) < _NARROW:
+        for start in range(0, num_rows, ROWS):
+            row = start + tl.arange(0, ROWS)
+            last = last_block(position + row // C.HEADS, C.BLOCK)
+            is_there = row < num_rows
+            last = tl.where(is_there, last, -1)
+            block = _best_blocks(scores, first_row + row, last, width, C)
+            store_choice(
+                block, first_row + row, row % C.HEADS, table, is_there, ids, pages, C
+            )
+    else:
+        one = tl.arange(0, 1)
+        for start in range(0, num_rows):
+            last = last_block(position + start // C.HEADS, C.BLOCK)
+            block = _best_blocks_of_many(scores, first_row + start, last, width, GROUP, C)
+            row = first_row + start + one
+            store_choice(block, row, row % C.HEADS, table, one == 0, ids, pages, C)
+
+
+@triton.jit
+def _select_decode_kernel(
+    index_q,  # [T, HEADS, DIM]
+    cache,  # [blocks, 1, PER_BLOCK * BLOCK, DIM]
+    tables,  # [slots, table_stride] int32, blocks
+    queries,  # [S, 4] int32: `Queries`
+    sequences,  # see attention/triton_decode_plan
+    work,
+    scores,  # [T * HEADS, width] fp32, written
+    arrivals,  # [S] int32, 0 between launches
+    ids,  # [T, HEADS, TOPK] int32, written
+    pages,  # likewise
+    table_stride,
+    width,
+    ROWS: tl.constexpr,  # index queries whose blocks are chosen at a time
+    GROUP: tl.constexpr,
+    C: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: a run of blocks of one sequence or of several."""
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    work += tl.program_id(0) * WORK_WORDS
+    tile, end, seq = tl.load(work), tl.load(work + 1), tl.load(work + 2)
+    launch_dependents_then_wait(PDL)
+    while tile < end:
+        sequence = load_sequence(sequences + seq * SEQUENCE_WORDS)
+        until = tl.minimum(end, sequence.end_tile)
+        own = queries + seq * 4
+        query = Queries(tl.load(own), tl.load(own + 1), tl.load(own + 2))
+        table = tables + sequence.table_index.to(tl.int64) * table_stride
+        if sequence.length == 0:
+            row = tl.arange(0, BLOCK_M)
+            position = query.length - query.count + row // C.HEADS
+            is_there = row < query.count * C.HEADS
+            first_row = query.first * C.HEADS
+            store_all_blocks(
+                position, first_row + row, row % C.HEADS, table, is_there, ids, pages, C
+            )
+        else:
+            first = tile - sequence.first_tile
+            after = until - sequence.first_tile
+            _score_blocks(index_q, cache, table, scores, width, query, first, after, C)
+            tl.debug_barrier()
+            before = tl.atomic_add(arrivals + seq, 1, sem="acq_rel")
+            if before == sequence.num_splits - 1:
+                tl.debug_barrier()
+                tl.store(arrivals + seq, 0)
+                _choose(scores, table, width, query, ids, pages, ROWS, GROUP, C)
+        tile = until
+        seq += 1
+
+
+def select_decode(index_q: Tensor, index_cache: Tensor, plan: SelectDecodePlan) -> BlockChoice:
+    """As the definition."""
+    (num_tokens, heads, dim), shape = index_q.shape, plan.shape
+    assert index_q.is_contiguous() and index_cache.is_contiguous()
+    device, tables = index_q.device, plan.metadata.block_tables
+    ids, pages = torch.empty(
+        2, num_tokens, heads, shape.topk_blocks, dtype=torch.int32, device=device
+    ).unbind()
+    if num_tokens == 0:
+        return BlockChoice(ids, pages)
+    per_block = shape.block_size // shape.sparse_block_size
+    width = tables.shape[1] * per_block
+    workspaces = plan.workspaces
+    if not workspaces:
+        workspaces["scores"] = torch.empty(
+            num_tokens * heads, width, dtype=torch.float32, device=device
+        )
+        workspaces["arrivals"] = torch.zeros(
+            len(plan.queries), dtype=torch.int32, device=device
+        )
+    most_rows = plan.most_queries * heads
+    launch = tiles_for(device).select_decode(index_cache.element_size())
+    _select_decode_kernel[(plan.splits.programs,)](
+        index_q,
+        index_cache,
+        tables,
+        plan.queries,
+        plan.splits.sequences,
+        plan.splits.work,
+        workspaces["scores"],
+        workspaces["arrivals"],
+        ids,
+        pages,
+        tables.stride(0),
+        width,
+        ROWS=min(4, triton.next_power_of_2(most_rows)),
+        GROUP=max(2, triton.next_power_of_2(triton.cdiv(width, _NUM_GROUPS.value))),
+        C=choice_constants(shape, dim, index_q.dtype, index_cache.dtype, rows=most_rows),
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        **launch_options(device),
+    )
+    return BlockChoice(ids, pages)

@@ -1,0 +1,235 @@
+"""The choice of blocks for prefills: scores on the tensor cores, and the best blocks kept in registers.
+
+A program has a tile of neighbouring queries of a sequence, with all their index heads, and goes
+through the blocks that they see; with few tiles several programs share the blocks of one. Scores
+are never written: every TOPK_POW2 blocks the best keys of each row are those of the best so far and
+of the new ones.
+
+    index keys    | block 0 | block 1 | ...            -> products [BLOCK_M, BLOCK], their maximum
+    TOPK_POW2 blocks                                    -> keys [BLOCK_M, TOPK_POW2]
+    so far                                              -> best [BLOCK_M, TOPK_POW2]
+
+So what it needs of memory does not grow with the context. Queries that see TOPK blocks at most are
+not scored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from negamax.kernels import platform
+from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.kernels.attention.triton_prefill import query_tiles
+from negamax.kernels.block_sparse.choice import BlockChoice, SparseShape
+from negamax.kernels.block_sparse.tiles import tiles_for
+from negamax.kernels.block_sparse.triton_choice import (
+    NO_BLOCK,
+    NO_KEY,
+    NO_SCORE,
+    ChoiceConstants,
+    choice_constants,
+    last_block,
+    make_key,
+    number_of,
+    score_order,
+    store_all_blocks,
+    store_choice,
+)
+
+_MOST_SPLITS = 16
+_MERGED_ROWS = 16  # index queries whose splits' best blocks are merged by one program
+
+
+@dataclass(frozen=True)
+class SelectPrefillPlan:
+    """The tiles of queries of a step."""
+
+    metadata: AttentionMetadata
+    shape: SparseShape
+    block_m: int  # index queries of a tile at most
+    tiles: Tensor  # [tiles, 4] int32, as `attention.triton_prefill.PrefillPlan.tiles`
+    splits: int  # programs that share the blocks of a tile
+
+
+def plan_select_prefill(metadata: AttentionMetadata, shape: SparseShape) -> SelectPrefillPlan:
+    """A run of queries per sequence, each at the last positions of its sequence."""
+    num_tokens, device = metadata.positions.shape[0], metadata.positions.device
+    block_m = max(tiles_for(device).select_block_m(num_tokens * shape.kv_heads), shape.kv_heads)
+    size = block_m // shape.kv_heads
+    multiprocessors = platform.platform_of(device).multiprocessors
+    splits = multiprocessors // triton.cdiv(max(1, num_tokens), size)
+    splits = 2 ** max(0, min(splits, _MOST_SPLITS).bit_length() - 1)
+    return SelectPrefillPlan(metadata, shape, block_m, query_tiles(metadata, size), splits)
+
+
+@triton.jit
+def _merge(best, order, first, C: tl.constexpr):
+    """The keys with the highest scores of `best` and of the blocks from `first` on, whose order is
+    `order`; both [BLOCK_M, TOPK_POW2].
+    """
+    BLOCK_M: tl.constexpr = C.BLOCK_M  # Triton 3.6 takes no field of a struct in a shape
+    TOPK_POW2: tl.constexpr = C.TOPK_POW2
+    key = make_key(order, first + tl.arange(0, TOPK_POW2)[None, :])
+    both = tl.reshape(tl.join(best, key), [BLOCK_M, 2 * TOPK_POW2])
+    return tl.topk(both, TOPK_POW2)
+
+
+@triton.jit
+def _best_blocks(index_q, cache, table, tile, begin, end, C: tl.constexpr):
+    """The keys [BLOCK_M, TOPK_POW2] of the best of the blocks begin to end - 1 for the rows of a
+    tile (first query, count, position of the first).
+    """
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    TOPK_POW2: tl.constexpr = C.TOPK_POW2
+    first, count, start = tile
+    row, column, key = tl.arange(0, BLOCK_M), tl.arange(0, C.BLOCK_D), tl.arange(0, C.BLOCK)
+    q_at = index_q + (first.to(tl.int64) * C.HEADS + row)[:, None] * C.DIM + column[None, :]
+    q_mask = (row < count * C.HEADS)[:, None] & (column < C.DIM)[None, :]
+    q = tl.load(q_at, mask=q_mask, other=0.0).to(C.DOT)
+    position = start + row // C.HEADS
+    last = last_block(position, C.BLOCK)
+    slot = tl.arange(0, TOPK_POW2)[None, :]
+    best = tl.full([BLOCK_M, TOPK_POW2], NO_KEY, tl.int64)
+    order = tl.full([BLOCK_M, TOPK_POW2], NO_SCORE, tl.int32)
+    cache_block = tl.load(table + begin // C.PER_BLOCK)
+    for block in range(begin, end):
+        page = cache_block.to(tl.int64) * C.PER_BLOCK + block % C.PER_BLOCK
+        k_at = cache + page * (C.BLOCK * C.DIM) + key[:, None] * C.DIM + column[None, :]
+        if C.DIM == C.BLOCK_D:
+            k = tl.load(k_at)
+        else:
+            k = tl.load(k_at, mask=(column < C.DIM)[None, :] & (key >= 0)[:, None], other=0.0)
+        # a tile ahead: a load that waits for another one would halve the pipeline
+        cache_block = tl.load(table + tl.minimum(block + 1, end - 1) // C.PER_BLOCK)
+        products = tl.dot(q, tl.trans(k.to(C.DOT)))
+        if (block + 1) * C.BLOCK > start:
+            is_seen = block * C.BLOCK + key[None, :] <= position[:, None]
+            products = tl.where(is_seen, products, float("-inf"))
+        of_block = score_order(tl.max(products, axis=1), block, last, C)
+        at = (block - begin) % TOPK_POW2
+        order = tl.where(slot == at, of_block[:, None], order)
+        if at == TOPK_POW2 - 1:
+            best = _merge(best, order, block - at, C)
+            order = tl.full([BLOCK_M, TOPK_POW2], NO_SCORE, tl.int32)
+    rest = begin + (end - begin) // TOPK_POW2 * TOPK_POW2
+    return _merge(best, order, rest, C)
+
+
+@triton.jit
+def _select_prefill_kernel(
+    index_q,  # [T, HEADS, DIM]
+    cache,  # [blocks, 1, PER_BLOCK * BLOCK, DIM]
+    tables,  # [slots, table_stride] int32, blocks
+    block_table_indices,  # [S] int64
+    tiles,  # [tiles, 4] int32
+    keys,  # [T * HEADS, SPLITS, TOPK_POW2] int64, written if SPLITS > 1
+    ids,  # [T, HEADS, TOPK] int32, written where there is nothing to merge
+    pages,  # likewise
+    table_stride,
+    SPLITS: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Grid (SPLITS, tiles): one split of the blocks of a tile."""
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    split, record = tl.program_id(0), tiles + tl.program_id(1) * 4
+    first, count, start = tl.load(record), tl.load(record + 1), tl.load(record + 2)
+    sequence = tl.load(block_table_indices + tl.load(record + 3)).to(tl.int64)
+    table = tables + sequence * table_stride
+    row = tl.arange(0, BLOCK_M)
+    is_there = row < count * C.HEADS
+    num_blocks = last_block(start + count - 1, C.BLOCK) + 1
+    if num_blocks <= C.TOPK:
+        if split == 0:
+            store_all_blocks(
+                start + row // C.HEADS, first * C.HEADS + row, row % C.HEADS, table, is_there,
+                ids, pages, C,
+            )  # fmt: skip
+    else:
+        size = tl.cdiv(num_blocks, SPLITS)
+        begin = tl.minimum(split * size, num_blocks)
+        end = tl.minimum(begin + size, num_blocks)
+        best = _best_blocks(index_q, cache, table, (first, count, start), begin, end, C)
+        column = tl.arange(0, C.TOPK_POW2)[None, :]
+        if SPLITS == 1:
+            block = tl.where(column < C.TOPK, number_of(best), NO_BLOCK)
+            store_choice(
+                block, first * C.HEADS + row, row % C.HEADS, table, is_there, ids, pages, C
+            )
+        else:
+            at = (first * C.HEADS + row).to(tl.int64)[:, None] * SPLITS + split
+            tl.store(keys + at * C.TOPK_POW2 + column, best, mask=is_there[:, None])
+
+
+@triton.jit
+def _merge_splits_kernel(
+    tables,
+    block_table_indices,
+    tiles,
+    keys,  # [T * HEADS, SPLITS, TOPK_POW2] int64
+    ids,  # [T, HEADS, TOPK] int32, written
+    pages,  # likewise
+    table_stride,
+    ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Grid (BLOCK_M / ROWS, tiles): the choice of ROWS index queries of a tile from the best blocks
+    of all splits.
+    """
+    record = tiles + tl.program_id(1) * 4
+    first, count, start = tl.load(record), tl.load(record + 1), tl.load(record + 2)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_there = row < count * C.HEADS
+    if last_block(start + count - 1, C.BLOCK) >= C.TOPK:
+        sequence = tl.load(block_table_indices + tl.load(record + 3)).to(tl.int64)
+        row_at = (first * C.HEADS + row).to(tl.int64)[:, None] * (SPLITS * C.TOPK_POW2)
+        at = row_at + tl.arange(0, SPLITS * C.TOPK_POW2)[None, :]
+        best = tl.topk(tl.load(keys + at, mask=is_there[:, None], other=NO_KEY), C.TOPK_POW2)
+        is_best = tl.arange(0, C.TOPK_POW2)[None, :] < C.TOPK
+        block = tl.where(is_best, number_of(best), NO_BLOCK)
+        store_choice(
+            block, first * C.HEADS + row, row % C.HEADS, tables + sequence * table_stride,
+            is_there, ids, pages, C,
+        )  # fmt: skip
+
+
+def select_prefill(index_q: Tensor, index_cache: Tensor, plan: SelectPrefillPlan) -> BlockChoice:
+    """As the definition."""
+    (num_tokens, heads, dim), shape, splits = index_q.shape, plan.shape, plan.splits
+    assert index_q.is_contiguous() and index_cache.is_contiguous()
+    device, tables = index_q.device, plan.metadata.block_tables
+    ids, pages = torch.empty(
+        2, num_tokens, heads, shape.topk_blocks, dtype=torch.int32, device=device
+    ).unbind()
+    if num_tokens == 0:
+        return BlockChoice(ids, pages)
+    constants = choice_constants(
+        shape, dim, index_q.dtype, index_cache.dtype, rows=plan.block_m
+    )
+    keys = None
+    if splits > 1:
+        of_row = splits * constants.TOPK_POW2
+        keys = torch.empty(num_tokens * heads, of_row, dtype=torch.int64, device=device)
+    launch = tiles_for(device).select_prefill(plan.block_m, index_cache.element_size())
+    where = (tables, plan.metadata.block_table_indices, plan.tiles, keys, ids, pages)
+    _select_prefill_kernel[(splits, plan.tiles.shape[0])](
+        index_q,
+        index_cache,
+        *where,
+        tables.stride(0),
+        SPLITS=splits,
+        C=constants,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+    if splits > 1:
+        rows = min(_MERGED_ROWS, constants.BLOCK_M)
+        _merge_splits_kernel[(constants.BLOCK_M // rows, plan.tiles.shape[0])](
+            *where, tables.stride(0), ROWS=rows, SPLITS=splits, C=constants, num_warps=4
+        )
+    return BlockChoice(ids, pages)
