@@ -4,12 +4,22 @@ padding, captured steps, several drafts of a sequence. In the interpreter, at si
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 import torch
 import triton_support  # noqa: F401  before the kernels
 
+from negamax.kernels import platform
+from negamax.kernels.activations import QuantizedActivations
+from negamax.kernels.attention.metadata import AttentionMetadata, attention_metadata
 from negamax.kernels.attention.triton_head_norm import sparse_norm_rope_write
 from negamax.kernels.block_sparse import spec
+from negamax.kernels.block_sparse import triton as kernels
+from negamax.kernels.block_sparse.choice import BlockChoice, SparseShape
+from negamax.kernels.block_sparse.triton_select_decode import SelectDecodePlan
+from negamax.kernels.block_sparse.triton_select_prefill import SelectPrefillPlan
 from negamax.kernels.kvcache.spec import FP8, cache_rows
 from negamax.kernels.rope.spec import cos_sin, signed_frequencies
 
@@ -54,3 +64,132 @@ def test_norms_write_caches_of_two_dtypes_and_keep_broken_rows_finite(
         assert relative_error(stored[1].float(), defined[1].float()) < error
         written = stored.float().abs().sum(dim=(1, 3)).nonzero().tolist()
         assert written == [[0, 2], [1, 1]]  # block and place
+
+
+SHAPE = SparseShape(kv_heads=1, group=2, block_size=32, sparse_block_size=16, topk_blocks=3)
+
+
+def paged(
+    lengths: Sequence[int], *, heads: int, dtype: torch.dtype = torch.bfloat16
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A cache that holds large values wherever no key lies, and tables in int32."""
+    generator, size = torch.Generator().manual_seed(len(lengths)), SHAPE.block_size
+    width = -(-max(lengths) // size)
+    tables = torch.randperm(width * len(lengths), generator=generator).view(len(lengths), width)
+    cache = torch.full((tables.numel(), heads, size, 32), 400.0)
+    for row, length in zip(tables.tolist(), lengths, strict=True):
+        for position in range(length):
+            key = torch.randn(heads, 32, generator=generator)
+            cache[row[position // size], :, position % size] = key
+    return cache.to(dtype), tables.int()
+
+
+def captured(queries: AttentionMetadata) -> AttentionMetadata:
+    """As while a graph is captured: the device alone knows the lengths."""
+    return replace(queries, host_seq_lens=(), host_query_lens=())
+
+
+def chosen(
+    queries: AttentionMetadata, index_q: torch.Tensor, cache: torch.Tensor, shape: SparseShape
+) -> BlockChoice:
+    """By the kernels, twice with one plan, as the layers of a step do."""
+    plan = kernels.plan_select(queries, shape, dtype=index_q.dtype)
+    first, second = (kernels.select(index_q, cache, plan) for _ in range(2))
+    assert torch.equal(first.ids, second.ids)
+    for own in (plan.decode, plan.rest):
+        if isinstance(own, SelectDecodePlan):
+            assert not own.workspaces["arrivals"].any()
+    return first
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
+def test_decodes_choose_among_hundreds_of_blocks_and_leave_padding_empty(
+    dtype: torch.dtype,
+) -> None:
+    """A sequence of more blocks than are compared at once, one of few, one that is not scored; a
+    query that is no number, and one that scores all blocks alike.
+    """
+    lengths = [4805, 1, 130, 40, 300, 300]
+    cache, tables = paged(lengths, heads=1, dtype=dtype)
+    index_q = torch.randn(6, 1, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    index_q[4], index_q[5] = torch.nan, 0
+    queries = attention_metadata(tables, lengths, [1] * 6, num_decodes=6)
+    want = spec.select(index_q.float(), cache, spec.plan(queries, SHAPE, dtype=index_q.dtype))
+    queries.seq_lens[1] = 0  # padding
+    got = chosen(captured(queries), index_q, cache, SHAPE)
+    for row in (0, 2, 3):
+        assert torch.equal(got.ids[row], want.ids[row])
+        assert torch.equal(got.pages[row], want.pages[row])
+    assert got.ids[[1, 4, 5], 0].tolist() == [[-1, -1, -1], [0, 1, 18], [0, 1, 18]]
+    assert not got.pages[1].any()
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_drafts_of_a_sequence_are_scored_together(apart: bool) -> None:
+    """Each has its own choice, which for some of them need not be scored; as sequences of one query
+    each, or of several.
+    """
+    shape = replace(SHAPE, kv_heads=2)
+    lengths, counts = [130, 49, 200], [4, 3, 1]
+    cache, tables = paged(lengths, heads=1)
+    index_q = torch.randn(8, 2, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    together = attention_metadata(tables, lengths, counts)
+    want = spec.select(index_q.float(), cache, spec.plan(together, shape, dtype=index_q.dtype))
+    queries = together
+    if apart:
+        rows = [0, 0, 0, 0, 1, 1, 1, 2]
+        each = [127, 128, 129, 130, 47, 48, 49, 200]
+        queries = attention_metadata(tables, each, [1] * 8, indices=rows, num_decodes=8)
+    plan = kernels.plan_select(queries, shape, dtype=index_q.dtype)
+    own = plan.decode if apart else plan.rest
+    assert isinstance(own, SelectDecodePlan)
+    records = own.queries[:, :3].tolist()
+    assert [record for record in records if record[1]] == [[0, 4, 130], [4, 3, 49], [7, 1, 200]]
+    got = chosen(queries, index_q, cache, shape)
+    assert torch.equal(got.ids, want.ids)
+    assert torch.equal(got.pages, want.pages)
+
+
+@pytest.mark.parametrize("is_captured", [True, False])
+def test_a_step_of_decodes_and_prompts_chooses_for_both(
+    is_captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With few queries several programs share the blocks that a tile of them sees."""
+    few = replace(platform.CPU, multiprocessors=8)
+    monkeypatch.setattr(platform, "platform_of", lambda device: few)
+    lengths, counts = [90, 330, 20], [1, 41, 20]
+    cache, tables = paged(lengths, heads=1)
+    index_q = torch.randn(62, 1, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    queries = attention_metadata(tables, lengths, counts, num_decodes=1)
+    want = spec.select(index_q.float(), cache, spec.plan(queries, SHAPE, dtype=index_q.dtype))
+    if is_captured:  # any mix of sequences, those of one query among them
+        queries = captured(replace(queries, num_decodes=0))
+    plan = kernels.plan_select(queries, SHAPE, dtype=index_q.dtype)
+    assert isinstance(plan.rest, SelectPrefillPlan)
+    assert plan.rest.splits == 8
+    got = chosen(queries, index_q, cache, SHAPE)
+    assert torch.equal(got.ids, want.ids)
+    assert torch.equal(got.pages, want.pages)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
+def test_decodes_attend_to_their_pages_and_leave_padding_zero(dtype: torch.dtype) -> None:
+    shape = replace(SHAPE, kv_heads=2)
+    lengths = [130, 17, 5, 200]
+    caches = [paged(lengths, heads=2, dtype=dtype)[0] for _ in range(2)]
+    tables = paged(lengths, heads=2)[1]
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(4, 4, 32, generator=generator).bfloat16()
+    queries = attention_metadata(tables, lengths, [1] * 4, num_decodes=4)
+    plan = spec.plan(queries, shape, dtype=q.dtype)
+    index_cache, _ = paged(lengths, heads=1)
+    index_q = torch.randn(4, 2, 32, generator=generator)
+    choice = spec.select(index_q, index_cache, plan)
+    want = spec.attend(q.float(), *caches, choice, plan, kv_scales=(0.5, 2.0))
+    queries.seq_lens[2] = 0  # padding
+    sparse = kernels.plan_sparse_decode(captured(queries), shape, dtype=q.dtype)
+    for _ in range(2):
+        got = kernels.sparse_decode(q, *caches, choice, sparse, kv_scales=(0.5, 2.0))
+        assert not isinstance(got, QuantizedActivations)
+        assert relative_error(got[[0, 1, 3]], want[[0, 1, 3]]) < 5e-3
+        assert not got[2].any()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -35,24 +36,42 @@ _GPU = frozenset({Feature.TRITON})
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
-SelectPlan = SelectDecodePlan | SelectPrefillPlan
+@dataclass(frozen=True)
+class SelectPlan:
+    """The plan of the first `num_decodes` queries, and that of those behind them."""
+
+    shape: SparseShape
+    num_decodes: int
+    decode: SelectDecodePlan | None
+    rest: SelectDecodePlan | SelectPrefillPlan | None
 
 
 def plan_select(
     queries: AttentionMetadata, shape: SparseShape, *, dtype: torch.dtype, quantize: bool = False
 ) -> SelectPlan:
-    """Sequences of few queries each, as they decode or verify drafts, or of any number."""
-    is_decode = queries.num_decodes == queries.seq_lens.shape[0] or (
-        not queries.is_captured and max(queries.host_query_lens) <= MOST_QUERIES
-    )
-    return (plan_select_decode if is_decode else plan_select_prefill)(queries, shape)
+    """Sequences with few queries each, which verify drafts, are as cheap as those with one."""
+    decodes, prefills, rest = queries.decodes, queries.prefills, None
+    if prefills:
+        few = not prefills.is_captured and max(prefills.host_query_lens) <= MOST_QUERIES
+        rest = (plan_select_decode if few else plan_select_prefill)(prefills, shape)
+    decode = plan_select_decode(decodes, shape) if decodes else None
+    return SelectPlan(shape, queries.num_decodes, decode, rest)
 
 
 def select(index_q: Tensor, index_cache: Tensor, plan: SelectPlan) -> BlockChoice:
     """As the definition; of tokens behind the last query it says nothing."""
-    if isinstance(plan, SelectDecodePlan):
-        return select_decode(index_q, index_cache, plan)
-    return select_prefill(index_q, index_cache, plan)
+    assert index_q.is_contiguous() and index_cache.is_contiguous()
+    size = (*index_q.shape[:2], plan.shape.topk_blocks)
+    choice = BlockChoice(*torch.empty(2, *size, dtype=torch.int32, device=index_q.device).unbind())
+    for tokens, own in (
+        (slice(None, plan.num_decodes), plan.decode),
+        (slice(plan.num_decodes, None), plan.rest),
+    ):
+        if isinstance(own, SelectDecodePlan):
+            select_decode(index_q[tokens], index_cache, own, choice.of(tokens))
+        elif own is not None:
+            select_prefill(index_q[tokens], index_cache, own, choice.of(tokens))
+    return choice
 
 
 KERNELS = (

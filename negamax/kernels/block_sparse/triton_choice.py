@@ -109,6 +109,4 @@ def store_all_blocks(position, row, head, table, is_there, ids, pages, C: tl.con
     """The choice of index queries that see TOPK blocks at most: all of them."""
     block = tl.arange(0, C.TOPK_POW2)[None, :]
     is_seen = block <= last_block(position, C.BLOCK)[:, None]
-    store_choice(
-        tl.where(is_seen, block, NO_BLOCK), row, head, table, is_there, ids, pages, C
-    )
+    store_choice(tl.where(is_seen, block, NO_BLOCK), row, head, table, is_there, ids, pages, C)

@@ -36,7 +36,6 @@ from negamax.kernels.block_sparse.choice import BlockChoice, SparseShape
 from negamax.kernels.block_sparse.tiles import tiles_for
 from negamax.kernels.block_sparse.triton_choice import (
     NO_BLOCK,
-    ChoiceConstants,
     choice_constants,
     last_block,
     make_key,
@@ -85,8 +84,8 @@ def _follows(seq_lens, block_table_indices, seq, num_seqs):
         seq_lens + seq - 1, mask=mask, other=0
     )
     table = tl.load(block_table_indices + seq, mask=mask, other=0)
-    return mask & (grown == 1) & (
-        table == tl.load(block_table_indices + seq - 1, mask=mask, other=0)
+    return (
+        mask & (grown == 1) & (table == tl.load(block_table_indices + seq - 1, mask=mask, other=0))
     )
 
 
@@ -153,9 +152,7 @@ def plan_select_decode(metadata: AttentionMetadata, shape: SparseShape) -> Selec
 
 
 @triton.jit
-def _score_blocks(
-    index_q, cache, table, scores, width, queries, first, until, C: tl.constexpr
-):
+def _score_blocks(index_q, cache, table, scores, width, queries, first, until, C: tl.constexpr):
     """Scores of the blocks first to until - 1 for all index queries of `queries`."""
     BLOCK_M: tl.constexpr = C.BLOCK_M  # Triton 3.6 takes no field of a struct in a shape
     row, column = tl.arange(0, BLOCK_M), tl.arange(0, C.BLOCK_D)
@@ -238,9 +235,7 @@ def _choose(
             is_there = row < num_rows
             last = tl.where(is_there, last, -1)
             block = _best_blocks(scores, first_row + row, last, width, C)
-            store_choice(
-                block, first_row + row, row % C.HEADS, table, is_there, ids, pages, C
-            )
+            store_choice(block, first_row + row, row % C.HEADS, table, is_there, ids, pages, C)
     else:
         one = tl.arange(0, 1)
         for start in range(0, num_rows):
@@ -302,16 +297,14 @@ def _select_decode_kernel(
         seq += 1
 
 
-def select_decode(index_q: Tensor, index_cache: Tensor, plan: SelectDecodePlan) -> BlockChoice:
-    """As the definition."""
+def select_decode(
+    index_q: Tensor, index_cache: Tensor, plan: SelectDecodePlan, out: BlockChoice
+) -> None:
+    """As the definition, to `out`."""
     (num_tokens, heads, dim), shape = index_q.shape, plan.shape
-    assert index_q.is_contiguous() and index_cache.is_contiguous()
     device, tables = index_q.device, plan.metadata.block_tables
-    ids, pages = torch.empty(
-        2, num_tokens, heads, shape.topk_blocks, dtype=torch.int32, device=device
-    ).unbind()
     if num_tokens == 0:
-        return BlockChoice(ids, pages)
+        return
     per_block = shape.block_size // shape.sparse_block_size
     width = tables.shape[1] * per_block
     workspaces = plan.workspaces
@@ -319,9 +312,7 @@ def select_decode(index_q: Tensor, index_cache: Tensor, plan: SelectDecodePlan) 
         workspaces["scores"] = torch.empty(
             num_tokens * heads, width, dtype=torch.float32, device=device
         )
-        workspaces["arrivals"] = torch.zeros(
-            len(plan.queries), dtype=torch.int32, device=device
-        )
+        workspaces["arrivals"] = torch.zeros(len(plan.queries), dtype=torch.int32, device=device)
     most_rows = plan.most_queries * heads
     launch = tiles_for(device).select_decode(index_cache.element_size())
     _select_decode_kernel[(plan.splits.programs,)](
@@ -333,8 +324,8 @@ def select_decode(index_q: Tensor, index_cache: Tensor, plan: SelectDecodePlan) 
         plan.splits.work,
         workspaces["scores"],
         workspaces["arrivals"],
-        ids,
-        pages,
+        out.ids,
+        out.pages,
         tables.stride(0),
         width,
         ROWS=min(4, triton.next_power_of_2(most_rows)),
@@ -344,4 +335,3 @@ def select_decode(index_q: Tensor, index_cache: Tensor, plan: SelectDecodePlan) 
         num_stages=launch.num_stages,
         **launch_options(device),
     )
-    return BlockChoice(ids, pages)

@@ -1,4 +1,4 @@
-"""The choice of blocks for prefills: scores on the tensor cores, and the best blocks kept in registers.
+"""The choice of blocks for prefills: scores on the tensor cores, the best blocks kept in registers.
 
 A program has a tile of neighbouring queries of a sequence, with all their index heads, and goes
 through the blocks that they see; with few tiles several programs share the blocks of one. Scores
@@ -31,7 +31,6 @@ from negamax.kernels.block_sparse.triton_choice import (
     NO_BLOCK,
     NO_KEY,
     NO_SCORE,
-    ChoiceConstants,
     choice_constants,
     last_block,
     make_key,
@@ -198,25 +197,21 @@ def _merge_splits_kernel(
         )  # fmt: skip
 
 
-def select_prefill(index_q: Tensor, index_cache: Tensor, plan: SelectPrefillPlan) -> BlockChoice:
-    """As the definition."""
+def select_prefill(
+    index_q: Tensor, index_cache: Tensor, plan: SelectPrefillPlan, out: BlockChoice
+) -> None:
+    """As the definition, to `out`."""
     (num_tokens, heads, dim), shape, splits = index_q.shape, plan.shape, plan.splits
-    assert index_q.is_contiguous() and index_cache.is_contiguous()
     device, tables = index_q.device, plan.metadata.block_tables
-    ids, pages = torch.empty(
-        2, num_tokens, heads, shape.topk_blocks, dtype=torch.int32, device=device
-    ).unbind()
     if num_tokens == 0:
-        return BlockChoice(ids, pages)
-    constants = choice_constants(
-        shape, dim, index_q.dtype, index_cache.dtype, rows=plan.block_m
-    )
+        return
+    constants = choice_constants(shape, dim, index_q.dtype, index_cache.dtype, rows=plan.block_m)
     keys = None
     if splits > 1:
         of_row = splits * constants.TOPK_POW2
         keys = torch.empty(num_tokens * heads, of_row, dtype=torch.int64, device=device)
     launch = tiles_for(device).select_prefill(plan.block_m, index_cache.element_size())
-    where = (tables, plan.metadata.block_table_indices, plan.tiles, keys, ids, pages)
+    where = (tables, plan.metadata.block_table_indices, plan.tiles, keys, out.ids, out.pages)
     _select_prefill_kernel[(splits, plan.tiles.shape[0])](
         index_q,
         index_cache,
@@ -232,4 +227,3 @@ def select_prefill(index_q: Tensor, index_cache: Tensor, plan: SelectPrefillPlan
         _merge_splits_kernel[(constants.BLOCK_M // rows, plan.tiles.shape[0])](
             *where, tables.stride(0), ROWS=rows, SPLITS=splits, C=constants, num_warps=4
         )
-    return BlockChoice(ids, pages)
