@@ -28,7 +28,7 @@ from negamax.checkpoint.reader import (
     read_entries,
 )
 from negamax.config.model_spec import ModelSpec
-from negamax.kernels.formats import PLAIN, Axis, Role, StoredTensor
+from negamax.kernels.formats import PLAIN, Axis, Region, Role, StoredTensor, TensorFormat
 from negamax.layers.weights import WeightSlot
 from negamax.models.family import Placement, WeightNames, names_of
 from negamax.parallel.layout import ParallelLayout
@@ -78,11 +78,13 @@ class Move:
 
     @property
     def is_dequantized(self) -> bool:
-        return self.slot.stored is None and self.tensors[0][0] is not PLAIN.values
+        """Whether the slot takes a stored matrix plain."""
+        is_plain = self.is_quantized or self.tensors[0][0] is PLAIN.values
+        return self.slot.stored is None and not is_plain
 
     @property
     def is_quantized(self) -> bool:
-        """Whether a plain matrix is quantised on the way, of which the slot may take one tensor."""
+        """Whether the matrix is quantised on the way, of which the slot may take one tensor."""
         return self.slot.source.is_online
 
     @property
@@ -97,20 +99,22 @@ class Move:
 
     def parts(self) -> Iterator[tuple[StoredTensor, Source, tuple[range, ...]]]:
         """What is read of each tensor, in the dimensions that it should have."""
-        if self.is_quantized:
-            ((stored, source),) = self.tensors
-            shape = self.slot.matrix_shape
-            whole = self.slot.source.quantized_alone(self.slot.matrix_region, shape)
-            yield stored, source, whole
-            return
-        if not self.is_dequantized:
+        if not (self.is_dequantized or self.is_quantized):
             ((stored, source),) = self.tensors
             yield stored, source, self.slot.region
             return
-        part = self.slot.source.enclose(self.slot.matrix_region, self.slot.matrix_shape)
         for stored, source in self.tensors:
             if stored.role is not Role.ACTIVATION:
-                yield stored, source, stored.part(part)
+                yield stored, source, stored.part(self.read_region)
+
+    @property
+    def read_region(self) -> Region:
+        """The part of a matrix that is read to be dequantised or quantised."""
+        source, shape = self.slot.source, self.slot.matrix_shape
+        if source.made_of is None:
+            return source.enclose(self.slot.matrix_region, shape)
+        alone = source.quantized_alone(self.slot.matrix_region, shape)
+        return source.made_of.enclose(alone, shape)
 
     @property
     def num_bytes(self) -> int:
@@ -124,7 +128,8 @@ class Move:
         row, whose slots take the place of this one's.
         """
         rows = len(self.slot.region[0]) if self.slot.region else 0
-        if self.is_dequantized or rows < 2 or self.num_bytes <= num_bytes:
+        is_whole = self.is_dequantized or len(self.tensors) > 1
+        if is_whole or rows < 2 or self.num_bytes <= num_bytes:
             yield self
             return
         for slot in self.slot.in_rows(max(1, num_bytes * rows // self.num_bytes)):
@@ -215,8 +220,9 @@ def _places(slots: Iterable[WeightSlot]) -> Places:
     """All tensors that the slots may be filled from."""
     places: dict[str, tuple[WeightSlot, StoredTensor]] = {}
     for slot in slots:
-        if slot.source.is_online:
-            places.setdefault(_plain_name(slot), (slot, PLAIN.values))
+        if slot.source.made_of is not None:
+            for name, stored in _made_of(slot, slot.source.made_of).items():
+                places.setdefault(name, (slot, stored))
             continue
         if slot.stored is None and slot.source is not PLAIN:
             module = _module(slot.name)
@@ -228,8 +234,8 @@ def _places(slots: Iterable[WeightSlot]) -> Places:
 
 def _wanted(slot: WeightSlot, found: Mapping[str, Source]) -> dict[str, StoredTensor]:
     """The names of the tensors that fill `slot`."""
-    if slot.source.is_online:
-        return {_plain_name(slot): PLAIN.values}
+    if slot.source.made_of is not None:
+        return _made_of(slot, slot.source.made_of)
     if slot.stored is not None or slot.source is PLAIN:
         return {slot.name: slot.stored or PLAIN.values}
     module = _module(slot.name)
@@ -333,9 +339,9 @@ def _join(
     return starts, (*shape[:axis], total, *shape[axis + 1 :])
 
 
-def _plain_name(slot: WeightSlot) -> str:
-    """Of the plain matrix that the slot takes, or a tensor of it when it is quantised."""
-    return f"{_module(slot.name)}.{PLAIN.values.name}"
+def _made_of(slot: WeightSlot, held: TensorFormat) -> dict[str, StoredTensor]:
+    """The tensors of the matrix, stored as `held`, that is quantised for `slot`."""
+    return {f"{_module(slot.name)}.{stored.name}": stored for stored in held.tensors}
 
 
 def _module(name: str) -> str:
@@ -429,10 +435,11 @@ def _check_tensor(
         what = f"tensor {entry.name} has dtype {entry.dtype}; supported:"
     else:
         dtypes = (*stored.dtypes, *(() if slot.stored else stored.also))
+        held = slot.source.made_of or slot.source
         allowed, hint = tuple(SAFETENSORS_NAMES[dtype] for dtype in dtypes), _UNLISTED
         if entry.dtype in (SAFETENSORS_NAMES[dtype] for dtype in stored.also):
             hint = 'set "fmt": "float8_e4m3fnuz" in the quantization_config of config.json'
-        what = f"tensor {entry.name} has dtype {entry.dtype}; {slot.source.name} is stored in"
+        what = f"tensor {entry.name} has dtype {entry.dtype}; {held.name} is stored in"
     expected = _shape(slot, stored)
     if entry.dtype not in allowed:
         problems.misfits.setdefault(entry.name, (f"{what} {', '.join(allowed)}", hint))
@@ -444,7 +451,7 @@ def _check_tensor(
 def _shape(slot: WeightSlot, stored: StoredTensor) -> tuple[int, ...]:
     """Of a tensor that fills `slot`."""
     if slot.source.is_online:
-        return slot.matrix_shape
+        return stored.shape(slot.matrix_shape)
     is_whole = slot.stored is not None or stored is PLAIN.values
     return slot.shape if is_whole else stored.shape(slot.matrix_shape)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from negamax.checkpoint.finite import BrokenScale, broken_scale
 from negamax.checkpoint.plan import Move, Source
 from negamax.checkpoint.reader import CheckpointReader, Span
-from negamax.kernels.formats import Role, StoredTensor
+from negamax.kernels.formats import PLAIN, Role, StoredTensor
 
 THREADS = 8
 BUFFERS = 16
@@ -49,7 +49,7 @@ GiveParts = Callable[[], Sequence[Part]]
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A part of one tensor, for a move, or for all of a matrix that is quantised."""
+    """A part of one tensor, for a move, or for all moves of a matrix that is quantised."""
 
     moves: list[int]
     stored: StoredTensor
@@ -122,7 +122,7 @@ class _Stream:
         self._free: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
         self._reads: deque[tuple[_Piece, Tensor, Future[list[_Found]]]] = deque()
         self._made: deque[tuple[Tensor, list[GiveParts]]] = deque()
-        # of matrices that are dequantised: what is there, and how many tensors are not
+        # of matrices that are dequantised or quantised: what is there, and how many tensors are not
         self._there: dict[int, list[_Found]] = {}
         self._missing = [sum(1 for _ in move.parts()) for move in moves]
 
@@ -188,16 +188,17 @@ class _Stream:
             if _is_copied(moves[0]):
                 parts.append(partial(_one, Part(moves[0], one.tensor, one.broken)))
                 continue
-            if moves[0].is_quantized:
-                make = partial(_quantize, moves, one.tensor)
-                # on a GPU in the order of the current stream
-                parts.append(make if self._pinned else self._pool.submit(make).result)
-                continue
-            (number,) = one.wanted.moves
+            number = one.wanted.moves[0]
             there = self._there.setdefault(number, [])
             there.append(one)
-            if len(there) == self._missing[number]:
-                del self._there[number]
+            if len(there) < self._missing[number]:
+                continue
+            del self._there[number]
+            if moves[0].is_quantized:
+                make = partial(_quantize, moves, there)
+                # on a GPU in the order of the current stream
+                parts.append(make if self._pinned else self._pool.submit(make).result)
+            else:
                 parts.append(self._pool.submit(self._dequantize, moves[0], there).result)
         for one in found:  # the buffer is used again
             there = self._there.get(one.wanted.moves[0], [])
@@ -208,16 +209,9 @@ class _Stream:
 
     def _dequantize(self, move: Move, there: list[_Found]) -> list[Part]:
         """In a thread."""
-        slot, tensors = move.slot, {}
-        whole = slot.source.enclose(slot.matrix_region, slot.matrix_shape)
-        for wanted, tensor, _ in there:
-            stored = wanted.stored
-            wanted.source.check(stored, tensor, stored.part(whole), slot.matrix_shape)
-            if stored.is_kept:
-                tensors[stored.name] = tensor
-        plain = slot.source.dequantize(tensors)
-        part = self._held(_within(plain, slot.region, whole))
-        return [Part(move, part, [scale for found in there for scale in found.broken])]
+        plain = move.slot.source.dequantize(_kept(move, there))
+        part = self._held(_within(plain, move.slot.region, move.read_region))
+        return [Part(move, part, _broken(there))]
 
     def _held(self, part: Tensor) -> Tensor:
         """`part`, for a GPU in memory of its own that it reads by itself."""
@@ -226,25 +220,39 @@ class _Stream:
         return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part)
 
 
-def _quantize(moves: Sequence[Move], plain: Tensor) -> list[Part]:
-    """The parts of all tensors of a matrix that is stored plain."""
-    first = moves[0].slot
-    quantize = first.source.quantize
-    assert quantize is not None
-    plain = plain.to(first.device)
-    made = quantize(plain.float())
+def _kept(move: Move, there: Sequence[_Found]) -> dict[str, Tensor]:
+    """The tensors that the values of a matrix depend on. Errors: as `StoredTensor.check`."""
+    tensors = {}
+    for wanted, tensor, _ in there:
+        stored, part = wanted.stored, wanted.stored.part(move.read_region)
+        wanted.source.check(stored, tensor, part, move.slot.matrix_shape)
+        if stored.is_kept:
+            tensors[stored.name] = tensor
+    return tensors
+
+
+def _broken(there: Sequence[_Found]) -> list[BrokenScale]:
+    return [scale for found in there for scale in found.broken]
+
+
+def _quantize(moves: Sequence[Move], there: Sequence[_Found]) -> list[Part]:
+    """The parts of all tensors that a matrix is quantised to."""
+    source, device = moves[0].slot.source, moves[0].slot.device
+    assert source.quantize is not None and source.made_of is not None
+    tensors = {name: tensor.to(device) for name, tensor in _kept(moves[0], there).items()}
+    plain = tensors[PLAIN.values.name]
+    plain = plain if source.made_of is PLAIN else source.made_of.dequantize(tensors)
+    made = source.quantize(plain.float())
     parts = []
     for move in moves:
-        slot, ((_, _, whole),) = move.slot, move.parts()
+        slot, whole = move.slot, move.read_region
         if slot.stored is None:
             found = _within(slot.source.dequantize(made), slot.matrix_region, whole)
         else:
-            region, outer = (
-                slot.stored.part(slot.matrix_region),
-                slot.stored.part((whole[0], whole[1])),
-            )
+            region, outer = slot.stored.part(slot.matrix_region), slot.stored.part(whole)
             found = _within(made[slot.stored.name], region, outer)
-        parts.append(Part(move, found, [], plain if move.is_of_values else None))
+        is_first = move.is_of_values
+        parts.append(Part(move, found, _broken(there) * is_first, plain if is_first else None))
     return parts
 
 
@@ -281,7 +289,7 @@ def _pieces(moves: Sequence[Move]) -> Iterator[_Piece]:
             each = _Wanted([number], stored, source, tuple(map(len, part)), span)
             if move.is_quantized:
                 quantized[source, part] = each
-            waits = move.is_dequantized and stored is not move.slot.source.values
+            waits = not _is_copied(move) and stored is not move.tensors[0][0]
             wanted.append(((move.layer, not waits, str(span.file), span.start), each))
     wanted.sort(key=lambda each: each[0])
     piece = _Piece()

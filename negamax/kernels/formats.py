@@ -152,8 +152,9 @@ class TensorFormat:
     regroup: Callable[[int], TensorFormat] | None = field(default=None, compare=False)
     # how the method rounds what the matrix is multiplied with; None: not at all
     activation: ActivationFormat | None = None
-    # the checkpoint holds the matrices plain, and they are quantised while they are read
-    is_online: bool = field(default=False, compare=False)
+    # how the checkpoint holds the matrices, which are quantised to this format while they are
+    # read; None: in this format
+    made_of: TensorFormat | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         assert self.name not in ("fp8", "int8", "int4", "fp4"), f"{self.name!r} says no scale"
@@ -165,6 +166,11 @@ class TensorFormat:
     def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The tensors by their names -> the matrix [rows, columns] fp32."""
         return self.unpack(tensors).dequantize()
+
+    @property
+    def is_online(self) -> bool:
+        """Whether matrices are quantised to it while they are read."""
+        return self.made_of is not None
 
     @property
     def values(self) -> StoredTensor:

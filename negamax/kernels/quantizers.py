@@ -45,11 +45,12 @@ def to_integers(
     return Codes(values.to(torch.int8), scale, block)
 
 
-def to_e4m3_powers(matrix: Tensor, columns: int) -> Codes:
-    """matrix [N, K] fp32 -> e4m3 values and an e8m0 scale per row and `columns` columns: the least
-    power of two with which nothing exceeds 448 (the OCP formula, a floor, cuts elements off).
+def to_e4m3_powers(matrix: Tensor, columns: int, *, rows: int = 1) -> Codes:
+    """matrix [N, K] fp32 -> e4m3 values and an e8m0 scale per `rows` rows and `columns` columns:
+    the least power of two with which nothing exceeds 448 (the OCP formula, a floor, cuts elements
+    off).
     """
-    block = (1, columns)
+    block = (rows, columns)
     scale = _power_of_two(_largest(matrix, block) / E4M3_MAX)
     values = (matrix / _spread(scale.float(), block, matrix)).clamp_(-E4M3_MAX, E4M3_MAX)
     return Codes(values.to(torch.float8_e4m3fn), scale, block)

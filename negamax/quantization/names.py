@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from negamax.base.errors import ConfigError
 from negamax.config.quantization import QuantizationSpec
 from negamax.quantization import online
+from negamax.quantization.detect import detect
 
 # Method of a checkpoint -> other names of it -> the kind of it that alone has the name, "" where
 # all have. Some say which kernels are to multiply: here the platform chooses those.
@@ -28,6 +29,9 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
     "neuron_fp8": {},
     "quark": {},
 }  # fmt: skip
+
+
+_BLOCKS = ("fp8", "fp8-per-block")  # also of what is stored in MXFP8
 
 
 def check_name(name: str | None) -> str | None:
@@ -68,12 +72,22 @@ def quantized(
     if wanted not in (_plain(spec.method), *map(_plain, _names(spec))):
         if is_drawn:
             return quantized(name, None)
+        if wanted in _BLOCKS and _can_be_blocks(spec):
+            return online.blocks_spec(spec), None
         raise ConfigError(
             f"--quantization is {name!r}; the checkpoint is quantised by {spec.method!r}, says its "
             f"{spec.source}",
             hint="leave it out",
         )
     return spec, f"--quantization {name}: detected in {spec.source}, not needed"
+
+
+def _can_be_blocks(spec: QuantizationSpec) -> bool:
+    try:
+        scheme = detect(spec)
+    except ConfigError:  # which is said of the checkpoint when it is read
+        return False
+    return scheme is not None and online.can_be_blocks(scheme)
 
 
 def _names(spec: QuantizationSpec) -> list[str]:

@@ -1,18 +1,30 @@
-"""Method "online": a plain checkpoint whose matrices are quantised while they are read, as
-`--quantization` asks. Embedding, router, norms and head stay as they are.
+"""Method "online": a checkpoint whose matrices are quantised while they are read, as
+`--quantization` asks. Of a plain one all are, but for embedding, router, norms and head; of another
+those in MXFP8, which become FP8 in blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING
 
 from negamax.config.quantization import QuantizationSpec
 from negamax.kernels.float_formats import mxfp4, nvfp4
-from negamax.kernels.formats import E4M3_BLOCKS, PLAIN, TensorFormat, with_rounded_activations
+from negamax.kernels.formats import (
+    E4M3_BLOCKS,
+    E4M3_GROUP,
+    PLAIN,
+    TensorFormat,
+    with_rounded_activations,
+)
 from negamax.quantization.compressed_tensors import INT8_CHANNEL, STRATEGIES, packed
 from negamax.quantization.mxfp8 import MXFP8
 from negamax.quantization.scheme import Scheme, is_within
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Names of `--quantization` -> how the matrices are held.
 _FORMATS: Mapping[str, TensorFormat] = {
@@ -32,11 +44,52 @@ _PLAIN_MODULES = ("embed_tokens", "gate", "lm_head")
 
 
 def spec(name: str) -> QuantizationSpec:
-    """The description of a checkpoint that is quantised to what `name` says."""
+    """The description of a plain checkpoint that is quantised to what `name` says."""
     return QuantizationSpec("online", {"format": name.replace("-", "_")}, source=SOURCE)
 
 
 def read(spec: QuantizationSpec) -> Scheme:
     """The scheme of a description that `spec` made."""
-    stored = replace(_FORMATS[spec.fields["format"]], is_online=True)
+    stored = replace(_FORMATS[spec.fields["format"]], made_of=PLAIN)
     return Scheme((stored,), lambda module: PLAIN if is_within(module, _PLAIN_MODULES) else stored)
+
+
+def can_be_blocks(scheme: Scheme) -> bool:
+    """Whether some matrices of a checkpoint are stored in MXFP8."""
+    return any(map(_is_mxfp8, scheme.formats))
+
+
+def blocks_spec(stored: QuantizationSpec) -> QuantizationSpec:
+    """The description of a checkpoint that is described by `stored`, with its MXFP8 as blocks."""
+    fields = {"method": stored.method, "fields": stored.fields, "source": stored.source}
+    return QuantizationSpec("online", {"blocks_of": fields}, source=SOURCE)
+
+
+def with_blocks(scheme: Scheme) -> Scheme:
+    """`scheme`, with matrices in MXFP8 as FP8 in blocks of 128 x 128, whose scales stay powers of
+    two: all values stay what they are but for those below 2^-14 of the block's largest.
+    """
+
+    def format_of(module: str) -> TensorFormat:
+        return _blocks(scheme.format_of(module))
+
+    return Scheme(tuple(map(_blocks, scheme.formats)), format_of)
+
+
+@cache
+def _blocks(stored: TensorFormat) -> TensorFormat:
+    if not _is_mxfp8(stored):
+        return stored
+    return replace(E4M3_BLOCKS, made_of=stored, quantize=_quantize_blocks)
+
+
+def _is_mxfp8(stored: TensorFormat) -> bool:
+    return stored.name == MXFP8.name
+
+
+def _quantize_blocks(matrix: Tensor) -> Mapping[str, Tensor]:
+    from negamax.kernels.quantizers import to_e4m3_powers
+
+    codes = to_e4m3_powers(matrix, E4M3_GROUP, rows=E4M3_GROUP)
+    found = codes.tensors("weight", "weight_scale_inv")
+    return {**found, "weight_scale_inv": found["weight_scale_inv"].float()}

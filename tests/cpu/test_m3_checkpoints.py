@@ -34,6 +34,7 @@ from negamax.models.memory import dequantized, weight_bytes
 from negamax.parallel.collectives import SingleRank
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
+from negamax.quantization.names import quantized
 
 PATTERN = [0, 1, 1]
 TEXT: dict[str, Any] = {
@@ -191,6 +192,44 @@ def test_a_model_computes_with_the_matrices_that_were_stored(name: str, tmp_path
         model.finish_loading()
         assert greedy(model) == expected
     assert len(set(expected)) > 2
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("keeps", [True, False])
+def test_mxfp8_becomes_blocks_with_the_same_values(tmp_path: Path, tp: int, keeps: bool) -> None:
+    """All of them but the tiniest."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "shared_intermediate_size": 256}
+    config = {**CONFIG, "text_config": {**TEXT, **sizes}}
+    spec = read_spec(config)
+    plain = write(tmp_path, config, random_tensors(spec), WRITERS["mxfp8"])
+    stored = read_spec(json.loads((tmp_path / "config.json").read_text())).quantization
+    spec = replace(spec, quantization=quantized("fp8", stored)[0])
+    kernels = resolve(platform=CPU, dtype=torch.float32)
+    one = SingleRank()
+    layout = ParallelLayout(rank=tp - 1, tp=tp)
+    context = ParallelContext(layout, attention_group=one, expert_group=one, world=one)
+    model = build(
+        spec, context=context, kernels=keeping_stored(kernels) if keeps else None, loaded=False
+    )
+    slots = model.weight_slots()
+    targets = {name: vars(slot)["_target"] for name, slot in slots.items()}
+    report = fill(slots, plan_load(slots, spec, tmp_path))
+    assert (report.num_kept > 0) is keeps
+    worst, num_exact, num_checked = 0.0, 0, 0
+    for name, slot in slots.items():
+        is_value = is_matrix(name) and name.endswith(".weight") and targets[name] is not None
+        if not is_value or name.startswith(LEFT_OUT):
+            continue
+        module, values = name.removesuffix(".weight"), targets[name].float()
+        if keeps and slot.stored is not None:
+            scale = targets[f"{module}.weight_scale_inv"].repeat_interleave(128, 0)
+            values = values * scale.repeat_interleave(128, 1)[: len(values), : values.shape[1]]
+        rows, columns = slot.region
+        expected = plain[name][rows.start : rows.stop, columns.start : columns.stop]
+        worst = max(worst, float((values - expected).norm() / expected.norm()))
+        num_exact += int((values == expected).sum())
+        num_checked += values.numel()
+    assert num_checked > 10**5 and num_exact / num_checked > 0.999 and worst < 1e-6
 
 
 def test_what_is_converted_is_the_text_model_alone(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from negamax.base.errors import ConfigError
@@ -51,6 +52,7 @@ def test_every_name_of_what_was_detected_is_accepted_and_no_other(
         assert quantized(name, spec) == (spec, said)
     others = {name for _, each in ACCEPTED for name in each.split()} | {"int4"}
     plain = {name.lower().replace("_", "-") for name in (*names.split(), spec.method)}
+    plain |= {"fp8"} if "mxfp8" in plain else set()  # which makes blocks of it
     for name in sorted(others):
         if name.lower().replace("_", "-") not in plain:
             with pytest.raises(ConfigError, match=f"'{name}'; .* by '{spec.method}', says its con"):
@@ -90,6 +92,26 @@ def test_a_checkpoint_is_checked_when_it_is_located(tmp_path: Path) -> None:
     found = locate(EngineOptions(model=str(tmp_path), quantization="int8-per-channel-weight-only"))
     scheme = detect(found.spec.quantization)
     assert scheme is not None and [stored.name for stored in scheme.formats] == ["int8_channel"]
+
+
+def test_mxfp8_becomes_blocks_where_that_is_asked() -> None:
+    listed = {"layers.0.mlp.down_proj": {"quant_algo": "MXFP8"},
+              "layers.3.mlp.experts.0.w1": {"quant_algo": "NVFP4"}}  # fmt: skip
+    for description, others in (
+        ({"quant_method": "mxfp8", "ignored_layers": ["lm_head"]}, "fp8_e4m3_block_128x128"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": listed},
+         "nvfp4"),
+    ):  # fmt: skip
+        stored = QuantizationSpec(description["quant_method"], description)
+        spec, note = quantized("fp8", stored)
+        assert note is None and spec is not None and spec.method == "online"
+        assert msgspec.convert(msgspec.to_builtins(spec), QuantizationSpec) == spec
+        scheme = detect(spec)
+        assert scheme is not None and scheme.format_of("lm_head") is PLAIN
+        made = scheme.format_of("model.layers.0.mlp.down_proj")
+        assert made.name == "fp8_e4m3_block_128x128"
+        assert made.made_of is not None and made.made_of.name == "mxfp8"
+        assert scheme.format_of("model.layers.3.block_sparse_moe.experts.0.w1").name == others
 
 
 def test_synthetic_weights_are_held_as_is_asked() -> None:
