@@ -52,6 +52,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     num_accepted_tokens: int = 0  # and how many of them were right
     accepted_per_position: tuple[int, ...] = ()  # the same by position in the draft
     prefill_tokens: int = 0  # prompt tokens that were computed, in rows of more than one
+    at: float = 0.0  # monotonic seconds: steps and beats come by ways of their own
 
 
 def sequence_id(request_id: str, choice: int, *, server: int) -> str:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import zmq
@@ -15,7 +16,7 @@ from negamax.base.errors import ConfigError
 from negamax.config.options import EngineOptions
 from negamax.engine import wire
 from negamax.engine.client import connection
-from negamax.engine.client.connection import EngineAddress, EngineConnection
+from negamax.engine.client.connection import EngineAddress, EngineChannel, EngineConnection
 from negamax.engine.core.process import Outbox
 from tools.load.stub_engine import Novelist, StubEngine
 
@@ -59,6 +60,33 @@ def test_an_engine_that_failed_later_says_why(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setenv("HAS_STARTED", "1")
     assert asyncio.run(scene()) == WORDS
+
+
+def test_counters_do_not_go_back_when_a_beat_is_late(tmp_path: Path) -> None:
+    """A beat is sent by another thread of the engine than the steps, over another socket."""
+
+    def stats(at: float, generated: int) -> wire.EngineStats:
+        return wire.EngineStats(0, 0, 1, 1, 0, 0, 0, 0, generated, at=at)
+
+    async def scene() -> list[int]:
+        address, arrived = EngineAddress(str(tmp_path)), asyncio.Event()
+        channel = EngineChannel(
+            address, 0, receive=lambda steps: arrived.set(), failed=lambda reason: None
+        )
+        found = []
+        channel.start_reading()
+        with zmq.Context() as context, Outbox(context, address, num_servers=1, linger=0) as outbox:
+            for at, generated in ((2.0, 300), (1.0, 299), (3.0, 301)):
+                arrived.clear()
+                outbox.send_all(wire.Heartbeat(0, True, stats(at, generated)))
+                outbox.send([(0, wire.encoder.encode(wire.StepOutputs([], stats(0.0, 0))))])
+                await asyncio.wait_for(arrived.wait(), 120)
+                assert channel.stats is not None
+                found.append(channel.stats.generated_tokens)
+        channel.close()
+        return found
+
+    assert asyncio.run(scene()) == [300, 300, 301]
 
 
 def send(folder: str, message: wire.EngineReady | wire.EngineFailed, *, is_first: bool) -> None:

@@ -72,7 +72,7 @@ class EngineChannel:
         failed: Callable[[str], None],
     ) -> None:
         self.is_open = True
-        self.stats: wire.EngineStats | None = None  # of the last message
+        self.stats: wire.EngineStats | None = None  # the latest
         self.last_beat = self.last_progress = time.monotonic()
         # the rank that is silent for the longest time, and its seconds, at the last beat
         self.rank, self.rank_silence = 0, 0.0
@@ -136,7 +136,7 @@ class EngineChannel:
                 continue
             self.last_beat = time.monotonic()
             if isinstance(message, wire.StepOutputs):
-                self.stats = message.stats
+                self._take_stats(message.stats)
                 self.last_progress = self.last_beat
                 steps.append(message)
             else:
@@ -164,10 +164,15 @@ class EngineChannel:
         self.stop_reading()
         self._context.destroy(linger=0)
 
+    def _take_stats(self, stats: wire.EngineStats) -> None:
+        """Those of a beat may be older than those of a step that came before it."""
+        if self.stats is None or stats.at >= self.stats.at:
+            self.stats = stats
+
     def _take(self, message: wire.Heartbeat | wire.EngineReady | wire.EngineFailed) -> None:
         """A message that is no step."""
         if isinstance(message, wire.Heartbeat):
-            self.stats = message.stats
+            self._take_stats(message.stats)
             self.rank, self.rank_silence = message.rank, message.rank_silence
             if message.is_idle or message.num_rounds != self._num_rounds:
                 self._num_rounds = message.num_rounds

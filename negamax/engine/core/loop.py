@@ -145,6 +145,7 @@ class EngineLoop:
     def stats(self) -> EngineStats:
         s = self._scheduler
         return EngineStats(
+            at=time.monotonic(),
             num_running=s.num_running,
             num_waiting=s.num_waiting + self._grammars.num_opening,
             num_kv_blocks=s.limits.num_blocks,
