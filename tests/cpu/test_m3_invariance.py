@@ -12,6 +12,7 @@ import torch
 from model_support import PagedRun, build, random_weights
 
 from negamax.config.families import read_spec
+from negamax.kernels.registry import OPS
 from tests import tiny_m3
 
 BLOCK, DENSE = 16, 64  # tokens of a block, and of all that are chosen
@@ -62,3 +63,20 @@ def test_decode_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
         batch = together.step([(name, [size]) for name in members])
         for name in members:
             assert torch.equal(batch[name], alone.step([(name, [size])])[name]), (name, size)
+
+
+@pytest.mark.parametrize("providers", ["native", "reference"])
+def test_a_row_of_nan_leaves_nothing_behind(providers: str) -> None:
+    """Blocks whose last owner overflowed are given to another sequence: masked keys must count for
+    exactly nothing, and index keys behind the end must not be chosen.
+    """
+    weights = random_weights(SPEC, 1)
+    broken = {name: w * float("nan") if "embed" in name else w for name, w in weights.items()}
+    choices = dict.fromkeys(OPS, "reference") if providers == "reference" else {}
+    good, bad = (build(SPEC, each, choices=choices) for each in (weights, broken))
+    clean, used = PagedRun(good), PagedRun(bad)
+    first_blocks = list(used.free)
+    used.step([("x", TOKENS[:300])])
+    used.model, used.free, used.tables, used.lengths = good, first_blocks, {}, {}
+    for chunk in (TOKENS[:90], [7], TOKENS[90:130]):
+        assert torch.equal(used.step([("a", chunk)])["a"], clean.step([("a", chunk)])["a"])

@@ -114,26 +114,33 @@ def _padded_blocks(length: int, block_size: int) -> int:
     return -(-blocks // step) * step
 
 
-def select(index_q: Tensor, index_cache: Tensor, plan: SelectPlan) -> BlockChoice:
-    """As the definition."""
-    if not plan.scored:
-        return plan.choice
-    shape, ids, pages = plan.shape, plan.choice.ids.clone(), plan.choice.pages.clone()
-    for tokens in plan.scored:
-        rows = tokens.rows.flatten()
-        scores = _scores(index_q[rows].view(*tokens.rows.shape, *index_q.shape[1:]), index_cache,
-                         tokens.tables, size=shape.sparse_block_size)  # fmt: skip
-        ids[rows] = chosen = choose(scores.flatten(0, 1), tokens.positions, shape)
-        tables = tokens.tables.repeat_interleave(tokens.rows.shape[1], dim=0)
-        pages[rows] = pages_of(chosen, tables, shape)
-    return BlockChoice(ids, pages)
+# of index_q [S, n, heads, dim], an index cache, the tokens and the size of a sparse block: the
+# scores [S, n, heads, sparse blocks] fp32 of the blocks before a token's own, of others any
+Score = Callable[[Tensor, Tensor, ScoredTokens, int], Tensor]
 
 
-def _scores(index_q: Tensor, index_cache: Tensor, tables: Tensor, *, size: int) -> Tensor:
-    """index_q [S, n, heads, dim] of S sequences with block `tables` [S, blocks] -> the scores
-    [S, n, heads, sparse blocks] fp32 of whole blocks.
-    """
-    sequences, count, heads, dim = index_q.shape
+def select_kernel(score: Score, provider: str, **properties: Any) -> AnyKernel:
+    """The choice with the scores of `score`."""
+
+    def select(index_q: Tensor, index_cache: Tensor, plan: SelectPlan) -> BlockChoice:
+        if not plan.scored:
+            return plan.choice
+        shape, ids, pages = plan.shape, plan.choice.ids.clone(), plan.choice.pages.clone()
+        for tokens in plan.scored:
+            rows = tokens.rows.flatten()
+            queries = index_q[rows].view(*tokens.rows.shape, *index_q.shape[1:])
+            scores = score(queries, index_cache, tokens, shape.sparse_block_size).flatten(0, 1)
+            ids[rows] = chosen = choose(scores, tokens.positions, shape)
+            tables = tokens.tables.repeat_interleave(tokens.rows.shape[1], dim=0)
+            pages[rows] = pages_of(chosen, tables, shape)
+        return BlockChoice(ids, pages)
+
+    return Kernel(BLOCK_SPARSE_SELECT, provider, select, plan_select, **properties)
+
+
+def products(index_q: Tensor, index_cache: Tensor, tokens: ScoredTokens, size: int) -> Tensor:
+    """A `Score` by matrix products of each sequence."""
+    (sequences, count, heads, dim), tables = index_q.shape, tokens.tables
     stored = index_cache.view(torch.uint8)  # indexing does not take FP8
     keys = stored.index_select(0, tables.flatten()).view(index_cache.dtype).float()
     queries = index_q.float().view(sequences, count * heads, dim)
@@ -329,6 +336,6 @@ def _decode_buckets(
 
 
 KERNELS: tuple[AnyKernel, ...] = (
-    Kernel(BLOCK_SPARSE_SELECT, "cpu", select, plan_select),
+    select_kernel(products, "cpu"),
     *attention_kernels(PagedDecode(_plan_buckets, _decode_buckets), "bucketed"),
 )

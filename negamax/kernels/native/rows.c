@@ -175,6 +175,59 @@ void negamax_qk_norm_rope_write(const element *qkv, const float *weight, const f
     }
 }
 
+/* As negamax_qk_norm_rope_write with norms of each head, weight [2, dim] of queries and of keys.
+   With an index cache `projected` has kv_heads index queries and one index key of index_dim behind
+   it, index_weight [2, index_dim]; the key goes to the place in the cache's one head that the
+   token's first key has in the others. */
+void negamax_head_norm_rope_write(const element *projected, const float *weight,
+                                  const float *index_weight, const float *cosines,
+                                  const float *sines, element *k_cache, element *v_cache,
+                                  element *index_cache, const int64_t *rows, element *q_out,
+                                  element *index_q_out, int64_t tokens, int64_t heads,
+                                  int64_t kv_heads, int64_t dim, int64_t index_dim, int64_t rotary,
+                                  int64_t block_size, float eps) {
+    int64_t index_heads = index_cache ? kv_heads + 1 : 0, half = rotary / 2;
+    int64_t all = heads + 2 * kv_heads, width = all * dim + index_heads * index_dim;
+    float x[dim > index_dim ? dim : index_dim];
+    for (int64_t token = 0; token < tokens; token++) {
+        const element *source = projected + token * width;
+        const float *c = cosines + token * rotary, *s = sines + token * rotary;
+        const int64_t *row = rows + token * kv_heads;
+        for (int64_t head = 0; head < all + index_heads; head++) {
+            int64_t of_index = head - all, size = of_index < 0 ? dim : index_dim;
+            for (int64_t i = 0; i < size; i++) {
+                float value = widen(source[i]);
+                value = value != value ? 0.0f : value;
+                x[i] = value > LARGEST ? LARGEST : value < -LARGEST ? -LARGEST : value;
+            }
+            source += size;
+            element *to;
+            if (of_index == kv_heads)
+                to = index_cache +
+                     (row[0] / (kv_heads * block_size) * block_size + row[0] % block_size) * size;
+            else if (of_index >= 0)
+                to = index_q_out + (token * kv_heads + of_index) * size;
+            else if (head < heads)
+                to = q_out + (token * heads + head) * size;
+            else if (head < heads + kv_heads)
+                to = k_cache + row[head - heads] * size;
+            else
+                to = v_cache + row[head - heads - kv_heads] * size;
+            if (of_index >= 0 || head < heads + kv_heads) {
+                const float *own = of_index >= 0 ? index_weight : weight;
+                int64_t is_key = of_index >= 0 ? of_index == kv_heads : head >= heads;
+                scaled(x, own + is_key * size, size, eps);
+                for (int64_t i = 0; i < half; i++) {
+                    float low = x[i], high = x[i + half];
+                    x[i] = low * c[i] + high * s[i];
+                    x[i + half] = high * c[i + half] + low * s[i + half];
+                }
+            }
+            for (int64_t i = 0; i < size; i++) to[i] = narrow(x[i]);
+        }
+    }
+}
+
 /* Scores of `keys` keys [keys, dim] for four queries [4, dim], both fp32, two keys at a time
    (`keys` is even, `dim` a multiple of WIDTH: both are padded). */
 static void four_scores(const float *q, const float *k, float *scores, int64_t keys, int64_t dim,
@@ -275,6 +328,34 @@ void negamax_decode(const element *q, const element *k_cache, const element *v_c
         for (int64_t row = 0; row < group; row++)
             for (int64_t i = 0; i < dim; i++)
                 out[(first_row + row) * dim + i] = narrow(acc[row * padded + i] / l_i[row]);
+    }
+}
+
+/* q [rows, heads, dim], index cache [blocks, 1, block_size, dim] -> out [rows, heads, width] fp32,
+   the highest score of each of the first counts[row] sparse blocks of `size` keys. */
+void negamax_block_scores(const element *q, const element *index_cache, const int64_t *tables,
+                          const int64_t *counts, float *out, int64_t num_rows, int64_t heads,
+                          int64_t dim, int64_t block_size, int64_t size, int64_t table_width,
+                          int64_t width) {
+    int64_t rows = (heads + 3) / 4 * 4, padded = (dim + WIDTH - 1) / WIDTH * WIDTH;
+    int64_t stride = (size + 1) / 2 * 2;
+    float queries[rows * padded], keys[stride * padded], scores[rows * stride];
+    memset(queries, 0, sizeof queries);
+    memset(keys, 0, sizeof keys);
+    for (int64_t row = 0; row < num_rows; row++) {
+        widen_rows(q + row * heads * dim, queries, heads, dim, padded);
+        for (int64_t block = 0; block < counts[row]; block++) {
+            int64_t first = block * size;
+            int64_t slot = tables[row * table_width + first / block_size] * block_size;
+            const element *stored = index_cache + (slot + first % block_size) * dim;
+            widen_rows(stored, keys, size, dim, padded);
+            for (int64_t head = 0; head < rows; head += 4)
+                four_scores(queries + head * padded, keys, scores + head * stride, stride, padded,
+                            stride);
+            for (int64_t head = 0; head < heads; head++)
+                out[(row * heads + head) * width + block] =
+                    largest(scores + head * stride, size, -LARGEST);
+        }
     }
 }
 

@@ -15,10 +15,19 @@ from torch import Tensor
 
 from negamax.kernels.activations import SILU, Hidden, SwiGlu, unquantized
 from negamax.kernels.attention import cpu as attention_cpu
+from negamax.kernels.attention import spec as attention
 from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
-from negamax.kernels.attention.spec import QkNorm, prepare_qk_norm
+from negamax.kernels.attention.spec import HeadNorm, QkNorm, prepare_qk_norm
+from negamax.kernels.block_sparse import spec as block_sparse
 from negamax.kernels.block_sparse.choice import SparseShape
-from negamax.kernels.block_sparse.cpu import PagedDecode, attention_kernels
+from negamax.kernels.block_sparse.cpu import (
+    PagedDecode,
+    ScoredTokens,
+    attention_kernels,
+    products,
+    select_kernel,
+)
+from negamax.kernels.block_sparse.spec import SparseHeadNorm
 from negamax.kernels.moe import cpu as moe_cpu
 from negamax.kernels.moe.cpu import ExpertWeights
 from negamax.kernels.moe.spec import Router, complete
@@ -29,8 +38,10 @@ from negamax.kernels.op import Kernel, OpName, P, R
 from negamax.kernels.peers import Collective
 from negamax.kernels.signatures import (
     ADD_RMS,
+    BLOCK_SPARSE_NORM_ROPE_WRITE,
     DECODE,
     EXPERTS,
+    HEAD_NORM_ROPE_WRITE,
     QK_NORM_ROPE_WRITE,
     ROUTE,
     SWIGLU,
@@ -44,7 +55,9 @@ _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "add_rms": (*[_POINTER] * 4, _INT, _INT, _FLOAT, _INT),
     "qk_norm_rope_write": (*[_POINTER] * 8, *[_INT] * 5, _FLOAT),
+    "head_norm_rope_write": (*[_POINTER] * 11, *[_INT] * 7, _FLOAT),
     "decode": (*[_POINTER] * 6, *[_INT] * 6),
+    "block_scores": (*[_POINTER] * 5, *[_INT] * 7),
     "route": (*[_POINTER] * 5, *[_INT] * 4),
     "swiglu": (*[_POINTER] * 2, *[_INT] * 2, *[_FLOAT] * 3),
     "group_pairs": (*[_POINTER] * 4, *[_INT] * 4),
@@ -125,6 +138,78 @@ def qk_norm_rope_write(
     return q
 
 
+def head_norm_rope_write(
+    qkv: Tensor,
+    norm: HeadNorm,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    rows: Tensor,
+    *,
+    group: Collective | None = None,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> Tensor:
+    """As the definition."""
+    if k_cache.dtype != qkv.dtype or kv_scales != (1.0, 1.0):
+        return attention.head_norm_rope_write(
+            qkv, norm, cos, sin, k_cache, v_cache, rows, kv_scales=kv_scales
+        )
+    q = qkv.new_empty(qkv.shape[0], norm.heads, k_cache.shape[-1])
+    _write_heads(qkv, norm, None, cos, sin, (k_cache, v_cache, None), rows, q, None)
+    return q
+
+
+def sparse_norm_rope_write(
+    projected: Tensor,
+    norm: SparseHeadNorm,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    index_cache: Tensor,
+    rows: Tensor,
+    *,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> tuple[Tensor, Tensor]:
+    """As the definition."""
+    caches = (k_cache, v_cache, index_cache)
+    if {cache.dtype for cache in caches} != {projected.dtype} or kv_scales != (1.0, 1.0):
+        return block_sparse.norm_rope_write(
+            projected, norm, cos, sin, *caches, rows, kv_scales=kv_scales
+        )
+    q = projected.new_empty(projected.shape[0], norm.heads, k_cache.shape[-1])
+    index_q = projected.new_empty(projected.shape[0], norm.kv_heads, index_cache.shape[-1])
+    _write_heads(projected, norm, norm.index_weight, cos, sin, caches, rows, q, index_q)
+    return q, index_q
+
+
+def _write_heads(
+    projected: Tensor,
+    norm: HeadNorm | SparseHeadNorm,
+    index_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    caches: tuple[Tensor, Tensor, Tensor | None],
+    rows: Tensor,
+    q: Tensor,
+    index_q: Tensor | None,
+) -> None:
+    assert projected.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
+    tensors = (projected, norm.weight, index_weight, cos, sin, *caches, rows, q, index_q)
+    _function("head_norm_rope_write", projected.dtype)(
+        *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
+        projected.shape[0],
+        norm.heads,
+        norm.kv_heads,
+        norm.weight.shape[-1],
+        0 if index_weight is None else index_weight.shape[-1],
+        cos.shape[-1],
+        caches[0].shape[2],
+        norm.eps,
+    )
+
+
 # --- decode --------------------------------------------------------------------------------------
 
 
@@ -184,6 +269,24 @@ def _decode_pages(
 
 def _plan_pages(lengths: Tensor, shape: SparseShape, dtype: torch.dtype) -> Tensor:
     return lengths
+
+
+def _block_scores(index_q: Tensor, index_cache: Tensor, tokens: ScoredTokens, size: int) -> Tensor:
+    """A `Score`: keys are read once, where they lie, for one token of each sequence; several share
+    them in `products`.
+    """
+    sequences, count, heads, dim = index_q.shape
+    if count > 1 or index_cache.dtype != index_q.dtype:
+        return products(index_q, index_cache, tokens, size)
+    block_size, (_, width) = index_cache.shape[2], tokens.tables.shape
+    queries, tables = index_q.contiguous(), tokens.tables.contiguous()
+    before = tokens.positions // size  # the token's own block
+    scores = torch.zeros(sequences, 1, heads, width * block_size // size)
+    _function("block_scores", index_q.dtype)(
+        queries.data_ptr(), index_cache.data_ptr(), tables.data_ptr(), before.data_ptr(),
+        scores.data_ptr(), sequences, heads, dim, block_size, size, width, scores.shape[-1],
+    )  # fmt: skip
+    return scores
 
 
 # --- mixture of experts --------------------------------------------------------------------------
@@ -296,6 +399,11 @@ def kernels(linear: Kernel[PrepareLinear, Linear]) -> tuple[Kernel[Any, Any], ..
         kernel(ADD_RMS, add_rms, norm_spec.prepare),
         kernel(QK_NORM_ROPE_WRITE, qk_norm_rope_write, prepare_qk_norm),
         kernel(DECODE, decode, plan_decode),
+        kernel(HEAD_NORM_ROPE_WRITE, head_norm_rope_write, HeadNorm),
+        kernel(BLOCK_SPARSE_NORM_ROPE_WRITE, sparse_norm_rope_write, SparseHeadNorm),
+        select_kernel(
+            _block_scores, "native", dtypes=(dtype,), available=lambda: _available(dtype)
+        ),
         *attention_kernels(
             PagedDecode(_plan_pages, _decode_pages),
             "native",
