@@ -42,8 +42,8 @@ class _Symbol(NamedTuple):
 
 def dead_end(serialized: str, *, stop_token_ids: Collection[int]) -> str | None:
     """Why an output that follows the grammar may come to a point where no token is allowed, or
-    never to an end; None: it always comes to an end. A tag can be no stop token. The time is linear
-    in the size of the grammar.
+    cannot come to an end; None: from every point it can. `stop_token_ids` end an output, and cannot
+    stand in it as tags. The time is linear in the size of the grammar.
     """
     grammar = json.loads(serialized)
     if grammar["__VERSION__"] != VERSION:
