@@ -95,6 +95,10 @@ def test_the_shared_expert_counts_once_and_is_not_scaled(width: int, tp: int, ep
     grid = [ParallelLayout(rank=rank, tp=tp, ep=ep) for rank in range(tp)]
     got = summed(grid, None, x, shared_width=width)
     whole = mixture(ParallelLayout(), None, shared_width=width)
+    seen = torch.full((9, TOP_K), -2, dtype=torch.int32)
+    whole.observe(seen)
+    whole(x)
+    assert seen[:7].min() >= 0 and seen[:7].max() < EXPERTS  # those that the router chose
     t = {slot.name: draw(number, slot) for number, slot in enumerate(by_name(whole))}
     its, act = names.moe(0), SwiGlu(alpha=1.7, limit=0.5, beta=1.0)
 

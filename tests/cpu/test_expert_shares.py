@@ -60,10 +60,12 @@ def str_of(stored: TensorFormat | int) -> str:
 
 
 class Model:
-    """Experts 12 units wide, and a shared one: even shares of 8 and 16 ranks cut them."""
+    """Experts 12 units wide, with or without a shared one: even shares of 8 and 16 ranks cut
+    them.
+    """
 
-    def __init__(self, stored: TensorFormat, num_experts: int) -> None:
-        self.stored, self.num_experts = stored, num_experts
+    def __init__(self, stored: TensorFormat, num_experts: int, *, shared: bool) -> None:
+        self.stored, self.num_experts, self.shared = stored, num_experts, shared
         self.hidden, self.width = stored.unit(Axis.COLUMNS), max(48, 12 * stored.width_unit)
         wide, tall = (self.width, self.hidden), (self.hidden, self.width)
         self.experts = [
@@ -71,7 +73,7 @@ class Model:
                 random_stored(stored, shape, seed=3 * expert + n)
                 for n, shape in enumerate((wide, wide, tall))
             ]
-            for expert in range(num_experts + 1)
+            for expert in range(num_experts + shared)
         ]
         generator = torch.Generator().manual_seed(1)
         self.x = torch.randn(TOKENS, self.hidden, generator=generator) / self.hidden
@@ -95,7 +97,7 @@ class Model:
             width=self.width,
             num_experts=self.num_experts,
             top_k=TOP_K,
-            shared_width=self.width,
+            shared_width=self.width * self.shared,
             context=replace(single, layout=layout),
             kernels=replace(TABLE, candidates={**TABLE.candidates, EXPERTS: watched}),
             weights=WeightFormat(torch.float32, torch.device("cpu"), scheme),
@@ -105,7 +107,7 @@ class Model:
         plain = {own.router: self.gate, own.router_bias: torch.zeros(self.num_experts)}
         assert own.shared is not None
         all_names = [*map(own.expert, range(self.num_experts)), own.shared]
-        for its, parts in zip(all_names, self.experts, strict=True):
+        for its, parts in zip(all_names, self.experts, strict=False):
             for name, part in zip((its.gate, its.up, its.down), parts, strict=True):
                 module = name.removesuffix("weight")
                 tensors |= {module + tensor: values for tensor, values in part.items()}
@@ -123,9 +125,9 @@ class Model:
         gate_up = torch.stack([torch.cat(each[:2]) for each in plain])
         down = torch.stack([each[2] for each in plain])
         route, experts = OPS[ROUTE].reference, OPS[EXPERTS].reference
-        router = route.prepare(self.gate, torch.zeros(self.num_experts), shared=True)
+        router = route.prepare(self.gate, torch.zeros(self.num_experts), shared=self.shared)
         ids, weights = route.run(self.x, router, top_k=TOP_K)
-        stacked, count = experts.prepare(as_plain(gate_up), as_plain(down)), self.num_experts + 1
+        stacked, count = experts.prepare(as_plain(gate_up), as_plain(down)), len(self.experts)
         return plain, experts.run(self.x, ids, weights, stacked, first=0, count=count)
 
 
@@ -135,7 +137,8 @@ def test_the_ranks_parts_add_up_to_what_one_rank_computes(tp: int, stored: Tenso
     kernel = TABLE.choose(EXPERTS, stored)
     assert kernel is not None
     for ep in (each for each in (1, 2, 4, 8, 16) if tp % each == 0):
-        model = Model(stored, max(ep, 2))
+        model = Model(stored, max(ep, 2), shared=tp in (1, 8))
+        is_among = model.shared and ep == 1  # the shared expert among the others, or beside them
         plain, expected = model.expected()
         total, shapes, found = torch.zeros(TOKENS, model.hidden), set(), 0
         for layout in (ParallelLayout(rank=rank, tp=tp, ep=ep) for rank in range(tp)):
@@ -149,7 +152,7 @@ def test_the_ranks_parts_add_up_to_what_one_rank_computes(tp: int, stored: Tenso
             found += len(share.part) * len(gate_up)
             gates, ups = gate_up.chunk(2, dim=1)
             numbers = [*layout.experts.experts(model.num_experts)]
-            numbers += [model.num_experts] * (ep == 1)  # the shared one, else beside them
+            numbers += [model.num_experts] * is_among
             for n, expert in enumerate(numbers):
                 held = gates[n], ups[n], down[n].t()
                 stored_as = plain[expert][0], plain[expert][1], plain[expert][2].t()
@@ -157,7 +160,7 @@ def test_the_ranks_parts_add_up_to_what_one_rank_computes(tp: int, stored: Tenso
                     assert torch.equal(values[: len(share.part)], whole[part])
                 # so that whatever the columns of down behind them are, they add nothing
                 assert not gates[n][rest].any() and not ups[n][rest].any()
-        assert len(shapes) == 1 and found == model.width * (model.num_experts + (ep == 1))
+        assert len(shapes) == 1 and found == model.width * (model.num_experts + is_among)
         assert (total - expected).norm() < 1e-5 * expected.norm()
 
 

@@ -124,7 +124,7 @@ def _as_in_m3(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
         found.append(Case(label, tensors, m3))
     for stored, num_tokens in ((E4M3_BLOCKS, 18), (E4M3_BLOCKS, 26), (weight_only.INT4, 3),
                                (weight_only.INT4, 18), (weight_only.INT8_CHANNEL, 26)):  # fmt: skip
-        found.append(_m3_case(stored, num_tokens, 256, 128, 3, 1, dtype=dtype, generator=generator))
+        found.append(_m3_case(stored, num_tokens, 128, 128, 3, 1, dtype=dtype, generator=generator))
     return found
 
 

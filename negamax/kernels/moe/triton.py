@@ -1,6 +1,7 @@
 """Mixture of experts: routing in one launch, the experts in two (four for prefills).
 
-A pair is one choice of a token, pair = token * top_k + choice. The experts compute
+A pair is one choice of a token, pair = token * top_k + choice; where all tokens share an expert, it
+is the last of the top_k. The experts compute
 
     h[pair]   = silu(gate x[token]) * (up x[token])       [M * top_k, width], or another `SwiGlu`
     out[pair] = topk_weight[pair] * (down h[pair])        [M, P, hidden], the sum over P is pending
