@@ -20,9 +20,13 @@ _MOST_THREADS = 8  # compilation holds Python's lock half of the time
 
 def warmup_layers(layers: Sequence[object], caches: KvCacheSpecs) -> int:
     """How many of the first `layers`, with their `caches`, launch every kernel there is: one of
-    each sort, and two, since the first takes the embedding's output and the others that of a layer.
+    each sort, by its parts and its caches, and two, since the first takes the embedding's output
+    and the others that of a layer.
     """
-    sorts = [(type(layer), *own) for layer, own in zip(layers, caches, strict=True)]
+    sorts = [
+        (*map(type, (layer, *vars(layer).values())), *own)
+        for layer, own in zip(layers, caches, strict=True)
+    ]
     return max(2, *(sorts.index(sort) + 1 for sort in sorts))
 
 

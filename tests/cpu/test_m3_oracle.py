@@ -23,16 +23,19 @@ from m3_support import (
     prompts_of,
     run_in_chunks,
 )
+from model_support import build
 from safetensors.torch import load_file, save_file
 from transformers import MiniMaxM3VLForCausalLM
 from transformers.cache_utils import DynamicLayer
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLSparseCacheLayer
 
 from negamax import LLM
+from negamax.config.families import read_spec
 from negamax.config.kv_cache import with_index_dtype
 from negamax.kernels.block_sparse.choice import BlockChoice
 from negamax.kernels.registry import OPS
 from negamax.worker import kv_cache
+from negamax.worker.warmup import warmup_layers
 from tests import drafts, tiny, tiny_m3
 
 
@@ -187,6 +190,20 @@ def test_every_provider_gives_the_same_logits(deep: tuple[Any, Path], providers:
         expected = expected_model(torch.tensor([TOKENS])).logits[0]
     got = run_in_chunks(loaded(folder, choices=choices[providers]), TOKENS)
     torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_a_warmup_runs_a_layer_of_each_sort() -> None:
+    """With full or sparse attention, with an MLP or experts."""
+    attention = ["full_attention"] * 3 + ["minimax_m3_sparse"] * 3
+    mlps = ["dense", "dense", "sparse", "sparse", "sparse", "dense"]
+    sizes = tiny_m3.random_sizes(3, num_hidden_layers=6, layer_types=attention)
+    spec = read_spec(
+        tiny_m3.make_model(3, **{**sizes, "mlp_layer_types": mlps}).config.to_dict()
+        | {"architectures": ["MiniMaxM3SparseForConditionalGeneration"]}
+    )
+    layers = build(spec, loaded=False).layers
+    counts = [warmup_layers(layers[:n], spec.kv_caches()[:n]) for n in range(1, 7)]
+    assert counts == [2, 2, 3, 4, 4, 6]
 
 
 def test_a_model_without_a_shared_expert(deep: tuple[Any, Path], tmp_path: Path) -> None:
