@@ -15,9 +15,11 @@ from negamax.kernels import platform
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention.metadata import AttentionMetadata, attention_metadata
 from negamax.kernels.attention.triton_head_norm import sparse_norm_rope_write
+from negamax.kernels.attention.triton_prefill import PrefillPlan
 from negamax.kernels.block_sparse import spec
 from negamax.kernels.block_sparse import triton as kernels
 from negamax.kernels.block_sparse.choice import BlockChoice, SparseShape
+from negamax.kernels.block_sparse.triton_prefill import SparsePrefillPlan
 from negamax.kernels.block_sparse.triton_select_decode import SelectDecodePlan
 from negamax.kernels.block_sparse.triton_select_prefill import SelectPrefillPlan
 from negamax.kernels.kvcache.spec import FP8, cache_rows
@@ -193,3 +195,65 @@ def test_decodes_attend_to_their_pages_and_leave_padding_zero(dtype: torch.dtype
         assert not isinstance(got, QuantizedActivations)
         assert relative_error(got[[0, 1, 3]], want[[0, 1, 3]]) < 5e-3
         assert not got[2].any()
+
+
+@pytest.mark.parametrize("is_captured", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
+def test_neighbouring_queries_attend_to_the_union_of_their_blocks(
+    dtype: torch.dtype, is_captured: bool
+) -> None:
+    """Each only to its own; a chunk on a prefix, a whole prompt, a single query."""
+    shape = replace(SHAPE, kv_heads=2)
+    lengths, counts = [140, 60, 90], [37, 60, 1]
+    caches = [paged(lengths, heads=2, dtype=dtype)[0] for _ in range(2)]
+    index_cache, tables = paged(lengths, heads=1)
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(98, 4, 32, generator=generator).bfloat16()
+    index_q = torch.randn(98, 2, 32, generator=generator)
+    queries = attention_metadata(tables, lengths, counts)
+    plan = spec.plan(queries, shape, dtype=q.dtype)
+    choice = spec.select(index_q, index_cache, plan)
+    want = spec.attend(q.float(), *caches, choice, plan, kv_scales=(0.5, 2.0))
+    own = kernels.plan_sparse_prefill(
+        captured(queries) if is_captured else queries, shape, dtype=q.dtype
+    )
+    assert isinstance(own, SparsePrefillPlan)
+    assert own.size == 16
+    for _ in range(2):
+        got = kernels.sparse_prefill(q, *caches, choice, own, kv_scales=(0.5, 2.0))
+        assert not isinstance(got, QuantizedActivations)
+        assert relative_error(got, want) < 5e-3
+
+
+def test_prompts_that_attend_to_everything_are_dense_prefills() -> None:
+    for length, kind in ((SHAPE.dense_tokens, PrefillPlan), (49, SparsePrefillPlan)):
+        _, tables = paged([length, 5], heads=1)
+        queries = attention_metadata(tables, [length, 5], [7, 5])
+        plan = kernels.plan_sparse_prefill(queries, SHAPE, dtype=torch.bfloat16)
+        assert isinstance(plan, kind)
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (20, 30)])
+def test_results_carry_their_fp8_form(counts: tuple[int, int]) -> None:
+    """With a scale per token and head, as the output projection wants."""
+    shape, lengths, dim = replace(SHAPE, kv_heads=2), (70, 60), 128
+    num_tokens, generator = sum(counts), torch.Generator().manual_seed(1)
+    caches = [torch.randn(6, 2, 32, dim, generator=generator).bfloat16() for _ in range(2)]
+    q = torch.randn(num_tokens, 4, dim, generator=generator).bfloat16()
+    index_q = torch.randn(num_tokens, 2, 32, generator=generator)
+    index_cache, tables = paged(lengths, heads=1)
+    queries = attention_metadata(tables, lengths, counts, num_decodes=2 if counts[0] == 1 else 0)
+    choice = spec.select(index_q, index_cache, spec.plan(queries, shape, dtype=q.dtype))
+    prepare, run = (
+        (kernels.plan_sparse_decode, kernels.sparse_decode)
+        if queries.num_decodes
+        else (kernels.plan_sparse_prefill, kernels.sparse_prefill)
+    )
+    plain, quantized = (
+        run(q, *caches, choice, prepare(queries, shape, dtype=q.dtype, quantize=quantize))
+        for quantize in (False, True)
+    )
+    assert isinstance(quantized, QuantizedActivations)
+    assert torch.equal(quantized.hidden, plain)
+    assert quantized.scale.shape == (num_tokens, 4)
+    assert relative_error(quantized.dequantize(), plain) < FP8_ERROR

@@ -21,6 +21,8 @@ class Launch:
 class Tiles:
     """Where 64 KB of shared memory are all there is."""
 
+    prefill_rows = 64  # queries times heads of a program
+
     def select_decode(self, cache_bytes: int) -> Launch:
         """For index keys of `cache_bytes` per element."""
         return Launch(num_warps=4, num_stages=2 if cache_bytes == 1 else 1)
@@ -35,7 +37,9 @@ class Tiles:
 
 
 class H200(Tiles):
-    """Two programs per multiprocessor, each with three blocks of keys on their way."""
+    """For decodes two programs per multiprocessor, each with several blocks on their way."""
+
+    prefill_rows = 128
 
     def select_decode(self, cache_bytes: int) -> Launch:
         return Launch(num_warps=4, num_stages=3 if cache_bytes > 1 else 4)

@@ -13,6 +13,7 @@ from negamax.kernels.attention.triton_head_norm import sparse_norm_rope_write
 from negamax.kernels.block_sparse.choice import BlockChoice, SparseShape
 from negamax.kernels.block_sparse.spec import SparseHeadNorm
 from negamax.kernels.block_sparse.triton_decode import plan_sparse_decode, sparse_decode
+from negamax.kernels.block_sparse.triton_prefill import plan_sparse_prefill, sparse_prefill
 from negamax.kernels.block_sparse.triton_select_decode import (
     MOST_QUERIES,
     SelectDecodePlan,
@@ -29,6 +30,7 @@ from negamax.kernels.platform import Feature
 from negamax.kernels.signatures import (
     BLOCK_SPARSE_DECODE,
     BLOCK_SPARSE_NORM_ROPE_WRITE,
+    BLOCK_SPARSE_PREFILL,
     BLOCK_SPARSE_SELECT,
 )
 
@@ -104,6 +106,14 @@ KERNELS = (
         "triton_two_launches",
         sparse_decode,
         partial(plan_sparse_decode, reduce_later=True),
+        requires=_GPU,
+        dtypes=_DTYPES,
+    ),
+    Kernel(
+        BLOCK_SPARSE_PREFILL,
+        "triton",
+        sparse_prefill,
+        plan_sparse_prefill,
         requires=_GPU,
         dtypes=_DTYPES,
     ),

@@ -1,0 +1,252 @@
+"""Block-sparse attention of prefills. A program attends with the GROUP query heads of one KV head
+of some neighbouring queries to the union of the blocks that these have chosen; which query has
+chosen which of them is a mask of bits.
+
+    q, out   [T, KV_HEADS * GROUP, DIM]     rows of a tile: (query, head of the group)
+    unions   per tile and KV head           | block 0, 00001111 | block 4, 11111111 | ...
+
+Neighbouring queries choose much the same blocks, so that a key is read once for most of them, and
+8 queries of 16 heads are what a product on the tensor cores wants. Where no sequence has more
+tokens than all queries attend to, the dense prefill computes the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from negamax.kernels.activations import Hidden
+from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.kernels.attention.tiles import tiles_for as dense_tiles_for
+from negamax.kernels.attention.triton_prefill import (
+    PrefillPlan,
+    plan_prefill,
+    prefill,
+    query_tiles,
+)
+from negamax.kernels.attention.triton_shared import (
+    LOG2_E,
+    AttentionConstants,
+    dot_dtype,
+    load_tile,
+    outputs,
+    result,
+    softmax_step,
+    write_heads,
+)
+from negamax.kernels.block_sparse.choice import BlockChoice, SparseShape
+from negamax.kernels.block_sparse.tiles import tiles_for
+from negamax.kernels.block_sparse.triton_choice import NO_BLOCK
+
+_UNION = 128  # blocks that the queries of a tile choose at most
+_MOST_QUERIES = 16  # of a tile
+# of a block in a union: its number, who has chosen it, its page; one that `_unite_kernel` needs
+_WORDS = tl.constexpr(4)
+
+
+@dataclass(frozen=True)
+class SparsePrefillPlan:
+    """The tiles of queries of a step, and what is written of them; all layers share both."""
+
+    queries: AttentionMetadata
+    shape: SparseShape
+    quantize: bool
+    size: int  # queries of a tile at most
+    tiles: Tensor  # [tiles, 4] int32, as `attention.triton_prefill.PrefillPlan.tiles`
+    workspaces: dict[str, Tensor] = field(default_factory=dict)  # made for the first layer
+
+
+def plan_sparse_prefill(
+    queries: AttentionMetadata, shape: SparseShape, *, dtype: torch.dtype, quantize: bool = False
+) -> SparsePrefillPlan | PrefillPlan:
+    """A run of queries per sequence, each at the last positions of its sequence."""
+    if not queries.is_captured and max(queries.host_seq_lens) <= shape.dense_tokens:
+        return plan_prefill(queries, shape, dtype=dtype, quantize=quantize)
+    rows = tiles_for(queries.seq_lens.device).prefill_rows
+    topk = triton.next_power_of_2(shape.topk_blocks)
+    size = max(1, min(rows // shape.group, _UNION // topk, _MOST_QUERIES))
+    return SparsePrefillPlan(queries, shape, quantize, size, query_tiles(queries, size))
+
+
+@triton.jit
+def _load_blocks(ids, query, place, count, TOPK: tl.constexpr):
+    """The block in `place` of the choice of `query`, of one head of a tile; NO_BLOCK: there is
+    none.
+    """
+    block = tl.load(ids, mask=(query < count) & (place < TOPK), other=-1)
+    return tl.where(block < 0, NO_BLOCK, block)
+
+
+@triton.jit
+def _unite_kernel(
+    ids,  # [T, HEADS, TOPK] int32
+    pages,  # likewise
+    tiles,  # [tiles, 4] int32
+    unions,  # [tiles * HEADS, QUERIES * TOPK_POW2, _WORDS] int32, written
+    sizes,  # [tiles * HEADS] int32, written: blocks of each union
+    HEADS: tl.constexpr,
+    TOPK: tl.constexpr,
+    QUERIES: tl.constexpr,  # of a tile, padded to a power of two
+    TOPK_POW2: tl.constexpr,
+):
+    """Grid (HEADS, tiles): the blocks that the queries of a tile have chosen, in order.
+
+    Each block is compared with those of one query after the other: who else has chosen it, and then
+    how many of those before it are there, each counted for the first query that has chosen it.
+    """
+    head, tile = tl.program_id(0), tl.program_id(1)
+    first, count = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 1)
+    own = tile * HEADS + head
+    unions += own.to(tl.int64) * (QUERIES * TOPK_POW2 * _WORDS)
+    i, other = tl.arange(0, QUERIES * TOPK_POW2), tl.arange(0, TOPK_POW2)[None, :]
+    query, place = i // TOPK_POW2, i % TOPK_POW2
+    ids += (first.to(tl.int64) * HEADS + head) * TOPK
+    at = query * (HEADS * TOPK) + place
+    block = _load_blocks(ids + at, query, place, count, TOPK)
+    chosen_by = tl.zeros([QUERIES * TOPK_POW2], tl.int32)
+    for j in range(count):
+        others = _load_blocks(ids + j * (HEADS * TOPK) + other, j, other, count, TOPK)
+        has_chosen = tl.max((others == block[:, None]).to(tl.int32), axis=1)
+        chosen_by |= has_chosen << j
+    is_first = (block != NO_BLOCK) & (chosen_by & ((1 << query) - 1) == 0)
+    tl.store(unions + i * _WORDS + 3, is_first.to(tl.int32))
+    tl.debug_barrier()
+    rank = tl.zeros([QUERIES * TOPK_POW2], tl.int32)
+    for j in range(count):
+        others = _load_blocks(ids + j * (HEADS * TOPK) + other, j, other, count, TOPK)
+        counts = tl.load(unions + (j * TOPK_POW2 + other) * _WORDS + 3)
+        rank += tl.sum(tl.where(others < block[:, None], counts, 0), axis=1)
+    page = tl.load(pages + (first.to(tl.int64) * HEADS + head) * TOPK + at, mask=is_first, other=0)
+    to = unions + rank * _WORDS
+    tl.store(to, block, mask=is_first)
+    tl.store(to + 1, chosen_by, mask=is_first)
+    tl.store(to + 2, page, mask=is_first)
+    tl.store(sizes + own, tl.sum(is_first.to(tl.int32), axis=0))
+
+
+@triton.jit
+def _sparse_prefill_kernel(
+    q,  # [T, KV_HEADS * GROUP, DIM]
+    k_cache,  # [pages, BLOCK_SIZE, DIM]
+    v_cache,
+    tiles,  # [tiles, 4] int32
+    unions,  # see `_unite_kernel`
+    sizes,
+    out,  # [T, KV_HEADS * GROUP * DIM], written; likewise
+    values,  # e4m3 and
+    scales,  # [T, KV_HEADS * GROUP] fp32, None unless QUANTIZE
+    qk_scale,  # softmax scale * scale of the keys * log2(e)
+    v_scale,
+    UNION: tl.constexpr,
+    C: tl.constexpr,  # BLOCK_SIZE: tokens of a sparse block
+):
+    """Grid (KV_HEADS, tiles)."""
+    BLOCK_M: tl.constexpr = C.BLOCK_M  # Triton 3.6 takes no field of a struct in a shape
+    BLOCK_D: tl.constexpr = C.BLOCK_D
+    TILES: tl.constexpr = C.BLOCK_SIZE // C.BLOCK_N  # of a block
+    head, tile = tl.program_id(0), tl.program_id(1)
+    record = tiles + tile * 4
+    first, count, start = tl.load(record), tl.load(record + 1), tl.load(record + 2)
+    own = tile * C.KV_HEADS + head
+    union, size = unions + own.to(tl.int64) * (UNION * _WORDS), tl.load(sizes + own)
+    row, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    query = row // C.GROUP
+    is_row = query < count
+    token = (first + query).to(tl.int64)
+    out_row = token * (C.KV_HEADS * C.GROUP) + head * C.GROUP + row % C.GROUP
+    q_mask = is_row[:, None] & (column < C.DIM)[None, :]
+    q_at = q + out_row[:, None] * C.DIM + column[None, :]
+    q_tile = tl.load(q_at, mask=q_mask, other=0.0).to(C.DOT)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    position, everybody = start + query, (1 << count) - 1
+    lane, key = tl.arange(0, C.BLOCK_N)[:, None], tl.arange(0, C.BLOCK_N)[None, :]
+    block, chosen_by, page = tl.load(union), tl.load(union + 1), tl.load(union + 2)
+    for t in range(0, size * TILES):
+        part = t % TILES
+        offset = page.to(tl.int64) * (C.BLOCK_SIZE * C.DIM) + part * (C.BLOCK_N * C.DIM)
+        k = load_tile(k_cache, offset, lane, column[None, :], C).to(C.DOT)
+        v = load_tile(v_cache, offset, lane, column[None, :], C).to(C.DOT)
+        first_key, by = block * C.BLOCK_SIZE + part * C.BLOCK_N, chosen_by
+        # a tile ahead: a load that waits for another one would halve the pipeline
+        following = union + tl.minimum((t + 1) // TILES, size - 1) * _WORDS
+        block, chosen_by, page = tl.load(following), tl.load(following + 1), tl.load(following + 2)
+        scores = tl.dot(q_tile, tl.trans(k))
+        if (first_key + C.BLOCK_N > start + 1) | (by != everybody):
+            visible = tl.where((by >> query) & 1 != 0, position - first_key, -1)
+            scores = tl.where(key <= visible[:, None], scores, float("-inf"))
+        p, alpha, m_i = softmax_step(scores, qk_scale, m_i)
+        l_i = l_i * alpha + tl.sum(p, axis=1)
+        acc = tl.dot(p.to(C.DOT), v, acc * alpha[:, None])
+    acc *= tl.where(l_i == 0.0, 0.0, v_scale / l_i)[:, None]
+    write_heads(acc, out_row, column, is_row, (out, values, scales), C)
+
+
+def sparse_prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    choice: BlockChoice,
+    plan: SparsePrefillPlan | PrefillPlan,
+    *,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> Hidden:
+    """As the definition, but it reads keys and values by the choice's pages."""
+    if isinstance(plan, PrefillPlan):
+        return prefill(q, k_cache, v_cache, plan, kv_scales=kv_scales)
+    assert q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
+    output = outputs(q, quantize=plan.quantize)
+    if q.shape[0] == 0:
+        return result(*output)
+    shape, head_dim, tiles = plan.shape, q.shape[2], plan.tiles
+    block_m = max(16, triton.next_power_of_2(plan.size * shape.group))
+    queries, topk = (triton.next_power_of_2(n) for n in (plan.size, shape.topk_blocks))
+    num_unions, workspaces = tiles.shape[0] * shape.kv_heads, plan.workspaces
+    if not workspaces:
+        new = q.new_empty
+        workspaces["unions"] = new(num_unions, queries * topk, _WORDS.value, dtype=torch.int32)
+        workspaces["sizes"] = new(num_unions, dtype=torch.int32)
+    unions = (tiles, workspaces["unions"], workspaces["sizes"])
+    grid = (shape.kv_heads, tiles.shape[0])
+    _unite_kernel[grid](
+        choice.ids,
+        choice.pages,
+        *unions,
+        HEADS=shape.kv_heads,
+        TOPK=shape.topk_blocks,
+        QUERIES=queries,
+        TOPK_POW2=topk,
+        num_warps=4,
+    )
+    launch = dense_tiles_for(q.device).prefill_launch(
+        64 if block_m <= 64 else 128, k_cache.element_size()
+    )
+    _sparse_prefill_kernel[grid](
+        q,
+        k_cache,
+        v_cache,
+        *unions,
+        *output,
+        head_dim**-0.5 * kv_scales[0] * LOG2_E,
+        kv_scales[1],
+        UNION=queries * topk,
+        C=AttentionConstants(
+            KV_HEADS=shape.kv_heads,
+            GROUP=shape.group,
+            DIM=head_dim,
+            BLOCK_SIZE=shape.sparse_block_size,
+            BLOCK_M=block_m,
+            BLOCK_N=min(launch.block_n, shape.sparse_block_size),
+            BLOCK_D=triton.next_power_of_2(max(16, head_dim)),
+            QUANTIZE=plan.quantize,
+            DOT=dot_dtype(q.dtype, k_cache.dtype),
+        ),
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+    return result(*output)
