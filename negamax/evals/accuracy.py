@@ -172,7 +172,7 @@ def _retrieval_task(problem: nano_retrieval.RetrievalProblem) -> _Task:
     return _Task(
         messages=list(problem.messages),
         tools=list(problem.tools) or None,
-        expected=_expected(problem.calls) if problem.calls else problem.value,
+        expected=problem.fact.value if problem.fact else _expected(problem.calls),
         solved_by=solved_by,
     )
 

@@ -46,7 +46,7 @@ class Fact:
     line: str
     question: str
     answer: str
-    value: str  # the only value in the answer
+    value: str  # what the answer must hold
 
     @property
     def subject(self) -> str:
@@ -61,11 +61,11 @@ class Fact:
 
 @dataclass(frozen=True)
 class RetrievalProblem:
-    """A conversation that ends with a question, and what answers it: a value or calls."""
+    """A conversation that ends with a question, and what answers it: a fact or calls."""
 
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...]
-    value: str
+    fact: Fact | None
     calls: tuple[nano_tools.Call, ...]
 
 
@@ -124,7 +124,7 @@ def generate(length: str, seed: int) -> RetrievalProblem:
             text, call = nano_tools._single_request(rng.choice(composed), rng)
             if is_request_held_out(text):
                 declared = tuple(shown for _, shown in pairs)
-                return RetrievalProblem(_asked(text), declared, "", (call,))
+                return RetrievalProblem(_asked(text), declared, None, (call,))
     while True:
         text, facts = draw_facts(rng, tokens, style=kind)
         if held_out := [fact for fact in facts if fact.is_held_out]:
@@ -134,7 +134,7 @@ def generate(length: str, seed: int) -> RetrievalProblem:
     if rng.random() < 0.5:
         read = {"role": "assistant", "content": "I have read it."}
         messages = (*_asked(text), read, *_asked(fact.question))
-    return RetrievalProblem(messages, (), fact.value, ())
+    return RetrievalProblem(messages, (), fact, ())
 
 
 def problems(length: str, count: int, seed: int = 0) -> list[RetrievalProblem]:
@@ -151,13 +151,13 @@ def grade(
     problem: RetrievalProblem, content: str, calls: Sequence[tuple[str, dict[str, Any]]]
 ) -> bool:
     """Whether a short answer holds the value, or the calls are exactly those asked for."""
-    if problem.calls:
+    if problem.fact is None:
         made = [(name, json.dumps(arguments, sort_keys=True)) for name, arguments in calls]
         return made == [
             (call.name, json.dumps(call.arguments, sort_keys=True)) for call in problem.calls
         ]
     words = re.findall(r"\w+", content)
-    return not calls and problem.value in words and len(content) <= _MAX_ANSWER
+    return not calls and problem.fact.value in words and len(content) <= _MAX_ANSWER
 
 
 def _asked(text: str) -> tuple[dict[str, Any], ...]:

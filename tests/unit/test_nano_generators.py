@@ -239,14 +239,14 @@ def test_retrieval_asks_for_one_thing_that_the_prompt_says_once(length: str) -> 
     problems = nano_retrieval.problems(length, 30)
     assert problems == nano_retrieval.problems(length, 30)
     assert problems != nano_retrieval.problems(length, 30, seed=1)
-    assert {bool(problem.calls) for problem in problems} == {True, False}
+    assert {problem.fact is None for problem in problems} == {True, False}
     for problem in problems:
         prompt = "\n".join(message["content"] for message in problem.messages)
         prompt += json.dumps(problem.tools)
         size = nano_retrieval.LENGTHS[length]
         assert 0.8 * size < nano_retrieval.estimated_tokens(prompt) < 1.15 * size
-        right, other = f"It is {problem.value}.", "It is 4711."
-        if problem.calls:
+        assert not nano_retrieval.grade(problem, "It is 4711.", [])
+        if problem.fact is None:
             (call,) = problem.calls
             declared = [tool["function"]["name"] for tool in problem.tools]
             assert declared.count(call.name) == 1
@@ -254,9 +254,10 @@ def test_retrieval_asks_for_one_thing_that_the_prompt_says_once(length: str) -> 
             assert nano_retrieval.grade(problem, "", [(call.name, call.arguments)])
             assert not nano_retrieval.grade(problem, "", [(call.name, {"a": 1})])
         else:
-            assert nano_retrieval.grade(problem, right, [])
+            assert problem.fact.is_held_out
+            assert prompt.count(problem.fact.subject) == 1
+            assert nano_retrieval.grade(problem, problem.fact.answer, [])
             assert not nano_retrieval.grade(problem, prompt, [])  # recited, not found
-        assert not nano_retrieval.grade(problem, other, [])
 
 
 def test_a_fact_is_said_once_and_its_answer_says_nothing_else() -> None:

@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,10 @@ LATER_TURNS = (
     (dialogue.again_turn, 3),
     (dialogue.missing_turn, 2), (dialogue.beyond_turn, 1),
 )  # fmt: skip
+
+
+# (seed, number of tokens) -> arrays of a shard
+Maker = Callable[[str, int], dict[str, np.ndarray]]
 
 
 def draw(rng: random.Random) -> Conversation:
@@ -213,13 +218,22 @@ def make_shard(renderer: Renderer, seed: str, num_tokens: int) -> dict[str, np.n
     return {"tokens": np.concatenate(tokens), "mask": np.concatenate(masks), "lengths": lengths}
 
 
-def _work(worker: int, folder: Path, seed: int, shard_tokens: int, max_shards: int) -> None:
+def new_maker() -> Maker:
+    """What a worker makes shards with."""
     renderer = Renderer()
+    return lambda seed, num_tokens: make_shard(renderer, seed, num_tokens)
+
+
+def _work(
+    worker: int, folder: Path, seed: int, shard_tokens: int, max_shards: int,
+    new_maker: Callable[[], Maker],
+) -> None:  # fmt: skip
+    make = new_maker()
     index = 0
     while True:
         while len(list(folder.glob("*.npz"))) >= max_shards:
             time.sleep(0.5)
-        arrays = make_shard(renderer, f"{seed}:{worker}:{index}", shard_tokens)
+        arrays = make(f"{seed}:{worker}:{index}", shard_tokens)
         name = f"shard-{index:05d}-{worker:02d}"
         part = folder / f"{name}.part"
         with part.open("wb") as file:
@@ -228,13 +242,18 @@ def _work(worker: int, folder: Path, seed: int, shard_tokens: int, max_shards: i
         index += 1
 
 
-def serve(folder: Path, *, workers: int, seed: int, shard_tokens: int, max_shards: int) -> None:
+def serve(
+    folder: Path, *, workers: int, seed: int, shard_tokens: int, max_shards: int,
+    new_maker: Callable[[], Maker] = new_maker,
+) -> None:  # fmt: skip
     """Run worker processes that keep the folder filled; the reader deletes what it has read."""
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     processes = [
         multiprocessing.Process(
-            target=_work, args=(worker, folder, seed, shard_tokens, max_shards), daemon=True
+            target=_work,
+            args=(worker, folder, seed, shard_tokens, max_shards, new_maker),
+            daemon=True,
         )
         for worker in range(workers)
     ]

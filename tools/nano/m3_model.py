@@ -112,8 +112,10 @@ class Layer(nn.Module):
             self.index_q_norm, self.index_k_norm = norm(config.index_dim), norm(config.index_dim)
             self.gate = matrix(config.num_local_experts, hidden)
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor, use: Precision) -> Heads:
-        """x [B, S, hidden] -> the heads, normed and rotated. No gradient of the index reaches x."""
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor, use: Precision) -> tuple[Tensor, ...]:
+        """x [B, S, hidden] -> the fields of `Heads`, normed and rotated. No gradient of the index
+        reaches x.
+        """
         config = self.config
         x = use.activation(gemma_norm(x, self.input_norm, config.rms_norm_eps))
 
@@ -127,11 +129,11 @@ class Layer(nn.Module):
         k = heads(x, self.k, config.head_dim, self.k_norm)
         v = heads(x, self.v, config.head_dim, None)
         if not self.is_sparse:
-            return Heads(q, k, v)
+            return q, k, v
         x = x.detach()
         index_q = heads(x, self.index_q, config.index_dim, self.index_q_norm)
         index_k = heads(x, self.index_k, config.index_dim, self.index_k_norm)[:, 0]
-        return Heads(q, k, v, index_q, index_k)
+        return q, k, v, index_q, index_k
 
     def finish(self, x: Tensor, mixed: Tensor, use: Precision) -> tuple[Tensor, Tensor]:
         """x [B, S, hidden] and what the attention gave -> (x, tokens per routed expert)."""
@@ -194,7 +196,7 @@ class M3Model(nn.Module):
         x = F.embedding(tokens, self.embed.to(dtype))
         loads: list[Tensor] = []
         for index, layer in enumerate(self.layers):
-            mixed = attend(index, layer.project(x, cos, sin, use))
+            mixed = attend(index, Heads(*layer.project(x, cos, sin, use)))
             x, load = layer.finish(x, mixed, use)
             loads.append(load)
         return gemma_norm(x, self.norm, self.config.rms_norm_eps), loads
@@ -268,32 +270,32 @@ class Chooser:
 
 
 def index_loss(
-    heads: Heads, documents: Tensor, sample: Tensor, weight: Tensor, block: int
-) -> Tensor:
+    q: Tensor, k: Tensor, index_q: Tensor, index_k: Tensor, documents: Tensor, sample: Tensor,
+    weight: Tensor, block: int,
+) -> Tensor:  # fmt: skip
     """How far the index is from the attention, at sampled queries `sample` [B, M] with weights
-    [B, M].
+    [B, M]; heads as in `Heads`.
 
     Of one query and KV head let p(b) be the mean over the query heads of the mass that full causal
     attention gives block b, and q(b) the softmax over blocks of max_{j in b} iq . ik_j / sqrt(d),
     which is the number that inference ranks by. The loss is the mean of KL(p || q). Only the index
     gets a gradient.
     """
-    assert heads.index_q is not None and heads.index_k is not None
-    batch, kv_heads, size, dim = heads.index_q.shape
+    batch, kv_heads, size, dim = index_q.shape
     at = torch.arange(size, device=sample.device)
     rows = torch.arange(batch, device=sample.device)[:, None]
     visible = (documents[rows, sample][..., None] == documents[:, None]) & (sample[..., None] >= at)
     visible = visible[:, None]  # [B, 1, M, S]
     with torch.no_grad():
-        q = heads.q.unflatten(1, (kv_heads, -1)).transpose(1, 3)[rows, sample]
         # [B, M, group, kv heads, D] -> [B, kv heads, M * group, D]
-        group = q.shape[2]
-        q = q.permute(0, 3, 1, 2, 4).flatten(2, 3)
-        logits = (q @ heads.k.mT).unflatten(2, (-1, group)).float() * q.shape[-1] ** -0.5
+        some = q.unflatten(1, (kv_heads, -1)).transpose(1, 3)[rows, sample]
+        group = some.shape[2]
+        some = some.permute(0, 3, 1, 2, 4).flatten(2, 3)
+        logits = (some @ k.mT).unflatten(2, (-1, group)).float() * q.shape[-1] ** -0.5
         mass = torch.softmax(logits.masked_fill(~visible[:, :, :, None], -torch.inf), -1).mean(3)
         mass = mass.unflatten(-1, (-1, block)).sum(-1)  # [B, kv heads, M, blocks]
-    index_q = heads.index_q.transpose(1, 2)[rows, sample].transpose(1, 2)
-    scores = (index_q @ heads.index_k[:, None].mT).float() * dim**-0.5
+    asking = index_q.transpose(1, 2)[rows, sample].transpose(1, 2)
+    scores = (asking @ index_k[:, None].mT).float() * dim**-0.5
     scores = scores.masked_fill(~visible, -torch.inf).unflatten(-1, (-1, block)).amax(-1)
     seen = scores > -torch.inf
     guess = torch.log_softmax(scores, -1).masked_fill(~seen, 0.0)

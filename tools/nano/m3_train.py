@@ -137,7 +137,7 @@ class Loader(train.Loader):
 
     def _fill(self) -> None:
         for shard in self._shards():
-            order = self.random.permutation(len(shard["lengths"]))
+            order = self.random.permutation(np.flatnonzero(shard["lengths"] <= self.row_tokens))
             while len(order):
                 taken = np.cumsum(shard["lengths"][order]) <= 1.04 * self.rows * self.row_tokens
                 if taken.all():
@@ -212,8 +212,9 @@ class PackedAttention:
             return self._attend(heads, self.dense)
         if self.sample is not None:
             loss = self.tools.index_loss if self.tools is not None else index_loss
+            documents, block = self.layout.documents, self.config.block_size
             self.index_losses.append(
-                loss(heads, self.layout.documents, *self.sample, self.config.block_size)
+                loss(heads.q, heads.k, heads.index_q, heads.index_k, documents, *self.sample, block)
             )
         if self.chooser.mode == "all":
             return self._attend(heads, self.full)
@@ -461,29 +462,35 @@ def run(arguments: argparse.Namespace) -> None:
     )
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--state", type=Path, required=True, help="folder; continued if it exists")
-    parser.add_argument(
-        "--seconds", type=float, default=560, help="of this run, compilation included"
-    )
-    parser.add_argument(
+def parser(description: str) -> argparse.ArgumentParser:
+    """The options of a trainer."""
+    options = argparse.ArgumentParser(description=description)
+    options.add_argument("--state", type=Path, required=True, help="folder; continued if it exists")
+    options.add_argument(
         "--total-seconds", type=float, default=780, help="of the schedule, over all runs"
     )
-    parser.add_argument("--max-steps", type=int, default=10**9)
-    parser.add_argument("--rows", type=int, default=12)
-    parser.add_argument("--row-tokens", type=int, default=8192)
-    parser.add_argument("--trained-share", type=float, default=0.28)
-    parser.add_argument("--muon-rate", type=float, default=3e-3)
-    parser.add_argument("--adam-rate", type=float, default=3e-3)
-    parser.add_argument("--bias-rate", type=float, default=1e-3)
-    parser.add_argument("--activation-fp8", action="store_true")
-    parser.add_argument("--log-every", type=int, default=100)
-    parser.add_argument("--save-every", type=float, default=120)
-    parser.add_argument("--seed", type=int, default=0)
-    run(parser.parse_args())
+    options.add_argument("--trained-share", type=float, default=0.28)
+    options.add_argument("--muon-rate", type=float, default=3e-3)
+    options.add_argument("--adam-rate", type=float, default=3e-3)
+    options.add_argument("--bias-rate", type=float, default=1e-3)
+    options.add_argument("--activation-fp8", action="store_true")
+    options.add_argument("--seed", type=int, default=0)
+    return options
+
+
+def main() -> None:
+    """Command line."""
+    options = parser(__doc__.splitlines()[0])
+    options.add_argument("--data", type=Path, required=True)
+    options.add_argument(
+        "--seconds", type=float, default=540, help="of this run, compilation included"
+    )
+    options.add_argument("--max-steps", type=int, default=10**9)
+    options.add_argument("--rows", type=int, default=12)
+    options.add_argument("--row-tokens", type=int, default=8192)
+    options.add_argument("--log-every", type=int, default=100)
+    options.add_argument("--save-every", type=float, default=120)
+    run(options.parse_args())
 
 
 if __name__ == "__main__":
