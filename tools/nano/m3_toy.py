@@ -1,6 +1,6 @@
 """A small proof, on a CPU, that the index learns which blocks to read.
 
-    python tools/nano/m3_toy.py --steps 600
+    python tools/nano/m3_toy.py --pairs 40 --block 8 --topk 3 --steps 600
 
 Rows of keys and values, then keys whose values are asked for. The dense layer sees a few tokens
 only, so that what is far away can come through chosen blocks alone. Trained as nano-m3 is: first
@@ -21,32 +21,28 @@ from m3_model import Chooser, Layout, M3Config, M3Model
 from m3_train import MATRICES, PackedAttention
 from torch import Tensor
 
-KEYS, VALUES, PAIRS, ASKED = 24, 24, 24, 8
-SIZE = 2 * PAIRS + 2 * ASKED
-CONFIG = dataclasses.replace(
-    M3Config(), vocab_size=KEYS + VALUES, hidden_size=64, num_hidden_layers=3, num_dense_layers=1,
-    num_attention_heads=4, head_dim=32, rotary_dim=16, dense_intermediate_size=64,
-    intermediate_size=32, index_dim=32, block_size=4, topk_blocks=3,
-)  # fmt: skip
 RATE = 1e-2
-
-
-def draw(rows: int, generator: torch.Generator) -> Tensor:
-    """int64 [rows, SIZE]: pairs of key and value, then some of the pairs again."""
-    keys = torch.rand(rows, KEYS, generator=generator).argsort(-1)[:, :PAIRS]
-    values = KEYS + torch.randint(VALUES, (rows, PAIRS), generator=generator)
-    pairs = torch.stack((keys, values), -1)
-    asked = torch.rand(rows, PAIRS, generator=generator).argsort(-1)[:, :ASKED]
-    again = pairs.gather(1, asked[..., None].expand(-1, -1, 2))
-    return torch.cat((pairs, again), 1).flatten(1)
+CONFIG = dataclasses.replace(
+    M3Config(), hidden_size=64, num_hidden_layers=3, num_dense_layers=1, num_attention_heads=4,
+    head_dim=32, rotary_dim=16, dense_intermediate_size=64, intermediate_size=32, index_dim=32,
+    max_position_embeddings=512,
+)  # fmt: skip
 
 
 class Toy:
-    """The model, its optimizers and the data. Written by `step` only."""
+    """The model, its optimizers and the data: `pairs` keys with values, a third of them asked for
+    again. Written by `step` only.
+    """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(
+        self, *, pairs: int = 24, block: int = 4, topk: int = 3, vocab: int = 0, seed: int = 0
+    ) -> None:
         torch.manual_seed(seed)
-        self.net = M3Model(CONFIG)
+        self.pairs, self.asked = pairs, pairs // 3
+        self.config = dataclasses.replace(
+            CONFIG, vocab_size=vocab or 2 * pairs, block_size=block, topk_blocks=topk
+        )
+        self.net = M3Model(self.config)
         self.generator = torch.Generator().manual_seed(seed)
         named = dict(self.net.named_parameters())
         matrices = [p for name, p in named.items() if name.split(".")[-1] in MATRICES]
@@ -57,24 +53,35 @@ class Toy:
         )
         self.use = model.precision(torch.float32, weights=False, activations=False)
 
+    def draw(self, rows: int, generator: torch.Generator) -> Tensor:
+        """int64 [rows, 2 * (pairs + asked)]: each key once with a value, then some of them again;
+        values follow the keys in the vocabulary.
+        """
+        keys = torch.rand(rows, self.pairs, generator=generator).argsort(-1)
+        values = self.pairs + torch.randint(self.pairs, (rows, self.pairs), generator=generator)
+        pairs = torch.stack((keys, values), -1)
+        asked = torch.rand(rows, self.pairs, generator=generator).argsort(-1)[:, : self.asked]
+        again = pairs.gather(1, asked[..., None].expand(-1, -1, 2))
+        return torch.cat((pairs, again), 1).flatten(1)
+
     def run(self, tokens: Tensor, mode: str, *, teaches: bool) -> tuple[Tensor, Tensor, Tensor]:
         """-> (logits at the asked keys, their values, loss of the index)."""
-        rows = len(tokens)
+        rows, size = tokens.shape
         layout = Layout(
-            torch.zeros(rows, SIZE, dtype=torch.int32),
-            torch.zeros(rows, SIZE, dtype=torch.bool),
+            torch.zeros(rows, size, dtype=torch.int32),
+            torch.zeros(rows, size, dtype=torch.bool),
             torch.full((rows,), 4, dtype=torch.int32),
         )
-        asked = torch.arange(2 * PAIRS, SIZE, 2)
-        sample = (asked.expand(rows, -1), torch.ones(rows, ASKED)) if teaches else None
-        attend = PackedAttention(CONFIG, layout, Chooser(CONFIG, mode), None, sample)
+        asked = torch.arange(2 * self.pairs, size, 2)
+        sample = (asked.expand(rows, -1), torch.ones(rows, len(asked))) if teaches else None
+        attend = PackedAttention(self.config, layout, Chooser(self.config, mode), None, sample)
         hidden, _ = self.net(tokens, attend, dtype=torch.float32, use=self.use)
         index = torch.stack(attend.index_losses).mean() if teaches else torch.zeros(())
         return self.net.logits(hidden[:, asked]), tokens[:, asked + 1], index
 
     def step(self, mode: str, rate: float) -> tuple[float, float]:
         """One update -> (loss of the values, loss of the index)."""
-        logits, targets, index = self.run(draw(32, self.generator), mode, teaches=True)
+        logits, targets, index = self.run(self.draw(32, self.generator), mode, teaches=True)
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         (loss + index).backward()
         for group in self.adam.param_groups:
@@ -84,10 +91,24 @@ class Toy:
         self.net.zero_grad(set_to_none=True)
         return loss.item(), index.item()
 
+    def train(self, steps: int, *, report: int = 0) -> None:
+        """All blocks for 60 % of the steps, then chosen ones; a line after each `report` steps."""
+        begun = time.monotonic()
+        for step in range(steps):
+            mode = "all" if step < 0.6 * steps else "index"
+            loss, index = self.step(mode, min(1.0, (step + 1) / 20, (1 - step / steps) / 0.3))
+            if report and (step + 1) % report == 0:
+                found = {name: round(self.accuracy(name), 3) for name in ("all", "index", "random")}
+                print(
+                    f"step {step + 1} {mode} loss {loss:.3f} index {index:.3f} {found} "
+                    f"{time.monotonic() - begun:.0f} s",
+                    flush=True,
+                )
+
     @torch.no_grad()
     def accuracy(self, mode: str, seed: int = 10**6) -> float:
         """Share of the asked values that are right, on rows that training did not see."""
-        tokens = draw(64, torch.Generator().manual_seed(seed))
+        tokens = self.draw(64, torch.Generator().manual_seed(seed))
         logits, targets, _ = self.run(tokens, mode, teaches=False)
         return float((logits.argmax(-1) == targets).float().mean())
 
@@ -96,18 +117,13 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--block", type=int, default=8)
+    parser.add_argument("--topk", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    toy, begun = Toy(arguments.seed), time.monotonic()
-    for step in range(arguments.steps):
-        mode = "all" if step < 0.6 * arguments.steps else "index"
-        done = step / arguments.steps
-        loss, index = toy.step(mode, min(1.0, (step + 1) / 20, (1 - done) / 0.3))
-        if step % 50 == 49:
-            found = {name: round(toy.accuracy(name), 3) for name in ("all", "index", "random")}
-            seconds = time.monotonic() - begun
-            losses = f"loss {loss:.3f} index {index:.3f}"
-            print(f"step {step + 1} {mode} {losses} {found} {seconds:.0f} s", flush=True)
+    options = parser.parse_args()
+    toy = Toy(pairs=options.pairs, block=options.block, topk=options.topk, seed=options.seed)
+    toy.train(options.steps, report=50)
 
 
 if __name__ == "__main__":
