@@ -2,9 +2,10 @@
 
     python tools/nano/m3_toy.py --pairs 40 --block 8 --topk 3 --steps 600
 
-Rows of keys and values, then keys whose values are asked for. The dense layer sees a few tokens
-only, so that what is far away can come through chosen blocks alone. Trained as nano-m3 is: first
-with all blocks, then with chosen ones; measured with chosen and with random blocks.
+Rows of keys and values, then keys whose values are asked for. Trained as nano-m3 is: first with all
+blocks in the sparse layer, then with chosen ones; the dense layers, which could find the values
+themselves, see a few tokens at first, and later all of them in half of the rows. Measured as
+inference works, that is with all tokens in the dense layers, with chosen and with random blocks.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import torch
 import torch.nn.functional as F
 import train
 from m3_model import Chooser, Layout, M3Config, M3Model
-from m3_train import MATRICES, PackedAttention
+from m3_train import CHOOSE_AFTER, MATRICES, WIDEN_AFTER, PackedAttention
 from torch import Tensor
 
 RATE = 1e-2
+WINDOW = 4
 CONFIG = dataclasses.replace(
-    M3Config(), hidden_size=64, num_hidden_layers=3, num_dense_layers=1, num_attention_heads=4,
+    M3Config(), hidden_size=64, num_hidden_layers=3, num_dense_layers=2, num_attention_heads=4,
     head_dim=32, rotary_dim=16, dense_intermediate_size=64, intermediate_size=32, index_dim=32,
     max_position_embeddings=512,
 )  # fmt: skip
@@ -64,13 +66,18 @@ class Toy:
         again = pairs.gather(1, asked[..., None].expand(-1, -1, 2))
         return torch.cat((pairs, again), 1).flatten(1)
 
-    def run(self, tokens: Tensor, mode: str, *, teaches: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """-> (logits at the asked keys, their values, loss of the index)."""
+    def run(
+        self, tokens: Tensor, mode: str, *, widened: float, teaches: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """-> (logits at the asked keys, their values, loss of the index). `widened`: the share of
+        rows whose dense layers see all tokens.
+        """
         rows, size = tokens.shape
+        window = torch.where(torch.arange(rows) < widened * rows, size, WINDOW).int()
         layout = Layout(
             torch.zeros(rows, size, dtype=torch.int32),
             torch.zeros(rows, size, dtype=torch.bool),
-            torch.full((rows,), 4, dtype=torch.int32),
+            window,
         )
         asked = torch.arange(2 * self.pairs, size, 2)
         sample = (asked.expand(rows, -1), torch.ones(rows, len(asked))) if teaches else None
@@ -79,9 +86,14 @@ class Toy:
         index = torch.stack(attend.index_losses).mean() if teaches else torch.zeros(())
         return self.net.logits(hidden[:, asked]), tokens[:, asked + 1], index
 
-    def step(self, mode: str, rate: float) -> tuple[float, float]:
-        """One update -> (loss of the values, loss of the index)."""
-        logits, targets, index = self.run(self.draw(32, self.generator), mode, teaches=True)
+    def step(self, done: float, rate: float) -> tuple[float, float]:
+        """One update, with this share of the training done -> (loss of the values, of the
+        index).
+        """
+        mode = "all" if done < CHOOSE_AFTER else "index"
+        widened = 0.0 if done < WIDEN_AFTER else 0.5
+        tokens = self.draw(32, self.generator)
+        logits, targets, index = self.run(tokens, mode, widened=widened, teaches=True)
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         (loss + index).backward()
         for group in self.adam.param_groups:
@@ -92,15 +104,15 @@ class Toy:
         return loss.item(), index.item()
 
     def train(self, steps: int, *, report: int = 0) -> None:
-        """All blocks for 60 % of the steps, then chosen ones; a line after each `report` steps."""
+        """`steps` updates, and a line after each `report` of them."""
         begun = time.monotonic()
         for step in range(steps):
-            mode = "all" if step < 0.6 * steps else "index"
-            loss, index = self.step(mode, min(1.0, (step + 1) / 20, (1 - step / steps) / 0.3))
+            done = step / steps
+            loss, index = self.step(done, min(1.0, (step + 1) / 20, (1 - done) / 0.3))
             if report and (step + 1) % report == 0:
                 found = {name: round(self.accuracy(name), 3) for name in ("all", "index", "random")}
                 print(
-                    f"step {step + 1} {mode} loss {loss:.3f} index {index:.3f} {found} "
+                    f"step {step + 1} loss {loss:.3f} index {index:.3f} {found} "
                     f"{time.monotonic() - begun:.0f} s",
                     flush=True,
                 )
@@ -109,7 +121,7 @@ class Toy:
     def accuracy(self, mode: str, seed: int = 10**6) -> float:
         """Share of the asked values that are right, on rows that training did not see."""
         tokens = self.draw(64, torch.Generator().manual_seed(seed))
-        logits, targets, _ = self.run(tokens, mode, teaches=False)
+        logits, targets, _ = self.run(tokens, mode, widened=1.0, teaches=False)
         return float((logits.argmax(-1) == targets).float().mean())
 
 

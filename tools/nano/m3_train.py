@@ -38,8 +38,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 WARMUP_STEPS = 200
 STABLE_SHARE = 0.55  # of the time at full rate, then linearly to zero
-CHOOSE_AFTER = 0.35  # share of the time after which sparse layers see chosen blocks only
-WIDEN_AFTER = 0.60  # share after which half of the rows have dense layers without a window
+WIDEN_AFTER = 0.40  # share of the time after which half of the rows have no window
+CHOOSE_AFTER = 0.50  # share after which sparse layers see chosen blocks only
 WINDOW = 512  # how far back dense layers see before that
 SAMPLES = 256  # queries per row that teach the index
 PART_BYTES = 15 << 20
@@ -326,13 +326,17 @@ class Trainer:
         sample = (batch.sample, batch.weight) if teaches else None
         return PackedAttention(self.config, batch.layout, chooser, self.tools, sample)
 
-    def step(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """One update -> (loss of the text, loss of the index)."""
+    def step(self, batch: Batch) -> Tensor:
+        """One update -> losses [3]: of all text, of the text in documents with a choice of blocks,
+        of the index.
+        """
         mode = "index" if self.progress() >= CHOOSE_AFTER else "all"
         attend = self.attention(batch, mode, teaches=True)
         hidden, loads = self.model(batch.tokens, attend, dtype=torch.bfloat16, use=self.use)
         logits = self.model.logits(hidden.flatten(0, 1)[batch.inputs])
-        text = F.cross_entropy(logits.float(), batch.targets, ignore_index=-100)
+        each = F.cross_entropy(logits.float(), batch.targets, ignore_index=-100, reduction="none")
+        counts = batch.targets >= 0
+        text = each.sum() / counts.sum()
         index = torch.stack(attend.index_losses).mean()
         (text + index).backward()  # they share no parameter
         rate = self.rate()
@@ -351,7 +355,8 @@ class Trainer:
         self.step_count += 1
         self.steps_here += 1
         self.tokens_seen += batch.tokens.numel()
-        return text.detach(), index.detach()
+        far = counts & ~batch.layout.is_short.flatten()[batch.inputs]
+        return torch.stack((text, (each * far).sum() / far.sum().clamp(min=1), index)).detach()
 
     def save(self, folder: Path) -> None:
         """What a later run needs, in files of at most `PART_BYTES`; the counters are in the last,
@@ -434,12 +439,12 @@ def run(arguments: argparse.Namespace) -> None:
     ):
         begin = time.monotonic()
         batch = loader.take(device, widened=trainer.progress() >= WIDEN_AFTER)
-        losses.append(torch.stack(trainer.step(batch)))
+        losses.append(trainer.step(batch))
         if trainer.step_count % arguments.log_every == 0 or trainer.steps_here < 4:
-            text, index = torch.stack(losses).mean(0).tolist()  # host-sync: progress line
+            text, far, index = torch.stack(losses).mean(0).tolist()  # host-sync: progress line
             now = time.monotonic()
             print(
-                f"step {trainer.step_count} loss {text:.4f} index {index:.4f} tokens "
+                f"step {trainer.step_count} loss {text:.4f} far {far:.4f} index {index:.4f} tokens "
                 f"{trainer.tokens_seen / 1e6:.0f}M speed "
                 f"{(trainer.tokens_seen - tokens) / (now - printed) / 1e6:.2f}M/s "
                 f"rate {trainer.rate():.3f} done {trainer.progress():.2f} shards "
