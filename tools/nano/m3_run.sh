@@ -4,7 +4,7 @@
 #
 #   tools/nano/m3_run.sh OUT [SECONDS] [TOTAL]
 #
-# OUT/state holds what a later run continues (copy it back to OUT/state first), OUT/log the progress,
+# OUT/state holds what a later run continues (copy it back to OUT/state first), OUT/log how it went,
 # OUT/nano-m3.tar the checkpoint. No file is larger than 16 MiB. WORKERS processes make the data.
 set -euo pipefail
 out=$1 seconds=${2:-540} total=${3:-780} workers=${WORKERS:-$(($(nproc) - 2))}
