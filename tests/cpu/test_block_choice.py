@@ -1,0 +1,53 @@
+"""Which blocks are chosen, counted out one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from negamax.kernels.block_sparse.choice import SparseShape, attended_tokens, choose, pages_of
+
+
+def counted_out(scores: list[float], position: int, shape: SparseShape) -> list[int]:
+    """The ids of one token and KV head."""
+    local = position // shape.sparse_block_size
+    last = range(max(0, local + 1 - shape.local_blocks), local + 1)
+    forced = {*range(min(shape.init_blocks, local + 1)), *last}
+    others = sorted(set(range(local + 1)) - forced, key=lambda block: (-scores[block], block))
+    chosen = sorted([*forced, *others[: shape.topk_blocks - len(forced)]])
+    return chosen + [-1] * (shape.topk_blocks - len(chosen))
+
+
+@pytest.mark.parametrize(("topk", "init", "local"), [(1, 0, 1), (4, 0, 1), (4, 1, 2), (5, 3, 2)])
+def test_forced_blocks_and_the_best_of_the_others(topk: int, init: int, local: int) -> None:
+    """Scores of few values, so that many are equal: the lower block wins."""
+    shape = SparseShape(2, 1, 64, 32, topk, init, local)
+    generator = torch.Generator().manual_seed(topk)
+    positions = torch.tensor([0, 31, 32, 100, 255, 256, 383, 70])
+    scores = torch.randint(-3, 3, (len(positions), 2, 12), generator=generator).float()
+    ids = choose(scores, positions, shape)
+    for token, position in enumerate(positions.tolist()):
+        for head in range(2):
+            wanted = counted_out(scores[token, head].tolist(), position, shape)
+            assert ids[token, head].tolist() == wanted
+    # each token's blocks as they lie in a cache, of which a block holds two sparse ones
+    tables = torch.stack([torch.randperm(40, generator=generator)[:6] for _ in positions])
+    pages = pages_of(ids, tables, shape)
+    cache = torch.arange(40 * 2 * 64).view(40, 2, 64, 1)
+    of_pages = cache.view(-1, 32)
+    for token, position in enumerate(positions.tolist()):
+        for head in range(2):
+            seen, own = [], ids[token, head]
+            for block in own[own >= 0].tolist():
+                ats = range(block * 32, min(block * 32 + 32, position + 1))
+                seen += [int(cache[tables[token, at // 64], head, at % 64, 0]) for at in ats]
+            length = int(attended_tokens(positions[token], shape))
+            assert of_pages[pages[token, head].long()].flatten()[:length].tolist() == seen
+
+
+def test_a_row_of_padding_chooses_nothing() -> None:
+    shape = SparseShape(1, 1, 32, 32, 3)
+    position = torch.tensor([-1])
+    ids = choose(torch.zeros(1, 1, 4), position, shape)
+    assert ids.tolist() == [[[-1, -1, -1]]] and attended_tokens(position, shape).tolist() == [0]
+    assert pages_of(ids, torch.tensor([[7, 8, 9, 10]]), shape).tolist() == [[[0, 0, 0]]]
