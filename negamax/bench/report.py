@@ -82,7 +82,10 @@ def add_limits(result: dict[str, Any], spec: ModelSpec, *, bytes_per_second: flo
     was reached.
     """
     info, options = result["info"], result["options"]
-    kv_dtype = options.get("kv_cache_dtype", "auto")
+    kv_dtype, index_dtype = (
+        info["dtype"] if dtype == "auto" else dtype
+        for dtype in (options.get(f"{kind}_cache_dtype", "auto") for kind in ("kv", "index"))
+    )
     result["bandwidth_tb_s"] = bytes_per_second / 1e12
     for run in result["runs"]:
         num_bytes = step_bytes(
@@ -90,7 +93,8 @@ def add_limits(result: dict[str, Any], spec: ModelSpec, *, bytes_per_second: flo
             batch=run["concurrency"],
             context=result["input_len"] + result["output_len"] / 2,
             dtype=info["dtype"],
-            kv_dtype=info["dtype"] if kv_dtype == "auto" else kv_dtype,
+            kv_dtype=kv_dtype,
+            index_dtype=index_dtype,
             ranks=result["tensor_parallel_size"],
         )
         seconds = num_bytes / bytes_per_second

@@ -29,10 +29,19 @@ class KvCacheSpec:
     block_tokens: int = 1  # the block size is a multiple of it
     replicated: bool = False  # whole on every rank, not split by heads
     is_index: bool = False  # it holds keys that choose what is attended to
+    # of a sequence of that many tokens or fewer nothing is read, and so many at most for each token
+    unread_tokens: int = 0
+    most_read_tokens: int | None = None  # None: all
 
     def local_heads(self, ranks: int) -> int:
         """Heads on each of `ranks`; ranks beyond the heads hold copies."""
         return self.heads if self.replicated else max(1, self.heads // ranks)
+
+    def read_tokens(self, context: float) -> float:
+        """How many of `context` tokens a decode step reads of a sequence."""
+        if context <= self.unread_tokens:
+            return 0.0
+        return min(context, self.most_read_tokens or context)
 
     def block_bytes(self, block_size: int, *, dtype: str, ranks: int) -> int:
         """Bytes of a block on each of `ranks`; `dtype` where the cache names none."""

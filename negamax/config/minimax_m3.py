@@ -181,6 +181,8 @@ class MiniMaxM3Spec(ModelSpec):
         full = [KvCacheSpec(name, self.num_kv_heads, self.head_dim) for name in ("k", "v")]
         if self.sparse is None:
             return [full] * self.num_layers
+        dense_tokens = self.sparse.topk_blocks * self.sparse.block_size
+        chosen = [replace(cache, most_read_tokens=dense_tokens) for cache in full]
         index = KvCacheSpec(
             "index",
             1,
@@ -188,8 +190,9 @@ class MiniMaxM3Spec(ModelSpec):
             block_tokens=self.sparse.block_size,
             replicated=True,
             is_index=True,
+            unread_tokens=dense_tokens,
         )
-        return [[*full, index] if is_sparse else full for is_sparse in self.sparse.layers]
+        return [[*chosen, index] if is_sparse else full for is_sparse in self.sparse.layers]
 
     def mlp_widths(self) -> Mapping[str, int]:
         """See `ModelSpec`."""

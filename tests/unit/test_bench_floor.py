@@ -31,17 +31,34 @@ def test_distinct_experts_under_uniform_routing(tokens: int, experts: float) -> 
 def test_limit_of_minimax_m2_on_four_gpus(batch: int, milliseconds: float) -> None:
     """The figures that were worked out by hand for 1500 tokens of context and 4.3 TB/s."""
     num_bytes = step_bytes(
-        M2, batch=batch, context=1500, dtype="bfloat16", kv_dtype="bfloat16", ranks=4
-    )
+        M2, batch=batch, context=1500, dtype="bfloat16", kv_dtype="bfloat16",
+        index_dtype="bfloat16", ranks=4,
+    )  # fmt: skip
     assert 1e3 * num_bytes / 4.3e12 == pytest.approx(milliseconds, rel=0.006)
+
+
+@pytest.mark.parametrize(
+    ("context", "batch", "milliseconds"),
+    [(1000, 1, 1.62), (1000, 64, 22.85), (32_000, 16, 11.25), (128_000, 4, 4.165)],
+)
+def test_limit_of_minimax_m3_on_four_gpus(context: int, batch: int, milliseconds: float) -> None:
+    """Worked out by hand for caches in FP8 and 4.25 TB/s: sparse layers read 2,048 keys and values
+    of a token at most, and index keys only where there are more.
+    """
+    num_bytes = step_bytes(
+        bundled_spec("minimax-m3-mxfp8"), batch=batch, context=context, dtype="bfloat16",
+        kv_dtype="fp8", index_dtype="fp8", ranks=4,
+    )  # fmt: skip
+    assert 1e3 * num_bytes / 4.25e12 == pytest.approx(milliseconds, rel=0.006)
 
 
 def test_limit_follows_layers_ranks_and_formats() -> None:
     def floor(kv_dtype: str = "bfloat16", **changes: object) -> float:
         spec = replace(M2, **changes)  # type: ignore[arg-type]
         return step_bytes(
-            spec, batch=16, context=1000, dtype="bfloat16", kv_dtype=kv_dtype, ranks=1
-        )
+            spec, batch=16, context=1000, dtype="bfloat16", kv_dtype=kv_dtype,
+            index_dtype="bfloat16", ranks=1,
+        )  # fmt: skip
 
     head = M2.vocab_size * M2.hidden_size * 2
     assert floor(num_layers=31) - head == pytest.approx((floor() - head) / 2)
