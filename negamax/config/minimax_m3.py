@@ -438,7 +438,7 @@ _FAMILY = ModelFamily(
     spec=MiniMaxM3Spec,
     read_spec=read_vision,
     own_config=text_config,
-    sampling={"temperature": 1.0, "top_p": 0.95},
+    sampling={"temperature": 1.0, "top_p": 0.95, "top_k": 40},
     bundled={"minimax-m3": _M3, "minimax-m3-mxfp8": replace(_M3, quantization=_MXFP8)},
 )
 FAMILIES = (

@@ -24,7 +24,7 @@ from negamax.kernels.signatures import (
 )
 from negamax.layers.attention import KvCaches, head_rows
 from negamax.layers.kv_scales import KvScales
-from negamax.layers.linear import ColumnParallel, Part, RowParallel
+from negamax.layers.linear import ColumnParallels, Part, RowParallel
 from negamax.layers.names import AttentionNames, IndexerNames
 from negamax.layers.partial import Partial
 from negamax.layers.weights import WeightSlot
@@ -113,7 +113,7 @@ class BlockSparseAttention:
         own, own_kv = view.heads(heads), view.kv_heads(kv_heads)
         q_rows, kv_rows = head_rows(own, head_dim), head_rows(own_kv, head_dim)
         q_total, kv_total = heads * head_dim, kv_heads * head_dim
-        self._projection = ColumnParallel(
+        self._projection = ColumnParallels(
             (
                 Part(names.q, q_total, q_rows),
                 Part(names.k, kv_total, kv_rows),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -94,6 +95,34 @@ class ColumnParallel(_Linear):
         `out` where given.
         """
         return self._run(x, self._weight, out_dtype=out_dtype, out=out)
+
+
+class ColumnParallels:
+    """As `ColumnParallel`, with a product for each run of parts that are stored alike: multiplied
+    as one, those that are stored otherwise would all be dequantised.
+    """
+
+    def __init__(
+        self, parts: Sequence[Part], inputs: int, *, kernels: KernelTable, weights: WeightFormat
+    ) -> None:
+        self._products = [
+            ColumnParallel(list(run), inputs, kernels=kernels, weights=weights)
+            for _, run in groupby(parts, key=lambda part: weights.stored(part.name))
+        ]
+        self.slots = [slot for product in self._products for slot in product.slots]
+        wanted = {product.activation for product in self._products}
+        # plain activations are quantised by each product that wants that
+        self.activation = wanted.pop() if len(wanted) == 1 else None
+
+    def finish_loading(self) -> None:
+        """Put the weights into their kernels' layouts."""
+        for product in self._products:
+            product.finish_loading()
+
+    def __call__(self, x: Tensor | QuantizedActivations) -> Tensor:
+        """x [T, in] -> [T, this rank's rows of all parts]."""
+        made = [product(x) for product in self._products]
+        return made[0] if len(made) == 1 else torch.cat(made, dim=-1)
 
 
 class RowParallel(_Linear):

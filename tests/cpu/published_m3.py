@@ -217,21 +217,22 @@ PUBLISHED_M3 = {
         shared=_MXFP4_MATRIX,
     ),
     "m3, modelslim": _published(
-        ("Eco-Tech/MiniMax-M3-w8a8",),  # if its indexers are quantised
+        ("Eco-Tech/MiniMax-M3-w8a8",),  # if its indexers are plain
         None,
         110,
         stem="quant_model_weights",
         experts=modelslim,
         others=modelslim,
+        index=plain,
         side_files={
             "quant_model_description.json": {
                 "version": "1.0.0", "model_quant_type": "W8A8_DYNAMIC", "group_size": 0,
                 "metadata": {},
                 **{
                     f"{name}.weight": "W8A8_DYNAMIC"
-                    for name in (*_ATTENTION, *_INDEX, *_DENSE, *_SHARED, *_ROUTED)
+                    for name in (*_ATTENTION, *_DENSE, *_SHARED, *_ROUTED)
                 },
-                **{f"{name}.weight": "FLOAT" for name in _EACH_GATE},
+                **{f"{name}.weight": "FLOAT" for name in (*_INDEX, *_EACH_GATE)},
             },
         },
     ),

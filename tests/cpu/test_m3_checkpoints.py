@@ -194,6 +194,29 @@ def test_a_model_computes_with_the_matrices_that_were_stored(name: str, tmp_path
     assert len(set(expected)) > 2
 
 
+def test_an_indexer_that_is_stored_otherwise_leaves_the_attention_as_it_is(
+    tmp_path: Path,
+) -> None:
+    tensors = random_tensors(SPEC)
+    plain = write(tmp_path, CONFIG, tensors, WRITERS["modelslim-dynamic"])
+    file = tmp_path / "quant_model_description.json"
+    stored, said = load_file(tmp_path / "model.safetensors"), json.loads(file.read_text())
+    index = {name for name in tensors if re.search(r"\.index_[qk]_proj\.", name)}
+    for name in index:
+        module = name.removesuffix(".weight")
+        stored = {key: each for key, each in stored.items() if not key.startswith(module)}
+        stored[name] = plain[name] = tensors[name]
+        said = {key: each for key, each in said.items() if not key.startswith(module)}
+        said[name] = "FLOAT"
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    file.write_text(json.dumps(said))
+    keeping = keeping_stored(resolve(platform=CPU, dtype=torch.float32))
+    model, _, report = load(tmp_path, kernels=keeping)
+    assert len(index) == 4 and report.num_dequantized == 0
+    model.finish_loading()
+    assert greedy(model) == greedy(build(SPEC, plain))
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("keeps", [True, False])
 def test_mxfp8_becomes_blocks_with_the_same_values(tmp_path: Path, tp: int, keeps: bool) -> None:
