@@ -14,20 +14,28 @@ from negamax.kernels.formats import StoredWeight, TensorFormat, is_plain, plain,
 from negamax.kernels.op import AnyKernel
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.signatures import EXPERTS, LINEAR
+from negamax.kernels.weight_only import layout
 from negamax.kernels.weight_only.layout import PackedWeight, pack
 
 
 def unpacked(packed: PackedWeight) -> Tensor:
     """[rows, columns] fp32: what the kernels on GPUs read, as its layout is described."""
     own, rows = packed.packing, len(packed.qweight)
-    # byte t * 8 + b * 4 + h * 2 + e of 32 has column b * 16 + h * 8 + t * 2 + e
-    order = torch.arange(32).view(2, 2, 4, 2).permute(2, 0, 1, 3).flatten()
-    spans = packed.qweight.view(rows, -1, 32)
-    codes = torch.empty_like(spans)
-    codes[..., order] = spans
-    if own.CODES == 2:
-        codes = torch.stack((codes & 15, codes >> 4), 2)
-    codes = codes.reshape(rows, -1)
+    words = packed.qweight.view(rows, -1, 4, 4, 4)  # spans, threads, their words, bytes
+    words = (words.long() << torch.arange(0, 32, 8)).sum(-1)
+    span = 64 * own.CODES
+    codes = torch.empty(rows, words.shape[1], span, dtype=torch.uint8)
+    for column in range(span):
+        thread, right = column % 8 // 2, column % 2
+        word, pair = column // 16, column // 8 % 2
+        if own.CODES == 2:
+            word, pair = column // 32, column // 8 % 4
+            places = layout.BITS[own.ELEMENT][pair]
+        else:
+            places = range(8 * pair, 8 * pair + 8)
+        held = words[:, :, thread, word] >> 16 * right
+        codes[..., column] = sum((held >> place & 1) << bit for bit, place in enumerate(places))
+    codes = codes.flatten(1)
     assert codes.shape[1] == own.K_PACKED
     scale = zero = None
     if own.GROUP:

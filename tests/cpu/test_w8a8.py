@@ -64,7 +64,7 @@ def test_each_token_has_a_scale_of_its_own(stored: TensorFormat) -> None:
     assert q.dtype is dtype and q.shape == (4, 256)
     torch.testing.assert_close(scale[:3], x.float().abs().amax(1)[:3] / largest, rtol=1e-2, atol=0)
     axes = [1 + axis for axis in layout.AXES]
-    in_order = torch.arange(256).view(-1, 2, 2, 4, 2).permute(0, *axes).flatten()
+    in_order = torch.arange(256).view(-1, 2, 2, 2, 4, 2).permute(0, *axes).flatten()
     columns = torch.empty(4, 256).index_copy_(1, in_order, q.float())
     assert not columns[:, 200:].any() and not columns[3].any()
     assert (columns[:3].abs().amax(1) == largest).all()

@@ -52,6 +52,7 @@ def _packed_linear_kernel(
     SPLIT_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[BLOCK_M, BLOCK_N]. Where the tiles leave multiprocessors idle, SPLIT_K programs share the
@@ -67,15 +68,16 @@ def _packed_linear_kernel(
     group_m = tl.minimum(tl.cdiv(M, BLOCK_M) - first_tile_m, GROUP_M)
     tile_m = first_tile_m + tl.program_id(0) % group_size % group_m
     offs_m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = tl.program_id(0) % group_size // group_m * BLOCK_N + tl.arange(0, BLOCK_N)
+    first_n = tl.program_id(0) % group_size // group_m * BLOCK_N
+    offs_n = first_n + tl.arange(0, BLOCK_N)
     # wrap around: many reads of one row would wait for each other
     x_rows = x_ptr + (offs_m % M).to(tl.int64) * P.K
     n_inside = offs_n < N
     start = tl.program_id(1) * tl.cdiv(STEPS, SPLIT_K)
     stop = tl.minimum(start + tl.cdiv(STEPS, SPLIT_K), STEPS)
     wait_then_launch_dependents(PDL)
-    acc = multiply(x_rows, offs_m >= 0, w, offs_n, n_inside, N, start, stop,
-                   P, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+    acc = multiply(x_rows, offs_m >= 0, w, first_n, N - first_n, N, start, stop,
+                   P, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS)  # fmt: skip
     out_ptrs = out_ptr + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :]
     inside = (offs_m < M)[:, None] & n_inside[None, :]
     if SPLIT_K == 1:
@@ -132,7 +134,8 @@ def linear(
         x, weight.tensors, out, partials, prepared.arrivals, M, N,
         P=packing, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         SPLIT_K=tile.split_k, GROUP_M=tiles.GROUP_M,
-        NUM_STAGES=tile.num_stages, num_warps=tile.num_warps, **launch_options(x.device),
+        NUM_STAGES=tile.num_stages, NUM_WARPS=tile.num_warps, num_warps=tile.num_warps,
+        **launch_options(x.device),
     )  # fmt: skip
     return out
 

@@ -78,52 +78,70 @@ def fast_log(x):
 
 
 @triton.jit
-def unpack_bytes(
-    q, factor, added, ELEMENT: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr,
-    ZEROS: tl.constexpr,
+def unpack_words(
+    q, factors, added, ELEMENT: tl.constexpr, SCALED: tl.constexpr, ZEROS: tl.constexpr
 ):  # fmt: skip
-    """Codes of packed weights as bf16, on NVIDIA GPUs: the bytes q, of "uint4" and "e2m1" their low
-    nibbles or the HIGH ones, plus `added` (uint4: and 128; uint8: less 128; others: not at all),
-    times `factor` where SCALED. The portable form stands in `weight_only/triton.py`.
+    """Codes of packed weights as bf16, on NVIDIA GPUs: of each word of q all its codes, in their
+    order (8 of "uint4" and "e2m1", else 4), plus `added` (uint4: and 128; uint8: less 128; others:
+    not at all), times `factors` where SCALED. Both have a word each for the first and for the
+    second half of the codes: a number twice, in bf16. The portable form stands in
+    `weight_only/triton.py`.
     """
-    return tl.inline_asm_elementwise(
-        unpacking(ELEMENT, HIGH, SCALED, ZEROS), "=r,=r,r,r,r,r,r", [q, factor, added], tl.bfloat16,
-        is_pure=True, pack=4,
-    )  # fmt: skip
+    if ELEMENT == "uint4" or ELEMENT == "e2m1":
+        return tl.inline_asm_elementwise(
+            unpacking(ELEMENT, SCALED, ZEROS), "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r,r",
+            [q, factors[0], factors[1], added[0], added[1]], (tl.bfloat16,) * 8, is_pure=True,
+            pack=1,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            unpacking(ELEMENT, SCALED, ZEROS), "=h,=h,=h,=h,r,r,r,r,r",
+            [q, factors[0], factors[1], added[0], added[1]], (tl.bfloat16,) * 4, is_pure=True,
+            pack=1,
+        )  # fmt: skip
 
 
-# From four bytes in q: two of them, in the lower or the upper bytes of the halves of a register
-_LOWER = ("prmt.b32 a, q, 0, 0x4140;", "prmt.b32 a, q, 0, 0x4342;")
-_UPPER = ("prmt.b32 a, q, 0, 0x1404;", "prmt.b32 a, q, 0, 0x3424;")
+# Bits of e2m1 come to where bf16 has its own by shifts to the left (less than 0: to the right),
+# then masks; `layout.E2M1_BITS` says where they lie in a word.
+_E2M1 = (
+    ((0, 0x81C081C0),),
+    ((3, 0x81C081C0),),
+    ((6, 0x81C081C0),),
+    ((1, 0x80008000), (-3, 0x01800180), (-7, 0x00400040)),
+)
 
 
 @triton.constexpr_function
-def unpacking(ELEMENT: str, HIGH: bool, SCALED: bool, ZEROS: bool) -> str:
-    """Four bytes -> two pairs of bf16: PTX with the operands out, out, q, factor, factor, added,
-    added. Bits of e2m1 and e4m3 come where bf16 has its own: times 2^-126 and 2^-120. Which
-    elements share a register is for the compiler to choose: each result comes of its own byte.
+def unpacking(ELEMENT: str, SCALED: bool, ZEROS: bool) -> str:
+    """A word -> its codes in bf16: PTX with the operands out (8 or 4), q, factor, factor, added,
+    added. Bits of e2m1 and e4m3 come where bf16 has its own: times 2^-126 and 2^-120.
     """
-    lines = ["xor.b32 q, $2, 0x80808080;" if ELEMENT == "int8" else "mov.b32 q, $2;"]
-    for pair in range(2):
+    pairs = 4 if ELEMENT in ("uint4", "e2m1") else 2
+    word, factor = f"${2 * pairs}", 2 * pairs + 1
+    lines = [f"xor.b32 q, {word}, 0x80808080;" if ELEMENT == "uint8" else f"mov.b32 q, {word};"]
+    for pair in range(pairs):
+        half = pair // (pairs // 2)
         if ELEMENT == "uint4":
-            lines.append(_LOWER[pair])
-            lines += ["shr.u32 a, a, 4;"] if HIGH else []
+            lines.append(f"shr.u32 a, q, {4 * pair};")
             lines.append("lop3.b32 c, a, 0x000F000F, 0x43004300, 0xEA;")  # (a & b) | c
-        elif ELEMENT in ("uint8", "int8"):
-            for number, register in ((2 * pair, "a"), (2 * pair + 1, "b")):
-                lines.append(f"prmt.b32 {register}, q, 0x4B000000, 0x765{number};")
-                lines.append(f"mov.b32 f, {register}; sub.f32 f, f, 0f4B000080;")
-                lines.append(f"mov.b32 {register}, f;")
-            lines.append("prmt.b32 c, a, b, 0x7632;")
-        else:
-            shift, mask = (6, "0x01C001C0") if ELEMENT == "e2m1" else (4, "0x07F007F0")
-            lines.append(_UPPER[pair])
-            lines += ["shl.b32 a, a, 4;"] if ELEMENT == "e2m1" and not HIGH else []
-            lines.append(f"shr.u32 c, a, {shift}; and.b32 c, c, {mask};")
+        elif ELEMENT == "e2m1":
+            lines.append("mov.b32 c, 0;")
+            for shift, mask in _E2M1[pair]:
+                moved = f"shl.b32 a, q, {shift};" if shift >= 0 else f"shr.u32 a, q, {-shift};"
+                lines += [moved, f"lop3.b32 c, a, {mask:#010x}, c, 0xEA;"]
+        elif ELEMENT == "e4m3":
+            lines.append(
+                f"shl.b32 a, q, {8 - 8 * pair}; shr.u32 c, a, 4; and.b32 c, c, 0x07F007F0;"
+            )
             lines.append("lop3.b32 c, a, 0x80008000, c, 0xEA;")
+        else:  # 128 and the lower 7 bits, less 128 or 256
+            lines.append(f"shr.u32 a, q, {8 * pair};")
+            lines.append("lop3.b32 c, a, 0x007F007F, 0x43004300, 0xEA;")
+            lines.append("lop3.b32 a, a, 0x00800080, 0x43004300, 0xEA;")
+            lines.append("mov.b32 b, 0xBF80BF80; fma.rn.bf16x2 c, a, b, c;")
         if ELEMENT == "uint4" or ZEROS:
-            lines.append(f"mov.b32 b, 0x3F803F80; fma.rn.bf16x2 c, c, b, ${5 + pair};")
+            lines.append(f"mov.b32 b, 0x3F803F80; fma.rn.bf16x2 c, c, b, ${factor + 2 + half};")
         if SCALED:
-            lines.append(f"mov.b32 b, 0x80008000; fma.rn.bf16x2 c, c, ${3 + pair}, b;")
-        lines.append(f"mov.b32 ${pair}, c;")
-    return "{ .reg .b32 q, a, b, c; .reg .f32 f; " + " ".join(lines) + " }"
+            lines.append(f"mov.b32 b, 0x80008000; fma.rn.bf16x2 c, c, ${factor + half}, b;")
+        lines.append(f"mov.b32 {{${2 * pair}, ${2 * pair + 1}}}, c;")
+    return "{ .reg .b32 q, a, b, c; " + " ".join(lines) + " }"

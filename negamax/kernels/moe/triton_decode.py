@@ -260,12 +260,12 @@ def _gate_up_of_pairs(
     x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, h_ptr, h_scale_ptr, expert, num_experts, first_n,
     pairs, valid,
     E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+    BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
     """Columns first_n .. first_n + BLOCK_N - 1 of h of `pairs` [BLOCK_M], all of one expert."""
     if E.PACKED:
         y = packed_gate_up(x_ptr, w_ptr, expert, num_experts, first_n, pairs // TOP_K, valid,
-                           E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+                           E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS)  # fmt: skip
         offs_n = first_n + tl.arange(0, BLOCK_N)
         h_ptrs = h_ptr + pairs.to(tl.int64)[None, :] * E.WIDTH + offs_n[:, None]
         inside = (offs_n < E.WIDTH)[:, None] & valid[None, :]
@@ -313,14 +313,14 @@ def _down_of_pairs(
     h_ptr, h_scale_ptr, topk_weights_ptr, w_ptr, w_scale_ptr, out_ptr, expert, num_experts,
     first_n, pairs, valid,
     E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
     """Outputs first_n .. first_n + BLOCK_N - 1 of `pairs` [BLOCK_M], all of one expert, times their
     routing weights.
     """
     if E.PACKED:
         acc = packed_down(h_ptr, w_ptr, expert, num_experts, first_n, pairs, valid,
-                          E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+                          E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS)  # fmt: skip
         acc *= tl.load(topk_weights_ptr + pairs, mask=valid, other=0.0)[None, :]
         offs_n = first_n + tl.arange(0, BLOCK_N)
         out_ptrs = out_ptr + pairs.to(tl.int64)[None, :] * E.HIDDEN + offs_n[:, None]
@@ -353,6 +353,7 @@ def _gate_up_small_m_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """BLOCK_N columns of h of all pairs of one expert, which the program finds in topk_ids; leaves
@@ -380,7 +381,8 @@ def _gate_up_small_m_kernel(
             if tl.sum(valid.to(tl.int32), 0) > 0:
                 _gate_up_of_pairs(x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, h_ptr, h_scale_ptr,
                                   num_experts - 1, num_experts, tile * BLOCK_N, pairs, valid,
-                                  E, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+                                  E, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,
+                                  NUM_WARPS)  # fmt: skip
             return
         group -= shared_groups
     expert = group
@@ -404,7 +406,7 @@ def _gate_up_small_m_kernel(
             tl.store(expert_pairs_ptr + expert * (num_pairs // TOP_K) + offs_m, pairs, mask=valid)
         _gate_up_of_pairs(x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, h_ptr, h_scale_ptr, expert,
                           num_experts, tile * BLOCK_N, pairs, valid,
-                          E, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+                          E, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS)  # fmt: skip
         begin += BLOCK_M
         if begin < total:
             pairs, _ = _find_pairs(topk_ids_ptr, num_pairs, expert + first_expert, begin, BLOCK_M)
@@ -448,6 +450,7 @@ def _down_small_m_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """BLOCK_N outputs of all pairs of one expert, as `_gate_up_small_m_kernel` has listed them; the
@@ -473,7 +476,7 @@ def _down_small_m_kernel(
             if tl.sum(valid.to(tl.int32), 0) > 0:
                 _down_of_pairs(h_ptr, h_scale_ptr, topk_weights_ptr, w_ptr, w_scale_ptr, out_ptr,
                                num_experts - 1, num_experts, tile * BLOCK_N, pairs, valid,
-                               E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+                               E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS)  # fmt: skip
             return
         group -= shared_groups
     expert = group
@@ -492,7 +495,7 @@ def _down_small_m_kernel(
         pairs = tl.load(pair_ptrs + offs_m, mask=valid, other=0)
         _down_of_pairs(h_ptr, h_scale_ptr, topk_weights_ptr, w_ptr, w_scale_ptr, out_ptr, expert,
                        num_experts, tile * BLOCK_N, pairs, valid,
-                       E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+                       E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS)  # fmt: skip
         begin += BLOCK_M
 
 
@@ -563,7 +566,8 @@ def experts_small_m(
         q, scale, topk_ids, prepared.gate_up, prepared.gate_up_scale, h, h_scale, expert_pairs,
         expert_counts, num_pairs, first, count, int(per_pair),
         BLOCK_M=gate_up.block_m, BLOCK_N=gate_up.block_n, BLOCK_K=gate_up.block_k,
-        NUM_STAGES=gate_up.num_stages, num_warps=gate_up.num_warps, **shared,
+        NUM_STAGES=gate_up.num_stages, NUM_WARPS=gate_up.num_warps, num_warps=gate_up.num_warps,
+        **shared,
         **launch_options(device, maxnreg=gate_up.maxnreg),
     )  # fmt: skip
     out = torch.empty(num_tokens, top_k, E.HIDDEN, dtype=model_dtype(x), device=device)
@@ -572,7 +576,8 @@ def experts_small_m(
         h, h_scale, topk_ids, topk_weights, prepared.down, prepared.down_scale, out, expert_pairs,
         expert_counts, num_pairs, first, count, int(per_pair),
         BLOCK_M=down.block_m, BLOCK_N=down.block_n, BLOCK_K=down.block_k,
-        NUM_STAGES=down.num_stages, num_warps=down.num_warps, **shared,
+        NUM_STAGES=down.num_stages, NUM_WARPS=down.num_warps, num_warps=down.num_warps,
+        **shared,
         **launch_options(device, maxnreg=down.maxnreg),
     )  # fmt: skip
     return out

@@ -15,19 +15,17 @@ from negamax.kernels.weight_only.triton import multiply
 def packed_gate_up(
     x_ptr, w, expert, num_experts, first_n, tokens, valid,
     E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK_N, BLOCK_M] fp32: columns first_n .. first_n + BLOCK_N - 1 of h of `tokens` [BLOCK_M]
     of one expert. One tile holds the BLOCK_N gate rows and the up rows.
     """
     P: tl.constexpr = E.GATE_UP
-    offs = tl.arange(0, 2 * BLOCK_N)
-    offs_n = first_n + offs % BLOCK_N
-    rows = expert * (2 * E.WIDTH) + offs // BLOCK_N * E.WIDTH + offs_n
+    APART: tl.constexpr = E.WIDTH
     x_rows = x_ptr + tokens.to(tl.int64) * E.HIDDEN
-    both = multiply(x_rows, valid, w, rows, offs_n < E.WIDTH, num_experts * (2 * E.WIDTH),
-                    0, tl.cdiv(E.HIDDEN, BLOCK_K),
-                    P, BLOCK_M, 2 * BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+    both = multiply(x_rows, valid, w, expert * (2 * E.WIDTH) + first_n, E.WIDTH - first_n,
+                    num_experts * (2 * E.WIDTH), 0, tl.cdiv(E.HIDDEN, BLOCK_K), P, BLOCK_M, BLOCK_N,
+                    BLOCK_K, NUM_STAGES, NUM_WARPS, PARTS=2, APART=APART)  # fmt: skip
     both = tl.permute(tl.reshape(both, (2, BLOCK_N, BLOCK_M)), (1, 2, 0))
     gate, up = tl.split(both)
     return swiglu(gate, up, E.ACTIVATION)
@@ -37,14 +35,13 @@ def packed_gate_up(
 def packed_down(
     h_ptr, w, expert, num_experts, first_n, h_rows, valid,
     E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK_N, BLOCK_M] fp32: outputs first_n .. first_n + BLOCK_N - 1 of the rows `h_rows`
     [BLOCK_M] of h, all of one expert.
     """
     P: tl.constexpr = E.DOWN
-    offs_n = first_n + tl.arange(0, BLOCK_N)
     h_rows = h_ptr + h_rows.to(tl.int64) * E.WIDTH
-    return multiply(h_rows, valid, w, expert * E.HIDDEN + offs_n, offs_n < E.HIDDEN,
-                    num_experts * E.HIDDEN, 0, tl.cdiv(E.WIDTH, BLOCK_K),
-                    P, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+    return multiply(h_rows, valid, w, expert * E.HIDDEN + first_n, E.HIDDEN - first_n,
+                    num_experts * E.HIDDEN, 0, tl.cdiv(E.WIDTH, BLOCK_K), P, BLOCK_M, BLOCK_N,
+                    BLOCK_K, NUM_STAGES, NUM_WARPS)  # fmt: skip

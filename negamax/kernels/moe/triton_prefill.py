@@ -186,6 +186,7 @@ def _gate_up_large_m_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """h[BLOCK_M, BLOCK_N] of one expert's pairs: silu(x gate^T) * (x up^T). The tokens are the tall
@@ -211,7 +212,8 @@ def _gate_up_large_m_kernel(
     tokens = tl.load(sorted_token_ids_ptr + places, mask=valid, other=0) // TOP_K
     if E.PACKED:
         y = tl.trans(packed_gate_up(x_ptr, w, expert, num_experts, first_n, tokens, valid,
-                                    E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES))  # fmt: skip
+                                    E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,
+                                    NUM_WARPS))  # fmt: skip
     else:
         x_ptrs = x_ptr + tokens.to(tl.int64)[:, None] * E.HIDDEN + tl.arange(0, BLOCK_K)[None, :]
         row = expert * (2 * E.WIDTH)
@@ -271,6 +273,7 @@ def _down_large_m_kernel(
     REPEAT_N: tl.constexpr,
     RESIDENT: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[pairs, REPEAT_N * BLOCK_N] of BLOCK_M pairs of one expert, times their routing weights;
@@ -309,7 +312,8 @@ def _down_large_m_kernel(
     out_ptrs = out_ptr + pairs.to(tl.int64)[:, None] * E.HIDDEN + offs_n[None, :]
     if E.PACKED:
         acc = tl.trans(packed_down(h_ptr, w_ptr, expert, num_experts, first_n, places, valid,
-                                   E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES))  # fmt: skip
+                                   E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,
+                                   NUM_WARPS))  # fmt: skip
         out = (acc * topk_weight[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(out_ptrs, out, mask=valid[:, None] & (offs_n < E.HIDDEN)[None, :])
     elif RESIDENT:
@@ -386,7 +390,8 @@ def experts_large_m(
     _gate_up_large_m_kernel[(tiles_m * triton.cdiv(E.WIDTH, gate_up.block_n),)](
         q, scale, w, prepared.gate_up_scale, h, h_scale, sorted_token_ids, expert_counts, count,
         TOP_K=top_k, BLOCK_M=gate_up.block_m, BLOCK_N=gate_up.block_n, BLOCK_K=gate_up.block_k,
-        NUM_STAGES=gate_up.num_stages, num_warps=gate_up.num_warps, **shared,
+        NUM_STAGES=gate_up.num_stages, NUM_WARPS=gate_up.num_warps, num_warps=gate_up.num_warps,
+        **shared,
     )  # fmt: skip
     out = torch.empty(num_tokens, top_k, E.HIDDEN, dtype=model_dtype(x), device=device)
     # and so may the pairs of other ranks
@@ -397,7 +402,8 @@ def experts_large_m(
         h, h_scale, topk_weights, prepared.down, prepared.down_scale, out, sorted_token_ids,
         expert_counts, num_pairs, count,
         BLOCK_M=down.block_m, BLOCK_N=down.block_n, BLOCK_K=down.block_k, REPEAT_N=repeat_n,
-        RESIDENT=tile.resident, NUM_STAGES=down.num_stages, num_warps=down.num_warps, **shared,
+        RESIDENT=tile.resident, NUM_STAGES=down.num_stages, NUM_WARPS=down.num_warps,
+        num_warps=down.num_warps, **shared,
     )  # fmt: skip
     return out
 

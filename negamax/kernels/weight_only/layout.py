@@ -2,15 +2,16 @@
 
 A `PackedWeight` holds matrices [..., N, K] below each other, as R rows of codes:
 
-    qweight  [R, K / 2] uint8 of two codes: of 64 columns each, byte j has column j in its low
-             nibble and column j + 32 in its high one, so that a tile of bytes is two tiles of
-             codes, and no thread hands another what it has unpacked. 8 bits: [R, K] uint8.
+    qweight  [R, K / 2] uint8, read as [R, K / 8] words of eight codes; 8 bits: [R, K] uint8, read
+             as [R, K / 4] words of four. 64 bytes of a row are a span: 16 for each of four threads.
+             Thread j has there what the tensor cores want from it: of 16 neighbouring columns
+             2j, 2j + 1, 2j + 8 and 2j + 9; so a word is of 32 columns, or of 16.
     scales   [groups, R] as the checkpoint has them: those of neighbouring rows lie together. E4M3
              with a wider exponent and no sign: E5M3, of which no number is subnormal
     zeros    [groups, R] unsigned integers
     row_scale [R] fp32: scales per row, or of the scales
 
-K is filled up to a multiple of 64. Signed codes of 4 bits are stored with 8
+K is filled up to a multiple of 64 bytes. Signed codes of 4 bits are stored with 8
 added.
 """
 
@@ -26,8 +27,17 @@ from negamax.kernels.codes import Codes
 from negamax.kernels.formats import StoredWeight
 
 PackedTensors = tuple[Tensor, Tensor, Tensor, Tensor]
-HALF = 32  # columns whose codes are low nibbles, beside as many that are high ones
-AXES = (2, 0, 1, 3)  # of HALF bytes as [2, 2, 4, 2], in the order in which they are stored
+SPAN_BYTES = 64
+# of the bytes of a span of 8 bits, as [2, 2, 2, 4, 2], the order in which they are stored: those of
+# a pair are two bytes apart
+AXES = (3, 0, 1, 4, 2)
+# Where codes of 4 bits lie in the lower half of a word, from the lowest bit on; those of the other
+# columns of their pairs lie in the upper half alike. Bits of e2m1 come to where bf16 has its own by
+# one shift and one mask for each pair but the last (`launch.ptx`).
+BITS = {
+    "uint4": ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15)),
+    "e2m1": ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (13, 10, 11, 14)),
+}
 E5M3_BIAS = 23  # of the exponents of E4M3, -9 to 8, the highest is 31 then
 
 
@@ -57,8 +67,8 @@ class PackedWeight:
 
     @property
     def tensors(self) -> PackedTensors:
-        """One argument of the kernels."""
-        return self.qweight, self.scales, self.zeros, self.row_scale
+        """One argument of the kernels, `qweight` in words."""
+        return self.qweight.view(torch.int32), self.scales, self.zeros, self.row_scale
 
 
 def pack(weight: StoredWeight) -> PackedWeight:
@@ -104,15 +114,15 @@ def _pack(codes: Codes, *, bits: int) -> PackedWeight:
     element, values, zero_point = _unsigned(codes, bits=bits)
     (N, K), scale = values.shape, codes.scale
     assert scale is not None and codes.group_of is None
-    filled = -(-K // (2 * HALF)) * 2 * HALF
+    per_byte = 2 if element in BITS else 1
+    span = SPAN_BYTES * per_byte
+    filled = -(-K // span) * span
     qweight = F.pad(values, (0, filled - K))
-    per_byte = 2 if element in ("uint4", "e2m1") else 1
     if per_byte == 2:
-        low, high = qweight.view(N, -1, 2, HALF).unbind(2)
-        qweight = (low | high << 4).flatten(1)
-    # of each HALF bytes [2, 2, 4, 2]: four neighbouring threads have 8 neighbouring bytes each
-    qweight = qweight.view(N, -1, 2, 2, 4, 2).permute(0, 1, *(2 + axis for axis in AXES))
-    qweight = qweight.reshape(N, -1)
+        qweight = _words(qweight, BITS[element])
+    else:
+        qweight = qweight.view(N, -1, 2, 2, 2, 4, 2).permute(0, 1, *(2 + axis for axis in AXES))
+        qweight = qweight.reshape(N, -1)
     row_scale = (
         None if codes.global_scale is None else codes.global_scale.float().reshape(-1).expand(N)
     )
@@ -139,6 +149,23 @@ def _pack(codes: Codes, *, bits: int) -> PackedWeight:
         qweight if row_scale is None else row_scale,
         packing,
     )
+
+
+def _words(codes: Tensor, bits: tuple[tuple[int, ...], ...]) -> Tensor:
+    """codes [N, K] of 4 bits as bytes -> [N, K / 2] uint8, the bytes of words."""
+    spans = codes.view(len(codes), -1, 2, 2, 2, 2, 4, 2)
+    # [N, spans, thread, 64 columns, 32 columns, pair of a word, neighbour]
+    pairs = spans.permute(0, 1, 6, 2, 3, 4, 5, 7).flatten(5, 6)
+    # what a code becomes as one of each pair
+    values = [
+        sum((code >> bit & 1) << place for bit, place in enumerate(places))
+        for places in bits
+        for code in range(16)
+    ]
+    table = torch.tensor(values, dtype=torch.int32, device=codes.device).to(torch.int16)
+    first = torch.arange(0, len(values), 16, dtype=torch.int32, device=codes.device)
+    halves: Tensor = table[pairs + first[:, None]].sum(-2, dtype=torch.int16)
+    return halves.view(torch.uint8).flatten(1)
 
 
 def _held(scale: Tensor) -> tuple[str, Tensor]:

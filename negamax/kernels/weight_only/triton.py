@@ -1,19 +1,20 @@
 """Tiles of packed weights in the dtype of the activations, dequantised in registers.
 
-Codes of 4 bits arrive as bytes of two, whose columns are HALF apart. A tile of BLOCK_K columns is
-two tiles, `low` and `high`, of BLOCK_K / 2 columns each, and so are the activations:
+A tile is loaded in words: four threads have 16 neighbouring bytes each of a row, which hold what
+the tensor cores want from these threads (`layout.py`). A warp has eight rows of words, and 16 of
+the tensor cores' operand; so the rows of a tile are loaded in another order, and no
+thread hands another what it has unpacked.
 
-    bytes     0 .. 31 | 32 .. 63      low   columns  0 .. 31 | 64 ..  95
-                                      high  columns 32 .. 63 | 96 .. 127
-
-On NVIDIA GPUs codes become bf16 in pairs, by bit operations (instructions per weight: uint4 1.5,
-e2m1 2.5, e4m3 2.25, uint8 2.5, int8 2.75). The bits of e2m1 and e4m3 are put where bf16 has its
+On NVIDIA GPUs codes become bf16 in pairs, by bit operations (instructions per weight: uint4 1.4,
+e2m1 1.9, e4m3 2.2, int8 1.8, uint8 2). The bits of e2m1 and e4m3 are put where bf16 has its
 own, which makes the value a power of two too small. The scale is as much larger, but for 2^_POST,
 which is left for the end, so that neither leaves the range of bf16.
 
 A scale for all columns of a tile multiplies the tile's product, in fp32; scales of smaller groups
 multiply the weights, which rounds them to the activations' dtype (0.5 instructions more).
 """
+
+# ruff: noqa: RUF005  (Triton appends to a tuple with + alone)
 
 from __future__ import annotations
 
@@ -23,13 +24,14 @@ import triton
 import triton.language as tl
 from triton.language.target_info import is_cuda
 
-from negamax.kernels.launch.ptx import INTERPRETED, unpack_bytes
+from negamax.kernels.launch.ptx import INTERPRETED, pack_pair, unpack_words
 from negamax.kernels.launch.triton import dot
 from negamax.kernels.weight_only import layout
 
-HALF = tl.constexpr(layout.HALF)
 _POST = 10
 _E5M3 = tl.constexpr((127 - layout.E5M3_BIAS) << 23)  # what the bits of e5m3 lack in fp32
+_TWICE = tl.constexpr(0x00010001)
+_BYTES = tl.constexpr(layout.SPAN_BYTES)
 
 
 @triton.constexpr_function
@@ -53,33 +55,58 @@ def _factor(P: Any, DTYPE: Any) -> float:
 
 @triton.jit
 def multiply(
-    x_rows, valid, w, rows, inside, num_rows, start, stop, P: tl.constexpr, BLOCK_M: tl.constexpr,
+    x_rows, valid, w, first, left, num_rows, start, stop, P: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+    NUM_WARPS: tl.constexpr, PARTS: tl.constexpr = 1, APART: tl.constexpr = 0,
 ):  # fmt: skip
-    """[BLOCK_N, BLOCK_M] fp32: the rows `rows` [BLOCK_N], where `inside`, of the packed weight w,
-    which has `num_rows`, times the rows of x that begin at `x_rows` [BLOCK_M], where `valid`; steps
-    start .. stop - 1 of BLOCK_K columns.
+    """[PARTS * BLOCK_N, BLOCK_M] fp32: BLOCK_N rows of the packed weight w, which has `num_rows`,
+    from row `first` on, of which the first `left` count, and PARTS - 1 times as many, each APART
+    rows further; times the rows of x that begin at `x_rows` [BLOCK_M], where `valid`; steps start
+    .. stop - 1 of BLOCK_K columns.
 
     The weight is the tall operand of the tensor cores and comes from registers.
     """
+    ROWS: tl.constexpr = PARTS * BLOCK_N
+    rows, inside = _rows(tl.arange(0, ROWS), first, left, BLOCK_N, APART)
+    order = _order_of_loads(ROWS, NUM_WARPS)
+    q_rows, q_inside = _rows(order, first, left, BLOCK_N, APART)
     DTYPE: tl.constexpr = x_rows.dtype.element_ty
     EVEN: tl.constexpr = P.K % BLOCK_K == 0
-    columns = _half_columns(BLOCK_K)
+    SPAN: tl.constexpr = _BYTES * P.CODES
+    SPANS: tl.constexpr = BLOCK_K // SPAN
+    ONE_SCALE: tl.constexpr = _has_one_scale(P, BLOCK_K)
+    GROUPED: tl.constexpr = P.GROUP > 0 and not ONE_SCALE
+    columns = tl.arange(0, SPAN)
     x_ptrs = x_rows[None, :] + columns[:, None]
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    acc = tl.zeros((ROWS, BLOCK_M), tl.float32)
     for step in tl.range(start, stop, num_stages=NUM_STAGES):
-        k = step * BLOCK_K
-        scales = _load_scales(w, rows, inside, num_rows, k, P, BLOCK_N, BLOCK_K)
-        low, high = _load_weight(w, rows, inside, k, scales, P, BLOCK_N, BLOCK_K, DTYPE)
-        here = valid[None, :] & ((columns < P.K - k)[:, None] | EVEN)
-        x_low = tl.load(x_ptrs + k, mask=here, other=0.0)
-        here = valid[None, :] & ((columns + HALF < P.K - k)[:, None] | EVEN)
-        x_high = tl.load(x_ptrs + HALF + k, mask=here, other=0.0)
-        if _has_one_scale(P, BLOCK_K):
-            product = dot(high, x_high, dot(low, x_low, tl.zeros_like(acc)))
-            acc += product * _number_of_scale(scales[0], P)
-        else:
-            acc = dot(high, x_high, dot(low, x_low, acc))
+        first_k = step * BLOCK_K
+        if ONE_SCALE:
+            scale = _load_side(w[1], rows, inside, num_rows, first_k, P, BLOCK_K)
+            product = tl.zeros_like(acc)
+        elif GROUPED:
+            scale = _load_side(w[1], q_rows, q_inside, num_rows, first_k, P, BLOCK_K)
+        if P.ZEROS:
+            zero = _load_side(w[2], q_rows, q_inside, num_rows, first_k, P, BLOCK_K)
+        for i in tl.static_range(SPANS):
+            k = first_k + i * SPAN
+            q = _load_words(w, q_rows, q_inside, k, P)
+            factors, added = constants_of(P, DTYPE)
+            if GROUPED:
+                factor = factor_of_scale(_of_span(scale, i, SPANS), P, DTYPE)
+                factors = _by_words(factor, P, ROWS)
+            if P.ZEROS:
+                added = _by_words(added_to_codes(_of_span(zero, i, SPANS), P, DTYPE), P, ROWS)
+            numbers = numbers_of_words(q, factors, added, P, DTYPE, GROUPED)
+            weight = _in_places(numbers, P, ROWS, NUM_WARPS)
+            here = valid[None, :] & ((columns < P.K - k)[:, None] | EVEN)
+            x = tl.load(x_ptrs + k, mask=here, other=0.0)
+            if ONE_SCALE:
+                product = dot(weight, x, product)
+            else:
+                acc = dot(weight, x, acc)
+        if ONE_SCALE:
+            acc += product * number_of_scale(scale, P)
     if _exponent(P, DTYPE) != 0:
         acc *= 1024.0  # 2^_POST
     if P.ROW_SCALE:
@@ -88,75 +115,75 @@ def multiply(
 
 
 @triton.jit
-def _half_columns(BLOCK_K: tl.constexpr):
-    """[BLOCK_K / 2] the columns of `low`; those of `high` are HALF further."""
-    offs = tl.arange(0, BLOCK_K // 2)
-    return offs // HALF * (2 * HALF) + offs % HALF
+def _rows(offs, first, left, BLOCK_N: tl.constexpr, APART: tl.constexpr):
+    """Rows `offs` of a tile, in eights, as rows of the weight; whether they count."""
+    of_part = tl.max_contiguous(tl.multiple_of(offs % BLOCK_N, 8), 8)
+    part = tl.max_constancy(offs // BLOCK_N, 8)
+    return first + of_part + part * APART, of_part < left
 
 
 @triton.jit
-def _in_order(q, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Bytes as they lie in memory, [ROWS, COLUMNS], in the order of their columns."""
-    q = tl.reshape(q, (ROWS, COLUMNS // HALF, 4, 2, 2, 2))
-    return tl.reshape(tl.permute(q, (0, 1, 3, 4, 2, 5)), (ROWS, COLUMNS))
-
-
-@triton.jit
-def _load_scales(
-    w, rows, inside, num_rows, k, P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """What stands beside the columns k .. k + BLOCK_K - 1 of the rows `rows` [BLOCK_N], where
-    `inside`, of a packed weight of `num_rows`: scales and zero points, as stored, of `low` and of
-    `high`, [BLOCK_N, runs]. Loaded together: less than 4 bytes of a thread are not pipelined.
+def _order_of_loads(ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
+    """[ROWS] the rows of a tile in the order in which they are loaded: the tensor cores have 16
+    rows in a warp, which has eight of them in a register.
     """
-    scale = tl.zeros((BLOCK_N, 1), tl.float32)
-    zero, scale_high, zero_high = scale, scale, scale
-    if P.GROUP > 0:
-        GROUPS: tl.constexpr = max(1, BLOCK_K // P.GROUP)
-        groups = k // P.GROUP + tl.arange(0, GROUPS)
-        fits = groups * P.GROUP < P.K_PACKED
-        fits = inside[:, None] & (fits | (P.K_PACKED % BLOCK_K == 0))[None, :]
-        offsets = rows[:, None] + groups[None, :] * num_rows
-        scale, scale_high = _halves(tl.load(w[1] + offsets, mask=fits, other=0), P)
-        if P.ZEROS:
-            zero, zero_high = _halves(tl.load(w[2] + offsets, mask=fits, other=0), P)
-    return scale, zero, scale_high, zero_high
+    WARPS: tl.constexpr = min(NUM_WARPS, ROWS // 16)
+    offs = tl.arange(0, ROWS)
+    in_warp = offs // (8 * WARPS) % 2 * 8 + offs % 8
+    return offs // (16 * WARPS) * (16 * WARPS) + offs // 8 % WARPS * 16 + in_warp
 
 
 @triton.jit
-def _halves(each, P: tl.constexpr):
-    """Of scales [ROWS, groups] those of `low` and of `high`."""
-    if P.GROUP < 2 * HALF:
-        RUNS: tl.constexpr = HALF // P.GROUP  # of HALF columns
-        ROWS: tl.constexpr = each.shape[0]
-        SPANS: tl.constexpr = each.shape[1] // (2 * RUNS)
-        each = tl.permute(tl.reshape(each, (ROWS, SPANS, 2, RUNS)), (0, 1, 3, 2))
-        low, high = tl.split(each)
-        low, high = tl.reshape(low, (ROWS, SPANS * RUNS)), tl.reshape(high, (ROWS, SPANS * RUNS))
-    else:
-        low, high = each, each
-    return low, high
+def _in_places(numbers, P: tl.constexpr, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
+    """[ROWS, SPAN]: rows as loaded and columns as in words come to their places."""
+    WARPS: tl.constexpr = min(NUM_WARPS, ROWS // 16)
+    TILES: tl.constexpr = ROWS // (16 * WARPS)
+    if P.CODES == 2:  # [.., thread, 64 columns, 32 columns, neighbour, 8 columns, 16 columns]
+        numbers = tl.reshape(numbers, (TILES, 2, WARPS, 8, 4, 2, 2, 2, 2, 2))
+        numbers = tl.permute(numbers, (0, 2, 1, 3, 5, 6, 9, 8, 4, 7))
+    else:  # [.., thread, 32 columns, 16 columns, neighbour, 8 columns]
+        numbers = tl.reshape(numbers, (TILES, 2, WARPS, 8, 4, 2, 2, 2, 2))
+        numbers = tl.permute(numbers, (0, 2, 1, 3, 5, 6, 8, 4, 7))
+    return tl.reshape(numbers, (ROWS, _BYTES * P.CODES))
 
 
 @triton.jit
-def _load_weight(
-    w, rows, inside, k, scales, P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    DTYPE: tl.constexpr,
-):  # fmt: skip
-    """The same columns of the weight itself, `scales` from `_load_scales`: low and high
-    [BLOCK_N, BLOCK_K / 2] in DTYPE.
+def _load_side(ptr, rows, inside, num_rows, k, P: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Scales or zero points of the columns k .. k + BLOCK_K - 1 of the rows `rows` [BLOCK_N], where
+    `inside`, of a packed weight of `num_rows`, as stored: [BLOCK_N, groups]. Loaded together: less
+    than 4 bytes of a thread are not pipelined.
     """
-    EVEN: tl.constexpr = P.K_PACKED % BLOCK_K == 0
-    q_ptrs = w[0] + rows.to(tl.int64)[:, None] * (P.K_PACKED // P.CODES)
-    byte = k // 2 + tl.arange(0, BLOCK_K // 2) if P.CODES == 2 else k + _half_columns(BLOCK_K)
-    here = inside[:, None] & ((byte < P.K_PACKED // P.CODES) | EVEN)[None, :]
-    q = _in_order(tl.load(q_ptrs + byte[None, :], mask=here, other=0), BLOCK_N, BLOCK_K // 2)
-    q_high = q
-    if P.CODES == 1:
-        q_high = tl.load(q_ptrs + HALF + byte[None, :], mask=here, other=0)
-        q_high = _in_order(q_high, BLOCK_N, BLOCK_K // 2)
-    low = _dequantize(q, scales[0], scales[1], P, BLOCK_N, BLOCK_K, DTYPE, HIGH=False)
-    return low, _dequantize(q_high, scales[2], scales[3], P, BLOCK_N, BLOCK_K, DTYPE, HIGH=True)
+    groups = k // P.GROUP + tl.arange(0, max(1, BLOCK_K // P.GROUP))
+    fits = (groups * P.GROUP < P.K_PACKED) | (P.K_PACKED % BLOCK_K == 0)
+    offsets = rows[:, None] + groups[None, :] * num_rows
+    return tl.load(ptr + offsets, mask=inside[:, None] & fits[None, :], other=0)
+
+
+@triton.jit
+def _load_words(w, rows, inside, k, P: tl.constexpr):
+    """The words of the same rows and of the columns from k on, [BLOCK_N, 16]."""
+    WORDS: tl.constexpr = P.K_PACKED // (4 * P.CODES)
+    words = k // (4 * P.CODES) + tl.arange(0, _BYTES // 4)
+    q_ptrs = w[0] + rows.to(tl.int64)[:, None] * WORDS + words[None, :]
+    return tl.load(q_ptrs, mask=inside[:, None] & (words < WORDS)[None, :], other=0)
+
+
+@triton.jit
+def _of_span(each, i: tl.constexpr, SPANS: tl.constexpr):
+    """Of scales [ROWS, groups] of SPANS spans those of one, [ROWS, groups of a span]."""
+    ROWS: tl.constexpr = each.shape[0]
+    GROUPS: tl.constexpr = each.shape[1]
+    OF_ONE: tl.constexpr = max(1, GROUPS // SPANS)
+    if GROUPS > 1 and SPANS > 1:
+        REPEATED: tl.constexpr = SPANS * OF_ONE // GROUPS
+        each = tl.broadcast_to(each[:, :, None], (ROWS, GROUPS, REPEATED))
+        for left in tl.static_range(2 if SPANS == 4 else 1):
+            PARTS: tl.constexpr = SPANS >> left
+            each = tl.reshape(each, (ROWS, 2, PARTS // 2 * OF_ONE))
+            low, high = tl.split(tl.permute(each, (0, 2, 1)))
+            each = high if i // (PARTS // 2) % 2 == 1 else low
+        each = tl.reshape(each, (ROWS, OF_ONE))
+    return each
 
 
 @triton.constexpr_function
@@ -166,7 +193,7 @@ def _has_one_scale(P: Any, BLOCK_K: int) -> bool:
 
 
 @triton.jit
-def _number_of_scale(scale, P: tl.constexpr):
+def number_of_scale(scale, P: tl.constexpr):
     """fp32"""
     if P.SCALE == "float":
         scale = scale.to(tl.float32)
@@ -178,77 +205,124 @@ def _number_of_scale(scale, P: tl.constexpr):
 
 
 @triton.constexpr_function
-def _e5m3_as_bf16(P: Any, DTYPE: Any) -> int:
-    """What is added to the bits of scales in e5m3, as those of bf16, for `_factor` times them."""
-    return (127 - layout.E5M3_BIAS + _exponent(P, DTYPE)) << 7
+def _bits_of_scale(P: Any, DTYPE: Any) -> int:
+    """What is added to the bits of scales in e8m0 and e5m3, where bf16 has its own, for `_factor`
+    times them.
+    """
+    return (_exponent(P, DTYPE) + (0 if P.SCALE == "e8m0" else 127 - layout.E5M3_BIAS)) << 7
 
 
 @triton.jit
 def factor_of_scale(scale, P: tl.constexpr, DTYPE: tl.constexpr):
-    """What codes are multiplied by, in bf16 for `unpack_bytes`, else in fp32."""
-    if _by_pairs(DTYPE) and P.SCALE == "e5m3":
-        bits = (scale.to(tl.int32) << 4) + _e5m3_as_bf16(P, DTYPE)
-        factor = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    """What codes are multiplied by: for `unpack_words` twice in bf16, else in fp32."""
+    if not _by_pairs(DTYPE):
+        factor = number_of_scale(scale, P)
+    elif P.SCALE == "float":
+        factor = scale.to(tl.float32) * _factor(P, DTYPE)
+        factor = pack_pair(factor, factor, tl.bfloat16)
     else:
-        factor = _number_of_scale(scale, P) * _factor(P, DTYPE)
+        ONE: tl.constexpr = 1 << 7 if P.SCALE == "e8m0" else 1 << 4
+        factor = scale.to(tl.int32) * (ONE * _TWICE) + _bits_of_scale(P, DTYPE) * _TWICE
     return factor
 
 
 @triton.jit
-def _spread(each, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[ROWS, runs] -> [ROWS, COLUMNS]"""
-    RUN: tl.constexpr = COLUMNS // each.shape[1]
-    if RUN == COLUMNS:
-        return tl.broadcast_to(each, (ROWS, COLUMNS))
-    else:
-        spread = tl.broadcast_to(each[:, :, None], (ROWS, each.shape[1], RUN))
-        return tl.reshape(spread, (ROWS, COLUMNS))
+def added_to_codes(zero, P: tl.constexpr, DTYPE: tl.constexpr):
+    """What codes with these zero points are added to, in the same form."""
+    added = _offset(P, DTYPE) - zero.to(tl.float32)
+    if _by_pairs(DTYPE):
+        added = pack_pair(added, added, tl.bfloat16)
+    return added
 
 
 @triton.jit
-def _dequantize(
-    q, scale, zero, P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    DTYPE: tl.constexpr, HIGH: tl.constexpr,
-):  # fmt: skip
-    """One of the two tiles; of codes of 4 bits the low nibbles, or the HIGH ones. A scale for all
-    of a row is left to `multiply`.
+def _by_words(each, P: tl.constexpr, ROWS: tl.constexpr):
+    """What stands beside groups of columns, [ROWS, groups of a span], beside the words,
+    [ROWS, 16]: for the first and for the second half of their codes.
     """
-    PAIRS: tl.constexpr = _by_pairs(DTYPE)
-    HELD: tl.constexpr = DTYPE if PAIRS else tl.float32
-    GROUPED: tl.constexpr = P.GROUP > 0 and not _has_one_scale(P, BLOCK_K)
-    SCALED: tl.constexpr = GROUPED or _exponent(P, DTYPE) != 0
-    factor = tl.full((BLOCK_N, 1), _factor(P, DTYPE), tl.float32)
-    if GROUPED:
-        factor = factor_of_scale(scale, P, DTYPE)
-    added = tl.full((BLOCK_N, 1), _offset(P, DTYPE), tl.float32)
-    if P.ZEROS:
-        added = _offset(P, DTYPE) - zero.to(tl.float32)
-    factor = _spread(factor.to(HELD), BLOCK_N, BLOCK_K // 2)
-    added = _spread(added.to(HELD), BLOCK_N, BLOCK_K // 2)
-    if PAIRS:
-        ELEMENT: tl.constexpr = P.ELEMENT  # Triton 3.6 takes a field for a tensor
-        ZEROS: tl.constexpr = P.ZEROS
-        out = unpack_bytes(q, factor, added, ELEMENT, HIGH, SCALED, ZEROS)
-    elif P.CODES == 2:
-        out = _number(q >> 4 if HIGH else q & 0xF, factor, added, P).to(DTYPE)
+    GROUPS: tl.constexpr = each.shape[1]
+    RUNS: tl.constexpr = 4 * P.CODES  # of 16 columns
+    runs = tl.broadcast_to(each[:, :, None], (ROWS, GROUPS, RUNS // GROUPS))
+    if P.CODES == 2:  # a word has codes of two neighbouring runs
+        first, second = tl.split(tl.reshape(runs, (ROWS, 4, 2)))
     else:
-        out = _number(q, factor, added, P).to(DTYPE)
-    return out
+        first = tl.reshape(runs, (ROWS, 4))
+        second = first
+    return _for_threads(first, ROWS), _for_threads(second, ROWS)
+
+
+@triton.jit
+def _for_threads(each, ROWS: tl.constexpr):
+    """[ROWS, words of a thread] -> [ROWS, 16], alike for the four threads."""
+    return tl.reshape(tl.broadcast_to(each[:, None, :], (ROWS, 4, 4)), (ROWS, 16))
+
+
+@triton.jit
+def constants_of(P: tl.constexpr, DTYPE: tl.constexpr):
+    """Factors and what is added for codes without scales and zero points of their own."""
+    factor = tl.full((1, 1), _factor(P, DTYPE), tl.float32)
+    added = tl.full((1, 1), _offset(P, DTYPE), tl.float32)
+    if _by_pairs(DTYPE):
+        factor = pack_pair(factor, factor, tl.bfloat16)
+        added = pack_pair(added, added, tl.bfloat16)
+    return (factor, factor), (added, added)
+
+
+@triton.jit
+def numbers_of_words(
+    q, factors, added, P: tl.constexpr, DTYPE: tl.constexpr, GROUPED: tl.constexpr
+):
+    """[..., 2, 2] in DTYPE, of 4 bits [..., 2, 2, 2]: what the codes of words stand for. In the
+    last dimensions the neighbouring columns; those 8 apart; those 16 apart.
+    """
+    ELEMENT: tl.constexpr = P.ELEMENT  # Triton 3.6 takes a field for a tensor
+    ZEROS: tl.constexpr = P.ZEROS
+    SCALED: tl.constexpr = GROUPED or _exponent(P, DTYPE) != 0
+    if _by_pairs(DTYPE):
+        n = unpack_words(q, factors, added, ELEMENT, SCALED, ZEROS)
+    else:
+        n = ()
+        for i in tl.static_range(4 * P.CODES):
+            number = _number(_code(q, i, ELEMENT), factors[i // (2 * P.CODES)],
+                             added[i // (2 * P.CODES)], P)  # fmt: skip
+            n = n + (number.to(DTYPE),)
+    first = tl.join(tl.join(n[0], n[1]), tl.join(n[2], n[3]))
+    if P.CODES == 2:
+        first = tl.join(first, tl.join(tl.join(n[4], n[5]), tl.join(n[6], n[7])))
+    return first
+
+
+@triton.constexpr_function
+def _place(i: int, bit: int, ELEMENT: str) -> int:
+    """Where a bit of code i lies in a word."""
+    return layout.BITS[ELEMENT][i // 2][bit] + i % 2 * 16
+
+
+@triton.jit
+def _code(q, i: tl.constexpr, ELEMENT: tl.constexpr):
+    """Code i of words, as int32."""
+    if ELEMENT == "uint4":
+        code = (q >> _place(i, 0, ELEMENT)) & 0xF
+    elif ELEMENT == "e2m1":
+        code = q & 0
+        for bit in tl.static_range(4):
+            code |= ((q >> _place(i, bit, ELEMENT)) & 1) << bit
+    else:
+        code = (q >> (i // 2 * 8 + i % 2 * 16)) & 0xFF
+    return code
 
 
 @triton.jit
 def _number(code, scale, added, P: tl.constexpr):
     """What codes, one per entry, stand for: fp32."""
     if P.ELEMENT == "e2m1":
-        bits = code.to(tl.int32)
-        bits = ((bits & 0x8) << 28) | ((bits & 0x7) << 22)
+        bits = ((code & 0x8) << 28) | ((code & 0x7) << 22)
         number = bits.to(tl.float32, bitcast=True) * 2.0**126
     elif P.ELEMENT == "e4m3":
-        bits = code.to(tl.int32)
-        bits = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
+        bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
         number = bits.to(tl.float32, bitcast=True) * 2.0**120
     elif P.ELEMENT == "int8":
-        number = code.to(tl.int8, bitcast=True).to(tl.float32)
+        number = code.to(tl.int8).to(tl.float32)
     else:
         number = code.to(tl.float32) + added
     return number * scale

@@ -5,11 +5,10 @@ The warps share the columns: in each step a warp takes SPAN of them, of all rows
 one entry of a batched product on the tensor cores. Those multiply 256 weights with eight tokens in
 an instruction; the CUDA cores would take 128 instructions for each token.
 
-A fragment, 64 bytes of each row for each warp, is [8, NUM_WARPS, ROWS / 8, 64]: a thread has 16
-neighbouring bytes of every eighth row, four threads have 64. With 4 bits that is SPAN columns, with
-8 bits half of them. The tensor cores give a thread the same rows but other columns. The order of
-the columns does not matter as long as weight and activations share it, so they are renumbered:
-every thread multiplies what it has loaded, and weights never go through shared memory.
+A fragment, a span of each row for each warp, is [8, NUM_WARPS, ROWS / 8, 16] words: a thread has
+four neighbouring ones of every eighth row, four threads have a span. With 4 bits that is SPAN
+columns, with 8 bits half of them. These are the rows and columns that the tensor cores want from
+the thread (`layout.py`), so weights never go through shared memory.
 """
 
 # ruff: noqa: RUF005  (Triton appends to a tuple with + alone)
@@ -21,22 +20,19 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from negamax.kernels.launch.ptx import unpack_bytes
 from negamax.kernels.launch.triton import dot
 from negamax.kernels.weight_only.triton import (
-    _by_pairs,
     _exponent,
-    _factor,
-    _number,
-    _number_of_scale,
-    _offset,
+    added_to_codes,
+    constants_of,
     factor_of_scale,
+    number_of_scale,
+    numbers_of_words,
 )
 
 TOKENS = tl.constexpr(8)  # the short side of the tensor cores' smallest product
 SPAN = tl.constexpr(128)  # columns of a warp in a step
-_BYTES = tl.constexpr(64)  # of a row in a fragment
-_VECTOR = tl.constexpr(8)  # neighbouring columns of the tensor cores that a thread has
+_WORDS = tl.constexpr(16)  # of a row in a fragment
 
 
 @triton.constexpr_function
@@ -57,9 +53,18 @@ def _fills_steps(columns: int, NUM_WARPS: int) -> bool:
 
 
 @triton.constexpr_function
-def _runs(P: Any) -> int:
-    """Scales for the 16 codes that a thread has of a row in a fragment."""
-    return 2 if P.GROUP == 16 else 1
+def _vector(P: Any) -> int:
+    """Neighbouring columns of the tensor cores that a thread has, as Triton chooses them: twice as
+    many where scales of a byte are converted with the codes.
+    """
+    grouped = P.GROUP > 0 and not _has_one_scale(P)
+    return 8 if grouped and (P.SCALE != "float" or (P.ZEROS and P.GROUP < 64)) else 4
+
+
+@triton.constexpr_function
+def _groups(P: Any) -> int:
+    """Scales for the columns of a warp in a step."""
+    return max(1, SPAN.value // P.GROUP)
 
 
 @triton.jit
@@ -75,22 +80,22 @@ def load_weight(w, rows, num_rows, P: tl.constexpr, NUM_WARPS: tl.constexpr):
     """
     STEPS: tl.constexpr = _steps(P, NUM_WARPS)
     PARTS: tl.constexpr = 2 // P.CODES  # fragments of a step
+    ROW_WORDS: tl.constexpr = P.K_PACKED // (4 * P.CODES)
     EVEN: tl.constexpr = _fills_steps(P.K_PACKED, NUM_WARPS)
-    warp = tl.arange(0, NUM_WARPS)[None, :, None, None] * (SPAN // P.CODES)
-    byte = warp + tl.arange(0, _BYTES)[None, None, None, :]
-    q_ptrs = w[0] + rows.to(tl.int64)[:, None, :, None] * (P.K_PACKED // P.CODES) + byte
-    # Triton lays threads, then warps, along the dimensions of the longest contiguous runs first:
-    # but for the 16, which is true, the numbers say no more than that order
-    q_ptrs = tl.max_contiguous(q_ptrs, [4, 2, 1, 16])
+    warp = tl.arange(0, NUM_WARPS)[None, :, None, None] * (PARTS * _WORDS)
+    word = warp + tl.arange(0, _WORDS)[None, None, None, :]
+    q_ptrs = w[0] + rows.to(tl.int64)[:, None, :, None] * ROW_WORDS + word
+    # Triton lays threads, then warps, along the dimensions of the longest contiguous runs first,
+    # then along the first ones
+    q_ptrs = tl.max_contiguous(q_ptrs, [1, 1, 1, 4])
     codes, scales, zeros = (), (), ()
     for i in tl.static_range(STEPS * PARTS):
-        first = (i // PARTS * NUM_WARPS * SPAN) // P.CODES + i % PARTS * _BYTES
-        inside = (byte < P.K_PACKED // P.CODES - first) | EVEN
+        first = (i // PARTS * NUM_WARPS * PARTS + i % PARTS) * _WORDS
+        inside = (word < ROW_WORDS - first) | EVEN
         codes = codes + (tl.load(q_ptrs + first, mask=inside, other=0, cache_modifier=".cg"),)
     if P.GROUP > 0:
-        SIDES: tl.constexpr = 1 if _has_one_scale(P) else 2
-        for i in tl.static_range(STEPS * SIDES):
-            offsets, inside = _side_offsets(rows, num_rows, i // SIDES, i % SIDES, P, NUM_WARPS)
+        for step in tl.static_range(STEPS):
+            offsets, inside = _side_offsets(rows, num_rows, step, P, NUM_WARPS)
             scales = scales + (_load_side(w[1] + offsets, inside),)
             if P.ZEROS:
                 zeros = zeros + (_load_side(w[2] + offsets, inside),)
@@ -98,19 +103,14 @@ def load_weight(w, rows, num_rows, P: tl.constexpr, NUM_WARPS: tl.constexpr):
 
 
 @triton.jit
-def _side_offsets(
-    rows, num_rows, step: tl.constexpr, side: tl.constexpr, P: tl.constexpr,
-    NUM_WARPS: tl.constexpr,
-):  # fmt: skip
-    """Where scales and zero points stand, [4, 8, NUM_WARPS, ROWS / 8, runs], and whether they do:
+def _side_offsets(rows, num_rows, step: tl.constexpr, P: tl.constexpr, NUM_WARPS: tl.constexpr):
+    """Where scales and zero points stand, [4, 8, NUM_WARPS, ROWS / 8, groups], and whether they do:
     for each thread those of the codes that it has, so that they need not be passed on.
     """
-    RUNS: tl.constexpr = _runs(P)
+    GROUPS: tl.constexpr = _groups(P)
     k = (step * NUM_WARPS + tl.arange(0, NUM_WARPS))[None, None, :, None, None] * SPAN
-    thread = tl.arange(0, 4)[:, None, None, None, None]
-    if not _has_one_scale(P):
-        k += thread // 2 * (32 * P.CODES) + side * (64 // P.CODES)
-    k += thread * 0 + tl.arange(0, RUNS)[None, None, None, None, :] * 16
+    k += tl.arange(0, 4)[:, None, None, None, None] * 0
+    k += tl.arange(0, GROUPS)[None, None, None, None, :] * (SPAN // GROUPS)
     offsets = k // P.GROUP * num_rows + rows[None, :, None, :, None]
     return offsets, (k < P.K_PACKED) | _fills_steps(P.K_PACKED, NUM_WARPS)
 
@@ -139,7 +139,7 @@ def multiply_weight(
         x = _load_tokens(x_ptr, x_rows, i, P, NUM_WARPS)
         w = _dequantize(codes, scales, zeros, i, P, ROWS, NUM_WARPS, DTYPE)
         if P.GROUP > 0 and _has_one_scale(P):
-            scale = tl.permute(_number_of_scale(scales[i], P), (2, 3, 1, 0, 4))
+            scale = tl.permute(number_of_scale(scales[i], P), (2, 3, 1, 0, 4))
             product = dot(w, x, tl.zeros_like(acc))
             product = tl.reshape(product, (NUM_WARPS, ROWS // 8, 8, 4, TOKENS // 4)) * scale
             acc += tl.reshape(product, (NUM_WARPS, ROWS, TOKENS))
@@ -153,23 +153,20 @@ def multiply_weight(
 
 @triton.jit
 def _load_tokens(x_ptr, x_rows, step: tl.constexpr, P: tl.constexpr, NUM_WARPS: tl.constexpr):
-    """[NUM_WARPS, SPAN, TOKENS] for the tensor cores. A thread loads what it multiplies: bytes of a
-    fragment, unpacked, hold columns in the order (thread, c, a, b, d) of `layout._pack`, where c
-    and d are neighbours in x; columns of the product are numbered (side, c, thread, a, b, d).
-    """
-    # [TOKENS, thread, NUM_WARPS, (side, a, b), (c, d)]
+    """[NUM_WARPS, SPAN, TOKENS] for the tensor cores. A thread loads what it multiplies."""
+    # [TOKENS, thread, NUM_WARPS, 8 columns apart, neighbours]
     thread = tl.arange(0, 4)[None, :, None, None, None]
     warp = tl.arange(0, NUM_WARPS)[None, None, :, None, None]
-    other = tl.arange(0, 8)[None, None, None, :, None]
-    k = warp * SPAN + thread // 2 * (32 * P.CODES) + thread % 2 * 4
+    k = warp * SPAN + thread * 2
     x_ptrs = x_ptr + x_rows.to(tl.int64)[:, None, None, None, None] * P.K + k
-    constant = step * NUM_WARPS * SPAN + other // 4 * (64 // P.CODES) + other % 4 * 8
-    constant += tl.arange(0, 4)[None, None, None, None, :]
+    constant = step * NUM_WARPS * SPAN + tl.arange(0, SPAN // 8)[None, None, None, :, None] * 8
+    constant += tl.arange(0, 2)[None, None, None, None, :]
     x_ptrs = tl.max_contiguous(x_ptrs + constant.to(tl.int64), [8, 16, 4, 1, 32])
     inside = (k + constant < P.K) | _fills_steps(P.K, NUM_WARPS)
     x = tl.load(x_ptrs, mask=inside, other=0.0)
-    x = tl.reshape(x, (TOKENS, 4, NUM_WARPS, 2, 2, 2, 2, 2))
-    return tl.reshape(tl.permute(x, (2, 3, 6, 1, 4, 5, 7, 0)), (NUM_WARPS, SPAN, TOKENS))
+    VECTOR: tl.constexpr = _vector(P)
+    x = tl.reshape(x, (TOKENS, 4, NUM_WARPS, SPAN // 4 // VECTOR, VECTOR))
+    return tl.reshape(tl.permute(x, (2, 3, 1, 4, 0)), (NUM_WARPS, SPAN, TOKENS))
 
 
 @triton.jit
@@ -178,54 +175,44 @@ def _dequantize(
     NUM_WARPS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """[NUM_WARPS, ROWS, SPAN] in DTYPE, without a scale for all SPAN columns."""
-    PARTS: tl.constexpr = 2 // P.CODES
-    SIDES: tl.constexpr = 1 if _has_one_scale(P) else 2
-    sides = ()
-    for side in tl.static_range(2):
-        q = codes[step * PARTS + side % PARTS]
-        scale = scales[step * SIDES + side % SIDES] if P.GROUP > 0 else q
-        zero = zeros[step * SIDES + side % SIDES] if P.ZEROS else q
-        sides = sides + (_dequantize_side(q, scale, zero, side, P, ROWS, NUM_WARPS, DTYPE),)
-    # [8, NUM_WARPS, ROWS / 8, thread, c, neighbouring bytes, side]
-    w = tl.reshape(
-        tl.join(sides[0], sides[1]), (8, NUM_WARPS, ROWS // 8, 4, 16 // _VECTOR, _VECTOR, 2)
-    )
-    return tl.reshape(tl.permute(w, (1, 2, 0, 6, 4, 3, 5)), (NUM_WARPS, ROWS, SPAN))
-
-
-@triton.jit
-def _dequantize_side(
-    q, scale, zero, HIGH: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
-    NUM_WARPS: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """A fragment, of codes of 4 bits its low nibbles or the HIGH ones."""
-    PAIRS: tl.constexpr = _by_pairs(DTYPE)
-    HELD: tl.constexpr = DTYPE if PAIRS else tl.float32
     GROUPED: tl.constexpr = P.GROUP > 0 and not _has_one_scale(P)
-    SCALED: tl.constexpr = GROUPED or _exponent(P, DTYPE) != 0
-    factor = tl.full((4, 8, NUM_WARPS, ROWS // 8, 1), _factor(P, DTYPE), tl.float32)
+    factors, added = constants_of(P, DTYPE)
     if GROUPED:
-        factor = factor_of_scale(scale, P, DTYPE)
-    added = tl.full((4, 8, NUM_WARPS, ROWS // 8, 1), _offset(P, DTYPE), tl.float32)
+        factors = _by_words(factor_of_scale(scales[step], P, DTYPE), P, ROWS, NUM_WARPS)
     if P.ZEROS:
-        added = _offset(P, DTYPE) - zero.to(tl.float32)
-    factor = _spread(factor.to(HELD), ROWS, NUM_WARPS)
-    added = _spread(added.to(HELD), ROWS, NUM_WARPS)
-    if PAIRS:
-        ELEMENT: tl.constexpr = P.ELEMENT  # Triton 3.6 takes a field for a tensor
-        ZEROS: tl.constexpr = P.ZEROS
-        out = unpack_bytes(q, factor, added, ELEMENT, HIGH == 1, SCALED, ZEROS)
-    elif P.CODES == 2:
-        out = _number(q >> 4 if HIGH == 1 else q & 0xF, factor, added, P).to(DTYPE)
+        added = _by_words(added_to_codes(zeros[step], P, DTYPE), P, ROWS, NUM_WARPS)
+    if P.CODES == 2:
+        w = numbers_of_words(codes[step], factors, added, P, DTYPE, GROUPED)
+        # [8, NUM_WARPS, ROWS / 8, thread, 32 columns, neighbour, 8 columns, 16 columns]
+        w = tl.reshape(w, (8, NUM_WARPS, ROWS // 8, 4, 4, 2, 2, 2))
+        w = tl.permute(w, (1, 2, 0, 3, 4, 7, 6, 5))
     else:
-        out = _number(q, factor, added, P).to(DTYPE)
-    return out
+        parts = ()
+        for i in tl.static_range(2):
+            own = (factors[i], factors[i]), (added[i], added[i])
+            part = numbers_of_words(codes[2 * step + i], own[0], own[1], P, DTYPE, GROUPED)
+            parts = parts + (part,)
+        # [8, NUM_WARPS, ROWS / 8, thread, 16 columns, neighbour, 8 columns, part]
+        w = tl.reshape(tl.join(parts[0], parts[1]), (8, NUM_WARPS, ROWS // 8, 4, 4, 2, 2, 2))
+        w = tl.permute(w, (1, 2, 0, 3, 7, 4, 6, 5))
+    VECTOR: tl.constexpr = _vector(P)
+    w = tl.reshape(w, (NUM_WARPS, ROWS, 4, SPAN // 4 // VECTOR, VECTOR))
+    return tl.reshape(tl.permute(w, (0, 1, 3, 2, 4)), (NUM_WARPS, ROWS, SPAN))
 
 
 @triton.jit
-def _spread(each, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
-    """[4, 8, NUM_WARPS, ROWS / 8, runs] -> [8, NUM_WARPS, ROWS / 8, 64]"""
-    RUNS: tl.constexpr = each.shape[4]
-    each = tl.permute(each, (1, 2, 3, 0, 4))[:, :, :, :, None, :, None]
-    each = tl.broadcast_to(each, (8, NUM_WARPS, ROWS // 8, 4, 2, RUNS, 8 // RUNS))
-    return tl.reshape(each, (8, NUM_WARPS, ROWS // 8, _BYTES))
+def _by_words(each, P: tl.constexpr, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
+    """[4, 8, NUM_WARPS, ROWS / 8, groups] beside words, [8, NUM_WARPS, ROWS / 8, 16]: of 4 bits
+    for the halves of their codes, of 8 bits for the two fragments.
+    """
+    GROUPS: tl.constexpr = each.shape[4]
+    each = tl.permute(each, (1, 2, 3, 0, 4))[:, :, :, :, :, None]
+    each = tl.broadcast_to(each, (8, NUM_WARPS, ROWS // 8, 4, GROUPS, 8 // GROUPS))
+    if P.CODES == 2:
+        each = tl.reshape(each, (8, NUM_WARPS, ROWS // 8, 4, 4, 2))
+    else:
+        each = tl.reshape(each, (8, NUM_WARPS, ROWS // 8, 4, 2, 4))
+        each = tl.permute(each, (0, 1, 2, 3, 5, 4))
+    first, second = tl.split(each)
+    shape: tl.constexpr = (8, NUM_WARPS, ROWS // 8, _WORDS)
+    return tl.reshape(first, shape), tl.reshape(second, shape)

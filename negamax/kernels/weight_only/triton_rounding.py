@@ -18,12 +18,12 @@ from negamax.kernels.launch.triton import launch_options, wait_then_launch_depen
 from negamax.kernels.weight_only import layout
 from negamax.kernels.weight_only.layout import Packing
 
-HALF = tl.constexpr(layout.HALF)
+_SPAN = tl.constexpr(layout.SPAN_BYTES)
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
 _INT8_MAX = tl.constexpr(127.0)
 _MIN_SCALE = tl.constexpr(1e-30)
 _TO_INTEGER = tl.constexpr(1.5 * 2.0**23)  # added, it leaves an integer in the lower bits
-_AXIS_2, _AXIS_3, _AXIS_4, _AXIS_5 = (tl.constexpr(2 + axis) for axis in layout.AXES)
+_AXIS_2, _AXIS_3, _AXIS_4, _AXIS_5, _AXIS_6 = (tl.constexpr(2 + axis) for axis in layout.AXES)
 _DTYPES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 
 
@@ -47,8 +47,9 @@ def round_rows(y, scale, DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.co
         q = (y + _TO_INTEGER).to(tl.int32, bitcast=True).to(tl.int8)
     else:
         q = y.to(DTYPE)
-    q = tl.reshape(q, (ROWS, COLUMNS // HALF, 2, 2, 4, 2))
-    return tl.reshape(tl.permute(q, (0, 1, _AXIS_2, _AXIS_3, _AXIS_4, _AXIS_5)), (ROWS, COLUMNS))
+    q = tl.reshape(q, (ROWS, COLUMNS // _SPAN, 2, 2, 2, 4, 2))
+    q = tl.permute(q, (0, 1, _AXIS_2, _AXIS_3, _AXIS_4, _AXIS_5, _AXIS_6))
+    return tl.reshape(q, (ROWS, COLUMNS))
 
 
 @triton.jit
