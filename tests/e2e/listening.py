@@ -49,9 +49,10 @@ def _listening(pid: int) -> set[str]:
 
 def _sockets(pid: int) -> set[str]:
     """The inodes of a process's sockets."""
-    targets = [
-        str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.is_symlink()
-    ]
+    targets = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # it is closed by now
+            targets.append(str(entry.readlink()))
     return {
         target.removeprefix("socket:[").removesuffix("]")
         for target in targets
