@@ -5,13 +5,12 @@ that it can be the oracle for them.
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import (
-    MiniMaxM3SparseForConditionalGeneration,
-    MiniMaxM3VLConfig,
-)
+
+if TYPE_CHECKING:
+    from transformers import MiniMaxM3SparseForConditionalGeneration
 
 VISION = {
     "hidden_size": 16,
@@ -75,6 +74,9 @@ def make_model(seed: int, **sizes: Any) -> MiniMaxM3SparseForConditionalGenerati
     """A float32 model whose every text weight is random: norms' weights around 0, as Gemma's are,
     router bias of magnitude 4 to 10, well-separated logits.
     """
+    # (an import that takes a second, which whoever needs the sizes alone does without)
+    from transformers import MiniMaxM3SparseForConditionalGeneration, MiniMaxM3VLConfig
+
     config = MiniMaxM3VLConfig(text_config=sizes, vision_config=VISION, projector_hidden_size=16)
     model = MiniMaxM3SparseForConditionalGeneration(config).float().eval()
     model.set_experts_implementation("eager")  # the others cannot run odd sizes
@@ -90,3 +92,17 @@ def make_model(seed: int, **sizes: Any) -> MiniMaxM3SparseForConditionalGenerati
                 gain = 1.0 if "lm_head" in name or "embed" in name else tensor.shape[-1] ** -0.5
                 tensor.copy_(gain * torch.randn(tensor.shape, generator=generator))
     return model
+
+
+def text_config(seed: int, **fixed: Any) -> dict[str, Any]:
+    """A config.json of transformers' text class, of `random_sizes`."""
+    return {
+        "architectures": ["MiniMaxM3VLForCausalLM"],
+        "model_type": "minimax_m3_vl_text",
+        "dtype": "float32",
+        "rms_norm_eps": 1e-6,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        **random_sizes(seed, **fixed),
+    }

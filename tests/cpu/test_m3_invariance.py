@@ -16,16 +16,14 @@ from negamax.kernels.registry import OPS
 from tests import tiny_m3
 
 BLOCK, DENSE = 16, 64  # tokens of a block, and of all that are chosen
-SIZES = tiny_m3.random_sizes(
+SIZES = tiny_m3.text_config(
     2, vocab_size=320, hidden_size=128, intermediate_size=64, dense_intermediate_size=160,
     shared_intermediate_size=64, num_attention_heads=8, num_key_value_heads=2, index_n_heads=2,
     head_dim=64, index_head_dim=32, rotary_dim=32, num_hidden_layers=3, num_local_experts=4,
     num_experts_per_tok=2, index_block_size=BLOCK, index_topk_blocks=DENSE // BLOCK,
     rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-    mlp_layer_types=["dense", "sparse", "sparse"], swiglu_alpha=1.702, swiglu_limit=7.0,
+    mlp_layer_types=["dense", "sparse", "sparse"],
     layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
-    architectures=["MiniMaxM3VLForCausalLM"], model_type="minimax_m3_vl_text", dtype="float32",
-    tie_word_embeddings=False, rms_norm_eps=1e-6,
 )  # fmt: skip
 SPEC = read_spec(SIZES)
 RNG = random.Random(0)

@@ -17,6 +17,7 @@ from negamax.layers.attention import KvCaches
 from negamax.models.decoder import Decoder
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
+from tests import tiny_m3
 
 
 class Pipeline(Decoder):
@@ -53,9 +54,20 @@ class Pipeline(Decoder):
         return self.stages[-1].logits(hidden)
 
 
+M2 = tiny_config(5, num_hidden_layers=3, vocab_size=64)
+# of three stages the last two have no layer with full attention
+M3 = tiny_m3.text_config(
+    5, num_hidden_layers=3, vocab_size=64, mlp_layer_types=["dense", "sparse", "sparse"],
+    layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [M2, M3], ids=["M2", "M3"])
 @pytest.mark.parametrize("num_stages", [2, 3])
-def test_stages_one_after_the_other_are_the_whole_model(num_stages: int) -> None:
-    spec = read_spec(tiny_config(5, num_hidden_layers=3, vocab_size=64))
+def test_stages_one_after_the_other_are_the_whole_model(
+    config: dict[str, object], num_stages: int
+) -> None:
+    spec = read_spec(config)
     weights = random_weights(spec, 7)
     whole = PagedRun(build(spec, weights))
     staged = PagedRun(Pipeline(spec, weights, num_stages))
@@ -66,7 +78,7 @@ def test_stages_one_after_the_other_are_the_whole_model(num_stages: int) -> None
 
 
 def test_a_stage_keeps_its_own_tensors_and_knows_the_others() -> None:
-    spec = read_spec(tiny_config(5, num_hidden_layers=3, vocab_size=64))
+    spec = read_spec(M2)
     all_slots = build(spec, loaded=False).weight_slots()
     needed: list[str] = []
     for rank in range(2):
