@@ -32,6 +32,7 @@ from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VL
 from negamax import LLM
 from negamax.config.families import read_spec
 from negamax.config.kv_cache import with_index_dtype
+from negamax.kernels.block_sparse import cpu as block_sparse_cpu
 from negamax.kernels.block_sparse.choice import BlockChoice
 from negamax.kernels.registry import OPS
 from negamax.worker import kv_cache
@@ -176,19 +177,22 @@ def test_the_chosen_blocks_are_those_of_transformers(deep: tuple[Any, Path]) -> 
         assert (ids[:, :, 0] < local.squeeze(-1) - 2)[is_scored].float().mean() > 0.5
 
 
-@pytest.mark.parametrize("providers", ["chosen", "reference", "bucketed"])
-def test_every_provider_gives_the_same_logits(deep: tuple[Any, Path], providers: str) -> None:
-    """The definitions by themselves are a complete model; so is the CPU without its C functions."""
+@pytest.mark.parametrize("providers", ["chosen", "small tiles", "reference", "without C"])
+def test_every_provider_gives_the_same_logits(
+    deep: tuple[Any, Path], providers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The definitions by themselves are a complete model; so is the CPU without its C functions.
+    Where many scores are computed at a time, they are in tiles of queries.
+    """
     expected_model, folder = deep
-    sparse = ("block_sparse.decode", "block_sparse.prefill")
-    choices = {
-        "chosen": {},
-        "reference": dict.fromkeys(OPS, "reference"),
-        "bucketed": dict.fromkeys(sparse, "bucketed"),
-    }
+    attention = ("block_sparse.decode", "block_sparse.prefill", "attention.decode")
+    without_c = {"block_sparse.select": "cpu", **dict.fromkeys(attention, "bucketed")}
+    choices = {"reference": dict.fromkeys(OPS, "reference"), "without C": without_c}
+    if providers == "small tiles":
+        monkeypatch.setattr(block_sparse_cpu, "_SCORES", 1000)
     with torch.inference_mode():
         expected = expected_model(torch.tensor([TOKENS])).logits[0]
-    got = run_in_chunks(loaded(folder, choices=choices[providers]), TOKENS)
+    got = run_in_chunks(loaded(folder, choices=choices.get(providers, {})), TOKENS)
     torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
 
 
