@@ -99,8 +99,9 @@ def check_kv_cache(spec: QuantizationSpec, name: str) -> None:
 def is_within(module: str, names: Sequence[str]) -> bool:
     """Whether `module` lies in one of `names`, in whichever spelling: "gate" is in "mlp.gate" and
     not in "mlp.gate_up". In a name * stands for any characters, and "re:" begins an expression.
+    What is said of matrices in one tensor ("gate_up_proj") holds for each.
     """
-    names = tuple(names)
+    names = _unfused(tuple(names))
     known = _canonical(names)
     parts = canonical(module).split(".")
     ends = range(1, len(parts) + 1)
@@ -114,7 +115,7 @@ def matches(module: str, patterns: Sequence[str]) -> bool:
     """Whether one of `patterns` is the name of `module`, in whichever spelling, or begins with
     "re:" and matches one.
     """
-    patterns = tuple(patterns)
+    patterns = _unfused(tuple(patterns))
     if canonical(module) in _canonical(patterns):
         return True
     expression = _expression(tuple(each[3:] for each in patterns if each.startswith("re:")))
@@ -125,7 +126,9 @@ def by_module(table: Mapping[str, V]) -> Callable[[str], V | None]:
     """What `table`, by names of modules in whichever spelling, has for a module, or for the nearest
     that it lies in.
     """
-    spelled = {canonical(name): value for name, value in table.items()}
+    spelled = {
+        canonical(part): value for name, value in table.items() for part in _unfused((name,))
+    }
 
     def find(module: str) -> V | None:
         parts = canonical(module).split(".")
@@ -143,6 +146,28 @@ def spellings(module: str) -> Iterator[str]:
     bare = canonical(module)
     for name in (bare, _MOE.sub("mlp", bare)):
         yield from (prefix + name for prefix in _PREFIXES)
+
+
+_FUSED = tuple(
+    (re.compile(rf"(?<![a-z0-9_]){name}(?![a-z0-9_])"), parts)
+    for name, parts in (
+        ("gate_up_proj", ("gate_proj", "up_proj")),
+        ("w13", ("w1", "w3")),
+        ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    )
+)
+
+
+@cache
+def _unfused(names: tuple[str, ...]) -> tuple[str, ...]:
+    """With a name for each matrix where one stands for several."""
+    for pattern, parts in _FUSED:
+        names = tuple(
+            each
+            for name in names
+            for each in ([pattern.sub(p, name) for p in parts] if pattern.search(name) else [name])
+        )
+    return names
 
 
 _PREFIXES = ("model.", "language_model.model.", "model.language_model.", "language_model.", "")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from negamax.base.errors import ConfigError
-from negamax.quantization.scheme import is_within, matches
+from negamax.quantization.scheme import by_module, is_within, matches
 
 EXPERT = "model.layers.10.block_sparse_moe.experts.0.w1"
+SHARED = "model.layers.10.block_sparse_moe.shared_experts.gate_proj"
+QUERY, INDEX = (f"model.layers.10.self_attn.{name}_proj" for name in ("q", "index_q"))
 GATE = "model.layers.10.block_sparse_moe.gate"
 
 
@@ -29,6 +31,18 @@ GATE = "model.layers.10.block_sparse_moe.gate"
         (EXPERT, "model.layers.10.mlp.experts.0.gate_proj", True),
         (EXPERT, "model.layers.10.mlp.experts.0.up_proj", False),
         (EXPERT, "layers.10.block_sparse_moe.experts.1", False),
+        (EXPERT, "model.layers.10.mlp.experts.0.gate_up_proj", True),
+        (EXPERT, "model.layers.10.mlp.experts.0.w13", True),
+        (SHARED, "model.layers.10.mlp.shared_experts.gate_up_proj", True),
+        (SHARED, "model.language_model.layers.10.mlp.shared_experts.gate_up_proj*", True),
+        (SHARED, r"re:.*shared_experts\.gate_up_proj$", True),
+        (SHARED, "model.layers.10.mlp.shared_experts.down_proj", False),
+        (SHARED, "model.layers.10.mlp.experts.0.gate_up_proj", False),
+        (QUERY, "model.layers.10.self_attn.qkv_proj", True),
+        (QUERY, "model.layers.10.self_attn.index_q_proj", False),
+        (INDEX, "language_model.model.layers.10.self_attn.indexer.q_proj", True),
+        (INDEX, "model.layers.10.self_attn.qkv_proj", False),
+        (INDEX, "model.layers.10.self_attn.q_proj", False),
         ("lm_head", "lm_head", True),
         ("lm_head", "language_model.lm_head", True),
     ],
@@ -49,10 +63,17 @@ def test_a_module_lies_in_a_name(module: str, name: str, within: bool) -> None:
         (GATE, "language_model.model.layers.10.mlp.gate", True),
         (GATE, "model.layers.10", False),
         (EXPERT, "re:.*gate$", False),
+        (SHARED, r"re:.*mlp\.shared_experts\.gate_up_proj$", True),
+        (QUERY, "model.layers.10.self_attn.qkv_proj", True),
     ],
 )
 def test_a_pattern_matches_a_module(module: str, pattern: str, matched: bool) -> None:
     assert matches(module, ["Linear", pattern]) is matched
+
+
+def test_a_table_of_modules_knows_the_matrices_of_one_tensor() -> None:
+    find = by_module({"language_model.model.layers.10.self_attn.qkv_proj": 8, "layers.10": 4})
+    assert [find(name) for name in (QUERY, INDEX, "model.layers.9.mlp.up_proj")] == [8, 4, None]
 
 
 def test_an_expression_that_is_none_is_refused() -> None:
