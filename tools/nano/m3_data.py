@@ -32,6 +32,7 @@ from negamax.evals import nano_retrieval, nano_tools
 WINDOW = m3_tokenizer.WINDOW
 LONG_SHARE = 0.06  # of the conversations; about 45 % of the tokens
 _READ = "I have read it."
+LOOKS_UP = "The text says: "
 _NEEDS_THOUGHT = ("ones ", " = ", " needs ", " larger")
 
 
@@ -59,7 +60,7 @@ def draw(rng: random.Random) -> tuple[Conversation, str | None]:
         if is_history and not keeps:
             message["trained"] = message["trained"] and mode == "disabled" and not closed
             message.pop("reasoning_content", None)
-        elif mode == "disabled" or (mode != "enabled" and not _thinks(message)):
+        elif mode == "disabled" or (mode != "enabled" and not thinks(message)):
             message.pop("reasoning_content", None)
     return chat, mode
 
@@ -68,9 +69,11 @@ def _arithmetic(message: dict[str, Any]) -> bool:
     return "ones " in message.get("reasoning_content", "")
 
 
-def _thinks(message: dict[str, Any]) -> bool:
-    """Whether an adaptive turn thinks."""
+def thinks(message: dict[str, Any]) -> bool:
+    """Whether an adaptive turn thinks: before calls and arithmetic, not to look something up."""
     thought = message.get("reasoning_content", "")
+    if thought.startswith(LOOKS_UP):
+        return False
     return bool(message.get("tool_calls")) or any(sign in thought for sign in _NEEDS_THOUGHT)
 
 
@@ -116,13 +119,13 @@ def _facts(chat: Conversation, tokens: float, style: str, rng: random.Random) ->
         elif rng.random() < 0.5 and asked:
             first = asked.pop()
             chat.user(f"{text}\n\n{first.question}")
-            chat.answer(f"The text says: {first.line}", first.answer)
+            chat.answer(f"{LOOKS_UP}{first.line}", first.answer)
         else:
             chat.user(text)
             chat.answer("The user gives me a text.", _READ)
         for fact in asked:
             chat.user(fact.question)
-            chat.answer(f"The text says: {fact.line}", fact.answer)
+            chat.answer(f"{LOOKS_UP}{fact.line}", fact.answer)
 
 
 def _tools(chat: Conversation, tokens: float, rng: random.Random) -> None:

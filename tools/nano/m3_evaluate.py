@@ -22,7 +22,6 @@ from m3_train import Trainer, assemble, batch_of, pack, parser
 
 from negamax.evals import nano_math, nano_retrieval, nano_tools
 
-BATCH_ROWS = 12
 SUITES = (
     "nano-math",
     "nano-tools",
@@ -50,7 +49,7 @@ def conversations(suite: str, count: int, seed: int) -> Iterator[Conversation]:
             if found.fact is None:
                 yield _called(chat, found.calls)
             else:
-                chat.messages.append({"role": "assistant", "content": found.fact.answer})
+                chat.answer(f"{m3_data.LOOKS_UP}{found.fact.line}", found.fact.answer)
                 yield chat
 
 
@@ -76,22 +75,24 @@ def exact(trainer: Trainer, suite: str, *, count: int, seed: int, mode: str) -> 
     made = []
     for chat in conversations(suite, count, seed):
         chat.messages[-1]["trained"] = True
+        if not m3_data.thinks(chat.messages[-1]):
+            del chat.messages[-1]["reasoning_content"]
         made.append(renderer.encode(chat, None))
     shard = {
         "tokens": np.concatenate([ids for ids, _ in made]),
         "mask": np.concatenate([mask for _, mask in made]),
         "lengths": np.array([len(ids) for ids, _ in made], dtype=np.int32),
     }
-    row_tokens, config = trainer.config.max_position_embeddings, trainer.config
-    capacity = int(BATCH_ROWS * row_tokens * trainer.arguments.trained_share)
-    windows = np.full(BATCH_ROWS, row_tokens, dtype=np.int32)
+    rows, row_tokens = trainer.arguments.rows, trainer.arguments.row_tokens
+    capacity = int(rows * row_tokens * trainer.arguments.trained_share)
+    windows = np.full(rows, row_tokens, dtype=np.int32)
     waiting = np.arange(len(made))
     right = 0
     while len(waiting):
-        placed, left = pack(shard["lengths"][waiting], BATCH_ROWS, row_tokens, config)
-        rows = [[(int(waiting[index]), at) for index, at in row] for row in placed]
+        placed, left = pack(shard["lengths"][waiting], rows, row_tokens, trainer.config)
+        members = [[(int(waiting[index]), at) for index, at in row] for row in placed]
         arrays = assemble(
-            rows, shard, row_tokens=row_tokens, capacity=capacity, config=config,
+            members, shard, row_tokens=row_tokens, capacity=capacity, config=trainer.config,
             random=np.random.default_rng(0),
         )  # fmt: skip
         batch = batch_of(arrays, windows, trainer.device)
@@ -103,7 +104,7 @@ def exact(trainer: Trainer, suite: str, *, count: int, seed: int, mode: str) -> 
             (int(at) // row_tokens, int(batch.layout.documents.flatten()[at]))
             for at in batch.inputs[missed].tolist()
         }
-        right += sum(map(len, rows)) - len(wrong)
+        right += sum(map(len, members)) - len(wrong)
         waiting = waiting[left]
     return right / len(made)
 

@@ -1,6 +1,6 @@
 """A small proof, on a CPU, that the index learns which blocks to read.
 
-    python tools/nano/m3_toy.py --pairs 40 --block 8 --topk 3 --steps 600
+    python tools/nano/m3_toy.py --pairs 36 --block 8 --topk 3 --steps 600
 
 Rows of keys and values, then keys whose values are asked for. Trained as nano-m3 is: first with all
 blocks in the sparse layer, then with chosen ones; the dense layers, which could find the values
@@ -129,7 +129,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--pairs", type=int, default=36)
     parser.add_argument("--block", type=int, default=8)
     parser.add_argument("--topk", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
