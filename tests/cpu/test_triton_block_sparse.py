@@ -100,7 +100,7 @@ def chosen(
     assert torch.equal(first.ids, second.ids)
     for own in (plan.decode, plan.rest):
         if isinstance(own, SelectDecodePlan):
-            assert not own.workspaces["arrivals"].any()
+            assert not own.arrivals.any()
     return first
 
 

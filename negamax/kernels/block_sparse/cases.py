@@ -5,6 +5,7 @@ cost.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -25,8 +26,9 @@ from negamax.kernels.kvcache.spec import FP8, cache_rows
 from negamax.kernels.op import AnyKernel, Case, Cost, num_bytes, randn
 from negamax.kernels.rope.spec import cos_sin, signed_frequencies
 
-# MiniMax-M3 on one of four ranks.
+# MiniMax-M3 on one of four ranks, and on one GPU.
 M3 = SparseShape(kv_heads=1, group=16, block_size=128, sparse_block_size=128, topk_blocks=16)
+M3_WHOLE = replace(M3, kv_heads=4)
 
 # --- norms, rope, cache write --------------------------------------------------------------------
 
@@ -183,7 +185,7 @@ def _shape(sizes: tuple[int, ...]) -> SparseShape:
     return SparseShape(kv_heads, group, *of_blocks)
 
 
-# MiniMax-M3's slice on one of four ranks: contexts of 1k, 32k and 128k tokens, rows of padding;
+# MiniMax-M3's slice on one of four ranks: contexts of 1k to 1M tokens, rows of padding;
 # rows that verify three draft tokens; whole prompts and chunks on a prefix.
 _LONG = [1000, 32_000, 0, 128_001]
 _DECODE_FULL = (
@@ -203,11 +205,14 @@ _PREFILL_FULL = (
 
 def select_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     """MiniMax-M3's slice: decodes, drafts and prefills."""
-    decodes = ((lengths, [1] * len(lengths), cache) for lengths, cache in _DECODE_FULL)
+    decodes = (
+        (lengths, [1] * len(lengths), cache)
+        for lengths, cache in (*_DECODE_FULL, ([1_000_000], FP8))
+    )
     return [
         _select_case(dtype, generator, lengths, counts, M3, cache_dtype=cache)
         for lengths, counts, cache in (*decodes, *_PREFILL_FULL)
-    ]
+    ] + [_select_case(dtype, generator, [32_000] * 4, [1] * 4, M3_WHOLE)]
 
 
 def decode_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
@@ -215,7 +220,7 @@ def decode_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Cas
     return [
         _attention_case(dtype, generator, lengths, [1] * len(lengths), M3, cache_dtype=cache)
         for lengths, cache in _DECODE_FULL
-    ]
+    ] + [_attention_case(dtype, generator, [32_000] * 4, [1] * 4, M3_WHOLE)]
 
 
 def prefill_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
@@ -223,7 +228,7 @@ def prefill_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Ca
     return [
         _attention_case(dtype, generator, lengths, counts, M3, cache_dtype=cache)
         for lengths, counts, cache in _PREFILL_FULL
-    ]
+    ] + [_attention_case(dtype, generator, [8192], [2048], M3_WHOLE)]
 
 
 def _select_case(

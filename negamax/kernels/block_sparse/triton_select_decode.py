@@ -67,8 +67,9 @@ class SelectDecodePlan:
     shape: SparseShape
     most_queries: int  # of a sequence
     queries: Tensor  # [S, 4] int32: `Queries`
+    arrivals: Tensor  # [S] int32, 0 between launches
     splits: Splits
-    workspaces: dict[str, Tensor] = field(default_factory=dict)  # made for the first layer
+    scores: dict[int, Tensor] = field(default_factory=dict)  # by size; made for the first layer
 
 
 @triton.jit
@@ -96,6 +97,7 @@ def _plan_queries_kernel(
     query_starts,  # [S + 1] int32
     queries,  # [S, 4] int32, written
     scored,  # [S] int32, written: tokens whose blocks are scored
+    arrivals,  # [S] int32, written: 0
     num_seqs,
     DENSE_TOKENS: tl.constexpr,
     MERGE: tl.constexpr,  # queries that are scored together at most, of one each; 1: none are
@@ -119,6 +121,7 @@ def _plan_queries_kernel(
     tl.store(queries + seq * 4, first, mask=live)
     tl.store(queries + seq * 4 + 1, count, mask=live)
     tl.store(queries + seq * 4 + 2, length, mask=live)
+    tl.store(arrivals + seq, tl.zeros_like(seq), mask=live)
     tl.store(scored + seq, tl.where((count > 0) & (length > DENSE_TOKENS), length, 0), mask=live)
 
 
@@ -130,7 +133,7 @@ def plan_select_decode(metadata: AttentionMetadata, shape: SparseShape) -> Selec
     is_single = metadata.positions.shape[0] == num_seqs
     merge = MOST_QUERIES if is_single and not metadata.is_captured else 1
     queries = torch.empty(num_seqs, 4, dtype=torch.int32, device=device)
-    scored = torch.empty(num_seqs, dtype=torch.int32, device=device)
+    scored, arrivals = torch.empty(2, num_seqs, dtype=torch.int32, device=device).unbind()
     if num_seqs:
         _plan_queries_kernel[(1,)](
             metadata.seq_lens,
@@ -138,6 +141,7 @@ def plan_select_decode(metadata: AttentionMetadata, shape: SparseShape) -> Selec
             metadata.query_starts,
             queries,
             scored,
+            arrivals,
             num_seqs,
             DENSE_TOKENS=shape.dense_tokens,
             MERGE=merge,
@@ -148,7 +152,7 @@ def plan_select_decode(metadata: AttentionMetadata, shape: SparseShape) -> Selec
         scored, metadata.block_table_indices, kv_heads=1, block_n=shape.sparse_block_size
     )
     most = merge if is_single else max(metadata.host_query_lens)
-    return SelectDecodePlan(metadata, shape, most, queries, splits)
+    return SelectDecodePlan(metadata, shape, most, queries, arrivals, splits)
 
 
 @triton.jit
@@ -307,12 +311,9 @@ def select_decode(
         return
     per_block = shape.block_size // shape.sparse_block_size
     width = tables.shape[1] * per_block
-    workspaces = plan.workspaces
-    if not workspaces:
-        workspaces["scores"] = torch.empty(
-            num_tokens * heads, width, dtype=torch.float32, device=device
-        )
-        workspaces["arrivals"] = torch.zeros(len(plan.queries), dtype=torch.int32, device=device)
+    size = num_tokens * heads * width
+    if size not in plan.scores:
+        plan.scores[size] = torch.empty(size, dtype=torch.float32, device=device)
     most_rows = plan.most_queries * heads
     launch = tiles_for(device).select_decode(index_cache.element_size())
     _select_decode_kernel[(plan.splits.programs,)](
@@ -322,8 +323,8 @@ def select_decode(
         plan.queries,
         plan.splits.sequences,
         plan.splits.work,
-        workspaces["scores"],
-        workspaces["arrivals"],
+        plan.scores[size],
+        plan.arrivals,
         out.ids,
         out.pages,
         tables.stride(0),
