@@ -30,7 +30,6 @@ from negamax.models.registry import build_model
 from negamax.parallel.context import ParallelContext
 from negamax.quantization import online
 from negamax.quantization.detect import detect
-from tests import tiny_m3
 
 SIZES = {
     "vocab_size": 64,
@@ -152,37 +151,6 @@ def test_packed_weights_give_the_logits_of_the_matrices_that_they_stand_for(
     run = PagedRun(gpu_model(stored, keep_quantized=True, spec=spec), dtype=torch.bfloat16)
     steps: Steps = [[("a", [1, 2])], [("a", [7]), ("b", [3])]]
     assert compare(run, PagedRun(build(SPEC, plain)), steps) < 0.05
-
-
-def test_minimax_m3_gives_the_logits_of_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dense layer and one that attends to 2 of up to 4 blocks: a prompt, chunks of it beside
-    generated tokens, and a captured decode.
-    """
-    use_few_programs(monkeypatch)
-    sizes = tiny_m3.random_sizes(
-        0, vocab_size=64, hidden_size=128, intermediate_size=64, dense_intermediate_size=64,
-        shared_intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, index_n_heads=2,
-        head_dim=32, index_head_dim=16, rotary_dim=16, num_hidden_layers=2, num_local_experts=3,
-        num_experts_per_tok=2, index_block_size=16, index_topk_blocks=2, index_local_blocks=1,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-        mlp_layer_types=["dense", "sparse"], layer_types=["full_attention", "minimax_m3_sparse"],
-        architectures=["MiniMaxM3VLForCausalLM"], model_type="minimax_m3_vl_text",
-        dtype="bfloat16", tie_word_embeddings=False, rms_norm_eps=1e-6, swiglu_alpha=1.702,
-        swiglu_limit=7.0,
-    )  # fmt: skip
-    spec = read_spec(sizes)
-    weights = random_weights(spec, 3)
-    run = PagedRun(gpu_model(weights, keep_quantized=False, spec=spec), dtype=torch.bfloat16)
-    reference, prompt = PagedRun(build(spec, weights)), [(7 * n) % 61 for n in range(61)]
-    steps: Steps = [
-        [("a", prompt)],
-        [("a", [4]), ("b", prompt[:25])],
-        [("a", [9]), ("b", prompt[25:31])],
-    ]
-    assert compare(run, reference, steps) < 0.1  # 0.07 of it is bf16's
-    expected = reference.step([("a", [7])])["a"]
-    for error in errors(padded_decode(run, "a", 7, rows=3), expected):
-        assert error < 0.1
 
 
 def padded_decode(run: PagedRun, name: str, token: int, *, rows: int) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from m2_checkpoints import FP8_CONFIG, to_fp8
 from model_support import PagedRun, build, random_weights
-from test_triton_model import Steps, errors, gpu_model, use_few_programs
+from test_triton_model import Steps, errors, gpu_model, padded_decode, use_few_programs
 from transformers import MiniMaxM3VLConfig
 
 from negamax.config.families import read_spec
@@ -54,7 +54,9 @@ STEPS: Steps = [[("a", list(range(3, 40)))], [("a", [4]), ("b", [5, 6, 7])]]
 def test_m3_gives_the_logits_of_its_definition(
     is_fp8: bool, error: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for one token in ten, which attends to another block whose score is as good."""
+    """But for one token in ten, which attends to another block whose score is as good; then a
+    decode as a captured graph runs it.
+    """
     use_few_programs(monkeypatch)
     fp8 = to_fp8(
         {name: 5 * w if "embed" in name else w for name, w in random_weights(SPEC, 3).items()}
@@ -74,3 +76,6 @@ def test_m3_gives_the_logits_of_its_definition(
         found += [each for name in actual for each in errors(actual[name], expected[name])]
     found.sort()
     assert found[len(found) // 2] < error and found[len(found) * 9 // 10] < 2 * error
+    expected = reference.step([("a", [8])])["a"]
+    for each in errors(padded_decode(run, "a", 8, rows=3), expected):
+        assert each < 2 * error
