@@ -40,6 +40,9 @@ WARMUP_STEPS = 200
 STABLE_SHARE = 0.55  # of the time at full rate, then linearly to zero
 WIDEN_AFTER = 0.40  # share of the time after which half of the rows have no window
 CHOOSE_AFTER = 0.50  # share after which sparse layers see chosen blocks only
+LOOKS_UP = 0.10  # both wait until the loss in documents of more than `FAR` tokens is below this,
+WAIT_UNTIL = 0.70  # or this share of the time is over
+FAR = 2048
 WINDOW = 512  # how far back dense layers see before that
 SAMPLES = 256  # queries per row that teach the index
 PART_BYTES = 15 << 20
@@ -54,6 +57,7 @@ class Batch:
     layout: Layout
     inputs: Tensor  # int64 [K], flat positions whose next token is trained; padded with 0
     targets: Tensor  # int64 [K], that next token; -100 where padded
+    is_far: Tensor  # bool [K]: it is in a document of more than `FAR` tokens
     sample: Tensor  # int64 [B, M], queries that teach the index
     weight: Tensor  # float32 [B, M], 0 where there was none
 
@@ -98,6 +102,7 @@ def assemble(
     documents = np.zeros((rows, row_tokens), dtype=np.int32)
     is_short = np.ones((rows, row_tokens), dtype=bool)
     can_teach = np.zeros((rows, row_tokens), dtype=bool)
+    is_far = np.zeros((rows, row_tokens), dtype=bool)
     for row, members in enumerate(placed):
         for number, (member, at) in enumerate(members):
             begin, end = starts[member], starts[member + 1]
@@ -106,6 +111,7 @@ def assemble(
             mask[row, at : at + size] = shard["mask"][begin:end]
             documents[row, at:] = number
             is_short[row, at:] = size <= choice
+            is_far[row, at:] = size > FAR
             can_teach[row, at:] = False
             can_teach[row, at + choice : at + size] = True
     # a document never starts with a trained token
@@ -113,6 +119,8 @@ def assemble(
     inputs, targets = np.zeros(capacity, dtype=np.int64), np.full(capacity, -100, dtype=np.int64)
     inputs[: len(trained)] = trained - 1
     targets[: len(trained)] = tokens.reshape(-1)[trained]
+    far = np.zeros(capacity, dtype=bool)
+    far[: len(trained)] = is_far.reshape(-1)[trained]
     sample = np.zeros((rows, SAMPLES), dtype=np.int64)
     weight = np.zeros((rows, SAMPLES), dtype=np.float32)
     before_trained = np.roll(mask, -1, axis=1) & can_teach
@@ -124,7 +132,7 @@ def assemble(
         sample[row, : len(found)], weight[row, : len(found)] = found, 1.0
     return {
         "tokens": tokens, "documents": documents, "is_short": is_short, "inputs": inputs,
-        "targets": targets, "sample": sample, "weight": weight,
+        "targets": targets, "is_far": far, "sample": sample, "weight": weight,
     }  # fmt: skip
 
 
@@ -176,7 +184,7 @@ def batch_of(arrays: dict[str, np.ndarray], windows: np.ndarray, device: torch.d
         return tensor
 
     layout = Layout(move(arrays["documents"]), move(arrays["is_short"]), move(windows))
-    names = ("inputs", "targets", "sample", "weight")
+    names = ("inputs", "targets", "is_far", "sample", "weight")
     return Batch(move(arrays["tokens"]), layout, *(move(arrays[name]) for name in names))
 
 
@@ -308,10 +316,15 @@ class Trainer:
             self.model.compile()
         self.step_count, self.tokens_seen, self.elapsed = 0, 0, 0.0
         self.steps_here = 0
+        self.looks_up = False  # the attention of the sparse layers finds things far back
 
     def progress(self) -> float:
         """How much of the schedule's time is over, 0 to 1."""
         return min(self.elapsed / self.arguments.total_seconds, 1.0)
+
+    def is_past(self, share: float) -> bool:
+        """Whether the phase that begins after this share of the time has begun."""
+        return self.progress() >= (share if self.looks_up else max(share, WAIT_UNTIL))
 
     def rate(self) -> float:
         """Share of the full learning rate: a warm-up after each start, then by the clock."""
@@ -328,16 +341,13 @@ class Trainer:
         return PackedAttention(self.config, batch.layout, chooser, self.tools, sample)
 
     def step(self, batch: Batch) -> Tensor:
-        """One update -> losses [3]: of all text, of the text in documents with a choice of blocks,
-        of the index.
-        """
-        mode = "index" if self.progress() >= CHOOSE_AFTER else "all"
+        """One update -> losses [3]: of all text, of the text in long documents, of the index."""
+        mode = "index" if self.is_past(CHOOSE_AFTER) else "all"
         attend = self.attention(batch, mode, teaches=True)
         hidden, loads = self.model(batch.tokens, attend, dtype=torch.bfloat16, use=self.use)
         logits = self.model.logits(hidden.flatten(0, 1)[batch.inputs])
         each = F.cross_entropy(logits.float(), batch.targets, ignore_index=-100, reduction="none")
-        counts = batch.targets >= 0
-        text = each.sum() / counts.sum()
+        text = each.sum() / (batch.targets >= 0).sum()
         index = torch.stack(attend.index_losses).mean()
         (text + index).backward()  # they share no parameter
         rate = self.rate()
@@ -356,8 +366,8 @@ class Trainer:
         self.step_count += 1
         self.steps_here += 1
         self.tokens_seen += batch.tokens.numel()
-        far = counts & ~batch.layout.is_short.flatten()[batch.inputs]
-        return torch.stack((text, (each * far).sum() / far.sum().clamp(min=1), index)).detach()
+        far = (each * batch.is_far).sum() / batch.is_far.sum().clamp(min=1)
+        return torch.stack((text, far, index)).detach()
 
     def save(self, folder: Path) -> None:
         """What a later run needs, in files of at most `PART_BYTES`; the counters are in the last,
@@ -439,10 +449,11 @@ def run(arguments: argparse.Namespace) -> None:
         and trainer.step_count < arguments.max_steps
     ):
         begin = time.monotonic()
-        batch = loader.take(device, widened=trainer.progress() >= WIDEN_AFTER)
+        batch = loader.take(device, widened=trainer.is_past(WIDEN_AFTER))
         losses.append(trainer.step(batch))
         if trainer.step_count % arguments.log_every == 0 or trainer.steps_here < 4:
             text, far, index = torch.stack(losses).mean(0).tolist()  # host-sync: progress line
+            trainer.looks_up |= 0 < far < LOOKS_UP
             now = time.monotonic()
             print(
                 f"step {trainer.step_count} loss {text:.4f} far {far:.4f} index {index:.4f} tokens "
@@ -480,7 +491,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     options.add_argument(
         "--eager", action="store_true", help="compile nothing; with 4 rows, a fifth of the speed"
     )
-    options.add_argument("--trained-share", type=float, default=0.28)
+    options.add_argument("--trained-share", type=float, default=0.22)
     options.add_argument("--muon-rate", type=float, default=3e-3)
     options.add_argument("--adam-rate", type=float, default=3e-3)
     options.add_argument("--bias-rate", type=float, default=1e-3)
