@@ -5,6 +5,7 @@ the model will be asked for.
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 import sys
 from collections.abc import Iterator
@@ -164,6 +165,27 @@ def test_what_is_trained_is_what_follows_the_prompt_of_its_mode(recipe: SimpleNa
             assert "ones " not in str(last)
     assert modes == {None, "adaptive", "enabled", "disabled"}
     assert longest > 4096
+
+
+def test_turns_are_written_as_the_models_own_template_writes_them(recipe: SimpleNamespace) -> None:
+    template, compared = recipe.data.Renderer().template, 0
+    golden = TOOLS.parents[1] / "tests" / "golden" / "minimax_m3_renders.jsonl"
+    for line in golden.read_text(encoding="utf-8").splitlines():
+        case = json.loads(line)
+        if case["expected"] is None or "pictures" in case["name"]:
+            continue
+        given = {"messages": case["messages"], "tools": case["tools"], **case["kwargs"]}
+        made = template.render(**given, add_generation_prompt=False)
+        # what comes before the turns, the system's and the developer's message, is nano's own
+        turns, expected = (
+            text.partition("]~b]developer\n")[2].partition("[e~[\n")[2]
+            for text in (made, case["expected"])
+        )
+        assert turns == expected, case["name"]
+        prompt = template.render(**given, add_generation_prompt=True)
+        assert prompt == made + case["opening"], case["name"]
+        compared += 1
+    assert compared > 80
 
 
 def test_packing_starts_long_documents_at_blocks_and_asks_queries_with_a_choice(

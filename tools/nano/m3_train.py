@@ -474,7 +474,7 @@ def run(arguments: argparse.Namespace) -> None:
     trainer.save(arguments.state)
     print(
         f"done: {trainer.step_count} steps, {trainer.tokens_seen} tokens, "
-        f"{time.monotonic() - begun:.0f} s in this run, {trainer.progress():.0%} of the schedule",
+        f"{time.monotonic() - begun:.0f} s in this run, {trainer.progress():.1%} of the schedule",
         flush=True,
     )
 
