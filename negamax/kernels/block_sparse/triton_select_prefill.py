@@ -63,6 +63,8 @@ def plan_select_prefill(metadata: AttentionMetadata, shape: SparseShape) -> Sele
     multiprocessors = platform.platform_of(device).multiprocessors
     splits = multiprocessors // triton.cdiv(max(1, num_tokens), size)
     splits = 2 ** max(0, min(splits, _MOST_SPLITS).bit_length() - 1)
+    if not metadata.is_captured and max(metadata.host_seq_lens) <= shape.dense_tokens:
+        splits = 1  # nothing is scored
     return SelectPrefillPlan(metadata, shape, block_m, query_tiles(metadata, size), splits)
 
 
