@@ -182,9 +182,12 @@ class M3Model(nn.Module):
         self.head = nn.Parameter(torch.randn(config.vocab_size, config.hidden_size) * 0.02)
 
     def compile(self) -> None:  # type: ignore[override]
-        """Compile the halves of the layers; the attention between them stays outside."""
+        """Compile the halves of the layers; the attention between them stays outside. Shapes are
+        fixed: dense and sparse layers differ, and no size is made a variable for that.
+        """
         for layer in self.layers:
-            layer.project, layer.finish = torch.compile(layer.project), torch.compile(layer.finish)
+            layer.project = torch.compile(layer.project, dynamic=False)
+            layer.finish = torch.compile(layer.finish, dynamic=False)
 
     def forward(
         self, tokens: Tensor, attend: Attend, *, dtype: torch.dtype, use: Precision

@@ -285,9 +285,9 @@ class Compiled:
     """The compiled functions between the halves of the layers."""
 
     def __init__(self) -> None:
-        self.flex: Any = torch.compile(flex_attention)
-        self.index_loss: Any = torch.compile(index_loss)
-        self.block_scores: Any = torch.compile(_block_scores)
+        self.flex: Any = torch.compile(flex_attention, dynamic=False)
+        self.index_loss: Any = torch.compile(index_loss, dynamic=False)
+        self.block_scores: Any = torch.compile(_block_scores, dynamic=False)
 
 
 class Trainer:
