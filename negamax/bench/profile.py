@@ -33,6 +33,11 @@ OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("QK norm + rope + KV write", ("_qk_norm", "_head_norm", "_sums_kernel")),
     ("attention", ("_decode", "_prefill", "reduce_kernel")),
     ("attention plan", ("_plan_decode",)),
+    (
+        "choice of blocks",
+        ("_count_keys", "_plan_queries", "_select_decode", "_select_prefill", "_merge_splits"),
+    ),
+    ("block-sparse prefill", ("_unite", "_sparse_prefill")),
     ("router", ("_route",)),
     ("experts, gate and up", ("_gate_up", "_packed_gate_up")),
     ("experts, down", ("_down", "_packed_down")),

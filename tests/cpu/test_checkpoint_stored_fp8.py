@@ -70,7 +70,7 @@ def kernels(prepared: dict[str, list[Any]]) -> KernelTable:
     """
 
     def recording(op: str) -> tuple[Kernel, ...]:
-        def prepare(*weights: StoredWeight) -> None:
+        def prepare(*weights: StoredWeight, **constants: object) -> None:
             prepared.setdefault(op, []).append(weights)
 
         plain = replace(table[op], prepare=prepare)

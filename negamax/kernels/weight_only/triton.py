@@ -170,20 +170,26 @@ def _load_words(w, rows, inside, k, P: tl.constexpr):
 
 @triton.jit
 def _of_span(each, i: tl.constexpr, SPANS: tl.constexpr):
-    """Of scales [ROWS, groups] of SPANS spans those of one, [ROWS, groups of a span]."""
+    """Of scales [ROWS, groups] of 1, 2 or 4 spans those of one, [ROWS, groups of a span]."""
     ROWS: tl.constexpr = each.shape[0]
     GROUPS: tl.constexpr = each.shape[1]
-    OF_ONE: tl.constexpr = max(1, GROUPS // SPANS)
+    ALL: tl.constexpr = max(GROUPS, SPANS)
     if GROUPS > 1 and SPANS > 1:
-        REPEATED: tl.constexpr = SPANS * OF_ONE // GROUPS
-        each = tl.broadcast_to(each[:, :, None], (ROWS, GROUPS, REPEATED))
-        for left in tl.static_range(2 if SPANS == 4 else 1):
-            PARTS: tl.constexpr = SPANS >> left
-            each = tl.reshape(each, (ROWS, 2, PARTS // 2 * OF_ONE))
-            low, high = tl.split(tl.permute(each, (0, 2, 1)))
-            each = high if i // (PARTS // 2) % 2 == 1 else low
-        each = tl.reshape(each, (ROWS, OF_ONE))
+        each = tl.broadcast_to(each[:, :, None], (ROWS, GROUPS, ALL // GROUPS))
+        each = tl.reshape(each, (ROWS, ALL))
+        if SPANS == 4:
+            each = _half(each, i // 2)
+        each = _half(each, i % 2)
     return each
+
+
+@triton.jit
+def _half(each, i: tl.constexpr):
+    """One of the two halves of the columns of `each` [ROWS, COLUMNS]."""
+    ROWS: tl.constexpr = each.shape[0]
+    COLUMNS: tl.constexpr = each.shape[1]
+    low, high = tl.split(tl.permute(tl.reshape(each, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+    return high if i == 1 else low
 
 
 @triton.constexpr_function
