@@ -11,6 +11,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -413,6 +414,19 @@ def test_scales_that_are_none_are_refused(tmp_path: Path, name: str, fault: str)
     with pytest.raises(CheckpointError) as caught:
         load_weights(build(made.spec, loaded=False).weight_slots(), made.spec, tmp_path)
     assert made.scale in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if "mxfp" in name])
+def test_a_huge_power_of_two_is_no_scale(tmp_path: Path, name: str) -> None:
+    """Kernels hold it in bf16 with 2^116 beside it."""
+    made = sound(name)
+    scale = made.tensors[made.scale]
+    assert scale.dtype == torch.uint8
+    for exponent, is_refused in ((127 + 10, False), (127 + 11, True)):
+        scale.view(-1)[-1] = exponent
+        save(tmp_path, made.tensors)
+        with pytest.raises(CheckpointError, match="huge") if is_refused else nullcontext():
+            load_weights(build(made.spec, loaded=False).weight_slots(), made.spec, tmp_path)
 
 
 @pytest.mark.parametrize("name", FORMATS)
