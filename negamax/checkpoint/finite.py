@@ -63,7 +63,7 @@ class FiniteCheck:
             found = [scale.describe(reader) for scale in list(self._scales.values())[:_MAX_NAMED]]
             names = _some(found, len(self._scales))
             texts.append(
-                f"the checkpoint has scales that are 0, negative, not finite or huge: {names}"
+                f"the checkpoint has scales that are 0, negative, huge, NaN or infinite: {names}"
             )
             broken = [
                 n for n in broken if not self._scales.keys() & {e.name for e in self._entries[n]}
