@@ -2,7 +2,8 @@
 the reason to skip it.
 
 Slots carry the names of MiniMax's own checkpoints. Re-saved and converted ones spell some of them
-otherwise, or store several matrices as one; the rules are here and nowhere else.
+otherwise, or store several matrices as one; the rules are here and nowhere else, and so are the
+names that both families have.
 """
 
 from __future__ import annotations
@@ -10,7 +11,46 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Set
 
+from negamax.layers.names import AttentionNames, DecoderNames, MoeNames
 from negamax.models.family import INT8_CACHE, Placement
+
+DECODER = DecoderNames(
+    embedding="model.embed_tokens.weight", norm="model.norm.weight", head="lm_head.weight"
+)
+
+
+def attention(layer: int) -> AttentionNames:
+    """The attention of a layer; of a sparse one without its indexer."""
+    prefix = f"model.layers.{layer}.self_attn"
+    return AttentionNames(
+        q=f"{prefix}.q_proj.weight",
+        k=f"{prefix}.k_proj.weight",
+        v=f"{prefix}.v_proj.weight",
+        out=f"{prefix}.o_proj.weight",
+        q_norm=f"{prefix}.q_norm.weight",
+        k_norm=f"{prefix}.k_norm.weight",
+        k_scale=f"{prefix}.k_scale",
+        v_scale=f"{prefix}.v_scale",
+    )
+
+
+def moe(layer: int) -> MoeNames:
+    """The mixture of experts of a layer."""
+    prefix = f"model.layers.{layer}.block_sparse_moe"
+    return MoeNames(
+        router=f"{prefix}.gate.weight",
+        router_bias=f"{prefix}.e_score_correction_bias",
+        gate=f"{prefix}.experts.*.w1.weight",
+        up=f"{prefix}.experts.*.w3.weight",
+        down=f"{prefix}.experts.*.w2.weight",
+    )
+
+
+def norms(layer: int) -> tuple[str, str]:
+    """The norms before the attention and before the MLP or the experts of a layer."""
+    prefix = f"model.layers.{layer}"
+    return f"{prefix}.input_layernorm.weight", f"{prefix}.post_attention_layernorm.weight"
+
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 # Other spellings: (pattern, replacement), applied in order.

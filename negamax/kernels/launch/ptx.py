@@ -102,7 +102,7 @@ def unpack_words(
 
 
 # Bits of e2m1 come to where bf16 has its own by shifts to the left (less than 0: to the right),
-# then masks; `layout.E2M1_BITS` says where they lie in a word.
+# then masks; `weight_only.layout.BITS` says where they lie in a word.
 _E2M1 = (
     ((0, 0x81C081C0),),
     ((3, 0x81C081C0),),

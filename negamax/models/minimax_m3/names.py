@@ -7,33 +7,19 @@ spellings are in `models/spellings.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from negamax.config.minimax_m3 import MiniMaxM3Spec
 from negamax.kernels.formats import Axis
-from negamax.layers.names import AttentionNames, DecoderNames, IndexerNames, MlpNames, MoeNames
+from negamax.layers.names import IndexerNames, MlpNames, MoeNames
+from negamax.models import spellings
 from negamax.models.family import WeightSpec
+from negamax.models.spellings import DECODER as DECODER
+from negamax.models.spellings import attention as attention
 from negamax.models.spellings import layer_of as layer_of
+from negamax.models.spellings import norms as norms
 from negamax.models.spellings import place as place
-
-DECODER = DecoderNames(
-    embedding="model.embed_tokens.weight", norm="model.norm.weight", head="lm_head.weight"
-)
-
-
-def attention(layer: int) -> AttentionNames:
-    """The attention of a layer; of a sparse one without its indexer."""
-    prefix = f"model.layers.{layer}.self_attn"
-    return AttentionNames(
-        q=f"{prefix}.q_proj.weight",
-        k=f"{prefix}.k_proj.weight",
-        v=f"{prefix}.v_proj.weight",
-        out=f"{prefix}.o_proj.weight",
-        q_norm=f"{prefix}.q_norm.weight",
-        k_norm=f"{prefix}.k_norm.weight",
-        k_scale=f"{prefix}.k_scale",
-        v_scale=f"{prefix}.v_scale",
-    )
 
 
 def indexer(layer: int) -> IndexerNames:
@@ -54,21 +40,8 @@ def mlp(layer: int) -> MlpNames:
 
 def moe(layer: int) -> MoeNames:
     """The mixture of experts of a layer, and the expert that all tokens share."""
-    prefix = f"model.layers.{layer}.block_sparse_moe"
-    return MoeNames(
-        router=f"{prefix}.gate.weight",
-        router_bias=f"{prefix}.e_score_correction_bias",
-        gate=f"{prefix}.experts.*.w1.weight",
-        up=f"{prefix}.experts.*.w3.weight",
-        down=f"{prefix}.experts.*.w2.weight",
-        shared=_mlp(f"{prefix}.shared_experts"),
-    )
-
-
-def norms(layer: int) -> tuple[str, str]:
-    """The norms before the attention and before the MLP of a layer."""
-    prefix = f"model.layers.{layer}"
-    return f"{prefix}.input_layernorm.weight", f"{prefix}.post_attention_layernorm.weight"
+    shared = _mlp(f"model.layers.{layer}.block_sparse_moe.shared_experts")
+    return replace(spellings.moe(layer), shared=shared)
 
 
 def weights(spec: MiniMaxM3Spec) -> Iterator[WeightSpec]:
