@@ -24,6 +24,7 @@ from negamax.config.options import (
 )
 
 MODEL, MEMORY, PARALLEL, LOGS = "Model", "Batching and memory", "Parallelism", "Logs"
+SPECULATION = "Speculation"
 
 
 _TABLE = (
@@ -159,6 +160,14 @@ _TABLE = (
         "Sequences of the largest captured decode step; default: --max-num-seqs.",
         also=("--cuda-graph-max-bs", "--cuda-graph-max-bs-decode"),
         is_count=True,
+    ),
+    Flag(
+        "speculative_config",
+        SPECULATION,
+        "Who guesses tokens ahead: method (eagle3, ngram), model, num_speculative_tokens, adaptive "
+        "and what else docs/speculation.md lists.",
+        flags=("--speculative-config", "-sc"),
+        is_json=True,
     ),
     Flag("max_logprobs", MEMORY, "The most logprobs a request may ask for."),
     Flag(

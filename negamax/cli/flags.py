@@ -44,6 +44,7 @@ class Flag:
     turns_off: bool = False  # a switch that sets the field to False
     is_size: bool = False  # bytes, with units
     is_count: bool = False  # a number, with units
+    is_json: bool = False  # an object
     adds_up: bool = False  # a list to which flags, environment and file contribute
 
     @property
@@ -111,6 +112,8 @@ def flag_parameters(
         kind, default = types[flag.field], False if flag.turns_off else fields[flag.field]
         if kind == tuple[str, ...]:
             kind, default = list[str] | None, None
+        if flag.is_json:
+            kind = str | None
         option = typer.Option(
             *flag.names,
             help=flag.listed_help,
@@ -132,6 +135,8 @@ def chosen_fields(table: Sequence[Flag], values: dict[str, Any]) -> dict[str, An
         value = values[flag.field]
         if flag.choices and value not in flag.choices:
             raise ConfigError(f"{flag.names[0]} is {value!r}; allowed: {', '.join(flag.choices)}")
+        if flag.is_json and value is not None:
+            value = json_object(flag.names[0], value)
         chosen[flag.field] = not value if flag.turns_off else value
     return chosen
 
@@ -145,6 +150,8 @@ def _parser(flag: Flag) -> Callable[[str], int | None] | None:
 def _metavar(flag: Flag) -> str | None:
     if flag.is_size:
         return "SIZE"
+    if flag.is_json:
+        return "JSON"
     return "NUMBER" if flag.is_count else None
 
 

@@ -59,6 +59,18 @@ def _group(
             yield (name if name.startswith("-") else f"--{name}"), entry
 
 
+# by key of --speculative-config
+_SPECULATION_KEYS = {
+    "method": "speculative-algorithm spec-method",
+    "model": "speculative-draft-model-path speculative-draft-model speculative-model spec-model",
+    "revision": "speculative-draft-model-revision",
+    "quantization": "speculative-draft-model-quantization",
+    "num_speculative_tokens": "speculative-num-steps num-speculative-tokens spec-tokens",
+    "num_draft_tokens": "speculative-num-draft-tokens",
+    "prompt_lookup_min": "speculative-ngram-min-match-window-size",
+    "prompt_lookup_max": "speculative-ngram-max-match-window-size",
+}
+
 _IGNORED = (
     _group("no code of a checkpoint is ever run", switches="trust-remote-code"),
     _group(
@@ -164,33 +176,32 @@ _IGNORED = (
         values="""decode-context-parallel-size -dcp dcp-size dcp-kv-cache-interleave-size
         cp-kv-cache-interleave-size""",
     ),
+    *(
+        _group(rules.SPECULATION, rule=rules.speculation(key), values=names)
+        for key, names in _SPECULATION_KEYS.items()
+    ),
+    _group(rules.SPECULATION, rule=rules.speculation("adaptive"), switches="speculative-adaptive"),
     _group(
-        "there is no speculative decoding; the answers are the same without it",
+        "drafts are chains that are sampled and compared; the answers are the same without it",
         switches="""speculative-dspark-align-verify-tokens-to-graph-tier
         speculative-use-rejection-sampling enable-multi-layer-eagle
         speculative-use-block-verification speculative-enable-w4a4-mxfp4-megamoe
-        speculative-adaptive enable-draft-weights-cpu-backup""",
-        values="""spec-method spec-model spec-tokens per-request-spec-decode-metrics
-        speculative-algorithm speculative-draft-model-path speculative-draft-model
-        speculative-draft-model-revision speculative-draft-load-format speculative-num-steps
-        speculative-eagle-topk speculative-num-draft-tokens speculative-dflash-block-size
+        enable-draft-weights-cpu-backup""",
+        values="""per-request-spec-decode-metrics speculative-draft-load-format
+        speculative-eagle-topk speculative-dflash-block-size
         speculative-domino-candidate-pool-size speculative-dspark-block-size
         speculative-dspark-sps-table-path speculative-dspark-confidence-sts-path
         speculative-accept-threshold-single speculative-accept-threshold-acc
         speculative-token-map speculative-attention-mode speculative-draft-attention-backend
         speculative-dsa-topk-backend speculative-draft-kv-cache-dtype
         speculative-draft-window-size speculative-draft-sink-size speculative-moe-runner-backend
-        speculative-moe-a2a-backend speculative-draft-model-quantization
-        speculative-adaptive-config spec-trace-dir speculative-ngram-min-bfs-breadth
-        speculative-ngram-max-bfs-breadth speculative-ngram-match-type
-        speculative-ngram-max-trie-depth speculative-ngram-capacity
+        speculative-moe-a2a-backend speculative-adaptive-config spec-trace-dir
+        speculative-ngram-min-bfs-breadth speculative-ngram-max-bfs-breadth
+        speculative-ngram-match-type speculative-ngram-max-trie-depth speculative-ngram-capacity
         speculative-ngram-external-corpus-path speculative-ngram-external-sam-budget
-        speculative-ngram-external-corpus-max-tokens speculative-ngram-min-match-window-size
-        uno-lora-path num-speculative-tokens speculative-ngram-max-match-window-size
-        speculative-model num-lookahead-slots decoupled-spec-bind-endpoint decoupled-spec-rank
-        decoupled-spec-role""",
+        speculative-ngram-external-corpus-max-tokens uno-lora-path num-lookahead-slots
+        decoupled-spec-bind-endpoint decoupled-spec-rank decoupled-spec-role""",
         lists="decoupled-spec-connect-endpoints",
-        json="speculative-config -sc",
     ),
     _group(
         "text is all that the model reads",

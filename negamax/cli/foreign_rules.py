@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ GRAPHS = "whole steps run as CUDA graphs; --enforce-eager turns that off"
 EXPERTS = "where experts lie is for --enable-expert-parallel to say; the answers are the same"
 TRANSFER = "the KV cache stays in the server that computed it"
 KERNELS = "kernels are chosen at start, for the GPU and the model"
+SPECULATION = "it is part of --speculative-config"
 TOKENIZER = "the tokenizer is the checkpoint's"
 
 # Values of our own options as other servers call them, by parameter.
@@ -114,6 +116,19 @@ def unsupported_split(field: str) -> Rule:
             splits_experts=experts,
         )
         return Translation(refusal=UNSUPPORTED[field], remedy=remedy)
+
+    return rule
+
+
+def speculation(key: str) -> Rule:
+    """The rule of names for `key` of --speculative-config."""
+
+    def rule(value: Any, line: Mapping[str, str]) -> Translation:
+        """The same value there; "none" and the like ask for nothing."""
+        if str(value).lower() in ("", "none", "null", "auto", "unquant"):
+            return Translation()
+        known = int(value) if isinstance(value, str) and value.isdigit() else value
+        return Translation((("--speculative-config", json.dumps({key: known})),))
 
     return rule
 

@@ -13,6 +13,7 @@ from negamax.base import log
 from negamax.base.errors import ConfigError
 from negamax.config.key_file import check_keys
 from negamax.config.parallel import ParallelOptions
+from negamax.config.speculation import SpeculationConfig
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 SOURCES = ("auto", "huggingface", "modelscope")
@@ -69,6 +70,8 @@ class EngineOptions:
     enable_expert_parallel: bool = False  # a rank holds whole experts instead of parts of all
     # ranks that experts are split over; default: 1, or all with enable_expert_parallel
     expert_parallel_size: int | None = None
+    # who guesses tokens ahead, with the keys of vLLM's (config/speculation.py)
+    speculative_config: dict[str, Any] | None = None
     # CPU threads per rank; default: the cores (from three up: less one) shared out
     num_threads: int | None = None
     seed: int = 0  # for requests that name none, and for synthetic weights
@@ -119,7 +122,7 @@ class EngineOptions:
             num_kv_blocks=1,
             max_logprobs=0,
         )
-        _ = self.parallel  # checked
+        _ = self.parallel, self.speculation  # checked
         _within("--num-threads", self.num_threads, 1, MAX_THREADS)
         _within("--seed", self.seed, -(2**63), 2**63 - 1)
 
@@ -130,6 +133,15 @@ class EngineOptions:
             tensor_parallel_size=self.tensor_parallel_size,
             enable_expert_parallel=self.enable_expert_parallel,
             expert_parallel_size=self.expert_parallel_size,
+        )
+
+    @property
+    def speculation(self) -> SpeculationConfig | None:
+        """Who guesses tokens ahead; None: nobody. Errors: `ConfigError`."""
+        if not self.speculative_config:
+            return None
+        return SpeculationConfig.read(
+            self.speculative_config, tensor_parallel_size=self.tensor_parallel_size
         )
 
 

@@ -100,6 +100,7 @@ class LLM:
         tensor_parallel_size: int = 1,
         enable_expert_parallel: bool = False,
         expert_parallel_size: int | None = None,
+        speculative_config: dict[str, Any] | None = None,
         num_threads: int | None = None,
         seed: int = 0,
         max_logprobs: int = 20,

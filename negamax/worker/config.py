@@ -11,6 +11,7 @@ import msgspec
 from negamax.config.families import family_of
 from negamax.config.kv_cache import KvCacheSpecs, with_index_dtype
 from negamax.config.model_spec import ModelSpec
+from negamax.config.speculation import SpeculationConfig
 from negamax.parallel.layout import ParallelLayout
 
 
@@ -64,6 +65,7 @@ class WorkerConfig:
     index_cache_dtype: str = "auto"  # as kv_cache_dtype; the worker replaces it by torch's name
     crash_dump_dir: str | None = None
     weight_cache: str | None = None  # a folder
+    speculation: SpeculationConfig | None = None  # its model is a folder, or a bundled name
 
     @property
     def kv_caches(self) -> KvCacheSpecs:

@@ -81,6 +81,47 @@ def test_overlap_is_on_until_switched_off(flag: str) -> None:
     assert not parsed("nano", flag).enable_overlap
 
 
+@pytest.mark.parametrize(
+    ("line", "config"),
+    [
+        (
+            "-sc.method eagle3 --speculative-config.model a/b -sc.num_speculative_tokens=3",
+            {"method": "eagle3", "model": "a/b", "num_speculative_tokens": 3},
+        ),
+        (
+            "--speculative-algorithm EAGLE3 --speculative-draft-model-path a/b "
+            "--speculative-num-steps 3 --speculative-eagle-topk 1 "
+            "--speculative-num-draft-tokens 4 --speculative-adaptive false",
+            {
+                "method": "EAGLE3",
+                "model": "a/b",
+                "num_speculative_tokens": 3,
+                "num_draft_tokens": 4,
+                "adaptive": False,
+            },
+        ),
+        (
+            "--speculative-algorithm NGRAM --speculative-num-draft-tokens 8 "
+            "--speculative-ngram-max-match-window-size 12",
+            {"method": "NGRAM", "num_draft_tokens": 8, "prompt_lookup_max": 12},
+        ),
+        ("--spec-method ngram --spec-tokens 2", {"method": "ngram", "num_speculative_tokens": 2}),
+        ("--speculative-algorithm none", None),
+    ],
+)
+def test_speculation_by_the_names_of_both_servers(
+    line: str, config: dict[str, object] | None
+) -> None:
+    assert parsed("nano", *line.split()).speculative_config == config
+
+
+def test_speculation_that_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--speculative-config is a JSON list"):
+        parsed("nano", "--speculative-config", "[1]")
+    with pytest.raises(ConfigError, match="allowed: eagle3, ngram"):
+        parsed("nano", "--speculative-algorithm", "NEXTN")
+
+
 def test_model_may_be_given_as_an_option() -> None:
     assert (
         parsed("--model", "x").model

@@ -84,8 +84,10 @@ def test_the_file_takes_lists_tables_and_other_servers_names(
         "false\ntrust-remote-code = true\n"
         "compilation-config = {cudagraph_capture_sizes = [1, "
         '4]}\n\n[default-chat-template-kwargs]\nthinking_mode = "enabled"\n'
+        '[speculative-config]\nmethod = "ngram"\nadaptive = false\n'
     )
     values, notes = explained(f"nano --config {file}")
+    assert values["speculative-config"][0] == '{"method": "ngram", "adaptive": false}'
     assert values["served-model-name"][0] == "a, b"
     assert values["max-num-seqs"] == ("7", f"max-running-requests in {file}")
     assert values["enable-prefix-caching"][0] == "off"
@@ -273,14 +275,14 @@ def test_refusals(refused: Any, line: str, words: str) -> None:
 
 def test_what_has_no_effect_is_said_once_for_each_reason(explained: Any) -> None:
     _, notes = explained(
-        "nano --attention-backend FLASHINFER --moe-backend triton --speculative-num-steps 3 "
+        "nano --attention-backend FLASHINFER --moe-backend triton --speculative-eagle-topk 1 "
         "--no-enable-lora"
     )
     assert notes.splitlines() == [
         "note: --attention-backend, --moe-backend have no effect: kernels are chosen at start, "
         "for the GPU and the model",
-        "note: --speculative-num-steps has no effect: there is no speculative decoding; the "
-        "answers are the same without it",
+        "note: --speculative-eagle-topk has no effect: drafts are chains that are sampled and "
+        "compared; the answers are the same without it",
     ]
 
 

@@ -52,7 +52,8 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
     spec = source.spec
     if script is not None:
         spec = replace(spec, max_position_embeddings=script.context_length)
-    for note in spec.notes:
+    speculation = source.speculation
+    for note in (*spec.notes, *(speculation.notes if speculation else ())):
         logger.info("%s", note)
     max_model_len = _context_length(options, spec)
     layout = ParallelLayout.of(options.parallel)
@@ -90,6 +91,7 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
         seed=options.seed,
         show_progress=options.show_progress,
         crash_dump_dir=options.crash_dump_dir,
+        speculation=speculation,
         addresses=None,
     )
     grammars = GrammarManager(

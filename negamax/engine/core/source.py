@@ -13,6 +13,7 @@ from negamax.config.generation import GenerationDefaults, SamplingDefaults, read
 from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
 from negamax.config.options import EngineOptions
+from negamax.config.speculation import EAGLE3, SpeculationConfig
 from negamax.quantization.detect import detect
 from negamax.quantization.names import check_name, quantized
 
@@ -29,12 +30,18 @@ class ModelSource:
     weights_folder: Path | None  # None: synthetic weights
     tokenizer_folder: Path
     name: str  # for the API, unless the user names it
+    speculation: SpeculationConfig | None = None  # with the folder of a draft model
 
 
 def locate(options: EngineOptions) -> ModelSource:
     """Find (and if need be download) the model's files and read its configuration. Errors:
     `ConfigError`, `CheckpointError`.
     """
+    source = _locate_target(options)
+    return replace(source, speculation=_locate_draft(options))
+
+
+def _locate_target(options: EngineOptions) -> ModelSource:
     check_name(options.quantization)  # before a download
     if options.model.lower() in bundled_names() and not Path(options.model).exists():
         if options.load_format != "synthetic":
@@ -63,6 +70,21 @@ def locate(options: EngineOptions) -> ModelSource:
         folder, spec, absent=family_of(spec.architecture).sampling
     )
     return ModelSource(spec, generation, weights, folder, options.model.rstrip("/"))
+
+
+def _locate_draft(options: EngineOptions) -> SpeculationConfig | None:
+    """Who guesses tokens ahead, a draft model by its folder. Errors: those of `resolve_model`."""
+    speculation = options.speculation
+    if speculation is None or speculation.method != EAGLE3:
+        return speculation
+    folder = resolve_model(
+        speculation.model or "",
+        speculation.revision,
+        options.download_dir,
+        options.source,
+        needs_weights=options.load_format != "synthetic",
+    )
+    return replace(speculation, model=str(folder))
 
 
 def _read_spec(folder: Path, *, options: EngineOptions) -> ModelSpec:

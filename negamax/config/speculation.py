@@ -1,0 +1,229 @@
+"""Who guesses tokens ahead and how many: vLLM's `--speculative-config`, by its names."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from negamax.base.errors import ConfigError
+
+EAGLE3, NGRAM = "eagle3", "ngram"
+METHODS = (EAGLE3, NGRAM)
+DEFAULT_DRAFT_TOKENS = 3
+# A row that verifies has one query more, and block-sparse attention takes up to 16 of a row.
+MAX_DRAFT_TOKENS = 15
+MAX_LOOKUP = 32
+
+_FLAG = "--speculative-config"
+_METHOD_NAMES = {"[ngram]": NGRAM, "ngram_gpu": NGRAM}
+_EAGLE3_KEYS = {
+    "model", "revision", "quantization", "draft_lm_head_quantization",
+    "eagle_aux_hidden_state_layer_ids",
+}  # fmt: skip
+_NGRAM_KEYS = {"prompt_lookup_min", "prompt_lookup_max"}
+_SYNTHETIC_KEYS = {"synthetic_acceptance_length", "synthetic_acceptance_rates"}
+_KEYS = {
+    "method", "num_speculative_tokens", "num_draft_tokens", "adaptive", "rejection_sample_method",
+    "draft_tensor_parallel_size", *_EAGLE3_KEYS, *_NGRAM_KEYS, *_SYNTHETIC_KEYS,
+}  # fmt: skip
+_DRAFT_RUNS = "a draft runs as its model does, in the same steps and graphs"
+# Keys of vLLM's that change no token of an answer: why nothing is to be done.
+_WITHOUT_EFFECT = {
+    **dict.fromkeys(("enforce_eager", "disable_padded_drafter_batch"), _DRAFT_RUNS),
+    **dict.fromkeys(("attention_backend", "moe_backend", "kv_cache_dtype"), _DRAFT_RUNS),
+    "disable_eagle_block_drop": "no block of the prefix cache is dropped for drafts",
+    "use_local_argmax_reduction": "ranks exchange the best token of each part, not logits",
+    "draft_sample_method": "a draft takes its most likely token",
+    "code_revision": "a checkpoint's code is never run",
+    "draft_load_config": "a draft is loaded as its model is",
+    "num_speculative_tokens_per_batch_size": "the number is chosen from measured times",
+    "max_model_len": "a draft sees what its model sees",
+}
+_REJECTION_METHODS = {
+    "standard": "standard", "strict": "standard", "probabilistic": "standard",
+    "block": "standard", "synthetic": "synthetic",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SpeculationConfig:
+    """How tokens are guessed ahead. `read` makes it from what a user types."""
+
+    method: str  # one of METHODS
+    num_speculative_tokens: int = DEFAULT_DRAFT_TOKENS  # at most so many in a row of a step
+    adaptive: bool = True  # fewer of them where measured times say that this is faster
+    model: str | None = None  # of a draft model: as the user names it, then its folder
+    revision: str | None = None  # of a draft model on a hub
+    quantization: str | None = None  # of a draft model, as its files say
+    draft_lm_head_quantization: str | None = None  # of its head alone: "fp8"
+    # the layers whose input a draft model reads, in place of what its config says
+    aux_layer_ids: tuple[int, ...] | None = None
+    prompt_lookup_min: int = 5  # tokens that must occur before, and at most are compared
+    prompt_lookup_max: int = 5
+    # For benchmarks: by place in the draft, the share of drafts that count as right up to there,
+    # whatever they are. None: drafts are compared.
+    synthetic_acceptance_rates: tuple[float, ...] | None = None
+    notes: tuple[str, ...] = ()  # keys without effect, and why
+
+    @property
+    def synthetic_acceptance_length(self) -> float | None:
+        """Tokens per verified row, on average; None: as many as are right."""
+        rates = self.synthetic_acceptance_rates
+        return None if rates is None else 1.0 + sum(rates)
+
+    @staticmethod
+    def read(fields: Mapping[str, Any], *, tensor_parallel_size: int = 1) -> SpeculationConfig:
+        """From the object that `--speculative-config` holds; null is a key left out. Errors:
+        `ConfigError` with value, limit and remedy.
+        """
+        given = {key: value for key, value in fields.items() if value is not None}
+        method = _method(given)
+        notes = tuple(f"{_FLAG}: {key} has no effect: {_WITHOUT_EFFECT[key]}"
+                      for key in given if key in _WITHOUT_EFFECT)  # fmt: skip
+        _check_keys(given, method)
+        # SGLang counts the token in front of them, too
+        rows = _integer(given, "num_draft_tokens", DEFAULT_DRAFT_TOKENS + 1, None)
+        count = _integer(given, "num_speculative_tokens", max(1, rows - 1), MAX_DRAFT_TOKENS)
+        ranks = _integer(given, "draft_tensor_parallel_size", tensor_parallel_size, None)
+        if ranks not in (1, tensor_parallel_size):
+            _refuse("draft_tensor_parallel_size", ranks, f"1, or {tensor_parallel_size} as the "
+                    "model has")  # fmt: skip
+        adaptive = given.get("adaptive", True)
+        if not isinstance(adaptive, bool):
+            _refuse("adaptive", adaptive, "true or false")
+        head = given.get("draft_lm_head_quantization")
+        if head not in (None, "fp8"):
+            _refuse("draft_lm_head_quantization", head, "fp8")
+        low, high = _lookup(given)
+        return SpeculationConfig(
+            method,
+            count,
+            adaptive=adaptive,
+            model=_text(given, "model") if method == EAGLE3 else None,
+            revision=_text(given, "revision"),
+            quantization=_text(given, "quantization"),
+            draft_lm_head_quantization=head,
+            aux_layer_ids=_layer_ids(given),
+            prompt_lookup_min=low,
+            prompt_lookup_max=high,
+            synthetic_acceptance_rates=_synthetic_rates(given, count),
+            notes=notes,
+        )
+
+
+def _method(given: Mapping[str, Any]) -> str:
+    """The method, which the model says where it is not named, as in vLLM."""
+    method, model = _text(given, "method"), _text(given, "model")
+    if method is None:
+        if model is None:
+            raise ConfigError(
+                f"{_FLAG} has no method", hint=f'give "method": one of {", ".join(METHODS)}'
+            )
+        method = NGRAM if model in (NGRAM, "[ngram]") else EAGLE3
+    method = _METHOD_NAMES.get(method.lower(), method.lower())
+    if method not in METHODS:
+        _refuse("method", given["method"], ", ".join(METHODS), "leave the option out, or choose "
+                "one of these; the answers are the same")  # fmt: skip
+    if method == EAGLE3 and model is None:
+        raise ConfigError(
+            f"{_FLAG} has method eagle3 and no model",
+            hint='give "model": the folder or hub id of the draft model',
+        )
+    return method
+
+
+def _check_keys(given: Mapping[str, Any], method: str) -> None:
+    other = _NGRAM_KEYS if method == EAGLE3 else _EAGLE3_KEYS - {"model"}
+    for key in given:
+        if key in other:
+            owner = NGRAM if method == EAGLE3 else EAGLE3
+            raise ConfigError(
+                f"{_FLAG} has {key}, which is for method {owner}; the method is {method}",
+                hint=f"leave {key} out",
+            )
+        if key not in _KEYS and key not in _WITHOUT_EFFECT:
+            near = difflib.get_close_matches(key, sorted(_KEYS), n=1)
+            raise ConfigError(
+                f"{_FLAG} has the unknown key {key[:60]!r}; known: {', '.join(sorted(_KEYS))}",
+                hint=f"did you mean {near[0]}?" if near else f"leave {key[:60]} out",
+            )
+
+
+def _lookup(given: Mapping[str, Any]) -> tuple[int, int]:
+    """How many tokens are looked up, at least and at most: 5, and one that is given for both."""
+    either = given.get("prompt_lookup_max", given.get("prompt_lookup_min", 5))
+    low, high = (
+        _integer({key: either, **given}, key, 5, MAX_LOOKUP)
+        for key in ("prompt_lookup_min", "prompt_lookup_max")
+    )
+    if low > high:
+        _refuse("prompt_lookup_min", low, f"at most prompt_lookup_max, which is {high}")
+    return low, high
+
+
+def _layer_ids(given: Mapping[str, Any]) -> tuple[int, ...] | None:
+    ids = given.get("eagle_aux_hidden_state_layer_ids")
+    if ids is None:
+        return None
+    is_list = isinstance(ids, list) and ids and all(type(one) is int and one >= 0 for one in ids)
+    if not is_list or list(ids) != sorted(set(ids)):
+        _refuse("eagle_aux_hidden_state_layer_ids", ids, "a list of layers, in ascending order")
+    return tuple(ids)
+
+
+def _synthetic_rates(given: Mapping[str, Any], count: int) -> tuple[float, ...] | None:
+    """The rates of vLLM's keys; a mean length becomes the schedule with the least variance."""
+    method = str(given.get("rejection_sample_method", "standard")).lower()
+    if method not in _REJECTION_METHODS:
+        _refuse("rejection_sample_method", method, ", ".join(_REJECTION_METHODS))
+    named = sorted(_SYNTHETIC_KEYS & given.keys())
+    if _REJECTION_METHODS[method] == "standard":
+        if named:
+            raise ConfigError(
+                f"{_FLAG} has {named[0]} and the rejection_sample_method {method}",
+                hint='for a benchmark add "rejection_sample_method": "synthetic"',
+            )
+        return None
+    if len(named) != 1:
+        raise ConfigError(
+            f"{_FLAG} has the rejection_sample_method synthetic with {len(named)} of "
+            f"{', '.join(sorted(_SYNTHETIC_KEYS))}",
+            hint="give one of them",
+        )
+    value = given[named[0]]
+    if named[0] == "synthetic_acceptance_length":
+        if not _is_number(value) or not 1 <= value <= count + 1:
+            _refuse(named[0], value, f"1 to {count + 1}, num_speculative_tokens and one")
+        return tuple(min(1.0, max(0.0, value - 1.0 - place)) for place in range(count))
+    is_list = isinstance(value, list) and len(value) == count and all(map(_is_number, value))
+    if not is_list or not value[0] <= 1 or not value[-1] >= 0 or value != sorted(value)[::-1]:
+        _refuse(named[0], value, f"{count} numbers from 0 to 1, none above the one before it")
+    return tuple(map(float, value))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _integer(given: Mapping[str, Any], key: str, default: int, most: int | None) -> int:
+    if key not in given and (most is None or default <= most):
+        return default
+    value = given.get(key, default)
+    if type(value) is not int or value < 1 or (most is not None and value > most):
+        _refuse(key, value, "1 or more" if most is None else f"1 to {most}")
+    return int(value)
+
+
+def _text(given: Mapping[str, Any], key: str) -> str | None:
+    value = given.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value:
+        _refuse(key, value, "a text")
+    return str(value)
+
+
+def _refuse(key: str, value: object, allowed: str, hint: str | None = None) -> NoReturn:
+    raise ConfigError(f"{_FLAG}: {key} is {repr(value)[:80]}; allowed: {allowed}", hint=hint)
