@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, full
 
 from negamax.worker.config import WorkerConfig
@@ -18,7 +19,7 @@ NUM_DRAFT_TOKENS = 3
 Key = tuple[int, tuple[int, ...]]  # seed and prompt of a request
 
 
-class KnowingProposer:
+class KnowingProposer(Proposer):
     """Guesses from the outputs of a run without drafts; as right as its kind says. Requests that it
     does not know get none.
     """
@@ -30,8 +31,15 @@ class KnowingProposer:
         self._kind, self._outputs = kind, outputs
 
     def propose(
-        self, states: TokenStates, slots: Tensor, lengths: Tensor, requests: RequestState
+        self,
+        states: TokenStates,
+        slots: Tensor,
+        lengths: Tensor,
+        ends: Tensor,
+        requests: RequestState,
     ) -> Tensor:
+        assert torch.equal(states.slots[ends], slots)
+        assert torch.equal(states.positions[ends], lengths - 2)
         drafts = full((len(slots), self.num_draft_tokens), -1)
         for row, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
             prompt_len = requests.state(slot).prompt_len
@@ -63,12 +71,17 @@ class ReadingProposer(KnowingProposer):
         self.seen: dict[tuple[int, int], list[Tensor]] = {}  # by slot and position
 
     def propose(
-        self, states: TokenStates, slots: Tensor, lengths: Tensor, requests: RequestState
+        self,
+        states: TokenStates,
+        slots: Tensor,
+        lengths: Tensor,
+        ends: Tensor,
+        requests: RequestState,
     ) -> Tensor:
         places = zip(states.slots.tolist(), states.positions.tolist(), strict=True)
         for token, place in enumerate(places):
             self.seen[place] = [residual[token].clone() for residual in states.residuals]
-        return super().propose(states, slots, lengths, requests)
+        return super().propose(states, slots, lengths, ends, requests)
 
 
 def install(patch: Callable[[object, str, Any], None], proposer: Proposer) -> None:

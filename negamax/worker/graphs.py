@@ -33,7 +33,6 @@ from negamax.models.decoder import Decoder
 from negamax.worker.batch import Column, StepColumns, model_inputs, place
 from negamax.worker.device import Graph, GraphPool, Runtime, upload
 from negamax.worker.request_state import RequestState
-from negamax.worker.speculation import TokenStates
 
 
 class StepShape(NamedTuple):
@@ -192,13 +191,11 @@ class StepGraphs:
         self._graphs[shape][0].replay()
         return self.buffers
 
-    def states(self, shape: StepShape, num_tokens: int) -> TokenStates:
-        """The first tokens of the step that was replayed."""
-        return TokenStates(
-            self._columns[:num_tokens],
-            self._places[:num_tokens],
-            [residual[:num_tokens] for residual in self.buffers.residuals],
-        )
+    def residuals(self, num_tokens: int) -> list[Tensor]:
+        """Of the first tokens of the step that was replayed, the streams of the layers that are
+        captured.
+        """
+        return [residual[:num_tokens] for residual in self.buffers.residuals]
 
     def counts(self, shape: StepShape, num_rows: int) -> tuple[Tensor, Tensor]:
         """The slots of the prepared step's first rows, and how many tokens each runs. [num_rows]"""

@@ -7,12 +7,17 @@ the output is that of a run without drafts, whatever the drafts are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.layers.attention import KvCaches
+from negamax.models.decoder import Decoder
+from negamax.parallel.context import ParallelContext
 from negamax.worker.config import WorkerConfig
 from negamax.worker.device import HostTensor
 from negamax.worker.request_state import RequestState
@@ -22,24 +27,51 @@ from negamax.worker.request_state import RequestState
 class TokenStates:
     """The T tokens that a step has run, wrong drafts included, and what the model made of them."""
 
-    slots: Tensor  # [T] int64
-    positions: Tensor  # [T] int64
+    metadata: AttentionMetadata  # where they stand, in the slots of the request state
     # of each layer in `Proposer.capture` [T, hidden]; see `Decoder.forward`
     residuals: list[Tensor]
 
+    @property
+    def slots(self) -> Tensor:
+        """[T] int64."""
+        return self.metadata.token_slots
+
+    @property
+    def positions(self) -> Tensor:
+        """[T] int64."""
+        return self.metadata.positions
+
 
 class Proposer(Protocol):
-    """Guesses what comes next. All ranks must guess the same."""
+    """Guesses what comes next. All ranks must guess the same. To be inherited from."""
 
     num_draft_tokens: int  # at a time
-    capture: tuple[int, ...]  # layers whose residual stream it reads
+    capture: tuple[int, ...] = ()  # layers whose residual stream it reads
+
+    def load(self, target: Decoder, context: ParallelContext, device: torch.device) -> str:
+        """Fill the weights that it has of its own, behind those of the model whose tokens it
+        guesses; a line for the log, or none.
+        """
+        return ""
+
+    def use_caches(self, caches: Sequence[KvCaches]) -> None:
+        """The caches that `WorkerConfig.draft` declares, in the blocks of the model's own."""
 
     def propose(
-        self, states: TokenStates, slots: Tensor, lengths: Tensor, requests: RequestState
+        self,
+        states: TokenStates,
+        slots: Tensor,
+        lengths: Tensor,
+        ends: Tensor,
+        requests: RequestState,
     ) -> Tensor:
-        """What follows the first lengths[i] tokens of slots[i], all of which are known. Called
-        behind every step, with those of its rows that sample; `states` is good until it returns.
-        slots, lengths [R] int64 -> [R, num_draft_tokens] int64, -1 from where there is no guess.
+        """What follows the first lengths[i] tokens of slots[i], all of which are known and all but
+        the last of which have run; of these the last is token ends[i] of `states`.
+
+        Called behind every step, with those of its rows that sample; `states` is good until it
+        returns. Tensor work alone, without waiting for the device, so that it can be captured.
+        slots, lengths, ends [R] int64 -> [R, num_draft_tokens] int64, -1 from where there is no
+        guess. A row of padding has slot `requests.padding_slot`.
         """
 
 

@@ -289,7 +289,7 @@ class Worker:
             masks = bitmask.of(range(num_rows), device=self._device)
             if masks is None and not self._rows.filtered_slots.isdisjoint(plan.slots):
                 graphs.draw(shape)
-            outcome = self._decoded(plan, buffers, graphs.states(shape, num_rows), masks)
+            outcome = self._decoded(plan, buffers, masks)
             self._rows.advance(*graphs.counts(shape, num_rows))
         else:
             began, outcome = self._forward(plan, bitmask, graphs)
@@ -322,18 +322,18 @@ class Worker:
             graphs.prepare(shape, columns)
             began = self._runtime.record_event()
             hidden = graphs.replay(shape).hidden
-            states = graphs.states(shape, len(columns.token_slots))
+            states = self._replayed_states(layout)
         else:
             token_ids, metadata = batches.build(layout, self._rows)
             began = self._runtime.record_event()
             hidden, residuals = self._model.forward(
                 token_ids, metadata, self._kv, capture=self._layers
             )
-            states = TokenStates(metadata.token_slots, metadata.positions, residuals)
+            states = TokenStates(metadata, residuals)
         prompt_logprobs = score_prompts(self._model, plan, hidden, layout=layout, rows=self._rows)
         rows = layout.sample_rows
         if not rows:
-            self._verify(plan, indices([], self._device), states)
+            self._verify(plan, indices([], self._device), states, layout)
             return began, StepOutput(plan.step_id, [], None, prompt_logprobs=prompt_logprobs)
         inputs = batches.sample_inputs(layout.sample_slots, layout.sample_offsets, self._rows)
         hidden = hidden[indices(layout.sample_tokens, self._device)]
@@ -349,16 +349,27 @@ class Worker:
             HostTensor(sampled.token_ids),
             sampled,
             prompt_logprobs,
-            verification=self._verify(plan, sampled.token_ids, states),
+            verification=self._verify(plan, sampled.token_ids, states, layout),
         )
 
+    def _replayed_states(self, layout: batches.BatchLayout) -> TokenStates | None:
+        """What a replayed step has made of its tokens, for the proposer; None: there is none."""
+        if self._proposer is None or self._graphs is None:
+            return None
+        _, metadata = batches.build(layout, self._rows)
+        return TokenStates(metadata, self._graphs.residuals(len(layout.columns.token_slots)))
+
     def _verify(
-        self, plan: StepPlan, token_ids: torch.Tensor, states: TokenStates
+        self,
+        plan: StepPlan,
+        token_ids: torch.Tensor,
+        states: TokenStates | None,
+        layout: batches.BatchLayout,
     ) -> Verification | None:
         """Compare the drafts of a step with what was sampled in their places, `token_ids` of all
         samples; take back those that are wrong, and have the next ones proposed.
         """
-        if self._proposer is None:
+        if self._proposer is None or states is None:
             return None
         rows = np.flatnonzero(plan.needs_sampling)
         slots, num_scheduled, num_drafts = (
@@ -366,11 +377,14 @@ class Worker:
             for column in (plan.slots, plan.num_scheduled, plan.num_draft_tokens)
         )
         firsts = (num_drafts + 1).cumsum() - num_drafts - 1
-        columns = slots, num_scheduled - num_drafts, firsts, num_drafts
-        slot, offset, first, count = batches.upload(columns, self._device)
+        ends = np.array(layout.sample_tokens, dtype=np.int64)[firsts]
+        columns = slots, num_scheduled - num_drafts, firsts, num_drafts, ends
+        slot, offset, first, count, end = batches.upload(columns, self._device)
         accepted = count_accepted(token_ids, self._rows.drafts[slot], first, count)
         lengths = self._rows.num_computed[slot] + offset + accepted + 1
-        self._rows.drafts[slot] = self._proposer.propose(states, slot, lengths, self._rows)
+        self._rows.drafts[slot] = self._proposer.propose(
+            states, slot, lengths, end + accepted, self._rows
+        )
         self._rows.advance(slot, accepted - count)
         if not num_drafts.any():
             return None
@@ -382,7 +396,6 @@ class Worker:
         self,
         plan: StepPlan,
         buffers: StepBuffers,
-        states: TokenStates,
         masks: RowBitmasks | None,
     ) -> StepOutput:
         """What a replayed step of generated tokens came to; only rows that ask for more are sampled
@@ -396,12 +409,16 @@ class Worker:
             sampled = self._sampler(buffers.logits[:num_rows], inputs, picked=picked, masks=masks)
             self._store_sampled(sampled, inputs)
             token_ids = sampled.token_ids
+        verification = None
+        if self._proposer is not None:
+            layout = batches.build_batch_layout(plan, self._rows, generated_apart=True)
+            verification = self._verify(plan, token_ids, self._replayed_states(layout), layout)
         return StepOutput(
             plan.step_id,
             list(range(num_rows)),
             HostTensor(token_ids),
             sampled,
-            verification=self._verify(plan, token_ids, states),
+            verification=verification,
         )
 
     def _store_sampled(self, sampled: Sampled, inputs: batches.SampleInputs) -> None:
