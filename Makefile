@@ -4,6 +4,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 # A released PyTorch by exact version, before anything that depends on it.
 TORCH  ?= torch==2.13.0
+# The oldest Triton that pyproject.toml allows: that of GPU machines with PyTorch 2.11.
+OLDEST_TRITON ?= triton==3.6.0
 # The tests of `make test`, which need no GPU.
 GATE   := not gpu and not install and not full
 PYTEST := $(BIN)/python -m pytest -m "$(GATE)"
@@ -11,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest -m "$(GATE)"
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo serve test attack fault-table test-install lint types contracts statements docs check
-.PHONY: sbom constraints clean
+.PHONY: compile-oldest sbom constraints clean
 
 demo: $(VENV)/.demo   ## start the embedded model, chat with thinking, call a tool, stop
 	$(BIN)/python examples/demo.py
@@ -34,6 +36,15 @@ attack: $(VENV)/.dev  ## hostile requests and dying parts at full size, against 
 
 test-install: $(VENV)/.dev  ## the wheel alone in an empty environment: commands, server, hub ids
 	$(BIN)/python -m pytest -m install tests/install
+
+compile-oldest: build/$(OLDEST_TRITON)/.installed  ## GPU kernels, by the oldest Triton
+	PYTHONPATH=build/$(OLDEST_TRITON) \
+	  $(BIN)/python tests/cpu/compile_kernels.py --quiet $(or $(ARGS),sm_90 gfx942)
+
+build/$(OLDEST_TRITON)/.installed: $(VENV)/.dev
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --upgrade --target $(@D) \
+	  $(OLDEST_TRITON)
+	@touch $@
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

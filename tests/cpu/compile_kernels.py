@@ -1,6 +1,6 @@
 """Compiles what the kernel table launches on GPUs that are not here, at the sizes of MiniMax-M2:
-`python tests/cpu/compile_kernels.py gfx942 sm_90 [--every N]`. One JSON object per kernel on
-standard output.
+`python tests/cpu/compile_kernels.py gfx942 sm_90 [--every N] [--quiet]`. One JSON object per kernel
+on standard output; the exit code is 1 where a kernel does not compile.
 
 The ops' own full-size cases are applied to tensors without memory (PyTorch's "meta" device), so the
 code that chooses tiles and launches runs as on the GPU; a launch only compiles. Compiled is as far
@@ -89,8 +89,19 @@ def reason_against(platform: platforms.Platform, case: Case) -> str | None:
     return None
 
 
-def compile_for(platform: platforms.Platform, cases: list[tuple[Op, Case]]) -> None:
-    """Compile and report. In a process that has imported no kernel yet."""
+def described(error: BaseException) -> str:
+    """The end of what an error says, and of what it came from: Triton's own words stand there."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {str(error)[-600:]}"
+
+
+def compile_for(
+    platform: platforms.Platform, cases: list[tuple[Op, Case]], *, quiet: bool = False
+) -> None:
+    """Compile and report, if `quiet` errors only. In a process that has imported no kernel yet;
+    ends it.
+    """
     nvidia = platform.vendor == "nvidia"
     if not nvidia:
         sys.modules["triton.language.extra.cuda"] = None  # type: ignore[assignment]  # as on ROCm
@@ -102,16 +113,20 @@ def compile_for(platform: platforms.Platform, cases: list[tuple[Op, Case]]) -> N
     quantize_spec.quantize_activations = table["quantize.activations"].run
     about: dict[str, Any] = {}
     done: set[str] = set()
+    failed = False
 
     def report(**found: Any) -> None:
-        print(json.dumps({**about, **found}), flush=True)
+        nonlocal failed
+        failed |= "error" in found
+        if not quiet or "error" in found:
+            print(json.dumps({**about, **found}), flush=True)
 
     def launch(kernel: Any, grid: Any) -> Callable[..., None]:
         def run(*args: Any, **kwargs: Any) -> None:
             try:
                 compiled = kernel.run(*args, grid=grid, warmup=True, **kwargs)
             except Exception as error:
-                report(kernel=kernel.fn.__name__, error=f"{type(error).__name__}: {error}"[-600:])
+                report(kernel=kernel.fn.__name__, error=described(error))
                 return
             if compiled.hash not in done:
                 done.add(compiled.hash)
@@ -139,7 +154,8 @@ def compile_for(platform: platforms.Platform, cases: list[tuple[Op, Case]]) -> N
             with without_memory(), torch.inference_mode():
                 op.apply(kernel, case)
         except Exception as error:
-            report(error=f"{type(error).__name__}: {error}"[-600:])
+            report(error=described(error))
+    sys.exit(int(failed))
 
 
 def main() -> None:
@@ -147,6 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("archs", nargs="+", choices=sorted(PLATFORMS))
     parser.add_argument("--every", type=int, default=1, help="N: every N-th case, others for each")
+    parser.add_argument("--quiet", action="store_true", help="print errors only")
     options = parser.parse_args()
     with without_memory(), torch.inference_mode():
         cases = [
@@ -154,15 +171,19 @@ def main() -> None:
             for op in OPS.values()
             for case in op.wide(torch.bfloat16, SimpleNamespace(device=META))  # type: ignore[arg-type]
         ]
+    failed = []
     for first, arch in enumerate(options.archs):
         process = multiprocessing.get_context("fork").Process(
             target=compile_for,
             args=(PLATFORMS[arch], cases[5 * first % options.every :: options.every]),
+            kwargs={"quiet": options.quiet},
         )
         process.start()
         process.join()
         if process.exitcode:
-            sys.exit(f"{arch}: exit code {process.exitcode}")
+            failed.append(f"{arch}: exit code {process.exitcode}")
+    if failed:
+        sys.exit(f"Triton {triton.__version__} does not compile all of them; {', '.join(failed)}")
 
 
 if __name__ == "__main__":
