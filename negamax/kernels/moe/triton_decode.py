@@ -99,7 +99,8 @@ def _gate_up_gemv_kernel(
             step_up *= up_scales[step][:, None]
         gate += step_gate
         up += step_up
-    y = swiglu(tl.sum(gate, 0), tl.sum(up, 0), tl.constexpr(E.ACTIVATION))
+    ACTIVATION: tl.constexpr = E.ACTIVATION
+    y = swiglu(tl.sum(gate, 0), tl.sum(up, 0), ACTIVATION)
     tl.store(h_ptr + pair * E.WIDTH + offs_n, y.to(h_ptr.dtype.element_ty), mask=offs_n < E.WIDTH)
 
 
@@ -245,7 +246,8 @@ def _gate_up_tile(
         else:
             gate = dot(w_gate, x, gate)
             up = dot(w_up, x, up)
-    y = swiglu(gate, up, tl.constexpr(E.ACTIVATION))
+    ACTIVATION: tl.constexpr = E.ACTIVATION
+    y = swiglu(gate, up, ACTIVATION)
     h_ptrs = h_ptr + pairs.to(tl.int64)[None, :] * E.WIDTH + offs_n[:, None]
     if E.FP8:
         scale = group_scale(y, 0, h_ptr.dtype.element_ty)

@@ -28,7 +28,8 @@ def packed_gate_up(
                     BLOCK_K, NUM_STAGES, NUM_WARPS, PARTS=2, APART=APART)  # fmt: skip
     both = tl.permute(tl.reshape(both, (2, BLOCK_N, BLOCK_M)), (1, 2, 0))
     gate, up = tl.split(both)
-    return swiglu(gate, up, tl.constexpr(E.ACTIVATION))
+    ACTIVATION: tl.constexpr = E.ACTIVATION
+    return swiglu(gate, up, ACTIVATION)
 
 
 @triton.jit

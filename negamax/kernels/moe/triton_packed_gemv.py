@@ -82,7 +82,8 @@ def _packed_gate_up_gemv_kernel(
         rows = tl.minimum(first_n + offs % BLOCK_N, E.WIDTH - 1) + offs // BLOCK_N * E.WIDTH
         both *= tl.load(w[3] + expert * (2 * E.WIDTH) + rows)[:, None]
     gate, up = tl.split(tl.permute(tl.reshape(both, (2, BLOCK_N, TOKENS)), (1, 2, 0)))
-    y = swiglu(gate, up, tl.constexpr(E.ACTIVATION))
+    ACTIVATION: tl.constexpr = E.ACTIVATION
+    y = swiglu(gate, up, ACTIVATION)
     inside = (offs_n < E.WIDTH)[:, None] & valid[None, :]
     h_ptrs = h_ptr + pairs[None, :] * E.WIDTH + offs_n[:, None]
     tl.store(h_ptrs, y.to(h_ptr.dtype.element_ty), mask=inside)

@@ -226,7 +226,8 @@ def _gate_up_large_m_kernel(
         up = _product(x_ptrs, x_scale_ptr, w, w_scale_ptr, tokens, valid,
                       row + first_n, row + E.WIDTH - 1,
                       E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
-        y = swiglu(gate, up, tl.constexpr(E.ACTIVATION))
+        ACTIVATION: tl.constexpr = E.ACTIVATION
+        y = swiglu(gate, up, ACTIVATION)
     if E.FP8:
         scale = group_scale(y, 1, h_ptr.dtype.element_ty)
         h_scale_ptrs = h_scale_ptr + places * (E.WIDTH // BLOCK_N) + first_n // BLOCK_N

@@ -98,7 +98,8 @@ def _gate_up_w8a8_kernel(
     w_scale_ptrs = w_scale_ptr + expert * (2 * E.WIDTH) + offs_n
     gate *= tl.load(w_scale_ptrs, mask=inside, other=0.0)[None, :]
     up *= tl.load(w_scale_ptrs + E.WIDTH, mask=inside, other=0.0)[None, :]
-    y = tl.where(inside[None, :], swiglu(gate, up, tl.constexpr(E.ACTIVATION)), 0.0)
+    ACTIVATION: tl.constexpr = E.ACTIVATION
+    y = tl.where(inside[None, :], swiglu(gate, up, ACTIVATION), 0.0)
     scale = scale_of_rows(y, dtype)
     tl.store(h_scale_ptr + places * TILES_N + tile_n, scale, mask=valid)
     h = round_rows(y, scale, dtype, BLOCK_M, BLOCK_N)
