@@ -23,18 +23,17 @@ def unpacked(packed: PackedWeight) -> Tensor:
     own, rows = packed.packing, len(packed.qweight)
     words = packed.qweight.view(rows, -1, 4, 4, 4)  # spans, threads, their words, bytes
     words = (words.long() << torch.arange(0, 32, 8)).sum(-1)
-    span = 64 * own.CODES
-    codes = torch.empty(rows, words.shape[1], span, dtype=torch.uint8)
-    for column in range(span):
-        thread, right = column % 8 // 2, column % 2
-        word, pair = column // 16, column // 8 % 2
-        if own.CODES == 2:
-            word, pair = column // 32, column // 8 % 4
-            places = layout.BITS[own.ELEMENT][pair]
-        else:
-            places = range(8 * pair, 8 * pair + 8)
-        held = words[:, :, thread, word] >> 16 * right
-        codes[..., column] = sum((held >> place & 1) << bit for bit, place in enumerate(places))
+    columns = torch.arange(64 * own.CODES)  # of a span
+    thread, right = columns % 8 // 2, columns % 2
+    if own.CODES == 2:
+        word, pair = columns // 32, columns // 8 % 4
+        places = torch.tensor([tuple(each) for each in layout.BITS[own.ELEMENT]])[pair]
+    else:
+        word, pair = columns // 16, columns // 8 % 2
+        places = 8 * pair[:, None] + torch.arange(8)
+    held = words[:, :, thread, word] >> 16 * right  # [rows, spans, columns]
+    codes = sum((held >> place & 1) << bit for bit, place in enumerate(places.unbind(-1)))
+    codes = codes.to(torch.uint8)
     codes = codes.flatten(1)
     assert codes.shape[1] == own.K_PACKED
     scale = zero = None
