@@ -37,10 +37,11 @@ class KnowingProposer(Proposer):
         lengths: Tensor,
         ends: Tensor,
         requests: RequestState,
+        num_tokens: int,
     ) -> Tensor:
         assert torch.equal(states.slots[ends], slots)
         assert torch.equal(states.positions[ends], lengths - 2)
-        drafts = full((len(slots), self.num_draft_tokens), -1)
+        drafts = full((len(slots), num_tokens), -1)
         for row, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
             prompt_len = requests.state(slot).prompt_len
             prompt = tuple(requests.tokens[slot, :prompt_len].tolist())
@@ -48,7 +49,7 @@ class KnowingProposer(Proposer):
             known = requests.tokens[slot, prompt_len:length].tolist()
             # (a row in flight goes on behind its end)
             assert known[: len(output)] == output[: len(known)], "what is accepted is in its place"
-            guesses = output[length - prompt_len :][: self.num_draft_tokens]
+            guesses = output[length - prompt_len :][:num_tokens]
             for place, token in enumerate(guesses):
                 drafts[row, place] = self._guess(token, random.Random(f"{length} {token} {place}"))
         return drafts
@@ -77,11 +78,12 @@ class ReadingProposer(KnowingProposer):
         lengths: Tensor,
         ends: Tensor,
         requests: RequestState,
+        num_tokens: int,
     ) -> Tensor:
         places = zip(states.slots.tolist(), states.positions.tolist(), strict=True)
         for token, place in enumerate(places):
             self.seen[place] = [residual[token].clone() for residual in states.residuals]
-        return super().propose(states, slots, lengths, ends, requests)
+        return super().propose(states, slots, lengths, ends, requests, num_tokens)
 
 
 def install(patch: Callable[[object, str, Any], None], proposer: Proposer) -> None:

@@ -251,6 +251,8 @@ class RequestState:
         tokens, blocks, seed = upload(numbers, self._device)
         self.tokens[slot, : len(row.token_ids)] = tokens
         self.block_tables[slot, : len(row.block_ids)] = blocks
+        # where a proposer with caches of its own goes ahead of the known tokens
+        self.block_tables[slot, len(row.block_ids) :] = self._spare_block
         self.seeds[slot : slot + 1] = seed
         self._fill_sampling(row)
 

@@ -45,7 +45,7 @@ class TokenStates:
 class Proposer(Protocol):
     """Guesses what comes next. All ranks must guess the same. To be inherited from."""
 
-    num_draft_tokens: int  # at a time
+    num_draft_tokens: int  # at a time, at most
     capture: tuple[int, ...] = ()  # layers whose residual stream it reads
 
     def load(self, target: Decoder, context: ParallelContext, device: torch.device) -> str:
@@ -64,14 +64,18 @@ class Proposer(Protocol):
         lengths: Tensor,
         ends: Tensor,
         requests: RequestState,
+        num_tokens: int,
     ) -> Tensor:
         """What follows the first lengths[i] tokens of slots[i], all of which are known and all but
         the last of which have run; of these the last is token ends[i] of `states`.
 
-        Called behind every step, with those of its rows that sample; `states` is good until it
-        returns. Tensor work alone, without waiting for the device, so that it can be captured.
-        slots, lengths, ends [R] int64 -> [R, num_draft_tokens] int64, -1 from where there is no
-        guess. A row of padding has slot `requests.padding_slot`.
+        Called behind every step, with those of its rows that sample, also where these are none or
+        `num_tokens` is 0: caches of its own get the tokens of every step. `states` is good until it
+        returns. Tensor work alone, without waiting for the device, so that it can be captured; the
+        host knows no lengths then (`AttentionMetadata.is_captured`).
+        slots, lengths, ends [R] int64 -> [R, num_tokens] int64, -1 from where there is no guess.
+        A row of padding has slot `requests.padding_slot`. Behind a slot's blocks its table leads
+        to a block of nobody.
         """
 
 

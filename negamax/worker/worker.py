@@ -118,7 +118,7 @@ class Worker:
             self._rows = RequestState(
                 config.max_num_seqs,
                 config.max_model_len,
-                max_blocks=-(-config.max_model_len // config.block_size),
+                max_blocks=-(-(config.max_model_len + num_draft_tokens) // config.block_size),
                 eos_token_ids=config.eos_token_ids,
                 device=device,
                 num_draft_tokens=num_draft_tokens,
@@ -383,7 +383,7 @@ class Worker:
         accepted = count_accepted(token_ids, self._rows.drafts[slot], first, count)
         lengths = self._rows.num_computed[slot] + offset + accepted + 1
         self._rows.drafts[slot] = self._proposer.propose(
-            states, slot, lengths, end + accepted, self._rows
+            states, slot, lengths, end + accepted, self._rows, self._proposer.num_draft_tokens
         )
         self._rows.advance(slot, accepted - count)
         if not num_drafts.any():
