@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from negamax.base.log import get_logger
+from negamax.config.speculation import NGRAM
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.layers.attention import KvCaches
 from negamax.models.decoder import Decoder
@@ -21,6 +23,8 @@ from negamax.parallel.context import ParallelContext
 from negamax.worker.config import WorkerConfig
 from negamax.worker.device import HostTensor
 from negamax.worker.request_state import RequestState
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -80,9 +84,17 @@ class Proposer(Protocol):
 
 
 def load_proposer(config: WorkerConfig) -> Proposer | None:
-    """The proposer that `config` asks for, by the name of its method, of which there is none yet;
-    None: tokens are generated one by one.
+    """The proposer that `config` asks for, by the name of its method; None: tokens are generated
+    one by one.
     """
+    speculation = config.speculation
+    if speculation is None:
+        return None
+    if speculation.method == NGRAM:
+        from negamax.worker.ngram import NgramProposer
+
+        return NgramProposer(speculation, max_model_len=config.max_model_len)
+    logger.warning("there is no speculation by %s yet", speculation.method)
     return None
 
 
