@@ -61,6 +61,7 @@ def of_plan(plan: StepPlan) -> dict[str, Any]:
         "slots": plan.slots,
         "num_scheduled": plan.num_scheduled,
         "num_draft_tokens": plan.num_draft_tokens,
+        "num_proposed": plan.num_proposed,
         "needs_sampling": plan.needs_sampling,
         "grammar_rows": plan.grammar_rows,
         "new_rows": [

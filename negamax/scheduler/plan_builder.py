@@ -44,9 +44,9 @@ class PlanBuilder:
         self.budget -= count
         self.chunks.append((count, samples, sequence))
 
-    def finish(self, step_id: int, *, has_constrained: bool) -> StepPlan:
+    def finish(self, step_id: int, *, has_constrained: bool, num_proposed: int) -> StepPlan:
         """The plan; afterwards `sequences` has one entry per row. `has_constrained`: some sequence
-        is constrained.
+        is constrained; `num_proposed` as in `StepPlan`.
         """
         num_scheduled = [1] * len(self.slots)
         needs_sampling = [True] * len(self.slots)
@@ -77,4 +77,5 @@ class PlanBuilder:
             num_draft_tokens,
             needs_sampling,
             grammar_rows,
+            num_proposed,
         )

@@ -23,6 +23,7 @@ from operator import attrgetter
 
 from negamax.base.errors import ContextLengthError, InvalidRequestError, OverloadedError
 from negamax.scheduler.blocks import BlockPool
+from negamax.scheduler.draft_length import DraftLength, FixedDraftLength
 from negamax.scheduler.plan_builder import PlanBuilder
 from negamax.scheduler.prefix_cache import match_prefix
 from negamax.scheduler.request import GenerateRequest
@@ -64,8 +65,11 @@ class Scheduler:
     order they were made.
     """
 
-    def __init__(self, limits: SchedulerLimits) -> None:
+    def __init__(self, limits: SchedulerLimits, draft_length: DraftLength | None = None) -> None:
+        """`draft_length`: how many draft tokens rows verify; None: as many as they may."""
         self.limits = limits
+        self._draft_length = draft_length or FixedDraftLength(limits.num_draft_tokens)
+        self._num_proposed = 0  # draft tokens that the latest plan has proposed
         self.preemption_count = 0
         self.prompt_tokens = 0  # of requests that were admitted
         self.cached_prompt_tokens = 0  # of these, taken from the prefix cache
@@ -216,7 +220,10 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step; None when nothing can run before the next commit or `add`."""
         builder = PlanBuilder(self.limits.max_num_batched_tokens)
-        for sequence in self._plan_decodes(builder):
+        num_drafts = 0
+        if self.limits.num_draft_tokens and self._num_constrained < len(self._sequences):
+            num_drafts = self._draft_length.choose(len(self._running))
+        for sequence in self._plan_decodes(builder, min(num_drafts, self._num_proposed)):
             if not builder.budget:
                 break
             builder.add_chunk(sequence)
@@ -230,7 +237,12 @@ class Scheduler:
             builder.add_chunk(sequence)
         if not builder.sequences and not builder.chunks:
             return None
-        plan = builder.finish(self._step_count, has_constrained=self._num_constrained > 0)
+        plan = builder.finish(
+            self._step_count,
+            has_constrained=self._num_constrained > 0,
+            num_proposed=num_drafts,
+        )
+        self._num_proposed = num_drafts
         self._in_flight.append(_UncommittedPlan(self._step_count, builder.sequences, set()))
         self._step_count += 1
         return plan
@@ -250,6 +262,8 @@ class Scheduler:
         step = self._take_in_flight(plan)
         postponed = step.postponed
         assert result.step_id == plan.step_id
+        if self.limits.num_draft_tokens:
+            self._draft_length.record(plan, result)
         token_ids, logprobs = result.token_ids, result.logprobs
         prompt_logprobs, errors = result.prompt_logprobs, result.errors
         updates: list[SequenceUpdate] = []
@@ -346,9 +360,9 @@ class Scheduler:
             code="kv_cache_exceeded",
         )
 
-    def _plan_decodes(self, builder: PlanBuilder) -> list[Sequence]:
-        """One row for each running sequence with one token left to run; returns those with more, in
-        order.
+    def _plan_decodes(self, builder: PlanBuilder, most_drafts: int) -> list[Sequence]:
+        """One row for each running sequence with one token left to run, and up to `most_drafts`
+        draft tokens; returns those with more left, in order.
 
         The budget suffices for all of them: a sequence is admitted only into a step in which every
         running one had a row and a token was left over. Drafts take what is left after a token for
@@ -357,7 +371,6 @@ class Scheduler:
         prefills: list[Sequence] = []
         num_postponed = 0
         sequences, slots = builder.sequences, builder.slots
-        most_drafts = self.limits.num_draft_tokens
         spare = builder.budget - len(self._running) if most_drafts else 0
         # _grow may take sequences off the end, never one already passed
         for sequence in self._running:
@@ -375,7 +388,8 @@ class Scheduler:
                 if not self._grow(sequence):
                     continue
                 builder.append_block(sequence)
-            if spare > 0 and not sequence.is_constrained:
+            # (nothing was proposed to follow a prompt that has not run)
+            if spare > 0 and not sequence.is_constrained and total > sequence.prompt_len:
                 num_drafts = self._reserve_drafts(sequence, min(most_drafts, spare), builder)
                 builder.drafts[len(slots)] = num_drafts
                 spare -= num_drafts

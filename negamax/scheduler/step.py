@@ -47,6 +47,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     needs_sampling: list[bool]
     # rows whose sampling waits for the `GrammarBitmask` of this step; empty: it brings none
     grammar_rows: list[int] = []
+    num_proposed: int = 0  # draft tokens to guess behind the step for each row that it samples
 
     @property
     def num_tokens(self) -> int:

@@ -382,8 +382,8 @@ class Worker:
         slot, offset, first, count, end = batches.upload(columns, self._device)
         accepted = count_accepted(token_ids, self._rows.drafts[slot], first, count)
         lengths = self._rows.num_computed[slot] + offset + accepted + 1
-        self._rows.drafts[slot] = self._proposer.propose(
-            states, slot, lengths, end + accepted, self._rows, self._proposer.num_draft_tokens
+        self._rows.drafts[slot, : plan.num_proposed] = self._proposer.propose(
+            states, slot, lengths, end + accepted, self._rows, plan.num_proposed
         )
         self._rows.advance(slot, accepted - count)
         if not num_drafts.any():
@@ -558,4 +558,5 @@ def _single_row(plan: StepPlan, row: int) -> StepPlan:
         num_scheduled=[plan.num_scheduled[row]],
         num_draft_tokens=[plan.num_draft_tokens[row]],
         needs_sampling=[plan.needs_sampling[row]],
+        num_proposed=plan.num_proposed,
     )

@@ -206,6 +206,22 @@ def test_a_proposer_is_given_the_residuals_of_all_tokens(
     assert (pool.num_replays > 0) == captured
 
 
+def test_a_prompt_whose_last_token_is_a_chunk_of_its_own(
+    folder: Path,
+    outputs: dict[Key, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    params = [SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)] * 2
+    prompts = [PROMPTS[0][:2], PROMPTS[1][:12]]  # a step takes 13 tokens
+    with engine(folder) as llm:
+        expected = [one.outputs[0].token_ids for one in llm.generate(prompts, params)]
+    drafts.install(monkeypatch.setattr, drafts.KnowingProposer(RANDOM, outputs))
+    with engine(folder, max_num_batched_tokens=13) as llm:
+        assert [one.outputs[0].token_ids for one in llm.generate(prompts, params)] == expected
+    assert "failed" not in caplog.text
+
+
 def test_right_drafts_take_fewer_steps(
     folder: Path, outputs: dict[Key, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from negamax.base.errors import InvalidRequestError, OverloadedError
+from negamax.scheduler.draft_length import FixedDraftLength
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.scheduler import Scheduler, SchedulerLimits
 from negamax.scheduler.step import NewRow, SequenceUpdate, StepPlan, StepResult, TokenLogprobs
@@ -212,6 +213,21 @@ def expected_output(
             return tokens, "length", None
 
 
+class AnyDraftLength(FixedDraftLength):
+    """Now this, now that number, and often the most; hears of every plan that was not lost."""
+
+    def __init__(self, most: int, seed: int) -> None:
+        self._most, self._rng = most, random.Random(seed)
+        self.recorded: list[int] = []
+
+    def choose(self, num_rows: int) -> int:
+        return self._rng.choice((self._most, self._rng.randint(0, self._most)))
+
+    def record(self, plan: StepPlan, result: StepResult) -> None:
+        assert plan.step_id == result.step_id
+        self.recorded.append(plan.step_id)
+
+
 class Trace:
     """One random run: requests arrive, some are aborted, steps and rows go wrong, commits lag by
     `depth`.
@@ -222,7 +238,7 @@ class Trace:
         self.depth = depth
         self.trouble = trouble
         self.rng = random.Random(seed)
-        self.scheduler = Scheduler(limits)
+        self.scheduler = Scheduler(limits, AnyDraftLength(limits.num_draft_tokens, seed))
         self.worker = ModelWorker(limits.block_size)
         # None: the step was lost
         self.in_flight: deque[tuple[StepPlan, StepResult | None]] = deque()
@@ -296,15 +312,19 @@ class Trace:
         drafts, columns = plan.num_draft_tokens, (plan.num_scheduled, plan.num_draft_tokens)
         is_long = [count - num_drafts > 1 for count, num_drafts in zip(*columns, strict=True)]
         assert is_long == sorted(is_long)
-        assert all(0 <= number <= limits.num_draft_tokens for number in drafts)
+        proposed = self.plans[-1].num_proposed if self.plans else 0
+        assert all(0 <= number <= min(proposed, plan.num_proposed) for number in drafts)
+        assert plan.num_proposed <= limits.num_draft_tokens
         assert len({row.slot for row in plan.new_rows}) == len(plan.new_rows)
         assert {row.slot for row in plan.new_rows} <= set(plan.slots)
         by_slot = {sequence.slot: sequence for sequence in self.scheduler._running}
         assert len(by_slot) == len(self.scheduler._running)
         starts = {slot: row.num_computed for slot, row in self.worker.rows.items()}
         starts |= {row.slot: row.num_computed for row in plan.new_rows}
-        for slot, count in zip(plan.slots, plan.num_scheduled, strict=True):
+        columns = plan.num_scheduled, plan.num_draft_tokens
+        for slot, count, num_drafts in zip(plan.slots, *columns, strict=True):
             sequence, start = by_slot[slot], starts[slot]
+            assert not num_drafts or start >= sequence.prompt_len, "drafts behind a prompt's token"
             first, last = start // limits.block_size, (start + count - 1) // limits.block_size
             for block in sequence.block_ids[first : last + 1]:
                 assert pool.ref_count(block) == 1, "writes a shared block"
