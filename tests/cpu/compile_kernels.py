@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 os.environ |= {"TRITON_INTERPRET": "0", "TRITON_DISABLE_LINE_INFO": "1"}
 import torch
@@ -29,6 +30,7 @@ from triton.runtime import driver
 
 from negamax.base.errors import ConfigError
 from negamax.kernels import platform as platforms
+from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.op import Case, Op
 from negamax.kernels.quantize import spec as quantize_spec
 from negamax.kernels.registry import OPS, resolve
@@ -153,6 +155,9 @@ def compile_for(
         try:
             with without_memory(), torch.inference_mode():
                 op.apply(kernel, case)
+                if op.name.startswith(("attention", "block_sparse")):
+                    with patch.object(AttentionMetadata, "is_captured", True):
+                        op.apply(kernel, case)
         except Exception as error:
             report(error=described(error))
     sys.exit(int(failed))

@@ -227,7 +227,7 @@ def prefill_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 def decode_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     """MiniMax-M2's slices (8, 4 and 2 KV heads), one to a hundred sequences, rows of padding, one
-    very long sequence.
+    very long sequence; those of MiniMax-M3's dense layers (4 KV heads and 1).
     """
     uneven = [1 + 37 * i % 2200 for i in range(99)] + [0]
     return [
@@ -236,18 +236,21 @@ def decode_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Cas
             generator,
             lengths=lengths,
             counts=(1,) * len(lengths),
-            shape=PagedShape(kv_heads=kv_heads, group=6, block_size=block_size),
+            shape=PagedShape(kv_heads, group, block_size),
             cache_dtype=cache_dtype,
         )
-        for lengths, kv_heads, block_size, cache_dtype in (
-            ([1064], 2, 16, None),
-            ([1064], 8, 64, None),
-            ([1064] * 16, 2, 16, None),
-            ([1064] * 100, 8, 64, None),
-            (uneven, 4, 32, None),
-            ([5, 60_000, 0, 300], 2, 16, None),
-            ([1064] * 100, 2, 16, FP8),
-            (uneven, 8, 64, FP8),
+        for lengths, kv_heads, group, block_size, cache_dtype in (
+            ([1064], 2, 6, 16, None),
+            ([1064], 8, 6, 64, None),
+            ([1064] * 16, 2, 6, 16, None),
+            ([1064] * 100, 8, 6, 64, None),
+            (uneven, 4, 6, 32, None),
+            ([5, 60_000, 0, 300], 2, 6, 16, None),
+            ([1064] * 100, 2, 6, 16, FP8),
+            (uneven, 8, 6, 64, FP8),
+            ([1064], 1, 16, 128, FP8),
+            ([1064] * 16, 4, 16, 128, None),
+            (uneven, 4, 16, 128, FP8),
         )
     ]
 
