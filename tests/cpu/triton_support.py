@@ -79,6 +79,57 @@ class _Patch:
 # time, for nothing.
 interpreter._patch_lang = _Patch
 
+# Of what else the interpreter does for each operation, the most of its time went into this.
+_dtype_of_scalar = functools.cache(interpreter._get_np_dtype)  # makes a table in each call
+
+
+def _dtype_of(type_: Any) -> Any:
+    scalar = type_.scalar
+    return _POINTER if isinstance(scalar, language.pointer_type) else _dtype_of_scalar(scalar)
+
+
+_POINTER = numpy.dtype(numpy.uint64)
+interpreter._get_np_dtype = _dtype_of
+
+_init_block_type, _init_tensor = language.block_type.__init__, language.tensor.__init__
+_block_types: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+
+
+def _init_block_type_once(self: Any, element_ty: Any, shape: Any) -> None:
+    key = element_ty.name, tuple(language.core._unwrap_shape(shape))
+    if key in _block_types:
+        self.__dict__ = _block_types[key]
+    else:
+        _init_block_type(self, element_ty, shape)
+        _block_types[key] = self.__dict__
+
+
+def _init_tensor_of_known_type(self: Any, handle: Any, type: Any) -> None:
+    if "sizes_of_tensor" in type.__dict__:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = type.sizes_of_tensor
+    else:
+        _init_tensor(self, handle, type)
+        type.sizes_of_tensor = self.numel, self.shape
+
+
+language.block_type.__init__ = _init_block_type_once
+language.tensor.__init__ = _init_tensor_of_known_type
+
+_reduce = interpreter.ReduceOps.apply_impl
+
+
+def _reduce_or_xor(self: Any, operands: Any) -> Any:
+    """Sorting takes `xor_sum`, which the interpreter computes number by number."""
+    if self.combine_fn is not language.standard._xor_combine:
+        return _reduce(self, operands)
+    numbers = operands[0].handle.data
+    found = numpy.bitwise_xor.reduce(numbers, axis=self.axis, keepdims=self.keep_dims)
+    return self.to_tensor(found, operands[0].dtype)
+
+
+interpreter.ReduceOps.apply_impl = _reduce_or_xor
+
 _TORCH = {
     language.float32: torch.float32,
     language.float16: torch.float16,
