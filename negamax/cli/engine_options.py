@@ -17,6 +17,7 @@ from negamax.cli.flags import Flag, chosen_fields, flag_parameters, parameter
 from negamax.config.options import (
     DEVICES,
     DTYPES,
+    INDEX_CACHE_SHARDINGS,
     KV_CACHE_DTYPES,
     LOAD_FORMATS,
     SOURCES,
@@ -123,6 +124,12 @@ _TABLE = (
         MEMORY,
         "The same of the keys that choose blocks (MiniMax-M3); fp8 on the CPU, too.",
         choices=KV_CACHE_DTYPES,
+    ),
+    Flag(
+        "index_cache_sharding",
+        MEMORY,
+        "A shard of these keys on each rank; auto: for long contexts.",
+        choices=INDEX_CACHE_SHARDINGS,
     ),
     Flag(
         "gpu_memory_utilization",

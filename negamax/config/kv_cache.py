@@ -9,13 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import lcm
+from math import inf, lcm
 
 from negamax.base.errors import ConfigError
 
 ELEMENT_BYTES = {
     "float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "float8_e4m3fn": 1,
 }  # fmt: skip
+
+
+# By calculation, for H200: an exchange between ranks in each layer, and index queries of all heads;
+# what memory gives.
+_SHARDING_SECONDS, _BYTES_PER_SECOND = 4.5e-6, 4.25e12
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,8 @@ class KvCacheSpec:
     width: int  # elements
     dtype: str | None = None  # None: that of --kv-cache-dtype, or of --index-cache-dtype
     block_tokens: int = 1  # the block size is a multiple of it
-    replicated: bool = False  # whole on every rank, not split by heads
+    replicated: bool = False  # all heads on every rank, not split by heads
+    is_sharded: bool = False  # rank r of n has the blocks b with b % n = r alone
     is_index: bool = False  # it holds keys that choose what is attended to
     # of a sequence of that many tokens or fewer nothing is read, and so many at most for each token
     unread_tokens: int = 0
@@ -43,10 +49,17 @@ class KvCacheSpec:
             return 0.0
         return min(context, self.most_read_tokens or context)
 
+    def local_blocks(self, num_blocks: int, ranks: int) -> int:
+        """How many of `num_blocks` each of `ranks` has room for."""
+        return -(-num_blocks // ranks) if self.is_sharded else num_blocks
+
     def block_bytes(self, block_size: int, *, dtype: str, ranks: int) -> int:
-        """Bytes of a block on each of `ranks`; `dtype` where the cache names none."""
+        """Bytes of a block on each of `ranks`, the mean of many; `dtype` where the cache names
+        none.
+        """
         elements = self.local_heads(ranks) * block_size * self.width
-        return elements * ELEMENT_BYTES[self.dtype or dtype]
+        num_bytes = elements * ELEMENT_BYTES[self.dtype or dtype]
+        return -(-num_bytes // ranks) if self.is_sharded else num_bytes
 
 
 KvCacheSpecs = Sequence[Sequence[KvCacheSpec]]  # of each layer none, one or several
@@ -60,13 +73,29 @@ def with_index_dtype(caches: KvCacheSpecs, dtype: str) -> KvCacheSpecs:
     ]
 
 
-def check_index_dtype(caches: KvCacheSpecs, asked: str) -> None:
-    """Errors: `ConfigError` where a dtype is `asked` for index keys that `caches` do not hold."""
-    if asked != "auto" and not any(cache.is_index for layer in caches for cache in layer):
+def check_index_options(caches: KvCacheSpecs, *, dtype: str, sharding: str) -> None:
+    """Errors: `ConfigError` where something is asked for index keys that `caches` do not hold."""
+    if any(cache.is_index for layer in caches for cache in layer):
+        return
+    if dtype != "auto":
         raise ConfigError(
-            f"--index-cache-dtype is {asked}; this model has no index keys",
+            f"--index-cache-dtype is {dtype}; this model has no index keys",
             hint="use auto, and --kv-cache-dtype for keys and values",
         )
+    if sharding == "on":
+        raise ConfigError("--index-cache-sharding is on; this model has no index keys")
+
+
+def sharding_crossover(caches: KvCacheSpecs, *, dtype: str, ranks: int) -> float:
+    """Tokens of all sequences of a decode step from which on it takes less time with a shard of the
+    index keys, which are in `dtype`, on each of `ranks`: a layer's index keys that a rank then
+    leaves unread take as long as what it does instead.
+    """
+    index = next((cache for layer in caches for cache in layer if cache.is_index), None)
+    if index is None or ranks == 1:
+        return inf
+    unread = index.block_bytes(1, dtype=dtype, ranks=1) * (1 - 1 / ranks)  # of each token
+    return _SHARDING_SECONDS * _BYTES_PER_SECOND / unread
 
 
 def block_bytes(caches: KvCacheSpecs, block_size: int, *, dtype: str, ranks: int) -> int:

@@ -97,6 +97,9 @@ class SparseAttentionSpec:
     init_blocks: int
     local_blocks: int
     layers: tuple[bool, ...]  # which are sparse
+    # how ranks run it, no field of a checkpoint: each has the index queries of all heads, and a
+    # shard of the index keys
+    is_sharded: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +177,10 @@ class MiniMaxM3Spec(ModelSpec):
         moe_layers = self.moe_layers[:num_layers]
         return replace(self, num_layers=num_layers, moe_layers=moe_layers, sparse=sparse)
 
+    def with_sharded_index(self) -> MiniMaxM3Spec:
+        """See `ModelSpec`."""
+        return replace(self, sparse=self.sparse and replace(self.sparse, is_sharded=True))
+
     def kv_caches(self) -> KvCacheSpecs:
         """Keys and values everywhere; in sparse layers the keys of the index heads, which share
         them.
@@ -189,6 +196,7 @@ class MiniMaxM3Spec(ModelSpec):
             self.sparse.index_dim,
             block_tokens=self.sparse.block_size,
             replicated=True,
+            is_sharded=self.sparse.is_sharded,
             is_index=True,
             unread_tokens=dense_tokens,
         )

@@ -66,6 +66,10 @@ class ModelSpec:
         """The model of its first `num_layers` layers."""
         return replace(self, num_layers=num_layers)
 
+    def with_sharded_index(self) -> Self:
+        """The model as ranks run it that hold a shard of the index keys each, where it has any."""
+        return self
+
     def kv_caches(self) -> KvCacheSpecs:
         """The caches of each layer. Here: keys and values of full attention in all of them."""
         return [

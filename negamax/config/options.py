@@ -20,6 +20,7 @@ SOURCES = ("auto", "huggingface", "modelscope")
 LOAD_FORMATS = ("auto", "safetensors", "synthetic")
 DEVICES = ("auto", "cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
+INDEX_CACHE_SHARDINGS = ("auto", "on", "off")
 MAX_API_SERVERS = 64
 SCHEDULING_POLICIES = ("fcfs", "priority")
 MAX_THREADS = 1024
@@ -56,6 +57,7 @@ class EngineOptions:
     max_queued_tokens: int | None = None
     kv_cache_dtype: str = "auto"  # "auto": the compute dtype; "fp8" is "fp8_e4m3"
     index_cache_dtype: str = "auto"  # of the keys that choose blocks in sparse attention; likewise
+    index_cache_sharding: str = "auto"  # such keys shared out over the ranks
     # bytes per rank; default: what is left on the GPU, a share of main memory on the CPU
     kv_cache_memory: int | None = None
     # share of a GPU's memory that weights, cache and workspaces may take together
@@ -90,6 +92,7 @@ class EngineOptions:
             device=DEVICES,
             kv_cache_dtype=KV_CACHE_DTYPES,
             index_cache_dtype=KV_CACHE_DTYPES,
+            index_cache_sharding=INDEX_CACHE_SHARDINGS,
             log_format=log.FORMATS,
         )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:

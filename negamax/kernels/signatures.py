@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from negamax.kernels.activations import Hidden, QuantizedActivations, SwiGlu
     from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
-    from negamax.kernels.block_sparse.choice import BlockChoice, SparseShape
+    from negamax.kernels.block_sparse.choice import BlockChoice, IndexShard, SparseShape
     from negamax.kernels.formats import StoredWeight
     from negamax.kernels.peers import Collective
 
@@ -152,7 +152,15 @@ class PrepareHeadNorm(Protocol):
 
 class PrepareSparseHeadNorm(Protocol):
     def __call__(
-        self, weight: Tensor, index_weight: Tensor, /, *, heads: int, kv_heads: int, eps: float
+        self,
+        weight: Tensor,
+        index_weight: Tensor,
+        /,
+        *,
+        heads: int,
+        kv_heads: int,
+        eps: float,
+        shard: IndexShard = ...,
     ) -> Prepared: ...
 
 
@@ -187,6 +195,16 @@ class PrepareBlockSparse(Protocol):
 
 class SelectBlocks(Protocol):
     def __call__(self, index_q: Tensor, index_cache: Tensor, plan: Prepared, /) -> BlockChoice: ...
+
+
+class SelectShard(Protocol):
+    def __call__(self, index_q: Tensor, index_cache: Tensor, plan: Prepared, /) -> Tensor: ...
+
+
+class MergeShards(Protocol):
+    def __call__(
+        self, keys: Tensor, plan: Prepared, group: Collective | None, /
+    ) -> BlockChoice: ...
 
 
 class AttendToBlocks(Protocol):
@@ -273,6 +291,12 @@ BLOCK_SPARSE_NORM_ROPE_WRITE: OpName[PrepareSparseHeadNorm, SparseNormRopeWrite]
     "block_sparse.norm_rope_write"
 )
 BLOCK_SPARSE_SELECT: OpName[PrepareBlockSparse, SelectBlocks] = OpName("block_sparse.select")
+BLOCK_SPARSE_SELECT_SHARD: OpName[PrepareBlockSparse, SelectShard] = OpName(
+    "block_sparse.select_shard"
+)
+BLOCK_SPARSE_MERGE_SHARDS: OpName[PrepareBlockSparse, MergeShards] = OpName(
+    "block_sparse.merge_shards"
+)
 BLOCK_SPARSE_DECODE: OpName[PrepareBlockSparse, AttendToBlocks] = OpName("block_sparse.decode")
 BLOCK_SPARSE_PREFILL: OpName[PrepareBlockSparse, AttendToBlocks] = OpName("block_sparse.prefill")
 LOCATE: OpName[None, Locate] = OpName("kvcache.locate")

@@ -1,6 +1,7 @@
 """Block-sparse attention over a paged cache: index heads score the blocks of earlier tokens, and
 each KV head's query heads attend to those that its index head chose. Split by heads over the
-attention group; the index keys, which all index heads share, are on every rank.
+attention group; the index keys, which all index heads share, are on every rank, or a shard of their
+blocks is (`choice.IndexShard`).
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from torch import Tensor
 
 from negamax.kernels.activations import QuantizedActivations, concatenate
 from negamax.kernels.attention.metadata import AttentionMetadata
-from negamax.kernels.block_sparse.choice import SparseShape
+from negamax.kernels.block_sparse.choice import BlockChoice, IndexShard, SparseShape
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.signatures import (
     BLOCK_SPARSE_DECODE,
+    BLOCK_SPARSE_MERGE_SHARDS,
     BLOCK_SPARSE_NORM_ROPE_WRITE,
     BLOCK_SPARSE_PREFILL,
     BLOCK_SPARSE_SELECT,
+    BLOCK_SPARSE_SELECT_SHARD,
     LOCATE,
 )
 from negamax.layers.attention import KvCaches, head_rows
@@ -39,7 +42,8 @@ class BlockSparseStep:
     cos: Tensor  # [T, 1, rotary_dim] fp32
     sin: Tensor  # [T, 1, rotary_dim] fp32
     slot_mapping: Tensor  # [T * kv_heads] int64, cache row of each token's keys and values
-    select: Any  # plan of the block_sparse.select kernel for all tokens
+    select: Any  # plan of the kernel for all tokens that chooses blocks
+    merge: Any  # of the one that does so among the best blocks of all shards; None: there are none
     # as in `GroupedQueryStep`
     decode: Any
     prefill: Any
@@ -60,6 +64,8 @@ class BlockSparseKind:
         self._dtype, self._quantize = kernels.dtype, quantize
         self._locate = kernels[LOCATE].run
         self._plan_select = kernels[BLOCK_SPARSE_SELECT].prepare
+        self._plan_select_shard = kernels[BLOCK_SPARSE_SELECT_SHARD].prepare
+        self._plan_merge = kernels[BLOCK_SPARSE_MERGE_SHARDS].prepare
         self._plan_decode = kernels[BLOCK_SPARSE_DECODE].prepare
         self._plan_prefill = kernels[BLOCK_SPARSE_PREFILL].prepare
 
@@ -76,12 +82,16 @@ class BlockSparseKind:
         )
         decodes, prefills, decode, prefill = metadata.decodes, metadata.prefills, None, None
         dtype, quantize = self._dtype, self._quantize
-        select = self._plan_select(metadata, shape, dtype=dtype)
+        if shape.shard.ranks == 1:
+            select, merge = self._plan_select(metadata, shape, dtype=dtype), None
+        else:
+            select = self._plan_select_shard(metadata, shape, dtype=dtype)
+            merge = self._plan_merge(metadata, shape, dtype=dtype)
         if decodes:
             decode = self._plan_decode(decodes, shape, dtype=dtype, quantize=quantize)
         if prefills:
             prefill = self._plan_prefill(prefills, shape, dtype=dtype, quantize=quantize)
-        return BlockSparseStep(cos, sin, slot_mapping, select, decode, prefill)
+        return BlockSparseStep(cos, sin, slot_mapping, select, merge, decode, prefill)
 
 
 class BlockSparseAttention:
@@ -90,7 +100,8 @@ class BlockSparseAttention:
 
     A rank holds `heads / tp` query heads, `kv_heads / tp` KV heads and their index heads; with more
     ranks than KV heads, neighbouring ranks hold copies of one. `gemma_norm`: the norms' weights are
-    1 + those of the checkpoint.
+    1 + those of the checkpoint. With a shard of the index keys a rank has the index queries of all
+    heads.
     """
 
     def __init__(
@@ -103,6 +114,7 @@ class BlockSparseAttention:
         kv_heads: int,
         head_dim: int,
         index_dim: int,
+        shard: IndexShard,
         eps: float,
         gemma_norm: bool,
         context: ParallelContext,
@@ -113,12 +125,14 @@ class BlockSparseAttention:
         own, own_kv = view.heads(heads), view.kv_heads(kv_heads)
         q_rows, kv_rows = head_rows(own, head_dim), head_rows(own_kv, head_dim)
         q_total, kv_total = heads * head_dim, kv_heads * head_dim
+        index_heads = range(shard.heads) if shard.heads else own_kv
+        self._group = group
         self._projection = ColumnParallels(
             (
                 Part(names.q, q_total, q_rows),
                 Part(names.k, kv_total, kv_rows),
                 Part(names.v, kv_total, kv_rows),
-                Part(index.q, kv_heads * index_dim, head_rows(own_kv, index_dim)),
+                Part(index.q, kv_heads * index_dim, head_rows(index_heads, index_dim)),
                 Part(index.k, index_dim, range(index_dim)),
             ),
             hidden_size,
@@ -138,6 +152,8 @@ class BlockSparseAttention:
         given = self._out.activation
         self.gives_quantized = given is not None and given.group == head_dim
         self._select = kernels[BLOCK_SPARSE_SELECT].run
+        self._select_shard = kernels[BLOCK_SPARSE_SELECT_SHARD].run
+        self._merge_shards = kernels[BLOCK_SPARSE_MERGE_SHARDS].run
         self._decode = kernels[BLOCK_SPARSE_DECODE].run
         self._prefill = kernels[BLOCK_SPARSE_PREFILL].run
         write = kernels[BLOCK_SPARSE_NORM_ROPE_WRITE]
@@ -147,7 +163,7 @@ class BlockSparseAttention:
             for width in (head_dim, index_dim)
         ]
         self._norm = write.prepare(
-            *self._norm_weights, heads=len(own), kv_heads=len(own_kv), eps=eps
+            *self._norm_weights, heads=len(own), kv_heads=len(own_kv), eps=eps, shard=shard
         )
         norms = (names.q_norm, names.k_norm), (index.q_norm, index.k_norm)
         self.kv_scales = KvScales(names)
@@ -183,7 +199,7 @@ class BlockSparseAttention:
             self._projection(x), self._norm, step.cos, step.sin, k, v, index, step.slot_mapping,
             kv_scales=scales,
         )  # fmt: skip
-        choice, count, parts = self._select(index_q, index, step.select), metadata.num_decodes, []
+        choice, count, parts = self._choose(index_q, index, step), metadata.num_decodes, []
         for attend, plan, tokens in (
             (self._decode, step.decode, slice(None, count)),
             (self._prefill, step.prefill, slice(count, None)),
@@ -191,3 +207,9 @@ class BlockSparseAttention:
             if plan is not None:
                 parts.append(attend(q[tokens], k, v, choice.of(tokens), plan, kv_scales=scales))
         return self._out(concatenate(parts))
+
+    def _choose(self, index_q: Tensor, index: Tensor, step: BlockSparseStep) -> BlockChoice:
+        if step.merge is None:
+            return self._select(index_q, index, step.select)
+        keys = self._select_shard(index_q, index, step.select)
+        return self._merge_shards(keys, step.merge, self._group)

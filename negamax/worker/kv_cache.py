@@ -59,7 +59,7 @@ def allocate(
     shared: bool = False,
 ) -> list[KvCaches]:
     """The caches of every layer, zeroed, in `dtype` where they name none: on each of `ranks`
-    [num_blocks, heads, block_size, width].
+    [num_blocks, heads, block_size, width], or of sharded caches as many blocks as a rank has.
 
     Equal caches of several layers are one allocation, a layer behind the other; or, `shared`, one
     cache for all of them.
@@ -67,7 +67,8 @@ def allocate(
     kinds = Counter(cache for layer in caches for cache in layer)
     pools: dict[KvCacheSpec, Iterator[Tensor]] = {}
     for cache, layers in kinds.items():
-        shape = (num_blocks, cache.local_heads(ranks), block_size, cache.width)
+        blocks = cache.local_blocks(num_blocks, ranks)
+        shape = (blocks, cache.local_heads(ranks), block_size, cache.width)
         element = dtype if cache.dtype is None else getattr(torch, cache.dtype)
         distinct = 1 if shared else layers
         pools[cache] = cycle(_zeros(distinct, shape, dtype=element, device=device))
@@ -170,7 +171,9 @@ def describe(num_blocks: int, config: WorkerConfig, *, dtype: torch.dtype) -> st
     index = {cache.dtype for layer in config.kv_caches for cache in layer if cache.is_index}
     others = (f"{name} (index keys)" for name in index - {None, _name(dtype)})
     kinds = " and ".join((_name(dtype), *others))
-    return f"KV cache {size:.2f} GiB per rank in {kinds}, {per_token:,} bytes per token"
+    is_sharded = any(cache.is_sharded for layer in config.kv_caches for cache in layer)
+    sharded = ", a shard of the index keys on each rank" if is_sharded else ""
+    return f"KV cache {size:.2f} GiB per rank in {kinds}, {per_token:,} bytes per token{sharded}"
 
 
 def check_rows_fit(config: WorkerConfig, *, device: torch.device) -> None:

@@ -73,10 +73,21 @@ def run_in_chunks(run: PagedRun, tokens: list[int]) -> torch.Tensor:
     return torch.cat([run.step([("a", chunk)])["a"] for chunk in steps])
 
 
-def loaded(folder: Path, *, ranks: int = 1, **options: Any) -> PagedRun:
-    """Our model with the weights of `folder`, on one of `ranks`."""
+def loaded(
+    folder: Path,
+    *,
+    ranks: int = 1,
+    block_size: int = 16,
+    is_sharded: bool = False,
+    **options: Any,
+) -> PagedRun:
+    """Our model with the weights of `folder`, on one of `ranks`; `is_sharded`: with a shard of the
+    index keys.
+    """
     spec = read_spec(json.loads((folder / "config.json").read_text()))
+    if is_sharded:
+        spec = spec.with_sharded_index()
     model = build(spec, loaded=False, **options)
     load_weights(model.weight_slots(), spec, folder)
     model.finish_loading()
-    return PagedRun(model, ranks=ranks, num_blocks=32, block_size=16)
+    return PagedRun(model, ranks=ranks, num_blocks=32, block_size=block_size)

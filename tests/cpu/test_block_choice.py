@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from negamax.kernels.block_sparse.choice import SparseShape, attended_tokens, choose, pages_of
+from negamax.kernels.block_sparse.choice import (
+    SparseShape,
+    attended_tokens,
+    best_keys,
+    blocks_of_keys,
+    choose,
+    pages_of,
+)
 
 
 def counted_out(scores: list[float], position: int, shape: SparseShape) -> list[int]:
@@ -26,6 +33,11 @@ def test_forced_blocks_and_the_best_of_the_others(topk: int, init: int, local: i
     positions = torch.tensor([0, 31, 32, 100, 255, 256, 383, 70])
     scores = torch.randint(-3, 3, (len(positions), 2, 12), generator=generator).float()
     ids = choose(scores, positions, shape)
+    shards = [  # of blocks dealt out to three ranks, of which one has the first alone
+        best_keys(scores[..., mine], mine.expand(len(positions), -1), positions, shape)
+        for mine in map(torch.tensor, ([0], [1, 4, 5, 6, 11], [2, 3, 7, 8, 9, 10]))
+    ]
+    assert torch.equal(blocks_of_keys(torch.cat(shards, -1), positions, shape), ids)
     for token, position in enumerate(positions.tolist()):
         for head in range(2):
             wanted = counted_out(scores[token, head].tolist(), position, shape)

@@ -7,7 +7,7 @@ import torch
 
 from negamax.base.errors import ConfigError, ResourceError
 from negamax.config.families import bundled_spec
-from negamax.config.kv_cache import KvCacheSpec, block_bytes, check_index_dtype, choose_block_size
+from negamax.config.kv_cache import KvCacheSpec, block_bytes, check_index_options, choose_block_size
 from negamax.models.family import INT8_CACHE, names_of
 from negamax.models.memory import dequantized, weight_bytes
 from negamax.parallel.layout import ParallelLayout
@@ -120,8 +120,10 @@ def test_devices_and_dtypes_that_cannot_be_are_refused(monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match=r"--index-cache-dtype is float16; .* bfloat16, fp8"):
         device.index_dtype("float16", dtype=torch.bfloat16)
     with pytest.raises(ConfigError, match="this model has no index keys"):
-        check_index_dtype(spec.kv_caches(), "fp8")
-    check_index_dtype(bundled_spec("minimax-m3").kv_caches(), "fp8")
+        check_index_options(spec.kv_caches(), dtype="fp8", sharding="auto")
+    with pytest.raises(ConfigError, match=r"--index-cache-sharding is on; this model has no index"):
+        check_index_options(spec.kv_caches(), dtype="auto", sharding="on")
+    check_index_options(bundled_spec("minimax-m3").kv_caches(), dtype="fp8", sharding="on")
     kv_cache.check_scales([INT8_CACHE], dtype=torch.bfloat16)
     kv_cache.check_scales([], dtype=torch.float8_e4m3fn)
     with pytest.raises(ConfigError, match=r"fp8; .* for int8, one for each channel .*auto"):

@@ -6,27 +6,56 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "cpu"))
 
 from m3_support import TOKENS, loaded, run_in_chunks
+from model_support import PagedRun
 
+from negamax.layers.block_sparse_attention import BlockSparseAttention
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 
-# (tensor parallel, KV heads, expert parallel)
-LAYOUTS = [(2, 2, 1), (2, 4, 2), (4, 2, 1), (4, 4, 1), (4, 1, 4)]
+# (tensor parallel, KV heads, expert parallel, tokens of a block: of one sparse block or two)
+LAYOUTS = [(2, 2, 1, 16), (2, 4, 2, 32), (4, 2, 1, 16), (4, 4, 1, 16), (4, 1, 4, 32)]
 
 
 def one_rank(rank: int, tp: int, folder: str) -> None:
-    """A rank's process: every layout of this world size, results of all ranks into `folder`."""
+    """A rank's process: every layout of this world size, with all index keys and with a shard of
+    them; logits and chosen blocks of all ranks into `folder`.
+    """
     torch.set_num_threads(1)
-    for case, (size, kv_heads, ep) in enumerate(LAYOUTS):
-        if size == tp:
-            layout = ParallelLayout(rank=rank, tp=tp, ep=ep)
-            context = ParallelContext.gloo(layout, f"{folder}/meet-{case}")
-            run = loaded(Path(folder) / f"{kv_heads}", ranks=tp, context=context)
-            torch.save(run_in_chunks(run, TOKENS), f"{folder}/{case}-{rank}.pt")
-            context.close()
+    for case, (world, kv_heads, ep, block_size) in enumerate(LAYOUTS):
+        if world != tp:
+            continue
+        layout = ParallelLayout(rank=rank, tp=tp, ep=ep)
+        context = ParallelContext.gloo(layout, f"{folder}/meet-{case}")
+        for is_sharded in (False, True):
+            run = loaded(
+                Path(folder) / f"{kv_heads}", ranks=tp, context=context, block_size=block_size,
+                is_sharded=is_sharded,
+            )  # fmt: skip
+            run.kv[-1]["index"].fill_(3.0)  # what earlier owners left behind must not matter
+            choices = recorded(run)
+            logits = run_in_chunks(run, TOKENS)
+            torch.save([logits, *choices], f"{folder}/{case}-{is_sharded}-{rank}.pt")
+            assert run.kv[-1]["index"].shape[0] == (32 // tp if is_sharded else 32)
+        context.close()
+
+
+def recorded(run: PagedRun) -> list[torch.Tensor]:
+    """What the sparse layers of `run` will choose: blocks and pages of each step."""
+    choices: list[torch.Tensor] = []
+    for layer in run.model.layers:
+        if isinstance(layer.attention, BlockSparseAttention):
+
+            def record(*args: Any, choose: Any = layer.attention._choose) -> Any:
+                choice = choose(*args)
+                choices.extend((choice.ids, choice.pages))
+                return choice
+
+            layer.attention._choose = record
+    return choices

@@ -1,5 +1,5 @@
 """Two and four gloo processes give transformers' logits and text of MiniMax-M3: index heads are
-split as KV heads are, or held by several ranks; index keys are on every rank.
+split as KV heads are, or held by several ranks; index keys are on every rank, or a shard of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "cpu"))
 
 from m3_rank import LAYOUTS, one_rank
-from m3_support import PARAMS, TOKENS, TOLERANCE, check, prompts_of
+from m3_support import GREEDY, PARAMS, TOKENS, TOLERANCE, check, prompts_of
 from rank_processes import run_ranks
 
 from negamax import LLM
@@ -34,27 +34,41 @@ def sizes_of(kv_heads: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_every_rank_has_the_logits_of_transformers(tp: int, tmp_path: Path) -> None:
+    """From shards of the index keys the same blocks are chosen as from all of them."""
     expected = {}
-    for kv_heads in {kv_heads for size, kv_heads, _ in LAYOUTS if size == tp}:
+    for kv_heads in {layout[1] for layout in LAYOUTS if layout[0] == tp}:
         model = tiny_m3.make_model(kv_heads, **sizes_of(kv_heads))
         tiny.save(model, tmp_path / f"{kv_heads}")
         with torch.inference_mode():
             expected[kv_heads] = model(torch.tensor([TOKENS])).logits[0]
     run_ranks(one_rank, tp, str(tmp_path), world=tp)
-    for case, (size, kv_heads, ep) in enumerate(LAYOUTS):
-        results = [
-            torch.load(tmp_path / f"{case}-{rank}.pt", weights_only=True)
-            for rank in range(tp if size == tp else 0)
-        ]
-        for got in results:
-            assert torch.equal(got, results[0])  # one differing bit would part their ways
-            torch.testing.assert_close(
-                got, expected[kv_heads], atol=TOLERANCE, rtol=0, msg=f"{kv_heads}, ep {ep}"
-            )
+    for case, (size, kv_heads, *rest) in enumerate(LAYOUTS):
+        whole, sharded = (
+            [
+                torch.load(tmp_path / f"{case}-{is_sharded}-{rank}.pt", weights_only=True)
+                for rank in range(tp if size == tp else 0)
+            ]
+            for is_sharded in (False, True)
+        )
+        for results in (whole, sharded):
+            for got, *_ in results:
+                assert torch.equal(got, results[0][0])  # one differing bit would part their ways
+                torch.testing.assert_close(
+                    got, expected[kv_heads], atol=TOLERANCE, rtol=0, msg=f"{kv_heads}, {rest}"
+                )
+        for (_, *of_all), (_, *of_shards) in zip(whole, sharded, strict=True):
+            assert len(of_all) == len(of_shards) > 0
+            assert all(map(torch.equal, of_all, of_shards))
 
 
-@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_the_engine_equals_transformers_on_several_ranks(tp: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tp", "sharding"),
+    [(2, "on"), *(pytest.param(4, how, marks=pytest.mark.full) for how in ("on", "off"))],
+)
+def test_the_engine_equals_transformers_on_several_ranks(
+    tp: int, sharding: str, tmp_path: Path
+) -> None:
+    """Chunks end inside blocks, prefixes are found, requests preempted."""
     sizes = sizes_of(2)
     model = tiny_m3.make_model(11, **sizes)
     prompts = prompts_of(11, sizes)
@@ -64,8 +78,16 @@ def test_the_engine_equals_transformers_on_several_ranks(tp: int, tmp_path: Path
         tensor_parallel_size=tp,
         max_num_batched_tokens=37,
         max_num_seqs=3,
-        max_model_len=512,
+        max_model_len=256,
+        num_kv_blocks=16,
         num_threads=1,
+        index_cache_sharding=sharding,
     )
     with engine:
-        check(model, prompts, engine.generate(prompts, PARAMS))
+        generations = engine.generate(prompts, PARAMS)
+        prompts.append(prompts[1] + generations[1].outputs[0].token_ids[:19])
+        generations += engine.generate(prompts[3:], GREEDY)
+        stats, memory = engine._loop.stats(), engine.info.memory
+    check(model, prompts, generations)
+    assert stats.cached_prompt_tokens > 0 and stats.preemption_count > 0
+    assert ("a shard of the index keys on each rank" in memory) == (sharding == "on")

@@ -5,6 +5,7 @@ class: read alike, and refused by name where it asks for what there is not.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import msgspec
@@ -12,9 +13,10 @@ import pytest
 
 from negamax.base.errors import ConfigError
 from negamax.config.families import bundled_spec, read_spec
-from negamax.config.kv_cache import block_bytes, choose_block_size
+from negamax.config.kv_cache import block_bytes, choose_block_size, sharding_crossover
 from negamax.config.minimax_m3 import MiniMaxM3Spec
 from negamax.models.family import names_of
+from negamax.models.memory import weight_bytes
 
 PATTERN = [0] * 3 + [1] * 57
 SPARSE: dict[str, Any] = {
@@ -120,10 +122,37 @@ def test_caches_are_keys_and_values_and_index_keys_in_sparse_layers() -> None:
         ("bfloat16", 8, 122_880 // 4 + 14_592),  # KV heads are copied
     ):
         assert block_bytes(caches, 128, dtype=dtype, ranks=ranks) == 128 * per_token
+    sharded = bundled_spec("minimax-m3").with_sharded_index()
+    of_shards = {
+        ranks: block_bytes(sharded.kv_caches(), 128, dtype="fp8", ranks=ranks)
+        for ranks in (1, 4, 8)
+    }
+    assert of_shards == {1: 128 * 68_736, 4: 128 * 17_184, 8: 128 * 16_272}
+    # and every rank has the index queries of all heads
+    one, four = (weight_bytes(sharded, dtype="bfloat16", ranks=ranks) for ranks in (1, 4))
+    plain = bundled_spec("minimax-m3")
+    assert weight_bytes(plain, dtype="bfloat16", ranks=1) == one
+    assert four - weight_bytes(plain, dtype="bfloat16", ranks=4) == 57 * 384 * 6144 * 2
     assert choose_block_size(caches, None, default=16) == 128
     assert choose_block_size(caches, 256, default=16) == 256
     with pytest.raises(ConfigError, match="need a multiple of 128"):
         choose_block_size(caches, 64, default=16)
+
+
+def test_index_keys_are_sharded_where_the_longest_sequence_is_answered_faster_so() -> None:
+    caches = bundled_spec("minimax-m3").kv_caches()
+    crossover = {
+        (dtype, ranks): round(sharding_crossover(caches, dtype=dtype, ranks=ranks), -3)
+        for dtype in ("fp8", "bfloat16")
+        for ranks in (2, 4, 8)
+    }
+    assert crossover == {
+        ("fp8", 2): 299e3, ("fp8", 4): 199e3, ("fp8", 8): 171e3,
+        ("bfloat16", 2): 149e3, ("bfloat16", 4): 100e3, ("bfloat16", 8): 85e3,
+    }  # fmt: skip
+    assert sharding_crossover(caches, dtype="fp8", ranks=1) == inf
+    dense = bundled_spec("minimax-m2").kv_caches()
+    assert sharding_crossover(dense, dtype="fp8", ranks=4) == inf
 
 
 def test_the_first_layers_keep_their_kinds() -> None:

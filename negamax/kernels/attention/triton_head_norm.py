@@ -19,6 +19,7 @@ from torch import Tensor
 
 from negamax.kernels.attention.spec import HeadNorm
 from negamax.kernels.attention.triton_qk_norm import finite, to_cache_dtype
+from negamax.kernels.block_sparse.choice import IndexShard
 from negamax.kernels.block_sparse.spec import SparseHeadNorm
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 from negamax.kernels.peers import Collective
@@ -33,6 +34,8 @@ class HeadNormConstants(NamedTuple):
     KV_HEADS: int
     DIM: int
     INDEX_DIM: int  # 0: no index heads
+    INDEX_HEADS: int
+    INDEX_RANKS: int  # that hold a shard of the index keys each
     BLOCK_SIZE: int  # tokens of a block of the caches
     HALF: int  # of the rotated dimensions
     BLOCK_H: int
@@ -112,33 +115,36 @@ def _qkv_heads(
 
 @triton.jit
 def _index_heads(
-    x, weight, angles, slots, token, tile, q_out, cache, eps, C: tl.constexpr, PDL: tl.constexpr
-):
+    x, weight, angles, slots, token, tile, q_out, cache, eps, rank, C: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     """A tile of the index heads at x."""
     head = tile * C.BLOCK_H + tl.arange(0, C.BLOCK_H)
-    is_q, is_k = head < C.KV_HEADS, head == C.KV_HEADS
+    is_q, is_k = head < C.INDEX_HEADS, head == C.INDEX_HEADS
     # the same block as that of the first KV head, and there the same place
     slot = tl.load(slots)
-    row = slot // (C.KV_HEADS * C.BLOCK_SIZE) * C.BLOCK_SIZE + slot % C.BLOCK_SIZE
+    block = slot // (C.KV_HEADS * C.BLOCK_SIZE)
+    row = block // C.INDEX_RANKS * C.BLOCK_SIZE + slot % C.BLOCK_SIZE
+    is_mine = (slot >= 0) & (block % C.INDEX_RANKS == rank)
     heads, columns, masks = _normed_heads(
         x, weight, angles, head, is_q | is_k, is_k, head < 0, eps,
         C.INDEX_DIM, C.BLOCK_INDEX_REST, C, PDL,
     )  # fmt: skip
-    q_row = q_out + (token * C.KV_HEADS + head) * C.INDEX_DIM
+    q_row = q_out + (token * C.INDEX_HEADS + head) * C.INDEX_DIM
     _store_heads(heads, columns, masks, q_row, is_q, 1.0)
     k_row = cache + (row + head * 0) * C.INDEX_DIM
-    _store_heads(heads, columns, masks, k_row, is_k & (slot >= 0), 1.0)
+    _store_heads(heads, columns, masks, k_row, is_k & is_mine, 1.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def _head_norm_rope_write_kernel(
-    projected,  # [T, (HEADS + 2 * KV_HEADS) * DIM + (KV_HEADS + 1) * INDEX_DIM]
+    projected,  # [T, (HEADS + 2 * KV_HEADS) * DIM + (INDEX_HEADS + 1) * INDEX_DIM]
     weight,  # [2, DIM] fp32, of queries and of keys
     index_weight,  # [2, INDEX_DIM] fp32, None without index heads; likewise the two below
     cos,  # [T, 2 * HALF] fp32
     sin,
     q_out,  # [T, HEADS * DIM], written
-    index_q_out,  # [T, KV_HEADS * INDEX_DIM], written
+    index_q_out,  # [T, INDEX_HEADS * INDEX_DIM], written
     k_cache,  # [blocks * KV_HEADS * BLOCK_SIZE, DIM], written
     v_cache,
     index_cache,  # [blocks * BLOCK_SIZE, INDEX_DIM], written
@@ -146,13 +152,14 @@ def _head_norm_rope_write_kernel(
     eps,
     inverse_k_scale,
     inverse_v_scale,
+    rank,  # of the INDEX_RANKS
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Some heads of one token."""
     TILES: tl.constexpr = triton.cdiv(C.HEADS + 2 * C.KV_HEADS, C.BLOCK_H)
     QKV: tl.constexpr = (C.HEADS + 2 * C.KV_HEADS) * C.DIM
-    INDEX: tl.constexpr = (C.KV_HEADS + 1) * C.INDEX_DIM
+    INDEX: tl.constexpr = (C.INDEX_HEADS + 1) * C.INDEX_DIM
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     x = projected + token * (QKV + INDEX)
     angles = (cos + token * (2 * C.HALF), sin + token * (2 * C.HALF))
@@ -165,7 +172,7 @@ def _head_norm_rope_write_kernel(
     elif C.INDEX_DIM > 0:
         _index_heads(
             x + QKV, index_weight, angles, slots, token, tile - TILES, index_q_out, index_cache,
-            eps, C, PDL,
+            eps, rank, C, PDL,
         )  # fmt: skip
 
 
@@ -182,15 +189,17 @@ def _launch(
     index_weight, index_q, index_cache = index
     (num_tokens, width), (_, kv_heads, block_size, head_dim) = projected.shape, caches[0].shape
     assert projected.is_contiguous() and all(cache.is_contiguous() for cache in caches)
-    index_dim = 0 if index_weight is None else index_weight.shape[1]
-    assert width == (norm.heads + 2 * kv_heads) * head_dim + (kv_heads + 1) * index_dim
+    index_dim, index_heads, shard = 0, 0, IndexShard()
+    if isinstance(norm, SparseHeadNorm):
+        index_dim, index_heads, shard = norm.index_weight.shape[1], norm.index_heads, norm.shard
+    assert width == (norm.heads + 2 * kv_heads) * head_dim + (index_heads + 1) * index_dim
     q = projected.new_empty(num_tokens, norm.heads, head_dim)
     if num_tokens == 0:
         return q
     half = angles[0].shape[-1] // 2
     tiles = triton.cdiv(norm.heads + 2 * kv_heads, _BLOCK_H)
     if index_dim:
-        tiles += triton.cdiv(kv_heads + 1, _BLOCK_H)
+        tiles += triton.cdiv(index_heads + 1, _BLOCK_H)
     _head_norm_rope_write_kernel[(num_tokens, tiles)](
         projected,
         norm.weight,
@@ -204,11 +213,14 @@ def _launch(
         norm.eps,
         1.0 / kv_scales[0],
         1.0 / kv_scales[1],
+        shard.rank,
         HeadNormConstants(
             HEADS=norm.heads,
             KV_HEADS=kv_heads,
             DIM=head_dim,
             INDEX_DIM=index_dim,
+            INDEX_HEADS=index_heads,
+            INDEX_RANKS=shard.ranks,
             BLOCK_SIZE=block_size,
             HALF=half,
             BLOCK_H=_BLOCK_H,
@@ -259,7 +271,7 @@ def sparse_norm_rope_write(
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> tuple[Tensor, Tensor]:
     """As the definition, but for the same two things as `head_norm_rope_write`."""
-    index_q = projected.new_empty(projected.shape[0], norm.kv_heads, norm.index_weight.shape[1])
+    index_q = projected.new_empty(projected.shape[0], norm.index_heads, norm.index_weight.shape[1])
     index = (norm.index_weight, index_q, index_cache)
     caches = (k_cache, v_cache)
     q = _launch(projected, norm, index, (cos, sin), caches, slot_mapping, kv_scales)

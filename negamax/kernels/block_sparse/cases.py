@@ -16,9 +16,13 @@ from torch import Tensor
 from negamax.kernels.attention.cases import paged_caches
 from negamax.kernels.attention.metadata import attention_metadata
 from negamax.kernels.block_sparse.choice import (
+    NO_BLOCK,
+    NO_KEY,
     BlockChoice,
+    IndexShard,
     SparseShape,
     attended_tokens,
+    best_keys,
     choose,
     pages_of,
 )
@@ -29,12 +33,13 @@ from negamax.kernels.rope.spec import cos_sin, signed_frequencies
 # MiniMax-M3 on one of four ranks, and on one GPU.
 M3 = SparseShape(kv_heads=1, group=16, block_size=128, sparse_block_size=128, topk_blocks=16)
 M3_WHOLE = replace(M3, kv_heads=4)
+WHOLE, SHARD = IndexShard(), IndexShard(rank=3, ranks=4, heads=4, first_head=3)
 
 # --- norms, rope, cache write --------------------------------------------------------------------
 
 
 def norm_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """No tokens, one, some; odd sizes; index heads of another width."""
+    """No tokens, one, some; odd sizes; index heads of another width; a shard of the index keys."""
     return [
         _norm_case(
             dtype,
@@ -44,11 +49,13 @@ def norm_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
             widths=(head_dim, index_dim),
             rotary_dim=rotary_dim,
             cache=(4, 8),
+            shard=shard,
         )
-        for num_tokens, heads, kv_heads, head_dim, index_dim, rotary_dim in (
-            (0, 2, 1, 16, 16, 8),
-            (1, 16, 1, 128, 128, 64),
-            (5, 6, 3, 20, 12, 10),
+        for num_tokens, heads, kv_heads, head_dim, index_dim, rotary_dim, shard in (
+            (0, 2, 1, 16, 16, 8, WHOLE),
+            (1, 16, 1, 128, 128, 64, WHOLE),
+            (5, 6, 3, 20, 12, 10, WHOLE),
+            (9, 4, 2, 16, 12, 8, IndexShard(rank=1, ranks=3, heads=6, first_head=2)),
         )
     ]
 
@@ -65,12 +72,13 @@ def norm_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]
             rotary_dim=64,
             cache=(32, 128),
             cache_dtype=cache_dtype,
+            shard=shard,
         )
-        for num_tokens, kv_heads, cache_dtype in (
-            (1, 1, None),
-            (100, 4, None),
-            (3001, 1, None),
-            (100, 1, FP8),
+        for num_tokens, kv_heads, cache_dtype, shard in (
+            (1, 1, None, WHOLE),
+            (100, 4, None, WHOLE),
+            (3001, 1, None, WHOLE),
+            (100, 1, FP8, SHARD),
         )
     ]
 
@@ -85,6 +93,7 @@ def _norm_case(
     rotary_dim: int,
     cache: tuple[int, int],
     cache_dtype: torch.dtype | None = None,
+    shard: IndexShard = WHOLE,
 ) -> Case:
     """`heads` and KV heads; `widths` of heads and of index heads; `cache` is the number of blocks
     and their size; keys and values in FP8 have scales other than 1.
@@ -92,7 +101,7 @@ def _norm_case(
     (own, kv), (head_dim, index_dim), (num_blocks, block_size) = heads, widths, cache
     normal = partial(randn, generator=generator)
     on_device: dict[str, Any] = {"generator": generator, "device": generator.device}
-    width = (own + 2 * kv) * head_dim + (kv + 1) * index_dim
+    width = (own + 2 * kv) * head_dim + ((shard.heads or kv) + 1) * index_dim
     tensors = {
         "projected": normal(num_tokens, width, dtype=dtype, scale=2.0),
         "norm_weight": 1 + normal(2, head_dim, dtype=torch.float32, scale=0.2),
@@ -100,11 +109,15 @@ def _norm_case(
         "positions": torch.randint(0, 1000, (num_tokens,), **on_device),
         "k_cache": normal(num_blocks, kv, block_size, head_dim, dtype=dtype),
         "v_cache": normal(num_blocks, kv, block_size, head_dim, dtype=dtype),
-        "index_cache": normal(num_blocks, 1, block_size, index_dim, dtype=dtype),
+        "index_cache": normal(-(-num_blocks // shard.ranks), 1, block_size, index_dim, dtype=dtype),
         "slots": torch.randperm(num_blocks * block_size, **on_device)[:num_tokens],
     }
-    numbers: dict[str, Any] = {"heads": own, "rotary_dim": rotary_dim}
+    numbers: dict[str, Any] = {
+        "heads": own, "rotary_dim": rotary_dim, "shard": shard,
+    }  # fmt: skip
     label = f"T={num_tokens} heads={own} kv_heads={kv} widths={widths} rotary_dim={rotary_dim}"
+    if shard.ranks > 1:
+        label += f" index keys of rank {shard.rank} of {shard.ranks}"
     if cache_dtype is not None:
         numbers |= {"cache_dtype": cache_dtype, "kv_scales": (0.5, 2.0)}
         label = f"{label} {cache_dtype}"
@@ -123,8 +136,9 @@ def apply_norm(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     _, kv_heads, block_size, _ = caches[0].shape
     rows = cache_rows(t["slots"], kv_heads=kv_heads, block_size=block_size)
     norm = kernel.prepare(
-        t["norm_weight"], t["index_norm_weight"], heads=n["heads"], kv_heads=kv_heads, eps=1e-6
-    )
+        t["norm_weight"], t["index_norm_weight"], heads=n["heads"], kv_heads=kv_heads,
+        eps=1e-6, shard=n["shard"],
+    )  # fmt: skip
     scales = n.get("kv_scales", (1.0, 1.0))
     q, index_q = kernel.run(t["projected"].clone(), norm, *angles, *caches, rows, kv_scales=scales)
     return q, index_q, *caches
@@ -213,6 +227,74 @@ def select_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Cas
         _select_case(dtype, generator, lengths, counts, M3, cache_dtype=cache)
         for lengths, counts, cache in (*decodes, *_PREFILL_FULL)
     ] + [_select_case(dtype, generator, [32_000] * 4, [1] * 4, M3_WHOLE)]
+
+
+def select_shard_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """As `select_small`, for one of three ranks."""
+    return [_sharded(case, rank=1, ranks=3) for case in select_small(dtype, generator)]
+
+
+def select_shard_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """As `select_full_size`, for one of four ranks, which has the index heads of all."""
+    decodes = ((lengths, [1] * len(lengths), cache) for lengths, cache in _DECODE_FULL)
+    return [
+        _sharded(
+            _select_case(dtype, generator, lengths, counts, M3_WHOLE, cache_dtype=cache),
+            rank=3,
+            ranks=4,
+        )
+        for lengths, counts, cache in (*decodes, ([1_000_000], [1], FP8), *_PREFILL_FULL)
+    ]
+
+
+def _sharded(case: Case, *, rank: int, ranks: int) -> Case:
+    """For a rank that has a shard of the index keys."""
+    cache, shape = case.tensors["index_cache"], case.numbers["shape"]
+    own = cache[: -(-len(cache) // ranks)]  # as good as others
+    shape = replace(shape, shard=IndexShard(rank, ranks, shape.kv_heads))
+    label = f"{case.label} rank {rank} of {ranks}"
+    return Case(label, case.tensors | {"index_cache": own}, case.numbers | {"shape": shape})
+
+
+def merge_shards_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """The best blocks of three ranks, for the second half of the index heads."""
+    return [
+        _merge_case(generator, lengths, counts, replace(shape, shard=shard))
+        for lengths, counts, sizes in (*_DECODE, *_PREFILL)
+        for shape in (_shape(sizes),)
+        for shard in (IndexShard(0, 3, 2 * shape.kv_heads, shape.kv_heads),)
+    ]
+
+
+def merge_shards_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """MiniMax-M3's slice on one of four ranks."""
+    decodes = ((lengths, [1] * len(lengths), cache) for lengths, cache in _DECODE_FULL)
+    return [
+        _merge_case(generator, lengths, counts, replace(M3, shard=SHARD))
+        for lengths, counts, _ in (*decodes, *_PREFILL_FULL)
+    ]
+
+
+def _merge_case(
+    generator: torch.Generator, lengths: Sequence[int], counts: Sequence[int], shape: SparseShape
+) -> Case:
+    """The best blocks of each shard by random scores."""
+    ranks, heads = shape.shard.ranks, shape.index_heads
+    num_blocks = -(-max(lengths) // shape.sparse_block_size)
+    scores = randn(sum(counts), heads, num_blocks, dtype=torch.float32, generator=generator)
+    positions = _positions(lengths, counts).to(scores.device)
+    numbers = torch.arange(num_blocks, device=scores.device).expand(len(positions), -1)
+    keys = [
+        best_keys(scores[..., rank::ranks], numbers[:, rank::ranks], positions, shape)
+        for rank in range(ranks)
+    ]
+    width = -(-max(lengths) // shape.block_size)
+    tables = torch.arange(width * len(lengths), device=scores.device).view(len(lengths), width)
+    return Case(
+        f"{_label(lengths, counts, shape, 0, torch.int64)} of {ranks} shards",
+        {"keys": torch.stack(keys), "block_tables": tables.int()},
+        {"lengths": tuple(lengths), "counts": tuple(counts), "shape": shape},
+    )
 
 
 def decode_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
@@ -332,6 +414,25 @@ def apply_select(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     return choice.ids, choice.pages
 
 
+def apply_select_shard(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
+    """The blocks in ascending order, -1 before them where there are fewer or nothing to choose."""
+    t, shape = case.tensors, case.numbers["shape"]
+    keys = kernel.run(
+        t["index_q"], t["index_cache"], _plan(kernel, case, dtype=t["index_q"].dtype)
+    ).squeeze(0)
+    positions = _positions(case.numbers["lengths"], case.numbers["counts"]).to(keys.device)
+    is_none = (keys < NO_KEY + 2**32) | (positions < shape.dense_tokens).view(-1, 1, 1)
+    blocks = (NO_BLOCK - (keys & NO_BLOCK)).masked_fill(is_none, -1)
+    return (blocks.sort(dim=-1).values,)
+
+
+def apply_merge_shards(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
+    """The choice."""
+    plan = _plan(kernel, case, dtype=torch.bfloat16)
+    choice = kernel.run(case.tensors["keys"], plan, None)
+    return choice.ids, choice.pages
+
+
 def apply_attention(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     """The weighted sums of values."""
     t = case.tensors
@@ -351,13 +452,20 @@ def select_cost(case: Case) -> Cost:
         for length, count in zip(n["lengths"], n["counts"], strict=True)
         if length > shape.dense_tokens
     ]
-    row_bytes = width * t["index_cache"].element_size()
+    row_bytes, ranks = width * t["index_cache"].element_size(), shape.shard.ranks
     return Cost(
-        num_bytes=sum(length for length, _ in long) * row_bytes
+        num_bytes=sum(length for length, _ in long) * row_bytes // ranks
         + num_bytes(t["index_q"])
         + 8 * num_tokens * heads * shape.topk_blocks,
-        flops=2 * heads * width * sum(length * count for length, count in long),
+        flops=2 * heads * width * sum(length * count for length, count in long) // ranks,
     )
+
+
+def merge_cost(case: Case) -> Cost:
+    """The keys of the rank's heads read, the choice written."""
+    keys, shape = case.tensors["keys"], case.numbers["shape"]
+    share = num_bytes(keys) * shape.kv_heads // shape.index_heads
+    return Cost(num_bytes=share + share // len(keys), flops=0)
 
 
 def attention_cost(case: Case) -> Cost:

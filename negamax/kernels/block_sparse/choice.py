@@ -13,13 +13,29 @@ chosen blocks in ascending order, of which the last alone is partly filled.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from negamax.kernels.attention.metadata import PagedShape
+
+NO_BLOCK = 0x7FFFFFFF  # above the number of any block
+NO_KEY = -(2**63)  # below the key of any block
+
+
+@dataclass(frozen=True)
+class IndexShard:
+    """Which index keys a rank holds: those of every `ranks`-th block of the cache. Block b is block
+    b // ranks of rank b % ranks, whatever it holds and wherever in a sequence that stands.
+    """
+
+    rank: int = 0
+    ranks: int = 1  # 1: all keys
+    # of several ranks each has the queries of the index heads of all; its own are some of them
+    heads: int = 0
+    first_head: int = 0
 
 
 @dataclass(frozen=True)
@@ -32,6 +48,12 @@ class SparseShape(PagedShape):
     topk_blocks: int
     init_blocks: int = 0
     local_blocks: int = 1
+    shard: IndexShard = field(default_factory=IndexShard, kw_only=True)
+
+    @property
+    def index_heads(self) -> int:
+        """Whose queries a rank has."""
+        return self.shard.heads or self.kv_heads
 
     @property
     def dense_tokens(self) -> int:
@@ -65,6 +87,35 @@ def choose(scores: Tensor, positions: Tensor, shape: SparseShape) -> Tensor:
     ascending = best.masked_fill(best > local, len(blocks)).sort(dim=-1).values
     ids = ascending.masked_fill(ascending == len(blocks), -1)
     return F.pad(ids, (0, shape.topk_blocks - ids.shape[-1]), value=-1).int()
+
+
+def best_keys(scores: Tensor, numbers: Tensor, positions: Tensor, shape: SparseShape) -> Tensor:
+    """What a rank that holds some of the blocks contributes to a choice: the keys [T, heads,
+    topk_blocks] int64 of its best ones.
+
+    scores [T, heads, blocks] fp32 of the blocks whose numbers are `numbers` [T, blocks]; those
+    behind a token's local block count for nothing. A key is the score, as an integer of the same
+    order, above the block's number counted down: of equal scores that of the lower block is the
+    larger key. NO_KEY where there are fewer blocks.
+    """
+    numbers, local = numbers.unsqueeze(1), (positions // shape.sparse_block_size).view(-1, 1, 1)
+    is_forced = (numbers < shape.init_blocks) | (numbers > local - shape.local_blocks)
+    bits = (scores + 0.0).masked_fill(is_forced, torch.inf).view(torch.int32)
+    order = (bits ^ ((bits >> 31) & NO_BLOCK)).long()
+    keys = ((order << 32) | (NO_BLOCK - numbers)).masked_fill(numbers > local, NO_KEY)
+    keys = F.pad(keys, (0, max(0, shape.topk_blocks - keys.shape[-1])), value=NO_KEY)
+    return keys.topk(shape.topk_blocks, dim=-1).values
+
+
+def blocks_of_keys(keys: Tensor, positions: Tensor, shape: SparseShape) -> Tensor:
+    """The `ids` of a `BlockChoice` of tokens at `positions` [T] from the best keys [T, kv_heads, n]
+    of all blocks, which are not looked at where a token attends to all that it sees.
+    """
+    best = keys.topk(shape.topk_blocks, dim=-1).values
+    blocks = (NO_BLOCK - (best & NO_BLOCK)).sort(dim=-1).values
+    local = (positions // shape.sparse_block_size).view(-1, 1, 1)
+    every = torch.arange(shape.topk_blocks, device=keys.device)
+    return blocks.where(local >= shape.topk_blocks, every.where(every <= local, -1)).int()
 
 
 def pages_of(ids: Tensor, tables: Tensor, shape: SparseShape) -> Tensor:

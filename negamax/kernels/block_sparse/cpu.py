@@ -24,9 +24,11 @@ from torch import Tensor
 from negamax.kernels.attention import cpu as dense
 from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape, attention_metadata
 from negamax.kernels.block_sparse.choice import (
+    NO_BLOCK,
     BlockChoice,
     SparseShape,
     attended_tokens,
+    best_keys,
     choose,
     pages_of,
 )
@@ -36,6 +38,7 @@ from negamax.kernels.signatures import (
     BLOCK_SPARSE_DECODE,
     BLOCK_SPARSE_PREFILL,
     BLOCK_SPARSE_SELECT,
+    BLOCK_SPARSE_SELECT_SHARD,
 )
 
 _SCORES = 2**21  # of tokens, computed at a time; bounds the memory that they take
@@ -50,6 +53,15 @@ class ScoredTokens:
     rows: Tensor  # [S, n] int64, which of the step's tokens, n of each sequence
     tables: Tensor  # [S, blocks of the cache] int64
     positions: Tensor  # [S * n] int64
+    before: Tensor  # [S * n] int64, sparse blocks of the tables before the token's own
+
+
+@dataclass(frozen=True)
+class OwnBlocks:
+    """The same tokens with those blocks alone whose index keys this rank holds."""
+
+    tokens: ScoredTokens  # `tables`: of the rank's own cache
+    numbers: Tensor  # [S, sparse blocks] int64, in the sequence, ascending; NO_BLOCK behind them
 
 
 @dataclass(frozen=True)
@@ -58,6 +70,14 @@ class SelectPlan:
 
     choice: BlockChoice
     scored: tuple[ScoredTokens, ...]
+    shape: SparseShape
+
+
+@dataclass(frozen=True)
+class SelectShardPlan:
+    """What a rank scores."""
+
+    scored: tuple[OwnBlocks, ...]
     shape: SparseShape
 
 
@@ -73,6 +93,28 @@ def plan_select(
     of_tokens = tables.repeat_interleave(torch.tensor(queries.host_query_lens), dim=0)
     choice = BlockChoice(ids, pages_of(ids, of_tokens, shape))
     return SelectPlan(choice, tuple(_scored(queries, tables, shape)), shape)
+
+
+def plan_select_shard(
+    queries: AttentionMetadata, shape: SparseShape, *, dtype: torch.dtype, quantize: bool = False
+) -> SelectShardPlan:
+    """The scored tokens with the blocks of this rank's shard."""
+    scored = _scored(queries, queries.used_tables(shape.block_size), shape)
+    return SelectShardPlan(tuple(_own_blocks(tokens, shape) for tokens in scored), shape)
+
+
+def _own_blocks(tokens: ScoredTokens, shape: SparseShape) -> OwnBlocks:
+    """Sequences that have fewer such blocks have others behind them."""
+    shard, per_block = shape.shard, shape.block_size // shape.sparse_block_size
+    is_mine = tokens.tables % shard.ranks == shard.rank
+    counts = is_mine.sum(1, keepdim=True)
+    first = is_mine.int().argsort(dim=1, descending=True, stable=True)[:, : max(1, counts.max())]
+    tables = tokens.tables.gather(1, first) // shard.ranks
+    numbers = first.where(torch.arange(first.shape[1]) < counts, NO_BLOCK // per_block)
+    numbers = (numbers.unsqueeze(-1) * per_block + torch.arange(per_block)).flatten(1)
+    local = (tokens.positions // shape.sparse_block_size).view(tokens.rows.shape)
+    before = torch.searchsorted(numbers, local).flatten()
+    return OwnBlocks(replace(tokens, tables=tables, before=before), numbers)
 
 
 def _scored(
@@ -95,15 +137,17 @@ def _scored(
             stop = min(start + step, length)
             used = tables[sequence : sequence + 1, : -(-stop // shape.block_size)]
             rows = torch.arange(end - length + start, end - length + stop)
-            yield ScoredTokens(rows.unsqueeze(0), used, torch.arange(start, stop))
+            positions = torch.arange(start, stop)
+            before = positions // shape.sparse_block_size
+            yield ScoredTokens(rows.unsqueeze(0), used, positions, before)
     for num_blocks, members in decodes.items():
         step = max(1, _SCORES // (num_blocks * shape.block_size * SAFE_ROWS_MULTIPLE))
         for start in range(0, len(members), step):
             part = members[start : start + step]
             own = [lengths[sequence] for sequence, _ in part]
             used = tables[[sequence for sequence, _ in part], : -(-max(own) // shape.block_size)]
-            tokens = torch.tensor([[token] for _, token in part])
-            yield ScoredTokens(tokens, used, torch.tensor(own) - 1)
+            tokens, positions = torch.tensor([[token] for _, token in part]), torch.tensor(own) - 1
+            yield ScoredTokens(tokens, used, positions, positions // shape.sparse_block_size)
 
 
 def _padded_blocks(length: int, block_size: int) -> int:
@@ -119,8 +163,14 @@ def _padded_blocks(length: int, block_size: int) -> int:
 Score = Callable[[Tensor, Tensor, ScoredTokens, int], Tensor]
 
 
-def select_kernel(score: Score, provider: str, **properties: Any) -> AnyKernel:
-    """The choice with the scores of `score`."""
+def select_kernels(score: Score, provider: str, **properties: Any) -> tuple[AnyKernel, AnyKernel]:
+    """The choice with the scores of `score`, of all index keys and of a shard of them."""
+
+    def scores_of(
+        index_q: Tensor, index_cache: Tensor, tokens: ScoredTokens, shape: SparseShape
+    ) -> Tensor:
+        queries = index_q[tokens.rows.flatten()].view(*tokens.rows.shape, *index_q.shape[1:])
+        return score(queries, index_cache, tokens, shape.sparse_block_size).flatten(0, 1)
 
     def select(index_q: Tensor, index_cache: Tensor, plan: SelectPlan) -> BlockChoice:
         if not plan.scored:
@@ -128,14 +178,26 @@ def select_kernel(score: Score, provider: str, **properties: Any) -> AnyKernel:
         shape, ids, pages = plan.shape, plan.choice.ids.clone(), plan.choice.pages.clone()
         for tokens in plan.scored:
             rows = tokens.rows.flatten()
-            queries = index_q[rows].view(*tokens.rows.shape, *index_q.shape[1:])
-            scores = score(queries, index_cache, tokens, shape.sparse_block_size).flatten(0, 1)
+            scores = scores_of(index_q, index_cache, tokens, shape)
             ids[rows] = chosen = choose(scores, tokens.positions, shape)
             tables = tokens.tables.repeat_interleave(tokens.rows.shape[1], dim=0)
             pages[rows] = pages_of(chosen, tables, shape)
         return BlockChoice(ids, pages)
 
-    return Kernel(BLOCK_SPARSE_SELECT, provider, select, plan_select, **properties)
+    def select_shard(index_q: Tensor, index_cache: Tensor, plan: SelectShardPlan) -> Tensor:
+        shape = plan.shape
+        keys = torch.zeros(1, *index_q.shape[:2], shape.topk_blocks, dtype=torch.int64)
+        for own in plan.scored:
+            scores = scores_of(index_q, index_cache, own.tokens, shape)
+            numbers = own.numbers.repeat_interleave(own.tokens.rows.shape[1], dim=0)
+            rows = own.tokens.rows.flatten()
+            keys[0, rows] = best_keys(scores, numbers, own.tokens.positions, shape)
+        return keys
+
+    return (
+        Kernel(BLOCK_SPARSE_SELECT, provider, select, plan_select, **properties),
+        Kernel(BLOCK_SPARSE_SELECT_SHARD, provider, select_shard, plan_select_shard, **properties),
+    )
 
 
 def products(index_q: Tensor, index_cache: Tensor, tokens: ScoredTokens, size: int) -> Tensor:
@@ -336,6 +398,6 @@ def _decode_buckets(
 
 
 KERNELS: tuple[AnyKernel, ...] = (
-    select_kernel(products, "cpu"),
+    *select_kernels(products, "cpu"),
     *attention_kernels(PagedDecode(_plan_buckets, _decode_buckets), "bucketed"),
 )

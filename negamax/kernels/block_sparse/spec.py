@@ -12,7 +12,7 @@ no scale changes no choice. What is chosen: `choice.py`; the paged cache: `kerne
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -22,15 +22,26 @@ from torch import Tensor
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.attention.spec import head_norm, rows_of
 from negamax.kernels.block_sparse import cases
-from negamax.kernels.block_sparse.choice import BlockChoice, SparseShape, choose, pages_of
+from negamax.kernels.block_sparse.choice import (
+    BlockChoice,
+    IndexShard,
+    SparseShape,
+    best_keys,
+    blocks_of_keys,
+    choose,
+    pages_of,
+)
 from negamax.kernels.kvcache.spec import store, write
 from negamax.kernels.op import Kernel, Op, rounding_tolerance
+from negamax.kernels.peers import Collective
 from negamax.kernels.rope.spec import half_split
 from negamax.kernels.signatures import (
     BLOCK_SPARSE_DECODE,
+    BLOCK_SPARSE_MERGE_SHARDS,
     BLOCK_SPARSE_NORM_ROPE_WRITE,
     BLOCK_SPARSE_PREFILL,
     BLOCK_SPARSE_SELECT,
+    BLOCK_SPARSE_SELECT_SHARD,
 )
 
 # --- norms, rope, cache write --------------------------------------------------------------------
@@ -43,39 +54,47 @@ class SparseHeadNorm:
     weight: Tensor  # [2, head_dim] fp32, of queries and of keys
     index_weight: Tensor  # [2, index_dim] fp32, of index queries and of the index key
     heads: int
-    kv_heads: int  # and as many index heads
+    kv_heads: int
     eps: float
+    shard: IndexShard = field(default_factory=IndexShard)
+
+    @property
+    def index_heads(self) -> int:
+        """Of this rank as many as KV heads, or those of all ranks."""
+        return self.shard.heads or self.kv_heads
 
 
 @dataclass(frozen=True)
 class SparseHeads:
-    """What a projection [T, (heads + 2 kv_heads) * head_dim + (kv_heads + 1) * index_dim] consists
-    of, in this order; all in fp32.
+    """What a projection [T, (heads + 2 kv_heads) * head_dim + (index_heads + 1) * index_dim]
+    consists of, in this order; all in fp32.
     """
 
     q: Tensor  # [T, heads, head_dim]
     k: Tensor  # [T, kv_heads, head_dim]
     v: Tensor  # [T, kv_heads, head_dim]
-    index_q: Tensor  # [T, kv_heads, index_dim]
+    index_q: Tensor  # [T, index_heads, index_dim]
     index_k: Tensor  # [T, 1, index_dim]
 
 
 def split_sparse_heads(projected: Tensor, norm: SparseHeadNorm) -> SparseHeads:
     """As `attention.spec.split_heads`, nothing that is not finite left."""
     (_, head_dim), (_, index_dim) = norm.weight.shape, norm.index_weight.shape
-    counts = (norm.heads, norm.kv_heads, norm.kv_heads, norm.kv_heads, 1)
+    counts = (norm.heads, norm.kv_heads, norm.kv_heads, norm.index_heads, 1)
     widths = (head_dim, head_dim, head_dim, index_dim, index_dim)
     finite = projected.nan_to_num().float()
     parts = finite.split([n * width for n, width in zip(counts, widths, strict=True)], dim=1)
     return SparseHeads(*(part.unflatten(1, (n, -1)) for part, n in zip(parts, counts, strict=True)))
 
 
-def index_rows(rows: Tensor, *, kv_heads: int, block_size: int) -> Tensor:
-    """The rows [T] of an index cache, whose one head lies in the same blocks as `kv_heads` heads of
-    keys at `rows` [T * kv_heads].
+def index_rows(rows: Tensor, shard: IndexShard, *, kv_heads: int, block_size: int) -> Tensor:
+    """The rows [T] of a rank's index cache, whose one head lies in the same blocks as `kv_heads`
+    heads of keys at `rows` [T * kv_heads]; -1 where another rank holds the block.
     """
     first = rows[::kv_heads]
-    return first // (kv_heads * block_size) * block_size + first % block_size
+    block = first // (kv_heads * block_size)
+    own = block // shard.ranks * block_size + first % block_size
+    return own.where(block % shard.ranks == shard.rank, -1)
 
 
 def norm_rope_write(
@@ -91,7 +110,7 @@ def norm_rope_write(
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> tuple[Tensor, Tensor]:
     """`head_norm` and rope of q, k, index_q and index_k; k, v and index_k into the caches; q [T,
-    heads, head_dim] and index_q [T, kv_heads, index_dim].
+    heads, head_dim] and index_q [T, index_heads, index_dim].
 
     `projected` as in `SparseHeads` (a kernel may overwrite it); cos, sin from `rope.spec.cos_sin`;
     rows [T * kv_heads] from `kvcache.spec.cache_rows`, from which follow those of index_cache
@@ -108,8 +127,8 @@ def norm_rope_write(
         )
     )
     write(k, own.v, k_cache, v_cache, rows, kv_scales=kv_scales)
-    block_size = k_cache.shape[2]
-    store(index_k, index_cache, index_rows(rows, kv_heads=norm.kv_heads, block_size=block_size))
+    to = index_rows(rows, norm.shard, kv_heads=norm.kv_heads, block_size=k_cache.shape[2])
+    store(index_k[to >= 0], index_cache, to[to >= 0])
     return q.to(projected.dtype), index_q.to(projected.dtype)
 
 
@@ -149,18 +168,63 @@ def select(index_q: Tensor, index_cache: Tensor, plan: BlockSparsePlan) -> Block
     """index_q [T, kv_heads, index_dim], index_cache [num_blocks, 1, block_size, index_dim] -> the
     choice of all T tokens.
     """
-    shape, size = plan.shape, plan.shape.sparse_block_size
-    ids = index_q.new_empty(*index_q.shape[:2], shape.topk_blocks, dtype=torch.int32)
+    ids = index_q.new_empty(*index_q.shape[:2], plan.shape.topk_blocks, dtype=torch.int32)
     pages = torch.empty_like(ids)
     for own, table, length, positions in plan.runs():
-        keys = rows_of(index_cache, table, length).squeeze(1)
-        scores = torch.einsum("thd,jd->thj", index_q[own].float(), keys)
-        is_later = torch.arange(length, device=keys.device) > positions.view(-1, 1, 1)
-        scores = scores.masked_fill(is_later, -torch.inf)
-        of_blocks = F.pad(scores, (0, -length % size), value=-torch.inf).unflatten(-1, (-1, size))
-        ids[own] = choose(of_blocks.amax(-1), positions, shape)
-        pages[own] = pages_of(ids[own], table.expand(len(positions), -1), shape)
+        scores = _block_scores(index_q[own], index_cache, table, length, positions, plan.shape)
+        ids[own] = choose(scores, positions, plan.shape)
+        pages[own] = pages_of(ids[own], table.expand(len(positions), -1), plan.shape)
     return BlockChoice(ids, pages)
+
+
+def _block_scores(
+    index_q: Tensor,
+    index_cache: Tensor,
+    table: Tensor,
+    length: int,
+    positions: Tensor,
+    shape: SparseShape,
+) -> Tensor:
+    """[queries, heads, sparse blocks] of one sequence."""
+    size = shape.sparse_block_size
+    keys = rows_of(index_cache, table, length).squeeze(1)
+    scores = torch.einsum("thd,jd->thj", index_q.float(), keys)
+    is_later = torch.arange(length, device=keys.device) > positions.view(-1, 1, 1)
+    scores = scores.masked_fill(is_later, -torch.inf)
+    of_blocks = F.pad(scores, (0, -length % size), value=-torch.inf).unflatten(-1, (-1, size))
+    best: Tensor = of_blocks.amax(-1)
+    return best
+
+
+def select_shard(index_q: Tensor, index_cache: Tensor, plan: BlockSparsePlan) -> Tensor:
+    """index_q [T, index_heads, index_dim] of the heads of all ranks, index_cache [blocks of this
+    rank's shard, 1, block_size, index_dim] -> keys [1, T, index_heads, topk_blocks] int64 of the
+    best blocks of the shard (`best_keys`); any for tokens that attend to all that they see.
+    """
+    shape, shard = plan.shape, plan.shape.shard
+    keys = index_q.new_zeros(1, *index_q.shape[:2], shape.topk_blocks, dtype=torch.int64)
+    for own, table, length, positions in plan.runs():
+        scores = _block_scores(
+            index_q[own], index_cache, table // shard.ranks, length, positions, shape
+        )
+        numbers = torch.arange(scores.shape[-1], device=table.device)
+        blocks = table[numbers * shape.sparse_block_size // shape.block_size]
+        mine = numbers[blocks % shard.ranks == shard.rank]
+        keys[0, own] = best_keys(scores[..., mine], mine.expand(len(scores), -1), positions, shape)
+    return keys
+
+
+def merge_shards(keys: Tensor, plan: BlockSparsePlan, group: Collective | None) -> BlockChoice:
+    """keys [shards, T, index_heads, topk_blocks]: of this rank, from `select_shard`, or without
+    `group` of all ranks -> the choice of all T tokens for this rank's heads.
+    """
+    shape, queries = plan.shape, plan.queries
+    if group is not None:
+        keys = group.all_gather(keys, dim=0)
+    first = shape.shard.first_head
+    own = keys[:, :, first : first + shape.kv_heads].permute(1, 2, 0, 3).flatten(2)
+    ids = blocks_of_keys(own, queries.positions, shape)
+    return BlockChoice(ids, pages_of(ids, queries.block_tables[queries.token_slots], shape))
 
 
 def attend(
@@ -222,6 +286,26 @@ OPS = (
         apply=cases.apply_select,
         tolerance=rounding_tolerance(scale=0.0, reason="whole numbers"),
         cost=cases.select_cost,
+    ),
+    Op(
+        name=BLOCK_SPARSE_SELECT_SHARD,
+        summary="the best blocks of a rank's shard of the index keys, for the index heads of all",
+        reference=Kernel(BLOCK_SPARSE_SELECT_SHARD, "reference", select_shard, plan),
+        cases=cases.select_shard_small,
+        wide=cases.select_shard_full_size,
+        apply=cases.apply_select_shard,
+        tolerance=rounding_tolerance(scale=0.0, reason="whole numbers"),
+        cost=cases.select_cost,
+    ),
+    Op(
+        name=BLOCK_SPARSE_MERGE_SHARDS,
+        summary="the choice among the best blocks of all shards",
+        reference=Kernel(BLOCK_SPARSE_MERGE_SHARDS, "reference", merge_shards, plan),
+        cases=cases.merge_shards_small,
+        wide=cases.merge_shards_full_size,
+        apply=cases.apply_merge_shards,
+        tolerance=rounding_tolerance(scale=0.0, reason="whole numbers"),
+        cost=cases.merge_cost,
     ),
     Op(
         name=BLOCK_SPARSE_DECODE,

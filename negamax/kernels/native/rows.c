@@ -176,25 +176,29 @@ void negamax_qk_norm_rope_write(const element *qkv, const float *weight, const f
 }
 
 /* As negamax_qk_norm_rope_write with norms of each head, weight [2, dim] of queries and of keys.
-   With an index cache `projected` has kv_heads index queries and one index key of index_dim behind
-   it, index_weight [2, index_dim]; the key goes to the place in the cache's one head that the
-   token's first key has in the others. */
+   With an index cache `projected` has index_heads index queries and one index key of index_dim
+   behind it, index_weight [2, index_dim]; the key goes to the place in the cache's one head that
+   the token's first key has in the others, if its block is one of those that `rank` of `ranks`
+   holds: b with b % ranks = rank, at b / ranks. */
 void negamax_head_norm_rope_write(const element *projected, const float *weight,
                                   const float *index_weight, const float *cosines,
                                   const float *sines, element *k_cache, element *v_cache,
                                   element *index_cache, const int64_t *rows, element *q_out,
                                   element *index_q_out, int64_t tokens, int64_t heads,
                                   int64_t kv_heads, int64_t dim, int64_t index_dim, int64_t rotary,
-                                  int64_t block_size, float eps) {
-    int64_t index_heads = index_cache ? kv_heads + 1 : 0, half = rotary / 2;
-    int64_t all = heads + 2 * kv_heads, width = all * dim + index_heads * index_dim;
+                                  int64_t block_size, float eps, int64_t index_heads,
+                                  int64_t rank, int64_t ranks) {
+    int64_t of_indexer = index_cache ? index_heads + 1 : 0, half = rotary / 2;
+    int64_t all = heads + 2 * kv_heads, width = all * dim + of_indexer * index_dim;
     float x[dim > index_dim ? dim : index_dim];
     for (int64_t token = 0; token < tokens; token++) {
         const element *source = projected + token * width;
         const float *c = cosines + token * rotary, *s = sines + token * rotary;
         const int64_t *row = rows + token * kv_heads;
-        for (int64_t head = 0; head < all + index_heads; head++) {
+        int64_t block = row[0] / (kv_heads * block_size), is_mine = block % ranks == rank;
+        for (int64_t head = 0; head < all + of_indexer; head++) {
             int64_t of_index = head - all, size = of_index < 0 ? dim : index_dim;
+            if (of_index == index_heads && !is_mine) continue;
             for (int64_t i = 0; i < size; i++) {
                 float value = widen(source[i]);
                 value = value != value ? 0.0f : value;
@@ -202,11 +206,10 @@ void negamax_head_norm_rope_write(const element *projected, const float *weight,
             }
             source += size;
             element *to;
-            if (of_index == kv_heads)
-                to = index_cache +
-                     (row[0] / (kv_heads * block_size) * block_size + row[0] % block_size) * size;
+            if (of_index == index_heads)
+                to = index_cache + (block / ranks * block_size + row[0] % block_size) * size;
             else if (of_index >= 0)
-                to = index_q_out + (token * kv_heads + of_index) * size;
+                to = index_q_out + (token * index_heads + of_index) * size;
             else if (head < heads)
                 to = q_out + (token * heads + head) * size;
             else if (head < heads + kv_heads)
@@ -215,7 +218,7 @@ void negamax_head_norm_rope_write(const element *projected, const float *weight,
                 to = v_cache + row[head - heads - kv_heads] * size;
             if (of_index >= 0 || head < heads + kv_heads) {
                 const float *own = of_index >= 0 ? index_weight : weight;
-                int64_t is_key = of_index >= 0 ? of_index == kv_heads : head >= heads;
+                int64_t is_key = of_index >= 0 ? of_index == index_heads : head >= heads;
                 scaled(x, own + is_key * size, size, eps);
                 for (int64_t i = 0; i < half; i++) {
                     float low = x[i], high = x[i + half];

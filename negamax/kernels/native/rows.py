@@ -25,7 +25,7 @@ from negamax.kernels.block_sparse.cpu import (
     ScoredTokens,
     attention_kernels,
     products,
-    select_kernel,
+    select_kernels,
 )
 from negamax.kernels.block_sparse.spec import SparseHeadNorm
 from negamax.kernels.moe import cpu as moe_cpu
@@ -55,7 +55,7 @@ _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "add_rms": (*[_POINTER] * 4, _INT, _INT, _FLOAT, _INT),
     "qk_norm_rope_write": (*[_POINTER] * 8, *[_INT] * 5, _FLOAT),
-    "head_norm_rope_write": (*[_POINTER] * 11, *[_INT] * 7, _FLOAT),
+    "head_norm_rope_write": (*[_POINTER] * 11, *[_INT] * 7, _FLOAT, *[_INT] * 3),
     "decode": (*[_POINTER] * 6, *[_INT] * 6),
     "block_scores": (*[_POINTER] * 5, *[_INT] * 7),
     "route": (*[_POINTER] * 5, *[_INT] * 4),
@@ -179,8 +179,11 @@ def sparse_norm_rope_write(
             projected, norm, cos, sin, *caches, rows, kv_scales=kv_scales
         )
     q = projected.new_empty(projected.shape[0], norm.heads, k_cache.shape[-1])
-    index_q = projected.new_empty(projected.shape[0], norm.kv_heads, index_cache.shape[-1])
-    _write_heads(projected, norm, norm.index_weight, cos, sin, caches, rows, q, index_q)
+    index_q = projected.new_empty(projected.shape[0], norm.index_heads, index_cache.shape[-1])
+    _write_heads(
+        projected, norm, norm.index_weight, cos, sin, caches, rows, q, index_q,
+        of_index=(norm.index_heads, norm.shard.rank, norm.shard.ranks),
+    )  # fmt: skip
     return q, index_q
 
 
@@ -194,6 +197,7 @@ def _write_heads(
     rows: Tensor,
     q: Tensor,
     index_q: Tensor | None,
+    of_index: tuple[int, int, int] = (0, 0, 1),  # heads, rank, ranks
 ) -> None:
     assert projected.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
     tensors = (projected, norm.weight, index_weight, cos, sin, *caches, rows, q, index_q)
@@ -207,6 +211,7 @@ def _write_heads(
         cos.shape[-1],
         caches[0].shape[2],
         norm.eps,
+        *of_index,
     )
 
 
@@ -280,10 +285,9 @@ def _block_scores(index_q: Tensor, index_cache: Tensor, tokens: ScoredTokens, si
         return products(index_q, index_cache, tokens, size)
     block_size, (_, width) = index_cache.shape[2], tokens.tables.shape
     queries, tables = index_q.contiguous(), tokens.tables.contiguous()
-    before = tokens.positions // size  # the token's own block
     scores = torch.zeros(sequences, 1, heads, width * block_size // size)
     _function("block_scores", index_q.dtype)(
-        queries.data_ptr(), index_cache.data_ptr(), tables.data_ptr(), before.data_ptr(),
+        queries.data_ptr(), index_cache.data_ptr(), tables.data_ptr(), tokens.before.data_ptr(),
         scores.data_ptr(), sequences, heads, dim, block_size, size, width, scores.shape[-1],
     )  # fmt: skip
     return scores
@@ -401,7 +405,7 @@ def kernels(linear: Kernel[PrepareLinear, Linear]) -> tuple[Kernel[Any, Any], ..
         kernel(DECODE, decode, plan_decode),
         kernel(HEAD_NORM_ROPE_WRITE, head_norm_rope_write, HeadNorm),
         kernel(BLOCK_SPARSE_NORM_ROPE_WRITE, sparse_norm_rope_write, SparseHeadNorm),
-        select_kernel(
+        *select_kernels(
             _block_scores, "native", dtypes=(dtype,), available=lambda: _available(dtype)
         ),
         *attention_kernels(

@@ -11,7 +11,7 @@ from torch import Tensor
 from negamax.config.minimax_m3 import MiniMaxM3Spec
 from negamax.kernels.activations import QuantizedActivations, SwiGlu
 from negamax.kernels.attention.metadata import AttentionMetadata
-from negamax.kernels.block_sparse.choice import SparseShape
+from negamax.kernels.block_sparse.choice import IndexShard, SparseShape
 from negamax.kernels.formats import ActivationFormat
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.rope.spec import signed_frequencies
@@ -54,6 +54,7 @@ class DecoderLayer:
                 names.attention(layer),
                 names.indexer(layer),
                 index_dim=spec.sparse.index_dim,
+                shard=_index_shard(spec, context),
                 **heads,
                 **shared,
             )
@@ -144,6 +145,14 @@ def build(
     )
 
 
+def _index_shard(spec: MiniMaxM3Spec, context: ParallelContext) -> IndexShard:
+    """This rank's part of the index keys."""
+    if spec.sparse is None or not spec.sparse.is_sharded:
+        return IndexShard()
+    view, heads = context.layout.attention, spec.sparse.index_heads
+    return IndexShard(view.rank, view.size, heads, view.kv_heads(heads).start)
+
+
 def _kinds(
     spec: MiniMaxM3Spec,
     layers: list[DecoderLayer],
@@ -175,6 +184,7 @@ def _kinds(
             sparse.topk_blocks,
             sparse.init_blocks,
             sparse.local_blocks,
+            shard=_index_shard(spec, context),
         )
         kinds.append((BlockSparseKind(shape, **common), at.index(True)))
     return kinds

@@ -82,7 +82,8 @@ def _attention(spec: MiniMaxM3Spec, layer: int) -> Iterator[WeightSpec]:
     if sparse is None or not sparse.layers[layer]:
         return
     index, index_rows = indexer(layer), sparse.index_heads * sparse.index_dim
-    yield WeightSpec(index.q, (index_rows, hidden), parts=sparse.index_heads, splits=Axis.ROWS)
+    parts = 1 if sparse.is_sharded else sparse.index_heads
+    yield WeightSpec(index.q, (index_rows, hidden), parts=parts, splits=Axis.ROWS)
     yield WeightSpec(index.k, (sparse.index_dim, hidden), parts=1)
     for name in (index.q_norm, index.k_norm):
         yield WeightSpec(name, (sparse.index_dim,), parts=1, dtype="float32")
