@@ -90,7 +90,7 @@ def install(patch: Callable[[object, str, Any], None], proposer: Proposer) -> No
     """Have the workers of this process verify what `proposer` guesses."""
     from negamax.worker import worker
 
-    def load(_config: WorkerConfig) -> Proposer:
+    def load(_config: WorkerConfig, **_options: object) -> Proposer:
         return proposer
 
     patch(worker, "load_proposer", load)

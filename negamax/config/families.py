@@ -8,16 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from negamax.base.errors import ConfigError
-from negamax.config import minimax_m2, minimax_m3
+from negamax.config import eagle3, minimax_m2, minimax_m3
 from negamax.config.fields import refuse
 from negamax.config.model_spec import ModelFamily, ModelSpec
 from negamax.config.quantization import read_quantization
 
 FAMILIES = {family.architecture: family for family in (minimax_m2.FAMILY, *minimax_m3.FAMILIES)}
+# of models that guess the tokens of others
+DRAFTS = {eagle3.FAMILY.architecture: eagle3.FAMILY}
 
 
 def family_of(architecture: str) -> ModelFamily:
     """The family of `architecture`. Errors: `ConfigError` listing those there are."""
+    if architecture in DRAFTS:
+        return DRAFTS[architecture]
     if architecture not in FAMILIES:
         raise ConfigError(
             f"architecture {architecture!r} is not supported; supported: "

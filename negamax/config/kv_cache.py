@@ -15,6 +15,7 @@ from negamax.base.errors import ConfigError
 
 ELEMENT_BYTES = {
     "float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "float8_e4m3fn": 1,
+    "int64": 8,
 }  # fmt: skip
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from negamax.kernels.activations import QuantizedActivations
@@ -15,6 +17,7 @@ from negamax.kernels.signatures import ADD_RMS, ALL_REDUCE_ADD_RMS, COMPLETE_RES
 from negamax.layers.linear import ColumnParallel, Part
 from negamax.layers.partial import Partial
 from negamax.layers.weights import WeightSlot
+from negamax.parallel.collectives import SingleRank
 from negamax.quantization.scheme import WeightFormat
 
 
@@ -91,6 +94,16 @@ class VocabEmbedding:
         """token_ids [T] int64 -> [T, hidden]."""
         local = (token_ids - (self._rows.start - 1)).clamp_(0, len(self._rows) + 1)
         return Partial(self._weight.index_select(0, local), self._group)
+
+    def whole(self) -> VocabEmbedding:
+        """The same with all rows on this rank: itself, or a copy where ranks split them."""
+        if self._group.size == 1:
+            return self
+        other = copy(self)
+        rows = self._group.all_gather(self._weight[1:-1].contiguous(), dim=0)
+        other._weight, other._rows = F.pad(rows, (0, 0, 1, 1)), range(len(rows))
+        other._group = SingleRank()
+        return other
 
 
 class VocabHead:

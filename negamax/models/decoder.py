@@ -79,8 +79,8 @@ class Decoder:
         shared: dict[str, Any] = {"rows": self.vocab_range, "group": context.attention_group}
         slots = [slot for layer in layers for slot in layer.slots]
         if context.layout.is_first_stage:
-            self._embed = VocabEmbedding(names.embedding, vocab_shape, weights=weights, **shared)
-            slots += self._embed.slots
+            self.embedding = VocabEmbedding(names.embedding, vocab_shape, weights=weights, **shared)
+            slots += self.embedding.slots
         self._is_last = context.layout.is_last_stage
         if self._is_last:
             shared |= {"kernels": kernels, "weights": weights}
@@ -126,7 +126,7 @@ class Decoder:
         """token_ids [T] int64 -> what enters the first layer, and a residual [T, hidden] of
         zeros.
         """
-        x = self._embed(token_ids)
+        x = self.embedding(token_ids)
         return x, torch.zeros_like(x.x)
 
     def stage(

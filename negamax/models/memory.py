@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from negamax.config.eagle3 import Eagle3Spec
 from negamax.config.kv_cache import ELEMENT_BYTES
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.formats import PLAIN, Axis, TensorFormat
@@ -40,6 +41,15 @@ def weight_bytes(
             for weight in names_of(spec).weights(spec)
         )
     )
+
+
+def draft_bytes(spec: Eagle3Spec, *, dtype: str, kept: Kept = as_stored, ranks: int = 1) -> int:
+    """Bytes of a draft's weights on each of `ranks`: all of its embedding, or of a copy of the
+    model's where ranks split that.
+    """
+    copied = ranks > 1 and not spec.own_embedding
+    table = spec.vocab_size * spec.hidden_size * ELEMENT_BYTES[dtype] if copied else 0
+    return table + weight_bytes(spec, dtype=dtype, kept=kept, ranks=ranks)
 
 
 def expert_padding(

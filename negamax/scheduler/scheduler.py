@@ -227,6 +227,7 @@ class Scheduler:
             if not builder.budget:
                 break
             builder.add_chunk(sequence)
+            self._look_ahead(sequence, builder)
         while builder.budget and self._waiting and self._free_slots:
             new_row = self._admit(self._waiting[0])
             if new_row is None:
@@ -235,6 +236,7 @@ class Scheduler:
             sequence = self._waiting.pop(0)
             self._turn = max(self._turn, sequence.turn)
             builder.add_chunk(sequence)
+            self._look_ahead(sequence, builder)
         if not builder.sequences and not builder.chunks:
             return None
         plan = builder.finish(
@@ -372,6 +374,7 @@ class Scheduler:
         num_postponed = 0
         sequences, slots = builder.sequences, builder.slots
         spare = builder.budget - len(self._running) if most_drafts else 0
+        looks_ahead = self.limits.num_draft_tokens > 1
         # _grow may take sequences off the end, never one already passed
         for sequence in self._running:
             if sequence.is_postponed:
@@ -396,6 +399,8 @@ class Scheduler:
                 total += num_drafts
             sequence.num_computed = total
             sequence.num_total = total + 1
+            if looks_ahead:
+                self._look_ahead(sequence, builder)
             sequences.append(sequence)
             slots.append(sequence.slot)
         builder.budget -= len(slots) + sum(builder.drafts.values()) + num_postponed
@@ -412,6 +417,16 @@ class Scheduler:
             self._take_block(sequence)
             builder.append_block(sequence)
         return min(wanted, sequence.capacity - sequence.num_total)
+
+    def _look_ahead(self, sequence: Sequence, builder: PlanBuilder) -> None:
+        """Blocks for what a draft model keeps of its own guesses behind this step, as far as they
+        are free.
+        """
+        most_drafts = self.limits.num_draft_tokens
+        end = min(sequence.num_total + most_drafts - 2, sequence.limit - 1)
+        while most_drafts > 1 and end > sequence.capacity and self._pool.num_free:
+            self._take_block(sequence)
+            builder.append_block(sequence)
 
     def _give_back(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
         """Take back what a committed row was granted for drafts that were rejected. Blocks past the

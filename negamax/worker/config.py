@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from negamax.config.eagle3 import DraftModel
 from negamax.config.families import family_of
 from negamax.config.kv_cache import KvCacheSpecs, with_index_dtype
 from negamax.config.model_spec import ModelSpec
@@ -65,13 +66,15 @@ class WorkerConfig:
     index_cache_dtype: str = "auto"  # as kv_cache_dtype; the worker replaces it by torch's name
     crash_dump_dir: str | None = None
     weight_cache: str | None = None  # a folder
+    draft: DraftModel | None = None
     speculation: SpeculationConfig | None = None  # its model is a folder, or a bundled name
 
     @property
     def kv_caches(self) -> KvCacheSpecs:
-        """Of the layers of this rank's pipeline stage."""
+        """Of the layers of this rank's pipeline stage, and behind them of the draft's."""
         own = self.layout.layers(self.spec.num_layers)
         caches, of_index = self.spec.kv_caches()[own.start : own.stop], self.index_cache_dtype
+        caches = [*caches, *(self.draft.spec.kv_caches() if self.draft else ())]
         return caches if of_index == "auto" else with_index_dtype(caches, of_index)
 
 

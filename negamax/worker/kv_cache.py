@@ -15,12 +15,13 @@ from torch import Tensor
 from negamax.base import env
 from negamax.base.errors import ConfigError, ResourceError
 from negamax.base.log import get_logger
+from negamax.config.eagle3 import Eagle3Spec
 from negamax.config.kv_cache import KvCacheSpec, KvCacheSpecs, block_bytes
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.registry import KernelTable
 from negamax.layers.attention import KvCaches
 from negamax.models.family import INT8_CACHE
-from negamax.models.memory import expert_padding, weight_bytes
+from negamax.models.memory import draft_bytes, expert_padding, weight_bytes
 from negamax.parallel.layout import ParallelLayout
 from negamax.worker.config import WorkerConfig
 
@@ -198,10 +199,15 @@ def check_rows_fit(config: WorkerConfig, *, device: torch.device) -> None:
 
 
 def check_weights_fit(
-    spec: ModelSpec, *, kernels: KernelTable, device: torch.device, layout: ParallelLayout
+    spec: ModelSpec,
+    *,
+    draft: Eagle3Spec | None = None,
+    kernels: KernelTable,
+    device: torch.device,
+    layout: ParallelLayout,
 ) -> None:
-    """Refuse a model whose weights exceed the free memory: of each rank's GPU, or of this machine
-    for all CPU ranks. Rank 0 says what padding costs.
+    """Refuse a model whose weights, with those of its draft, exceed the free memory: of each rank's
+    GPU, or of this machine for all CPU ranks. Rank 0 says what padding costs.
     """
     on_gpu, num_ranks = device.type == "cuda", layout.world_size
     kept, ep = kernels.reads_stored, layout.ep
@@ -211,16 +217,22 @@ def check_weights_fit(
     needed = weight_bytes(
         spec, dtype=_name(kernels.dtype), kept=kept, ranks=num_ranks, ep=ep
     )  # of a rank
+    of_draft = 0
+    if draft is not None:
+        of_draft = draft_bytes(draft, dtype=_name(kernels.dtype), kept=kept, ranks=num_ranks)
+        needed += of_draft
     if on_gpu:
         free = torch.cuda.mem_get_info(device)[0]
         where, remedy = f"on {device}", "use more GPUs (--tensor-parallel-size) or a smaller model"
     else:
         needed, free = needed * num_ranks, env.available_memory()
+        of_draft *= num_ranks
         where, remedy = "in main memory", "use a smaller model or a machine with more memory"
     if needed > free:
         raise ResourceError(
             f"the weights need {needed / GIB:.1f} GiB {where} ({num_ranks} ranks), "
-            f"{free / GIB:.1f} GiB are free",
+            f"{free / GIB:.1f} GiB are free"
+            + (f"; {of_draft / GIB:.1f} GiB of them are the draft's" if of_draft else ""),
             hint=remedy,
         )
 

@@ -14,17 +14,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from negamax.base.log import get_logger
 from negamax.config.speculation import NGRAM
 from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.kernels.registry import KernelTable
 from negamax.layers.attention import KvCaches
 from negamax.models.decoder import Decoder
 from negamax.parallel.context import ParallelContext
 from negamax.worker.config import WorkerConfig
 from negamax.worker.device import HostTensor
 from negamax.worker.request_state import RequestState
-
-logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -83,9 +81,9 @@ class Proposer(Protocol):
         """
 
 
-def load_proposer(config: WorkerConfig) -> Proposer | None:
+def load_proposer(config: WorkerConfig, *, kernels: KernelTable) -> Proposer | None:
     """The proposer that `config` asks for, by the name of its method; None: tokens are generated
-    one by one.
+    one by one. Errors: `CheckpointError` for files that are not those of a draft.
     """
     speculation = config.speculation
     if speculation is None:
@@ -94,7 +92,10 @@ def load_proposer(config: WorkerConfig) -> Proposer | None:
         from negamax.worker.ngram import NgramProposer
 
         return NgramProposer(speculation, max_model_len=config.max_model_len)
-    logger.warning("there is no speculation by %s yet", speculation.method)
+    if config.draft is not None:
+        from negamax.worker.eagle3 import Eagle3Proposer
+
+        return Eagle3Proposer(config, config.draft, kernels=kernels)
     return None
 
 

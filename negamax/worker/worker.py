@@ -89,7 +89,11 @@ class Worker:
         check_platform(platform, cache_dtypes=(cache_dtype, of_index), rank=config.layout.rank)
         self._kernels = kernels = resolve(platform=platform, dtype=dtype)
         kv_cache.check_weights_fit(
-            config.spec, kernels=kernels, device=device, layout=config.layout
+            config.spec,
+            draft=config.draft.spec if config.draft else None,
+            kernels=kernels,
+            device=device,
+            layout=config.layout,
         )
         kv_cache.check_rows_fit(config, device=device)
         load_plan = None  # made, and the checkpoint checked, before the weights take memory
@@ -101,7 +105,7 @@ class Worker:
                 )
             del slots
             kv_cache.check_scales(load_plan.skipped, dtype=cache_dtype)
-        self._proposer = load_proposer(config)
+        self._proposer = load_proposer(config, kernels=kernels)
         num_draft_tokens = self._proposer.num_draft_tokens if self._proposer else 0
         self._context = context = _parallel_context(
             config, device, max_rows=config.max_num_seqs * (1 + num_draft_tokens)
@@ -113,6 +117,8 @@ class Worker:
         )
         with torch.inference_mode():
             load_summary = _load(model, config, load_plan, device=device)
+            if self._proposer:
+                load_summary += self._proposer.load(model, context, device)
             load_summary += describe_kv_scales(model.layers, cache_dtype)
             runtime.release_memory()  # of what only loading needed
             self._rows = RequestState(
@@ -153,6 +159,8 @@ class Worker:
             )
             self._rows.set_spare_block(num_blocks)
             self._kv = kv
+            if self._proposer:
+                self._proposer.use_caches(kv[len(model.layers) :])
             # whose residual streams the proposer reads
             self._layers = self._proposer.capture if self._proposer else ()
             self._graphs: StepGraphs | None = None

@@ -13,6 +13,7 @@ from negamax.base.log import get_logger
 from negamax.config.kv_cache import check_index_options, choose_block_size, sharding_crossover
 from negamax.config.model_spec import ModelSpec
 from negamax.config.options import EngineOptions
+from negamax.engine.core.draft import with_own_parts
 from negamax.engine.core.executor import Executor, start_executor
 from negamax.engine.core.loop import EngineLoop
 from negamax.engine.core.scripted_executor import ScriptedExecutor
@@ -53,12 +54,17 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
     if script is not None:
         spec = replace(spec, max_position_embeddings=script.context_length)
     speculation = source.speculation
-    for note in (*spec.notes, *(speculation.notes if speculation else ())):
+    notes = [*spec.notes, *(speculation.notes if speculation else ())]
+    for note in (*notes, *(source.draft.spec.notes if source.draft else ())):
         logger.info("%s", note)
     max_model_len = _context_length(options, spec)
     layout = ParallelLayout.of(options.parallel)
     device, gpus = _find_device(options.device)
     check_split(layout, spec, gpus=gpus)
+    draft = source.draft
+    if draft is not None:
+        check_split(layout, draft.spec)
+        draft = with_own_parts(draft, spec)
     if device == "cpu":
         env.settle_cpu_products()
     limits = STEP_LIMITS[device]
@@ -93,6 +99,7 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
         show_progress=options.show_progress,
         crash_dump_dir=options.crash_dump_dir,
         speculation=speculation,
+        draft=draft,
         addresses=None,
     )
     grammars = GrammarManager(

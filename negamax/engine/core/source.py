@@ -8,11 +8,14 @@ from pathlib import Path
 
 from negamax.base.errors import ConfigError
 from negamax.checkpoint.hub import resolve_model
+from negamax.config import eagle3
+from negamax.config.eagle3 import DraftModel, Eagle3Spec
 from negamax.config.families import bundled_names, bundled_spec, family_of, read_spec
 from negamax.config.generation import GenerationDefaults, SamplingDefaults, read_generation_defaults
 from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
 from negamax.config.options import EngineOptions
+from negamax.config.quantization import read_quantization
 from negamax.config.speculation import EAGLE3, SpeculationConfig
 from negamax.quantization.detect import detect
 from negamax.quantization.names import check_name, quantized
@@ -30,7 +33,8 @@ class ModelSource:
     weights_folder: Path | None  # None: synthetic weights
     tokenizer_folder: Path
     name: str  # for the API, unless the user names it
-    speculation: SpeculationConfig | None = None  # with the folder of a draft model
+    speculation: SpeculationConfig | None = None
+    draft: DraftModel | None = None
 
 
 def locate(options: EngineOptions) -> ModelSource:
@@ -38,7 +42,11 @@ def locate(options: EngineOptions) -> ModelSource:
     `ConfigError`, `CheckpointError`.
     """
     source = _locate_target(options)
-    return replace(source, speculation=_locate_draft(options))
+    speculation = options.speculation
+    if speculation is None or speculation.method != EAGLE3:
+        return replace(source, speculation=speculation)
+    draft = _locate_draft(speculation, options, target=source.spec)
+    return replace(source, speculation=speculation, draft=draft)
 
 
 def _locate_target(options: EngineOptions) -> ModelSource:
@@ -72,19 +80,42 @@ def _locate_target(options: EngineOptions) -> ModelSource:
     return ModelSource(spec, generation, weights, folder, options.model.rstrip("/"))
 
 
-def _locate_draft(options: EngineOptions) -> SpeculationConfig | None:
-    """Who guesses tokens ahead, a draft model by its folder. Errors: those of `resolve_model`."""
-    speculation = options.speculation
-    if speculation is None or speculation.method != EAGLE3:
-        return speculation
+def _locate_draft(
+    speculation: SpeculationConfig, options: EngineOptions, *, target: ModelSpec
+) -> DraftModel:
+    """Find (and if need be download) a draft model for `target`. Errors: `ConfigError`,
+    `CheckpointError`.
+    """
+    name, is_drawn = speculation.model or "", options.load_format == "synthetic"
+    layers = speculation.aux_layer_ids
+    bundled = eagle3.FAMILY.bundled.get(name.lower())
+    if isinstance(bundled, Eagle3Spec) and not Path(name).exists():
+        if not is_drawn:
+            raise ConfigError(
+                f"the draft {name!r} is a bundled spec without weights",
+                hint="add --load-format synthetic, or give a folder or a hub id",
+            )
+        return DraftModel(bundled.for_target(target, layers), None)
     folder = resolve_model(
-        speculation.model or "",
+        name,
         speculation.revision,
         options.download_dir,
         options.source,
-        needs_weights=options.load_format != "synthetic",
+        check=partial(_read_draft, target=target, layers=layers),
+        needs_weights=not is_drawn,
     )
-    return replace(speculation, model=str(folder))
+    spec = _read_draft(folder, target=target, layers=layers)
+    return DraftModel(spec, None if is_drawn else str(folder))
+
+
+def _read_draft(folder: Path, *, target: ModelSpec, layers: tuple[int, ...] | None) -> Eagle3Spec:
+    """The draft in `folder`, in the format that its own files name. Errors: `ConfigError`,
+    `CheckpointError`.
+    """
+    config = read_json_object(folder / "config.json")
+    spec = replace(eagle3.read_spec(config), quantization=read_quantization(config, folder))
+    detect(spec.quantization)
+    return spec.for_target(target, layers)
 
 
 def _read_spec(folder: Path, *, options: EngineOptions) -> ModelSpec:

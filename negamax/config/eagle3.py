@@ -1,0 +1,275 @@
+"""EAGLE3 draft models: the spec of one, read from its config.json as SpecForge, TorchSpec and vLLM
+write it, and the published ones.
+
+A draft reads the residual stream of some layers of the model whose tokens it guesses, its target.
+Layers are named by what enters them: layer L's is the stream behind L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from negamax.base.errors import ConfigError
+from negamax.config import fields
+from negamax.config.fields import refuse
+from negamax.config.model_spec import ModelFamily, ModelSpec
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+_ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM")
+_IDS = "eagle_aux_hidden_state_layer_ids"
+_OVERRIDE = f'name the layers by what enters them: --speculative-config {{"{_IDS}": [2, 30, 57]}}'
+NUM_AUX = 3  # streams, unless config.json says otherwise
+
+_FIXED: dict[str, Any] = {
+    "hidden_act": "silu",
+    "bias": False,
+    "qkv_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "pretraining_tp": 1,
+    "parallel_drafting": False,
+    "logit_scale": 1.0,
+    "use_aux_hidden_state": True,
+    "sliding_window": None,
+}
+_PER_LAYER = {"layer_types": "full_attention"}
+_SWITCHES = (
+    "fc_norm", "norm_before_fc", "norm_output", "norm_before_residual", "attention_bias",
+)  # fmt: skip
+_READ = {
+    "draft_vocab_size", "intermediate_size", "model_type", "num_aux_hidden_states",
+    "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "target_hidden_size",
+    "eagle_config", _IDS, *_SWITCHES,
+}  # fmt: skip
+_IGNORED = {
+    "_name_or_path", "attention_dropout", "auto_map", "dtype", "initializer_range", "pad_token_id",
+    "partial_rotary_factor", "target_model_type", "target_num_hidden_layers",
+    "transformers_version", "use_cache",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Spec(ModelSpec):
+    """A Llama of one or more layers, the first of which reads twice its width."""
+
+    draft_vocab_size: int  # tokens that it guesses
+    target_hidden_size: int
+    intermediate_size: int
+    rope_theta: float
+    rms_norm_eps: float
+    # layers of the target whose input it reads; (): those of `default_layers`
+    aux_layers: tuple[int, ...] = ()
+    num_aux: int = NUM_AUX
+    fc_norm: bool = False  # each stream has a norm before fc
+    norm_before_fc: bool = False  # all of them together have one
+    norm_output: bool = False  # the next pass reads the normed hidden state
+    norm_before_residual: bool = False  # the residual stream begins with the normed hidden state
+    attention_bias: bool = False
+    own_embedding: bool = False  # else it is the target's
+    own_head: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("draft_vocab_size", "target_hidden_size", "intermediate_size", "num_aux"):
+            self.check_size(name)
+        if self.draft_vocab_size > self.vocab_size:
+            refuse("draft_vocab_size", self.draft_vocab_size, f"at most {self.vocab_size}")
+        if self.head_dim % 2:
+            refuse("head_dim", self.head_dim, "an even number")
+        if not 0.0 < self.rms_norm_eps < 1.0:
+            refuse("rms_norm_eps", self.rms_norm_eps, "above 0 and below 1")
+        if not 1.0 < self.rope_theta < float("inf"):
+            refuse("rope_theta", self.rope_theta, "a finite number above 1")
+        if self.aux_layers and len(self.aux_layers) != self.num_aux:
+            refuse(_IDS, self.aux_layers, f"{self.num_aux} layers (num_aux_hidden_states)")
+
+    @property
+    def is_pruned(self) -> bool:
+        """Whether it guesses some tokens only."""
+        return self.draft_vocab_size < self.vocab_size
+
+    def mlp_widths(self) -> Mapping[str, int]:
+        """See `ModelSpec`."""
+        return {
+            "draft's intermediate_size": self.intermediate_size,
+            "draft_vocab_size": self.draft_vocab_size,
+            "width of what the draft's fc reads": self.num_aux * self.target_hidden_size,
+        }
+
+    def for_target(self, target: ModelSpec, layers: tuple[int, ...] | None) -> Eagle3Spec:
+        """The draft of `target`, which reads `layers` of it, or those that it names itself.
+
+        Errors: `ConfigError` where it is the draft of another model.
+        """
+        for name, found, wanted in (
+            ("vocab_size", self.vocab_size, target.vocab_size),
+            ("target_hidden_size", self.target_hidden_size, target.hidden_size),
+        ):
+            if found != wanted:
+                raise ConfigError(
+                    f"the draft's {name} is {found}; the model's is {wanted}",
+                    hint="use a draft that was trained for this model",
+                )
+        chosen = layers or self.aux_layers or default_layers(target.num_layers)
+        is_ascending = list(chosen) == sorted(set(chosen))
+        if len(chosen) != self.num_aux or not is_ascending or chosen[-1] > target.num_layers:
+            raise ConfigError(
+                f"the draft reads layers {list(chosen)}; allowed: {self.num_aux} in ascending "
+                f"order, up to {target.num_layers}, which is what leaves the last",
+                hint=_OVERRIDE,
+            )
+        return replace(self, aux_layers=chosen)
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """A draft and where its weights lie."""
+
+    spec: Eagle3Spec
+    folder: str | None  # None: synthetic weights
+
+
+def default_layers(num_layers: int) -> tuple[int, ...]:
+    """The layers that drafts read which name none, as vLLM, SGLang and the trainers have it.
+    Errors: `ConfigError` for a target that is too shallow.
+    """
+    if num_layers < 7:
+        raise ConfigError(
+            f"the draft names no layers of its target, and the target has {num_layers}; the usual "
+            f"ones are for 7 or more",
+            hint=_OVERRIDE,
+        )
+    return 2, num_layers // 2, num_layers - 3
+
+
+def read_spec(config: Mapping[str, Any]) -> Eagle3Spec:
+    """The spec of a parsed config.json. Errors: `ConfigError` with the field, the value found and
+    the values allowed.
+    """
+    notes: list[str] = []
+    config = _flat(config)
+    if config.get("architectures") not in [[name] for name in _ARCHITECTURES]:
+        refuse("architectures", config.get("architectures"),
+               " or ".join(f"[{name!r}]" for name in _ARCHITECTURES))  # fmt: skip
+    if config.get("model_type") not in (None, *FAMILY.model_types):
+        refuse("model_type", config["model_type"], " or ".join(map(repr, FAMILY.model_types)))
+    common = fields.common(config, notes=notes)
+    fields.check_fixed(config, _FIXED)
+    fields.check_per_layer(config, _PER_LAYER, num_layers=common["num_layers"])
+    rope_theta, rotary_dim = fields.rope(
+        config, head_dim=common["head_dim"], default_theta=10_000.0, notes=[]
+    )
+    if rotary_dim != common["head_dim"]:
+        refuse("partial_rotary_factor", config["partial_rotary_factor"], "1.0")
+    fields.note_unknown(config, {*_READ, *_IGNORED, *_FIXED, *_PER_LAYER}, notes=notes)
+    optional = {
+        "draft_vocab_size": common["vocab_size"],
+        "target_hidden_size": common["hidden_size"],
+        "num_aux_hidden_states": len(config.get(_IDS) or range(NUM_AUX)),
+    }
+    switches: dict[str, Any] = {name: _switch(config, name) for name in _SWITCHES}
+    sizes = {
+        name: fields.integer(config, name) if config.get(name) is not None else default
+        for name, default in optional.items()
+    }
+    return Eagle3Spec(
+        architecture=ARCHITECTURE,
+        **common | {"bos_token_id": None, "eos_token_ids": ()},
+        draft_vocab_size=sizes["draft_vocab_size"],
+        target_hidden_size=sizes["target_hidden_size"],
+        num_aux=sizes["num_aux_hidden_states"],
+        intermediate_size=fields.integer(config, "intermediate_size"),
+        rope_theta=rope_theta,
+        rms_norm_eps=fields.number(config.get("rms_norm_eps", 1e-6), name="rms_norm_eps"),
+        aux_layers=_aux_layers(config.get(_IDS)),
+        **switches,
+        notes=tuple(notes),
+    )
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """With the fields of `eagle_config` beside the others, and what Llama has where a size is not
+    given.
+    """
+    nested = config.get("eagle_config") or {}
+    if not isinstance(nested, Mapping):
+        refuse("eagle_config", nested, "an object or null")
+    for name in nested.keys() & config.keys():
+        if config[name] != nested[name]:
+            refuse(name, config[name], f"the value in eagle_config ({nested[name]})")
+    flat = {**config, **nested}
+    heads = flat.get("num_attention_heads")
+    if flat.get("num_key_value_heads") is None:
+        flat["num_key_value_heads"] = heads
+    if flat.get("head_dim") is None and isinstance(heads, int) and heads > 0:
+        flat["head_dim"] = fields.integer(flat, "hidden_size") // heads
+    return flat
+
+
+def _switch(config: Mapping[str, Any], name: str) -> bool:
+    value = config.get(name)
+    if value not in (None, True, False):
+        refuse(name, value, "true or false")
+    return bool(value)
+
+
+def _aux_layers(ids: object) -> tuple[int, ...]:
+    """The layers that config.json names, by what enters them. Trainers name a layer by what leaves
+    it and begin with 1; who counts what enters begins with 2. Errors: `ConfigError` for others.
+    """
+    if ids is None:
+        return ()
+    numbers = fields.token_ids(ids, name=_IDS)
+    if list(numbers) != sorted(numbers) or not numbers or numbers[0] not in (1, 2):
+        raise ConfigError(
+            f"config.json of the draft: {_IDS} is {ids}; known are lists in ascending order that "
+            f"begin with 1, which name what leaves a layer, and with 2, which name what enters it",
+            hint=_OVERRIDE,
+        )
+    shift = 2 - numbers[0]
+    return tuple(number + shift for number in numbers)
+
+
+def _published(**own: Any) -> Eagle3Spec:
+    common: dict[str, Any] = {
+        "architecture": ARCHITECTURE, "vocab_size": 200_064, "num_layers": 1, "head_dim": 128,
+        "max_position_embeddings": 196_608, "dtype": "bfloat16", "bos_token_id": None,
+        "eos_token_ids": (), "quantization": None, "rope_theta": 5_000_000.0, "rms_norm_eps": 1e-6,
+    }  # fmt: skip
+    return Eagle3Spec(**common | own)
+
+
+_M2 = _published(
+    hidden_size=3072,
+    target_hidden_size=3072,
+    num_heads=24,
+    num_kv_heads=8,
+    intermediate_size=8192,
+    draft_vocab_size=32_000,
+)
+_M3 = _published(
+    hidden_size=6144,
+    target_hidden_size=6144,
+    num_heads=64,
+    num_kv_heads=64,
+    intermediate_size=18_432,
+    draft_vocab_size=200_064,
+    fc_norm=True,
+    norm_output=True,
+    own_embedding=True,
+)
+FAMILY = ModelFamily(
+    architecture=ARCHITECTURE,
+    model_types=("llama", "eagle3"),
+    package="negamax.models.eagle3",
+    spec=Eagle3Spec,
+    read_spec=read_spec,
+    bundled={
+        "minimax-m2.5-eagle3": _M2,
+        "minimax-m3-eagle3": _M3,
+        "minimax-m3-eagle3-gqa": replace(_M3, num_kv_heads=4),
+    },
+)

@@ -1,0 +1,34 @@
+"""What the files of a draft model say beside its config.json."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from negamax.base.errors import ConfigError
+from negamax.checkpoint.reader import read_entries
+from negamax.config.eagle3 import DraftModel
+from negamax.config.model_spec import ModelSpec
+from negamax.models.eagle3.names import EMBEDDING, HEAD, respelled
+
+
+def with_own_parts(draft: DraftModel, target: ModelSpec) -> DraftModel:
+    """`draft` with the embedding and the head that its files have; without, they are the
+    `target`'s. Errors: `CheckpointError`; `ConfigError` where those have another width.
+    """
+    if draft.folder is None:
+        return draft
+    found = {respelled(name) for name in read_entries(Path(draft.folder))}
+    spec = replace(
+        draft.spec,
+        own_embedding=EMBEDDING in found,
+        own_head=HEAD in found or draft.spec.is_pruned,
+    )
+    borrows = not (spec.own_embedding and spec.own_head)
+    if borrows and spec.hidden_size != target.hidden_size:
+        raise ConfigError(
+            f"the draft's hidden_size is {spec.hidden_size}, and its files lack an embedding or a "
+            f"head; the model's are {target.hidden_size} wide",
+            hint="use a draft with both, or one as wide as the model",
+        )
+    return replace(draft, spec=spec)

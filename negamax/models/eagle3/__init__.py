@@ -1,0 +1,1 @@
+"""EAGLE3 drafts: small Llamas that guess tokens from the residual streams of another model."""

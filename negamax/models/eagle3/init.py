@@ -1,0 +1,27 @@
+"""Synthetic weights of EAGLE3 drafts: activations of realistic magnitude, guesses by chance."""
+
+from __future__ import annotations
+
+import math
+
+from negamax.config.eagle3 import Eagle3Spec
+from negamax.models.family import Initializer
+
+
+def draw(name: str, spec: Eagle3Spec) -> Initializer:
+    """1 / sqrt(columns) keeps the magnitude of a matrix's input. Embedding rows have unit
+    variance.
+    """
+    if "norm" in name:
+        return Initializer(std=0.05, mean=1.0)
+    columns = {
+        "fc": spec.num_aux * spec.target_hidden_size,
+        "o_proj": spec.num_heads * spec.head_dim,
+        "down_proj": spec.intermediate_size,
+    }
+    if name == "embed_tokens.weight":
+        return Initializer(std=1.0)
+    if name.endswith(".bias"):
+        return Initializer(std=0.1)
+    module = name.removesuffix(".weight").rpartition(".")[2]
+    return Initializer(1 / math.sqrt(columns.get(module, spec.hidden_size)))

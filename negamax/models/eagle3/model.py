@@ -1,0 +1,358 @@
+"""An EAGLE3 draft on one rank.
+
+h = fc(the target's residual streams of token t, one behind the other)
+first layer:  h += attention([rms(embedding of token t + 1), rms(h)]);  h += mlp(rms(h))
+logits of token t + 2 = head(rms(h))
+
+The next guess takes its own h in place of fc's. Other layers are those of a Llama.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from negamax.base.errors import CheckpointError
+from negamax.config.eagle3 import Eagle3Spec
+from negamax.config.model_spec import ModelSpec
+from negamax.kernels.activations import SILU, concatenate
+from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.kernels.attention.spec import split_heads
+from negamax.kernels.formats import Axis, Dim, Role, StoredTensor
+from negamax.kernels.kvcache.spec import write
+from negamax.kernels.registry import KernelTable
+from negamax.kernels.rope.spec import half_split, signed_frequencies
+from negamax.kernels.signatures import DECODE, PREFILL
+from negamax.layers.attention import (
+    GroupedQueryKind,
+    GroupedQueryStep,
+    KvCaches,
+    head_rows,
+    prepare_attention,
+)
+from negamax.layers.basic import RmsNorm, VocabEmbedding, VocabHead
+from negamax.layers.linear import ColumnParallel, Part, RowParallel
+from negamax.layers.mlp import Mlp
+from negamax.layers.partial import Partial
+from negamax.layers.weights import WeightSlot, slots_by_name
+from negamax.models.decoder import Decoder
+from negamax.models.eagle3 import names
+from negamax.parallel.collectives import SingleRank
+from negamax.parallel.context import ParallelContext
+from negamax.parallel.layout import shard
+from negamax.quantization.scheme import WeightFormat
+
+_ALONE = SingleRank()
+_OFFSETS = StoredTensor(names.D2T, Role.PERMUTATION, ("int64",), (Dim(Axis.ROWS),))
+
+
+def _whole(x: Tensor) -> Partial:
+    """What every rank has in full."""
+    return Partial(x, _ALONE)
+
+
+class _Biases:
+    """What is added behind the projections of an attention."""
+
+    def __init__(
+        self,
+        layer: int,
+        parts: Sequence[Part],
+        hidden_size: int,
+        *,
+        rank: int,
+        weights: WeightFormat,
+    ) -> None:
+        """`parts` of q, k and v. The output's is added by rank 0, and may be absent."""
+        like: dict[str, Any] = {"dtype": weights.dtype, "device": weights.device}
+        self.qkv = torch.empty(sum(len(part.rows) for part in parts), **like)
+        self.out = torch.zeros(hidden_size, **like)
+        self.slots, targets = [], self.qkv.split([len(part.rows) for part in parts])
+        for part, target in zip(parts, targets, strict=True):
+            name = part.name.removesuffix("weight") + "bias"
+            self.slots.append(
+                WeightSlot(name, (part.total_rows,), target=target, region=(part.rows,))
+            )
+        name = f"{names.projection(layer, 'o')}.bias"
+        target = None if rank else self.out
+        self.slots.append(WeightSlot(name, (hidden_size,), target=target, optional=True))
+
+
+class _Attention:
+    """Grouped-query attention without norms of queries and keys, split by heads over the ranks."""
+
+    def __init__(
+        self,
+        spec: Eagle3Spec,
+        layer: int,
+        *,
+        context: ParallelContext,
+        kernels: KernelTable,
+        weights: WeightFormat,
+    ) -> None:
+        view, shared = context.layout.attention, {"kernels": kernels, "weights": weights}
+        q_rows = head_rows(view.heads(spec.num_heads), spec.head_dim)
+        kv_rows = head_rows(view.kv_heads(spec.num_kv_heads), spec.head_dim)
+        q_total, kv_total = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        q, k, v, out = (f"{names.projection(layer, part)}.weight" for part in "qkvo")
+        parts = Part(q, q_total, q_rows), Part(k, kv_total, kv_rows), Part(v, kv_total, kv_rows)
+        inputs = spec.hidden_size if layer else 2 * spec.hidden_size
+        self._qkv = ColumnParallel(parts, inputs, **shared)
+        self._out = RowParallel(
+            out,
+            (spec.hidden_size, q_total),
+            columns=q_rows,
+            group=context.attention_group,
+            **shared,
+        )
+        self._heads = {
+            "heads": len(q_rows) // spec.head_dim,
+            "kv_heads": len(kv_rows) // spec.head_dim,
+        }
+        self._decode, self._prefill = kernels[DECODE].run, kernels[PREFILL].run
+        self._biases = None
+        if spec.attention_bias:
+            self._biases = _Biases(layer, parts, spec.hidden_size, rank=view.rank, weights=weights)
+        self.slots = [*self._qkv.slots, *self._out.slots]
+        self.slots += self._biases.slots if self._biases else []
+
+    def finish_loading(self) -> None:
+        self._qkv.finish_loading()
+        self._out.finish_loading()
+
+    def __call__(self, x: Tensor, metadata: AttentionMetadata, kv: KvCaches) -> Partial:
+        """x [T, inputs] -> [T, hidden]; the tokens' keys and values are in `kv` afterwards."""
+        step: GroupedQueryStep = metadata.prepared[GroupedQueryKind.name]
+        qkv = self._qkv(x)
+        if self._biases:
+            qkv = qkv + self._biases.qkv
+        q, k, v = split_heads(qkv, **self._heads)
+        q, k = half_split(q, step.cos, step.sin), half_split(k, step.cos, step.sin)
+        write(k, v, kv["k"], kv["v"], step.slot_mapping)
+        q, parts, decodes = q.to(qkv.dtype), [], metadata.num_decodes
+        if step.decode is not None:
+            parts.append(self._decode(q[:decodes], kv["k"], kv["v"], step.decode))
+        if step.prefill is not None:
+            parts.append(self._prefill(q[decodes:], kv["k"], kv["v"], step.prefill))
+        out = self._out(concatenate(parts))
+        return Partial(out.x + self._biases.out, out.group) if self._biases else out
+
+
+class _Layer:
+    """One layer; the first one reads the embedding of the next token, too."""
+
+    def __init__(
+        self,
+        spec: Eagle3Spec,
+        layer: int,
+        *,
+        context: ParallelContext,
+        kernels: KernelTable,
+        weights: WeightFormat,
+    ) -> None:
+        shared: dict[str, Any] = {"kernels": kernels, "weights": weights}
+        self._attention = _Attention(spec, layer, context=context, **shared)
+        self._mlp = Mlp(
+            names.mlp(layer),
+            hidden_size=spec.hidden_size,
+            width=spec.intermediate_size,
+            activation=SILU,
+            context=context,
+            **shared,
+        )
+        norms = [
+            RmsNorm(name, spec.hidden_size, eps=spec.rms_norm_eps, activation=None, **shared)
+            for name in names.norms(layer)[: 2 if layer else 3]
+        ]
+        self._input_norm, self._post_norm, *others = norms
+        self._hidden_norm = others[0] if others else None
+        self._is_residual_normed = spec.norm_before_residual
+        self.slots = [*self._attention.slots, *self._mlp.slots]
+        self.slots += [slot for norm in norms for slot in norm.slots]
+
+    def finish_loading(self) -> None:
+        self._attention.finish_loading()
+        self._mlp.finish_loading()
+
+    def __call__(
+        self,
+        x: Partial,
+        residual: Tensor,
+        embedding: Tensor,
+        metadata: AttentionMetadata,
+        kv: KvCaches,
+    ) -> tuple[Partial, Tensor]:
+        """What enters the layer, less the residual [T, hidden], and the embeddings [T, hidden] ->
+        what leaves it, likewise.
+        """
+        if self._hidden_norm is None:
+            hidden = self._input_norm(x, residual)
+        else:
+            hidden = self._hidden_norm(x, residual)
+            if self._is_residual_normed:
+                residual = hidden
+            normed = self._input_norm(_whole(embedding), torch.zeros_like(embedding))
+            hidden = torch.cat([normed, hidden], dim=-1)
+        attended = self._attention(hidden, metadata, kv)
+        return self._mlp(self._post_norm(attended, residual)), residual
+
+
+class Eagle3Draft:
+    """Weights are written through `weight_slots`, then `finish_loading` is called once."""
+
+    def __init__(
+        self,
+        spec: Eagle3Spec,
+        *,
+        context: ParallelContext,
+        weights: WeightFormat,
+        kernels: KernelTable,
+    ) -> None:
+        self.spec, self._group, layout = spec, context.attention_group, context.layout
+        shared: dict[str, Any] = {"kernels": kernels, "weights": weights}
+        hidden, streams = spec.hidden_size, spec.num_aux * spec.target_hidden_size
+        self._columns = shard(streams, rank=layout.tp_rank, size=layout.tp, what="streams")
+        self._fc = RowParallel(
+            names.FC, (hidden, streams), columns=self._columns, group=self._group, **shared
+        )
+        normed: dict[str, int] = {names.FC_INPUT_NORM: streams} if spec.norm_before_fc else {}
+        for number in range(spec.num_aux if spec.fc_norm else 0):
+            normed[names.fc_norm(number)] = spec.target_hidden_size
+        eps: dict[str, Any] = {"eps": spec.rms_norm_eps, "activation": None}
+        self._aux_norms = {
+            name: RmsNorm(name, width, **eps, **shared) for name, width in normed.items()
+        }
+        self.layers = [
+            _Layer(spec, layer, context=context, **shared) for layer in range(spec.num_layers)
+        ]
+        self._norm = RmsNorm(names.NORM, hidden, **eps, **shared)
+        parts = [self._fc, *self._aux_norms.values(), *self.layers, self._norm]
+        slots = [slot for part in parts for slot in part.slots]
+        self._embed: VocabEmbedding | None = None
+        if spec.own_embedding:  # whole on every rank
+            shape = spec.vocab_size, hidden
+            self._embed = VocabEmbedding(
+                names.EMBEDDING, shape, rows=range(shape[0]), group=_ALONE, weights=weights
+            )
+            slots += self._embed.slots
+        self.vocab_range = layout.vocab(spec.draft_vocab_size)
+        self._head: VocabHead | None = None
+        self._offsets = torch.zeros(spec.draft_vocab_size, dtype=torch.int64, device=weights.device)
+        if spec.own_head:
+            self._head = VocabHead(
+                names.HEAD,
+                (spec.draft_vocab_size, hidden),
+                rows=self.vocab_range,
+                group=self._group,
+                **shared,
+            )
+            slots += [*self._head.slots, WeightSlot(
+                names.D2T, (spec.draft_vocab_size,), target=self._offsets, stored=_OFFSETS,
+                optional=not spec.is_pruned,
+            )]  # fmt: skip
+        view = layout.attention
+        kv_heads = len(view.kv_heads(spec.num_kv_heads))
+        self._kind = GroupedQueryKind(
+            kv_heads=kv_heads,
+            group=len(view.heads(spec.num_heads)) // kv_heads,
+            frequencies=signed_frequencies(spec.head_dim, spec.rope_theta).to(weights.device),
+            quantize=False,
+            kernels=kernels,
+        )
+        self._slots = slots_by_name(slots)
+        self._target: Decoder | None = None
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """Where each tensor of the checkpoint goes, by its name there."""
+        return self._slots
+
+    def finish_loading(self, target: Decoder) -> None:
+        """Put all weights into their kernels' layout; what the draft has not is the `target`'s.
+        Errors: `CheckpointError` for a d2t that names tokens that there are not, or one twice.
+        """
+        for name, slot in self._slots.items():
+            assert slot.written or slot.optional or not slot.needed, f"{name} was not written"
+        for part in (self._fc, *self.layers):
+            part.finish_loading()
+        if self._head is not None:
+            self._head.finish_loading()
+        if self._embed is None:
+            self._embed = target.embedding.whole()
+        self._target = target
+        size = self.spec.draft_vocab_size
+        self._token_ids = torch.arange(size, device=self._offsets.device) + self._offsets
+        lowest, highest = (int(end) for end in self._token_ids.aminmax())  # host-sync: once
+        distinct = len(self._token_ids.unique())
+        if lowest < 0 or highest >= self.spec.vocab_size or distinct < size:
+            raise CheckpointError(
+                f"tensor {names.D2T} gives {size} tokens of the draft {distinct} ids from {lowest} "
+                f"to {highest}; allowed: as many as there are tokens, from 0 to "
+                f"{self.spec.vocab_size - 1}",
+                hint="the draft's checkpoint itself is broken",
+            )
+
+    def combine(self, streams: Sequence[Tensor]) -> Partial:
+        """The target's residual streams of T tokens, each [T, target hidden] -> [T, hidden]."""
+        norms = self._aux_norms
+        if self.spec.fc_norm:
+            streams = [
+                _plain_norm(norms[names.fc_norm(number)], stream)
+                for number, stream in enumerate(streams)
+            ]
+        joined = torch.cat(list(streams), dim=-1)
+        if self.spec.norm_before_fc:
+            joined = _plain_norm(norms[names.FC_INPUT_NORM], joined)
+        if len(self._columns) < joined.shape[-1]:
+            joined = joined[:, self._columns.start : self._columns.stop].contiguous()
+        return self._fc(joined)
+
+    def forward(
+        self,
+        x: Partial,
+        token_ids: Tensor,
+        metadata: AttentionMetadata,
+        kv: Sequence[KvCaches],
+    ) -> tuple[Tensor, Tensor]:
+        """The hidden states of T tokens, from `combine` or from the pass before, and the tokens
+        behind them [T] int64 -> what the head reads, and what the next pass does, [T, hidden] both.
+        """
+        assert self._embed is not None
+        metadata = prepare_attention(metadata, [(self._kind, kv[0])])
+        embedding = self._embed(token_ids).x
+        residual = torch.zeros_like(embedding)
+        for layer, caches in zip(self.layers, kv, strict=True):
+            x, residual = layer(x, residual, embedding, metadata, caches)
+        hidden = self._norm(x, residual)
+        assert isinstance(hidden, Tensor)
+        if self.spec.norm_output:
+            return hidden, hidden
+        return hidden, self._norm.complete(residual, x.group)
+
+    def local_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, hidden] -> [R, len(vocab_range)] fp32, of the draft's tokens on this rank."""
+        if self._head is None:
+            assert self._target is not None
+            return self._target.local_logits(hidden)
+        return self._head.local(hidden)
+
+    def token_ids(self, draft_ids: Tensor) -> Tensor:
+        """The target's ids of the draft's; what is negative stays so. [R] int64 both."""
+        return self._token_ids[draft_ids.clamp_min(0)].where(draft_ids >= 0, draft_ids)
+
+
+def _plain_norm(norm: RmsNorm, x: Tensor) -> Tensor:
+    """x [T, width] -> its norm."""
+    normed = norm(_whole(x), torch.zeros_like(x))
+    assert isinstance(normed, Tensor)
+    return normed
+
+
+def build(
+    spec: ModelSpec, *, context: ParallelContext, weights: WeightFormat, kernels: KernelTable
+) -> Eagle3Draft:
+    """A draft whose weights are not yet written."""
+    assert isinstance(spec, Eagle3Spec)
+    return Eagle3Draft(spec, context=context, weights=weights, kernels=kernels)

@@ -1,0 +1,129 @@
+"""The tensors of EAGLE3 drafts under the names of their slots, and how SpecForge, TorchSpec and
+vLLM's converters spell them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from negamax.config.eagle3 import Eagle3Spec
+from negamax.kernels.formats import Axis
+from negamax.layers.names import MlpNames
+from negamax.models.family import Placement, WeightSpec
+
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+FC, FC_INPUT_NORM = "fc.weight", "input_norm.weight"
+NORM, D2T = "norm.weight", "d2t"
+
+
+def fc_norm(number: int) -> str:
+    """The norm of one stream."""
+    return f"fc_norm.{number}.weight"
+
+
+def norms(layer: int) -> tuple[str, str, str]:
+    """The norms before the attention and before the MLP of a layer, and, in the first one, of the
+    hidden state beside the embedding.
+    """
+    names = ("input_layernorm", "post_attention_layernorm", "hidden_norm")
+    before, behind, hidden = (f"layers.{layer}.{name}.weight" for name in names)
+    return before, behind, hidden
+
+
+def projection(layer: int, part: str) -> str:
+    """The projection `part` (q, k, v, o) of the attention of a layer, without what is stored of
+    it.
+    """
+    return f"layers.{layer}.self_attn.{part}_proj"
+
+
+def mlp(layer: int) -> MlpNames:
+    """The MLP of a layer."""
+    gate, up, down = (f"layers.{layer}.mlp.{part}_proj.weight" for part in ("gate", "up", "down"))
+    return MlpNames(gate, up, down)
+
+
+_LAYER = re.compile(r"^layers\.(\d+)\.")
+# Other spellings: (pattern, replacement), applied in order.
+_ALIASES = (
+    (re.compile(r"^(?:draft_model|eagle_module)\."), ""),
+    (re.compile(r"^model\."), ""),
+    (re.compile(r"^midlayer\.(?=\d+\.)"), "layers."),
+    (re.compile(r"^midlayer\."), "layers.0."),
+    (re.compile(r"^aux_norm_low\."), "fc_norm.0."),
+    (re.compile(r"^aux_norm_mid\."), "fc_norm.1."),
+    (re.compile(r"^aux_norm_high\."), "fc_norm.2."),
+)
+# Several matrices in one tensor: (pattern, the slots in their order).
+_FUSED = (
+    (re.compile(r"(\.self_attn\.)qkv_proj\."), (r"\1q_proj.", r"\1k_proj.", r"\1v_proj.")),
+    (re.compile(r"(\.mlp\.)gate_up_proj\."), (r"\1gate_proj.", r"\1up_proj.")),
+)
+_SKIPPED = (
+    (re.compile(r"^t2d$"), "which tokens the draft guesses, as d2t says"),
+    (re.compile(r"\.rotary_emb\.inv_freq$"), "rotary frequencies, computed from config.json"),
+)
+
+
+def respelled(name: str) -> str:
+    """The name of the slot of a tensor that is stored by itself."""
+    for pattern, replacement in _ALIASES:
+        name = pattern.sub(replacement, name)
+    return name
+
+
+def place(names: Iterable[str], *, num_layers: int) -> dict[str, Placement]:
+    """See `models/family.py`."""
+    return {name: _place(respelled(name)) for name in names}
+
+
+def _place(slot: str) -> Placement:
+    reason = next((reason for pattern, reason in _SKIPPED if pattern.search(slot)), None)
+    for pattern, slots in _FUSED:
+        if pattern.search(slot):
+            return Placement(tuple(pattern.sub(part, slot) for part in slots), reason)
+    return Placement((slot,), reason)
+
+
+def layer_of(slot: str) -> int | None:
+    """The layer number in a slot's name, or None for a tensor outside the layers."""
+    match = _LAYER.match(slot)
+    return int(match[1]) if match else None
+
+
+def weights(spec: Eagle3Spec) -> Iterator[WeightSpec]:
+    """All that a draft holds of its own (see `models/family.py`)."""
+    hidden, heads, kv_heads = spec.hidden_size, spec.num_heads, spec.num_kv_heads
+    q_rows, kv_rows = heads * spec.head_dim, kv_heads * spec.head_dim
+    streams = spec.num_aux * spec.target_hidden_size
+    if spec.own_embedding:
+        yield WeightSpec(EMBEDDING, (spec.vocab_size, hidden), parts=1, is_table=True)
+    yield WeightSpec(FC, (hidden, streams), splits=Axis.COLUMNS)
+    if spec.norm_before_fc:
+        yield WeightSpec(FC_INPUT_NORM, (streams,), parts=1)
+    for number in range(spec.num_aux if spec.fc_norm else 0):
+        yield WeightSpec(fc_norm(number), (spec.target_hidden_size,), parts=1)
+    for layer in range(spec.num_layers):
+        inputs = hidden if layer else 2 * hidden
+        parts = {"q": (q_rows, heads), "k": (kv_rows, kv_heads), "v": (kv_rows, kv_heads)}
+        for part, (rows, shares) in parts.items():
+            name = projection(layer, part)
+            yield WeightSpec(f"{name}.weight", (rows, inputs), parts=shares, splits=Axis.ROWS)
+            if spec.attention_bias:
+                yield WeightSpec(f"{name}.bias", (rows,), parts=shares)
+        out = projection(layer, "o")
+        yield WeightSpec(f"{out}.weight", (hidden, q_rows), parts=heads, splits=Axis.COLUMNS)
+        if spec.attention_bias:
+            yield WeightSpec(f"{out}.bias", (hidden,), parts=1)
+        own, width = mlp(layer), spec.intermediate_size
+        for name in (own.gate, own.up):
+            yield WeightSpec(name, (width, hidden), splits=Axis.ROWS)
+        yield WeightSpec(own.down, (hidden, width), splits=Axis.COLUMNS)
+        for name in norms(layer)[: 2 if layer else 3]:
+            yield WeightSpec(name, (hidden,), parts=1)
+    yield WeightSpec(NORM, (hidden,), parts=1)
+    if spec.own_head:
+        yield WeightSpec(HEAD, (spec.draft_vocab_size, hidden), is_head=True)
+    if spec.is_pruned:
+        yield WeightSpec(D2T, (spec.draft_vocab_size,), parts=1, dtype="int64")

@@ -1,0 +1,163 @@
+"""Guesses by an EAGLE3 draft model (`models/eagle3`), which keeps caches of its own in the blocks
+of the model whose tokens it guesses.
+
+First it runs over every token of the step, from the residual streams that the model has left of it
+and the token behind it, so that its caches hold what the model's hold: of prompt chunks and of
+tokens found in the prefix cache, too. What it has from drafts that were wrong is written again. The
+other passes have one token of each row, whose hidden state is that of the pass before.
+
+A draft's keys of a position depend on the token behind it. So the last keys of blocks that two
+texts share are those of the text that filled them: worth a guess, never a token of the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from negamax.checkpoint.loader import fill
+from negamax.checkpoint.plan import plan_load
+from negamax.checkpoint.synthetic import fill_synthetic
+from negamax.config.eagle3 import DraftModel, Eagle3Spec
+from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.kernels.registry import KernelTable
+from negamax.kernels.signatures import PICK
+from negamax.layers.attention import KvCaches
+from negamax.layers.partial import Partial
+from negamax.layers.weights import WeightSlot
+from negamax.models.decoder import Decoder
+from negamax.models.eagle3 import names
+from negamax.models.eagle3.model import Eagle3Draft, build
+from negamax.parallel.collectives import SingleRank
+from negamax.parallel.context import ParallelContext
+from negamax.parallel.layout import ParallelLayout
+from negamax.quantization.detect import detect
+from negamax.quantization.scheme import WeightFormat
+from negamax.worker.config import WorkerConfig
+from negamax.worker.request_state import RequestState
+from negamax.worker.speculation import Proposer, TokenStates
+
+
+class Eagle3Proposer(Proposer):
+    """The draft's most likely tokens, one behind the other."""
+
+    def __init__(self, config: WorkerConfig, draft: DraftModel, *, kernels: KernelTable) -> None:
+        """Checks the draft's files; nothing is loaded yet. Errors: as `plan_load`."""
+        assert config.speculation is not None
+        self.num_draft_tokens = config.speculation.num_speculative_tokens
+        self.capture = draft.spec.aux_layers
+        self._config, self._draft, self._kernels = config, draft, kernels
+        self._pick = kernels[PICK].run
+        self._plan = None
+        if draft.folder is not None:
+            slots = empty_slots(draft.spec, config.layout, kernels=kernels)
+            self._plan = plan_load(slots, draft.spec, Path(draft.folder), config.layout)
+
+    def load(self, target: Decoder, context: ParallelContext, device: torch.device) -> str:
+        """See `Proposer`."""
+        spec, self._group = self._draft.spec, context.attention_group
+        self._model = _build(spec, context, device=device, kernels=self._kernels)
+        slots = self._model.weight_slots()
+        if self._plan is None:
+            if spec.is_pruned:
+                slots[names.D2T].write(_spread(spec))
+            drawn = {name: slot for name, slot in slots.items() if name != names.D2T}
+            fill_synthetic(drawn, spec, self._config.seed, device=device)
+            summary = "synthetic weights"
+        else:
+            summary = fill(slots, self._plan).summary()
+        self._model.finish_loading(target)
+        return f"; draft of {self.num_draft_tokens} tokens: {summary}"
+
+    def use_caches(self, caches: Sequence[KvCaches]) -> None:
+        """See `Proposer`."""
+        self._kv = caches
+
+    def propose(
+        self,
+        states: TokenStates,
+        slots: Tensor,
+        lengths: Tensor,
+        ends: Tensor,
+        requests: RequestState,
+        num_tokens: int,
+    ) -> Tensor:
+        """See `Proposer`."""
+        model, kv = self._model, self._kv
+        following = requests.tokens[states.slots, states.positions + 1].long()
+        hidden, recurrent = model.forward(
+            model.combine(states.residuals), following, states.metadata, kv
+        )
+        if not num_tokens or not len(slots):
+            return slots.new_empty(len(slots), num_tokens)
+        hidden, recurrent = hidden[ends], recurrent[ends]
+        drafts = [self._guess(hidden, slots)]
+        # behind the window nothing is asked for: what is written of it stays within
+        last = requests.tokens.shape[1] - 2
+        for place in range(1, num_tokens):
+            positions = (lengths - 2 + place).clamp(0, last)
+            metadata = _single_tokens(slots, positions, requests)
+            recurrent = Partial(recurrent, _ALONE)
+            hidden, recurrent = model.forward(recurrent, drafts[-1].clamp_min(0), metadata, kv)
+            drafts.append(self._guess(hidden, slots))
+        return torch.stack(drafts, dim=1)
+
+    def _guess(self, hidden: Tensor, slots: Tensor) -> Tensor:
+        """[R, hidden] -> [R] int64, ids of the target; -1 where there is no finite logit. Ranks
+        exchange two values of each row.
+        """
+        zeros = torch.zeros_like(slots)
+        picked: Tensor = self._pick(
+            self._model.local_logits(hidden),
+            first_id=self._model.vocab_range.start,
+            temperature=zeros.float(),
+            seeds=zeros,
+            positions=zeros,
+            group=self._group,
+        )
+        return self._model.token_ids(picked)
+
+
+_ALONE = SingleRank()
+
+
+def empty_slots(
+    spec: Eagle3Spec, layout: ParallelLayout, *, kernels: KernelTable
+) -> dict[str, WeightSlot]:
+    """The weight slots of a draft on the rank `layout`, whose parameters take no memory."""
+    context = ParallelContext(layout, attention_group=_ALONE, expert_group=_ALONE, world=_ALONE)
+    return _build(spec, context, device=torch.device("meta"), kernels=kernels).weight_slots()
+
+
+def _build(
+    spec: Eagle3Spec, context: ParallelContext, *, device: torch.device, kernels: KernelTable
+) -> Eagle3Draft:
+    weights = WeightFormat(kernels.dtype, device, detect(spec.quantization))
+    return build(spec, context=context, weights=weights, kernels=kernels)
+
+
+def _spread(spec: Eagle3Spec) -> Tensor:
+    """d2t of a draft without a checkpoint: its tokens evenly among the target's. [draft vocab]"""
+    ids = torch.arange(spec.draft_vocab_size)
+    return ids * spec.vocab_size // spec.draft_vocab_size - ids
+
+
+def _single_tokens(slots: Tensor, positions: Tensor, requests: RequestState) -> AttentionMetadata:
+    """One token of each of `slots`, at `positions`. [R] int64 both."""
+    seq_lens = (positions + 1).masked_fill(slots == requests.padding_slot, 0)
+    # a GPU alone knows them
+    host = tuple(seq_lens.tolist()) if slots.device.type == "cpu" else ()
+    return AttentionMetadata(
+        positions=positions,
+        token_slots=slots,
+        block_tables=requests.block_tables,
+        block_table_indices=slots,
+        seq_lens=seq_lens.int(),
+        query_starts=torch.arange(len(slots) + 1, dtype=torch.int32, device=slots.device),
+        num_decodes=len(slots),
+        host_seq_lens=host,
+        host_query_lens=(1,) * len(host),
+    )

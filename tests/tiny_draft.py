@@ -1,0 +1,205 @@
+"""Small EAGLE3 drafts with random weights, in the file layouts of SpecForge and TorchSpec, and what
+such a draft guesses, as plain PyTorch from the formulas.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+Weights = dict[str, Tensor]
+
+# What differs between drafts: fields of config.json, whether the files hold an embedding and a
+# head, and which of the two layouts they have.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {"draft_vocab_size": 40, "num_key_value_heads": 2},
+    "full vocabulary, norms": {
+        "fc_norm": True, "norm_output": True, "own_embedding": True, "torchspec": True,
+    },
+    "borrows embedding and head": {"norm_before_residual": True, "own_head": False},
+    "biases, two layers": {
+        "attention_bias": True, "num_hidden_layers": 2, "norm_before_fc": True, "torchspec": True,
+        "draft_vocab_size": 50, "num_key_value_heads": 1,
+    },
+    "another width": {
+        "hidden_size": 24, "own_embedding": True, "draft_vocab_size": 64, "fc_norm": True,
+    },
+}  # fmt: skip
+
+
+def config(*, vocab_size: int, target_hidden_size: int, **fields: Any) -> dict[str, Any]:
+    """A draft's config.json."""
+    own = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "vocab_size": vocab_size,
+        "draft_vocab_size": vocab_size,
+        "target_hidden_size": target_hidden_size,
+        "hidden_size": target_hidden_size,
+        "intermediate_size": 40,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+    }
+    return own | fields
+
+
+def weights(
+    config: dict[str, Any], seed: int, *, own_embedding: bool = False, own_head: bool = True
+) -> Weights:
+    """Random tensors under SpecForge's names; guesses differ clearly."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, target = config["hidden_size"], config["target_hidden_size"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    dim, width = config["head_dim"], config["intermediate_size"]
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=generator) * columns**-0.5
+
+    def norm(size: int) -> Tensor:
+        return 1 + 0.3 * torch.randn(size, generator=generator)
+
+    made = {"fc.weight": matrix(hidden, 3 * target), "norm.weight": norm(hidden)}
+    if config.get("norm_before_fc"):
+        made["input_norm.weight"] = norm(3 * target)
+    if config.get("fc_norm"):
+        made |= {f"fc_norm.{i}.weight": norm(target) for i in range(3)}
+    for layer in range(config["num_hidden_layers"]):
+        own = "midlayer" if config["num_hidden_layers"] == 1 else f"midlayer.{layer}"
+        inputs = hidden if layer else 2 * hidden
+        shapes = {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * dim}
+        for part, rows in shapes.items():
+            made[f"{own}.self_attn.{part}_proj.weight"] = 2 * matrix(rows, inputs)
+            if config.get("attention_bias"):
+                made[f"{own}.self_attn.{part}_proj.bias"] = 0.5 * norm(rows)
+        made[f"{own}.self_attn.o_proj.weight"] = matrix(hidden, heads * dim)
+        if config.get("attention_bias"):
+            made[f"{own}.self_attn.o_proj.bias"] = 0.5 * norm(hidden)
+        made[f"{own}.mlp.gate_proj.weight"] = matrix(width, hidden)
+        made[f"{own}.mlp.up_proj.weight"] = matrix(width, hidden)
+        made[f"{own}.mlp.down_proj.weight"] = matrix(hidden, width)
+        made[f"{own}.input_layernorm.weight"] = norm(hidden)
+        made[f"{own}.post_attention_layernorm.weight"] = norm(hidden)
+        if not layer:
+            made[f"{own}.hidden_norm.weight"] = norm(hidden)
+    size, vocab_size = config["draft_vocab_size"], config["vocab_size"]
+    if own_embedding:
+        made["embed_tokens.weight"] = torch.randn(vocab_size, hidden, generator=generator)
+    if own_head:
+        made["lm_head.weight"] = 3 * matrix(size, hidden)
+    if size < vocab_size:
+        ids = torch.randperm(vocab_size, generator=generator)[:size].sort().values
+        made["d2t"] = ids - torch.arange(size)
+        made["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    return made
+
+
+def save(config: dict[str, Any], tensors: Weights, folder: Path, *, torchspec: bool = False) -> str:
+    """Write a draft as SpecForge does, or as TorchSpec."""
+    if torchspec:
+        several = config["num_hidden_layers"] > 1
+        old, new = ("midlayer.", "layers.") if several else ("midlayer.", "layers.0.")
+        tensors = {
+            f"model.{name}".replace(f"model.{old}", f"model.{new}")
+            if "layer" in name
+            else name: one
+            for name, one in tensors.items()
+        }
+        config = config | {"architectures": ["Eagle3LlamaForCausalLM"]}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(
+        {name: one.contiguous() for name, one in tensors.items()}, folder / "model.safetensors"
+    )
+    return str(folder)
+
+
+class Oracle:
+    """What a draft guesses. `embedding`, `head`: the target's, for a draft without."""
+
+    def __init__(
+        self, config: dict[str, Any], tensors: Weights, *, embedding: Tensor, head: Tensor
+    ) -> None:
+        self.config, self.tensors = config, tensors
+        self.embedding = tensors.get("embed_tokens.weight", embedding)
+        self.head = tensors.get("lm_head.weight", head)
+        ids = torch.arange(len(self.head))
+        self.ids = ids + tensors.get("d2t", torch.zeros_like(ids))
+
+    def guess(self, streams: Sequence[Tensor], tokens: Tensor, count: int) -> list[int]:
+        """`count` tokens that follow `tokens` [n + 1], of all of which but the last the target has
+        left the `streams`, each [n, hidden].
+        """
+        h, following, guesses = self.combine(streams), tokens[1:], []
+        for _ in range(count):
+            out, recurrent = self.run(h, self.embedding[following])
+            guesses.append(int(self.ids[(out[-1] @ self.head.T).argmax()]))
+            h = torch.cat([h, recurrent[-1:]])
+            following = torch.cat([following, torch.tensor(guesses[-1:])])
+        return guesses
+
+    def combine(self, streams: Sequence[Tensor]) -> Tensor:
+        if self.config.get("fc_norm"):
+            streams = [self.norm(one, f"fc_norm.{i}") for i, one in enumerate(streams)]
+        joined = torch.cat(list(streams), -1)
+        if self.config.get("norm_before_fc"):
+            joined = self.norm(joined, "input_norm")
+        return joined @ self.tensors["fc.weight"].T
+
+    def run(self, h: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
+        for layer in range(self.config["num_hidden_layers"]):
+            own = "midlayer" if self.config["num_hidden_layers"] == 1 else f"midlayer.{layer}"
+            if layer:
+                x = self.norm(h, f"{own}.input_layernorm")
+            else:
+                normed = self.norm(h, f"{own}.hidden_norm")
+                x = torch.cat([self.norm(e, f"{own}.input_layernorm"), normed], -1)
+                h = normed if self.config.get("norm_before_residual") else h
+            h = h + self.attention(x, f"{own}.self_attn")
+            x = self.norm(h, f"{own}.post_attention_layernorm")
+            gate, up = (self.linear(x, f"{own}.mlp.{part}_proj") for part in ("gate", "up"))
+            h = h + self.linear(F.silu(gate) * up, f"{own}.mlp.down_proj")
+        out = self.norm(h, "norm")
+        return out, out if self.config.get("norm_output") else h
+
+    def attention(self, x: Tensor, name: str) -> Tensor:
+        dim, length = self.config["head_dim"], len(x)
+        q, k, v = (
+            self.linear(x, f"{name}.{part}_proj").view(length, -1, dim).transpose(0, 1)
+            for part in "qkv"
+        )
+        theta = self.config["rope_theta"] ** (-torch.arange(0, dim, 2) / dim)
+        angles = torch.arange(length)[:, None] * torch.cat([theta, theta])
+        q, k = (y * angles.cos() + _half_turned(y) * angles.sin() for y in (q, k))
+        k, v = (y.repeat_interleave(len(q) // len(k), 0) for y in (k, v))
+        scores = q @ k.transpose(1, 2) / dim**0.5
+        later = torch.ones(length, length, dtype=torch.bool).triu(1)
+        attended = scores.masked_fill(later, -torch.inf).softmax(-1) @ v
+        return self.linear(attended.transpose(0, 1).flatten(1), f"{name}.o_proj")
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        bias = self.tensors.get(f"{name}.bias", torch.zeros(()))
+        return x @ self.tensors[f"{name}.weight"].T + bias
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        scale = (x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"]).rsqrt()
+        return x * scale * self.tensors[f"{name}.weight"]
+
+
+def _half_turned(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat([-second, first], -1)
