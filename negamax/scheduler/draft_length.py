@@ -1,10 +1,44 @@
-"""How many draft tokens the rows of a step verify."""
+"""How many draft tokens the rows of a step verify: as many as bring the most tokens per second.
+
+A step of `rows` rows with k drafts each takes T(rows, k) and brings 1 + p1 + p1 p2 + ... tokens per
+row, where p_i is how often draft i is right if those before it are. Both are estimated as steps are
+committed:
+
+- T: what was measured at start, times a factor for all k of about as many rows (contexts grow) and
+  one for each k (measurements err), two states of a Kalman filter in the logarithm. The error that
+  is left makes a length look faster than it is known to be, so that it is tried; steps without it
+  let the error grow again.
+- p_i: shares over the last trials, with a prior, which trials that are long ago make way for: a
+  length that was given up, also drafting as a whole, is tried again, ever so often.
+
+Same calls, same choices: nothing here depends on clocks.
+"""
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from negamax.scheduler.step import StepPlan, StepResult
+
+StepSeconds = tuple[int, int, float]  # rows, drafts per row, seconds
+
+STEPS_PER_CHOICE = 8  # as long as about as many rows run
+_GAIN = 1.01  # that another length must promise
+
+# acceptance: trials that count, the prior and its weight in trials, steps until old trials of a
+# length that is not run are forgotten to a third
+_TRIALS, _PRIOR, _PRIOR_TRIALS = 192, 0.6, 12.0
+_FORGET_STEPS, _FORGET_ROWS = 256, 1024
+# times, as variances of logarithms: of measured and assumed ones, of a step, what a step adds
+_MEASURED, _ASSUMED, _NOISE = 0.15**2, 0.3**2, 0.1**2
+_LEAST_NOISE, _MOST_NOISE, _NOISE_STEPS = 0.005**2, 0.3**2, 32
+_UNKNOWN, _DRIFT, _LENGTH_DRIFT = 1e2, 0.004**2, 0.0004**2
+_ASSUMED_COST = 0.2  # of a draft, as a share of a step, where nothing was measured
+_TRIED = 2.0  # standard deviations by which a length that is not known well looks faster
 
 
 class DraftLength(Protocol):
@@ -15,8 +49,10 @@ class DraftLength(Protocol):
         verified, as far as the step before has proposed them, and proposed for the step behind.
         """
 
-    def record(self, plan: StepPlan, result: StepResult) -> None:
-        """`plan` has run; called for all plans, in order."""
+    def record(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        """`plan` has run, in so many seconds, 0 where nobody knows; called for all plans, in
+        order.
+        """
 
 
 class FixedDraftLength:
@@ -29,5 +65,172 @@ class FixedDraftLength:
         """See `DraftLength`."""
         return self._num_tokens
 
-    def record(self, plan: StepPlan, result: StepResult) -> None:
+    def record(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         """See `DraftLength`."""
+
+
+class _Times:
+    """What is to be added to the logarithms of the times of steps with about as many rows: a sum of
+    one number for all lengths and one for each, which a Kalman filter estimates. Single writer:
+    `AdaptiveDraftLength`.
+    """
+
+    def __init__(self, count: int, variance: float, *, step: int) -> None:
+        self._latest, self._noise = step, _NOISE
+        self._means = [0.0] * (count + 1)  # the first is that for all
+        self._covariances = [[0.0] * (count + 1) for _ in range(count + 1)]
+        for i in range(count + 1):
+            self._covariances[i][i] = variance if i else _UNKNOWN
+
+    def of_length(self, drafts: int) -> float:
+        """The number of a length."""
+        return self._means[drafts + 1]
+
+    def error(self, drafts: int, other: int) -> float:
+        """Standard deviation of the difference between the numbers of two lengths."""
+        rows, i, j = self._covariances, drafts + 1, other + 1
+        return math.sqrt(max(0.0, rows[i][i] + rows[j][j] - 2.0 * rows[i][j]))
+
+    def correct(self, drafts: int, found: float, *, step: int) -> None:
+        """A step took `found` more than was measured or assumed."""
+        rows, own, passed = self._covariances, drafts + 1, step - self._latest
+        self._latest = step
+        rows[0][0] = min(_UNKNOWN, rows[0][0] + passed * _DRIFT)
+        for i in range(1, len(rows)):
+            rows[i][i] = min(_ASSUMED, rows[i][i] + passed * _LENGTH_DRIFT)
+        gains = [row[0] + row[own] for row in rows]
+        expected = gains[0] + gains[own]
+        variance, error = expected + self._noise, found - self._means[0] - self._means[own]
+        bound = 3.0 * math.sqrt(variance)
+        error = min(bound, max(-bound, error))
+        if expected < self._noise:  # the error is that of the step
+            noise = self._noise + (error * error - variance) / _NOISE_STEPS
+            self._noise = min(_MOST_NOISE, max(_LEAST_NOISE, noise))
+        for row, gain in zip(rows, gains, strict=True):
+            for i, other in enumerate(gains):
+                row[i] -= gain * other / variance
+        self._means = [
+            mean + gain / variance * error for mean, gain in zip(self._means, gains, strict=True)
+        ]
+
+
+@dataclass
+class _Shares:
+    """How often one place of a draft was right, of the trials that count."""
+
+    right: float = 0.0
+    trials: float = 0.0
+    new_right: int = field(default=0, repr=False)
+    new_trials: int = field(default=0, repr=False)
+
+
+class AdaptiveDraftLength:
+    """The number that brings the most tokens per second, as far as is known."""
+
+    def __init__(self, most: int, measured: Sequence[StepSeconds] = ()) -> None:
+        """`most`: the upper bound. `measured`: times of steps by rows and drafts, in any order;
+        where some lengths have none, all have assumed ones.
+        """
+        self.most = most
+        self._places = [_Shares() for _ in range(most)]
+        self._times: dict[int, _Times] = {}  # by `_size_class`
+        self._measured: list[list[tuple[int, float]]] = [[] for _ in range(most + 1)]
+        for rows, drafts, seconds in sorted(measured):
+            if drafts <= most and seconds > 0.0:
+                self._measured[drafts].append((rows, math.log(seconds)))
+        self._is_measured = all(self._measured)
+        self._num_steps = 0
+        self._chosen, self._chosen_for, self._chosen_at = most, -1, 0
+
+    def choose(self, num_rows: int) -> int:
+        """See `DraftLength`."""
+        if not num_rows:
+            return self.most
+        size = _size_class(num_rows)
+        is_same = size == self._chosen_for
+        if is_same and self._num_steps < self._chosen_at + STEPS_PER_CHOICE:
+            return self._chosen
+        scores = self._scores(num_rows)
+        best = max(range(self.most + 1), key=scores.__getitem__)
+        if not is_same or scores[best] > scores[self._chosen] * _GAIN:
+            self._chosen = best
+        self._chosen_for, self._chosen_at = size, self._num_steps
+        return self._chosen
+
+    def acceptance(self) -> list[float]:
+        """By place in the draft, the share of drafts that are right up to there, as estimated."""
+        shares, share, prior = [], 1.0, _PRIOR
+        for place in self._places:
+            prior = (place.right + prior * _PRIOR_TRIALS) / (place.trials + _PRIOR_TRIALS)
+            share *= prior
+            shares.append(share)
+        return shares
+
+    def record(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        """See `DraftLength`."""
+        for row, drafts in enumerate(plan.num_draft_tokens):
+            if drafts:
+                self.add_row(drafts, result.num_accepted.get(row, 0))
+        num_rows, num_drafts = len(plan.slots), sum(plan.num_draft_tokens)
+        full = num_rows * plan.num_proposed
+        # nothing but generated tokens, and in nearly all rows as many drafts as are proposed anew
+        is_even = plan.num_tokens == num_rows + num_drafts and 0.9 * full <= num_drafts <= full
+        self.end_step(num_rows, plan.num_proposed if is_even else None, seconds)
+
+    def add_row(self, num_drafts: int, num_accepted: int) -> None:
+        """A row of a step verified `num_drafts`, of which the first `num_accepted` were right."""
+        for place in self._places[: min(num_drafts, num_accepted + 1)]:
+            place.new_trials += 1
+        for place in self._places[:num_accepted]:
+            place.new_right += 1
+
+    def end_step(self, num_rows: int, num_drafts: int | None, seconds: float) -> None:
+        """The step of these rows had `num_rows` in all. Each verified `num_drafts` in `seconds`;
+        None: not each, or it ran other tokens too, and its time says nothing.
+        """
+        self._num_steps += 1
+        forgotten = max(-1.0 / _FORGET_STEPS, -num_rows / _FORGET_ROWS)
+        for place in self._places:
+            kept = math.exp(-place.new_trials / _TRIALS or forgotten)
+            place.right = place.right * kept + place.new_right
+            place.trials = place.trials * kept + place.new_trials
+            place.new_right = place.new_trials = 0
+        if num_drafts is not None and num_rows and seconds > 0.0:
+            found = math.log(seconds) - self._log_seconds(num_rows, num_drafts)
+            self._times_of(num_rows).correct(num_drafts, found, step=self._num_steps)
+
+    def _scores(self, num_rows: int) -> list[float]:
+        """Tokens per second of each length, up to a factor that all have; the chosen one's are as
+        known, those of others as they may be.
+        """
+        times = self._times_of(num_rows)
+        tokens, scores = 1.0, []
+        for drafts, share in enumerate([0.0, *self.acceptance()]):
+            tokens += share
+            seconds = self._log_seconds(num_rows, drafts) + times.of_length(drafts)
+            seconds -= _TRIED * times.error(drafts, self._chosen)
+            scores.append(tokens * math.exp(-seconds))
+        return scores
+
+    def _times_of(self, num_rows: int) -> _Times:
+        size = _size_class(num_rows)
+        if size not in self._times:
+            variance = _MEASURED if self._is_measured else _ASSUMED
+            self._times[size] = _Times(self.most + 1, variance, step=self._num_steps)
+        return self._times[size]
+
+    def _log_seconds(self, num_rows: int, drafts: int) -> float:
+        """As measured, between two numbers of rows by their distance, or as assumed."""
+        if not self._is_measured:
+            return math.log(1.0 + _ASSUMED_COST * drafts)
+        points = self._measured[drafts]
+        right = bisect_left(points, num_rows, key=lambda point: point[0])
+        if right == 0 or right == len(points):
+            return points[min(right, len(points) - 1)][1]
+        (low, first), (high, last) = points[right - 1], points[right]
+        return first + (last - first) * (num_rows - low) / (high - low)
+
+
+def _size_class(num_rows: int) -> int:
+    """1, 2, 3 to 4, 5 to 8, ..."""
+    return (num_rows - 1).bit_length()

@@ -254,18 +254,21 @@ class Scheduler:
         admitted, self._admitted = self._admitted, []
         return admitted
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
+    def commit(
+        self, plan: StepPlan, result: StepResult, *, seconds: float = 0.0
+    ) -> list[SequenceUpdate]:
         """Take in the result of the oldest uncommitted plan: one update per sequence that gained
         tokens or ended.
 
         Rows of sequences that ended meanwhile are dropped. `result.token_ids` has an entry for
         every row with `needs_sampling`, failed rows included, and one per accepted draft token.
+        `seconds` is what the step took, 0 where nobody knows.
         """
         step = self._take_in_flight(plan)
         postponed = step.postponed
         assert result.step_id == plan.step_id
         if self.limits.num_draft_tokens:
-            self._draft_length.record(plan, result)
+            self._draft_length.record(plan, result, seconds)
         token_ids, logprobs = result.token_ids, result.logprobs
         prompt_logprobs, errors = result.prompt_logprobs, result.errors
         updates: list[SequenceUpdate] = []

@@ -98,6 +98,8 @@ class WorkerReady:
     load_summary: str
     memory_summary: str = ""  # what weights, cache and graphs took on a GPU
     num_draft_tokens: int = 0  # that its proposer guesses for each row of a step
+    # of captured steps: rows, draft tokens of each, seconds
+    step_seconds: tuple[tuple[int, int, float], ...] = ()
 
 
 # argument: 1 or 0; while on, steps run without graphs and keep their expert ids

@@ -87,3 +87,4 @@ def test_texts_are_the_same_and_take_fewer_steps() -> None:
     found, accepted = texts(speculative_config=config)
     assert found == expected
     assert accepted > 0.3
+    assert texts(speculative_config=config | {"adaptive": True})[0] == expected

@@ -223,7 +223,7 @@ class AnyDraftLength(FixedDraftLength):
     def choose(self, num_rows: int) -> int:
         return self._rng.choice((self._most, self._rng.randint(0, self._most)))
 
-    def record(self, plan: StepPlan, result: StepResult) -> None:
+    def record(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         assert plan.step_id == result.step_id
         self.recorded.append(plan.step_id)
 

@@ -62,6 +62,7 @@ class EngineLoop:
         self._prefill_tokens = 0
         self._device_seconds = 0.0
         self._idle_seconds = 0.0
+        self._committed_at = 0.0  # monotonic seconds, of the step before
         self._admitted: deque[tuple[str, float]] = deque(maxlen=_REPORT_ENTRIES)
         self._step_tokens: deque[int] = deque(maxlen=_REPORT_ENTRIES)
 
@@ -277,6 +278,9 @@ class EngineLoop:
             self._grammars.advance(updates)
             return updates
         plan = step.plan
+        now = time.monotonic()
+        seconds = result.device_seconds or now - max(step.started, self._committed_at)
+        self._committed_at = now
         self._step_count += 1
         self._step_tokens.append(plan.num_tokens)
         self._prefill_tokens += sum(
@@ -286,7 +290,7 @@ class EngineLoop:
         )
         self._device_seconds += result.device_seconds
         self._idle_seconds += result.idle_seconds
-        updates = self._scheduler.commit(plan, result)
+        updates = self._scheduler.commit(plan, result, seconds=seconds)
         for request_id in self._grammars.advance(updates):
             self._scheduler.clear_grammar(request_id)
         return updates

@@ -22,6 +22,7 @@ from negamax.engine.grammar.manager import GrammarManager
 from negamax.engine.wire import ModelInfo
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split
+from negamax.scheduler.draft_length import AdaptiveDraftLength
 from negamax.scheduler.scheduler import Scheduler, SchedulerLimits
 from negamax.text.script import read_script
 from negamax.worker.config import WorkerConfig, WorkerReady
@@ -125,20 +126,7 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
         logger.info("%s", ready.memory_summary)
     logger.debug("kernels:\n%s", ready.kernels)
     max_model_len = _cached_context_length(max_model_len, ready.num_kv_blocks * block_size)
-    scheduler = Scheduler(
-        SchedulerLimits(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
-            block_size=block_size,
-            num_blocks=ready.num_kv_blocks,
-            enable_prefix_caching=options.enable_prefix_caching,
-            # the client refuses long before
-            max_queued_requests=2 * (options.max_queued_requests + max_num_seqs),
-            eos_token_ids=frozenset(eos_token_ids),
-            num_draft_tokens=ready.num_draft_tokens,
-        )
-    )
+    scheduler = _scheduler(options, config, ready, max_model_len=max_model_len)
     info = _model_info(options, source, config, ready, max_model_len=max_model_len)
     loop = EngineLoop(
         scheduler,
@@ -148,6 +136,27 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
         crash_dumps=CrashDumps(options.crash_dump_dir, part="engine", options=asdict(options)),
     )
     return loop, info
+
+
+def _scheduler(
+    options: EngineOptions, config: WorkerConfig, ready: WorkerReady, *, max_model_len: int
+) -> Scheduler:
+    speculation = config.speculation
+    limits = SchedulerLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        block_size=config.block_size,
+        num_blocks=ready.num_kv_blocks,
+        enable_prefix_caching=options.enable_prefix_caching,
+        # the client refuses long before
+        max_queued_requests=2 * (options.max_queued_requests + config.max_num_seqs),
+        eos_token_ids=frozenset(config.eos_token_ids),
+        num_draft_tokens=ready.num_draft_tokens,
+    )
+    if speculation is None or not speculation.adaptive:
+        return Scheduler(limits)
+    return Scheduler(limits, AdaptiveDraftLength(ready.num_draft_tokens, ready.step_seconds))
 
 
 def _shards_index(

@@ -1,0 +1,174 @@
+"""The adaptive number of drafts, against a simulated engine: as fast as the best fixed number, and
+never slower than none.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from bisect import bisect_left
+from collections.abc import Callable
+
+import pytest
+
+from negamax.scheduler.draft_length import STEPS_PER_CHOICE, AdaptiveDraftLength
+from negamax.scheduler.step import StepPlan, StepResult
+
+MOST = 3
+# MiniMax-M2 on four H200 (docs/performance.md): ms of a step by tokens; from 256 on assumed
+STEPS = ((1, 2.61), (4, 4.08), (16, 8.74), (64, 16.79), (100, 18.75), (256, 25.0), (512, 34.0))
+DRAFT = 0.12  # ms
+BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 100, 128)
+# by place in the draft, how often it is right if those before it are
+CURVES = {
+    "M2.5": (0.6, 0.58, 0.71),  # 2.2 tokens per step
+    "M3": (0.78, 0.77, 0.75),  # 2.83
+    "code": (0.95, 0.95, 0.95),
+    "falling": (0.7, 0.3, 0.1),
+    "low": (0.3, 0.3, 0.3),
+    "none": (0.02, 0.02, 0.02),
+}
+Curve = tuple[float, ...]
+
+
+def seconds(rows: int, drafts: int) -> float:
+    tokens = rows * (1 + drafts)
+    right = max(1, bisect_left(STEPS, (tokens,)))
+    (low, first), (high, last) = STEPS[right - 1], STEPS[right]
+    return (first + (last - first) * (tokens - low) / (high - low) + DRAFT * drafts) / 1e3
+
+
+def speeds(rows: int, curve: Curve) -> list[float]:
+    """Tokens per second of each fixed number."""
+    tokens = [sum(math.prod(curve[:i]) for i in range(k + 1)) for k in range(MOST + 1)]
+    return [rows * tokens[k] / seconds(rows, k) for k in range(MOST + 1)]
+
+
+def measured(error: float, rng: random.Random) -> list[tuple[int, int, float]]:
+    return [
+        (rows, drafts, seconds(rows, drafts) * math.exp(rng.gauss(0.0, error)))
+        for rows in (1, 2, 4, 8, 16, 32, 64, 128)
+        for drafts in range(MOST + 1)
+    ]
+
+
+class Engine:
+    """Runs steps of `rows` rows with noise on their times, and counts."""
+
+    def __init__(self, policy: AdaptiveDraftLength, rows: int, *, noise: float) -> None:
+        self.policy, self.rows, self.noise = policy, rows, noise
+        self.rng = random.Random(rows)
+        self.chosen: list[int] = []
+        self.tokens, self.seconds = 0, 0.0
+
+    def run(
+        self, steps: int, curve: Curve, *, slower: Callable[[int], float] = lambda _: 1
+    ) -> None:
+        for _ in range(steps):
+            drafts = self.policy.choose(self.rows)
+            self.chosen.append(drafts)
+            for _ in range(self.rows):
+                right = 0
+                while right < drafts and self.rng.random() < curve[right]:
+                    right += 1
+                self.policy.add_row(drafts, right)
+                self.tokens += 1 + right
+            noise = self.rng.gauss(-(self.noise**2) / 2, self.noise)
+            took = seconds(self.rows, drafts) * slower(len(self.chosen)) * math.exp(noise)
+            self.seconds += took
+            self.policy.end_step(self.rows, drafts, took)
+
+    def changes(self) -> int:
+        return sum(one != other for one, other in zip(self.chosen, self.chosen[1:], strict=False))
+
+
+@pytest.mark.parametrize("start", ["measured", "not measured"])
+@pytest.mark.parametrize("rows", BATCHES)
+def test_it_is_as_fast_as_the_best_fixed_number(rows: int, start: str) -> None:
+    for name, curve in CURVES.items():
+        times = measured(0.04, random.Random(f"{rows} {name}")) if start == "measured" else ()
+        engine = Engine(AdaptiveDraftLength(MOST, times), rows, noise=0.03)
+        engine.run(1600 if rows < 16 else 800, curve)
+        share = engine.tokens / engine.seconds / max(speeds(rows, curve))
+        assert share > 0.97, (name, share, engine.chosen[-100:])
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16, 64])
+def test_drafting_rests_when_acceptance_collapses_and_is_tried_again(rows: int) -> None:
+    engine = Engine(AdaptiveDraftLength(MOST, measured(0.02, random.Random(1))), rows, noise=0.03)
+    engine.run(400, CURVES["M3"])
+    assert engine.chosen[100:].count(0) < 0.1 * 300
+    engine.chosen.clear()
+    engine.run(1500, CURVES["none"])
+    assert engine.chosen.index(0) < 300
+    assert engine.chosen[300:].count(0) > 0.9 * 1200
+    assert any(engine.chosen[300:])  # it is tried
+    engine.chosen.clear()
+    engine.run(1500, CURVES["M3"])
+    assert engine.chosen[-700:].count(0) < 0.1 * 700
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_wrong_measurements_and_noise_do_not_make_it_swing(rows: int) -> None:
+    times = [(r, k, t * (0.7 if k == 2 else 1.0)) for r, k, t in measured(0.0, random.Random(1))]
+    engine = Engine(AdaptiveDraftLength(MOST, times), rows, noise=0.05)
+    # contexts grow, and with them all times
+    engine.run(2000, CURVES["M3"], slower=lambda step: 1 + step / 2000)
+    assert engine.changes() < 2000 / STEPS_PER_CHOICE / 4
+    best = max(speeds(rows, CURVES["M3"]))
+    late = [speeds(rows, CURVES["M3"])[k] for k in engine.chosen[1000:]]
+    assert sum(late) / len(late) > 0.98 * best
+
+
+def test_uplifts_are_those_known_for_the_model() -> None:
+    """2.2 tokens per step and three drafts, by 1, 4, 16, 64, 100 rows of M2 on four H200."""
+    for rows, uplift in ((1, 1.29), (4, 0.99), (16, 1.12), (64, 1.46), (100, 1.36)):
+        found = speeds(rows, CURVES["M2.5"])
+        assert found[3] / found[0] == pytest.approx(uplift, abs=0.02)
+        engine = Engine(AdaptiveDraftLength(MOST, measured(0.0, random.Random(1))), rows, noise=0)
+        engine.run(400, CURVES["M2.5"])
+        assert speeds(rows, CURVES["M2.5"])[engine.chosen[-1]] > 0.98 * max(found)
+
+
+def test_same_calls_give_the_same_choices() -> None:
+    times = measured(0.05, random.Random(2))
+    runs = [Engine(AdaptiveDraftLength(MOST, times), 8, noise=0.2) for _ in range(2)]
+    for engine in runs:
+        engine.run(500, CURVES["falling"])
+    assert runs[0].chosen == runs[1].chosen
+
+
+def plan(scheduled: list[int], drafts: list[int], *, proposed: int) -> StepPlan:
+    slots = list(range(len(drafts)))
+    return StepPlan(0, [], [], [], slots, scheduled, drafts, [True] * len(slots), [], proposed)
+
+
+@pytest.mark.parametrize(
+    ("scheduled", "drafts", "proposed"),
+    [
+        ([4, 4, 4, 40], [3, 3, 3, 0], 3),  # a chunk of a prompt beside them
+        ([4, 4, 1, 1], [3, 3, 0, 0], 3),  # few have drafts
+        ([4, 4, 4, 4], [3, 3, 3, 3], 1),  # other work follows
+    ],
+)
+def test_steps_of_other_kinds_tell_nothing_of_times(
+    scheduled: list[int], drafts: list[int], proposed: int
+) -> None:
+    policy, other = (AdaptiveDraftLength(MOST, measured(0.0, random.Random(1))) for _ in range(2))
+    result = StepResult(0, [], {}, {}, {}, {0: 2, 1: 2})
+    for _ in range(100):
+        policy.record(plan(scheduled, drafts, proposed=proposed), result, 99.0)
+        other.record(plan(scheduled, drafts, proposed=proposed), result, 0.0)
+    assert policy._scores(4) == other._scores(4)
+    other.record(plan([4, 4, 4, 4], [3, 3, 3, 3], proposed=3), result, 99.0)
+    assert policy._scores(4) != other._scores(4)
+
+
+def test_acceptance_is_that_of_the_rows() -> None:
+    policy = AdaptiveDraftLength(MOST)
+    for _ in range(300):
+        accepted = {0: 3, 1: 1, 2: 0}  # of two rows nobody says more: none was right
+        policy.record(
+            plan([4] * 4, [3] * 4, proposed=3), StepResult(0, [], {}, {}, {}, accepted), 0
+        )
+    assert policy.acceptance() == pytest.approx([0.5, 0.26, 0.26], abs=0.03)
