@@ -5,7 +5,8 @@ such a draft guesses, as plain PyTorch from the formulas.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import ne
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,13 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PreTrainedModel
+
+from negamax.worker.eagle3 import Eagle3Proposer
+from negamax.worker.request_state import RequestState
 
 Weights = dict[str, Tensor]
+Guess = tuple[list[int], list[int]]  # what follows these tokens
 
 # What differs between drafts: fields of config.json, whether the files hold an embedding and a
 # head, and which of the two layouts they have.
@@ -126,6 +132,73 @@ def save(config: dict[str, Any], tensors: Weights, folder: Path, *, torchspec: b
         {name: one.contiguous() for name, one in tensors.items()}, folder / "model.safetensors"
     )
     return str(folder)
+
+
+def make(
+    variant: str, folder: Path, *, vocab_size: int, hidden_size: int, ids: list[int]
+) -> tuple[dict[str, Any], Weights, str]:
+    """One of VARIANTS for a target of these sizes, of which it reads what leaves the layers
+    `ids`: its config, its tensors and its folder.
+    """
+    parts = ("own_embedding", "own_head", "torchspec")
+    options = VARIANTS[variant]
+    own = {name: value for name, value in options.items() if name not in parts}
+    nested = {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}
+    sizes = {"vocab_size": vocab_size, "target_hidden_size": hidden_size}
+    fields = config(**sizes | {"eagle_config": nested} | own)
+    made = {name: options[name] for name in ("own_embedding", "own_head") if name in options}
+    tensors = weights(fields, 7, **made)
+    return fields, tensors, save(fields, tensors, folder, torchspec="torchspec" in options)
+
+
+def watch(patch: Callable[[object, str, Any], None]) -> list[Guess]:
+    """Gets what every proposal of this process is made for, and the proposal."""
+    seen: list[Guess] = []
+    propose = Eagle3Proposer.propose
+
+    def noting(
+        self: Any, states: Any, slots: Tensor, lengths: Tensor, ends: Tensor,
+        requests: RequestState, num_tokens: int,
+    ) -> Tensor:  # fmt: skip
+        drafts = propose(self, states, slots, lengths, ends, requests, num_tokens)
+        for slot, length, row in zip(slots.tolist(), lengths.tolist(), drafts, strict=True):
+            seen.append((requests.tokens[slot, :length].tolist(), row.tolist()))
+        return drafts
+
+    patch(Eagle3Proposer, "propose", noting)
+    return seen
+
+
+def count_wrong(
+    seen: Iterable[Guess],
+    target: PreTrainedModel,
+    texts: Sequence[list[int]],
+    layers: Sequence[int],
+    config: dict[str, Any],
+    tensors: Weights,
+) -> tuple[int, int]:
+    """How many of the tokens that were guessed the oracle does not guess from what enters `layers`
+    of transformers' `target`, of how many within `texts`.
+    """
+    embedding, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
+    oracle = Oracle(config, tensors, embedding=embedding.detach(), head=head.detach())
+    streams = {}
+    for text in texts:
+        with torch.no_grad():
+            found = target(torch.tensor([text]), output_hidden_states=True).hidden_states
+        # (transformers norms what leaves the last layer, which is none of these)
+        streams[tuple(text)] = [found[layer][0] for layer in layers]
+    wrong, compared = 0, 0
+    for known, drafts in seen:
+        text = next((text for text in texts if text[: len(known)] == known), None)
+        if text is None:
+            continue  # a row in flight behind its end
+        read = [one[: len(known) - 1] for one in streams[tuple(text)]]
+        guesses = oracle.guess(read, torch.tensor(known), len(drafts))
+        left = min(len(drafts), len(text) - len(known))  # others are never asked for
+        compared += left
+        wrong += sum(map(ne, drafts[:left], guesses[:left]))
+    return wrong, compared
 
 
 class Oracle:

@@ -7,11 +7,12 @@ Layers are named by what enters them: layer L's is the stream behind L layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from negamax.base.errors import ConfigError
+from negamax.base.errors import CheckpointError, ConfigError
 from negamax.config import fields
 from negamax.config.fields import refuse
 from negamax.config.model_spec import ModelFamily, ModelSpec
@@ -130,6 +131,15 @@ class DraftModel:
 
     spec: Eagle3Spec
     folder: str | None  # None: synthetic weights
+
+
+@contextmanager
+def of_draft(name: str | None) -> Iterator[None]:
+    """Within, errors about files say that they are those of the draft `name`."""
+    try:
+        yield
+    except (ConfigError, CheckpointError) as error:
+        raise type(error)(f"draft {name}: {error.message}", hint=error.hint) from None
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:

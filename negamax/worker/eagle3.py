@@ -21,7 +21,7 @@ from torch import Tensor
 from negamax.checkpoint.loader import fill
 from negamax.checkpoint.plan import plan_load
 from negamax.checkpoint.synthetic import fill_synthetic
-from negamax.config.eagle3 import DraftModel, Eagle3Spec
+from negamax.config.eagle3 import DraftModel, Eagle3Spec, of_draft
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.signatures import PICK
@@ -54,22 +54,25 @@ class Eagle3Proposer(Proposer):
         self._plan = None
         if draft.folder is not None:
             slots = empty_slots(draft.spec, config.layout, kernels=kernels)
-            self._plan = plan_load(slots, draft.spec, Path(draft.folder), config.layout)
+            with of_draft(draft.folder):
+                self._plan = plan_load(slots, draft.spec, Path(draft.folder), config.layout)
 
     def load(self, target: Decoder, context: ParallelContext, device: torch.device) -> str:
         """See `Proposer`."""
         spec, self._group = self._draft.spec, context.attention_group
         self._model = _build(spec, context, device=device, kernels=self._kernels)
         slots = self._model.weight_slots()
-        if self._plan is None:
+        if self._plan is not None:
+            with of_draft(self._draft.folder):
+                summary = fill(slots, self._plan).summary()
+                self._model.finish_loading(target)
+        else:
             if spec.is_pruned:
                 slots[names.D2T].write(_spread(spec))
             drawn = {name: slot for name, slot in slots.items() if name != names.D2T}
             fill_synthetic(drawn, spec, self._config.seed, device=device)
             summary = "synthetic weights"
-        else:
-            summary = fill(slots, self._plan).summary()
-        self._model.finish_loading(target)
+            self._model.finish_loading(target)
         return f"; draft of {self.num_draft_tokens} tokens: {summary}"
 
     def use_caches(self, caches: Sequence[KvCaches]) -> None:

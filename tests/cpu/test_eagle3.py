@@ -4,19 +4,24 @@ however a prompt and its answer are cut into steps; and answers are those of a r
 
 from __future__ import annotations
 
-from operator import ne
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import graph_support
 import pytest
 import torch
-from torch import Tensor
 from transformers import MiniMaxM2ForCausalLM
 
 from negamax import LLM, SamplingParams
-from negamax.worker.eagle3 import Eagle3Proposer
+from negamax.base import env
+from negamax.base.errors import CheckpointError, ResourceError
+from negamax.config.eagle3 import FAMILY, read_spec
+from negamax.models.memory import draft_bytes, weight_bytes
+from negamax.worker import kv_cache
 from tests import tiny, tiny_draft
-from tests.tiny_draft import VARIANTS, Oracle
+from tests.tiny_draft import VARIANTS, Guess
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -59,10 +64,13 @@ def folder(target: MiniMaxM2ForCausalLM, tmp_path_factory: pytest.TempPathFactor
     return tiny.save(target, tmp_path_factory.mktemp("model"))
 
 
-def engine(folder: Path, draft: str | None, **options: Any) -> LLM:
+def engine(
+    folder: Path, draft: str | None, more: dict[str, Any] | None = None, **options: Any
+) -> LLM:
     if draft is not None:
         options["speculative_config"] = {
             "method": "eagle3", "model": draft, "num_speculative_tokens": NUM_DRAFT_TOKENS,
+            **(more or {}),
         }  # fmt: skip
     return LLM(
         str(folder), dtype="float32", block_size=4, num_threads=1, **{"device": "cpu"} | options
@@ -79,42 +87,21 @@ def expected(folder: Path) -> list[list[int]]:
         return outputs(llm)
 
 
-def make_draft(variant: str, folder: Path, **fields: Any) -> tuple[dict[str, Any], Any, str]:
-    options = VARIANTS[variant]
-    parts = ("own_embedding", "own_head", "torchspec")
-    own = {name: value for name, value in options.items() if name not in parts}
-    config = tiny_draft.config(
-        vocab_size=96, target_hidden_size=32, eagle_config={
-            "eagle_aux_hidden_state_layer_ids": IDS, "use_aux_hidden_state": True,
-        },
-    ) | own | fields  # fmt: skip
-    made = {name: options[name] for name in ("own_embedding", "own_head") if name in options}
-    tensors = tiny_draft.weights(config, 7, **made)
-    path = tiny_draft.save(config, tensors, folder / "draft", torchspec="torchspec" in options)
-    return config, tensors, path
+def make_draft(variant: str, folder: Path) -> tuple[dict[str, Any], Any, str]:
+    return tiny_draft.make(variant, folder / "draft", vocab_size=96, hidden_size=32, ids=IDS)
 
 
-def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
-    """Gets what every proposal is made for, and the proposal."""
-    seen: list[tuple[list[int], list[int]]] = []
-    propose = Eagle3Proposer.propose
-
-    def noting(self: Any, states: Any, slots: Tensor, lengths: Tensor, *args: Any) -> Tensor:
-        drafts = propose(self, states, slots, lengths, *args)
-        requests = args[1]
-        for slot, length, row in zip(slots.tolist(), lengths.tolist(), drafts, strict=True):
-            seen.append((requests.tokens[slot, :length].tolist(), row.tolist()))
-        return drafts
-
-    monkeypatch.setattr(Eagle3Proposer, "propose", noting)
-    return seen
-
-
-def streams_of(target: MiniMaxM2ForCausalLM, tokens: list[int]) -> list[Tensor]:
-    with torch.no_grad():
-        found = target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-    # (transformers norms what leaves the last layer, which is none of these)
-    return [found[layer][0] for layer in LAYERS]
+def count_wrong(
+    seen: list[Guess],
+    target: MiniMaxM2ForCausalLM,
+    outputs: list[list[int]],
+    config: dict[str, Any],
+    tensors: tiny_draft.Weights,
+) -> int:
+    texts = [prompt + output for prompt, output in zip(PROMPTS, outputs, strict=True)]
+    wrong, compared = tiny_draft.count_wrong(seen, target, texts, LAYERS, config, tensors)
+    assert compared > 100
+    return wrong
 
 
 CASES = [(variant, "plain") for variant in VARIANTS]
@@ -132,7 +119,7 @@ def test_drafts_are_those_of_plain_pytorch_and_change_no_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config, tensors, draft = make_draft(variant, tmp_path)
-    seen = watch(monkeypatch)
+    seen = tiny_draft.watch(monkeypatch.setattr)
     with engine(folder, draft, **OPTIONS[options]) as llm:
         assert outputs(llm) == expected
         assert outputs(llm) == expected  # from the prefix cache
@@ -141,23 +128,111 @@ def test_drafts_are_those_of_plain_pytorch_and_change_no_answer(
         stats = llm._loop.stats()
     assert stats.cached_prompt_tokens > 0 and stats.num_free_kv_blocks == stats.num_kv_blocks
     assert options != "preempted" or stats.preemption_count > 0
-    oracle = Oracle(
-        config,
-        tensors,
-        embedding=target.model.embed_tokens.weight.detach(),
-        head=target.lm_head.weight.detach(),
-    )
-    texts = [prompt + output for prompt, output in zip(PROMPTS, expected, strict=True)]
-    streams = {tuple(text): streams_of(target, text) for text in texts}
-    wrong, compared = 0, 0
-    for known, drafts in seen:
-        text = next((text for text in streams if list(text[: len(known)]) == known), None)
-        if text is None:
-            continue  # a row in flight behind its end
-        read = [one[: len(known) - 1] for one in streams[text]]
-        guesses = oracle.guess(read, torch.tensor(known), NUM_DRAFT_TOKENS)
-        left = min(NUM_DRAFT_TOKENS, len(text) - len(known))  # others are never asked for
-        compared += left
-        wrong += sum(map(ne, drafts[:left], guesses[:left]))
-    assert compared > 100
-    assert wrong == 0
+    assert count_wrong(seen, target, expected, config, tensors) == 0
+
+
+def test_layers_that_are_off_by_one_are_seen(
+    folder: Path,
+    target: MiniMaxM2ForCausalLM,
+    expected: list[list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the comparison above is worth; the answers stay what they are."""
+    config, tensors, draft = make_draft("plain", tmp_path)
+    layers = {"eagle_aux_hidden_state_layer_ids": IDS}  # by what enters them: one too early
+    seen = tiny_draft.watch(monkeypatch.setattr)
+    with engine(folder, draft, more=layers) as llm:
+        assert outputs(llm) == expected
+    assert count_wrong(seen, target, expected, config, tensors) > 50
+
+
+def test_captured_steps_guess_the_same(
+    folder: Path,
+    target: MiniMaxM2ForCausalLM,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU, where results are read two steps later."""
+    config, tensors, draft = make_draft("plain", tmp_path)
+    pool = graph_support.RepeatedSteps()
+    graph_support.install(monkeypatch, graph_support.runtime(pool, is_asynchronous=True))
+    with engine(folder, None) as llm:
+        without = outputs(llm)
+    seen = tiny_draft.watch(monkeypatch.setattr)
+    with engine(folder, draft) as llm:
+        assert outputs(llm) == without
+    assert count_wrong(seen, target, without, config, tensors) == 0
+    assert pool.num_replays > 0
+
+
+@pytest.mark.parametrize("name", ["folder", "bundled"])
+def test_a_draft_without_weights_is_drawn(
+    folder: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For benchmarks: the answers are those of synthetic weights without a draft."""
+    _, _, draft = make_draft("plain", tmp_path)
+    if name == "bundled":
+        spec = read_spec(json.loads((Path(draft) / "config.json").read_text()))
+        monkeypatch.setitem(FAMILY.bundled, "tiny-draft", spec)  # type: ignore[index]
+        draft = "tiny-draft"
+    with engine(folder, None, load_format="synthetic") as llm:
+        without = outputs(llm)
+    seen = tiny_draft.watch(monkeypatch.setattr)
+    with engine(folder, draft, load_format="synthetic") as llm:
+        assert outputs(llm) == without
+    guessed = {token for _, drafts in seen for token in drafts}
+    assert len(guessed) > 10 and all(0 <= token < 96 for token in guessed)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda t: t.pop("midlayer.self_attn.q_proj.weight"),
+            "missing from the checkpoint: layers.0.self_attn.q_proj.weight",
+        ),
+        (lambda t: t.pop("d2t"), "1 tensor is missing from the checkpoint: d2t"),
+        (lambda t: t.pop("lm_head.weight"), "missing from the checkpoint: lm_head.weight"),
+        (lambda t: t.update(extra=torch.ones(2)), "1 tensor is not part of this model: extra"),
+        (lambda t: t.update({"fc.weight": torch.ones(32, 64)}), "fc.weight has shape [32, 64]"),
+        (lambda t: t.update(d2t=t["d2t"].int()), "d2t has dtype I32"),
+        (lambda t: t.update(d2t=t["d2t"] + 60), "tensor d2t gives 40 tokens"),
+        (lambda t: t["norm.weight"].fill_(torch.nan), "NaN or infinite: norm.weight"),
+        (
+            lambda t: t.update({"layers.1.x": torch.ones(2)}),
+            "num_hidden_layers in config.json is 1",
+        ),
+    ],
+)
+def test_files_of_a_draft_are_checked_as_those_of_a_model(
+    folder: Path, tmp_path: Path, change: Callable[[tiny_draft.Weights], None], words: str
+) -> None:
+    config, tensors, draft = make_draft("plain", tmp_path)
+    change(tensors)
+    tiny_draft.save(config, tensors, Path(draft))
+    with pytest.raises(CheckpointError) as caught:
+        engine(folder, draft)
+    assert words in caught.value.message
+    assert caught.value.message.startswith(f"draft {draft}: ")
+
+
+def test_memory_that_a_draft_takes_is_counted_and_refused_with_numbers(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, tensors, draft = make_draft("plain", tmp_path)
+    with engine(folder, None) as llm:
+        config = llm._loop._executor._worker._config  # type: ignore[attr-defined]
+        alone = sum(one.heads * one.width * 4 for layer in config.kv_caches for one in layer)
+    with engine(folder, draft) as llm:
+        config = llm._loop._executor._worker._config  # type: ignore[attr-defined]
+        both = sum(one.heads * one.width * 4 for layer in config.kv_caches for one in layer)
+        held = draft_bytes(config.draft.spec, dtype="float32")
+    assert both - alone == 2 * 2 * 8 * 4
+    of_draft = sum(one.nbytes for name, one in tensors.items() if name != "t2d")
+    assert held == of_draft
+    monkeypatch.setattr(kv_cache, "GIB", 1)
+    room = weight_bytes(config.spec, dtype="float32") + of_draft
+    monkeypatch.setattr(env, "available_memory", lambda: room - 1)
+    with pytest.raises(ResourceError, match=f"{of_draft}.0 GiB of them are the draft's"):
+        engine(folder, draft)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from negamax.base.errors import ConfigError
 from negamax.checkpoint.reader import read_entries
-from negamax.config.eagle3 import DraftModel
+from negamax.config.eagle3 import DraftModel, of_draft
 from negamax.config.model_spec import ModelSpec
 from negamax.models.eagle3.names import EMBEDDING, HEAD, respelled
 
@@ -18,7 +18,8 @@ def with_own_parts(draft: DraftModel, target: ModelSpec) -> DraftModel:
     """
     if draft.folder is None:
         return draft
-    found = {respelled(name) for name in read_entries(Path(draft.folder))}
+    with of_draft(draft.folder):
+        found = {respelled(name) for name in read_entries(Path(draft.folder))}
     spec = replace(
         draft.spec,
         own_embedding=EMBEDDING in found,

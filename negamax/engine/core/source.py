@@ -9,7 +9,7 @@ from pathlib import Path
 from negamax.base.errors import ConfigError
 from negamax.checkpoint.hub import resolve_model
 from negamax.config import eagle3
-from negamax.config.eagle3 import DraftModel, Eagle3Spec
+from negamax.config.eagle3 import DraftModel, Eagle3Spec, of_draft
 from negamax.config.families import bundled_names, bundled_spec, family_of, read_spec
 from negamax.config.generation import GenerationDefaults, SamplingDefaults, read_generation_defaults
 from negamax.config.json_file import read_json_object
@@ -45,7 +45,8 @@ def locate(options: EngineOptions) -> ModelSource:
     speculation = options.speculation
     if speculation is None or speculation.method != EAGLE3:
         return replace(source, speculation=speculation)
-    draft = _locate_draft(speculation, options, target=source.spec)
+    with of_draft(speculation.model):
+        draft = _locate_draft(speculation, options, target=source.spec)
     return replace(source, speculation=speculation, draft=draft)
 
 
@@ -92,7 +93,7 @@ def _locate_draft(
     if isinstance(bundled, Eagle3Spec) and not Path(name).exists():
         if not is_drawn:
             raise ConfigError(
-                f"the draft {name!r} is a bundled spec without weights",
+                "this is a bundled spec without weights",
                 hint="add --load-format synthetic, or give a folder or a hub id",
             )
         return DraftModel(bundled.for_target(target, layers), None)

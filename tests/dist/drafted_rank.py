@@ -1,0 +1,19 @@
+"""A rank process that writes down what its draft model guesses: `python -m tests.dist.drafted_rank
+ENDPOINT RANK FOLDER`, a file per rank.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from negamax.worker import rank_process
+from tests import tiny_draft
+
+if __name__ == "__main__":
+    endpoint, rank, folder = sys.argv[1:]
+    seen = tiny_draft.watch(setattr)
+    code = rank_process.main(endpoint, int(rank))
+    Path(folder, f"rank{rank}").write_text(json.dumps(seen))
+    sys.exit(code)

@@ -1,0 +1,66 @@
+"""Two ranks guess what plain PyTorch guesses: from complete residual streams, with the parts of
+vocabulary, heads and fc that each of them holds.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from negamax import LLM, SamplingParams
+from negamax.engine.core import executor
+from tests import tiny, tiny_draft
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 5,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rotary_dim": 8,
+    "num_local_experts": 6, "num_experts_per_tok": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+PROMPTS = [list(range(3 + start, 24)) for start in range(3)]
+PARAMS = [
+    SamplingParams(seed=seed, temperature=seed / 2, max_tokens=20, ignore_eos=True)
+    for seed in range(3)
+]
+
+
+VARIANTS = [
+    "biases, two layers",
+    pytest.param("borrows embedding and head", marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_two_ranks_guess_as_plain_pytorch(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny.make_model(5, **SIZES)
+    tiny.save(target, tmp_path / "model")
+    sizes = {"vocab_size": 96, "hidden_size": 32}
+    config, tensors, draft = tiny_draft.make(variant, tmp_path / "draft", ids=[1, 2, 3], **sizes)
+    spawn = executor.process.spawn
+
+    def noting(_module: str, *args: str) -> subprocess.Popen[bytes]:
+        return spawn("tests.dist.drafted_rank", *args, str(tmp_path))
+
+    monkeypatch.setattr(executor.process, "spawn", noting)
+
+    def texts(**options: Any) -> list[list[int]]:
+        with LLM(
+            str(tmp_path / "model"), device="cpu", dtype="float32", num_threads=1, block_size=4,
+            max_num_batched_tokens=16, **options,
+        ) as llm:  # fmt: skip
+            outputs = [one.outputs[0].token_ids for one in llm.generate(PROMPTS, PARAMS)]
+            return [prompt + list(out) for prompt, out in zip(PROMPTS, outputs, strict=True)]
+
+    expected = texts()
+    speculative = {"method": "eagle3", "model": draft, "num_speculative_tokens": 3}
+    assert texts(tensor_parallel_size=2, speculative_config=speculative) == expected
+    first, second = (json.loads((tmp_path / f"rank{rank}").read_text()) for rank in range(2))
+    assert first == second
+    wrong, compared = tiny_draft.count_wrong(first, target, expected, (2, 3, 4), config, tensors)
+    assert compared > 100
+    assert wrong == 0

@@ -1,0 +1,157 @@
+"""A draft's config.json is read field by field, and refused by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from negamax.base.errors import ConfigError
+from negamax.config.eagle3 import FAMILY, Eagle3Spec, read_spec
+from negamax.config.families import bundled_spec
+from negamax.config.options import EngineOptions
+from negamax.engine.core.source import locate
+from negamax.models.memory import draft_bytes, weight_bytes
+
+# thoughtworks/MiniMax-M2.5-Eagle3, as SpecForge writes it
+M2: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "attention_bias": False,
+    "bos_token_id": 200034,
+    "draft_vocab_size": 32000,
+    "eagle_config": {
+        "eagle_aux_hidden_state_layer_ids": [1, 30, 58], "use_aux_hidden_state": True,
+    },
+    "eos_token_id": 200020,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 196608,
+    "model_type": "llama",
+    "num_attention_heads": 24,
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 5000000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 200064,
+}  # fmt: skip
+# Inferact/MiniMax-M3-EAGLE3, by TorchSpec
+M3 = M2 | {
+    "architectures": ["Eagle3LlamaForCausalLM"], "hidden_size": 6144, "intermediate_size": 18432,
+    "num_attention_heads": 64, "num_key_value_heads": 64, "fc_norm": True, "norm_output": True,
+    "draft_vocab_size": 200064, "eagle_config": None,
+}  # fmt: skip
+
+
+def test_published_drafts_are_read() -> None:
+    spec = read_spec(M2).for_target(bundled_spec("minimax-m2.5"), None)
+    assert spec.aux_layers == (2, 31, 59) and spec.notes == ()
+    assert replace(spec, aux_layers=()) == FAMILY.bundled["minimax-m2.5-eagle3"]
+    assert weight_bytes(spec, dtype="bfloat16") == pytest.approx(486e6, rel=2e-3)  # as its card
+    # on four ranks: a quarter, and a copy of the model's embedding
+    assert draft_bytes(spec, dtype="bfloat16", ranks=4) == pytest.approx(121.5e6 + 1229e6, rel=3e-3)
+    spec = read_spec(M3).for_target(bundled_spec("minimax-m3"), None)
+    assert spec.aux_layers == (2, 30, 57)
+    own = replace(spec, own_embedding=True)
+    assert replace(own, aux_layers=()) == FAMILY.bundled["minimax-m3-eagle3"]
+    assert weight_bytes(own, dtype="bfloat16") == pytest.approx(6.53e9, rel=2e-3)
+    (caches,) = spec.kv_caches()
+    assert sum(one.heads * one.width * 2 for one in caches) == 32_768  # bytes per token
+
+
+@pytest.mark.parametrize(
+    ("ids", "layers"),
+    [([1, 30, 58], (2, 31, 59)), ([2, 31, 59], (2, 31, 59)), (None, (2, 31, 59))],
+)
+def test_layers_are_named_by_what_leaves_them_or_enters_them(
+    ids: list[int] | None, layers: tuple[int, ...]
+) -> None:
+    config = M2 | {"eagle_config": None, "eagle_aux_hidden_state_layer_ids": ids}
+    target = bundled_spec("minimax-m2.5")
+    assert read_spec(config).for_target(target, None).aux_layers == layers
+    assert read_spec(config).for_target(target, (1, 30, 62)).aux_layers == (1, 30, 62)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "architectures is ['LlamaForCausalLM']"),
+        ({"model_type": "qwen3"}, "model_type is 'qwen3'"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: 'silu'"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
+        ({"sliding_window": 512}, "sliding_window is 512"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types[0] is 'sliding_attention'"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False"),
+        ({"eagle_config": {"rms_norm_eps": 1e-5}}, "rms_norm_eps is 1e-06"),
+        ({"fc_norm": "yes"}, "fc_norm is 'yes'"),
+        ({"draft_vocab_size": 300000}, "draft_vocab_size is 300000; supported: at most 200064"),
+        ({"parallel_drafting": True}, "parallel_drafting is True"),
+        ({"num_aux_hidden_states": 5}, "[2, 31, 59]; supported: 5 layers"),
+        ({"intermediate_size": None}, "no intermediate_size"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 9, 20]}}, "begin with 1"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_spec(M2 | fields)
+    assert words in caught.value.message
+
+
+def test_unknown_fields_are_noted() -> None:
+    (note,) = read_spec(M2 | {"draft_color": "green"}).notes
+    assert "draft_color" in note
+
+
+@pytest.mark.parametrize(
+    ("fields", "layers", "words"),
+    [
+        ({"vocab_size": 32000}, None, "vocab_size is 32000; the model's is 200064"),
+        ({"target_hidden_size": 6144}, None, "target_hidden_size is 6144; the model's is 3072"),
+        ({}, (2, 31), "reads layers [2, 31]; allowed: 3 in ascending order, up to 62"),
+        ({}, (2, 31, 63), "reads layers [2, 31, 63]"),
+    ],
+)
+def test_a_draft_of_another_model_is_refused(
+    fields: dict[str, Any], layers: tuple[int, ...] | None, words: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_spec(M2 | fields).for_target(bundled_spec("minimax-m2.5"), layers)
+    assert words in caught.value.message
+
+
+def test_a_shallow_target_has_no_usual_layers() -> None:
+    spec = replace(read_spec(M2), aux_layers=())
+    with pytest.raises(ConfigError, match="the target has 6"):
+        spec.for_target(bundled_spec("minimax-m2.5").first_layers(6), None)
+    spec = spec.for_target(bundled_spec("minimax-m2.5").first_layers(7), None)
+    assert spec.aux_layers == (2, 3, 4)
+
+
+def options(draft: str, **own: Any) -> EngineOptions:
+    speculative = {"method": "eagle3", "model": draft}
+    return EngineOptions(model="minimax-m2.5", speculative_config=speculative, **own)
+
+
+def test_a_draft_is_found_by_its_bundled_name_or_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(M2))
+    for name in ("minimax-m2.5-eagle3", str(tmp_path)):
+        draft = locate(options(name, load_format="synthetic")).draft
+        assert draft is not None and draft.folder is None
+        assert draft.spec.aux_layers == (2, 31, 59)
+        assert isinstance(draft.spec, Eagle3Spec) and draft.spec.quantization is None
+
+
+def test_the_draft_of_another_model_is_refused_by_its_name() -> None:
+    with pytest.raises(ConfigError, match="target_hidden_size is 6144; the model's is 3072"):
+        locate(options("minimax-m3-eagle3", load_format="synthetic"))
