@@ -73,6 +73,15 @@ class SpeculationConfig:
         rates = self.synthetic_acceptance_rates
         return None if rates is None else 1.0 + sum(rates)
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """How many draft tokens the rows of a step may have, beside none, in ascending order; each
+        number takes graphs of its own.
+        """
+        most = self.num_speculative_tokens
+        few = {number for number in (1, 2, 3, -(-most // 2)) if number < most}
+        return (*sorted(few), most) if self.adaptive else (most,)
+
     @staticmethod
     def read(fields: Mapping[str, Any], *, tensor_parallel_size: int = 1) -> SpeculationConfig:
         """From the object that `--speculative-config` holds; null is a key left out. Errors:

@@ -44,10 +44,12 @@ class StepColumns(NamedTuple):
     query_starts: Column  # [S + 1]
 
     @classmethod
-    def of_decodes(cls, slots: Sequence[int]) -> StepColumns:
-        """The next token of each of `slots`."""
-        column, ones = np.array(slots, dtype=np.int64), np.ones(len(slots), dtype=np.int64)
-        return cls(column, column, ones - 1, ones, np.arange(len(slots) + 1))
+    def of_decodes(cls, slots: Sequence[int], counts: Sequence[int]) -> StepColumns:
+        """The next counts[i] tokens of slots[i]."""
+        rows, lengths = np.array(slots, dtype=np.int64), np.array(counts, dtype=np.int64)
+        starts = np.concatenate(([0], lengths.cumsum()))
+        offsets = np.arange(starts[-1]) - starts[:-1].repeat(lengths)
+        return cls(rows.repeat(lengths), rows, offsets, lengths, starts)
 
 
 @dataclass(frozen=True)
@@ -81,15 +83,23 @@ class StepInputs:
     seq_lens: Tensor  # [S] tokens including this step
     query_starts: Tensor  # [S + 1]
 
+    @classmethod
+    def of(cls, columns: Tensor, places: Tensor, num_tokens: int, num_seqs: int) -> StepInputs:
+        """From `StepColumns` one behind the other, and positions and lengths likewise."""
+        parts = [num_tokens, num_seqs]
+        size = sum(parts)
+        query_starts = columns[2 * size : 2 * size + num_seqs + 1]
+        return cls(*columns[:size].split(parts), *places[:size].split(parts), query_starts)
+
 
 def is_decode(plan: StepPlan, requests: RequestState) -> bool:
-    """Every row runs one generated token and samples the next: the step that a captured graph can
-    replay.
+    """Every row runs one generated token, and its drafts, and samples: the step that a captured
+    graph can replay as a whole.
     """
     return (
         bool(plan.slots)
         and all(plan.needs_sampling)
-        and max(plan.num_scheduled) == 1
+        and plan.num_scheduled == [1 + num_drafts for num_drafts in plan.num_draft_tokens]
         and bool((requests.num_computed_bound >= requests.prompt_lens)[plan.slots].all())
     )
 
@@ -167,34 +177,27 @@ def place(
     """The step whose `StepColumns` stand in `columns` one behind the other; positions and lengths
     are written to `out`, where given.
     """
-    parts = [num_tokens, num_seqs]
-    slots, offsets, query_starts = columns.split([sum(parts), sum(parts), num_seqs + 1])
-    places = torch.add(requests.num_computed[slots], offsets, out=out)
-    return StepInputs(*slots.split(parts), *places.split(parts), query_starts)
+    size = num_tokens + num_seqs
+    places = torch.add(requests.num_computed[columns[:size]], columns[size : 2 * size], out=out)
+    return StepInputs.of(columns, places, num_tokens, num_seqs)
 
 
-def model_inputs(
-    inputs: StepInputs,
-    requests: RequestState,
-    *,
-    query_starts: Tensor,
-    active: Tensor | None = None,
-    **host: Any,
-) -> tuple[Tensor, AttentionMetadata]:
-    """The token ids [T] int64 of the step `inputs`, and where they stand. `active` [1]: the tokens
-    that are no padding; `host`: what the host knows of the step (see `AttentionMetadata`).
+def metadata_of(
+    inputs: StepInputs, requests: RequestState, *, active: Tensor | None = None, **host: Any
+) -> AttentionMetadata:
+    """Where the tokens of the step `inputs` stand. `active` [1]: the tokens that are no padding;
+    `host`: what the host knows of the step (see `AttentionMetadata`).
     """
-    metadata = AttentionMetadata(
+    return AttentionMetadata(
         positions=inputs.positions,
         token_slots=inputs.token_slots,
         block_tables=requests.block_tables,
         block_table_indices=inputs.slots,
         seq_lens=inputs.seq_lens.int(),
-        query_starts=query_starts.int(),
+        query_starts=inputs.query_starts.int(),
         num_actual_tokens=None if active is None else active.int(),
         **host,
     )
-    return requests.tokens[inputs.token_slots, inputs.positions].long(), metadata
 
 
 def build(layout: BatchLayout, requests: RequestState) -> tuple[Tensor, AttentionMetadata]:
@@ -205,15 +208,15 @@ def build(layout: BatchLayout, requests: RequestState) -> tuple[Tensor, Attentio
     (packed,) = upload([np.concatenate(columns)], requests.tokens.device)
     num_tokens, num_seqs = len(columns.token_slots), len(columns.slots)
     inputs = place(packed, requests, num_tokens=num_tokens, num_seqs=num_seqs)
-    return model_inputs(
+    metadata = metadata_of(
         inputs,
         requests,
-        query_starts=inputs.query_starts,
         num_decodes=layout.num_decodes,
         host_seq_lens=tuple(layout.seq_len_bounds.tolist()),
         host_query_lens=tuple(np.diff(columns.query_starts).tolist()),
         is_exact=requests.are_bounds_exact(columns.slots),
     )
+    return requests.tokens[inputs.token_slots, inputs.positions].long(), metadata
 
 
 def sample_inputs(slots: list[int], offsets: list[int], requests: RequestState) -> SampleInputs:

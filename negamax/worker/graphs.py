@@ -6,10 +6,17 @@ them. A replay reads from a fixed buffer which slots run how many tokens, and ev
 the persistent request state, so the host sends a few integers and one launch per step, and may do
 so before the step before it has ended. A step is padded to the next captured shape of its kind:
 
-    kind     shape          what is captured
-    rows     (n, n, 1)      decodes: the whole step, from the rows' tokens to the sampled ones
-    tokens   (T, seqs, T)   any mix of sequences: all layers; the attention's tiles of queries are
-                            worked out on the device, and sampling stays outside
+    kind     shape                    what is captured
+    rows     (n, n, 1)                decodes: the whole step, from the rows' tokens to the sampled
+                                      ones and the new lengths
+    drafts   (n * (k + 1), n, k + 1)  decodes with up to k draft tokens each: likewise, with the
+                                      comparison of drafts and samples; for each k that is chosen
+    tokens   (T, seqs, T)             any mix of sequences: all layers; the attention's tiles of
+                                      queries are worked out on the device, and sampling stays
+                                      outside
+
+With a proposer its work is part of the first two. A row with fewer drafts than k takes fewer
+tokens: padding is behind the tokens of all rows.
 """
 
 from __future__ import annotations
@@ -25,14 +32,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.signatures import DRAW_LEADING, PICK
 from negamax.layers.attention import KvCaches
 from negamax.models.decoder import Decoder
-from negamax.worker.batch import Column, StepColumns, model_inputs, place
+from negamax.worker.batch import (
+    Column,
+    SampleInputs,
+    StepColumns,
+    StepInputs,
+    metadata_of,
+    place,
+)
 from negamax.worker.device import Graph, GraphPool, Runtime, upload
 from negamax.worker.request_state import RequestState
+from negamax.worker.speculation import Proposer, TokenStates, count_accepted
 
 
 class StepShape(NamedTuple):
@@ -41,23 +57,36 @@ class StepShape(NamedTuple):
     num_tokens: int
     num_seqs: int
     max_query_len: int  # tokens of one sequence
+    is_sampled: bool  # the graph samples behind every token; else the layers alone are captured
+
+    @classmethod
+    def of_decodes(cls, num_rows: int, num_drafts: int) -> StepShape:
+        """So many rows with up to so many draft tokens each."""
+        return cls(num_rows * (num_drafts + 1), num_rows, num_drafts + 1, is_sampled=True)
+
+    @classmethod
+    def of_mix(cls, num_tokens: int, num_seqs: int) -> StepShape:
+        """So many tokens of any sequences."""
+        return cls(num_tokens, num_seqs, num_tokens, is_sampled=False)
 
     @property
-    def is_sampled(self) -> bool:
-        """Whether the graph samples every token; else the layers alone are captured."""
-        return self.max_query_len == 1
+    def num_drafts(self) -> int:
+        """Draft tokens of a row of decodes."""
+        return self.max_query_len - 1
 
 
 # A generated token in a step of any mix is one query of a whole tile and reads its keys alone:
 # slower than decoding from here on.
 LONGEST_DECODE = 8192  # tokens
 
-ROWS, TOKENS = "rows", "tokens"
+ROWS, DRAFTS, TOKENS = "rows", "drafts", "tokens"
 # (first, last, step) of the sizes worth a graph; the last of each kind goes on to the largest.
 # Decodes: each up to 16, then in steps that leave at most an eighth of a step to padding.
+# Rows with drafts, for each number of drafts: fewer; experts do nothing for padding.
 # Others: in steps that leave at most a fifth of it.
 _SIZES = {
     ROWS: ((1, 16, 1), (20, 64, 4), (72, 128, 8), (144, 256, 16), (288, None, 32)),
+    DRAFTS: ((1, 2, 1), (4, 8, 4), (16, 64, 16), (96, 128, 32), (192, None, 64)),
     TOKENS: ((128, 1024, 128), (1280, 2048, 256), (2560, 4096, 512), (5120, None, 1024)),
 }
 
@@ -74,16 +103,21 @@ def capture_sizes(kind: str, largest: int) -> list[int]:
 
 
 def capture_shapes(
-    *, max_rows: int, max_tokens: int, max_num_seqs: int
+    *, max_rows: int, max_tokens: int, max_num_seqs: int, draft_lengths: Sequence[int] = ()
 ) -> dict[str, list[StepShape]]:
-    """By kind, the shapes of steps of up to `max_rows` decodes, or `max_tokens` tokens of up to
-    `max_num_seqs` sequences.
+    """By kind, the shapes of steps of up to `max_rows` decodes, with as many draft tokens each as
+    one of `draft_lengths`, or `max_tokens` tokens of up to `max_num_seqs` sequences.
     """
     return {
-        ROWS: [StepShape(size, size, 1) for size in capture_sizes(ROWS, max_rows)],
+        ROWS: [StepShape.of_decodes(size, 0) for size in capture_sizes(ROWS, max_rows)],
+        DRAFTS: [
+            StepShape.of_decodes(size, length)
+            for length in draft_lengths
+            for size in capture_sizes(DRAFTS, max_rows)
+        ],
         # (a step of one token is a decode)
         TOKENS: [
-            StepShape(size, max_num_seqs, size)
+            StepShape.of_mix(size, max_num_seqs)
             for size in capture_sizes(TOKENS, max(2, max_tokens))
         ],
     }
@@ -98,6 +132,7 @@ class StepBuffers:
     residuals: list[Tensor]  # of each captured layer [N, hidden]
     logits: Tensor  # [R, V of this rank] fp32
     token_ids: Tensor  # [R] int64
+    num_accepted: Tensor  # [R] int64, draft tokens of each row that are right
 
 
 class StepGraphs:
@@ -113,12 +148,17 @@ class StepGraphs:
         kernels: KernelTable,
         group: Collective,
         runtime: Runtime,
-        layers: Sequence[int] = (),
+        proposer: Proposer | None = None,
     ) -> None:
-        """`layers`: those whose residual streams are captured too, as `Decoder.forward` does."""
+        """`proposer`: guesses draft tokens behind each step."""
         self.shapes, self._model, self._kv, self._requests = shapes, model, kv, requests
         self._pick, self._draw_leading = kernels[PICK].run, kernels[DRAW_LEADING].run
-        self._group, self._runtime, self._layers = group, runtime, layers
+        self._group, self._runtime, self._proposer = group, runtime, proposer
+        self._layers = proposer.capture if proposer else ()
+        # the decodes that are captured, by their draft tokens
+        self._decodes: dict[int, list[StepShape]] = {}
+        for shape in (*shapes[ROWS], *shapes.get(DRAFTS, ())):
+            self._decodes.setdefault(shape.num_drafts, []).append(shape)
         every = [shape for of_kind in shapes.values() for shape in of_kind]
         num_tokens = max(shape.num_tokens for shape in every)
         num_sampled = max(shape.num_tokens for shape in every if shape.is_sampled)
@@ -137,13 +177,22 @@ class StepGraphs:
         states = (num_tokens, model.spec.hidden_size)
         self.buffers = StepBuffers(
             hidden=torch.zeros(states, dtype=kernels.dtype, device=device),
-            residuals=[torch.zeros(states, dtype=kernels.dtype, device=device) for _ in layers],
+            residuals=[
+                torch.zeros(states, dtype=kernels.dtype, device=device) for _ in self._layers
+            ],
             logits=torch.zeros(
                 num_sampled, len(model.vocab_range), dtype=torch.float32, device=device
             ),
             token_ids=torch.zeros(num_sampled, dtype=torch.int64, device=device),
+            num_accepted=torch.zeros(num_sampled, dtype=torch.int64, device=device),
         )
-        # the step, and where it is sampled what `draw` replays
+        # of a step with drafts: its tokens, where its samples land (0: padding), its rows' drafts
+        self._token_ids = torch.zeros(num_sampled, dtype=requests.tokens.dtype, device=device)
+        self._ends = torch.zeros(num_sampled, dtype=torch.int64, device=device)
+        self._drafts = torch.zeros(
+            num_sampled, requests.drafts.shape[1], dtype=torch.int64, device=device
+        )
+        # the step, and where it is sampled what `draw` or `finish` replays
         self._graphs: dict[StepShape, list[Graph]] = {}
         # the step that was prepared last, and where its slots began
         self._latest: dict[StepShape, tuple[StepColumns, Column]] = {}
@@ -152,7 +201,7 @@ class StepGraphs:
         """Launch what every shape launches, of the first `layers` alone."""
         for shapes in self.shapes.values():
             for shape in shapes:
-                self._send(shape, StepColumns.of_decodes([]))
+                self._send(shape, StepColumns.of_decodes([], []))
                 for step in self._steps(shape, self._kv[:layers]):
                     step()
 
@@ -160,10 +209,11 @@ class StepGraphs:
         """Run and capture every shape of `kind`, the largest first, in the memory of `pool`; a line
         that says what that took.
         """
-        started, before, shapes = time.monotonic(), pool.num_bytes(), self.shapes[kind]
+        started, before = time.monotonic(), pool.num_bytes()
+        shapes = sorted(self.shapes[kind])
         for number, shape in enumerate(reversed(shapes)):
             progress(number, len(shapes))
-            self._send(shape, StepColumns.of_decodes([]))
+            self._send(shape, StepColumns.of_decodes([], []))
             self._graphs[shape] = [pool.capture(step) for step in self._steps(shape, self._kv)]
         taken = (pool.num_bytes() - before) / 2**20
         return (
@@ -171,12 +221,23 @@ class StepGraphs:
             f"{time.monotonic() - started:.1f} s"
         )
 
-    def find(self, kind: str, num_tokens: int, num_seqs: int) -> StepShape | None:
-        """The smallest captured shape of `kind` that holds so much; None: none does."""
-        shapes = self.shapes[kind]
+    def find(self, num_tokens: int, num_seqs: int) -> StepShape | None:
+        """The smallest captured shape for any mix of so much; None: none does."""
+        shapes = self.shapes[TOKENS]
         found = bisect_left(shapes, num_tokens, key=lambda shape: shape.num_tokens)
         fits = found < len(shapes) and shapes[found].num_seqs >= num_seqs
         return shapes[found] if fits else None
+
+    def find_decodes(self, num_rows: int, num_drafts: int = 0) -> StepShape | None:
+        """The smallest captured shape for so many rows that have up to so many draft tokens, or are
+        to get them.
+        """
+        fitting = [length for length in self._decodes if length >= num_drafts]
+        if not fitting:
+            return None
+        shapes = self._decodes[min(fitting)]
+        found = bisect_left(shapes, num_rows, key=lambda shape: shape.num_seqs)
+        return shapes[found] if found < len(shapes) else None
 
     def prepare(self, shape: StepShape, columns: StepColumns) -> None:
         """Send the inputs of a step, to be replayed as `shape`."""
@@ -197,20 +258,40 @@ class StepGraphs:
         """
         return [residual[:num_tokens] for residual in self.buffers.residuals]
 
-    def counts(self, shape: StepShape, num_rows: int) -> tuple[Tensor, Tensor]:
-        """The slots of the prepared step's first rows, and how many tokens each runs. [num_rows]"""
-        first = 2 * shape.num_tokens + shape.num_seqs
-        return self._columns[:num_rows], self._columns[first : first + num_rows]
+    def sample_inputs(self, shape: StepShape, columns: StepColumns) -> SampleInputs:
+        """The samples of the step of decodes `columns`, which was replayed, to be sampled again.
+        Draft tokens stand in their places as before.
+        """
+        if shape.num_drafts:
+            inputs, ran = self._inputs(shape), self._token_ids[: shape.num_tokens]
+            self._requests.tokens[inputs.token_slots, inputs.positions] = ran
+        num_samples = len(columns.token_slots)
+        bounds = self._requests.num_computed_bound[columns.token_slots] + columns.token_offsets + 1
+        return SampleInputs(
+            columns.token_slots.tolist(),
+            bounds.tolist(),
+            self._columns[:num_samples],
+            self._ends_of(shape)[:num_samples],
+        )
 
     def draw(self, shape: StepShape) -> None:
-        """Choose again for those rows of the step that have a small top_k."""
-        self._graphs[shape][1].replay()
+        """Choose again for those rows of the step that have a small top_k. With a proposer the step
+        has done so.
+        """
+        if self._proposer is None:
+            self._graphs[shape][1].replay()
+
+    def finish(self, shape: StepShape, token_ids: Tensor) -> None:
+        """What follows sampling in the step, which was replayed: again, with other tokens."""
+        self.buffers.token_ids[: len(token_ids)].copy_(token_ids)
+        if self._proposer is not None:
+            self._graphs[shape][1].replay()
 
     def replay_seconds(self, num_rows: int, *, repeats: int) -> float | None:
         """Device time of the latest decode of `num_rows` rows, replayed back to back: a step
         without any host. None: there was none.
         """
-        shape = self.find(ROWS, num_rows, num_rows)
+        shape = self.find_decodes(num_rows)
         if shape is None or shape not in self._latest:
             return None
         columns, starts = self._latest[shape]
@@ -218,10 +299,11 @@ class StepGraphs:
         num_computed, graph = self._requests.num_computed, self._graphs[shape][0]
         before = num_computed.clone()
         slots, lengths = upload((columns.slots, starts), num_computed.device)
-        num_computed[slots] = lengths
-        graph.replay()
-        began = self._runtime.record_event()
-        for _ in range(repeats):
+        began = None
+        for repeat in range(1 + repeats):
+            num_computed[slots] = lengths  # which the step changes
+            if repeat == 1:
+                began = self._runtime.record_event()
             graph.replay()
         ended = self._runtime.record_event()
         num_computed.copy_(before)
@@ -243,72 +325,155 @@ class StepGraphs:
 
     def _steps(self, shape: StepShape, kv: Sequence[KvCaches]) -> list[Callable[[], None]]:
         """What is captured for `shape`, each as a graph of its own."""
-        run: list[Callable[[], None]] = [partial(self._run, shape, kv)]
-        return [*run, partial(self._draw, shape)] if shape.is_sampled else run
+        if not shape.is_sampled:
+            return [partial(self._run_layers, shape, kv)]
+        again = self._draw if self._proposer is None else self._finish
+        return [partial(self._run_decodes, shape, kv), partial(again, shape)]
 
-    def _run(self, shape: StepShape, kv: Sequence[KvCaches]) -> None:
-        """A step, as it is captured. Results are copied out, so that other graphs may use its
-        memory.
-        """
-        requests, (num_tokens, num_seqs, _) = self._requests, shape
-        *widths, _ = _widths(shape)
-        columns, active = self._columns.split([sum(widths), len(self._columns) - sum(widths)])
-        inputs = place(
-            columns,
+    def _run_layers(self, shape: StepShape, kv: Sequence[KvCaches]) -> None:
+        """A step of any mix. Results are copied out, so that other graphs may use its memory."""
+        inputs, requests = self._place(shape), self._requests
+        metadata = metadata_of(
+            inputs,
             requests,
+            active=self._active(shape),
+            num_decodes=0,
+            host_seq_lens=(),
+            host_query_lens=(),
+        )
+        token_ids = requests.tokens[inputs.token_slots, inputs.positions].long()
+        hidden = self._forward(token_ids, metadata, kv)
+        self.buffers.hidden[: shape.num_tokens].copy_(hidden)
+
+    def _run_decodes(self, shape: StepShape, kv: Sequence[KvCaches]) -> None:
+        """A step of decodes, from their tokens to what follows sampling."""
+        inputs, requests = self._place(shape), self._requests
+        slots, positions = inputs.token_slots, inputs.positions
+        token_ids = requests.tokens[slots, positions].long()
+        if shape.num_drafts:
+            torch.mul(positions + 1, slots != requests.padding_slot, out=self._ends_of(shape))
+            self._drafts_of(shape).copy_(requests.drafts[inputs.slots, : shape.num_drafts])
+            places = self._columns[shape.num_tokens + shape.num_seqs :][: shape.num_tokens]
+            drafts = requests.drafts[slots, (places - 1).clamp_min(0)].clamp_min(0)
+            token_ids = drafts.where(places > 0, token_ids)
+            self._token_ids[: shape.num_tokens].copy_(token_ids)
+            requests.tokens[slots, positions] = self._token_ids[: shape.num_tokens]
+        hidden = self._forward(token_ids, self._decode_metadata(shape), kv)
+        token_ids = self._pick(
+            self._model.local_logits(hidden, out=self.buffers.logits[: shape.num_tokens]),
+            first_id=self._model.vocab_range.start,
+            temperature=requests.sampling[slots, 0],
+            seeds=requests.seeds[slots],
+            positions=self._ends_of(shape),
+            group=self._group,
+        )
+        self._store(shape, token_ids)
+        if self._proposer is not None:
+            self._draw(shape)
+        self._finish(shape)
+
+    def _forward(
+        self, token_ids: Tensor, metadata: AttentionMetadata, kv: Sequence[KvCaches]
+    ) -> Tensor:
+        hidden, residuals = self._model.forward(token_ids, metadata, kv, capture=self._layers)
+        for buffer, residual in zip(self.buffers.residuals, residuals, strict=False):
+            buffer[: len(residual)].copy_(residual)
+        return hidden
+
+    def _draw(self, shape: StepShape) -> None:
+        """What `draw` replays, behind the step."""
+        requests, num_tokens = self._requests, shape.num_tokens
+        slots = self._columns[:num_tokens]
+        token_ids = self._draw_leading(
+            self.buffers.logits[:num_tokens],
+            first_id=self._model.vocab_range.start,
+            filters=requests.sampling[slots],
+            seeds=requests.seeds[slots],
+            positions=self._ends_of(shape),
+            otherwise=self.buffers.token_ids[:num_tokens],
+            group=self._group,
+        )
+        self._store(shape, token_ids)
+
+    def _finish(self, shape: StepShape) -> None:
+        """What follows sampling: which drafts are right, how long the rows are now, and what may
+        come next. It may be repeated.
+        """
+        requests, (num_tokens, num_seqs) = self._requests, shape[:2]
+        inputs, num_drafts = self._inputs(shape), shape.num_drafts
+        lengths, ends = inputs.seq_lens, inputs.query_starts[:-1]
+        if num_drafts:
+            counts = self._columns[2 * num_tokens + num_seqs :][:num_seqs] - 1
+            sampled, drafts = self.buffers.token_ids[:num_tokens], self._drafts_of(shape)
+            accepted = count_accepted(sampled, drafts, ends, counts)
+            self.buffers.num_accepted[:num_seqs].copy_(accepted)
+            lengths = lengths - counts.clamp_min(0) + accepted
+            ends = ends + accepted
+        requests.num_computed[inputs.slots] = lengths
+        if self._proposer is not None:
+            residuals = [residual[:num_tokens] for residual in self.buffers.residuals]
+            states = TokenStates(self._decode_metadata(shape), residuals)
+            requests.drafts[inputs.slots, :num_drafts] = self._proposer.propose(
+                states, inputs.slots, lengths + 1, ends, requests, num_drafts
+            )
+
+    def _place(self, shape: StepShape) -> StepInputs:
+        num_tokens, num_seqs = shape[:2]
+        return place(
+            self._columns,
+            self._requests,
             num_tokens=num_tokens,
             num_seqs=num_seqs,
             out=self._places[: num_tokens + num_seqs],
         )
-        is_decode = shape.max_query_len == 1
-        token_ids, metadata = model_inputs(
-            inputs,
-            requests,
-            query_starts=self._query_starts[: num_seqs + 1] if is_decode else inputs.query_starts,
-            active=active[:1],
-            num_decodes=num_seqs if is_decode else 0,
+
+    def _inputs(self, shape: StepShape) -> StepInputs:
+        """What `_place` has made, of where the step began."""
+        return StepInputs.of(self._columns, self._places, shape.num_tokens, shape.num_seqs)
+
+    def _active(self, shape: StepShape) -> Tensor:
+        """[1] int64, the tokens that are no padding."""
+        first = sum(_widths(shape)) - 1
+        return self._columns[first : first + 1]
+
+    def _ends_of(self, shape: StepShape) -> Tensor:
+        """[T] int64, of decodes: where what is sampled lands."""
+        if shape.num_drafts:
+            return self._ends[: shape.num_tokens]
+        return self._inputs(shape).seq_lens
+
+    def _drafts_of(self, shape: StepShape) -> Tensor:
+        """[rows, drafts] int64"""
+        return self._drafts[: shape.num_seqs, : shape.num_drafts]
+
+    def _decode_metadata(self, shape: StepShape) -> AttentionMetadata:
+        """Each token is a sequence of its own, which ends with it."""
+        inputs, num_tokens = self._inputs(shape), shape.num_tokens
+        alone = StepInputs(
+            inputs.token_slots,
+            inputs.token_slots,
+            inputs.positions,
+            self._ends_of(shape),
+            self._query_starts[: num_tokens + 1],
+        )
+        return metadata_of(
+            alone,
+            self._requests,
+            active=self._active(shape),
+            num_decodes=num_tokens,
+            max_decode_run=shape.max_query_len,
             host_seq_lens=(),
             host_query_lens=(),
         )
-        hidden, residuals = self._model.forward(token_ids, metadata, kv, capture=self._layers)
-        for buffer, residual in zip(self.buffers.residuals, residuals, strict=False):
-            buffer[:num_tokens].copy_(residual)
-        if not shape.is_sampled:
-            self.buffers.hidden[:num_tokens].copy_(hidden)
-            return
-        token_ids = self._pick(
-            self._model.local_logits(hidden, out=self.buffers.logits[:num_tokens]),
-            first_id=self._model.vocab_range.start,
-            temperature=requests.sampling[inputs.slots, 0],
-            seeds=requests.seeds[inputs.slots],
-            positions=inputs.seq_lens,
-            group=self._group,
-        )
-        self._store(token_ids, inputs.slots, inputs.seq_lens)
 
-    def _draw(self, shape: StepShape) -> None:
-        """What `draw` replays, behind the step."""
-        requests, num_rows = self._requests, shape.num_tokens
-        slots, seq_lens = self._columns[:num_rows], self._places[num_rows : 2 * num_rows]
-        token_ids = self._draw_leading(
-            self.buffers.logits[:num_rows],
-            first_id=self._model.vocab_range.start,
-            filters=requests.sampling[slots],
-            seeds=requests.seeds[slots],
-            positions=seq_lens,
-            otherwise=self.buffers.token_ids[:num_rows],
-            group=self._group,
-        )
-        self._store(token_ids, slots, seq_lens)
-
-    def _store(self, token_ids: Tensor, slots: Tensor, positions: Tensor) -> None:
+    def _store(self, shape: StepShape, token_ids: Tensor) -> None:
         """The chosen tokens, to where the next step and the host find them."""
-        tokens = self._requests.tokens
-        tokens[slots, positions] = token_ids.clamp_min(0).to(tokens.dtype)
+        tokens, slots = self._requests.tokens, self._columns[: shape.num_tokens]
+        tokens[slots, self._ends_of(shape)] = token_ids.clamp_min(0).to(tokens.dtype)
         self.buffers.token_ids[: len(slots)].copy_(token_ids)
 
 
 def _widths(shape: StepShape) -> list[int]:
     """Of the `StepColumns`, and of the number of tokens behind them."""
-    num_tokens, num_seqs, _ = shape
+    num_tokens, num_seqs = shape[:2]
     return [num_tokens, num_seqs, num_tokens, num_seqs, num_seqs + 1, 1]

@@ -44,13 +44,14 @@ from negamax.worker.device import (
     kv_dtype,
     runtime_of,
 )
-from negamax.worker.grammar_bitmask import PendingBitmask, RowBitmasks, WaitForBitmask
+from negamax.worker.grammar_bitmask import PendingBitmask, WaitForBitmask
 from negamax.worker.graphs import (
+    DRAFTS,
     LONGEST_DECODE,
     ROWS,
     TOKENS,
-    StepBuffers,
     StepGraphs,
+    StepShape,
     capture_shapes,
 )
 from negamax.worker.profile import peak_bytes
@@ -58,6 +59,7 @@ from negamax.worker.prompt_logprobs import score_prompts
 from negamax.worker.request_state import RequestState
 from negamax.worker.sampler import Sampled, Sampler
 from negamax.worker.speculation import (
+    Proposer,
     TokenStates,
     Verification,
     count_accepted,
@@ -259,6 +261,7 @@ class Worker:
             max_rows=config.cudagraph_size,
             max_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
+            draft_lengths=_draft_lengths(config, self._proposer),
         )
         self._graphs = graphs = StepGraphs(
             shapes,
@@ -268,7 +271,7 @@ class Worker:
             kernels=self._kernels,
             group=self._group,
             runtime=self._runtime,
-            layers=self._layers,
+            proposer=self._proposer,
         )
         with warming_up(self._context):
             graphs.warmup(warmup_layers(self._model.layers, config.kv_caches))
@@ -277,28 +280,22 @@ class Worker:
         with Progress("recording CUDA graphs of prefills", enabled=shown) as progress:
             prefills = graphs.capture(TOKENS, pool, progress)
         with Progress("recording CUDA graphs of decodes", enabled=shown) as progress:
-            decodes = graphs.capture(ROWS, pool, progress)
-        return f"; CUDA graphs: {decodes}; {prefills}"
+            captured = [graphs.capture(ROWS, pool, progress)]
+            if shapes[DRAFTS]:
+                captured.append(graphs.capture(DRAFTS, pool, progress))
+        return f"; CUDA graphs: {'; '.join([*captured, prefills])}"
 
     def _run(self, plan: StepPlan, bitmask: PendingBitmask) -> StepOutput:
         """The step itself: gather, forward, sample, store. Writes are idempotent, so it may be
         repeated.
         """
         graphs = None if self._debug_commands.need_eager else self._graphs
-        num_rows = len(plan.slots)
-        if (
-            graphs is not None
-            and batches.is_decode(plan, self._rows)
-            and (shape := graphs.find(ROWS, num_rows, num_rows)) is not None
-        ):
-            graphs.prepare(shape, batches.StepColumns.of_decodes(plan.slots))
-            began = self._runtime.record_event()
-            buffers = graphs.replay(shape)
-            masks = bitmask.of(range(num_rows), device=self._device)
-            if masks is None and not self._rows.filtered_slots.isdisjoint(plan.slots):
-                graphs.draw(shape)
-            outcome = self._decoded(plan, buffers, masks)
-            self._rows.advance(*graphs.counts(shape, num_rows))
+        shape = None
+        if graphs is not None and batches.is_decode(plan, self._rows):
+            num_drafts = max(*plan.num_draft_tokens, plan.num_proposed)
+            shape = graphs.find_decodes(len(plan.slots), num_drafts)
+        if graphs is not None and shape is not None:
+            began, outcome = self._replay_decodes(plan, bitmask, graphs, shape)
         else:
             began, outcome = self._forward(plan, bitmask, graphs)
             columns = np.array(plan.slots), np.array(plan.num_scheduled)
@@ -325,7 +322,7 @@ class Worker:
         if (
             graphs is not None
             and layout.longest_decode <= LONGEST_DECODE
-            and (shape := graphs.find(TOKENS, len(columns.token_slots), len(columns.slots)))
+            and (shape := graphs.find(len(columns.token_slots), len(columns.slots)))
         ):
             graphs.prepare(shape, columns)
             began = self._runtime.record_event()
@@ -400,34 +397,39 @@ class Worker:
             rows.tolist(), num_drafts.tolist(), firsts.tolist(), HostTensor(accepted)
         )
 
-    def _decoded(
-        self,
-        plan: StepPlan,
-        buffers: StepBuffers,
-        masks: RowBitmasks | None,
-    ) -> StepOutput:
-        """What a replayed step of generated tokens came to; only rows that ask for more are sampled
-        again, and all where some have masks, of which the graph knows nothing."""
-        num_rows = len(plan.slots)
-        token_ids = buffers.token_ids[:num_rows]
-        sampled = None
-        if masks is not None or any(self._rows.needs_all_logits(slot) for slot in plan.slots):
-            inputs = batches.sample_inputs(plan.slots, [1] * num_rows, self._rows)
+    def _replay_decodes(
+        self, plan: StepPlan, bitmask: PendingBitmask, graphs: StepGraphs, shape: StepShape
+    ) -> tuple[torch.cuda.Event | None, StepOutput]:
+        """A captured step of generated tokens and their drafts. Only rows that ask for more are
+        sampled again, and all where some have masks, of which the graph knows nothing.
+        """
+        columns = batches.StepColumns.of_decodes(plan.slots, plan.num_scheduled)
+        graphs.prepare(shape, columns)
+        began = self._runtime.record_event()
+        buffers = graphs.replay(shape)
+        rows = np.arange(len(plan.slots)).repeat(plan.num_scheduled).tolist()
+        token_ids, sampled = buffers.token_ids[: len(rows)], None
+        masks = bitmask.of(rows, device=self._device)
+        if masks is None and not self._rows.filtered_slots.isdisjoint(plan.slots):
+            graphs.draw(shape)
+        if masks is not None or any(map(self._rows.needs_all_logits, plan.slots)):
+            inputs = graphs.sample_inputs(shape, columns)
             picked = token_ids if masks is None else None
-            sampled = self._sampler(buffers.logits[:num_rows], inputs, picked=picked, masks=masks)
+            sampled = self._sampler(buffers.logits[: len(rows)], inputs, picked=picked, masks=masks)
             self._store_sampled(sampled, inputs)
-            token_ids = sampled.token_ids
+            graphs.finish(shape, sampled.token_ids)
         verification = None
-        if self._proposer is not None:
-            layout = batches.build_batch_layout(plan, self._rows, generated_apart=True)
-            verification = self._verify(plan, token_ids, self._replayed_states(layout), layout)
-        return StepOutput(
-            plan.step_id,
-            list(range(num_rows)),
-            HostTensor(token_ids),
-            sampled,
-            verification=verification,
+        if any(plan.num_draft_tokens):
+            verification = Verification(
+                list(range(len(plan.slots))),
+                plan.num_draft_tokens,
+                columns.query_starts[:-1].tolist(),
+                HostTensor(buffers.num_accepted[: len(plan.slots)]),
+            )
+        output = StepOutput(
+            plan.step_id, rows, HostTensor(token_ids), sampled, verification=verification
         )
+        return began, output
 
     def _store_sampled(self, sampled: Sampled, inputs: batches.SampleInputs) -> None:
         """Write the sampled tokens into their rows, where the next step finds them."""
@@ -554,6 +556,14 @@ def _progress(what: str, config: WorkerConfig, unit: Callable[[int], str] = str)
 
 def _millions(count: int) -> str:
     return f"{count / 1e6:,.0f} M"
+
+
+def _draft_lengths(config: WorkerConfig, proposer: Proposer | None) -> tuple[int, ...]:
+    """The numbers of draft tokens, beside none, whose steps are captured."""
+    if proposer is None:
+        return ()
+    speculation = config.speculation
+    return speculation.lengths if speculation else (proposer.num_draft_tokens,)
 
 
 def _single_row(plan: StepPlan, row: int) -> StepPlan:

@@ -21,12 +21,16 @@ from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import NewRow, StepPlan
 from negamax.worker import batch, kv_cache
 from negamax.worker.batch import StepColumns
-from negamax.worker.graphs import ROWS, TOKENS, StepGraphs, StepShape
+from negamax.worker.graphs import DRAFTS, ROWS, TOKENS, StepGraphs, StepShape
 from negamax.worker.request_state import RequestState
 from negamax.worker.sampler import Sampler
 
 CPU = torch.device("cpu")
-SHAPES = {ROWS: [StepShape(1, 1, 1), StepShape(4, 4, 1)], TOKENS: [StepShape(8, 4, 8)]}
+SHAPES = {
+    ROWS: [StepShape.of_decodes(size, 0) for size in (1, 4)],
+    DRAFTS: [StepShape.of_decodes(4, 2)],
+    TOKENS: [StepShape.of_mix(8, 4)],
+}
 SAMPLING = (
     {"temperature": 0.0},
     {"temperature": 1.0},
@@ -101,8 +105,8 @@ def test_captured_steps_compute_what_the_same_kernels_compute_alone(
         for plan in (step([0, 1], [3, 1]), step([0, 1, 2], [1, 1, 5])):
             layout, expected = eager(model, alone, plan)
             columns = layout.columns
-            shape = graphs.find(TOKENS, len(columns.token_slots), len(columns.slots))
-            assert shape == (8, 4, 8)
+            shape = graphs.find(len(columns.token_slots), len(columns.slots))
+            assert shape == StepShape.of_mix(8, 4)
             graphs.prepare(shape, columns)
             hidden = graphs.replay(shape).hidden
             assert max(errors(hidden[: len(expected)], expected)) < 0.01
@@ -110,22 +114,21 @@ def test_captured_steps_compute_what_the_same_kernels_compute_alone(
                 advance(one.requests, plan)
                 for slot in plan.slots:
                     one.requests.tokens[slot, one.requests.num_computed[slot]] = 11 + slot
-        assert graphs.find(TOKENS, 9, 1) is None and graphs.find(TOKENS, 8, 5) is None
+        assert graphs.find(9, 1) is None and graphs.find(8, 5) is None
         for plan in (step([2, 0, 1], [1, 1, 1]), step([2], [1]), step([0, 2], [1, 1])):
             layout, hidden = eager(model, alone, plan)
             expected = model.local_logits(hidden)
             inputs = batch.sample_inputs(plan.slots, layout.sample_offsets, alone.requests)
             sampled = sampler(alone.requests)(expected.clone(), inputs).token_ids
             alone.requests.tokens[inputs.slots_device, inputs.positions_device] = sampled
-            shape = graphs.find(ROWS, len(plan.slots), len(plan.slots))
+            shape = graphs.find_decodes(len(plan.slots))
             assert shape is not None and shape.num_tokens in (1, 4)
-            graphs.prepare(shape, StepColumns.of_decodes(plan.slots))
+            graphs.prepare(shape, StepColumns.of_decodes(plan.slots, plan.num_scheduled))
             buffers = graphs.replay(shape)
             graphs.draw(shape)
             assert max(errors(buffers.logits[: len(expected)], expected)) < 0.01
             assert buffers.token_ids[: len(expected)].tolist() == sampled.tolist()
             advance(alone.requests, plan)
-            captured.requests.advance(*graphs.counts(shape, len(plan.slots)))
             captured.requests.raise_bounds(plan, postponed=())
             assert_alike(alone, captured)
         assert pool.num_replays == 2 + 2 * 3

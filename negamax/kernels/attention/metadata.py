@@ -35,6 +35,9 @@ class AttentionMetadata:
     # [1] int32, tokens that are real, the others being padding; None: all
     num_actual_tokens: Tensor | None = None
     is_exact: bool = True
+    # Neighbours among the decodes that may be of one sequence, each a token longer than the one
+    # before it, at most; of a step with draft tokens whose lengths the device alone knows.
+    max_decode_run: int = 1
     # by kind of attention, what its layers share in this step
     prepared: Mapping[str, Any] = field(default_factory=dict)
 

@@ -1,0 +1,170 @@
+"""Captured steps that verify draft tokens: whatever is proposed, and however many, the answers are
+those of a run without drafts, and a step is one launch that is told the rows and nothing else.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import graph_support
+import pytest
+
+from negamax import LLM, SamplingParams
+from negamax.config.grammar import Grammar
+from negamax.scheduler import scheduler
+from negamax.scheduler.draft_length import FixedDraftLength
+from negamax.worker import batch, device, graphs, request_state, worker
+from tests import drafts
+from tests.drafts import ALWAYS_RIGHT, ALWAYS_WRONG, RANDOM, Key
+
+LONG: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
+LETTERS = Grammar(kind="regex", text="[a-z ]{9}")
+PARAMS = [
+    SamplingParams(seed=seed, **params)
+    for seed, params in enumerate(
+        (
+            {"temperature": 0.0, **LONG},
+            {"temperature": 1.0, **LONG},
+            {"temperature": 1.0, "top_k": 5, "top_p": 0.9, **LONG},
+            {"temperature": 0.9, "min_p": 0.05, "logprobs": 2, **LONG},
+            {"temperature": 0.0, "frequency_penalty": 0.7, "prompt_logprobs": 1, **LONG},
+            {"temperature": 1.0, "max_tokens": 20, "grammar": LETTERS},
+            {"temperature": 1.0, "max_tokens": 2, "ignore_eos": True},
+            {"temperature": 1.0, "max_tokens": 100, "ignore_eos": True},  # the window ends it
+        )
+    )
+]
+PROMPTS = [[5 + seed, *range(20 + seed, 20 + 4 * seed)] for seed in range(len(PARAMS))]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "preempted": {"num_kv_blocks": 30},
+    "chunks, and more rows than are captured": {
+        "max_num_batched_tokens": 23,
+        "max_num_seqs": 5,
+        "max_cudagraph_capture_size": 3,
+    },
+}
+
+
+class AnyDraftLength(FixedDraftLength):
+    """Now this, now that number."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._most, self._rng = num_tokens, random.Random(3)
+
+    def choose(self, num_rows: int) -> int:
+        return self._rng.choice((0, 1, 2, self._most, self._most))
+
+
+def engine(**options: Any) -> LLM:
+    chosen = {"max_num_seqs": 8, "max_num_batched_tokens": 96, "max_model_len": 64, **options}
+    chosen = {"block_size": 4, **chosen}
+    return LLM("nano", device="cpu", num_threads=1, **chosen)
+
+
+def answers(llm: LLM) -> list[tuple[list[int], str | None, list[float]]]:
+    """Tokens, end, and log-probabilities of the answer's and the prompt's tokens."""
+    return [
+        (
+            output.token_ids,
+            output.finish_reason,
+            [one.logprob for one in (*(output.logprobs or ()), *(found.prompt_logprobs or ()))],
+        )
+        for found in llm.generate(PROMPTS, PARAMS)
+        for output in found.outputs
+    ]
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> graph_support.RepeatedSteps:
+    """What the steps of engines on the CPU are captured in."""
+    pool = graph_support.RepeatedSteps()
+    graph_support.install(monkeypatch, graph_support.runtime(pool, is_asynchronous=True))
+    graph_support.watch_reads(monkeypatch)
+    return pool
+
+
+@pytest.fixture
+def expected(pool: graph_support.RepeatedSteps) -> list[Any]:
+    """(Several queries of a sequence are rounded otherwise than one, where no kernel of the CPU's
+    own computes them.)
+    """
+    with engine() as llm:
+        found = answers(llm)
+    return [(ids, end, pytest.approx(logprobs, abs=1e-3)) for ids, end, logprobs in found]
+
+
+def known(expected: list[Any]) -> dict[Key, list[int]]:
+    """But for the row under a grammar, which a captured step proposes for before it is sampled."""
+    columns = zip(PARAMS, PROMPTS, expected, strict=True)
+    return {
+        (params.seed or 0, tuple(prompt)): answer[0]
+        for params, prompt, answer in columns
+        if params.grammar is None
+    }
+
+
+@pytest.mark.parametrize("kind", [ALWAYS_RIGHT, ALWAYS_WRONG, RANDOM])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_captured_drafts_change_nothing(
+    kind: str, options: str, expected: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes: set[graphs.StepShape] = set()
+    replay = graphs.StepGraphs.replay
+
+    def noting(self: graphs.StepGraphs, shape: graphs.StepShape) -> graphs.StepBuffers:
+        shapes.add(shape)
+        return replay(self, shape)
+
+    monkeypatch.setattr(graphs.StepGraphs, "replay", noting)
+    monkeypatch.setattr(scheduler, "FixedDraftLength", AnyDraftLength)
+    monkeypatch.setattr(worker, "_draft_lengths", lambda *_: (1, 3))
+    drafts.install(monkeypatch.setattr, drafts.KnowingProposer(kind, known(expected)))
+    with engine(**OPTIONS[options]) as llm:
+        assert answers(llm) == expected
+        stats = llm._loop.stats()
+    assert {shape.num_drafts for shape in shapes if shape.is_sampled} == {0, 1, 3}
+    assert options != "preempted" or stats.preemption_count > 0
+    rate = stats.num_accepted_tokens / stats.num_draft_tokens
+    assert rate == 0.0 if kind == ALWAYS_WRONG else rate > (0.9 if kind == ALWAYS_RIGHT else 0.2)
+
+
+def test_a_step_is_one_launch_and_one_copy(
+    pool: graph_support.RepeatedSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows that sample from all logits, of which there are none here, it is more."""
+    params = [
+        SamplingParams(seed=seed, temperature=1.0, top_p=1.0, top_k=5 * seed, **LONG)
+        for seed in (0, 1)
+    ]
+    prompts = PROMPTS[:2]
+    with engine() as llm:
+        outputs = [one.outputs[0].token_ids for one in llm.generate(prompts, params)]
+    columns = zip(params, prompts, outputs, strict=True)
+    outcomes = {(one.seed or 0, tuple(prompt)): output for one, prompt, output in columns}
+    drafts.install(monkeypatch.setattr, drafts.KnowingProposer(RANDOM, outcomes))
+    counts: list[tuple[int, int]] = []
+    num_copies = 0
+
+    def counting(*args: Any, **options: Any) -> Any:
+        nonlocal num_copies
+        num_copies += 1
+        return upload(*args, **options)
+
+    def launch(self: worker.Worker, plan: Any, *args: Any) -> Any:
+        nonlocal num_copies
+        num_copies, before = 0, pool.num_replays
+        output = launched(self, plan, *args)
+        if not plan.new_rows and not plan.appended_slots:
+            counts.append((pool.num_replays - before, num_copies))
+        return output
+
+    launched, upload = worker.Worker.launch, device.upload
+    monkeypatch.setattr(worker.Worker, "launch", launch)
+    for module in (batch, device, graphs, request_state):
+        monkeypatch.setattr(module, "upload", counting)
+    with engine(block_size=64) as llm:
+        again = [one.outputs[0].token_ids for one in llm.generate(prompts, params)]
+    assert again == outputs
+    assert len(counts) > 5 and set(counts) == {(1, 1)}
