@@ -9,6 +9,7 @@ import msgspec
 from negamax.base.parent_watch import ParentPulse
 from negamax.config.generation import SamplingDefaults
 from negamax.config.options import EngineOptions
+from negamax.config.speculation import SpeculationConfig
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import SequenceUpdate
 
@@ -31,6 +32,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     dtype: str
     memory: str = ""  # what cache and graphs take on a GPU, for people
+    speculation: SpeculationConfig | None = None
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from negamax.config.speculation import NGRAM
+from negamax.config.speculation import NGRAM, SpeculationConfig
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.registry import KernelTable
 from negamax.layers.attention import KvCaches
@@ -80,6 +80,17 @@ class Proposer(Protocol):
         to a block of nobody.
         """
 
+    def accept(
+        self,
+        sampled: Tensor,
+        slots: Tensor,
+        firsts: Tensor,
+        num_drafts: Tensor,
+        requests: RequestState,
+    ) -> Tensor:
+        """How many drafts of `slots` count as right: see `count_accepted`."""
+        return count_accepted(sampled, requests.drafts[slots], firsts, num_drafts)
+
 
 def load_proposer(config: WorkerConfig, *, kernels: KernelTable) -> Proposer | None:
     """The proposer that `config` asks for, by the name of its method; None: tokens are generated
@@ -88,6 +99,18 @@ def load_proposer(config: WorkerConfig, *, kernels: KernelTable) -> Proposer | N
     speculation = config.speculation
     if speculation is None:
         return None
+    proposer = _proposer(config, speculation, kernels=kernels)
+    rates = speculation.synthetic_acceptance_rates
+    if proposer is None or rates is None:
+        return proposer
+    from negamax.worker.synthetic_acceptance import SyntheticAcceptance
+
+    return SyntheticAcceptance(proposer, rates)
+
+
+def _proposer(
+    config: WorkerConfig, speculation: SpeculationConfig, *, kernels: KernelTable
+) -> Proposer | None:
     if speculation.method == NGRAM:
         from negamax.worker.ngram import NgramProposer
 

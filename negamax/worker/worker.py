@@ -62,7 +62,6 @@ from negamax.worker.speculation import (
     Proposer,
     TokenStates,
     Verification,
-    count_accepted,
     load_proposer,
 )
 from negamax.worker.step_output import StepOutput, StepTimes
@@ -385,7 +384,7 @@ class Worker:
         ends = np.array(layout.sample_tokens, dtype=np.int64)[firsts]
         columns = slots, num_scheduled - num_drafts, firsts, num_drafts, ends
         slot, offset, first, count, end = batches.upload(columns, self._device)
-        accepted = count_accepted(token_ids, self._rows.drafts[slot], first, count)
+        accepted = self._proposer.accept(token_ids, slot, first, count, self._rows)
         lengths = self._rows.num_computed[slot] + offset + accepted + 1
         self._rows.drafts[slot, : plan.num_proposed] = self._proposer.propose(
             states, slot, lengths, end + accepted, self._rows, plan.num_proposed

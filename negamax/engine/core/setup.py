@@ -222,6 +222,7 @@ def _model_info(
         device=ready.device,
         dtype=ready.dtype,
         memory=ready.memory_summary,
+        speculation=config.speculation,
     )
 
 

@@ -1,0 +1,86 @@
+"""Drafts that count as right by a schedule, whatever they are: what a step costs and brings at a
+given acceptance can then be measured with weights that mean nothing. Texts mean nothing either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from negamax.layers.attention import KvCaches
+from negamax.models.decoder import Decoder
+from negamax.parallel.context import ParallelContext
+from negamax.worker.request_state import RequestState
+from negamax.worker.speculation import Proposer, TokenStates
+
+# of SplitMix64 (Steele, Lea, Flood 2014), as signed numbers
+_STEP, _MIX = -0x61C8864680B583EB, (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
+
+
+class SyntheticAcceptance(Proposer):
+    """Another proposer, which does its work, with `rates` of acceptance: by place in the draft, the
+    share of drafts that are right up to there.
+    """
+
+    def __init__(self, proposer: Proposer, rates: Sequence[float]) -> None:
+        self._proposer, self._rates = proposer, torch.tensor(rates, dtype=torch.float64)
+        self.num_draft_tokens, self.capture = proposer.num_draft_tokens, proposer.capture
+
+    def load(self, target: Decoder, context: ParallelContext, device: torch.device) -> str:
+        """See `Proposer`."""
+        self._rates = self._rates.to(device)
+        length = 1.0 + float(self._rates.sum())
+        return (
+            f"{self._proposer.load(target, context, device)}; SYNTHETIC ACCEPTANCE of {length:.2f} "
+            f"tokens per row, whatever the drafts are: texts mean nothing"
+        )
+
+    def use_caches(self, caches: Sequence[KvCaches]) -> None:
+        """See `Proposer`."""
+        self._proposer.use_caches(caches)
+
+    def propose(
+        self,
+        states: TokenStates,
+        slots: Tensor,
+        lengths: Tensor,
+        ends: Tensor,
+        requests: RequestState,
+        num_tokens: int,
+    ) -> Tensor:
+        """See `Proposer`."""
+        return self._proposer.propose(states, slots, lengths, ends, requests, num_tokens)
+
+    def accept(
+        self,
+        sampled: Tensor,
+        slots: Tensor,
+        firsts: Tensor,
+        num_drafts: Tensor,
+        requests: RequestState,
+    ) -> Tensor:
+        """As many as a number from 0 to 1 is below rates, which all ranks draw alike: from the seed
+        of a request and where it stands.
+        """
+        drawn = uniform(requests.seeds[slots], requests.num_computed[slots])
+        return torch.minimum((drawn.unsqueeze(1) < self._rates).sum(dim=1), num_drafts)
+
+
+def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Numbers from 0 to 1 without 1, by a hash. [R] int64 both -> [R] fp64."""
+    bits = _mixed(_mixed(seeds) + positions)
+    return (_shifted(bits, 11)).double() * 2.0**-53
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    bits = numbers + _STEP
+    for shift, factor in zip((30, 27), _MIX, strict=True):
+        bits = (bits ^ _shifted(bits, shift)) * factor
+    return bits ^ _shifted(bits, 31)
+
+
+def _shifted(bits: Tensor, count: int) -> Tensor:
+    """To the right, as an unsigned number."""
+    return (bits >> count) & ((1 << (64 - count)) - 1)

@@ -1,0 +1,47 @@
+"""Synthetic acceptance: as many drafts count as right as a benchmark asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from negamax import LLM, SamplingParams
+from negamax.worker.synthetic_acceptance import uniform
+
+
+def test_numbers_are_spread_evenly_over_seeds_and_positions() -> None:
+    for seeds, positions in (
+        (torch.arange(4096), torch.full((4096,), 7)),
+        (torch.full((4096,), -3), torch.arange(4096)),
+        (torch.arange(4096), torch.arange(4096)),
+    ):
+        drawn = uniform(seeds, positions)
+        assert drawn.min() >= 0.0 and drawn.max() < 1.0
+        counts = torch.histc(drawn.float(), bins=16, min=0.0, max=1.0)
+        assert (counts - 256).abs().max() < 5 * 16  # standard deviations
+        assert abs(torch.corrcoef(torch.stack((drawn[1:], drawn[:-1])))[0, 1]) < 0.08
+
+
+def test_the_mean_is_what_was_asked_for() -> None:
+    config: dict[str, Any] = {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "adaptive": False,
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_length": 2.5,
+    }
+    params = SamplingParams(temperature=1.0, max_tokens=150, ignore_eos=True)
+    options: dict[str, Any] = {"num_threads": 1, "show_progress": False, "log_level": "info"}
+    with LLM("nano", speculative_config=config, **options) as llm:
+        llm.generate([[5, 6, 7]] * 6, params)
+        stats = llm._loop.stats()
+        assert llm.info.speculation is not None
+        assert llm.info.speculation.synthetic_acceptance_length == 2.5
+        assert "SYNTHETIC ACCEPTANCE of 2.50" in llm._loop._executor.ready.load_summary
+    assert stats.num_drafts > 300
+    shares = [count / stats.num_drafts for count in stats.accepted_per_position]
+    # (at the end of a request a row has fewer drafts)
+    assert shares == pytest.approx([1.0, 0.5, 0.0], abs=0.08)
+    assert shares[2] == 0.0
