@@ -20,8 +20,9 @@ from negamax.kernels.weight_only.layout import PackedWeight, pack
 
 def unpacked(packed: PackedWeight) -> Tensor:
     """[rows, columns] fp32: what the kernels on GPUs read, as its layout is described."""
-    own, rows = packed.packing, len(packed.qweight)
-    words = packed.qweight.view(rows, -1, 4, 4, 4)  # spans, threads, their words, bytes
+    own, rows = packed.packing, packed.num_rows
+    qweight = packed.qweight.transpose(0, 1) if own.CODES == 2 else packed.qweight
+    words = qweight.reshape(rows, -1, 4, 4, 4)  # spans, threads, their words, bytes
     words = (words.long() << torch.arange(0, 32, 8)).sum(-1)
     columns = torch.arange(64 * own.CODES)  # of a span
     thread, right = columns % 8 // 2, columns % 2

@@ -114,7 +114,7 @@ def linear(
     """x [M, K] -> x W^T [M, N] in `out_dtype` (None: that of x), rounded once from fp32 sums."""
     x, weight = unquantized(x).contiguous(), prepared.weight
     packing: Packing = weight.packing
-    M, N = x.shape[0], weight.qweight.shape[0]
+    M, N = x.shape[0], weight.num_rows
     if out is None:
         out = x.new_empty((M, N), dtype=out_dtype or x.dtype)
     if M == 0:

@@ -85,7 +85,7 @@ def linear(
     fp32 sums. From tiles.SPLIT_K_MAX_M + 1 tokens on x is rounded before.
     """
     x, weight = unquantized(x).contiguous(), prepared.weight
-    M, N = x.shape[0], weight.qweight.shape[0]
+    M, N = x.shape[0], weight.num_rows
     if M <= tiles.SPLIT_K_MAX_M:
         return triton_packed.linear(x, prepared, out_dtype=out_dtype, out=out)
     if out is None:

@@ -82,7 +82,7 @@ class Tiles:
         """
         return None
 
-    def packed(self, *, M: int) -> ExpertTiles:
+    def packed(self, *, M: int, gate_up: Packing) -> ExpertTiles:
         """For weights of 4 and 8 bits, at any M. Not measured."""
         block_m = 16 if M <= SMALL_M_MAX_M else 64
         return ExpertTiles(
@@ -170,17 +170,19 @@ class H200(Tiles):
             Tile(8, 8, 1, num_warps=max(1, first // 2)), Tile(8, 32, 1, num_warps=2 * second)
         )
 
-    def packed(self, *, M: int) -> ExpertTiles:
-        """Three programs of 168 registers share a multiprocessor."""
+    def packed(self, *, M: int, gate_up: Packing) -> ExpertTiles:
+        """Three programs of 168 registers share a multiprocessor; of integers of 4 bits, which are
+        unpacked by the fewest instructions, two of more rows.
+        """
         if M > SMALL_M_MAX_M:
             return ExpertTiles(
                 Tile(64, 64, 128, num_warps=4, num_stages=4),
                 Tile(64, 128, 128, num_warps=4, num_stages=4),
             )
-        return ExpertTiles(
-            Tile(16, 64, 128, num_warps=4, num_stages=4, maxnreg=168),
-            Tile(16, 128, 128, num_warps=4, num_stages=3),
-        )
+        wide = Tile(16, 128, 128, num_warps=4, num_stages=3)
+        if gate_up.ELEMENT == "uint4":
+            return ExpertTiles(wide, replace(wide, num_stages=4, maxnreg=168))
+        return ExpertTiles(Tile(16, 64, 128, num_warps=4, num_stages=4, maxnreg=168), wide)
 
     def w8a8(self) -> ExpertTiles:
         gate_up = Tile(64, 128, 128, num_warps=4, num_stages=4)

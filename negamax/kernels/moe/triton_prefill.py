@@ -378,7 +378,11 @@ def experts_large_m(
     q, scale = operands(x, prepared)
     num_pairs = num_tokens * top_k
     sizes = tiles.tiles_for(device)
-    tile = sizes.packed(M=num_tokens) if E.PACKED else sizes.large_m(width=E.WIDTH, fp8=E.FP8)
+    tile = (
+        sizes.packed(M=num_tokens, gate_up=E.GATE_UP)
+        if E.PACKED
+        else sizes.large_m(width=E.WIDTH, fp8=E.FP8)
+    )
     gate_up, down = tile.gate_up, tile.down
     sorted_token_ids, expert_counts = sort_pairs(topk_ids, first=first, count=count)
     h, h_scale = empty_intermediate(num_pairs, q, E.WIDTH)

@@ -2,10 +2,11 @@
 
 A `PackedWeight` holds matrices [..., N, K] below each other, as R rows of codes:
 
-    qweight  [R, K / 2] uint8, read as [R, K / 8] words of eight codes; 8 bits: [R, K] uint8, read
-             as [R, K / 4] words of four. 64 bytes of a row are a span: 16 for each of four threads.
-             Thread j has there what the tensor cores want from it: of 16 neighbouring columns
-             2j, 2j + 1, 2j + 8 and 2j + 9; so a word is of 32 columns, or of 16.
+    qweight  uint8, read as words of 32 bits. 64 bytes of a row are a span: 16 for each of four
+             threads. Thread j has there what the tensor cores want from it: of 16 neighbouring
+             columns 2j, 2j + 1, 2j + 8 and 2j + 9; so a word is of 16 columns, in 4 bits of 32.
+             4 bits: [K / 128, R, 64], a span of all rows after the other, so that a tile is read
+             in long runs. 8 bits: [R, K], since tensor cores of 8 bits read it, too.
     scales   [groups, R] as the checkpoint has them: those of neighbouring rows lie together. E4M3
              with a wider exponent and no sign: E5M3, of which no number is subnormal
     zeros    [groups, R] unsigned integers
@@ -66,6 +67,11 @@ class PackedWeight:
     packing: Packing
 
     @property
+    def num_rows(self) -> int:
+        """R."""
+        return self.qweight.shape[-2]
+
+    @property
     def tensors(self) -> PackedTensors:
         """One argument of the kernels, `qweight` in words."""
         return self.qweight.view(torch.int32), self.scales, self.zeros, self.row_scale
@@ -85,8 +91,8 @@ def pack(weight: StoredWeight) -> PackedWeight:
         )
         if packed is None:
             packed = _room(part, lead.numel())
-        rows = slice(index * len(part.qweight), (index + 1) * len(part.qweight))
-        packed.qweight[rows] = part.qweight
+        rows = slice(index * part.num_rows, (index + 1) * part.num_rows)
+        packed.qweight[..., rows, :] = part.qweight
         if part.packing.GROUP:
             packed.scales[:, rows] = part.scales
         if part.packing.ZEROS:
@@ -99,8 +105,8 @@ def pack(weight: StoredWeight) -> PackedWeight:
 
 def _room(part: PackedWeight, count: int) -> PackedWeight:
     """For `count` matrices like `part`."""
-    own, (rows, width) = part.packing, part.qweight.shape
-    qweight = part.qweight.new_empty(count * rows, width)
+    own, (*spans, rows, width) = part.packing, part.qweight.shape
+    qweight = part.qweight.new_empty(*spans, count * rows, width)
     scales, zeros = (
         each.new_empty(len(each), count * rows) if has else qweight
         for each, has in ((part.scales, own.GROUP), (part.zeros, own.ZEROS))
@@ -152,7 +158,7 @@ def _pack(codes: Codes, *, bits: int) -> PackedWeight:
 
 
 def _words(codes: Tensor, bits: tuple[tuple[int, ...], ...]) -> Tensor:
-    """codes [N, K] of 4 bits as bytes -> [N, K / 2] uint8, the bytes of words."""
+    """codes [N, K] of 4 bits as bytes -> [K / 128, N, 64] uint8, the bytes of words."""
     spans = codes.view(len(codes), -1, 2, 2, 2, 2, 4, 2)
     # [N, spans, thread, 64 columns, 32 columns, pair of a word, neighbour]
     pairs = spans.permute(0, 1, 6, 2, 3, 4, 5, 7).flatten(5, 6)
@@ -165,7 +171,7 @@ def _words(codes: Tensor, bits: tuple[tuple[int, ...], ...]) -> Tensor:
     table = torch.tensor(values, dtype=torch.int32, device=codes.device).to(torch.int16)
     first = torch.arange(0, len(values), 16, dtype=torch.int32, device=codes.device)
     halves: Tensor = table[pairs + first[:, None]].sum(-2, dtype=torch.int16)
-    return halves.view(torch.uint8).flatten(1)
+    return halves.view(torch.uint8).flatten(2).transpose(0, 1)
 
 
 def _held(scale: Tensor) -> tuple[str, Tensor]:

@@ -90,7 +90,7 @@ def multiply(
             zero = _load_side(w[2], q_rows, q_inside, num_rows, first_k, P, BLOCK_K)
         for i in tl.static_range(SPANS):
             k = first_k + i * SPAN
-            q = _load_words(w, q_rows, q_inside, k, P)
+            q = _load_words(w, q_rows, q_inside, num_rows, k, P)
             factors, added = constants_of(P, DTYPE)
             if GROUPED:
                 factor = factor_of_scale(_of_span(scale, i, SPANS), P, DTYPE)
@@ -160,12 +160,21 @@ def _load_side(ptr, rows, inside, num_rows, k, P: tl.constexpr, BLOCK_K: tl.cons
 
 
 @triton.jit
-def _load_words(w, rows, inside, k, P: tl.constexpr):
+def _load_words(w, rows, inside, num_rows, k, P: tl.constexpr):
     """The words of the same rows and of the columns from k on, [BLOCK_N, 16]."""
-    WORDS: tl.constexpr = P.K_PACKED // (4 * P.CODES)
-    words = k // (4 * P.CODES) + tl.arange(0, _BYTES // 4)
-    q_ptrs = w[0] + rows.to(tl.int64)[:, None] * WORDS + words[None, :]
-    return tl.load(q_ptrs, mask=inside[:, None] & (words < WORDS)[None, :], other=0)
+    row_words, span_words = strides(num_rows, P)
+    words = k // (_BYTES * P.CODES) * span_words + tl.arange(0, _BYTES // 4)
+    q_ptrs = w[0] + rows.to(tl.int64)[:, None] * row_words + words[None, :]
+    return tl.load(q_ptrs, mask=inside[:, None] & (k < P.K_PACKED), other=0)
+
+
+@triton.jit
+def strides(num_rows, P: tl.constexpr):
+    """Words from a row, and from a span, to the next."""
+    row, span = P.K_PACKED // 4, tl.full((), _BYTES // 4, tl.int64)
+    if P.CODES == 2:
+        row, span = _BYTES // 4, num_rows.to(tl.int64) * (_BYTES // 4)
+    return row, span
 
 
 @triton.jit

@@ -28,6 +28,7 @@ from negamax.kernels.weight_only.triton import (
     factor_of_scale,
     number_of_scale,
     numbers_of_words,
+    strides,
 )
 
 TOKENS = tl.constexpr(8)  # the short side of the tensor cores' smallest product
@@ -80,19 +81,20 @@ def load_weight(w, rows, num_rows, P: tl.constexpr, NUM_WARPS: tl.constexpr):
     """
     STEPS: tl.constexpr = _steps(P, NUM_WARPS)
     PARTS: tl.constexpr = 2 // P.CODES  # fragments of a step
-    ROW_WORDS: tl.constexpr = P.K_PACKED // (4 * P.CODES)
     EVEN: tl.constexpr = _fills_steps(P.K_PACKED, NUM_WARPS)
-    warp = tl.arange(0, NUM_WARPS)[None, :, None, None] * (PARTS * _WORDS)
-    word = warp + tl.arange(0, _WORDS)[None, None, None, :]
-    q_ptrs = w[0] + rows.to(tl.int64)[:, None, :, None] * ROW_WORDS + word
+    row_words, span_words = strides(num_rows, P)
+    span = tl.arange(0, NUM_WARPS)[None, :, None, None] * PARTS
+    q_ptrs = w[0] + rows.to(tl.int64)[:, None, :, None] * row_words + span * span_words
+    q_ptrs += tl.arange(0, _WORDS)[None, None, None, :]
     # Triton lays threads, then warps, along the dimensions of the longest contiguous runs first,
     # then along the first ones
     q_ptrs = tl.max_contiguous(q_ptrs, [1, 1, 1, 4])
     codes, scales, zeros = (), (), ()
     for i in tl.static_range(STEPS * PARTS):
-        first = (i // PARTS * NUM_WARPS * PARTS + i % PARTS) * _WORDS
-        inside = (word < ROW_WORDS - first) | EVEN
-        codes = codes + (tl.load(q_ptrs + first, mask=inside, other=0, cache_modifier=".cg"),)
+        first = i // PARTS * NUM_WARPS * PARTS + i % PARTS
+        inside = ((span + first) * (SPAN // PARTS) < P.K_PACKED) | EVEN
+        q_span = q_ptrs + first * span_words
+        codes = codes + (tl.load(q_span, mask=inside, other=0, cache_modifier=".cg"),)
     if P.GROUP > 0:
         for step in tl.static_range(STEPS):
             offsets, inside = _side_offsets(rows, num_rows, step, P, NUM_WARPS)
