@@ -82,18 +82,18 @@ class _Times:
         for i in range(count + 1):
             self._covariances[i][i] = variance if i else _UNKNOWN
 
-    def of_length(self, drafts: int) -> float:
+    def of_length(self, index: int) -> float:
         """The number of a length."""
-        return self._means[drafts + 1]
+        return self._means[index + 1]
 
-    def error(self, drafts: int, other: int) -> float:
+    def error(self, index: int, other: int) -> float:
         """Standard deviation of the difference between the numbers of two lengths."""
-        rows, i, j = self._covariances, drafts + 1, other + 1
+        rows, i, j = self._covariances, index + 1, other + 1
         return math.sqrt(max(0.0, rows[i][i] + rows[j][j] - 2.0 * rows[i][j]))
 
-    def correct(self, drafts: int, found: float, *, step: int) -> None:
-        """A step took `found` more than was measured or assumed."""
-        rows, own, passed = self._covariances, drafts + 1, step - self._latest
+    def correct(self, index: int, found: float, *, step: int) -> None:
+        """A step of a length took `found` more than was measured or assumed."""
+        rows, own, passed = self._covariances, index + 1, step - self._latest
         self._latest = step
         rows[0][0] = min(_UNKNOWN, rows[0][0] + passed * _DRIFT)
         for i in range(1, len(rows)):
@@ -127,35 +127,36 @@ class _Shares:
 class AdaptiveDraftLength:
     """The number that brings the most tokens per second, as far as is known."""
 
-    def __init__(self, most: int, measured: Sequence[StepSeconds] = ()) -> None:
-        """`most`: the upper bound. `measured`: times of steps by rows and drafts, in any order;
-        where some lengths have none, all have assumed ones.
+    def __init__(self, lengths: Sequence[int], measured: Sequence[StepSeconds] = ()) -> None:
+        """`lengths`: the numbers to choose from beside 0, ascending. `measured`: times of steps by
+        rows and drafts, in any order; where some lengths have none, all have assumed ones.
         """
-        self.most = most
-        self._places = [_Shares() for _ in range(most)]
+        self._lengths = (0, *lengths)
+        self._places = [_Shares() for _ in range(self._lengths[-1])]
         self._times: dict[int, _Times] = {}  # by `_size_class`
-        self._measured: list[list[tuple[int, float]]] = [[] for _ in range(most + 1)]
+        self._measured: dict[int, list[tuple[int, float]]] = {
+            drafts: [] for drafts in self._lengths
+        }
         for rows, drafts, seconds in sorted(measured):
-            if drafts <= most and seconds > 0.0:
+            if drafts in self._measured and seconds > 0.0:
                 self._measured[drafts].append((rows, math.log(seconds)))
-        self._is_measured = all(self._measured)
+        self._is_measured = all(self._measured.values())
         self._num_steps = 0
-        self._chosen, self._chosen_for, self._chosen_at = most, -1, 0
+        self._chosen, self._chosen_for, self._chosen_at = len(lengths), -1, 0
 
     def choose(self, num_rows: int) -> int:
         """See `DraftLength`."""
         if not num_rows:
-            return self.most
+            return self._lengths[-1]
         size = _size_class(num_rows)
         is_same = size == self._chosen_for
-        if is_same and self._num_steps < self._chosen_at + STEPS_PER_CHOICE:
-            return self._chosen
-        scores = self._scores(num_rows)
-        best = max(range(self.most + 1), key=scores.__getitem__)
-        if not is_same or scores[best] > scores[self._chosen] * _GAIN:
-            self._chosen = best
-        self._chosen_for, self._chosen_at = size, self._num_steps
-        return self._chosen
+        if not is_same or self._num_steps >= self._chosen_at + STEPS_PER_CHOICE:
+            scores = self._scores(num_rows)
+            best = max(range(len(scores)), key=scores.__getitem__)
+            if not is_same or scores[best] > scores[self._chosen] * _GAIN:
+                self._chosen = best
+            self._chosen_for, self._chosen_at = size, self._num_steps
+        return self._lengths[self._chosen]
 
     def acceptance(self) -> list[float]:
         """By place in the draft, the share of drafts that are right up to there, as estimated."""
@@ -195,28 +196,29 @@ class AdaptiveDraftLength:
             place.right = place.right * kept + place.new_right
             place.trials = place.trials * kept + place.new_trials
             place.new_right = place.new_trials = 0
-        if num_drafts is not None and num_rows and seconds > 0.0:
+        if num_drafts in self._measured and num_rows and seconds > 0.0:
             found = math.log(seconds) - self._log_seconds(num_rows, num_drafts)
-            self._times_of(num_rows).correct(num_drafts, found, step=self._num_steps)
+            index = self._lengths.index(num_drafts)
+            self._times_of(num_rows).correct(index, found, step=self._num_steps)
 
     def _scores(self, num_rows: int) -> list[float]:
         """Tokens per second of each length, up to a factor that all have; the chosen one's are as
         known, those of others as they may be.
         """
         times = self._times_of(num_rows)
-        tokens, scores = 1.0, []
-        for drafts, share in enumerate([0.0, *self.acceptance()]):
-            tokens += share
-            seconds = self._log_seconds(num_rows, drafts) + times.of_length(drafts)
-            seconds -= _TRIED * times.error(drafts, self._chosen)
-            scores.append(tokens * math.exp(-seconds))
+        shares = self.acceptance()
+        scores = []
+        for index, drafts in enumerate(self._lengths):
+            seconds = self._log_seconds(num_rows, drafts) + times.of_length(index)
+            seconds -= _TRIED * times.error(index, self._chosen)
+            scores.append((1.0 + sum(shares[:drafts])) * math.exp(-seconds))
         return scores
 
     def _times_of(self, num_rows: int) -> _Times:
         size = _size_class(num_rows)
         if size not in self._times:
             variance = _MEASURED if self._is_measured else _ASSUMED
-            self._times[size] = _Times(self.most + 1, variance, step=self._num_steps)
+            self._times[size] = _Times(len(self._lengths), variance, step=self._num_steps)
         return self._times[size]
 
     def _log_seconds(self, num_rows: int, drafts: int) -> float:

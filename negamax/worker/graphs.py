@@ -48,7 +48,7 @@ from negamax.worker.batch import (
 )
 from negamax.worker.device import Graph, GraphPool, Runtime, upload
 from negamax.worker.request_state import RequestState
-from negamax.worker.speculation import Proposer, TokenStates, count_accepted
+from negamax.worker.speculation import Proposer, TokenStates
 
 
 class StepShape(NamedTuple):
@@ -403,11 +403,14 @@ class StepGraphs:
         inputs, num_drafts = self._inputs(shape), shape.num_drafts
         lengths, ends = inputs.seq_lens, inputs.query_starts[:-1]
         if num_drafts:
+            assert self._proposer is not None
             counts = self._columns[2 * num_tokens + num_seqs :][:num_seqs] - 1
             sampled, drafts = self.buffers.token_ids[:num_tokens], self._drafts_of(shape)
-            accepted = count_accepted(sampled, drafts, ends, counts)
+            lengths = lengths - counts.clamp_min(0)
+            seeds = requests.seeds[inputs.slots]
+            accepted = self._proposer.accept(sampled, drafts, ends, counts, seeds, lengths)
             self.buffers.num_accepted[:num_seqs].copy_(accepted)
-            lengths = lengths - counts.clamp_min(0) + accepted
+            lengths = lengths + accepted
             ends = ends + accepted
         requests.num_computed[inputs.slots] = lengths
         if self._proposer is not None:

@@ -83,13 +83,16 @@ class Proposer(Protocol):
     def accept(
         self,
         sampled: Tensor,
-        slots: Tensor,
+        drafts: Tensor,
         firsts: Tensor,
         num_drafts: Tensor,
-        requests: RequestState,
+        seeds: Tensor,
+        lengths: Tensor,
     ) -> Tensor:
-        """How many drafts of `slots` count as right: see `count_accepted`."""
-        return count_accepted(sampled, requests.drafts[slots], firsts, num_drafts)
+        """How many drafts of each row count as right: see `count_accepted`. The rows' requests have
+        `seeds`, and `lengths` tokens in front of their drafts. [rows] int64 both
+        """
+        return count_accepted(sampled, drafts, firsts, num_drafts)
 
 
 def load_proposer(config: WorkerConfig, *, kernels: KernelTable) -> Proposer | None:

@@ -56,16 +56,17 @@ class SyntheticAcceptance(Proposer):
     def accept(
         self,
         sampled: Tensor,
-        slots: Tensor,
+        drafts: Tensor,
         firsts: Tensor,
         num_drafts: Tensor,
-        requests: RequestState,
+        seeds: Tensor,
+        lengths: Tensor,
     ) -> Tensor:
         """As many as a number from 0 to 1 is below rates, which all ranks draw alike: from the seed
         of a request and where it stands.
         """
-        drawn = uniform(requests.seeds[slots], requests.num_computed[slots])
-        return torch.minimum((drawn.unsqueeze(1) < self._rates).sum(dim=1), num_drafts)
+        accepted = (uniform(seeds, lengths).unsqueeze(1) < self._rates).sum(dim=1)
+        return torch.minimum(accepted, num_drafts.clamp_min(0))
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:

@@ -384,8 +384,10 @@ class Worker:
         ends = np.array(layout.sample_tokens, dtype=np.int64)[firsts]
         columns = slots, num_scheduled - num_drafts, firsts, num_drafts, ends
         slot, offset, first, count, end = batches.upload(columns, self._device)
-        accepted = self._proposer.accept(token_ids, slot, first, count, self._rows)
-        lengths = self._rows.num_computed[slot] + offset + accepted + 1
+        drafts, seeds = self._rows.drafts[slot], self._rows.seeds[slot]
+        lengths = self._rows.num_computed[slot] + offset
+        accepted = self._proposer.accept(token_ids, drafts, first, count, seeds, lengths)
+        lengths = lengths + accepted + 1
         self._rows.drafts[slot, : plan.num_proposed] = self._proposer.propose(
             states, slot, lengths, end + accepted, self._rows, plan.num_proposed
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import graph_support
 import pytest
 import torch
 
@@ -24,7 +25,11 @@ def test_numbers_are_spread_evenly_over_seeds_and_positions() -> None:
         assert abs(torch.corrcoef(torch.stack((drawn[1:], drawn[:-1])))[0, 1]) < 0.08
 
 
-def test_the_mean_is_what_was_asked_for() -> None:
+@pytest.mark.parametrize("is_captured", [True, False])
+def test_the_mean_is_what_was_asked_for(is_captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_captured:
+        runtime = graph_support.runtime(graph_support.RepeatedSteps())
+        graph_support.install(monkeypatch, runtime)
     config: dict[str, Any] = {
         "method": "ngram",
         "num_speculative_tokens": 3,
@@ -32,7 +37,7 @@ def test_the_mean_is_what_was_asked_for() -> None:
         "rejection_sample_method": "synthetic",
         "synthetic_acceptance_length": 2.5,
     }
-    params = SamplingParams(temperature=1.0, max_tokens=150, ignore_eos=True)
+    params = SamplingParams(temperature=1.0, max_tokens=100, ignore_eos=True)
     options: dict[str, Any] = {"num_threads": 1, "show_progress": False, "log_level": "info"}
     with LLM("nano", speculative_config=config, **options) as llm:
         llm.generate([[5, 6, 7]] * 6, params)
@@ -40,8 +45,8 @@ def test_the_mean_is_what_was_asked_for() -> None:
         assert llm.info.speculation is not None
         assert llm.info.speculation.synthetic_acceptance_length == 2.5
         assert "SYNTHETIC ACCEPTANCE of 2.50" in llm._loop._executor.ready.load_summary
-    assert stats.num_drafts > 300
+    assert stats.num_drafts > 200
     shares = [count / stats.num_drafts for count in stats.accepted_per_position]
     # (at the end of a request a row has fewer drafts)
-    assert shares == pytest.approx([1.0, 0.5, 0.0], abs=0.08)
+    assert shares == pytest.approx([1.0, 0.5, 0.0], abs=0.1)
     assert shares[2] == 0.0

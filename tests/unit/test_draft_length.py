@@ -14,7 +14,7 @@ import pytest
 from negamax.scheduler.draft_length import STEPS_PER_CHOICE, AdaptiveDraftLength
 from negamax.scheduler.step import StepPlan, StepResult
 
-MOST = 3
+LENGTHS, MOST = (1, 2, 3), 3
 # MiniMax-M2 on four H200 (docs/performance.md): ms of a step by tokens; from 256 on assumed
 STEPS = ((1, 2.61), (4, 4.08), (16, 8.74), (64, 16.79), (100, 18.75), (256, 25.0), (512, 34.0))
 DRAFT = 0.12  # ms
@@ -52,6 +52,10 @@ def measured(error: float, rng: random.Random) -> list[tuple[int, int, float]]:
     ]
 
 
+def informed(error: float) -> AdaptiveDraftLength:
+    return AdaptiveDraftLength(LENGTHS, measured(error, random.Random(1)))
+
+
 class Engine:
     """Runs steps of `rows` rows with noise on their times, and counts."""
 
@@ -87,7 +91,7 @@ class Engine:
 def test_it_is_as_fast_as_the_best_fixed_number(rows: int, start: str) -> None:
     for name, curve in CURVES.items():
         times = measured(0.04, random.Random(f"{rows} {name}")) if start == "measured" else ()
-        engine = Engine(AdaptiveDraftLength(MOST, times), rows, noise=0.03)
+        engine = Engine(AdaptiveDraftLength(LENGTHS, times), rows, noise=0.03)
         engine.run(1600 if rows < 16 else 800, curve)
         share = engine.tokens / engine.seconds / max(speeds(rows, curve))
         assert share > 0.97, (name, share, engine.chosen[-100:])
@@ -95,7 +99,7 @@ def test_it_is_as_fast_as_the_best_fixed_number(rows: int, start: str) -> None:
 
 @pytest.mark.parametrize("rows", [1, 4, 16, 64])
 def test_drafting_rests_when_acceptance_collapses_and_is_tried_again(rows: int) -> None:
-    engine = Engine(AdaptiveDraftLength(MOST, measured(0.02, random.Random(1))), rows, noise=0.03)
+    engine = Engine(informed(0.02), rows, noise=0.03)
     engine.run(400, CURVES["M3"])
     assert engine.chosen[100:].count(0) < 0.1 * 300
     engine.chosen.clear()
@@ -111,7 +115,7 @@ def test_drafting_rests_when_acceptance_collapses_and_is_tried_again(rows: int) 
 @pytest.mark.parametrize("rows", [1, 8, 64])
 def test_wrong_measurements_and_noise_do_not_make_it_swing(rows: int) -> None:
     times = [(r, k, t * (0.7 if k == 2 else 1.0)) for r, k, t in measured(0.0, random.Random(1))]
-    engine = Engine(AdaptiveDraftLength(MOST, times), rows, noise=0.05)
+    engine = Engine(AdaptiveDraftLength(LENGTHS, times), rows, noise=0.05)
     # contexts grow, and with them all times
     engine.run(2000, CURVES["M3"], slower=lambda step: 1 + step / 2000)
     assert engine.changes() < 2000 / STEPS_PER_CHOICE / 4
@@ -125,17 +129,23 @@ def test_uplifts_are_those_known_for_the_model() -> None:
     for rows, uplift in ((1, 1.29), (4, 0.99), (16, 1.12), (64, 1.46), (100, 1.36)):
         found = speeds(rows, CURVES["M2.5"])
         assert found[3] / found[0] == pytest.approx(uplift, abs=0.02)
-        engine = Engine(AdaptiveDraftLength(MOST, measured(0.0, random.Random(1))), rows, noise=0)
+        engine = Engine(informed(0.0), rows, noise=0)
         engine.run(400, CURVES["M2.5"])
         assert speeds(rows, CURVES["M2.5"])[engine.chosen[-1]] > 0.98 * max(found)
 
 
 def test_same_calls_give_the_same_choices() -> None:
     times = measured(0.05, random.Random(2))
-    runs = [Engine(AdaptiveDraftLength(MOST, times), 8, noise=0.2) for _ in range(2)]
+    runs = [Engine(AdaptiveDraftLength(LENGTHS, times), 8, noise=0.2) for _ in range(2)]
     for engine in runs:
         engine.run(500, CURVES["falling"])
     assert runs[0].chosen == runs[1].chosen
+
+
+def test_only_lengths_that_there_are_are_chosen() -> None:
+    engine = Engine(AdaptiveDraftLength((1, 3)), 1, noise=0.03)
+    engine.run(600, CURVES["M3"])
+    assert set(engine.chosen) <= {0, 1, 3} and engine.chosen[-100:].count(3) > 80
 
 
 def plan(scheduled: list[int], drafts: list[int], *, proposed: int) -> StepPlan:
@@ -154,7 +164,7 @@ def plan(scheduled: list[int], drafts: list[int], *, proposed: int) -> StepPlan:
 def test_steps_of_other_kinds_tell_nothing_of_times(
     scheduled: list[int], drafts: list[int], proposed: int
 ) -> None:
-    policy, other = (AdaptiveDraftLength(MOST, measured(0.0, random.Random(1))) for _ in range(2))
+    policy, other = (informed(0.0) for _ in range(2))
     result = StepResult(0, [], {}, {}, {}, {0: 2, 1: 2})
     for _ in range(100):
         policy.record(plan(scheduled, drafts, proposed=proposed), result, 99.0)
@@ -165,7 +175,7 @@ def test_steps_of_other_kinds_tell_nothing_of_times(
 
 
 def test_acceptance_is_that_of_the_rows() -> None:
-    policy = AdaptiveDraftLength(MOST)
+    policy = AdaptiveDraftLength(LENGTHS)
     for _ in range(300):
         accepted = {0: 3, 1: 1, 2: 0}  # of two rows nobody says more: none was right
         policy.record(

@@ -154,9 +154,9 @@ def _scheduler(
         eos_token_ids=frozenset(config.eos_token_ids),
         num_draft_tokens=ready.num_draft_tokens,
     )
-    if speculation is None or not speculation.adaptive:
+    if speculation is None or not speculation.adaptive or not ready.num_draft_tokens:
         return Scheduler(limits)
-    return Scheduler(limits, AdaptiveDraftLength(ready.num_draft_tokens, ready.step_seconds))
+    return Scheduler(limits, AdaptiveDraftLength(speculation.lengths, ready.step_seconds))
 
 
 def _shards_index(
