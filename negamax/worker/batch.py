@@ -105,14 +105,19 @@ def is_decode(plan: StepPlan, requests: RequestState) -> bool:
 
 
 def build_batch_layout(
-    plan: StepPlan, requests: RequestState, *, generated_apart: bool
+    plan: StepPlan,
+    requests: RequestState,
+    *,
+    generated_apart: bool,
+    drafts_apart: bool = True,
 ) -> BatchLayout:
     """Cut `plan` into single generated tokens and runs of prompt tokens.
 
     `generated_apart`: generated tokens run one by one as decodes, prompt tokens as prefills,
     however the scheduler cut them into steps (a preempted sequence runs both again). Several
     decodes of one step may belong to one sequence: a layer writes all keys and values before it
-    attends, and each sees only its own. Without it a resumed sequence is one run of tokens.
+    attends, and each sees only its own. Without it a resumed sequence is one run of tokens, and
+    without `drafts_apart` so is a row with draft tokens.
     """
     decodes: list[tuple[int, int, int]] = []  # slot, first offset, tokens
     prefills: list[tuple[int, int, int]] = []
@@ -123,9 +128,10 @@ def build_batch_layout(
     last_tokens: list[tuple[bool, int]] = []
     bounds = requests.num_computed_bound[plan.slots]
     left = (requests.prompt_lens[plan.slots] - bounds).tolist()  # of the prompt
-    for slot, count, num_left in zip(plan.slots, plan.num_scheduled, left, strict=True):
+    table = plan.slots, plan.num_scheduled, plan.num_draft_tokens, left
+    for slot, count, num_drafts, num_left in zip(*table, strict=True):
         in_prompt = min(max(num_left, 0), count)
-        if count > 1 and not generated_apart:
+        if count > 1 + num_drafts * drafts_apart and not generated_apart:
             in_prompt = count
         prompt_starts.append(num_prompt_tokens)
         if in_prompt:

@@ -404,9 +404,9 @@ class StepGraphs:
         lengths, ends = inputs.seq_lens, inputs.query_starts[:-1]
         if num_drafts:
             assert self._proposer is not None
-            counts = self._columns[2 * num_tokens + num_seqs :][:num_seqs] - 1
+            counts = (self._counts(shape) - 1).clamp_min(0)
             sampled, drafts = self.buffers.token_ids[:num_tokens], self._drafts_of(shape)
-            lengths = lengths - counts.clamp_min(0)
+            lengths = lengths - counts
             seeds = requests.seeds[inputs.slots]
             accepted = self._proposer.accept(sampled, drafts, ends, counts, seeds, lengths)
             self.buffers.num_accepted[:num_seqs].copy_(accepted)
@@ -438,6 +438,11 @@ class StepGraphs:
         """[1] int64, the tokens that are no padding."""
         first = sum(_widths(shape)) - 1
         return self._columns[first : first + 1]
+
+    def _counts(self, shape: StepShape) -> Tensor:
+        """[rows] int64, tokens of each."""
+        first = 2 * shape.num_tokens + shape.num_seqs
+        return self._columns[first : first + shape.num_seqs]
 
     def _ends_of(self, shape: StepShape) -> Tensor:
         """[T] int64, of decodes: where what is sampled lands."""

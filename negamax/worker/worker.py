@@ -314,15 +314,19 @@ class Worker:
             self._rows.place_drafts(plan)
         # Which kernel computes a token must not depend on the step it runs in, where that decides
         # about bits.
-        layout = batches.build_batch_layout(
-            plan, self._rows, generated_apart=self._runtime.is_batch_invariant
+        build = partial(
+            batches.build_batch_layout,
+            plan,
+            self._rows,
+            generated_apart=self._runtime.is_batch_invariant,
         )
-        columns = layout.columns
-        if (
-            graphs is not None
-            and layout.longest_decode <= LONGEST_DECODE
-            and (shape := graphs.find(len(columns.token_slots), len(columns.slots)))
-        ):
+        layout, shape = build(), None
+        if graphs is not None and layout.longest_decode <= LONGEST_DECODE:
+            runs = build(drafts_apart=False) if any(plan.num_draft_tokens) else layout
+            shape = graphs.find(len(runs.columns.token_slots), len(runs.columns.slots))
+        if graphs is not None and shape is not None:
+            layout = runs
+            columns = layout.columns
             graphs.prepare(shape, columns)
             began = self._runtime.record_event()
             hidden = graphs.replay(shape).hidden

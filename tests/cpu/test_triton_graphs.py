@@ -4,6 +4,7 @@ same kernels compute for the step alone, and write nothing that belongs to someb
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
@@ -15,6 +16,7 @@ from model_support import random_weights
 from test_triton_model import SPEC, errors, gpu_model, kernel_table, use_few_programs
 from torch import Tensor
 
+from negamax.layers.attention import KvCaches
 from negamax.models.decoder import Decoder
 from negamax.parallel.collectives import SingleRank
 from negamax.scheduler.request import SamplingParams
@@ -24,11 +26,12 @@ from negamax.worker.batch import StepColumns
 from negamax.worker.graphs import DRAFTS, ROWS, TOKENS, StepGraphs, StepShape
 from negamax.worker.request_state import RequestState
 from negamax.worker.sampler import Sampler
+from negamax.worker.speculation import Proposer, TokenStates
 
 CPU = torch.device("cpu")
 SHAPES = {
     ROWS: [StepShape.of_decodes(size, 0) for size in (1, 4)],
-    DRAFTS: [StepShape.of_decodes(4, 2)],
+    DRAFTS: [StepShape.of_decodes(3, 2)],
     TOKENS: [StepShape.of_mix(8, 4)],
 }
 SAMPLING = (
@@ -45,9 +48,38 @@ class Side(NamedTuple):
     kv: list[dict[str, Tensor]]
 
 
-def side() -> Side:
+class Counting(Proposer):
+    """Guesses the numbers behind a row's length."""
+
+    num_draft_tokens = 2
+
+    def propose(
+        self,
+        states: TokenStates,
+        slots: Tensor,
+        lengths: Tensor,
+        ends: Tensor,
+        requests: RequestState,
+        num_tokens: int,
+    ) -> Tensor:
+        assert torch.equal(states.slots[ends], slots)
+        assert torch.equal(states.positions[ends], (lengths - 2).clamp_min(0))
+        return lengths.unsqueeze(1) + torch.arange(num_tokens)
+
+    def use_caches(self, caches: Sequence[KvCaches]) -> None:
+        """It has none."""
+
+
+def side(num_draft_tokens: int = 0) -> Side:
     """Three requests, of which the last one has known tokens behind its prompt."""
-    requests = RequestState(4, 64, max_blocks=4, eos_token_ids=(1,), device=CPU)
+    requests = RequestState(
+        4,
+        64,
+        max_blocks=4,
+        eos_token_ids=(1,),
+        device=CPU,
+        num_draft_tokens=num_draft_tokens,
+    )
     requests.set_spare_block(16)
     defaults = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "max_tokens": 9}
     known = ([5, 6, 7], 3), ([9], 1), ([3, 4, 5, 6, 7], 2)
@@ -136,6 +168,58 @@ def test_captured_steps_compute_what_the_same_kernels_compute_alone(
         assert pool.num_replays == 2 + 2 * 3 + 2
         captured.requests.tokens.copy_(alone.requests.tokens)  # what `draw` has chosen
         assert_alike(alone, captured)
+
+
+def test_a_captured_step_verifies_drafts_and_proposes_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use_few_programs(monkeypatch)
+    weights = {name: 5 * w if "embed" in name else w for name, w in random_weights(SPEC, 3).items()}
+    model, pool = gpu_model(to_fp8(weights), keep_quantized=True), RepeatedSteps()
+    alone, captured = side(1), side(1)
+    prompts = step([0, 1, 2], [3, 1, 5])
+    plan = StepPlan(1, [], [], [], [2, 0, 1], [2, 2, 1], [1, 1, 0], [True] * 3, num_proposed=1)
+    with torch.inference_mode():
+        graphs = StepGraphs(
+            {ROWS: [], DRAFTS: [StepShape.of_decodes(4, 1)], TOKENS: []},
+            model,
+            captured.kv,
+            captured.requests,
+            kernels=kernel_table(),
+            group=SingleRank(),
+            runtime=runtime(pool),
+            proposer=Counting(),
+        )
+        graphs.capture(DRAFTS, pool, lambda *_: None)
+        for one in (alone, captured):
+            eager(model, one, prompts)
+            advance(one.requests, prompts)
+            one.requests.tokens[torch.arange(3), torch.tensor([3, 1, 5])] = 11
+        # what is sampled where nothing was guessed tells which guesses are right
+        guesses = torch.full((3,), -1)
+        for _ in range(2):
+            alone.requests.drafts[:3, 0] = guesses
+            alone.requests.place_drafts(plan)
+            layout, hidden = eager(model, alone, plan)
+            inputs = batch.sample_inputs(layout.sample_slots, layout.sample_offsets, alone.requests)
+            logits = model.local_logits(hidden[layout.sample_tokens])
+            sampled = sampler(alone.requests)(logits.clone(), inputs).token_ids
+            guesses = torch.stack([sampled[2] + 1, sampled[4], sampled[0]])
+        captured.requests.drafts.copy_(alone.requests.drafts)
+        shape = graphs.find_decodes(3, 1)
+        assert shape == StepShape.of_decodes(4, 1)
+        columns = StepColumns.of_decodes(plan.slots, plan.num_scheduled)
+        graphs.prepare(shape, columns)
+        buffers = graphs.replay(shape)
+        alone.requests.tokens[inputs.slots_device, inputs.positions_device] = sampled
+        alone.requests.num_computed[:3] = torch.tensor([3 + 1, 1 + 1, 5 + 2])
+        for _ in range(2):  # the end of the step again changes nothing
+            assert max(errors(buffers.logits[:5], logits)) < 0.01
+            assert buffers.token_ids[:5].tolist() == sampled.tolist()
+            assert buffers.num_accepted[:3].tolist() == [1, 0, 0]
+            assert captured.requests.drafts[:3, 0].tolist() == [4 + 1, 2 + 1, 7 + 1]
+            assert_alike(alone, captured)
+            graphs.finish(shape, buffers.token_ids[:5])
 
 
 def advance(requests: RequestState, plan: StepPlan) -> None:
