@@ -27,8 +27,18 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(tree(path)):
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree(path)))
+
+
+@cache
+def imports(path: Path) -> tuple[str, ...]:
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[str]:
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -36,11 +46,14 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def attributes(path: Path) -> Iterator[str]:
+@cache
+def attributes(path: Path) -> frozenset[str]:
     """Dotted names used in the code: `os.environ`, `torch.distributed`."""
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            yield f"{node.value.id}.{node.attr}"
+    return frozenset(
+        f"{node.value.id}.{node.attr}"
+        for node in nodes(path)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    )
 
 
 def room(path: Path) -> str:
@@ -82,7 +95,7 @@ def test_definitions_are_formulas() -> None:
     in_place = {
         node.func.attr
         for path in specs
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr.endswith("_")
@@ -102,7 +115,7 @@ def test_no_pickle_of_any_kind(module: str) -> None:
 def test_no_code_from_data() -> None:
     """No eval, no exec, no remote code."""
     for path in SOURCES:
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.Call):
                 called = node.func.id if isinstance(node.func, ast.Name) else ""
                 assert called not in ("eval", "exec", "compile", "__import__"), room(path)
@@ -117,7 +130,7 @@ def test_files_and_functions_stay_readable() -> None:
         lines = len(path.read_text(encoding="utf-8").splitlines())
         if lines > (KERNEL_FILE_LINES if room(path).startswith("kernels/") else FILE_LINES):
             too_long.append(f"{room(path)}: {lines} lines")
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or node.lineno) - node.body[0].lineno + 1
                 if length > FUNCTION_LINES:
@@ -140,7 +153,7 @@ def test_clients_of_tests_are_patient() -> None:
     hasty = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in (ROOT / "tests").rglob("*.py")
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and isinstance(node.func.value, ast.Name)

@@ -1,6 +1,7 @@
 """Compiles what the kernel table launches on GPUs that are not here, at the sizes of MiniMax-M2:
-`python tests/cpu/compile_kernels.py gfx942 sm_90 [--every N] [--quiet]`. One JSON object per kernel
-on standard output; the exit code is 1 where a kernel does not compile.
+`python tests/cpu/compile_kernels.py gfx942 sm_90/40 [--quiet]`, every case for MI300X and every
+40th for H200. One JSON object per kernel on standard output; the exit code is 1 where a kernel does
+not compile.
 
 The ops' own full-size cases are applied to tensors without memory (PyTorch's "meta" device), so the
 code that chooses tiles and launches runs as on the GPU; a launch only compiles. Compiled is as far
@@ -17,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from operator import methodcaller
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -166,8 +168,9 @@ def compile_for(
 def main() -> None:
     """A process per architecture, which has the cases from this one."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("archs", nargs="+", choices=sorted(PLATFORMS))
-    parser.add_argument("--every", type=int, default=1, help="N: every N-th case, others for each")
+    parser.add_argument(
+        "archs", nargs="+", help=f"ARCH[/N]: every N-th case, others for each; {sorted(PLATFORMS)}"
+    )
     parser.add_argument("--quiet", action="store_true", help="print errors only")
     options = parser.parse_args()
     with without_memory(), torch.inference_mode():
@@ -177,10 +180,11 @@ def main() -> None:
             for case in op.wide(torch.bfloat16, SimpleNamespace(device=META))  # type: ignore[arg-type]
         ]
     failed = []
-    for first, arch in enumerate(options.archs):
+    for first, (arch, _, every) in enumerate(map(methodcaller("partition", "/"), options.archs)):
+        step = int(every or 1)
         process = multiprocessing.get_context("fork").Process(
             target=compile_for,
-            args=(PLATFORMS[arch], cases[5 * first % options.every :: options.every]),
+            args=(PLATFORMS[arch], cases[5 * first % step :: step]),
             kwargs={"quiet": options.quiet},
         )
         process.start()

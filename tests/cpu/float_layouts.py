@@ -4,6 +4,7 @@ with plain arithmetic: no packer and no dtype of the engine is asked; and how th
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,9 +46,15 @@ def e2m1(code: int) -> float:
     return -E2M1[code & 7] if code & 8 else E2M1[code]
 
 
+@functools.cache
+def numbers_of(table: Callable[[int], float], count: int) -> Tensor:
+    """The numbers of the codes 0 ... `count` - 1, fp64."""
+    return torch.tensor([table(code) for code in range(count)], dtype=torch.float64)
+
+
 def nearest(numbers: Tensor, table: Callable[[int], float], count: int) -> Tensor:
     """The code in 0 ... `count` - 1 whose number is nearest to each of `numbers`, uint8."""
-    values = torch.tensor([table(code) for code in range(count)], dtype=torch.float64)
+    values = numbers_of(table, count)
     order = values.nan_to_num(torch.inf).argsort(stable=True)
     values = values[order][: int((~values.isnan()).sum())]
     at = torch.bucketize(numbers.double().contiguous(), (values[1:] + values[:-1]) / 2)
@@ -87,9 +94,7 @@ def _bits(tensor: Tensor, *at: int) -> int:
 
 def _numbers(codes: Tensor, table: Callable[[int], float]) -> Tensor:
     """The number of each code, fp32."""
-    return torch.tensor([table(code) for code in range(256 if table is not e2m1 else 16)])[
-        codes.long()
-    ]
+    return numbers_of(table, 256 if table is not e2m1 else 16).float()[codes.long()]
 
 
 # --- FP4 ------------------------------------------------------------------------------------------

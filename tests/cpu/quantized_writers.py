@@ -70,14 +70,6 @@ def write(
     return plain
 
 
-def words(rows: int, columns: int) -> list[list[int]]:
-    return [[0] * columns for _ in range(rows)]
-
-
-def int32(table: list[list[int]]) -> Tensor:
-    return torch.from_numpy(np.array(table, dtype=np.uint32).view(np.int32))
-
-
 def stored_as(numbers: Matrix, dtype: torch.dtype) -> tuple[Tensor, Matrix]:
     """`numbers` rounded to `dtype`, as a tensor and as fp32 again."""
     tensor = torch.from_numpy(numbers.astype(np.float32)).to(dtype)
@@ -138,12 +130,8 @@ AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each nibble of a word
 
 def awq_words(numbers: Matrix) -> Tensor:
     """numbers [A, N] -> [A, N / 8]."""
-    table = words(numbers.shape[0], numbers.shape[1] // 8)
-    for row, line in enumerate(table):
-        for word in range(len(line)):
-            for nibble, column in enumerate(AWQ_COLUMNS):
-                line[word] |= int(numbers[row, 8 * word + column]) << 4 * nibble
-    return int32(table)
+    words = numbers.reshape(len(numbers), -1, 8)[:, :, AWQ_COLUMNS]
+    return words_of_columns(words.reshape(numbers.shape), 4)
 
 
 def store_awq(matrix: Matrix, size: int) -> Stored:
@@ -170,19 +158,15 @@ def awq(size: int) -> Writer:
 def words_of_rows(numbers: Matrix, bits: int) -> Tensor:
     """numbers [A, B] -> [A bits / 32, B]: rows that follow each other share a word."""
     per_word = 32 // bits
-    table = words(-(-numbers.shape[0] // per_word), numbers.shape[1])
-    for (row, column), number in np.ndenumerate(numbers):
-        table[row // per_word][column] |= int(number) << bits * (row % per_word)
-    return int32(table)
+    filled = np.zeros((-(-len(numbers) // per_word), per_word, numbers.shape[1]), dtype=np.uint32)
+    filled.reshape(-1, numbers.shape[1])[: len(numbers)] = numbers.astype(np.int64)
+    factors = (2 ** (bits * np.arange(per_word))).astype(np.uint32)
+    return torch.from_numpy((filled * factors[:, None]).sum(1, dtype=np.uint32).view(np.int32))
 
 
 def words_of_columns(numbers: Matrix, bits: int) -> Tensor:
     """numbers [A, B] -> [A, B bits / 32]."""
-    per_word = 32 // bits
-    table = words(numbers.shape[0], -(-numbers.shape[1] // per_word))
-    for (row, column), number in np.ndenumerate(numbers):
-        table[row][column // per_word] |= int(number) << bits * (column % per_word)
-    return int32(table)
+    return words_of_rows(numbers.T, bits).T.contiguous()
 
 
 def shuffled(width: int) -> Matrix:
@@ -410,9 +394,7 @@ def modelslim_int4() -> Writer:
     def store(module: str, matrix: Matrix) -> Stored:
         made = rounded(matrix, 4, -1, symmetric=True, dtype=torch.float32)
         numbers = made.codes - made.zeros
-        pairs = np.zeros((matrix.shape[0] // 2, matrix.shape[1]), dtype=np.uint8)
-        for (row, column), number in np.ndenumerate(numbers):
-            pairs[row // 2, column] |= (int(number) & 15) << 4 * (row % 2)
+        pairs = (numbers[0::2] & 15 | (numbers[1::2] & 15) << 4).astype(np.uint8)
         columns = 16 if module.endswith(("o_proj", "w2")) else 1
         return {
             "weight": torch.from_numpy(pairs.view(np.int8)),

@@ -38,6 +38,9 @@ SPLITS = {
     "tp16": ParallelLayout(rank=5, tp=16),
     "tp16 ep2": ParallelLayout(rank=9, tp=16, ep=2),
 }
+# On the CPU all weights are plain once they are read: two splits show that of every format.
+CHECKED = [(H200, layout) for layout in SPLITS.values()]
+CHECKED += [(CPU, SPLITS[name]) for name in ("tp1", "tp16 ep2")]
 FULL_COUNTS = {"fp8 of M2": 96_103, "fp8": 96_103, "bf16": 48_239, "m3, bf16": 23_416}
 
 
@@ -83,9 +86,8 @@ def test_published_checkpoints_fit_on_every_split(tmp_path: Path, name: str) -> 
     """Of the fewest layers that have all kinds of tensors."""
     layers = PUBLISHED[name].fewest_layers
     PUBLISHED[name].write(tmp_path, layers)
-    for layout in SPLITS.values():
-        for platform in (CPU, H200):
-            check(name, tmp_path, platform, layout, layers=layers)
+    for platform, layout in CHECKED:
+        check(name, tmp_path, platform, layout, layers=layers)
 
 
 def test_published_checkpoints_have_the_tensors_that_are_known_of_them() -> None:
@@ -109,4 +111,5 @@ def test_published_checkpoints_fit_at_full_size(tmp_path: Path, name: str) -> No
     layers = PUBLISHED[name].layers
     PUBLISHED[name].write(tmp_path, layers)
     for layout in SPLITS.values():
-        check(name, tmp_path, H200, layout, layers=layers)
+        for platform in (CPU, H200):
+            check(name, tmp_path, platform, layout, layers=layers)

@@ -363,8 +363,9 @@ def test_a_disk_that_is_too_full_is_known_before_it_is(
 
 
 def test_an_engine_with_a_cache_says_the_same(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(weight_cache, "CHUNK_BYTES", 100_000)
     greedy = SamplingParams(temperature=0.0, max_tokens=16)
     texts = []
     with caplog.at_level(logging.INFO, logger="negamax"):

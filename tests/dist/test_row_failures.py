@@ -14,12 +14,12 @@ from tests import row_faults
 from tests.row_faults import FAULTS, PROMPT_MARK, asking
 
 NEIGHBOURS = (
-    SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True),
+    SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True),
     SamplingParams(
-        temperature=1.0, top_k=40, seed=2**63 - 1, max_tokens=16, ignore_eos=True, logprobs=2
+        temperature=1.0, top_k=40, seed=2**63 - 1, max_tokens=10, ignore_eos=True, logprobs=2
     ),
     SamplingParams(
-        temperature=0.0, max_tokens=16, ignore_eos=True, frequency_penalty=1.0, prompt_logprobs=1
+        temperature=0.0, max_tokens=10, ignore_eos=True, frequency_penalty=1.0, prompt_logprobs=1
     ),
 )
 PROMPT = list(range(30, 70))
