@@ -16,6 +16,7 @@ from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention import spec
 from negamax.kernels.attention import triton as kernels
 from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape, attention_metadata
+from negamax.kernels.attention.triton_decode import has_one_new_key
 from negamax.kernels.kvcache.spec import FP8, cache_rows
 from negamax.kernels.peers import PeerMemory, PeerRegion
 from negamax.kernels.rope.spec import cos_sin, signed_frequencies
@@ -106,6 +107,19 @@ def test_decode_shares_sequences_out_and_leaves_padding_zero(
             assert not got.hidden[padding].any()
             assert torch.equal(got.scale[padding], torch.ones(heads))
         assert relative_error(got.dequantize(), got.hidden) < FP8_ERROR
+
+
+def test_keys_of_a_step_with_drafts_are_not_read_before_they_are_written() -> None:
+    shape = PagedShape(kv_heads=1, group=6, block_size=16)
+    queries = queries_of(torch.zeros(2, 1), [4, 5], [1, 1])
+    alone = replace(queries, host_seq_lens=(), host_query_lens=())
+    for case, wanted in (
+        (queries, False),
+        (alone, True),
+        (replace(alone, max_decode_run=2), False),
+    ):
+        plan = kernels.plan_decode(case, shape, dtype=torch.bfloat16)
+        assert plan.split_kv and has_one_new_key(plan) == wanted
 
 
 def test_a_long_sequence_is_cut_into_pieces_where_programs_would_idle() -> None:

@@ -265,6 +265,14 @@ def _all_programs_run(device: torch.device) -> bool:
     return platform.platform_of(device).shared_memory >= 2 * 84 * 1024
 
 
+def has_one_new_key(plan: DecodePlan) -> bool:
+    """Whether it is certain that each split sees at most one key of this step. Without counts, that
+    is while a graph is captured, there is one query per sequence unless the step has drafts.
+    """
+    queries = plan.queries
+    return plan.split_kv and queries.is_captured and queries.max_decode_run == 1
+
+
 def decode(
     q: Tensor,
     k_cache: Tensor,
@@ -306,9 +314,7 @@ def decode(
         WARPS=launch.num_warps,
         PARTIAL_ROWS=partial_rows,
         SPLIT_KV=plan.split_kv,
-        # Without counts, that is while a graph is captured, there is one query per sequence; else a
-        # step may have several, and their keys are all new.
-        PREFETCH_KV=plan.split_kv and plan.queries.is_captured,
+        PREFETCH_KV=has_one_new_key(plan),
         PARALLEL_REDUCE=(
             parallel and block_m == 16 and block_d <= 128 and _all_programs_run(q.device)
         ),
