@@ -217,6 +217,8 @@ _COUNTERS: tuple[tuple[tuple[str, ...], str, Callable[[EngineStats], float]], ..
 )
 
 
+SYNTHETIC_ACCEPTANCE = "negamax:synthetic_acceptance_length"
+
 # What the server processes share: Lifecycle's numbers first, then counts, then the histograms.
 _COUNTS = (REASONS, _REJECTIONS, _EVENTS)
 NUM_COLUMNS = (
@@ -384,6 +386,10 @@ class ServerMetrics(Collector):
                 self._lifecycle.worst_lag,
             ),
         )
+        rates = info.speculation.synthetic_acceptance_rates if info.speculation else None
+        if rates is not None:
+            text = "Tokens per verified row that a benchmark asked for: no draft is compared."
+            gauges += ((SYNTHETIC_ACCEPTANCE, text, 1.0 + sum(rates)),)
         for name, text, value in gauges:
             gauge = GaugeMetricFamily(name, text, labels=["model_name"])
             gauge.add_metric([self._model_name], value)

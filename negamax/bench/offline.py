@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from negamax.base.errors import ConfigError
+from negamax.bench.drafts import NO_DRAFTS, DraftCounts
 from negamax.bench.report import environment
 from negamax.bench.workload import BatchTimes, RandomPrompts, run_batch
 from negamax.config.options import EngineOptions
@@ -74,6 +75,7 @@ class Repeat:
     idle: float
     cached_tokens: int
     preemptions: int
+    drafts: DraftCounts = NO_DRAFTS  # of the batch that goes on
 
 
 def conditions(options: EngineOptions, workload: OfflineWorkload) -> dict[str, Any]:
@@ -181,7 +183,11 @@ def _measure(
             loop, prompts.batch(num_requests, input_len=workload.input_len, output_len=output_len)
         )
 
-    prefill, full = batch(1), batch(workload.output_len)
+    def drafts() -> DraftCounts:
+        return DraftCounts.of_stats(loop.stats(), prompts.speculation)
+
+    prefill, before = batch(1), drafts()
+    full = batch(workload.output_len)
     steps = sorted(full.steps)
     decoded = workload.output_len - 1
     return Repeat(
@@ -196,6 +202,7 @@ def _measure(
         idle=full.idle,
         cached_tokens=prefill.cached_tokens + full.cached_tokens,
         preemptions=prefill.preemptions + full.preemptions,
+        drafts=drafts().since(before),
     )
 
 
@@ -221,6 +228,7 @@ def summarize(repeats: Sequence[Repeat], *, num_requests: int, input_len: int) -
         "gpu_idle_share": sum(r.idle for r in repeats) / measured if measured else None,
         "cached_tokens": sum(r.cached_tokens for r in repeats),
         "preemptions": sum(r.preemptions for r in repeats),
+        **sum((r.drafts for r in repeats), NO_DRAFTS).summary(),
         "repeats": [asdict(repeat) for repeat in repeats],
     }
 
@@ -236,6 +244,9 @@ def _progress(run: dict[str, Any]) -> str:
             f"{run['cached_tokens']} prompt tokens came from the prefix cache, so the prefill "
             f"time is too short"
         )
+    if "spec_decode_num_drafts" in run:
+        kind = "SYNTHETIC acceptance" if run["spec_decode_synthetic"] else "acceptance"
+        words.append(f"{kind} length {run['spec_decode_acceptance_length']:.2f}")
     if run["preemptions"]:
         words.append(f"{run['preemptions']} preemptions: the KV cache is too small for this batch")
     return ", ".join(words)

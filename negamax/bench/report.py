@@ -144,6 +144,9 @@ _LINES = (  # heading, key of a run, format
     ("share of the limit", "share_of_limit", ".0%"),
     ("distinct experts", "distinct_experts", ".1f"),
     ("expected if uniform", "expected_distinct_experts", ".1f"),
+    ("acceptance length", "spec_decode_acceptance_length", ".2f"),
+    ("SYNTHETIC acceptance length", "synthetic_acceptance_length", ".2f"),
+    ("rows with drafts", "spec_decode_num_drafts", ",.0f"),
     ("GPU idle", "gpu_idle_share", ".1%"),
     ("decode, times {other}", "times_faster_decode", ".2f"),
     ("prefill, times {other}", "times_faster_prefill", ".2f"),
@@ -154,6 +157,8 @@ def table(result: Run, spec: ModelSpec) -> Table:
     """One column per batch size; lines of which no run has a value are left out."""
     runs = [dict(run) for run in result["runs"]]
     for run in runs:
+        if run.get("spec_decode_synthetic"):
+            run["synthetic_acceptance_length"] = run.pop("spec_decode_acceptance_length")
         if run.get("distinct_experts") is not None:
             run["expected_distinct_experts"] = expected_distinct_experts(spec, run["concurrency"])
     title = (

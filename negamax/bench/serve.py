@@ -25,6 +25,7 @@ import msgspec
 from negamax.base.errors import ConfigError, NegamaxError
 from negamax.bench import serve_workloads as workloads
 from negamax.bench.agent_sessions import AgentSessions, source_code
+from negamax.bench.drafts import NO_DRAFTS, DraftCounts
 from negamax.bench.serve_client import ExchangeError, Record, ResponseReader, ServingClient
 from negamax.bench.serve_options import BenchOptions
 from negamax.bench.serve_workloads import (
@@ -59,6 +60,7 @@ class Measurement:
     seconds: float  # from the first request to the end of the last
     notes: tuple[str, ...]
     interrupted: bool = False
+    drafts: DraftCounts = NO_DRAFTS  # as the server's /metrics tell
 
 
 class RunProgress:
@@ -104,6 +106,7 @@ async def _run(options: BenchOptions, progress: RunProgress) -> Measurement:
         progress.stage, progress.total = "warming up", workload.num_requests
         load = _Load(options, server, progress)
         await _warm_up(load, workload.warmups)
+        before = await _drafts(server.client)
         gc.collect()
         gc.freeze()  # nothing of the workload is garbage before the end
         progress.stage, progress.started = "running", time.perf_counter()
@@ -114,13 +117,24 @@ async def _run(options: BenchOptions, progress: RunProgress) -> Measurement:
             interrupted = True
         finally:
             gc.unfreeze()
+        drafts = (await _drafts(server.client)).since(before)
     started = [record.started for record in load.records if record.started]
     seconds = max((record.ended for record in load.records), default=0.0) - min(
         started, default=0.0
     )
+    records = tuple(load.records)
     return Measurement(
-        server.model, tuple(load.records), max(seconds, 1e-9), workload.notes, interrupted
+        server.model, records, max(seconds, 1e-9), workload.notes, interrupted, drafts
     )
+
+
+async def _drafts(client: ServingClient) -> DraftCounts:
+    """None where the server has no /metrics."""
+    try:
+        status, text = await client.ask("GET", "/metrics")
+    except ExchangeError:
+        return NO_DRAFTS
+    return DraftCounts.of_metrics(text if status == 200 and isinstance(text, str) else "")
 
 
 @asynccontextmanager

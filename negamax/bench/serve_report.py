@@ -135,6 +135,7 @@ def summarize(measured: Measurement, options: BenchOptions) -> dict[str, Any]:
         "running_tokens_reported": sum(any(record.running_tokens) for record in good),
         "request_goodput": _goodput(good, options.goodput) / seconds if options.goodput else None,
         "notes": list(measured.notes),
+        **measured.drafts.summary(),
     }
     for metric in METRICS:
         for name, value in distribution(
@@ -238,6 +239,7 @@ def block(summary: dict[str, Any], options: BenchOptions) -> str:
         )
     for metric in options.percentile_metrics:
         lines += _metric_lines(metric, summary, options)
+    lines += _draft_lines(summary)
     if summary["failures"]:
         lines.append(f"{'Failures':-^{WIDTH}}")
         for reason, count in summary["failures"].items():
@@ -245,6 +247,25 @@ def block(summary: dict[str, Any], options: BenchOptions) -> str:
             if reason in summary["failure_examples"]:
                 lines.append(f"    {summary['failure_examples'][reason]}")
     return "\n".join([*lines, "=" * WIDTH, *remarks(summary, options)])
+
+
+def _draft_lines(summary: dict[str, Any]) -> list[str]:
+    """As vLLM shows them; nothing where nothing was drafted."""
+    if "spec_decode_num_drafts" not in summary:
+        return []
+    title = "Speculative Decoding"
+    if summary["spec_decode_synthetic"]:
+        title = "SYNTHETIC Acceptance of Drafts"
+    shares = summary["spec_decode_per_position_acceptance_rates"]
+    return [
+        f"{title:-^{WIDTH}}",
+        _line("Acceptance rate (%):", summary["spec_decode_acceptance_rate"]),
+        _line("Acceptance length:", summary["spec_decode_acceptance_length"]),
+        _line("Drafts:", summary["spec_decode_num_drafts"]),
+        _line("Draft tokens:", summary["spec_decode_draft_tokens"]),
+        _line("Accepted tokens:", summary["spec_decode_accepted_tokens"]),
+        *(_line(f"  Position {i} (%):", 100.0 * share) for i, share in enumerate(shares)),
+    ]
 
 
 def _metric_lines(metric: str, summary: dict[str, Any], options: BenchOptions) -> list[str]:

@@ -41,6 +41,7 @@ class RandomPrompts:
         self, info: ModelInfo, *, seed: int, temperature: float, top_k: int = 0, top_p: float = 1.0
     ) -> None:
         self._info = info
+        self.speculation = info.speculation
         self._random = random.Random(seed)
         self._filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         self._numbers = count()

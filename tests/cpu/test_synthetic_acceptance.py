@@ -38,7 +38,7 @@ def test_the_mean_is_what_was_asked_for(is_captured: bool, monkeypatch: pytest.M
         "synthetic_acceptance_length": 2.5,
     }
     params = SamplingParams(temperature=1.0, max_tokens=100, ignore_eos=True)
-    options: dict[str, Any] = {"num_threads": 1, "show_progress": False, "log_level": "info"}
+    options: dict[str, Any] = {"num_threads": 1, "max_num_seqs": 6, "max_num_batched_tokens": 64}
     with LLM("nano", speculative_config=config, **options) as llm:
         llm.generate([[5, 6, 7]] * 6, params)
         stats = llm._loop.stats()

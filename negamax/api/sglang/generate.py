@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -42,6 +43,7 @@ from negamax.base.errors import InvalidRequestError
 from negamax.engine.client.engine_client import AsyncEngine
 from negamax.engine.client.open_request import OpenRequests
 from negamax.engine.client.output import RequestOutput
+from negamax.engine.wire import ModelInfo
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import TokenLogprobs
 from negamax.text.parser.events import ParserEvent
@@ -324,7 +326,10 @@ class _NativeWriter(AnswerWriter[_Choice, NativeAnswer | list[NativeAnswer]]):
 def _server_info(context: ApiContext) -> NativeServerInfo:
     engine = context.engine
     info, stats = engine.info, engine.stats
-    generated = sum(one.generated_tokens for one in (*engine.past_stats, stats))
+    every = (*engine.past_stats, stats)
+    generated = sum(one.generated_tokens for one in every)
+    drafts = sum(one.num_drafts for one in every)
+    accepted = sum(one.num_accepted_tokens for one in every)
     return NativeServerInfo(
         version=__version__,
         model_path=info.model,
@@ -342,4 +347,20 @@ def _server_info(context: ApiContext) -> NativeServerInfo:
         num_queue_reqs=stats.num_waiting,
         num_used_tokens=(stats.num_kv_blocks - stats.num_free_kv_blocks) * info.block_size,
         num_generated_tokens=generated,
+        avg_spec_accept_length=1.0 + accepted / drafts if drafts else None,
+        **_speculation(info),
     )
+
+
+def _speculation(info: ModelInfo) -> dict[str, Any]:
+    """The fields of `NativeServerInfo` that say who guesses tokens ahead."""
+    if (speculation := info.speculation) is None:
+        return {}
+    return {
+        "speculative_algorithm": speculation.method.upper(),
+        "speculative_draft_model_path": speculation.model,
+        "speculative_num_steps": speculation.num_speculative_tokens,
+        "speculative_num_draft_tokens": speculation.num_speculative_tokens + 1,
+        "speculative_adaptive": speculation.adaptive,
+        "synthetic_acceptance_length": speculation.synthetic_acceptance_length,
+    }

@@ -230,3 +230,11 @@ class NativeServerInfo(Struct, frozen=True, kw_only=True):
     num_queue_reqs: int  # sequences that wait
     num_used_tokens: int  # of the KV cache, in use
     num_generated_tokens: int  # since the server started
+    speculative_algorithm: str | None = None  # who guesses tokens ahead
+    speculative_draft_model_path: str | None = None  # the folder of a draft model
+    speculative_num_steps: int | None = None  # tokens guessed for a row at most
+    speculative_num_draft_tokens: int | None = None  # they and the token in front of them
+    speculative_adaptive: bool = False  # whether fewer are, where that is faster
+    avg_spec_accept_length: float | None = None  # tokens per row with drafts so far
+    # mean of the schedule by which drafts count as right in a benchmark: texts mean nothing then
+    synthetic_acceptance_length: float | None = None

@@ -1,0 +1,96 @@
+"""What became of draft tokens in a benchmark, as an engine or a server's /metrics count."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+from negamax.config.speculation import SpeculationConfig
+from negamax.engine.wire import EngineStats
+
+_PREFIX = "vllm:spec_decode_num_"
+_LINE = re.compile(r"^([\w:]+)(?:\{([^}]*)\})? ([0-9.eE+]+)", re.MULTILINE)
+_POSITION = re.compile(r'position="(\d+)"')
+SYNTHETIC = "negamax:synthetic_acceptance_length"
+
+
+@dataclass(frozen=True)
+class DraftCounts:
+    """Since a start: rows with drafts, their draft tokens, and how many were right."""
+
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted: int = 0
+    per_position: tuple[int, ...] = ()
+    is_synthetic: bool = False  # they count as right by a schedule
+
+    @staticmethod
+    def of_stats(stats: EngineStats, speculation: SpeculationConfig | None) -> DraftCounts:
+        """As the engine counts."""
+        rates = speculation.synthetic_acceptance_rates if speculation else None
+        return DraftCounts(
+            stats.num_drafts,
+            stats.num_draft_tokens,
+            stats.num_accepted_tokens,
+            stats.accepted_per_position,
+            is_synthetic=rates is not None,
+        )
+
+    @staticmethod
+    def of_metrics(text: str) -> DraftCounts:
+        """From the answer of /metrics, ours or vLLM's; the sum over its models and engines."""
+        sums: dict[str, float] = {}
+        positions: dict[int, float] = {}
+        for name, labels, value in _LINE.findall(text):
+            name = name.removesuffix("_total")
+            sums[name] = sums.get(name, 0.0) + float(value)
+            place = _POSITION.search(labels)
+            if name == f"{_PREFIX}accepted_tokens_per_pos" and place is not None:
+                positions[int(place[1])] = positions.get(int(place[1]), 0.0) + float(value)
+        return DraftCounts(
+            *(
+                int(sums.get(f"{_PREFIX}{name}", 0))
+                for name in ("drafts", "draft_tokens", "accepted_tokens")
+            ),
+            tuple(int(positions.get(place, 0)) for place in range(max(positions, default=-1) + 1)),
+            is_synthetic=SYNTHETIC in sums,
+        )
+
+    def since(self, earlier: DraftCounts) -> DraftCounts:
+        """What has come since."""
+        return self._plus(earlier, -1)
+
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        return self._plus(other, 1)
+
+    def _plus(self, other: DraftCounts, sign: int) -> DraftCounts:
+        columns = zip_longest(self.per_position, other.per_position, fillvalue=0)
+        return DraftCounts(
+            self.drafts + sign * other.drafts,
+            self.draft_tokens + sign * other.draft_tokens,
+            self.accepted + sign * other.accepted,
+            tuple(own + sign * more for own, more in columns),
+            self.is_synthetic or other.is_synthetic,
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """With vLLM's names; empty where nothing was drafted."""
+        if self.drafts <= 0 or self.draft_tokens <= 0:
+            return {}
+        length = 1.0 + self.accepted / self.drafts
+        return {
+            "spec_decode_acceptance_rate": 100.0 * self.accepted / self.draft_tokens,
+            "spec_decode_acceptance_length": length,
+            "spec_decode_num_drafts": self.drafts,
+            "spec_decode_draft_tokens": self.draft_tokens,
+            "spec_decode_accepted_tokens": self.accepted,
+            "spec_decode_per_position_acceptance_rates": [
+                count / self.drafts for count in self.per_position
+            ],
+            "spec_decode_synthetic": self.is_synthetic,
+        }
+
+
+NO_DRAFTS = DraftCounts()

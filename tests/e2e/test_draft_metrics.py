@@ -1,0 +1,79 @@
+"""A server that guesses tokens ahead: what it says of that to those who watch and to benchmarks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from negamax.cli.main import main
+from tests.e2e.conftest import serving
+
+CONFIG = {
+    "method": "ngram",
+    "num_speculative_tokens": 2,
+    "adaptive": False,
+    "rejection_sample_method": "synthetic",
+    "synthetic_acceptance_length": 2.0,
+}
+
+
+def test_drafts_are_counted_and_synthetic_ones_called_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--speculative-config", json.dumps(CONFIG))
+    file = tmp_path / "bench.json"
+    with serving(*options, log_file=tmp_path / "log") as server, server.http() as http:
+        benchmark = (
+            "--random-input-len",
+            "8",
+            "--random-output-len",
+            "40",
+            "--ignore-eos",
+            "--num-prompts",
+            "4",
+        )
+        saved = ("--save-result", "--result-filename", str(file))
+        assert (
+            main(
+                [
+                    "bench",
+                    "serve",
+                    "--base-url",
+                    server.url,
+                    "--num-prompts",
+                    "4",
+                    *benchmark,
+                    *saved,
+                ]
+            )
+            == 0
+        )
+        text = http.get("/metrics").text
+        info = http.get("/server_info").json()
+    assert "SYNTHETIC ACCEPTANCE of 2.00 tokens per row" in (tmp_path / "log").read_text()
+    samples = {
+        (sample.name, sample.labels.get("position")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    counts = "vllm:spec_decode_num"
+    drafts = samples[f"{counts}_drafts_total", None]
+    assert drafts > 40
+    assert samples[f"{counts}_draft_tokens_total", None] == pytest.approx(2 * drafts, abs=8)
+    assert samples[f"{counts}_accepted_tokens_total", None] == pytest.approx(drafts, abs=8)
+    position = f"{counts}_accepted_tokens_per_pos_total"
+    assert samples[position, "0"] == pytest.approx(drafts, abs=8)
+    assert samples[position, "1"] == 0
+    assert samples["sglang:spec_accept_length", None] == pytest.approx(2.0, abs=0.1)
+    assert samples["negamax:synthetic_acceptance_length", None] == 2.0
+    assert (info["speculative_algorithm"], info["speculative_num_draft_tokens"]) == ("NGRAM", 3)
+    assert info["synthetic_acceptance_length"] == 2.0
+    assert info["avg_spec_accept_length"] == pytest.approx(2.0, abs=0.1)
+    found = json.loads(file.read_text())
+    assert found["spec_decode_synthetic"] is True
+    assert 0 < found["spec_decode_num_drafts"] <= drafts
+    assert found["spec_decode_acceptance_length"] == pytest.approx(2.0, abs=0.1)
+    assert "SYNTHETIC Acceptance of Drafts" in capsys.readouterr().out
