@@ -13,7 +13,6 @@ from negamax.base.log import get_logger
 from negamax.config.kv_cache import check_index_options, choose_block_size, sharding_crossover
 from negamax.config.model_spec import ModelSpec
 from negamax.config.options import EngineOptions
-from negamax.engine.core.draft import with_own_parts
 from negamax.engine.core.executor import Executor, start_executor
 from negamax.engine.core.loop import EngineLoop
 from negamax.engine.core.scripted_executor import ScriptedExecutor
@@ -64,6 +63,8 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
     check_split(layout, spec, gpus=gpus)
     draft = source.draft
     if draft is not None:
+        from negamax.engine.core.draft import with_own_parts  # with PyTorch
+
         check_split(layout, draft.spec)
         draft = with_own_parts(draft, spec)
     if device == "cpu":
