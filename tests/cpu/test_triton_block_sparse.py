@@ -126,11 +126,12 @@ def test_decodes_choose_among_hundreds_of_blocks_and_leave_padding_empty(
     assert not got.pages[1].any()
 
 
-@pytest.mark.parametrize("apart", [True, False])
-def test_drafts_of_a_sequence_are_scored_together(apart: bool) -> None:
+@pytest.mark.parametrize("how", ["apart", "captured", "together"])
+def test_drafts_of_a_sequence_are_scored_together(how: str) -> None:
     """Each has its own choice, which for some of them need not be scored; as sequences of one query
     each, or of several.
     """
+    apart = how != "together"
     shape = replace(SHAPE, kv_heads=2)
     lengths, counts = [130, 49, 200], [4, 3, 1]
     cache, tables = paged(lengths, heads=1)
@@ -142,6 +143,8 @@ def test_drafts_of_a_sequence_are_scored_together(apart: bool) -> None:
         rows = [0, 0, 0, 0, 1, 1, 1, 2]
         each = [127, 128, 129, 130, 47, 48, 49, 200]
         queries = attention_metadata(tables, each, [1] * 8, indices=rows, num_decodes=8)
+    if how == "captured":
+        queries = replace(captured(queries), max_decode_run=4)
     plan = kernels.plan_select(queries, shape, dtype=index_q.dtype)
     own = plan.decode if apart else plan.rest
     assert isinstance(own, SelectDecodePlan)
