@@ -253,6 +253,54 @@ def test_rows_under_a_grammar_verify_no_drafts_and_free_ones_beside_them_do(
     assert 8 <= num_drafts <= 12  # of the free row alone
 
 
+def test_texts_end_where_they_do_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At stop strings within accepted runs, with several choices, behind a spent budget of
+    thinking; and a request that is left takes nothing along.
+    """
+    plain = SamplingParams(temperature=1.0, seed=5, n=2, max_tokens=40, logprobs=0)
+    chats = [[{"role": "user", "content": "What is 12 + 34? Think about it."}]]
+    budget = SamplingParams(temperature=0.0, seed=0, max_tokens=30, thinking_token_budget=4)
+    known: dict[Key, list[int]] = {}
+
+    def told(generations: list[Any], params: SamplingParams) -> list[Any]:
+        for generation in generations:
+            for index, output in enumerate(generation.outputs):
+                key = (params.seed or 0) + index, tuple(generation.prompt_token_ids)
+                if not params.stop:  # the whole text goes on behind a stop string
+                    known[key] = output.token_ids
+        return [
+            (one.text, one.token_ids, one.finish_reason, one.stop_reason, one.logprobs)
+            for generation in generations
+            for one in generation.outputs
+        ]
+
+    def answers(llm: LLM, stop: tuple[str, ...]) -> list[Any]:
+        ends = SamplingParams(temperature=1.0, seed=5, n=2, max_tokens=40, stop=stop, logprobs=0)
+        stream = llm.stream("Once upon", plain)
+        next(stream)
+        stream.close()  # type: ignore[attr-defined]
+        return [
+            *told(llm.generate(["Once upon"], plain), plain),
+            *told(llm.generate(["Once upon"], ends), ends),
+            *told(llm.chat(chats, budget), budget),
+        ]
+
+    options: dict[str, Any] = {"device": "cpu", "num_threads": 1, "max_model_len": 256}
+    with LLM("nano", **options) as llm:
+        first, second = llm.generate(["Once upon"], plain)[0].outputs
+        stop = (first.text[9:13], second.text[20:25])
+        expected = answers(llm, stop)
+    assert [end for _, _, end, _, _ in expected[2:4]] == ["stop", "stop"]
+    drafts.install(monkeypatch.setattr, drafts.KnowingProposer(ALWAYS_RIGHT, known))
+    with LLM("nano", **options) as llm:
+        assert answers(llm, stop) == expected
+        while llm._loop.has_work:
+            llm._loop.step()
+        stats = llm._loop.stats()
+    assert stats.num_free_kv_blocks == stats.num_kv_blocks
+    assert stats.num_accepted_tokens > 50
+
+
 def test_a_step_that_raises_is_repeated_row_by_row_with_its_drafts(
     folder: Path,
     expected: list[Any],
