@@ -146,6 +146,21 @@ class QkNormRopeWrite(Protocol):
     ) -> Tensor: ...
 
 
+class RopeWrite(Protocol):
+    def __call__(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        /,
+        *,
+        kv_scales: tuple[float, float] = (1.0, 1.0),
+    ) -> Tensor: ...
+
+
 class PrepareHeadNorm(Protocol):
     def __call__(self, weight: Tensor, /, *, heads: int, kv_heads: int, eps: float) -> Prepared: ...
 
@@ -284,6 +299,7 @@ COMPLETE_RESIDUAL: OpName[None, CompleteResidual] = OpName("collectives.complete
 DECODE: OpName[PrepareAttention, Attend] = OpName("attention.decode")
 PREFILL: OpName[PrepareAttention, Attend] = OpName("attention.prefill")
 QK_NORM_ROPE_WRITE: OpName[PrepareQkNorm, QkNormRopeWrite] = OpName("attention.qk_norm_rope_write")
+ROPE_WRITE: OpName[None, RopeWrite] = OpName("attention.rope_write")
 HEAD_NORM_ROPE_WRITE: OpName[PrepareHeadNorm, QkNormRopeWrite] = OpName(
     "attention.head_norm_rope_write"
 )

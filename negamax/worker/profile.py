@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 
 from negamax.base.log import get_logger
 from negamax.kernels.attention.metadata import attention_metadata
+from negamax.layers.attention import KvCaches
 from negamax.models.decoder import Decoder
 from negamax.parallel.context import ParallelContext
 from negamax.worker.config import WorkerConfig
 from negamax.worker.kv_cache import allocate
+from negamax.worker.request_state import RequestState
+from negamax.worker.speculation import Proposer, TokenStates
 from negamax.worker.warmup import warming_up, warmup_layers
 
 logger = get_logger(__name__)
@@ -19,13 +25,15 @@ logger = get_logger(__name__)
 def peak_bytes(
     model: Decoder,
     config: WorkerConfig,
+    requests: RequestState,
+    proposer: Proposer | None,
     *,
     dtype: torch.dtype,
     context: ParallelContext,
     device: torch.device,
 ) -> int:
     """Bytes that a step of `max_num_batched_tokens` prompt tokens and `max_num_seqs` sampled rows
-    takes on the GPU.
+    takes on the GPU, and what the proposer takes behind it.
 
     Its layers share one cache of just these tokens. `dtype` of the cache.
     """
@@ -52,15 +60,31 @@ def peak_bytes(
     )
     metadata = attention_metadata(tables, counts, counts)
     token_ids = torch.randint(0, config.spec.vocab_size, (num_tokens,), device=device)
+    most = config.max_num_seqs
+
+    def step(caches: Sequence[KvCaches]) -> None:
+        capture = proposer.capture if proposer else ()
+        hidden, residuals = model.forward(token_ids, metadata, caches, capture=capture)
+        model.local_logits(hidden[:most])
+        if proposer is not None and capture:
+            # (the first layers alone leave fewer streams)
+            residuals += [hidden] * (len(capture) - len(residuals))
+            # in slots that there are: there may be more sequences
+            at = replace(metadata, token_slots=metadata.token_slots % most)
+            ends = metadata.query_starts[1:].long()[:most] - 1
+            proposer.use_caches(kv[len(model.layers) :])
+            proposer.propose(
+                TokenStates(at, residuals), at.token_slots[ends], at.positions[ends] + 2, ends,
+                requests, proposer.num_draft_tokens,
+            )  # fmt: skip
+            proposer.use_caches(())
+
     with warming_up(context):
-        first = kv[: warmup_layers(model.layers, config.kv_caches)]
-        hidden, _ = model.forward(token_ids, metadata, first)
-        model.local_logits(hidden[: config.max_num_seqs])
-    hidden, _ = model.forward(token_ids, metadata, kv)
-    model.local_logits(hidden[: config.max_num_seqs])
+        step(kv[: warmup_layers(model.layers, config.kv_caches)])
+    step(kv)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
-    del hidden, kv
+    kv.clear()
     torch.cuda.empty_cache()
     logger.info(
         "a step of %d tokens takes %.2f GiB beside weights and cache", num_tokens, peak / 2**30

@@ -23,7 +23,7 @@ from negamax.checkpoint.plan import LoadPlan, plan_load
 from negamax.checkpoint.synthetic import fill_synthetic
 from negamax.checkpoint.weight_cache import load_cached
 from negamax.kernels.platform import platform_of
-from negamax.kernels.registry import resolve
+from negamax.kernels.registry import KernelTable, resolve
 from negamax.layers.kv_scales import describe_kv_scales
 from negamax.layers.weights import WeightSlot
 from negamax.models.decoder import Decoder
@@ -97,15 +97,8 @@ class Worker:
             layout=config.layout,
         )
         kv_cache.check_rows_fit(config, device=device)
-        load_plan = None  # made, and the checkpoint checked, before the weights take memory
-        if config.folder is not None:
-            slots = empty_slots(config.spec, config.layout, dtype=dtype, kernels=kernels)
-            with _progress("checking files", config) as progress:
-                load_plan = plan_load(
-                    slots, config.spec, Path(config.folder), config.layout, progress=progress
-                )
-            del slots
-            kv_cache.check_scales(load_plan.skipped, dtype=cache_dtype)
+        # made, and the checkpoint checked, before the weights take memory
+        load_plan = _plan_load(config, kernels=kernels, cache_dtype=cache_dtype)
         self._proposer = load_proposer(config, kernels=kernels)
         num_draft_tokens = self._proposer.num_draft_tokens if self._proposer else 0
         self._context = context = _parallel_context(
@@ -143,7 +136,13 @@ class Worker:
             workspace = 0
             if runtime.graph_pool is not None:
                 workspace = peak_bytes(
-                    model, config, dtype=cache_dtype, context=context, device=device
+                    model,
+                    config,
+                    self._rows,
+                    self._proposer,
+                    dtype=cache_dtype,
+                    context=context,
+                    device=device,
                 )
             affordable = kv_cache.choose_blocks(
                 config, dtype=cache_dtype, workspace=workspace, device=device
@@ -507,6 +506,20 @@ def _parallel_context(
         max_tokens=config.max_num_batched_tokens,
         max_rows=max_rows,
     )
+
+
+def _plan_load(
+    config: WorkerConfig, *, kernels: KernelTable, cache_dtype: torch.dtype
+) -> LoadPlan | None:
+    """How the checkpoint's files fill the model; None: there are none."""
+    if config.folder is None:
+        return None
+    slots = empty_slots(config.spec, config.layout, dtype=kernels.dtype, kernels=kernels)
+    with _progress("checking files", config) as progress:
+        folder = Path(config.folder)
+        plan = plan_load(slots, config.spec, folder, config.layout, progress=progress)
+    kv_cache.check_scales(plan.skipped, dtype=cache_dtype)
+    return plan
 
 
 def _load(

@@ -57,7 +57,7 @@ def test_two_ranks_guess_as_plain_pytorch(
             return [prompt + list(out) for prompt, out in zip(PROMPTS, outputs, strict=True)]
 
     expected = texts()
-    speculative = {"method": "eagle3", "model": draft, "num_speculative_tokens": 3}
+    speculative = {"method": "eagle3", "model": draft, "adaptive": False}
     assert texts(tensor_parallel_size=2, speculative_config=speculative) == expected
     first, second = (json.loads((tmp_path / f"rank{rank}").read_text()) for rank in range(2))
     assert first == second

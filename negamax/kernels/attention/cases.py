@@ -109,6 +109,51 @@ def head_norm_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[
     ]
 
 
+def rope_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """No tokens, one, some; odd sizes; one KV head, and as many as query heads."""
+    return [
+        _rope_case(dtype, generator, num_tokens, heads, kv_heads, head_dim, cache=(4, 8))
+        for num_tokens, heads, kv_heads, head_dim in ((0, 2, 1, 16), (1, 6, 1, 128), (5, 3, 3, 20))
+    ]
+
+
+def rope_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """What drafts of MiniMax-M2.5 and M3 have under TP1 and TP4."""
+    return [
+        _rope_case(
+            dtype, generator, num_tokens, heads, kv_heads, 128, cache=(64, 64), cache_dtype=cache
+        )
+        for num_tokens, heads, kv_heads, cache in (
+            (1, 6, 2, None),
+            (4, 24, 8, None),
+            (400, 16, 16, None),
+            (3001, 16, 1, None),
+            (16, 6, 2, FP8),
+        )
+    ]
+
+
+def _rope_case(
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    num_tokens: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    **cache: Any,
+) -> Case:
+    return _qk_norm_case(
+        dtype,
+        generator,
+        num_tokens=num_tokens,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rotary_dim=head_dim,
+        **cache,
+    )
+
+
 def _qk_norm_case(
     dtype: torch.dtype,
     generator: torch.Generator,
@@ -158,7 +203,14 @@ def apply_head_norm(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     return _apply_norm(kernel, case)
 
 
-def _apply_norm(kernel: AnyKernel, case: Case, **ranks: int) -> tuple[Tensor, ...]:
+def apply_rope(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
+    """As `apply_qk_norm`."""
+    return _apply_norm(kernel, case, has_norm=False)
+
+
+def _apply_norm(
+    kernel: AnyKernel, case: Case, *, has_norm: bool = True, **ranks: int
+) -> tuple[Tensor, ...]:
     t, n = case.tensors, case.numbers
     k_cache, v_cache = (
         t[name].to(n.get("cache_dtype", t[name].dtype), copy=True)
@@ -167,11 +219,12 @@ def _apply_norm(kernel: AnyKernel, case: Case, **ranks: int) -> tuple[Tensor, ..
     frequencies = signed_frequencies(n["rotary_dim"], 5e6).to(t["positions"].device)
     angles = cos_sin(t["positions"], frequencies)
     rows = cache_rows(t["slots"], kv_heads=k_cache.shape[1], block_size=k_cache.shape[2])
-    norm = kernel.prepare(
-        t["norm_weight"], heads=n["heads"], kv_heads=k_cache.shape[1], eps=1e-6, **ranks
-    )
+    norm: tuple[Any, ...] = ()
+    if has_norm:
+        heads = {"heads": n["heads"], "kv_heads": k_cache.shape[1]}
+        norm = (kernel.prepare(t["norm_weight"], eps=1e-6, **heads, **ranks),)
     scales = n.get("kv_scales", (1.0, 1.0))
-    q = kernel.run(t["qkv"].clone(), norm, *angles, k_cache, v_cache, rows, kv_scales=scales)
+    q = kernel.run(t["qkv"].clone(), *norm, *angles, k_cache, v_cache, rows, kv_scales=scales)
     return q, k_cache, v_cache
 
 

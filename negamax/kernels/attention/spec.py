@@ -22,7 +22,13 @@ from negamax.kernels.kvcache.spec import write
 from negamax.kernels.op import Kernel, Op, rounding_tolerance
 from negamax.kernels.peers import Collective
 from negamax.kernels.rope.spec import half_split
-from negamax.kernels.signatures import DECODE, HEAD_NORM_ROPE_WRITE, PREFILL, QK_NORM_ROPE_WRITE
+from negamax.kernels.signatures import (
+    DECODE,
+    HEAD_NORM_ROPE_WRITE,
+    PREFILL,
+    QK_NORM_ROPE_WRITE,
+    ROPE_WRITE,
+)
 
 # --- QK norm, rope, cache write ------------------------------------------------------------------
 
@@ -111,6 +117,26 @@ def head_norm_rope_write(
         half_split(head_norm(x, weight, norm.eps), cos, sin)
         for x, weight in zip((q, k), norm.weight, strict=True)
     )
+    write(k, v, k_cache, v_cache, rows, kv_scales=kv_scales)
+    return q.to(qkv.dtype)
+
+
+def rope_write(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    rows: Tensor,
+    *,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> Tensor:
+    """As `qk_norm_rope_write` without norms; all dimensions of a head rotate."""
+    kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
+    assert cos.shape[-1] == head_dim
+    heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    q, k, v = split_heads(qkv, heads=heads, kv_heads=kv_heads)
+    q, k = half_split(q, cos, sin), half_split(k, cos, sin)
     write(k, v, k_cache, v_cache, rows, kv_scales=kv_scales)
     return q.to(qkv.dtype)
 
@@ -220,6 +246,17 @@ OPS = (
         wide=cases.head_norm_full_size,
         wide_error=5e-3,
         apply=cases.apply_head_norm,
+        tolerance=rounding_tolerance(scale=2.0, reason="one rounding to the dtype; |q| up to 5"),
+        cost=cases.qk_norm_cost,
+    ),
+    Op(
+        name=ROPE_WRITE,
+        summary="rope of q and k, keys and values into the paged cache",
+        reference=Kernel(ROPE_WRITE, "reference", rope_write),
+        cases=cases.rope_small,
+        wide=cases.rope_full_size,
+        wide_error=5e-3,
+        apply=cases.apply_rope,
         tolerance=rounding_tolerance(scale=2.0, reason="one rounding to the dtype; |q| up to 5"),
         cost=cases.qk_norm_cost,
     ),

@@ -17,6 +17,7 @@ from negamax.kernels.attention.triton_decode_plan import plan_decode
 from negamax.kernels.attention.triton_head_norm import head_norm_rope_write
 from negamax.kernels.attention.triton_prefill import plan_prefill, prefill
 from negamax.kernels.attention.triton_qk_norm import qk_norm_rope_write
+from negamax.kernels.attention.triton_rope import rope_write
 from negamax.kernels.op import Kernel
 from negamax.kernels.platform import Feature
 from negamax.kernels.signatures import (
@@ -24,6 +25,7 @@ from negamax.kernels.signatures import (
     HEAD_NORM_ROPE_WRITE,
     PREFILL,
     QK_NORM_ROPE_WRITE,
+    ROPE_WRITE,
 )
 
 _GPU = frozenset({Feature.TRITON})
@@ -46,6 +48,7 @@ KERNELS = (
         requires=_GPU,
         dtypes=_DTYPES,
     ),
+    Kernel(ROPE_WRITE, "triton", rope_write, requires=_GPU, dtypes=_DTYPES),
     Kernel(
         DECODE,
         "triton",

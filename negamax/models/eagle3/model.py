@@ -20,12 +20,10 @@ from negamax.config.eagle3 import Eagle3Spec
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.activations import SILU, concatenate
 from negamax.kernels.attention.metadata import AttentionMetadata
-from negamax.kernels.attention.spec import split_heads
 from negamax.kernels.formats import Axis, Dim, Role, StoredTensor
-from negamax.kernels.kvcache.spec import write
 from negamax.kernels.registry import KernelTable
-from negamax.kernels.rope.spec import half_split, signed_frequencies
-from negamax.kernels.signatures import DECODE, PREFILL
+from negamax.kernels.rope.spec import signed_frequencies
+from negamax.kernels.signatures import DECODE, PREFILL, ROPE_WRITE
 from negamax.layers.attention import (
     GroupedQueryKind,
     GroupedQueryStep,
@@ -108,10 +106,7 @@ class _Attention:
             group=context.attention_group,
             **shared,
         )
-        self._heads = {
-            "heads": len(q_rows) // spec.head_dim,
-            "kv_heads": len(kv_rows) // spec.head_dim,
-        }
+        self._rope_write = kernels[ROPE_WRITE].run
         self._decode, self._prefill = kernels[DECODE].run, kernels[PREFILL].run
         self._biases = None
         if spec.attention_bias:
@@ -129,10 +124,8 @@ class _Attention:
         qkv = self._qkv(x)
         if self._biases:
             qkv = qkv + self._biases.qkv
-        q, k, v = split_heads(qkv, **self._heads)
-        q, k = half_split(q, step.cos, step.sin), half_split(k, step.cos, step.sin)
-        write(k, v, kv["k"], kv["v"], step.slot_mapping)
-        q, parts, decodes = q.to(qkv.dtype), [], metadata.num_decodes
+        q = self._rope_write(qkv, step.cos, step.sin, kv["k"], kv["v"], step.slot_mapping)
+        parts, decodes = [], metadata.num_decodes
         if step.decode is not None:
             parts.append(self._decode(q[:decodes], kv["k"], kv["v"], step.decode))
         if step.prefill is not None:
@@ -340,7 +333,8 @@ class Eagle3Draft:
 
     def token_ids(self, draft_ids: Tensor) -> Tensor:
         """The target's ids of the draft's; what is negative stays so. [R] int64 both."""
-        return self._token_ids[draft_ids.clamp_min(0)].where(draft_ids >= 0, draft_ids)
+        known = draft_ids.clamp(0, len(self._token_ids) - 1)  # a warmup brings any numbers
+        return self._token_ids[known].where(draft_ids >= 0, draft_ids)
 
 
 def _plain_norm(norm: RmsNorm, x: Tensor) -> Tensor:
