@@ -138,11 +138,12 @@ class H200(Tiles):
 
     def packed(self, *, M: int, N: int, K: int) -> Tile:
         block_m = max(16, min(128, _power_of_two(M)))
-        if block_m == 128:
-            return Tile(128, 128, 128, num_warps=8, num_stages=3)
         programs = -(-N // 64) * -(-M // block_m)
+        if programs > 2 * self.multiprocessors and block_m == 128:
+            return Tile(128, 128, 128, num_warps=8, num_stages=3)
         split_k = _at_most_four(2 * self.multiprocessors // programs)
-        return Tile(block_m, 64, 256, num_warps=4, num_stages=3, split_k=split_k)
+        block_k = 256 if block_m <= 32 else 128  # two programs share a multiprocessor's memory
+        return Tile(block_m, 64, block_k, num_warps=4, num_stages=3, split_k=split_k)
 
     def packed_gemv(self, *, M: int, packing: Packing) -> Tile | None:
         """Up to 4 tokens, 4 bits, but for the scales of NVFP4: measured with int4, and taken for
