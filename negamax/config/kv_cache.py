@@ -99,6 +99,17 @@ def sharding_crossover(caches: KvCacheSpecs, *, dtype: str, ranks: int) -> float
     return _SHARDING_SECONDS * _BYTES_PER_SECOND / unread
 
 
+def shards_index(
+    caches: KvCacheSpecs, asked: str, *, dtype: str, ranks: int, max_model_len: int
+) -> bool:
+    """Whether ranks hold a shard of the index keys each: as `asked`, or with "auto" where one
+    sequence of `max_model_len` tokens is answered faster so.
+    """
+    if asked != "auto":
+        return asked == "on" and ranks > 1
+    return max_model_len >= sharding_crossover(caches, dtype=dtype, ranks=ranks)
+
+
 def block_bytes(caches: KvCacheSpecs, block_size: int, *, dtype: str, ranks: int) -> int:
     """Bytes on each of `ranks` of a block of `block_size` tokens, all layers together."""
     return sum(

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-import triton_support  # noqa: F401  before the kernels
+from triton_support import Group, Ranks, ThreadGroup, Threads  # before the kernels
 
 from negamax.kernels import platform
 from negamax.kernels.activations import QuantizedActivations
@@ -18,7 +18,13 @@ from negamax.kernels.attention.triton_head_norm import sparse_norm_rope_write
 from negamax.kernels.attention.triton_prefill import PrefillPlan
 from negamax.kernels.block_sparse import spec
 from negamax.kernels.block_sparse import triton as kernels
-from negamax.kernels.block_sparse.choice import BlockChoice, SparseShape
+from negamax.kernels.block_sparse.choice import (
+    BlockChoice,
+    IndexShard,
+    SparseShape,
+    best_keys,
+    pages_of,
+)
 from negamax.kernels.block_sparse.triton_prefill import SparsePrefillPlan
 from negamax.kernels.block_sparse.triton_select_decode import SelectDecodePlan
 from negamax.kernels.block_sparse.triton_select_prefill import SelectPrefillPlan
@@ -175,6 +181,72 @@ def test_a_step_of_decodes_and_prompts_chooses_for_both(
     got = chosen(queries, index_q, cache, SHAPE)
     assert torch.equal(got.ids, want.ids)
     assert torch.equal(got.pages, want.pages)
+
+
+@pytest.mark.parametrize("is_captured", [True, False])
+@pytest.mark.parametrize("queries", [(1, 1, 1, 1), (1, 41, 20, 4)])
+def test_ranks_choose_from_their_shards_what_one_chooses_from_all_index_keys(
+    queries: tuple[int, ...], is_captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of more blocks than are compared at once, of few, of too few to be scored; a query that
+    scores all blocks alike; the last token is padding.
+    """
+    few = replace(platform.CPU, multiprocessors=8)
+    monkeypatch.setattr(platform, "platform_of", lambda device: few)
+    lengths = (9700, 130, 40, 300) if max(queries) == 1 else (90, 330, 20, 200)
+    cache, tables = paged(lengths, heads=1)
+    num_tokens = sum(queries)
+    index_q = torch.randn(num_tokens, 2, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    index_q[-2] = 0
+    metadata = attention_metadata(tables, lengths, queries, num_decodes=queries.count(1))
+    if is_captured:
+        metadata = captured(replace(metadata, num_actual_tokens=torch.tensor([num_tokens - 1])))
+    threads, shape = Threads(2), replace(SHAPE, kv_heads=2)
+    plan = spec.plan(attention_metadata(tables, lengths, queries), shape, dtype=index_q.dtype)
+    want = spec.select(index_q.float(), cache, plan).ids[:-1]
+
+    def choose(rank: int) -> BlockChoice:
+        own = replace(SHAPE, shard=IndexShard(rank, 2, 2, rank))
+        select = kernels.plan_select(metadata, own, dtype=index_q.dtype)
+        merge = kernels.plan_merge_shards(metadata, own, dtype=index_q.dtype)
+        keys = kernels.select_shard(index_q, cache[rank::2].contiguous(), select)
+        return kernels.merge_shards(keys, merge, ThreadGroup(threads, rank, memory=None))
+
+    for rank, got in enumerate(threads.run(choose)):
+        assert torch.equal(got.ids[:-1], want[:, rank : rank + 1])
+        of_tokens = tables[metadata.token_slots[:-1]]
+        assert torch.equal(got.pages[:-1], pages_of(got.ids[:-1], of_tokens, SHAPE))
+        if is_captured:
+            assert (got.ids[-1] == -1).all() and not got.pages[-1].any()
+
+
+def test_ranks_exchange_the_keys_of_few_tokens_by_the_ll_protocol() -> None:
+    """Each sends the others the keys of the heads that they have. A token that attends to all that
+    it sees is not exchanged.
+    """
+    shape = replace(SHAPE, kv_heads=2, shard=IndexShard(1, 2, 4, 2))
+    lengths, rounds = [130, 17, 300], 3
+    _, tables = paged(lengths, heads=1)
+    queries = attention_metadata(tables, lengths, [1] * 3, num_decodes=3)
+    generator, ranks = torch.Generator().manual_seed(0), Ranks(2, rows=4, words=16)
+    plan = kernels.plan_merge_shards(queries, shape, dtype=torch.bfloat16)
+    for epoch in range(1, rounds + 1):
+        scores = torch.randn(3, 4, 19, generator=generator)
+        keys = torch.cat([
+            best_keys(scores[..., n::2], torch.arange(n, 19, 2).expand(3, -1), queries.positions,
+                      shape).unsqueeze(0)
+            for n in range(2)
+        ])  # fmt: skip
+        for row in (0, 2):
+            payload = keys[0, row, 2:].flatten().view(torch.int32)
+            ranks.arrive(1, sender=0, row=row, payload=payload)
+        got = kernels.merge_shards(keys[1:], plan, Group(ranks, 1))
+        want = spec.merge_shards(keys, spec.plan(queries, shape, dtype=torch.bfloat16), None)
+        assert torch.equal(got.ids, want.ids) and torch.equal(got.pages, want.pages)
+        assert ranks.epochs[1].tolist() == [epoch, 0, epoch, 0]
+        sent = ranks.copies[0][epoch & 1, 2, 1, :12]
+        assert (sent >> 32 == epoch).all()
+        assert torch.equal(sent.int(), keys[1, 2, :2].flatten().view(torch.int32))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])

@@ -10,7 +10,7 @@ from negamax.base import env
 from negamax.base.crash_dump import CrashDumps
 from negamax.base.errors import ConfigError
 from negamax.base.log import get_logger
-from negamax.config.kv_cache import check_index_options, choose_block_size, sharding_crossover
+from negamax.config.kv_cache import check_index_options, choose_block_size, shards_index
 from negamax.config.model_spec import ModelSpec
 from negamax.config.options import EngineOptions
 from negamax.engine.core.executor import Executor, start_executor
@@ -73,7 +73,17 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
     max_num_seqs = options.max_num_seqs or limits.max_num_seqs
     max_num_batched_tokens = options.max_num_batched_tokens or limits.max_num_batched_tokens
     block_size = choose_block_size(spec.kv_caches(), options.block_size, default=limits.block_size)
-    if _shards_index(options, spec, layout, max_model_len=max_model_len, device=device):
+    check_index_options(
+        spec.kv_caches(), dtype=options.index_cache_dtype, sharding=options.index_cache_sharding
+    )
+    dtypes = (options.index_cache_dtype, options.dtype, spec.dtype)
+    if shards_index(
+        spec.kv_caches(),
+        options.index_cache_sharding,
+        dtype=next(dtype for dtype in dtypes if dtype != "auto"),
+        ranks=layout.attention.size,
+        max_model_len=max_model_len,
+    ):
         spec = spec.with_sharded_index()
     eos_token_ids = source.generation.eos_token_ids
     config = WorkerConfig(
@@ -158,32 +168,6 @@ def _scheduler(
     if speculation is None or not speculation.adaptive or not ready.num_draft_tokens:
         return Scheduler(limits)
     return Scheduler(limits, AdaptiveDraftLength(speculation.lengths, ready.step_seconds))
-
-
-def _shards_index(
-    options: EngineOptions,
-    spec: ModelSpec,
-    layout: ParallelLayout,
-    *,
-    max_model_len: int,
-    device: str,
-) -> bool:
-    """Whether ranks hold a shard of the index keys each: unless the user says otherwise, where one
-    sequence as long as the context is answered faster so.
-    """
-    caches, asked = spec.kv_caches(), options.index_cache_sharding
-    check_index_options(caches, dtype=options.index_cache_dtype, sharding=asked)
-    ranks = layout.attention.size
-    if device == "cuda" and ranks > 1 and asked == "on":
-        raise ConfigError(
-            "--index-cache-sharding is on; no kernel for GPUs reads a shard of the index keys yet",
-            hint="use off",
-        )
-    if asked != "auto" or device == "cuda":
-        return asked == "on" and ranks > 1
-    names = (options.index_cache_dtype, options.dtype, spec.dtype)
-    dtype = next(name for name in names if name != "auto")
-    return max_model_len >= sharding_crossover(caches, dtype=dtype, ranks=ranks)
 
 
 def _find_device(name: str) -> tuple[str, int | None]:

@@ -25,13 +25,16 @@ from negamax.kernels.block_sparse.triton_select_prefill import (
     plan_select_prefill,
     select_prefill,
 )
+from negamax.kernels.block_sparse.triton_shard import merge_shards, plan_merge_shards
 from negamax.kernels.op import Kernel
 from negamax.kernels.platform import Feature
 from negamax.kernels.signatures import (
     BLOCK_SPARSE_DECODE,
+    BLOCK_SPARSE_MERGE_SHARDS,
     BLOCK_SPARSE_NORM_ROPE_WRITE,
     BLOCK_SPARSE_PREFILL,
     BLOCK_SPARSE_SELECT,
+    BLOCK_SPARSE_SELECT_SHARD,
 )
 
 _GPU = frozenset({Feature.TRITON})
@@ -62,18 +65,31 @@ def plan_select(
 
 def select(index_q: Tensor, index_cache: Tensor, plan: SelectPlan) -> BlockChoice:
     """As the definition; of tokens behind the last query it says nothing."""
-    assert index_q.is_contiguous() and index_cache.is_contiguous()
     size = (*index_q.shape[:2], plan.shape.topk_blocks)
     choice = BlockChoice(*torch.empty(2, *size, dtype=torch.int32, device=index_q.device).unbind())
+    _select(index_q, index_cache, plan, choice.ids, choice.pages)
+    return choice
+
+
+def select_shard(index_q: Tensor, index_cache: Tensor, plan: SelectPlan) -> Tensor:
+    """As the definition; of tokens behind the last query it says nothing."""
+    size = (1, *index_q.shape[:2], plan.shape.topk_blocks)
+    keys = torch.empty(size, dtype=torch.int64, device=index_q.device)
+    _select(index_q, index_cache, plan, keys[0])
+    return keys
+
+
+def _select(index_q: Tensor, index_cache: Tensor, plan: SelectPlan, *to: Tensor) -> None:
+    assert index_q.is_contiguous() and index_cache.is_contiguous()
     for tokens, own in (
         (slice(None, plan.num_decodes), plan.decode),
         (slice(plan.num_decodes, None), plan.rest),
     ):
+        out = [part[tokens] for part in to]
         if isinstance(own, SelectDecodePlan):
-            select_decode(index_q[tokens], index_cache, own, choice.of(tokens))
+            select_decode(index_q[tokens], index_cache, own, *out)
         elif own is not None:
-            select_prefill(index_q[tokens], index_cache, own, choice.of(tokens))
-    return choice
+            select_prefill(index_q[tokens], index_cache, own, *out)
 
 
 KERNELS = (
@@ -90,6 +106,22 @@ KERNELS = (
         "triton",
         select,
         plan_select,
+        requires=_GPU,
+        dtypes=_DTYPES,
+    ),
+    Kernel(
+        BLOCK_SPARSE_SELECT_SHARD,
+        "triton",
+        select_shard,
+        plan_select,
+        requires=_GPU,
+        dtypes=_DTYPES,
+    ),
+    Kernel(
+        BLOCK_SPARSE_MERGE_SHARDS,
+        "triton",
+        merge_shards,
+        plan_merge_shards,
         requires=_GPU,
         dtypes=_DTYPES,
     ),

@@ -24,7 +24,7 @@ NO_KEY = tl.constexpr(-0x80000000 << 32)
 class ChoiceConstants(NamedTuple):
     """Constants of the kernels that choose blocks, one argument `C: tl.constexpr`."""
 
-    HEADS: int  # index heads, and KV heads
+    HEADS: int  # index heads, and KV heads where no other rank has more of the former
     DIM: int  # of an index head
     BLOCK: int  # tokens of a sparse block
     PER_BLOCK: int  # sparse blocks of a block of the cache
@@ -35,6 +35,7 @@ class ChoiceConstants(NamedTuple):
     BLOCK_M: int  # index queries (token, head) of a tile
     BLOCK_D: int  # DIM, padded to a power of two
     DOT: tl.dtype  # of what is multiplied
+    RANKS: int  # that hold a shard of the index keys each
 
 
 def choice_constants(
@@ -42,7 +43,7 @@ def choice_constants(
 ) -> ChoiceConstants:
     """`dim` of an index head; `rows`: index queries of a tile."""
     return ChoiceConstants(
-        HEADS=shape.kv_heads,
+        HEADS=shape.index_heads,
         DIM=dim,
         BLOCK=shape.sparse_block_size,
         PER_BLOCK=shape.block_size // shape.sparse_block_size,
@@ -53,6 +54,7 @@ def choice_constants(
         BLOCK_M=max(16, triton.next_power_of_2(rows)),
         BLOCK_D=triton.next_power_of_2(max(16, dim)),
         DOT=dot_dtype(dtype, cache_dtype),
+        RANKS=shape.shard.ranks,
     )
 
 
@@ -102,6 +104,31 @@ def store_choice(block, row, head, table, is_there, ids, pages, C: tl.constexpr)
     page = (cache_block * C.HEADS + head[:, None]) * C.PER_BLOCK + block % C.PER_BLOCK
     tl.store(ids + at, tl.where(is_block, block, -1), mask=mask)
     tl.store(pages + at, tl.where(is_block, page, 0), mask=mask)
+
+
+@triton.jit
+def scored_block(numbers, i, C: tl.constexpr):
+    """The number of the i-th block that is scored: all are, or of a shard those of the blocks of
+    the cache in `numbers`.
+    """
+    if C.RANKS == 1:
+        return i
+    else:
+        return tl.load(numbers + i // C.PER_BLOCK) * C.PER_BLOCK + i % C.PER_BLOCK
+
+
+@triton.jit
+def store_best(best, row, head, table, is_there, ids, pages, C: tl.constexpr):
+    """The choice of index queries whose best keys are `best` [rows, TOPK_POW2]; the rest as in
+    `store_choice`. Of a shard the keys themselves, to `ids` [T, HEADS, TOPK] int64.
+    """
+    column = tl.arange(0, C.TOPK_POW2)[None, :]
+    if C.RANKS == 1:
+        block = tl.where(column < C.TOPK, number_of(best), NO_BLOCK)
+        store_choice(block, row, head, table, is_there, ids, pages, C)
+    else:
+        at = row.to(tl.int64)[:, None] * C.TOPK + column
+        tl.store(ids + at, best, mask=is_there[:, None] & (column < C.TOPK))
 
 
 @triton.jit

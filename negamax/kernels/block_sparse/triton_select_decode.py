@@ -32,23 +32,27 @@ from negamax.kernels.attention.triton_decode_plan import (
     load_sequence,
     plan_splits,
 )
-from negamax.kernels.block_sparse.choice import BlockChoice, SparseShape
+from negamax.kernels.block_sparse.choice import SparseShape
 from negamax.kernels.block_sparse.tiles import tiles_for
 from negamax.kernels.block_sparse.triton_choice import (
     NO_BLOCK,
+    NO_KEY,
     choice_constants,
     last_block,
     make_key,
     number_of,
     score_order,
+    scored_block,
     store_all_blocks,
-    store_choice,
+    store_best,
 )
+from negamax.kernels.block_sparse.triton_shard import OwnBlocks, plan_own_blocks
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 
 MOST_QUERIES = 8  # of a sequence that are scored together
 _NARROW = tl.constexpr(256)  # blocks among which is chosen at once
 _NUM_GROUPS = tl.constexpr(512)  # of blocks, where there are more
+_MOST_ROWS = tl.constexpr(4)  # index queries whose blocks are chosen at a time
 
 
 class Queries(NamedTuple):
@@ -69,6 +73,7 @@ class SelectDecodePlan:
     queries: Tensor  # [S, 4] int32: `Queries`
     arrivals: Tensor  # [S] int32, 0 between launches
     splits: Splits
+    own: OwnBlocks | None  # those that are scored; None: all
     scores: dict[int, Tensor] = field(default_factory=dict)  # by size; made for the first layer
 
 
@@ -149,16 +154,22 @@ def plan_select_decode(metadata: AttentionMetadata, shape: SparseShape) -> Selec
             SEQS_POW2=triton.next_power_of_2(num_seqs),
             num_warps=4,
         )
+    own = None
+    if shape.shard.ranks > 1:
+        own = plan_own_blocks(metadata, scored, shape)
+        scored = own.tokens
     splits = plan_splits(
         scored, metadata.block_table_indices, kv_heads=1, block_n=shape.sparse_block_size
     )
     most = merge if is_single else max(metadata.host_query_lens)
-    return SelectDecodePlan(metadata, shape, most, queries, arrivals, splits)
+    return SelectDecodePlan(metadata, shape, most, queries, arrivals, splits, own)
 
 
 @triton.jit
-def _score_blocks(index_q, cache, table, scores, width, queries, first, until, C: tl.constexpr):
-    """Scores of the blocks first to until - 1 for all index queries of `queries`."""
+def _score_blocks(
+    index_q, cache, table, numbers, scores, width, queries, first, until, C: tl.constexpr
+):
+    """Scores of the scored blocks first to until - 1 for all index queries of `queries`."""
     BLOCK_M: tl.constexpr = C.BLOCK_M  # Triton 3.6 takes no field of a struct in a shape
     row, column = tl.arange(0, BLOCK_M), tl.arange(0, C.BLOCK_D)
     key = tl.arange(0, C.BLOCK)
@@ -170,84 +181,100 @@ def _score_blocks(index_q, cache, table, scores, width, queries, first, until, C
     position = queries.length - queries.count + row // C.HEADS
     score_at = scores + (first_row + row) * width
     cache_block = tl.load(table + first // C.PER_BLOCK)
-    for block in range(first, until):
-        page = cache_block.to(tl.int64) * C.PER_BLOCK + block % C.PER_BLOCK
+    next_number = scored_block(numbers, first, C)
+    for i in range(first, until):
+        block = next_number
+        if C.RANKS == 1:
+            block = i
+        page = cache_block.to(tl.int64) * C.PER_BLOCK + i % C.PER_BLOCK
         k_at = cache + page * (C.BLOCK * C.DIM) + key[:, None] * C.DIM + column[None, :]
         if C.DIM == C.BLOCK_D:
             k = tl.load(k_at)
         else:
             k = tl.load(k_at, mask=(column < C.DIM)[None, :] & (key >= 0)[:, None], other=0.0)
         # a tile ahead: a load that waits for another one would halve the pipeline
-        next_block = tl.minimum(block + 1, until - 1)
-        cache_block = tl.load(table + next_block // C.PER_BLOCK)
+        next_i = tl.minimum(i + 1, until - 1)
+        cache_block = tl.load(table + next_i // C.PER_BLOCK)
+        next_number = scored_block(numbers, next_i, C)
         products = tl.dot(q, tl.trans(k.to(C.DOT)))
         is_seen = block * C.BLOCK + key[None, :] <= position[:, None]
         score = tl.max(tl.where(is_seen, products, float("-inf")), axis=1)
-        tl.store(score_at + block, score, mask=is_row)
+        tl.store(score_at + i, score, mask=is_row)
 
 
 @triton.jit
-def _load_order(scores, row, block, last, width, C: tl.constexpr):
-    """`score_order` of the blocks `block` for the index queries `row`, of one shape."""
-    score_at = scores + row.to(tl.int64) * width + block
+def _load_order(scores, row, i, numbers, num_scored, last, width, C: tl.constexpr):
+    """`score_order` of the `num_scored` scored blocks at `i` for the index queries `row`, of one
+    shape, and their numbers; NO_BLOCK where there are no more.
+    """
+    block = i
+    if C.RANKS > 1:
+        is_block = i < num_scored
+        block = tl.load(numbers + i // C.PER_BLOCK, mask=is_block, other=0)
+        block = tl.where(is_block, block * C.PER_BLOCK + i % C.PER_BLOCK, NO_BLOCK)
+    score_at = scores + row.to(tl.int64) * width + i
     # other programs wrote them, so not through the first-level cache
     score = tl.load(score_at, mask=block <= last, other=0.0, cache_modifier=".cg")
-    return score_order(score, block, last, C)
+    return score_order(score, block, last, C), block
 
 
 @triton.jit
-def _best_blocks(scores, row, last, width, C: tl.constexpr):
-    """The TOPK blocks with the highest scores of _NARROW at most, for index queries `row` [rows],
-    whose last block is `last` [rows]. [rows, TOPK_POW2], NO_BLOCK behind the TOPK.
+def _best_blocks(scores, row, numbers, num_scored, last, width, C: tl.constexpr):
+    """The keys of the blocks with the highest scores of _NARROW at most, for index queries `row`
+    [rows], whose last block is `last` [rows]. [rows, TOPK_POW2]
     """
-    block = tl.arange(0, _NARROW)[None, :]
-    order = _load_order(scores, row[:, None], block + row[:, None] * 0, last[:, None], width, C)
-    best = number_of(tl.topk(make_key(order, block), C.TOPK_POW2))
-    return tl.where(tl.arange(0, C.TOPK_POW2)[None, :] < C.TOPK, best, NO_BLOCK)
+    i = tl.arange(0, _NARROW)[None, :] + row[:, None] * 0
+    order, block = _load_order(
+        scores, row[:, None], i, numbers, num_scored, last[:, None], width, C
+    )
+    return tl.topk(make_key(order, block), C.TOPK_POW2)
 
 
 @triton.jit
-def _best_blocks_of_many(scores, row, last, width, GROUP: tl.constexpr, C: tl.constexpr):
-    """`_best_blocks` of any number of blocks, of _NUM_GROUPS groups of GROUP, for one index query.
-    [1, TOPK_POW2]
+def _best_blocks_of_many(
+    scores, row, numbers, num_scored, last, width, ROWS: tl.constexpr, GROUP: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """`_best_blocks` of any number of blocks, of which every _NUM_GROUPS-th are a group of GROUP at
+    most.
     """
     TOPK_POW2: tl.constexpr = C.TOPK_POW2
-    group, member = tl.arange(0, _NUM_GROUPS), tl.arange(0, GROUP)
-    block = group[:, None] * GROUP + member[None, :]
-    order = tl.max(_load_order(scores, row, block, last, width, C), axis=1)
-    best = number_of(tl.topk(make_key(order, group), TOPK_POW2))
-    best = best.to(tl.int32)[:, None]
-    block = tl.where(best == NO_BLOCK, NO_BLOCK, best * GROUP + member[None, :])
-    order = _load_order(scores, row, block, last, width, C)
-    keys = tl.reshape(make_key(order, block), [1, TOPK_POW2 * GROUP])
-    best = number_of(tl.topk(keys, TOPK_POW2))
-    return tl.where(tl.arange(0, TOPK_POW2)[None, :] < C.TOPK, best, NO_BLOCK)
+    AT_ONCE: tl.constexpr = _MOST_ROWS * 2 // ROWS  # blocks of each group
+    group = tl.arange(0, _NUM_GROUPS)[None, None, :]
+    part = tl.arange(0, AT_ONCE)[None, :, None]
+    row, last = row[:, None, None], last[:, None, None]
+    best = tl.full([ROWS, _NUM_GROUPS], NO_KEY, tl.int64)
+    for start in range(0, num_scored, AT_ONCE * _NUM_GROUPS):
+        i = start + part * _NUM_GROUPS + group + row * 0
+        order, _ = _load_order(scores, row, i, numbers, num_scored, last, width, C)
+        best = tl.maximum(best, tl.max(make_key(order, i), axis=1))
+    group = (number_of(tl.topk(best, TOPK_POW2)) % _NUM_GROUPS).to(tl.int32)
+    i = group[:, :, None] + tl.arange(0, GROUP)[None, None, :] * _NUM_GROUPS
+    order, block = _load_order(scores, row, i, numbers, num_scored, last, width, C)
+    return tl.topk(tl.reshape(make_key(order, block), [ROWS, TOPK_POW2 * GROUP]), TOPK_POW2)
 
 
 @triton.jit
 def _choose(
-    scores, table, width, queries, ids, pages, ROWS: tl.constexpr, GROUP: tl.constexpr,
-    C: tl.constexpr,
+    scores, table, numbers, num_scored, width, queries, ids, pages, ROWS: tl.constexpr,
+    GROUP: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """The choice of all index queries of `queries` from their scores."""
     num_rows = queries.count * C.HEADS
     first_row = queries.first * C.HEADS
     position = queries.length - queries.count
-    if last_block(queries.length - 1, C.BLOCK) < _NARROW:
-        for start in range(0, num_rows, ROWS):
-            row = start + tl.arange(0, ROWS)
-            last = last_block(position + row // C.HEADS, C.BLOCK)
-            is_there = row < num_rows
-            last = tl.where(is_there, last, -1)
-            block = _best_blocks(scores, first_row + row, last, width, C)
-            store_choice(block, first_row + row, row % C.HEADS, table, is_there, ids, pages, C)
-    else:
-        one = tl.arange(0, 1)
-        for start in range(0, num_rows):
-            last = last_block(position + start // C.HEADS, C.BLOCK)
-            block = _best_blocks_of_many(scores, first_row + start, last, width, GROUP, C)
-            row = first_row + start + one
-            store_choice(block, row, row % C.HEADS, table, one == 0, ids, pages, C)
+    for start in range(0, num_rows, ROWS):
+        row = start + tl.arange(0, ROWS)
+        is_there = row < num_rows
+        last = tl.where(is_there, last_block(position + row // C.HEADS, C.BLOCK), -1)
+        row += first_row
+        if num_scored <= _NARROW:
+            best = _best_blocks(scores, row, numbers, num_scored, last, width, C)
+        else:
+            best = _best_blocks_of_many(
+                scores, row, numbers, num_scored, last, width, ROWS, GROUP, C
+            )
+        store_best(best, row, row % C.HEADS, table, is_there, ids, pages, C)
 
 
 @triton.jit
@@ -262,6 +289,8 @@ def _select_decode_kernel(
     arrivals,  # [S] int32, 0 between launches
     ids,  # [T, HEADS, TOPK] int32, written
     pages,  # likewise
+    own_blocks,  # [S, 2, own_width] as `OwnBlocks`, not read unless RANKS > 1
+    own_width,
     table_stride,
     width,
     ROWS: tl.constexpr,  # index queries whose blocks are chosen at a time
@@ -285,27 +314,43 @@ def _select_decode_kernel(
             position = query.length - query.count + row // C.HEADS
             is_there = row < query.count * C.HEADS
             first_row = query.first * C.HEADS
-            store_all_blocks(
-                position, first_row + row, row % C.HEADS, table, is_there, ids, pages, C
-            )
+            if C.RANKS == 1:
+                store_all_blocks(
+                    position, first_row + row, row % C.HEADS, table, is_there, ids, pages, C
+                )
+            else:  # or none of them is this rank's
+                none = tl.full([BLOCK_M, C.TOPK_POW2], NO_KEY, tl.int64)
+                store_best(none, first_row + row, row, table, is_there, ids, pages, C)
         else:
             first = tile - sequence.first_tile
             after = until - sequence.first_tile
-            _score_blocks(index_q, cache, table, scores, width, query, first, after, C)
+            num_scored = sequence.end_tile - sequence.first_tile
+            if C.RANKS == 1:
+                numbers, blocks = table, table
+            else:
+                numbers = own_blocks + seq.to(tl.int64) * 2 * own_width
+                blocks = numbers + own_width
+            _score_blocks(index_q, cache, blocks, numbers, scores, width, query, first, after, C)
             tl.debug_barrier()
             before = tl.atomic_add(arrivals + seq, 1, sem="acq_rel")
             if before == sequence.num_splits - 1:
                 tl.debug_barrier()
                 tl.store(arrivals + seq, 0)
-                _choose(scores, table, width, query, ids, pages, ROWS, GROUP, C)
+                _choose(
+                    scores, table, numbers, num_scored, width, query, ids, pages, ROWS, GROUP, C
+                )
         tile = until
         seq += 1
 
 
 def select_decode(
-    index_q: Tensor, index_cache: Tensor, plan: SelectDecodePlan, out: BlockChoice
+    index_q: Tensor,
+    index_cache: Tensor,
+    plan: SelectDecodePlan,
+    ids: Tensor,
+    pages: Tensor | None = None,
 ) -> None:
-    """As the definition, to `out`."""
+    """As the definition, to the `ids` and `pages` of the choice; of a shard the keys, to `ids`."""
     (num_tokens, heads, dim), shape = index_q.shape, plan.shape
     device, tables = index_q.device, plan.metadata.block_tables
     if num_tokens == 0:
@@ -326,11 +371,13 @@ def select_decode(
         plan.splits.work,
         plan.scores[size],
         plan.arrivals,
-        out.ids,
-        out.pages,
+        ids,
+        pages,
+        None if plan.own is None else plan.own.blocks,
+        tables.shape[1],
         tables.stride(0),
         width,
-        ROWS=min(4, triton.next_power_of_2(most_rows)),
+        ROWS=min(_MOST_ROWS.value, triton.next_power_of_2(most_rows)),
         GROUP=max(2, triton.next_power_of_2(triton.cdiv(width, _NUM_GROUPS.value))),
         C=choice_constants(shape, dim, index_q.dtype, index_cache.dtype, rows=most_rows),
         num_warps=launch.num_warps,

@@ -25,20 +25,20 @@ from torch import Tensor
 from negamax.kernels import platform
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.attention.triton_prefill import query_tiles
-from negamax.kernels.block_sparse.choice import BlockChoice, SparseShape
+from negamax.kernels.block_sparse.choice import SparseShape
 from negamax.kernels.block_sparse.tiles import tiles_for
 from negamax.kernels.block_sparse.triton_choice import (
-    NO_BLOCK,
     NO_KEY,
     NO_SCORE,
     choice_constants,
     last_block,
     make_key,
-    number_of,
     score_order,
+    scored_block,
     store_all_blocks,
-    store_choice,
+    store_best,
 )
+from negamax.kernels.block_sparse.triton_shard import OwnBlocks, plan_own_blocks
 
 _MOST_SPLITS = 16
 _MERGED_ROWS = 16  # index queries whose splits' best blocks are merged by one program
@@ -53,37 +53,42 @@ class SelectPrefillPlan:
     block_m: int  # index queries of a tile at most
     tiles: Tensor  # [tiles, 4] int32, as `attention.triton_prefill.PrefillPlan.tiles`
     splits: int  # programs that share the blocks of a tile
+    own: OwnBlocks | None  # those that are scored; None: all
 
 
 def plan_select_prefill(metadata: AttentionMetadata, shape: SparseShape) -> SelectPrefillPlan:
     """A run of queries per sequence, each at the last positions of its sequence."""
     num_tokens, device = metadata.positions.shape[0], metadata.positions.device
-    block_m = max(tiles_for(device).select_block_m(num_tokens * shape.kv_heads), shape.kv_heads)
-    size = block_m // shape.kv_heads
+    heads = shape.index_heads
+    block_m = max(tiles_for(device).select_block_m(num_tokens * heads), heads)
+    size = block_m // heads
     multiprocessors = platform.platform_of(device).multiprocessors
     splits = multiprocessors // triton.cdiv(max(1, num_tokens), size)
     splits = 2 ** max(0, min(splits, _MOST_SPLITS).bit_length() - 1)
     if not metadata.is_captured and max(metadata.host_seq_lens) <= shape.dense_tokens:
         splits = 1  # nothing is scored
-    return SelectPrefillPlan(metadata, shape, block_m, query_tiles(metadata, size), splits)
+    own = None
+    if shape.shard.ranks > 1:
+        own = plan_own_blocks(metadata, metadata.seq_lens, shape)
+    return SelectPrefillPlan(metadata, shape, block_m, query_tiles(metadata, size), splits, own)
 
 
 @triton.jit
-def _merge(best, order, first, C: tl.constexpr):
-    """The keys with the highest scores of `best` and of the blocks from `first` on, whose order is
-    `order`; both [BLOCK_M, TOPK_POW2].
+def _merge(best, order, numbers, C: tl.constexpr):
+    """The keys with the highest scores of `best` and of the blocks `numbers` [1, TOPK_POW2], whose
+    order is `order`; both [BLOCK_M, TOPK_POW2].
     """
     BLOCK_M: tl.constexpr = C.BLOCK_M  # Triton 3.6 takes no field of a struct in a shape
     TOPK_POW2: tl.constexpr = C.TOPK_POW2
-    key = make_key(order, first + tl.arange(0, TOPK_POW2)[None, :])
+    key = make_key(order, numbers)
     both = tl.reshape(tl.join(best, key), [BLOCK_M, 2 * TOPK_POW2])
     return tl.topk(both, TOPK_POW2)
 
 
 @triton.jit
-def _best_blocks(index_q, cache, table, tile, begin, end, C: tl.constexpr):
-    """The keys [BLOCK_M, TOPK_POW2] of the best of the blocks begin to end - 1 for the rows of a
-    tile (first query, count, position of the first).
+def _best_blocks(index_q, cache, table, numbers, tile, begin, end, C: tl.constexpr):
+    """The keys [BLOCK_M, TOPK_POW2] of the best of the scored blocks begin to end - 1 for the rows
+    of a tile (first query, count, position of the first).
     """
     BLOCK_M: tl.constexpr = C.BLOCK_M
     TOPK_POW2: tl.constexpr = C.TOPK_POW2
@@ -97,28 +102,35 @@ def _best_blocks(index_q, cache, table, tile, begin, end, C: tl.constexpr):
     slot = tl.arange(0, TOPK_POW2)[None, :]
     best = tl.full([BLOCK_M, TOPK_POW2], NO_KEY, tl.int64)
     order = tl.full([BLOCK_M, TOPK_POW2], NO_SCORE, tl.int32)
+    slot_block = begin + slot
     cache_block = tl.load(table + begin // C.PER_BLOCK)
-    for block in range(begin, end):
-        page = cache_block.to(tl.int64) * C.PER_BLOCK + block % C.PER_BLOCK
+    next_number = scored_block(numbers, begin, C)
+    for i in range(begin, end):
+        block = next_number
+        if C.RANKS == 1:
+            block = i
+        page = cache_block.to(tl.int64) * C.PER_BLOCK + i % C.PER_BLOCK
         k_at = cache + page * (C.BLOCK * C.DIM) + key[:, None] * C.DIM + column[None, :]
         if C.DIM == C.BLOCK_D:
             k = tl.load(k_at)
         else:
             k = tl.load(k_at, mask=(column < C.DIM)[None, :] & (key >= 0)[:, None], other=0.0)
         # a tile ahead: a load that waits for another one would halve the pipeline
-        cache_block = tl.load(table + tl.minimum(block + 1, end - 1) // C.PER_BLOCK)
+        next_i = tl.minimum(i + 1, end - 1)
+        cache_block = tl.load(table + next_i // C.PER_BLOCK)
+        next_number = scored_block(numbers, next_i, C)
         products = tl.dot(q, tl.trans(k.to(C.DOT)))
         if (block + 1) * C.BLOCK > start:
             is_seen = block * C.BLOCK + key[None, :] <= position[:, None]
             products = tl.where(is_seen, products, float("-inf"))
         of_block = score_order(tl.max(products, axis=1), block, last, C)
-        at = (block - begin) % TOPK_POW2
+        at = (i - begin) % TOPK_POW2
         order = tl.where(slot == at, of_block[:, None], order)
+        slot_block = tl.where(slot == at, block, slot_block)
         if at == TOPK_POW2 - 1:
-            best = _merge(best, order, block - at, C)
+            best = _merge(best, order, slot_block, C)
             order = tl.full([BLOCK_M, TOPK_POW2], NO_SCORE, tl.int32)
-    rest = begin + (end - begin) // TOPK_POW2 * TOPK_POW2
-    return _merge(best, order, rest, C)
+    return _merge(best, order, slot_block, C)
 
 
 @triton.jit
@@ -131,6 +143,9 @@ def _select_prefill_kernel(
     keys,  # [T * HEADS, SPLITS, TOPK_POW2] int64, written if SPLITS > 1
     ids,  # [T, HEADS, TOPK] int32, written where there is nothing to merge
     pages,  # likewise
+    own_blocks,  # as `OwnBlocks`, and the two below; not read unless RANKS > 1
+    held,
+    width,
     table_stride,
     SPLITS: tl.constexpr,
     C: tl.constexpr,
@@ -145,22 +160,28 @@ def _select_prefill_kernel(
     is_there = row < count * C.HEADS
     num_blocks = last_block(start + count - 1, C.BLOCK) + 1
     if num_blocks <= C.TOPK:
-        if split == 0:
-            store_all_blocks(
-                start + row // C.HEADS, first * C.HEADS + row, row % C.HEADS, table, is_there,
-                ids, pages, C,
-            )  # fmt: skip
+        if C.RANKS == 1:  # noqa: SIM102  known when it is compiled
+            if split == 0:
+                store_all_blocks(
+                    start + row // C.HEADS, first * C.HEADS + row, row % C.HEADS, table, is_there,
+                    ids, pages, C,
+                )  # fmt: skip
     else:
-        size = tl.cdiv(num_blocks, SPLITS)
-        begin = tl.minimum(split * size, num_blocks)
-        end = tl.minimum(begin + size, num_blocks)
-        best = _best_blocks(index_q, cache, table, (first, count, start), begin, end, C)
+        if C.RANKS == 1:
+            numbers, blocks, num_scored = table, table, num_blocks
+        else:
+            seq = tl.load(record + 3).to(tl.int64)
+            numbers = own_blocks + seq * 2 * width
+            blocks = numbers + width
+            last_held = held + seq * width + (num_blocks - 1) // C.PER_BLOCK
+            num_scored = tl.load(last_held) * C.PER_BLOCK
+        size = tl.cdiv(num_scored, SPLITS)
+        begin = tl.minimum(split * size, num_scored)
+        end = tl.minimum(begin + size, num_scored)
+        best = _best_blocks(index_q, cache, blocks, numbers, (first, count, start), begin, end, C)
         column = tl.arange(0, C.TOPK_POW2)[None, :]
         if SPLITS == 1:
-            block = tl.where(column < C.TOPK, number_of(best), NO_BLOCK)
-            store_choice(
-                block, first * C.HEADS + row, row % C.HEADS, table, is_there, ids, pages, C
-            )
+            store_best(best, first * C.HEADS + row, row % C.HEADS, table, is_there, ids, pages, C)
         else:
             at = (first * C.HEADS + row).to(tl.int64)[:, None] * SPLITS + split
             tl.store(keys + at * C.TOPK_POW2 + column, best, mask=is_there[:, None])
@@ -191,18 +212,20 @@ def _merge_splits_kernel(
         row_at = (first * C.HEADS + row).to(tl.int64)[:, None] * (SPLITS * C.TOPK_POW2)
         at = row_at + tl.arange(0, SPLITS * C.TOPK_POW2)[None, :]
         best = tl.topk(tl.load(keys + at, mask=is_there[:, None], other=NO_KEY), C.TOPK_POW2)
-        is_best = tl.arange(0, C.TOPK_POW2)[None, :] < C.TOPK
-        block = tl.where(is_best, number_of(best), NO_BLOCK)
-        store_choice(
-            block, first * C.HEADS + row, row % C.HEADS, tables + sequence * table_stride,
+        store_best(
+            best, first * C.HEADS + row, row % C.HEADS, tables + sequence * table_stride,
             is_there, ids, pages, C,
         )  # fmt: skip
 
 
 def select_prefill(
-    index_q: Tensor, index_cache: Tensor, plan: SelectPrefillPlan, out: BlockChoice
+    index_q: Tensor,
+    index_cache: Tensor,
+    plan: SelectPrefillPlan,
+    ids: Tensor,
+    pages: Tensor | None = None,
 ) -> None:
-    """As the definition, to `out`."""
+    """As the definition, to the `ids` and `pages` of the choice; of a shard the keys, to `ids`."""
     (num_tokens, heads, dim), shape, splits = index_q.shape, plan.shape, plan.splits
     device, tables = index_q.device, plan.metadata.block_tables
     if num_tokens == 0:
@@ -213,11 +236,13 @@ def select_prefill(
         of_row = splits * constants.TOPK_POW2
         keys = torch.empty(num_tokens * heads, of_row, dtype=torch.int64, device=device)
     launch = tiles_for(device).select_prefill(plan.block_m, index_cache.element_size())
-    where = (tables, plan.metadata.block_table_indices, plan.tiles, keys, out.ids, out.pages)
+    where = (tables, plan.metadata.block_table_indices, plan.tiles, keys, ids, pages)
+    own = (None, None, 0) if plan.own is None else (plan.own.blocks, plan.own.held, tables.shape[1])
     _select_prefill_kernel[(splits, plan.tiles.shape[0])](
         index_q,
         index_cache,
         *where,
+        *own,
         tables.stride(0),
         SPLITS=splits,
         C=constants,

@@ -1,0 +1,243 @@
+"""The choice of blocks by ranks that hold a shard of the index keys each.
+
+A rank scores the blocks that it holds. A list of them is made for each sequence once a step:
+
+    blocks of a sequence    | 0 | 1 | 2 | 3 | 4 | 5 | ...     7  2  9  4  1  6   in the pool
+    of rank 1 of 2          | 0 |   | 2 |   | 4 |   |         3     4     0      in its shard
+
+Its best keys of each index head go to the ranks that have the head, and these choose: up to as many
+tokens as the region of peer memory has rows in one launch by the LL protocol, a program per token;
+else behind an all-gather. Tokens that attend to all that they see are not exchanged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.kernels.block_sparse.choice import BlockChoice, SparseShape
+from negamax.kernels.block_sparse.triton_choice import (
+    NO_BLOCK,
+    NO_KEY,
+    ChoiceConstants,
+    choice_constants,
+    last_block,
+    number_of,
+    store_choice,
+)
+from negamax.kernels.collectives.triton_ll import peer_base, peer_bases, poll, with_flag
+from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
+from negamax.kernels.peers import Collective, PeerRegion
+
+_CHUNK = 1024  # blocks that the planning program loads together
+
+
+@dataclass(frozen=True)
+class OwnBlocks:
+    """The blocks of S sequences that a rank holds, ascending."""
+
+    blocks: Tensor  # [S, 2, most blocks] int32, their numbers in the sequence and in the shard
+    # [S, most blocks] int32, how many of the sequence's blocks up to each of them are held
+    held: Tensor
+    tokens: Tensor  # [S] int32, in all that are held
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _own_blocks_kernel(
+    tables,  # [slots, table_stride] int32
+    block_table_indices,  # [S] int64
+    lengths,  # [S] int32, tokens
+    blocks,  # as `OwnBlocks`, written; likewise the two below
+    held,
+    tokens,
+    table_stride,
+    width,
+    rank,
+    RANKS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Grid (S,)."""
+    seq = tl.program_id(0).to(tl.int64)
+    table = tables + tl.load(block_table_indices + seq) * table_stride
+    num_blocks = tl.cdiv(tl.load(lengths + seq), BLOCK_SIZE)
+    numbers = blocks + seq * 2 * width
+    count = 0
+    for start in range(0, num_blocks, CHUNK):
+        number = start + tl.arange(0, CHUNK)
+        is_block = number < num_blocks
+        block = tl.load(table + number, mask=is_block, other=0).to(tl.int32)
+        is_mine = is_block & (block % RANKS == rank)
+        until = count + tl.cumsum(is_mine.to(tl.int32), axis=0)
+        tl.store(held + seq * width + number, until, mask=is_block)
+        tl.store(numbers + until - 1, number, mask=is_mine)
+        tl.store(numbers + width + until - 1, block // RANKS, mask=is_mine)
+        count += tl.sum(is_mine.to(tl.int32), axis=0)
+    tl.store(tokens + seq, count * BLOCK_SIZE)
+
+
+def plan_own_blocks(metadata: AttentionMetadata, lengths: Tensor, shape: SparseShape) -> OwnBlocks:
+    """Of the sequences of `metadata`, as far as lengths [S] int32 goes."""
+    num_seqs, tables = lengths.shape[0], metadata.block_tables
+    width = tables.shape[1]
+    blocks = torch.empty(num_seqs, 2, width, dtype=torch.int32, device=tables.device)
+    held, tokens = torch.empty_like(blocks[:, 0]), torch.empty_like(lengths)
+    if num_seqs:
+        _own_blocks_kernel[(num_seqs,)](
+            tables, metadata.block_table_indices, lengths, blocks, held, tokens,
+            tables.stride(0), width, shape.shard.rank,
+            RANKS=shape.shard.ranks, BLOCK_SIZE=shape.block_size, CHUNK=_CHUNK, num_warps=4,
+        )  # fmt: skip
+    return OwnBlocks(blocks, held, tokens)
+
+
+@dataclass(frozen=True)
+class MergePlan:
+    """Where the tokens of a step stand."""
+
+    metadata: AttentionMetadata
+    shape: SparseShape
+    constants: ChoiceConstants
+
+
+def plan_merge_shards(
+    metadata: AttentionMetadata, shape: SparseShape, *, dtype: torch.dtype, quantize: bool = False
+) -> MergePlan:
+    """For this rank's own heads."""
+    constants = choice_constants(shape, 1, dtype, dtype, rows=1)
+    return MergePlan(metadata, shape, constants._replace(HEADS=shape.kv_heads))
+
+
+@triton.jit(do_not_specialize=["rank", "first_head", "num_tokens"])
+def _merge_shards_kernel(
+    keys,  # [SHARDS, T, INDEX_HEADS, TOPK] int64; with WORLD > 1 those of this rank alone
+    positions,  # [T] int64
+    token_slots,  # [T] int64
+    tables,  # [slots, table_stride] int32
+    active,  # [1] int32, tokens that are no padding; None: all
+    ids,  # [T, HEADS, TOPK] int32, written
+    pages,  # likewise
+    addresses,  # of the region, as `PeerRegion` has them
+    flags,
+    table_stride,
+    num_tokens,
+    rank,
+    first_head,  # of this rank
+    INDEX_HEADS: tl.constexpr,
+    HEADS_POW2: tl.constexpr,
+    SHARDS: tl.constexpr,
+    SHARDS_POW2: tl.constexpr,
+    WORLD: tl.constexpr,  # ranks that keys come from; 1: they are here
+    ROWS: tl.constexpr,  # of the region
+    SLOT: tl.constexpr,  # words per row and sender in the region
+    C: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (T,): the choice of one token's own heads. In the region a rank's words are the keys of
+    the heads that the reader has.
+    """
+    TOPK_POW2: tl.constexpr = C.TOPK_POW2
+    HEADS: tl.constexpr = C.HEADS
+    TOPK: tl.constexpr = C.TOPK
+    token = tl.program_id(0)
+    launch_dependents_then_wait(PDL)
+    position = tl.load(positions + token).to(tl.int32)
+    if active is not None:
+        position = tl.where(token < tl.load(active), position, -1)
+    last = last_block(position, C.BLOCK)
+    head, column = tl.arange(0, HEADS_POW2), tl.arange(0, TOPK_POW2)
+    is_there = head < HEADS
+    block = tl.where(column <= last, column, NO_BLOCK)[None, :] + head[:, None] * 0
+    if last >= TOPK:
+        shard = tl.arange(0, SHARDS_POW2)[None, :, None]
+        at = head[:, None, None] * TOPK + column[None, None, :]
+        mask = (head < HEADS)[:, None, None] & (column < TOPK)[None, None, :] & (shard < SHARDS)
+        if WORLD > 1:
+            words: tl.constexpr = HEADS * TOPK * 2
+            own_words = keys.to(tl.pointer_type(tl.int32), bitcast=True)
+            own_words += token.to(tl.int64) * (INDEX_HEADS * TOPK * 2)
+            flag = tl.load(flags + token) + 1
+            offset = ((flag & 1) * ROWS + token) * (WORLD * SLOT)
+            word = tl.arange(0, 2 * HEADS_POW2 * TOPK_POW2)
+            bases = peer_bases(addresses, WORLD)
+            sent = ()
+            for peer in tl.static_range(WORLD):  # all loads before the first store
+                its = own_words + (peer * INDEX_HEADS // WORLD) * (TOPK * 2) + word
+                sent = sent + (with_flag(tl.load(its, mask=word < words, other=0), flag),)  # noqa: RUF005
+            for peer in tl.static_range(WORLD):
+                to = bases[peer] + offset + rank * SLOT + word
+                tl.store(to, sent[peer], mask=word < words)
+            half = tl.arange(0, 2)[None, None, None, :]
+            arrived = poll(
+                peer_base(addresses, rank) + offset,
+                (shard * SLOT + at * 2)[:, :, :, None] + half,
+                flag,
+                mask[:, :, :, None] & (half >= 0),
+                addresses + WORLD,
+            )
+            low, high = tl.split(arrived)
+            key = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+            tl.store(flags + token, flag)
+        else:
+            row = (shard * num_tokens + token).to(tl.int64) * INDEX_HEADS + first_head
+            key = tl.load(keys + row * TOPK + at, mask=mask, other=0)
+        key = tl.reshape(tl.where(mask, key, NO_KEY), [HEADS_POW2, SHARDS_POW2 * TOPK_POW2])
+        best = number_of(tl.topk(key, TOPK_POW2))
+        block = tl.where(column[None, :] < TOPK, best, NO_BLOCK).to(tl.int32)
+    table = tables + tl.load(token_slots + token) * table_stride
+    store_choice(block, token * HEADS + head, head, table, is_there, ids, pages, C)
+
+
+def merge_shards(keys: Tensor, plan: MergePlan, group: Collective | None) -> BlockChoice:
+    """As the definition; of tokens behind the last one that is no padding it says nothing."""
+    shape, metadata, device = plan.shape, plan.metadata, keys.device
+    num_tokens, index_heads = keys.shape[1:3]
+    size = (num_tokens, shape.kv_heads, shape.topk_blocks)
+    choice = BlockChoice(*torch.empty(2, *size, dtype=torch.int32, device=device).unbind())
+    if num_tokens == 0:
+        return choice
+    region = None if group is None else _region(group, num_tokens, shape)
+    if group is not None and region is None:
+        keys = group.all_gather(keys, dim=0)
+    world = 1 if region is None else shape.shard.ranks
+    shards = max(world, len(keys))
+    assert keys.is_contiguous()
+    _merge_shards_kernel[(num_tokens,)](
+        keys,
+        metadata.positions,
+        metadata.token_slots,
+        metadata.block_tables,
+        metadata.num_actual_tokens,
+        choice.ids,
+        choice.pages,
+        None if region is None else region.addresses,
+        None if region is None else region.flags,
+        metadata.block_tables.stride(0),
+        num_tokens,
+        shape.shard.rank,
+        shape.shard.first_head,
+        INDEX_HEADS=index_heads,
+        HEADS_POW2=triton.next_power_of_2(shape.kv_heads),
+        SHARDS=shards,
+        SHARDS_POW2=triton.next_power_of_2(shards),
+        WORLD=world,
+        ROWS=1 if region is None else region.rows,
+        SLOT=1 if region is None else region.words,
+        C=plan.constants,
+        num_warps=1,
+        **launch_options(device),
+    )
+    return choice
+
+
+def _region(group: Collective, num_tokens: int, shape: SparseShape) -> PeerRegion | None:
+    """The memory through which keys travel; None: there is none, or it has too little room."""
+    region = None if group.peers is None else group.peers.pick
+    if region is None or num_tokens > region.rows:
+        return None
+    return region if 2 * shape.kv_heads * shape.topk_blocks <= region.words else None
