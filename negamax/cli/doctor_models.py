@@ -67,6 +67,24 @@ class ModelVerdict:
 
 def verdicts(machine: Machine) -> list[ModelVerdict]:
     """One for `nano` and one for each published model."""
+    return [_nano(machine), *(verdict(name, machine) for name in bundled_names())]
+
+
+def verdict(name: str, machine: Machine) -> ModelVerdict:
+    """For the published model that is called `name` here, with a word about the download where
+    the disk has no room for it.
+    """
+    found = _verdict(name, machine)
+    size = weight_bytes(bundled_spec(name), dtype=_DTYPE)
+    if not found.runs or size < machine.disk_bytes:
+        return found
+    free = _gib(machine.disk_bytes)
+    return replace(
+        found, detail=f"{found.detail}; a download needs {_gib(size)} of disk, {free} are free"
+    )
+
+
+def _nano(machine: Machine) -> ModelVerdict:
     nano = ModelVerdict("nano", True, "negamax serve nano", "the embedded model, on any machine")
     if machine.memory_bytes < _NANO_BYTES and not machine.gpus:
         missing = f"needs 1 GiB of main memory, {_gib(machine.memory_bytes)} are free"
@@ -74,18 +92,7 @@ def verdicts(machine: Machine) -> list[ModelVerdict]:
     elif _refusal(machine.gpus):
         detail = "the embedded model, on the CPU of this machine"
         nano = ModelVerdict("nano", True, "negamax serve nano --device cpu", detail)
-    return [nano, *(_with_disk(_verdict(name, machine), name, machine) for name in bundled_names())]
-
-
-def _with_disk(verdict: ModelVerdict, name: str, machine: Machine) -> ModelVerdict:
-    """With a word about the download, where the disk has no room for it."""
-    size = weight_bytes(bundled_spec(name), dtype=_DTYPE)
-    if not verdict.runs or size < machine.disk_bytes:
-        return verdict
-    free = _gib(machine.disk_bytes)
-    return replace(
-        verdict, detail=f"{verdict.detail}; a download needs {_gib(size)} of disk, {free} are free"
-    )
+    return nano
 
 
 def _verdict(name: str, machine: Machine) -> ModelVerdict:

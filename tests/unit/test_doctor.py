@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from negamax.cli.doctor_models import GIB, Gpu, Machine, ModelVerdict, verdicts
+from negamax.cli.doctor_models import verdict as verdict_of
 from negamax.cli.main import main
 
 M2 = "MiniMaxAI/MiniMax-M2"
@@ -33,7 +34,12 @@ def machine(
 
 
 def verdict(here: Machine, model: str = M2) -> ModelVerdict:
-    (found,) = [each for each in verdicts(here) if each.model == model]
+    found = (
+        verdicts(here)[0]
+        if model == "nano"
+        else verdict_of(model.removeprefix("MiniMaxAI/").lower(), here)
+    )
+    assert found.model == model
     return found
 
 
