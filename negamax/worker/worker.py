@@ -65,6 +65,7 @@ from negamax.worker.speculation import (
     load_proposer,
 )
 from negamax.worker.step_output import StepOutput, StepTimes
+from negamax.worker.step_times import measure_steps
 from negamax.worker.warmup import warming_up, warmup_layers
 
 logger = get_logger(__name__)
@@ -178,6 +179,7 @@ class Worker:
             load_summary=load_summary,
             memory_summary=kv_cache.describe(num_blocks, config, dtype=cache_dtype) + graph_summary,
             num_draft_tokens=num_draft_tokens,
+            step_seconds=measure_steps(self._graphs, self._rows, runtime, config),
         )
 
     @torch.inference_mode()

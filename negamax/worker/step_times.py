@@ -1,0 +1,60 @@
+"""What captured steps take, by rows and draft tokens, before the first request: from these times
+the engine chooses how many tokens to guess (scheduler/draft_length.py).
+
+Rows begin with random tokens, so that they meet as many experts as rows of requests do, and have no
+context: that of requests slows all steps with as many rows down alike, which is found out later.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from negamax.scheduler.draft_length import StepSeconds
+from negamax.worker.batch import StepColumns
+from negamax.worker.config import WorkerConfig
+from negamax.worker.device import Runtime
+from negamax.worker.graphs import StepGraphs
+from negamax.worker.request_state import RequestState
+
+REPEATS = 3  # after one that is not timed
+
+
+@torch.inference_mode()
+def measure_steps(
+    graphs: StepGraphs | None, requests: RequestState, runtime: Runtime, config: WorkerConfig
+) -> tuple[StepSeconds, ...]:
+    """Replay steps without draft tokens and with each number of them; empty where none is captured
+    or chosen, and on a device without a clock. No slot may be in use, and none is afterwards; all
+    ranks must measure together.
+    """
+    speculation, width = config.speculation, requests.drafts.shape[1]
+    if graphs is None or speculation is None or not speculation.adaptive or not width:
+        return ()
+    most_rows, generator = config.cudagraph_size, torch.Generator().manual_seed(0)
+    random = torch.randint(config.spec.vocab_size, (most_rows, 1 + width), generator=generator)
+    firsts, drafts = random.to(requests.tokens.device).split([1, width], dim=1)
+    found: list[StepSeconds] = []
+    for length in (0, *speculation.lengths):
+        for num_rows in (*(1 << power for power in range((most_rows - 1).bit_length())), most_rows):
+            shape = graphs.find_decodes(num_rows, length)
+            if shape is None or shape.num_drafts != length:
+                continue
+            counts = [1 + length] * num_rows
+            graphs.prepare(shape, StepColumns.of_decodes(range(num_rows), counts))
+            began = None
+            for repeat in range(1 + REPEATS):
+                requests.num_computed.zero_()  # steps change this, and what follows
+                requests.tokens[:most_rows, :1] = firsts.to(requests.tokens.dtype)
+                requests.drafts[:most_rows] = drafts
+                if repeat == 1:
+                    began = runtime.record_event()
+                graphs.replay(shape)
+            ended = runtime.record_event()
+            if began is not None and ended is not None:
+                ended.synchronize()
+                seconds = began.elapsed_time(ended) / 1e3 / REPEATS
+                found.append((num_rows, length, seconds))
+    requests.num_computed.zero_()
+    requests.tokens.zero_()
+    requests.drafts.fill_(-1)
+    return tuple(found)

@@ -1,0 +1,86 @@
+"""Captured steps are timed before the first request, and leave nothing behind."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import graph_support
+import pytest
+
+from negamax import LLM, SamplingParams
+from negamax.worker.device import Runtime
+from tests import tiny
+
+ROWS = 6
+SIZES = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rotary_dim": 8,
+    "num_local_experts": 6, "num_experts_per_tok": 2, "max_position_embeddings": 80,
+}  # fmt: skip
+OPTIONS: dict[str, Any] = {
+    "dtype": "bfloat16", "num_threads": 1, "max_num_seqs": ROWS, "max_num_batched_tokens": 40,
+    "speculative_config": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Moment:
+    """An event, by the clock of the machine."""
+
+    at: float = field(default_factory=time.perf_counter)
+
+    def synchronize(self) -> None:
+        """It has passed."""
+
+    def elapsed_time(self, other: Moment) -> float:
+        return 1e3 * (other.at - self.at)
+
+
+class Clocked(Runtime):
+    """Tells the time."""
+
+    def record_event(self) -> Any:
+        return Moment()
+
+    def release_memory(self) -> None:
+        return None
+
+
+def test_steps_of_all_lengths_are_timed_and_answers_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(tiny.save(tiny.make_model(3, **SIZES), tmp_path))
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=30, ignore_eos=True)
+    prompts = [[5, 6, 7, 5, 6], [9, 9, 9]]
+
+    def answers(llm: LLM) -> list[list[int]]:
+        return [one.outputs[0].token_ids for one in llm.generate(prompts, params)]
+
+    def run(runtime: Runtime, config: dict[str, Any] | None) -> tuple[list[list[int]], Any]:
+        graph_support.install(monkeypatch, runtime)
+        with LLM(folder, **OPTIONS | {"speculative_config": config}) as llm:
+            ready = llm._loop._executor.ready
+            return answers(llm), ready.step_seconds
+
+    def runtime(kind: type[Runtime]) -> Runtime:
+        return kind(
+            is_asynchronous=False,
+            graph_pool=graph_support.RepeatedSteps,
+            is_batch_invariant=False,
+            samples_on_shards=True,
+        )
+
+    expected, times = run(graph_support.runtime(graph_support.RepeatedSteps()), None)
+    assert times == ()
+    found, times = run(runtime(Clocked), OPTIONS["speculative_config"])
+    assert found == expected
+    assert [(rows, drafts) for rows, drafts, _ in times] == [
+        (rows, drafts) for drafts in (0, 1, 2, 3, 5) for rows in (1, 2, 4, 6)
+    ]
+    assert all(seconds > 0.0 for _, _, seconds in times)
+    fixed = OPTIONS["speculative_config"] | {"adaptive": False}
+    found, times = run(runtime(Clocked), fixed)
+    assert (found, times) == (expected, ())
