@@ -48,9 +48,16 @@ def spec(name: str) -> QuantizationSpec:
     return QuantizationSpec("online", {"format": name.replace("-", "_")}, source=SOURCE)
 
 
+def head_spec(name: str) -> QuantizationSpec:
+    """Likewise, where the head alone is quantised."""
+    return QuantizationSpec("online", {**spec(name).fields, "only": "lm_head"}, source=SOURCE)
+
+
 def read(spec: QuantizationSpec) -> Scheme:
-    """The scheme of a description that `spec` made."""
+    """The scheme of a description that `spec` or `head_spec` made."""
     stored = replace(_FORMATS[spec.fields["format"]], made_of=PLAIN)
+    if only := spec.fields.get("only"):
+        return Scheme((stored,), lambda module: stored if module == only else PLAIN)
     return Scheme((stored,), lambda module: PLAIN if is_within(module, _PLAIN_MODULES) else stored)
 
 

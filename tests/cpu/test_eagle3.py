@@ -167,6 +167,24 @@ def test_captured_steps_guess_the_same(
     assert pool.num_replays > 0
 
 
+def test_a_head_in_fp8_guesses_nearly_the_same(
+    folder: Path,
+    target: MiniMaxM2ForCausalLM,
+    expected: list[list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config, tensors, draft = make_draft("plain", tmp_path)
+    seen = tiny_draft.watch(monkeypatch.setattr)
+    with engine(folder, draft, {"draft_lm_head_quantization": "fp8"}) as llm:
+        assert outputs(llm) == expected
+        # (a CPU dequantises it)
+        worker = llm._loop._executor._worker  # type: ignore[attr-defined]
+        held = worker._config.draft.spec.quantization
+    assert held.fields == {"format": "fp8_per_channel", "only": "lm_head"}
+    assert 0 < count_wrong(seen, target, expected, config, tensors) < 40
+
+
 @pytest.mark.parametrize("name", ["folder", "bundled"])
 def test_a_draft_without_weights_is_drawn(
     folder: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch

@@ -152,6 +152,22 @@ def test_a_draft_is_found_by_its_bundled_name_or_its_folder(tmp_path: Path) -> N
         assert isinstance(draft.spec, Eagle3Spec) and draft.spec.quantization is None
 
 
+def test_the_head_alone_may_be_fp8() -> None:
+    """A byte per weight, and a scale per row."""
+    speculative = {"method": "eagle3", "model": "minimax-m3-eagle3"}
+    sizes = []
+    for head in (None, "fp8"):
+        given = EngineOptions(
+            model="minimax-m3", load_format="synthetic",
+            speculative_config=speculative | {"draft_lm_head_quantization": head},
+        )  # fmt: skip
+        draft = locate(given).draft
+        assert draft is not None
+        sizes.append(draft_bytes(draft.spec, dtype="bfloat16", ranks=4))
+    saved = 200_064 * 6144 / 4
+    assert sizes[0] - sizes[1] == pytest.approx(saved, rel=1e-3)
+
+
 def test_the_draft_of_another_model_is_refused_by_its_name() -> None:
     with pytest.raises(ConfigError, match="target_hidden_size is 6144; the model's is 3072"):
         locate(options("minimax-m3-eagle3", load_format="synthetic"))

@@ -17,6 +17,7 @@ from negamax.config.model_spec import ModelSpec
 from negamax.config.options import EngineOptions
 from negamax.config.quantization import read_quantization
 from negamax.config.speculation import EAGLE3, SpeculationConfig
+from negamax.quantization import online
 from negamax.quantization.detect import detect
 from negamax.quantization.names import check_name, quantized
 
@@ -89,6 +90,20 @@ def _locate_draft(
     """
     name, is_drawn = speculation.model or "", options.load_format == "synthetic"
     layers = speculation.aux_layer_ids
+
+    def quantized_as_asked(spec: Eagle3Spec) -> Eagle3Spec:
+        held, note = quantized(speculation.quantization, spec.quantization, is_drawn=is_drawn)
+        if speculation.draft_lm_head_quantization is not None:
+            if held is not None:
+                raise ConfigError(
+                    f"draft_lm_head_quantization is {speculation.draft_lm_head_quantization}; the "
+                    f"draft is quantised by {held.method} as a whole",
+                    hint="leave it out",
+                )
+            held = online.head_spec("fp8_per_channel")
+        notes = spec.notes if note is None else (*spec.notes, note)
+        return replace(spec, quantization=held, notes=notes)
+
     bundled = eagle3.FAMILY.bundled.get(name.lower())
     if isinstance(bundled, Eagle3Spec) and not Path(name).exists():
         if not is_drawn:
@@ -96,7 +111,7 @@ def _locate_draft(
                 "this is a bundled spec without weights",
                 hint="add --load-format synthetic, or give a folder or a hub id",
             )
-        return DraftModel(bundled.for_target(target, layers), None)
+        return DraftModel(quantized_as_asked(bundled.for_target(target, layers)), None)
     folder = resolve_model(
         name,
         speculation.revision,
@@ -105,7 +120,7 @@ def _locate_draft(
         check=partial(_read_draft, target=target, layers=layers),
         needs_weights=not is_drawn,
     )
-    spec = _read_draft(folder, target=target, layers=layers)
+    spec = quantized_as_asked(_read_draft(folder, target=target, layers=layers))
     return DraftModel(spec, None if is_drawn else str(folder))
 
 

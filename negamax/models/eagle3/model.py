@@ -31,7 +31,7 @@ from negamax.layers.attention import (
     head_rows,
     prepare_attention,
 )
-from negamax.layers.basic import RmsNorm, VocabEmbedding, VocabHead
+from negamax.layers.basic import RmsNorm, VocabEmbedding
 from negamax.layers.linear import ColumnParallel, Part, RowParallel
 from negamax.layers.mlp import Mlp
 from negamax.layers.partial import Partial
@@ -232,16 +232,11 @@ class Eagle3Draft:
             )
             slots += self._embed.slots
         self.vocab_range = layout.vocab(spec.draft_vocab_size)
-        self._head: VocabHead | None = None
+        self._head: ColumnParallel | None = None
         self._offsets = torch.zeros(spec.draft_vocab_size, dtype=torch.int64, device=weights.device)
         if spec.own_head:
-            self._head = VocabHead(
-                names.HEAD,
-                (spec.draft_vocab_size, hidden),
-                rows=self.vocab_range,
-                group=self._group,
-                **shared,
-            )
+            rows = Part(names.HEAD, spec.draft_vocab_size, self.vocab_range)
+            self._head = ColumnParallel([rows], hidden, **shared)
             slots += [*self._head.slots, WeightSlot(
                 names.D2T, (spec.draft_vocab_size,), target=self._offsets, stored=_OFFSETS,
                 optional=not spec.is_pruned,
@@ -329,7 +324,7 @@ class Eagle3Draft:
         if self._head is None:
             assert self._target is not None
             return self._target.local_logits(hidden)
-        return self._head.local(hidden)
+        return self._head(hidden, out_dtype=torch.float32)
 
     def token_ids(self, draft_ids: Tensor) -> Tensor:
         """The target's ids of the draft's; what is negative stays so. [R] int64 both."""

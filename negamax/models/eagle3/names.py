@@ -124,6 +124,6 @@ def weights(spec: Eagle3Spec) -> Iterator[WeightSpec]:
             yield WeightSpec(name, (hidden,), parts=1)
     yield WeightSpec(NORM, (hidden,), parts=1)
     if spec.own_head:
-        yield WeightSpec(HEAD, (spec.draft_vocab_size, hidden), is_head=True)
+        yield WeightSpec(HEAD, (spec.draft_vocab_size, hidden), splits=Axis.ROWS)
     if spec.is_pruned:
         yield WeightSpec(D2T, (spec.draft_vocab_size,), parts=1, dtype="int64")
