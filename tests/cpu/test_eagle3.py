@@ -20,7 +20,7 @@ from negamax.base.errors import CheckpointError, ResourceError
 from negamax.config.eagle3 import FAMILY, read_spec
 from negamax.models.memory import draft_bytes, weight_bytes
 from negamax.worker import kv_cache
-from tests import tiny, tiny_draft
+from tests import tiny, tiny_draft, tiny_m3
 from tests.tiny_draft import VARIANTS, Guess
 
 SIZES: dict[str, Any] = {
@@ -72,9 +72,8 @@ def engine(
             "method": "eagle3", "model": draft, "num_speculative_tokens": NUM_DRAFT_TOKENS,
             "adaptive": False, **(more or {}),
         }  # fmt: skip
-    return LLM(
-        str(folder), dtype="float32", block_size=4, num_threads=1, **{"device": "cpu"} | options
-    )
+    fixed: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_threads": 1}
+    return LLM(str(folder), **fixed | {"block_size": 4} | options)
 
 
 def outputs(llm: LLM) -> list[list[int]]:
@@ -255,3 +254,31 @@ def test_memory_that_a_draft_takes_is_counted_and_refused_with_numbers(
     monkeypatch.setattr(env, "available_memory", lambda: room - 1)
     with pytest.raises(ResourceError, match=f"{of_draft}.0 GiB of them are the draft's"):
         engine(folder, draft)
+
+
+def test_a_draft_of_minimax_m3_reads_its_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through sparse attention, whose last blocks are verified in part, and norms of Gemma's."""
+    sizes = tiny_m3.random_sizes(
+        3, vocab_size=96, hidden_size=32, num_hidden_layers=5, index_block_size=16,
+        mlp_layer_types=["dense", *["sparse"] * 4], index_topk_blocks=2, index_local_blocks=1,
+        layer_types=["full_attention", *["minimax_m3_sparse"] * 4],
+    )  # fmt: skip
+    target = tiny_m3.make_model(3, **sizes)
+    tiny.save(target, tmp_path / "model")
+    config, tensors, draft = make_draft("full vocabulary, norms", tmp_path)
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    prompts = [PROMPTS[1] * 4, PROMPTS[3]]
+
+    def texts(draft: str | None) -> list[list[int]]:
+        with engine(tmp_path / "model", draft, block_size=16, max_model_len=128) as llm:
+            outputs = [list(one.outputs[0].token_ids) for one in llm.generate(prompts, params)]
+            return [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
+
+    expected = texts(None)
+    seen = tiny_draft.watch(monkeypatch.setattr)
+    assert texts(draft) == expected
+    wrong, compared = tiny_draft.count_wrong(seen, target, expected, LAYERS, config, tensors)
+    assert compared > 100
+    assert wrong == 0
