@@ -49,9 +49,12 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = tempfile.mkdtemp(prefix="negamax-tests-")
     config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))
     os.environ["XDG_STATE_HOME"] = folder  # crash dumps
+    # What a shell runs in the background ignores the one, under nohup the other; so would the
+    # commands under test.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # what a shell runs in the background ignores it, and so would the commands under test
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # No client here meets a certificate of the world's authorities, which each of them would read
     # for 20 ms.
     os.environ.pop("SSL_CERT_FILE", None)
