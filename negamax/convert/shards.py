@@ -103,7 +103,8 @@ def shards_of(
     """
     if tp == ep == 1:
         return [Shard()]
-    spec = replace(spec, quantization=quantization)
+    # with the index queries of all heads: a rank may read those of its own alone
+    spec = replace(spec, quantization=quantization).with_sharded_index()
     kernels = resolve(platform=CPU, dtype=torch.bfloat16)
     shards = []
     for rank in range(tp):

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from m2_checkpoints import TINY, random_tensors, save_sharded, tiny_spec
+from model_support import random_weights
 from quantized_writers import WRITERS, write
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -38,6 +39,7 @@ from negamax.models.registry import build_model
 from negamax.parallel.collectives import SingleRank
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
+from tests import tiny_m3
 
 SIZES = {
     **TINY, "hidden_size": 256, "intermediate_size": 128, "head_dim": 64, "num_local_experts": 2,
@@ -358,11 +360,14 @@ def loaded(
     layout: ParallelLayout,
     *,
     split: bool = False,
+    sharded_index: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
     """The parameters of a rank by the first slot that fills each."""
     one = SingleRank()
     spec = read_spec(read_json_object(folder / "config.json"), folder)
+    if sharded_index:
+        spec = spec.with_sharded_index()
     model = build_model(
         spec,
         context=ParallelContext(layout, attention_group=one, expert_group=one, world=one),
@@ -411,6 +416,25 @@ def test_split_for_ranks_each_loads_what_it_would_have_loaded(
     convert(Conversion("x", out, tmp_path / "joined", None))
     assert stored(tmp_path / "joined") == stored(whole)
     assert not list((tmp_path / "joined").glob("model-rank-*"))
+
+
+def test_a_split_m3_loads_however_its_index_keys_are_held(tmp_path: Path) -> None:
+    """A rank that holds a shard of them has the index queries of all heads."""
+    sizes = {"intermediate_size": 24, "shared_intermediate_size": 24, "dense_intermediate_size": 24}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "index_n_heads": 2}
+    config = tiny_m3.text_config(5, vocab_size=96, **sizes, **heads)
+    spec, whole, out = read_spec(config), tmp_path / "whole", tmp_path / "out"
+    whole.mkdir()
+    (whole / "config.json").write_text(json.dumps(config))
+    save_file(random_weights(spec, 0), whole / "model.safetensors")
+    convert(Conversion("x", whole, out, None, tp=2))
+    for rank, sharded_index in ((0, False), (1, False), (1, True)):
+        expected, found = (
+            loaded(folder, ParallelLayout(rank=rank, tp=2), split=folder is out,
+                   sharded_index=sharded_index)
+            for folder in (whole, out)
+        )  # fmt: skip
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_what_is_split_is_split_for_others_and_converted(

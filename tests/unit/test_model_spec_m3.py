@@ -13,7 +13,12 @@ import pytest
 
 from negamax.base.errors import ConfigError
 from negamax.config.families import bundled_spec, read_spec
-from negamax.config.kv_cache import block_bytes, choose_block_size, sharding_crossover
+from negamax.config.kv_cache import (
+    block_bytes,
+    choose_block_size,
+    sharding_crossover,
+    shards_index,
+)
 from negamax.config.minimax_m3 import MiniMaxM3Spec
 from negamax.models.family import names_of
 from negamax.models.memory import weight_bytes
@@ -151,6 +156,12 @@ def test_index_keys_are_sharded_where_the_longest_sequence_is_answered_faster_so
         ("bfloat16", 2): 149e3, ("bfloat16", 4): 100e3, ("bfloat16", 8): 85e3,
     }  # fmt: skip
     assert sharding_crossover(caches, dtype="fp8", ranks=1) == inf
+    for asked, ranks, longest, expected in (
+        ("auto", 4, 1_048_576, True), ("auto", 4, 131_072, False), ("auto", 1, 1_048_576, False),
+        ("on", 4, 1024, True), ("on", 1, 1024, False), ("off", 4, 1_048_576, False),
+    ):  # fmt: skip
+        sizes = {"ranks": ranks, "max_model_len": longest}
+        assert shards_index(caches, asked, dtype="fp8", **sizes) == expected
     dense = bundled_spec("minimax-m2").kv_caches()
     assert sharding_crossover(dense, dtype="fp8", ranks=4) == inf
 
