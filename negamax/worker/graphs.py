@@ -358,8 +358,9 @@ class StepGraphs:
             token_ids = drafts.where(places > 0, token_ids)
             self._token_ids[: shape.num_tokens].copy_(token_ids)
             requests.tokens[slots, positions] = self._token_ids[: shape.num_tokens]
-        hidden = self._forward(token_ids, self._decode_metadata(shape), kv)
-        token_ids = self._pick(
+        metadata = self._decode_metadata(shape)
+        hidden = self._forward(token_ids, metadata, kv)
+        picked = self._pick(
             self._model.local_logits(hidden, out=self.buffers.logits[: shape.num_tokens]),
             first_id=self._model.vocab_range.start,
             temperature=requests.sampling[slots, 0],
@@ -367,10 +368,8 @@ class StepGraphs:
             positions=self._ends_of(shape),
             group=self._group,
         )
-        self._store(shape, token_ids)
-        if self._proposer is not None:
-            self._draw(shape)
-        self._finish(shape)
+        self._store(shape, picked if self._proposer is None else self._drawn(shape, picked))
+        self._finish(shape, metadata)
 
     def _forward(
         self, token_ids: Tensor, metadata: AttentionMetadata, kv: Sequence[KvCaches]
@@ -382,22 +381,25 @@ class StepGraphs:
 
     def _draw(self, shape: StepShape) -> None:
         """What `draw` replays, behind the step."""
-        requests, num_tokens = self._requests, shape.num_tokens
-        slots = self._columns[:num_tokens]
-        token_ids = self._draw_leading(
-            self.buffers.logits[:num_tokens],
+        self._store(shape, self._drawn(shape, self.buffers.token_ids[: shape.num_tokens]))
+
+    def _drawn(self, shape: StepShape, otherwise: Tensor) -> Tensor:
+        """The tokens of the step's rows with a small top_k, those of others as given."""
+        requests, slots = self._requests, self._columns[: shape.num_tokens]
+        token_ids: Tensor = self._draw_leading(
+            self.buffers.logits[: shape.num_tokens],
             first_id=self._model.vocab_range.start,
             filters=requests.sampling[slots],
             seeds=requests.seeds[slots],
             positions=self._ends_of(shape),
-            otherwise=self.buffers.token_ids[:num_tokens],
+            otherwise=otherwise,
             group=self._group,
         )
-        self._store(shape, token_ids)
+        return token_ids
 
-    def _finish(self, shape: StepShape) -> None:
+    def _finish(self, shape: StepShape, metadata: AttentionMetadata | None = None) -> None:
         """What follows sampling: which drafts are right, how long the rows are now, and what may
-        come next. It may be repeated.
+        come next. It may be repeated. `metadata` of the step, where it is at hand.
         """
         requests, (num_tokens, num_seqs) = self._requests, shape[:2]
         inputs, num_drafts = self._inputs(shape), shape.num_drafts
@@ -415,7 +417,7 @@ class StepGraphs:
         requests.num_computed[inputs.slots] = lengths
         if self._proposer is not None:
             residuals = [residual[:num_tokens] for residual in self.buffers.residuals]
-            states = TokenStates(self._decode_metadata(shape), residuals)
+            states = TokenStates(metadata or self._decode_metadata(shape), residuals)
             requests.drafts[inputs.slots, :num_drafts] = self._proposer.propose(
                 states, inputs.slots, lengths + 1, ends, requests, num_drafts
             )
