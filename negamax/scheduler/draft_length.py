@@ -146,8 +146,8 @@ class AdaptiveDraftLength:
 
     def choose(self, num_rows: int) -> int:
         """See `DraftLength`."""
-        if not num_rows:
-            return self._lengths[-1]
+        if not num_rows:  # a first step of prompts
+            return self._lengths[self._chosen]
         size = _size_class(num_rows)
         is_same = size == self._chosen_for
         if not is_same or self._num_steps >= self._chosen_at + STEPS_PER_CHOICE:
