@@ -405,6 +405,81 @@ def picks(context: ParallelContext, device: torch.device) -> Findings:
     return {"wrong": wrong}
 
 
+# tokens and queries of each sequence, and the dtype of index keys
+CHOICES = (
+    ([1000, 32_000], [1, 1], torch.bfloat16),
+    ([32_000] * 16, [1] * 16, torch.float8_e4m3fn),
+    ([128_000], [1], torch.float8_e4m3fn),
+    ([128_000] * 4, [1] * 4, torch.float8_e4m3fn),
+    ([1_000_000], [1], torch.float8_e4m3fn),
+    ([8192, 40_000], [300, 4096], torch.bfloat16),
+)
+
+
+def choices(context: ParallelContext, device: torch.device) -> Findings:
+    """Blocks of MiniMax-M3 that are chosen from shards of the index keys: how many are not those
+    chosen from all of them; microseconds of both.
+    """
+    from negamax.kernels.attention.metadata import attention_metadata
+    from negamax.kernels.block_sparse import triton as kernels
+    from negamax.kernels.block_sparse.choice import IndexShard, SparseShape
+
+    group, heads = context.attention_group, 4
+    first, count = group.rank * heads // group.size, max(1, heads // group.size)
+    wrong, taken = {}, {}
+    for lengths, queries, dtype in CHOICES:
+        generator = torch.Generator(device).manual_seed(0)
+        shape = SparseShape(count, 16, 128, 128, 16)
+        sharded = replace(shape, shard=IndexShard(group.rank, group.size, heads, first))
+        width = -(-max(lengths) // 128)
+        cache = torch.randn(width * len(lengths), 1, 128, 128, generator=generator, device=device)
+        cache = cache.to(dtype)
+        shard = cache.view(torch.uint8)[group.rank :: group.size].contiguous().view(dtype)
+        tables = torch.randperm(len(cache), generator=generator, device=device).int()
+        decodes = len(queries) if max(queries) == 1 else 0
+        metadata = attention_metadata(
+            tables.view(len(lengths), width), lengths, queries, num_decodes=decodes
+        )
+        num_tokens = sum(queries)
+        index_q = torch.randn(num_tokens, heads, 128, generator=generator, device=device).bfloat16()
+        own_q = index_q[:, first : first + count].contiguous()
+        whole, part, merge = (
+            plan(metadata, of, dtype=torch.bfloat16)
+            for plan, of in (
+                (kernels.plan_select, shape),
+                (kernels.plan_select, sharded),
+                (kernels.plan_merge_shards, sharded),
+            )
+        )
+
+        def of_all(own_q=own_q, cache=cache, plan=whole) -> Any:
+            return kernels.select(own_q, cache, plan)
+
+        def of_shards(index_q=index_q, shard=shard, plan=part, merge=merge) -> Any:
+            return kernels.merge_shards(kernels.select_shard(index_q, shard, plan), merge, group)
+
+        label = f"{len(lengths)} x {max(lengths)} {num_tokens}"
+        want = of_all()
+        differing = torch.zeros(2, dtype=torch.int64, device=device)
+
+        def step(want=want, of_shards=of_shards, differing=differing) -> None:
+            got = of_shards()
+            differing.add_(
+                torch.stack([(got.ids != want.ids).sum(), (got.pages != want.pages).sum()])
+            )
+
+        step()
+        graph = capture(lambda step=step: [step() for _ in range(3)])
+        for _ in range(5):
+            graph.replay()
+        wrong[label] = differing.tolist()
+        taken[label] = {
+            "all keys": microseconds(of_all, context),
+            "a shard": microseconds(of_shards, context),
+        }
+    return {"wrong": wrong, "times": taken}
+
+
 def times(context: ParallelContext, device: torch.device) -> Findings:
     """Microseconds per call in a graph: ours with residual, norm and FP8; sums alone of NCCL and
     torch; choice of tokens.
@@ -480,6 +555,7 @@ PARTS: dict[str, Callable[[ParallelContext, torch.device], Findings]] = {
     "steps": steps,
     "sharded": sharded,
     "picks": picks,
+    "choices": choices,
     "times": times,
 }
 
@@ -554,9 +630,17 @@ def test_tokens_chosen_by_all_ranks_are_those_of_the_whole_vocabulary() -> None:
 
 
 @several
+def test_blocks_chosen_from_shards_are_those_of_all_index_keys() -> None:
+    for found in findings(everything):
+        wrong = found["choices"]["wrong"]
+        assert {label: counts for label, counts in wrong.items() if any(counts)} == {}
+
+
+@several
 def test_times() -> None:
     found = findings(everything)
     show([rank["times"] for rank in found])
+    show([rank["choices"]["times"] for rank in found])
     show([rank["sharded"]["times"] for rank in found])
 
 
@@ -585,8 +669,9 @@ def main() -> None:
                 )
     if "times" in parts:
         show([rank["times"] for rank in found])
-    if "sharded" in parts:
-        show([rank["sharded"]["times"] for rank in found])
+    for name in ("sharded", "choices"):
+        if name in parts:
+            show([rank[name]["times"] for rank in found])
     for file in files:
         Path(file).write_text(json.dumps(found, indent=1))
 
