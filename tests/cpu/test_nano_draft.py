@@ -1,0 +1,131 @@
+"""The recipe of nano's draft: what is trained is what is served, and the loss teaches it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+from negamax.config.eagle3 import read_spec
+from negamax.config.json_file import read_json_object
+from tests.tiny_draft import Oracle
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools" / "nano"
+LAYERS = (2, 3, 5)
+
+
+@pytest.fixture(scope="module")
+def recipe() -> Iterator[SimpleNamespace]:
+    sys.path.insert(0, str(TOOLS))
+    try:
+        import draft_model
+        import draft_train
+        import model
+        import train
+
+        yield SimpleNamespace(draft=draft_model, train=draft_train, model=model, base=train)
+    finally:
+        sys.path.remove(str(TOOLS))
+
+
+def make(recipe: SimpleNamespace) -> tuple[Any, Any, Any]:
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    target = recipe.model.NanoModel(
+        recipe.model.NanoConfig(
+            **sizes, vocab_size=64, rotary_dim=8, num_local_experts=4, intermediate_size=32
+        )
+    )
+    with torch.no_grad():
+        target.head.mul_(40)  # so that there is something to learn
+    draft = recipe.draft.DraftModel(
+        recipe.draft.DraftConfig(**sizes, intermediate_size=48, draft_vocab_size=40)
+    )
+    use = recipe.model.precision(torch.float32, weights=False, activations=False)
+    return target, draft, use
+
+
+def test_unrolled_steps_are_the_guesses_of_what_is_written(
+    recipe: SimpleNamespace, tmp_path: Path
+) -> None:
+    target, draft, use = make(recipe)
+    ids = torch.arange(64)[torch.arange(64) % 8 < 5]
+    recipe.train.write(draft, ids, tmp_path, layers=LAYERS, vocab_size=64)
+    config = read_json_object(tmp_path / "config.json")
+    spec = read_spec(config | {"vocab_size": 4160, "hidden_size": 256, "target_hidden_size": 256})
+    assert spec.aux_layers == LAYERS and spec.notes == ()
+    tensors = {name: one.float() if one.is_floating_point() else one
+               for name, one in load_file(tmp_path / "model.safetensors").items()}  # fmt: skip
+    for own in draft.parameters():
+        own.data = own.data.bfloat16().float()  # as written
+    oracle = Oracle(config, tensors, embedding=target.embed.detach(), head=target.head.detach())
+    known = torch.randint(0, 64, (9,))
+    row = len(known) - 2  # the last of which the streams are there
+
+    def states(tokens: torch.Tensor) -> Any:
+        return recipe.draft.target_states(
+            target, tokens[None], torch.arange(len(tokens)), recipe.model.causal,
+            dtype=torch.float32, use=use, layers=LAYERS,
+        )  # fmt: skip
+
+    streams, _, _ = states(known)
+    wanted = oracle.guess(streams[0, :-1].split(32, -1), known, recipe.draft.STEPS)
+    tokens = torch.cat([known, torch.tensor(wanted)])
+    streams, _, embeddings = states(tokens)
+    mask = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
+    with torch.no_grad():
+        steps = draft(streams, embeddings, torch.arange(len(tokens)), recipe.draft.masked(mask))
+        found = [int(ids[draft.logits(out[0, row]).argmax()]) for out in steps]
+    assert found == wanted
+    assert len(set(wanted)) > 1
+
+
+@pytest.mark.full
+def test_weights_of_flex_attention_are_those_of_the_definition(recipe: SimpleNamespace) -> None:
+    """What a GPU trains with."""
+    q, k, v = torch.randn(2, 4, 32, 16), torch.randn(2, 2, 32, 16), torch.randn(2, 2, 32, 16)
+
+    def causal(_b: Any, _h: Any, q: Any, k: Any) -> Any:
+        return q >= k
+
+    mask = create_block_mask(causal, 2, None, 32, 32, device="cpu")
+    asked = AuxRequest(lse=True)
+    found, more = flex_attention(q, k, v, block_mask=mask, enable_gqa=True, return_aux=asked)
+    wanted = recipe.draft.masked(torch.ones(32, 32, dtype=torch.bool).tril())(q, k, v)
+    torch.testing.assert_close((found, more.lse), wanted)
+
+
+def test_the_loss_teaches_a_draft(recipe: SimpleNamespace) -> None:
+    target, draft, use = make(recipe)
+    ids = torch.arange(40)
+    trainer = recipe.train.Trainer(
+        target, draft, ids, rows=2, row_tokens=48, rate=1e-2, layers=LAYERS, use=use
+    )
+    generator = torch.Generator().manual_seed(0)
+    pattern = torch.randint(0, 64, (12,), generator=generator)
+    tokens = pattern.repeat(8).view(2, 48)
+    places = torch.arange(95)
+    batch = recipe.base.Batch(
+        tokens,
+        (torch.arange(48).expand(2, 48) // 24).int(),
+        places,
+        torch.where(places % 24 < 23, tokens.flatten()[places + 1], -100),
+    )
+    results = torch.stack([trainer.step(batch, done=0.0) for _ in range(30)])
+    assert results[-5:, 0].mean() < 0.7 * results[:3, 0].mean()
+    assert results[-5:, 1].mean() > results[:3, 1].mean()
+
+
+def test_the_vocabulary_is_what_the_assistant_writes(recipe: SimpleNamespace) -> None:
+    tokens = np.array([5, 5, 5, 7, 7, 9, 11, 4100, 4101], dtype=np.int32)
+    mask = np.array([1, 1, 1, 1, 1, 1, 0, 1, 0])
+    chosen = recipe.train.choose_vocabulary([{"tokens": tokens, "mask": mask}], 3, 4160)
+    assert chosen.tolist() == [5, 7, 4100]  # a marker before what occurs more often

@@ -1,0 +1,277 @@
+"""Train a draft for nano within a budget of wall-clock time, measure it and write it as an EAGLE3
+folder.
+
+    python tools/nano/draft_train.py --data DIR --out DIR --seconds 500
+
+Shards come from `data.py --out`, which runs beside this. The target is the shipped checkpoint, with
+the FP8 rounding of its weights and activations, and is not trained. The loss is that of EAGLE3's
+trainers: over the steps of the unrolled draft the cross-entropy with the target's distribution,
+renormalised over the draft's vocabulary, on what the assistant writes and where the target's best
+token is in that vocabulary, each step with 0.8 of the weight of the one before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import export
+import model
+import numpy as np
+import torch
+import train
+from draft_model import (
+    LAYERS,
+    Attend,
+    DraftConfig,
+    DraftModel,
+    masked,
+    target_states,
+)
+from model import NanoModel
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+DECAY = 0.8
+WARMUP_STEPS = 100
+NANO = Path(__file__).resolve().parents[2] / "negamax" / "assets" / "nano"
+MARKERS = 4096  # tokens from here on are MiniMax's own
+
+
+def choose_vocabulary(shards: list[dict[str, np.ndarray]], size: int, vocab_size: int) -> Tensor:
+    """The ids of the `size` tokens that the assistant writes most often, the markers that occur
+    first; ascending.
+    """
+    written = np.concatenate([shard["tokens"][shard["mask"].astype(bool)] for shard in shards])
+    counts = np.bincount(written, minlength=vocab_size).astype(np.int64)
+    counts[MARKERS:][counts[MARKERS:] > 0] += counts.max()
+    best = np.argsort(-counts, kind="stable")[:size]
+    return torch.from_numpy(np.sort(best))
+
+
+class Trainer:
+    """The draft, its optimizer and the compiled step. Written by `step` only."""
+
+    def __init__(
+        self,
+        target: NanoModel,
+        draft: DraftModel,
+        vocabulary: Tensor,
+        *,
+        rows: int,
+        row_tokens: int,
+        rate: float,
+        layers: tuple[int, ...] = LAYERS,
+        use: model.Precision | None = None,
+    ) -> None:
+        self.device, self.layers = vocabulary.device, layers
+        self.target, self.draft, self.ids = target.requires_grad_(False), draft, vocabulary
+        self.is_gpu = self.device.type == "cuda"
+        self.dtype = torch.bfloat16 if self.is_gpu else torch.float32
+        self.use = use or model.precision(self.dtype, weights=True, activations=True)
+        self.known = torch.zeros(
+            target.config.vocab_size, dtype=torch.bool, device=self.device
+        ).index_fill_(0, vocabulary, True)
+        self.adam = torch.optim.AdamW(
+            draft.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=self.is_gpu
+        )
+        self.full_rate, self.num_steps, self.num_tokens = rate, 0, 0
+        self.positions = torch.arange(row_tokens, device=self.device)
+        self.documents = torch.zeros(rows, row_tokens, dtype=torch.int32, device=self.device)
+        self.make_mask = torch.compile(create_block_mask) if self.is_gpu else create_block_mask
+        self.loss = torch.compile(self._loss) if self.is_gpu else self._loss
+
+    def step(self, batch: train.Batch, done: float) -> Tensor:
+        """One optimizer step when `done` of the time is over; the loss and, of each of STEPS, the
+        share of guesses that are the target's best token, [1 + STEPS] on the device.
+        """
+        self.documents.copy_(batch.documents)
+        loss, right = self.loss(batch.tokens, batch.inputs, batch.targets, self._mask())
+        loss.backward()
+        warm = min(1.0, (self.num_steps + 1) / WARMUP_STEPS)
+        for group in self.adam.param_groups:
+            group["lr"] = self.full_rate * warm * (1.0 - done)
+        torch.nn.utils.clip_grad_norm_(self.draft.parameters(), 0.5)
+        self.adam.step()
+        self.adam.zero_grad(set_to_none=True)
+        self.num_steps += 1
+        self.num_tokens += batch.tokens.numel()
+        return torch.cat([loss.detach()[None], right])
+
+    def _loss(
+        self, tokens: Tensor, inputs: Tensor, targets: Tensor, mask: Any
+    ) -> tuple[Tensor, Tensor]:
+        target_attend, attend = self._attention(mask)
+        streams, hidden, embeddings = target_states(
+            self.target, tokens, self.positions, target_attend,
+            dtype=self.dtype, use=self.use, layers=self.layers,
+        )  # fmt: skip
+        with torch.no_grad():
+            logits = self.target.logits(hidden.flatten(0, 1)[inputs]).float()
+            best, wanted = logits.argmax(-1), logits[:, self.ids].log_softmax(-1)
+            documents, places = self.documents.flatten(), inputs % tokens.shape[1]
+        steps = self.draft(streams, embeddings, self.positions, attend)
+        loss, right = torch.zeros((), device=self.device), []
+        for step, out in enumerate(steps):
+            # token t + 1 is guessed from row t - 1 - step
+            row = (inputs - 1 - step).clamp_min(0)
+            there = (targets != -100) & (places > step)
+            there &= documents[row] == documents[inputs]
+            guess = self.draft.logits(out.flatten(0, 1)[row]).float()
+            each = -(wanted.exp() * guess.log_softmax(-1)).sum(-1)
+            counted = there & self.known[best]
+            loss = loss + DECAY**step * (each * counted).sum() / counted.sum().clamp_min(1)
+            hit = there & (self.ids[guess.argmax(-1)] == best)
+            right.append(hit.sum() / there.sum().clamp_min(1))
+        return loss, torch.stack(right)
+
+    def _attention(self, mask: Any) -> tuple[model.Attention, Attend]:
+        if not self.is_gpu:
+            attend = masked(mask)
+            return lambda q, k, v: attend(q, k, v)[0].to(q.dtype), attend
+
+        def flex(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            asked = AuxRequest(lse=True)
+            found, more = flex_attention(
+                q, k, v, block_mask=mask, enable_gqa=True, return_aux=asked
+            )
+            assert more.lse is not None
+            return found, more.lse
+
+        return lambda q, k, v: flex(q, k, v)[0], flex
+
+    def _mask(self) -> Any:
+        documents = self.documents
+        rows, size = documents.shape
+        if not self.is_gpu:
+            same = documents[:, :, None] == documents[:, None, :]
+            return (same & torch.ones(size, size, dtype=torch.bool).tril())[:, None]
+
+        def same_document(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (q >= k) & (documents[b, q] == documents[b, k])
+
+        return self.make_mask(same_document, rows, None, size, size, device=self.device)
+
+
+def write(
+    draft: DraftModel,
+    vocabulary: Tensor,
+    folder: Path,
+    *,
+    layers: tuple[int, ...],
+    vocab_size: int,
+) -> None:
+    """An EAGLE3 folder in SpecForge's layout. The layers are named by what leaves them."""
+    config, size = draft.config, len(vocabulary)
+    names = {
+        "fc": "fc", "norm": "norm", "head": "lm_head", "input_norm": "midlayer.input_layernorm",
+        "hidden_norm": "midlayer.hidden_norm", "post_norm": "midlayer.post_attention_layernorm",
+        **{part: f"midlayer.self_attn.{part}_proj" for part in ("q", "k", "v", "o")},
+        **{part: f"midlayer.mlp.{part}_proj" for part in ("gate", "up", "down")},
+    }  # fmt: skip
+    tensors = {
+        f"{name}.weight": getattr(draft, own).detach().to("cpu", torch.bfloat16).contiguous()
+        for own, name in names.items()
+    }
+    ids = vocabulary.cpu()
+    tensors["d2t"] = ids - torch.arange(size)
+    tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    described = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": vocab_size,
+        "draft_vocab_size": size,
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers],
+            "use_aux_hidden_state": True,
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+
+
+def first_shards(folder: Path, count: int) -> list[dict[str, np.ndarray]]:
+    """The first shards in `folder`, which are left there; waits for them."""
+    while len(paths := sorted(folder.glob("*.npz"))) < count:
+        time.sleep(0.2)
+    shards = []
+    for path in paths[:count]:
+        with np.load(path) as file:
+            shards.append({name: file[name] for name in file.files})
+    return shards
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Train until the time is up, then write the folder."""
+    torch.manual_seed(arguments.seed)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    target = export.load(arguments.target, device, torch.float32)
+    config = DraftConfig(draft_vocab_size=arguments.draft_vocab_size)
+    shards = first_shards(arguments.data, arguments.vocab_shards)
+    ids = choose_vocabulary(shards, config.draft_vocab_size, target.config.vocab_size).to(device)
+    draft = DraftModel(config).to(device)
+    with torch.no_grad():  # it reads a like hidden state
+        draft.head.copy_(target.head[ids])
+        draft.norm.copy_(target.norm)
+    trainer = Trainer(
+        target, draft, ids,
+        rows=arguments.rows, row_tokens=arguments.row_tokens, rate=arguments.rate,
+    )  # fmt: skip
+    loader = train.Loader(
+        arguments.data, rows=arguments.rows, row_tokens=arguments.row_tokens,
+        capacity=int(arguments.rows * arguments.row_tokens * arguments.trained_share),
+        seed=arguments.seed,
+    )  # fmt: skip
+    began, window = time.monotonic(), list[Tensor]()
+    while (elapsed := time.monotonic() - began) < arguments.seconds:
+        window.append(trainer.step(loader.next(device), elapsed / arguments.seconds))
+        if trainer.num_steps % arguments.log_every == 0:
+            loss, *right = torch.stack(window).mean(0).tolist()  # host-sync: progress line
+            shares = " ".join(f"{share:.4f}" for share in right)
+            print(
+                f"step {trainer.num_steps} loss {loss:.4f} right {shares} tokens "
+                f"{trainer.num_tokens / 1e6:.1f}M elapsed {elapsed:.0f}s",
+                flush=True,
+            )
+            window = []
+    write(trainer.draft, ids, arguments.out, layers=LAYERS, vocab_size=target.config.vocab_size)
+    print(f"done: {trainer.num_steps} steps, {trainer.num_tokens} tokens, {arguments.out}")
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--target", type=Path, default=NANO)
+    parser.add_argument("--seconds", type=float, default=500.0)
+    parser.add_argument("--rows", type=int, default=24)
+    parser.add_argument("--row-tokens", type=int, default=4096)
+    parser.add_argument("--trained-share", type=float, default=0.3)
+    parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--draft-vocab-size", type=int, default=1024)
+    parser.add_argument("--vocab-shards", type=int, default=4)
+    parser.add_argument("--log-every", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()
