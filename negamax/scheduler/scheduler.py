@@ -331,6 +331,9 @@ class Scheduler:
                     finish_reason,
                     self._stop_reason(sequence, tokens[-1]) if finish_reason == "stop" else None,
                     sequence.num_cached_tokens,
+                    drafts=sequence.drafts
+                    if finish_reason is not None and sequence.drafts[0]
+                    else None,
                 )
             )
             sequence.prompt_logprobs = None
@@ -437,6 +440,8 @@ class Scheduler:
         """
         sequence.num_computed -= num_drafts - num_accepted
         sequence.num_total -= num_drafts - num_accepted
+        rows, tokens, right = sequence.drafts
+        sequence.drafts = rows + 1, tokens + num_drafts, right + num_accepted
         self.draft_rows += 1
         self.draft_tokens += num_drafts
         for place in range(num_accepted):

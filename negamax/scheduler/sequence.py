@@ -25,6 +25,7 @@ class Sequence:
         "block_hashes",
         "block_ids",
         "capacity",
+        "drafts",
         "finished",
         "index_at",
         "is_constrained",
@@ -87,6 +88,7 @@ class Sequence:
         self.num_indexed = 0  # leading blocks whose hash has been offered to the pool's index
         self.index_at = NEVER  # computed tokens at which the next block is full
 
+        self.drafts = (0, 0, 0)  # rows with drafts, their draft tokens, right ones
         self.was_admitted = False
         self.num_cached_tokens = 0  # at the first admission
         self.resume_after = -1  # after a preemption: the last step that may still bring it tokens

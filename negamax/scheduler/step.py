@@ -126,3 +126,5 @@ class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     is_refusal: bool = False  # the error is the request's own: what it asks for cannot be done
     # the error is that a process which served the request is gone: the same request may succeed
     is_lost: bool = False
+    # of an answer that is complete: rows with drafts, their draft tokens, right ones; None: no rows
+    drafts: tuple[int, int, int] | None = None

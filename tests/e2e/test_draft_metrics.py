@@ -52,6 +52,9 @@ def test_drafts_are_counted_and_synthetic_ones_called_so(
             == 0
         )
         text = http.get("/metrics").text
+        sampling = {"max_new_tokens": 12, "ignore_eos": True}
+        body = {"text": "one two", "sampling_params": sampling}
+        meta = http.post("/generate", json=body).json()["meta_info"]
         info = http.get("/server_info").json()
     assert "SYNTHETIC ACCEPTANCE of 2.00 tokens per row" in (tmp_path / "log").read_text()
     samples = {
@@ -72,6 +75,9 @@ def test_drafts_are_counted_and_synthetic_ones_called_so(
     assert (info["speculative_algorithm"], info["speculative_num_draft_tokens"]) == ("NGRAM", 3)
     assert info["synthetic_acceptance_length"] == 2.0
     assert info["avg_spec_accept_length"] == pytest.approx(2.0, abs=0.1)
+    assert meta["spec_accept_token_num"] == pytest.approx(meta["spec_verify_ct"], abs=1)
+    assert meta["spec_accept_length"] == pytest.approx(2.0, abs=0.2)
+    assert meta["spec_accept_rate"] == pytest.approx(0.5, abs=0.1)
     found = json.loads(file.read_text())
     assert found["spec_decode_synthetic"] is True
     assert 0 < found["spec_decode_num_drafts"] <= drafts

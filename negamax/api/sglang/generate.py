@@ -188,6 +188,7 @@ class _Choice(Choice):
     top_logprobs: GrowingList = field(default_factory=GrowingList)
     finish_reason: dict[str, object] | None = None
     num_cached_tokens: int = 0
+    drafts: tuple[int, int, int] | None = None
     seconds: float | None = None  # when it is complete
 
     @property
@@ -246,7 +247,7 @@ class _NativeWriter(AnswerWriter[_Choice, NativeAnswer | list[NativeAnswer]]):
             choice.logprobs.extend([self._entry(one.token_id, one) for one in logprobs])
             if self._params.top_logprobs_num > 0:
                 choice.top_logprobs.extend([self._top(entry) for entry in logprobs])
-        choice.num_cached_tokens = output.num_cached_tokens
+        choice.num_cached_tokens, choice.drafts = output.num_cached_tokens, output.drafts
         if output.finish_reason is not None:
             choice.seconds = time.monotonic() - self._arrival
             choice.finish_reason = self._finish_reason(choice, output)
@@ -300,6 +301,7 @@ class _NativeWriter(AnswerWriter[_Choice, NativeAnswer | list[NativeAnswer]]):
             completion_tokens=choice.num_tokens,
             cached_tokens=choice.num_cached_tokens,
             e2e_latency=UNSET if choice.seconds is None else choice.seconds,
+            **({} if choice.drafts is None else _of_drafts(*choice.drafts)),
             input_token_logprobs=choice.input_logprobs.json() if has_logprobs else UNSET,
             output_token_logprobs=choice.logprobs.json() if has_logprobs else UNSET,
             input_top_logprobs=choice.input_top_logprobs.json() if has_top else UNSET,
@@ -363,4 +365,15 @@ def _speculation(info: ModelInfo) -> dict[str, Any]:
         "speculative_num_draft_tokens": speculation.num_speculative_tokens + 1,
         "speculative_adaptive": speculation.adaptive,
         "synthetic_acceptance_length": speculation.synthetic_acceptance_length,
+    }
+
+
+def _of_drafts(rows: int, tokens: int, right: int) -> dict[str, Any]:
+    """The fields of `MetaInfo` on what became of a request's drafts."""
+    return {
+        "spec_verify_ct": rows,
+        "spec_draft_token_num": tokens,
+        "spec_accept_token_num": right,
+        "spec_accept_rate": right / tokens,
+        "spec_accept_length": 1.0 + right / rows,
     }

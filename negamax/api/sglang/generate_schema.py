@@ -180,6 +180,11 @@ class MetaInfo(Struct, frozen=True, kw_only=True):
     cached_tokens: int  # of the prompt, found in the cache
     weight_version: str = "default"  # weights are never exchanged
     e2e_latency: float | UnsetType = UNSET  # seconds, of an answer that is complete
+    spec_verify_ct: int | UnsetType = UNSET  # steps with draft tokens, of a complete answer
+    spec_draft_token_num: int | UnsetType = UNSET  # draft tokens verified
+    spec_accept_token_num: int | UnsetType = UNSET  # of these, right ones
+    spec_accept_rate: float | UnsetType = UNSET  # their share
+    spec_accept_length: float | UnsetType = UNSET  # tokens per step that verified some
     # of the prompt, from logprob_start_len on: log-probability, token id, text or null
     input_token_logprobs: list[LogprobEntry] | UnsetType = UNSET
     output_token_logprobs: list[LogprobEntry] | UnsetType = UNSET  # of the answer, in the same form

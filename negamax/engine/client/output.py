@@ -52,6 +52,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_output_tokens: int  # so far
     num_cached_tokens: int
     error: str | None
+    drafts: tuple[int, int, int] | None = None  # as in `SequenceUpdate`
     events: list[ParserEvent] | None = None  # what a reader made of `pieces`, if the choice has one
 
     @property
@@ -172,6 +173,7 @@ class ChoiceStream:
             num_output_tokens=self._num_output_tokens,
             num_cached_tokens=update.num_cached_tokens,
             error=update.error,
+            drafts=update.drafts,
             events=events,
         )
 
