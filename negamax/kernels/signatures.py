@@ -250,6 +250,28 @@ class Locate(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
+class AssembleDrafts(Protocol):
+    def __call__(
+        self,
+        token_slots: Tensor,
+        positions: Tensor,
+        places: Tensor,
+        tokens: Tensor,
+        drafts: Tensor,
+        /,
+        *,
+        padding_slot: int,
+        token_ids: Tensor,
+        ends: Tensor,
+    ) -> None: ...
+
+
+class CountAccepted(Protocol):
+    def __call__(
+        self, sampled: Tensor, drafts: Tensor, firsts: Tensor, num_drafts: Tensor, /
+    ) -> Tensor: ...
+
+
 class Pick(Protocol):
     def __call__(
         self,
@@ -317,5 +339,7 @@ BLOCK_SPARSE_DECODE: OpName[PrepareBlockSparse, AttendToBlocks] = OpName("block_
 BLOCK_SPARSE_PREFILL: OpName[PrepareBlockSparse, AttendToBlocks] = OpName("block_sparse.prefill")
 LOCATE: OpName[None, Locate] = OpName("kvcache.locate")
 QUANTIZE: OpName[None, Quantize] = OpName("quantize.activations")
+ASSEMBLE_DRAFTS: OpName[None, AssembleDrafts] = OpName("drafts.assemble")
+COUNT_ACCEPTED: OpName[None, CountAccepted] = OpName("drafts.count_accepted")
 PICK: OpName[None, Pick] = OpName("sampling.pick")
 DRAW_LEADING: OpName[None, DrawLeading] = OpName("sampling.draw_leading")

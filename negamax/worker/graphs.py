@@ -35,7 +35,7 @@ from torch import Tensor
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
-from negamax.kernels.signatures import DRAW_LEADING, PICK
+from negamax.kernels.signatures import ASSEMBLE_DRAFTS, COUNT_ACCEPTED, DRAW_LEADING, PICK
 from negamax.layers.attention import KvCaches
 from negamax.models.decoder import Decoder
 from negamax.worker.batch import (
@@ -153,6 +153,8 @@ class StepGraphs:
         """`proposer`: guesses draft tokens behind each step."""
         self.shapes, self._model, self._kv, self._requests = shapes, model, kv, requests
         self._pick, self._draw_leading = kernels[PICK].run, kernels[DRAW_LEADING].run
+        self._assemble = kernels[ASSEMBLE_DRAFTS].run
+        self._count_accepted = kernels[COUNT_ACCEPTED].run
         self._group, self._runtime, self._proposer = group, runtime, proposer
         self._layers = proposer.capture if proposer else ()
         # the decodes that are captured, by their draft tokens
@@ -187,7 +189,7 @@ class StepGraphs:
             num_accepted=torch.zeros(num_sampled, dtype=torch.int64, device=device),
         )
         # of a step with drafts: its tokens, where its samples land (0: padding), its rows' drafts
-        self._token_ids = torch.zeros(num_sampled, dtype=requests.tokens.dtype, device=device)
+        self._token_ids = torch.zeros(num_sampled, dtype=torch.int64, device=device)
         self._ends = torch.zeros(num_sampled, dtype=torch.int64, device=device)
         self._drafts = torch.zeros(
             num_sampled, requests.drafts.shape[1], dtype=torch.int64, device=device
@@ -264,7 +266,8 @@ class StepGraphs:
         """
         if shape.num_drafts:
             inputs, ran = self._inputs(shape), self._token_ids[: shape.num_tokens]
-            self._requests.tokens[inputs.token_slots, inputs.positions] = ran
+            tokens = self._requests.tokens
+            tokens[inputs.token_slots, inputs.positions] = ran.to(tokens.dtype)
         num_samples = len(columns.token_slots)
         bounds = self._requests.num_computed_bound[columns.token_slots] + columns.token_offsets + 1
         return SampleInputs(
@@ -349,15 +352,21 @@ class StepGraphs:
         """A step of decodes, from their tokens to what follows sampling."""
         inputs, requests = self._place(shape), self._requests
         slots, positions = inputs.token_slots, inputs.positions
-        token_ids = requests.tokens[slots, positions].long()
         if shape.num_drafts:
-            torch.mul(positions + 1, slots != requests.padding_slot, out=self._ends_of(shape))
             self._drafts_of(shape).copy_(requests.drafts[inputs.slots, : shape.num_drafts])
-            places = self._columns[shape.num_tokens + shape.num_seqs :][: shape.num_tokens]
-            drafts = requests.drafts[slots, (places - 1).clamp_min(0)].clamp_min(0)
-            token_ids = drafts.where(places > 0, token_ids)
-            self._token_ids[: shape.num_tokens].copy_(token_ids)
-            requests.tokens[slots, positions] = self._token_ids[: shape.num_tokens]
+            token_ids = self._token_ids[: shape.num_tokens]
+            self._assemble(
+                slots,
+                positions,
+                self._columns[shape.num_tokens + shape.num_seqs :][: shape.num_tokens],
+                requests.tokens,
+                requests.drafts,
+                padding_slot=requests.padding_slot,
+                token_ids=token_ids,
+                ends=self._ends_of(shape),
+            )
+        else:
+            token_ids = requests.tokens[slots, positions].long()
         metadata = self._decode_metadata(shape)
         hidden = self._forward(token_ids, metadata, kv)
         picked = self._pick(
@@ -409,8 +418,11 @@ class StepGraphs:
             counts = (self._counts(shape) - 1).clamp_min(0)
             sampled, drafts = self.buffers.token_ids[:num_tokens], self._drafts_of(shape)
             lengths = lengths - counts
-            seeds = requests.seeds[inputs.slots]
-            accepted = self._proposer.accept(sampled, drafts, ends, counts, seeds, lengths)
+            if type(self._proposer).accept is Proposer.accept:
+                accepted = self._count_accepted(sampled, drafts, ends, counts)
+            else:
+                seeds = requests.seeds[inputs.slots]
+                accepted = self._proposer.accept(sampled, drafts, ends, counts, seeds, lengths)
             self.buffers.num_accepted[:num_seqs].copy_(accepted)
             lengths = lengths + accepted
             ends = ends + accepted

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from negamax.config.speculation import NGRAM, SpeculationConfig
 from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.kernels.drafts.spec import count_accepted
 from negamax.kernels.registry import KernelTable
 from negamax.layers.attention import KvCaches
 from negamax.models.decoder import Decoder
@@ -148,16 +149,3 @@ class Verification:
             for first, drafts, right in columns
             for sample in range(first + right + 1, first + drafts + 1)
         }
-
-
-def count_accepted(sampled: Tensor, drafts: Tensor, firsts: Tensor, num_drafts: Tensor) -> Tensor:
-    """How many drafts of each row are the tokens sampled in their places, up to the first that is
-    not.
-
-    Row i has the 1 + num_drafts[i] of `sampled` [R] from firsts[i] on, and the first num_drafts[i]
-    of drafts[i]; drafts [rows, K], firsts, num_drafts [rows] -> [rows], int64 all.
-    """
-    places = torch.arange(drafts.shape[1], device=sampled.device)
-    is_draft = (places < num_drafts.unsqueeze(1)) & (drafts >= 0)
-    index = (firsts.unsqueeze(1) + places).clamp_max(sampled.shape[0] - 1)
-    return ((sampled[index] == drafts) & is_draft).long().cumprod(dim=1).sum(dim=1)

@@ -14,7 +14,7 @@ from model_support import PagedRun
 
 from negamax import LLM, SamplingParams
 from negamax.config.grammar import Grammar
-from negamax.worker.speculation import count_accepted
+from negamax.kernels.drafts.spec import count_accepted
 from tests import drafts, tiny
 from tests.drafts import ALWAYS_RIGHT, ALWAYS_WRONG, KINDS, NUM_DRAFT_TOKENS, RANDOM, Key
 

@@ -1,0 +1,1 @@
+"""Steps that verify draft tokens: what they run, and how many drafts are right."""
