@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton.language as tl
 from triton_support import Group, Ranks, ThreadGroup, Threads  # before the kernels
 
 from negamax.kernels import platform
@@ -16,7 +17,7 @@ from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention.metadata import AttentionMetadata, attention_metadata
 from negamax.kernels.attention.triton_head_norm import sparse_norm_rope_write
 from negamax.kernels.attention.triton_prefill import PrefillPlan
-from negamax.kernels.block_sparse import spec
+from negamax.kernels.block_sparse import spec, triton_select_decode
 from negamax.kernels.block_sparse import triton as kernels
 from negamax.kernels.block_sparse.choice import (
     BlockChoice,
@@ -110,25 +111,27 @@ def chosen(
     return first
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
+@pytest.mark.parametrize(("dtype", "groups"), [(torch.bfloat16, 512), (FP8, 64)])
 def test_decodes_choose_among_hundreds_of_blocks_and_leave_padding_empty(
-    dtype: torch.dtype,
+    dtype: torch.dtype, groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sequence of more blocks than are compared at once, one of few, one that is not scored; a
-    query that is no number, and one that scores all blocks alike.
+    query that is no number, and those that score all blocks alike.
     """
-    lengths = [4805, 1, 130, 40, 300, 300]
+    monkeypatch.setattr(triton_select_decode, "_NUM_GROUPS", tl.constexpr(groups))
+    lengths = [4805, 1, 130, 40, 300, 300, 4805]
     cache, tables = paged(lengths, heads=1, dtype=dtype)
-    index_q = torch.randn(6, 1, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
-    index_q[4], index_q[5] = torch.nan, 0
-    queries = attention_metadata(tables, lengths, [1] * 6, num_decodes=6)
+    index_q = torch.randn(7, 1, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    index_q[4], index_q[5:] = torch.nan, 0
+    queries = attention_metadata(tables, lengths, [1] * 7, num_decodes=7)
     want = spec.select(index_q.float(), cache, spec.plan(queries, SHAPE, dtype=index_q.dtype))
     queries.seq_lens[1] = 0  # padding
     got = chosen(captured(queries), index_q, cache, SHAPE)
     for row in (0, 2, 3):
         assert torch.equal(got.ids[row], want.ids[row])
         assert torch.equal(got.pages[row], want.pages[row])
-    assert got.ids[[1, 4, 5], 0].tolist() == [[-1, -1, -1], [0, 1, 18], [0, 1, 18]]
+    alike = [[-1, -1, -1], [0, 1, 18], [0, 1, 18], [0, 1, 300]]
+    assert got.ids[[1, 4, 5, 6], 0].tolist() == alike
     assert not got.pages[1].any()
 
 

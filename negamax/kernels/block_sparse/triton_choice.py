@@ -97,8 +97,14 @@ def store_choice(block, row, head, table, is_there, ids, pages, C: tl.constexpr)
     # as int64: LLVM has no code for AMD that sorts halves of what was sorted before
     block = tl.sort(block.to(tl.int64)).to(tl.int32)
     column = tl.arange(0, C.TOPK_POW2)[None, :]
-    at = row.to(tl.int64)[:, None] * C.TOPK + column
     mask = is_there[:, None] & (column < C.TOPK)
+    _store_blocks(block, column, row, head, table, mask, ids, pages, C)
+
+
+@triton.jit
+def _store_blocks(block, place, row, head, table, mask, ids, pages, C: tl.constexpr):
+    """Blocks [rows, any] to the places `place` of the choice of `row` [rows], where `mask`."""
+    at = row.to(tl.int64)[:, None] * C.TOPK + place
     is_block = block != NO_BLOCK
     cache_block = tl.load(table + block // C.PER_BLOCK, mask=mask & is_block, other=0).to(tl.int32)
     page = (cache_block * C.HEADS + head[:, None]) * C.PER_BLOCK + block % C.PER_BLOCK
@@ -132,8 +138,58 @@ def store_best(best, row, head, table, is_there, ids, pages, C: tl.constexpr):
 
 
 @triton.jit
+def highest(order, TOPK: tl.constexpr):
+    """Whether each of order [rows, N] int32 is among the TOPK highest of its row, NO_SCORE never;
+    of equal ones the first are. The TOPK-th of a row is found two bits at a time.
+
+    A sort would bring as much and is thousands of instructions, which are read once.
+    """
+    least = tl.full([order.shape[0]], NO_SCORE, tl.int32)
+    for i in range(16):
+        bit = tl.full([1], 1 << 30, tl.int32) >> (2 * i)
+        first, second = least ^ bit, least ^ (bit << 1)
+        third = second ^ bit
+        counts = (order >= first[:, None]).to(tl.int64)
+        counts += (order >= second[:, None]).to(tl.int64) << 20
+        counts += (order >= third[:, None]).to(tl.int64) << 40
+        counts = tl.sum(counts, axis=1)
+        least = tl.where((counts & 0xFFFFF) >= TOPK, first, least)
+        least = tl.where(((counts >> 20) & 0xFFFFF) >= TOPK, second, least)
+        least = tl.where((counts >> 40) >= TOPK, third, least)
+    higher = order > least[:, None]
+    equal = (order == least[:, None]) & (order != NO_SCORE)
+    left = TOPK - tl.sum(higher.to(tl.int32), axis=1)
+    return higher | (equal & (tl.cumsum(equal.to(tl.int32), axis=1) <= left[:, None]))
+
+
+@triton.jit
+def store_highest(order, block, row, head, table, is_there, ids, pages, C: tl.constexpr):
+    """The choice of the index queries `row` [rows] from `score_order` and numbers of their blocks
+    [rows, N], which ascend; the rest as in `store_choice`. Of a shard the keys of the chosen, to
+    `ids` [T, HEADS, TOPK] int64.
+    """
+    chosen = highest(order, C.TOPK)
+    place = tl.cumsum(chosen.to(tl.int32), axis=1) - 1
+    mask = chosen & is_there[:, None]
+    column = tl.arange(0, C.TOPK_POW2)[None, :]
+    num_chosen = tl.sum(chosen.to(tl.int32), axis=1)
+    rest = is_there[:, None] & (column >= num_chosen[:, None]) & (column < C.TOPK)
+    if C.RANKS == 1:
+        _store_blocks(block, place, row, head, table, mask, ids, pages, C)
+        none = tl.full([order.shape[0], C.TOPK_POW2], NO_BLOCK, tl.int32)
+        _store_blocks(none, column, row, head, table, rest, ids, pages, C)
+    else:
+        first = row.to(tl.int64)[:, None] * C.TOPK
+        tl.store(ids + first + place, make_key(order, block), mask=mask)
+        tl.store(ids + first + column, NO_KEY, mask=rest)
+
+
+@triton.jit
 def store_all_blocks(position, row, head, table, is_there, ids, pages, C: tl.constexpr):
     """The choice of index queries that see TOPK blocks at most: all of them."""
-    block = tl.arange(0, C.TOPK_POW2)[None, :]
-    is_seen = block <= last_block(position, C.BLOCK)[:, None]
-    store_choice(tl.where(is_seen, block, NO_BLOCK), row, head, table, is_there, ids, pages, C)
+    column = tl.arange(0, C.TOPK_POW2)[None, :]
+    is_seen = column <= last_block(position, C.BLOCK)[:, None]
+    mask = is_there[:, None] & (column < C.TOPK)
+    _store_blocks(
+        tl.where(is_seen, column, NO_BLOCK), column, row, head, table, mask, ids, pages, C
+    )

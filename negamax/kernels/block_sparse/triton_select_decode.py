@@ -10,8 +10,8 @@ sequence to arrive chooses.
     programs                 |  program 7  |  program 8  | ...       -> scores [T * HEADS, width]
     the last one to arrive                                           -> ids, pages
 
-Of more than NARROW blocks it looks first for the groups of blocks with the highest scores: the TOPK
-best blocks are in the TOPK best groups. A sequence of TOPK blocks at most is not scored at all.
+Of many blocks it looks first for the groups of blocks with the highest scores. A sequence of TOPK
+blocks at most is not scored at all.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from negamax.kernels.block_sparse.triton_choice import (
     NO_BLOCK,
     NO_KEY,
     choice_constants,
+    highest,
     last_block,
-    make_key,
-    number_of,
     score_order,
     scored_block,
     store_all_blocks,
     store_best,
+    store_highest,
 )
 from negamax.kernels.block_sparse.triton_shard import OwnBlocks, plan_own_blocks
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 
 MOST_QUERIES = 8  # of a sequence that are scored together
-_NARROW = tl.constexpr(256)  # blocks among which is chosen at once
+_FEW = tl.constexpr(256)  # blocks; up to here some index queries choose at a time
 _NUM_GROUPS = tl.constexpr(512)  # of blocks, where there are more
-_MOST_ROWS = tl.constexpr(4)  # index queries whose blocks are chosen at a time
+_MOST_ROWS = tl.constexpr(4)  # index queries that choose at a time
 
 
 class Queries(NamedTuple):
@@ -196,9 +196,10 @@ def _score_blocks(
         next_i = tl.minimum(i + 1, until - 1)
         cache_block = tl.load(table + next_i // C.PER_BLOCK)
         next_number = scored_block(numbers, next_i, C)
-        products = tl.dot(q, tl.trans(k.to(C.DOT)))
-        is_seen = block * C.BLOCK + key[None, :] <= position[:, None]
-        score = tl.max(tl.where(is_seen, products, float("-inf")), axis=1)
+        # keys are the tall operand: those of 8 bits then go to the tensor cores from registers
+        products = tl.dot(k.to(C.DOT), tl.trans(q))
+        is_seen = block * C.BLOCK + key[:, None] <= position[None, :]
+        score = tl.max(tl.where(is_seen, products, float("-inf")), axis=0)
         tl.store(score_at + i, score, mask=is_row)
 
 
@@ -219,39 +220,58 @@ def _load_order(scores, row, i, numbers, num_scored, last, width, C: tl.constexp
 
 
 @triton.jit
-def _best_blocks(scores, row, numbers, num_scored, last, width, C: tl.constexpr):
-    """The keys of the blocks with the highest scores of _NARROW at most, for index queries `row`
-    [rows], whose last block is `last` [rows]. [rows, TOPK_POW2]
-    """
-    i = tl.arange(0, _NARROW)[None, :] + row[:, None] * 0
-    order, block = _load_order(
-        scores, row[:, None], i, numbers, num_scored, last[:, None], width, C
-    )
-    return tl.topk(make_key(order, block), C.TOPK_POW2)
+def _rows_of(queries, start, ROWS: tl.constexpr, C: tl.constexpr):
+    """ROWS index queries of `queries` from `start` on, whether they are there, their last block."""
+    row = start + tl.arange(0, ROWS)
+    is_there = row < queries.count * C.HEADS
+    position = queries.length - queries.count + row // C.HEADS
+    last = tl.where(is_there, last_block(position, C.BLOCK), -1)
+    return row + queries.first * C.HEADS, is_there, last
 
 
 @triton.jit
-def _best_blocks_of_many(
-    scores, row, numbers, num_scored, last, width, ROWS: tl.constexpr, GROUP: tl.constexpr,
+def _choose_of_few(
+    scores, table, numbers, num_scored, width, queries, ids, pages, start, ROWS: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """`_best_blocks` of any number of blocks, of which every _NUM_GROUPS-th are a group of GROUP at
-    most.
+    """The choice of ROWS index queries among up to _FEW blocks."""
+    row, is_there, last = _rows_of(queries, start, ROWS, C)
+    i = tl.arange(0, _FEW)[None, :] + row[:, None] * 0
+    order, block = _load_order(
+        scores, row[:, None], i, numbers, num_scored, last[:, None], width, C
+    )
+    store_highest(order, block, row, row % C.HEADS, table, is_there, ids, pages, C)
+
+
+@triton.jit
+def _choose_of_many(
+    scores, table, numbers, num_scored, width, queries, ids, pages, start, GROUP: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """The choice of one index query among any number of blocks: GROUP neighbours are a group, and
+    the TOPK best blocks are in the TOPK groups with the best ones.
     """
-    TOPK_POW2: tl.constexpr = C.TOPK_POW2
-    AT_ONCE: tl.constexpr = _MOST_ROWS * 2 // ROWS  # blocks of each group
-    group = tl.arange(0, _NUM_GROUPS)[None, None, :]
-    part = tl.arange(0, AT_ONCE)[None, :, None]
-    row, last = row[:, None, None], last[:, None, None]
-    best = tl.full([ROWS, _NUM_GROUPS], NO_KEY, tl.int64)
-    for start in range(0, num_scored, AT_ONCE * _NUM_GROUPS):
-        i = start + part * _NUM_GROUPS + group + row * 0
-        order, _ = _load_order(scores, row, i, numbers, num_scored, last, width, C)
-        best = tl.maximum(best, tl.max(make_key(order, i), axis=1))
-    group = (number_of(tl.topk(best, TOPK_POW2)) % _NUM_GROUPS).to(tl.int32)
-    i = group[:, :, None] + tl.arange(0, GROUP)[None, None, :] * _NUM_GROUPS
-    order, block = _load_order(scores, row, i, numbers, num_scored, last, width, C)
-    return tl.topk(tl.reshape(make_key(order, block), [ROWS, TOPK_POW2 * GROUP]), TOPK_POW2)
+    row, is_there, last = _rows_of(queries, start, 1, C)
+    group, member = tl.arange(0, _NUM_GROUPS)[None, :], tl.arange(0, GROUP)[None, None, :]
+    order, _ = _load_order(
+        scores, row[:, None, None], group[:, :, None] * GROUP + member, numbers, num_scored,
+        last[:, None, None], width, C,
+    )  # fmt: skip
+    chosen = highest(tl.max(order, axis=2), C.TOPK)
+    place = tl.cumsum(chosen.to(tl.int32), axis=1) - 1
+    first = ids + row.to(tl.int64)[:, None] * C.TOPK  # which holds the groups for a moment
+    tl.store(first + place, group.to(ids.dtype.element_ty), mask=chosen)
+    tl.debug_barrier()
+    column = tl.arange(0, C.TOPK_POW2)[None, :]
+    is_group = column < tl.sum(chosen.to(tl.int32), axis=1)[:, None]
+    group = tl.load(first + column, mask=is_group, other=0, cache_modifier=".cg").to(tl.int32)
+    tl.debug_barrier()
+    i = tl.where(is_group[:, :, None], group[:, :, None] * GROUP + member, NO_BLOCK)
+    i = tl.reshape(i, [1, C.TOPK_POW2 * GROUP])
+    order, block = _load_order(
+        scores, row[:, None], i, numbers, num_scored, last[:, None], width, C
+    )
+    store_highest(order, block, row, row % C.HEADS, table, is_there, ids, pages, C)
 
 
 @triton.jit
@@ -261,20 +281,16 @@ def _choose(
 ):  # fmt: skip
     """The choice of all index queries of `queries` from their scores."""
     num_rows = queries.count * C.HEADS
-    first_row = queries.first * C.HEADS
-    position = queries.length - queries.count
-    for start in range(0, num_rows, ROWS):
-        row = start + tl.arange(0, ROWS)
-        is_there = row < num_rows
-        last = tl.where(is_there, last_block(position + row // C.HEADS, C.BLOCK), -1)
-        row += first_row
-        if num_scored <= _NARROW:
-            best = _best_blocks(scores, row, numbers, num_scored, last, width, C)
-        else:
-            best = _best_blocks_of_many(
-                scores, row, numbers, num_scored, last, width, ROWS, GROUP, C
+    if num_scored <= _FEW:
+        for start in range(0, num_rows, ROWS):
+            _choose_of_few(
+                scores, table, numbers, num_scored, width, queries, ids, pages, start, ROWS, C
             )
-        store_best(best, row, row % C.HEADS, table, is_there, ids, pages, C)
+    else:
+        for start in range(0, num_rows):
+            _choose_of_many(
+                scores, table, numbers, num_scored, width, queries, ids, pages, start, GROUP, C
+            )
 
 
 @triton.jit
@@ -378,7 +394,7 @@ def select_decode(
         tables.stride(0),
         width,
         ROWS=min(_MOST_ROWS.value, triton.next_power_of_2(most_rows)),
-        GROUP=max(2, triton.next_power_of_2(triton.cdiv(width, _NUM_GROUPS.value))),
+        GROUP=triton.next_power_of_2(triton.cdiv(width, _NUM_GROUPS.value)),
         C=choice_constants(shape, dim, index_q.dtype, index_cache.dtype, rows=most_rows),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
