@@ -76,8 +76,7 @@ def answers(llm: LLM) -> list[tuple[list[int], str | None, list[float]]]:
     ]
 
 
-@pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> graph_support.RepeatedSteps:
+def captured(monkeypatch: pytest.MonkeyPatch) -> graph_support.RepeatedSteps:
     """What the steps of engines on the CPU are captured in."""
     pool = graph_support.RepeatedSteps()
     graph_support.install(monkeypatch, graph_support.runtime(pool, is_asynchronous=True))
@@ -86,12 +85,19 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> graph_support.RepeatedSteps:
 
 
 @pytest.fixture
-def expected(pool: graph_support.RepeatedSteps) -> list[Any]:
+def pool(monkeypatch: pytest.MonkeyPatch) -> graph_support.RepeatedSteps:
+    return captured(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Any]:
     """(Several queries of a sequence are rounded otherwise than one, where no kernel of the CPU's
     own computes them.)
     """
-    with engine() as llm:
-        found = answers(llm)
+    with pytest.MonkeyPatch.context() as patch:
+        captured(patch)
+        with engine() as llm:
+            found = answers(llm)
     return [(ids, end, pytest.approx(logprobs, abs=1e-3)) for ids, end, logprobs in found]
 
 
@@ -105,6 +111,7 @@ def known(expected: list[Any]) -> dict[Key, list[int]]:
     }
 
 
+@pytest.mark.usefixtures("pool")
 @pytest.mark.parametrize("kind", [ALWAYS_RIGHT, ALWAYS_WRONG, RANDOM])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_captured_drafts_change_nothing(
