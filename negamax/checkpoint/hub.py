@@ -1,5 +1,5 @@
-"""From the MODEL that a user names to a folder on disk: a local folder, the embedded `nano`, or a
-id of a hub, Hugging Face's or ModelScope.
+"""From the MODEL that a user names to a folder on disk: a local folder, an embedded
+checkpoint, or an id of a hub, Hugging Face's or ModelScope.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from negamax.base import env
 from negamax.base.errors import ConfigError, NegamaxError
 from negamax.base.log import get_logger
 from negamax.checkpoint import huggingface, modelscope
+from negamax.config.embedded import EMBEDDED, QUOTED_NAMES
 
 logger = get_logger(__name__)
-
-NANO = "nano"
-NANO_FOLDER = Path(__file__).parent.parent / "assets" / "nano"
 
 # Weights, JSON (configs, index, tokenizer) and chat templates; never code or pickles.
 WEIGHT_FILES = ["*.safetensors"]
@@ -44,8 +42,8 @@ def resolve_model(
     closed repository or revision, and for whatever goes wrong on the way to the hub;
     `ResourceError` where the disk does not take the files.
     """
-    if model == NANO:
-        return NANO_FOLDER
+    if model in EMBEDDED:
+        return EMBEDDED[model]
     try:
         folder = Path(model).expanduser()
         if model and folder.is_dir():
@@ -56,7 +54,8 @@ def resolve_model(
         pass
     if not _HUB_ID.fullmatch(model):
         raise ConfigError(
-            f"model {model[:200]!r} is neither an existing folder, nor 'nano', nor a hub id",
+            f"model {model[:200]!r} is neither an existing folder, nor {QUOTED_NAMES}, nor a "
+            "hub id",
             hint="a hub id looks like MiniMaxAI/MiniMax-M2",
         )
     if source == "auto":

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from negamax.cli import bench_compare, bench_kernels, bench_offline, bench_profile, bench_serve
 from negamax.cli.examples import epilog
 from negamax.cli.flags import completion
+from negamax.config.embedded import QUOTED_NAMES
 from negamax.config.options import DTYPES
 
 _SUITES = ("nano-math", "nano-tools", *(f"nano-retrieval-{size}" for size in ("2k", "4k", "8k")))
@@ -41,7 +42,7 @@ def bench() -> None:
 
 @app.command(epilog=epilog("bench accuracy"))
 def accuracy(
-    model: Annotated[str, typer.Option(help="Local folder, hub id or 'nano'.")] = "nano",
+    model: Annotated[str, typer.Option(help=f"Local folder, hub id, or {QUOTED_NAMES}.")] = "nano",
     suite: Annotated[
         list[str] | None,
         typer.Option(

@@ -33,6 +33,7 @@ from negamax.bench.serve_options import (
 )
 from negamax.cli.bench_options import OUTPUT, WORKLOAD, parse_counts, parse_numbers
 from negamax.cli.flags import Flag, chosen_fields, flag_parameters, json_object
+from negamax.config.embedded import QUOTED_NAMES
 
 if TYPE_CHECKING:
     from negamax.bench.serve import Measurement, RunProgress
@@ -82,8 +83,8 @@ _TABLE = (
     Flag(
         "tokenizer",
         WORKLOAD,
-        "Folder, hub id or nano: whose ids prompts are drawn from, and who counts ShareGPT "
-        "answers.",
+        f"Folder, hub id, or {QUOTED_NAMES}: whose ids prompts are drawn from, and who counts "
+        "ShareGPT answers.",
     ),
     Flag(
         "prompt_format",

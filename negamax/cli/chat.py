@@ -18,6 +18,7 @@ from negamax.base.errors import ConfigError
 from negamax.cli.engine_options import with_engine_options
 from negamax.cli.explain import with_explanation
 from negamax.cli.loading import check_sampling, loading
+from negamax.config.embedded import QUOTED_NAMES
 from negamax.config.options import EngineOptions
 from negamax.scheduler.request import SamplingParams
 
@@ -79,7 +80,7 @@ def command(
 
     log.setup(engine.log_level, engine.log_format)
     if url is None and not engine.model:
-        hint = "give a folder, a hub id, 'nano', or the --url of a server"
+        hint = f"give a folder, a hub id, {QUOTED_NAMES}, or the --url of a server"
         raise ConfigError("MODEL is missing", hint=hint)
     declared = None if tools is None else _read_tools(tools)
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature)

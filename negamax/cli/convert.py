@@ -18,17 +18,19 @@ from negamax.base.progress import Progress, format_bytes
 from negamax.checkpoint.hub import resolve_model
 from negamax.checkpoint.split import is_split
 from negamax.cli.flags import completion
+from negamax.config.embedded import QUOTED_NAMES
 from negamax.config.parallel import ParallelOptions
 from negamax.convert.targets import TARGETS, target_of
 
 if TYPE_CHECKING:
     from negamax.convert.verify import Difference
 
-HELP = """Write a checkpoint in another weight format.
+HELP = f"""Write a checkpoint in another weight format.
 
-SRC is a folder, a hub id or 'nano'; DST a new folder. One layer is converted at a time, a file for
-each; a conversion that was cut off goes on where it ended. Tokenizer, chat template and generation
-config are carried over. What would round weights a second time is refused unless `--allow-lossy`.
+SRC is a folder, a hub id, or {QUOTED_NAMES}; DST a new folder. One layer is converted at a time, a
+file for each; a conversion that was cut off goes on where it ended. Tokenizer, chat template and
+generation config are carried over. What would round weights a second time is refused unless
+`--allow-lossy`.
 """
 _WORST = 10
 
@@ -36,7 +38,7 @@ _WORST = 10
 def command(
     *,
     source: Annotated[
-        str, typer.Argument(metavar="SRC", help="A local folder, a hub id, or 'nano'.")
+        str, typer.Argument(metavar="SRC", help=f"A local folder, a hub id, or {QUOTED_NAMES}.")
     ],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
     to: Annotated[

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from negamax.base.errors import ConfigError
+from negamax.config.embedded import EMBEDDED
 from negamax.config.families import bundled_names, bundled_spec
 from negamax.config.kv_cache import block_bytes, shards_index
 from negamax.config.minimax_m2 import MiniMaxM2Spec
@@ -26,7 +27,7 @@ GIB = 2**30
 GPU_RESERVE = 15 * GIB // 2
 MEASURED_RANKS = 4  # the most that M2 was measured on
 _LEAST_TOKENS = 8192  # of KV cache, for a model to be called usable
-_NANO_BYTES = GIB
+_EMBEDDED_BYTES = GIB  # of main memory, for an embedded model
 _DTYPE = "bfloat16"
 
 
@@ -66,14 +67,16 @@ class ModelVerdict:
 
 
 def verdicts(machine: Machine) -> list[ModelVerdict]:
-    """One for `nano` and one for each published model."""
-    return [_nano(machine), *(verdict(name, machine) for name in bundled_names())]
+    """One for each embedded and one for each published model."""
+    return [verdict(name, machine) for name in (*EMBEDDED, *bundled_names())]
 
 
 def verdict(name: str, machine: Machine) -> ModelVerdict:
-    """For the published model that is called `name` here, with a word about the download where
-    the disk has no room for it.
+    """For the model that is called `name` here, with a word about the download where the disk has
+    no room for it.
     """
+    if name in EMBEDDED:
+        return _embedded(name, machine)
     found = _verdict(name, machine)
     size = weight_bytes(bundled_spec(name), dtype=_DTYPE)
     if not found.runs or size < machine.disk_bytes:
@@ -84,15 +87,14 @@ def verdict(name: str, machine: Machine) -> ModelVerdict:
     )
 
 
-def _nano(machine: Machine) -> ModelVerdict:
-    nano = ModelVerdict("nano", True, "negamax serve nano", "the embedded model, on any machine")
-    if machine.memory_bytes < _NANO_BYTES and not machine.gpus:
+def _embedded(name: str, machine: Machine) -> ModelVerdict:
+    command, detail = f"negamax serve {name}", "an embedded model, on any machine"
+    if machine.memory_bytes < _EMBEDDED_BYTES and not machine.gpus:
         missing = f"needs 1 GiB of main memory, {_gib(machine.memory_bytes)} are free"
-        nano = ModelVerdict("nano", False, "", missing)
-    elif _refusal(machine.gpus):
-        detail = "the embedded model, on the CPU of this machine"
-        nano = ModelVerdict("nano", True, "negamax serve nano --device cpu", detail)
-    return nano
+        return ModelVerdict(name, False, "", missing)
+    if _refusal(machine.gpus):
+        command, detail = f"{command} --device cpu", "an embedded model, on the CPU of this machine"
+    return ModelVerdict(name, True, command, detail)
 
 
 def _verdict(name: str, machine: Machine) -> ModelVerdict:

@@ -14,6 +14,7 @@ import typer
 from negamax.base import env, log
 from negamax.base.errors import ConfigError
 from negamax.cli.flags import Flag, chosen_fields, flag_parameters, parameter
+from negamax.config.embedded import QUOTED_NAMES
 from negamax.config.options import (
     DEVICES,
     DTYPES,
@@ -225,7 +226,7 @@ _MODEL_ARGUMENT = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
-        help="A local folder, a hub id, or 'nano', the embedded model.",
+        help=f"A local folder, a hub id, or {QUOTED_NAMES}, the embedded models.",
         show_default=False,
     ),
 ]
@@ -279,7 +280,8 @@ def _one_model(argument: str | None, option: str | None, *, needed: bool) -> str
         return ""
     if model is None:
         raise ConfigError(
-            "MODEL is missing", hint="give a folder, a hub id, or 'nano', the embedded model"
+            "MODEL is missing",
+            hint=f"give a folder, a hub id, or {QUOTED_NAMES}, the embedded models",
         )
     if option not in (None, model):
         raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "serve": (
         "negamax serve nano",
+        "negamax serve nano-m3",
         "negamax serve MiniMaxAI/MiniMax-M2.5 --tensor-parallel-size 4",
         "negamax serve ./checkpoint --host 0.0.0.0 --api-key-file keys.txt --max-model-len 128k",
         "negamax serve --config server.toml --explain",

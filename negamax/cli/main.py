@@ -19,7 +19,7 @@ from negamax.cli.words import nearest
 
 app = typer.Typer(
     name="negamax",
-    help="Serve MiniMax models: `negamax serve nano` starts the embedded one.",
+    help="Serve MiniMax models: `negamax serve nano` starts an embedded one.",
     rich_markup_mode="markdown",
     no_args_is_help=False,
     pretty_exceptions_enable=False,

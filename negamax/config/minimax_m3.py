@@ -448,6 +448,7 @@ _FAMILY = ModelFamily(
     own_config=text_config,
     sampling={"temperature": 1.0, "top_p": 0.95, "top_k": 40},
     bundled={"minimax-m3": _M3, "minimax-m3-mxfp8": replace(_M3, quantization=_MXFP8)},
+    embedded="nano-m3",
 )
 FAMILIES = (
     _FAMILY,

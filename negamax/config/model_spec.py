@@ -104,3 +104,4 @@ class ModelFamily:
     own_config: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     # specs of published models by short names, to build them without a checkpoint
     bundled: Mapping[str, ModelSpec] = field(default_factory=dict)
+    embedded: str = "nano"  # the embedded checkpoint whose tokenizer these borrow

@@ -32,7 +32,7 @@ class EngineOptions:
     the machine.
     """
 
-    model: str  # local folder, hub id, bundled spec with load_format=synthetic, or "nano"
+    model: str  # local folder, hub id, embedded name, or bundled spec with load_format=synthetic
     revision: str | None = None  # of a hub model
     source: str = "auto"  # of hub models; "auto": huggingface, unless NEGAMAX_USE_MODELSCOPE is 1
     download_dir: str | None = None

@@ -17,7 +17,7 @@ from negamax.scheduler.step import SequenceUpdate
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the front end must know of a started engine."""
 
-    model: str  # folder, hub id or "nano", as given
+    model: str  # folder, hub id or embedded name, as given
     served_model_name: str
     architecture: str  # as config.json names it
     max_model_len: int  # tokens, prompt and output together

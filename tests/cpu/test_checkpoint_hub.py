@@ -18,8 +18,9 @@ from tiny_hub import COMMIT, TinyHub, tiny_hub
 
 from negamax.base.errors import ConfigError
 from negamax.checkpoint import huggingface
-from negamax.checkpoint.hub import NANO_FOLDER, resolve_model
+from negamax.checkpoint.hub import resolve_model
 from negamax.checkpoint.licence import say_licence
+from negamax.config.embedded import EMBEDDED
 
 FILES = {
     "config.json": b'{"model_type": "minimax_m2"}',
@@ -182,7 +183,7 @@ except NegamaxError as error:
 def test_weights_are_not_fetched_of_what_is_refused_or_synthetic(
     hub: TinyHub, tmp_path: Path, load_format: str, method: str, words: str
 ) -> None:
-    config = json.loads((NANO_FOLDER / "config.json").read_text())
+    config = json.loads((EMBEDDED["nano"] / "config.json").read_text())
     config["quantization_config"]["quant_method"] = method
     hub.files = {**FILES, "config.json": json.dumps(config).encode()}
     done = subprocess.run(
@@ -278,17 +279,14 @@ def test_no_network_is_one_line_with_a_remedy(tmp_path: Path) -> None:
         assert "give a local folder" in line
 
 
-def test_local_folders_and_nano(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_folders_and_embedded_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "model").mkdir(parents=True)
     (tmp_path / "nano").mkdir()
     assert resolve_model(str(tmp_path)) == tmp_path
     assert resolve_model("org/model") == Path("org/model")  # a folder goes before a hub id
-    assert resolve_model("nano") == NANO_FOLDER and NANO_FOLDER.parts[-3:] == (
-        "negamax",
-        "assets",
-        "nano",
-    )
+    for name, folder in EMBEDDED.items():  # they go before folders
+        assert resolve_model(name) == folder and (folder / "config.json").is_file()
     assert resolve_model("./nano") == Path("nano")
 
 
@@ -313,9 +311,7 @@ def test_local_folders_and_nano(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_what_is_no_model_is_refused_without_asking_the_hub(model: str) -> None:
-    with pytest.raises(
-        ConfigError, match="is neither an existing folder, nor 'nano', nor a hub id"
-    ) as caught:
+    with pytest.raises(ConfigError, match="is neither an existing folder, nor 'nano'") as caught:
         resolve_model(model)
     assert repr(model[:200]) in str(caught.value) and "MiniMaxAI/MiniMax-M2" in str(caught.value)
 

@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from negamax.checkpoint.hub import NANO_FOLDER
+from negamax.config.embedded import EMBEDDED
 from negamax.text.tokenizer import Tokenizer
 from tests.e2e.conftest import MODEL, Server, eventually, serving
 
@@ -434,7 +434,7 @@ def test_without_tools_what_looks_like_a_call_is_text(http: httpx.Client, path: 
         "temperature": 0,
         "chat_template_kwargs": {"enable_thinking": False},
     }
-    body["logit_bias"] = {str(Tokenizer.from_folder(NANO_FOLDER).token_id(opener)): 100}
+    body["logit_bias"] = {str(Tokenizer.from_folder(EMBEDDED["nano"]).token_id(opener)): 100}
     if path == "/v1/responses":
         (item,) = http.post(path, json={**body, "input": QUESTION, "max_output_tokens": 3}).json()[
             "output"
@@ -453,7 +453,10 @@ def test_without_tools_what_looks_like_a_call_is_text(http: httpx.Client, path: 
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_closer_that_closes_nothing_is_no_text(client: openai.OpenAI, streamed: bool) -> None:
-    closer = {"type": "token", "token": Tokenizer.from_folder(NANO_FOLDER).token_id("</think>")}
+    closer = {
+        "type": "token",
+        "token": Tokenizer.from_folder(EMBEDDED["nano"]).token_id("</think>"),
+    }
     words = [{"type": "const_string", "value": word} for word in ("One `</", "think>`", " two.")]
     form = {"type": "sequence", "elements": [closer, words[0], words[1], closer, words[2], closer]}
     tag = {"structural_tag": {"type": "structural_tag", "format": form}}

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from negamax.checkpoint.hub import NANO_FOLDER
 from negamax.cli.main import main
+from negamax.config.embedded import EMBEDDED
 from tests.e2e.conftest import MODEL, STUB, eventually, launch, serving, talking
 from tests.e2e.listening import family_of
 from tests.e2e.test_api_errors import error_of
@@ -240,7 +240,7 @@ def test_start_that_cannot_work_is_one_line_and_exit_code_2(
 
 def damaged(folder: Path, damage: str) -> Path:
     """A copy of the embedded checkpoint with one thing wrong."""
-    copy = Path(shutil.copytree(NANO_FOLDER, folder / "copy"))
+    copy = Path(shutil.copytree(EMBEDDED["nano"], folder / "copy"))
     shard = copy / "model-00001-of-00002.safetensors"
     if damage == "truncated":
         shard.write_bytes(shard.read_bytes()[:-1000])

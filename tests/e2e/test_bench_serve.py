@@ -19,8 +19,8 @@ import pytest
 
 from negamax.bench.serve import arrivals
 from negamax.bench.serve_options import BenchOptions
-from negamax.checkpoint.hub import NANO_FOLDER
 from negamax.cli.main import main
+from negamax.config.embedded import EMBEDDED
 from negamax.text.tokenizer import Tokenizer
 from tests.e2e.conftest import Server
 from tests.e2e.faulty_server import STREAM, chunk, faulty_server, good_stream, text_chunk, whole
@@ -115,7 +115,7 @@ def test_tokens_without_visible_text_are_timed_when_they_arrive(
     server: Server, bench: Bench, backend: str
 ) -> None:
     """Parts of a character have no text: the model may only write the first byte of an emoji."""
-    first_byte = Tokenizer.from_folder(NANO_FOLDER).encode("\U0001f600")[0]
+    first_byte = Tokenizer.from_folder(EMBEDDED["nano"]).encode("\U0001f600")[0]
     only = json.dumps({"allowed_token_ids": [first_byte]})
     options = ("--backend", backend, "--num-prompts", "2", "--input-len", "40", "--ignore-eos")
     for _ in range(10):  # on a machine that stands still all may arrive together

@@ -257,7 +257,7 @@ def test_lines_of_a_pipe_are_answered_by_a_server(server: Server) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "MODEL is missing (give a folder, a hub id, 'nano', or the --url of a server)"),
+        ((), "MODEL is missing (give a folder, a hub id, 'nano' or 'nano-m3', or the --url of a "),
         (("--url", "ftp://a"), "--url is 'ftp://a', which is no HTTP address"),
         (("--url", "localhost:{port}"), "where no server answers"),
         ((MODEL, "--temperature", "9"), "temperature is 9.0; allowed: 0.0 to 2.0"),

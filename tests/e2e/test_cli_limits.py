@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from negamax.base import process
-from negamax.checkpoint.hub import NANO_FOLDER
 from negamax.cli.main import main
+from negamax.config.embedded import EMBEDDED
 from tests.e2e.conftest import MODEL, eventually
 from tests.e2e.test_cli_commands import FAST, negamax
 
@@ -59,7 +59,7 @@ def test_values_beyond_the_machine(
 
 
 def test_a_window_beyond_the_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = shutil.copytree(NANO_FOLDER, tmp_path / "nano")
+    folder = shutil.copytree(EMBEDDED["nano"], tmp_path / "nano")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2**31 - 1}))
     line = refused(capsys, "generate", str(folder), *FAST, *HELLO)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from negamax import LLM
 from negamax.base.errors import CheckpointError
-from negamax.checkpoint.hub import NANO_FOLDER
+from negamax.config.embedded import EMBEDDED
 from negamax.kernels.platform import platform_of
 
 EXPERT = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
@@ -35,7 +35,7 @@ def test_the_gpu_under_test_is_one_that_was_measured() -> None:
 def test_values_that_are_not_finite_are_named(
     name: str, value: float, message: str, tmp_path: Path
 ) -> None:
-    folder = Path(shutil.copytree(NANO_FOLDER, tmp_path / "copy"))
+    folder = Path(shutil.copytree(EMBEDDED["nano"], tmp_path / "copy"))
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
         if name in tensors:

@@ -103,8 +103,9 @@ def test_every_module_finds_what_it_imports(installed: Installation) -> None:
 
 def test_help_and_generate(installed: Installation) -> None:
     assert "serve" in installed.run("--help")
-    assert "85" in installed.run("generate", "nano", *PROMPT)
-    assert "-> negamax serve nano" in installed.run("doctor")
+    for name in ("nano", "nano-m3"):
+        assert "85" in installed.run("generate", name, *PROMPT)
+        assert f"-> negamax serve {name}\n" in installed.run("doctor")
 
 
 def test_serve_and_bench_serve(installed: Installation) -> None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from negamax.checkpoint.hub import NANO_FOLDER
+from negamax.config.embedded import EMBEDDED
 from negamax.text.chat_template import ChatTemplate
 
 TESTS = Path(__file__).parents[1]
@@ -15,7 +15,7 @@ M3_LAYOUT = TESTS / "minimax_m3_layout.jinja"
 
 def m2_template() -> ChatTemplate:
     """The embedded model's template as M2's: only the default identity is another."""
-    source = (NANO_FOLDER / "chat_template.jinja").read_text(encoding="utf-8")
+    source = (EMBEDDED["nano"] / "chat_template.jinja").read_text(encoding="utf-8")
     return ChatTemplate(source, variables={"model_identity": "You are a helpful assistant."})
 
 

@@ -13,7 +13,7 @@ from message_support import ai, call, result, system, user
 from template_support import check_render, m2_template, m3_template, recorded_renders
 
 from negamax.base.errors import CheckpointError, ConfigError, InvalidRequestError
-from negamax.checkpoint.hub import NANO_FOLDER
+from negamax.config.embedded import EMBEDDED
 from negamax.text.chat_template import ChatTemplate, check_template_kwargs
 from negamax.text.messages import normalize_messages
 
@@ -49,7 +49,7 @@ def test_renders_are_those_of_the_models_own_templates(
 
 
 def test_the_embedded_models_default_identity_is_its_own_and_can_be_replaced() -> None:
-    nano = ChatTemplate.from_folder(NANO_FOLDER)
+    nano = ChatTemplate.from_folder(EMBEDDED["nano"])
     assert nano is not None
     assert nano.render([user("Hi")]).startswith(
         "]~!b[]~b]system\nYou are a helpful assistant. Your name is Nano, the small demonstration "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from negamax.checkpoint.hub import NANO_FOLDER
+from negamax.config.embedded import EMBEDDED
 from negamax.config.generation import SamplingDefaults
 from negamax.engine.client.output import ChoiceStream
 from negamax.engine.wire import ModelInfo
@@ -17,7 +17,7 @@ TEXT = (
     "The keeper counts the ships that pass, writes their names down and wonders. Nobody asks "
     "him; ✓ nobody. END of it all."
 )
-TOKENIZER = Tokenizer.from_folder(NANO_FOLDER)
+TOKENIZER = Tokenizer.from_folder(EMBEDDED["nano"])
 IDS = TOKENIZER.encode(TEXT)
 EOS = 4116
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from negamax.cli.doctor_models import GIB, Gpu, Machine, ModelVerdict, verdicts
+from negamax.cli.doctor_models import GIB, Gpu, Machine, ModelVerdict
 from negamax.cli.doctor_models import verdict as verdict_of
 from negamax.cli.main import main
+from negamax.config.embedded import EMBEDDED
 
 M2 = "MiniMaxAI/MiniMax-M2"
 
@@ -34,11 +35,7 @@ def machine(
 
 
 def verdict(here: Machine, model: str = M2) -> ModelVerdict:
-    found = (
-        verdicts(here)[0]
-        if model == "nano"
-        else verdict_of(model.removeprefix("MiniMaxAI/").lower(), here)
-    )
+    found = verdict_of(model.removeprefix("MiniMaxAI/").lower(), here)
     assert found.model == model
     return found
 
@@ -108,11 +105,12 @@ def test_gpus_that_cannot_multiply_fp8_keep_it_packed() -> None:
     assert found.runs and found.detail.startswith("FP8 as stored, 35.7 GiB of weights")
 
 
-def test_nano_runs_everywhere_with_a_gigabyte() -> None:
-    assert verdict(machine(0), "nano").command == "negamax serve nano"
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_an_embedded_model_runs_everywhere_with_a_gigabyte(name: str) -> None:
+    assert verdict(machine(0), name).command == f"negamax serve {name}"
     old = machine(1, gib=40, capability=(7, 5))
-    assert verdict(old, "nano").command == "negamax serve nano --device cpu"
-    assert not verdict(machine(0, memory_bytes=GIB // 2), "nano").runs
+    assert verdict(old, name).command == f"negamax serve {name} --device cpu"
+    assert not verdict(machine(0, memory_bytes=GIB // 2), name).runs
 
 
 def test_missing_disk_is_named() -> None:

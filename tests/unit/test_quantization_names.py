@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from negamax.base.errors import ConfigError
-from negamax.checkpoint.hub import NANO_FOLDER
+from negamax.config.embedded import EMBEDDED
 from negamax.config.options import EngineOptions
 from negamax.config.quantization import QuantizationSpec
 from negamax.engine.core.source import locate
@@ -85,7 +85,7 @@ def test_a_checkpoint_is_checked_when_it_is_located(tmp_path: Path) -> None:
     assert locate(EngineOptions(model="nano", quantization="fp8")).spec.notes
     with pytest.raises(ConfigError, match="'awq'; the checkpoint is quantised by 'fp8'"):
         locate(EngineOptions(model="nano", quantization="awq"))
-    config = json.loads((NANO_FOLDER / "config.json").read_text())
+    config = json.loads((EMBEDDED["nano"] / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": None}))
     with pytest.raises(ConfigError, match="'awq'; the checkpoint is not quantised"):
         locate(EngineOptions(model=str(tmp_path), quantization="awq"))

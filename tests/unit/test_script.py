@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from negamax.base.errors import ConfigError
-from negamax.checkpoint.hub import NANO_FOLDER
+from negamax.config.embedded import EMBEDDED
 from negamax.config.options import EngineOptions
 from negamax.engine.core.setup import start_loop
 from negamax.scheduler.request import SamplingParams
@@ -17,8 +17,8 @@ from negamax.text.formats.minimax_m2 import MINIMAX_M2
 from negamax.text.script import ScriptedAnswers, new_messages, read_script
 from negamax.text.tokenizer import Tokenizer
 
-TOKENIZER = Tokenizer.from_folder(NANO_FOLDER)
-TEMPLATE = ChatTemplate.from_folder(NANO_FOLDER)
+TOKENIZER = Tokenizer.from_folder(EMBEDDED["nano"])
+TEMPLATE = ChatTemplate.from_folder(EMBEDDED["nano"])
 EOS = TOKENIZER.eos_token_id
 
 SCRIPT = """

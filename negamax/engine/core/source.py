@@ -10,6 +10,7 @@ from negamax.base.errors import ConfigError
 from negamax.checkpoint.hub import resolve_model
 from negamax.config import eagle3
 from negamax.config.eagle3 import DraftModel, Eagle3Spec, of_draft
+from negamax.config.embedded import EMBEDDED
 from negamax.config.families import bundled_names, bundled_spec, family_of, read_spec
 from negamax.config.generation import GenerationDefaults, SamplingDefaults, read_generation_defaults
 from negamax.config.json_file import read_json_object
@@ -21,13 +22,13 @@ from negamax.quantization import online
 from negamax.quantization.detect import detect
 from negamax.quantization.names import check_name, quantized
 
-NANO = "nano"
-
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model comes from. A bundled spec has no files of its own and borrows the embedded
-    model's tokenizer: the text of synthetic weights means nothing in any alphabet."""
+    """Where a model comes from. A bundled spec has no files of its own and borrows the
+    tokenizer of its family's embedded checkpoint: the text of synthetic weights means nothing in
+    any alphabet.
+    """
 
     spec: ModelSpec
     generation: GenerationDefaults
@@ -60,12 +61,12 @@ def _locate_target(options: EngineOptions) -> ModelSource:
                 hint="add --load-format synthetic, or give a folder or a hub id such as "
                 "MiniMaxAI/MiniMax-M2",
             )
-        tokenizer_folder = resolve_model(NANO)
         spec = _shortened(bundled_spec(options.model), options.num_hidden_layers)
         spec = _with_quantization(spec, options)
-        sampling = SamplingDefaults(**family_of(spec.architecture).sampling)
+        family = family_of(spec.architecture)
+        sampling = SamplingDefaults(**family.sampling)
         generation = GenerationDefaults(sampling=sampling, eos_token_ids=spec.eos_token_ids)
-        return ModelSource(spec, generation, None, tokenizer_folder, options.model)
+        return ModelSource(spec, generation, None, EMBEDDED[family.embedded], options.model)
     folder = resolve_model(
         options.model,
         options.revision,
