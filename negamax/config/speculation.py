@@ -18,7 +18,9 @@ MAX_LOOKUP = 32
 
 _FLAG = "--speculative-config"
 _METHOD_NAMES = {"[ngram]": NGRAM, "ngram_gpu": NGRAM}
-_EAGLE3_KEYS = {"model", "revision", "eagle_aux_hidden_state_layer_ids"}
+_EAGLE3_KEYS = {
+    "model", "revision", "eagle_aux_hidden_state_layer_ids", "draft_lm_head_quantization",
+}  # fmt: skip
 _NGRAM_KEYS = {"prompt_lookup_min", "prompt_lookup_max"}
 _SYNTHETIC_KEYS = {"synthetic_acceptance_length", "synthetic_acceptance_rates"}
 _KEYS = {
@@ -34,7 +36,6 @@ _WITHOUT_EFFECT = {
     "use_local_argmax_reduction": "ranks exchange the best token of each part, not logits",
     "draft_sample_method": "a draft takes its most likely token",
     "quantization": "a draft is read as its files say",
-    "draft_lm_head_quantization": "a draft's head is as its files have it",
     "code_revision": "a checkpoint's code is never run",
     "draft_load_config": "a draft is loaded as its model is",
     "num_speculative_tokens_per_batch_size": "the number is chosen from measured times",
@@ -55,6 +56,7 @@ class SpeculationConfig:
     adaptive: bool = True  # fewer of them where measured times say that this is faster
     model: str | None = None  # of a draft model: as the user names it, then its folder
     revision: str | None = None  # of a draft model on a hub
+    draft_lm_head_quantization: str | None = None  # of a draft model's head alone: "fp8"
     # the layers whose input a draft model reads, in place of what its config says
     aux_layer_ids: tuple[int, ...] | None = None
     prompt_lookup_min: int = 5  # tokens that must occur before, and at most are compared
@@ -99,6 +101,9 @@ class SpeculationConfig:
         adaptive = given.get("adaptive", True)
         if not isinstance(adaptive, bool):
             _refuse("adaptive", adaptive, "true or false")
+        head = given.get("draft_lm_head_quantization")
+        if head not in (None, "fp8"):
+            _refuse("draft_lm_head_quantization", head, "fp8")
         low, high = _lookup(given)
         return SpeculationConfig(
             method,
@@ -106,6 +111,7 @@ class SpeculationConfig:
             adaptive=adaptive,
             model=_text(given, "model") if method == EAGLE3 else None,
             revision=_text(given, "revision"),
+            draft_lm_head_quantization=head,
             aux_layer_ids=_layer_ids(given),
             prompt_lookup_min=low,
             prompt_lookup_max=high,

@@ -93,17 +93,15 @@ def _locate_draft(
     layers = speculation.aux_layer_ids
 
     def quantized_as_asked(spec: Eagle3Spec) -> Eagle3Spec:
-        held, note = quantized(speculation.quantization, spec.quantization, is_drawn=is_drawn)
-        if speculation.draft_lm_head_quantization is not None:
-            if held is not None:
-                raise ConfigError(
-                    f"draft_lm_head_quantization is {speculation.draft_lm_head_quantization}; the "
-                    f"draft is quantised by {held.method} as a whole",
-                    hint="leave it out",
-                )
-            held = online.head_spec("fp8_per_channel")
-        notes = spec.notes if note is None else (*spec.notes, note)
-        return replace(spec, quantization=held, notes=notes)
+        if speculation.draft_lm_head_quantization is None:
+            return spec
+        if spec.quantization is not None:
+            raise ConfigError(
+                f"draft_lm_head_quantization is {speculation.draft_lm_head_quantization}; the "
+                f"draft is quantised by {spec.quantization.method} as a whole",
+                hint="leave it out",
+            )
+        return replace(spec, quantization=online.head_spec("fp8_per_channel"))
 
     bundled = eagle3.FAMILY.bundled.get(name.lower())
     if isinstance(bundled, Eagle3Spec) and not Path(name).exists():
