@@ -4,7 +4,7 @@ same kernels compute for the step alone, and write nothing that belongs to someb
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import pytest
@@ -16,6 +16,7 @@ from model_support import random_weights
 from test_triton_model import SPEC, errors, gpu_model, kernel_table, use_few_programs
 from torch import Tensor
 
+from negamax.kernels.drafts import triton as drafts
 from negamax.layers.attention import KvCaches
 from negamax.models.decoder import Decoder
 from negamax.parallel.collectives import SingleRank
@@ -220,6 +221,21 @@ def test_a_captured_step_verifies_drafts_and_proposes_the_next(
             assert captured.requests.drafts[:3, 0].tolist() == [4 + 1, 2 + 1, 7 + 1]
             assert_alike(alone, captured)
             graphs.finish(shape, buffers.token_ids[:5])
+
+
+def test_a_kernel_that_is_only_compiled_finds_no_draft_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As while graphs are warmed up: the counts become indices and lengths."""
+
+    class Compiled:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *args, **options: None
+
+    monkeypatch.setattr(drafts, "_count_accepted_kernel", Compiled())
+    monkeypatch.setattr(torch, "empty_like", lambda like: torch.full_like(like, 99))
+    rows = torch.zeros(2, dtype=torch.int64)
+    assert drafts.count_accepted(rows, rows.view(2, 1), rows, rows + 1).tolist() == [0, 0]
 
 
 def advance(requests: RequestState, plan: StepPlan) -> None:

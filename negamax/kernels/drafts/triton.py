@@ -87,7 +87,8 @@ def count_accepted(sampled: Tensor, drafts: Tensor, firsts: Tensor, num_drafts: 
     assert drafts.stride(1) == 1
     columns = (sampled, firsts, num_drafts)
     assert all(column.is_contiguous() for column in columns)
-    accepted = torch.empty_like(firsts)
+    # (zeros also where kernels are only compiled: what follows takes these as indices)
+    accepted = torch.zeros_like(firsts)
     if len(firsts):
         _count_accepted_kernel[(len(firsts),)](
             sampled,
