@@ -133,6 +133,11 @@ class DraftModel:
     folder: str | None  # None: synthetic weights
 
 
+def is_draft(architecture: object) -> bool:
+    """Whether config.json means a draft by this name."""
+    return architecture in _ARCHITECTURES
+
+
 @contextmanager
 def of_draft(name: str | None) -> Iterator[None]:
     """Within, errors about files say that they are those of the draft `name`."""

@@ -47,6 +47,11 @@ def read_spec(config: Mapping[str, Any], folder: Path | None = None) -> ModelSpe
         for family in FAMILIES.values()
         if architectures in (None, [family.architecture], (family.architecture,))
     ]
+    if isinstance(architectures, list | tuple) and any(map(eagle3.is_draft, architectures)):
+        raise ConfigError(
+            f"{architectures[0]} is a draft: it guesses the tokens of another model",
+            hint="serve that model, and name this one in --speculative-config",
+        )
     if not found:
         allowed = " or ".join(f"[{name!r}]" for name in sorted(FAMILIES))
         refuse("architectures", architectures, allowed)

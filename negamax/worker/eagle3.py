@@ -24,7 +24,7 @@ from negamax.checkpoint.synthetic import fill_synthetic
 from negamax.config.eagle3 import DraftModel, Eagle3Spec, of_draft
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.registry import KernelTable
-from negamax.kernels.signatures import PICK
+from negamax.kernels.signatures import DRAW_LEADING, PICK
 from negamax.layers.attention import KvCaches
 from negamax.layers.partial import Partial
 from negamax.layers.weights import WeightSlot
@@ -42,7 +42,12 @@ from negamax.worker.speculation import Proposer, TokenStates
 
 
 class Eagle3Proposer(Proposer):
-    """The draft's most likely tokens, one behind the other."""
+    """The draft's most likely tokens, one behind the other; or, where it `draws`, of requests with
+    a temperature what the sampler of a GPU would draw from the draft's logits by the same numbers.
+    Which of the two is more often right is to be measured.
+    """
+
+    draws = False
 
     def __init__(self, config: WorkerConfig, draft: DraftModel, *, kernels: KernelTable) -> None:
         """Checks the draft's files; nothing is loaded yet. Errors: as `plan_load`."""
@@ -50,7 +55,7 @@ class Eagle3Proposer(Proposer):
         self.num_draft_tokens = config.speculation.num_speculative_tokens
         self.capture = draft.spec.aux_layers
         self._config, self._draft, self._kernels = config, draft, kernels
-        self._pick = kernels[PICK].run
+        self._pick, self._draw_leading = kernels[PICK].run, kernels[DRAW_LEADING].run
         self._plan = None
         if draft.folder is not None:
             slots = empty_slots(draft.spec, config.layout, kernels=kernels)
@@ -97,7 +102,7 @@ class Eagle3Proposer(Proposer):
         if not num_tokens or not len(slots):
             return slots.new_empty(len(slots), num_tokens)
         hidden, recurrent = hidden[ends], recurrent[ends]
-        drafts = [self._guess(hidden, slots)]
+        drafts = [self._guess(hidden, slots, lengths, requests)]
         # behind the window nothing is asked for: what is written of it stays within
         last = requests.tokens.shape[1] - 2
         for place in range(1, num_tokens):
@@ -105,23 +110,31 @@ class Eagle3Proposer(Proposer):
             metadata = _single_tokens(slots, positions, requests)
             recurrent = Partial(recurrent, _ALONE)
             hidden, recurrent = model.forward(recurrent, drafts[-1].clamp_min(0), metadata, kv)
-            drafts.append(self._guess(hidden, slots))
+            drafts.append(self._guess(hidden, slots, lengths + place, requests))
         return torch.stack(drafts, dim=1)
 
-    def _guess(self, hidden: Tensor, slots: Tensor) -> Tensor:
-        """[R, hidden] -> [R] int64, ids of the target; -1 where there is no finite logit. Ranks
-        exchange two values of each row.
+    def _guess(
+        self, hidden: Tensor, slots: Tensor, positions: Tensor, requests: RequestState
+    ) -> Tensor:
+        """The token at `positions` [R] int64, from hidden [R, hidden] -> [R] int64, ids of the
+        target; -1 where there is no finite logit. Ranks exchange two values of each row, and of
+        rows with a small top_k that draw their leading ones.
         """
-        zeros = torch.zeros_like(slots)
-        picked: Tensor = self._pick(
-            self._model.local_logits(hidden),
-            first_id=self._model.vocab_range.start,
-            temperature=zeros.float(),
-            seeds=zeros,
-            positions=zeros,
-            group=self._group,
+        model, temperature = self._model, requests.sampling[slots, 0]
+        logits, first_id = model.local_logits(hidden), model.vocab_range.start
+        shared = {"seeds": requests.seeds[slots], "positions": positions, "group": self._group}
+        if not self.draws:
+            greedy = torch.zeros_like(temperature)
+            picked = self._pick(logits, first_id=first_id, temperature=greedy, **shared)
+            return model.token_ids(picked)
+        # noise belongs to the target's ids
+        logits = model.of_all_tokens(logits)
+        picked = self._pick(logits, first_id=0, temperature=temperature, **shared)
+        filters = requests.sampling[slots]
+        drawn: Tensor = self._draw_leading(
+            logits, first_id=0, filters=filters, otherwise=picked, **shared
         )
-        return self._model.token_ids(picked)
+        return drawn
 
 
 _ALONE = SingleRank()

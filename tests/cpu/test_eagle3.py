@@ -20,6 +20,7 @@ from negamax.base.errors import CheckpointError, ResourceError
 from negamax.config.eagle3 import FAMILY, read_spec
 from negamax.models.memory import draft_bytes, weight_bytes
 from negamax.worker import kv_cache
+from negamax.worker.eagle3 import Eagle3Proposer
 from tests import tiny, tiny_draft, tiny_m3
 from tests.tiny_draft import VARIANTS, Guess
 
@@ -182,6 +183,24 @@ def test_a_head_in_fp8_guesses_nearly_the_same(
         held = worker._config.draft.spec.quantization
     assert held.fields == {"format": "fp8_per_channel", "only": "lm_head"}
     assert 0 < count_wrong(seen, target, expected, config, tensors) < 40
+
+
+def test_drafts_that_are_drawn_change_no_answer_either(
+    folder: Path, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, draft = make_draft("plain", tmp_path)
+    found = []
+    for draws in (False, True):
+        monkeypatch.setattr(Eagle3Proposer, "draws", draws)
+        with monkeypatch.context() as patch:
+            seen = tiny_draft.watch(patch.setattr)
+            with engine(folder, draft) as llm:
+                assert outputs(llm) == expected
+        found.append({tuple(known): drafts for known, drafts in seen})
+    greedy = [tuple(PROMPTS[row] + expected[row][:5]) for row in (0, 2)]
+    drawn = [tuple(PROMPTS[row] + expected[row][:n]) for row in (1, 3) for n in range(1, 9)]
+    assert all(found[0][known] == found[1][known] for known in greedy)
+    assert sum(found[0][known] != found[1][known] for known in drawn) > 8
 
 
 @pytest.mark.parametrize("name", ["folder", "bundled"])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from negamax.base.errors import ConfigError
+from negamax.config import families
 from negamax.config.eagle3 import FAMILY, Eagle3Spec, read_spec
 from negamax.config.families import bundled_spec
 from negamax.config.options import EngineOptions
@@ -150,6 +151,12 @@ def test_a_draft_is_found_by_its_bundled_name_or_its_folder(tmp_path: Path) -> N
         assert draft is not None and draft.folder is None
         assert draft.spec.aux_layers == (2, 31, 59)
         assert isinstance(draft.spec, Eagle3Spec) and draft.spec.quantization is None
+
+
+@pytest.mark.parametrize("config", [M2, M3])
+def test_a_draft_is_no_model_to_serve(config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="is a draft: it guesses the tokens of another model"):
+        families.read_spec(config)
 
 
 def test_the_head_alone_may_be_fp8() -> None:

@@ -326,6 +326,12 @@ class Eagle3Draft:
             return self._target.local_logits(hidden)
         return self._head(hidden, out_dtype=torch.float32)
 
+    def of_all_tokens(self, logits: Tensor) -> Tensor:
+        """`local_logits` at the ids of the target, [R, vocab] fp32; minus infinity elsewhere."""
+        ids = self._token_ids[self.vocab_range.start : self.vocab_range.stop]
+        every = logits.new_full((len(logits), self.spec.vocab_size), -torch.inf)
+        return every.index_copy_(1, ids, logits)
+
     def token_ids(self, draft_ids: Tensor) -> Tensor:
         """The target's ids of the draft's; what is negative stays so. [R] int64 both."""
         known = draft_ids.clamp(0, len(self._token_ids) - 1)  # a warmup brings any numbers
