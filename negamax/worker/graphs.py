@@ -106,14 +106,16 @@ def capture_shapes(
     *, max_rows: int, max_tokens: int, max_num_seqs: int, draft_lengths: Sequence[int] = ()
 ) -> dict[str, list[StepShape]]:
     """By kind, the shapes of steps of up to `max_rows` decodes, with as many draft tokens each as
-    one of `draft_lengths`, or `max_tokens` tokens of up to `max_num_seqs` sequences.
+    one of `draft_lengths`, and of `max_tokens` tokens of up to `max_num_seqs` sequences.
     """
+    most_rows = {length: min(max_rows, max_tokens // (length + 1)) for length in draft_lengths}
     return {
         ROWS: [StepShape.of_decodes(size, 0) for size in capture_sizes(ROWS, max_rows)],
         DRAFTS: [
             StepShape.of_decodes(size, length)
-            for length in draft_lengths
-            for size in capture_sizes(DRAFTS, max_rows)
+            for length, most in most_rows.items()
+            if most
+            for size in capture_sizes(DRAFTS, most)
         ],
         # (a step of one token is a decode)
         TOKENS: [

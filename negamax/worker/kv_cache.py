@@ -120,6 +120,7 @@ def choose_blocks(
             - (total - free)
             - 2 * workspace
             - GRAPH_RESERVE
+            - draft_buffers(config)
         )
     else:
         budget = int(env.available_memory() * CPU_CACHE_SHARE) // config.layout.world_size
@@ -130,6 +131,19 @@ def choose_blocks(
         max_num_seqs=config.max_num_seqs,
         budget=budget,
     )
+
+
+def draft_buffers(config: WorkerConfig) -> int:
+    """Bytes that captured steps keep for drafts: logits of the rows that verify them, and the
+    residual streams that a draft model reads.
+    """
+    speculation, spec = config.speculation, config.spec
+    if speculation is None or not config.cudagraph_size:
+        return 0
+    rows = config.cudagraph_size * speculation.num_speculative_tokens
+    logits = rows * -(-spec.vocab_size // config.layout.attention.size) * 4
+    streams = len(config.draft.spec.aux_layers) if config.draft else 0
+    return logits + streams * config.max_num_batched_tokens * spec.hidden_size * 2
 
 
 def choose_num_blocks(

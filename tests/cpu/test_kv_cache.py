@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from negamax.base.errors import ConfigError, ResourceError
 from negamax.config.families import bundled_spec
 from negamax.config.kv_cache import KvCacheSpec, block_bytes, check_index_options, choose_block_size
+from negamax.config.speculation import SpeculationConfig
 from negamax.models.family import INT8_CACHE, names_of
 from negamax.models.memory import dequantized, weight_bytes
 from negamax.parallel.layout import ParallelLayout
@@ -145,3 +149,10 @@ def test_a_start_and_a_refusal_say_what_a_token_of_m3_takes() -> None:
         kv_cache.choose_blocks(
             config, dtype=torch.bfloat16, workspace=0, device=torch.device("cpu")
         )
+    assert kv_cache.draft_buffers(config) == 0
+    drafts = replace(config, speculation=SpeculationConfig("ngram", 3), cudagraph_size=256)
+    logits = 256 * 3 * config.spec.vocab_size // 4 * 4
+    assert kv_cache.draft_buffers(drafts) == logits
+    read = SimpleNamespace(spec=SimpleNamespace(aux_layers=(1, 2, 4)))
+    streams = 3 * 16 * config.spec.hidden_size * 2
+    assert kv_cache.draft_buffers(replace(drafts, draft=read)) == logits + streams

@@ -77,6 +77,18 @@ def test_prefill_sizes_waste_little(largest: int) -> None:
         assert size - tokens <= size // 5 or size == largest
 
 
+def test_steps_with_drafts_take_no_more_tokens_than_others() -> None:
+    shapes = graphs.capture_shapes(
+        max_rows=48, max_tokens=64, max_num_seqs=48, draft_lengths=(1, 3, 99)
+    )[graphs.DRAFTS]
+    rows = {
+        length: [shape.num_seqs for shape in shapes if shape.num_drafts == length]
+        for length in (1, 3, 99)
+    }
+    assert rows == {1: [1, 2, 4, 8, 16, 32], 3: [1, 2, 4, 8, 16], 99: []}
+    assert all(shape.num_tokens == shape.num_seqs * (shape.num_drafts + 1) for shape in shapes)
+
+
 SAMPLING = SamplingParams(
     temperature=0.0,
     top_k=0,
