@@ -120,17 +120,18 @@ class Eagle3Proposer(Proposer):
         target; -1 where there is no finite logit. Ranks exchange two values of each row, and of
         rows with a small top_k that draw their leading ones.
         """
-        model, temperature = self._model, requests.sampling[slots, 0]
-        logits, first_id = model.local_logits(hidden), model.vocab_range.start
-        shared = {"seeds": requests.seeds[slots], "positions": positions, "group": self._group}
+        model, logits = self._model, self._model.local_logits(hidden)
         if not self.draws:
-            greedy = torch.zeros_like(temperature)
-            picked = self._pick(logits, first_id=first_id, temperature=greedy, **shared)
+            zeros = torch.zeros_like(slots)
+            picked = self._pick(
+                logits, first_id=model.vocab_range.start, temperature=zeros.float(), seeds=zeros,
+                positions=zeros, group=self._group,
+            )  # fmt: skip
             return model.token_ids(picked)
         # noise belongs to the target's ids
-        logits = model.of_all_tokens(logits)
-        picked = self._pick(logits, first_id=0, temperature=temperature, **shared)
-        filters = requests.sampling[slots]
+        logits, filters = model.of_all_tokens(logits), requests.sampling[slots]
+        shared = {"seeds": requests.seeds[slots], "positions": positions, "group": self._group}
+        picked = self._pick(logits, first_id=0, temperature=filters[:, 0], **shared)
         drawn: Tensor = self._draw_leading(
             logits, first_id=0, filters=filters, otherwise=picked, **shared
         )

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError
@@ -272,6 +273,8 @@ class Eagle3Draft:
         self._target = target
         size = self.spec.draft_vocab_size
         self._token_ids = torch.arange(size, device=self._offsets.device) + self._offsets
+        self._maps = bool(self._offsets.any())  # host-sync: once
+        self._ids_or_none = F.pad(self._token_ids, (0, 1), value=-1)
         lowest, highest = (int(end) for end in self._token_ids.aminmax())  # host-sync: once
         distinct = len(self._token_ids.unique())
         if lowest < 0 or highest >= self.spec.vocab_size or distinct < size:
@@ -333,9 +336,11 @@ class Eagle3Draft:
         return every.index_copy_(1, ids, logits)
 
     def token_ids(self, draft_ids: Tensor) -> Tensor:
-        """The target's ids of the draft's; what is negative stays so. [R] int64 both."""
-        known = draft_ids.clamp(0, len(self._token_ids) - 1)  # a warmup brings any numbers
-        return self._token_ids[known].where(draft_ids >= 0, draft_ids)
+        """The target's ids of the draft's, -1 of -1. [R] int64 both."""
+        if not self._maps:
+            return draft_ids
+        # (-1 finds the last one, which is -1; a warmup brings any numbers)
+        return self._ids_or_none[draft_ids.clamp(-1, self.spec.draft_vocab_size - 1)]
 
 
 def _plain_norm(norm: RmsNorm, x: Tensor) -> Tensor:
