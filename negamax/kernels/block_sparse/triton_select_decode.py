@@ -40,6 +40,7 @@ from negamax.kernels.block_sparse.triton_choice import (
     choice_constants,
     highest,
     last_block,
+    make_key,
     score_order,
     scored_block,
     store_all_blocks,
@@ -196,10 +197,9 @@ def _score_blocks(
         next_i = tl.minimum(i + 1, until - 1)
         cache_block = tl.load(table + next_i // C.PER_BLOCK)
         next_number = scored_block(numbers, next_i, C)
-        # keys are the tall operand: those of 8 bits then go to the tensor cores from registers
-        products = tl.dot(k.to(C.DOT), tl.trans(q))
-        is_seen = block * C.BLOCK + key[:, None] <= position[None, :]
-        score = tl.max(tl.where(is_seen, products, float("-inf")), axis=0)
+        products = tl.dot(q, tl.trans(k.to(C.DOT)))
+        is_seen = block * C.BLOCK + key[None, :] <= position[:, None]
+        score = tl.max(tl.where(is_seen, products, float("-inf")), axis=1)
         tl.store(score_at + i, score, mask=is_row)
 
 
@@ -240,7 +240,8 @@ def _choose_of_few(
     order, block = _load_order(
         scores, row[:, None], i, numbers, num_scored, last[:, None], width, C
     )
-    store_highest(order, block, row, row % C.HEADS, table, is_there, ids, pages, C)
+    best = tl.topk(make_key(order, block), C.TOPK_POW2)
+    store_best(best, row, row % C.HEADS, table, is_there, ids, pages, C)
 
 
 @triton.jit
