@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from negamax.base.errors import ConfigError
 from negamax.config.embedded import EMBEDDED
 from negamax.config.families import bundled_names, bundled_spec
-from negamax.config.kv_cache import block_bytes, shards_index
+from negamax.config.kv_cache import block_bytes
 from negamax.config.minimax_m2 import MiniMaxM2Spec
 from negamax.config.model_spec import ModelSpec
 from negamax.config.options import EngineOptions
@@ -195,16 +195,9 @@ def _cache_tokens(
     """Tokens whose KV cache fits beside the weights on each of the first `gpus`."""
     gpus, share = gpus[: splits.tensor_parallel_size], EngineOptions.gpu_memory_utilization
     budget = min(int(gpu.total_bytes * share) - (gpu.total_bytes - gpu.free_bytes) for gpu in gpus)
-
-    def tokens(spec: ModelSpec) -> int:
-        room = budget - _weights(spec, splits, kept=kept) - GPU_RESERVE
-        return max(0, room) // block_bytes(spec.kv_caches(), 1, dtype=_DTYPE, ranks=len(gpus))
-
-    caches, sharded = spec.kv_caches(), tokens(spec.with_sharded_index())
-    longest = min(sharded // 1024 * 1024, spec.max_position_embeddings)
-    if shards_index(caches, "auto", dtype=_DTYPE, ranks=len(gpus), max_model_len=longest):
-        return sharded
-    return tokens(spec)
+    room = budget - _weights(spec, splits, kept=kept) - GPU_RESERVE
+    per_token = block_bytes(spec.kv_caches(), 1, dtype=_DTYPE, ranks=len(gpus))
+    return max(0, room) // per_token
 
 
 def _gib(num_bytes: int) -> str:

@@ -57,7 +57,7 @@ class EngineOptions:
     max_queued_tokens: int | None = None
     kv_cache_dtype: str = "auto"  # "auto": the compute dtype; "fp8" is "fp8_e4m3"
     index_cache_dtype: str = "auto"  # of the keys that choose blocks in sparse attention; likewise
-    index_cache_sharding: str = "auto"  # such keys shared out over the ranks
+    index_cache_sharding: str = "off"  # such keys shared out over the ranks
     # bytes per rank; default: what is left on the GPU, a share of main memory on the CPU
     kv_cache_memory: int | None = None
     # share of a GPU's memory that weights, cache and workspaces may take together

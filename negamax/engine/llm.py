@@ -90,7 +90,7 @@ class LLM:
         max_queued_tokens: int | None = None,
         kv_cache_dtype: str = "auto",
         index_cache_dtype: str = "auto",
-        index_cache_sharding: str = "auto",
+        index_cache_sharding: str = "off",
         kv_cache_memory: int | None = None,
         gpu_memory_utilization: float = 0.92,
         num_kv_blocks: int | None = None,

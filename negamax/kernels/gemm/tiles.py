@@ -142,7 +142,7 @@ class H200(Tiles):
         if programs > 2 * self.multiprocessors and block_m == 128:
             return Tile(128, 128, 128, num_warps=8, num_stages=3)
         split_k = _at_most_four(2 * self.multiprocessors // programs)
-        block_k = 256 if block_m <= 32 else 128  # two programs share a multiprocessor's memory
+        block_k = 256 if block_m <= 64 else 128
         return Tile(block_m, 64, block_k, num_warps=4, num_stages=3, split_k=split_k)
 
     def packed_gemv(self, *, M: int, packing: Packing) -> Tile | None:
