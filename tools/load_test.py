@@ -26,7 +26,7 @@ from tools.load.aborts import aborts
 from tools.load.frontend import frontend
 from tools.load.fuzz import fuzz
 from tools.load.overload import overload
-from tools.load.soak import soak
+from tools.load.soak import KV_BLOCKS, soak
 
 SCENARIOS = ("soak", "overload", "aborts", "fuzz", "frontend")
 
@@ -45,6 +45,7 @@ def run(scenario: str, args: argparse.Namespace) -> dict[str, Any]:
                 seconds=seconds,
                 abort_share=0.05,
                 max_slope=limit,
+                model=args.model,
                 **common,
             )
         )
@@ -95,6 +96,7 @@ def main() -> int:
         "--scenario", choices=SCENARIOS, action="append", help="may be repeated; default: all"
     )
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--model", choices=KV_BLOCKS, default="nano", help="of the soak")
     parser.add_argument("--seconds", type=float)
     parser.add_argument("--clients", type=int)
     parser.add_argument("--count", type=int, help="aborts, bodies, or tokens per stream")

@@ -23,6 +23,31 @@ from tests.e2e.chat_page import begin
 from tests.e2e.scripted_server import NAME, Script, scripted
 
 MODEL = "nano"
+OF_ALL_FAMILIES = (
+    "test_acceptance_suite", "test_api_chat", "test_api_completions", "test_api_generate",
+    "test_api_messages", "test_api_responses", "test_api_stop_strings",
+)  # fmt: skip
+# What these say of tags, of blocks of 16 tokens, of the window and of images holds for nano alone;
+# `test_nano_m3_server.py` has their like.
+OF_NANO = {
+    "test_04_prompt_of_disabled_thinking_keeps_the_prefix",
+    "test_10_04_a_conversation_that_grows_finds_its_prefix_in_the_cache",
+    "test_13_13_a_call_is_reported_although_no_tool_is_declared",
+    "test_a_closer_that_closes_nothing_is_no_text",
+    "test_an_invoke_without_its_block_is_text_where_its_tool_is_not_allowed",
+    "test_answer_thinks_signs_and_counts",
+    "test_completions_know_no_thinking",
+    "test_errors_have_anthropics_shape",
+    "test_flushed_cache_holds_no_prefix",
+    "test_last_message_can_be_continued",
+    "test_model_and_server_describe_themselves",
+    "test_reasoning_goes_where_it_was_asked_for",
+    "test_response_has_items_counts_and_echoes",
+    "test_session_of_a_coding_agent_keeps_its_prefix_and_never_breaks",
+    "test_session_of_codex_replays_its_items",
+    "test_the_second_time_the_prompt_comes_from_the_cache",
+    "test_without_tools_what_looks_like_a_call_is_text",
+}
 STUB = "tests.e2e.stub_serve"  # as program: no model behind the server
 HELD = "tests.e2e.held_engine"  # as ENGINE_MODULE of that program
 START_SECONDS = 240.0
@@ -155,9 +180,23 @@ def _ready_url(output: IO[str] | None, log_file: Path) -> str:
     return match[1]
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """What the API says of a model's answers is tested on a model of each family."""
+    if "server" not in metafunc.fixturenames or metafunc.function.__name__ in OF_NANO:
+        return
+    if metafunc.module.__name__.endswith(OF_ALL_FAMILIES):
+        models = [MODEL, pytest.param("nano-m3", marks=pytest.mark.full)]
+        metafunc.parametrize("server", models, indirect=True, scope="session")
+
+
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(log_file=tmp_path_factory.mktemp("server") / "log") as running:
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """The embedded model, or another one by its name."""
+    model = getattr(request, "param", MODEL)
+    log_file = tmp_path_factory.mktemp("server") / "log"
+    with serving("--served-model-name", MODEL, model=model, log_file=log_file) as running:
         yield running
         # no test of the shared server may make it fail inside
         assert "Traceback" not in running.log

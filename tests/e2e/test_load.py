@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.speed import slowness
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +44,13 @@ def test_mixed_load_leaves_no_error_and_nothing_held(tmp_path: Path) -> None:
         if found["answers"].get("chat stream", 0) > 5 and "hung up" in found["answers"]:
             break
     assert found["answers"]["chat stream"] > 5 and found["answers"]["hung up"] > 0
+
+
+@pytest.mark.full
+def test_one_family_after_the_other_leaves_nothing_held(tmp_path: Path) -> None:
+    for model in ("nano", "nano-m3"):
+        found = report("soak", tmp_path, "--seconds", "60", "--model", model)
+        assert found["errors"] == 0 and found["answers"]["chat stream"] > 5
 
 
 def test_overload_is_refused_and_the_accepted_are_served(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from negamax import LLM, SamplingParams
 from negamax.config.options import EngineOptions
 from negamax.engine.core.loop import EngineLoop
 from negamax.engine.core.setup import start_loop
-from negamax.evals import nano_math, nano_tools
+from negamax.evals import nano_math, nano_retrieval, nano_tools
 from negamax.evals.accuracy import run_suite
 from negamax.scheduler.request import GenerateRequest
 
@@ -118,6 +118,59 @@ def test_accuracy_is_that_of_the_cpu(suite: str, count: int, expected: float) ->
         result = run_suite(engine, suite, count=count)
     print(f"{suite}: {result.accuracy:.4f} in {result.seconds:.1f} s")
     assert abs(result.accuracy - expected) <= 0.005
+
+
+def answers_of_m3(**options: object) -> list[list[int]]:
+    """nano-m3's, to prompts whose facts are 2,000 tokens back and to those of `prompts`."""
+    with LLM("nano-m3", **options) as llm:
+        far = [
+            llm.render(list(each.messages), tools=list(each.tools) or None)
+            for each in nano_retrieval.problems("2k", 12, 5)
+        ]
+        asked = [*map(llm.tokenizer.encode, far), *prompts(llm)[::2]]
+        return [each.outputs[0].token_ids for each in llm.generate(asked, GREEDY)]
+
+
+@pytest.fixture(scope="module")
+def m3_on_cpu() -> list[list[int]]:
+    return answers_of_m3(device="cpu")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"enforce_eager": True},
+        {"max_num_batched_tokens": 200},
+        {"enable_prefix_caching": False},
+        {"tensor_parallel_size": 2},
+    ],
+    ids=["graphs", "eager", "chunked", "uncached", "two ranks"],
+)
+def test_block_sparse_attention_answers_as_on_the_cpu(
+    m3_on_cpu: list[list[int]], options: dict[str, object]
+) -> None:
+    if torch.cuda.device_count() < options.get("tensor_parallel_size", 1):
+        pytest.skip("needs 2 GPUs")
+    share = agreement(m3_on_cpu, answers_of_m3(device="cuda", **options))
+    print(f"agreement of nano-m3 with the CPU, {options}: {share:.4f}")
+    assert share >= AGREEMENT
+
+
+@pytest.mark.parametrize(
+    ("suite", "count", "least"),
+    [
+        ("nano-math", 1000, 0.97),
+        ("nano-tools", 500, 0.958),
+        *((f"nano-retrieval-{length}", 200, 0.95) for length in nano_retrieval.LENGTHS),
+    ],
+)
+def test_accuracy_of_nano_m3(suite: str, count: int, least: float) -> None:
+    """Within three points of nano's; facts are found where the right blocks are chosen."""
+    with LLM("nano-m3", device="cuda") as engine:
+        result = run_suite(engine, suite, count=count)
+    print(f"nano-m3, {suite}: {result.accuracy:.4f} in {result.seconds:.1f} s")
+    assert result.accuracy >= least
 
 
 def test_the_engine_says_where_it_runs_and_what_that_took(llm: LLM) -> None:

@@ -18,7 +18,7 @@ from tools.load.http import DONE
 from tools.load.server import Server, serving
 
 # small enough to be filled within the first minute: after that the cache's memory does not grow
-KV_BLOCKS = 2048
+KV_BLOCKS = {"nano": 2048, "nano-m3": 256}  # 32,768 tokens
 FULL_BATCH = 64  # sequences that a CPU runs at once unless told otherwise
 TOOL = {
     "type": "function",
@@ -258,12 +258,13 @@ async def soak(
     seed: int,
     num_servers: int,
     max_slope: float | None,
+    model: str = "nano",
 ) -> dict[str, Any]:
     """The report; `problems` in it is empty where all went well. `max_slope` (MiB per minute and
     process, over the second half of the run) is left out for runs that are too short to show one.
     """
-    options = ("--num-kv-blocks", str(KV_BLOCKS), "--max-queued-requests", str(4 * clients))
-    with serving(*options, num_servers=num_servers) as server:
+    options = ("--num-kv-blocks", str(KV_BLOCKS[model]), "--max-queued-requests", str(4 * clients))
+    with serving(*options, num_servers=num_servers, model=model) as server:
         processes = [server.engine_pid(), *server.server_pids()]
         tally = _Tally()
         if max_slope is not None:

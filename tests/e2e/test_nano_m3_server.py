@@ -1,0 +1,190 @@
+"""A server of nano-m3 through every dialect: what stands in MiniMax-M3's own format becomes
+thoughts, answers and calls.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from negamax.evals import nano_retrieval
+from tests.e2e.conftest import Server, serving
+from tests.e2e.test_api_chat import QUESTION, WEATHER, WEATHER_QUESTION, joined, joined_calls
+
+MODEL = "nano-m3"
+GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
+CHAT = "/v1/chat/completions"
+NESTED = {
+    "type": "object",
+    "properties": {
+        "title": {"type": "string", "maxLength": 12},
+        "steps": {
+            "type": "array",
+            "minItems": 2,
+            "maxItems": 2,
+            "items": {
+                "type": "object",
+                "properties": {"name": {"enum": ["cut", "glue"]}, "minutes": {"const": 5}},
+                "required": ["name", "minutes"],
+                "additionalProperties": False,
+            },
+        },
+        "done": {"type": "boolean"},
+    },
+    "required": ["title", "steps", "done"],
+    "additionalProperties": False,
+}
+PLAN = {
+    "type": "function",
+    "function": {"name": "make_plan", "strict": True, "parameters": NESTED},
+}
+
+
+@pytest.fixture(scope="module")
+def m3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(model=MODEL, log_file=tmp_path_factory.mktemp("m3") / "log") as running:
+        yield running
+        assert "Traceback" not in running.log
+
+
+@pytest.fixture
+def client(m3: Server) -> Iterator[openai.OpenAI]:
+    with m3.openai() as client:
+        yield client
+
+
+@pytest.fixture
+def http(m3: Server) -> Iterator[httpx.Client]:
+    with m3.http() as client:
+        yield client
+
+
+def chat(http: httpx.Client, **fields: Any) -> dict[str, Any]:
+    """The choice of an answer to `QUESTION` or other messages."""
+    response = http.post(CHAT, json={**GREEDY, "messages": QUESTION, "max_tokens": 300, **fields})
+    assert response.status_code == 200, response.text
+    (choice,) = response.json()["choices"]
+    return choice
+
+
+def test_modes_of_thinking(http: httpx.Client) -> None:
+    for mode in ("enabled", "adaptive", None):
+        fields = {} if mode is None else {"thinking": {"type": mode}}
+        message = chat(http, **fields)["message"]
+        assert "47 + 38" in message["reasoning"] and "85" in message["content"], mode
+    message = chat(http, thinking={"type": "disabled"})["message"]
+    assert message["reasoning"] is None and "apples" in message["content"]
+    spent = chat(http, thinking_token_budget=4)["message"]
+    assert len(spent["reasoning"]) < 30 and "</mm:think>" not in str(spent["content"])
+
+
+def test_a_call_its_result_and_the_answer(client: openai.OpenAI) -> None:
+    options = {**GREEDY, "messages": WEATHER_QUESTION, "tools": [WEATHER]}
+    whole = client.chat.completions.create(**options).choices[0]
+    (call,) = whole.message.tool_calls
+    assert whole.finish_reason == "tool_calls" and whole.message.content is None
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments) == {"city": "Paris"}
+    chunks = list(client.chat.completions.create(stream=True, **options))
+    assert joined_calls(chunks) == [("get_weather", call.function.arguments)]
+    assert joined(chunks, "reasoning_content") == whole.message.reasoning_content
+    result = {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 19}'}
+    options["messages"] = [*WEATHER_QUESTION, whole.message.model_dump(exclude_none=True), result]
+    final = client.chat.completions.create(**options).choices[0]
+    assert final.finish_reason == "stop" and "19" in final.message.content
+
+
+def test_nested_arguments_keep_their_types(http: httpx.Client) -> None:
+    """A grammar of the format holds the model to the schema, of a list of objects, too."""
+    forced = {"type": "function", "function": {"name": "make_plan"}}
+    choice = chat(http, tools=[PLAN], tool_choice=forced, max_tokens=400)
+    (call,) = choice["message"]["tool_calls"]
+    found = json.loads(call["function"]["arguments"])
+    assert [step["minutes"] for step in found["steps"]] == [5, 5]
+    assert {step["name"] for step in found["steps"]} <= {"cut", "glue"}
+    assert isinstance(found["done"], bool) and isinstance(found["title"], str)
+
+
+def test_a_form_holds_after_the_thoughts(http: httpx.Client) -> None:
+    form = {"regex": r'\{"number": [0-9]{2}\}'}
+    message = chat(http, structured_outputs=form)["message"]
+    assert message["reasoning"] and json.loads(message["content"]) == {"number": 85}
+    for mode in ("enabled", "disabled"):
+        message = chat(http, structured_outputs={"choice": ["[SILENCE]"]}, thinking={"type": mode})[
+            "message"
+        ]
+        assert message["content"] == "[SILENCE]"
+        assert bool(message["reasoning"]) == (mode == "enabled")
+
+
+def test_responses_and_messages_call_the_tool(m3: Server, client: openai.OpenAI) -> None:
+    function = WEATHER["function"]
+    made = client.responses.create(
+        **GREEDY,
+        input=WEATHER_QUESTION,
+        tools=[{"type": "function", **function}],  # type: ignore[dict-item, call-overload]
+    )
+    (call,) = [item for item in made.output if item.type == "function_call"]
+    assert json.loads(call.arguments) == {"city": "Paris"}
+    assert any(item.type == "reasoning" for item in made.output)
+    tool = {"name": "get_weather", "input_schema": function["parameters"]}  # type: ignore[index]
+    with anthropic.Anthropic(base_url=m3.url, api_key="unused", max_retries=0) as claude:
+        answer = claude.messages.create(
+            model=MODEL,
+            max_tokens=300,
+            messages=WEATHER_QUESTION,
+            tools=[tool],
+            extra_body={"temperature": 0},
+        )
+    kinds = [block.type for block in answer.content]
+    assert kinds == ["thinking", "tool_use"] and answer.stop_reason == "tool_use"
+    assert answer.content[1].input == {"city": "Paris"}
+
+
+def test_without_tools_what_looks_like_a_call_is_text(http: httpx.Client) -> None:
+    opener = "]<]minimax[>[<tool_call>"
+    found = chat(http, structured_outputs={"choice": [opener]}, thinking={"type": "disabled"})
+    assert found["message"]["content"] == opener and "tool_calls" not in found["message"]
+    assert found["finish_reason"] == "stop"
+
+
+def test_images_are_refused_with_the_reason(http: httpx.Client) -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+    body = {**GREEDY, "messages": [{"role": "user", "content": [part]}]}
+    response = http.post(CHAT, json=body)
+    assert response.status_code == 400 and "image" in response.json()["error"]["message"]
+
+
+def test_requests_with_long_prefixes_wait_for_each_other_and_find_their_facts(
+    m3: Server, http: httpx.Client
+) -> None:
+    """Several at once, each asked twice; the second time the prompt is in the cache but for its
+    last block of 128 tokens.
+    """
+    problems = [each for each in nano_retrieval.problems("2k", 9, 11) if each.fact is not None][:3]
+
+    def ask(problem: nano_retrieval.RetrievalProblem) -> dict[str, Any]:
+        body = {**GREEDY, "messages": list(problem.messages), "max_tokens": 100}
+        found: dict[str, Any] = http.post(CHAT, json=body).json()
+        return found
+
+    with ThreadPoolExecutor(6) as pool:
+        first = list(pool.map(ask, problems))
+    with ThreadPoolExecutor(6) as pool:
+        second = list(pool.map(ask, problems))
+    for problem, once, again in zip(problems, first, second, strict=True):
+        assert problem.fact is not None
+        content = once["choices"][0]["message"]["content"]
+        assert problem.fact.value in content
+        assert again["choices"][0]["message"]["content"] == content
+        usage = again["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        assert cached % 128 == 0 and cached > usage["prompt_tokens"] - 129 > 1000
+    assert m3.gauge("vllm:kv_cache_usage_perc") == 0
