@@ -79,7 +79,7 @@ def gpu_seconds(
 
 def add_limits(result: dict[str, Any], spec: ModelSpec, *, bytes_per_second: float) -> None:
     """Add to every run of `result` the physical limit of its decode step and the share of it that
-    was reached.
+    was reached; not to those with drafts, whose steps bring several tokens.
     """
     info, options = result["info"], result["options"]
     kv_dtype, index_dtype = (
@@ -88,6 +88,8 @@ def add_limits(result: dict[str, Any], spec: ModelSpec, *, bytes_per_second: flo
     )
     result["bandwidth_tb_s"] = bytes_per_second / 1e12
     for run in result["runs"]:
+        if "spec_decode_num_drafts" in run:
+            continue
         num_bytes = step_bytes(
             spec,
             batch=run["concurrency"],

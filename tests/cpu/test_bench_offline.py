@@ -215,10 +215,14 @@ def test_limit_counts_the_kv_cache_in_its_own_dtype() -> None:
             "input_len": 1000,
             "output_len": 128,
             "tensor_parallel_size": 4,
-            "runs": [{"concurrency": 100, "tpot_ms": 20.0}],
+            "runs": [
+                {"concurrency": 100, "tpot_ms": 20.0},
+                {"concurrency": 100, "tpot_ms": 8.0, "spec_decode_num_drafts": 7},
+            ],
         }
         add_limits(result, spec, bytes_per_second=4e12)
         limits.append(result["runs"][0]["limit_tpot_ms"])
+        assert "limit_tpot_ms" not in result["runs"][1]  # its steps bring several tokens
         assert result["runs"][0]["share_of_limit"] == pytest.approx(limits[-1] / 20.0)
     assert limits[0] - limits[1] == pytest.approx(1e3 * 100 * 1064 * 62 * 2 * 8 * 128 / 4 / 4e12)
 
