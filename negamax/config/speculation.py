@@ -20,6 +20,7 @@ _FLAG = "--speculative-config"
 _METHOD_NAMES = {"[ngram]": NGRAM, "ngram_gpu": NGRAM}
 _EAGLE3_KEYS = {
     "model", "revision", "eagle_aux_hidden_state_layer_ids", "draft_lm_head_quantization",
+    "draft_sample_method",
 }  # fmt: skip
 _NGRAM_KEYS = {"prompt_lookup_min", "prompt_lookup_max"}
 _SYNTHETIC_KEYS = {"synthetic_acceptance_length", "synthetic_acceptance_rates"}
@@ -34,7 +35,6 @@ _WITHOUT_EFFECT = {
     **dict.fromkeys(("attention_backend", "moe_backend", "kv_cache_dtype"), _DRAFT_RUNS),
     "disable_eagle_block_drop": "no block of the prefix cache is dropped for drafts",
     "use_local_argmax_reduction": "ranks exchange the best token of each part, not logits",
-    "draft_sample_method": "a draft takes its most likely token",
     "quantization": "a draft is read as its files say",
     "code_revision": "a checkpoint's code is never run",
     "draft_load_config": "a draft is loaded as its model is",
@@ -57,6 +57,8 @@ class SpeculationConfig:
     model: str | None = None  # of a draft model: as the user names it, then its folder
     revision: str | None = None  # of a draft model on a hub
     draft_lm_head_quantization: str | None = None  # of a draft model's head alone: "fp8"
+    # probabilistic: of requests with a temperature a draft draws, by their own random numbers
+    draft_sample_method: str = "greedy"
     # the layers whose input a draft model reads, in place of what its config says
     aux_layer_ids: tuple[int, ...] | None = None
     prompt_lookup_min: int = 5  # tokens that must occur before, and at most are compared
@@ -104,6 +106,9 @@ class SpeculationConfig:
         head = given.get("draft_lm_head_quantization")
         if head not in (None, "fp8"):
             _refuse("draft_lm_head_quantization", head, "fp8")
+        sampling = given.get("draft_sample_method", "greedy")
+        if sampling not in ("greedy", "probabilistic"):
+            _refuse("draft_sample_method", sampling, "greedy, probabilistic")
         low, high = _lookup(given)
         return SpeculationConfig(
             method,
@@ -112,6 +117,7 @@ class SpeculationConfig:
             model=_text(given, "model") if method == EAGLE3 else None,
             revision=_text(given, "revision"),
             draft_lm_head_quantization=head,
+            draft_sample_method=sampling,
             aux_layer_ids=_layer_ids(given),
             prompt_lookup_min=low,
             prompt_lookup_max=high,

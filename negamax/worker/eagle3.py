@@ -42,18 +42,16 @@ from negamax.worker.speculation import Proposer, TokenStates
 
 
 class Eagle3Proposer(Proposer):
-    """The draft's most likely tokens, one behind the other; or, where it `draws`, of requests with
+    """The draft's most likely tokens, one behind the other; or ("probabilistic"), of requests with
     a temperature what the sampler of a GPU would draw from the draft's logits by the same numbers.
-    Which of the two is more often right is to be measured.
     """
-
-    draws = False
 
     def __init__(self, config: WorkerConfig, draft: DraftModel, *, kernels: KernelTable) -> None:
         """Checks the draft's files; nothing is loaded yet. Errors: as `plan_load`."""
         assert config.speculation is not None
         self.num_draft_tokens = config.speculation.num_speculative_tokens
         self.capture = draft.spec.aux_layers
+        self._draws = config.speculation.draft_sample_method == "probabilistic"
         self._config, self._draft, self._kernels = config, draft, kernels
         self._pick, self._draw_leading = kernels[PICK].run, kernels[DRAW_LEADING].run
         self._plan = None
@@ -121,7 +119,7 @@ class Eagle3Proposer(Proposer):
         rows with a small top_k that draw their leading ones.
         """
         model, logits = self._model, self._model.local_logits(hidden)
-        if not self.draws:
+        if not self._draws:
             zeros = torch.zeros_like(slots)
             picked = self._pick(
                 logits, first_id=model.vocab_range.start, temperature=zeros.float(), seeds=zeros,

@@ -20,7 +20,6 @@ from negamax.base.errors import CheckpointError, ResourceError
 from negamax.config.eagle3 import FAMILY, read_spec
 from negamax.models.memory import draft_bytes, weight_bytes
 from negamax.worker import kv_cache
-from negamax.worker.eagle3 import Eagle3Proposer
 from tests import tiny, tiny_draft, tiny_m3
 from tests.tiny_draft import VARIANTS, Guess
 
@@ -190,11 +189,10 @@ def test_drafts_that_are_drawn_change_no_answer_either(
 ) -> None:
     _, _, draft = make_draft("plain", tmp_path)
     found = []
-    for draws in (False, True):
-        monkeypatch.setattr(Eagle3Proposer, "draws", draws)
+    for method in ("greedy", "probabilistic"):
         with monkeypatch.context() as patch:
             seen = tiny_draft.watch(patch.setattr)
-            with engine(folder, draft) as llm:
+            with engine(folder, draft, {"draft_sample_method": method}) as llm:
                 assert outputs(llm) == expected
         found.append({tuple(known): drafts for known, drafts in seen})
     greedy = [tuple(PROMPTS[row] + expected[row][:5]) for row in (0, 2)]

@@ -95,6 +95,7 @@ def test_keys_that_change_no_token_have_no_effect_and_are_named() -> None:
         ({**EAGLE3, "adaptive": "no"}, "adaptive is 'no'; allowed: true or false"),
         ({**EAGLE3, "eagle_aux_hidden_state_layer_ids": [3, 1]}, "in ascending order"),
         ({**EAGLE3, "draft_lm_head_quantization": "int4"}, "'int4'; allowed: fp8"),
+        ({**EAGLE3, "draft_sample_method": "top"}, "'top'; allowed: greedy, probabilistic"),
         ({**NGRAM, "rejection_sample_method": "fly"}, "rejection_sample_method is 'fly'"),
         ({**NGRAM, "synthetic_acceptance_length": 2}, 'add "rejection_sample_method": "synthetic"'),
         (SYNTHETIC, "with 0 of synthetic_acceptance_length, synthetic_acceptance_rates"),
