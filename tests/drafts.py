@@ -26,6 +26,7 @@ class KnowingProposer(Proposer):
 
     num_draft_tokens = NUM_DRAFT_TOKENS
     capture: tuple[int, ...] = ()
+    is_checked = True  # what is known of a row is its text
 
     def __init__(self, kind: str, outputs: dict[Key, list[int]]) -> None:
         self._kind, self._outputs = kind, outputs
@@ -52,7 +53,7 @@ class KnowingProposer(Proposer):
             known = requests.tokens[slot, prompt_len:length].tolist()
             # (A row in flight goes on behind its end. A captured step has not sampled from all
             # logits yet, and does this again when it has.)
-            is_first = requests.needs_all_logits(slot)
+            is_first = not self.is_checked or requests.needs_all_logits(slot)
             assert is_first or known[: len(output)] == output[: len(known)], (
                 "what is accepted is in its place"
             )

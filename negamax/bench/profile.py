@@ -29,6 +29,7 @@ WARM_UP_STEPS = 8
 OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("all-reduce + add + norm", ("_all_reduce_add_rms", "_push_partials", "_add_rms_all_gather")),
     ("add + norm", ("_add_rms", "_sum_parts")),
+    ("embedding + norms of a draft", ("_embed_norms",)),
     ("token placement", ("_locate_kernel",)),
     ("QK norm + rope + KV write", ("_qk_norm", "_head_norm", "_sums_kernel", "_rope_write")),
     ("attention", ("_decode", "_prefill", "reduce_kernel")),
@@ -71,7 +72,10 @@ OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     ("activation quantisation", ("_quantize_kernel", "_round_kernel")),
     ("sampling", ("_tile_argmax", "_row_argmax", "_strip_max", "_draw_leading")),
-    ("verification of drafts", ("_assemble_kernel", "_count_accepted")),
+    (
+        "verification of drafts",
+        ("_assemble_kernel", "_count_accepted", "_advance_rows", "_record_guess"),
+    ),
     ("all-gather", ("_all_gather_kernel",)),
     ("NCCL", ("nccl",)),
     ("copies", ("Memcpy", "Memset")),

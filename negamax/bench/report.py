@@ -17,9 +17,9 @@ from rich.table import Table
 from negamax import __version__
 from negamax.base import env
 from negamax.base.errors import ConfigError
-from negamax.bench.floor import step_bytes
 from negamax.config.model_spec import ModelSpec
 from negamax.models.memory import expected_distinct_experts
+from negamax.planner.floor import step_bytes
 
 COPY_BYTES = 2**30
 COPY_ROUNDS = 10

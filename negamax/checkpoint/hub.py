@@ -12,7 +12,7 @@ from negamax.base import env
 from negamax.base.errors import ConfigError, NegamaxError
 from negamax.base.log import get_logger
 from negamax.checkpoint import huggingface, modelscope
-from negamax.config.embedded import EMBEDDED, QUOTED_NAMES
+from negamax.config.embedded import EMBEDDED, EMBEDDED_DRAFTS, QUOTED_NAMES
 
 logger = get_logger(__name__)
 
@@ -42,8 +42,8 @@ def resolve_model(
     closed repository or revision, and for whatever goes wrong on the way to the hub;
     `ResourceError` where the disk does not take the files.
     """
-    if model in EMBEDDED:
-        return EMBEDDED[model]
+    if (embedded := EMBEDDED.get(model) or EMBEDDED_DRAFTS.get(model)) is not None:
+        return embedded
     try:
         folder = Path(model).expanduser()
         if model and folder.is_dir():

@@ -167,19 +167,27 @@ def plan_load(
     # Half a million objects are made that live on; the collector would look at them many times.
     collects = gc.isenabled()
     gc.disable()
+    layers = layout.layers(spec.num_layers) if layout and layout.pp > 1 else None
     try:
-        return plan_tensors(read_entries(folder, layout, progress=progress), slots, spec)
+        entries = read_entries(folder, layout, progress=progress)
+        return plan_tensors(entries, slots, spec, layers=layers)
     finally:
         if collects:
             gc.enable()
 
 
 def plan_tensors(
-    entries: Mapping[str, TensorEntry], slots: Mapping[str, WeightSlot], spec: ModelSpec
+    entries: Mapping[str, TensorEntry],
+    slots: Mapping[str, WeightSlot],
+    spec: ModelSpec,
+    *,
+    layers: range | None = None,
 ) -> LoadPlan:
-    """As `plan_load`, of tensors by their names."""
+    """As `plan_load`, of tensors by their names. `layers` of this pipeline stage; None: all."""
     names, num_layers = names_of(spec), spec.num_layers
     places = _places(slots.values())
+    if layers is not None:
+        entries = _of_stage(entries, places, spec, layers)
     found, skipped = _find(entries, places, names, num_layers=num_layers)
     moves: list[Move] = []
     problems, used = _Problems(), set[str]()
@@ -246,6 +254,23 @@ def _wanted(slot: WeightSlot, found: Mapping[str, Source]) -> dict[str, StoredTe
     if is_plain and not any(name in found for name in wanted if name != slot.name):
         return {slot.name: PLAIN.values}
     return wanted
+
+
+def _of_stage(
+    entries: Mapping[str, TensorEntry], places: Places, spec: ModelSpec, layers: range
+) -> dict[str, TensorEntry]:
+    """Without those of other pipeline stages than that of `layers`, who check them."""
+    names, here = names_of(spec), {_module(name) for name in places}
+    outer = {_module(weight.name) for weight in names.weights(spec)} - here
+
+    def is_here(slot: str) -> bool:
+        layer = names.layer_of(slot)
+        if layer is None:
+            return _module(slot) not in outer
+        return layer in layers or layer >= spec.num_layers
+
+    placed = names.place(entries, num_layers=spec.num_layers)
+    return {name: entry for name, entry in entries.items() if any(map(is_here, placed[name].slots))}
 
 
 def _find(

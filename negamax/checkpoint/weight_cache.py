@@ -110,7 +110,9 @@ def _name(checkpoint: Path, layout: ParallelLayout) -> str:
         model = checkpoint.parent.parent.name.removeprefix("models--")
     else:
         model = f"{checkpoint.name}-{zlib.crc32(str(checkpoint).encode()):08x}"
-    ranks = "-".join(f"{axis}{number}" for axis, number in asdict(layout).items())
+    partition = "-".join(map(str, layout.partition)) or None
+    axes = {**asdict(layout), "partition": partition}
+    ranks = "-".join(f"{axis}{number}" for axis, number in axes.items() if number is not None)
     return f"{model}/{ranks}.safetensors"
 
 

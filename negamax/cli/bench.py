@@ -5,6 +5,7 @@ are in `bench_*.py`.
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
@@ -12,11 +13,13 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from negamax.base import log
+from negamax.bench.drafts import NO_DRAFTS, DraftCounts
 from negamax.cli import bench_compare, bench_kernels, bench_offline, bench_profile, bench_serve
+from negamax.cli.engine_options import with_engine_options
 from negamax.cli.examples import epilog
 from negamax.cli.flags import completion
-from negamax.config.embedded import QUOTED_NAMES
-from negamax.config.options import DTYPES
+from negamax.config.options import EngineOptions
 
 _SUITES = ("nano-math", "nano-tools", *(f"nano-retrieval-{size}" for size in ("2k", "4k", "8k")))
 
@@ -41,8 +44,10 @@ def bench() -> None:
 
 
 @app.command(epilog=epilog("bench accuracy"))
+@with_engine_options(defaults={"log_level": "warning"}, needs_model=False)
 def accuracy(
-    model: Annotated[str, typer.Option(help=f"Local folder, hub id, or {QUOTED_NAMES}.")] = "nano",
+    *,
+    engine: EngineOptions,
     suite: Annotated[
         list[str] | None,
         typer.Option(
@@ -57,26 +62,22 @@ def accuracy(
             min=1, help="Problems per suite (default 1000 math, 500 tools, 200 retrieval)."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Which held-out problems are drawn.")] = 0,
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 is greedy.")] = 0.0,
-    tensor_parallel_size: Annotated[
-        int, typer.Option("--tensor-parallel-size", "-tp", "--tp-size", min=1)
-    ] = 1,
-    dtype: Annotated[
-        str,
-        typer.Option(help="auto, bfloat16, float16 or float32.", autocompletion=completion(DTYPES)),
-    ] = "auto",
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the results to this file.")
     ] = None,
 ) -> None:
-    """Solve generated problems that were never in the training data and count the exact answers."""
+    """Solve generated problems that were never in the training data and count the exact answers.
+    MODEL is `nano` where none is given; `--seed` says which problems are drawn.
+    """
     from negamax.engine.llm import LLM
     from negamax.evals.accuracy import DEFAULT_SUITES, SUITES, run_suite  # torch
 
+    log.setup(engine.log_level, engine.log_format)
     console = Console()
-    results = []
-    with LLM(model, tensor_parallel_size=tensor_parallel_size, dtype=dtype) as llm:
+    results, counted = [], NO_DRAFTS
+    options = {field.name: getattr(engine, field.name) for field in fields(engine)}
+    with LLM(**options | {"model": engine.model or "nano"}) as llm:
         for name in suite or DEFAULT_SUITES:
             columns = (
                 TextColumn("{task.description}"),
@@ -90,7 +91,7 @@ def accuracy(
                     llm,
                     name,
                     count=count or SUITES.get(name, 1),
-                    seed=seed,
+                    seed=engine.seed,
                     temperature=temperature,
                     progress=lambda done, total, bar=bar, task=task: bar.update(
                         task, completed=done, total=total
@@ -104,6 +105,11 @@ def accuracy(
                 f"{result.output_tokens} tokens in {result.seconds:.1f} s ({rate:.0f} tokens/s), "
                 f"{result.dtype}, temperature {result.temperature:g}, seed {result.seed}"
             )
+            drafts = DraftCounts.of_stats(llm._loop.stats(), engine.speculation)
+            if shown := drafts.since(counted).summary():
+                length = shown["spec_decode_acceptance_length"]
+                console.print(f"  {length:.2f} tokens per row with drafts")
+            counted = drafts
             for failure in result.failures:
                 console.print(
                     f"  asked {failure.question!r}: expected {failure.expected}, got "

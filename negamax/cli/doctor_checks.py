@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 from negamax import __version__
 from negamax.base import env
-from negamax.cli.doctor_models import GIB
 from negamax.config.options import ServerOptions
+from negamax.planner.gpus import GIB
 
 Status = Literal["ok", "info", "warn", "fail"]
 OPTIONAL_PACKAGES = ("transformers", "uvloop")

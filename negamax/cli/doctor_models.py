@@ -9,24 +9,27 @@ from dataclasses import dataclass, replace
 
 from negamax.base.errors import ConfigError
 from negamax.config.embedded import EMBEDDED
-from negamax.config.families import bundled_names, bundled_spec
-from negamax.config.kv_cache import block_bytes
+from negamax.config.families import bundled_names, bundled_spec, published_name
 from negamax.config.minimax_m2 import MiniMaxM2Spec
 from negamax.config.model_spec import ModelSpec
 from negamax.config.options import EngineOptions
 from negamax.config.parallel import ParallelOptions
 from negamax.kernels.formats import is_kept
 from negamax.kernels.platform import Platform, nvidia
-from negamax.models.memory import as_stored, dequantized, expert_padding, weight_bytes
+from negamax.models.memory import (
+    ModelWeights,
+    as_stored,
+    dequantized,
+    expert_padding,
+    weight_bytes,
+)
+from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import possible_splits
+from negamax.planner.cost import Model
+from negamax.planner.gpus import GIB, MEASURED_RANKS
+from negamax.planner.topology import GPU_RESERVE, LEAST_TOKENS, Fit, fit
 from negamax.quantization.detect import detect
 
-GIB = 2**30
-# Beside weights and cache on each GPU: a step's workspace, CUDA graphs, the driver. The engine
-# measures it; on an H200 with the default sizes of a step it is 7.0 GiB.
-GPU_RESERVE = 15 * GIB // 2
-MEASURED_RANKS = 4  # the most that M2 was measured on
-_LEAST_TOKENS = 8192  # of KV cache, for a model to be called usable
 _EMBEDDED_BYTES = GIB  # of main memory, for an embedded model
 _DTYPE = "bfloat16"
 
@@ -98,7 +101,7 @@ def _embedded(name: str, machine: Machine) -> ModelVerdict:
 
 
 def _verdict(name: str, machine: Machine) -> ModelVerdict:
-    model = f"MiniMaxAI/MiniMax-{name.removeprefix('minimax-').upper()}"
+    model = published_name(name)
     spec = bundled_spec(name)
     if machine.gpus:
         return _on_gpus(model, spec, machine.gpus)
@@ -115,28 +118,34 @@ def _on_gpus(model: str, spec: ModelSpec, gpus: Sequence[Gpu]) -> ModelVerdict:
     refusal, kept = _refusal(gpus), _is_kept(spec, gpus)
     if refusal:
         return ModelVerdict(model, False, "", refusal)
+    form = as_stored if kept else dequantized
+    counted = Model(ModelWeights(spec), form, spec.kv_caches(), _DTYPE)
+
+    def fits(splits: ParallelOptions) -> Fit:
+        return fit(counted, ParallelLayout.of(splits), budget=_budget(gpus, splits))
+
     tokens, best = 0, ParallelOptions()
     possible = possible_splits(spec, most=len(gpus))
     for splits in sorted(possible, key=lambda each: each.enable_expert_parallel):
-        found = _cache_tokens(spec, splits, gpus, kept=kept)
+        found = fits(splits).tokens
         if found > tokens:
             tokens, best = found, splits
         if tokens >= spec.max_position_embeddings:
             break
     size = best.tensor_parallel_size
-    if tokens < _LEAST_TOKENS:
+    if tokens < LEAST_TOKENS:
         share = EngineOptions.gpu_memory_utilization
         per_gpu = min(int(gpu.total_bytes * share) for gpu in gpus) - GPU_RESERVE
         fitting = (
             splits.tensor_parallel_size
             for splits in possible_splits(spec, most=64)
-            if _weights(spec, splits, kept=kept) < per_gpu
+            if fits(splits).weights < per_gpu
         )
         needed = next(fitting, None)
         hint = f"about {needed} free GPUs like these" if needed else "larger GPUs"
         free = _gib(min(gpu.free_bytes for gpu in gpus))
         need = (
-            f"needs {_gib(_weights(spec, ParallelOptions(), kept=kept))} for its weights, "
+            f"needs {_gib(fits(ParallelOptions()).weights)} for its weights, "
             f"{free} are free per GPU"
         )
         return ModelVerdict(model, False, "", f"{need}; it takes {hint}")
@@ -145,17 +154,15 @@ def _on_gpus(model: str, spec: ModelSpec, gpus: Sequence[Gpu]) -> ModelVerdict:
     if tokens < spec.max_position_embeddings:
         command += f" --max-model-len {tokens // 1024 * 1024}"
     stored = "bf16" if spec.quantization is None else spec.quantization.method.upper()
-    form = "as stored" if kept or spec.quantization is None else "dequantised to bf16"
-    detail = f"{stored} {form}, {_gib(_weights(spec, best, kept=kept))} of weights per GPU"
+    held = "as stored" if kept or spec.quantization is None else "dequantised to bf16"
+    detail = f"{stored} {held}, {_gib(fits(best).weights)} of weights per GPU"
     detail += f", KV cache of about {tokens // 1000 * 1000:,} tokens"
     is_measured = isinstance(spec, MiniMaxM2Spec)
     if not is_measured:
         detail += "; never measured on a GPU"
     elif not all(gpu.platform.is_measured for gpu in gpus[:size]):
         detail += "; never measured on such a GPU"
-    padding = expert_padding(
-        spec, kept=as_stored if kept else dequantized, ranks=size, ep=best.num_expert_ranks
-    )
+    padding = expert_padding(spec, kept=form, layout=ParallelLayout.of(best))
     detail += f"; {padding}" if padding else ""
     if is_measured and size > MEASURED_RANKS:
         detail += f"; never measured on more than {MEASURED_RANKS} GPUs"
@@ -182,22 +189,10 @@ def _refusal(gpus: Sequence[Gpu]) -> str | None:
     return None
 
 
-def _weights(spec: ModelSpec, splits: ParallelOptions, *, kept: bool) -> int:
-    """Bytes of weights on each GPU."""
-    form = as_stored if kept else dequantized
-    ranks, ep = splits.tensor_parallel_size, splits.num_expert_ranks
-    return weight_bytes(spec, dtype=_DTYPE, kept=form, ranks=ranks, ep=ep)
-
-
-def _cache_tokens(
-    spec: ModelSpec, splits: ParallelOptions, gpus: Sequence[Gpu], *, kept: bool
-) -> int:
-    """Tokens whose KV cache fits beside the weights on each of the first `gpus`."""
+def _budget(gpus: Sequence[Gpu], splits: ParallelOptions) -> int:
+    """Bytes that may be taken of each of the first GPUs."""
     gpus, share = gpus[: splits.tensor_parallel_size], EngineOptions.gpu_memory_utilization
-    budget = min(int(gpu.total_bytes * share) - (gpu.total_bytes - gpu.free_bytes) for gpu in gpus)
-    room = budget - _weights(spec, splits, kept=kept) - GPU_RESERVE
-    per_token = block_bytes(spec.kv_caches(), 1, dtype=_DTYPE, ranks=len(gpus))
-    return max(0, room) // per_token
+    return min(int(gpu.total_bytes * share) - (gpu.total_bytes - gpu.free_bytes) for gpu in gpus)
 
 
 def _gib(num_bytes: int) -> str:

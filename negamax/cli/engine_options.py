@@ -21,6 +21,7 @@ from negamax.config.options import (
     INDEX_CACHE_SHARDINGS,
     KV_CACHE_DTYPES,
     LOAD_FORMATS,
+    PERFORMANCE_MODES,
     SOURCES,
     EngineOptions,
 )
@@ -179,6 +180,12 @@ _TABLE = (
     ),
     Flag("max_logprobs", MEMORY, "The most logprobs a request may ask for."),
     Flag(
+        "performance_mode",
+        PARALLEL,
+        "Choose parallel sizes for the GPUs that are there, where none is given; balanced: do not.",
+        choices=PERFORMANCE_MODES,
+    ),
+    Flag(
         "tensor_parallel_size",
         PARALLEL,
         "Ranks that share each layer.",
@@ -197,6 +204,25 @@ _TABLE = (
         "Ranks that experts are split over; default: 1, or all with --enable-expert-parallel.",
         also=("--ep-size", "--ep"),
         is_count=True,
+    ),
+    Flag(
+        "pipeline_parallel_size",
+        PARALLEL,
+        "Stages that run one behind the other, each of them some of the layers.",
+        flags=("--pipeline-parallel-size", "-pp"),
+        also=("--pp-size",),
+    ),
+    Flag(
+        "pp_layer_partition",
+        PARALLEL,
+        "Layers of each stage, such as 16,16,15,15; default: as even as can be.",
+    ),
+    Flag(
+        "data_parallel_size",
+        PARALLEL,
+        "Groups of tensor-parallel ranks that have requests and a KV cache of their own; the "
+        "experts are shared by all.",
+        flags=("--data-parallel-size", "-dp"),
     ),
     Flag(
         "num_threads",

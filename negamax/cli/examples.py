@@ -25,6 +25,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "negamax convert ./checkpoint ./bf16 --to bf16",
         "negamax convert MiniMaxAI/MiniMax-M2 ./m2-tp4 --tensor-parallel-size 4",
     ),
+    "plan": (
+        "negamax plan minimax-m2 --gpus 4 --gpu H200",
+        "negamax plan MiniMaxAI/MiniMax-M3 --gpus 8 --gpu-memory 180 --max-model-len 256K",
+        "negamax plan ./checkpoint --gpus 16 --nodes 2 --concurrency 1,512 --json",
+    ),
     "doctor": ("negamax doctor", "negamax doctor --json --network"),
     "parse": (
         "negamax parse --format m2 < answer.txt",
@@ -48,6 +53,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "bench accuracy": (
         "negamax bench accuracy",
         "negamax bench accuracy --suite nano-math --count 100",
+        """negamax bench accuracy nano -sc '{"method": "eagle3", "model": "nano-draft"}'""",
     ),
     "bench compare": ("negamax bench compare before.json after.json",),
 }

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from negamax.cli import foreign_rules as rules
 from negamax.cli.flags import Kind
 from negamax.cli.foreign_rules import EXPERTS, GRAPHS, Rule
-from negamax.config.parallel import UNSUPPORTED
+from negamax.config.parallel import ONE_MACHINE
 
 _NOTHING = (
     "",
@@ -83,6 +83,10 @@ _IGNORED = (
         disable-hybrid-swa-memory disable-cascade-attn skip-server-warmup""",
     ),
     _group(
+        "there are as many micro-batches as pipeline stages, of equal size",
+        values="pp-max-micro-batch-size pp-async-batch-depth",
+    ),
+    _group(
         rules.KERNELS,
         switches="""enable-lean-attention enable-nvidia-megakernel enable-amd-monokernel
         disable-flashinfer-autotune enable-flashinfer-autotune triton-attention-reduce-in-fp32
@@ -106,7 +110,7 @@ _IGNORED = (
         dsa-decode-backend dsv4-attn-backend dsa-topk-backend dsa-paged-mqa-logits-backend
         gdn-prefill-backend kda-prefill-backend kda-decode-backend sparse-indexer-topk-backend
         dbo-decode-token-threshold dbo-prefill-token-threshold tbo-token-distribution-threshold
-        performance-mode moe-dense-tp-size shared-experts-tp-size qsa-indexer-dtype
+        moe-dense-tp-size shared-experts-tp-size qsa-indexer-dtype
         monokernel-backend model-impl swa-full-tokens-ratio swa-prefix-tails c128-page-size
         prefix-match-unit""",
         lists="flashinfer-autotune-skip-ops kv-cache-dtype-skip-layers",
@@ -168,6 +172,12 @@ _IGNORED = (
         expert-placement-strategy num-redundant-experts""",
         json="eplb-config fault-tolerance-config",
     ),
+    _group(
+        "requests go to the data-parallel rank where they cost least",
+        switches="enable-dp-attention-local-control-broadcast",
+        values="load-balance-method",
+    ),
+    _group("it is so with --data-parallel-size", switches="enable-dp-attention"),
     _group(EXPERTS, rule=rules.expert_parallel, switches="enable-ep-moe enable-deepep-moe"),
     _group(
         "the KV cache is not split by context; the answers are the same",
@@ -383,26 +393,27 @@ _IGNORED = (
 _REFUSED = (
     _group(
         "",
-        rule=rules.unsupported_split("data_parallel_size"),
-        values="data-parallel-size -dp dp-size dp moe-dp-size moe-data-parallel-size dwdp-size",
+        rule=rules.attention_data_parallel,
+        values="attn-dp-size attention-data-parallel-size",
+    ),
+    _group("", rule=rules.replicas, values="dp-size dp"),
+    _group("", rule=rules.local_ranks, values="data-parallel-size-local -dpl"),
+    _group(
+        "experts are not copied",
+        remedy="leave it out: all ranks share the experts",
+        unless="0 1",
+        values="moe-dp-size moe-data-parallel-size dwdp-size",
     ),
     _group(
-        "there is no data parallelism",
-        remedy="start one server per group of GPUs (CUDA_VISIBLE_DEVICES), behind a load balancer",
-        unless="0 1 round_robin",
-        switches="""enable-dp-attention data-parallel-external-lb -dpe data-parallel-hybrid-lb
-        -dph data-parallel-multi-port-external-lb -dpm
-        enable-dp-attention-local-control-broadcast enable-scale-out""",
-        values="""data-parallel-rank -dpn data-parallel-start-rank -dpr data-parallel-size-local
-        -dpl attn-dp-size attention-data-parallel-size load-balance-method data-parallel-address
-        -dpa data-parallel-rpc-port -dpp data-parallel-supervisor-port
+        "one server balances all data-parallel ranks, on one machine",
+        remedy="use --data-parallel-size alone",
+        unless="0 1",
+        switches="""data-parallel-external-lb -dpe data-parallel-hybrid-lb -dph
+        data-parallel-multi-port-external-lb -dpm enable-scale-out""",
+        values="""data-parallel-rank -dpn data-parallel-start-rank -dpr data-parallel-address -dpa
+        data-parallel-rpc-port -dpp data-parallel-supervisor-port
         dp-supervisor-probe-interval-s dp-supervisor-probe-timeout-s
         dp-supervisor-probe-failure-threshold""",
-    ),
-    _group(
-        "",
-        rule=rules.unsupported_split("pipeline_parallel_size"),
-        values="pipeline-parallel-size -pp pp-size",
     ),
     _group(
         "",
@@ -411,13 +422,7 @@ _REFUSED = (
         attention-context-parallel-size""",
     ),
     _group(
-        UNSUPPORTED["pipeline_parallel_size"],
-        remedy="use --tensor-parallel-size",
-        unless="0 1",
-        values="pp-max-micro-batch-size pp-async-batch-depth",
-    ),
-    _group(
-        "a server runs on one machine",
+        ONE_MACHINE,
         remedy="use its GPUs with --tensor-parallel-size, and one server per machine",
         unless="0 1",
         switches="headless",

@@ -41,16 +41,18 @@ VALUES: Mapping[str, Mapping[str, str]] = {
 @dataclass(frozen=True)
 class Translation:
     """What becomes of an option: others in its place (name and value), a note that says why nothing
-    does, or a refusal."""
+    does, or a refusal. `over`: options that mean something else beside it, with their new values.
+    """
 
     instead: tuple[tuple[str, str], ...] = ()
+    over: tuple[tuple[str, str], ...] = ()
     note: str | None = None
     refusal: str | None = None
     remedy: str | None = None
 
 
 # From the value (a text, a list of them, what JSON holds, or a boolean) and the options of the
-# line, as texts by parameter.
+# line, as texts by parameter, those of other servers by their names.
 Rule = Callable[[Any, Mapping[str, str]], Translation]
 
 
@@ -98,6 +100,43 @@ def no_decode_graphs(value: Any, line: Mapping[str, str]) -> Translation:
 def expert_parallel(value: Any, line: Mapping[str, str]) -> Translation:
     """The same as --enable-expert-parallel."""
     return Translation((("--enable-expert-parallel", ""),)) if value else Translation()
+
+
+def attention_data_parallel(value: Any, line: Mapping[str, str]) -> Translation:
+    """The tensor-parallel ranks are those of all data-parallel ranks together."""
+    text, given = str(value), line.get("tensor_parallel_size", "")
+    if text in ("0", "1"):
+        return Translation()
+    size, ranks = (int(word) if word.isdigit() else 1 for word in (text, given))
+    if ranks % size:
+        return Translation(
+            refusal=f"it is to divide the number of ranks, which is {ranks}",
+            remedy=f"use --tensor-parallel-size {size} for ranks of one GPU each",
+        )
+    own = (("--tensor-parallel-size", str(ranks // size)),)
+    return Translation((("--data-parallel-size", text),), over=own)
+
+
+def replicas(value: Any, line: Mapping[str, str]) -> Translation:
+    """With --enable-dp-attention ranks that share the experts, else engines of their own."""
+    if str(value) in ("0", "1"):
+        return Translation()
+    if "enable_dp_attention" in line:
+        return attention_data_parallel(value, line)
+    return Translation(
+        refusal="a server has one engine",
+        remedy="use --data-parallel-size for ranks that share the experts, or start one server per "
+        "group of GPUs (CUDA_VISIBLE_DEVICES)",
+    )
+
+
+def local_ranks(value: Any, line: Mapping[str, str]) -> Translation:
+    """All of them are."""
+    if str(value) in ("0", line.get("data_parallel_size", "1")):
+        return Translation()
+    return Translation(
+        refusal="a server runs on one machine", remedy="use --data-parallel-size for its GPUs"
+    )
 
 
 def unsupported_split(field: str) -> Rule:

@@ -12,7 +12,7 @@ import typer
 
 from negamax import __version__
 from negamax.base.errors import NegamaxError, ResourceError
-from negamax.cli import bench, chat, convert, doctor, generate, parse, serve
+from negamax.cli import bench, chat, convert, doctor, generate, parse, plan, serve
 from negamax.cli.examples import epilog
 from negamax.cli.resolve import Resolved, find_command, resolve
 from negamax.cli.words import nearest
@@ -25,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
-for _module in (serve, chat, generate, convert, doctor, parse):
+for _module in (serve, chat, generate, convert, doctor, plan, parse):
     _name = _module.__name__.rpartition(".")[2]
     app.command(_name, help=_module.HELP, epilog=epilog(_name))(_module.command)
 app.add_typer(bench.app, name="bench")

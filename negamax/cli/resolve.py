@@ -178,16 +178,18 @@ def _translated(
     model: str | None,
     notes: list[str],
 ) -> list[list[Given]]:
-    """The levels with our own options only: those that others mean come first, so that ours win.
-    Adds to `notes`."""
+    """The levels with our own options only: those that others mean come first, so that ours win,
+    but for what a translation puts `over` them. Adds to `notes`."""
     own = [[item for item in level if item.name in names.own] for level in levels]
     chosen = {name: choice.words for name, choice in _choose(own, names).items() if choice.words}
     line = {name: words[-1].partition("=")[2] for name, words in chosen.items()}
     line["model"] = model or line.get("model_option", "")
+    foreign = [item for level in levels for item in level if item.name not in names.own]
+    line |= {item.name.lstrip("-").replace("-", "_"): "".join(item.values) for item in foreign}
     without_effect: dict[str, list[str]] = {}
     refusals: list[str] = []
     for place, level in enumerate(levels):
-        instead = []
+        instead, over = [], []
         for item in _once_each([item for item in level if item.name not in names.own], names):
             translation = _judge(TABLE[item.name], item, line)
             if translation.refusal is not None:
@@ -196,7 +198,8 @@ def _translated(
                 without_effect.setdefault(translation.note, []).append(item.source)
             for name, value in translation.instead:
                 instead.append(Given(name, (value,) if value else (), item.source))
-        own[place] = [*instead, *own[place]]
+            over += [Given(name, (value,), item.source) for name, value in translation.over]
+        own[place] = [*instead, *own[place], *over]
     if refusals:
         raise ConfigError("; ".join(refusals))
     for reason, flags in without_effect.items():

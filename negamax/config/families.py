@@ -76,6 +76,11 @@ def bundled_spec(name: str) -> ModelSpec:
     )
 
 
+def published_name(name: str) -> str:
+    """The hub id of the bundled model `name`."""
+    return f"MiniMaxAI/MiniMax-{name.lower().removeprefix('minimax-').upper()}"
+
+
 def bundled_names() -> tuple[str, ...]:
     """What `bundled_spec` knows."""
     return tuple(name for family in FAMILIES.values() for name in family.bundled)

@@ -21,9 +21,26 @@ LOAD_FORMATS = ("auto", "safetensors", "synthetic")
 DEVICES = ("auto", "cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
 INDEX_CACHE_SHARDINGS = ("auto", "on", "off")
+# "balanced": sizes as they are given; latency is what vLLM calls interactivity
+PERFORMANCE_MODES = ("balanced", "interactivity", "latency", "throughput")
 MAX_API_SERVERS = 64
 SCHEDULING_POLICIES = ("fcfs", "priority")
 MAX_THREADS = 1024
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """Sizes of a step and of a KV block unless the user says otherwise."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+
+
+# A GPU reads all experts for any large prefill, so its chunks are long, and its attention gathers
+# blocks of 64 tokens faster (docs/performance.md). A CPU's chunks are short, so that tokens keep
+# flowing.
+STEP_LIMITS = {"cuda": StepLimits(256, 8192, 64), "cpu": StepLimits(64, 2048, 16)}
 
 
 @dataclass(frozen=True)
@@ -68,10 +85,16 @@ class EngineOptions:
     enforce_eager: bool = False  # no CUDA graphs
     # sequences of the largest captured decode step; default: max_num_seqs
     max_cudagraph_capture_size: int | None = None
+    # what parallel sizes are chosen for where none is given
+    performance_mode: str = "balanced"
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False  # a rank holds whole experts instead of parts of all
     # ranks that experts are split over; default: 1, or all with enable_expert_parallel
     expert_parallel_size: int | None = None
+    pipeline_parallel_size: int = 1  # stages, each of them some of the layers
+    pp_layer_partition: str | None = None  # layers of each stage; default: as even as can be
+    # groups of tensor-parallel ranks, each with requests and a KV cache of its own
+    data_parallel_size: int = 1
     # who guesses tokens ahead, with the keys of vLLM's (config/speculation.py)
     speculative_config: dict[str, Any] | None = None
     # CPU threads per rank; default: the cores (from three up: less one) shared out
@@ -93,6 +116,7 @@ class EngineOptions:
             kv_cache_dtype=KV_CACHE_DTYPES,
             index_cache_dtype=KV_CACHE_DTYPES,
             index_cache_sharding=INDEX_CACHE_SHARDINGS,
+            performance_mode=PERFORMANCE_MODES,
             log_format=log.FORMATS,
         )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
@@ -136,6 +160,9 @@ class EngineOptions:
             tensor_parallel_size=self.tensor_parallel_size,
             enable_expert_parallel=self.enable_expert_parallel,
             expert_parallel_size=self.expert_parallel_size,
+            pipeline_parallel_size=self.pipeline_parallel_size,
+            pp_layer_partition=self.pp_layer_partition,
+            data_parallel_size=self.data_parallel_size,
         )
 
     @property
@@ -143,6 +170,13 @@ class EngineOptions:
         """Who guesses tokens ahead; None: nobody. Errors: `ConfigError`."""
         if not self.speculative_config:
             return None
+        if self.pipeline_parallel_size > 1:
+            raise ConfigError(
+                "--speculative-config is given, and --pipeline-parallel-size is "
+                f"{self.pipeline_parallel_size}: stages before the last do not learn which draft "
+                "tokens are right",
+                hint="use --tensor-parallel-size instead of it, or generate without drafts",
+            )
         return SpeculationConfig.read(
             self.speculative_config, tensor_parallel_size=self.tensor_parallel_size
         )

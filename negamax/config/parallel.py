@@ -8,10 +8,9 @@ from negamax.base.errors import ConfigError
 
 # sizes above 1 that nothing runs with, and why
 UNSUPPORTED = {
-    "data_parallel_size": "there is no data parallelism",
-    "pipeline_parallel_size": "layers are not split into stages",
     "prefill_context_parallel_size": "prompts are not split over GPUs",
 }
+ONE_MACHINE = "a server runs on one machine"
 MOST_RANKS = 8  # of one machine
 # Numbers of ranks that published models are split over, and that refusals offer; what else a model
 # takes is said by `parallel/split.py`, which knows it.
@@ -25,12 +24,7 @@ def instead_of(name: str, size: int, *, ranks: int, splits_experts: bool) -> str
     nearest, own = "use --tensor-parallel-size", _usual(ranks)
     if splits_experts and ranks * size <= MOST_RANKS:
         return f"{nearest} {_usual(ranks * size)} --enable-expert-parallel"
-    if name != "data_parallel_size":
-        return f"{nearest} {own} without it" if ranks > 1 else f"{nearest} {_usual(size)}"
-    return (
-        f"{nearest} {own if ranks > 1 else 4}, and start one server per group of GPUs "
-        "(CUDA_VISIBLE_DEVICES)"
-    )
+    return f"{nearest} {own} without it" if ranks > 1 else f"{nearest} {_usual(size)}"
 
 
 def _usual(size: int) -> int:
@@ -45,34 +39,48 @@ class ParallelOptions:
     """
 
     tensor_parallel_size: int = 1
-    enable_expert_parallel: bool = False  # over all ranks that share a layer
+    enable_expert_parallel: bool = False  # over all ranks that share the experts of a layer
     # ranks that experts are split over, the others cut each expert; None: 1, or all of them
     expert_parallel_size: int | None = None
+    # groups of tensor-parallel ranks, each with requests of its own; experts are shared by all
     data_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    pp_layer_partition: str | None = None  # layers of each stage, "16,16,15,15"; None: even
     prefill_context_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         ranks, experts = self.tensor_parallel_size, self.expert_parallel_size
+        replicas = self.data_parallel_size
         for name, size in (
             ("--tensor-parallel-size", ranks),
             ("--expert-parallel-size", 1 if experts is None else experts),
+            ("--pipeline-parallel-size", self.pipeline_parallel_size),
+            ("--data-parallel-size", replicas),
         ):
             if size < 1:
                 raise ConfigError(f"{name} is {size}; allowed: 1 or more")
-        if experts is not None and ranks % experts:
+        if experts is not None and ranks * replicas % experts:
             usual = _usual(ranks)
             fitting = ", ".join(str(size) for size in USUAL_SIZES if size <= usual)
+            beside = f" in each of {replicas} data-parallel ranks" if replicas > 1 else ""
             raise ConfigError(
                 f"--expert-parallel-size is {experts}; experts are split over ranks of "
-                f"--tensor-parallel-size, which is {ranks}",
+                f"--tensor-parallel-size, which is {ranks}{beside}",
                 hint=f"use one of {fitting}"
                 + (f" with --tensor-parallel-size {usual}" if usual != ranks else ""),
             )
-        if self.enable_expert_parallel and experts == 1 < ranks:
+        if self.enable_expert_parallel and experts == 1 < ranks * replicas:
             raise ConfigError(
                 "--enable-expert-parallel splits experts, --expert-parallel-size 1 does not",
                 hint="give one of them",
+            )
+        _ = self.layers_of_stages  # checked
+        if self.pipeline_parallel_size > 1 < self.data_parallel_size:
+            raise ConfigError(
+                f"--pipeline-parallel-size is {self.pipeline_parallel_size} and "
+                f"--data-parallel-size is {self.data_parallel_size}: data-parallel ranks have all "
+                f"layers",
+                hint="use one of them, with --tensor-parallel-size",
             )
         for name in UNSUPPORTED:
             size = getattr(self, name)
@@ -81,6 +89,28 @@ class ParallelOptions:
                     f"--{name.replace('_', '-')} is {size}: {UNSUPPORTED[name]}",
                     hint=instead_of(name, size, ranks=ranks, splits_experts=self.splits_experts),
                 )
+
+    @property
+    def layers_of_stages(self) -> tuple[int, ...]:
+        """How many layers each pipeline stage has; empty: as even as can be. Errors:
+        `ConfigError`.
+        """
+        given, stages = self.pp_layer_partition, self.pipeline_parallel_size
+        if given is None:
+            return ()
+        words = [word.strip() for word in given.split(",")]
+        if not all(word.isdecimal() and int(word) for word in words):
+            raise ConfigError(
+                f"--pp-layer-partition is {given!r}; allowed: a number of layers, 1 or more, for "
+                f"each stage, separated by commas"
+            )
+        if len(words) != stages:
+            raise ConfigError(
+                f"--pp-layer-partition has {len(words)} stages, --pipeline-parallel-size is "
+                f"{stages}",
+                hint=f"use --pipeline-parallel-size {len(words)}, or {stages} numbers",
+            )
+        return tuple(map(int, words))
 
     @property
     def splits_experts(self) -> bool:
@@ -92,4 +122,5 @@ class ParallelOptions:
         """Ranks that the experts of a layer are split over."""
         if self.expert_parallel_size is not None:
             return self.expert_parallel_size
-        return self.tensor_parallel_size if self.enable_expert_parallel else 1
+        ranks = self.tensor_parallel_size * self.data_parallel_size
+        return ranks if self.enable_expert_parallel else 1

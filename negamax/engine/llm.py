@@ -17,6 +17,7 @@ from negamax.config.options import EngineOptions
 from negamax.engine.client.output import ChoiceStream, RequestOutput, admit
 from negamax.engine.core.setup import start_loop
 from negamax.engine.core.source import locate
+from negamax.engine.core.topology import with_planned_sizes
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.step import TokenLogprobs
 from negamax.text.chat_format import ChatFormat, may_call
@@ -98,9 +99,13 @@ class LLM:
         enable_overlap: bool = True,
         enforce_eager: bool = False,
         max_cudagraph_capture_size: int | None = None,
+        performance_mode: str = "balanced",
         tensor_parallel_size: int = 1,
         enable_expert_parallel: bool = False,
         expert_parallel_size: int | None = None,
+        pipeline_parallel_size: int = 1,
+        pp_layer_partition: str | None = None,
+        data_parallel_size: int = 1,
         speculative_config: dict[str, Any] | None = None,
         num_threads: int | None = None,
         seed: int = 0,
@@ -111,8 +116,8 @@ class LLM:
         crash_dump_dir: str | None = None,
     ) -> None:
         given = dict(locals())
-        self._options = EngineOptions(
-            **{option.name: given[option.name] for option in fields(EngineOptions)}
+        self._options = with_planned_sizes(
+            EngineOptions(**{option.name: given[option.name] for option in fields(EngineOptions)})
         )
         source = locate(self._options)
         self.tokenizer = Tokenizer.from_folder(source.tokenizer_folder)

@@ -95,7 +95,15 @@ class AllReduceAddRms(Protocol):
 
 
 class CompleteResidual(Protocol):
-    def __call__(self, residual: Tensor, group: Collective | None, /) -> Tensor: ...
+    def __call__(
+        self,
+        residual: Tensor,
+        group: Collective | None,
+        /,
+        *,
+        copy: bool = True,
+        out: Tensor | None = None,
+    ) -> Tensor: ...
 
 
 class PrepareAttention(Protocol):
@@ -268,7 +276,60 @@ class AssembleDrafts(Protocol):
 
 class CountAccepted(Protocol):
     def __call__(
-        self, sampled: Tensor, drafts: Tensor, firsts: Tensor, num_drafts: Tensor, /
+        self,
+        sampled: Tensor,
+        drafts: Tensor,
+        firsts: Tensor,
+        num_drafts: Tensor,
+        /,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor: ...
+
+
+class AdvanceRows(Protocol):
+    def __call__(
+        self,
+        accepted: Tensor,
+        counts: Tensor,
+        seq_lens: Tensor,
+        firsts: Tensor,
+        slots: Tensor,
+        /,
+        *,
+        num_computed: Tensor,
+        lengths: Tensor,
+        ends: Tensor,
+    ) -> None: ...
+
+
+class RecordGuess(Protocol):
+    def __call__(
+        self,
+        picked: Tensor,
+        ids: Tensor,
+        slots: Tensor,
+        lengths: Tensor,
+        /,
+        *,
+        place: int,
+        padding_slot: int,
+        last: int,
+        drafts: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+class EmbedNorms(Protocol):
+    def __call__(
+        self,
+        token_ids: Tensor,
+        table: Tensor,
+        hidden: Tensor,
+        embedding_weight: Tensor,
+        hidden_weight: Tensor | None,
+        /,
+        *,
+        eps: float,
     ) -> Tensor: ...
 
 
@@ -341,5 +402,8 @@ LOCATE: OpName[None, Locate] = OpName("kvcache.locate")
 QUANTIZE: OpName[None, Quantize] = OpName("quantize.activations")
 ASSEMBLE_DRAFTS: OpName[None, AssembleDrafts] = OpName("drafts.assemble")
 COUNT_ACCEPTED: OpName[None, CountAccepted] = OpName("drafts.count_accepted")
+ADVANCE_ROWS: OpName[None, AdvanceRows] = OpName("drafts.advance_rows")
+RECORD_GUESS: OpName[None, RecordGuess] = OpName("drafts.record_guess")
+EMBED_NORMS: OpName[None, EmbedNorms] = OpName("drafts.embed_norms")
 PICK: OpName[None, Pick] = OpName("sampling.pick")
 DRAW_LEADING: OpName[None, DrawLeading] = OpName("sampling.draw_leading")

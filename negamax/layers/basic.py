@@ -46,6 +46,7 @@ class RmsNorm:
         weight = torch.empty(width, dtype=weights.dtype, device=weights.device)
         self._add_rms, self._sum_add_rms = add_rms.run, sum_add_rms.run
         self._complete = kernels[COMPLETE_RESIDUAL].run
+        self.weight, self.eps = weight, eps
         quantize = activation == E4M3_GROUPS
         self._norm = add_rms.prepare(weight, eps, quantize=quantize, gemma=gemma)
         self._sum_norm = sum_add_rms.prepare(weight, eps, quantize=quantize, gemma=gemma)
@@ -59,12 +60,20 @@ class RmsNorm:
             return self._add_rms(part.x, residual, self._norm)
         return self._sum_add_rms(part.x, residual, self._sum_norm, part.group)
 
-    def complete(self, residual: Tensor, group: Collective) -> Tensor:
+    def complete(
+        self,
+        residual: Tensor,
+        group: Collective,
+        *,
+        copy: bool = True,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """A copy of the residual stream [T, width], all rows on every rank, behind the sum that
-        this norm completed over `group`.
+        this norm completed over `group`, in `out` where given; without `copy` it may be the stream
+        itself.
         """
-        copy: Tensor = self._complete(residual, group)
-        return copy
+        stream: Tensor = self._complete(residual, group, copy=copy, out=out)
+        return stream
 
 
 class VocabEmbedding:
@@ -89,6 +98,11 @@ class VocabEmbedding:
         self.slots = [
             WeightSlot(name, shape, target=self._weight[1:-1], region=(rows, range(shape[1])))
         ]
+
+    @property
+    def table(self) -> Tensor:
+        """Of this rank's rows, a row of zeros before and behind them, [rows + 2, hidden]."""
+        return self._weight
 
     def __call__(self, token_ids: Tensor) -> Partial:
         """token_ids [T] int64 -> [T, hidden]."""

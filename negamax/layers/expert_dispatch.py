@@ -4,15 +4,22 @@ tokens to a partial sum.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from negamax.kernels.activations import QuantizedActivations
+from negamax.kernels.activations import QuantizedActivations, ShardedActivations
+from negamax.kernels.peers import Collective
 from negamax.layers.partial import Partial
 from negamax.parallel.context import ParallelContext
+
+# Of all data-parallel ranks together: up to here rows travel unquantised, too, since kernels for
+# few tokens read them so.
+UNQUANTIZED_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -53,13 +60,19 @@ class ExpertDispatch(Protocol):
     experts: list[int]  # the logical experts of this rank, in order of their physical ids
 
     def dispatch(
-        self, x: Tensor | QuantizedActivations, ids: Tensor, weights: Tensor
+        self,
+        x: Tensor | QuantizedActivations,
+        ids: Tensor,
+        weights: Tensor,
+        *,
+        most_tokens: int | None = None,
     ) -> Dispatched:
         """x [T, hidden], the router's logical ids (-1: none) and weights [T, top_k] -> what this
-        rank's experts are given.
+        rank's experts are given. `most_tokens`: of the data-parallel rank that has the most; None:
+        all have T.
         """
 
-    def combine(self, out: Tensor) -> Partial:
+    def combine(self, out: Tensor, num_tokens: int) -> Partial:
         """out [rows given, P, hidden], what this rank's experts made of it -> [T, ...]."""
 
 
@@ -83,13 +96,89 @@ class ReplicatedTokens:
             self._physical = torch.tensor([*physical, -1], dtype=torch.int32, device=device)
 
     def dispatch(
-        self, x: Tensor | QuantizedActivations, ids: Tensor, weights: Tensor
+        self,
+        x: Tensor | QuantizedActivations,
+        ids: Tensor,
+        weights: Tensor,
+        *,
+        most_tokens: int | None = None,
     ) -> Dispatched:
         """See `ExpertDispatch`."""
         if self._physical is not None:
             ids = self._physical[ids.long()].to(ids.dtype)
         return Dispatched(x, ids, weights)
 
-    def combine(self, out: Tensor) -> Partial:
+    def combine(self, out: Tensor, num_tokens: int) -> Partial:
         """See `ExpertDispatch`."""
         return Partial(out, self._group)
+
+
+class GatheredTokens(ReplicatedTokens):
+    """Data-parallel ranks have tokens of their own. Each rank gathers those of all, padded to the
+    largest number of them, and is given back the sums of its own (all-gather, reduce-scatter); what
+    the ranks of its attention group made of them is for the next norm to sum.
+    """
+
+    def __init__(
+        self, table: ExpertTable, *, context: ParallelContext, device: torch.device
+    ) -> None:
+        super().__init__(table, context=context, device=device)
+        self._group, self._others = context.attention_group, context.data_group
+
+    def dispatch(
+        self,
+        x: Tensor | QuantizedActivations,
+        ids: Tensor,
+        weights: Tensor,
+        *,
+        most_tokens: int | None = None,
+    ) -> Dispatched:
+        """See `ExpertDispatch`."""
+        given = super().dispatch(x, ids, weights)
+        num_rows, columns = most_tokens or len(ids), [given.ids, given.weights]
+        if not isinstance(x, QuantizedActivations):
+            ids, weights, x = _gather_rows(self._others, [*columns, x], num_rows)
+            return Dispatched(x, ids, weights)
+        columns += [x.q, x.scale]
+        is_whole = num_rows * self._others.size <= UNQUANTIZED_ROWS
+        if is_whole:
+            assert not isinstance(x, ShardedActivations), f"{num_rows} rows are not sharded"
+            columns.append(x.hidden)
+        ids, weights, q, scale, *hidden = _gather_rows(self._others, columns, num_rows)
+        if is_whole:
+            return Dispatched(QuantizedActivations(hidden[0], q, scale), ids, weights)
+        unsent = x.hidden[:0]
+        return Dispatched(
+            ShardedActivations(unsent, q, scale, group=self._others, first=0), ids, weights
+        )
+
+    def combine(self, out: Tensor, num_tokens: int) -> Partial:
+        """See `ExpertDispatch`."""
+        summed = out if out.dim() == 2 else out.sum(1)
+        return Partial(self._others.reduce_scatter(summed)[:num_tokens], self._group)
+
+
+def expert_dispatch(
+    table: ExpertTable, *, context: ParallelContext, device: torch.device
+) -> ExpertDispatch:
+    """The one for the ranks of `context`."""
+    way = ReplicatedTokens if context.layout.dp == 1 else GatheredTokens
+    return way(table, context=context, device=device)
+
+
+def _gather_rows(group: Collective, columns: Sequence[Tensor], num_rows: int) -> list[Tensor]:
+    """Every rank's rows of each of `columns` [T, ...], padded to `num_rows` with no expert's id and
+    zeros, in one message: [ranks * num_rows, ...] each.
+    """
+    parts = []
+    for column in columns:
+        missing, bits = num_rows - len(column), column.contiguous().view(torch.uint8)
+        # (an id of -1 is four bytes of 255)
+        fill = 255 if column.dtype == torch.int32 else 0
+        parts.append((F.pad(bits, (0, 0, 0, missing), value=fill) if missing else bits).flatten())
+    gathered = group.all_gather(torch.cat(parts).unsqueeze(0), dim=0)
+    pieces = gathered.split([len(part) for part in parts], dim=1)
+    return [
+        piece.reshape(group.size * num_rows, -1).contiguous().view(column.dtype)
+        for piece, column in zip(pieces, columns, strict=True)
+    ]

@@ -15,7 +15,7 @@ from negamax.kernels.activations import SILU, QuantizedActivations, SwiGlu
 from negamax.kernels.formats import TensorFormat
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.signatures import EXPERTS, QUANTIZE, ROUTE
-from negamax.layers.expert_dispatch import ExpertDispatch, ExpertTable, ReplicatedTokens
+from negamax.layers.expert_dispatch import ExpertTable, expert_dispatch
 from negamax.layers.mlp import Mlp
 from negamax.layers.names import MlpNames, MoeNames
 from negamax.layers.partial import Partial
@@ -30,7 +30,7 @@ class SparseMoe:
 
     A shared expert is one more expert of the same launches, which the router adds to every token's
     choices. Where it is stored or sized otherwise, or where ranks hold different experts, it is an
-    `Mlp` beside them, split by width over all ranks.
+    `Mlp` beside them, split by width over the ranks that have the same tokens.
     """
 
     def __init__(
@@ -63,7 +63,6 @@ class SparseMoe:
                 table = ExpertTable((*table.logical, num_experts))
                 experts.append(shared)
             else:
-                assert context.layout.attention.size == view.size, "sums over other ranks"
                 self._beside = Mlp(
                     shared,
                     hidden_size=hidden_size,
@@ -73,9 +72,7 @@ class SparseMoe:
                     kernels=kernels,
                     weights=weights,
                 )
-        self._dispatch: ExpertDispatch = ReplicatedTokens(
-            table, context=context, device=weights.device
-        )
+        self._dispatch = expert_dispatch(table, context=context, device=weights.device)
         self.num_experts, self.top_k = num_experts, top_k
         self._scaling, self._between = routed_scaling, activation
         self._is_shared = len(experts) > num_experts
@@ -152,11 +149,16 @@ class SparseMoe:
         self._observed = ids
 
     def __call__(
-        self, x: Tensor | QuantizedActivations, *, active: Tensor | None = None
+        self,
+        x: Tensor | QuantizedActivations,
+        *,
+        active: Tensor | None = None,
+        most_tokens: int | None = None,
     ) -> Partial:
         """x [T, hidden] -> [T, P, hidden], P parts of this rank's part.
 
-        `active` [1] int32: rows from there on are padding and reach no expert.
+        `active` [1] int32: rows from there on are padding and reach no expert. `most_tokens`: of
+        the data-parallel rank that has the most; None: all have T.
         """
         ids, weights = self._route_kernel.run(x, self._router, top_k=self.top_k, active=active)
         if self._observed is not None:
@@ -165,7 +167,7 @@ class SparseMoe:
         shared = None if self._beside is None else self._beside(x)
         if self._quantize is not None:
             x = self._quantize(x)
-        given = self._dispatch.dispatch(x, ids, weights)
+        given = self._dispatch.dispatch(x, ids, weights, most_tokens=most_tokens)
         out: Tensor = self._experts_kernel.run(
             given.x,
             given.ids,
@@ -174,9 +176,10 @@ class SparseMoe:
             first=self._dispatch.first,
             count=len(self._dispatch.experts),
         )
+        part = self._dispatch.combine(out, len(ids))
         if shared is not None:
-            (out if out.dim() == 2 else out[:, 0]).add_(shared.x)
-        return self._dispatch.combine(out)
+            (part.x if part.x.dim() == 2 else part.x[:, 0]).add_(shared.x)
+        return part
 
 
 def _formats(names: MlpNames, weights: WeightFormat) -> set[TensorFormat]:

@@ -23,7 +23,6 @@ from negamax.layers.basic import RmsNorm, VocabEmbedding, VocabHead
 from negamax.layers.names import DecoderNames
 from negamax.layers.partial import Partial
 from negamax.layers.weights import WeightSlot, slots_by_name
-from negamax.models.family import names_of
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.scheme import WeightFormat
 
@@ -53,7 +52,8 @@ class Decoder:
     """Weights are written through `weight_slots`, then `finish_loading` is called once.
 
     Between blocks flow partial sums, which the norms complete. Of a pipeline a rank holds one
-    stage: its layers, the embedding on the first, the last norm and the head on the last.
+    stage: its layers, the embedding on the first, the last norm and the head on the last. Between
+    stages flows the residual stream, complete.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class Decoder:
         `eps`, `gemma`: of the last norm, as `RmsNorm` has them.
         """
         self.spec, self.layers, self._kinds = spec, layers, kinds
+        self.dtype = weights.dtype
         self._numbers = context.layout.layers(spec.num_layers)
         self.vocab_range = context.layout.vocab(spec.vocab_size)
         vocab_shape = (spec.vocab_size, spec.hidden_size)
@@ -81,26 +82,24 @@ class Decoder:
         if context.layout.is_first_stage:
             self.embedding = VocabEmbedding(names.embedding, vocab_shape, weights=weights, **shared)
             slots += self.embedding.slots
-        self._is_last = context.layout.is_last_stage
-        if self._is_last:
-            shared |= {"kernels": kernels, "weights": weights}
-            self._norm = RmsNorm(
-                names.norm,
-                spec.hidden_size,
-                eps=eps,
-                activation=None,
-                gemma=gemma,
-                kernels=kernels,
-                weights=weights,
-            )
+        self._group = context.attention_group
+        self.is_first_stage = context.layout.is_first_stage
+        self.is_last_stage = context.layout.is_last_stage
+        shared |= {"kernels": kernels, "weights": weights}
+        # (on other stages without weight: it completes the residual stream)
+        self._norm = RmsNorm(
+            names.norm,
+            spec.hidden_size,
+            eps=eps,
+            activation=None,
+            gemma=gemma,
+            kernels=kernels,
+            weights=weights,
+        )
+        if self.is_last_stage:
             self._head = VocabHead(names.head, vocab_shape, **shared)
             slots += [*self._norm.slots, *self._head.slots]
         self._slots = slots_by_name(slots)
-        own = {_module(name) for name in self._slots}
-        for weight in names_of(spec).weights(spec):  # of other stages
-            for name in weight.names():
-                if _module(name) not in own:
-                    self._slots[name] = WeightSlot(name, weight.shape, target=None)
 
     def forward(
         self,
@@ -109,17 +108,31 @@ class Decoder:
         kv: Sequence[KvCaches],
         *,
         capture: Sequence[int] = (),
+        out: Sequence[Tensor] = (),
+        entering: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """token_ids [T] int64, the caches of each layer (of fewer, the first layers alone run) ->
         final hidden states [T, hidden], and for each layer of `capture` the residual stream
-        [T, hidden] that enters it, summed over the ranks; the number of layers names the stream
-        that leaves the last one.
+        [T, hidden] that enters it, summed over the ranks, in `out` where given; the number of
+        layers names the stream that leaves the last one.
+
+        Stages but the first run on `entering` [T, hidden], this rank's part of the residual stream
+        that leaves the stage before (a sum over the ranks; its content is undefined afterwards),
+        not on the tokens. Stages but the last return the stream that leaves them.
         """
         streams: dict[int, Tensor | None] = dict.fromkeys(capture)
-        x, residual = self.stage(*self.embed(token_ids), metadata, kv, streams=streams)
+        streams.update(zip(capture, out, strict=False))
+        if entering is None:
+            x, residual = self.embed(token_ids)
+        else:
+            x, residual = Partial(entering, self._group), torch.zeros_like(entering)
+        x, residual = self.stage(x, residual, metadata, kv, streams=streams)
         hidden = self.last_norm(x, residual)
-        if self.spec.num_layers in streams:
-            streams[self.spec.num_layers] = self._norm.complete(residual, x.group)
+        if not self.is_last_stage:
+            return self._norm.complete(residual, x.group), []
+        last = self.spec.num_layers
+        if last in streams:
+            streams[last] = self._norm.complete(residual, x.group, out=streams[last])
         return hidden, [stream for stream in streams.values() if stream is not None]
 
     def embed(self, token_ids: Tensor) -> tuple[Partial, Tensor]:
@@ -140,7 +153,7 @@ class Decoder:
     ) -> tuple[Partial, Tensor]:
         """This rank's layers, as many as `kv` has caches of: from what enters the first of them
         and the residual [T, hidden] to what leaves the last and the residual there. What enters
-        layers that are keys of `streams` is kept there.
+        layers that are keys of `streams` is kept there, in the tensor that stands there.
         """
         metadata = prepare_attention(
             metadata, [(kind, kv[at]) for kind, at in self._kinds if at < len(kv)]
@@ -148,7 +161,7 @@ class Decoder:
         for number, layer, caches in zip(self._numbers, self.layers, kv, strict=False):
             hidden = layer.input_norm(x, residual)
             if streams and number in streams:
-                streams[number] = layer.input_norm.complete(residual, x.group)
+                streams[number] = layer.input_norm.complete(residual, x.group, out=streams[number])
             x = layer(hidden, residual, metadata, caches)
         return x, residual
 
@@ -180,10 +193,5 @@ class Decoder:
             layer.finish_loading()
             if progress:
                 progress(number + 1, len(self.layers))
-        if self._is_last:
+        if self.is_last_stage:
             self._head.finish_loading()
-
-
-def _module(name: str) -> str:
-    """Of a tensor, whichever tensors it is stored as."""
-    return name.rpartition(".")[0]

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
 
 from negamax.config.eagle3 import Eagle3Spec
 from negamax.config.kv_cache import ELEMENT_BYTES
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.formats import PLAIN, Axis, TensorFormat
 from negamax.models.family import WeightSpec, names_of
-from negamax.parallel.layout import share
+from negamax.parallel.layout import ParallelLayout, share
 from negamax.quantization.detect import detect
 from negamax.quantization.scheme import Scheme
 
+ONE_RANK = ParallelLayout()
 Kept = Callable[[TensorFormat], bool]  # whether matrices of a format are kept as stored
 
 
@@ -27,20 +29,62 @@ def dequantized(stored: TensorFormat) -> bool:
     return False
 
 
+@dataclass(frozen=True)
+class WeightKind:
+    """Weights of a model that differ in nothing but their layer."""
+
+    weight: WeightSpec  # the first of them
+    stored: TensorFormat  # in the checkpoint
+    layers: tuple[int | None, ...]  # of each of them; None: outside the layers
+
+
+class ModelWeights:
+    """All weights of a model, to be counted for many layouts."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        scheme, names = detect(spec.quantization), names_of(spec)
+        found: dict[Hashable, tuple[WeightSpec, TensorFormat, list[int | None]]] = {}
+        for weight in names.weights(spec):
+            layer, stored = names.layer_of(weight.name), _stored(weight, scheme)
+            place = weight.name.replace(f".{layer}.", ".*.", 1)
+            first = found.setdefault((place, weight.shape, stored), (weight, stored, []))
+            first[2].append(layer)
+        self.kinds = [
+            WeightKind(weight, stored, (*layers,)) for weight, stored, layers in found.values()
+        ]
+
+    def on_rank(
+        self, *, dtype: str, kept: Kept = as_stored, layout: ParallelLayout = ONE_RANK
+    ) -> Iterator[tuple[WeightKind, int, float]]:
+        """What rank `layout.rank`, which computes in `dtype`, has a part of: in how many layers,
+        and the bytes of its part in all of these.
+        """
+        layers = layout.layers(self.spec.num_layers)
+        for kind in self.kinds:
+            is_table = kind.weight.is_table
+            outside = layout.is_first_stage if is_table else layout.is_last_stage
+            count = sum(outside if each is None else each in layers for each in kind.layers)
+            if count:
+                num_bytes = _bytes_on_rank(
+                    kind.weight, kind.stored, dtype=dtype, kept=kept, layout=layout
+                )
+                yield kind, count, count * num_bytes
+
+
 def weight_bytes(
-    spec: ModelSpec, *, dtype: str, kept: Kept = as_stored, ranks: int = 1, ep: int = 1
+    spec: ModelSpec,
+    *,
+    dtype: str,
+    kept: Kept = as_stored,
+    layout: ParallelLayout = ONE_RANK,
 ) -> int:
-    """Bytes of the weights on each of `ranks`, `ep` of which split the experts, that compute in
-    `dtype`. Matrices of the formats that are `kept` stay as the checkpoint stores them, padded to
-    whole units where ranks cut the width of experts.
+    """Bytes of the weights on rank `layout.rank`, which computes in `dtype`. Matrices of the
+    formats that are `kept` stay as the checkpoint stores them, padded to whole units where ranks
+    cut the width of experts.
     """
-    scheme = detect(spec.quantization)
-    return round(
-        sum(
-            _bytes_on_rank(weight, scheme, dtype=dtype, kept=kept, ranks=ranks, ep=ep)
-            for weight in names_of(spec).weights(spec)
-        )
-    )
+    held = ModelWeights(spec).on_rank(dtype=dtype, kept=kept, layout=layout)
+    return round(sum(num_bytes for _, _, num_bytes in held))
 
 
 def draft_bytes(spec: Eagle3Spec, *, dtype: str, kept: Kept = as_stored, ranks: int = 1) -> int:
@@ -49,13 +93,13 @@ def draft_bytes(spec: Eagle3Spec, *, dtype: str, kept: Kept = as_stored, ranks: 
     """
     copied = ranks > 1 and not spec.own_embedding
     table = spec.vocab_size * spec.hidden_size * ELEMENT_BYTES[dtype] if copied else 0
-    return table + weight_bytes(spec, dtype=dtype, kept=kept, ranks=ranks)
+    return table + weight_bytes(spec, dtype=dtype, kept=kept, layout=ParallelLayout(tp=ranks))
 
 
 def expert_padding(
-    spec: ModelSpec, *, kept: Kept = as_stored, ranks: int = 1, ep: int = 1
+    spec: ModelSpec, *, kept: Kept = as_stored, layout: ParallelLayout = ONE_RANK
 ) -> str | None:
-    """What each of `ranks` computes and holds for nothing where they cut the width of experts, in
+    """What each rank computes and holds for nothing where `layout` cuts the width of experts, in
     words; None: nothing.
     """
     weights = names_of(spec).weights(spec)
@@ -63,6 +107,7 @@ def expert_padding(
     if experts is None or experts.splits is None:
         return None
     stored, width = _stored(experts, detect(spec.quantization)), experts.shape[experts.splits.value]
+    ranks = layout.stage_size
 
     def room(ep: int) -> tuple[int, int]:
         """Columns of an expert that a rank has room for, and their unit."""
@@ -70,7 +115,7 @@ def expert_padding(
         unit = stored.split_width(width // size, kept)[1] if kept(stored) else 1
         return share(width, rank=0, size=size, unit=unit).size, unit
 
-    (held, unit), even = room(ep), width * ep // ranks
+    (held, unit), even = room(layout.ep), width * layout.ep // ranks
     if held == even:
         return None
     sizes = (n for n in range(1, ranks + 1) if ranks % n == 0 == experts.count % n)
@@ -86,13 +131,11 @@ def read_bytes(spec: ModelSpec, num_tokens: int, *, dtype: str, ranks: int) -> f
     """Bytes of weights that each of `ranks` must read to run `num_tokens` tokens, experts chosen
     uniformly. Padding is not counted: nothing asks for it.
     """
-    total, scheme = 0.0, detect(spec.quantization)
-    for weight in names_of(spec).weights(spec):
-        if not weight.is_table:
-            share = _expected_distinct(weight, num_tokens) / weight.count
-            whole = _bytes_on_rank(weight, scheme, dtype=dtype, kept=as_stored)
-            total += share * whole / min(ranks, weight.parts or ranks)
-    return total
+    return sum(
+        whole * hit_share(kind.weight, num_tokens) / min(ranks, kind.weight.parts or ranks)
+        for kind, _, whole in ModelWeights(spec).on_rank(dtype=dtype)
+        if not kind.weight.is_table
+    )
 
 
 def expected_distinct_experts(spec: ModelSpec, num_tokens: int) -> float | None:
@@ -101,40 +144,43 @@ def expected_distinct_experts(spec: ModelSpec, num_tokens: int) -> float | None:
     """
     for weight in names_of(spec).weights(spec):
         if weight.used is not None:
-            return _expected_distinct(weight, num_tokens)
+            return weight.count * hit_share(weight, num_tokens)
     return None
 
 
-def _expected_distinct(weight: WeightSpec, num_tokens: int) -> float:
+def hit_share(weight: WeightSpec, num_tokens: float) -> float:
+    """Which part of all `count` tensors `num_tokens` tokens need, each choosing uniformly and
+    independently of the others.
+    """
     used = weight.count if weight.used is None else weight.used
-    return weight.count * (1 - (1 - used / weight.count) ** num_tokens)
+    return float(1 - (1 - used / weight.count) ** num_tokens)
 
 
 def _bytes_on_rank(
     weight: WeightSpec,
-    scheme: Scheme | None,
+    stored: TensorFormat,
     *,
     dtype: str,
     kept: Kept,
-    ranks: int = 1,
-    ep: int = 1,
+    layout: ParallelLayout,
 ) -> float:
     """Of all `count`."""
-    plain = ELEMENT_BYTES[weight.dtype or dtype]
+    plain, ep = ELEMENT_BYTES[weight.dtype or dtype], layout.ep
+    is_expert = weight.used is not None or (weight.joins_experts and ep == 1)
+    ranks = layout.experts.size if is_expert else layout.tp
     ranks = min(ranks, weight.parts or ranks)
-    stored = _stored(weight, scheme)
     if stored is PLAIN or not kept(stored):
         return weight.num_elements * plain / ranks
     rows, columns = weight.shape
     if weight.splits is None:
         return weight.num_elements * stored.bytes_per_weight((rows, columns)) / ranks
     held, axis = [rows, columns], weight.splits.value
-    if weight.used is None and not (weight.joins_experts and ep == 1):
+    if not is_expert:
         held[axis] //= ranks
         if ranks > 1 and held[axis] % stored.unit(weight.splits):  # dequantised at load
             return weight.num_elements * plain / ranks
     else:
-        size = ranks // ep
+        size = layout.experts.tp
         narrow, unit = stored.split_width(held[axis] // size, kept)
         held[axis] = share(held[axis], rank=0, size=size, unit=unit).size
         stored = narrow if weight.splits is Axis.COLUMNS else stored

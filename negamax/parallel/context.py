@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from negamax.base.errors import EngineError
 from negamax.parallel.collectives import Collective, ProcessGroup, SingleRank
 from negamax.parallel.layout import ParallelLayout
+from negamax.parallel.links import PipelineLinks
 from negamax.parallel.poll_control import PollControl
 
 START_TIMEOUT_S = 120.0  # for all ranks to meet
@@ -26,6 +27,9 @@ class ParallelContext:
     attention_group: Collective
     expert_group: Collective  # ranks that share the experts of a layer
     world: Collective
+    # the same rank of each data-parallel rank: between them tokens travel to experts and back
+    data_group: Collective = field(default_factory=SingleRank)
+    links: PipelineLinks = field(default_factory=PipelineLinks)  # with other stages of the pipeline
     poll_control: PollControl | None = None  # where kernels wait for other ranks
 
     @staticmethod
@@ -52,7 +56,8 @@ class ParallelContext:
             ranks: SingleRank() if len(ranks) == 1 else ProcessGroup(group)
             for ranks, group in _new_groups(layout, backend="gloo").items()
         }
-        return ParallelContext._of(layout, groups)
+        links = PipelineLinks.connect(layout, backend="gloo", device=torch.device("cpu"))
+        return ParallelContext._of(layout, groups, links)
 
     @staticmethod
     def nccl(
@@ -80,7 +85,7 @@ class ParallelContext:
         _meet(layout, rendezvous, backend=backend, device=device)
         control = PollControl(symmetric.PEER_TIMEOUT_S)
         groups: dict[tuple[int, ...], Collective] = {}
-        kernel_groups = {layout.attention.ranks, layout.experts.ranks}
+        kernel_groups = {layout.attention.ranks}  # that sum in kernels
         for ranks, group in _new_groups(layout, backend=backend).items():
             if len(ranks) == 1:
                 groups[ranks] = SingleRank()
@@ -97,12 +102,14 @@ class ParallelContext:
                 )
                 peers, shared = connected or (None, None)
             groups[ranks] = ProcessGroup(group, peers=peers, shared=shared)
-        return ParallelContext._of(layout, groups, control)
+        links = PipelineLinks.connect(layout, backend=backend, device=device)
+        return ParallelContext._of(layout, groups, links, control)
 
     @staticmethod
     def _of(
         layout: ParallelLayout,
         groups: dict[tuple[int, ...], Collective],
+        links: PipelineLinks,
         control: PollControl | None = None,
     ) -> ParallelContext:
         return ParallelContext(
@@ -110,6 +117,8 @@ class ParallelContext:
             attention_group=groups[layout.attention.ranks],
             expert_group=groups[layout.experts.ranks],
             world=groups[tuple(range(layout.world_size))],
+            data_group=groups[layout.data_ranks],
+            links=links,
             poll_control=control,
         )
 
@@ -150,10 +159,11 @@ def _new_groups(
         layout.of_rank(rank).attention.ranks for rank in range(layout.world_size)
     }
     expert_rank_sets = {layout.of_rank(rank).experts.ranks for rank in range(layout.world_size)}
+    data_rank_sets = {layout.of_rank(rank).data_ranks for rank in range(layout.world_size)}
     everyone = tuple(range(layout.world_size))
     groups = {}
     # every rank creates every group, in order
-    for ranks in sorted(attention_rank_sets | expert_rank_sets | {everyone}):
+    for ranks in sorted(attention_rank_sets | expert_rank_sets | data_rank_sets | {everyone}):
         group = dist.new_group(
             list(ranks), timeout=timedelta(seconds=STEP_TIMEOUT_S), backend=backend
         )

@@ -123,6 +123,7 @@ class ParallelLayout:
     dp: int = 1
     pp: int = 1
     cp: int = 1
+    partition: tuple[int, ...] = ()  # layers of each pipeline stage; empty: as even as can be
 
     def __post_init__(self) -> None:
         for name in ("tp", "ep", "dp", "pp", "cp"):
@@ -146,6 +147,7 @@ class ParallelLayout:
             dp=options.data_parallel_size,
             pp=options.pipeline_parallel_size,
             cp=options.prefill_context_parallel_size,
+            partition=options.layers_of_stages,
         )
 
     def of_rank(self, rank: int) -> ParallelLayout:
@@ -191,6 +193,13 @@ class ParallelLayout:
         return ExpertView(rank=self.rank - first, size=self.stage_size, ep=self.ep, ranks=ranks)
 
     @property
+    def data_ranks(self) -> tuple[int, ...]:
+        """World ranks that hold of other data-parallel ranks what this one holds of its own."""
+        per_replica = self.cp * self.tp
+        first = self.rank - self.dp_rank * per_replica
+        return tuple(first + number * per_replica for number in range(self.dp))
+
+    @property
     def reports_results(self) -> bool:
         """Whether this rank speaks for those that run the same plans."""
         return self.is_last_stage and self.cp_rank == 0 and self.tp_rank == 0
@@ -206,14 +215,30 @@ class ParallelLayout:
         return self.pp_rank == self.pp - 1
 
     def layers(self, num_layers: int) -> range:
-        """Layers of this rank's pipeline stage; the first stages take the remainder, one layer
-        each.
+        """Layers of this rank's pipeline stage; where they do not divide, the first stages have one
+        more. Errors: `ConfigError` with a setting that works.
         """
         if num_layers < self.pp:
-            raise ConfigError(f"{num_layers} layers cannot be split over {self.pp} pipeline stages")
+            raise ConfigError(
+                f"{num_layers} layers cannot be split over {self.pp} pipeline stages",
+                hint=f"use --pipeline-parallel-size {num_layers} or less",
+            )
         base, extra = divmod(num_layers, self.pp)
-        first = self.pp_rank * base + min(self.pp_rank, extra)
-        return range(first, first + base + (self.pp_rank < extra))
+        even = tuple(base + (stage < extra) for stage in range(self.pp))
+        sizes = self.partition or even
+        if sum(sizes) != num_layers:
+            raise ConfigError(
+                f"--pp-layer-partition adds up to {sum(sizes)} layers, the model has {num_layers}",
+                hint=f"for example {','.join(map(str, even))}",
+            )
+        first = sum(sizes[: self.pp_rank])
+        return range(first, first + sizes[self.pp_rank])
+
+    @property
+    def pipeline_ranks(self) -> tuple[int, ...]:
+        """World ranks with this one's place in each pipeline stage."""
+        place = self.rank % self.stage_size
+        return tuple(range(place, self.world_size, self.stage_size))
 
     def vocab(self, vocab_size: int) -> range:
         """Rows of the embedding and the head on this rank."""

@@ -19,13 +19,21 @@ def check_split(layout: ParallelLayout, spec: ModelSpec, *, gpus: int | None = N
     """Refuse a layout that cannot hold the model, or that needs more than `gpus` GPUs (None: it
     needs none). Errors: `ConfigError` with the sizes that work.
     """
+    layout.layers(spec.num_layers)
+    stages = layout.pp
+    if gpus is not None and stages > gpus:
+        raise ConfigError(
+            f"{stages} pipeline stages need {stages} GPUs, {gpus} are there",
+            hint=f"use --pipeline-parallel-size {max(1, gpus)}",
+        )
     try:
         if gpus is not None and layout.world_size > gpus:
             ranks = layout.world_size
             raise ConfigError(f"{ranks} ranks need {ranks} GPUs, {gpus} are there")
         _check(layout, spec)
     except ConfigError as error:
-        possible = list(possible_splits(spec, most=spec.num_heads if gpus is None else gpus))
+        most = spec.num_heads if gpus is None else gpus // stages
+        possible = list(possible_splits(spec, most=most))
         cut = [each.tensor_parallel_size for each in possible if not each.enable_expert_parallel]
         whole = [
             each.tensor_parallel_size for each in possible if each.tensor_parallel_size not in cut
@@ -33,6 +41,7 @@ def check_split(layout: ParallelLayout, spec: ModelSpec, *, gpus: int | None = N
         hint = f"use --tensor-parallel-size {', '.join(map(str, cut))}"
         if whole:
             hint += f", or {', '.join(map(str, whole))} with --enable-expert-parallel"
+        hint += f" beside --pipeline-parallel-size {stages}" if stages > 1 else ""
         hint += ", or --device cpu" if gpus is not None else ""
         raise ConfigError(error.message, hint=hint) from None
 

@@ -165,6 +165,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0  # lower runs earlier
     tenant: str = ""  # tenants with the same priority take turns
     cache_salt: str = ""  # requests share prefix-cache blocks only with the same salt
+    data_parallel_rank: int | None = None  # that is to run it; None: any
 
 
 def _in_range(name: str, value: float | None, low: float, high: float) -> None:

@@ -21,7 +21,7 @@ from collections import deque
 from dataclasses import dataclass
 from operator import attrgetter
 
-from negamax.base.errors import ContextLengthError, InvalidRequestError, OverloadedError
+from negamax.scheduler.arrivals import Arrivals
 from negamax.scheduler.blocks import BlockPool
 from negamax.scheduler.draft_length import DraftLength, FixedDraftLength
 from negamax.scheduler.plan_builder import PlanBuilder
@@ -29,8 +29,13 @@ from negamax.scheduler.prefix_cache import match_prefix
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.sequence import NEVER, NO_SLOT, Sequence
 from negamax.scheduler.step import GrammarRow, NewRow, SequenceUpdate, StepPlan, StepResult
+from negamax.scheduler.turns import Turns
 
-_by_order = attrgetter("order")
+by_order = attrgetter("order")
+
+# What a row costs in all its steps, in tokens of prompts that take as long, about: by itself, and
+# for each so many tokens of KV cache that it reads.
+ROW_COST, TOKENS_PER_COST = 128, 4
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,9 @@ class SchedulerLimits:
     max_queued_requests: int
     eos_token_ids: frozenset[int]
     num_draft_tokens: int = 0  # that a row may verify in a step
+    # of a pipeline: a plan for each is on its way, and none needs what another one will sample
+    num_stages: int = 1
+    constrained_drafts: bool = True  # whether rows with masks verify any
 
 
 @dataclass(frozen=True)
@@ -65,9 +73,17 @@ class Scheduler:
     order they were made.
     """
 
-    def __init__(self, limits: SchedulerLimits, draft_length: DraftLength | None = None) -> None:
-        """`draft_length`: how many draft tokens rows verify; None: as many as they may."""
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        draft_length: DraftLength | None = None,
+        arrivals: Arrivals | None = None,
+    ) -> None:
+        """`draft_length`: how many draft tokens rows verify; None: as many as they may.
+        `arrivals`: where it shares them with others.
+        """
         self.limits = limits
+        self._arrivals = arrivals or Arrivals(limits)
         self._draft_length = draft_length or FixedDraftLength(limits.num_draft_tokens)
         self._num_proposed = 0  # draft tokens that the latest plan has proposed
         self.preemption_count = 0
@@ -82,15 +98,20 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []  # by order
         self._running: list[Sequence] = []  # by order: the last one is the first to be preempted
-        self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        self._turns = Turns(limits.num_stages)
+        num_slots = self._turns.most_slots(limits.max_num_seqs, limits.max_num_batched_tokens)
+        self._free_slots = list(range(num_slots - 1, -1, -1))
         self._in_flight: deque[_UncommittedPlan] = deque()
         self._num_constrained = 0  # unfinished sequences that are
         self._admitted: list[str] = []  # request ids, until `take_admitted`
-        self._arrival_count = 0
-        self._turn = 0  # of the request that was admitted last
-        self._last_turns: dict[str, int] = {}  # by tenant: of its latest request
+        # a request that there were no blocks for, and how many had become free before
+        self._refused: tuple[str, int] | None = None
         self._step_count = 0
         self._last_committed = -1  # step id
+
+    def __contains__(self, request_id: object) -> bool:
+        """Whether a request of this id waits or runs."""
+        return request_id in self._sequences
 
     @property
     def has_unfinished(self) -> bool:
@@ -113,55 +134,14 @@ class Scheduler:
         return self._pool.num_free
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue a request whose sampling is resolved.
+        """Queue a request whose sampling is resolved. Errors: those of `Arrivals.accept`."""
+        self.queue(self._arrivals.accept(request, self._sequences, num_waiting=self.num_waiting))
 
-        Errors: ContextLengthError when the prompt leaves no room for output, InvalidRequestError
-        for an empty prompt, an id in use or a request that the whole pool could not hold,
-        OverloadedError when the queue is full.
-        """
-        limits = self.limits
-        max_tokens = request.sampling.max_tokens
-        assert max_tokens is not None, "sampling must be resolved before it gets here"
-        prompt_len = len(request.prompt_token_ids)
-        if request.request_id in self._sequences:
-            raise InvalidRequestError(
-                f"request id {request.request_id!r} is in use by an unfinished request; choose "
-                f"another",
-                param="request_id",
-                code="duplicate_request_id",
-            )
-        if prompt_len == 0:
-            raise InvalidRequestError(
-                "the prompt has 0 tokens; at least 1 is needed", param="prompt", code="empty_prompt"
-            )
-        if prompt_len >= limits.max_model_len:
-            raise ContextLengthError.of_prompt(
-                prompt_len, context_length=limits.max_model_len, param="prompt"
-            )
-        limit = min(prompt_len + max_tokens, limits.max_model_len)
-        self._check_pool(prompt_len, limit=limit)
-        if len(self._waiting) >= limits.max_queued_requests:
-            raise OverloadedError(
-                f"{len(self._waiting)} requests are waiting, {limits.max_queued_requests} are "
-                f"allowed; try again later",
-                code="queue_full",
-            )
-        # Fair queueing: a tenant's requests follow each other, and its first one stands beside the
-        # first of all others.
-        turn = max(self._turn, self._last_turns.get(request.tenant, 0)) + 1
-        self._last_turns[request.tenant] = turn
-        sequence = Sequence(
-            request,
-            arrival=self._arrival_count,
-            turn=turn,
-            limit=limit,
-            eos_token_ids=limits.eos_token_ids,
-            block_size=limits.block_size,
-        )
-        self._arrival_count += 1
+    def queue(self, sequence: Sequence) -> None:
+        """Queue what `Arrivals.accept` made of a request."""
         self._num_constrained += sequence.is_constrained
-        self._sequences[request.request_id] = sequence
-        insort(self._waiting, sequence, key=_by_order)
+        self._sequences[sequence.request_id] = sequence
+        insort(self._waiting, sequence, key=by_order)
 
     def sequences(self) -> list[Sequence]:
         """The requests that run or wait, with their state, to be looked at."""
@@ -184,12 +164,18 @@ class Scheduler:
         """The grammar rows of the latest plan whose sequences have not ended since."""
         latest = self._in_flight[-1]
         assert latest.step_id == plan.step_id
-        rows = [(row, latest.sequences[row]) for row in plan.grammar_rows]
-        return [
-            GrammarRow(row, sequence.request_id, sequence.num_total - 1 - sequence.prompt_len)
-            for row, sequence in rows
-            if not sequence.finished
-        ]
+        found = []
+        for row in plan.grammar_rows:
+            sequence, num_drafts = latest.sequences[row], plan.num_draft_tokens[row]
+            if not sequence.finished:
+                num_outputs = sequence.num_total - 1 - num_drafts - sequence.prompt_len
+                found.append(GrammarRow(row, sequence.request_id, num_outputs, num_drafts))
+        return found
+
+    def proposed(self, result: StepResult) -> dict[str, list[int]]:
+        """By request, what the oldest uncommitted plan has proposed for its grammar rows."""
+        sequences = self._in_flight[0].sequences
+        return {sequences[row].request_id: drafts for row, drafts in result.proposed.items()}
 
     def postpone(self, plan: StepPlan, rows: list[int]) -> None:
         """Take rows of the latest plan back: their sequences stay as they were before they were
@@ -218,10 +204,13 @@ class Scheduler:
             self._num_constrained -= 1
 
     def plan(self) -> StepPlan | None:
-        """The next step; None when nothing can run before the next commit or `add`."""
+        """The next step; None when nothing can run before the next commit or `add`, or in a
+        pipeline before the next turn.
+        """
+        self._turns.begin()
         builder = PlanBuilder(self.limits.max_num_batched_tokens)
         num_drafts = 0
-        if self.limits.num_draft_tokens and self._num_constrained < len(self._sequences):
+        if self.limits.num_draft_tokens:
             num_drafts = self._draft_length.choose(len(self._running))
         for sequence in self._plan_decodes(builder, min(num_drafts, self._num_proposed)):
             if not builder.budget:
@@ -234,7 +223,7 @@ class Scheduler:
                 break  # nobody overtakes the first
             builder.new_rows.append(new_row)
             sequence = self._waiting.pop(0)
-            self._turn = max(self._turn, sequence.turn)
+            self._arrivals.admitted(sequence)
             builder.add_chunk(sequence)
             self._look_ahead(sequence, builder)
         if not builder.sequences and not builder.chunks:
@@ -245,9 +234,44 @@ class Scheduler:
             num_proposed=num_drafts,
         )
         self._num_proposed = num_drafts
+        self._turns.planned(builder.sequences, plan.needs_sampling)
         self._in_flight.append(_UncommittedPlan(self._step_count, builder.sequences, set()))
         self._step_count += 1
         return plan
+
+    def plan_nothing(self) -> StepPlan:
+        """A step without rows, beside those of other data-parallel ranks."""
+        plan = PlanBuilder(0).finish(self._step_count, has_constrained=False, num_proposed=0)
+        self._in_flight.append(_UncommittedPlan(self._step_count, [], set()))
+        self._step_count += 1
+        return plan
+
+    def latest_sequences(self) -> list[Sequence]:
+        """Of the rows of the latest plan."""
+        return self._in_flight[-1].sequences
+
+    def cost_of(self, sequence: Sequence) -> int | None:
+        """What it costs to let a sequence run here that waits elsewhere, in tokens of prompts: of
+        those that run before its first token comes, and of what it would share its steps with.
+        None: it would wait here, too.
+        """
+        pool, block_size, waiting = self._pool, self.limits.block_size, self._waiting
+        attempt = (sequence.request_id, pool.gain_count)
+        if len(self._free_slots) <= len(waiting) or self._refused == attempt:
+            return None
+        backlog = sum(len(other.tokens) for other in waiting)
+        backlog += sum(other.num_total - other.num_computed - 1 for other in self._running)
+        if backlog >= self.limits.max_num_batched_tokens:
+            return None
+        shared, _, num_taken = self._blocks_for(sequence)
+        promised = sum(-(-len(other.tokens) // block_size) for other in waiting)
+        if num_taken + promised + bool(self._running or waiting) > pool.num_free:
+            self._refused = attempt
+            return None
+        own = len(sequence.tokens) - len(shared) * block_size
+        num_held = (pool.num_blocks - pool.num_free) * block_size
+        num_rows = len(self._running) + len(waiting)
+        return backlog + own + ROW_COST * num_rows + num_held // TOKENS_PER_COST
 
     def take_admitted(self) -> list[str]:
         """Ids of the requests that plans have let run for the first time since the last call."""
@@ -293,7 +317,7 @@ class Scheduler:
                 sequence.prompt_logprobs.extend(prompt_logprobs[row])
             if not sampled or row in postponed:
                 # a postponed row's last token will run again
-                sequence.num_committed += count - sampled
+                sequence.num_committed += count - num_drafts - sampled
                 if sequence.num_committed >= sequence.index_at:
                     self._index_blocks(sequence)
                 continue
@@ -303,14 +327,14 @@ class Scheduler:
             sequence.tokens.append(token_id)
             finish_reason: str | None = None
             if token_id in sequence.stop_ids or computed + 1 >= sequence.limit:
-                finish_reason = self._finish_reason(sequence)
+                finish_reason = sequence.finish_reason()
             if num_drafts:
                 for token_id in token_ids[first + 1 : end]:
                     if finish_reason is not None:
                         break  # what was accepted behind the end is dropped
                     tokens.append(token_id)
                     sequence.tokens.append(token_id)
-                    finish_reason = self._finish_reason(sequence)
+                    finish_reason = sequence.finish_reason()
                 computed += len(tokens) - 1
             num_generated += len(tokens)
             sequence.num_committed = computed
@@ -349,25 +373,6 @@ class Scheduler:
             if not sequence.finished
         ]
 
-    def _check_pool(self, prompt_len: int, *, limit: int) -> None:
-        """Refuse what the pool cannot hold even alone. The last token is never run, so it needs no
-        room.
-        """
-        limits = self.limits
-        needed = -(-(limit - 1) // limits.block_size)
-        if needed <= limits.num_blocks:
-            return
-        room = limits.num_blocks * limits.block_size + 1 - prompt_len
-        remedy = f"lower max_tokens to {room} or less" if room > 0 else "shorten the prompt"
-        raise InvalidRequestError(
-            f"the request may grow to {limit} tokens ({prompt_len} of them prompt) and need "
-            f"{needed} KV blocks of "
-            f"{limits.block_size} tokens; the pool has {limits.num_blocks}; {remedy}",
-            hint="or start the server with more --num-kv-blocks or --kv-cache-memory",
-            param="max_tokens" if room > 0 else "prompt",
-            code="kv_cache_exceeded",
-        )
-
     def _plan_decodes(self, builder: PlanBuilder, most_drafts: int) -> list[Sequence]:
         """One row for each running sequence with one token left to run, and up to `most_drafts`
         draft tokens; returns those with more left, in order.
@@ -377,10 +382,10 @@ class Scheduler:
         each running sequence.
         """
         prefills: list[Sequence] = []
-        num_postponed = 0
-        sequences, slots = builder.sequences, builder.slots
+        sequences, slots, num_postponed = builder.sequences, builder.slots, 0
         spare = builder.budget - len(self._running) if most_drafts else 0
-        looks_ahead = self.limits.num_draft_tokens > 1
+        looks_ahead, all_draft = self.limits.num_draft_tokens > 1, self.limits.constrained_drafts
+        most_rows = self._turns.most_rows(self._running, builder.budget)
         # _grow may take sequences off the end, never one already passed
         for sequence in self._running:
             if sequence.is_postponed:
@@ -393,12 +398,15 @@ class Scheduler:
                 continue
             if total >= sequence.limit:
                 continue  # its last token is on the way
+            if not self._turns.is_due(sequence) or len(slots) == most_rows:
+                continue
             if computed >= sequence.capacity:
                 if not self._grow(sequence):
                     continue
                 builder.append_block(sequence)
             # (nothing was proposed to follow a prompt that has not run)
-            if spare > 0 and not sequence.is_constrained and total > sequence.prompt_len:
+            may_draft = all_draft or not sequence.is_constrained
+            if spare > 0 and may_draft and total > sequence.prompt_len:
                 num_drafts = self._reserve_drafts(sequence, min(most_drafts, spare), builder)
                 builder.drafts[len(slots)] = num_drafts
                 spare -= num_drafts
@@ -410,6 +418,8 @@ class Scheduler:
             sequences.append(sequence)
             slots.append(sequence.slot)
         builder.budget -= len(slots) + sum(builder.drafts.values()) + num_postponed
+        if self.limits.num_stages > 1:  # rows whose turn is later keep no place
+            builder.budget = max(0, builder.budget)
         assert builder.budget >= 0
         return prefills
 
@@ -474,7 +484,7 @@ class Scheduler:
         self.preemption_count += 1
         self._leave(sequence)
         sequence.resume_after = self._step_count - 1
-        insort(self._waiting, sequence, key=_by_order)
+        insort(self._waiting, sequence, key=by_order)
 
     def _admit(self, sequence: Sequence) -> NewRow | None:
         """Let a waiting sequence run, with blocks for all its tokens; None: not now. The caller
@@ -490,14 +500,7 @@ class Scheduler:
         if self._running and pool.gain_count < sequence.retry_gain:
             return None
         block_size = self.limits.block_size
-        num_tokens = len(sequence.tokens)
-        shared: list[int] = []
-        if sequence.request.sampling.prompt_logprobs is None:
-            # at least one token must run, to be sampled from
-            max_blocks = (num_tokens - 1) // block_size
-            shared = match_prefix(pool, sequence.block_hashes, max_blocks=max_blocks)
-        num_new = -(-num_tokens // block_size) - len(shared)
-        num_taken = num_new + sum(pool.ref_count(block_id) == 0 for block_id in shared)
+        shared, num_new, num_taken = self._blocks_for(sequence)
         shortage = num_taken + (1 if self._running else 0) - pool.num_free
         if shortage > 0:
             sequence.retry_gain = pool.gain_count + shortage
@@ -519,7 +522,7 @@ class Scheduler:
             self.cached_prompt_tokens += sequence.num_computed
         sequence.is_postponed = False
         sequence.slot = self._free_slots.pop()
-        insort(self._running, sequence, key=_by_order)
+        insort(self._running, sequence, key=by_order)
         return NewRow(
             sequence.slot,
             sequence.tokens.copy(),
@@ -528,6 +531,19 @@ class Scheduler:
             sequence.block_ids.copy(),
             sequence.worker_sampling,
         )
+
+    def _blocks_for(self, sequence: Sequence) -> tuple[list[int], int, int]:
+        """For all tokens of a waiting sequence: blocks of the prefix cache, how many more it needs,
+        and how many of both together are free now.
+        """
+        pool, block_size, num_tokens = self._pool, self.limits.block_size, len(sequence.tokens)
+        shared: list[int] = []
+        if sequence.request.sampling.prompt_logprobs is None:
+            # at least one token must run, to be sampled from
+            max_blocks = (num_tokens - 1) // block_size
+            shared = match_prefix(pool, sequence.block_hashes, max_blocks=max_blocks)
+        num_new = -(-num_tokens // block_size) - len(shared)
+        return shared, num_new, num_new + sum(pool.ref_count(block) == 0 for block in shared)
 
     def _index_blocks(self, sequence: Sequence) -> None:
         """Make the blocks filled by committed steps findable; earlier, a lost step would leave
@@ -539,13 +555,6 @@ class Scheduler:
             self._pool.index(sequence.block_ids[index], sequence.block_hashes[index])
         sequence.num_indexed = num_full
         sequence.index_at = (num_full + 1) * block_size
-
-    def _finish_reason(self, sequence: Sequence) -> str | None:
-        """Whether the sequence's latest token is its last, and why."""
-        tokens = sequence.tokens
-        if len(tokens) > sequence.stop_from and tokens[-1] in sequence.stop_ids:
-            return "stop"
-        return "length" if len(tokens) >= sequence.limit else None
 
     def _stop_reason(self, sequence: Sequence, token_id: int) -> int | None:
         """The stop token to report: none when the end-of-sequence token did it."""

@@ -30,6 +30,7 @@ class Sequence:
         "index_at",
         "is_constrained",
         "is_postponed",
+        "known_at",
         "limit",
         "num_cached_tokens",
         "num_committed",
@@ -88,6 +89,7 @@ class Sequence:
         self.num_indexed = 0  # leading blocks whose hash has been offered to the pool's index
         self.index_at = NEVER  # computed tokens at which the next block is full
 
+        self.known_at = 0  # the turn from which on a plan may need the token sampled last
         self.drafts = (0, 0, 0)  # rows with drafts, their draft tokens, right ones
         self.was_admitted = False
         self.num_cached_tokens = 0  # at the first admission
@@ -103,3 +105,9 @@ class Sequence:
         if sampling.grammar is not None or sampling.reasoning is not None:
             self.worker_sampling = msgspec.structs.replace(sampling, grammar=None, reasoning=None)
         self.finished = False
+
+    def finish_reason(self) -> str | None:
+        """Whether the latest token is the last, and why."""
+        if len(self.tokens) > self.stop_from and self.tokens[-1] in self.stop_ids:
+            return "stop"
+        return "length" if len(self.tokens) >= self.limit else None

@@ -30,6 +30,16 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     sampling: SamplingParams
 
 
+class StepSize(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What data-parallel ranks know of the step that they run together: the most of any of them."""
+
+    num_tokens: int
+    num_rows: int
+    num_drafts: int  # draft tokens that a row verifies, or gets
+    longest_decode: int  # tokens of a sequence that runs a generated one
+    is_decode: bool  # every row of every rank runs one generated token, and its drafts, and samples
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One step: apply `new_rows` and `appended_*`, then run the next num_scheduled[i] tokens of
     slots[i]. Rows that generate come first, longer chunks of prompts last.
@@ -48,6 +58,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     # rows whose sampling waits for the `GrammarBitmask` of this step; empty: it brings none
     grammar_rows: list[int] = []
     num_proposed: int = 0  # draft tokens to guess behind the step for each row that it samples
+    # with several data-parallel ranks, each of which has a plan of this step, perhaps an empty one
+    of_all: StepSize | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -60,17 +72,21 @@ class GrammarRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     row: int  # of the plan
     request_id: str
-    num_outputs: int  # output tokens before the one that is sampled
+    num_outputs: int  # output tokens before the first one that is sampled
+    num_drafts: int = 0  # draft tokens that the row verifies
 
 
 class GrammarBitmask(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Which tokens the grammar rows of step `step_id` may sample; follows the plan. Rows that are
     not named may sample any.
+
+    A row is named once for each of its samples that has a mask, in order: the first, then those
+    behind its draft tokens. Where there are fewer, the draft tokens behind them count as wrong.
     """
 
     step_id: int
     rows: list[int]  # of the plan
-    places: list[int]  # for each of them, its mask in `masks`
+    places: list[int]  # for each of them, its mask in `masks`; -1: any token
     masks: list[bytes]  # ceil(vocabulary / 8) bytes each: bit i of byte j allows token 8 j + i
     # rows of the plan whose mask is late: what they sample means nothing, and their last token runs
     # again in a later step
@@ -108,6 +124,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prompt_logprobs: dict[int, list[TokenLogprobs]]
     errors: dict[int, str]  # by row index of the plan: this row failed, the others are good
     num_accepted: dict[int, int] = {}  # by row index of the plan: draft tokens that were right
+    # by row index of the plan, of grammar rows: draft tokens that may follow, -1: none
+    proposed: dict[int, list[int]] = {}
     device_seconds: float = 0.0  # that the step took on a GPU
     idle_seconds: float = 0.0  # that the GPU had nothing to do before it
 

@@ -6,7 +6,7 @@ are the device alone may know.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -206,9 +206,11 @@ def metadata_of(
     )
 
 
-def build(layout: BatchLayout, requests: RequestState) -> tuple[Tensor, AttentionMetadata]:
+def build(
+    layout: BatchLayout, requests: RequestState, *, most_tokens: int | None = None
+) -> tuple[Tensor, AttentionMetadata]:
     """The tokens, positions and cache slots of `layout`, gathered from `requests` (already holding
-    the plan's changes).
+    the plan's changes). `most_tokens` as in `AttentionMetadata`.
     """
     columns = layout.columns
     (packed,) = upload([np.concatenate(columns)], requests.tokens.device)
@@ -221,8 +223,18 @@ def build(layout: BatchLayout, requests: RequestState) -> tuple[Tensor, Attentio
         host_seq_lens=tuple(layout.seq_len_bounds.tolist()),
         host_query_lens=tuple(np.diff(columns.query_starts).tolist()),
         is_exact=requests.are_bounds_exact(columns.slots),
+        most_tokens=most_tokens,
     )
     return requests.tokens[inputs.token_slots, inputs.positions].long(), metadata
+
+
+def build_padding(requests: RequestState, *, most_tokens: int) -> tuple[Tensor, AttentionMetadata]:
+    """One token that stands for nobody: the inputs of a data-parallel rank without rows."""
+    columns = StepColumns.of_decodes([requests.padding_slot], [1])
+    layout = BatchLayout(1, columns, columns.end_offsets, [], [], [], [], [])
+    token_ids, metadata = build(layout, requests, most_tokens=most_tokens)
+    none = torch.zeros(1, dtype=torch.int32, device=token_ids.device)
+    return token_ids, replace(metadata, num_actual_tokens=none)
 
 
 def sample_inputs(slots: list[int], offsets: list[int], requests: RequestState) -> SampleInputs:

@@ -24,7 +24,7 @@ from negamax.checkpoint.synthetic import fill_synthetic
 from negamax.config.eagle3 import DraftModel, Eagle3Spec, of_draft
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.registry import KernelTable
-from negamax.kernels.signatures import DRAW_LEADING, PICK
+from negamax.kernels.signatures import DRAW_LEADING, PICK, RECORD_GUESS
 from negamax.layers.attention import KvCaches
 from negamax.layers.partial import Partial
 from negamax.layers.weights import WeightSlot
@@ -54,6 +54,7 @@ class Eagle3Proposer(Proposer):
         self._draws = config.speculation.draft_sample_method == "probabilistic"
         self._config, self._draft, self._kernels = config, draft, kernels
         self._pick, self._draw_leading = kernels[PICK].run, kernels[DRAW_LEADING].run
+        self._record = kernels[RECORD_GUESS].run
         self._plan = None
         if draft.folder is not None:
             slots = empty_slots(draft.spec, config.layout, kernels=kernels)
@@ -76,6 +77,14 @@ class Eagle3Proposer(Proposer):
             fill_synthetic(drawn, spec, self._config.seed, device=device)
             summary = "synthetic weights"
             self._model.finish_loading(target)
+        self._target_ids = self._model.target_ids
+        if self._draws:  # by the target's ids
+            size = spec.vocab_size
+            self._target_ids = torch.arange(size + 1, device=device)
+            self._target_ids[size] = -1
+        rows = max(self._config.max_num_seqs, self._config.cudagraph_size) + 1
+        self._starts = torch.arange(rows, dtype=torch.int32, device=device)
+        self._zeros = torch.zeros(rows, dtype=torch.int64, device=device)
         return f"; draft of {self.num_draft_tokens} tokens: {summary}"
 
     def use_caches(self, caches: Sequence[KvCaches]) -> None:
@@ -93,47 +102,71 @@ class Eagle3Proposer(Proposer):
     ) -> Tensor:
         """See `Proposer`."""
         model, kv = self._model, self._kv
-        following = requests.tokens[states.slots, states.positions + 1].long()
+        following = requests.tokens[states.slots, states.positions + 1]
         hidden, recurrent = model.forward(
             model.combine(states.residuals), following, states.metadata, kv
         )
+        drafts = slots.new_empty(len(slots), num_tokens)
         if not num_tokens or not len(slots):
-            return slots.new_empty(len(slots), num_tokens)
+            return drafts
         hidden, recurrent = hidden[ends], recurrent[ends]
-        drafts = [self._guess(hidden, slots, lengths, requests)]
         # behind the window nothing is asked for: what is written of it stays within
         last = requests.tokens.shape[1] - 2
-        for place in range(1, num_tokens):
-            positions = (lengths - 2 + place).clamp(0, last)
-            metadata = _single_tokens(slots, positions, requests)
-            recurrent = Partial(recurrent, _ALONE)
-            hidden, recurrent = model.forward(recurrent, drafts[-1].clamp_min(0), metadata, kv)
-            drafts.append(self._guess(hidden, slots, lengths + place, requests))
-        return torch.stack(drafts, dim=1)
+        for place in range(num_tokens):
+            picked = self._guess(hidden, slots, lengths, requests, place=place)
+            token_ids, positions, seq_lens = self._record(
+                picked, self._target_ids, slots, lengths, place=place,
+                padding_slot=requests.padding_slot, last=last, drafts=drafts,
+            )  # fmt: skip
+            if place + 1 < num_tokens:
+                metadata = self._single_tokens(slots, positions, seq_lens, requests)
+                recurrent = Partial(recurrent, _ALONE)
+                hidden, recurrent = model.forward(recurrent, token_ids, metadata, kv)
+        return drafts
 
     def _guess(
-        self, hidden: Tensor, slots: Tensor, positions: Tensor, requests: RequestState
+        self, hidden: Tensor, slots: Tensor, lengths: Tensor, requests: RequestState, *, place: int
     ) -> Tensor:
-        """The token at `positions` [R] int64, from hidden [R, hidden] -> [R] int64, ids of the
-        target; -1 where there is no finite logit. Ranks exchange two values of each row, and of
-        rows with a small top_k that draw their leading ones.
+        """The token at lengths + place [R] int64, from hidden [R, hidden] -> [R] int64, an id of
+        `_target_ids`; -1 where there is no finite logit. Ranks exchange two values of each row, and
+        of rows with a small top_k that draw their leading ones.
         """
         model, logits = self._model, self._model.local_logits(hidden)
         if not self._draws:
-            zeros = torch.zeros_like(slots)
-            picked = self._pick(
-                logits, first_id=model.vocab_range.start, temperature=zeros.float(), seeds=zeros,
+            zeros = self._zeros[: len(slots)]
+            temperature = zeros.view(torch.float32)[: len(slots)]
+            return self._pick(
+                logits, first_id=model.vocab_range.start, temperature=temperature, seeds=zeros,
                 positions=zeros, group=self._group,
             )  # fmt: skip
-            return model.token_ids(picked)
         # noise belongs to the target's ids
         logits, filters = model.of_all_tokens(logits), requests.sampling[slots]
-        shared = {"seeds": requests.seeds[slots], "positions": positions, "group": self._group}
+        shared = {
+            "seeds": requests.seeds[slots], "positions": lengths + place, "group": self._group,
+        }  # fmt: skip
         picked = self._pick(logits, first_id=0, temperature=filters[:, 0], **shared)
         drawn: Tensor = self._draw_leading(
             logits, first_id=0, filters=filters, otherwise=picked, **shared
         )
         return drawn
+
+    def _single_tokens(
+        self, slots: Tensor, positions: Tensor, seq_lens: Tensor, requests: RequestState
+    ) -> AttentionMetadata:
+        """One token of each of `slots`, at `positions`, [R] int64 both; seq_lens [R] int32."""
+        # a GPU alone knows them
+        host = tuple(seq_lens.tolist()) if slots.device.type == "cpu" else ()
+        return AttentionMetadata(
+            positions=positions,
+            token_slots=slots,
+            block_tables=requests.block_tables,
+            block_table_indices=slots,
+            seq_lens=seq_lens,
+            query_starts=self._starts[: len(slots) + 1],
+            num_decodes=len(slots),
+            host_seq_lens=host,
+            host_query_lens=(1,) * len(host),
+        )
 
 
 _ALONE = SingleRank()
@@ -158,21 +191,3 @@ def _spread(spec: Eagle3Spec) -> Tensor:
     """d2t of a draft without a checkpoint: its tokens evenly among the target's. [draft vocab]"""
     ids = torch.arange(spec.draft_vocab_size)
     return ids * spec.vocab_size // spec.draft_vocab_size - ids
-
-
-def _single_tokens(slots: Tensor, positions: Tensor, requests: RequestState) -> AttentionMetadata:
-    """One token of each of `slots`, at `positions`. [R] int64 both."""
-    seq_lens = (positions + 1).masked_fill(slots == requests.padding_slot, 0)
-    # a GPU alone knows them
-    host = tuple(seq_lens.tolist()) if slots.device.type == "cpu" else ()
-    return AttentionMetadata(
-        positions=positions,
-        token_slots=slots,
-        block_tables=requests.block_tables,
-        block_table_indices=slots,
-        seq_lens=seq_lens.int(),
-        query_starts=torch.arange(len(slots) + 1, dtype=torch.int32, device=slots.device),
-        num_decodes=len(slots),
-        host_seq_lens=host,
-        host_query_lens=(1,) * len(host),
-    )

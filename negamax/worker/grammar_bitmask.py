@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from negamax.scheduler.step import GrammarBitmask, StepPlan
-from negamax.worker.device import indices
+from negamax.worker.device import indices, upload
 from negamax.worker.request_state import RequestState
 
 WaitForBitmask = Callable[[], GrammarBitmask]
@@ -64,10 +64,10 @@ class PendingBitmask:
 
     def __init__(
         self,
-        by_row: Callable[[], Mapping[int, bytes]],
+        by_row: Callable[[], Mapping[int, Sequence[bytes | None]]],
         postponed: Callable[[], Sequence[int]] = list,
     ) -> None:
-        """`by_row` gives the masks by row of the plan."""
+        """`by_row` gives the masks by row of the plan, one for each sample that may count."""
         self._by_row, self._postponed = by_row, postponed
 
     @property
@@ -83,19 +83,18 @@ class PendingBitmask:
         is not one of this vocabulary fails."""
         bitmask = cache(wait)
 
-        def by_row() -> dict[int, bytes]:
+        def by_row() -> dict[int, list[bytes | None]]:
             masks = bitmask()
-            found = {
-                row: masks.masks[place] for row, place in zip(masks.rows, masks.places, strict=True)
-            }
-            for row in [
-                row for row, mask in found.items() if 8 * len(mask) - vocab_size not in range(8)
-            ]:
-                num_bytes = len(found.pop(row))
-                rows.fail(
-                    plan.slots[row],
-                    ValueError(f"a mask of {num_bytes} bytes for {vocab_size} tokens"),
-                )
+            found: dict[int, list[bytes | None]] = {}
+            for row, place in zip(masks.rows, masks.places, strict=True):
+                mask = masks.masks[place] if place >= 0 else None
+                if mask is not None and 8 * len(mask) - vocab_size not in range(8):
+                    rows.fail(
+                        plan.slots[row],
+                        ValueError(f"a mask of {len(mask)} bytes for {vocab_size} tokens"),
+                    )
+                    mask = None
+                found.setdefault(row, []).append(mask)
             return found
 
         if not plan.grammar_rows:
@@ -103,26 +102,42 @@ class PendingBitmask:
         return cls(cache(by_row), lambda: bitmask().postponed)
 
     def of(self, sampled_rows: Sequence[int], *, device: torch.device) -> RowBitmasks | None:
-        """The masks of the plan's rows `sampled_rows`, on their way to the device; None: none of
-        them has one.
+        """The masks of samples of the plan's rows `sampled_rows`, several of one row in their
+        order, on their way to the device; None: none of them has one.
         """
-        mask_of = self._by_row()
-        members = [i for i, row in enumerate(sampled_rows) if row in mask_of]
+        left = {row: iter(masks) for row, masks in self._by_row().items()}
+        of_samples = [next(left[row], None) if row in left else None for row in sampled_rows]
+        members = [i for i, mask in enumerate(of_samples) if mask is not None]
         if not members:
             return None
         packed = torch.from_numpy(
-            np.stack([np.frombuffer(mask_of[sampled_rows[i]], dtype=np.uint8) for i in members])
+            np.stack([np.frombuffer(mask, dtype=np.uint8) for mask in of_samples if mask])
         )
         return RowBitmasks(
             members,
             packed if device.type == "cpu" else packed.pin_memory().to(device, non_blocking=True),
         )
 
+    def drop_drafts(self, drafts: Tensor, plan: StepPlan) -> bool:
+        """Take those that no mask belongs to out of the draft tokens of the rows that `plan`
+        samples, [rows, K] int64, in place; whether there are any.
+        """
+        limits = {row: len(masks) - 1 for row, masks in self._by_row().items()}
+        limits |= dict.fromkeys(self.postponed, 0)
+        if all(plan.num_draft_tokens[row] <= limit for row, limit in limits.items()):
+            return False
+        rows = np.flatnonzero(plan.needs_sampling).tolist()
+        kept = np.array([limits.get(row, drafts.shape[1]) for row in rows], dtype=np.int64)
+        (most,) = upload((kept,), drafts.device)
+        places = torch.arange(drafts.shape[1], device=drafts.device)
+        drafts.masked_fill_(places >= most.unsqueeze(1), -1)
+        return True
+
     def single(self, row: int) -> PendingBitmask:
         """Those of a plan of this row alone."""
 
-        def by_row() -> dict[int, bytes]:
-            mask = self._by_row().get(row)
-            return {} if mask is None else {0: mask}
+        def by_row() -> dict[int, Sequence[bytes | None]]:
+            masks = self._by_row().get(row)
+            return {} if masks is None else {0: masks}
 
         return PendingBitmask(by_row, lambda: [0] if row in self.postponed else [])

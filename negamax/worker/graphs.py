@@ -32,10 +32,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.kernels.attention.metadata import AttentionMetadata, DecodeRuns
 from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
-from negamax.kernels.signatures import ASSEMBLE_DRAFTS, COUNT_ACCEPTED, DRAW_LEADING, PICK
+from negamax.kernels.signatures import (
+    ADVANCE_ROWS,
+    ASSEMBLE_DRAFTS,
+    COUNT_ACCEPTED,
+    DRAW_LEADING,
+    PICK,
+)
 from negamax.layers.attention import KvCaches
 from negamax.models.decoder import Decoder
 from negamax.worker.batch import (
@@ -130,7 +136,9 @@ class StepBuffers:
     """What every replay fills from the front. N is the largest number of tokens, R of sampled
     ones."""
 
-    hidden: Tensor  # [N, hidden], of steps that are not sampled
+    # [N, hidden], of steps that are not sampled, and of stages but the last
+    hidden: Tensor
+    entering: Tensor | None  # [N, hidden], see `Decoder.forward`; None: this is the first stage
     residuals: list[Tensor]  # of each captured layer [N, hidden]
     logits: Tensor  # [R, V of this rank] fp32
     token_ids: Tensor  # [R] int64
@@ -157,6 +165,7 @@ class StepGraphs:
         self._pick, self._draw_leading = kernels[PICK].run, kernels[DRAW_LEADING].run
         self._assemble = kernels[ASSEMBLE_DRAFTS].run
         self._count_accepted = kernels[COUNT_ACCEPTED].run
+        self._advance_rows = kernels[ADVANCE_ROWS].run
         self._group, self._runtime, self._proposer = group, runtime, proposer
         self._layers = proposer.capture if proposer else ()
         # the decodes that are captured, by their draft tokens
@@ -181,11 +190,17 @@ class StepGraphs:
         states = (num_tokens, model.spec.hidden_size)
         self.buffers = StepBuffers(
             hidden=torch.zeros(states, dtype=kernels.dtype, device=device),
+            entering=None
+            if model.is_first_stage
+            else torch.zeros(states, dtype=kernels.dtype, device=device),
             residuals=[
                 torch.zeros(states, dtype=kernels.dtype, device=device) for _ in self._layers
             ],
             logits=torch.zeros(
-                num_sampled, len(model.vocab_range), dtype=torch.float32, device=device
+                num_sampled if model.is_last_stage else 0,
+                len(model.vocab_range),
+                dtype=torch.float32,
+                device=device,
             ),
             token_ids=torch.zeros(num_sampled, dtype=torch.int64, device=device),
             num_accepted=torch.zeros(num_sampled, dtype=torch.int64, device=device),
@@ -193,6 +208,10 @@ class StepGraphs:
         # of a step with drafts: its tokens, where its samples land (0: padding), its rows' drafts
         self._token_ids = torch.zeros(num_sampled, dtype=torch.int64, device=device)
         self._ends = torch.zeros(num_sampled, dtype=torch.int64, device=device)
+        # of its rows: tokens that are known behind it, and the last of its tokens that is right
+        self._lengths, self._last_tokens = torch.zeros(
+            2, num_sampled, dtype=torch.int64, device=device
+        )
         self._drafts = torch.zeros(
             num_sampled, requests.drafts.shape[1], dtype=torch.int64, device=device
         )
@@ -243,6 +262,13 @@ class StepGraphs:
         found = bisect_left(shapes, num_rows, key=lambda shape: shape.num_seqs)
         return shapes[found] if found < len(shapes) else None
 
+    def entering(self, shape: StepShape) -> Tensor | None:
+        """Where a step that is replayed as `shape` finds what the stage before it has sent, in
+        front of padding; None on the first stage.
+        """
+        entering = self.buffers.entering
+        return None if entering is None else entering[: shape.num_tokens]
+
     def prepare(self, shape: StepShape, columns: StepColumns) -> None:
         """Send the inputs of a step, to be replayed as `shape`."""
         starts = self._requests.num_computed_bound[columns.slots]
@@ -285,6 +311,12 @@ class StepGraphs:
         """
         if self._proposer is None:
             self._graphs[shape][1].replay()
+
+    def drafts(self, shape: StepShape, num_rows: int) -> Tensor:
+        """[rows, drafts] int64, what the step that was replayed has verified; `finish` reads it
+        again.
+        """
+        return self._drafts_of(shape)[:num_rows]
 
     def finish(self, shape: StepShape, token_ids: Tensor) -> None:
         """What follows sampling in the step, which was replayed: again, with other tokens."""
@@ -332,6 +364,8 @@ class StepGraphs:
         """What is captured for `shape`, each as a graph of its own."""
         if not shape.is_sampled:
             return [partial(self._run_layers, shape, kv)]
+        if not self._model.is_last_stage:
+            return [partial(self._run_decodes, shape, kv)]
         again = self._draw if self._proposer is None else self._finish
         return [partial(self._run_decodes, shape, kv), partial(again, shape)]
 
@@ -371,6 +405,10 @@ class StepGraphs:
             token_ids = requests.tokens[slots, positions].long()
         metadata = self._decode_metadata(shape)
         hidden = self._forward(token_ids, metadata, kv)
+        if not self._model.is_last_stage:
+            self.buffers.hidden[: shape.num_tokens].copy_(hidden)
+            requests.num_computed[inputs.slots] = inputs.seq_lens
+            return
         picked = self._pick(
             self._model.local_logits(hidden, out=self.buffers.logits[: shape.num_tokens]),
             first_id=self._model.vocab_range.start,
@@ -385,9 +423,12 @@ class StepGraphs:
     def _forward(
         self, token_ids: Tensor, metadata: AttentionMetadata, kv: Sequence[KvCaches]
     ) -> Tensor:
-        hidden, residuals = self._model.forward(token_ids, metadata, kv, capture=self._layers)
-        for buffer, residual in zip(self.buffers.residuals, residuals, strict=False):
-            buffer[: len(residual)].copy_(residual)
+        entering = self.buffers.entering
+        streams = [buffer[: len(token_ids)] for buffer in self.buffers.residuals]
+        hidden, _ = self._model.forward(
+            token_ids, metadata, kv, capture=self._layers, out=streams,
+            entering=None if entering is None else entering[: len(token_ids)],
+        )  # fmt: skip
         return hidden
 
     def _draw(self, shape: StepShape) -> None:
@@ -414,26 +455,30 @@ class StepGraphs:
         """
         requests, (num_tokens, num_seqs) = self._requests, shape[:2]
         inputs, num_drafts = self._inputs(shape), shape.num_drafts
-        lengths, ends = inputs.seq_lens, inputs.query_starts[:-1]
         if num_drafts:
             assert self._proposer is not None
-            counts = (self._counts(shape) - 1).clamp_min(0)
-            sampled, drafts = self.buffers.token_ids[:num_tokens], self._drafts_of(shape)
-            lengths = lengths - counts
+            firsts, counts = inputs.query_starts[:-1], self._counts(shape)
+            verified = self.buffers.token_ids[:num_tokens], self._drafts_of(shape), firsts
+            accepted = self.buffers.num_accepted[:num_seqs]
             if type(self._proposer).accept is Proposer.accept:
-                accepted = self._count_accepted(sampled, drafts, ends, counts)
+                self._count_accepted(*verified, counts - 1, out=accepted)
             else:
-                seeds = requests.seeds[inputs.slots]
-                accepted = self._proposer.accept(sampled, drafts, ends, counts, seeds, lengths)
-            self.buffers.num_accepted[:num_seqs].copy_(accepted)
-            lengths = lengths + accepted
-            ends = ends + accepted
-        requests.num_computed[inputs.slots] = lengths
+                drafts = (counts - 1).clamp_min(0)
+                own = requests.seeds[inputs.slots], inputs.seq_lens - drafts
+                accepted.copy_(self._proposer.accept(*verified, drafts, *own))
+            lengths, ends = self._lengths[:num_seqs], self._last_tokens[:num_seqs]
+            self._advance_rows(
+                accepted, counts, inputs.seq_lens, firsts, inputs.slots,
+                num_computed=requests.num_computed, lengths=lengths, ends=ends,
+            )  # fmt: skip
+        else:
+            lengths, ends = inputs.seq_lens + 1, inputs.query_starts[:-1]
+            requests.num_computed[inputs.slots] = inputs.seq_lens
         if self._proposer is not None:
             residuals = [residual[:num_tokens] for residual in self.buffers.residuals]
             states = TokenStates(metadata or self._decode_metadata(shape), residuals)
             requests.drafts[inputs.slots, :num_drafts] = self._proposer.propose(
-                states, inputs.slots, lengths + 1, ends, requests, num_drafts
+                states, inputs.slots, lengths, ends, requests, num_drafts
             )
 
     def _place(self, shape: StepShape) -> StepInputs:
@@ -471,7 +516,9 @@ class StepGraphs:
         return self._drafts[: shape.num_seqs, : shape.num_drafts]
 
     def _decode_metadata(self, shape: StepShape) -> AttentionMetadata:
-        """Each token is a sequence of its own, which ends with it."""
+        """Each token is a sequence of its own, which ends with it; those of a row with drafts are a
+        run.
+        """
         inputs, num_tokens = self._inputs(shape), shape.num_tokens
         alone = StepInputs(
             inputs.token_slots,
@@ -480,12 +527,16 @@ class StepGraphs:
             self._ends_of(shape),
             self._query_starts[: num_tokens + 1],
         )
+        runs = None
+        if shape.num_drafts:
+            runs = DecodeRuns(inputs.slots, inputs.seq_lens.int(), inputs.query_starts)
         return metadata_of(
             alone,
             self._requests,
             active=self._active(shape),
             num_decodes=num_tokens,
             max_decode_run=shape.max_query_len,
+            decode_runs=runs,
             host_seq_lens=(),
             host_query_lens=(),
         )

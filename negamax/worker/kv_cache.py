@@ -121,6 +121,7 @@ def choose_blocks(
             - 2 * workspace
             - GRAPH_RESERVE
             - draft_buffers(config)
+            - stage_buffers(config)
         )
     else:
         budget = int(env.available_memory() * CPU_CACHE_SHARE) // config.layout.world_size
@@ -144,6 +145,13 @@ def draft_buffers(config: WorkerConfig) -> int:
     logits = rows * -(-spec.vocab_size // config.layout.attention.size) * 4
     streams = len(config.draft.spec.aux_layers) if config.draft else 0
     return logits + streams * config.max_num_batched_tokens * spec.hidden_size * 2
+
+
+def stage_buffers(config: WorkerConfig) -> int:
+    """Bytes of residual streams that wait to be sent to the next pipeline stage, or to be run."""
+    if config.layout.pp == 1:
+        return 0
+    return 4 * config.max_num_batched_tokens * config.spec.hidden_size * 2
 
 
 def choose_num_blocks(
@@ -223,24 +231,24 @@ def check_weights_fit(
     """Refuse a model whose weights, with those of its draft, exceed the free memory: of each rank's
     GPU, or of this machine for all CPU ranks. Rank 0 says what padding costs.
     """
-    on_gpu, num_ranks = device.type == "cuda", layout.world_size
-    kept, ep = kernels.reads_stored, layout.ep
-    padding = expert_padding(spec, kept=kept, ranks=num_ranks, ep=ep)
+    on_gpu, num_ranks, kept = device.type == "cuda", layout.world_size, kernels.reads_stored
+    padding = expert_padding(spec, kept=kept, layout=layout)
     if padding and layout.rank == 0:
         logger.info("each rank holds %s", padding)
-    needed = weight_bytes(
-        spec, dtype=_name(kernels.dtype), kept=kept, ranks=num_ranks, ep=ep
-    )  # of a rank
-    of_draft = 0
+    dtype, of_draft = _name(kernels.dtype), 0
     if draft is not None:
-        of_draft = draft_bytes(draft, dtype=_name(kernels.dtype), kept=kept, ranks=num_ranks)
-        needed += of_draft
+        of_draft = draft_bytes(draft, dtype=dtype, kept=kept, ranks=layout.tp)
+    counted = [layout] if on_gpu else [layout.of_rank(rank) for rank in range(num_ranks)]
+    of_draft *= len(counted)
+    needed = of_draft + sum(
+        weight_bytes(spec, dtype=dtype, kept=kept, layout=each) for each in counted
+    )
     if on_gpu:
         free = torch.cuda.mem_get_info(device)[0]
-        where, remedy = f"on {device}", "use more GPUs (--tensor-parallel-size) or a smaller model"
+        more = "--tensor-parallel-size, --pipeline-parallel-size"
+        where, remedy = f"on {device}", f"use more GPUs ({more}) or a smaller model"
     else:
-        needed, free = needed * num_ranks, env.available_memory()
-        of_draft *= num_ranks
+        free = env.available_memory()
         where, remedy = "in main memory", "use a smaller model or a machine with more memory"
     if needed > free:
         raise ResourceError(

@@ -60,12 +60,18 @@ def peak_bytes(
     )
     metadata = attention_metadata(tables, counts, counts)
     token_ids = torch.randint(0, config.spec.vocab_size, (num_tokens,), device=device)
-    most = config.max_num_seqs
+    most, entering = config.max_num_seqs, None
+    if not model.is_first_stage:
+        shape = num_tokens, config.spec.hidden_size
+        entering = torch.zeros(shape, dtype=model.dtype, device=device)
 
     def step(caches: Sequence[KvCaches]) -> None:
         capture = proposer.capture if proposer else ()
-        hidden, residuals = model.forward(token_ids, metadata, caches, capture=capture)
-        model.local_logits(hidden[:most])
+        hidden, residuals = model.forward(
+            token_ids, metadata, caches, capture=capture, entering=entering
+        )
+        if model.is_last_stage:
+            model.local_logits(hidden[:most])
         if proposer is not None and capture:
             # (the first layers alone leave fewer streams)
             residuals += [hidden] * (len(capture) - len(residuals))

@@ -42,6 +42,7 @@ logger = get_logger(__name__)
 
 RESULT, ROW_FAILURES = b"r", b"f"  # first byte of a frame of the results
 PLAN, BITMASK, DEBUG_COMMAND = b"s", b"m", b"p"  # first byte of a frame
+IDLE_MILLISECONDS = 100  # without a plan
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 # Ranks exchange through plain peer memory; NVLink multicast, which the libraries would set up by
 # themselves, is not used. The executor watches the ranks, so PyTorch's own watch of them, which
@@ -126,7 +127,12 @@ def main(endpoint: str, rank: int) -> int:
 
         plan: StepPlan | None = None
         try:
-            while frame := socket.recv():
+            while True:
+                if not socket.poll(IDLE_MILLISECONDS):
+                    worker.idle()
+                frame = socket.recv()
+                if not frame:
+                    break
                 if frame[:1] == PLAN:
                     plan = plans.decode(frame[1:])
                     outcome = worker.launch(plan, next_bitmask)
@@ -154,8 +160,9 @@ def main(endpoint: str, rank: int) -> int:
             raise
         finally:  # a rank that fails must end, and not wait for its own thread
             outcomes.put(None)
-            if reports_results:
-                sender.join()
+            # (what another rank was to send may never come)
+            while reports_results and sender.is_alive() and not heartbeat.is_aborted:
+                sender.join(0.1)
         if heartbeat.is_aborted:
             exit_now(1)  # the groups are not left in order: a rank is missing
         worker.close()

@@ -47,6 +47,8 @@ class StepOutput:
     # by row of the plan: what failed before the model ran, or after
     failures: dict[int, str] = field(default_factory=dict)
     verification: Verification | None = None  # None: the plan has no draft tokens
+    grammar_rows: list[int] = field(default_factory=list)  # of the plan, if it proposes any tokens
+    proposed: HostTensor | None = None  # [grammar rows, tokens] int64, behind each of them
 
     def accepted(self) -> dict[int, int]:
         """By row of the plan, how many of its draft tokens were right."""
@@ -76,6 +78,7 @@ class StepOutput:
             for row, tiles in self.prompt_logprobs.items()
             if row not in errors
         }
+        proposed = [] if self.proposed is None else self.proposed.read().tolist()
         device_seconds, idle_seconds = (0.0, 0.0) if self.times is None else self.times.seconds()
         return StepResult(
             self.step_id,
@@ -84,6 +87,7 @@ class StepOutput:
             prompt,
             errors,
             num_accepted,
+            dict(zip(self.grammar_rows, proposed, strict=True)),
             device_seconds,
             idle_seconds,
         )

@@ -15,6 +15,7 @@ from negamax.parallel.context import ParallelContext
 from negamax.worker.request_state import RequestState
 from negamax.worker.speculation import Proposer, TokenStates
 
+_DRAWS = 2**16
 # of SplitMix64 (Steele, Lea, Flood 2014), as signed numbers
 _STEP, _MIX = -0x61C8864680B583EB, (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 
@@ -30,7 +31,9 @@ class SyntheticAcceptance(Proposer):
 
     def load(self, target: Decoder, context: ParallelContext, device: torch.device) -> str:
         """See `Proposer`."""
-        self._rates = self._rates.to(device)
+        numbers = torch.arange(_DRAWS)
+        counts = (uniform(numbers, numbers).unsqueeze(1) < self._rates).sum(dim=1)
+        self._counts = counts.to(device)
         length = 1.0 + float(self._rates.sum())
         return (
             f"{self._proposer.load(target, context, device)}; SYNTHETIC ACCEPTANCE of {length:.2f} "
@@ -62,11 +65,10 @@ class SyntheticAcceptance(Proposer):
         seeds: Tensor,
         lengths: Tensor,
     ) -> Tensor:
-        """As many as a number from 0 to 1 is below rates, which all ranks draw alike: from the seed
-        of a request and where it stands.
+        """As many as a number from 0 to 1 is below rates, which all ranks draw alike: of a table,
+        from the seed of a request and where it stands.
         """
-        accepted = (uniform(seeds, lengths).unsqueeze(1) < self._rates).sum(dim=1)
-        return torch.minimum(accepted, num_drafts.clamp_min(0))
+        return torch.minimum(self._counts[(seeds + lengths) & (_DRAWS - 1)], num_drafts)
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:

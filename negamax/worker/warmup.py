@@ -33,13 +33,14 @@ def warmup_layers(layers: Sequence[object], caches: KvCacheSpecs) -> int:
 @contextmanager
 def warming_up(context: ParallelContext) -> Iterator[None]:
     """Inside, Triton kernels that are launched do not run: results are whatever is in memory. All
-    ranks launch the same.
+    ranks of a pipeline stage launch the same.
     """
     from negamax.kernels.launch.triton import compiling  # Triton is there where there is a GPU
 
-    ranks = context.layout.world_size
-    threads = max(1, min(_MOST_THREADS, usable_cores() // ranks))
-    with compiling(share=context.layout.rank, shares=ranks, threads=threads):
+    layout = context.layout
+    threads = max(1, min(_MOST_THREADS, usable_cores() // layout.world_size))
+    share, shares = layout.rank % layout.stage_size, layout.stage_size
+    with compiling(share=share, shares=shares, threads=threads):
         yield
     context.world_min(0)  # every rank has left its share in Triton's cache
     torch.cuda.empty_cache()  # of what the warmup held, so that what follows is measured alone

@@ -5,29 +5,20 @@ order.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
-from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
 
 from negamax.base.errors import EngineDeadError
 from negamax.base.log import get_logger
-from negamax.base.progress import Progress, format_bytes
-from negamax.checkpoint.loader import fill
-from negamax.checkpoint.plan import LoadPlan, plan_load
-from negamax.checkpoint.synthetic import fill_synthetic
-from negamax.checkpoint.weight_cache import load_cached
+from negamax.base.progress import Progress
 from negamax.kernels.platform import platform_of
-from negamax.kernels.registry import KernelTable, resolve
+from negamax.kernels.registry import resolve
 from negamax.layers.kv_scales import describe_kv_scales
-from negamax.layers.weights import WeightSlot
-from negamax.models.decoder import Decoder
-from negamax.models.registry import build_model, empty_slots
+from negamax.models.registry import build_model
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.detect import detect
 from negamax.scheduler.step import StepPlan, StepResult
@@ -54,23 +45,24 @@ from negamax.worker.graphs import (
     StepShape,
     capture_shapes,
 )
+from negamax.worker.loading import load_weights, plan_loading
 from negamax.worker.profile import peak_bytes
 from negamax.worker.prompt_logprobs import score_prompts
 from negamax.worker.request_state import RequestState
 from negamax.worker.sampler import Sampled, Sampler
+from negamax.worker.separate_rows import run_rows_separately
 from negamax.worker.speculation import (
     Proposer,
     TokenStates,
     Verification,
     load_proposer,
 )
+from negamax.worker.stages import Stage
 from negamax.worker.step_output import StepOutput, StepTimes
 from negamax.worker.step_times import measure_steps
 from negamax.worker.warmup import warming_up, warmup_layers
 
 logger = get_logger(__name__)
-
-Value = TypeVar("Value")
 
 
 class Worker:
@@ -99,7 +91,7 @@ class Worker:
         )
         kv_cache.check_rows_fit(config, device=device)
         # made, and the checkpoint checked, before the weights take memory
-        load_plan = _plan_load(config, kernels=kernels, cache_dtype=cache_dtype)
+        load_plan = plan_loading(config, kernels=kernels, cache_dtype=cache_dtype)
         self._proposer = load_proposer(config, kernels=kernels)
         num_draft_tokens = self._proposer.num_draft_tokens if self._proposer else 0
         self._context = context = _parallel_context(
@@ -111,7 +103,7 @@ class Worker:
             config.spec, context=context, dtype=dtype, device=device, kernels=kernels
         )
         with torch.inference_mode():
-            load_summary = _load(model, config, load_plan, device=device)
+            load_summary = load_weights(model, config, load_plan, device=device)
             if self._proposer:
                 load_summary += self._proposer.load(model, context, device)
             load_summary += describe_kv_scales(model.layers, cache_dtype)
@@ -123,6 +115,9 @@ class Worker:
                 eos_token_ids=config.eos_token_ids,
                 device=device,
                 num_draft_tokens=num_draft_tokens,
+            )
+            self._stage = Stage(
+                context, self._rows, width=config.spec.hidden_size, dtype=kernels.dtype
             )
             self._sampler = Sampler(
                 self._rows,
@@ -198,13 +193,15 @@ class Worker:
         while self._unverified and self._unverified[0][0] < self._num_steps - 1:
             _, verified, launched = self._unverified.popleft()
             self._rows.lower_bounds(verified, launched.accepted())
+        self._stage.begin(plan)
         self._rows.apply(plan)
         vocab_size = self._config.spec.vocab_size
         bitmask = PendingBitmask.of_plan(
             plan, wait_for_bitmask, vocab_size=vocab_size, rows=self._rows
         )
         output = self._run_rows_together(plan, bitmask)
-        self._rows.raise_bounds(plan, postponed=bitmask.postponed)
+        if plan.slots:
+            self._rows.raise_bounds(plan, postponed=bitmask.postponed)
         if isinstance(output, StepResult):
             self._rows.lower_bounds(plan, output.num_accepted)
         elif any(plan.num_draft_tokens):
@@ -214,9 +211,13 @@ class Worker:
     def _run_rows_together(
         self, plan: StepPlan, bitmask: PendingBitmask
     ) -> StepOutput | StepResult:
-        """The step as one batch; on the CPU, where that fails, row by row."""
-        if self._runtime.is_asynchronous:
+        """The step as one batch; on the CPU, where that fails, row by row, unless other
+        data-parallel ranks or stages are in the step.
+        """
+        if self._runtime.is_asynchronous or self._config.layout.pp > 1:
             return self._run(plan, bitmask)
+        if plan.of_all is not None:
+            return self._run(plan, bitmask).result()
         try:
             return self._run(plan, bitmask).result()
         except EngineDeadError:  # another rank is gone: there is nothing to repeat
@@ -227,27 +228,40 @@ class Worker:
                 plan.step_id,
                 len(plan.slots),
             )
-            return self._run_rows_separately(plan, bitmask)
+            self._rows.restore_lengths()
+            for row in plan.grammar_rows:  # masks belong to drafts that may have been replaced
+                self._rows.drafts[plan.slots[row]] = -1
+            return run_rows_separately(plan, bitmask, self._run)
 
     @torch.inference_mode()
     def run_debug_command(self, command: DebugCommand) -> DebugResult:
         """Answer a benchmark's question. Every rank must be asked the same, between steps."""
         return self._debug_commands.run(command, self._graphs)
 
+    @torch.inference_mode()
+    def idle(self) -> None:
+        """No plan has come for a while: what is on its way here may come."""
+        if self._runtime.is_asynchronous:
+            self._stage.post()
+
     def take_row_failures(self) -> dict[int, str]:
         """Rows that failed since the last call: why, by slot."""
         return self._rows.take_failures()
 
+    @torch.inference_mode()
     def close(self) -> None:
         """Give the memory back and leave the other ranks in order. Nothing else may be called
         afterwards.
         """
+        with suppress(EngineDeadError):  # ranks that end together need not wait for each other
+            self._stage.finish()
         del (
             self._graphs,
             self._kv,
             self._model,
             self._debug_commands,
             self._rows,
+            self._stage,
         )
         self._runtime.release_memory()
         self._context.close()
@@ -290,11 +304,10 @@ class Worker:
         repeated.
         """
         graphs = None if self._debug_commands.need_eager else self._graphs
-        shape = None
-        if graphs is not None and batches.is_decode(plan, self._rows):
-            num_drafts = max(*plan.num_draft_tokens, plan.num_proposed)
-            shape = graphs.find_decodes(len(plan.slots), num_drafts)
-        if graphs is not None and shape is not None:
+        shape = None if graphs is None else self._shape_of_decodes(plan, graphs)
+        if not plan.slots:
+            began, outcome = self._run_nothing(plan, graphs, shape)
+        elif graphs is not None and shape is not None:
             began, outcome = self._replay_decodes(plan, bitmask, graphs, shape)
         else:
             began, outcome = self._forward(plan, bitmask, graphs)
@@ -302,10 +315,50 @@ class Worker:
             self._rows.advance(*batches.upload(columns, self._device))
         if bitmask.postponed:
             columns = np.array([plan.slots[row] for row in bitmask.postponed])
-            self._rows.advance(*batches.upload((columns, np.full_like(columns, -1)), self._device))
+            again, minus_one = batches.upload((columns, np.full_like(columns, -1)), self._device)
+            self._rows.advance(again, minus_one)
+            self._rows.drafts[again] = -1
+        proposed, grammar_rows = None, plan.grammar_rows if plan.num_proposed else []
+        if grammar_rows:
+            slots = indices([plan.slots[row] for row in grammar_rows], self._device)
+            proposed = HostTensor(self._rows.drafts[slots, : plan.num_proposed])
         previous, self._ended = self._ended, self._runtime.record_event()
         times = StepTimes(began, self._ended, previous) if began and self._ended else None
-        return replace(outcome, failures=self._rows.failures_of(plan.slots), times=times)
+        return replace(
+            outcome,
+            failures=self._rows.failures_of(plan.slots),
+            times=times,
+            grammar_rows=grammar_rows,
+            proposed=proposed,
+        )
+
+    def _shape_of_decodes(self, plan: StepPlan, graphs: StepGraphs) -> StepShape | None:
+        """The captured step for rows that all run a generated token; None: this is no such step."""
+        size = plan.of_all
+        if size is not None:
+            return graphs.find_decodes(size.num_rows, size.num_drafts) if size.is_decode else None
+        if not batches.is_decode(plan, self._rows):
+            return None
+        num_drafts = max(*plan.num_draft_tokens, plan.num_proposed)
+        return graphs.find_decodes(len(plan.slots), num_drafts)
+
+    def _run_nothing(
+        self, plan: StepPlan, graphs: StepGraphs | None, shape: StepShape | None
+    ) -> tuple[torch.cuda.Event | None, StepOutput]:
+        """The part of a data-parallel rank without rows in the others' step: the same launches."""
+        size = plan.of_all
+        assert size is not None
+        if graphs is not None and shape is None and size.longest_decode <= LONGEST_DECODE:
+            shape = graphs.find(size.num_tokens, size.num_rows)
+        if graphs is not None and shape is not None:
+            graphs.prepare(shape, batches.StepColumns.of_decodes([], []))
+            began = self._runtime.record_event()
+            graphs.replay(shape)
+        else:
+            token_ids, metadata = batches.build_padding(self._rows, most_tokens=size.num_tokens)
+            began = self._runtime.record_event()
+            self._model.forward(token_ids, metadata, self._kv)
+        return began, StepOutput(plan.step_id, [], None)
 
     def _forward(
         self, plan: StepPlan, bitmask: PendingBitmask, graphs: StepGraphs | None
@@ -321,28 +374,41 @@ class Worker:
             self._rows,
             generated_apart=self._runtime.is_batch_invariant,
         )
-        layout, shape = build(), None
-        if graphs is not None and layout.longest_decode <= LONGEST_DECODE:
+        layout, shape, size = build(), None, plan.of_all
+        longest = size.longest_decode if size else layout.longest_decode
+        if graphs is not None and longest <= LONGEST_DECODE:
             runs = build(drafts_apart=False) if any(plan.num_draft_tokens) else layout
-            shape = graphs.find(len(runs.columns.token_slots), len(runs.columns.slots))
+            shape = (
+                graphs.find(size.num_tokens, size.num_rows)
+                if size
+                else graphs.find(len(runs.columns.token_slots), len(runs.columns.slots))
+            )
         if graphs is not None and shape is not None:
             layout = runs
             columns = layout.columns
             graphs.prepare(shape, columns)
+            self._stage.receive(len(columns.token_slots), graphs.entering(shape))
             began = self._runtime.record_event()
             hidden = graphs.replay(shape).hidden
             states = self._replayed_states(layout)
         else:
-            token_ids, metadata = batches.build(layout, self._rows)
+            most_tokens = size.num_tokens if size else None
+            token_ids, metadata = batches.build(layout, self._rows, most_tokens=most_tokens)
+            entering = self._stage.receive(len(token_ids))
             began = self._runtime.record_event()
             hidden, residuals = self._model.forward(
-                token_ids, metadata, self._kv, capture=self._layers
+                token_ids, metadata, self._kv, capture=self._layers, entering=entering
             )
             states = TokenStates(metadata, residuals)
+        if not self._stage.is_last:
+            self._stage.send(hidden[: len(layout.columns.token_slots)])
+            slots, offsets = layout.sample_slots, layout.sample_offsets
+            self._stage.expect(batches.sample_inputs(slots, offsets, self._rows))
+            return began, StepOutput(plan.step_id, [], None)
         prompt_logprobs = score_prompts(self._model, plan, hidden, layout=layout, rows=self._rows)
         rows = layout.sample_rows
         if not rows:
-            self._verify(plan, indices([], self._device), states, layout)
+            self._verify(plan, bitmask, indices([], self._device), states, layout)
             return began, StepOutput(plan.step_id, [], None, prompt_logprobs=prompt_logprobs)
         inputs = batches.sample_inputs(layout.sample_slots, layout.sample_offsets, self._rows)
         hidden = hidden[indices(layout.sample_tokens, self._device)]
@@ -352,13 +418,14 @@ class Worker:
         logits = self._model.local_logits(hidden)
         sampled = self._sampler(logits, inputs, masks=bitmask.of(rows, device=self._device))
         self._store_sampled(sampled, inputs)
+        self._stage.give_back(sampled.token_ids)
         return began, StepOutput(
             plan.step_id,
             rows,
             HostTensor(sampled.token_ids),
             sampled,
             prompt_logprobs,
-            verification=self._verify(plan, sampled.token_ids, states, layout),
+            verification=self._verify(plan, bitmask, sampled.token_ids, states, layout),
         )
 
     def _replayed_states(self, layout: batches.BatchLayout) -> TokenStates | None:
@@ -371,6 +438,7 @@ class Worker:
     def _verify(
         self,
         plan: StepPlan,
+        bitmask: PendingBitmask,
         token_ids: torch.Tensor,
         states: TokenStates | None,
         layout: batches.BatchLayout,
@@ -390,6 +458,8 @@ class Worker:
         columns = slots, num_scheduled - num_drafts, firsts, num_drafts, ends
         slot, offset, first, count, end = batches.upload(columns, self._device)
         drafts, seeds = self._rows.drafts[slot], self._rows.seeds[slot]
+        if num_drafts.any():
+            bitmask.drop_drafts(drafts, plan)
         lengths = self._rows.num_computed[slot] + offset
         accepted = self._proposer.accept(token_ids, drafts, first, count, seeds, lengths)
         lengths = lengths + accepted + 1
@@ -411,8 +481,13 @@ class Worker:
         """
         columns = batches.StepColumns.of_decodes(plan.slots, plan.num_scheduled)
         graphs.prepare(shape, columns)
+        self._stage.receive(len(columns.token_slots), graphs.entering(shape))
         began = self._runtime.record_event()
         buffers = graphs.replay(shape)
+        if not self._stage.is_last:
+            self._stage.send(buffers.hidden[: len(columns.token_slots)])
+            self._stage.expect(graphs.sample_inputs(shape, columns))
+            return began, StepOutput(plan.step_id, [], None)
         rows = np.arange(len(plan.slots)).repeat(plan.num_scheduled).tolist()
         token_ids, sampled = buffers.token_ids[: len(rows)], None
         masks = bitmask.of(rows, device=self._device)
@@ -423,9 +498,14 @@ class Worker:
             picked = token_ids if masks is None else None
             sampled = self._sampler(buffers.logits[: len(rows)], inputs, picked=picked, masks=masks)
             self._store_sampled(sampled, inputs)
-            graphs.finish(shape, sampled.token_ids)
+            token_ids = sampled.token_ids
+        has_drafts = any(plan.num_draft_tokens)
+        drops = has_drafts and bitmask.drop_drafts(graphs.drafts(shape, len(plan.slots)), plan)
+        if sampled is not None or drops:
+            graphs.finish(shape, token_ids)
+        self._stage.give_back(token_ids.clone())
         verification = None
-        if any(plan.num_draft_tokens):
+        if has_drafts:
             verification = Verification(
                 list(range(len(plan.slots))),
                 plan.num_draft_tokens,
@@ -443,40 +523,6 @@ class Worker:
         tokens[inputs.slots_device, inputs.positions_device] = sampled.token_ids.clamp_min(0).to(
             tokens.dtype
         )
-
-    def _run_rows_separately(self, plan: StepPlan, bitmask: PendingBitmask) -> StepResult:
-        """The same plan a row at a time, so that only rows that fail by themselves are lost."""
-        self._rows.restore_lengths()
-        results = [self._run_row(plan, row, bitmask) for row in range(len(plan.slots))]
-        firsts = list(accumulate((len(result.token_ids) for result in results), initial=0))
-        return StepResult(
-            plan.step_id,
-            [token for result in results for token in result.token_ids],
-            {
-                first + place: entry
-                for first, result in zip(firsts, results, strict=False)
-                for place, entry in result.logprobs.items()
-            },
-            _by_row([result.prompt_logprobs for result in results]),
-            _by_row([result.errors for result in results]),
-            _by_row([result.num_accepted for result in results]),
-        )
-
-    def _run_row(self, plan: StepPlan, row: int, bitmask: PendingBitmask) -> StepResult:
-        """The step of one row."""
-        try:
-            return self._run(_single_row(plan, row), bitmask.single(row)).result()
-        except EngineDeadError:
-            raise
-        except Exception as error:
-            logger.exception("row %d of step %d failed", row, plan.step_id)
-            message = f"{type(error).__name__} while the model ran this request"
-            return StepResult(plan.step_id, [0] * plan.needs_sampling[row], {}, {}, {0: message})
-
-
-def _by_row(results: list[dict[int, Value]]) -> dict[int, Value]:
-    """What single rows have to say, each of its row 0."""
-    return {row: result[0] for row, result in enumerate(results) if 0 in result}
 
 
 def _take_device(config: WorkerConfig) -> torch.device:
@@ -510,91 +556,9 @@ def _parallel_context(
     )
 
 
-def _plan_load(
-    config: WorkerConfig, *, kernels: KernelTable, cache_dtype: torch.dtype
-) -> LoadPlan | None:
-    """How the checkpoint's files fill the model; None: there are none."""
-    if config.folder is None:
-        return None
-    slots = empty_slots(config.spec, config.layout, dtype=kernels.dtype, kernels=kernels)
-    with _progress("checking files", config) as progress:
-        folder = Path(config.folder)
-        plan = plan_load(slots, config.spec, folder, config.layout, progress=progress)
-    kv_cache.check_scales(plan.skipped, dtype=cache_dtype)
-    return plan
-
-
-def _load(
-    model: Decoder, config: WorkerConfig, plan: LoadPlan | None, *, device: torch.device
-) -> str:
-    """Fill the model's weights by `plan` (None: synthetic ones) and pack them; one line that says
-    what was loaded.
-
-    With one thread: each tensor is small, and a team of threads that waits for a busy core at each
-    took 2 to 4 s for the 22 MiB of nano on two busy cores, where one thread takes 0.2 s.
-    """
-    torch.set_num_threads(1)
-    shown = config.show_progress and config.layout.rank == 0
-    if plan is None:
-        with Progress("drawing synthetic weights", unit=_millions, enabled=shown) as progress:
-            fill_synthetic(
-                model.weight_slots(), config.spec, config.seed, device=device, progress=progress
-            )
-        summary = f"synthetic weights, seed {config.seed}"
-    else:
-        load = partial(_fill, model.weight_slots(), plan, config)
-        if config.weight_cache is None or config.folder is None:
-            summary = load()
-        else:
-            summary = load_cached(
-                Path(config.weight_cache).expanduser(),
-                model.weight_slots(),
-                checkpoint=Path(config.folder),
-                layout=config.layout,
-                load=load,
-                show_progress=shown,
-            )
-    with _progress("packing weights of layers", config) as progress:
-        model.finish_loading(progress)
-    torch.set_num_threads(config.num_threads)
-    return summary
-
-
-def _fill(slots: Mapping[str, WeightSlot], plan: LoadPlan, config: WorkerConfig) -> str:
-    with _progress("loading weights", config, unit=format_bytes) as progress:
-        summary = fill(slots, plan, progress=progress).summary()
-    if config.layout.rank:  # the first rank's is told by the engine
-        logger.info("rank %d: %s", config.layout.rank, summary)
-    return summary
-
-
-def _progress(what: str, config: WorkerConfig, unit: Callable[[int], str] = str) -> Progress:
-    """Of what every rank does."""
-    rank = config.layout.rank if config.layout.world_size > 1 else None
-    return Progress(what, unit=unit, enabled=config.show_progress, rank=rank)
-
-
-def _millions(count: int) -> str:
-    return f"{count / 1e6:,.0f} M"
-
-
 def _draft_lengths(config: WorkerConfig, proposer: Proposer | None) -> tuple[int, ...]:
     """The numbers of draft tokens, beside none, whose steps are captured."""
     if proposer is None:
         return ()
     speculation = config.speculation
     return speculation.lengths if speculation else (proposer.num_draft_tokens,)
-
-
-def _single_row(plan: StepPlan, row: int) -> StepPlan:
-    return StepPlan(
-        step_id=plan.step_id,
-        new_rows=[],
-        appended_slots=[],
-        appended_blocks=[],
-        slots=[plan.slots[row]],
-        num_scheduled=[plan.num_scheduled[row]],
-        num_draft_tokens=[plan.num_draft_tokens[row]],
-        needs_sampling=[plan.needs_sampling[row]],
-        num_proposed=plan.num_proposed,
-    )

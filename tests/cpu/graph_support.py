@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from negamax.kernels.attention import spec
-from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.kernels.attention.metadata import AttentionMetadata, DecodeRuns
 from negamax.kernels.op import Kernel
 from negamax.kernels.platform import CPU
 from negamax.kernels.registry import KernelTable, resolve
@@ -56,6 +56,8 @@ def plan_on_device(queries: AttentionMetadata, *args: Any, **options: Any) -> At
     """As a GPU's kernels, this one asks the device for the lengths."""
     counts = queries.query_starts.diff()
     real = counts > 0
+    if queries.decode_runs is not None:
+        check_runs(queries, queries.decode_runs)
     queries = replace(
         queries,
         block_table_indices=queries.block_table_indices[real],
@@ -63,6 +65,22 @@ def plan_on_device(queries: AttentionMetadata, *args: Any, **options: Any) -> At
         host_query_lens=tuple(counts[real].tolist()),
     )
     return spec.plan(queries, *args, **options)
+
+
+def check_runs(queries: AttentionMetadata, runs: DecodeRuns) -> None:
+    """Runs say of the decodes what these say one by one; what they leave is padding."""
+    lengths, tables = queries.seq_lens.tolist(), queries.block_table_indices.tolist()
+    table, end, starts = (
+        column.tolist() for column in (runs.block_table_indices, runs.seq_lens, runs.query_starts)
+    )
+    assert len(lengths) == len(end) * queries.max_decode_run
+    for row, length in enumerate(end):
+        tokens = range(starts[row], starts[row + 1])
+        assert len(tokens) <= queries.max_decode_run
+        assert [lengths[at] for at in tokens] == list(range(length + 1 - len(tokens), length + 1))
+        assert {tables[at] for at in tokens} <= {table[row]}
+        assert length == 0 or len(tokens)
+    assert not any(lengths[starts[-1] :])
 
 
 def kernels(dtype: torch.dtype) -> KernelTable:

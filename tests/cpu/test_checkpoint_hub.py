@@ -20,7 +20,7 @@ from negamax.base.errors import ConfigError
 from negamax.checkpoint import huggingface
 from negamax.checkpoint.hub import resolve_model
 from negamax.checkpoint.licence import say_licence
-from negamax.config.embedded import EMBEDDED
+from negamax.config.embedded import EMBEDDED, EMBEDDED_DRAFTS
 
 FILES = {
     "config.json": b'{"model_type": "minimax_m2"}',
@@ -285,7 +285,7 @@ def test_local_folders_and_embedded_models(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "nano").mkdir()
     assert resolve_model(str(tmp_path)) == tmp_path
     assert resolve_model("org/model") == Path("org/model")  # a folder goes before a hub id
-    for name, folder in EMBEDDED.items():  # they go before folders
+    for name, folder in (EMBEDDED | EMBEDDED_DRAFTS).items():  # they go before folders
         assert resolve_model(name) == folder and (folder / "config.json").is_file()
     assert resolve_model("./nano") == Path("nano")
 

@@ -246,7 +246,9 @@ def test_blocks_of_minimax_m2_are_dealt_out_once(tp: int, ep: int) -> None:
             for weight in weights
             for tensor in weight.tensors.values()
         )
-        assert held + others == weight_bytes(spec, dtype="float32", ranks=tp, ep=ep)
+        assert held + others == weight_bytes(
+            spec, dtype="float32", layout=ParallelLayout(tp=tp, ep=ep)
+        )
 
 
 @pytest.mark.parametrize(("head_dim", "kept"), [(128, True), (64, True), (16, False)])

@@ -28,9 +28,13 @@ SOME_TWICE = ExpertTable((0, 1, 2, 3, 4, 5, 6, 7, 4, 3, 2, 1))
 
 
 def mixture(
-    layout: ParallelLayout, table: ExpertTable | None, *, shared_width: int = 0
+    layout: ParallelLayout,
+    table: ExpertTable | None,
+    *,
+    shared_width: int = 0,
+    context: ParallelContext | None = None,
 ) -> SparseMoe:
-    """One rank's part of the same model each time."""
+    """One rank's part of the same model each time. `context`: its groups, where it is to speak."""
     moe = SparseMoe(
         names.moe(0),
         hidden_size=HIDDEN,
@@ -40,7 +44,7 @@ def mixture(
         activation=SwiGlu(alpha=1.7, limit=0.5, beta=1.0) if shared_width else SwiGlu(),
         routed_scaling=2.0 if shared_width else 1.0,
         shared_width=shared_width,
-        context=replace(ParallelContext.single(), layout=layout),
+        context=context or replace(ParallelContext.single(), layout=layout),
         kernels=resolve(platform=CPU, dtype=torch.float32),
         weights=WeightFormat(torch.float32, torch.device("cpu"), None),
         table=table,

@@ -183,7 +183,7 @@ def test_sizes_come_from_what_the_family_declares(spec: ForeignSpec, ranks: int)
     }
     assert declared == {slot.name: slot.shape for slot in slots}
     held = sum(4 * math.prod(map(len, slot.region)) for slot in slots if slot.needed)
-    assert weight_bytes(spec, dtype="float32", ranks=ranks) == held
+    assert weight_bytes(spec, dtype="float32", layout=ParallelLayout(tp=ranks)) == held
     cached = 2 * 2 * (2 // ranks) * 12 * 4 + 5 * 4
     assert block_bytes(spec.kv_caches(), 8, dtype="float32", ranks=ranks) == 8 * cached
     assert expected_distinct_experts(spec, 1) == pytest.approx(2.0)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -182,8 +181,7 @@ def test_a_model_computes_with_the_matrices_that_were_stored(name: str, tmp_path
             part = tuple(slice(each.start, each.stop) for each in region)
             assert torch.equal(values, plain[key][part]), (key, layout)
         held = sum(values.nbytes for values in found.values())
-        sizes: Mapping[str, int] = {"ranks": layout.tp, "ep": layout.ep}
-        assert weight_bytes(model.spec, dtype="float32", kept=dequantized, **sizes) == held
+        assert held == weight_bytes(model.spec, dtype="float32", kept=dequantized, layout=layout)
     expected = greedy(build(SPEC, plain))
     keeping = keeping_stored(resolve(platform=CPU, dtype=torch.float32))
     for kernels in (None, keeping):

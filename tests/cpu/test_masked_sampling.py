@@ -20,6 +20,7 @@ from negamax.worker.batch import sample_inputs
 from negamax.worker.grammar_bitmask import PendingBitmask, RowBitmasks
 from negamax.worker.request_state import RequestState
 from negamax.worker.sampler import BROKEN, Sampled, Sampler
+from negamax.worker.separate_rows import _single_row
 
 VOCAB = 500
 CPU = torch.device("cpu")
@@ -230,3 +231,24 @@ def test_a_mask_of_another_vocabulary_fails_its_row_alone() -> None:
     masks = late.of([0, 1], device=CPU)
     assert masks is not None and masks.members == [1]
     assert list(rows.failures_of(plan.slots)) == [0]
+
+
+def test_a_row_has_a_mask_for_each_of_its_samples_that_count() -> None:
+    """Row 0 has three of four, the second of which allows anything; row 1 is late, row 2 free."""
+    columns = [4, 3, 2], [3, 2, 1], [True] * 3, [0, 1, 2], 3
+    plan = StepPlan(5, [], [], [], [4, 5, 6], *columns)
+    frame = GrammarBitmask(5, [0, 0, 0], [1, -1, 0], [packed(7), packed(8)], [1])
+    rows = rows_of(KINDS)
+    late = PendingBitmask.of_plan(plan, lambda: frame, vocab_size=VOCAB, rows=rows)
+    masks = late.of([0, 0, 0, 0, 1, 1, 1, 2, 2], device=CPU)
+    assert masks is not None and masks.members == [0, 2]
+    assert [mask.tobytes() for mask in masks.packed.numpy()] == [packed(8), packed(7)]
+    drafts = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
+    assert late.drop_drafts(drafts, plan)
+    assert drafts.tolist() == [[1, 2, -1], [-1, -1, -1], [7, 8, 9]]
+    alone = late.single(0)
+    drafts = torch.tensor([[1, 2, 3]])
+    assert alone.drop_drafts(drafts, _single_row(plan, 0)) and drafts.tolist() == [[1, 2, -1]]
+    frame = GrammarBitmask(5, [0] * 4, [0] * 4, [packed(7)])
+    whole = PendingBitmask.of_plan(plan, lambda: frame, vocab_size=VOCAB, rows=rows)
+    assert not whole.drop_drafts(drafts, plan)

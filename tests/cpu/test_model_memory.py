@@ -63,14 +63,23 @@ def test_a_family_names_every_tensor_of_a_model_and_its_shape(family: str) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("ranks", "ep"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1)])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *(
+            ParallelLayout(tp=tp, ep=ep)
+            for tp, ep in [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1)]
+        ),
+        *(ParallelLayout(rank, tp=2, pp=2) for rank in (0, 3)),
+    ],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bytes_of_a_rank_are_those_of_its_slots(
-    family: str, ranks: int, ep: int, dtype: torch.dtype
+    family: str, layout: ParallelLayout, dtype: torch.dtype
 ) -> None:
     """On 4 ranks the 2 KV heads are copied. Experts take the same bytes cut or whole."""
     spec = FAMILIES[family]
-    context = replace(ParallelContext.single(), layout=ParallelLayout(tp=ranks, ep=ep))
+    context = replace(ParallelContext.single(), layout=layout)
     model = build(spec, loaded=False, context=context, dtype=dtype)
     held = sum(
         math.prod(map(len, slot.region)) * slot.dtype.itemsize
@@ -78,7 +87,7 @@ def test_bytes_of_a_rank_are_those_of_its_slots(
         if slot.dtype is not None and not slot.optional
     )
     name = str(dtype).removeprefix("torch.")
-    assert weight_bytes(spec, dtype=name, kept=dequantized, ranks=ranks, ep=ep) == held
+    assert weight_bytes(spec, dtype=name, kept=dequantized, layout=layout) == held
 
 
 def test_many_tokens_read_all_weights_but_the_embedding() -> None:

@@ -27,38 +27,41 @@ def recipe() -> Iterator[SimpleNamespace]:
     sys.path.insert(0, str(TOOLS))
     try:
         import draft_model
+        import draft_targets
         import draft_train
         import model
         import train
 
-        yield SimpleNamespace(draft=draft_model, train=draft_train, model=model, base=train)
+        yield SimpleNamespace(
+            draft=draft_model, targets=draft_targets, train=draft_train, model=model, base=train
+        )
     finally:
         sys.path.remove(str(TOOLS))
 
 
-def make(recipe: SimpleNamespace) -> tuple[Any, Any, Any]:
+def make(recipe: SimpleNamespace) -> tuple[Any, Any]:
     torch.manual_seed(3)
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    target = recipe.model.NanoModel(
+    net = recipe.model.NanoModel(
         recipe.model.NanoConfig(
             **sizes, vocab_size=64, rotary_dim=8, num_local_experts=4, intermediate_size=32
         )
     )
     with torch.no_grad():
-        target.head.mul_(40)  # so that there is something to learn
+        net.head.mul_(40)  # so that there is something to learn
     draft = recipe.draft.DraftModel(
         recipe.draft.DraftConfig(**sizes, intermediate_size=48, draft_vocab_size=40)
     )
     use = recipe.model.precision(torch.float32, weights=False, activations=False)
-    return target, draft, use
+    return recipe.targets.NanoTarget(net, torch.device("cpu"), layers=LAYERS, use=use), draft
 
 
 def test_unrolled_steps_are_the_guesses_of_what_is_written(
     recipe: SimpleNamespace, tmp_path: Path
 ) -> None:
-    target, draft, use = make(recipe)
+    target, draft = make(recipe)
     ids = torch.arange(64)[torch.arange(64) % 8 < 5]
-    recipe.train.write(draft, ids, tmp_path, layers=LAYERS, vocab_size=64)
+    recipe.train.write(draft, ids, tmp_path, layers=LAYERS, vocab_size=64, window=4096)
     config = read_json_object(tmp_path / "config.json")
     spec = read_spec(config | {"vocab_size": 4160, "hidden_size": 256, "target_hidden_size": 256})
     assert spec.aux_layers == LAYERS and spec.notes == ()
@@ -66,15 +69,12 @@ def test_unrolled_steps_are_the_guesses_of_what_is_written(
                for name, one in load_file(tmp_path / "model.safetensors").items()}  # fmt: skip
     for own in draft.parameters():
         own.data = own.data.bfloat16().float()  # as written
-    oracle = Oracle(config, tensors, embedding=target.embed.detach(), head=target.head.detach())
+    oracle = Oracle(config, tensors, embedding=target.net.embed.detach(), head=target.head.detach())
     known = torch.randint(0, 64, (9,))
     row = len(known) - 2  # the last of which the streams are there
 
     def states(tokens: torch.Tensor) -> Any:
-        return recipe.draft.target_states(
-            target, tokens[None], torch.arange(len(tokens)), recipe.model.causal,
-            dtype=torch.float32, use=use, layers=LAYERS,
-        )  # fmt: skip
+        return target.run(tokens[None], torch.ones(len(tokens), len(tokens)).tril().bool())
 
     streams, _, _ = states(known)
     wanted = oracle.guess(streams[0, :-1].split(32, -1), known, recipe.draft.STEPS)
@@ -82,7 +82,9 @@ def test_unrolled_steps_are_the_guesses_of_what_is_written(
     streams, _, embeddings = states(tokens)
     mask = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
     with torch.no_grad():
-        steps = draft(streams, embeddings, torch.arange(len(tokens)), recipe.draft.masked(mask))
+        steps = draft(
+            streams, embeddings, torch.arange(len(tokens)), recipe.draft.attend_with(mask)
+        )
         found = [int(ids[draft.logits(out[0, row]).argmax()]) for out in steps]
     assert found == wanted
     assert len(set(wanted)) > 1
@@ -99,16 +101,14 @@ def test_weights_of_flex_attention_are_those_of_the_definition(recipe: SimpleNam
     mask = create_block_mask(causal, 2, None, 32, 32, device="cpu")
     asked = AuxRequest(lse=True)
     found, more = flex_attention(q, k, v, block_mask=mask, enable_gqa=True, return_aux=asked)
-    wanted = recipe.draft.masked(torch.ones(32, 32, dtype=torch.bool).tril())(q, k, v)
+    wanted = recipe.draft.attend_with(torch.ones(32, 32, dtype=torch.bool).tril())(q, k, v)
     torch.testing.assert_close((found, more.lse), wanted)
 
 
 def test_the_loss_teaches_a_draft(recipe: SimpleNamespace) -> None:
-    target, draft, use = make(recipe)
+    target, draft = make(recipe)
     ids = torch.arange(40)
-    trainer = recipe.train.Trainer(
-        target, draft, ids, rows=2, row_tokens=48, rate=1e-2, layers=LAYERS, use=use
-    )
+    trainer = recipe.train.Trainer(target, draft, ids, shape=(2, 48), rate=1e-2)
     generator = torch.Generator().manual_seed(0)
     pattern = torch.randint(0, 64, (12,), generator=generator)
     tokens = pattern.repeat(8).view(2, 48)

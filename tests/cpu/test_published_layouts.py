@@ -73,7 +73,7 @@ def check(
     assert num_skipped == published.num_skipped
     assert plan.num_tensors + num_skipped == sum(1 for _ in published.tensors(layers))
     parameters, written = held_bytes(slots)
-    split = {"kept": partial(is_kept, platform=platform), "ranks": layout.tp, "ep": layout.ep}
+    split = {"kept": partial(is_kept, platform=platform), "layout": layout}
     # the embedding has two rows more, for ids of other ranks
     border = 2 * spec.hidden_size * DTYPE.itemsize
     assert parameters == weight_bytes(spec, dtype="bfloat16", **split) + border

@@ -13,7 +13,6 @@ import torch
 from model_support import PagedRun
 
 from negamax import LLM, SamplingParams
-from negamax.config.grammar import Grammar
 from negamax.kernels.drafts.spec import count_accepted
 from tests import drafts, tiny
 from tests.drafts import ALWAYS_RIGHT, ALWAYS_WRONG, KINDS, NUM_DRAFT_TOKENS, RANDOM, Key
@@ -232,25 +231,6 @@ def test_right_drafts_take_fewer_steps(
             llm.generate([PROMPTS[0]], PARAMS[0])
             steps.append(llm._loop.stats().step_count)
     assert steps[0] >= 40 and steps[1] <= 40 / (1 + NUM_DRAFT_TOKENS) + 4
-
-
-def test_rows_under_a_grammar_verify_no_drafts_and_free_ones_beside_them_do(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    grammar = Grammar(kind="regex", text="[a-z ]{9}")
-    params = [SamplingParams(temperature=1.0, seed=1, max_tokens=20, grammar=grammar), PARAMS[0]]
-
-    def texts() -> tuple[list[list[int]], int]:
-        with LLM("nano", device="cpu", num_threads=1, max_model_len=256) as llm:
-            generations = llm.generate([[5, 6, 7], PROMPTS[0]], params)
-            return [one.outputs[0].token_ids for one in generations], llm._loop.stats().num_drafts
-
-    without, _ = texts()
-    known = {(1, (5, 6, 7)): without[0], (0, tuple(PROMPTS[0])): without[1]}
-    drafts.install(monkeypatch.setattr, drafts.KnowingProposer(ALWAYS_RIGHT, known))
-    with_drafts, num_drafts = texts()
-    assert with_drafts == without
-    assert 8 <= num_drafts <= 12  # of the free row alone
 
 
 def test_texts_end_where_they_do_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -426,9 +426,10 @@ def test_a_lost_step_leaves_no_rules_behind(llm: LLM, monkeypatch: pytest.Monkey
     )
     for request in requests:
         llm._loop.add(request)
-    while llm._loop._in_flight is None or len(llm._loop._in_flight.plan.slots) < 2:
+    flight = llm._loop._in_flight
+    while not flight or (latest := flight[-1]) is None or len(latest.plans[0].slots) < 2:
         llm._loop.step()
-    lost = llm._loop._in_flight.handle  # type: ignore[union-attr]
+    lost = latest.handle
 
     def raising() -> Any:
         monkeypatch.undo()

@@ -13,7 +13,7 @@ import triton_support  # noqa: F401  before the kernels
 from torch import Tensor
 
 from negamax.kernels.activations import QuantizedActivations
-from negamax.kernels.attention import spec
+from negamax.kernels.attention import cases, spec, triton_decode_plan
 from negamax.kernels.attention import triton as kernels
 from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape, attention_metadata
 from negamax.kernels.attention.triton_decode import has_one_new_key
@@ -120,6 +120,42 @@ def test_keys_of_a_step_with_drafts_are_not_read_before_they_are_written() -> No
     ):
         plan = kernels.plan_decode(case, shape, dtype=torch.bfloat16)
         assert plan.split_kv and has_one_new_key(plan) == wanted
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "num_queries", "cache_dtype"),
+    [(1, 6, 4, FP8), (2, 6, 4, torch.bfloat16), (1, 16, 2, torch.bfloat16)],
+    ids=["splits", "runs", "two programs"],
+)
+def test_draft_tokens_read_the_keys_of_their_sequence_once(
+    kv_heads: int,
+    group: int,
+    num_queries: int,
+    cache_dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows with all drafts, with fewer and with none, and padding; twice with one plan."""
+    few = replace(triton_decode_plan.DECODE, min_runs=1)
+    monkeypatch.setattr(triton_decode_plan, "DECODE", few)
+    shape, max_run = PagedShape(kv_heads=kv_heads, group=group, block_size=16), 4
+    lengths, counts = [130, 0, 67], [4, 0, 3]
+    k_cache, v_cache, tables = paged(lengths, shape, dtype=cache_dtype)
+    queries = cases.run_metadata(tables[1:], lengths, counts, max_run=max_run)
+    q = torch.randn(12, kv_heads * group, 128, generator=torch.Generator().manual_seed(1))
+    q = q.bfloat16()
+    want = spec.attend(q.float(), k_cache, v_cache, queries, kv_scales=(0.5, 2.0))
+    q[sum(counts) :] = torch.nan  # of padding anything may be left
+    captured = replace(queries, host_seq_lens=(), host_query_lens=())
+    plan = kernels.plan_decode(captured, shape, dtype=q.dtype, quantize=True)
+    assert plan.num_queries == num_queries and plan.split_kv == (kv_heads * group == 6)
+    assert len(plan.sequences) == 8 * len(lengths) * max_run // num_queries
+    for _ in range(2):
+        got = kernels.decode(q, k_cache, v_cache, plan, kv_scales=(0.5, 2.0))
+        assert isinstance(got, QuantizedActivations)
+        assert relative_error(got.hidden, want) < 5e-3
+        assert all((parts == -1).all() for parts in plan.workspaces.values())
+        assert not got.hidden[sum(counts) :].any()
+        assert torch.equal(got.scale[sum(counts) :], torch.ones(5, kv_heads * group))
 
 
 def test_a_long_sequence_is_cut_into_pieces_where_programs_would_idle() -> None:

@@ -5,27 +5,32 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from negamax import LLM, SamplingParams
+from negamax.config.grammar import Grammar
 from negamax.engine.core import executor
 
+LETTERS = Grammar(kind="regex", text="[a-z ]{30,40}")
 PARAMS = [
     SamplingParams(seed=0, temperature=0.0, max_tokens=24, ignore_eos=True),
     SamplingParams(seed=1, temperature=1.0, top_k=40, max_tokens=24, ignore_eos=True, logprobs=2),
     SamplingParams(seed=2, temperature=0.9, frequency_penalty=0.8, max_tokens=24, ignore_eos=True),
+    SamplingParams(seed=3, temperature=1.0, max_tokens=24, grammar=LETTERS),
 ]
-PROMPTS = [list(range(30 + start, 70)) for start in range(3)]
+PROMPTS = [list(range(30 + start, 70)) for start in range(4)]
 
 
 def test_two_ranks_with_drafts_say_what_they_say_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def answers() -> tuple[list[tuple[object, object]], list[list[int]], int]:
+    def answers(**options: Any) -> tuple[list[tuple[object, object]], list[list[int]], int]:
         with LLM(
-            "nano", device="cpu", tensor_parallel_size=2, num_threads=1, max_model_len=256
-        ) as llm:
+            "nano", device="cpu", tensor_parallel_size=2, num_threads=1, max_model_len=256,
+            **options,
+        ) as llm:  # fmt: skip
             outputs = [one.outputs[0] for one in llm.generate(PROMPTS, PARAMS)]
             tokens = [output.token_ids for output in outputs]
             accepted = llm._loop.stats().num_accepted_tokens
@@ -33,16 +38,22 @@ def test_two_ranks_with_drafts_say_what_they_say_without(
 
     expected, tokens, accepted = answers()
     assert accepted == 0
+    embedded = {"method": "eagle3", "model": "nano-draft", "adaptive": False}
+    found, _, accepted = answers(speculative_config=embedded)
+    assert found == expected
+    assert accepted > 5
     columns = zip(PARAMS, PROMPTS, tokens, strict=True)
     known = [[params.seed, prompt, output] for params, prompt, output in columns]
     file = tmp_path / "known.json"
     file.write_text(json.dumps(known))
     spawn = executor.process.spawn
 
-    def drafting(_module: str, *args: str) -> subprocess.Popen[bytes]:
+    def drafting(module: str, *args: str) -> subprocess.Popen[bytes]:
+        if not module.endswith("rank_process"):
+            return spawn(module, *args)
         return spawn("tests.dist.drafting_rank", *args, str(file))
 
     monkeypatch.setattr(executor.process, "spawn", drafting)
     found, _, accepted = answers()
     assert found == expected
-    assert accepted > 20
+    assert accepted > 40

@@ -79,10 +79,10 @@ def test_ranks_that_wait_for_masks_can_be_stopped(
     prompt = llm.tokenizer.encode("Name:")
     (request,) = next(llm._sequences([prompt], llm._admit([prompt], params)))[0][1:2]
     llm._loop._scheduler.add(request)
-    plan = llm._loop._scheduler.plan()
-    assert plan is not None and plan.grammar_rows == [0]
+    plans = llm._loop._scheduler.plan()
+    assert plans is not None and plans[0].grammar_rows == [0]
     ranks = llm._loop._executor
-    ranks.launch([plan])  # and never any masks
+    ranks.launch(plans)  # and never any masks
     time.sleep(1.0)
     llm.shutdown()
     assert all(child.poll() in (0, 1) for child in ranks._processes)  # type: ignore[attr-defined]  # nobody was killed

@@ -12,9 +12,9 @@ import torch
 
 HERE = Path(__file__).parent
 KERNELS_ONLY = find_spec("msgspec") is None  # the engine cannot be imported then
-collect_ignore = (
-    ["test_gpu_engine.py", "test_gpu_model.py", "test_lost_ranks.py"] if KERNELS_ONLY else []
-)
+ENGINE_TESTS = ["test_lost_ranks.py", *(f"test_gpu_{name}.py" for name in (
+    "data_parallel", "engine", "model", "pipeline"))]  # fmt: skip
+collect_ignore = ENGINE_TESTS if KERNELS_ONLY else []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

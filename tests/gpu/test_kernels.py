@@ -28,6 +28,7 @@ SEEDS = (0, 1, 2)
 # share of whole numbers (chosen experts, tokens) that a near tie may turn at full width
 OTHER_CHOICES = 1e-3
 PLANNED_ON_THE_HOST = ("attention.prefill",)  # never part of a graph
+PARTLY_UNDEFINED = ("block_sparse.select_shard",)  # its `apply` leaves out what may be anything
 
 _BY_DTYPE = [
     pytest.param(
@@ -164,15 +165,20 @@ def test_kernel_gives_the_same_bits_in_a_graph(kernel: Kernel, dtype: torch.dtyp
     for case in map(on_gpu, small_cases(kernel, dtype, seed=1)):
         if any(isinstance(value, Tensor) and value.numel() == 0 for value in case.tensors.values()):
             continue
-        eager = tensors_of(bind(op, kernel, copy_case(case))())
+        eager = bind(op, kernel, copy_case(case))()
         call = bind(op, kernel, copy_case(case))
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = tensors_of(call())
+            captured = call()
         graph.replay()
         torch.cuda.synchronize()
-        for want, got in zip(eager, captured, strict=True):
+        if kernel.op in PARTLY_UNDEFINED:
+            eager, captured = (
+                op.apply(replace(kernel, run=lambda *_, given=given: given), case)
+                for given in (eager, captured)
+            )
+        for want, got in zip(tensors_of(eager), tensors_of(captured), strict=True):
             assert torch.equal(bits(got), bits(want)), case.label
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from negamax.base.errors import ConfigError
-from negamax.bench.floor import step_bytes
 from negamax.cli.bench_options import parse_counts
 from negamax.config.families import bundled_spec
 from negamax.models.memory import expected_distinct_experts
+from negamax.planner.floor import step_bytes
 
 M2 = bundled_spec("minimax-m2")
 BASELINE = Path(__file__).parents[2] / "docs" / "results" / "vllm-0.26-h200.json"

@@ -167,6 +167,10 @@ UNDERSTOOD = {
         f"--port 8000 --api-key k --mem-fraction-static 0.85",
         {"tensor-parallel-size": "8", "expert-parallel-size": "8"},
     ),
+    "vLLM's recipe, data and expert parallel": (
+        f"MiniMaxAI/MiniMax-M2.5 --data-parallel-size 8 --enable-expert-parallel {M2_VLLM}",
+        {"data-parallel-size": "8", "enable-expert-parallel": "on", "tensor-parallel-size": "1"},
+    ),
     "vLLM's recipe, M3 on 8 GPUs": (
         "MiniMaxAI/MiniMax-M3 --tensor-parallel-size 8 --enable-expert-parallel "
         "--mm-encoder-attn-backend FLASHINFER"
@@ -181,13 +185,6 @@ UNDERSTOOD = {
 
 NO_KEY = ("--api-key", "--allow-unauthenticated")
 REFUSED = {
-    "vLLM's recipe, data and expert parallel": (
-        f"MiniMaxAI/MiniMax-M2.5 --data-parallel-size 8 --enable-expert-parallel {M2_VLLM}",
-        (
-            "--data-parallel-size is '8': there is no data parallelism",
-            "use --tensor-parallel-size 8 --enable-expert-parallel",
-        ),
-    ),
     "MiniMax's guide, SGLang, 4 GPUs": (
         f"--model-path MiniMaxAI/MiniMax-M2 --tp-size 4 {M2_SGLANG} --host 0.0.0.0 --port 8000 "
         f"--mem-fraction-static 0.85",
@@ -204,7 +201,7 @@ REFUSED = {
         f"--data-parallel-size 4 --max-num-seqs 48"
         """ --max-model-len 40690 --compilation-config '{"cudagraph_mode": "FULL_DECODE_ONLY"}'"""
         f" --max-num-batched-tokens 16384 --gpu-memory-utilization 0.85 {EAGLE}",
-        ("use --tensor-parallel-size 4, and start one server per group of GPUs",),
+        NO_KEY,
     ),
     "vLLM Ascend's guide, A3, long contexts": (
         f"/weights/MiniMax-M2.7-w8a8-QuaRot {ASCEND} --tensor-parallel-size 8 "

@@ -109,7 +109,7 @@ def test_the_file_takes_lists_tables_and_other_servers_names(
         ("enforce_eager = 1", "is 1; allowed: true or false"),
         ("port = 'x'", "is 'x': input should be a valid integer"),
         ("max-model-len 3", "which is no TOML"),
-        ("pipeline-parallel-size = 2", "is '2': layers are not split"),
+        ("prefill-context-parallel-size = 2", "is '2': prompts are not split"),
     ],
 )
 def test_a_wrong_file_is_refused(refused: Any, tmp_path: Path, text: str, words: str) -> None:
@@ -231,6 +231,10 @@ def test_keys_add_up_and_are_not_shown(explained: Any, monkeypatch: pytest.Monke
             "1",
         ),
         ("nano --tokenizer nano", "model", "nano"),
+        ("nano -dp 2 --data-parallel-size-local 2", "data-parallel-size", "2"),
+        ("nano --tp 8 --attn-dp-size 4", "data-parallel-size", "4"),
+        ("nano --tp 8 --attn-dp-size 4", "tensor-parallel-size", "2"),
+        ("nano --enable-dp-attention --dp-size 4 --tp-size 4", "tensor-parallel-size", "1"),
     ],
 )
 def test_values_and_names_of_other_servers(
@@ -249,9 +253,12 @@ def test_values_and_names_of_other_servers(
             "prefill and decode run in one server",
         ),
         ("--hf-overrides.rope_theta 1", "edit config.json"),
-        ("--pipeline-parallel-size 2", "use --tensor-parallel-size"),
-        ("--data-parallel-size 2", "CUDA_VISIBLE_DEVICES"),
-        ("-dp 2 --tp 2", "use --tensor-parallel-size 2"),
+        ("-pcp 2", "use --tensor-parallel-size"),
+        ("--dp-size 2", "CUDA_VISIBLE_DEVICES"),
+        ("--attn-dp-size 4 --tp 6", "which is 6 (use --tensor-parallel-size 4"),
+        ("--attn-dp-size 2", "which is 1 (use --tensor-parallel-size 2"),
+        ("--data-parallel-size 4 --data-parallel-size-local 2", "runs on one machine"),
+        ("--data-parallel-hybrid-lb", "one server balances all data-parallel ranks"),
         (
             "--enable-lora --uds /tmp/x",
             "--enable-lora: adapters are not loaded (merge the adapter into the checkpoint); "

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from negamax.cli.doctor_models import GIB, Gpu, Machine, ModelVerdict
+from negamax.cli.doctor_models import Gpu, Machine, ModelVerdict
 from negamax.cli.doctor_models import verdict as verdict_of
 from negamax.cli.main import main
 from negamax.config.embedded import EMBEDDED
+from negamax.planner.gpus import GIB
 
 M2 = "MiniMaxAI/MiniMax-M2"
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from negamax.base.errors import ConfigError
+from negamax.config.parallel import ParallelOptions
 from negamax.parallel.layout import ParallelLayout, share
 
 
@@ -71,6 +72,23 @@ def test_stages_hold_consecutive_layers_of_nearly_equal_number(num_layers: int, 
     stages = [ParallelLayout(rank=rank, pp=pp).layers(num_layers) for rank in range(pp)]
     assert [layer for stage in stages for layer in stage] == list(range(num_layers))
     assert max(map(len, stages)) - min(map(len, stages)) <= 1
+
+
+def test_stages_hold_the_layers_that_a_partition_gives_them() -> None:
+    options = ParallelOptions(pipeline_parallel_size=3, pp_layer_partition="2, 5,1")
+    stages = [ParallelLayout.of(options).of_rank(rank) for rank in range(3)]
+    assert [stage.layers(8) for stage in stages] == [range(2), range(2, 7), range(7, 8)]
+    with pytest.raises(ConfigError, match=r"adds up to 8 layers, the model has 9 .*3,3,3"):
+        stages[0].layers(9)
+
+
+@given(grids())
+def test_ranks_in_one_place_of_their_stages_are_a_pipeline(grid: list[ParallelLayout]) -> None:
+    for layout in grid:
+        ranks = layout.pipeline_ranks
+        assert ranks[layout.pp_rank] == layout.rank and len(ranks) == layout.pp
+        places = {(grid[rank].dp_rank, grid[rank].cp_rank, grid[rank].tp_rank) for rank in ranks}
+        assert len(places) == 1
 
 
 def test_real_m2_shards() -> None:

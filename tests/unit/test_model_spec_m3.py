@@ -22,6 +22,7 @@ from negamax.config.kv_cache import (
 from negamax.config.minimax_m3 import MiniMaxM3Spec
 from negamax.models.family import names_of
 from negamax.models.memory import weight_bytes
+from negamax.parallel.layout import ParallelLayout
 
 PATTERN = [0] * 3 + [1] * 57
 SPARSE: dict[str, Any] = {
@@ -134,10 +135,14 @@ def test_caches_are_keys_and_values_and_index_keys_in_sparse_layers() -> None:
     }
     assert of_shards == {1: 128 * 68_736, 4: 128 * 17_184, 8: 128 * 16_272}
     # and every rank has the index queries of all heads
-    one, four = (weight_bytes(sharded, dtype="bfloat16", ranks=ranks) for ranks in (1, 4))
+    split = ParallelLayout(tp=4)
+    one, four = (
+        weight_bytes(sharded, dtype="bfloat16", layout=layout)
+        for layout in (ParallelLayout(), split)
+    )
     plain = bundled_spec("minimax-m3")
-    assert weight_bytes(plain, dtype="bfloat16", ranks=1) == one
-    assert four - weight_bytes(plain, dtype="bfloat16", ranks=4) == 57 * 384 * 6144 * 2
+    assert weight_bytes(plain, dtype="bfloat16") == one
+    assert four - weight_bytes(plain, dtype="bfloat16", layout=split) == 57 * 384 * 6144 * 2
     assert choose_block_size(caches, None, default=16) == 128
     assert choose_block_size(caches, 256, default=16) == 256
     with pytest.raises(ConfigError, match="need a multiple of 128"):

@@ -158,3 +158,15 @@ def test_a_spelled_opener_is_awaited_only_as_long_as_the_text_may_become_it() ->
     other = gate("optional", by_id=False, budget=1)
     content(other, spelled("<mm:table>"))
     assert other.is_over
+
+
+def test_a_fork_goes_its_own_way() -> None:
+    following = gate(budget=2)
+    following.push(65)
+    forked = following.fork()
+    assert [forked.push(token) for token in (66, *CLOSING)] == [None, None, None, 11]
+    assert not forked.is_open and following.is_open and following.due is None
+    following.push(66)
+    forked = following.fork()
+    forked.push(CLOSING[0])
+    assert (forked.due, following.due) == (CLOSE, CLOSING[0])

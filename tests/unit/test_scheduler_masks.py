@@ -5,6 +5,7 @@ late, and that nobody else notices.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import msgspec
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.scheduler import Scheduler, SchedulerLimits
 from negamax.scheduler.step import StepPlan, StepResult
 from tests.unit.plan_support import WatchedScheduler
-from tests.unit.test_scheduler_traces import EOS_IDS, ModelWorker, Trace, any_limits
+from tests.unit.test_scheduler_traces import EOS_IDS, GARBAGE, ModelWorker, Row, Trace, any_limits
 
 GRAMMAR = Grammar(kind="json_object")
 
@@ -161,8 +162,43 @@ def test_postponed_sequences_keep_their_place_in_the_budget() -> None:
     assert len(next_plan(scheduler).slots) == 4
 
 
+def test_a_row_with_drafts_says_how_many_and_a_late_one_has_none_that_count() -> None:
+    scheduler = Scheduler(replace(limits(), num_draft_tokens=2))
+    scheduler.add(request("a", length=3, max_tokens=20))
+    first = next_plan(scheduler)
+    second = next_plan(scheduler)
+    proposed = StepResult(first.step_id, [7], {}, {}, {}, proposed={0: [8, -1]})
+    assert scheduler.proposed(proposed) == {"a": [8, -1]}
+    scheduler.commit(first, proposed)
+    (row,) = scheduler.grammar_rows(second)
+    assert (row.num_outputs, row.num_drafts, second.num_scheduled) == (1, 2, [3])
+    scheduler.postpone(second, [0])
+    scheduler.unblock("a")
+    third = next_plan(scheduler)  # before it is known that none of them counts
+    assert scheduler.commit(second, result(second)) == []
+    (row,) = scheduler.grammar_rows(third)
+    assert (row.num_outputs, third.num_draft_tokens) == (1, [2])
+    (update,) = scheduler.commit(third, StepResult(third.step_id, [8, 9], {}, {}, {}, {0: 1}))
+    assert update.token_ids == [8, 9] and scheduler.sequences()[0].num_committed == 5
+
+
+def test_rows_under_grammars_verify_no_drafts_where_these_count_whatever_they_are() -> None:
+    limits_of = replace(limits(), num_draft_tokens=2, constrained_drafts=False)
+    scheduler = Scheduler(limits_of)
+    scheduler.add(request("a", length=3))
+    scheduler.add(request("b", length=3, grammar=None))
+    first = next_plan(scheduler)
+    scheduler.commit(first, result(first))
+    assert next_plan(scheduler).num_draft_tokens == [0, 2]
+
+
 class ForgettingWorker(ModelWorker):
     """The worker of the traces, whose samples may turn out to mean nothing."""
+
+    late: frozenset[int | None] = frozenset()  # seeds of requests: none of their drafts counts
+
+    def _drafts(self, row: Row, count: int) -> list[int]:
+        return [GARBAGE] * count if row.sampling.seed in self.late else super()._drafts(row, count)
 
     def forget_sample(self, slot: int) -> None:
         row = self.rows[slot]
@@ -189,9 +225,12 @@ class LateTrace(Trace):
         super().add(request)
 
     def launch(self, plan: StepPlan) -> None:
+        rows = [row for row in self.scheduler.grammar_rows(plan) if self.rng.random() < 0.3]
+        late = [row.row for row in rows]
+        self.worker.late = frozenset(
+            self.requests[row.request_id].sampling.seed for row in rows if row.num_drafts
+        )
         super().launch(plan)
-        rows = [row.row for row in self.scheduler.grammar_rows(plan)]
-        late = [row for row in rows if self.rng.random() < 0.3]
         self.scheduler.postpone(plan, late)
         for row in late:
             self.worker.forget_sample(plan.slots[row])

@@ -54,8 +54,7 @@ def test_what_is_offered_instead_of_a_refused_size_is_taken(
 
 
 def test_what_is_offered_before_the_model_is_known_is_taken_by_every_published_one() -> None:
-    names = [name for name in UNSUPPORTED if name != "data_parallel_size"]
-    lines = [{name: size, "tensor_parallel_size": tp} for name in names
+    lines = [{name: size, "tensor_parallel_size": tp} for name in UNSUPPORTED
              for size in range(2, 20) for tp in range(1, 20)]  # fmt: skip
     lines += [{"tensor_parallel_size": tp, "expert_parallel_size": ep}
               for tp in range(1, 20) for ep in range(1, 20) if tp % ep]  # fmt: skip
@@ -75,11 +74,11 @@ def test_the_documents_tell_the_bytes_of_each_split() -> None:
     assert len(rows) == 10
     for ranks, experts, gigabytes, padding in rows:
         for ep in map(int, re.findall(r"\d+", experts)):
-            sizes = {"ranks": int(ranks), "ep": ep}
-            found = weight_bytes(M2, dtype="bfloat16", **sizes) / 1e9
-            assert f"{found:.1f}" == gigabytes, sizes
-            said = expert_padding(M2, **sizes) or "none"
-            assert padding.replace(" ", "") in said, sizes
+            layout = ParallelLayout(tp=int(ranks), ep=ep)
+            found = weight_bytes(M2, dtype="bfloat16", layout=layout) / 1e9
+            assert f"{found:.1f}" == gigabytes, layout
+            said = expert_padding(M2, layout=layout) or "none"
+            assert padding.replace(" ", "") in said, layout
 
 
 def test_fp8_weights_are_split_over_as_many_ranks_as_others() -> None:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import model
 import torch
 import torch.nn.functional as F
-from model import NanoModel, Precision
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 # q, k, v [B, heads, S, D] -> what they attend to, and the logarithm of the sum of weights
 # [B, heads, S]
@@ -132,38 +132,25 @@ class DraftModel(nn.Module):
         return model.rms_norm(x, weight, self.config.rms_norm_eps)
 
 
-@torch.no_grad()
-def target_states(
-    target: NanoModel,
-    tokens: Tensor,
-    positions: Tensor,
-    attend: model.Attention,
-    *,
-    dtype: torch.dtype,
-    use: Precision,
-    layers: tuple[int, ...] = LAYERS,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """tokens [B, S] -> the streams that enter `layers`, one behind the other; the normed hidden
-    states; the embeddings of the tokens.
+def attend_with(mask: Tensor | BlockMask) -> Attend:
+    """Attention under a mask: a tensor [B, 1, S, S] or [S, S] bool, True where attended, by the
+    definition; a mask of flex attention by that.
     """
-    cos, sin = model.rope_tables(positions, target.config)
-    embeddings = F.embedding(tokens, target.embed.to(dtype))
-    streams = [embeddings]
-    for layer in target.layers:
-        x, _ = layer(streams[-1], cos, sin, attend, use)
-        streams.append(x)
-    hidden = model.rms_norm(streams[-1], target.norm, target.config.rms_norm_eps)
-    return torch.cat([streams[layer] for layer in layers], -1), hidden, embeddings
+    if isinstance(mask, Tensor):
+        return lambda q, k, v: _by_definition(q, k, v, mask)
+
+    def flex(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        asked = AuxRequest(lse=True)
+        found, more = flex_attention(q, k, v, block_mask=mask, enable_gqa=True, return_aux=asked)
+        assert more.lse is not None
+        return found, more.lse
+
+    return flex
 
 
-def masked(mask: Tensor) -> Attend:
-    """The definition: mask [B, 1, S, S] or [S, S] bool, True where attended."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        group = q.shape[1] // k.shape[1]
-        k, v = (x.repeat_interleave(group, dim=1).float() for x in (k, v))
-        scores = (q.float() @ k.mT * q.shape[-1] ** -0.5).masked_fill(~mask, -torch.inf)
-        weight = scores.logsumexp(-1)
-        return (scores - weight.unsqueeze(-1)).exp() @ v, weight
-
-    return attend
+def _by_definition(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1).float() for x in (k, v))
+    scores = (q.float() @ k.mT * q.shape[-1] ** -0.5).masked_fill(~mask, -torch.inf)
+    weight = scores.logsumexp(-1)
+    return (scores - weight.unsqueeze(-1)).exp() @ v, weight

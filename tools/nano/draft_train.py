@@ -1,10 +1,11 @@
-"""Train a draft for nano within a budget of wall-clock time, measure it and write it as an EAGLE3
+"""Train a draft for nano or nano-m3 within a budget of wall-clock time and write it as an EAGLE3
 folder.
 
-    python tools/nano/draft_train.py --data DIR --out DIR --seconds 500
+    python tools/nano/draft_train.py --data DIR --out DIR --seconds 500 [--target nano-m3]
 
-Shards come from `data.py --out`, which runs beside this. The target is the shipped checkpoint, with
-the FP8 rounding of its weights and activations, and is not trained. The loss is that of EAGLE3's
+Shards come from `data.py --out` or `m3_data.py --out`, which runs beside this. The target is the
+shipped checkpoint, with the FP8 rounding of its weights and activations, and is not trained. The
+loss is that of EAGLE3's
 trainers: over the steps of the unrolled draft the cross-entropy with the target's distribution,
 renormalised over the draft's vocabulary, on what the assistant writes and where the target's best
 token is in that vocabulary, each step with 0.8 of the weight of the one before.
@@ -18,27 +19,21 @@ import time
 from pathlib import Path
 from typing import Any
 
-import export
-import model
 import numpy as np
 import torch
-import train
-from draft_model import (
-    LAYERS,
-    Attend,
-    DraftConfig,
-    DraftModel,
-    masked,
-    target_states,
-)
-from model import NanoModel
+import torch.nn.functional as F
+from draft_model import LAYERS, DraftConfig, DraftModel, attend_with
+from draft_targets import NanoM3Target, NanoTarget, Target
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask
+from train import Batch
 
 DECAY = 0.8
 WARMUP_STEPS = 100
-NANO = Path(__file__).resolve().parents[2] / "negamax" / "assets" / "nano"
+BATCH_TOKENS = 98_304
+ASSETS = Path(__file__).resolve().parents[2] / "negamax" / "assets"
+TARGETS = {"nano": NanoTarget, "nano-m3": NanoM3Target}
 MARKERS = 4096  # tokens from here on are MiniMax's own
 
 
@@ -57,40 +52,33 @@ class Trainer:
     """The draft, its optimizer and the compiled step. Written by `step` only."""
 
     def __init__(
-        self,
-        target: NanoModel,
-        draft: DraftModel,
-        vocabulary: Tensor,
-        *,
-        rows: int,
-        row_tokens: int,
+        self, target: Target, draft: DraftModel, vocabulary: Tensor, *, shape: tuple[int, int],
         rate: float,
-        layers: tuple[int, ...] = LAYERS,
-        use: model.Precision | None = None,
-    ) -> None:
-        self.device, self.layers = vocabulary.device, layers
-        self.target, self.draft, self.ids = target.requires_grad_(False), draft, vocabulary
+    ) -> None:  # fmt: skip
+        self.device = vocabulary.device
+        self.target, self.draft, self.ids = target, draft, vocabulary
+        self.head = target.head.detach()
         self.is_gpu = self.device.type == "cuda"
-        self.dtype = torch.bfloat16 if self.is_gpu else torch.float32
-        self.use = use or model.precision(self.dtype, weights=True, activations=True)
         self.known = torch.zeros(
-            target.config.vocab_size, dtype=torch.bool, device=self.device
+            target.vocab_size, dtype=torch.bool, device=self.device
         ).index_fill_(0, vocabulary, True)
         self.adam = torch.optim.AdamW(
             draft.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=self.is_gpu
         )
         self.full_rate, self.num_steps, self.num_tokens = rate, 0, 0
-        self.positions = torch.arange(row_tokens, device=self.device)
-        self.documents = torch.zeros(rows, row_tokens, dtype=torch.int32, device=self.device)
+        self.positions = torch.arange(shape[1], device=self.device)
+        self.documents = torch.zeros(shape, dtype=torch.int32, device=self.device)
         self.make_mask = torch.compile(create_block_mask) if self.is_gpu else create_block_mask
         self.loss = torch.compile(self._loss) if self.is_gpu else self._loss
 
-    def step(self, batch: train.Batch, done: float) -> Tensor:
+    def step(self, batch: Batch, done: float) -> Tensor:
         """One optimizer step when `done` of the time is over; the loss and, of each of STEPS, the
         share of guesses that are the target's best token, [1 + STEPS] on the device.
         """
         self.documents.copy_(batch.documents)
-        loss, right = self.loss(batch.tokens, batch.inputs, batch.targets, self._mask())
+        mask = self._mask()
+        states = self.target.states(batch, mask)
+        loss, right = self.loss(*states, batch.inputs, batch.targets, mask)
         loss.backward()
         warm = min(1.0, (self.num_steps + 1) / WARMUP_STEPS)
         for group in self.adam.param_groups:
@@ -103,18 +91,14 @@ class Trainer:
         return torch.cat([loss.detach()[None], right])
 
     def _loss(
-        self, tokens: Tensor, inputs: Tensor, targets: Tensor, mask: Any
-    ) -> tuple[Tensor, Tensor]:
-        target_attend, attend = self._attention(mask)
-        streams, hidden, embeddings = target_states(
-            self.target, tokens, self.positions, target_attend,
-            dtype=self.dtype, use=self.use, layers=self.layers,
-        )  # fmt: skip
+        self, streams: Tensor, hidden: Tensor, embeddings: Tensor, inputs: Tensor, targets: Tensor,
+        mask: Any,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         with torch.no_grad():
-            logits = self.target.logits(hidden.flatten(0, 1)[inputs]).float()
+            logits = F.linear(hidden.flatten(0, 1)[inputs], self.head.to(hidden.dtype)).float()
             best, wanted = logits.argmax(-1), logits[:, self.ids].log_softmax(-1)
-            documents, places = self.documents.flatten(), inputs % tokens.shape[1]
-        steps = self.draft(streams, embeddings, self.positions, attend)
+            documents, places = self.documents.flatten(), inputs % hidden.shape[1]
+        steps = self.draft(streams, embeddings, self.positions, attend_with(mask))
         loss, right = torch.zeros((), device=self.device), []
         for step, out in enumerate(steps):
             # token t + 1 is guessed from row t - 1 - step
@@ -128,21 +112,6 @@ class Trainer:
             hit = there & (self.ids[guess.argmax(-1)] == best)
             right.append(hit.sum() / there.sum().clamp_min(1))
         return loss, torch.stack(right)
-
-    def _attention(self, mask: Any) -> tuple[model.Attention, Attend]:
-        if not self.is_gpu:
-            attend = masked(mask)
-            return lambda q, k, v: attend(q, k, v)[0].to(q.dtype), attend
-
-        def flex(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            asked = AuxRequest(lse=True)
-            found, more = flex_attention(
-                q, k, v, block_mask=mask, enable_gqa=True, return_aux=asked
-            )
-            assert more.lse is not None
-            return found, more.lse
-
-        return lambda q, k, v: flex(q, k, v)[0], flex
 
     def _mask(self) -> Any:
         documents = self.documents
@@ -164,6 +133,7 @@ def write(
     *,
     layers: tuple[int, ...],
     vocab_size: int,
+    window: int,
 ) -> None:
     """An EAGLE3 folder in SpecForge's layout. The layers are named by what leaves them."""
     config, size = draft.config, len(vocabulary)
@@ -181,7 +151,9 @@ def write(
     tensors["d2t"] = ids - torch.arange(size)
     tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids, True)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    path = folder / "model.safetensors"
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)
     described = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -194,7 +166,7 @@ def write(
         "head_dim": config.head_dim,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
-        "max_position_embeddings": 4096,
+        "max_position_embeddings": window,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
         "vocab_size": vocab_size,
@@ -222,26 +194,24 @@ def run(arguments: argparse.Namespace) -> None:
     """Train until the time is up, then write the folder."""
     torch.manual_seed(arguments.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    target = export.load(arguments.target, device, torch.float32)
+    target = TARGETS[arguments.target].load(ASSETS / arguments.target, device)
     config = DraftConfig(draft_vocab_size=arguments.draft_vocab_size)
     shards = first_shards(arguments.data, arguments.vocab_shards)
-    ids = choose_vocabulary(shards, config.draft_vocab_size, target.config.vocab_size).to(device)
+    ids = choose_vocabulary(shards, config.draft_vocab_size, target.vocab_size).to(device)
     draft = DraftModel(config).to(device)
     with torch.no_grad():  # it reads a like hidden state
         draft.head.copy_(target.head[ids])
         draft.norm.copy_(target.norm)
-    trainer = Trainer(
-        target, draft, ids,
-        rows=arguments.rows, row_tokens=arguments.row_tokens, rate=arguments.rate,
-    )  # fmt: skip
-    loader = train.Loader(
-        arguments.data, rows=arguments.rows, row_tokens=arguments.row_tokens,
-        capacity=int(arguments.rows * arguments.row_tokens * arguments.trained_share),
-        seed=arguments.seed,
+    row_tokens = arguments.row_tokens or target.window
+    rows = arguments.rows or max(1, BATCH_TOKENS // row_tokens)
+    trainer = Trainer(target, draft, ids, shape=(rows, row_tokens), rate=arguments.rate)
+    batches = target.batches(
+        arguments.data, rows=rows, row_tokens=row_tokens, seed=arguments.seed,
+        capacity=int(rows * row_tokens * arguments.trained_share),
     )  # fmt: skip
     began, window = time.monotonic(), list[Tensor]()
     while (elapsed := time.monotonic() - began) < arguments.seconds:
-        window.append(trainer.step(loader.next(device), elapsed / arguments.seconds))
+        window.append(trainer.step(next(batches), elapsed / arguments.seconds))
         if trainer.num_steps % arguments.log_every == 0:
             loss, *right = torch.stack(window).mean(0).tolist()  # host-sync: progress line
             shares = " ".join(f"{share:.4f}" for share in right)
@@ -251,7 +221,10 @@ def run(arguments: argparse.Namespace) -> None:
                 flush=True,
             )
             window = []
-    write(trainer.draft, ids, arguments.out, layers=LAYERS, vocab_size=target.config.vocab_size)
+    write(
+        trainer.draft, ids, arguments.out, layers=LAYERS, vocab_size=target.vocab_size,
+        window=target.window,
+    )  # fmt: skip
     print(f"done: {trainer.num_steps} steps, {trainer.num_tokens} tokens, {arguments.out}")
 
 
@@ -260,10 +233,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--target", type=Path, default=NANO)
+    parser.add_argument("--target", choices=TARGETS, default="nano")
     parser.add_argument("--seconds", type=float, default=500.0)
-    parser.add_argument("--rows", type=int, default=24)
-    parser.add_argument("--row-tokens", type=int, default=4096)
+    parser.add_argument("--rows", type=int, help="default: as many as make 98,304 tokens")
+    parser.add_argument("--row-tokens", type=int, help="default: the target's window")
     parser.add_argument("--trained-share", type=float, default=0.3)
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--draft-vocab-size", type=int, default=1024)

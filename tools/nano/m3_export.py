@@ -16,9 +16,10 @@ from typing import Any
 import m3_tokenizer
 import torch
 from export import _dump, quantise
-from m3_model import M3Config
+from m3_model import M3Config, M3Model
 from m3_train import load_state
-from safetensors.torch import save_file
+from model import spread
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 TEMPLATE = Path(__file__).with_name("m3_chat_template.jinja")
@@ -189,6 +190,47 @@ def write(state: dict[str, Tensor], folder: Path, config: M3Config, *, fp8: bool
     _dump(GENERATION, folder / "generation_config.json")
     m3_tokenizer.write(folder)
     shutil.copyfile(TEMPLATE, folder / "chat_template.jinja")
+
+
+def load(folder: Path) -> M3Model:
+    """The model of a checkpoint folder that `write` wrote, FP8 weights multiplied out."""
+    config, tensors = M3Config(), dict[str, Tensor]()
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(path)
+
+    def take(name: str) -> Tensor:
+        weight, scales = tensors[f"{name}.weight"].float(), tensors.get(f"{name}.weight_scale_inv")
+        return weight if scales is None else weight * spread(scales)
+
+    root = "language_model"
+    state = {
+        "embed": take(f"{root}.model.embed_tokens"),
+        "norm": take(f"{root}.model.norm"),
+        "head": take(f"{root}.lm_head"),
+    }
+    for index in range(config.num_hidden_layers):
+        is_sparse = index >= config.num_dense_layers
+        here, there = f"layers.{index}", f"{root}.model.layers.{index}"
+        for short, name in (NORMS | (INDEX_NORMS if is_sparse else {})).items():
+            state[f"{here}.{short}"] = take(f"{there}.{name}")
+        for short, name in (ATTENTION | (INDEX if is_sparse else {})).items():
+            state[f"{here}.{short}"] = take(f"{there}.self_attn.{name}")
+        moe = f"{there}.block_sparse_moe"
+        places = [f"{there}.mlp.{{}}"]
+        state[f"{here}.expert_bias"] = torch.zeros(0)
+        if is_sparse:
+            state[f"{here}.gate"] = take(f"{moe}.gate")
+            state[f"{here}.expert_bias"] = tensors[f"{moe}.e_score_correction_bias"]
+            experts = range(config.num_local_experts)
+            places = [f"{moe}.experts.{expert}.{{}}" for expert in experts]
+        for short, name in MLP.items():
+            parts = [take(place.format(short if is_sparse else name)) for place in places]
+            if is_sparse:
+                parts.append(take(f"{moe}.shared_experts.{name}"))
+            state[f"{here}.{short}"] = torch.stack(parts)
+    net = M3Model(config)
+    net.load_state_dict(state)
+    return net
 
 
 def main() -> None:

@@ -123,7 +123,8 @@ class Loader:
 
     def _fill(self) -> None:
         for shard in self._shards():
-            order = self.random.permutation(len(shard["lengths"]))
+            fitting = np.flatnonzero(shard["lengths"] <= self.row_tokens)
+            order = self.random.permutation(fitting)
             while len(order):
                 if shard["lengths"][order].sum() < self.rows * self.row_tokens:
                     break

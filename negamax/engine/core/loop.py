@@ -1,4 +1,6 @@
-"""The step loop: launch step N, then commit step N-1 while N runs."""
+"""The step loop: launch step N, then commit step N-1 while N runs. A pipeline of P stages commits
+step N-P then.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ from negamax.base.errors import EngineDeadError, EngineError, NegamaxError
 from negamax.base.log import get_logger
 from negamax.engine.core.executor import Executor, StepHandle
 from negamax.engine.core.rank_watch import RankWatch
-from negamax.engine.grammar.manager import GrammarManager
+from negamax.engine.grammar.manager import GrammarManager, RequestGrammar
 from negamax.engine.wire import EngineStats, StepOutputs
 from negamax.scheduler import crash_details
+from negamax.scheduler.group import GroupScheduler
 from negamax.scheduler.request import GenerateRequest
-from negamax.scheduler.scheduler import Scheduler
 from negamax.scheduler.step import SequenceUpdate, StepPlan
 from negamax.worker.config import DebugCommand, DebugResult
 
@@ -33,7 +35,7 @@ WAIT_SECONDS = 0.005  # between looks for new requests, while all here wait for 
 
 @dataclass(frozen=True)
 class _InFlight:
-    plan: StepPlan
+    plans: list[StepPlan]  # of each data-parallel rank
     handle: StepHandle
     started: float  # monotonic seconds
 
@@ -43,11 +45,12 @@ class EngineLoop:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: GroupScheduler,
         executor: Executor,
         *,
         grammars: GrammarManager,
         overlap: bool,
+        num_stages: int = 1,
         crash_dumps: CrashDumps,
     ) -> None:
         self._scheduler = scheduler
@@ -55,8 +58,10 @@ class EngineLoop:
         self._grammars = grammars
         self._overlap = overlap
         self._crash_dumps = crash_dumps
-        self._last_plans: deque[StepPlan] = deque(maxlen=2)  # launched; for a crash dump
-        self._in_flight: _InFlight | None = None
+        self._last_plans: deque[list[StepPlan]] = deque(maxlen=2)  # launched; for a crash dump
+        # launched and not committed, the oldest first; None for a turn without a plan
+        self._in_flight: deque[_InFlight | None] = deque()
+        self._num_stages = num_stages
         self._pending_updates: list[SequenceUpdate] = []
         self._step_count = 0
         self._prefill_tokens = 0
@@ -70,7 +75,7 @@ class EngineLoop:
     def has_work(self) -> bool:
         return (
             self._scheduler.has_unfinished
-            or self._in_flight is not None
+            or any(self._in_flight)
             or bool(self._pending_updates)
             or self._grammars.num_opening > 0
         )
@@ -111,27 +116,30 @@ class EngineLoop:
         self._scheduler.reset_prefix_cache()
 
     def step(self) -> list[SequenceUpdate]:
-        """Launch the next step, commit the one before it, and return what the requests gained."""
+        """Launch the next step, commit the oldest that is due, and return what the requests
+        gained.
+        """
         self._add_opened()
-        plan = self._scheduler.plan()
+        plans = self._scheduler.plan()
         launched = None
-        if plan is not None:
-            self._last_plans.append(plan)
-            launched = _InFlight(plan, self._executor.launch([plan]), time.monotonic())
+        if plans is not None:
+            self._last_plans.append(plans)
+            launched = _InFlight(plans, self._executor.launch(plans), time.monotonic())
             self._admitted.extend(
                 (request_id, launched.started) for request_id in self._scheduler.take_admitted()
             )
         updates, self._pending_updates = self._pending_updates, []
-        if self._in_flight is not None:
-            updates += self._commit(self._in_flight)
-        elif launched is None and not updates:
+        if launched is None and not any(self._in_flight) and not updates:
             self._wait()
-        if plan is not None and plan.grammar_rows:
-            updates += self._send_bitmask(plan)
+        oldest = self._in_flight.popleft() if len(self._in_flight) == self._num_stages else None
+        if oldest is not None:
+            updates += self._commit(oldest)
+        if plans is not None:
+            updates += self._send_bitmasks(plans)
         if launched is not None and not self._overlap:
             updates += self._commit(launched)
             launched = None
-        self._in_flight = launched
+        self._in_flight.append(launched)
         return updates
 
     def report(self, updates: list[SequenceUpdate]) -> StepOutputs:
@@ -144,24 +152,28 @@ class EngineLoop:
         return report
 
     def stats(self) -> EngineStats:
-        s = self._scheduler
+        ranks = self._scheduler.ranks
+        accepted = [
+            sum(of_ranks)
+            for of_ranks in zip(*(rank.accepted_per_position for rank in ranks), strict=True)
+        ]
         return EngineStats(
             at=time.monotonic(),
-            num_running=s.num_running,
-            num_waiting=s.num_waiting + self._grammars.num_opening,
-            num_kv_blocks=s.limits.num_blocks,
-            num_free_kv_blocks=s.num_free_blocks,
+            num_running=sum(rank.num_running for rank in ranks),
+            num_waiting=self._scheduler.num_waiting + self._grammars.num_opening,
+            num_kv_blocks=sum(rank.limits.num_blocks for rank in ranks),
+            num_free_kv_blocks=sum(rank.num_free_blocks for rank in ranks),
             step_count=self._step_count,
-            preemption_count=s.preemption_count,
-            prompt_tokens=s.prompt_tokens,
-            cached_prompt_tokens=s.cached_prompt_tokens,
-            generated_tokens=s.generated_tokens,
+            preemption_count=sum(rank.preemption_count for rank in ranks),
+            prompt_tokens=sum(rank.prompt_tokens for rank in ranks),
+            cached_prompt_tokens=sum(rank.cached_prompt_tokens for rank in ranks),
+            generated_tokens=sum(rank.generated_tokens for rank in ranks),
             device_seconds=self._device_seconds,
             idle_seconds=self._idle_seconds,
-            num_drafts=s.draft_rows,
-            num_draft_tokens=s.draft_tokens,
-            num_accepted_tokens=sum(s.accepted_per_position),
-            accepted_per_position=tuple(s.accepted_per_position),
+            num_drafts=sum(rank.draft_rows for rank in ranks),
+            num_draft_tokens=sum(rank.draft_tokens for rank in ranks),
+            num_accepted_tokens=sum(accepted),
+            accepted_per_position=tuple(accepted),
             prefill_tokens=self._prefill_tokens,
         )
 
@@ -187,7 +199,9 @@ class EngineLoop:
             "stats": msgspec.structs.asdict(self.stats()),
             "requests": crash_details.of_sequences(self._scheduler.sequences()),
             "opening_grammars": list(self._grammars.opening_ids()),
-            "last_plans": [crash_details.of_plan(plan) for plan in self._last_plans],
+            "last_plans": [
+                crash_details.of_plan(plan) for plans in self._last_plans for plan in plans
+            ],
         }
 
     def _take_in(self, request: GenerateRequest, take: Callable[[GenerateRequest], object]) -> None:
@@ -234,16 +248,20 @@ class EngineLoop:
         for request_id in self._grammars.arrived():
             self._scheduler.unblock(request_id)
 
-    def _send_bitmask(self, plan: StepPlan) -> list[SequenceUpdate]:
-        """Send the grammar bitmask of a launched plan, for which the step before it had to be
+    def _send_bitmasks(self, plans: list[StepPlan]) -> list[SequenceUpdate]:
+        """Send the grammar bitmasks of a launched step, for which the step before it had to be
         committed first; requests that end so.
         """
-        rows = self._scheduler.grammar_rows(plan)
-        bitmask, ended = self._grammars.bitmask(
-            plan.step_id, rows, may_wait=len(plan.grammar_rows) == len(plan.slots)
-        )
-        self._executor.send_bitmask(bitmask)
-        self._scheduler.postpone(plan, bitmask.postponed)
+        may_wait = all(len(plan.grammar_rows) == len(plan.slots) for plan in plans)
+        ended: list[RequestGrammar] = []
+        for dp_rank, (plan, rank) in enumerate(zip(plans, self._scheduler.ranks, strict=True)):
+            if plan.grammar_rows:
+                bitmask, ended_here = self._grammars.bitmask(
+                    plan.step_id, rank.grammar_rows(plan), may_wait=may_wait
+                )
+                self._executor.send_bitmask(bitmask, dp_rank=dp_rank)
+                rank.postpone(plan, bitmask.postponed)
+                ended += ended_here
         updates: list[SequenceUpdate] = []
         for rule in ended:
             reason = "stop" if rule.problem is None else "error"
@@ -254,7 +272,8 @@ class EngineLoop:
                         end, is_refusal=rule.refusal is not None, is_lost=rule.is_lost
                     )
                 )
-        self._grammars.advance(updates)
+        if updates:
+            self._grammars.advance(updates)
         return updates
 
     def _wait(self) -> None:
@@ -266,31 +285,35 @@ class EngineLoop:
 
     def _commit(self, step: _InFlight) -> list[SequenceUpdate]:
         try:
-            (result,) = step.handle.results()
+            results = step.handle.results()
         except EngineDeadError:
             raise
         except Exception as error:
-            logger.exception("step %d was lost", step.plan.step_id)
-            self.dump_crash(f"step {step.plan.step_id} was lost", error)
+            step_id = step.plans[0].step_id
+            logger.exception("step %d was lost", step_id)
+            self.dump_crash(f"step {step_id} was lost", error)
             updates = self._scheduler.fail(
-                step.plan, f"the step that ran this request failed ({type(error).__name__})"
+                step.plans, f"the step that ran this request failed ({type(error).__name__})"
             )
             self._grammars.advance(updates)
             return updates
-        plan = step.plan
+        plans = step.plans
         now = time.monotonic()
-        seconds = result.device_seconds or now - max(step.started, self._committed_at)
+        device_seconds = max(result.device_seconds for result in results)
+        seconds = device_seconds or now - max(step.started, self._committed_at)
         self._committed_at = now
         self._step_count += 1
-        self._step_tokens.append(plan.num_tokens)
+        self._step_tokens.append(sum(plan.num_tokens for plan in plans))
         self._prefill_tokens += sum(
             count
+            for plan in plans
             for count, drafts in zip(plan.num_scheduled, plan.num_draft_tokens, strict=True)
             if count - drafts > 1
         )
-        self._device_seconds += result.device_seconds
-        self._idle_seconds += result.idle_seconds
-        updates = self._scheduler.commit(plan, result, seconds=seconds)
-        for request_id in self._grammars.advance(updates):
+        self._device_seconds += device_seconds
+        self._idle_seconds += min(result.idle_seconds for result in results)
+        proposed = self._scheduler.proposed(results)
+        updates = self._scheduler.commit(plans, results, seconds=seconds)
+        for request_id in self._grammars.advance(updates, proposed):
             self._scheduler.clear_grammar(request_id)
         return updates

@@ -4,7 +4,7 @@ the scheduler's limits.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 from negamax.base import env
 from negamax.base.crash_dump import CrashDumps
@@ -12,7 +12,7 @@ from negamax.base.errors import ConfigError
 from negamax.base.log import get_logger
 from negamax.config.kv_cache import check_index_options, choose_block_size, shards_index
 from negamax.config.model_spec import ModelSpec
-from negamax.config.options import EngineOptions
+from negamax.config.options import STEP_LIMITS, EngineOptions
 from negamax.engine.core.executor import Executor, start_executor
 from negamax.engine.core.loop import EngineLoop
 from negamax.engine.core.scripted_executor import ScriptedExecutor
@@ -22,26 +22,12 @@ from negamax.engine.wire import ModelInfo
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split
 from negamax.scheduler.draft_length import AdaptiveDraftLength
-from negamax.scheduler.scheduler import Scheduler, SchedulerLimits
+from negamax.scheduler.group import GroupScheduler
+from negamax.scheduler.scheduler import SchedulerLimits
 from negamax.text.script import read_script
 from negamax.worker.config import WorkerConfig, WorkerReady
 
 logger = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class _StepLimits:
-    """Sizes of a step and of a KV block unless the user says otherwise."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    block_size: int
-
-
-# A GPU reads all experts for any large prefill, so its chunks are long, and its attention gathers
-# blocks of 64 tokens faster (docs/performance.md). A CPU's chunks are short, so that tokens keep
-# flowing.
-STEP_LIMITS = {"cuda": _StepLimits(256, 8192, 64), "cpu": _StepLimits(64, 2048, 16)}
 
 
 def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
@@ -70,7 +56,8 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
     if device == "cpu":
         env.settle_cpu_products()
     limits = STEP_LIMITS[device]
-    max_num_seqs = options.max_num_seqs or limits.max_num_seqs
+    is_throughput = options.performance_mode == "throughput"  # twice as many, as in vLLM
+    max_num_seqs = options.max_num_seqs or limits.max_num_seqs * (2 if is_throughput else 1)
     max_num_batched_tokens = options.max_num_batched_tokens or limits.max_num_batched_tokens
     block_size = choose_block_size(spec.kv_caches(), options.block_size, default=limits.block_size)
     check_index_options(
@@ -144,6 +131,7 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
         executor,
         grammars=grammars,
         overlap=options.enable_overlap,
+        num_stages=layout.pp,
         crash_dumps=CrashDumps(options.crash_dump_dir, part="engine", options=asdict(options)),
     )
     return loop, info
@@ -151,8 +139,9 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
 
 def _scheduler(
     options: EngineOptions, config: WorkerConfig, ready: WorkerReady, *, max_model_len: int
-) -> Scheduler:
+) -> GroupScheduler:
     speculation = config.speculation
+    num_ranks = 1 if options.script else config.layout.dp
     limits = SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -161,13 +150,19 @@ def _scheduler(
         num_blocks=ready.num_kv_blocks,
         enable_prefix_caching=options.enable_prefix_caching,
         # the client refuses long before
-        max_queued_requests=2 * (options.max_queued_requests + config.max_num_seqs),
+        max_queued_requests=2 * (options.max_queued_requests + num_ranks * config.max_num_seqs),
         eos_token_ids=frozenset(config.eos_token_ids),
         num_draft_tokens=ready.num_draft_tokens,
+        num_stages=config.layout.pp if options.enable_overlap else 1,
+        # drafts that count as right whatever they are would break any grammar
+        constrained_drafts=not speculation or speculation.synthetic_acceptance_rates is None,
     )
     if speculation is None or not speculation.adaptive or not ready.num_draft_tokens:
-        return Scheduler(limits)
-    return Scheduler(limits, AdaptiveDraftLength(speculation.lengths, ready.step_seconds))
+        return GroupScheduler(limits, [None] * num_ranks)
+    lengths = [
+        AdaptiveDraftLength(speculation.lengths, ready.step_seconds) for _ in range(num_ranks)
+    ]
+    return GroupScheduler(limits, lengths)
 
 
 def _find_device(name: str) -> tuple[str, int | None]:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import dataclass, field
+from itertools import count, takewhile
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +41,7 @@ MAX_ATTEMPTS = 2  # at opening a grammar whose process dies meanwhile
 # processes with a compiler that will not end, kept for the outputs that they follow
 MAX_RETIRED = 2
 MAX_REMEMBERED = 256  # grammars that took too long
+_NOTHING: Mapping[str, list[int]] = {}
 
 
 @dataclass(eq=False)
@@ -54,7 +55,10 @@ class RequestGrammar:
     is_open: bool = False  # as far as the grammar is concerned
     refusal: str | None = None  # why it cannot be served, where that is the request's own fault
     attempts: int = 0
-    mask: Mask | None = None  # of the grammar, after all parts it has answered to
+    # of the grammar: after all parts it has answered to, then behind draft tokens
+    masks: list[Mask] = field(default_factory=list)
+    # that the next step may verify, -1: none
+    drafts: list[int] = field(default_factory=list)
     num_asked: int = 0  # advances without an answer
     asked: float = 0.0  # monotonic seconds, of the latest opening or advance
     kept_back: frozenset[int] = frozenset()  # tokens that must not come within an open reasoning
@@ -71,13 +75,7 @@ class RequestGrammar:
     @property
     def is_reasoning(self) -> bool:
         """Whether the grammar has not begun yet."""
-        reasoning = self.request.sampling.reasoning
-        return (
-            self.gate is not None
-            and self.gate.is_open
-            and reasoning is not None
-            and reasoning.state == "open"
-        )
+        return self.is_reasoning_at(self.gate)
 
     @property
     def is_awaited(self) -> bool:
@@ -85,6 +83,16 @@ class RequestGrammar:
         if self.num_asked == 0 or self.problem is not None or self.has_ended:
             return False
         return not self.is_reasoning and (self.gate is None or self.gate.due is None)
+
+    def is_reasoning_at(self, gate: ReasoningGate | None) -> bool:
+        """The same, behind what `gate` has seen."""
+        reasoning = self.request.sampling.reasoning
+        return (
+            gate is not None
+            and gate.is_open
+            and reasoning is not None
+            and reasoning.state == "open"
+        )
 
     def push(self, token_id: int) -> int | bytes | None:
         """Take a committed token; what of it belongs to the content."""
@@ -185,12 +193,16 @@ class GrammarManager:
         self._discard(rule)
         return was_opening
 
-    def advance(self, updates: Sequence[SequenceUpdate]) -> list[str]:
-        """Take in what a committed step brought; the requests that nothing constrains any more."""
+    def advance(
+        self, updates: Sequence[SequenceUpdate], proposed: Mapping[str, list[int]] = _NOTHING
+    ) -> list[str]:
+        """Take in what a committed step brought, and what it has proposed to follow, by request;
+        the requests that nothing constrains any more.
+        """
         if not self._rules:
             return []
         released: list[str] = []
-        advances: dict[GrammarClient, list[tuple[int, list[wire.Part]]]] = {}
+        advances: dict[GrammarClient, list[tuple[int, list[wire.Part], list[int]]]] = {}
         for update in updates:
             rule = self._rules.get(update.request_id)
             if rule is None:
@@ -201,8 +213,10 @@ class GrammarManager:
             parts = [
                 part for token_id in update.token_ids if (part := rule.push(token_id)) is not None
             ]
+            rule.drafts = proposed.get(update.request_id, [])
             if rule.client is not None and parts:
-                advances.setdefault(rule.client, []).append((rule.key, parts))
+                drafts = list(takewhile(lambda draft: draft >= 0, rule.drafts))
+                advances.setdefault(rule.client, []).append((rule.key, parts, drafts))
                 rule.num_asked += 1
                 rule.asked = time.monotonic()
             elif rule.client is None and rule.gate is not None and rule.gate.is_over:
@@ -260,13 +274,18 @@ class GrammarManager:
             elif rule.is_awaited:
                 rule.is_late = True
                 bitmask.postponed.append(row.row)
-            elif (mask := self._mask(rule, num_outputs=row.num_outputs)) is not None:
-                found.append(mask)
-                place = places.setdefault(id(mask), len(places))
-                if place == len(bitmask.masks):
-                    bitmask.masks.append(mask.tobytes())
-                bitmask.rows.append(row.row)
-                bitmask.places.append(place)
+            else:
+                masks = self._masks(rule, row)
+                is_free = len(masks) > row.num_drafts and all(mask is None for mask in masks)
+                for mask in [] if is_free else masks:
+                    place = -1
+                    if mask is not None:
+                        found.append(mask)
+                        place = places.setdefault(id(mask), len(places))
+                        if place == len(bitmask.masks):
+                            bitmask.masks.append(mask.tobytes())
+                    bitmask.rows.append(row.row)
+                    bitmask.places.append(place)
         return bitmask, ended
 
     def wait(self, seconds: float) -> None:
@@ -285,20 +304,40 @@ class GrammarManager:
         self._client, self._retired = None, []
         self._loader.shutdown(wait=False, cancel_futures=True)
 
-    def _mask(self, rule: RequestGrammar, *, num_outputs: int) -> Mask | None:
-        """What the next token may be; None: anything."""
-        if rule.gate is not None and rule.gate.due is not None:
-            return self._maker.only(rule.gate.due)
-        if rule.client is None:
-            return None
-        sampling = rule.request.sampling
-        too_early = frozenset((*self._setup.eos_token_ids, *sampling.stop_token_ids))
-        is_early = num_outputs < sampling.min_tokens
-        if rule.is_reasoning:
-            kept_back = rule.kept_back | too_early if is_early else rule.kept_back
-            return self._maker.all_but(kept_back) if kept_back else None
-        assert rule.mask is not None
-        return self._maker.without(rule.mask, too_early) if is_early else rule.mask
+    def _masks(self, rule: RequestGrammar, row: GrammarRow) -> list[Mask | None]:
+        """What the samples of a row may be, as far as masks are here, None: anything. The first
+        one's is.
+        """
+        gate = None if rule.gate is None else rule.gate.fork()
+        # (with answers outstanding, those that are here belong to earlier places)
+        of_grammar = [] if rule.num_asked else rule.masks
+        found: list[Mask | None] = []
+        num_taken = 0  # of what the grammar reads
+        while len(found) <= row.num_drafts:
+            sampling = rule.request.sampling
+            is_early = row.num_outputs + len(found) < sampling.min_tokens
+            too_early = frozenset((*self._setup.eos_token_ids, *sampling.stop_token_ids))
+            mask: Mask | None = None
+            if gate is not None and gate.due is not None:
+                mask = self._maker.only(gate.due)
+            elif rule.client is not None and rule.is_reasoning_at(gate):
+                kept_back = rule.kept_back | too_early if is_early else rule.kept_back
+                mask = self._maker.all_but(kept_back) if kept_back else None
+            elif rule.client is not None:
+                if num_taken >= len(of_grammar):
+                    break
+                mask = of_grammar[num_taken]
+                mask = self._maker.without(mask, too_early) if is_early else mask
+            found.append(mask)
+            if len(found) > len(rule.drafts):
+                break
+            draft = rule.drafts[len(found) - 1]
+            if draft < 0 or (mask is not None and not allows(mask, draft)):
+                # no sample is this draft: what is sampled behind it does not count
+                return [*found, *[None] * (row.num_drafts + 1 - len(found))]
+            num_taken += gate is None or gate.push(draft) is not None
+        assert found
+        return found
 
     def _has_gate(self, rule: RequestGrammar) -> bool:
         """Make the rule's gate if it needs one; False: the tokenizer for it is not loaded yet."""
@@ -372,7 +411,7 @@ class GrammarManager:
                         _set_mask(rule, answer)
 
     def _set_open(self, rule: RequestGrammar, mask: Mask) -> None:
-        rule.is_open, rule.mask = True, mask
+        rule.is_open, rule.masks = True, [mask]
         sampling = rule.request.sampling
         kept_back = {
             token_id for token_id in self._setup.eos_token_ids if not allows(mask, token_id)
@@ -475,4 +514,5 @@ def _set_mask(rule: RequestGrammar, answer: wire.NextMask) -> None:
     elif answer.mask is None:
         rule.has_ended = True
     else:
-        rule.mask = np.frombuffer(answer.mask, dtype=np.uint8)
+        masks = answer.mask, *answer.behind_drafts
+        rule.masks = [np.frombuffer(mask, dtype=np.uint8) for mask in masks]

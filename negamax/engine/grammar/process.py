@@ -29,6 +29,7 @@ from negamax.base.process import exit_now, exit_with_parent
 from negamax.config.grammar import Grammar, Reasoning
 from negamax.engine.grammar import wire
 from negamax.engine.grammar.fair_threads import FairThreads
+from negamax.engine.grammar.masks import Mask, allows
 from negamax.text.formats.registry import CALL_STYLES, TOKEN_TAGS
 from negamax.text.grammar.structural_tag import structural_tag
 from negamax.text.tokenizer import Tokenizer
@@ -44,6 +45,7 @@ COMPILERS = 2  # grammars compiled at a time
 COMPILER_PATIENCE = 1.0  # seconds after which a compilation no longer counts as one of them
 # a mask beyond this is not waited for, and the output's next ones are worked out apart
 SLOW_SECONDS = 0.02
+DRAFT_SECONDS = 0.004  # after a message, in which masks behind draft tokens are begun
 MAX_STUCK = 8  # threads of one kind that may be replaced
 MEMORY_SHARE = 1 / 4  # of the main memory, that this process may take
 POLL_MS = 2  # while something is being worked out
@@ -90,7 +92,8 @@ class _Stream:
         self.key = key
         self.compiled = compiled
         self.matcher: GrammarMatcher | None = None  # made in the first turn
-        self.waiting: deque[list[wire.Part]] = deque()  # for the turns to come
+        # for the turns to come: parts, and draft tokens behind them
+        self.waiting: deque[tuple[list[wire.Part], list[int]]] = deque()
         self.has_turn = False
         self.turn_started: float | None = None  # monotonic seconds, once a thread is at it
         self.is_slow = False  # in its last turn
@@ -107,6 +110,7 @@ class GrammarServer:
         self._compile_seconds = setup.compile_seconds
         self._mask_seconds = setup.mask_seconds
         self._sent = time.monotonic()
+        self._no_drafts_from = 0.0  # monotonic seconds
         self._jobs: dict[GrammarSpec, _Job] = {}
         self._streams: dict[int, _Stream] = {}
         self._given_up: set[_Stream] = set()  # whose thread is still at it
@@ -209,22 +213,23 @@ class GrammarServer:
             self._send(wire.Overloaded(job.keys, message))
 
     def _advance(self, message: wire.AdvanceGrammars) -> None:
-        together: deque[tuple[_Stream, list[wire.Part]]] = deque()
-        for key, parts in message.parts:
+        self._no_drafts_from = time.monotonic() + DRAFT_SECONDS
+        together: deque[tuple[_Stream, list[wire.Part], list[int]]] = deque()
+        for key, parts, drafts in message.parts:
             stream = self._streams.get(key)
             if stream is None:
                 continue  # closed meanwhile
-            stream.waiting.append(parts)
+            stream.waiting.append((parts, drafts))
             if stream.has_turn or stream.is_slow:
                 self._take_turn(stream)
             else:
                 stream.has_turn, stream.turn_started = True, None
-                together.append((stream, stream.waiting.popleft()))
+                together.append((stream, *stream.waiting.popleft()))
         if together:
             self._take_turns(together)
         self._collect()
 
-    def _take_turns(self, turns: deque[tuple[_Stream, list[wire.Part]]]) -> None:
+    def _take_turns(self, turns: deque[tuple[_Stream, list[wire.Part], list[int]]]) -> None:
         """Work out several masks, one after the other in each thread: to wake a thread costs more
         than a quick mask.
         """
@@ -252,21 +257,24 @@ class GrammarServer:
         if stream.has_turn:
             return
         stream.has_turn, stream.turn_started = True, None
-        parts = stream.waiting.popleft() if stream.waiting else []
-        (self._slow if stream.is_slow else self._quick).submit(partial(self._turn, stream, parts))
+        parts, drafts = stream.waiting.popleft() if stream.waiting else ([], [])
+        threads = self._slow if stream.is_slow else self._quick
+        threads.submit(partial(self._turn, stream, parts, [] if stream.is_slow else drafts))
 
-    def _turn(self, stream: _Stream, parts: list[wire.Part]) -> None:
+    def _turn(self, stream: _Stream, parts: list[wire.Part], drafts: list[int]) -> None:
         """In a thread of its kind."""
         started = stream.turn_started = time.monotonic()
         try:
-            answer = self._next_mask(stream, parts)
+            answer = self._next_mask(stream, parts, drafts)
         except Exception as error:
             logger.exception("a mask cannot be worked out")
             answer = wire.NextMask(stream.key, None, f"the grammar failed: {error!r}")
         stream.is_slow = time.monotonic() - started > SLOW_SECONDS
         self._taken.append((stream, answer))
 
-    def _next_mask(self, stream: _Stream, parts: list[wire.Part]) -> wire.NextMask:
+    def _next_mask(
+        self, stream: _Stream, parts: list[wire.Part], drafts: list[int]
+    ) -> wire.NextMask:
         assert self._compiler is not None
         if stream.matcher is None:
             stream.matcher = self._matcher(stream.compiled)
@@ -282,7 +290,24 @@ class GrammarServer:
             stream.key,
             mask.tobytes(),
             None if mask.any() else "the grammar allows no further token",
+            self._behind_drafts(stream.matcher, mask, drafts),
         )
+
+    def _behind_drafts(self, matcher: GrammarMatcher, mask: Mask, drafts: list[int]) -> list[bytes]:
+        """What may come behind each of `drafts`, the first of which is to follow `mask`."""
+        assert self._compiler is not None
+        masks: list[bytes] = []
+        num_taken = 0
+        for token_id in drafts:
+            is_late = time.monotonic() > self._no_drafts_from
+            if is_late or not allows(mask, token_id) or not matcher.take(token_id):
+                break
+            num_taken += 1
+            if matcher.has_ended or not (mask := matcher.mask(self._compiler)).any():
+                break
+            masks.append(mask.tobytes())
+        matcher.take_back(num_taken)
+        return masks
 
     def _collect(self) -> None:
         """Send what the threads have worked out."""

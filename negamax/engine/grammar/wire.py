@@ -34,7 +34,7 @@ class OpenGrammar(msgspec.Struct, frozen=True, tag="open"):
 class AdvanceGrammars(msgspec.Struct, frozen=True, tag="advance"):
     """Go on with each output by what it gained."""
 
-    parts: list[tuple[int, list[Part]]]  # key, parts
+    parts: list[tuple[int, list[Part], list[int]]]  # key, parts, draft tokens that may follow
 
 
 class CloseGrammars(msgspec.Struct, frozen=True, tag="close"):
@@ -74,6 +74,8 @@ class NextMask(msgspec.Struct, frozen=True, array_like=True):
     key: int
     mask: bytes | None  # None: the grammar has ended
     error: str | None = None  # with a mask: of the grammar itself, which allows no token here
+    # behind each of the draft tokens, as far as the grammar allows them and time is left
+    behind_drafts: list[bytes] = []
 
 
 class NextMasks(msgspec.Struct, frozen=True, tag="masks"):

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from negamax.kernels.attention.metadata import PagedShape, attention_metadata
+from negamax.kernels.attention.metadata import (
+    AttentionMetadata,
+    DecodeRuns,
+    PagedShape,
+    attention_metadata,
+)
 from negamax.kernels.kvcache.spec import FP8, cache_rows
 from negamax.kernels.op import AnyKernel, Case, Cost, num_bytes, randn
 from negamax.kernels.rope.spec import cos_sin, signed_frequencies
@@ -238,8 +245,25 @@ def qk_norm_cost(case: Case) -> Cost:
 
 
 def decode_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """One sequence, several; blocks full and not."""
+    """One sequence, several; blocks full and not. Runs of all sizes, of one program and of two, and
+    rows of padding.
+    """
     return [
+        _attention_case(
+            dtype,
+            generator,
+            lengths=lengths,
+            counts=counts,
+            max_run=max_run,
+            shape=PagedShape(kv_heads=kv_heads, group=group, block_size=block_size),
+            head_dim=head_dim,
+        )
+        for lengths, counts, max_run, kv_heads, group, head_dim, block_size in (
+            ((150,), (4,), 4, 1, 6, 128, 16),
+            ((66, 130, 0, 2, 520), (2, 4, 0, 1, 4), 4, 2, 3, 12, 5),
+            ((200, 65, 1, 70), (3, 1, 1, 2), 3, 1, 16, 20, 16),
+        )
+    ] + [
         _attention_case(
             dtype,
             generator,
@@ -280,10 +304,31 @@ def prefill_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 def decode_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     """MiniMax-M2's slices (8, 4 and 2 KV heads), one to a hundred sequences, rows of padding, one
-    very long sequence; those of MiniMax-M3's dense layers (4 KV heads and 1).
+    very long sequence; those of MiniMax-M3's dense layers (4 KV heads and 1). With three draft
+    tokens each, one sequence to a hundred, on 1,000 and on 8,000 tokens.
     """
     uneven = [1 + 37 * i % 2200 for i in range(99)] + [0]
     return [
+        _attention_case(
+            dtype,
+            generator,
+            lengths=[length] * count,
+            counts=[4] * count,
+            max_run=4,
+            shape=PagedShape(kv_heads, group, block_size),
+            cache_dtype=cache_dtype,
+        )
+        for length, count, kv_heads, group, block_size, cache_dtype in (
+            (1064, 1, 2, 6, 64, None),
+            (8064, 1, 2, 6, 64, None),
+            (8064, 16, 2, 6, 64, None),
+            (8064, 16, 2, 6, 64, FP8),
+            (1064, 100, 2, 6, 64, None),
+            (8064, 16, 8, 6, 64, None),
+            (1064, 64, 8, 6, 64, FP8),
+            (8064, 4, 1, 16, 128, FP8),
+        )
+    ] + [
         _attention_case(
             dtype,
             generator,
@@ -337,16 +382,20 @@ def _attention_case(
     shape: PagedShape,
     head_dim: int = 128,
     cache_dtype: torch.dtype | None = None,
+    max_run: int = 0,
 ) -> Case:
-    """Queries of the last `counts` tokens of each sequence; a cache in FP8 has scales other than
-    1.
+    """Queries of the last `counts` tokens of each sequence, with `max_run` as those of decodes with
+    draft tokens and padding; a cache in FP8 has scales other than 1.
     """
     heads = shape.kv_heads * shape.group
+    num_queries = max_run * len(lengths) or sum(counts)
     tensors = {
-        "q": randn(sum(counts), heads, head_dim, dtype=dtype, generator=generator),
+        "q": randn(num_queries, heads, head_dim, dtype=dtype, generator=generator),
         **paged_caches(cache_dtype or dtype, generator, lengths, shape=shape, head_dim=head_dim),
     }
-    numbers = {"lengths": tuple(lengths), "counts": tuple(counts), "shape": shape}
+    numbers: dict[str, Any] = {"lengths": tuple(lengths), "counts": tuple(counts), "shape": shape}
+    if max_run:
+        numbers["max_run"] = max_run
     if cache_dtype == FP8:
         numbers["kv_scales"] = (0.5, 2.0)
     tokens = (
@@ -358,7 +407,7 @@ def _attention_case(
         f"kv_heads={shape.kv_heads} group={shape.group} head_dim={head_dim} "
         f"block_size={shape.block_size}"
     )
-    return Case(f"{tokens} queries={sum(counts)} {sizes} {cache_dtype or dtype}", tensors, numbers)
+    return Case(f"{tokens} queries={num_queries} {sizes} {cache_dtype or dtype}", tensors, numbers)
 
 
 def paged_caches(
@@ -391,10 +440,37 @@ def paged_caches(
 def apply_attention(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     """The weighted sums of values."""
     t, n = case.tensors, case.numbers
-    queries = attention_metadata(t["block_tables"], n["lengths"], n["counts"])
+    describe = partial(run_metadata, max_run=n["max_run"]) if "max_run" in n else attention_metadata
+    queries = describe(t["block_tables"], n["lengths"], n["counts"])
     plan = kernel.prepare(queries, n["shape"], dtype=t["q"].dtype)
     scales = n.get("kv_scales", (1.0, 1.0))
     return (kernel.run(t["q"], t["k_cache"], t["v_cache"], plan, kv_scales=scales),)
+
+
+def run_metadata(
+    block_tables: Tensor, seq_lens: Sequence[int], query_lens: Sequence[int], *, max_run: int
+) -> AttentionMetadata:
+    """The last query_lens[s] tokens of each sequence, each a decode of its own; for each of fewer
+    than `max_run` there is padding behind all.
+    """
+    ends = [
+        (row, end)
+        for row, (length, count) in enumerate(zip(seq_lens, query_lens, strict=True))
+        for end in range(length - count + 1, length + 1)
+    ]
+    ends += [(0, 0)] * (max_run * len(seq_lens) - len(ends))
+    rows, lengths = zip(*ends, strict=True)
+    queries = attention_metadata(
+        block_tables, lengths, [1] * len(ends), indices=rows, num_decodes=len(ends)
+    )
+    device = block_tables.device
+    starts = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int64, device=device)
+    runs = DecodeRuns(
+        torch.arange(len(seq_lens), dtype=torch.int64, device=device),
+        torch.tensor(list(seq_lens), dtype=torch.int32, device=device),
+        starts,
+    )
+    return replace(queries, max_decode_run=max_run, decode_runs=runs)
 
 
 def attention_cost(case: Case) -> Cost:

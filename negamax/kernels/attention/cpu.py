@@ -91,7 +91,8 @@ def plan_decode(
     tables, seq_lens = queries.used_tables(shape.block_size).numpy(), queries.host_seq_lens
     members: dict[int, list[int]] = {}
     for row, length in enumerate(seq_lens):
-        members.setdefault(padded_keys(length, shape.block_size), []).append(row)
+        if length > 0:  # padding has no keys
+            members.setdefault(padded_keys(length, shape.block_size), []).append(row)
     buckets = []
     slices = [
         (keys, rows[i : i + _GATHER_ROWS])
@@ -127,9 +128,9 @@ def decode(
         "scaled caches are read on the GPU only"
     )
     num_seqs, heads, head_dim = q.shape
-    if len(plan) == 1:
+    if len(plan) == 1 and plan[0].rows is None:
         return _decode_bucket(q, k_cache, v_cache, plan[0])
-    out = q.new_empty(num_seqs, heads * head_dim)
+    out = q.new_zeros(num_seqs, heads * head_dim)
     for bucket in plan:
         assert bucket.rows is not None
         out.index_copy_(

@@ -12,6 +12,18 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class DecodeRuns:
+    """Decodes with draft tokens, of S sequences: sequence s has the last query_starts[s + 1] -
+    query_starts[s] of its tokens in the step, at most `AttentionMetadata.max_decode_run`, for each
+    of which the step has a token; the tokens from query_starts[S] on are padding.
+    """
+
+    block_table_indices: Tensor  # [S] int64
+    seq_lens: Tensor  # [S] int32, tokens including this step; 0: padding
+    query_starts: Tensor  # [S + 1] int64
+
+
+@dataclass(frozen=True)
 class AttentionMetadata:
     """T tokens of S sequences, whose keys are in paged caches. A sequence's queries are its last
     tokens; first come `num_decodes` sequences of one query each, then runs of several.
@@ -34,10 +46,15 @@ class AttentionMetadata:
     host_query_lens: tuple[int, ...]  # [S] queries of each sequence
     # [1] int32, tokens that are real, the others being padding; None: all
     num_actual_tokens: Tensor | None = None
+    # of the data-parallel rank that has the most in this step; None: all have T
+    most_tokens: int | None = None
     is_exact: bool = True
     # Neighbours among the decodes that may be of one sequence, each a token longer than the one
     # before it, at most; of a step with draft tokens whose lengths the device alone knows.
     max_decode_run: int = 1
+    # The same decodes by sequence, for kernels that read the keys of neighbours once; None: not
+    # known, or one each.
+    decode_runs: DecodeRuns | None = None
     # by kind of attention, what its layers share in this step
     prepared: Mapping[str, Any] = field(default_factory=dict)
 
@@ -45,6 +62,11 @@ class AttentionMetadata:
     def is_captured(self) -> bool:
         """Whether the device alone knows the lengths."""
         return len(self.host_seq_lens) < self.block_table_indices.shape[0]
+
+    @property
+    def step_tokens(self) -> dict[str, Any]:
+        """What a mixture of experts is told of the step."""
+        return {"active": self.num_actual_tokens, "most_tokens": self.most_tokens}
 
     @property
     def decodes(self) -> AttentionMetadata | None:
@@ -77,6 +99,7 @@ class AttentionMetadata:
             seq_lens=self.seq_lens[first:end],
             query_starts=self.query_starts[first : end + 1] - first,
             num_decodes=self.num_decodes if first == 0 else 0,
+            decode_runs=None,
             host_seq_lens=self.host_seq_lens[first:end],
             host_query_lens=self.host_query_lens[first:end],
         )

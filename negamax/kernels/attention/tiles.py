@@ -18,6 +18,8 @@ class DecodeSplit:
     min_tiles: int  # of a split
     programs: float  # per multiprocessor
     split_programs: float  # per multiprocessor, where each has one split of one sequence
+    wide_programs: float  # per multiprocessor, where each has a run of tiles of 32 rows
+    min_runs: int  # sequences from which on queries of one are attended with together
 
 
 @dataclass(frozen=True)
@@ -34,15 +36,17 @@ class PrefillLaunch:
     num_stages: int
 
 
-DECODE = DecodeSplit(block_n=64, min_tiles=1, programs=3, split_programs=1.5)
+DECODE = DecodeSplit(
+    block_n=64, min_tiles=1, programs=3, split_programs=1.5, wide_programs=2, min_runs=4
+)
 _SHORT = 4096  # tokens; beyond it large tiles read keys less often
 
 
 class Tiles:
     """Where nothing was measured: two stages, and 64 KB of shared memory are enough."""
 
-    def decode_launch(self, cache_bytes: int, *, split_kv: bool) -> DecodeLaunch:
-        """For a cache of `cache_bytes` per element."""
+    def decode_launch(self, cache_bytes: int, *, block_m: int, split_kv: bool) -> DecodeLaunch:
+        """For a cache of `cache_bytes` per element and tiles of `block_m` rows."""
         return DecodeLaunch(num_warps=4, num_stages=2, maxnreg=None)
 
     def prefill_block_m(self, longest: int) -> int:
@@ -59,8 +63,8 @@ class Tiles:
 class H200(Tiles):
     """Measured with head_dim 128."""
 
-    def decode_launch(self, cache_bytes: int, *, split_kv: bool) -> DecodeLaunch:
-        if split_kv:
+    def decode_launch(self, cache_bytes: int, *, block_m: int, split_kv: bool) -> DecodeLaunch:
+        if split_kv or block_m > 16:
             return DecodeLaunch(num_warps=4, num_stages=3, maxnreg=255)
         return DecodeLaunch(num_warps=4, num_stages=2 if cache_bytes > 1 else 3, maxnreg=168)
 
@@ -78,10 +82,15 @@ def tiles_for(device: torch.device) -> Tiles:
     return H200() if has_h200_tiles(platform.platform_of(device).arch) else Tiles()
 
 
-def decode_programs(num_seqs: int, kv_heads: int, multiprocessors: int) -> tuple[int, bool]:
-    """Programs per KV head, and SPLIT_KV: whether each has one split of one sequence."""
+def decode_programs(
+    num_seqs: int, kv_heads: int, multiprocessors: int, *, num_rows: int = 1
+) -> tuple[int, bool]:
+    """Programs per KV head, and SPLIT_KV: whether each has one split of one sequence. `num_rows` of
+    a tile.
+    """
+    runs = DECODE.programs if num_rows <= 16 else DECODE.wide_programs
     split, many = (
         max(1, int(multiprocessors * number // kv_heads))
-        for number in (DECODE.split_programs, DECODE.programs)
+        for number in (DECODE.split_programs, runs)
     )
     return (split, True) if num_seqs <= split else (many, False)

@@ -1,16 +1,17 @@
-"""Attention of decodes, one query per sequence, over the paged cache with split KV.
+"""Attention of decodes over the paged cache with split KV: one query per sequence, or several where
+a step verifies draft tokens.
 
-Grid (kv_heads, programs); a program attends with the GROUP query heads of one KV head to its run of
-tiles (`triton_decode_plan`), and what several programs have of a sequence is reduced
-(`triton_decode_reduce`).
+Grid (kv_heads, programs); a program attends with the GROUP query heads of one KV head, of one query
+or of several (`triton_decode_runs`), to its run of tiles (`triton_decode_plan`), and what several
+programs have of a sequence is reduced (`triton_decode_reduce`).
 
-    q, out   [S, kv_heads * GROUP, DIM]            the GROUP heads of a KV head: rows of a tile
+    q, out   [T, kv_heads * GROUP, DIM]            the GROUP heads of a KV head: rows of a tile
     k, v     [blocks, kv_heads, BLOCK_SIZE, DIM]   blocks of a sequence by its block table
 
                         BLOCK_N keys of a tile
                    | warp 0 | warp 1 | ...        each warp has its own slice of every tile, and its
         BLOCK_M    |        |        |            own m_i, l_i [BLOCK_M] and acc [BLOCK_M, BLOCK_D]:
-        heads      |        |        |            none waits for another before the end of the split
+        rows       |        |        |            none waits for another before the end of the split
 
 At these sizes a program's own latency counts as much as its bytes: the fewest instructions are
 wanted, so a cache holds finite values everywhere and is read without masks; and with PREFETCH_KV
@@ -34,6 +35,13 @@ from negamax.kernels.attention.triton_decode_plan import (
     load_sequence,
 )
 from negamax.kernels.attention.triton_decode_reduce import finish_split, reduce_kernel
+from negamax.kernels.attention.triton_decode_runs import (
+    MAX_ROWS,
+    head_of_row,
+    is_row,
+    keys_of_row,
+    load_run,
+)
 from negamax.kernels.attention.triton_shared import (
     LOG2_E,
     AttentionConstants,
@@ -57,8 +65,8 @@ def _to_dot_dtype(x, DOT: tl.constexpr):
 
 @triton.jit
 def _tile_step(q, k, v, visible, scale, m_i, l_i, acc, C: tl.constexpr):
-    """One tile: q [WARPS, BLOCK_M, BLOCK_D], k and v [WARPS, keys, BLOCK_D], visible [WARPS, 1,
-    keys]; m_i and l_i [WARPS, BLOCK_M], acc [WARPS, BLOCK_M, BLOCK_D].
+    """One tile: q [WARPS, BLOCK_M, BLOCK_D], k and v [WARPS, keys, BLOCK_D], visible [WARPS, 1
+    or BLOCK_M, keys]; m_i and l_i [WARPS, BLOCK_M], acc [WARPS, BLOCK_M, BLOCK_D].
     """
     scores = tl.where(visible, tl.dot(q, tl.permute(k.to(C.DOT), (0, 2, 1))), float("-inf"))
     p, alpha, m_i = softmax_step(scores, scale, m_i)
@@ -118,7 +126,7 @@ def _key_step(q, k, v, visible, scale, m_i, l_i, acc):
 @triton.jit
 def _attend_split(
     q, k_cache, v_cache, tables, table_stride, partials, output, qk_scale, v_scale,
-    head, program, programs, tile, until, seq, sequence, prefetched, C: tl.constexpr,
+    head, program, programs, tile, until, run, sequence, prefetched, C: tl.constexpr,
 ):  # fmt: skip
     """Tiles `tile` to `until` of one sequence and KV head, to the output or to `partials`.
 
@@ -134,9 +142,9 @@ def _attend_split(
     lane = warp * SLICE + tl.arange(0, SLICE)[None, :, None]
     key = warp * SLICE + tl.arange(0, SLICE)[None, None, :]
     row, column = tl.arange(0, C.PARTIAL_ROWS), tl.arange(0, BLOCK_D)
-    first_row = (seq * C.KV_HEADS + head) * C.GROUP
-    q_mask = (row3 < C.GROUP) & (column3 < C.DIM) & (warp >= 0)
-    q_at = q + (first_row + row3) * C.DIM + column3 + warp * 0
+    first_row = (run.token * C.KV_HEADS + head) * C.GROUP
+    q_mask = is_row(run, row3, C) & (column3 < C.DIM) & (warp >= 0)
+    q_at = q + head_of_row(run, first_row, row3, C) * C.DIM + column3 + warp * 0
     q_tile = tl.load(q_at, mask=q_mask, other=0.0).to(C.DOT)
     prefetched_k, prefetched_v, newest = prefetched
     if C.PREFETCH_KV:
@@ -150,12 +158,15 @@ def _attend_split(
         ).to(tl.float32)
         mask = (row < C.GROUP)[:, None] & mine[None, :]
         q_rows = tl.load(
-            q + (first_row + row)[:, None] * C.DIM + column[None, :], mask=mask, other=0.0
+            q + head_of_row(run, first_row, row, C)[:, None] * C.DIM + column[None, :],
+            mask=mask,
+            other=0.0,
         ).to(tl.float32)
     m_i = tl.full([WARPS, BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([WARPS, BLOCK_M], tl.float32)
     acc = tl.zeros([WARPS, BLOCK_M, BLOCK_D], tl.float32)
     num_keys = sequence.length - 1 if C.PREFETCH_KV else sequence.length
+    keys_seen = num_keys if C.QUERIES == 1 else keys_of_row(run, row3, num_keys, C)
     first, after = tile - sequence.first_tile, until - sequence.first_tile
     if C.PREFETCH_KV:
         visible = key < num_keys - first * C.BLOCK_N
@@ -172,14 +183,14 @@ def _attend_split(
             # The blocks of the next tile, a tile ahead: a load that waits for another one would
             # halve the pipeline.
             offset = tile_offset(table, t + 1, lane, num_keys, head, C)
-            visible = key < num_keys - t * C.BLOCK_N
+            visible = key < keys_seen - t * C.BLOCK_N
             m_i, l_i, acc = _tile_step(q_tile, k, v, visible, qk_scale, m_i, l_i, acc, C)
     m_i, l_i, acc = _reduce_warps(m_i, l_i, acc, C)
     if C.PREFETCH_KV:
         m_i, l_i, acc = _key_step(q_rows, newest_k, newest_v, has_newest, qk_scale, m_i, l_i, acc)
     finish_split(
         m_i, l_i, acc, row, column, partials, output, v_scale, head, program, programs,
-        tile == sequence.first_tile, first_row, sequence, C,
+        tile == sequence.first_tile, run, first_row, sequence, C,
     )  # fmt: skip
 
 
@@ -201,16 +212,18 @@ def _prefetch(k_cache, v_cache, tables, table_stride, head, tile, sequence, C: t
 
 @triton.jit
 def _decode_kernel(
-    q,  # [S, KV_HEADS * GROUP, DIM]
+    q,  # [T, KV_HEADS * GROUP, DIM]
     k_cache,  # [blocks, KV_HEADS, BLOCK_SIZE, DIM]
     v_cache,
     tables,  # [slots, table_stride] int32, blocks
     sequences,  # see triton_decode_plan
     work,
     partials,  # see triton_decode_reduce
-    out,  # [S, KV_HEADS * GROUP * DIM], written; likewise
+    out,  # [T, KV_HEADS * GROUP * DIM], written; likewise
     values,  # e4m3 and
-    scales,  # [S, KV_HEADS * GROUP] fp32, None unless QUANTIZE
+    scales,  # [T, KV_HEADS * GROUP] fp32, None unless QUANTIZE
+    query_starts,  # see `DecodeRuns`, and
+    num_tokens,  # T; None both where QUERIES is 1
     qk_scale,  # softmax scale * scale of the keys * log2(e)
     v_scale,
     table_stride,
@@ -232,6 +245,7 @@ def _decode_kernel(
     prefetched = (0, 0, 0)
     launch_dependents(PDL)
     if C.SPLIT_KV:
+        run = load_run(query_starts, num_tokens, seq, C)
         if tile >= end:
             wait_for_predecessor(PDL)
             return
@@ -242,14 +256,15 @@ def _decode_kernel(
     if C.SPLIT_KV:
         _attend_split(
             q, k_cache, v_cache, tables, table_stride, partials, output, qk_scale, v_scale,
-            head, program, programs, tile, end, seq, sequence, prefetched, C,
+            head, program, programs, tile, end, run, sequence, prefetched, C,
         )  # fmt: skip
     else:
         while tile < end:
             until = tl.minimum(end, sequence.end_tile)
             _attend_split(
                 q, k_cache, v_cache, tables, table_stride, partials, output, qk_scale, v_scale,
-                head, program, programs, tile, until, seq, sequence, prefetched, C,
+                head, program, programs, tile, until,
+                load_run(query_starts, num_tokens, seq, C), sequence, prefetched, C,
             )  # fmt: skip
             tile = until
             if tile < end:
@@ -257,12 +272,13 @@ def _decode_kernel(
                 sequence = load_sequence(sequences + seq * SEQUENCE_WORDS)
 
 
-def _all_programs_run(device: torch.device) -> bool:
+def _all_programs_run(device: torch.device, block_m: int) -> bool:
     """Whether all programs of a launch with SPLIT_KV run at once: up to two a multiprocessor, with
-    82 KB of shared memory each.
+    82 KB of shared memory each, or 98 KB where a tile has 32 rows.
     """
     assert DECODE.split_programs <= 2
-    return platform.platform_of(device).shared_memory >= 2 * 84 * 1024
+    needed = 84 if block_m == 16 else 100
+    return platform.platform_of(device).shared_memory >= 2 * needed * 1024
 
 
 def has_one_new_key(plan: DecodePlan) -> bool:
@@ -281,7 +297,7 @@ def decode(
     *,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor | QuantizedActivations:
-    """q [S, heads, head_dim], caches [num_blocks, kv_heads, block_size, head_dim] -> [S, heads *
+    """q [T, heads, head_dim], caches [num_blocks, kv_heads, block_size, head_dim] -> [T, heads *
     head_dim].
     """
     assert q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
@@ -289,16 +305,20 @@ def decode(
     if q.shape[0] == 0:
         return result(*output)
     head_dim, shape, tables = q.shape[2], plan.shape, plan.queries.block_tables
-    block_m = max(16, triton.next_power_of_2(shape.group))
+    num_rows, runs = plan.num_queries * shape.group, plan.runs
+    of_runs = (None, None) if runs is None else (runs.query_starts, q.shape[0])
+    block_m = max(16, triton.next_power_of_2(num_rows))
     block_d = triton.next_power_of_2(max(16, head_dim))
-    partial_rows = 8 if shape.group <= 8 else block_m
-    assert block_m <= 32, (
-        f"{shape.group} query heads per KV head: more than the 32 rows that are reduced at a time"
+    partial_rows = 8 if num_rows <= 8 else block_m
+    assert block_m <= MAX_ROWS, (
+        f"{shape.group} query heads per KV head: more than the {MAX_ROWS} rows of a reduction"
     )
     partials = plan.workspace(
         shape.kv_heads * plan.programs * partial_rows * (block_d + 4), q.device
     )
-    launch = tiles_for(q.device).decode_launch(k_cache.element_size(), split_kv=plan.split_kv)
+    launch = tiles_for(q.device).decode_launch(
+        k_cache.element_size(), block_m=block_m, split_kv=plan.split_kv
+    )
     options = launch_options(q.device, maxnreg=launch.maxnreg)
     parallel = plan.split_kv and not plan.reduce_later and options["PDL"]
     constants = AttentionConstants(
@@ -313,11 +333,11 @@ def decode(
         DOT=dot_dtype(q.dtype, k_cache.dtype),
         WARPS=launch.num_warps,
         PARTIAL_ROWS=partial_rows,
+        QUERIES=plan.num_queries,
+        MAX_RUN=plan.queries.max_decode_run,
         SPLIT_KV=plan.split_kv,
         PREFETCH_KV=has_one_new_key(plan),
-        PARALLEL_REDUCE=(
-            parallel and block_m == 16 and block_d <= 128 and _all_programs_run(q.device)
-        ),
+        PARALLEL_REDUCE=(parallel and block_d <= 128 and _all_programs_run(q.device, block_m)),
         REDUCE_LATER=plan.reduce_later,
     )
     _decode_kernel[(shape.kv_heads, plan.programs)](
@@ -329,6 +349,7 @@ def decode(
         plan.work,
         partials,
         *output,
+        *of_runs,
         head_dim**-0.5 * kv_scales[0] * LOG2_E,
         kv_scales[1],
         tables.stride(0),
@@ -338,8 +359,8 @@ def decode(
         **options,
     )
     if plan.reduce_later:
-        reduce_kernel[(shape.kv_heads, q.shape[0])](
-            plan.sequences, partials, *output, kv_scales[1],
+        reduce_kernel[(shape.kv_heads, len(plan.sequences) // SEQUENCE_WORDS.value)](
+            plan.sequences, partials, *output, *of_runs, kv_scales[1],
             plan.programs, constants, num_warps=4,
         )  # fmt: skip
     return result(*output)

@@ -26,8 +26,9 @@ import triton.language as tl
 from torch import Tensor
 
 from negamax.kernels import platform
-from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
+from negamax.kernels.attention.metadata import AttentionMetadata, DecodeRuns, PagedShape
 from negamax.kernels.attention.tiles import DECODE, decode_programs
+from negamax.kernels.attention.triton_decode_runs import queries_per_program
 
 SEQUENCE_WORDS = tl.constexpr(8)
 WORK_WORDS = tl.constexpr(16)
@@ -49,6 +50,8 @@ class DecodePlan:
     programs: int  # per KV head
     split_kv: bool
     reduce_later: bool  # by a second launch
+    runs: DecodeRuns | None  # None: of the plan's sequences each has one query
+    num_queries: int  # of a sequence that a program attends with
     workspaces: dict[int, Tensor] = field(default_factory=dict)  # by size; made for the first layer
 
     def workspace(self, words: int, device: torch.device) -> Tensor:
@@ -189,14 +192,15 @@ def plan_splits(
     *,
     kv_heads: int,
     block_n: int,
+    num_rows: int = 1,
     reduce_later: bool = False,
 ) -> Splits:
     """Tiles of `block_n` keys of sequences of seq_lens [S] int32 tokens, whose rows of the block
-    tables are block_table_indices [S] int64.
+    tables are block_table_indices [S] int64, for tiles of `num_rows` queries.
     """
     num_seqs, device = seq_lens.shape[0], seq_lens.device
     multiprocessors = platform.platform_of(device).multiprocessors
-    programs, split_kv = decode_programs(num_seqs, kv_heads, multiprocessors)
+    programs, split_kv = decode_programs(num_seqs, kv_heads, multiprocessors, num_rows=num_rows)
     most = int(multiprocessors * DECODE.programs)
     if reduce_later:  # a program writes one partial result
         programs, split_kv = max(programs, num_seqs), True
@@ -228,15 +232,29 @@ def plan_decode(
     quantize: bool = False,
     reduce_later: bool = False,
 ) -> DecodePlan:
-    """One query per sequence, at position seq_len - 1. Reads the lengths on the device only.
+    """One query per sequence, at position seq_len - 1, or runs of them. Reads the lengths on the
+    device only.
 
     `reduce_later`: no program waits for another one; a second launch reduces the partial results.
     """
+    num_queries, runs = 1, queries.decode_runs
+    if runs is not None and len(runs.seq_lens) >= DECODE.min_runs:
+        num_queries = queries_per_program(shape.group, queries.max_decode_run)
+    if runs is None or num_queries == 1:
+        runs, columns = None, (queries.seq_lens, queries.block_table_indices)
+    else:
+        parts = triton.cdiv(queries.max_decode_run, num_queries)
+        columns = runs.seq_lens, runs.block_table_indices
+        if parts > 1:
+            seq_lens, indices = (
+                column.unsqueeze(1).expand(-1, parts).flatten() for column in columns
+            )
+            columns = seq_lens, indices
     splits = plan_splits(
-        queries.seq_lens,
-        queries.block_table_indices,
+        *columns,
         kv_heads=shape.kv_heads,
         block_n=DECODE.block_n,
+        num_rows=num_queries * shape.group,
         reduce_later=reduce_later,
     )
-    return DecodePlan(queries, shape, quantize, *splits, reduce_later)
+    return DecodePlan(queries, shape, quantize, *splits, reduce_later, runs, num_queries)

@@ -11,7 +11,7 @@ number's bits. So there is no counter and no fence. The reader makes words EMPTY
 layer.
 
 Who reduces the splits of a sequence: the program of its first tile, which waits for the others; or
-with PARALLEL_REDUCE all of its programs, each some of the GROUP rows, so that each reads less; or
+with PARALLEL_REDUCE all of its programs, each some of the rows, so that each reads less; or
 with REDUCE_LATER `_reduce_kernel`, and no program waits.
 """
 
@@ -25,6 +25,7 @@ from negamax.kernels.attention.triton_decode_plan import (
     SEQUENCE_WORDS,
     load_sequence,
 )
+from negamax.kernels.attention.triton_decode_runs import head_of_row, is_row, load_run
 from negamax.kernels.attention.triton_shared import nonempty_max, write_heads
 
 
@@ -36,11 +37,12 @@ def store_partial(partials, slot, m_i, l_i, acc, C: tl.constexpr):
     result = (acc * tl.where(l_i == 0.0, 0.0, 1.0 / l_i)[:, None]).to(tl.int32, bitcast=True)
     lse = (m_i + tl.log2(l_i)).to(tl.int32, bitcast=True)
     at = partial + row[:, None] * C.BLOCK_D + column[None, :]
-    tl.store(at, tl.where(result == EMPTY, 0, result), mask=(row < C.GROUP)[:, None])
+    mask = row < C.QUERIES * C.GROUP
+    tl.store(at, tl.where(result == EMPTY, 0, result), mask=mask[:, None])
     tl.store(
         partial + C.PARTIAL_ROWS * C.BLOCK_D + row,
         tl.where(lse == EMPTY, 0, lse),
-        mask=row < C.GROUP,
+        mask=mask,
     )
 
 
@@ -65,7 +67,7 @@ def _reduce(partials, slot, row, start, count, m_i, l_i, acc, C: tl.constexpr):
         partial = partials + (slot + index) * (C.PARTIAL_ROWS * (C.BLOCK_D + 4))
         result_at = partial[None, :, None] + row[:, None, None] * C.BLOCK_D + column[None, None, :]
         lse_at = partial[None, :] + C.PARTIAL_ROWS * C.BLOCK_D + row[:, None]
-        live = (index < count)[None, :] & (row < C.GROUP)[:, None]
+        live = (index < count)[None, :] & (row < C.QUERIES * C.GROUP)[:, None]
         result = tl.load(result_at, mask=live[:, :, None], other=0, volatile=True)
         lse = tl.load(lse_at, mask=live, other=0, volatile=True)
         while _is_incomplete(result):
@@ -90,11 +92,11 @@ def _reduce(partials, slot, row, start, count, m_i, l_i, acc, C: tl.constexpr):
 @triton.jit
 def finish_split(
     m_i, l_i, acc, row, column, partials, output, v_scale, head, program, programs, is_first,
-    first_row, sequence, C: tl.constexpr,
+    run, first_row, sequence, C: tl.constexpr,
 ):  # fmt: skip
     """m_i and l_i [PARTIAL_ROWS], acc [PARTIAL_ROWS, BLOCK_D] of a split: to the output if it is
     the only one of its sequence, else to `partials`, and what this program has to reduce of them.
-    `row`, `column`: of acc; `first_row`: token * heads + head of row 0.
+    `row`, `column`: of acc; `run`, `first_row`: see `head_of_row`.
     """
     BLOCK_D: tl.constexpr = C.BLOCK_D
     slot = head * programs + sequence.first_program
@@ -102,12 +104,14 @@ def finish_split(
         if not (C.PARALLEL_REDUCE or C.REDUCE_LATER):
             l_i, acc = _reduce(partials, slot, row, 1, sequence.num_splits, m_i, l_i, acc, C)
         acc *= tl.where(l_i == 0.0, 0.0, v_scale / l_i)[:, None]
-        write_heads(acc, first_row + row, column, row < C.GROUP, output, C)
+        at = head_of_row(run, first_row, row, C)
+        write_heads(acc, at, column, is_row(run, row, C), output, C)
     else:
         store_partial(partials, head * programs + program, m_i, l_i, acc, C)
         if C.PARALLEL_REDUCE:
             one = tl.arange(0, 1)
-            for i in range(program - sequence.first_program, C.GROUP, sequence.num_splits):
+            num_rows = C.QUERIES * C.GROUP
+            for i in range(program - sequence.first_program, num_rows, sequence.num_splits):
                 m_row, acc_row = (
                     tl.full([1], float("-inf"), tl.float32),
                     tl.zeros([1, BLOCK_D], tl.float32),
@@ -116,17 +120,22 @@ def finish_split(
                     partials, slot, one + i, 0, sequence.num_splits, m_row,
                     tl.zeros([1], tl.float32), acc_row, C,
                 )  # fmt: skip
+                if C.QUERIES > 1:  # a row of padding has no key
+                    l_row = tl.where(l_row == 0.0, 1.0, l_row)
                 acc_row *= (v_scale / l_row)[:, None]
-                write_heads(acc_row, first_row + one + i, column, one + i < C.GROUP, output, C)
+                at = head_of_row(run, first_row, one + i, C)
+                write_heads(acc_row, at, column, is_row(run, one + i, C), output, C)
 
 
 @triton.jit
 def reduce_kernel(
     sequences,  # [S, SEQUENCE_WORDS]
     partials,
-    out,  # [S, kv_heads * GROUP * DIM], written; likewise
+    out,  # [T, kv_heads * GROUP * DIM], written; likewise
     values,  # e4m3 and
-    scales,  # [S, kv_heads * GROUP] fp32, None unless QUANTIZE
+    scales,  # [T, kv_heads * GROUP] fp32, None unless QUANTIZE
+    query_starts,  # see `DecodeRuns`, and
+    num_tokens,  # T; None both where QUERIES is 1
     v_scale,
     programs,
     C: tl.constexpr,
@@ -146,5 +155,7 @@ def reduce_kernel(
             tl.zeros([ROWS, BLOCK_D], tl.float32), C,
         )  # fmt: skip
         acc *= tl.where(l_i == 0.0, 0.0, v_scale / l_i)[:, None]
-        first_row = (seq * C.KV_HEADS + head) * C.GROUP
-        write_heads(acc, first_row + row, column, row < C.GROUP, (out, values, scales), C)
+        run = load_run(query_starts, num_tokens, seq, C)
+        first_row = (run.token * C.KV_HEADS + head) * C.GROUP
+        at = head_of_row(run, first_row, row, C)
+        write_heads(acc, at, column, is_row(run, row, C), (out, values, scales), C)

@@ -28,14 +28,16 @@ class AttentionConstants(NamedTuple):
     GROUP: int  # query heads per KV head
     DIM: int  # of a head
     BLOCK_SIZE: int  # tokens of a block of the cache
-    BLOCK_M: int  # queries of a tile: GROUP, padded to what tl.dot takes, or those of a prefill
+    BLOCK_M: int  # rows of a tile: QUERIES * GROUP, padded to what tl.dot takes, or of a prefill
     BLOCK_N: int  # keys of a tile
     BLOCK_D: int  # DIM, padded to a power of two
     QUANTIZE: bool  # the output in FP8 too
     DOT: tl.dtype  # of what is multiplied
     # decode: see triton_decode
     WARPS: int = 0
-    PARTIAL_ROWS: int = 0  # GROUP, padded to what a partial result holds
+    PARTIAL_ROWS: int = 0  # QUERIES * GROUP, padded to what a partial result holds
+    QUERIES: int = 1  # of a sequence that a program attends with
+    MAX_RUN: int = 1  # of a sequence in the step
     SPLIT_KV: bool = False
     PREFETCH_KV: bool = False
     PARALLEL_REDUCE: bool = False

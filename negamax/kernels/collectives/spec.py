@@ -31,11 +31,19 @@ def all_reduce_add_rms(
     return add_rms(total, residual, norm)
 
 
-def complete_residual(residual: Tensor, group: Collective | None) -> Tensor:
+def complete_residual(
+    residual: Tensor,
+    group: Collective | None,
+    *,
+    copy: bool = True,
+    out: Tensor | None = None,
+) -> Tensor:
     """A copy of the residual [T, width] that `all_reduce_add_rms` has left, with all rows on every
-    rank.
+    rank, in `out` where given; without `copy` the residual itself where it has them.
     """
-    return residual.clone()
+    if out is not None:
+        return out.copy_(residual)
+    return residual.clone() if copy else residual
 
 
 OPS = (

@@ -317,16 +317,23 @@ def all_reduce_add_rms(
     return norm_kernels.add_rms(group.all_reduce(_summed(x)), residual, norm)
 
 
-def complete_residual(residual: Tensor, group: Collective | None) -> Tensor:
-    """A copy of the residual [T, width] with all rows on every rank."""
+def complete_residual(
+    residual: Tensor,
+    group: Collective | None,
+    *,
+    copy: bool = True,
+    out: Tensor | None = None,
+) -> Tensor:
+    """As the definition."""
     if group is None or group.size == 1 or not _is_sharded(residual, group):
-        return residual.clone()
+        return spec.complete_residual(residual, group, copy=copy, out=out)
     num_tokens, width = residual.shape
     shard = triton.cdiv(num_tokens, group.size)
     own = residual.new_zeros(shard, width)
     rows = residual[group.rank * shard : (group.rank + 1) * shard]
     own[: len(rows)] = rows
-    return group.all_gather(own, dim=0)[:num_tokens].clone()
+    whole = group.all_gather(own, dim=0)[:num_tokens]
+    return spec.complete_residual(whole, None, out=out)
 
 
 def _is_sharded(residual: Tensor, group: Collective) -> bool:

@@ -1,5 +1,6 @@
 """The ends of a step that verifies draft tokens, defined in PyTorch: which tokens it runs, and how
-many drafts of each row are what was sampled in their places.
+many drafts of each row are what was sampled in their places. And the ends of a draft model's pass:
+what it reads, and where the next one stands.
 """
 
 from __future__ import annotations
@@ -8,8 +9,15 @@ import torch
 from torch import Tensor
 
 from negamax.kernels.drafts import cases
-from negamax.kernels.op import FLOAT_DTYPES, Kernel, Op, Tolerance
-from negamax.kernels.signatures import ASSEMBLE_DRAFTS, COUNT_ACCEPTED
+from negamax.kernels.norm.spec import WIDE_ERROR, NormWeight, rms
+from negamax.kernels.op import FLOAT_DTYPES, Kernel, Op, Tolerance, rounding_tolerance
+from negamax.kernels.signatures import (
+    ADVANCE_ROWS,
+    ASSEMBLE_DRAFTS,
+    COUNT_ACCEPTED,
+    EMBED_NORMS,
+    RECORD_GUESS,
+)
 
 
 def assemble(
@@ -30,17 +38,83 @@ def assemble(
     tokens[token_slots, positions] = token_ids.to(tokens.dtype)
 
 
-def count_accepted(sampled: Tensor, drafts: Tensor, firsts: Tensor, num_drafts: Tensor) -> Tensor:
+def count_accepted(
+    sampled: Tensor,
+    drafts: Tensor,
+    firsts: Tensor,
+    num_drafts: Tensor,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
     """How many drafts of each row are the tokens sampled in their places, up to the first that is
     not.
 
     Row i has the 1 + num_drafts[i] of `sampled` [R] from firsts[i] on, and the first num_drafts[i]
-    of drafts[i]; drafts [rows, K], firsts, num_drafts [rows] -> [rows], int64 all.
+    of drafts[i] (-1: none); drafts [rows, K], firsts, num_drafts [rows] -> [rows], int64 all, in
+    `out` where given.
     """
     places = torch.arange(drafts.shape[1], device=sampled.device)
     is_draft = (places < num_drafts.unsqueeze(1)) & (drafts >= 0)
     index = (firsts.unsqueeze(1) + places).clamp_max(sampled.shape[0] - 1)
-    return ((sampled[index] == drafts) & is_draft).long().cumprod(dim=1).sum(dim=1)
+    is_right = ((sampled[index] == drafts) & is_draft).long()
+    return torch.sum(is_right.cumprod(dim=1), dim=1, out=out)
+
+
+def advance_rows(
+    accepted: Tensor,  # [rows] int64, drafts that are right
+    counts: Tensor,  # [rows] int64, tokens of each that have run, its drafts among them; 0: padding
+    seq_lens: Tensor,  # [rows] int64, behind all of these
+    firsts: Tensor,  # [rows] int64, the first of them in the step
+    slots: Tensor,  # [rows] int64
+    *,
+    num_computed: Tensor,  # [slots] int64, written
+    lengths: Tensor,  # [rows] int64, written: tokens that are known now
+    ends: Tensor,  # [rows] int64, written: the last token in the step that is right
+) -> None:
+    """How long the rows of a step with drafts are now."""
+    computed = seq_lens - (counts - 1).clamp_min(0) + accepted
+    num_computed[slots] = computed
+    torch.add(computed, 1, out=lengths)
+    torch.add(firsts, accepted, out=ends)
+
+
+def record_guess(
+    picked: Tensor,  # [R] int64, -1: none
+    ids: Tensor,  # [n + 1] int64, of the draft's n tokens those of the target, and -1
+    slots: Tensor,  # [R] int64
+    lengths: Tensor,  # [R] int64, known tokens of the slots, all of which are run
+    *,
+    place: int,
+    padding_slot: int,
+    last: int,
+    drafts: Tensor,  # [R, K] int64, column `place` is written: the target's ids
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keep the guesses of a draft's pass. Returns what the next pass runs: tokens (0 where there is
+    none) and positions, `last` at most, [R] int64, and the lengths of the sequences that end with
+    them, 0 in the padding slot, [R] int32.
+    """
+    guessed = ids[picked.clamp(-1, len(ids) - 2)]  # (-1 finds the last one)
+    drafts[:, place] = guessed
+    positions = (lengths - 1 + place).clamp(0, last)
+    seq_lens = (positions + 1).masked_fill(slots == padding_slot, 0)
+    return guessed.clamp_min(0), positions, seq_lens.int()
+
+
+def embed_norms(
+    token_ids: Tensor,  # [T], -1: none
+    table: Tensor,  # [vocab + 2, width]: a row of zeros, the embeddings, a row of zeros
+    hidden: Tensor,  # [T, width]
+    embedding_weight: Tensor,  # [width]
+    hidden_weight: Tensor | None,  # [width], None: `hidden` is as it is
+    *,
+    eps: float,
+) -> Tensor:
+    """RMS norms of the tokens' embeddings and of the hidden states beside them, [T, 2 * width]."""
+    embedded = table[(token_ids + 1).clamp(0, len(table) - 1)]
+    normed = rms(embedded, NormWeight(embedding_weight, eps))
+    if hidden_weight is not None:
+        hidden = rms(hidden, NormWeight(hidden_weight, eps))
+    return torch.cat([normed, hidden], dim=-1)
 
 
 _EXACT = dict.fromkeys(FLOAT_DTYPES, Tolerance(0.0, 0.0, "integers"))
@@ -63,5 +137,35 @@ OPS = (
         apply=cases.apply_count,
         tolerance=_EXACT,
         cost=cases.count_cost,
+    ),
+    Op(
+        name=ADVANCE_ROWS,
+        summary="how long rows with drafts are now",
+        reference=Kernel(ADVANCE_ROWS, "reference", advance_rows),
+        cases=cases.advance_small,
+        apply=cases.apply_advance,
+        tolerance=_EXACT,
+        cost=cases.advance_cost,
+    ),
+    Op(
+        name=RECORD_GUESS,
+        summary="a draft's guesses, and where the next pass stands",
+        reference=Kernel(RECORD_GUESS, "reference", record_guess),
+        cases=cases.record_small,
+        apply=cases.apply_record,
+        tolerance=_EXACT,
+        cost=cases.record_cost,
+    ),
+    Op(
+        name=EMBED_NORMS,
+        sequence=("embedding", "norm.add_rms", "norm.add_rms", "concatenate"),
+        summary="norms of tokens' embeddings and of hidden states, side by side",
+        reference=Kernel(EMBED_NORMS, "reference", embed_norms),
+        cases=cases.embed_small,
+        wide=cases.embed_full_size,
+        wide_error=WIDE_ERROR,
+        apply=cases.apply_embed,
+        tolerance=rounding_tolerance(scale=2.0, reason="as norm.add_rms"),
+        cost=cases.embed_cost,
     ),
 )

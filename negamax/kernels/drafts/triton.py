@@ -1,5 +1,5 @@
-"""The ends of a step with drafts on the GPU, in one launch each instead of a dozen of PyTorch: a
-program per token, and one per row.
+"""The ends of a step with drafts and of a draft's pass on the GPU, in one launch each instead of a
+dozen of PyTorch: a program per token, or one per row.
 """
 
 from __future__ import annotations
@@ -9,9 +9,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from negamax.kernels.drafts import spec
+from negamax.kernels.launch.ptx import pack_pair
+from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
+from negamax.kernels.norm import tiles
+from negamax.kernels.norm.triton import as_words, unpack, word_indices
 from negamax.kernels.op import FLOAT_DTYPES, Kernel
 from negamax.kernels.platform import Feature
-from negamax.kernels.signatures import ASSEMBLE_DRAFTS, COUNT_ACCEPTED
+from negamax.kernels.signatures import (
+    ADVANCE_ROWS,
+    ASSEMBLE_DRAFTS,
+    COUNT_ACCEPTED,
+    EMBED_NORMS,
+    RECORD_GUESS,
+)
 
 
 @triton.jit(do_not_specialize=["padding_slot"])
@@ -82,13 +93,20 @@ def _count_accepted_kernel(
     tl.store(accepted + row, tl.min(tl.where(is_right, ROOM_POW2, place), axis=0).to(tl.int64))
 
 
-def count_accepted(sampled: Tensor, drafts: Tensor, firsts: Tensor, num_drafts: Tensor) -> Tensor:
+def count_accepted(
+    sampled: Tensor,
+    drafts: Tensor,
+    firsts: Tensor,
+    num_drafts: Tensor,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
     """As the definition."""
     assert drafts.stride(1) == 1
     columns = (sampled, firsts, num_drafts)
     assert all(column.is_contiguous() for column in columns)
     # (zeros also where kernels are only compiled: what follows takes these as indices)
-    accepted = torch.zeros_like(firsts)
+    accepted = torch.zeros_like(firsts) if out is None else out
     if len(firsts):
         _count_accepted_kernel[(len(firsts),)](
             sampled,
@@ -105,8 +123,184 @@ def count_accepted(sampled: Tensor, drafts: Tensor, firsts: Tensor, num_drafts: 
     return accepted
 
 
+@triton.jit
+def _advance_rows_kernel(
+    accepted,  # [rows] int64, as are counts, seq_lens, firsts and slots
+    counts,
+    seq_lens,
+    firsts,
+    slots,
+    num_computed,  # [slots] int64, written, as are
+    lengths,  # [rows] int64 and
+    ends,  # [rows] int64
+    PDL: tl.constexpr,
+):
+    """Grid (rows,). Rows of padding write the same."""
+    row = tl.program_id(0).to(tl.int64)
+    launch_dependents_then_wait(PDL)
+    right = tl.load(accepted + row)
+    num_drafts = tl.maximum(tl.load(counts + row) - 1, 0)
+    computed = tl.load(seq_lens + row) - num_drafts + right
+    tl.store(num_computed + tl.load(slots + row), computed)
+    tl.store(lengths + row, computed + 1)
+    tl.store(ends + row, tl.load(firsts + row) + right)
+
+
+def advance_rows(
+    accepted: Tensor,
+    counts: Tensor,
+    seq_lens: Tensor,
+    firsts: Tensor,
+    slots: Tensor,
+    *,
+    num_computed: Tensor,
+    lengths: Tensor,
+    ends: Tensor,
+) -> None:
+    """As the definition."""
+    columns = (accepted, counts, seq_lens, firsts, slots, num_computed, lengths, ends)
+    assert all(column.is_contiguous() for column in columns)
+    if len(slots):
+        _advance_rows_kernel[(len(slots),)](*columns, num_warps=1, **launch_options(slots.device))
+
+
+@triton.jit(do_not_specialize=["place", "padding_slot", "last", "stride", "num_ids"])
+def _record_guess_kernel(
+    picked,  # [R] int64, as are slots and lengths
+    ids,  # [num_ids + 1] int64
+    slots,
+    lengths,
+    drafts,  # [R, stride] int64, a column is written
+    token_ids,  # [R] int64, written, as are
+    positions,  # [R] int64 and
+    seq_lens,  # [R] int32
+    place,
+    padding_slot,
+    last,
+    stride,
+    num_ids,
+    PDL: tl.constexpr,
+):
+    """Grid (R,)."""
+    row = tl.program_id(0).to(tl.int64)
+    launch_dependents_then_wait(PDL)
+    token = tl.load(picked + row)
+    token = tl.where(token < 0, num_ids, tl.minimum(token, num_ids - 1))
+    guess = tl.load(ids + token)
+    position = tl.minimum(tl.maximum(tl.load(lengths + row) - 1 + place, 0), last)
+    tl.store(drafts + row * stride + place, guess)
+    tl.store(token_ids + row, tl.maximum(guess, 0))
+    tl.store(positions + row, position)
+    is_padding = tl.load(slots + row) == padding_slot
+    tl.store(seq_lens + row, tl.where(is_padding, 0, position + 1).to(tl.int32))
+
+
+def record_guess(
+    picked: Tensor,
+    ids: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    *,
+    place: int,
+    padding_slot: int,
+    last: int,
+    drafts: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As the definition."""
+    columns = (picked, ids, slots, lengths, drafts)
+    assert all(column.is_contiguous() for column in columns)
+    token_ids, positions = torch.empty(2, *slots.shape, dtype=torch.int64, device=slots.device)
+    seq_lens = torch.empty(slots.shape, dtype=torch.int32, device=slots.device)
+    if len(slots):
+        _record_guess_kernel[(len(slots),)](
+            *columns, token_ids, positions, seq_lens, place, padding_slot, last, drafts.shape[1],
+            len(ids) - 1, num_warps=1, **launch_options(slots.device),
+        )  # fmt: skip
+    return token_ids, positions, seq_lens
+
+
+@triton.jit
+def _rms(words, weight_words, eps, WORDS: tl.constexpr, DTYPE: tl.constexpr):
+    """The norm of a row of words, as words."""
+    even, odd = unpack(words, DTYPE)
+    inverse = tl.rsqrt(tl.sum(even * even + odd * odd, axis=0) / (2 * WORDS) + eps)
+    even, odd = unpack(pack_pair(even * inverse, odd * inverse, DTYPE), DTYPE)
+    weight_even, weight_odd = unpack(weight_words, DTYPE)
+    return pack_pair(even * weight_even, odd * weight_odd, DTYPE)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _embed_norms_kernel(
+    token_ids,  # [T]
+    table,  # [num_rows, 2 * WORDS]
+    hidden,  # [T, 2 * WORDS]
+    embedding_weight,  # [2 * WORDS]
+    hidden_weight,  # likewise, None: no norm
+    out,  # [T, 4 * WORDS], written
+    num_rows,
+    eps,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (T, 2): the embedding of a token, and its hidden state."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    index = word_indices(BLOCK)
+    mask = index < WORDS
+    to = as_words(out) + row * (2 * WORDS) + index
+    launch_dependents_then_wait(PDL)
+    if tl.program_id(1) == 0:
+        weight_words = tl.load(as_words(embedding_weight) + index, mask=mask, other=0)
+        token = tl.load(token_ids + row).to(tl.int64) + 1
+        token = tl.minimum(tl.maximum(token, 0), num_rows - 1)
+        words = tl.load(as_words(table) + token * WORDS + index, mask=mask, other=0)
+        tl.store(to, _rms(words, weight_words, eps, WORDS, dtype), mask=mask)
+    else:
+        words = tl.load(as_words(hidden) + row * WORDS + index, mask=mask, other=0)
+        if hidden_weight is not None:
+            weight_words = tl.load(as_words(hidden_weight) + index, mask=mask, other=0)
+            words = _rms(words, weight_words, eps, WORDS, dtype)
+        tl.store(to + WORDS, words, mask=mask)
+
+
+def embed_norms(
+    token_ids: Tensor,
+    table: Tensor,
+    hidden: Tensor,
+    embedding_weight: Tensor,
+    hidden_weight: Tensor | None,
+    *,
+    eps: float,
+) -> Tensor:
+    """As the definition."""
+    num_tokens, width = hidden.shape
+    if width % 2:  # no whole words
+        return spec.embed_norms(token_ids, table, hidden, embedding_weight, hidden_weight, eps=eps)
+    out = hidden.new_empty(num_tokens, 2 * width)
+    assert all(tensor.is_contiguous() for tensor in (token_ids, table, hidden))
+    if num_tokens:
+        _embed_norms_kernel[(num_tokens, 2)](
+            token_ids, table, hidden, embedding_weight, hidden_weight, out, len(table), eps,
+            WORDS=width // 2,
+            BLOCK=triton.next_power_of_2(width // 2),
+            num_warps=tiles.num_warps(hidden.device, width),
+            **launch_options(hidden.device),
+        )  # fmt: skip
+    return out
+
+
 _GPU = frozenset({Feature.TRITON})
 KERNELS = (
     Kernel(ASSEMBLE_DRAFTS, "triton", assemble, requires=_GPU, dtypes=FLOAT_DTYPES),
     Kernel(COUNT_ACCEPTED, "triton", count_accepted, requires=_GPU, dtypes=FLOAT_DTYPES),
+    Kernel(ADVANCE_ROWS, "triton", advance_rows, requires=_GPU, dtypes=FLOAT_DTYPES),
+    Kernel(RECORD_GUESS, "triton", record_guess, requires=_GPU, dtypes=FLOAT_DTYPES),
+    Kernel(
+        EMBED_NORMS,
+        "triton",
+        embed_norms,
+        requires=_GPU,
+        dtypes=(torch.bfloat16, torch.float16),
+    ),
 )

@@ -137,25 +137,46 @@ class H200(Tiles):
         return Tile(64, 128, 64, num_warps=4, num_stages=5)
 
     def packed(self, *, M: int, N: int, K: int) -> Tile:
-        block_m = max(16, min(128, _power_of_two(M)))
-        programs = -(-N // 64) * -(-M // block_m)
-        if programs > 2 * self.multiprocessors and block_m == 128:
-            return Tile(128, 128, 128, num_warps=8, num_stages=3)
-        split_k = _at_most_four(2 * self.multiprocessors // programs)
-        block_k = 256 if block_m <= 64 else 128
-        return Tile(block_m, 64, block_k, num_warps=4, num_stages=3, split_k=split_k)
+        """Up to 128 tokens K is split into runs of 1,536 columns or more, where the tiles leave a
+        quarter of the multiprocessors idle.
+        """
+        tiles_n = -(-N // 64)
+        if M > 128:
+            programs = tiles_n * -(-M // 128)
+            if programs > 2 * self.multiprocessors:
+                return Tile(128, 128, 128, num_warps=8, num_stages=3)
+            split_k = _at_most_four(2 * self.multiprocessors // programs)
+            return Tile(128, 64, 128, num_warps=4, num_stages=3, split_k=split_k)
+        if M <= 16:
+            split_k = _at_most_four(2 * self.multiprocessors // tiles_n)
+            return Tile(16, 64, 256, num_warps=4, num_stages=3, split_k=split_k)
+        largest_of_32 = 32 if self._are_filled(tiles_n) else 64
+        block_m = 32 if largest_of_32 >= M else 64
+        split_k = 1
+        if not self._are_filled(tiles_n * -(-M // block_m)):
+            split_k = _at_most_four(K // 1536)
+        if M <= 64:
+            return Tile(block_m, 64, 256, num_warps=4, num_stages=3, split_k=split_k)
+        stages = 4 if split_k == 1 else 3
+        return Tile(64, 64, 128, num_warps=4, num_stages=stages, split_k=split_k)
+
+    def _are_filled(self, programs: int) -> bool:
+        """Whether so many programs leave less than a quarter of the multiprocessors idle."""
+        return 4 * programs > 3 * self.multiprocessors
 
     def packed_gemv(self, *, M: int, packing: Packing) -> Tile | None:
-        """Up to 4 tokens, 4 bits, but for the scales of NVFP4: measured with int4, and taken for
-        MXFP4, too. A thread has up to 384 bytes: 96 registers.
+        """4 bits: up to 4 tokens, with the scales of NVFP4 one. A thread has up to 384 bytes: 96
+        registers.
         """
         row_bytes = packing.K_PACKED // packing.CODES
-        if M > 4 or packing.CODES == 1 or packing.SCALE == "e5m3" or row_bytes > 6144:
+        is_nvfp4 = packing.SCALE == "e5m3"
+        if packing.CODES == 1 or row_bytes > 6144 or (1 if is_nvfp4 else 4) < M:
             return None
-        if row_bytes <= 1536:
-            return Tile(8, 32, 1, num_warps=_power_of_two(-(-row_bytes // 384)))
-        rows = 16 if M == 1 else 32
-        return Tile(8, rows, 1, num_warps=_power_of_two(-(-row_bytes * rows // 12288)))
+        warps = _power_of_two(-(-row_bytes // 384))
+        if M > 1:
+            return Tile(8, 32, 1, num_warps=warps)
+        maxnreg = None if row_bytes == 1536 and not is_nvfp4 else 128
+        return Tile(8, 16, 1, num_warps=max(4, warps), maxnreg=maxnreg)
 
     def w8a8(self, *, M: int, N: int) -> Tile:
         """Those of FP8 blocks; others were not tried."""

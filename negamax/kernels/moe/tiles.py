@@ -150,29 +150,25 @@ class H200(Tiles):
         return ExpertTiles(gate_up, Tile(64, 128, 128, num_warps=4, num_stages=3), repeat_n=8)
 
     def packed_gemv(self, *, M: int, gate_up: Packing, down: Packing) -> ExpertTiles | None:
-        """Where it was measured and gained: 4 bits, but for the scales of NVFP4; integers up to 4
-        tokens, MXFP4 one. A thread has up to 384 bytes: 96 registers.
+        """Where it was measured and gained: integers of 4 bits up to 4 tokens, MXFP4 and NVFP4 for
+        one. A thread has up to 384 bytes: 96 registers.
         """
         row_bytes = [each.K_PACKED // each.CODES for each in (gate_up, down)]
-        if {gate_up.CODES, down.CODES} != {2} or gate_up.SCALE == "e5m3" or max(row_bytes) > 3072:
-            return None
-        max_m = 1 if gate_up.ELEMENT == "e2m1" else 4
-        if max_m < M:
+        is_integer = gate_up.ELEMENT == "uint4"
+        max_m = 4 if is_integer else 1
+        if {gate_up.CODES, down.CODES} != {2} or max(row_bytes) > 3072 or max_m < M:
             return None
         first, second = (_power_of_two(-(-each // 384)) for each in row_bytes)
-        if gate_up.ELEMENT == "e2m1":
-            return ExpertTiles(Tile(8, 8, 1, num_warps=first), Tile(8, 16, 1, num_warps=second))
-        if M == 1:
-            return ExpertTiles(
-                Tile(8, 16, 1, num_warps=first), Tile(8, 32, 1, num_warps=2 * second)
-            )
-        return ExpertTiles(
-            Tile(8, 8, 1, num_warps=max(1, first // 2)), Tile(8, 32, 1, num_warps=2 * second)
-        )
+        maxnreg = None if gate_up.SCALE == "e5m3" else 128
+        if is_integer and M == 1:
+            other = Tile(8, 16, 1, num_warps=max(1, second // 2))
+        else:
+            other = Tile(8, 16, 1, num_warps=second, maxnreg=maxnreg)
+        return ExpertTiles(Tile(8, 8, 1, num_warps=first, maxnreg=maxnreg), other)
 
     def packed(self, *, M: int, gate_up: Packing) -> ExpertTiles:
-        """Three programs of 168 registers share a multiprocessor; of integers of 4 bits, which are
-        unpacked by the fewest instructions, two of more rows.
+        """Three programs of 168 registers share a multiprocessor, or four of 128; of integers of 4
+        bits, which are unpacked by the fewest instructions, two of more rows.
         """
         if M > SMALL_M_MAX_M:
             return ExpertTiles(
@@ -181,7 +177,10 @@ class H200(Tiles):
             )
         wide = Tile(16, 128, 128, num_warps=4, num_stages=3)
         if gate_up.ELEMENT == "uint4":
-            return ExpertTiles(wide, replace(wide, num_stages=4, maxnreg=168))
+            return ExpertTiles(wide, replace(wide, maxnreg=168))
+        if gate_up.CODES == 2:
+            down = replace(wide, num_stages=5, maxnreg=168) if gate_up.SCALE == "e5m3" else wide
+            return ExpertTiles(Tile(16, 64, 128, num_warps=4, num_stages=3, maxnreg=128), down)
         return ExpertTiles(Tile(16, 64, 128, num_warps=4, num_stages=4, maxnreg=168), wide)
 
     def w8a8(self) -> ExpertTiles:

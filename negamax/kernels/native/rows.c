@@ -282,7 +282,7 @@ static void prefetch_block(const element *block, int64_t count) {
 /* One query per sequence against its paged keys and values, block by block with a running softmax:
    m_i the largest score so far, l_i the sum of exponentials, alpha what a new m_i scales them by.
    q, out [seqs, heads, dim]; caches [blocks, kv_heads, block_size, dim]; tables [seqs, table_width]
-   block numbers; lengths [seqs] keys, at least 1. */
+   block numbers; lengths [seqs] keys, 0 in padding, whose sums are 0. */
 void negamax_decode(const element *q, const element *k_cache, const element *v_cache,
                     const int64_t *tables, const int64_t *lengths, element *out, int64_t seqs,
                     int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size,
@@ -328,9 +328,11 @@ void negamax_decode(const element *q, const element *k_cache, const element *v_c
                 four_mixed(acc + row * padded, alpha + row, scores + row * stride, values, count,
                            padded, stride);
         }
-        for (int64_t row = 0; row < group; row++)
+        for (int64_t row = 0; row < group; row++) {
+            float divisor = length > 0 ? l_i[row] : 1.0f;
             for (int64_t i = 0; i < dim; i++)
-                out[(first_row + row) * dim + i] = narrow(acc[row * padded + i] / l_i[row]);
+                out[(first_row + row) * dim + i] = narrow(acc[row * padded + i] / divisor);
+        }
     }
 }
 

@@ -22,9 +22,9 @@ from negamax.config.model_spec import ModelSpec
 from negamax.kernels.activations import SILU, concatenate
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.formats import Axis, Dim, Role, StoredTensor
-from negamax.kernels.registry import KernelTable
+from negamax.kernels.registry import OPS, KernelTable
 from negamax.kernels.rope.spec import signed_frequencies
-from negamax.kernels.signatures import DECODE, PREFILL, ROPE_WRITE
+from negamax.kernels.signatures import DECODE, EMBED_NORMS, PREFILL, ROPE_WRITE
 from negamax.layers.attention import (
     GroupedQueryKind,
     GroupedQueryStep,
@@ -164,6 +164,7 @@ class _Layer:
         self._input_norm, self._post_norm, *others = norms
         self._hidden_norm = others[0] if others else None
         self._is_residual_normed = spec.norm_before_residual
+        self._embed_norms = kernels.fusion(*OPS[EMBED_NORMS].sequence)
         self.slots = [*self._attention.slots, *self._mlp.slots]
         self.slots += [slot for norm in norms for slot in norm.slots]
 
@@ -171,25 +172,47 @@ class _Layer:
         self._attention.finish_loading()
         self._mlp.finish_loading()
 
-    def __call__(
+    def first(
         self,
         x: Partial,
-        residual: Tensor,
-        embedding: Tensor,
+        token_ids: Tensor,
+        embed: VocabEmbedding,
         metadata: AttentionMetadata,
         kv: KvCaches,
     ) -> tuple[Partial, Tensor]:
-        """What enters the layer, less the residual [T, hidden], and the embeddings [T, hidden] ->
-        what leaves it, likewise.
+        """As `__call__` of the first layer, which there is no residual in front of. token_ids [T].
+        What x holds may be overwritten.
         """
-        if self._hidden_norm is None:
-            hidden = self._input_norm(x, residual)
+        assert self._hidden_norm is not None
+        fused, weight = self._embed_norms, None
+        if fused and x.group.size == 1 and x.x.dim() == 2 and not self._is_residual_normed:
+            hidden = residual = x.x
+            weight = self._hidden_norm.weight
         else:
-            hidden = self._hidden_norm(x, residual)
+            residual = x.x.new_zeros(len(token_ids), x.x.shape[-1])
+            normed = self._hidden_norm(x, residual)
+            assert isinstance(normed, Tensor)
+            hidden = normed
             if self._is_residual_normed:
                 residual = hidden
-            normed = self._input_norm(_whole(embedding), torch.zeros_like(embedding))
-            hidden = torch.cat([normed, hidden], dim=-1)
+        if fused:
+            norm = self._input_norm
+            joined = fused.run(token_ids, embed.table, hidden, norm.weight, weight, eps=norm.eps)
+        else:
+            joined = torch.cat([_plain_norm(self._input_norm, embed(token_ids).x), hidden], dim=-1)
+        return self._behind_norm(joined, residual, metadata, kv)
+
+    def __call__(
+        self, x: Partial, residual: Tensor, metadata: AttentionMetadata, kv: KvCaches
+    ) -> tuple[Partial, Tensor]:
+        """What enters the layer, less the residual [T, hidden] -> what leaves it, likewise."""
+        hidden = self._input_norm(x, residual)
+        assert isinstance(hidden, Tensor)
+        return self._behind_norm(hidden, residual, metadata, kv)
+
+    def _behind_norm(
+        self, hidden: Tensor, residual: Tensor, metadata: AttentionMetadata, kv: KvCaches
+    ) -> tuple[Partial, Tensor]:
         attended = self._attention(hidden, metadata, kv)
         return self._mlp(self._post_norm(attended, residual)), residual
 
@@ -273,8 +296,8 @@ class Eagle3Draft:
         self._target = target
         size = self.spec.draft_vocab_size
         self._token_ids = torch.arange(size, device=self._offsets.device) + self._offsets
-        self._maps = bool(self._offsets.any())  # host-sync: once
-        self._ids_or_none = F.pad(self._token_ids, (0, 1), value=-1)
+        # the target's ids of the draft's, and -1
+        self.target_ids = F.pad(self._token_ids, (0, 1), value=-1)
         lowest, highest = (int(end) for end in self._token_ids.aminmax())  # host-sync: once
         distinct = len(self._token_ids.unique())
         if lowest < 0 or highest >= self.spec.vocab_size or distinct < size:
@@ -293,12 +316,17 @@ class Eagle3Draft:
                 _plain_norm(norms[names.fc_norm(number)], stream)
                 for number, stream in enumerate(streams)
             ]
-        joined = torch.cat(list(streams), dim=-1)
+        columns = self._columns
         if self.spec.norm_before_fc:
-            joined = _plain_norm(norms[names.FC_INPUT_NORM], joined)
-        if len(self._columns) < joined.shape[-1]:
-            joined = joined[:, self._columns.start : self._columns.stop].contiguous()
-        return self._fc(joined)
+            joined = _plain_norm(norms[names.FC_INPUT_NORM], torch.cat(list(streams), dim=-1))
+            return self._fc(joined[:, columns.start : columns.stop].contiguous())
+        width, shares = self.spec.target_hidden_size, []
+        for number, stream in enumerate(streams):
+            start, stop = (
+                min(max(end - number * width, 0), width) for end in (columns.start, columns.stop)
+            )
+            shares.append(stream[:, start:stop])
+        return self._fc(torch.cat(shares, dim=-1))
 
     def forward(
         self,
@@ -307,20 +335,20 @@ class Eagle3Draft:
         metadata: AttentionMetadata,
         kv: Sequence[KvCaches],
     ) -> tuple[Tensor, Tensor]:
-        """The hidden states of T tokens, from `combine` or from the pass before, and the tokens
-        behind them [T] int64 -> what the head reads, and what the next pass does, [T, hidden] both.
+        """The hidden states of T tokens, from `combine` or from the pass before (they may be
+        overwritten), and the tokens behind them [T] -> what the head reads, and what the next pass
+        does, [T, hidden] both.
         """
         assert self._embed is not None
         metadata = prepare_attention(metadata, [(self._kind, kv[0])])
-        embedding = self._embed(token_ids).x
-        residual = torch.zeros_like(embedding)
-        for layer, caches in zip(self.layers, kv, strict=True):
-            x, residual = layer(x, residual, embedding, metadata, caches)
+        x, residual = self.layers[0].first(x, token_ids, self._embed, metadata, kv[0])
+        for layer, caches in zip(self.layers[1:], kv[1:], strict=True):
+            x, residual = layer(x, residual, metadata, caches)
         hidden = self._norm(x, residual)
         assert isinstance(hidden, Tensor)
         if self.spec.norm_output:
             return hidden, hidden
-        return hidden, self._norm.complete(residual, x.group)
+        return hidden, self._norm.complete(residual, x.group, copy=False)
 
     def local_logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> [R, len(vocab_range)] fp32, of the draft's tokens on this rank."""
@@ -334,13 +362,6 @@ class Eagle3Draft:
         ids = self._token_ids[self.vocab_range.start : self.vocab_range.stop]
         every = logits.new_full((len(logits), self.spec.vocab_size), -torch.inf)
         return every.index_copy_(1, ids, logits)
-
-    def token_ids(self, draft_ids: Tensor) -> Tensor:
-        """The target's ids of the draft's, -1 of -1. [R] int64 both."""
-        if not self._maps:
-            return draft_ids
-        # (-1 finds the last one, which is -1; a warmup brings any numbers)
-        return self._ids_or_none[draft_ids.clamp(-1, self.spec.draft_vocab_size - 1)]
 
 
 def _plain_norm(norm: RmsNorm, x: Tensor) -> Tensor:

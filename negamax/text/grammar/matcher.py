@@ -132,6 +132,10 @@ class GrammarMatcher:
         )
         return bool(taken)
 
+    def take_back(self, count: int) -> None:
+        """Undo the last `count` parts."""
+        self._matcher.rollback(count)
+
     def mask(self, compiler: GrammarCompiler) -> Mask:
         """What the output may go on with, unless it has ended; `compiler`: that of its grammar."""
         words = np.zeros((1, -(-compiler.vocab_size // 32)), dtype=np.int32)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable
+from copy import copy
 
 from negamax.config.grammar import Marker, Reasoning
 
@@ -58,6 +59,12 @@ class ReasoningGate:
     def is_over(self) -> bool:
         """Whether nothing more will come of it."""
         return self._state is _State.CLOSED and not self._due
+
+    def fork(self) -> ReasoningGate:
+        """Another one of the same output, to see what tokens would do."""
+        forked = copy(self)
+        forked._due = self._due.copy()
+        return forked
 
     def push(self, token_id: int) -> int | bytes | None:
         """Take the next token; what of it belongs to the content: itself, its last bytes, or

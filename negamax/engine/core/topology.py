@@ -1,0 +1,87 @@
+"""`--performance-mode`: parallel sizes for the GPUs of this machine, where none is given.
+
+What the modes of vLLM change, beside: steps of up to 16 rows are captured one by one in any mode,
+and throughput allows twice the sequences of a step (`engine/core/setup.py`). Torch-free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+from negamax.base.errors import ConfigError
+from negamax.base.log import get_logger
+from negamax.config.options import EngineOptions
+from negamax.config.parallel import ParallelOptions
+from negamax.engine.core.source import locate
+from negamax.planner.cost import Workload
+from negamax.planner.gpus import visible_gpus
+from negamax.planner.plan import Hardware, make_plan
+from negamax.planner.topology import Topology
+
+logger = get_logger(__name__)
+
+# one request, and as many as a server has in a step by default
+_LOADS = (Workload(1), Workload(256))
+
+
+def with_planned_sizes(options: EngineOptions) -> EngineOptions:
+    """`options` with the parallel sizes that are best for their performance mode, if they name none
+    and there are several GPUs. Errors: `ConfigError` where no split of the model fits, and those of
+    `locate`.
+    """
+    mode = options.performance_mode
+    if mode == "balanced" or options.device == "cpu" or options.script is not None:
+        return options
+    sizes = [field for field in fields(ParallelOptions) if hasattr(options, field.name)]
+    if any(getattr(options, field.name) != field.default for field in sizes):
+        return options
+    try:
+        gpus = visible_gpus()
+    except ConfigError as error:  # GPUs that are not in the table of the planner
+        logger.warning("--performance-mode %s chooses no parallel size: %s", mode, error)
+        return options
+    if len(gpus) < 2:
+        return options
+    smallest = min(gpus, key=lambda gpu: gpu.memory)
+    # nothing is loaded for that
+    drawn = replace(options, load_format="synthetic", speculative_config=None)
+    spec = locate(drawn).spec
+    context_length = options.max_model_len or spec.max_position_embeddings
+    plan = make_plan(
+        spec,
+        Hardware(smallest, len(gpus), utilization=options.gpu_memory_utilization),
+        _LOADS,
+        kv_dtype=options.kv_cache_dtype,
+        index_dtype=options.index_cache_dtype,
+        max_model_len=context_length,
+        one_server=True,
+    )
+    plan = replace(
+        plan,
+        candidates=tuple(each for each in plan.candidates if _is_taken(options, each.topology)),
+    )
+    best = plan.busiest if mode == "throughput" else plan.fastest
+    if best is None:
+        raise ConfigError(
+            f"--performance-mode is {mode}: no split over {len(gpus)} x {smallest.name} holds one "
+            f"request of {context_length} tokens",
+            hint="lower --max-model-len; `negamax plan` says what fits",
+        )
+    logger.info(
+        "--performance-mode %s: %s on %d of %d GPUs, as if %s were given",
+        mode,
+        best.topology.label,
+        best.topology.ranks,
+        len(gpus),
+        " ".join(best.topology.flags) or "no size",
+    )
+    return replace(options, **best.topology.sizes)
+
+
+def _is_taken(options: EngineOptions, topology: Topology) -> bool:
+    """Whether the other options, such as those of drafts, go with it."""
+    try:
+        replace(options, **topology.sizes)
+    except ConfigError:
+        return False
+    return True

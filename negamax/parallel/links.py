@@ -1,0 +1,117 @@
+"""What the stages of a pipeline send each other, one way between two ranks."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from negamax.base.errors import EngineDeadError
+from negamax.parallel.layout import ParallelLayout
+
+
+class Arrival:
+    """A tensor on its way here."""
+
+    def __init__(self, work: dist.Work | None) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        """On the CPU until it is there; on a GPU the current stream waits. Errors:
+        `EngineDeadError` where the sender is gone.
+        """
+        if self._work is None:
+            return
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise EngineDeadError(f"another stage is gone or out of step: {error}") from error
+
+
+class Link:
+    """To or from the rank `peer`. Over NCCL it is a group of its own: what is sent one way waits
+    for nothing that goes another.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, peer: int, *, kept: int) -> None:
+        """`kept`: how many tensors may be on their way before sending waits for the first."""
+        self._group, self._peer, self._kept = group, peer, kept
+        self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()
+
+    def send(self, tensor: Tensor) -> None:
+        """Without waiting for the receiver; `tensor` must stay as it is. Errors: as in
+        `Arrival.wait`.
+        """
+        while len(self._sent) >= self._kept:
+            Arrival(self._sent[0][0]).wait()
+            self._sent.popleft()
+        tensor = tensor.contiguous()
+        try:
+            work = dist.isend(tensor, self._peer, group=self._group)
+        except RuntimeError as error:
+            raise EngineDeadError(f"another stage is gone: {error}") from error
+        self._sent.append((work, tensor))
+
+    def receive(self, out: Tensor) -> Arrival:
+        """Into `out`, which is contiguous, what was sent longest ago. Errors: as in
+        `Arrival.wait`.
+        """
+        try:
+            return Arrival(dist.irecv(out, self._peer, group=self._group))
+        except RuntimeError as error:
+            raise EngineDeadError(f"another stage is gone: {error}") from error
+
+
+@dataclass(frozen=True)
+class PipelineLinks:
+    """Of one rank, with the ranks in its place of other stages."""
+
+    previous: Link | None = None  # None: this is the first stage
+    next: Link | None = None  # None: this is the last stage
+    # On the last stage to the first one; there from the last one.
+    sampled: Link | None = None
+
+    @staticmethod
+    def connect(layout: ParallelLayout, *, backend: str, device: torch.device) -> PipelineLinks:
+        """Every rank of the world must call this. Errors: `EngineDeadError` where ranks do not
+        meet.
+        """
+        if layout.pp == 1:
+            return PipelineLinks()
+        made: dict[tuple[int, int], Link] = {}
+        for place in range(layout.stage_size):
+            ranks = layout.of_rank(place).pipeline_ranks
+            ways = [(*pair, 2) for pair in pairwise(ranks)]
+            for sender, receiver, kept in (*ways, (ranks[-1], ranks[0], 2 * layout.pp + 2)):
+                group = dist.new_group([sender, receiver], backend=backend)
+                if layout.rank in (sender, receiver):
+                    peer = receiver if layout.rank == sender else sender
+                    made[sender, receiver] = Link(group, peer, kept=kept)
+        rank, ranks = layout.rank, layout.pipeline_ranks
+        at = layout.pp_rank
+        links = PipelineLinks(
+            None if layout.is_first_stage else made[ranks[at - 1], rank],
+            None if layout.is_last_stage else made[rank, ranks[at + 1]],
+            made.get((ranks[-1], ranks[0])),
+        )
+        links._open(layout, device)
+        return links
+
+    def _open(self, layout: ParallelLayout, device: torch.device) -> None:
+        """Use every link once, in the order of a step: connections are made now, not in the first
+        step.
+        """
+        token = torch.zeros(1, device=device)
+        for link, sends in (
+            (self.previous, False),
+            (self.next, True),
+            (self.sampled, layout.is_last_stage),
+        ):
+            if link is not None and sends:
+                link.send(token)
+            elif link is not None:
+                link.receive(token).wait()

@@ -1,0 +1,242 @@
+"""Seconds of a step, by calculation: what a rank must read and compute, and what it exchanges.
+
+    stage = max(bytes of its products / bandwidth, their operations / rate)
+          + bytes of its KV cache / bandwidth (of a prefill: operations of attention / rate)
+          + layers * (LAYER_SECONDS + ROW_SECONDS * sqrt(rows) + TOKEN_SECONDS * tokens / tp)
+          + exchanges
+
+All numbers below are of an H200 (docs/performance.md, docs/results); shares carry them over to
+other GPUs. Two are fitted to times per token on one, two and four, LAYER_SECONDS and ROW_SECONDS,
+one to prompts, TOKEN_SECONDS; the others were measured by themselves. docs/parallelism.md says how
+far predictions are off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, sqrt
+from statistics import NormalDist
+
+from negamax.config.kv_cache import KvCacheSpecs
+from negamax.kernels.formats import E4M3_BLOCKS, PLAIN, TensorFormat
+from negamax.kernels.platform import Feature
+from negamax.models.memory import Kept, ModelWeights, WeightKind, hit_share
+from negamax.parallel.layout import ParallelLayout
+from negamax.planner.gpus import MEASURED, GpuModel
+
+# Shares of the vendor's figures. Copies, and products in FP8 blocks or unquantised, reach 4.25 of
+# 4.8 TB/s; weight-only products of other formats less, by the bits of their elements.
+READ_SHARE = 4.25 / 4.8
+WEIGHT_ONLY_SHARES = {8: 0.80, 4: 0.72}
+DENSE_FP8, EXPERTS_FP8 = 1100 / 1979, 640 / 1979
+DENSE_BF16, EXPERTS_BF16, WEIGHT_ONLY = 0.75, 0.40, 0.36
+ATTENTION_SHARE = 280 / 989
+# A layer without bytes: nine kernels that wait for one another, their rows, work on activations.
+LAYER_SECONDS, ROW_SECONDS, TOKEN_SECONDS = 23e-6, 3.6e-6, 0.08e-6
+MOST_ROWS = 256  # from where on more of them take no longer
+# Sums over the ranks of a machine: of few tokens by stores that carry flags, which doubles them.
+SMALL_SUM_TOKENS, SMALL_SUM_SHARE, SUM_SHARE, GATHER_SHARE = 256, 0.30, 0.84, 0.60
+SUM_SECONDS, NORM_SECONDS = 1e-6, 2e-6  # beside the norm that they are part of; of the QK norm
+MESSAGE_SECONDS = 20e-6  # of NCCL
+NETWORK_BYTES = 45e9  # per second and GPU between machines, of an adapter of 400 Gb/s each
+
+
+@dataclass(frozen=True)
+class Workload:
+    """So many requests at a time, of so many tokens each."""
+
+    concurrency: int
+    input_len: int = 1000
+    output_len: int = 1000
+
+    @property
+    def context(self) -> float:
+        """Tokens of a request, in the middle of its answer."""
+        return self.input_len + self.output_len / 2
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is computed: weights, how they are kept, the caches and the dtypes."""
+
+    weights: ModelWeights
+    kept: Kept
+    caches: KvCacheSpecs
+    dtype: str = "bfloat16"
+    kv_dtype: str = "bfloat16"
+
+
+class Costs:
+    """The times of one layout on GPUs of one kind, `per_node` of them in a machine."""
+
+    def __init__(
+        self, model: Model, gpu: GpuModel, layout: ParallelLayout, *, per_node: int
+    ) -> None:
+        self._model, self._gpu, self._layout = model, gpu, layout
+        places = range(0, layout.world_size, layout.stage_size)
+        self._stages = [layout.of_rank(rank) for rank in places]
+        self._held: list[list[tuple[WeightKind, int, float]]] = [
+            list(model.weights.on_rank(dtype=model.dtype, kept=model.kept, layout=stage))
+            for stage in self._stages
+        ]
+        self._is_local = layout.stage_size <= per_node
+        self._hops_locally = layout.world_size <= per_node
+
+    def decode_seconds(self, concurrency: int, *, context: float) -> float:
+        """From one token of a sequence to the next, with `concurrency` of them."""
+        batches = min(self._layout.pp, concurrency)
+        rows = ceil(concurrency / batches)
+        own = ceil(rows / self._layout.dp)
+        stages = [
+            self._stage(place, tokens=rows, own=own, context=context, is_prefill=False)
+            for place in range(self._layout.pp)
+        ]
+        return max(sum(stages), batches * max(stages)) + self._hops(own)
+
+    def prefill_seconds(self, num_tokens: int, *, chunk: int) -> float:
+        """Of one prompt of `num_tokens`, alone, until its first token."""
+        done, total = 0, 0.0
+        while done < num_tokens:
+            size = min(chunk, num_tokens - done)
+            total += sum(self._prefill(size, ranks=1, behind=done)) + self._hops(size)
+            done += size
+        return total
+
+    def prefill_rate(self, prompt: int, *, chunk: int) -> float:
+        """Tokens per second of many prompts of `prompt` tokens each, all ranks and stages busy."""
+        stages = self._prefill(
+            chunk, ranks=self._layout.dp, behind=max(0, prompt - chunk) / 2, prompt=prompt
+        )
+        return self._layout.dp * chunk / max(stages)
+
+    def _prefill(
+        self, size: int, *, ranks: int, behind: float, prompt: int | None = None
+    ) -> list[float]:
+        """Seconds of each stage for a chunk of `size` tokens on each of `ranks` data-parallel
+        ranks."""
+        visible = behind + min(size, prompt or size) / 2
+        return [
+            self._stage(place, tokens=size * ranks, own=size, context=visible, is_prefill=True)
+            for place in range(self._layout.pp)
+        ]
+
+    def _stage(
+        self, place: int, *, tokens: int, own: int, context: float, is_prefill: bool
+    ) -> float:
+        """A step of one stage: `tokens` of all data-parallel ranks, `own` of the one that has the
+        most, each of which sees `context` others.
+        """
+        layout, gpu, spec = self._stages[place], self._gpu, self._model.weights.spec
+        layers = layout.layers(spec.num_layers)
+        own = ceil(own / layout.cp)
+        bandwidth = READ_SHARE * gpu.bandwidth
+        seconds = 0.0
+        for kind, count, num_bytes in self._held[place]:
+            if not kind.weight.is_table:
+                rows = 0 if is_prefill and kind.weight.is_head else own
+                seconds += self._product(kind, count, num_bytes, tokens=tokens, own=rows)
+        caches = self._model.caches[layers.start : layers.stop]
+        if is_prefill:
+            seen = sum(
+                max((c.read_tokens(context) for c in layer if not c.is_index), default=0.0)
+                for layer in caches
+            )
+            heads = spec.num_heads / layout.tp
+            operations = 4.0 * own * heads * spec.head_dim * seen
+            seconds += operations / (ATTENTION_SHARE * gpu.bf16)
+        else:
+            seconds += own * self._cache_bytes(caches, context) / bandwidth
+        relative = MEASURED.bandwidth / gpu.bandwidth
+        seconds += len(layers) * (
+            LAYER_SECONDS
+            + ROW_SECONDS * sqrt(min(own, MOST_ROWS))
+            + TOKEN_SECONDS * relative * own / layout.tp
+            + self._exchanges(tokens, own)
+        )
+        return seconds
+
+    def _product(
+        self, kind: WeightKind, count: int, num_bytes: float, *, tokens: int, own: int
+    ) -> float:
+        """The products with all weights of a kind: `tokens` for experts, `own` for others."""
+        weight, layout = kind.weight, self._layout
+        is_expert = weight.used is not None
+        read, rate = self._rates(kind.stored, is_expert=is_expert)
+        hit, ranks = hit_share(weight, tokens), layout.tp
+        rows = float(own)
+        if is_expert:
+            # what the busiest of `ep` ranks is asked for, beyond the mean of all of them
+            hit = min(
+                1.0,
+                hit + _beyond_mean(layout.ep) * sqrt(hit * (1 - hit) * layout.ep / weight.count),
+            )
+            rows = tokens * (weight.used or 0) / weight.count
+            ranks = layout.stage_size
+        operations = 2.0 * count * weight.num_elements * rows / min(ranks, weight.parts or ranks)
+        return max(hit * num_bytes / read, operations / rate)
+
+    def _rates(self, stored: TensorFormat, *, is_expert: bool) -> tuple[float, float]:
+        """Bytes and operations per second of products with matrices of a format."""
+        gpu = self._gpu
+        full = READ_SHARE * gpu.bandwidth
+        if stored is PLAIN or not self._model.kept(stored):
+            return full, (EXPERTS_BF16 if is_expert else DENSE_BF16) * gpu.bf16
+        bits = 4 if stored.bytes_per_weight((4096, 4096)) < 0.75 else 8
+        read, rate = WEIGHT_ONLY_SHARES[bits] * full, WEIGHT_ONLY * gpu.bf16
+        is_blocks = stored.name == E4M3_BLOCKS.name
+        if (is_blocks or stored.activation) and Feature.FP8 in gpu.platform.features:
+            read = full if is_blocks else read
+            rate = (EXPERTS_FP8 if is_expert else DENSE_FP8) * gpu.fp8
+        return read, rate
+
+    def _cache_bytes(self, caches: KvCacheSpecs, context: float) -> float:
+        """What a decode step reads of a sequence."""
+        dtype, ranks = self._model.kv_dtype, self._layout.tp
+        return sum(
+            cache.read_tokens(context) * cache.block_bytes(1, dtype=dtype, ranks=ranks)
+            for layer in caches
+            for cache in layer
+        )
+
+    def _exchanges(self, tokens: int, own: int) -> float:
+        """Of a layer, between the ranks of a stage."""
+        layout, hidden = self._layout, self._model.weights.spec.hidden_size
+        found = 0.0
+        if layout.tp > 1:
+            found += 2 * self._sum_seconds(own, layout.tp) + NORM_SECONDS
+        others = layout.dp * layout.cp - 1
+        if others:
+            # rows in FP8 with their scales, ids and weights; what became of them in bf16
+            received = others * own * ((hidden + hidden / 32 + 64) + 2 * hidden)
+            link = GATHER_SHARE * self._gpu.link if self._is_local else NETWORK_BYTES
+            found += 2 * MESSAGE_SECONDS + received / link
+        return found
+
+    def _sum_seconds(self, tokens: int, ranks: int) -> float:
+        """A sum of `tokens` rows over `ranks` of one machine."""
+        hidden, gpu = self._model.weights.spec.hidden_size, self._gpu
+        num_bytes = 2 * (ranks - 1) / ranks * tokens * 2 * hidden
+        if not gpu.has_fabric:
+            return MESSAGE_SECONDS + num_bytes / (SUM_SHARE * gpu.link)
+        share = SMALL_SUM_SHARE if tokens <= SMALL_SUM_TOKENS else SUM_SHARE
+        return SUM_SECONDS + num_bytes / (share * gpu.link)
+
+    def _hops(self, tokens: int) -> float:
+        """From the first stage of a pipeline through all others."""
+        num_bytes = 2 * tokens * self._model.weights.spec.hidden_size
+        link = GATHER_SHARE * self._gpu.link if self._hops_locally else NETWORK_BYTES
+        return (self._layout.pp - 1) * (MESSAGE_SECONDS + num_bytes / link)
+
+
+def _beyond_mean(count: int) -> float:
+    """How many standard deviations the largest of `count` normal numbers lies above their mean
+    (Blom's approximation).
+    """
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
+
+
+def tokens_per_second(workload: Workload, *, decode_seconds: float, prefill_rate: float) -> float:
+    """Answers of `workload` without an end: prompts are read between the tokens of others."""
+    tokens = workload.concurrency * workload.output_len
+    reading = workload.concurrency * workload.input_len / prefill_rate
+    return tokens / (workload.output_len * decode_seconds + reading)

@@ -1,0 +1,145 @@
+"""What is known of GPUs without asking one: the figures that plans are computed from.
+
+Memory is what the driver says of a GPU; bandwidth and rates are those of the vendor's data sheet
+named beside each GPU, rates without sparsity; links are of one direction, to all other GPUs
+together.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from negamax.base import env
+from negamax.base.errors import ConfigError
+from negamax.kernels.platform import Platform, amd, nvidia
+
+MIB, GIB = 2**20, 2**30
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True)
+class GpuModel:
+    """One kind of GPU. Bytes, bytes per second, operations per second."""
+
+    name: str
+    memory: int
+    bandwidth: float
+    bf16: float
+    fp8: float  # 0: it has none
+    link: float
+    has_fabric: bool  # GPUs of a machine are joined by NVLink and the like, not by PCIe alone
+    platform: Platform
+
+
+def _nvidia(
+    name: str,
+    mib: int,
+    terabytes: float,
+    bf16: float,
+    fp8: float,
+    link: float,
+    capability: tuple[int, int],
+) -> GpuModel:
+    """`bf16` and `fp8` in TFLOP/s, `link` in GB/s."""
+    return GpuModel(
+        name, mib * MIB, terabytes * 1e12, bf16 * 1e12, fp8 * 1e12, link * 1e9,
+        has_fabric=link > 64, platform=nvidia(capability, name=name),
+    )  # fmt: skip
+
+
+def _amd(
+    name: str, mib: int, terabytes: float, bf16: float, fp8: float, link: float, arch: str
+) -> GpuModel:
+    platform = amd(arch, name=name, multiprocessors=304, shared_memory=65_536)
+    return GpuModel(
+        name, mib * MIB, terabytes * 1e12, bf16 * 1e12, fp8 * 1e12, link * 1e9,
+        has_fabric=True, platform=platform,
+    )  # fmt: skip
+
+
+GPUS = {
+    gpu.name.lower(): gpu
+    for gpu in (
+        # NVIDIA A100 data sheet (SXM4): 1,555 and 2,039 GB/s, NVLink 600 GB/s in both directions
+        _nvidia("A100-40GB", 40_960, 1.555, 312, 0, 300, (8, 0)),
+        _nvidia("A100-80GB", 81_920, 2.039, 312, 0, 300, (8, 0)),
+        # NVIDIA L40S data sheet: 864 GB/s, PCIe 4.0 x16
+        _nvidia("L40S", 46_068, 0.864, 362, 733, 32, (8, 9)),
+        # NVIDIA H100 data sheet (SXM5 and NVL): NVLink 900 and 600 GB/s in both directions
+        _nvidia("H100", 81_559, 3.35, 989, 1979, 450, (9, 0)),
+        _nvidia("H100-NVL", 95_830, 3.9, 835, 1671, 300, (9, 0)),
+        # NVIDIA H800: an H100 with NVLink of 400 GB/s in both directions
+        _nvidia("H800", 81_559, 3.35, 989, 1979, 200, (9, 0)),
+        # NVIDIA H200 data sheet (SXM)
+        _nvidia("H200", 143_771, 4.8, 989, 1979, 450, (9, 0)),
+        # NVIDIA H20 product brief
+        _nvidia("H20", 97_871, 4.0, 148, 296, 450, (9, 0)),
+        # NVIDIA HGX B200 and B300 data sheets, an eighth of each; NVLink 1.8 TB/s
+        _nvidia("B200", 183_359, 8.0, 2250, 4500, 900, (10, 0)),
+        _nvidia("B300", 275_040, 8.0, 2250, 4500, 900, (10, 3)),
+        # NVIDIA RTX PRO 6000 Blackwell data sheet (Workstation): 1,792 GB/s, PCIe 5.0 x16; the
+        # rates are a quarter (FP8) and an eighth (bf16) of its 4,000 FP4 operations with sparsity
+        _nvidia("RTX-PRO-6000", 97_887, 1.792, 500, 1000, 64, (12, 0)),
+        # AMD Instinct MI300X and MI355X data sheets: seven links of 64 and 77 GB/s
+        _amd("MI300X", 196_592, 5.3, 1307, 2615, 448, "gfx942"),
+        _amd("MI355X", 294_896, 8.0, 2517, 5033, 538, "gfx950"),
+    )
+}
+MEASURED_RANKS = 4  # the most that M2 was measured on, with tensor parallelism alone
+MEASURED = GPUS["h200"]  # what every share and every fitted number of `cost` was measured on
+
+
+def find_gpu(name: str) -> GpuModel:
+    """The GPU that is called `name` here or by its driver ("NVIDIA H200"). Errors: `ConfigError`
+    with the known names.
+    """
+    words = set(re.findall("[a-z0-9]+", name.lower()))
+    found = [key for key in GPUS if words.issuperset(key.split("-"))]
+    if not found:
+        raise ConfigError(
+            f"--gpu is {name[:60]!r}; known: {', '.join(gpu.name for gpu in GPUS.values())}",
+            hint="of another GPU give --gpu-memory, and the known one that is nearest to it",
+        )
+    return GPUS[max(found, key=len)]  # an H100 NVL is no H100
+
+
+def visible_gpus() -> Sequence[GpuModel]:
+    """The NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES leaves, as the driver tells, with
+    the memory that each has; none where there is no driver. Errors: `ConfigError` for one that is
+    not known.
+    """
+    query = (
+        "nvidia-smi",
+        "--query-gpu=index,uuid,name,memory.total",
+        "--format=csv,noheader,nounits",
+    )
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+        rows = [[cell.strip() for cell in row.split(",")] for row in done.stdout.splitlines()]
+        seen = _seen_by_cuda(rows, env.starting_with(_VISIBLE).get(_VISIBLE))
+        named = [(name, int(mib)) for _, _, name, mib in seen]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
+    return [replace(find_gpu(name), memory=mib * MIB) for name, mib in named]
+
+
+def _seen_by_cuda(rows: list[list[str]], wanted: str | None) -> list[list[str]]:
+    """Of `rows` (number, UUID, ...) those that the variable names, in its order, up to the first
+    that there is not; None: all.
+    """
+    if wanted is None:
+        return rows
+    found = []
+    for word in wanted.split(","):
+        place = word.strip()
+        if place.startswith("GPU-"):
+            row = next((row for row in rows if row[1].startswith(place)), None)
+        else:
+            row = next((row for row in rows if row[0] == place), None)
+        if row is None:
+            break
+        found.append(row)
+    return found

@@ -1,0 +1,208 @@
+"""A plan: the topologies of a model on given GPUs, the best ones first, and why others are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+from negamax.base.errors import ConfigError
+from negamax.config.kv_cache import with_index_dtype
+from negamax.config.model_spec import ModelSpec
+from negamax.config.options import STEP_LIMITS, EngineOptions
+from negamax.kernels.formats import is_kept
+from negamax.models.memory import ModelWeights
+from negamax.planner.cost import Costs, Model, Workload, tokens_per_second
+from negamax.planner.gpus import GIB, GpuModel
+from negamax.planner.topology import LEAST_TOKENS, Fit, Topology, fit, topologies
+
+TIE = 0.05  # by which predictions of times per token are off
+LIMITS = STEP_LIMITS["cuda"]  # of each data-parallel rank
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """GPUs of one kind in `nodes` machines."""
+
+    gpu: GpuModel
+    gpus: int
+    nodes: int = 1
+    utilization: float = EngineOptions.gpu_memory_utilization
+
+    @property
+    def per_node(self) -> int:
+        """GPUs of a machine."""
+        return self.gpus // self.nodes
+
+    @property
+    def budget(self) -> int:
+        """Bytes that may be used of each GPU."""
+        return int(self.gpu.memory * self.utilization)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of all servers of a topology together, under a workload."""
+
+    concurrency: int  # requests that run at a time; others wait for room in the cache
+    token_seconds: float  # from a token of a request to the next
+    tokens_per_second: float  # of answers, prompts being read in between
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A topology that runs: its memory and its predicted times."""
+
+    topology: Topology
+    memory: Fit
+    context_length: int  # tokens of the longest request
+    prompt_seconds: float  # one prompt alone, until its first token
+    prefill_rate: float  # tokens of prompts per second, of all servers
+    predictions: tuple[Prediction, ...]  # by concurrency, as asked
+
+    @property
+    def most_sequences(self) -> int:
+        """That a data-parallel rank runs at a time under the largest load."""
+        ranks = self.topology.replicas * self.topology.dp
+        return -(-self.predictions[-1].concurrency // ranks)
+
+    @property
+    def cache_tokens(self) -> int:
+        """Of all data-parallel ranks of all servers."""
+        return self.memory.tokens * self.topology.dp * self.topology.replicas
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A topology that does not run, and the reason with what would."""
+
+    topology: Topology
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `make_plan` found. Candidates are sorted by the time of a request at the least
+    concurrency.
+    """
+
+    hardware: Hardware
+    workloads: tuple[Workload, ...]
+    candidates: tuple[Candidate, ...]
+    refused: tuple[Refused, ...]
+
+    @cached_property
+    def fastest(self) -> Candidate | None:
+        """The one for latency: the least time of one request, at the least concurrency asked."""
+        return self._plainest_of_best(self._request_seconds)
+
+    @cached_property
+    def busiest(self) -> Candidate | None:
+        """The one for throughput: most tokens per second, at the largest concurrency asked."""
+        return self._plainest_of_best(lambda each: 1 / each.predictions[-1].tokens_per_second)
+
+    def _plainest_of_best(self, cost: Callable[[Candidate], float]) -> Candidate | None:
+        """Of those that cost as little as the best one, as far as predictions can tell, the one
+        that splits along the fewest axes.
+        """
+        least = min(map(cost, self.candidates), default=0.0)
+        alike = [each for each in self.candidates if cost(each) <= (1 + TIE) * least]
+        return min(alike, key=lambda each: (each.topology.num_axes, cost(each)), default=None)
+
+    def _request_seconds(self, each: Candidate) -> float:
+        return (
+            each.prompt_seconds + self.workloads[0].output_len * each.predictions[0].token_seconds
+        )
+
+
+def make_plan(
+    spec: ModelSpec,
+    hardware: Hardware,
+    workloads: Sequence[Workload],
+    *,
+    kv_dtype: str = "auto",
+    index_dtype: str = "auto",
+    max_model_len: int | None = None,
+    one_server: bool = False,
+) -> Plan:
+    """All topologies of `spec` on `hardware`. `workloads` differ in their concurrency, which grows.
+    `max_model_len` must fit; None: what fits, up to the model's window. Errors: `ConfigError` where
+    the model has no such window. With `one_server` GPUs beside those of a topology stay idle.
+    """
+    if max_model_len is not None and max_model_len > spec.max_position_embeddings:
+        raise ConfigError(
+            f"--max-model-len is {max_model_len}; the model's window is "
+            f"{spec.max_position_embeddings} tokens"
+        )
+    gpu = hardware.gpu
+    kept = partial(is_kept, platform=gpu.platform)
+    dtype = "bfloat16" if spec.dtype == "float32" else spec.dtype
+    caches = with_index_dtype(spec.kv_caches(), dtype if index_dtype == "auto" else index_dtype)
+    model = Model(
+        ModelWeights(spec), kept, caches, dtype, kv_dtype=dtype if kv_dtype == "auto" else kv_dtype
+    )
+    candidates, refused = [], []
+    for topology in topologies(hardware.gpus, per_node=hardware.per_node):
+        topology = replace(topology, replicas=1) if one_server else topology
+        try:
+            topology.check(spec, per_node=hardware.per_node)
+            gpu.platform.check(fp8_cache=model.kv_dtype.startswith("fp8"))
+            memory = fit(model, topology.layout, budget=hardware.budget)
+            context_length = _context_length(model, hardware, memory, max_model_len)
+        except ConfigError as error:
+            refused.append(Refused(topology, error.message))
+            continue
+        candidates.append(_candidate(model, hardware, topology, memory, context_length, workloads))
+    plan = Plan(hardware, tuple(workloads), tuple(candidates), tuple(refused))
+    ordered = sorted(candidates, key=plan._request_seconds)
+    return replace(plan, candidates=tuple(ordered))
+
+
+def _context_length(model: Model, hardware: Hardware, memory: Fit, asked: int | None) -> int:
+    """Tokens of the longest request. Errors: `ConfigError` with how much is missing for it."""
+    spec = model.weights.spec
+    least = asked or min(LEAST_TOKENS, spec.max_position_embeddings)
+    missing = least * memory.token - memory.room
+    if missing > 0:
+        needed = (hardware.gpu.memory * hardware.utilization + missing) / hardware.utilization
+        raise ConfigError(
+            f"{_gib(memory.weights)} of weights and {_gib(least * memory.token)} of cache for "
+            f"{least} tokens are {_gib(missing)} more per GPU than --gpu-memory-utilization "
+            f"{hardware.utilization:g} leaves; fits in {_gib(needed)} per GPU"
+            + (f", or with --max-model-len {memory.tokens}" if memory.tokens > LEAST_TOKENS else "")
+        )
+    return asked or min(memory.tokens, spec.max_position_embeddings)
+
+
+def _candidate(
+    model: Model,
+    hardware: Hardware,
+    topology: Topology,
+    memory: Fit,
+    context_length: int,
+    workloads: Sequence[Workload],
+) -> Candidate:
+    costs = Costs(model, hardware.gpu, topology.layout, per_node=hardware.per_node)
+    prompt = workloads[0].input_len
+    rate = costs.prefill_rate(prompt, chunk=LIMITS.max_num_batched_tokens)
+    predictions = []
+    for workload in workloads:
+        fitting = memory.tokens * topology.dp // (workload.input_len + workload.output_len)
+        own = max(1, min(-(-workload.concurrency // topology.replicas), fitting))
+        seconds = costs.decode_seconds(own, context=workload.context)
+        running = min(workload.concurrency, own * topology.replicas)
+        share = replace(workload, concurrency=own)
+        per_server = tokens_per_second(share, decode_seconds=seconds, prefill_rate=rate)
+        predictions.append(Prediction(running, seconds, per_server * running / own))
+    return Candidate(
+        topology,
+        memory,
+        context_length,
+        costs.prefill_seconds(prompt, chunk=LIMITS.max_num_batched_tokens),
+        rate * topology.replicas,
+        tuple(predictions),
+    )
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"

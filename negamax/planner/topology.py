@@ -1,0 +1,154 @@
+"""Ways to split a model over GPUs, and what one of them must satisfy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from negamax.base.errors import ConfigError
+from negamax.config.kv_cache import block_bytes
+from negamax.config.model_spec import ModelSpec
+from negamax.config.parallel import ONE_MACHINE, UNSUPPORTED, ParallelOptions
+from negamax.parallel.layout import ParallelLayout
+from negamax.parallel.split import check_split
+from negamax.planner.cost import Model
+from negamax.planner.gpus import GIB
+
+# Beside weights and cache on each GPU: a step's workspace, CUDA graphs, the driver. The engine
+# measures it; on an H200 with the default sizes of a step it is 7.0 GiB.
+GPU_RESERVE = 15 * GIB // 2
+LEAST_TOKENS = 8192  # of KV cache, for a model to be called usable
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Ranks of one server along each axis (`parallel/layout.py`), and how many such servers."""
+
+    tp: int = 1
+    ep: int = 1
+    dp: int = 1
+    pp: int = 1
+    cp: int = 1
+    replicas: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Of one server."""
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def gpus(self) -> int:
+        """Of all servers."""
+        return self.ranks * self.replicas
+
+    @property
+    def num_axes(self) -> int:
+        """Along which it is split."""
+        sizes = (self.tp, self.ep, self.dp, self.pp, self.cp, self.replicas)
+        return sum(size > 1 for size in sizes)
+
+    @property
+    def label(self) -> str:
+        """Such as "PP2 TP2 EP2", or "2 x TP4"."""
+        sizes = (
+            ("PP", self.pp),
+            ("DP", self.dp),
+            ("CP", self.cp),
+            ("TP", self.tp),
+            ("EP", self.ep),
+        )
+        words = [f"{name}{size}" for name, size in sizes if size > 1] or ["TP1"]
+        return (f"{self.replicas} x " if self.replicas > 1 else "") + " ".join(words)
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The layout of rank 0. Errors: `ConfigError`."""
+        return ParallelLayout(tp=self.tp, ep=self.ep, dp=self.dp, pp=self.pp, cp=self.cp)
+
+    @property
+    def sizes(self) -> Mapping[str, int | bool]:
+        """Of `ParallelOptions`, those that are not their defaults."""
+        stage = self.dp * self.cp * self.tp
+        given: dict[str, int | bool] = {
+            "tensor_parallel_size": self.tp,
+            "data_parallel_size": self.dp,
+            "pipeline_parallel_size": self.pp,
+            "prefill_context_parallel_size": self.cp,
+        }
+        found = {name: size for name, size in given.items() if size > 1}
+        if self.ep == stage > 1:
+            return {**found, "enable_expert_parallel": True}
+        return found if self.ep == 1 else {**found, "expert_parallel_size": self.ep}
+
+    @property
+    def options(self) -> ParallelOptions:
+        """What starts one server. Errors: `ConfigError` where nothing runs it."""
+        options = ParallelOptions(**self.sizes)  # type: ignore[arg-type]
+        if ParallelLayout.of(options) != self.layout:
+            raise ConfigError(f"no option stands for {replace(self, replicas=1).label}")
+        return options
+
+    @property
+    def flags(self) -> list[str]:
+        """The same on the command line."""
+        found = []
+        for name, size in self.sizes.items():
+            found.append(f"--{name.replace('_', '-')}")
+            found += [] if size is True else [str(size)]
+        return found
+
+    def check(self, spec: ModelSpec, *, per_node: int) -> None:
+        """Errors: `ConfigError` where nothing runs this topology of the model, with `per_node` GPUs
+        in a machine."""
+        for name, reason in UNSUPPORTED.items():
+            if name in self.sizes:
+                raise ConfigError(f"--{name.replace('_', '-')}: {reason}")
+        if self.ranks > per_node:
+            raise ConfigError(f"{ONE_MACHINE}, which has {per_node} of these GPUs")
+        check_split(self.layout, spec)
+        _ = self.options
+
+
+def topologies(gpus: int, *, per_node: int) -> Iterator[Topology]:
+    """All that need up to `gpus` GPUs, in as many servers as these make, and no server more; some
+    GPUs of a machine, or all of several.
+    """
+    for ranks in (*range(1, per_node + 1), *range(2 * per_node, gpus + 1, per_node)):
+        replicas = per_node // ranks * (gpus // per_node) or gpus // ranks
+        for pp in _divisors(ranks):
+            for dp in _divisors(ranks // pp):
+                for cp in _divisors(ranks // pp // dp):
+                    tp = ranks // pp // dp // cp
+                    for ep in _divisors(ranks // pp):
+                        yield Topology(tp, ep, dp, pp, cp, replicas)
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a GPU holds, in bytes; of the stage that has least room for its cache."""
+
+    weights: int
+    room: int  # for the cache; below 0: missing
+    token: int  # of cache
+
+    @property
+    def tokens(self) -> int:
+        """Of cache, in one data-parallel rank."""
+        return max(0, self.room) // self.token
+
+
+def fit(model: Model, layout: ParallelLayout, *, budget: int) -> Fit:
+    """What the GPUs of `layout` hold that may use `budget` bytes each."""
+    found = []
+    for stage in (layout.of_rank(rank) for rank in range(0, layout.world_size, layout.stage_size)):
+        held = model.weights.on_rank(dtype=model.dtype, kept=model.kept, layout=stage)
+        weights = round(sum(num_bytes for _, _, num_bytes in held))
+        layers = stage.layers(model.weights.spec.num_layers)
+        caches = model.caches[layers.start : layers.stop]
+        token = block_bytes(caches, 1, dtype=model.kv_dtype, ranks=layout.tp)
+        found.append(Fit(weights, budget - GPU_RESERVE - weights, token))
+    return min(found, key=lambda each: each.tokens or each.room)

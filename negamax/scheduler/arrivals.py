@@ -1,0 +1,97 @@
+"""What becomes of a request when it comes: refused, or a sequence with its place in the order."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import TYPE_CHECKING
+
+from negamax.base.errors import ContextLengthError, InvalidRequestError, OverloadedError
+from negamax.scheduler.request import GenerateRequest
+from negamax.scheduler.sequence import Sequence
+
+if TYPE_CHECKING:
+    from negamax.scheduler.scheduler import SchedulerLimits
+
+
+class Arrivals:
+    """Makes sequences of requests. Fair queueing: a tenant's requests follow each other, and its
+    first one stands beside the first of all others.
+    """
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self._limits = limits
+        self._count = 0
+        self._turn = 0  # of the request that was admitted last
+        self._last_turns: dict[str, int] = {}  # by tenant: of its latest request
+
+    def accept(
+        self, request: GenerateRequest, unfinished: Container[str], *, num_waiting: int
+    ) -> Sequence:
+        """The sequence of a request whose sampling is resolved, beside those with the ids
+        `unfinished`, of which so many wait.
+
+        Errors: ContextLengthError when the prompt leaves no room for output, InvalidRequestError
+        for an empty prompt, an id in use or a request that the whole pool could not hold,
+        OverloadedError when the queue is full.
+        """
+        limits = self._limits
+        max_tokens = request.sampling.max_tokens
+        assert max_tokens is not None, "sampling must be resolved before it gets here"
+        prompt_len = len(request.prompt_token_ids)
+        if request.request_id in unfinished:
+            raise InvalidRequestError(
+                f"request id {request.request_id!r} is in use by an unfinished request; choose "
+                f"another",
+                param="request_id",
+                code="duplicate_request_id",
+            )
+        if prompt_len == 0:
+            raise InvalidRequestError(
+                "the prompt has 0 tokens; at least 1 is needed", param="prompt", code="empty_prompt"
+            )
+        if prompt_len >= limits.max_model_len:
+            raise ContextLengthError.of_prompt(
+                prompt_len, context_length=limits.max_model_len, param="prompt"
+            )
+        limit = min(prompt_len + max_tokens, limits.max_model_len)
+        self._check_pool(prompt_len, limit=limit)
+        if num_waiting >= limits.max_queued_requests:
+            raise OverloadedError(
+                f"{num_waiting} requests are waiting, {limits.max_queued_requests} are "
+                f"allowed; try again later",
+                code="queue_full",
+            )
+        turn = max(self._turn, self._last_turns.get(request.tenant, 0)) + 1
+        self._last_turns[request.tenant] = turn
+        self._count += 1
+        return Sequence(
+            request,
+            arrival=self._count,
+            turn=turn,
+            limit=limit,
+            eos_token_ids=limits.eos_token_ids,
+            block_size=limits.block_size,
+        )
+
+    def admitted(self, sequence: Sequence) -> None:
+        """The sequence begins to run."""
+        self._turn = max(self._turn, sequence.turn)
+
+    def _check_pool(self, prompt_len: int, *, limit: int) -> None:
+        """Refuse what the pool cannot hold even alone. The last token is never run, so it needs no
+        room.
+        """
+        limits = self._limits
+        needed = -(-(limit - 1) // limits.block_size)
+        if needed <= limits.num_blocks:
+            return
+        room = limits.num_blocks * limits.block_size + 1 - prompt_len
+        remedy = f"lower max_tokens to {room} or less" if room > 0 else "shorten the prompt"
+        raise InvalidRequestError(
+            f"the request may grow to {limit} tokens ({prompt_len} of them prompt) and need "
+            f"{needed} KV blocks of "
+            f"{limits.block_size} tokens; the pool has {limits.num_blocks}; {remedy}",
+            hint="or start the server with more --num-kv-blocks or --kv-cache-memory",
+            param="max_tokens" if room > 0 else "prompt",
+            code="kv_cache_exceeded",
+        )

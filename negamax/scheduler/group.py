@@ -1,0 +1,180 @@
+"""The scheduler of all data-parallel ranks of a group: each has slots, blocks, prefix cache and
+running sequences of its own, and all run one step at a time together.
+
+A request waits here, in one queue, until some rank can let it run; then it goes to the rank where
+it costs least (`Scheduler.cost_of`): what that rank has of its prefix, what stands before it, and
+how many rows and how much context it would share its steps with are known exactly. Requests that
+are preempted stay on their rank, where their prefix may be.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence as Items
+
+import msgspec
+
+from negamax.base.errors import InvalidRequestError
+from negamax.scheduler.arrivals import Arrivals
+from negamax.scheduler.draft_length import DraftLength
+from negamax.scheduler.request import GenerateRequest
+from negamax.scheduler.scheduler import Scheduler, SchedulerLimits, by_order
+from negamax.scheduler.sequence import Sequence
+from negamax.scheduler.step import SequenceUpdate, StepPlan, StepResult, StepSize
+
+
+class GroupScheduler:
+    """As a `Scheduler`, with a plan for each data-parallel rank."""
+
+    def __init__(
+        self, limits: SchedulerLimits, draft_lengths: Items[DraftLength | None] = (None,)
+    ) -> None:
+        """`limits` of each rank, but for the requests that wait; `draft_lengths`: one for each
+        rank, as `Scheduler` has it.
+        """
+        self.limits = limits
+        self._arrivals = Arrivals(limits)
+        self.ranks = [Scheduler(limits, length, self._arrivals) for length in draft_lengths]
+        self._waiting: list[Sequence] = []  # by order, on no rank yet
+
+    def __contains__(self, request_id: object) -> bool:
+        """Whether a request of this id waits or runs."""
+        return any(sequence.request_id == request_id for sequence in self._waiting) or any(
+            request_id in rank for rank in self.ranks
+        )
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request is waiting or running."""
+        return bool(self._waiting) or any(rank.has_unfinished for rank in self.ranks)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold nothing yet, or nothing any more after a preemption."""
+        return len(self._waiting) + sum(rank.num_waiting for rank in self.ranks)
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queue a request whose sampling is resolved. Errors: those of `Arrivals.accept`, and
+        InvalidRequestError for a data-parallel rank that there is not.
+        """
+        pinned = request.data_parallel_rank
+        if pinned is not None and not 0 <= pinned < len(self.ranks):
+            raise InvalidRequestError(
+                f"data-parallel rank {pinned} is asked for; there are 0 to {len(self.ranks) - 1}",
+                param="data_parallel_rank",
+                code="no_such_data_parallel_rank",
+            )
+        sequence = self._arrivals.accept(request, self, num_waiting=self.num_waiting)
+        if pinned is not None or len(self.ranks) == 1:
+            self.ranks[pinned or 0].queue(sequence)
+        else:
+            insort(self._waiting, sequence, key=by_order)
+
+    def sequences(self) -> list[Sequence]:
+        """The requests that run or wait, with their state, to be looked at."""
+        return [*(each for rank in self.ranks for each in rank.sequences()), *self._waiting]
+
+    def end(
+        self, request_id: str, finish_reason: str, *, error: str | None = None
+    ) -> SequenceUpdate | None:
+        """End a request now and free what it holds; None when the id is unknown or already
+        finished.
+        """
+        for sequence in self._waiting:
+            if sequence.request_id == request_id:
+                self._waiting.remove(sequence)
+                sequence.finished = True
+                return SequenceUpdate(request_id, [], finish_reason=finish_reason, error=error)
+        updates = (rank.end(request_id, finish_reason, error=error) for rank in self.ranks)
+        return next((update for update in updates if update is not None), None)
+
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix caches, but for what running requests hold."""
+        for rank in self.ranks:
+            rank.reset_prefix_cache()
+
+    def unblock(self, request_id: str) -> None:
+        """Plan a postponed sequence again."""
+        for rank in self.ranks:
+            rank.unblock(request_id)
+
+    def clear_grammar(self, request_id: str) -> None:
+        """From now on nothing constrains the sequence."""
+        for rank in self.ranks:
+            rank.clear_grammar(request_id)
+
+    def plan(self) -> list[StepPlan] | None:
+        """The next step, a plan for each rank, of which some may have no rows; None when nothing
+        can run before the next commit or `add`.
+        """
+        if len(self.ranks) == 1:
+            plan = self.ranks[0].plan()
+            return None if plan is None else [plan]
+        self._place()
+        found = [rank.plan() for rank in self.ranks]
+        if not any(found):
+            return None
+        plans = [
+            rank.plan_nothing() if plan is None else plan
+            for rank, plan in zip(self.ranks, found, strict=True)
+        ]
+        size = _size(plans, [rank.latest_sequences() for rank in self.ranks])
+        return [msgspec.structs.replace(plan, of_all=size) for plan in plans]
+
+    def take_admitted(self) -> list[str]:
+        """Ids of the requests that plans have let run for the first time since the last call."""
+        return [request_id for rank in self.ranks for request_id in rank.take_admitted()]
+
+    def proposed(self, results: Items[StepResult]) -> dict[str, list[int]]:
+        """Of the oldest uncommitted step, as `Scheduler.proposed` says."""
+        ranks = zip(self.ranks, results, strict=True)
+        return {name: drafts for rank, one in ranks for name, drafts in rank.proposed(one).items()}
+
+    def commit(
+        self, plans: Items[StepPlan], results: Items[StepResult], *, seconds: float = 0.0
+    ) -> list[SequenceUpdate]:
+        """Take in the results of the oldest uncommitted step, as `Scheduler.commit` does."""
+        return [
+            update
+            for rank, plan, result in zip(self.ranks, plans, results, strict=True)
+            for update in rank.commit(plan, result, seconds=seconds)
+        ]
+
+    def fail(self, plans: Items[StepPlan], message: str) -> list[SequenceUpdate]:
+        """The oldest uncommitted step was lost: its sequences end with an error."""
+        return [
+            update
+            for rank, plan in zip(self.ranks, plans, strict=True)
+            for update in rank.fail(plan, message)
+        ]
+
+    def _place(self) -> None:
+        """Give waiting sequences to ranks, as long as some rank can let the first of them run."""
+        while self._waiting:
+            sequence = self._waiting[0]
+            costs = [rank.cost_of(sequence) for rank in self.ranks]
+            possible = [(cost, at) for at, cost in enumerate(costs) if cost is not None]
+            if not possible:
+                break  # nobody overtakes the first
+            self.ranks[min(possible)[1]].queue(self._waiting.pop(0))
+
+
+def _size(plans: Items[StepPlan], sequences: Items[Items[Sequence]]) -> StepSize:
+    """Of the step that these plans are, whose rows are `sequences` as they stand behind it."""
+    longest, is_decode = 0, True
+    for plan, of_plan in zip(plans, sequences, strict=True):
+        columns = (plan.num_scheduled, plan.num_draft_tokens, plan.needs_sampling)
+        for sequence, count, num_drafts, samples in zip(of_plan, *columns, strict=True):
+            is_one = count == 1 + num_drafts
+            if is_one and sequence.num_computed - count >= sequence.prompt_len:
+                longest = max(longest, sequence.num_computed)
+            else:
+                is_one = False
+            is_decode &= is_one and samples
+    return StepSize(
+        num_tokens=max(plan.num_tokens for plan in plans),
+        num_rows=max(len(plan.slots) for plan in plans),
+        num_drafts=max(max(*plan.num_draft_tokens, plan.num_proposed, 0) for plan in plans),
+        longest_decode=longest,
+        is_decode=is_decode,
+    )

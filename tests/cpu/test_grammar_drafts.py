@@ -1,0 +1,350 @@
+"""Draft tokens under grammars: a row verifies as many as it has masks for, and its text is the one
+without drafts, whatever is proposed and whenever masks come.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import graph_support
+import numpy as np
+import pytest
+import zmq
+
+import negamax
+from negamax import LLM, SamplingParams
+from negamax.config.grammar import Grammar, Marker, Reasoning
+from negamax.engine.grammar import manager, process, wire
+from negamax.scheduler.request import GenerateRequest
+from negamax.scheduler.step import GrammarRow, SequenceUpdate
+from negamax.text.formats.minimax_m2 import MINIMAX_M2, M2Calls
+from negamax.text.formats.registry import CALL_STYLES
+from negamax.text.grammar.reasoning_gate import ReasoningGate
+from negamax.text.grammar.structural_tag import structural_tag
+from negamax.text.grammar.tool_calls import tool_grammar
+from negamax.text.tokenizer import Tokenizer
+from tests import drafts
+from tests.drafts import ALWAYS_RIGHT, ALWAYS_WRONG, KINDS, RANDOM, Key
+
+TOKENIZER = Tokenizer.from_folder(Path(negamax.__file__).parent / "assets" / "nano")
+SPACES = {i: -8.0 for i in range(4096) if TOKENIZER.token_text(i).isspace()}
+PERSON = {
+    "type": "object",
+    "properties": {
+        "mood": {"enum": ["good", "bad"]},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "name": {"type": "string", "maxLength": 8},
+    },
+    "required": ["mood", "age", "name"],
+    "additionalProperties": False,
+}
+SCHEMA = Grammar(kind="json_schema", text=json.dumps(PERSON))
+TAGGED = {
+    "type": "tag",
+    "begin": "<p>",
+    "content": {"type": "json_schema", "json_schema": PERSON},
+    "end": "</p>",
+}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 12}},
+            "required": ["city"],
+        },
+    },
+}
+CALL = tool_grammar([TOOL], M2Calls(MINIMAX_M2.tag_ids(TOKENIZER)), choice="required", name=None)
+LETTERS = Grammar(kind="regex", text="[a-z ]{30,60}")
+
+
+def reasoning(state: str, *, by_id: bool) -> Reasoning:
+    def tag(text: str) -> Marker:
+        return Marker(text, TOKENIZER.token_id(text) if by_id else None)
+
+    closer = "</think>" if by_id else "</mm:think>"
+    closing = f"\n{closer}\n\n" if state == "optional" else closer
+    return Reasoning(
+        state="open" if state == "open" else "optional",
+        opener=tag("<think>"),
+        closer=tag(closer),
+        call_opener=tag("<minimax:tool_call>"),
+        closing_ids=tuple(TOKENIZER.encode(closing)),
+        max_newlines=3,
+    )
+
+
+OPEN, SPELLED = reasoning("open", by_id=True), reasoning("open", by_id=False)
+OPTIONAL = reasoning("optional", by_id=True)
+FIELDS: list[dict[str, Any]] = [
+    {"grammar": SCHEMA},
+    {"grammar": SCHEMA, "temperature": 0.0, "logprobs": 2},
+    {"grammar": LETTERS, "logit_bias": {}, "frequency_penalty": 0.4},
+    {"grammar": Grammar(kind="regex", text=r"[A-Z][a-z]{1,8}, exactly so and no other, \d{3}")},
+    {"grammar": Grammar(kind="structural_tag", text=json.dumps({"format": TAGGED}))},
+    {"grammar": CALL, "reasoning": OPEN, "thinking_token_budget": 9},
+    {"grammar": SCHEMA, "reasoning": OPEN, "thinking_token_budget": 14, "temperature": 0.0},
+    {"grammar": SCHEMA, "reasoning": SPELLED, "thinking_token_budget": 5},
+    {"grammar": Grammar(kind="regex", text="(no ){9}"), "reasoning": OPTIONAL,
+     "thinking_token_budget": 4,
+     "logit_bias": SPACES | {TOKENIZER.token_id("<think>") or 0: 100.0}},
+    {"reasoning": OPEN, "thinking_token_budget": 7, "ignore_eos": True},
+    {"grammar": LETTERS, "min_tokens": 12, "logit_bias": {TOKENIZER.eos_token_id or 0: 100.0}},
+    {"grammar": Grammar(kind="choice", text='["yes, it is so", "no"]'), "ignore_eos": True},
+    {"grammar": LETTERS, "stop_token_ids": tuple(range(300, 550)), "min_tokens": 3},
+    {"grammar": SCHEMA, "max_tokens": 7},
+    {"temperature": 0.0, "ignore_eos": True, "logit_bias": {}},  # beside the others
+    # what the model would say anyway, and what it would never
+    {"grammar": Grammar(kind="regex", text=r"(.|\n){1,90}"), "temperature": 0.0, "logit_bias": {}},
+    {"grammar": Grammar(kind="regex", text="(no ){25}"), "temperature": 0.0},
+]  # fmt: skip
+PARAMS = [
+    SamplingParams(
+        **{"temperature": 1.0, "seed": seed, "max_tokens": 60, "logit_bias": SPACES} | fields
+    )
+    for seed, fields in enumerate(FIELDS)
+]
+PROMPTS = [[5, 6, 7 + seed % 3] * 3 + [20 + seed] for seed in range(len(PARAMS))]
+SIZES: dict[str, Any] = {"device": "cpu", "num_threads": 1, "max_model_len": 128, "block_size": 8}
+# prompts are cut, and who grows takes blocks from others
+CROWDED = {"max_num_batched_tokens": 41, "max_num_seqs": 9, "num_kv_blocks": 24}
+
+
+def answers(llm: LLM, chosen: slice = slice(None)) -> list[Any]:
+    return [
+        (one.token_ids, one.finish_reason, one.stop_reason, one.logprobs)
+        for generation in llm.generate(PROMPTS[chosen], PARAMS[chosen])
+        for one in generation.outputs
+    ]
+
+
+def run_out(llm: LLM) -> None:
+    while llm._loop.has_work:
+        llm._loop.step()
+    stats = llm._loop.stats()
+    assert stats.num_free_kv_blocks == stats.num_kv_blocks
+    assert not llm._loop._grammars._rules
+
+
+class Changing(drafts.KnowingProposer):
+    """Guesses as its current kind says, also behind what a row without its mask has sampled."""
+
+    is_checked = False
+
+    def __init__(self) -> None:
+        super().__init__(RANDOM, {})
+
+    def be(self, kind: str, outputs: dict[Key, list[int]]) -> None:
+        self._kind, self._outputs = kind, outputs
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Any]:
+    with LLM("nano", **SIZES) as llm:
+        return answers(llm)
+
+
+@pytest.fixture(scope="module")
+def known(expected: list[Any]) -> dict[Key, list[int]]:
+    columns = zip(PARAMS, PROMPTS, expected, strict=True)
+    return {(params.seed or 0, tuple(tokens)): one[0] for params, tokens, one in columns}
+
+
+@pytest.fixture(scope="module")
+def proposer() -> Changing:
+    return Changing()
+
+
+@pytest.fixture(scope="module")
+def llm(proposer: Changing) -> Iterator[LLM]:
+    with pytest.MonkeyPatch.context() as patch:
+        drafts.install(patch.setattr, proposer)
+        engine = LLM("nano", **SIZES, **CROWDED)
+    with engine:
+        yield engine
+
+
+def verified(llm: LLM) -> tuple[int, int]:
+    stats = llm._loop.stats()
+    return stats.num_draft_tokens, stats.num_accepted_tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_under_grammars_are_those_without_drafts(
+    llm: LLM, proposer: Changing, expected: list[Any], known: dict[Key, list[int]], kind: str
+) -> None:
+    proposer.be(kind, known)
+    before = verified(llm)
+    assert answers(llm) == expected
+    run_out(llm)
+    assert llm._loop.stats().preemption_count > 0
+    tokens, right = (now - then for now, then in zip(verified(llm), before, strict=True))
+    assert tokens > 300
+    rate = right / tokens
+    assert rate == 0.0 if kind == ALWAYS_WRONG else rate > (0.7 if kind == ALWAYS_RIGHT else 0.15)
+
+
+def test_masks_that_come_too_late_void_the_drafts_of_their_rows(
+    llm: LLM,
+    proposer: Changing,
+    expected: list[Any],
+    known: dict[Key, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    late: list[int] = []
+    bitmask_of = manager.GrammarManager.bitmask
+
+    def counted(self: Any, step_id: int, rows: Any, *, may_wait: bool) -> Any:
+        # every third step waits for its masks
+        monkeypatch.setattr(manager, "GRACE_SECONDS", 9.0 if step_id % 3 == 0 else -1.0)
+        found = bitmask_of(self, step_id, rows, may_wait=may_wait)
+        late.extend(row.num_drafts for row in rows if row.row in found[0].postponed)
+        return found
+
+    monkeypatch.setattr(manager.GrammarManager, "bitmask", counted)
+    monkeypatch.setattr(manager, "ALONE_SECONDS", -1.0)
+    before = verified(llm)
+    for kind in (RANDOM, ALWAYS_RIGHT):
+        proposer.be(kind, known)
+        assert answers(llm) == expected
+    assert sum(late) > 30 and verified(llm)[1] > before[1] + 100
+    run_out(llm)
+
+
+def test_steps_that_do_not_overlap_and_choices_of_one_prompt(
+    llm: LLM,
+    proposer: Changing,
+    expected: list[Any],
+    known: dict[Key, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    proposer.be(ALWAYS_RIGHT, known)
+    monkeypatch.setattr(llm._loop, "_overlap", False)
+    assert answers(llm) == expected
+    several = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=40, grammar=LETTERS)
+
+    def choices() -> list[list[int]]:
+        return [one.token_ids for one in llm.generate([PROMPTS[0]], several)[0].outputs]
+
+    alone = choices()  # nobody knows what they will be
+    keys = [(3 + index, tuple(PROMPTS[0])) for index in range(3)]
+    proposer.be(ALWAYS_RIGHT, dict(zip(keys, alone, strict=True)))
+    before = verified(llm)
+    assert choices() == alone and verified(llm)[1] > before[1] + 20
+    run_out(llm)
+
+
+def test_a_grammar_process_that_dies_takes_its_requests_along_and_no_draft_of_others(
+    llm: LLM, proposer: Changing, expected: list[Any], known: dict[Key, list[int]]
+) -> None:
+    proposer.be(RANDOM, known)
+    answers(llm)  # it runs
+    groups = list(llm._sequences(PROMPTS, llm._admit(PROMPTS, PARAMS)))
+    requests = [group[0][1] for group in groups]
+    for request in requests:
+        llm._loop.add(request)
+    gained: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    last: dict[str, SequenceUpdate] = {}
+    gone = False
+    while llm._loop.has_work:
+        for update in llm._loop.step():
+            gained[update.request_id] += update.token_ids
+            last[update.request_id] = update
+        client = llm._loop._grammars._client
+        if not gone and client is not None and len(gained[requests[0].request_id]) > 4:
+            gone = True
+            client._process.kill()
+    assert gone
+    ends = [last[request.request_id] for request in requests]
+    assert sum(end.is_lost for end in ends) >= 3
+    for request, end, (tokens, reason, *_) in zip(requests, ends, expected, strict=True):
+        found = gained[request.request_id]
+        assert found == tokens[: len(found)]
+        assert end.is_lost if end.finish_reason == "error" else end.finish_reason == reason
+        assert request.sampling.grammar is not None or not end.is_lost
+    run_out(llm)
+    assert answers(llm) == expected  # with another process
+
+
+def test_no_launch_waits_for_the_drafts_of_rows_under_grammars(
+    proposer: Changing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU runs steps, with and without captured ones; some masks are late."""
+    reads = graph_support.watch_reads(monkeypatch)
+    sizes, chosen = SIZES | {"dtype": "float32", "max_num_seqs": 4}, slice(15, None, -3)
+    expected: list[list[int]] = []
+    for pool in (None, None, graph_support.RepeatedSteps()):
+        graph_support.install(monkeypatch, graph_support.runtime(pool, is_asynchronous=True))
+        monkeypatch.setattr(manager, "GRACE_SECONDS", 9.0)
+        reads.clear()
+        with LLM("nano", **sizes) as llm:
+            found = [one[0] for one in answers(llm, chosen)]
+            if not expected:
+                expected, keys = found, zip(PARAMS[chosen], PROMPTS[chosen], found, strict=True)
+                known = {(params.seed or 0, tuple(tokens)): one for params, tokens, one in keys}
+                proposer.be(RANDOM, known)
+                drafts.install(monkeypatch.setattr, proposer)
+                assert reads == []
+                continue
+            assert found == expected
+            monkeypatch.setattr(manager, "GRACE_SECONDS", -1.0)
+            assert [one[0] for one in answers(llm, chosen)] == expected
+            assert [one[0] for one in answers(llm, slice(14, 16))][1] == expected[0]
+            run_out(llm)
+            assert verified(llm)[1] > 50
+        # a step reads how many drafts were right two steps ago, when that is long known
+        assert len(reads) > 20 and {launch - made_by for launch, made_by in reads} == {2}
+
+
+def test_masks_behind_drafts_are_those_of_tokens_that_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As far as the grammar allows the drafts, not behind its end, and while there is time; the
+    output itself stays where it was.
+    """
+    folder, eos = Path(negamax.__file__).parent / "assets" / "nano", TOKENIZER.eos_token_id or 0
+    text = [*TOKENIZER.encode("yes, it is so"), eos]
+    with zmq.Context() as context, context.socket(zmq.PAIR) as near:
+        near.bind("inproc://grammars")
+        far = context.socket(zmq.PAIR)
+        far.connect("inproc://grammars")
+        server = process.GrammarServer(far, wire.Setup(str(folder), 4160, (eos,), 1, 30.0, 30.0))
+        far.close()
+    assert server._compiler is not None
+    compiled = server._compiler.compile(structural_tag(FIELDS[11]["grammar"], None, CALL_STYLES))
+    output = process._Stream(0, compiled)
+
+    def answer(parts: list[int], following: list[int], *, seconds: float = 60.0) -> wire.NextMask:
+        monkeypatch.setattr(process, "DRAFT_SECONDS", seconds)
+        server._advance(wire.AdvanceGrammars([]))
+        return server._next_mask(output, [*parts], following)
+
+    wrong = text[3] + 1
+    ahead = answer(text[:1], [*text[1:3], wrong, text[4]])
+    to_the_end = answer([], text[1:])
+    assert answer([], text[1:], seconds=-1.0).behind_drafts == []
+    masks = [answer([token], []).mask for token in text[1:-1]]
+    assert ahead.behind_drafts == masks[:2] and to_the_end.behind_drafts == masks
+    assert answer([eos], []).mask is None
+
+
+def test_masks_of_earlier_places_do_not_stand_for_those_behind_due_tokens(llm: LLM) -> None:
+    """Tokens that are due need no mask of the grammar, so its answers may be outstanding."""
+    params = PARAMS[8]
+    request = GenerateRequest(request_id="a", prompt_token_ids=(5,), sampling=params)
+    rule = manager.RequestGrammar(request, 0, client=llm._loop._grammars.start())
+    rule.gate = ReasoningGate(OPTIONAL, budget=0, calls_end_it=False, token_bytes=None)
+    rule.masks = [np.full(520, 255, dtype=np.uint8)] * 4
+    rule.drafts = list(OPTIONAL.closing_ids)
+    row = GrammarRow(0, "a", num_outputs=0, num_drafts=3)
+    assert len(rule.drafts) == 3
+    for rule.num_asked in (0, 1):
+        masks = llm._loop._grammars._masks(rule, row)
+        assert len(masks) == 4 - rule.num_asked
+        for mask, due in zip(masks, OPTIONAL.closing_ids, strict=False):
+            assert mask is not None and mask.nonzero()[0].tolist() == [due // 8]

@@ -1,0 +1,193 @@
+"""The embedded drafts guess what nano and nano-m3 say, and change nothing of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from negamax import LLM, SamplingParams
+from negamax.base.errors import ConfigError
+from negamax.bench.drafts import DraftCounts
+from negamax.cli.main import main
+from negamax.config.embedded import EMBEDDED_DRAFTS
+from negamax.config.grammar import Grammar, Marker, Reasoning
+from negamax.config.options import EngineOptions
+from negamax.engine.core.source import locate
+from negamax.evals import nano_math, nano_tools
+from negamax.evals.accuracy import SUITES, SuiteResult, run_suite
+from negamax.text.formats.minimax_m2 import MINIMAX_M2, M2Calls
+from negamax.text.grammar.tool_calls import tool_grammar
+
+# Tokens per step with three guesses, greedy, in bf16, over `chats`.
+LENGTHS = {"nano": 3.46, "nano-m3": 3.41}
+Answer = tuple[Any, ...]
+
+
+def engine(
+    model: str, *, drafts: bool, fields: dict[str, Any] | None = None, **options: Any
+) -> LLM:
+    if drafts:
+        options["speculative_config"] = {
+            "method": "eagle3", "model": f"{model}-draft", "adaptive": False, **(fields or {}),
+        }  # fmt: skip
+    return LLM(model, device="cpu", num_threads=1, **options)
+
+
+def chats(llm: LLM) -> list[Any]:
+    """Held-out problems of both suites."""
+    told = [llm.render(list(one.messages)) for one in nano_math.problems(6, 5)]
+    asked = nano_tools.problems(6, 5)
+    return told + [llm.render(list(one.messages), tools=list(one.tools)) for one in asked]
+
+
+def counts(llm: LLM) -> dict[str, Any]:
+    return DraftCounts.of_stats(llm._loop.stats(), None).summary()
+
+
+@pytest.mark.parametrize("model", LENGTHS)
+def test_as_many_guesses_are_right_as_were_when_it_was_made(model: str) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=48)
+    with engine(model, drafts=False) as llm:
+        expected = [one.outputs[0].token_ids for one in llm.generate(chats(llm), params)]
+    with engine(model, drafts=True) as llm:
+        assert [one.outputs[0].token_ids for one in llm.generate(chats(llm), params)] == expected
+        found = counts(llm)["spec_decode_acceptance_length"]
+    assert found == pytest.approx(LENGTHS[model], abs=0.05)
+
+
+def test_one_layer_off_guesses_are_wrong() -> None:
+    fields = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}  # by what enters them
+    with engine("nano", drafts=True, fields=fields) as llm:
+        llm.generate(chats(llm)[:4], SamplingParams(temperature=0.0, max_tokens=32))
+        assert counts(llm)["spec_decode_acceptance_length"] < LENGTHS["nano"] - 1
+
+
+@pytest.mark.parametrize("model", LENGTHS)
+def test_files_are_those_of_a_small_eagle3_draft(model: str) -> None:
+    folder = EMBEDDED_DRAFTS[f"{model}-draft"]
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 2_900_000
+    tensors = load_file(folder / "model.safetensors")
+    ids = torch.arange(1024) + tensors["d2t"]
+    assert torch.equal(ids, tensors["t2d"].nonzero().flatten())
+    speculation = {"method": "eagle3", "model": f"{model}-draft"}
+    draft = locate(EngineOptions(model, speculative_config=speculation)).draft
+    assert draft is not None
+    assert draft.spec.aux_layers == (2, 3, 5) and draft.spec.draft_vocab_size == 1024
+    assert draft.spec.notes == ()
+    with pytest.raises(ConfigError, match="a draft: it guesses the tokens of another model"):
+        locate(EngineOptions(f"{model}-draft"))
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 12}},
+            "required": ["city"],
+        },
+    },
+}
+PERSON = {
+    "type": "object",
+    "properties": {"mood": {"enum": ["good", "bad"]}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["mood", "age"],
+    "additionalProperties": False,
+}
+
+
+def requests(llm: LLM) -> tuple[list[Any], list[SamplingParams]]:
+    """Prompts with what their answers are asked to keep to."""
+    tokenizer = llm.tokenizer
+    asked = [{"role": "user", "content": "What is 417 + 386?"}]
+    called = llm.render([{"role": "user", "content": "What's the weather in Rome?"}],
+                        tools=[WEATHER])  # fmt: skip
+    thinks = Reasoning(
+        state="open",
+        opener=Marker("<think>", tokenizer.token_id("<think>")),
+        closer=Marker("</think>", tokenizer.token_id("</think>")),
+        call_opener=Marker("<minimax:tool_call>", tokenizer.token_id("<minimax:tool_call>")),
+        closing_ids=tuple(tokenizer.encode("\n</think>\n\n")),
+        max_newlines=3,
+    )
+    tools = tool_grammar([WEATHER], M2Calls(MINIMAX_M2.tag_ids(tokenizer)), choice="required")
+    person = Grammar(kind="json_schema", text=json.dumps(PERSON))
+    fields: list[dict[str, Any]] = [
+        {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1},
+        {"temperature": 0.0, "stop": ("ones",)},
+        {"temperature": 0.0, "max_tokens": 7},
+        {"temperature": 1.0, "n": 3, "top_k": 40, "logprobs": 0},
+        {"temperature": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
+        {"temperature": 1.0, "stop": ("5", "3"), "include_stop_str_in_output": True, "n": 2},
+        {"temperature": 0.0, "thinking_token_budget": 6},
+        {"temperature": 0.6, "grammar": tools, "reasoning": thinks},
+        {"temperature": 1.0, "grammar": person, "reasoning": thinks, "thinking_token_budget": 5},
+    ]
+    prompts = [llm.render(asked)] * 6 + [llm.render(asked), called, llm.render(asked)]
+    params = [SamplingParams(**{"seed": 3, "max_tokens": 60, **each}) for each in fields]
+    return prompts, params
+
+
+def answers(llm: LLM) -> list[Answer]:
+    return [
+        (one.text, one.token_ids, one.finish_reason, one.stop_reason, one.logprobs,
+         generation.prompt_logprobs)
+        for generation in llm.generate(*requests(llm))
+        for one in generation.outputs
+    ]  # fmt: skip
+
+
+def test_everything_that_a_request_may_ask_for_is_as_without_drafts() -> None:
+    with engine("nano", drafts=False, max_model_len=512) as llm:
+        expected = answers(llm)
+    ends = [end for _, _, end, _, _, _ in expected]
+    assert {"stop", "length"} <= set(ends)
+    options = {"max_model_len": 512, "block_size": 16, "num_kv_blocks": 36}
+    with engine("nano", drafts=True, **options) as llm:
+        assert answers(llm) == expected
+        assert answers(llm) == expected  # from the prefix cache
+        stats = llm._loop.stats()
+    assert stats.preemption_count > 0 and stats.cached_prompt_tokens > 0
+    assert stats.num_accepted_tokens > 500
+    with engine("nano", drafts=True, fields={"draft_sample_method": "probabilistic"}) as llm:
+        assert answers(llm) == expected
+        assert llm._loop.stats().num_accepted_tokens > 250
+
+
+def test_a_suite_is_solved_with_what_one_types(capsys: pytest.CaptureFixture[str]) -> None:
+    speculation = '{"method":"eagle3","model":"nano-draft"}'
+    options = ("--suite", "nano-math", "--count", "3", "--speculative-config", speculation)
+    assert main(["bench", "accuracy", *options]) == 0
+    printed = capsys.readouterr().out
+    assert "nano-math: 3 of 3 exact" in printed
+    assert re.search(r"[23]\.\d\d tokens per row with drafts", printed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", LENGTHS)
+@pytest.mark.parametrize("suite", ["nano-math", "nano-tools"])
+def test_whole_suites_are_solved_word_for_word_as_without(model: str, suite: str) -> None:
+    def solved(drafts: bool) -> tuple[SuiteResult, list[list[int]]]:
+        with engine(model, drafts=drafts) as llm:
+            generate, said = llm.generate, list[list[int]]()
+
+            def noted(*args: Any) -> Any:
+                made = generate(*args)
+                said.extend(list(one.outputs[0].token_ids) for one in made)
+                return made
+
+            llm.generate = noted  # type: ignore[method-assign]
+            result = run_suite(llm, suite, count=SUITES[suite])
+            print(result.as_dict(), counts(llm))
+            return result, said
+
+    (plain, texts), (drafted, same) = solved(False), solved(True)
+    assert same == texts
+    assert (drafted.correct, drafted.failures) == (plain.correct, plain.failures)

@@ -1,0 +1,140 @@
+"""A draft on the GPU's kernels, through Triton's interpreter: it guesses what it guesses on the
+CPU, in few launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import triton_support  # noqa: F401  before the kernels
+from model_support import random_weights
+from test_triton_model import SPEC, gpu_model, kernel_table, use_few_programs
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from triton.runtime.interpreter import InterpretedFunction
+
+from negamax.config.eagle3 import DraftModel, read_spec
+from negamax.config.speculation import SpeculationConfig
+from negamax.kernels.attention.cases import run_metadata
+from negamax.kernels.platform import CPU
+from negamax.kernels.registry import KernelTable, resolve
+from negamax.parallel.context import ParallelContext
+from negamax.parallel.layout import ParallelLayout
+from negamax.worker import kv_cache
+from negamax.worker.config import WorkerConfig
+from negamax.worker.eagle3 import Eagle3Proposer
+from negamax.worker.request_state import RequestState
+from negamax.worker.speculation import TokenStates
+from tests import tiny_draft
+
+HERE = torch.device("cpu")
+NUM_DRAFTS = 3
+LENGTHS, COUNTS = [20, 7], [4, 2]  # tokens of two requests, and how many of them run
+PASS = [  # of one token of each row
+    "_locate", "_plan_decode", "_embed_norms", "_split_k", "_rope_write", "aten::full", "_decode",
+    "_split_k", "_add_rms", "_split_k", "_swiglu", "_split_k", "_add_rms", "_split_k",
+    "_tile_argmax", "_row_argmax", "_record_guess",
+]  # fmt: skip
+
+
+def draft_spec(**fields: Any) -> Any:
+    sizes = {"vocab_size": 64, "target_hidden_size": 128, "hidden_size": 128, "head_dim": 128}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128}
+    ids = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+    return read_spec(tiny_draft.config(**sizes | ids | fields, torch_dtype="bfloat16"))
+
+
+def worker_config(draft: DraftModel) -> WorkerConfig:
+    return WorkerConfig(
+        spec=SPEC, eos_token_ids=(), folder=None, layout=ParallelLayout(), device="cpu",
+        dtype="bfloat16", kv_cache_dtype="auto", max_model_len=64, max_num_seqs=2,
+        max_num_batched_tokens=16, block_size=16, num_kv_blocks=8, kv_cache_memory=None,
+        gpu_memory_utilization=0.9, cudagraph_size=2, num_threads=1, seed=0, show_progress=False,
+        addresses=None, draft=draft,
+        speculation=SpeculationConfig(method="eagle3", num_speculative_tokens=NUM_DRAFTS),
+    )  # fmt: skip
+
+
+class Guessing:
+    """A draft, and a step of two requests that verifies drafts."""
+
+    def __init__(self, kernels: KernelTable, **fields: Any) -> None:
+        draft = DraftModel(draft_spec(**fields), None)
+        config = worker_config(draft)
+        self.proposer = Eagle3Proposer(config, draft, kernels=kernels)
+        target = gpu_model(random_weights(SPEC, 3), keep_quantized=False)
+        self.proposer.load(target, ParallelContext.single(), HERE)
+        self.proposer.use_caches(
+            kv_cache.allocate(
+                draft.spec.kv_caches(), 9, block_size=16, dtype=torch.bfloat16, ranks=1, device=HERE
+            )
+        )
+        self.requests = RequestState(
+            2, 64, max_blocks=4, eos_token_ids=(), device=HERE, num_draft_tokens=NUM_DRAFTS
+        )
+        generator = torch.Generator().manual_seed(1)
+        self.requests.tokens.random_(0, 64, generator=generator)
+        self.requests.block_tables.copy_(torch.arange(12).view(3, 4).clamp_max(8))
+        self.residuals = torch.randn(3, 8, 128, generator=generator).bfloat16()
+
+    def propose(self, num_tokens: int) -> Tensor:
+        slots, ends = torch.tensor([0, 1]), torch.tensor([3, 5])
+        tables = self.requests.block_tables
+        metadata = run_metadata(tables, LENGTHS, COUNTS, max_run=NUM_DRAFTS + 1)
+        metadata.positions.clamp_(min=0)
+        states = TokenStates(metadata, list(self.residuals))
+        lengths = torch.tensor(LENGTHS) + 1
+        with torch.inference_mode():
+            return self.proposer.propose(states, slots, lengths, ends, self.requests, num_tokens)
+
+
+@contextmanager
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What would be launched on a GPU."""
+    names: list[str] = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            name = func.name()
+            if not func.is_view and "empty" not in name:
+                names.append(name)
+            return func(*args, **(kwargs or {}))
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        names.append(self.fn.__name__.removesuffix("_kernel"))
+        with _disable_current_modes():
+            return original(self, *args, **kwargs)
+
+    original = InterpretedFunction.run
+    with monkeypatch.context() as patch, Watching():
+        patch.setattr(InterpretedFunction, "run", run)
+        yield names
+
+
+@pytest.mark.parametrize(
+    "fields", [{"draft_vocab_size": 40}, {"norm_output": True, "fc_norm": True}], ids=str
+)
+def test_a_draft_guesses_on_a_gpu_what_it_guesses_on_the_cpu(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_few_programs(monkeypatch)
+    expected = Guessing(resolve(platform=CPU, dtype=torch.bfloat16), **fields)
+    got = Guessing(kernel_table(), **fields)
+    for _ in range(2):
+        assert torch.equal(got.propose(NUM_DRAFTS), expected.propose(NUM_DRAFTS))
+
+
+def test_one_more_guess_is_few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_few_programs(monkeypatch)
+    guessing = Guessing(kernel_table(), draft_vocab_size=40)
+    with launches(monkeypatch) as one:
+        guessing.propose(1)
+    with launches(monkeypatch) as three:
+        guessing.propose(3)
+    assert three == one + 2 * PASS

@@ -1,0 +1,79 @@
+"""Data-parallel ranks with tokens of their own get from experts, which lie on all of them, what one
+rank with all the experts would give each.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+sys.path.append(str(Path(__file__).parents[1] / "cpu"))
+
+from rank_processes import run_ranks
+from test_expert_dispatch import HIDDEN, PERMUTED, SOME_TWICE, WIDTH, mixture
+
+from negamax.parallel.context import ParallelContext
+from negamax.parallel.layout import ParallelLayout
+
+# (dp, tp, ep, table, width of the shared expert)
+CASES = [
+    (4, 1, 1, None, 0), (4, 1, 4, PERMUTED, 0), (4, 1, 2, SOME_TWICE, 0), (4, 1, 1, None, WIDTH),
+    (4, 1, 4, None, WIDTH), (2, 2, 1, None, 2 * WIDTH), (2, 2, 2, None, WIDTH), (2, 2, 4, None, 0),
+    (2, 2, 4, None, WIDTH),
+]  # fmt: skip
+# tokens of each data-parallel rank, and whether the last of them is padding
+STEPS = [
+    ((1, 1, 1, 1), True),
+    ((1, 1, 1, 1), False),
+    ((3, 1, 2, 1), False),
+    ((1, 7, 1, 2), True),
+    ((4, 4, 4, 4), False),
+]
+
+
+def tokens_of(step: int, dp_rank: int) -> tuple[Tensor, Tensor | None]:
+    counts, padded = STEPS[step]
+    generator = torch.Generator().manual_seed(10 * step + dp_rank)
+    x = torch.randn(counts[dp_rank], HIDDEN, generator=generator)
+    return x, torch.tensor([len(x) - 1], dtype=torch.int32) if padded and dp_rank else None
+
+
+def one_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    for case, (dp, tp, ep, table, shared_width) in enumerate(CASES):
+        layout = ParallelLayout(rank=rank, tp=tp, ep=ep, dp=dp)
+        context = ParallelContext.gloo(layout, f"{folder}/meet-{case}")
+        moe = mixture(layout, table, shared_width=shared_width, context=context)
+        parts = []
+        for step, (counts, _) in enumerate(STEPS):
+            x, active = tokens_of(step, layout.dp_rank)
+            part = moe(x, active=active, most_tokens=max(counts[:dp]))
+            assert part.group is context.attention_group and part.x.shape == x.shape
+            parts.append(context.attention_group.all_reduce(part.x))
+        torch.save(parts, f"{folder}/{case}-{rank}.pt")
+        context.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gloo")
+    run_ranks(one_rank, str(folder), world=4)
+    return folder
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_every_rank_has_of_its_tokens_what_one_rank_makes_of_them(folder: Path, case: int) -> None:
+    dp, tp, ep, _, shared_width = CASES[case]
+    whole = mixture(ParallelLayout(), None, shared_width=shared_width)
+    for rank in range(dp * tp):
+        layout = ParallelLayout(rank=rank, tp=tp, ep=ep, dp=dp)
+        got = torch.load(folder / f"{case}-{rank}.pt", weights_only=True)
+        for step in range(len(STEPS)):
+            x, active = tokens_of(step, layout.dp_rank)
+            expected = whole(x, active=active).x
+            real = len(x) if active is None else int(active)
+            torch.testing.assert_close(got[step][:real], expected[:real], atol=1e-5, rtol=1e-5)

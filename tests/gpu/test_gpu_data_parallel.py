@@ -1,0 +1,97 @@
+"""Data-parallel ranks on GPUs: whole steps as graphs, tokens gathered and summed by NCCL, ranks
+with nothing to run; the answers are those of one rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parent))
+
+from test_gpu_engine import AGREEMENT, GREEDY, _mixed_run, agreement, answers_of_m3, prompts
+
+from negamax import LLM, SamplingParams
+from negamax.config.options import EngineOptions
+from negamax.engine.core.setup import start_loop
+
+RANKS: list[dict[str, Any]] = [
+    {"data_parallel_size": 2},
+    {"data_parallel_size": 2, "enable_expert_parallel": True},
+    {"data_parallel_size": 2, "enable_expert_parallel": True, "enforce_eager": True},
+    {"data_parallel_size": 2, "max_num_batched_tokens": 48},
+    {"data_parallel_size": 4, "enable_expert_parallel": True},
+    {"data_parallel_size": 2, "tensor_parallel_size": 2, "expert_parallel_size": 2},
+]
+
+
+def skip_without(options: dict[str, Any]) -> None:
+    needed = options["data_parallel_size"] * options.get("tensor_parallel_size", 1)
+    if torch.cuda.device_count() < needed:
+        pytest.skip(f"needs {needed} GPUs")
+
+
+def answers(**options: Any) -> tuple[list[list[int]], list[list[int]]]:
+    """Of many requests at a time, and of some that are alone."""
+    with LLM("nano", device="cuda", **options) as llm:
+        asked = prompts(llm)
+        together = [each.outputs[0].token_ids for each in llm.generate(asked, GREEDY)]
+        alone = [llm.generate(each, GREEDY)[0].outputs[0].token_ids for each in asked[:3]]
+        if not options.get("enforce_eager"):
+            assert "CUDA graphs" in llm.info.memory
+        return together, alone
+
+
+@pytest.fixture(scope="module")
+def of_one_rank() -> list[list[int]]:
+    return answers()[0]
+
+
+@pytest.mark.parametrize("options", RANKS, ids=str)
+def test_ranks_agree_with_one(of_one_rank: list[list[int]], options: dict[str, Any]) -> None:
+    skip_without(options)
+    together, alone = answers(**options)
+    share = agreement(of_one_rank, together)
+    print(f"agreement of {options} with one rank: {share:.4f}")
+    assert share >= AGREEMENT
+    assert agreement(of_one_rank[:3], alone) >= 0.9  # a few hundred tokens
+
+
+@pytest.mark.parametrize("options", [RANKS[0], RANKS[1], RANKS[4], RANKS[5]], ids=str)
+def test_nano_m3_agrees_with_one_rank(options: dict[str, Any]) -> None:
+    skip_without(options)
+    share = agreement(answers_of_m3(device="cuda"), answers_of_m3(device="cuda", **options))
+    print(f"agreement of nano-m3 on {options} with one rank: {share:.4f}")
+    assert share >= AGREEMENT
+
+
+def test_a_seed_gives_the_same_text_on_either_rank() -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=40, seed=11, ignore_eos=True)
+    skip_without(RANKS[1])
+    with LLM("nano", device="cuda", **RANKS[1]) as llm:
+        prompt = prompts(llm)[0]
+        made = llm.generate([prompt] * 4, params)
+        texts = [each.outputs[0].token_ids for each in made]
+        assert min(rank.generated_tokens for rank in llm._loop._scheduler.ranks) > 0
+    for text in texts[1:]:
+        same = sum(a == b for a, b in zip(texts[0], text, strict=True))
+        assert same >= 36  # a rounding of another batch size may tip a token near a tie
+
+
+@pytest.mark.parametrize("options", [RANKS[1], RANKS[4], RANKS[5]], ids=str)
+def test_a_long_mixed_run_ends_with_every_block_free(options: dict[str, Any]) -> None:
+    """M2's own kernels and sizes, two layers: prompts of up to 8,000 tokens beside short ones,
+    preemptions, aborts.
+    """
+    skip_without(options)
+    sizes = {"max_model_len": 8320, "num_kv_blocks": 160, "max_num_seqs": 64}
+    model = {"load_format": "synthetic", "num_hidden_layers": 2, "device": "cuda"}
+    loop, info = start_loop(EngineOptions("minimax-m2", **model, **sizes, **options))
+    try:
+        _mixed_run(loop, longest=min(8000, info.max_model_len - 301))
+    finally:
+        loop.shutdown()

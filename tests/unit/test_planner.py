@@ -1,0 +1,487 @@
+"""`negamax plan`: what it offers runs, what it refuses does not, and its figures are those counted
+and measured elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from negamax.base.errors import ConfigError
+from negamax.cli.main import app, main
+from negamax.cli.resolve import resolve
+from negamax.config.families import bundled_spec
+from negamax.config.kv_cache import block_bytes, with_index_dtype
+from negamax.config.model_spec import ModelSpec
+from negamax.config.options import EngineOptions
+from negamax.config.parallel import UNSUPPORTED
+from negamax.engine.core.setup import start_loop
+from negamax.engine.core.topology import with_planned_sizes
+from negamax.models.memory import weight_bytes
+from negamax.parallel.layout import ParallelLayout
+from negamax.parallel.split import check_split, possible_splits
+from negamax.planner.cost import Workload
+from negamax.planner.gpus import GIB, GPUS, MEASURED, find_gpu, visible_gpus
+from negamax.planner.plan import Candidate, Hardware, Plan, make_plan
+from negamax.planner.topology import GPU_RESERVE, Topology, topologies
+from negamax.quantization import online
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+M2, M3 = bundled_spec("minimax-m2"), bundled_spec("minimax-m3-mxfp8")
+SPECS = {
+    "m2": M2,
+    "m2 in int4": replace(M2, quantization=online.spec("int4")),
+    "m3": M3,
+    # a width that few sizes cut, and a number of experts that fewer share
+    "odd": replace(M2, intermediate_size=1400, num_experts=6, experts_per_token=2, num_layers=5),
+}
+LOADS = (Workload(1), Workload(100))
+
+
+def planned(spec: ModelSpec, gpus: int, *, gpu: str = "H200", **options: Any) -> Plan:
+    own = {name: options.pop(name) for name in ("nodes",) if name in options}
+    gib = options.pop("gib", None)
+    model = find_gpu(gpu)
+    model = model if gib is None else replace(model, memory=int(gib * GIB))
+    return make_plan(spec, Hardware(model, gpus, **own), LOADS, **options)
+
+
+def counted(
+    spec: ModelSpec, layout: ParallelLayout, budget: int, *, kv_dtype: str = "bfloat16"
+) -> tuple[int, int, int]:
+    """Of the stage that has room for the fewest tokens: these, its bytes of weights on a rank, and
+    of cache for a token.
+    """
+    found = []
+    for stage in map(layout.of_rank, range(0, layout.world_size, layout.stage_size)):
+        weights = weight_bytes(spec, dtype="bfloat16", layout=stage)
+        layers = stage.layers(spec.num_layers)
+        caches = with_index_dtype(spec.kv_caches(), "bfloat16")[layers.start : layers.stop]
+        token = block_bytes(caches, 1, dtype=kv_dtype, ranks=layout.tp)
+        found.append(((budget - weights) // token, weights, token))
+    return min(found)
+
+
+@given(
+    name=st.sampled_from(sorted(SPECS)),
+    gpus=st.integers(1, 12),
+    gib=st.sampled_from([24, 48, 80, 96, 141, 288]),
+    window=st.sampled_from([None, 4096, 150_000]),
+)
+@settings(max_examples=12, deadline=None)
+def test_what_is_offered_is_accepted_and_what_is_refused_is_not(
+    name: str, gpus: int, gib: int, window: int | None
+) -> None:
+    spec = SPECS[name]
+    plan = planned(spec, gpus, gib=gib, max_model_len=window)
+    budget = plan.hardware.budget - GPU_RESERVE
+    for each in plan.candidates:
+        options = each.topology.options
+        layout = ParallelLayout.of(options)
+        check_split(layout, spec, gpus=each.topology.ranks)
+        assert each.topology.gpus <= gpus
+        tokens, *bytes_each = counted(spec, layout, budget)
+        assert [each.memory.weights, each.memory.token] == bytes_each
+        assert each.context_length <= tokens == each.memory.tokens
+        assert window in (None, each.context_length)
+    for refused in plan.refused:
+        topology = refused.topology
+        try:
+            layout = ParallelLayout.of(topology.options)
+            check_split(layout, spec, gpus=topology.ranks)
+        except ConfigError:
+            continue
+        assert counted(spec, layout, budget)[0] < (8192 if window is None else window), refused
+    found = {each.topology for each in (*plan.candidates, *plan.refused)}
+    for splits in possible_splits(spec, most=gpus):
+        ranks = splits.tensor_parallel_size
+        assert Topology(ranks, splits.num_expert_ranks, replicas=gpus // ranks) in found
+
+
+def test_axes_that_nothing_runs_with_are_named_as_the_options_name_them() -> None:
+    plan = planned(M2, 4)
+    reasons = {each.topology: each.reason for each in plan.refused}
+    assert not any(name in each.topology.sizes for each in plan.candidates for name in UNSUPPORTED)
+    for topology, reason in reasons.items():
+        unsupported = [UNSUPPORTED[name] for name in topology.sizes if name in UNSUPPORTED]
+        assert not unsupported or any(why in reason for why in unsupported)
+    assert "8 KV heads" in reasons[Topology(3)]
+    across = planned(M2, 8, nodes=2)
+    assert "2 x TP4" in [each.topology.label for each in across.candidates]
+    (reason,) = {each.reason for each in across.refused if each.topology == Topology(8)}
+    assert reason == "a server runs on one machine, which has 4 of these GPUs"
+
+
+def test_a_shard_that_does_not_fit_comes_with_what_is_missing() -> None:
+    plan = planned(M2, 4, gpu="H100")
+    (two,) = {each.reason for each in plan.refused if each.topology == Topology(2, replicas=2)}
+    missing = weight_bytes(M2, dtype="bfloat16", layout=ParallelLayout(tp=2)) + 8192 * 31 * 4096
+    missing -= int(81_559 * 2**20 * 0.92) - GPU_RESERVE
+    assert f"are {missing / GIB:.1f} GiB more per GPU" in two
+    fitting = float(two.partition("fits in ")[2].split()[0])
+    larger = planned(M2, 4, gpu="H100", gib=fitting + 0.1)
+    assert Topology(2, replicas=2) in [each.topology for each in larger.candidates]
+    smaller = planned(M2, 4, gpu="H100", gib=fitting - 0.1)
+    assert Topology(2, replicas=2) not in [each.topology for each in smaller.candidates]
+    asked = planned(M2, 2, max_model_len=190_000)
+    hint = next(each.reason for each in asked.refused if each.topology == Topology(2))
+    assert 110_000 < int(hint.rpartition(" ")[2]) < 130_000
+
+
+@pytest.mark.parametrize(
+    ("spec", "gpu", "gpus"), [(M2, "H200", 4), (M2, "H100", 8), (M3, "H200", 8), (M3, "B200", 4)]
+)
+def test_memory_is_what_is_counted_elsewhere(spec: ModelSpec, gpu: str, gpus: int) -> None:
+    for kv_dtype in ("bfloat16", "fp8"):
+        plan = planned(spec, gpus, gpu=gpu, kv_dtype=kv_dtype)
+        budget = plan.hardware.budget - GPU_RESERVE
+        for each in plan.candidates:
+            found = counted(spec, each.topology.layout, budget, kv_dtype=kv_dtype)
+            assert (each.memory.tokens, each.memory.weights, each.memory.token) == found
+
+
+def test_the_cache_is_as_large_as_it_was_on_two_gpus() -> None:
+    info = recorded("h200_tp2")["info"]
+    (two,) = [each for each in planned(M2, 2).candidates if each.topology == Topology(2)]
+    assert two.memory.tokens == pytest.approx(info["num_kv_blocks"] * info["block_size"], rel=0.01)
+
+
+def recorded(name: str) -> dict[str, Any]:
+    document = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return dict(document["results"][0])
+
+
+RUNS = {
+    "h200_tp1_16_layers": "1, 16 layers",
+    "h200_tp2": "2",
+    "h200_tp4": "4",
+    "h200_tp4_fp8_kv": "4, FP8 cache",
+}
+
+
+def predicted(found: dict[str, Any], run: dict[str, Any]) -> tuple[Candidate, float]:
+    """For one run of a recorded result: the candidate, and tokens of prompts per second."""
+    ranks, dtype = found["tensor_parallel_size"], found["options"]["kv_cache_dtype"]
+    load = Workload(run["concurrency"], found["input_len"], found["output_len"])
+    spec = M2.first_layers(found["num_layers"])
+    plan = make_plan(spec, Hardware(MEASURED, ranks), [load], kv_dtype=dtype)
+    (each,) = [each for each in plan.candidates if each.topology == Topology(ranks)]
+    alone = load.concurrency == 1
+    return each, load.input_len / each.prompt_seconds if alone else each.prefill_rate
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_predictions_are_near_what_was_measured(name: str) -> None:
+    """As docs/parallelism.md says: time per token within 5 %, prompts within 15 %."""
+    found = recorded(name)
+    for run in found["runs"]:
+        each, prompts = predicted(found, run)
+        assert 1e3 * each.predictions[0].token_seconds == pytest.approx(run["tpot_ms"], rel=0.05)
+        assert prompts == pytest.approx(run["prefill_tokens_per_second"], rel=0.15)
+
+
+def test_the_best_ones_are_best() -> None:
+    plan = planned(M2, 8, gpu="H100")
+    assert plan.fastest is not None and plan.busiest is not None
+    most = max(each.predictions[-1].tokens_per_second for each in plan.candidates)
+    assert plan.busiest.predictions[-1].tokens_per_second >= most / 1.05
+    # split along one axis more, another is as fast within what predictions are worth
+    assert plan.fastest.topology == Topology(8) != plan.candidates[0].topology
+    assert plan.busiest.topology.ep > 1  # its shares of experts are not padded
+    # with one machine twice, twice the answers: as many servers, each under half the load
+    one, two = (
+        make_plan(M2, Hardware(MEASURED, 4 * count, count), [Workload(32 * count)])
+        for count in (1, 2)
+    )
+
+    def of(plan: Plan, label: str) -> Candidate:
+        return next(each for each in plan.candidates if each.topology.label == label)
+
+    single, double = of(one, "TP4").predictions[0], of(two, "2 x TP4").predictions[0]
+    assert double.token_seconds == single.token_seconds
+    assert double.tokens_per_second == pytest.approx(2 * single.tokens_per_second)
+
+
+def test_requests_beyond_the_cache_wait() -> None:
+    load = Workload(400, 20_000, 1000)
+    plan = make_plan(M2, Hardware(MEASURED, 4), [load])
+    for each in plan.candidates:
+        found = each.predictions[0]
+        assert found.concurrency <= each.cache_tokens // 21_000 < 400
+
+
+def test_every_layout_has_its_topology_once() -> None:
+    found = list(topologies(16, per_node=8))
+    assert len(found) == len(set(found)) == len({each.label for each in found})
+    assert all(each.gpus <= 16 for each in found)
+
+
+@pytest.mark.parametrize(
+    ("driver", "name"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 NVL", "H100-NVL"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40GB"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000"),
+        ("rtx-pro-6000", "RTX-PRO-6000"),
+        *((gpu.name, gpu.name) for gpu in GPUS.values()),
+    ],
+)
+def test_gpus_are_found_by_the_name_that_their_driver_gives(driver: str, name: str) -> None:
+    assert find_gpu(driver).name == name
+
+
+def run(*words: str, capsys: pytest.CaptureFixture[str]) -> Any:
+    main(["plan", *words, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("minimax-m2", "--gpus", "8", "--gpu", "H100", "--kv-cache-dtype", "fp8"),
+        ("minimax-m3-mxfp8", "--gpus", "16", "--nodes", "2", "--index-cache-dtype", "fp8"),
+        (
+            "minimax-m2",
+            "--gpus",
+            "2",
+            "--quantization",
+            "int4",
+            "--input-len",
+            "10",
+            "--output-len",
+            "100",
+            "--concurrency",
+            "1,512,700",
+        ),
+        ("nano", "--gpus", "2", "--max-model-len", "2K"),
+    ],
+)
+def test_commands_are_what_serve_understands(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    import typer
+
+    root: Any = typer.main.get_command(app)
+    document = run(*words, capsys=capsys)
+    assert document["topologies"][0]["topology"] == document["best"]["latency"]
+    for each in document["topologies"]:
+        assert len(each["commands"]) == each["servers"] // document["nodes"] or each["servers"]
+        for line in each["commands"]:
+            typed = [word for word in shlex.split(line) if not word.startswith("CUDA_VISIBLE_")]
+            resolved = resolve(root, typed[1:])
+            given = {name: choice.words[-1] for name, choice in resolved.choices.items()}
+            assert typed[:2] == ["negamax", "serve"] and not resolved.notes
+            for name, size in each["options"].items():
+                flag = f"--{name.replace('_', '-')}"
+                assert given[name] == (flag if size is True else f"{flag}={size}")
+                assert hasattr(EngineOptions("x"), name)
+            assert (
+                int(given.get("max_model_len", "=4096").partition("=")[2]) <= each["max_model_len"]
+            )
+
+
+def test_the_table_names_the_two_best_and_says_why_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "minimax-m2", "--gpus", "4", "--gpu", "B200"]) == 0
+    said = capsys.readouterr().out
+    assert "Best for latency: " in said and "Best for throughput: " in said
+    assert "negamax serve MiniMaxAI/MiniMax-M2 --tensor-parallel-size" in said
+    assert "Never measured on B200" in said and "8 KV heads cannot be split" in said
+    assert max(map(len, said.splitlines()[:8])) <= 100
+    assert main(["plan", "minimax-m2", "--gpus", "2", "--gpu", "MI300X"]) == 1
+    assert "AMD GPUs (ROCm) are not supported yet" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--gpus", "0"], "--gpus is 0; allowed: 1 to 64"),
+        (["--gpus", "4", "--nodes", "3"], "--nodes is 3; allowed: a number of machines that 4"),
+        (["--gpus", "4", "--gpu", "abacus"], "--gpu is 'abacus'; known: A100-40GB, "),
+        (["--gpus", "4", "--gpu-memory", "0"], "--gpu-memory is 0; allowed: 1 to 4096"),
+        (["--gpus", "4", "--max-model-len", "1M"], "is 1048576; the model's window is 196608"),
+        (["--gpus", "4", "--concurrency", "0"], "--concurrency is '0'; allowed: numbers from 1"),
+        (["--gpus", "4", "--quantization", "vtq"], "--quantization is 'vtq'; allowed: "),
+    ],
+)
+def test_bad_input_is_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "minimax-m2", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_it_needs_no_torch() -> None:
+    code = """
+import sys
+sys.modules["torch"] = None
+from negamax.cli.main import main
+sys.exit(main(["plan", "minimax-m3", "--gpus", "8", "--json"]))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_the_page_compares_with_what_was_measured() -> None:
+    """The table of docs/parallelism.md is that of these runs and of today's formulas."""
+    text = (RESULTS.parent / "parallelism.md").read_text(encoding="utf-8")
+    expected = []
+    for name, label in RUNS.items():
+        found = recorded(name)
+        for run in found["runs"]:
+            each, prompts = predicted(found, run)
+            expected.append(
+                f"| {label} | {run['concurrency']} | {run['tpot_ms']:.2f} "
+                f"| {1e3 * each.predictions[0].token_seconds:.2f} "
+                f"| {run['prefill_tokens_per_second']:,.0f} | {prompts:,.0f} |"
+            )
+    rows = [line for line in text.splitlines() if re.match(r"\| \d[^|]*\| \d+ \| \d", line)]
+    assert rows == expected
+
+
+@pytest.fixture
+def gpu_name() -> str:
+    return "NVIDIA H200"
+
+
+@pytest.fixture
+def four_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_name: str) -> None:
+    """A driver's tool that knows four GPUs, the second with less memory than the others."""
+    rows = [f"{n}, GPU-{n}aaaaaaa-0000, {gpu_name}, {143_771 - 1000 * (n == 1)}" for n in range(4)]
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\n" + "".join(f"echo '{row}'\n" for row in rows), encoding="utf-8")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [(None, 4), ("0,2", 2), ("", 0), ("GPU-3aaaaaaa", 1), ("1,7,2", 1), ("-1", 0)],
+)
+def test_gpus_of_this_machine_are_those_that_cuda_sees(
+    visible: str | None, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = visible_gpus()
+    assert [gpu.name for gpu in found] == ["H200"] * count
+    if visible in (None, "1,7,2"):
+        assert min(gpu.memory for gpu in found) == MEASURED.memory - 1000 * 2**20
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_a_performance_mode_chooses_sizes_where_none_is_given() -> None:
+    model = {"model": "minimax-m2", "load_format": "synthetic"}
+    for mode in ("latency", "interactivity", "throughput"):
+        options = with_planned_sizes(EngineOptions(**model, performance_mode=mode))
+        layout = ParallelLayout.of(options.parallel)
+        assert layout.world_size == 4 and options.load_format == "synthetic"
+        assert mode == "throughput" or layout.tp == 4
+    for own in (
+        {"performance_mode": "balanced"},
+        {"performance_mode": "latency", "tensor_parallel_size": 2},
+        {"performance_mode": "latency", "device": "cpu"},
+    ):
+        options = EngineOptions(**model, **own)
+        assert with_planned_sizes(options) is options
+    options = EngineOptions(
+        **model, performance_mode="throughput", speculative_config={"method": "ngram"},
+        kv_cache_dtype="fp8", max_model_len=4096,
+    )  # fmt: skip
+    assert with_planned_sizes(options).pipeline_parallel_size == 1  # drafts do not go with stages
+    large = {"model": "minimax-m3", "load_format": "synthetic", "performance_mode": "latency"}
+    with pytest.raises(ConfigError, match="no split over 4 x H200 holds one request of 1048576"):
+        with_planned_sizes(EngineOptions(**large))
+    with pytest.raises(ConfigError, match="--performance-mode is 'fast'; allowed: balanced, "):
+        EngineOptions("nano", performance_mode="fast")
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize("gpu_name", ["NVIDIA Abacus"])
+def test_gpus_that_are_not_known_are_named(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert main(["plan", "minimax-m2"]) == 2
+    assert "--gpu is 'NVIDIA Abacus'; known: A100-40GB" in capsys.readouterr().err
+    assert main(["plan", "minimax-m2", "--gpus", "4", "--gpu", "H200"]) == 0
+    options = EngineOptions("minimax-m2", load_format="synthetic", performance_mode="latency")
+    with caplog.at_level("WARNING", logger="negamax"):
+        assert with_planned_sizes(options) is options
+    assert "latency chooses no parallel size: --gpu is 'NVIDIA Abacus'" in caplog.text
+
+
+ROWS = re.findall(
+    r"^\| [^|]+ \| `(M[23]\S* --.+?)` \| (.+) \|$",
+    (RESULTS.parent / "parallelism.md").read_text(encoding="utf-8"),
+    re.M,
+)
+
+
+@pytest.mark.parametrize(("line", "said"), ROWS)
+def test_recipes_run_or_are_refused_as_the_page_says(
+    line: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refusal = re.fullmatch(r"refused: (.+)", said)
+    model, *options = shlex.split(line)
+    assert main(["serve", f"MiniMaxAI/MiniMax-{model}", *options, "--explain"]) == (
+        2 if refusal else 0
+    )
+    found = capsys.readouterr()
+    if refusal:
+        assert refusal[1] in found.err
+    else:
+        assert not found.err
+        sizes = dict(re.findall(r"^(\S+-parallel-size) +(\d+) ", found.out, re.M))
+        for name, size in re.findall(r"`(\S+-parallel-size) (\d+)`", said):
+            assert sizes[name] == size
+
+
+def test_the_page_has_recipes() -> None:
+    assert len(ROWS) > 8
+
+
+def test_throughput_doubles_the_sequences_of_a_step() -> None:
+    found = {}
+    for mode in ("balanced", "throughput"):
+        options = EngineOptions("nano", script="agents", device="cpu", performance_mode=mode)
+        loop, info = start_loop(options)
+        loop.shutdown()
+        found[mode] = info.max_num_seqs
+    assert found == {"balanced": 64, "throughput": 128}
+
+
+def test_the_page_predicts_what_was_not_measured_yet() -> None:
+    text = (RESULTS.parent / "parallelism.md").read_text(encoding="utf-8")
+    loads = [Workload(count) for count in (1, 16, 64, 100, 256, 512)]
+    plan = make_plan(M2, Hardware(MEASURED, 4), loads)
+    rows = re.findall(r"^\| ([A-Z]+\d[A-Z0-9 ]*) \| ([\d,]+) \|(.+)\|$", text, re.M)
+    assert [name for name, *_ in rows] == [
+        "TP4",
+        "TP4 EP4",
+        "DP2 TP2 EP4",
+        "DP4 EP4",
+        "PP2 TP2",
+        "PP4",
+    ]
+    for name, prompts, cells in rows:
+        (each,) = [one for one in plan.candidates if one.topology.label == name]
+        found = [
+            f"{1e3 * one.token_seconds:.1f}, {one.tokens_per_second:,.0f}"
+            for one in each.predictions
+        ]
+        assert prompts == f"{each.prefill_rate:,.0f}"
+        assert [cell.strip() for cell in cells.split("|")] == found

@@ -1,0 +1,126 @@
+"""Plans of a pipeline: several are on their way, each with its share of the rows, and none needs a
+token that one behind the oldest will sample.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from negamax.scheduler.request import GenerateRequest, SamplingParams
+from negamax.scheduler.scheduler import Scheduler, SchedulerLimits
+from negamax.scheduler.step import StepPlan, StepResult
+
+
+class Pipeline:
+    """The loop of the engine over stages that run a plan each, turn by turn."""
+
+    def __init__(self, stages: int, *, budget: int = 64, blocks: int = 200) -> None:
+        self.stages = stages
+        self.scheduler = Scheduler(
+            SchedulerLimits(
+                max_num_seqs=32,
+                max_num_batched_tokens=budget,
+                max_model_len=64,
+                block_size=4,
+                num_blocks=blocks,
+                enable_prefix_caching=True,
+                max_queued_requests=100,
+                eos_token_ids=frozenset({0}),
+                num_stages=stages,
+            )
+        )
+        self.in_flight: deque[StepPlan | None] = deque()
+        self.texts: dict[str, list[int]] = {}
+
+    def add(self, name: str, prompt: list[int], max_tokens: int) -> None:
+        self.scheduler.add(
+            GenerateRequest(
+                request_id=name,
+                prompt_token_ids=tuple(prompt),
+                sampling=SamplingParams(max_tokens=max_tokens),
+            )
+        )
+        self.texts[name] = []
+
+    def turn(self) -> StepPlan | None:
+        plan = self.scheduler.plan()
+        if plan is not None:
+            on_their_way = {
+                slot
+                for each in list(self.in_flight)[1 if len(self.in_flight) == self.stages else 0 :]
+                if each is not None
+                for slot, is_sampled in zip(each.slots, each.needs_sampling, strict=True)
+                if is_sampled
+            }
+            taken_over = {row.slot for row in plan.new_rows}
+            assert on_their_way.isdisjoint(set(plan.slots) - taken_over)
+        if len(self.in_flight) == self.stages:
+            oldest = self.in_flight.popleft()
+            if oldest is not None:
+                tokens = [7 for is_sampled in oldest.needs_sampling if is_sampled]
+                result = StepResult(oldest.step_id, tokens, {}, {}, {})
+                for update in self.scheduler.commit(oldest, result):
+                    self.texts[update.request_id] += update.token_ids
+        self.in_flight.append(plan)
+        return plan
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_every_stage_gets_an_equal_share_of_the_rows(stages: int) -> None:
+    """Requests arrive in bursts of any size; a few turns later no two plans differ by more than a
+    row, and each row has one of every so many turns.
+    """
+    pipeline = Pipeline(stages)
+    for number in range(23):
+        pipeline.add(f"r{number}", [number, 1, 2], 40)
+        if number in (0, 1, 7):
+            pipeline.turn()
+    plans = [pipeline.turn() for _ in range(10 * stages)][-2 * stages :]
+    assert all(plan is not None for plan in plans)
+    rounds = [plan.slots for plan in plans if plan is not None]
+    assert max(map(len, rounds)) - min(map(len, rounds)) <= 1
+    first, second = rounds[:stages], rounds[stages:]
+    assert sorted(map(sorted, first)) == sorted(map(sorted, second))
+    assert len({slot for slots in first for slot in slots}) == 23
+
+
+def test_a_prompt_fills_the_pipeline() -> None:
+    """Its chunks follow each other without a gap: none needs what is sampled."""
+    pipeline = Pipeline(4, budget=8)
+    pipeline.add("long", list(range(40)), 4)
+    assert [plan.num_tokens if plan else 0 for plan in (pipeline.turn() for _ in range(6))] == [
+        8, 8, 8, 8, 8, 0,
+    ]  # fmt: skip
+
+
+def test_one_request_has_its_next_step_launched_before_the_last_is_committed() -> None:
+    pipeline = Pipeline(2)
+    pipeline.add("one", [3, 4], 30)
+    turns = [pipeline.turn() is not None for _ in range(8)]
+    assert turns == [True, False] * 4
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    stages=st.sampled_from((2, 3, 4)),
+    budget=st.sampled_from((1, 3, 16)),
+    blocks=st.integers(12, 40),
+    lengths=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=12),
+)
+def test_all_requests_get_all_their_tokens(
+    stages: int, budget: int, blocks: int, lengths: list[tuple[int, int]]
+) -> None:
+    """However small the pool and the steps are."""
+    pipeline = Pipeline(stages, budget=budget, blocks=blocks)
+    for number, (prompt, output) in enumerate(lengths):
+        pipeline.add(f"r{number}", list(range(prompt)), output)
+    for _ in range(20_000):
+        if not pipeline.scheduler.has_unfinished:
+            break
+        pipeline.turn()
+    expected = {f"r{number}": [7] * output for number, (_, output) in enumerate(lengths)}
+    assert pipeline.texts == expected
