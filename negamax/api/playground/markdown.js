@@ -23,6 +23,8 @@ const MAX_ADDRESS = 2000; // characters of a link's address
 // Quotes and lists that are opened in each other on one line.
 const DEEP_LINE = /^(?:[ \t]*(?:>|[-*+](?=[ \t])|\d{1,9}[.)](?=[ \t]))){13}/m;
 const DEFINITION = /^ {0,3}\[[^\]\n]+\]:/m;
+// Code between fences. A fence has all marks of its run: otherwise each shorter one is tried, too.
+const FENCED = /^ {0,3}(`{3,}(?!`)|~{3,}(?!~))[^\n]*\n[^]*?^ {0,3}\1/gm;
 const HTML = ["htmlFlow", "htmlText"];
 const MAX_MARKS = 2000; // of emphasis in one paragraph; matching takes the square of their number
 
@@ -115,7 +117,7 @@ function parse(source) {
 function hasManyMarks(source) {
   const counted = (text) => text.match(/[*_~]/g)?.length ?? 0;
   if (counted(source) <= MAX_MARKS) return false;
-  const withoutCode = source.replace(/^ {0,3}(`{3,}|~{3,})[^\n]*\n[^]*?^ {0,3}\1/gm, "");
+  const withoutCode = source.replace(FENCED, "");
   return withoutCode.split(/\n[ \t]*\n/).some((paragraph) => counted(paragraph) > MAX_MARKS);
 }
 
