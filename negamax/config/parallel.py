@@ -75,13 +75,6 @@ class ParallelOptions:
                 hint="give one of them",
             )
         _ = self.layers_of_stages  # checked
-        if self.pipeline_parallel_size > 1 < self.data_parallel_size:
-            raise ConfigError(
-                f"--pipeline-parallel-size is {self.pipeline_parallel_size} and "
-                f"--data-parallel-size is {self.data_parallel_size}: data-parallel ranks have all "
-                f"layers",
-                hint="use one of them, with --tensor-parallel-size",
-            )
         for name in UNSUPPORTED:
             size = getattr(self, name)
             if size != 1:

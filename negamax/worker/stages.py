@@ -78,6 +78,15 @@ class Stage:
             self._links.previous.receive(part).wait()
         return out
 
+    def padding(self, num_tokens: int) -> Tensor | None:
+        """In place of what `receive` gives, for tokens that stand for nobody, which no stage sends
+        and the next does not receive.
+        """
+        if self._links.previous is None:
+            return None
+        shape, device = (num_tokens, self._width), self._rows.tokens.device
+        return torch.zeros(shape, dtype=self._dtype, device=device)
+
     def send(self, hidden: Tensor) -> None:
         """The stream [T, width] that leaves the stage; a copy travels."""
         part = hidden[self._part(len(hidden))]

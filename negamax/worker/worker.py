@@ -356,8 +356,9 @@ class Worker:
             graphs.replay(shape)
         else:
             token_ids, metadata = batches.build_padding(self._rows, most_tokens=size.num_tokens)
+            entering = self._stage.padding(len(token_ids))
             began = self._runtime.record_event()
-            self._model.forward(token_ids, metadata, self._kv)
+            self._model.forward(token_ids, metadata, self._kv, entering=entering)
         return began, StepOutput(plan.step_id, [], None)
 
     def _forward(

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 sys.path.append(str(Path(__file__).parent))
 
-from test_gpu_engine import AGREEMENT, GREEDY, _mixed_run, agreement, answers_of_m3, prompts
+from split_models import answers, check_nano, check_nano_m3, skip_without
+from test_gpu_engine import _mixed_run, prompts
 
 from negamax import LLM, SamplingParams
 from negamax.config.options import EngineOptions
@@ -29,23 +29,6 @@ RANKS: list[dict[str, Any]] = [
 ]
 
 
-def skip_without(options: dict[str, Any]) -> None:
-    needed = options["data_parallel_size"] * options.get("tensor_parallel_size", 1)
-    if torch.cuda.device_count() < needed:
-        pytest.skip(f"needs {needed} GPUs")
-
-
-def answers(**options: Any) -> tuple[list[list[int]], list[list[int]]]:
-    """Of many requests at a time, and of some that are alone."""
-    with LLM("nano", device="cuda", **options) as llm:
-        asked = prompts(llm)
-        together = [each.outputs[0].token_ids for each in llm.generate(asked, GREEDY)]
-        alone = [llm.generate(each, GREEDY)[0].outputs[0].token_ids for each in asked[:3]]
-        if not options.get("enforce_eager"):
-            assert "CUDA graphs" in llm.info.memory
-        return together, alone
-
-
 @pytest.fixture(scope="module")
 def of_one_rank() -> list[list[int]]:
     return answers()[0]
@@ -53,20 +36,12 @@ def of_one_rank() -> list[list[int]]:
 
 @pytest.mark.parametrize("options", RANKS, ids=str)
 def test_ranks_agree_with_one(of_one_rank: list[list[int]], options: dict[str, Any]) -> None:
-    skip_without(options)
-    together, alone = answers(**options)
-    share = agreement(of_one_rank, together)
-    print(f"agreement of {options} with one rank: {share:.4f}")
-    assert share >= AGREEMENT
-    assert agreement(of_one_rank[:3], alone) >= 0.9  # a few hundred tokens
+    check_nano(of_one_rank, options)
 
 
 @pytest.mark.parametrize("options", [RANKS[0], RANKS[1], RANKS[4], RANKS[5]], ids=str)
 def test_nano_m3_agrees_with_one_rank(options: dict[str, Any]) -> None:
-    skip_without(options)
-    share = agreement(answers_of_m3(device="cuda"), answers_of_m3(device="cuda", **options))
-    print(f"agreement of nano-m3 on {options} with one rank: {share:.4f}")
-    assert share >= AGREEMENT
+    check_nano_m3(options)
 
 
 def test_a_seed_gives_the_same_text_on_either_rank() -> None:

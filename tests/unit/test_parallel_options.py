@@ -62,7 +62,6 @@ def test_experts_are_split_over_the_ranks_that_are_asked_for(
         ({"pipeline_parallel_size": 0}, "--pipeline-parallel-size is 0; allowed: 1 or more"),
         ({"pipeline_parallel_size": 2, "pp_layer_partition": "3,x"}, "'3,x'; allowed: a number"),
         ({"pipeline_parallel_size": 2, "pp_layer_partition": "3,0"}, "'3,0'; allowed: a number"),
-        ({"pipeline_parallel_size": 2, "data_parallel_size": 2}, r"all layers \(use one of them"),
         (
             {"pipeline_parallel_size": 2, "pp_layer_partition": "2,2,2"},
             r"3 stages, --pipeline-parallel-size is 2 \(use --pipeline-parallel-size 3, or 2 num",

@@ -1,5 +1,5 @@
-"""Plans of a pipeline: several are on their way, each with its share of the rows, and none needs a
-token that one behind the oldest will sample.
+"""Plans of a pipeline: several are on their way, each with its share of the rows of every
+data-parallel rank, and none needs a token that one behind the oldest will sample.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from negamax.scheduler.group import GroupScheduler
 from negamax.scheduler.request import GenerateRequest, SamplingParams
-from negamax.scheduler.scheduler import Scheduler, SchedulerLimits
+from negamax.scheduler.scheduler import SchedulerLimits
 from negamax.scheduler.step import StepPlan, StepResult
 
 
 class Pipeline:
-    """The loop of the engine over stages that run a plan each, turn by turn."""
+    """The loop of the engine over stages that run a plan of each rank, turn by turn."""
 
-    def __init__(self, stages: int, *, budget: int = 64, blocks: int = 200) -> None:
+    def __init__(self, stages: int, *, ranks: int = 1, budget: int = 64, blocks: int = 200) -> None:
         self.stages = stages
-        self.scheduler = Scheduler(
+        self.scheduler = GroupScheduler(
             SchedulerLimits(
                 max_num_seqs=32,
                 max_num_batched_tokens=budget,
@@ -31,9 +32,10 @@ class Pipeline:
                 max_queued_requests=100,
                 eos_token_ids=frozenset({0}),
                 num_stages=stages,
-            )
+            ),
+            [None] * ranks,
         )
-        self.in_flight: deque[StepPlan | None] = deque()
+        self.in_flight: deque[list[StepPlan] | None] = deque()
         self.texts: dict[str, list[int]] = {}
 
     def add(self, name: str, prompt: list[int], max_tokens: int) -> None:
@@ -46,53 +48,63 @@ class Pipeline:
         )
         self.texts[name] = []
 
-    def turn(self) -> StepPlan | None:
-        plan = self.scheduler.plan()
-        if plan is not None:
-            on_their_way = {
-                slot
-                for each in list(self.in_flight)[1 if len(self.in_flight) == self.stages else 0 :]
-                if each is not None
-                for slot, is_sampled in zip(each.slots, each.needs_sampling, strict=True)
-                if is_sampled
-            }
-            taken_over = {row.slot for row in plan.new_rows}
-            assert on_their_way.isdisjoint(set(plan.slots) - taken_over)
+    def turn(self) -> list[StepPlan] | None:
+        plans = self.scheduler.plan()
+        if plans is not None:
+            behind_oldest = list(self.in_flight)[len(self.in_flight) == self.stages :]
+            for rank, plan in enumerate(plans):
+                on_their_way = {
+                    slot
+                    for others in behind_oldest
+                    if others is not None
+                    for slot, is_sampled in zip(
+                        others[rank].slots, others[rank].needs_sampling, strict=True
+                    )
+                    if is_sampled
+                }
+                taken_over = {row.slot for row in plan.new_rows}
+                assert on_their_way.isdisjoint(set(plan.slots) - taken_over)
         if len(self.in_flight) == self.stages:
             oldest = self.in_flight.popleft()
             if oldest is not None:
-                tokens = [7 for is_sampled in oldest.needs_sampling if is_sampled]
-                result = StepResult(oldest.step_id, tokens, {}, {}, {})
-                for update in self.scheduler.commit(oldest, result):
+                results = [
+                    StepResult(plan.step_id, [7] * sum(plan.needs_sampling), {}, {}, {})
+                    for plan in oldest
+                ]
+                for update in self.scheduler.commit(oldest, results):
                     self.texts[update.request_id] += update.token_ids
-        self.in_flight.append(plan)
-        return plan
+        self.in_flight.append(plans)
+        return plans
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_every_stage_gets_an_equal_share_of_the_rows(stages: int) -> None:
-    """Requests arrive in bursts of any size; a few turns later no two plans differ by more than a
-    row, and each row has one of every so many turns.
+@pytest.mark.parametrize(("stages", "ranks"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 3)])
+def test_every_stage_gets_an_equal_share_of_the_rows(stages: int, ranks: int) -> None:
+    """Requests arrive in bursts of any size; a few turns later no two plans of a rank differ by
+    more than a row, and each row has one of every so many turns.
     """
-    pipeline = Pipeline(stages)
+    pipeline = Pipeline(stages, ranks=ranks)
     for number in range(23):
         pipeline.add(f"r{number}", [number, 1, 2], 40)
         if number in (0, 1, 7):
             pipeline.turn()
     plans = [pipeline.turn() for _ in range(10 * stages)][-2 * stages :]
-    assert all(plan is not None for plan in plans)
-    rounds = [plan.slots for plan in plans if plan is not None]
-    assert max(map(len, rounds)) - min(map(len, rounds)) <= 1
-    first, second = rounds[:stages], rounds[stages:]
-    assert sorted(map(sorted, first)) == sorted(map(sorted, second))
-    assert len({slot for slots in first for slot in slots}) == 23
+    num_rows = 0
+    for rank in range(ranks):
+        rounds = [of_turn[rank].slots for of_turn in plans if of_turn is not None]
+        assert len(rounds) == len(plans)
+        assert max(map(len, rounds)) - min(map(len, rounds)) <= 1
+        first, second = rounds[:stages], rounds[stages:]
+        assert sorted(map(sorted, first)) == sorted(map(sorted, second))
+        num_rows += len({slot for slots in first for slot in slots})
+    assert num_rows == 23
 
 
 def test_a_prompt_fills_the_pipeline() -> None:
     """Its chunks follow each other without a gap: none needs what is sampled."""
     pipeline = Pipeline(4, budget=8)
     pipeline.add("long", list(range(40)), 4)
-    assert [plan.num_tokens if plan else 0 for plan in (pipeline.turn() for _ in range(6))] == [
+    turns = [pipeline.turn() for _ in range(6)]
+    assert [plans[0].num_tokens if plans else 0 for plans in turns] == [
         8, 8, 8, 8, 8, 0,
     ]  # fmt: skip
 
@@ -107,15 +119,16 @@ def test_one_request_has_its_next_step_launched_before_the_last_is_committed() -
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     stages=st.sampled_from((2, 3, 4)),
+    ranks=st.sampled_from((1, 2, 3)),
     budget=st.sampled_from((1, 3, 16)),
     blocks=st.integers(12, 40),
     lengths=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=12),
 )
 def test_all_requests_get_all_their_tokens(
-    stages: int, budget: int, blocks: int, lengths: list[tuple[int, int]]
+    stages: int, ranks: int, budget: int, blocks: int, lengths: list[tuple[int, int]]
 ) -> None:
     """However small the pool and the steps are."""
-    pipeline = Pipeline(stages, budget=budget, blocks=blocks)
+    pipeline = Pipeline(stages, ranks=ranks, budget=budget, blocks=blocks)
     for number, (prompt, output) in enumerate(lengths):
         pipeline.add(f"r{number}", list(range(prompt)), output)
     for _ in range(20_000):

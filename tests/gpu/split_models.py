@@ -1,0 +1,52 @@
+"""Answers of models that are split over GPUs, to be compared with those of one."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import pytest
+import torch
+from test_gpu_engine import AGREEMENT, GREEDY, agreement, answers_of_m3, prompts
+
+from negamax import LLM
+
+SIZES = ("data_parallel_size", "pipeline_parallel_size", "tensor_parallel_size")
+
+
+def skip_without(options: dict[str, Any]) -> None:
+    """Skip the test where there are fewer GPUs than `options` take."""
+    needed = math.prod(options.get(size, 1) for size in SIZES)
+    if torch.cuda.device_count() < needed:
+        pytest.skip(f"needs {needed} GPUs")
+
+
+def answers(**options: Any) -> tuple[list[list[int]], list[list[int]]]:
+    """Nano's, of many requests at a time, and of some that are alone."""
+    with LLM("nano", device="cuda", **options) as llm:
+        asked = prompts(llm)
+        together = [each.outputs[0].token_ids for each in llm.generate(asked, GREEDY)]
+        time.sleep(0.5)  # without a plan: what is on its way between stages is received
+        alone = [llm.generate(each, GREEDY)[0].outputs[0].token_ids for each in asked[:3]]
+        if not options.get("enforce_eager"):
+            assert "CUDA graphs" in llm.info.memory
+        return together, alone
+
+
+def check_nano(of_one_gpu: list[list[int]], options: dict[str, Any]) -> None:
+    """Nano's answers agree with those of one GPU."""
+    skip_without(options)
+    together, alone = answers(**options)
+    share = agreement(of_one_gpu, together)
+    print(f"agreement of {options} with one GPU: {share:.4f}")
+    assert share >= AGREEMENT
+    assert agreement(of_one_gpu[:3], alone) >= 0.9  # a few hundred tokens
+
+
+def check_nano_m3(options: dict[str, Any]) -> None:
+    """So do nano-m3's."""
+    skip_without(options)
+    share = agreement(answers_of_m3(device="cuda"), answers_of_m3(device="cuda", **options))
+    print(f"agreement of nano-m3 on {options} with one GPU: {share:.4f}")
+    assert share >= AGREEMENT
