@@ -1,5 +1,5 @@
-"""Small EAGLE3 drafts with random weights, in the file layouts of SpecForge and TorchSpec, and what
-such a draft guesses, as plain PyTorch from the formulas.
+"""Small EAGLE3 drafts with random weights, in the file layouts of SpecForge, TorchSpec and vLLM's
+speculators, and what such a draft guesses, as plain PyTorch from the formulas.
 """
 
 from __future__ import annotations
@@ -23,19 +23,25 @@ Weights = dict[str, Tensor]
 Guess = tuple[list[int], list[int]]  # what follows these tokens
 
 # What differs between drafts: fields of config.json, whether the files hold an embedding and a
-# head, and which of the two layouts they have.
+# head, and who wrote them ("specforge").
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"draft_vocab_size": 40, "num_key_value_heads": 2},
     "full vocabulary, norms": {
-        "fc_norm": True, "norm_output": True, "own_embedding": True, "torchspec": True,
+        "fc_norm": True, "norm_output": True, "own_embedding": True,
+        "layout": "torchspec",
     },
     "borrows embedding and head": {"norm_before_residual": True, "own_head": False},
     "biases, two layers": {
-        "attention_bias": True, "num_hidden_layers": 2, "norm_before_fc": True, "torchspec": True,
+        "attention_bias": True, "num_hidden_layers": 2, "norm_before_fc": True,
+        "layout": "torchspec",
         "draft_vocab_size": 50, "num_key_value_heads": 1,
     },
     "another width": {
         "hidden_size": 24, "own_embedding": True, "draft_vocab_size": 64, "fc_norm": True,
+    },
+    "speculators": {
+        "norm_before_residual": True, "own_embedding": True, "draft_vocab_size": 40,
+        "layout": "speculators",
     },
 }  # fmt: skip
 
@@ -114,11 +120,13 @@ def weights(
     return made
 
 
-def save(config: dict[str, Any], tensors: Weights, folder: Path, *, torchspec: bool = False) -> str:
-    """Write a draft as SpecForge does, or as TorchSpec."""
-    if torchspec:
-        several = config["num_hidden_layers"] > 1
-        old, new = ("midlayer.", "layers.") if several else ("midlayer.", "layers.0.")
+def save(
+    config: dict[str, Any], tensors: Weights, folder: Path, *, layout: str = "specforge"
+) -> str:
+    """Write a draft as SpecForge does, or as TorchSpec or speculators."""
+    several = config["num_hidden_layers"] > 1
+    old, new = ("midlayer.", "layers.") if several else ("midlayer.", "layers.0.")
+    if layout == "torchspec":
         tensors = {
             f"model.{name}".replace(f"model.{old}", f"model.{new}")
             if "layer" in name
@@ -126,6 +134,9 @@ def save(config: dict[str, Any], tensors: Weights, folder: Path, *, torchspec: b
             for name, one in tensors.items()
         }
         config = config | {"architectures": ["Eagle3LlamaForCausalLM"]}
+    elif layout == "speculators":
+        tensors = {name.replace(old, new): one for name, one in tensors.items()}
+        config = as_speculators(config)
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(
@@ -134,13 +145,48 @@ def save(config: dict[str, Any], tensors: Weights, folder: Path, *, torchspec: b
     return str(folder)
 
 
+def as_speculators(
+    config: dict[str, Any], *, verifier: str | None = None, speculative_tokens: int = 3
+) -> dict[str, Any]:
+    """A draft's config.json as the speculators library has it."""
+    own = ("norm_before_fc", "fc_norm", "norm_output", "draft_vocab_size", "target_hidden_size")
+    left = ("architectures", "eagle_config", "norm_before_residual", "torch_dtype", *own)
+    ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    method = {
+        "accept_tolerance": 0.0, "proposal_type": "greedy",
+        "speculative_tokens": speculative_tokens, "verifier_accept_k": 1,
+    }  # fmt: skip
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
+        "eagle_aux_hidden_state_layer_ids": ids and [number + 1 for number in ids],
+        "embed_requires_grad": False,
+        "has_no_defaults_at_init": False,
+        "norm_before_residual": config.get("norm_before_residual", False),
+        **{name: config.get(name) for name in own},
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method],
+            "verifier": {"architectures": ["MiniMaxM2ForCausalLM"], "name_or_path": verifier},
+        },
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.4.0",
+        "torch_dtype": config["torch_dtype"],
+        "transformer_layer_config": {
+            name: value for name, value in config.items() if name not in left
+        },
+        "transformers_version": "4.57.1",
+    }
+
+
 def make(
     variant: str, folder: Path, *, vocab_size: int, hidden_size: int, ids: list[int]
 ) -> tuple[dict[str, Any], Weights, str]:
     """One of VARIANTS for a target of these sizes, of which it reads what leaves the layers
     `ids`: its config, its tensors and its folder.
     """
-    parts = ("own_embedding", "own_head", "torchspec")
+    parts = ("own_embedding", "own_head", "layout")
     options = VARIANTS[variant]
     own = {name: value for name, value in options.items() if name not in parts}
     nested = {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}
@@ -148,7 +194,8 @@ def make(
     fields = config(**sizes | {"eagle_config": nested} | own)
     made = {name: options[name] for name in ("own_embedding", "own_head") if name in options}
     tensors = weights(fields, 7, **made)
-    return fields, tensors, save(fields, tensors, folder, torchspec="torchspec" in options)
+    layout = options.get("layout", "specforge")
+    return fields, tensors, save(fields, tensors, folder, layout=layout)
 
 
 def watch(patch: Callable[[object, str, Any], None]) -> list[Guess]:

@@ -41,10 +41,10 @@ _ITEM_BYTES = {
 SAFETENSORS_NAMES = {
     "float32": "F32", "bfloat16": "BF16", "float16": "F16", "float8_e4m3fn": "F8_E4M3",
     "int64": "I64", "int32": "I32", "int8": "I8", "uint8": "U8", "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e8m0fnu": "F8_E8M0", "bool": "BOOL",
 }  # fmt: skip
 _TORCH_NAMES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()} | {
-    "F64": "float64", "I16": "int16", "BOOL": "bool", "F8_E5M2": "float8_e5m2",
+    "F64": "float64", "I16": "int16", "F8_E5M2": "float8_e5m2",
     "U16": "uint16", "U32": "uint32", "U64": "uint64",
 }  # fmt: skip
 

@@ -1,5 +1,5 @@
-"""EAGLE3 draft models: the spec of one, read from its config.json as SpecForge, TorchSpec and vLLM
-write it, and the published ones.
+"""EAGLE3 draft models: the spec of one, read from its config.json as SpecForge, TorchSpec, vLLM and
+its speculators library write it, and the published ones.
 
 A draft reads the residual stream of some layers of the model whose tokens it guesses, its target.
 Layers are named by what enters them: layer L's is the stream behind L layers.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from negamax.base.errors import CheckpointError, ConfigError
-from negamax.config import fields
+from negamax.config import fields, speculators
 from negamax.config.fields import refuse
 from negamax.config.model_spec import ModelFamily, ModelSpec
 
@@ -71,6 +71,8 @@ class Eagle3Spec(ModelSpec):
     attention_bias: bool = False
     own_embedding: bool = False  # else it is the target's
     own_head: bool = True
+    speculative_tokens: int | None = None  # in a row, by its files
+    verifier: str | None = None  # the model that it guesses for, by its files
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -133,9 +135,26 @@ class DraftModel:
     folder: str | None  # None: synthetic weights
 
 
-def is_draft(architecture: object) -> bool:
-    """Whether config.json means a draft by this name."""
-    return architecture in _ARCHITECTURES
+class IsDraft(ConfigError):
+    """What is to be served is a draft, by its files that of `verifier`, if they name it."""
+
+    def __init__(self, name: str, verifier: str | None) -> None:
+        model = verifier or "that model"
+        super().__init__(
+            f"{name} is a draft: it guesses the tokens of another model",
+            hint=f"serve {model}, and name this one in --speculative-config",
+        )
+        self.verifier = verifier
+
+
+def check_no_draft(config: Mapping[str, Any]) -> None:
+    """Errors: `IsDraft` where this config.json is that of a draft."""
+    if speculators.is_speculators(config):
+        raise IsDraft(f"a model of speculators_model_type {config[speculators.MODEL_TYPE]!r}",
+                      speculators.use(config).verifier)  # fmt: skip
+    names = config.get("architectures")
+    if isinstance(names, list | tuple) and any(name in _ARCHITECTURES for name in names):
+        raise IsDraft(str(names[0]), None)
 
 
 @contextmanager
@@ -165,6 +184,11 @@ def read_spec(config: Mapping[str, Any]) -> Eagle3Spec:
     the values allowed.
     """
     notes: list[str] = []
+    use, aux_layers = speculators.Use(), _aux_layers
+    if speculators.is_speculators(config):
+        use, aux_layers = speculators.use(config), _entered_layers
+        notes += use.notes
+        config = speculators.flat(config, architecture=ARCHITECTURE)
     config = _flat(config)
     if config.get("architectures") not in [[name] for name in _ARCHITECTURES]:
         refuse("architectures", config.get("architectures"),
@@ -199,7 +223,9 @@ def read_spec(config: Mapping[str, Any]) -> Eagle3Spec:
         intermediate_size=fields.integer(config, "intermediate_size"),
         rope_theta=rope_theta,
         rms_norm_eps=fields.number(config.get("rms_norm_eps", 1e-6), name="rms_norm_eps"),
-        aux_layers=_aux_layers(config.get(_IDS)),
+        aux_layers=aux_layers(config.get(_IDS)),
+        speculative_tokens=use.speculative_tokens,
+        verifier=use.verifier,
         **switches,
         notes=tuple(notes),
     )
@@ -246,6 +272,11 @@ def _aux_layers(ids: object) -> tuple[int, ...]:
         )
     shift = 2 - numbers[0]
     return tuple(number + shift for number in numbers)
+
+
+def _entered_layers(ids: object) -> tuple[int, ...]:
+    """The layers that config.json names, by what enters them, as vLLM counts."""
+    return fields.token_ids(ids, name=_IDS)
 
 
 def _published(**own: Any) -> Eagle3Spec:

@@ -34,8 +34,10 @@ def read_spec(config: Mapping[str, Any], folder: Path | None = None) -> ModelSpe
     """The spec of a parsed config.json, whose `architectures` or `model_type` name the family;
     `folder` may hold other files that say how weights are quantised.
 
-    Errors: `ConfigError` with the field, the value found and the values allowed.
+    Errors: `IsDraft` for that of a draft; `ConfigError` with the field, the value found and the
+    values allowed.
     """
+    eagle3.check_no_draft(config)
     architectures, model_type = config.get("architectures"), config.get("model_type")
     if architectures is None and model_type is None:
         raise ConfigError(
@@ -47,11 +49,6 @@ def read_spec(config: Mapping[str, Any], folder: Path | None = None) -> ModelSpe
         for family in FAMILIES.values()
         if architectures in (None, [family.architecture], (family.architecture,))
     ]
-    if isinstance(architectures, list | tuple) and any(map(eagle3.is_draft, architectures)):
-        raise ConfigError(
-            f"{architectures[0]} is a draft: it guesses the tokens of another model",
-            hint="serve that model, and name this one in --speculative-config",
-        )
     if not found:
         allowed = " or ".join(f"[{name!r}]" for name in sorted(FAMILIES))
         refuse("architectures", architectures, allowed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from negamax.base.errors import ConfigError
@@ -24,9 +24,10 @@ _EAGLE3_KEYS = {
 }  # fmt: skip
 _NGRAM_KEYS = {"prompt_lookup_min", "prompt_lookup_max"}
 _SYNTHETIC_KEYS = {"synthetic_acceptance_length", "synthetic_acceptance_rates"}
+_LENGTH_KEYS = {"num_speculative_tokens", "num_draft_tokens"}
 _KEYS = {
-    "method", "num_speculative_tokens", "num_draft_tokens", "adaptive", "rejection_sample_method",
-    "draft_tensor_parallel_size", *_EAGLE3_KEYS, *_NGRAM_KEYS, *_SYNTHETIC_KEYS,
+    "method", "adaptive", "rejection_sample_method", "draft_tensor_parallel_size", *_LENGTH_KEYS,
+    *_EAGLE3_KEYS, *_NGRAM_KEYS, *_SYNTHETIC_KEYS,
 }  # fmt: skip
 _DRAFT_RUNS = "a draft runs as its model does, in the same steps and graphs"
 # Keys of vLLM's that change no token of an answer: why nothing is to be done.
@@ -53,6 +54,7 @@ class SpeculationConfig:
 
     method: str  # one of METHODS
     num_speculative_tokens: int = DEFAULT_DRAFT_TOKENS  # at most so many in a row of a step
+    is_default_length: bool = False  # what a draft's files say goes before that number
     adaptive: bool = True  # fewer of them where measured times say that this is faster
     model: str | None = None  # of a draft model: as the user names it, then its folder
     revision: str | None = None  # of a draft model on a hub
@@ -83,6 +85,20 @@ class SpeculationConfig:
         few = {number for number in (1, 2, 3, -(-most // 2)) if number < most}
         return (*sorted(few), most) if self.adaptive else (most,)
 
+    def as_long_as(self, num_tokens: int | None) -> SpeculationConfig:
+        """With the number of tokens that a draft's files say, where the command says none. Errors:
+        `ConfigError` for a number beyond the limit.
+        """
+        if num_tokens is None or not self.is_default_length:
+            return self
+        if num_tokens > MAX_DRAFT_TOKENS:
+            raise ConfigError(
+                f"config.json says {num_tokens} speculative_tokens; allowed: 1 to "
+                f"{MAX_DRAFT_TOKENS}",
+                hint=f'{_FLAG} {{"num_speculative_tokens": {MAX_DRAFT_TOKENS}}} goes before it',
+            )
+        return replace(self, num_speculative_tokens=num_tokens)
+
     @staticmethod
     def read(fields: Mapping[str, Any], *, tensor_parallel_size: int = 1) -> SpeculationConfig:
         """From the object that `--speculative-config` holds; null is a key left out. Errors:
@@ -110,9 +126,11 @@ class SpeculationConfig:
         if sampling not in ("greedy", "probabilistic"):
             _refuse("draft_sample_method", sampling, "greedy, probabilistic")
         low, high = _lookup(given)
+        rates = _synthetic_rates(given, count)
         return SpeculationConfig(
             method,
             count,
+            is_default_length=not _LENGTH_KEYS & given.keys() and rates is None,
             adaptive=adaptive,
             model=_text(given, "model") if method == EAGLE3 else None,
             revision=_text(given, "revision"),
@@ -121,7 +139,7 @@ class SpeculationConfig:
             aux_layer_ids=_layer_ids(given),
             prompt_lookup_min=low,
             prompt_lookup_max=high,
-            synthetic_acceptance_rates=_synthetic_rates(given, count),
+            synthetic_acceptance_rates=rates,
             notes=notes,
         )
 

@@ -73,7 +73,8 @@ class Eagle3Proposer(Proposer):
         else:
             if spec.is_pruned:
                 slots[names.D2T].write(_spread(spec))
-            drawn = {name: slot for name, slot in slots.items() if name != names.D2T}
+            ids = (names.D2T, names.T2D)
+            drawn = {name: slot for name, slot in slots.items() if name not in ids}
             fill_synthetic(drawn, spec, self._config.seed, device=device)
             summary = "synthetic weights"
             self._model.finish_loading(target)

@@ -233,6 +233,8 @@ def test_a_draft_without_weights_is_drawn(
         (lambda t: t.update({"fc.weight": torch.ones(32, 64)}), "fc.weight has shape [32, 64]"),
         (lambda t: t.update(d2t=t["d2t"].int()), "d2t has dtype I32"),
         (lambda t: t.update(d2t=t["d2t"] + 60), "tensor d2t gives 40 tokens"),
+        (lambda t: t["t2d"].logical_not_(), "tensor t2d marks 56 tokens of the model, and d2t"),
+        (lambda t: t.update(t2d=t["t2d"][1:]), "t2d has shape [95]"),
         (lambda t: t["norm.weight"].fill_(torch.nan), "NaN or infinite: norm.weight"),
         (
             lambda t: t.update({"layers.1.x": torch.ones(2)}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from negamax.evals import nano_math, nano_tools
 from negamax.evals.accuracy import SUITES, SuiteResult, run_suite
 from negamax.text.formats.minimax_m2 import MINIMAX_M2, M2Calls
 from negamax.text.grammar.tool_calls import tool_grammar
+from tests.tiny_draft import as_speculators
 
 # Tokens per step with three guesses, greedy, in bf16, over `chats`.
 LENGTHS = {"nano": 3.46, "nano-m3": 3.41}
@@ -65,6 +67,21 @@ def test_one_layer_off_guesses_are_wrong() -> None:
     with engine("nano", drafts=True, fields=fields) as llm:
         llm.generate(chats(llm)[:4], SamplingParams(temperature=0.0, max_tokens=32))
         assert counts(llm)["spec_decode_acceptance_length"] < LENGTHS["nano"] - 1
+
+
+def test_in_the_format_of_speculators_it_stands_for_nano_with_it(tmp_path: Path) -> None:
+    """As `vllm serve` takes the folder of such a draft."""
+    folder = EMBEDDED_DRAFTS["nano-draft"]
+    config = json.loads((folder / "config.json").read_text())
+    config = as_speculators(config, verifier="nano", speculative_tokens=2)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    with LLM(str(tmp_path), device="cpu", num_threads=1) as llm:
+        assert llm.info.served_model_name == llm.info.model == "nano"
+        assert llm.info.speculation is not None
+        assert llm.info.speculation.num_speculative_tokens == 2
+        llm.generate(chats(llm)[:3], SamplingParams(temperature=0.0, max_tokens=32))
+        assert counts(llm)["spec_decode_acceptance_length"] > 1.5
 
 
 @pytest.mark.parametrize("model", LENGTHS)

@@ -187,7 +187,7 @@ def _model_info(
 ) -> ModelInfo:
     """What the front end is told of the engine."""
     return ModelInfo(
-        model=options.model,
+        model=source.name,
         served_model_name=source.name,
         architecture=source.spec.architecture,
         max_model_len=max_model_len,

@@ -9,7 +9,7 @@ from pathlib import Path
 from negamax.base.errors import ConfigError
 from negamax.checkpoint.hub import resolve_model
 from negamax.config import eagle3
-from negamax.config.eagle3 import DraftModel, Eagle3Spec, of_draft
+from negamax.config.eagle3 import DraftModel, Eagle3Spec, IsDraft, of_draft
 from negamax.config.embedded import EMBEDDED
 from negamax.config.families import bundled_names, bundled_spec, family_of, read_spec
 from negamax.config.generation import GenerationDefaults, SamplingDefaults, read_generation_defaults
@@ -40,16 +40,34 @@ class ModelSource:
 
 
 def locate(options: EngineOptions) -> ModelSource:
-    """Find (and if need be download) the model's files and read its configuration. Errors:
+    """Find (and if need be download) the model's files and read its configuration. A draft whose
+    files name its verifier stands for that model with this draft, as in vLLM. Errors:
     `ConfigError`, `CheckpointError`.
     """
-    source = _locate_target(options)
+    try:
+        source = _locate_target(options)
+    except IsDraft as error:
+        if error.verifier is None or options.speculative_config:
+            raise
+        options = _with_verifier(options, error.verifier)
+        with of_draft(options.speculation.model if options.speculation else None):
+            source = _locate_target(options)
     speculation = options.speculation
     if speculation is None or speculation.method != EAGLE3:
         return replace(source, speculation=speculation)
     with of_draft(speculation.model):
         draft = _locate_draft(speculation, options, target=source.spec)
+        speculation = speculation.as_long_as(draft.spec.speculative_tokens)
+    if draft.spec.verifier is not None:
+        note = f"the draft's files name {draft.spec.verifier} as its model; this is {source.name}"
+        speculation = replace(speculation, notes=(*speculation.notes, note))
     return replace(source, speculation=speculation, draft=draft)
+
+
+def _with_verifier(options: EngineOptions, verifier: str) -> EngineOptions:
+    """`options` of the model `verifier` with the draft that they name as their model."""
+    draft = {"method": EAGLE3, "model": options.model, "revision": options.revision}
+    return replace(options, model=verifier, revision=None, speculative_config=draft)
 
 
 def _locate_target(options: EngineOptions) -> ModelSource:

@@ -46,6 +46,7 @@ from negamax.quantization.scheme import WeightFormat
 
 _ALONE = SingleRank()
 _OFFSETS = StoredTensor(names.D2T, Role.PERMUTATION, ("int64",), (Dim(Axis.ROWS),))
+_MARKS = StoredTensor(names.T2D, Role.PERMUTATION, ("bool",), (Dim(Axis.ROWS),))
 
 
 def _whole(x: Tensor) -> Partial:
@@ -265,6 +266,12 @@ class Eagle3Draft:
                 names.D2T, (spec.draft_vocab_size,), target=self._offsets, stored=_OFFSETS,
                 optional=not spec.is_pruned,
             )]  # fmt: skip
+        self._marks = torch.zeros(spec.vocab_size, dtype=torch.bool, device=weights.device)
+        slots.append(
+            WeightSlot(
+                names.T2D, (spec.vocab_size,), target=self._marks, stored=_MARKS, optional=True
+            )
+        )
         view = layout.attention
         kv_heads = len(view.kv_heads(spec.num_kv_heads))
         self._kind = GroupedQueryKind(
@@ -283,7 +290,8 @@ class Eagle3Draft:
 
     def finish_loading(self, target: Decoder) -> None:
         """Put all weights into their kernels' layout; what the draft has not is the `target`'s.
-        Errors: `CheckpointError` for a d2t that names tokens that there are not, or one twice.
+        Errors: `CheckpointError` for a d2t that names tokens that there are not, or one twice, or
+        others than t2d.
         """
         for name, slot in self._slots.items():
             assert slot.written or slot.optional or not slot.needed, f"{name} was not written"
@@ -306,6 +314,26 @@ class Eagle3Draft:
                 f"to {highest}; allowed: as many as there are tokens, from 0 to "
                 f"{self.spec.vocab_size - 1}",
                 hint="the draft's checkpoint itself is broken",
+            )
+        self._check_marks()
+
+    def _check_marks(self) -> None:
+        """t2d, where there is one, marks the tokens that d2t names: guesses by a wrong d2t are
+        wrong, and nothing else shows it.
+        """
+        marks = self._marks
+        del self._marks
+        if not self._slots[names.T2D].written:
+            return
+        named = torch.zeros_like(marks).index_fill_(0, self._token_ids, True)
+        surplus, absent = int((marks & ~named).sum()), int((named & ~marks).sum())
+        if surplus or absent:
+            raise CheckpointError(
+                f"tensor {names.T2D} marks {int(marks.sum())} tokens of the model, and "
+                f"{names.D2T} names {len(self._token_ids)}: {surplus} of the former and {absent} "
+                f"of the latter are not among the others",
+                hint=f"one of the two is broken: export the draft again, or take {names.T2D} out "
+                f"of its files if {names.D2T} is known to be right",
             )
 
     def combine(self, streams: Sequence[Tensor]) -> Partial:

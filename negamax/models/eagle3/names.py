@@ -1,5 +1,5 @@
-"""The tensors of EAGLE3 drafts under the names of their slots, and how SpecForge, TorchSpec and
-vLLM's converters spell them.
+"""The tensors of EAGLE3 drafts under the names of their slots, and how SpecForge, TorchSpec, vLLM's
+converters and its speculators library spell them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from negamax.models.family import Placement, WeightSpec
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 FC, FC_INPUT_NORM = "fc.weight", "input_norm.weight"
-NORM, D2T = "norm.weight", "d2t"
+NORM, D2T, T2D = "norm.weight", "d2t", "t2d"
 
 
 def fc_norm(number: int) -> str:
@@ -61,8 +61,8 @@ _FUSED = (
     (re.compile(r"(\.mlp\.)gate_up_proj\."), (r"\1gate_proj.", r"\1up_proj.")),
 )
 _SKIPPED = (
-    (re.compile(r"^t2d$"), "which tokens the draft guesses, as d2t says"),
-    (re.compile(r"\.rotary_emb\.inv_freq$"), "rotary frequencies, computed from config.json"),
+    (re.compile(r"^verifier_(?:norm|lm_head)\.weight$"), "the verifier's own, for training"),
+    (re.compile(r"(?:^|\.)rotary_emb\.inv_freq$"), "rotary frequencies, computed from config.json"),
 )
 
 

@@ -1,0 +1,117 @@
+"""Drafts as vLLM's speculators library writes them: from their config.json to the fields that every
+EAGLE3 draft has.
+
+The sizes of the draft stand in `transformer_layer_config`, what EAGLE3 adds beside it, and how the
+draft is to be used in `speculators_config`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from negamax.base.errors import ConfigError
+from negamax.config import fields
+from negamax.config.fields import refuse
+
+MODEL_TYPE = "speculators_model_type"
+_LAYER, _USE = "transformer_layer_config", "speculators_config"
+_ARCHITECTURES = ("Eagle3Speculator", "Eagle3DraftModel")
+# Readers take different values where these are absent, and the library always writes them.
+_WRITTEN = ("draft_vocab_size", "norm_before_residual")
+# Of the library's own bookkeeping, and of the training.
+_IGNORED = {
+    MODEL_TYPE, _LAYER, _USE, "architectures", "base_model_ep_plan", "embed_requires_grad",
+    "enable_sp_ulysses", "has_no_defaults_at_init", "model_type", "speculators_version",
+}  # fmt: skip
+_DTYPES = {"dtype", "torch_dtype"}
+# In transformer_layer_config: what it has from the model that it was made from.
+_OF_VERIFIER = {"_name_or_path", "architectures", "auto_map", "transformers_version", *_DTYPES}
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a draft's files say of its use."""
+
+    speculative_tokens: int | None = None  # in a row
+    verifier: str | None = None  # the model that it guesses for: a folder or a hub id
+    notes: tuple[str, ...] = ()
+
+
+def is_speculators(config: Mapping[str, Any]) -> bool:
+    """Whether this is a config.json of the library."""
+    return MODEL_TYPE in config
+
+
+def flat(config: Mapping[str, Any], *, architecture: str) -> dict[str, Any]:
+    """The fields of an EAGLE3 draft of `architecture`, all of them beside each other. Errors:
+    `ConfigError` with the field, the value found and the values allowed.
+    """
+    if config[MODEL_TYPE] != "eagle3":
+        refuse(MODEL_TYPE, config[MODEL_TYPE], "'eagle3'")
+    names = config.get("architectures")
+    if names is not None and names not in [[name] for name in _ARCHITECTURES]:
+        refuse("architectures", names, " or ".join(f"[{name!r}]" for name in _ARCHITECTURES))
+    layer = config.get(_LAYER)
+    if not isinstance(layer, Mapping):
+        refuse(_LAYER, layer, "an object")
+    for name in _WRITTEN:
+        if config.get(name) is None:
+            raise ConfigError(f"config.json has no {name}; it is needed and has no default")
+    own = {
+        name: value for name, value in config.items() if name not in _IGNORED and value is not None
+    }
+    nested = {name: value for name, value in layer.items() if name not in _OF_VERIFIER}
+    for name in nested.keys() & own.keys():
+        if nested[name] != own[name]:
+            refuse(name, own[name], f"the value in {_LAYER} ({nested[name]})")
+    if not _DTYPES & own.keys():
+        own |= {name: layer[name] for name in _DTYPES & layer.keys()}
+    return {**nested, **own, "architectures": [architecture]}
+
+
+def use(config: Mapping[str, Any]) -> Use:
+    """What `speculators_config` says. Errors: `ConfigError`."""
+    given = config.get(_USE)
+    if given is None:
+        return Use()
+    if not isinstance(given, Mapping):
+        refuse(_USE, given, "an object or null")
+    if given.get("algorithm") not in (None, "eagle3"):
+        refuse(f"{_USE}.algorithm", given["algorithm"], "'eagle3'")
+    verifier = given.get("verifier") or {}
+    if not isinstance(verifier, Mapping):
+        refuse(f"{_USE}.verifier", verifier, "an object or null")
+    name = verifier.get("name_or_path")
+    if name is not None and not (isinstance(name, str) and name):
+        refuse(f"{_USE}.verifier.name_or_path", name, "a folder, a hub id or null")
+    method, notes = _proposal_method(given), []
+    if method.get("verifier_accept_k", 1) != 1:
+        notes.append(
+            f"verifier_accept_k of the draft is {method['verifier_accept_k']} and has no effect: "
+            "a draft token counts where it is the one that is sampled"
+        )
+    return Use(fields.integer(method, "speculative_tokens"), name, tuple(notes))
+
+
+def _proposal_method(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The default one, which is the first where none is named so. A draft is one chain of tokens,
+    which only this method has.
+    """
+    methods, where = given.get("proposal_methods"), f"{_USE}.proposal_methods"
+    if (
+        not isinstance(methods, list)
+        or not methods
+        or not all(isinstance(method, Mapping) for method in methods)
+    ):
+        refuse(where, methods, "a list of objects, one at least")
+    default = given.get("default_proposal_method")
+    named = [one for one in methods if default in (None, one.get("proposal_type"))]
+    if not named:
+        kinds = ", ".join(repr(one.get("proposal_type")) for one in methods)
+        refuse(f"{_USE}.default_proposal_method", default, f"one of proposal_methods ({kinds})")
+    if named[0].get("proposal_type") != "greedy":
+        refuse(f"{where}[].proposal_type", named[0].get("proposal_type"), "'greedy'")
+    chosen: Mapping[str, Any] = named[0]
+    return chosen
