@@ -17,8 +17,9 @@ import random
 from collections import deque
 from time import perf_counter
 
+from negamax.scheduler.limits import SchedulerLimits
 from negamax.scheduler.request import GenerateRequest, SamplingParams
-from negamax.scheduler.scheduler import Scheduler, SchedulerLimits
+from negamax.scheduler.scheduler import Scheduler
 from negamax.scheduler.step import StepPlan, StepResult
 
 VOCAB_SIZE = 200_000

@@ -218,6 +218,13 @@ _TABLE = (
         "Layers of each stage, such as 16,16,15,15; default: as even as can be.",
     ),
     Flag(
+        "enable_dynamic_chunking",
+        PARALLEL,
+        "With stages: run long prompts in chunks of equal length, not of equal time.",
+        flags=("--no-enable-dynamic-chunking",),
+        turns_off=True,
+    ),
+    Flag(
         "data_parallel_size",
         PARALLEL,
         "Groups of tensor-parallel ranks that have requests and a KV cache of their own; the "

@@ -83,7 +83,8 @@ _IGNORED = (
         disable-hybrid-swa-memory disable-cascade-attn skip-server-warmup""",
     ),
     _group(
-        "there are as many micro-batches as pipeline stages, of equal size",
+        "there are as many micro-batches as pipeline stages, with chunks that take equally long",
+        switches="enable-dynamic-chunking",
         values="pp-max-micro-batch-size pp-async-batch-depth",
     ),
     _group(
@@ -256,7 +257,7 @@ _IGNORED = (
     _group(rules.TRANSFER, rule=rules.kv_transfer, json="kv-transfer-config"),
     _group(
         "requests run in order of arrival, prompts in chunks beside decodes",
-        switches="""enable-dynamic-chunking enable-prefill-delayer disable-priority-preemption
+        switches="""enable-prefill-delayer disable-priority-preemption
         schedule-low-priority-values-first long-prefill-token-threshold-adaptive
         scheduler-reserve-full-isl abort-on-priority-when-disabled multi-step-stream-outputs
         disable-async-output-proc prefill-only-disable-kv-cache enable-dynamic-batch-tokenizer

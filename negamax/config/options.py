@@ -93,6 +93,8 @@ class EngineOptions:
     expert_parallel_size: int | None = None
     pipeline_parallel_size: int = 1  # stages, each of them some of the layers
     pp_layer_partition: str | None = None  # layers of each stage; default: as even as can be
+    # with stages: the deeper in its prompt, the shorter a chunk, so that all take equally long
+    enable_dynamic_chunking: bool = True
     # groups of tensor-parallel ranks, each with requests and a KV cache of its own
     data_parallel_size: int = 1
     # who guesses tokens ahead, with the keys of vLLM's (config/speculation.py)

@@ -105,6 +105,7 @@ class LLM:
         expert_parallel_size: int | None = None,
         pipeline_parallel_size: int = 1,
         pp_layer_partition: str | None = None,
+        enable_dynamic_chunking: bool = True,
         data_parallel_size: int = 1,
         speculative_config: dict[str, Any] | None = None,
         num_threads: int | None = None,

@@ -13,12 +13,15 @@ far predictions are off.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from math import ceil, sqrt
 from statistics import NormalDist
 
-from negamax.config.kv_cache import KvCacheSpecs
-from negamax.kernels.formats import E4M3_BLOCKS, PLAIN, TensorFormat
+from negamax.config.kv_cache import KvCacheSpecs, with_index_dtype
+from negamax.config.model_spec import ModelSpec
+from negamax.kernels.formats import E4M3_BLOCKS, PLAIN, TensorFormat, is_kept
 from negamax.kernels.platform import Feature
 from negamax.models.memory import Kept, ModelWeights, WeightKind, hit_share
 from negamax.parallel.layout import ParallelLayout
@@ -65,6 +68,23 @@ class Model:
     dtype: str = "bfloat16"
     kv_dtype: str = "bfloat16"
 
+    @staticmethod
+    def of(
+        spec: ModelSpec, gpu: GpuModel, *, kv_dtype: str = "auto", index_dtype: str = "auto"
+    ) -> Model:
+        """What `gpu` makes of a model whose caches are kept in these dtypes, "auto" as the model's
+        own.
+        """
+        dtype = "bfloat16" if spec.dtype == "float32" else spec.dtype
+        caches = with_index_dtype(spec.kv_caches(), dtype if index_dtype == "auto" else index_dtype)
+        return Model(
+            ModelWeights(spec),
+            partial(is_kept, platform=gpu.platform),
+            caches,
+            dtype,
+            kv_dtype=dtype if kv_dtype == "auto" else kv_dtype,
+        )
+
 
 class Costs:
     """The times of one layout on GPUs of one kind, `per_node` of them in a machine."""
@@ -95,12 +115,26 @@ class Costs:
 
     def prefill_seconds(self, num_tokens: int, *, chunk: int) -> float:
         """Of one prompt of `num_tokens`, alone, until its first token."""
-        done, total = 0, 0.0
-        while done < num_tokens:
-            size = min(chunk, num_tokens - done)
-            total += sum(self._prefill(size, ranks=1, behind=done)) + self._hops(size)
+        whole, rest = divmod(num_tokens, chunk)
+        return self.chunks_seconds([chunk] * whole + [rest] * (rest > 0))
+
+    def chunks_seconds(self, chunks: Iterable[int]) -> float:
+        """Of one prompt that is run in `chunks` of so many tokens, alone, until its first token:
+        the stages of a pipeline run chunks that follow each other.
+        """
+        ended = [0.0] * self._layout.pp  # the latest chunk, by stage
+        done = 0
+        for size in chunks:
+            hop, arrived = self._hops(size) / max(1, self._layout.pp - 1), 0.0
+            for place, seconds in enumerate(self._prefill(size, ranks=1, behind=done)):
+                ended[place] = max(ended[place], arrived) + seconds
+                arrived = ended[place] + hop
             done += size
-        return total
+        return ended[-1]
+
+    def chunk_seconds(self, size: int, *, behind: int) -> float:
+        """Of the slowest stage, for `size` tokens of a prompt that follow `behind` others."""
+        return max(self._prefill(size, ranks=1, behind=behind))
 
     def prefill_rate(self, prompt: int, *, chunk: int) -> float:
         """Tokens per second of many prompts of `prompt` tokens each, all ranks and stages busy."""

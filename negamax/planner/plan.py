@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 from negamax.base.errors import ConfigError
-from negamax.config.kv_cache import with_index_dtype
 from negamax.config.model_spec import ModelSpec
 from negamax.config.options import STEP_LIMITS, EngineOptions
-from negamax.kernels.formats import is_kept
-from negamax.models.memory import ModelWeights
 from negamax.planner.cost import Costs, Model, Workload, tokens_per_second
 from negamax.planner.gpus import GIB, GpuModel
 from negamax.planner.topology import LEAST_TOKENS, Fit, Topology, fit, topologies
@@ -135,12 +132,7 @@ def make_plan(
             f"{spec.max_position_embeddings} tokens"
         )
     gpu = hardware.gpu
-    kept = partial(is_kept, platform=gpu.platform)
-    dtype = "bfloat16" if spec.dtype == "float32" else spec.dtype
-    caches = with_index_dtype(spec.kv_caches(), dtype if index_dtype == "auto" else index_dtype)
-    model = Model(
-        ModelWeights(spec), kept, caches, dtype, kv_dtype=dtype if kv_dtype == "auto" else kv_dtype
-    )
+    model = Model.of(spec, gpu, kv_dtype=kv_dtype, index_dtype=index_dtype)
     candidates, refused = [], []
     for topology in topologies(hardware.gpus, per_node=hardware.per_node):
         topology = replace(topology, replicas=1) if one_server else topology

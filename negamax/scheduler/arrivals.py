@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import TYPE_CHECKING
 
 from negamax.base.errors import ContextLengthError, InvalidRequestError, OverloadedError
+from negamax.scheduler.limits import SchedulerLimits
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.sequence import Sequence
-
-if TYPE_CHECKING:
-    from negamax.scheduler.scheduler import SchedulerLimits
 
 
 class Arrivals:

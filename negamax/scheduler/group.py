@@ -17,8 +17,9 @@ import msgspec
 from negamax.base.errors import InvalidRequestError
 from negamax.scheduler.arrivals import Arrivals
 from negamax.scheduler.draft_length import DraftLength
+from negamax.scheduler.limits import SchedulerLimits
 from negamax.scheduler.request import GenerateRequest
-from negamax.scheduler.scheduler import Scheduler, SchedulerLimits, by_order
+from negamax.scheduler.scheduler import Scheduler, by_order
 from negamax.scheduler.sequence import Sequence
 from negamax.scheduler.step import SequenceUpdate, StepPlan, StepResult, StepSize
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from negamax.scheduler.chunk_length import ChunkLength
 from negamax.scheduler.sequence import Sequence
 from negamax.scheduler.step import NewRow, StepPlan
 
@@ -13,6 +14,7 @@ class PlanBuilder:
         "appended_blocks",
         "appended_slots",
         "budget",
+        "chunk_length",
         "chunks",
         "drafts",
         "new_rows",
@@ -20,8 +22,9 @@ class PlanBuilder:
         "slots",
     )
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, chunk_length: ChunkLength) -> None:
         self.budget = budget  # tokens this step may still take
+        self.chunk_length = chunk_length
         self.new_rows: list[NewRow] = []
         self.appended_slots: list[int] = []
         self.appended_blocks: list[int] = []
@@ -36,12 +39,13 @@ class PlanBuilder:
         self.appended_blocks.append(sequence.block_ids[-1])
 
     def add_chunk(self, sequence: Sequence) -> None:
-        """As much of the sequence's remaining tokens as the budget allows, at least 1."""
-        count = min(sequence.num_total - sequence.num_computed, self.budget)
+        """As many of the sequence's remaining tokens as the budget has room for, at least 1."""
+        computed, left = sequence.num_computed, sequence.num_total - sequence.num_computed
+        count, room = self.chunk_length.fit(computed, left, self.budget)
         sequence.num_computed += count
         samples = sequence.num_computed == sequence.num_total
         sequence.num_total += samples
-        self.budget -= count
+        self.budget -= room
         self.chunks.append((count, samples, sequence))
 
     def finish(self, step_id: int, *, has_constrained: bool, num_proposed: int) -> StepPlan:

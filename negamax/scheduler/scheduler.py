@@ -24,6 +24,7 @@ from operator import attrgetter
 from negamax.scheduler.arrivals import Arrivals
 from negamax.scheduler.blocks import BlockPool
 from negamax.scheduler.draft_length import DraftLength, FixedDraftLength
+from negamax.scheduler.limits import SchedulerLimits
 from negamax.scheduler.plan_builder import PlanBuilder
 from negamax.scheduler.prefix_cache import match_prefix
 from negamax.scheduler.request import GenerateRequest
@@ -36,24 +37,6 @@ by_order = attrgetter("order")
 # What a row costs in all its steps, in tokens of prompts that take as long, about: by itself, and
 # for each so many tokens of KV cache that it reads.
 ROW_COST, TOKENS_PER_COST = 128, 4
-
-
-@dataclass(frozen=True)
-class SchedulerLimits:
-    """What the scheduler may use. All at least 1; the options have been checked before."""
-
-    max_num_seqs: int  # sequences that run at a time; the worker's slots
-    max_num_batched_tokens: int  # tokens in one step
-    max_model_len: int  # tokens of one sequence, prompt and output
-    block_size: int  # tokens per KV block
-    num_blocks: int
-    enable_prefix_caching: bool
-    max_queued_requests: int
-    eos_token_ids: frozenset[int]
-    num_draft_tokens: int = 0  # that a row may verify in a step
-    # of a pipeline: a plan for each is on its way, and none needs what another one will sample
-    num_stages: int = 1
-    constrained_drafts: bool = True  # whether rows with masks verify any
 
 
 @dataclass(frozen=True)
@@ -208,7 +191,7 @@ class Scheduler:
         pipeline before the next turn.
         """
         self._turns.begin()
-        builder = PlanBuilder(self.limits.max_num_batched_tokens)
+        builder = PlanBuilder(self.limits.max_num_batched_tokens, self.limits.chunk_length)
         num_drafts = 0
         if self.limits.num_draft_tokens:
             num_drafts = self._draft_length.choose(len(self._running))
@@ -241,7 +224,8 @@ class Scheduler:
 
     def plan_nothing(self) -> StepPlan:
         """A step without rows, beside those of other data-parallel ranks."""
-        plan = PlanBuilder(0).finish(self._step_count, has_constrained=False, num_proposed=0)
+        builder = PlanBuilder(0, self.limits.chunk_length)
+        plan = builder.finish(self._step_count, has_constrained=False, num_proposed=0)
         self._in_flight.append(_UncommittedPlan(self._step_count, [], set()))
         self._step_count += 1
         return plan

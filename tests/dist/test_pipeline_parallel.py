@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from negamax.base.errors import ConfigError, EngineDeadError
 from negamax.config.grammar import Grammar
 from negamax.engine.core import executor
 from negamax.engine.llm import Generation
+from negamax.scheduler.chunk_length import EvenTimes
+from negamax.scheduler.step import StepPlan
 from tests import tiny, tiny_m3
 
 NAME = Grammar(kind="regex", text="[A-Z][a-z]{2,9}, [0-9]{2}")
@@ -87,6 +90,27 @@ def test_two_stages_say_the_same_as_one_rank(
     assert re.fullmatch(NAME.text, made[2].outputs[0].text)
     assert two_stages._loop.stats().preemption_count
     assert capfd.readouterr().err == ""
+
+
+def test_chunks_of_equal_time_leave_the_text_as_it_is(
+    two_stages: LLM, expected: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each token of a prompt costs more than the one before it."""
+    (rank,) = two_stages._loop._scheduler.ranks
+    length = EvenTimes(16, 16, (1.0, 1.5, 2.0, 3.0))
+    monkeypatch.setattr(rank, "limits", replace(rank.limits, chunk_length=length))
+    chunks: list[int] = []
+    plan = two_stages._loop._scheduler.plan
+
+    def noted() -> list[StepPlan] | None:
+        plans = plan()
+        chunks.extend(count for each in plans or () for count in each.num_scheduled if count > 1)
+        return plans
+
+    monkeypatch.setattr(two_stages._loop._scheduler, "plan", noted)
+    two_stages._loop.reset_prefix_cache()
+    assert words(two_stages.generate(PROMPTS, PARAMS)) == expected
+    assert chunks[0] == 16 and max(chunks[1:]) <= 16  # of 24
 
 
 def test_requests_that_end_leave_those_in_the_pipeline_alone(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from negamax.scheduler.scheduler import Scheduler, SchedulerLimits
+from negamax.scheduler.limits import SchedulerLimits
+from negamax.scheduler.scheduler import Scheduler
 from negamax.scheduler.step import StepPlan
 
 

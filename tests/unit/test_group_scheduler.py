@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from negamax.base.errors import InvalidRequestError, OverloadedError
 from negamax.scheduler.group import GroupScheduler
+from negamax.scheduler.limits import SchedulerLimits
 from negamax.scheduler.request import GenerateRequest, SamplingParams
-from negamax.scheduler.scheduler import SchedulerLimits
 from negamax.scheduler.step import SequenceUpdate, StepPlan, StepResult, StepSize
 from tests.unit.test_scheduler_traces import (
     EOS_IDS,

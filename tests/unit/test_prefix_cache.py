@@ -7,9 +7,10 @@ from __future__ import annotations
 import pytest
 
 from negamax.scheduler.blocks import BlockPool
+from negamax.scheduler.limits import SchedulerLimits
 from negamax.scheduler.prefix_cache import BlockHashes, match_prefix
 from negamax.scheduler.request import GenerateRequest, SamplingParams
-from negamax.scheduler.scheduler import Scheduler, SchedulerLimits
+from negamax.scheduler.scheduler import Scheduler
 from negamax.scheduler.step import NewRow, StepPlan, StepResult
 from tests.unit.plan_support import WatchedScheduler
 

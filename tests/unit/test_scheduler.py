@@ -9,9 +9,10 @@ import pytest
 
 from negamax.base.errors import ContextLengthError, InvalidRequestError, OverloadedError
 from negamax.scheduler.blocks import BlockPool
+from negamax.scheduler.limits import SchedulerLimits
 from negamax.scheduler.prefix_cache import BlockHashes, match_prefix
 from negamax.scheduler.request import GenerateRequest, SamplingParams
-from negamax.scheduler.scheduler import Scheduler, SchedulerLimits
+from negamax.scheduler.scheduler import Scheduler
 from negamax.scheduler.step import SequenceUpdate, StepPlan, StepResult, TokenLogprobs
 from tests.unit.plan_support import WatchedScheduler
 

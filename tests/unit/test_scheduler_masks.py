@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from negamax.config.grammar import Grammar
+from negamax.scheduler.limits import SchedulerLimits
 from negamax.scheduler.request import GenerateRequest, SamplingParams
-from negamax.scheduler.scheduler import Scheduler, SchedulerLimits
+from negamax.scheduler.scheduler import Scheduler
 from negamax.scheduler.step import StepPlan, StepResult
 from tests.unit.plan_support import WatchedScheduler
 from tests.unit.test_scheduler_traces import EOS_IDS, GARBAGE, ModelWorker, Row, Trace, any_limits

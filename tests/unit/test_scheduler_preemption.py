@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import pytest
 
+from negamax.scheduler.limits import SchedulerLimits
 from negamax.scheduler.request import GenerateRequest, SamplingParams
-from negamax.scheduler.scheduler import Scheduler, SchedulerLimits
+from negamax.scheduler.scheduler import Scheduler
 from negamax.scheduler.step import SequenceUpdate, StepPlan, StepResult
 from tests.unit.plan_support import WatchedScheduler
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from negamax.scheduler.group import GroupScheduler
+from negamax.scheduler.limits import SchedulerLimits
 from negamax.scheduler.request import GenerateRequest, SamplingParams
-from negamax.scheduler.scheduler import SchedulerLimits
 from negamax.scheduler.step import StepPlan, StepResult
 
 

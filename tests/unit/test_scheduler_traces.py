@@ -26,8 +26,9 @@ from hypothesis import strategies as st
 
 from negamax.base.errors import InvalidRequestError, OverloadedError
 from negamax.scheduler.draft_length import FixedDraftLength
+from negamax.scheduler.limits import SchedulerLimits
 from negamax.scheduler.request import GenerateRequest, SamplingParams
-from negamax.scheduler.scheduler import Scheduler, SchedulerLimits
+from negamax.scheduler.scheduler import Scheduler
 from negamax.scheduler.step import NewRow, SequenceUpdate, StepPlan, StepResult, TokenLogprobs
 
 EOS_IDS = frozenset({0, 1})

@@ -13,6 +13,7 @@ from negamax.base.log import get_logger
 from negamax.config.kv_cache import check_index_options, choose_block_size, shards_index
 from negamax.config.model_spec import ModelSpec
 from negamax.config.options import STEP_LIMITS, EngineOptions
+from negamax.engine.core.chunk_length import choose_chunk_length
 from negamax.engine.core.executor import Executor, start_executor
 from negamax.engine.core.loop import EngineLoop
 from negamax.engine.core.scripted_executor import ScriptedExecutor
@@ -23,7 +24,7 @@ from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split
 from negamax.scheduler.draft_length import AdaptiveDraftLength
 from negamax.scheduler.group import GroupScheduler
-from negamax.scheduler.scheduler import SchedulerLimits
+from negamax.scheduler.limits import SchedulerLimits
 from negamax.text.script import read_script
 from negamax.worker.config import WorkerConfig, WorkerReady
 
@@ -156,6 +157,7 @@ def _scheduler(
         num_stages=config.layout.pp if options.enable_overlap else 1,
         # drafts that count as right whatever they are would break any grammar
         constrained_drafts=not speculation or speculation.synthetic_acceptance_rates is None,
+        chunk_length=choose_chunk_length(options, config, max_model_len=max_model_len),
     )
     if speculation is None or not speculation.adaptive or not ready.num_draft_tokens:
         return GroupScheduler(limits, [None] * num_ranks)
