@@ -28,6 +28,7 @@ WARM_UP_STEPS = 8
 # taken decorations off.
 OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("all-reduce + add + norm", ("_all_reduce_add_rms", "_push_partials", "_add_rms_all_gather")),
+    ("tokens to experts and back", ("_dispatch_kernel", "_combine_kernel")),
     ("add + norm", ("_add_rms", "_sum_parts")),
     ("embedding + norms of a draft", ("_embed_norms",)),
     ("token placement", ("_locate_kernel",)),

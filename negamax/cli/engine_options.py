@@ -25,6 +25,7 @@ from negamax.config.options import (
     SOURCES,
     EngineOptions,
 )
+from negamax.config.parallel import ALL2ALL_BACKENDS
 
 MODEL, MEMORY, PARALLEL, LOGS = "Model", "Batching and memory", "Parallelism", "Logs"
 SPECULATION = "Speculation"
@@ -230,6 +231,13 @@ _TABLE = (
         "Groups of tensor-parallel ranks that have requests and a KV cache of their own; the "
         "experts are shared by all.",
         flags=("--data-parallel-size", "-dp"),
+    ),
+    Flag(
+        "all2all_backend",
+        PARALLEL,
+        "How such groups send tokens to experts; one_sided: few tokens in one launch, GPUs of one "
+        "machine.",
+        choices=ALL2ALL_BACKENDS,
     ),
     Flag(
         "num_threads",

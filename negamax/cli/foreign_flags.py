@@ -162,7 +162,7 @@ _IGNORED = (
         EXPERTS,
         switches="""enable-eplb enable-ep-weight-filter enable-elastic-ep
         enable-elastic-expert-backup enable-waterfill""",
-        values="""all2all-backend moe-a2a-backend deepep-mode deepep-v2-mode fuseep-mode
+        values="""moe-a2a-backend deepep-mode deepep-v2-mode fuseep-mode
         deepep-dispatcher-output-dtype flashinfer-a2a-dispatch-type ep-num-redundant-experts
         ep-dispatch-algorithm init-expert-location eplb-algorithm eplb-rebalance-num-iterations
         eplb-rebalance-layers-per-chunk eplb-min-rebalancing-utilization-threshold

@@ -34,6 +34,17 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     "kv_cache_dtype": {"bf16": "bfloat16", "fp16": "float16"},
     "index_cache_dtype": {"bf16": "bfloat16", "fp16": "float16"},
     "max_model_len": {"-1": "auto", "None": "auto"},
+    "all2all_backend": {
+        "flashinfer_nvlink_one_sided": "one_sided",
+        **dict.fromkeys(
+            (
+                *("naive", "pplx", "nixl_ep", "moonep", "passthrough", "deepep_v2"),
+                *("deepep_high_throughput", "deepep_low_latency", "flashinfer_nvlink_two_sided"),
+                *("mori_high_throughput", "mori_low_latency"),
+            ),
+            "allgather_reducescatter",
+        ),
+    },
     "max_num_batched_tokens": {"-1": "auto"},
 }
 

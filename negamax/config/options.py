@@ -12,7 +12,7 @@ from typing import Any
 from negamax.base import log
 from negamax.base.errors import ConfigError
 from negamax.config.key_file import check_keys
-from negamax.config.parallel import ParallelOptions
+from negamax.config.parallel import ALL2ALL_BACKENDS, ParallelOptions
 from negamax.config.speculation import SpeculationConfig
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -97,6 +97,7 @@ class EngineOptions:
     enable_dynamic_chunking: bool = True
     # groups of tensor-parallel ranks, each with requests and a KV cache of its own
     data_parallel_size: int = 1
+    all2all_backend: str = "allgather_reducescatter"  # of tokens between data-parallel ranks
     # who guesses tokens ahead, with the keys of vLLM's (config/speculation.py)
     speculative_config: dict[str, Any] | None = None
     # CPU threads per rank; default: the cores (from three up: less one) shared out
@@ -119,6 +120,7 @@ class EngineOptions:
             index_cache_dtype=KV_CACHE_DTYPES,
             index_cache_sharding=INDEX_CACHE_SHARDINGS,
             performance_mode=PERFORMANCE_MODES,
+            all2all_backend=ALL2ALL_BACKENDS,
             log_format=log.FORMATS,
         )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:

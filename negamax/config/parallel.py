@@ -27,6 +27,11 @@ def instead_of(name: str, size: int, *, ranks: int, splits_experts: bool) -> str
     return f"{nearest} {own} without it" if ranks > 1 else f"{nearest} {_usual(size)}"
 
 
+# How data-parallel ranks send tokens to experts: by NCCL, or by kernels that write the memory of
+# other GPUs.
+ALL2ALL_BACKENDS = ("allgather_reducescatter", "one_sided")
+
+
 def _usual(size: int) -> int:
     """The largest usual size up to `size`."""
     return max(each for each in USUAL_SIZES if each <= max(1, size))

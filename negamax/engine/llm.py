@@ -107,6 +107,7 @@ class LLM:
         pp_layer_partition: str | None = None,
         enable_dynamic_chunking: bool = True,
         data_parallel_size: int = 1,
+        all2all_backend: str = "allgather_reducescatter",
         speculative_config: dict[str, Any] | None = None,
         num_threads: int | None = None,
         seed: int = 0,

@@ -77,6 +77,7 @@ class PeerMemory:
     stats: PeerRegion  # two fp32 per token
     pick: PeerRegion  # values and tokens of a sampled row: one each, or the leading ones
     shards: ShardRegion | None = None  # None: large sums go through the group
+    tokens: PeerRegion | None = None  # rows on their way to experts; None: they go so, too
     owner: object = None  # keeps the memory behind the addresses alive
 
 

@@ -16,6 +16,7 @@ from negamax.kernels.attention import spec as attention
 from negamax.kernels.block_sparse import cpu as block_sparse_cpu
 from negamax.kernels.block_sparse import spec as block_sparse
 from negamax.kernels.collectives import spec as collectives
+from negamax.kernels.dispatch import spec as dispatch
 from negamax.kernels.drafts import spec as drafts
 from negamax.kernels.formats import PLAIN, TensorFormat
 from negamax.kernels.gemm import cpu as gemm_cpu
@@ -49,6 +50,7 @@ OPS: dict[OpName[Any, Any], Op[Any, Any]] = {
         *sampling.OPS,
         *drafts.OPS,
         *collectives.OPS,
+        *dispatch.OPS,
     )
 }
 
@@ -72,6 +74,7 @@ def gpu_kernels() -> tuple[AnyKernel, ...]:
     from negamax.kernels.attention import triton as attention_triton
     from negamax.kernels.block_sparse import triton as block_sparse_triton
     from negamax.kernels.collectives import triton as collectives_triton
+    from negamax.kernels.dispatch import triton as dispatch_triton
     from negamax.kernels.drafts import triton as drafts_triton
     from negamax.kernels.gemm import triton as gemm_triton
     from negamax.kernels.kvcache import triton as kvcache_triton
@@ -82,8 +85,9 @@ def gpu_kernels() -> tuple[AnyKernel, ...]:
     from negamax.kernels.sampling import triton as sampling_triton
 
     families = (
-        attention_triton, block_sparse_triton, collectives_triton, drafts_triton, gemm_triton,
-        kvcache_triton, mlp_triton, moe_triton, norm_triton, quantize_triton, sampling_triton,
+        attention_triton, block_sparse_triton, collectives_triton, dispatch_triton, drafts_triton,
+        gemm_triton, kvcache_triton, mlp_triton, moe_triton, norm_triton, quantize_triton,
+        sampling_triton,
     )  # fmt: skip
     return (
         *(kernel for family in families for kernel in family.KERNELS),

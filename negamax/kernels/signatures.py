@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 from negamax.kernels.op import OpName
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
     from torch import Tensor
 
     from negamax.kernels.activations import Hidden, QuantizedActivations, SwiGlu
     from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
     from negamax.kernels.block_sparse.choice import BlockChoice, IndexShard, SparseShape
+    from negamax.kernels.dispatch.spec import ExpertPlaces
     from negamax.kernels.formats import StoredWeight
     from negamax.kernels.peers import Collective
 
@@ -63,6 +66,25 @@ class Experts(Protocol):
         *,
         first: int,
         count: int,
+    ) -> Tensor: ...
+
+
+class Dispatch(Protocol):
+    def __call__(
+        self,
+        ids: Tensor,
+        columns: Sequence[Tensor],
+        /,
+        *,
+        places: ExpertPlaces,
+        group: Collective,
+        num_rows: int,
+    ) -> tuple[Tensor, list[Tensor]]: ...
+
+
+class Combine(Protocol):
+    def __call__(
+        self, out: Tensor, ids: Tensor, /, *, places: ExpertPlaces, group: Collective
     ) -> Tensor: ...
 
 
@@ -375,6 +397,8 @@ class Quantize(Protocol):
 LINEAR: OpName[PrepareLinear, Linear] = OpName("gemm.linear")
 EXPERTS: OpName[PrepareExperts, Experts] = OpName("moe.experts")
 ROUTE: OpName[PrepareRouter, Route] = OpName("moe.route")
+DISPATCH: OpName[None, Dispatch] = OpName("dispatch.dispatch")
+COMBINE: OpName[None, Combine] = OpName("dispatch.combine")
 SWIGLU: OpName[None, ActivateMlp] = OpName("mlp.swiglu")
 ADD_RMS: OpName[PrepareNorm, AddRms] = OpName("norm.add_rms")
 ALL_REDUCE_ADD_RMS: OpName[PrepareNorm, AllReduceAddRms] = OpName("collectives.all_reduce_add_rms")

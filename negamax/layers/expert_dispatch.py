@@ -4,16 +4,16 @@ tokens to a partial sum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from negamax.kernels.activations import QuantizedActivations, ShardedActivations
-from negamax.kernels.peers import Collective
+from negamax.kernels.dispatch.spec import ExpertPlaces
+from negamax.kernels.registry import KernelTable
+from negamax.kernels.signatures import COMBINE, DISPATCH
 from negamax.layers.partial import Partial
 from negamax.parallel.context import ParallelContext
 
@@ -72,7 +72,7 @@ class ExpertDispatch(Protocol):
         all have T.
         """
 
-    def combine(self, out: Tensor, num_tokens: int) -> Partial:
+    def combine(self, out: Tensor, given: Dispatched, num_tokens: int) -> Partial:
         """out [rows given, P, hidden], what this rank's experts made of it -> [T, ...]."""
 
 
@@ -108,22 +108,35 @@ class ReplicatedTokens:
             ids = self._physical[ids.long()].to(ids.dtype)
         return Dispatched(x, ids, weights)
 
-    def combine(self, out: Tensor, num_tokens: int) -> Partial:
+    def combine(self, out: Tensor, given: Dispatched, num_tokens: int) -> Partial:
         """See `ExpertDispatch`."""
         return Partial(out, self._group)
 
 
-class GatheredTokens(ReplicatedTokens):
-    """Data-parallel ranks have tokens of their own. Each rank gathers those of all, padded to the
-    largest number of them, and is given back the sums of its own (all-gather, reduce-scatter); what
-    the ranks of its attention group made of them is for the next norm to sum.
+class AllToAllTokens(ReplicatedTokens):
+    """Data-parallel ranks have tokens of their own. Each rank sends them, padded to the largest
+    number of them, to the others and is given back the sums of what their experts made of them;
+    what the ranks of its attention group made of them is for the next norm to sum.
     """
 
     def __init__(
-        self, table: ExpertTable, *, context: ParallelContext, device: torch.device
+        self,
+        table: ExpertTable,
+        *,
+        context: ParallelContext,
+        device: torch.device,
+        kernels: KernelTable,
     ) -> None:
         super().__init__(table, context=context, device=device)
         self._group, self._others = context.attention_group, context.data_group
+        firsts = [
+            context.layout.of_rank(rank).experts.experts(len(table.logical)).start
+            for rank in context.layout.data_ranks
+        ]
+        self._places = ExpertPlaces(
+            torch.tensor(firsts, dtype=torch.int32, device=device), len(self.experts)
+        )
+        self._send, self._sum = kernels[DISPATCH].run, kernels[COMBINE].run
 
     def dispatch(
         self,
@@ -135,50 +148,43 @@ class GatheredTokens(ReplicatedTokens):
     ) -> Dispatched:
         """See `ExpertDispatch`."""
         given = super().dispatch(x, ids, weights)
-        num_rows, columns = most_tokens or len(ids), [given.ids, given.weights]
+        num_rows = most_tokens or len(ids)
         if not isinstance(x, QuantizedActivations):
-            ids, weights, x = _gather_rows(self._others, [*columns, x], num_rows)
+            ids, weights, x = self._exchange(given, [x], num_rows)
             return Dispatched(x, ids, weights)
-        columns += [x.q, x.scale]
-        is_whole = num_rows * self._others.size <= UNQUANTIZED_ROWS
-        if is_whole:
+        if num_rows * self._others.size <= UNQUANTIZED_ROWS:
             assert not isinstance(x, ShardedActivations), f"{num_rows} rows are not sharded"
-            columns.append(x.hidden)
-        ids, weights, q, scale, *hidden = _gather_rows(self._others, columns, num_rows)
-        if is_whole:
-            return Dispatched(QuantizedActivations(hidden[0], q, scale), ids, weights)
+            ids, weights, q, scale, hidden = self._exchange(
+                given, [x.q, x.scale, x.hidden], num_rows
+            )
+            return Dispatched(QuantizedActivations(hidden, q, scale), ids, weights)
+        ids, weights, q, scale = self._exchange(given, [x.q, x.scale], num_rows)
         unsent = x.hidden[:0]
         return Dispatched(
             ShardedActivations(unsent, q, scale, group=self._others, first=0), ids, weights
         )
 
-    def combine(self, out: Tensor, num_tokens: int) -> Partial:
+    def _exchange(self, given: Dispatched, columns: list[Tensor], num_rows: int) -> list[Tensor]:
+        """Ids, weights and columns of all ranks."""
+        ids, received = self._send(
+            given.ids,
+            [given.weights, *columns],
+            places=self._places,
+            group=self._others,
+            num_rows=num_rows,
+        )
+        return [ids, *received]
+
+    def combine(self, out: Tensor, given: Dispatched, num_tokens: int) -> Partial:
         """See `ExpertDispatch`."""
-        summed = out if out.dim() == 2 else out.sum(1)
-        return Partial(self._others.reduce_scatter(summed)[:num_tokens], self._group)
+        summed = self._sum(out, given.ids, places=self._places, group=self._others)
+        return Partial(summed[:num_tokens], self._group)
 
 
 def expert_dispatch(
-    table: ExpertTable, *, context: ParallelContext, device: torch.device
+    table: ExpertTable, *, context: ParallelContext, device: torch.device, kernels: KernelTable
 ) -> ExpertDispatch:
     """The one for the ranks of `context`."""
-    way = ReplicatedTokens if context.layout.dp == 1 else GatheredTokens
-    return way(table, context=context, device=device)
-
-
-def _gather_rows(group: Collective, columns: Sequence[Tensor], num_rows: int) -> list[Tensor]:
-    """Every rank's rows of each of `columns` [T, ...], padded to `num_rows` with no expert's id and
-    zeros, in one message: [ranks * num_rows, ...] each.
-    """
-    parts = []
-    for column in columns:
-        missing, bits = num_rows - len(column), column.contiguous().view(torch.uint8)
-        # (an id of -1 is four bytes of 255)
-        fill = 255 if column.dtype == torch.int32 else 0
-        parts.append((F.pad(bits, (0, 0, 0, missing), value=fill) if missing else bits).flatten())
-    gathered = group.all_gather(torch.cat(parts).unsqueeze(0), dim=0)
-    pieces = gathered.split([len(part) for part in parts], dim=1)
-    return [
-        piece.reshape(group.size * num_rows, -1).contiguous().view(column.dtype)
-        for piece, column in zip(pieces, columns, strict=True)
-    ]
+    if context.layout.dp == 1:
+        return ReplicatedTokens(table, context=context, device=device)
+    return AllToAllTokens(table, context=context, device=device, kernels=kernels)

@@ -72,7 +72,9 @@ class SparseMoe:
                     kernels=kernels,
                     weights=weights,
                 )
-        self._dispatch = expert_dispatch(table, context=context, device=weights.device)
+        self._dispatch = expert_dispatch(
+            table, context=context, device=weights.device, kernels=kernels
+        )
         self.num_experts, self.top_k = num_experts, top_k
         self._scaling, self._between = routed_scaling, activation
         self._is_shared = len(experts) > num_experts
@@ -176,7 +178,7 @@ class SparseMoe:
             first=self._dispatch.first,
             count=len(self._dispatch.experts),
         )
-        part = self._dispatch.combine(out, len(ids))
+        part = self._dispatch.combine(out, given, len(ids))
         if shared is not None:
             (part.x if part.x.dim() == 2 else part.x[:, 0]).add_(shared.x)
         return part

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from negamax.base.errors import EngineError
+from negamax.kernels.dispatch.spec import most_words
 from negamax.parallel.collectives import Collective, ProcessGroup, SingleRank
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.links import PipelineLinks
@@ -68,6 +69,7 @@ class ParallelContext:
         hidden_size: int,
         max_tokens: int,
         max_rows: int,
+        is_one_sided: bool = False,
     ) -> ParallelContext:
         """The same for ranks that each hold one GPU of this machine, `device`, which is the current
         one.
@@ -75,7 +77,8 @@ class ParallelContext:
         Tensors on GPUs travel by NCCL or, from kernels, through peer memory (`peers` of the groups;
         None where the GPUs cannot reach each other); tensors on the CPU by gloo. Peer memory has
         room for rows `hidden_size` wide, the norm statistics of `max_tokens` tokens and `max_rows`
-        sampled tokens. Every rank must call this with the same sizes.
+        sampled tokens; with `is_one_sided` data-parallel ranks have some for tokens on their way to
+        experts. Every rank must call this with the same sizes.
         """
         if layout.world_size == 1:
             return ParallelContext.single()
@@ -85,20 +88,27 @@ class ParallelContext:
         _meet(layout, rendezvous, backend=backend, device=device)
         control = PollControl(symmetric.PEER_TIMEOUT_S)
         groups: dict[tuple[int, ...], Collective] = {}
-        kernel_groups = {layout.attention.ranks}  # that sum in kernels
+        # that exchange rows in kernels: how many tokens, how many sampled rows, and how many words
+        # of each row on its way to experts
+        kernel_groups = {layout.attention.ranks: (max_tokens, max_rows, 0)}
+        if is_one_sided and layout.dp > 1:
+            rows = min(symmetric.DISPATCH_ROWS, max_tokens)
+            kernel_groups[layout.data_ranks] = (rows, 1, most_words(hidden_size))
         for ranks, group in _new_groups(layout, backend=backend).items():
             if len(ranks) == 1:
                 groups[ranks] = SingleRank()
                 continue
             peers = shared = None
             if ranks in kernel_groups:
+                tokens, sampled, token_words = kernel_groups[ranks]
                 connected = symmetric.connect(
                     group,
                     device,
                     hidden_size=hidden_size,
-                    max_tokens=max_tokens,
-                    max_rows=max_rows,
+                    max_tokens=tokens,
+                    max_rows=sampled,
                     control=control,
+                    token_words=token_words,
                 )
                 peers, shared = connected or (None, None)
             groups[ranks] = ProcessGroup(group, peers=peers, shared=shared)

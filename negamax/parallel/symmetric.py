@@ -25,6 +25,8 @@ from negamax.parallel.poll_control import PollControl
 logger = get_logger(__name__)
 
 REDUCE_ROWS = 256  # rows of hidden states summed through peers; more go through NCCL
+# rows of a rank that go to experts and back through peers; more go through NCCL
+DISPATCH_ROWS = 128
 # rows of hidden states that the buffer holds; from there on NCCL is as fast (H200, four GPUs)
 SHARED_ROWS = 2048
 SHARD_ROWS = 16384  # rows of hidden states that ranks shard through peers; more go through NCCL
@@ -70,9 +72,11 @@ def connect(
     max_tokens: int,
     max_rows: int,
     control: PollControl,
+    token_words: int = 0,
 ) -> tuple[PeerMemory, SharedBuffer] | None:
     """Regions for rows `hidden_size` wide, the norm statistics of `max_tokens` tokens and
-    `max_rows` sampled tokens.
+    `max_rows` sampled tokens; with `token_words`, one for as many words of each row that is on its
+    way to experts.
 
     `control`: how kernels wait for words of other ranks. Every rank of `group`, which speaks gloo
     and NCCL, must call this with the same sizes. None, on all of them alike, where the GPUs cannot
@@ -81,14 +85,16 @@ def connect(
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     if world & (world - 1):
         return None
-    shapes = (
-        (min(REDUCE_ROWS, max(max_tokens, max_rows)), -(-hidden_size // 2)),
+    reduce_rows = min(REDUCE_ROWS, max(max_tokens, max_rows))
+    shapes = [
+        (reduce_rows, -(-hidden_size // 2)),
         (max_tokens, 2),
         (max_rows, 2 * CANDIDATES),
-    )  # rows, words
+        *([(reduce_rows, token_words)] if token_words else []),
+    ]  # rows, words
     sizes = [BUFFERS * rows * world * words for rows, words in shapes]
     # first, since torch's sums want the buffer at the start of its memory
-    shared_words = _aligned(-(-SHARED_ROWS * hidden_size // 4))
+    shared_words = _aligned(-(-min(SHARED_ROWS, max_tokens) * hidden_size // 4))
     shard_words = _shard_words(max_tokens, hidden_size, world)
     problem = _out_of_reach(group, device)
     if _all_agree(problem is None, group):
@@ -121,7 +127,18 @@ def connect(
             shared = SharedBuffer(
                 memory[:shared_words].view(torch.bfloat16), group.group_name, world
             )
-            return PeerMemory(rank, world, *regions, shards=shards, owner=(memory, control)), shared
+            reduce, stats, pick, *tokens = regions
+            peers = PeerMemory(
+                rank,
+                world,
+                reduce,
+                stats,
+                pick,
+                shards=shards,
+                tokens=tokens[0] if tokens else None,
+                owner=(memory, control),
+            )
+            return peers, shared
     logger.warning(
         "GPUs share no memory (%s): every sum over ranks goes through NCCL",
         problem or "so another rank says",

@@ -64,6 +64,7 @@ class WorkerConfig:
     show_progress: bool
     addresses: RankAddresses | None  # None: there is one rank, and no process for it
     index_cache_dtype: str = "auto"  # as kv_cache_dtype; the worker replaces it by torch's name
+    all2all_backend: str = "allgather_reducescatter"  # between data-parallel ranks
     crash_dump_dir: str | None = None
     weight_cache: str | None = None  # a folder
     draft: DraftModel | None = None

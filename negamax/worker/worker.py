@@ -554,6 +554,7 @@ def _parallel_context(
         hidden_size=config.spec.hidden_size,
         max_tokens=config.max_num_batched_tokens,
         max_rows=max_rows,
+        is_one_sided=config.all2all_backend == "one_sided",
     )
 
 

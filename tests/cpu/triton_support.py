@@ -186,11 +186,15 @@ class Ranks:
 
 
 class Group:
-    """A group of `ranks` as rank `rank` sees it."""
+    """A group of `ranks` as rank `rank` sees it; `tokens`: the memory of those on their way to
+    experts.
+    """
 
-    def __init__(self, ranks: Ranks, rank: int) -> None:
+    def __init__(self, ranks: Ranks, rank: int, *, tokens: Ranks | None = None) -> None:
         self.size, self.rank = ranks.world, rank
         self.peers: PeerMemory | None = ranks.peers(rank)
+        if tokens is not None:
+            self.peers = dataclasses.replace(self.peers, tokens=tokens.region(rank))
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         raise AssertionError("the rows fit the region")

@@ -84,6 +84,7 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
         dtype=options.dtype,
         kv_cache_dtype=options.kv_cache_dtype,
         index_cache_dtype=options.index_cache_dtype,
+        all2all_backend=options.all2all_backend,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

@@ -57,7 +57,7 @@ from negamax.kernels.signatures import ALL_REDUCE_ADD_RMS, COMPLETE_RESIDUAL
 
 
 @triton.jit
-def _sum_over_ranks(words, DTYPE: tl.constexpr):
+def sum_over_ranks(words, DTYPE: tl.constexpr):
     """[WORLD, N] words of every rank's values summed in fp32 and rounded once, as two fp32 [N]."""
     even, odd = unpack(words, DTYPE)
     return unpack(pack_pair(tl.sum(even, axis=0), tl.sum(odd, axis=0), DTYPE), DTYPE)
@@ -122,7 +122,7 @@ def _all_reduce_add_rms_kernel(
             slice_mask[None, :] & (sender >= 0),
             addresses + WORLD,
         )
-        even, odd = _sum_over_ranks(arrived, dtype)
+        even, odd = sum_over_ranks(arrived, dtype)
         push(
             addresses,
             offset + rank * SLOT + slice_words,
@@ -156,7 +156,7 @@ def _all_reduce_add_rms_kernel(
             mask[None, :] & (sender >= 0),
             addresses + WORLD,
         )
-        x_even, x_odd = _sum_over_ranks(arrived, dtype)
+        x_even, x_odd = sum_over_ranks(arrived, dtype)
     add_and_normalise(
         x_even, x_odd, residual_words, weight_words, row, index, mask,
         residual, out, values, scales, eps, WORDS, BLOCK, QUANTIZE, GEMMA, dtype,

@@ -1,0 +1,234 @@
+"""Tokens to the experts of other ranks and back in one launch each, through symmetric memory by the
+LL protocol (`collectives/triton_ll.py`): no barrier, no counting, nothing for the host.
+
+    dispatch, program t   push    the ids of row t to all ranks, its columns to those it chose
+                          poll    the ids of row t of every rank, and the columns of those that
+                                  chose this one
+    combine, program t    push    this rank's sum for row t of each rank that chose it
+                          poll    the sums of the ranks that the own row t chose; add them in rank
+                                  order
+
+A row travels once to a rank, however many of its experts are there. Words carry 4 bytes of 8, which
+pays where time is latency and not bandwidth; from `PeerRegion.rows` rows on the group gathers and
+sums (NCCL).
+
+Two buffers are enough for `dispatch` as for any `PeerRegion`, since every rank pushes the ids of
+each row. In `combine` a rank may hear nothing of another; but it writes words of epoch e + 2 only
+behind the dispatch before it, to which that other came when it had read those of e.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from negamax.kernels.collectives.triton import sum_over_ranks
+from negamax.kernels.collectives.triton_ll import peer_base, peer_bases, poll, with_flag
+from negamax.kernels.dispatch import spec
+from negamax.kernels.dispatch.spec import ExpertPlaces
+from negamax.kernels.launch.ptx import pack_pair
+from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
+from negamax.kernels.norm.triton import as_words, num_parts, sum_parts, word_indices
+from negamax.kernels.op import Kernel
+from negamax.kernels.peers import Collective, PeerRegion
+from negamax.kernels.platform import Feature
+from negamax.kernels.signatures import COMBINE, DISPATCH
+
+
+class ExchangeConstants(NamedTuple):
+    """Of both kernels."""
+
+    WORLD: int
+    ROWS: int  # of the region
+    SLOT: int  # words per row and sender in the region
+    COUNT: int  # experts of a rank
+    TOP_K: int
+    BLOCK_K: int
+
+
+@triton.jit
+def _are_held(ids, first, C: tl.constexpr):
+    """Which of the experts `ids` are among those from `first` on that one rank has, 1 or 0."""
+    return ((ids >= first) & (ids < first + C.COUNT)).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "rank"])
+def _dispatch_kernel(
+    ids,  # [T, TOP_K]
+    columns,  # [T, WIDTHS[c]] words each
+    all_ids,  # [WORLD * num_rows, TOP_K], written
+    received,  # [WORLD * num_rows, WIDTHS[c]] words each, written
+    firsts,  # [WORLD], as `ExpertPlaces` has them
+    num_tokens,
+    num_rows,
+    addresses,  # of the region, as `PeerRegion` has them
+    flags,
+    rank,
+    WIDTHS: tl.constexpr,
+    C: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (num_rows,): one row of every rank. Its words in every rank's copy of the region are [2
+    buffers, ROWS, WORLD senders, SLOT]: ids, then the columns.
+    """
+    WORLD: tl.constexpr = C.WORLD
+    row = tl.program_id(0)
+    choice = tl.arange(0, C.BLOCK_K)
+    is_choice = choice < C.TOP_K
+    sender = tl.arange(0, WORLD)[:, None]
+    control = addresses + WORLD
+    own = peer_base(addresses, rank)
+    bases = peer_bases(addresses, WORLD)
+    mine = tl.load(firsts + rank)
+    launch_dependents_then_wait(PDL)
+    flag = tl.load(flags + row) + 1
+    begin = ((flag & 1) * C.ROWS + row) * (WORLD * C.SLOT)
+    chosen = tl.load(
+        ids + row.to(tl.int64) * C.TOP_K + choice, mask=is_choice & (row < num_tokens), other=-1
+    )
+    at = begin + rank * C.SLOT
+    held = ()
+    for peer in tl.static_range(WORLD):
+        held = held + (tl.max(_are_held(chosen, tl.load(firsts + peer), C)) != 0,)  # noqa: RUF005
+        tl.store(bases[peer] + at + choice, with_flag(chosen, flag), mask=is_choice)
+    at += C.TOP_K
+    for column in tl.static_range(len(WIDTHS)):
+        index = tl.arange(0, triton.next_power_of_2(WIDTHS[column]))
+        mask = index < WIDTHS[column]
+        words = as_words(columns[column]) + row.to(tl.int64) * WIDTHS[column] + index
+        words = with_flag(tl.load(words, mask=mask & (row < num_tokens), other=0), flag)
+        for peer in tl.static_range(WORLD):
+            tl.store(bases[peer] + at + index, words, mask=mask & held[peer])
+        at += WIDTHS[column]
+    is_theirs = is_choice[None, :] & (sender >= 0)
+    theirs = poll(own + begin, sender * C.SLOT + choice[None, :], flag, is_theirs, control)
+    to = (sender * num_rows + row).to(tl.int64)
+    tl.store(all_ids + to * C.TOP_K + choice[None, :], theirs, mask=is_theirs)
+    hits = _are_held(tl.where(is_theirs, theirs, -1), mine, C)
+    is_held = (tl.max(hits, axis=1) != 0)[:, None]
+    at = begin + C.TOP_K
+    for column in tl.static_range(len(WIDTHS)):
+        index = tl.arange(0, triton.next_power_of_2(WIDTHS[column]))[None, :]
+        mask = is_held & (index < WIDTHS[column])
+        words = poll(own + at, sender * C.SLOT + index, flag, mask, control)
+        tl.store(as_words(received[column]) + to * WIDTHS[column] + index, words, mask=mask)
+        at += WIDTHS[column]
+    tl.store(flags + row, flag)
+
+
+@triton.jit(do_not_specialize=["num_rows", "rank"])
+def _combine_kernel(
+    out,  # [WORLD * num_rows, PARTS, 2 * WORDS]
+    all_ids,  # [WORLD * num_rows, TOP_K]
+    sums,  # [num_rows, 2 * WORDS], written
+    firsts,  # [WORLD], as `ExpertPlaces` has them
+    num_rows,
+    addresses,  # of the region, as `PeerRegion` has them
+    flags,
+    rank,
+    PARTS: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    C: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (num_rows,): one row of every rank. Its words in every rank's copy of the region are [2
+    buffers, ROWS, WORLD senders, SLOT].
+    """
+    WORLD: tl.constexpr = C.WORLD
+    dtype: tl.constexpr = sums.dtype.element_ty
+    row = tl.program_id(0)
+    index = word_indices(BLOCK)
+    mask = index < WORDS
+    choice = tl.arange(0, C.BLOCK_K)
+    is_choice = choice < C.TOP_K
+    sender = tl.arange(0, WORLD)
+    own = peer_base(addresses, rank)
+    bases = peer_bases(addresses, WORLD)
+    mine, everyones = tl.load(firsts + rank), tl.load(firsts + sender)
+    launch_dependents_then_wait(PDL)
+    flag = tl.load(flags + row) + 1
+    begin = ((flag & 1) * C.ROWS + row) * (WORLD * C.SLOT)
+    for peer in tl.static_range(WORLD):
+        source = peer * num_rows + row
+        theirs = tl.load(all_ids + source.to(tl.int64) * C.TOP_K + choice, mask=is_choice, other=-1)
+        is_held = mask & (tl.max(_are_held(theirs, mine, C)) != 0)
+        words = sum_parts(out, source, index, is_held, PARTS, WORDS, dtype)
+        tl.store(bases[peer] + begin + rank * C.SLOT + index, with_flag(words, flag), mask=is_held)
+    chosen = tl.load(
+        all_ids + (rank * num_rows + row).to(tl.int64) * C.TOP_K + choice, mask=is_choice, other=-1
+    )
+    hits = _are_held(chosen[None, :], everyones[:, None], C)
+    comes = mask[None, :] & (tl.max(hits, axis=1) != 0)[:, None]
+    arrived = poll(
+        own + begin, sender[:, None] * C.SLOT + index[None, :], flag, comes, addresses + WORLD
+    )
+    even, odd = sum_over_ranks(tl.where(comes, arrived, 0), dtype)
+    words = pack_pair(even, odd, dtype)
+    tl.store(as_words(sums) + row.to(tl.int64) * WORDS + index, words, mask=mask)
+    tl.store(flags + row, flag)
+
+
+def dispatch(
+    ids: Tensor,
+    columns: Sequence[Tensor],
+    *,
+    places: ExpertPlaces,
+    group: Collective,
+    num_rows: int,
+) -> tuple[Tensor, list[Tensor]]:
+    """As the definition."""
+    region = None if group.peers is None else group.peers.tokens
+    widths = tuple(column.shape[1] * column.itemsize // 4 for column in columns)
+    if region is None or num_rows > region.rows or ids.shape[1] + sum(widths) > region.words:
+        return spec.dispatch(ids, columns, places=places, group=group, num_rows=num_rows)
+    assert all(column.is_contiguous() for column in (ids, *columns))
+    all_ids, *received = (
+        column.new_empty(group.size * num_rows, column.shape[1]) for column in (ids, *columns)
+    )
+    _dispatch_kernel[(num_rows,)](
+        ids, tuple(columns), all_ids, tuple(received), places.firsts, len(ids), num_rows,
+        region.addresses, region.flags, group.rank,
+        WIDTHS=widths, C=_constants(ids, region, places, group),
+        num_warps=8, **launch_options(ids.device),
+    )  # fmt: skip
+    return all_ids, received
+
+
+def combine(out: Tensor, ids: Tensor, *, places: ExpertPlaces, group: Collective) -> Tensor:
+    """As the definition; the sum over ranks is of fp32 values in rank order."""
+    region = None if group.peers is None else group.peers.reduce
+    num_rows, width = len(out) // group.size, out.shape[-1]
+    if region is None or num_rows > region.rows or width > 2 * region.words or width % 2:
+        return spec.combine(out, ids, places=places, group=group)
+    assert out.is_contiguous() and ids.is_contiguous()
+    sums = out.new_empty(num_rows, width)
+    _combine_kernel[(num_rows,)](
+        out, ids, sums, places.firsts, num_rows, region.addresses, region.flags, group.rank,
+        PARTS=num_parts(out), WORDS=width // 2, BLOCK=triton.next_power_of_2(width // 2),
+        C=_constants(ids, region, places, group),
+        num_warps=8, **launch_options(out.device),
+    )  # fmt: skip
+    return sums
+
+
+def _constants(
+    ids: Tensor, region: PeerRegion, places: ExpertPlaces, group: Collective
+) -> ExchangeConstants:
+    top_k = ids.shape[1]
+    block_k = triton.next_power_of_2(top_k)
+    return ExchangeConstants(group.size, region.rows, region.words, places.count, top_k, block_k)
+
+
+_GPU = frozenset({Feature.TRITON})
+_DTYPES = (torch.bfloat16, torch.float16)
+
+KERNELS = (
+    Kernel(DISPATCH, "triton", dispatch, requires=_GPU, dtypes=_DTYPES),
+    Kernel(COMBINE, "triton", combine, requires=_GPU, dtypes=_DTYPES),
+)

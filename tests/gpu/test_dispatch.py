@@ -1,0 +1,186 @@
+"""Tokens to the experts of other GPUs and back: bit for bit what it should be, in graphs and out of
+them, and how long it takes beside NCCL.
+
+Also a plain script: `python3 tests/gpu/test_dispatch.py [file.json]` prints the microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+
+import torch
+import torch.multiprocessing as mp
+from test_collectives import EXPERTS, HIDDEN, TOP_K, capture, microseconds, num_ranks, several, show
+from torch import Tensor
+
+from negamax.kernels.peers import Collective
+from negamax.parallel.context import ParallelContext
+from negamax.parallel.layout import ParallelLayout
+
+ROWS = (1, 16, 64, 100, 128)  # of each rank
+MANY = 8192
+STEPS = 200
+
+
+class Batch:
+    """Tokens of all ranks, the same on each; rank r has some fewer than the most."""
+
+    def __init__(
+        self, num_rows: int, group: Collective, device: torch.device, *, seed: int
+    ) -> None:
+        from negamax.kernels.dispatch.spec import ExpertPlaces
+
+        self.group, self.num_rows, world = group, num_rows, group.size
+        generator = torch.Generator(device).manual_seed(seed)
+        count = EXPERTS // world
+        firsts = torch.arange(0, EXPERTS, count, dtype=torch.int32, device=device)
+        self.places = ExpertPlaces(firsts, count)
+        draw = partial(torch.randn, generator=generator, device=device)
+        scores = draw(world, num_rows, EXPERTS)
+        self.all_ids = scores.topk(TOP_K).indices.to(torch.int32)
+        for rank in range(1, world):
+            self.all_ids[rank, num_rows - rank * num_rows // 8 :] = -1
+        self.columns = [
+            draw(world, num_rows, TOP_K),
+            draw(world, num_rows, HIDDEN).to(torch.float8_e4m3fn),
+            draw(world, num_rows, HIDDEN // 128),
+        ]
+        # of every rank, what its experts make of every row
+        made = draw(world, world * num_rows, HIDDEN).bfloat16()
+        self.made = made * self.held().unsqueeze(-1)
+        self.out = self.made[group.rank].contiguous()
+
+    def held(self) -> Tensor:
+        """Whether the experts of rank r are asked for row t: [ranks, ranks * num_rows]."""
+        ids, first = self.all_ids.flatten(0, 1)[None], self.places.firsts[:, None, None]
+        return (ids.ge(first) & ids.lt(first + self.places.count)).any(-1)
+
+    def sent(self) -> tuple[Tensor, list[Tensor]]:
+        own = int((self.all_ids[self.group.rank, :, 0] >= 0).sum())
+        ids, *columns = (
+            each[self.group.rank, :own].contiguous() for each in (self.all_ids, *self.columns)
+        )
+        return ids, columns
+
+    def __call__(self, kernels: Any) -> tuple[Tensor, list[Tensor], Tensor]:
+        ids, columns = self.sent()
+        shared = {"places": self.places, "group": self.group}
+        all_ids, received = kernels.dispatch(ids, columns, num_rows=self.num_rows, **shared)
+        return all_ids, received, kernels.combine(self.out, all_ids, **shared)
+
+    def differences(self, found: tuple[Tensor, list[Tensor], Tensor]) -> Tensor:
+        """Bytes that are not what they should be: of ids, columns and sums."""
+        ids, received, sums = found
+        mine = self.held()[self.group.rank][:, None]
+        counts = [(ids != self.all_ids.flatten(0, 1)).sum()]
+        for got, want in zip(received, self.columns, strict=True):
+            differs = got.view(torch.uint8) != want.flatten(0, 1).view(torch.uint8)
+            counts.append((differs & mine).sum())
+        own = slice(self.group.rank * self.num_rows, (self.group.rank + 1) * self.num_rows)
+        total = torch.zeros(self.num_rows, HIDDEN, device=sums.device)
+        for part in self.made[:, own]:
+            total += part.float()
+        return torch.stack([*counts, (sums != total.bfloat16()).sum()])
+
+
+def one_rank(rank: int, world: int, folder: str) -> None:
+    """A rank's process: leaves what it found in `folder`."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    torch.cuda.set_stream(torch.cuda.Stream(device))
+    context = ParallelContext.nccl(
+        ParallelLayout(rank=rank, dp=world, ep=world),
+        f"{folder}/meet",
+        device=device,
+        hidden_size=HIDDEN,
+        max_tokens=MANY,
+        max_rows=256,
+        is_one_sided=True,
+    )
+    found = {"wrong": wrong(context, device), "times": times(context, device)}
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    context.close()
+
+
+def wrong(context: ParallelContext, device: torch.device) -> dict[str, list[int]]:
+    """Differences of calls of changing size, in two graphs in turn and between them."""
+    from negamax.kernels.dispatch import triton as kernels
+
+    group = context.data_group
+    assert group.peers is not None and group.peers.tokens is not None
+    batches = {rows: Batch(rows, group, device, seed=rows) for rows in (1, 5, 64, 128)}
+    found = {rows: batch.differences(batch(kernels)) for rows, batch in batches.items()}
+
+    def add(*sizes: int) -> None:
+        for rows in sizes:
+            found[rows].add_(batches[rows].differences(batches[rows](kernels)))
+
+    graphs = [capture(partial(add, 1, 64, 5)), capture(partial(add, 128, 1))]
+    for step in range(STEPS):
+        graphs[step % 3 % 2].replay()
+        if step % 10 == 0:
+            add(64)
+    return {f"T={rows}": counts.tolist() for rows, counts in found.items()}
+
+
+def times(context: ParallelContext, device: torch.device) -> dict[str, dict[str, float]]:
+    """Microseconds of both ways together in a graph; of many rows also the bandwidth of NCCL beside
+    that of a plain copy to a peer.
+    """
+    from negamax.kernels.dispatch import spec
+    from negamax.kernels.dispatch import triton as kernels
+
+    group, found = context.data_group, {}
+    for rows in ROWS:
+        batch = Batch(rows, group, device, seed=rows)
+        found[f"T={rows}"] = {
+            name: microseconds(lambda how=how, batch=batch: batch(how), context)
+            for name, how in (("one launch each", kernels), ("NCCL", spec))
+        }
+    row_bytes = HIDDEN + 4 * HIDDEN // 128 + 8 * TOP_K
+    sent = torch.zeros(MANY, row_bytes, dtype=torch.uint8, device=device)
+    made = torch.zeros(group.size * MANY, HIDDEN, dtype=torch.bfloat16, device=device)
+    peer = torch.empty_like(made, device=torch.device("cuda", (device.index + 1) % group.size))
+    others = group.size - 1
+    for name, call, num_bytes in (
+        ("gather", lambda: group.all_gather(sent, dim=0), others * sent.numel()),
+        ("sum", lambda: group.reduce_scatter(made), others * made.nbytes // group.size),
+        ("copy", lambda: peer.copy_(made), made.nbytes),
+    ):
+        taken = microseconds(call, context, repeats=5)
+        found[f"{name} T={MANY}"] = {"us": taken, "GB/s": num_bytes / taken / 1000}
+    return found
+
+
+@cache
+def findings() -> list[dict[str, Any]]:
+    """What every rank found."""
+    world = num_ranks()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(one_rank, args=(world, folder), nprocs=world)
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world)]
+
+
+@several
+def test_rows_come_to_the_experts_and_sums_back_bit_for_bit() -> None:
+    for found in findings():
+        assert {label: counts for label, counts in found["wrong"].items() if any(counts)} == {}
+
+
+@several
+def test_times() -> None:
+    show([rank["times"] for rank in findings()])
+
+
+if __name__ == "__main__":
+    show([rank["times"] for rank in findings()])
+    print([rank["wrong"] for rank in findings()])
+    for file in sys.argv[1:]:
+        Path(file).write_text(json.dumps(findings(), indent=1))
