@@ -8,7 +8,7 @@ from prometheus_client.exposition import choose_encoder
 from negamax import __version__
 from negamax.api.common.context import ApiContext
 from negamax.api.errors import json_response
-from negamax.api.schemas.answers import HealthAnswer, VersionAnswer
+from negamax.api.schemas.answers import HealthAnswer, ReplicaHealth, VersionAnswer
 
 
 def health_router(context: ApiContext) -> APIRouter:
@@ -30,9 +30,15 @@ def health_router(context: ApiContext) -> APIRouter:
         return json_response(HealthAnswer("ok"))
 
     async def health() -> Response:
-        """200 while the engine runs, 503 while it does not."""
+        """200 while an engine runs, 503 while none does; with replicas, how each of them is."""
         context.engine.check_alive()
-        return json_response(HealthAnswer("ok"))
+        replicas = [
+            ReplicaHealth(replica.index, replica.state) for replica in context.engine.replicas
+        ]
+        if len(replicas) == 1:
+            return json_response(HealthAnswer("ok"))
+        is_whole = all(replica.status == "ok" for replica in replicas)
+        return json_response(HealthAnswer("ok" if is_whole else "degraded", replicas))
 
     router.add_api_route("/health", health, methods=["GET"])
     # two routes: an operation of the OpenAPI document has one method

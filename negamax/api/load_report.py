@@ -27,8 +27,6 @@ class LoadReport:
         tokens per second. Prefill tokens are those that were computed, without cached ones."""
         before, seconds = self._stats, now - self._time
         self._stats, self._time = stats, now
-        if stats.step_count < before.step_count:  # an engine that was started again counts from 0
-            before = EngineStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
         if stats.step_count == before.step_count and not stats.num_running + stats.num_waiting:
             return None
         prompt_tokens = stats.prompt_tokens - before.prompt_tokens

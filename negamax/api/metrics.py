@@ -30,7 +30,7 @@ from negamax.api.load_report import LoadReport
 from negamax.base.shared_numbers import SharedNumbers
 from negamax.engine.client.engine_client import AsyncEngine
 from negamax.engine.client.output import RequestOutput
-from negamax.engine.wire import EngineStats
+from negamax.engine.wire import RankStats
 from negamax.scheduler.request import SamplingParams
 
 _TTFT_SECONDS = (
@@ -170,8 +170,8 @@ _HISTOGRAMS: dict[str, tuple[tuple[float, ...], str, tuple[str, ...]]] = {
     ),
 }
 
-# Counters: names, help, and the value in the statistics of one engine process.
-_COUNTERS: tuple[tuple[tuple[str, ...], str, Callable[[EngineStats], float]], ...] = (
+# Counters: names, help, and the value in the statistics of a data-parallel rank.
+_COUNTERS: tuple[tuple[tuple[str, ...], str, Callable[[RankStats], float]], ...] = (
     (
         ("vllm:prefix_cache_queries", "vllm:gpu_prefix_cache_queries"),
         "Prompt tokens looked up in the prefix cache.",
@@ -213,9 +213,22 @@ _COUNTERS: tuple[tuple[tuple[str, ...], str, Callable[[EngineStats], float]], ..
         "Draft tokens accepted.",
         lambda stats: stats.num_accepted_tokens,
     ),
-    (("negamax:engine_steps",), "Steps the engine has run.", lambda stats: stats.step_count),
 )
+_RUNNING, _WAITING = "Sequences in the running batch.", "Sequences waiting to run."
+_CACHE = "Share of KV blocks in use, 0 to 1."
 
+
+def _usage(stats: RankStats) -> float:
+    total = stats.num_kv_blocks
+    return 1.0 - stats.num_free_kv_blocks / total if total else 0.0
+
+
+# Gauges of a data-parallel rank, likewise.
+_RANK_GAUGES: tuple[tuple[tuple[str, ...], str, Callable[[RankStats], float]], ...] = (
+    (("vllm:num_requests_running",), _RUNNING, lambda stats: stats.num_running),
+    (("vllm:num_requests_waiting",), _WAITING, lambda stats: stats.num_waiting),
+    (("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"), _CACHE, _usage),
+)
 
 SYNTHETIC_ACCEPTANCE = "negamax:synthetic_acceptance_length"
 
@@ -282,7 +295,8 @@ class ServerMetrics(Collector):
         self._model_name = model_name
         self._throughput = 0.0  # generated tokens per second
         self._hit_rate = 0.0  # of the prefix cache
-        engine.on_steps = self._count_steps
+        for replica in engine.replicas:
+            replica.on_steps = self._count_steps
 
     async def watch(self) -> None:
         """Measure rates over the last second or so, until cancelled."""
@@ -304,34 +318,31 @@ class ServerMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Everything, as Prometheus asks for it."""
         yield from self._gauges()
-        engines = [*self._engine.past_stats, self._engine.stats]
+        ranks = self._ranks()
+        for names, text, value in _RANK_GAUGES:
+            for name in names:
+                yield self._by_rank(GaugeMetricFamily, name, text, value, ranks)
         for names, text, value in _COUNTERS:
             for name in names:
-                yield self._counter(name, text, sum(map(value, engines)))
+                yield self._by_rank(CounterMetricFamily, name, text, value, ranks)
         for key, (_, text, names) in _HISTOGRAMS.items():
             for name in names:
                 yield self.histograms[key].family(name, text, model_name=self._model_name)
         yield from self._server_counters()
-        yield from self._speculation(engines)
+        yield from self._engines()
+        yield from self._speculation()
         yield from self._cache_info()
 
     def _gauges(self) -> Iterator[Metric]:
         engine, stats, info = self._engine, self._engine.stats, self._engine.info
         total, free = stats.num_kv_blocks, stats.num_free_kv_blocks
-        usage = 1.0 - free / total if total else 0.0
-        drafted = sum(past.num_draft_tokens for past in (*engine.past_stats, stats))
-        accepted = sum(past.num_accepted_tokens for past in (*engine.past_stats, stats))
-        drafts = sum(past.num_drafts for past in (*engine.past_stats, stats))
-        running, waiting = "Sequences in the running batch.", "Sequences waiting to run."
-        cache = "Share of KV blocks in use, 0 to 1."
+        usage = _usage(stats)
+        drafted, accepted = stats.num_draft_tokens, stats.num_accepted_tokens
+        drafts = stats.num_drafts
         gauges: tuple[tuple[str, str, float], ...] = (
-            ("vllm:num_requests_running", running, stats.num_running),
-            ("vllm:num_requests_waiting", waiting, stats.num_waiting),
-            ("vllm:kv_cache_usage_perc", cache, usage),
-            ("vllm:gpu_cache_usage_perc", cache, usage),
-            ("sglang:num_running_reqs", running, stats.num_running),
-            ("sglang:num_queue_reqs", waiting, stats.num_waiting),
-            ("sglang:token_usage", cache, usage),
+            ("sglang:num_running_reqs", _RUNNING, stats.num_running),
+            ("sglang:num_queue_reqs", _WAITING, stats.num_waiting),
+            ("sglang:token_usage", _CACHE, usage),
             (
                 "sglang:num_used_tokens",
                 "Tokens of KV cache in use.",
@@ -340,7 +351,7 @@ class ServerMetrics(Collector):
             (
                 "sglang:max_total_num_tokens",
                 "Tokens that the KV cache holds.",
-                info.num_kv_blocks * info.block_size,
+                info.num_kv_blocks * info.block_size * engine.num_ranks,
             ),
             ("sglang:gen_throughput", "Generated tokens per second.", self._throughput),
             (
@@ -356,7 +367,7 @@ class ServerMetrics(Collector):
             (
                 "sglang:utilization",
                 "Share of the running batch's places in use.",
-                stats.num_running / info.max_num_seqs,
+                stats.num_running / (info.max_num_seqs * engine.num_ranks),
             ),
             (
                 "sglang:spec_accept_length",
@@ -379,7 +390,6 @@ class ServerMetrics(Collector):
                 self._lifecycle.total_open,
             ),
             ("negamax:draining", "1 while the server stops.", float(self._lifecycle.is_draining)),
-            ("negamax:engine_up", "1 while the engine can serve.", float(engine.alive)),
             (
                 "negamax:event_loop_lag_seconds",
                 "How late the event loop was.",
@@ -413,17 +423,54 @@ class ServerMetrics(Collector):
         yield self._counter(
             "sglang:num_aborted_requests", "Choices that were aborted.", finished["abort"]
         )
-        yield self._counter(
-            "negamax:engine_restarts", "Restarts of the engine.", self._engine.restart_count
-        )
 
-    def _speculation(self, engines: list[EngineStats]) -> Iterator[Metric]:
-        num_positions = max(len(stats.accepted_per_position) for stats in engines)
+    def _engines(self) -> Iterator[Metric]:
+        """Of each engine process: whether it runs, and what the ranks have in common."""
+        labels = ["model_name", "replica"]
+        is_up = GaugeMetricFamily(
+            "negamax:engine_up", "1 while the engine can serve.", labels=labels
+        )
+        restarts = CounterMetricFamily(
+            "negamax:engine_restarts", "Restarts of the engine.", labels=labels
+        )
+        steps = CounterMetricFamily(
+            "negamax:engine_steps", "Steps the engine has run.", labels=labels
+        )
+        for replica in self._engine.replicas:
+            values = [self._model_name, str(replica.index)]
+            is_up.add_metric(values, float(replica.alive))
+            restarts.add_metric(values, replica.restart_count)
+            steps.add_metric(values, replica.stats.step_count)
+        yield from (is_up, restarts, steps)
+
+    def _ranks(self) -> list[tuple[str, RankStats]]:
+        """The statistics of each data-parallel rank by its number: what X-data-parallel-rank
+        names, and vLLM calls an engine.
+        """
+        size = self._engine.info.data_parallel_size
+        return [
+            (str(replica.index * size + rank), stats)
+            for replica in self._engine.replicas
+            for rank, stats in enumerate(replica.stats.by_rank)
+        ]
+
+    def _by_rank(
+        self,
+        family: type[GaugeMetricFamily | CounterMetricFamily],
+        name: str,
+        text: str,
+        value: Callable[[RankStats], float],
+        ranks: Sequence[tuple[str, RankStats]],
+    ) -> Metric:
+        metric = family(name, text, labels=["model_name", "engine"])
+        for rank, stats in ranks:
+            metric.add_metric([self._model_name, rank], value(stats))
+        return metric
+
+    def _speculation(self) -> Iterator[Metric]:
         accepted = {
-            str(position): float(
-                sum(sum(stats.accepted_per_position[position : position + 1]) for stats in engines)
-            )
-            for position in range(num_positions)
+            str(position): float(count)
+            for position, count in enumerate(self._engine.stats.accepted_per_position)
         }
         yield self._labelled(
             "vllm:spec_decode_num_accepted_tokens_per_pos",

@@ -228,7 +228,9 @@ async def serve(
     once the engine, or a server process beside this one, has died too often.
     """
     signals = Signals()
-    server_rank = ServerRank.first_of(server_options.api_server_count)
+    server_rank = ServerRank.first_of(
+        server_options.api_server_count, num_replicas=engine_options.num_replicas
+    )
     servers = ServerSupervisor(server_rank, engine_options, server_options, listener=listener)
     with signals.watched():
         try:
@@ -283,7 +285,7 @@ async def _start_engine(
 ) -> EngineSupervisor:
     template = None if server_options.chat_template is None else Path(server_options.chat_template)
     return await EngineSupervisor.run(
-        await AsyncEngine.create(engine_options, chat_template=template, numbers=server_rank.queue),
+        await AsyncEngine.create(engine_options, chat_template=template, queue=server_rank.queue),
         engine_options,
         supervision=Supervision(
             max_restarts=server_options.max_engine_restarts,

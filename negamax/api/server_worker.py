@@ -1,8 +1,8 @@
 """A server process beside the first: `python -m negamax.api.server_worker`, started by the
 `ServerSupervisor`.
 
-It serves like the first one, with an engine that is not its own. The state of that, and when to
-end, it reads from its standard input; when that ends, the first process is gone. A thread watches
+It serves like the first one, with engines that are not its own. Their state, and when to end, it
+reads from its standard input; when that ends, the first process is gone. A thread watches
 whether its event loop goes round.
 """
 
@@ -53,19 +53,30 @@ async def _serve() -> None:
     )
     begin = await _next(reader)
     assert isinstance(begin, wire.Begin), begin
-    while not isinstance(message := await _next(reader), wire.UseEngine):
+    # the state of each engine: one of them has to run
+    messages: dict[int, wire.EngineMessage] = {}
+    while not any(isinstance(message, wire.UseEngine) for message in messages.values()):
+        message = await _next(reader)
         if message is None or isinstance(message, wire.Drain | wire.Abort):
             return
-    rank = ServerRank.of(begin.index, begin.server.api_server_count, Path(begin.folder))
+        if isinstance(message, wire.EngineMessage):
+            messages[message.replica] = message
+    rank = ServerRank.of(
+        begin.index,
+        begin.server.api_server_count,
+        Path(begin.folder),
+        num_replicas=begin.engine.num_replicas,
+    )
     template = begin.server.chat_template
     engine = await AsyncEngine.create(
         begin.engine,
         chat_template=None if template is None else Path(template),
         index=rank.index,
-        numbers=rank.queue,
+        queue=rank.queue,
     )
     worker = ServerWorker(engine, rank)
-    await worker.take(message)
+    for message in messages.values():
+        await worker.take(message)
     context = ApiContext.create(engine, begin.server, rank)
     server = HttpServer(context, stop_engine=worker.stop)
     loop = asyncio.get_running_loop()
@@ -87,7 +98,7 @@ class ServerWorker:
     def __init__(self, engine: AsyncEngine, rank: ServerRank) -> None:
         self._engine = engine
         self._rank = rank
-        self._channel: EngineChannel | None = None
+        self._channels: dict[int, EngineChannel] = {}  # by replica
         self._ending: asyncio.Task[None] | None = None
         self._end_reason = "the engine was stopped"
 
@@ -100,7 +111,7 @@ class ServerWorker:
                 server.reload()
             elif isinstance(message, wire.Abort):
                 self._ending = asyncio.create_task(server.abort())
-            else:
+            elif isinstance(message, wire.EngineMessage):
                 await self.take(message)
         self.leave(server, "the first server process is gone")
 
@@ -113,35 +124,41 @@ class ServerWorker:
         self._end_reason = reason
         self._ending = asyncio.create_task(server.abort())
 
-    async def take(self, message: wire.ServerMessage) -> None:
-        """Take a message about the engine."""
+    async def take(self, message: wire.EngineMessage) -> None:
+        """Take a message about an engine."""
+        replica = message.replica
         if isinstance(message, wire.UseEngine):
-            self.close()
-            address = EngineAddress(message.folder)
+            self._close(replica)
             channel = EngineChannel(
-                address, self._rank.index, receive=self._engine.receive, failed=_failed
+                EngineAddress(message.folder),
+                self._rank.index,
+                receive=self._engine.replicas[replica].receive,
+                failed=_failed,
             )
             deadline = time.monotonic() + _CONNECT_SECONDS
             while not channel.can_send and time.monotonic() < deadline:
                 await asyncio.sleep(_POLL_SECONDS)
-            self._channel = channel
-            self._engine.on_engine_ready(channel, message.info)
+            self._channels[replica] = channel
+            self._engine.on_engine_ready(replica, channel, message.info)
             channel.start_reading()
         elif isinstance(message, wire.EngineLost):
-            self._engine.on_engine_lost(message.reason, ready_in=message.ready_in)
-            self.close()
-        elif isinstance(message, wire.EngineDead):
-            self._engine.on_engine_failed(message.reason)
+            self._engine.on_engine_lost(replica, message.reason, ready_in=message.ready_in)
+            self._close(replica)
+        else:
+            self._engine.on_engine_failed(replica, message.reason)
 
     async def stop(self) -> None:
         """End every open request."""
         self._engine.stop(self._end_reason)
 
     def close(self) -> None:
-        """The engine's sockets are not needed any more."""
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        """The engines' sockets are not needed any more."""
+        for replica in list(self._channels):
+            self._close(replica)
+
+    def _close(self, replica: int) -> None:
+        if (channel := self._channels.pop(replica, None)) is not None:
+            channel.close()
 
 
 async def _next(reader: asyncio.StreamReader) -> wire.ServerMessage | None:

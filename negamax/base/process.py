@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,10 +20,14 @@ _GROUP_END_SECONDS = 5.0
 
 
 def spawn(
-    module: str, *args: str, own_group: bool = False, pass_fds: Sequence[int] = ()
+    module: str,
+    *args: str,
+    own_group: bool = False,
+    pass_fds: Sequence[int] = (),
+    variables: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start `python -m module args`, in a session and process group of its own, or in those of this
-    process; it inherits the open files `pass_fds`.
+    process; it inherits the open files `pass_fds`, and the environment with `variables` in it.
 
     The child may log as this process does: `log.setup_as_parent`. Its standard input is a pipe
     without a buffer: it reaches its end when the parent is gone, by whatever cause.
@@ -35,7 +39,7 @@ def spawn(
         stdin=subprocess.PIPE,
         start_new_session=own_group,
         pass_fds=pass_fds,
-        env=env.for_child(**{log.CHILD_VARIABLE: log.settings()}),
+        env=env.for_child(**{log.CHILD_VARIABLE: log.settings()}, **(variables or {})),
     )
 
 

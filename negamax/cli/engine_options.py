@@ -240,6 +240,11 @@ _TABLE = (
         choices=ALL2ALL_BACKENDS,
     ),
     Flag(
+        "num_replicas",
+        PARALLEL,
+        "Engines behind one server, each with all ranks and GPUs of its own; for serve.",
+    ),
+    Flag(
         "num_threads",
         PARALLEL,
         "CPU threads per rank; default: all cores, shared out.",

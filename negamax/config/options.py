@@ -24,6 +24,7 @@ INDEX_CACHE_SHARDINGS = ("auto", "on", "off")
 # "balanced": sizes as they are given; latency is what vLLM calls interactivity
 PERFORMANCE_MODES = ("balanced", "interactivity", "latency", "throughput")
 MAX_API_SERVERS = 64
+MAX_REPLICAS = 64
 SCHEDULING_POLICIES = ("fcfs", "priority")
 MAX_THREADS = 1024
 
@@ -98,6 +99,8 @@ class EngineOptions:
     # groups of tensor-parallel ranks, each with requests and a KV cache of its own
     data_parallel_size: int = 1
     all2all_backend: str = "allgather_reducescatter"  # of tokens between data-parallel ranks
+    # engines behind one server, each with weights and ranks of its own
+    num_replicas: int = 1
     # who guesses tokens ahead, with the keys of vLLM's (config/speculation.py)
     speculative_config: dict[str, Any] | None = None
     # CPU threads per rank; default: the cores (from three up: less one) shared out
@@ -154,6 +157,7 @@ class EngineOptions:
             max_logprobs=0,
         )
         _ = self.parallel, self.speculation  # checked
+        _within("--num-replicas", self.num_replicas, 1, MAX_REPLICAS)
         _within("--num-threads", self.num_threads, 1, MAX_THREADS)
         _within("--seed", self.seed, -(2**63), 2**63 - 1)
 

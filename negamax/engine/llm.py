@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
-from negamax.base.errors import EngineError, InvalidRequestError, UnavailableError
+from negamax.base.errors import ConfigError, EngineError, InvalidRequestError, UnavailableError
 from negamax.config.options import EngineOptions
 from negamax.engine.client.output import ChoiceStream, RequestOutput, admit
 from negamax.engine.core.setup import start_loop
@@ -108,6 +108,7 @@ class LLM:
         enable_dynamic_chunking: bool = True,
         data_parallel_size: int = 1,
         all2all_backend: str = "allgather_reducescatter",
+        num_replicas: int = 1,
         speculative_config: dict[str, Any] | None = None,
         num_threads: int | None = None,
         seed: int = 0,
@@ -118,6 +119,11 @@ class LLM:
         crash_dump_dir: str | None = None,
     ) -> None:
         given = dict(locals())
+        if num_replicas > 1:
+            raise ConfigError(
+                f"--num-replicas is {num_replicas}, and this is one engine",
+                hint="leave it out, or use `negamax serve`",
+            )
         self._options = with_planned_sizes(
             EngineOptions(**{option.name: given[option.name] for option in fields(EngineOptions)})
         )

@@ -4,6 +4,9 @@ frames, never pickle.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import msgspec
 
 from negamax.base.parent_watch import ParentPulse
@@ -28,15 +31,16 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_logprobs: int
     max_num_seqs: int
     block_size: int  # tokens per KV block
-    num_kv_blocks: int
+    num_kv_blocks: int  # of each data-parallel rank, as is max_num_seqs
     device: str
     dtype: str
+    data_parallel_size: int = 1
     memory: str = ""  # what cache and graphs take on a GPU, for people
     speculation: SpeculationConfig | None = None
 
 
-class EngineStats(msgspec.Struct, frozen=True, array_like=True):
-    """A snapshot after a step; counters rise from start."""
+class RankStats(msgspec.Struct, frozen=True, array_like=True):
+    """A snapshot of a data-parallel rank after a step; counters rise from start."""
 
     num_running: int
     num_waiting: int
@@ -47,14 +51,63 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int
     cached_prompt_tokens: int
     generated_tokens: int
-    device_seconds: float = 0.0  # a GPU's time in steps
-    idle_seconds: float = 0.0  # and between them
     num_drafts: int = 0  # speculation: how often tokens were proposed,
     num_draft_tokens: int = 0  # how many,
     num_accepted_tokens: int = 0  # and how many of them were right
+
+
+class EngineStats(RankStats, frozen=True, array_like=True):
+    """The same of all data-parallel ranks of an engine together, and what it has beside."""
+
+    device_seconds: float = 0.0  # a GPU's time in steps
+    idle_seconds: float = 0.0  # and between them
     accepted_per_position: tuple[int, ...] = ()  # the same by position in the draft
     prefill_tokens: int = 0  # prompt tokens that were computed, in rows of more than one
     at: float = 0.0  # monotonic seconds: steps and beats come by ways of their own
+    ranks: tuple[RankStats, ...] = ()  # of each, where there are several
+
+    @property
+    def by_rank(self) -> Sequence[RankStats]:
+        """Of each data-parallel rank. What waits for any of them is counted at the first."""
+        return self.ranks or (self,)
+
+
+_GAUGES = dict.fromkeys(("num_running", "num_waiting", "num_kv_blocks", "num_free_kv_blocks"), 0)
+
+
+def sum_of(parts: Sequence[EngineStats]) -> EngineStats:
+    """The statistics of several engines together, without those of ranks; of one, as they are."""
+    if len(parts) == 1:
+        return parts[0]
+    numbers = {
+        name: sum(getattr(part, name) for part in parts)
+        for name in EngineStats.__struct_fields__
+        if name not in ("accepted_per_position", "at", "ranks")
+    }
+    accepted = itertools.zip_longest(*(part.accepted_per_position for part in parts), fillvalue=0)
+    return EngineStats(
+        **numbers,
+        accepted_per_position=tuple(map(sum, accepted)),
+        at=max((part.at for part in parts), default=0.0),
+    )
+
+
+def sum_of_same(parts: Sequence[EngineStats]) -> EngineStats:
+    """The same of one engine and those before it, rank by rank."""
+    if len(parts) == 1:
+        return parts[0]
+    ranks = zip(*(part.ranks for part in parts if part.ranks), strict=True)
+    sums = [
+        RankStats(*map(sum, zip(*map(msgspec.structs.astuple, same), strict=True)))
+        for same in ranks
+    ]
+    return msgspec.structs.replace(sum_of(parts), ranks=tuple(sums))
+
+
+def without_gauges(stats: EngineStats) -> EngineStats:
+    """The counters of an engine that is gone."""
+    ranks = tuple(msgspec.structs.replace(rank, **_GAUGES) for rank in stats.ranks)
+    return msgspec.structs.replace(stats, **_GAUGES, ranks=ranks)
 
 
 def sequence_id(request_id: str, choice: int, *, server: int) -> str:

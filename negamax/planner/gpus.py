@@ -126,6 +126,21 @@ def visible_gpus() -> Sequence[GpuModel]:
     return [replace(find_gpu(name), memory=mib * MIB) for name, mib in named]
 
 
+def visible_devices() -> list[str] | None:
+    """The names of the GPUs that CUDA_VISIBLE_DEVICES leaves, as it names them, else their numbers
+    as NVIDIA's driver tells; None: neither says anything.
+    """
+    wanted = env.starting_with(_VISIBLE).get(_VISIBLE)
+    if wanted is not None:
+        return [word.strip() for word in wanted.split(",") if word.strip()]
+    query = ("nvidia-smi", "--query-gpu=index", "--format=csv,noheader")
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.split()
+
+
 def _seen_by_cuda(rows: list[list[str]], wanted: str | None) -> list[list[str]]:
     """Of `rows` (number, UUID, ...) those that the variable names, in its order, up to the first
     that there is not; None: all.

@@ -67,8 +67,14 @@ class WorkerConfig:
     all2all_backend: str = "allgather_reducescatter"  # between data-parallel ranks
     crash_dump_dir: str | None = None
     weight_cache: str | None = None  # a folder
+    num_replicas: int = 1  # engines like this one on the machine
     draft: DraftModel | None = None
     speculation: SpeculationConfig | None = None  # its model is a folder, or a bundled name
+
+    @property
+    def num_cpu_ranks(self) -> int:
+        """Ranks that share the memory of the machine, where they run on the CPU."""
+        return self.layout.world_size * self.num_replicas
 
     @property
     def kv_caches(self) -> KvCacheSpecs:

@@ -124,7 +124,7 @@ def choose_blocks(
             - stage_buffers(config)
         )
     else:
-        budget = int(env.available_memory() * CPU_CACHE_SHARE) // config.layout.world_size
+        budget = int(env.available_memory() * CPU_CACHE_SHARE) // config.num_cpu_ranks
     return choose_num_blocks(
         block_bytes=bytes_of_blocks(1, config, dtype=dtype),
         block_size=config.block_size,
@@ -206,7 +206,7 @@ def check_rows_fit(config: WorkerConfig, *, device: torch.device) -> None:
     item = 8 if device.type == "cpu" else 4
     per_row = item * (config.max_model_len + 1 + -(-config.max_model_len // config.block_size))
     free = (
-        env.available_memory() // config.layout.world_size
+        env.available_memory() // config.num_cpu_ranks
         if device.type == "cpu"
         else torch.cuda.mem_get_info(device)[0]
     )

@@ -73,11 +73,22 @@ class Server:
         return httpx.Client(base_url=self.url, timeout=180)
 
     def gauge(self, name: str) -> float:
-        """The value of an unlabelled-but-for-the-model metric."""
+        """The value of a metric without labels but for the model and the data-parallel rank, or
+        replica: of all of these together."""
+        values = self.by_rank(name).values()
+        assert values
+        return sum(values)
+
+    def by_rank(self, name: str) -> dict[str, float]:
+        """The same of each data-parallel rank, or replica, by its number."""
         with self.http() as client:
             text = client.get("/metrics").text
-        (line,) = [line for line in text.splitlines() if line.startswith(f"{name}{{")]
-        return float(line.rsplit(" ", 1)[1])
+        lines = [line for line in text.splitlines() if line.startswith(f"{name}{{")]
+        numbers = [re.findall(r'(?:engine|replica)="(\d+)"', line) for line in lines]
+        values = [float(line.rsplit(" ", 1)[1]) for line in lines]
+        found = dict(zip(["".join(number) for number in numbers], values, strict=True))
+        assert len(found) == len(lines), f"{name} has more labels"
+        return found
 
     @property
     def num_aborted(self) -> int:
@@ -86,8 +97,12 @@ class Server:
 
     def engine_pid(self) -> int:
         """The engine process."""
-        (pid,) = self._children("negamax.engine.core.process", HELD)
+        (pid,) = self.engine_pids()
         return pid
+
+    def engine_pids(self) -> list[int]:
+        """The engine processes, those that were started first before the others."""
+        return self._children("negamax.engine.core.process", HELD)
 
     def member_pids(self) -> list[int]:
         """The server processes beside the first."""

@@ -64,8 +64,11 @@ def samples(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
 
 
 def value(text: str, name: str, **labels: str) -> float:
+    only = {"engine": "0", "replica": "0"}  # the one rank of the one engine
     (found,) = [
-        number for given, number in samples(text)[name] if given == {"model_name": MODEL} | labels
+        number
+        for given, number in samples(text)[name]
+        if given | only == {"model_name": MODEL} | only | labels
     ]
     return found
 

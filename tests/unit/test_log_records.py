@@ -47,9 +47,9 @@ def test_load_is_what_happened_between_two_looks() -> None:
     }
     stuck = report.next(busy, now=30.0)  # sequences that get nothing are a load, too
     assert stuck is not None and stuck["decode_tokens_per_s"] == 0.0
-    restarted = report.next(stats(step_count=2, generated_tokens=10), now=40.0)
-    assert restarted is not None and restarted["decode_tokens_per_s"] == 1.0
-    assert report.next(stats(step_count=2, generated_tokens=10), now=50.0) is None
+    later = report.next(stats(step_count=42, generated_tokens=210), now=40.0)
+    assert later is not None and later["decode_tokens_per_s"] == 1.0
+    assert report.next(stats(step_count=42, generated_tokens=210), now=50.0) is None
 
 
 @pytest.mark.parametrize(

@@ -51,10 +51,11 @@ class Engine:
         self.aborted: list[str] = []
         self._refuses = refuses
 
-    def enter(self, generation: OpenRequest, requests: Sequence[GenerateRequest]) -> None:
+    def enter(self, generation: OpenRequest, requests: Sequence[GenerateRequest]) -> Engine:
         if self._refuses is not None:
             raise self._refuses
         self.open |= {request.request_id for request in requests}
+        return self
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         self.submitted += [request.request_id for request in requests]

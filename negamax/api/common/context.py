@@ -14,6 +14,7 @@ from fastapi import Request
 from negamax import __version__
 from negamax.api.access import Access, owner_of, salt_of
 from negamax.api.common.conversation import PromptBuilder
+from negamax.api.common.data_parallel_rank import asked_rank
 from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
 from negamax.api.http.lifecycle import Lifecycle
 from negamax.api.http.request_body import BodyLimits
@@ -207,6 +208,7 @@ class ApiContext:
             request_id=request_id,
             priority=params.priority,
             cache_salt=salt_of(http, params.cache_salt),
+            data_parallel_rank=asked_rank(http, params, num_ranks=self.engine.num_ranks),
             deadline=arrival + min(limits) if limits else None,
             observer=observer,
             readers=readers,

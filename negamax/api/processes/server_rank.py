@@ -1,4 +1,4 @@
-"""The place of a server process among those in front of one engine, and what they share."""
+"""The place of a server process among those in front of the same engines, and what they share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from negamax.api.http.lifecycle import Lifecycle
 from negamax.api.metrics import NUM_COLUMNS as METRIC_COLUMNS
 from negamax.base.private_folder import PrivateFolder
 from negamax.base.shared_numbers import SharedNumbers
-from negamax.engine.client.admission import NUM_COLUMNS as QUEUE_COLUMNS
+from negamax.engine.client.engine_client import SharedQueue
 
 _MARK_DIGITS = 2  # at the end of an id, hexadecimal: the process that owns what it names
 _MARK = re.compile(rf"[0-9a-f]{{{_MARK_DIGITS}}}")
@@ -24,24 +24,24 @@ class ServerRank:
     index: int
     count: int
     folder: Path  # of what they share, which only this user can enter
-    queue: SharedNumbers  # what waits for the engine
+    queue: SharedQueue  # what waits for the engines
     metrics: SharedNumbers
     # when each event loop last ran, in monotonic seconds; 0: not yet
     pulses: SharedNumbers
 
     @classmethod
-    def first_of(cls, count: int) -> ServerRank:
-        """The first process's; it makes what the others find."""
-        return cls.of(0, count, Path(PrivateFolder().path))
+    def first_of(cls, count: int, *, num_replicas: int = 1) -> ServerRank:
+        """The first process's; it makes what the others find. `num_replicas`: engines."""
+        return cls.of(0, count, Path(PrivateFolder().path), num_replicas=num_replicas)
 
     @classmethod
-    def of(cls, index: int, count: int, folder: Path) -> ServerRank:
+    def of(cls, index: int, count: int, folder: Path, *, num_replicas: int = 1) -> ServerRank:
         """The rank of process `index`."""
         return cls(
             index=index,
             count=count,
             folder=folder,
-            queue=SharedNumbers(QUEUE_COLUMNS, num_rows=count, path=folder / "queue"),
+            queue=SharedQueue.of(num_replicas, num_servers=count, folder=folder),
             metrics=SharedNumbers(METRIC_COLUMNS, num_rows=count, path=folder / "metrics"),
             pulses=SharedNumbers(1, num_rows=count, path=folder / "pulses"),
         )

@@ -60,8 +60,8 @@ class ServerSupervisor:
         self._hang_seconds = min(BEAT_TIMEOUT_SECONDS, server_options.engine_hang_timeout)
         # for the children of this process
         self.pulse = ParentPulse(os.getpid(), str(rank.supervisor_pulse), self._hang_seconds)
-        # the engine's state, for a new process
-        self._engine_message: wire.UseEngine | wire.EngineLost | None = None
+        # the state of each engine, for a new process
+        self._engine_messages: dict[int, wire.EngineMessage] = {}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._is_ending = False
         self._end: asyncio.Task[None] | None = None
@@ -82,20 +82,19 @@ class ServerSupervisor:
                     raise EngineDeadError(self.failed.result())
                 await asyncio.sleep(_POLL_SECONDS)
 
-    def on_engine_ready(self, address: EngineAddress, info: ModelInfo) -> None:
+    def on_engine_ready(self, replica: int, address: EngineAddress, info: ModelInfo) -> None:
         """As of `EngineListener`."""
-        self._engine_message = wire.UseEngine(address.folder, info)
-        self._send_all(self._engine_message)
+        self._tell_of_engine(wire.UseEngine(replica, address.folder, info))
 
-    def on_engine_lost(self, reason: str, *, ready_in: float) -> None:
+    def on_engine_lost(self, replica: int, reason: str, *, ready_in: float) -> None:
         """As of `EngineListener`."""
-        self._engine_message = wire.EngineLost(reason, ready_in)
-        self._send_all(self._engine_message)
+        self._tell_of_engine(wire.EngineLost(replica, reason, ready_in))
 
-    def on_engine_failed(self, reason: str) -> None:
+    def on_engine_failed(self, replica: int, reason: str) -> None:
         """As of `EngineListener`."""
-        self._is_ending = True
-        self._send_all(wire.EngineDead(reason))
+        self._tell_of_engine(wire.EngineDead(replica, reason))
+        dead = [isinstance(each, wire.EngineDead) for each in self._engine_messages.values()]
+        self._is_ending = self._is_ending or sum(dead) == self._engine_options.num_replicas
 
     def reload(self) -> None:
         """They read the files again that can be replaced."""
@@ -183,9 +182,13 @@ class ServerSupervisor:
                 server=self._server_options,
             )
         _send(running, begin)
-        if self._engine_message is not None:
-            _send(running, self._engine_message)
+        for message in self._engine_messages.values():
+            _send(running, message)
         return running
+
+    def _tell_of_engine(self, message: wire.EngineMessage) -> None:
+        self._engine_messages[message.replica] = message
+        self._send_all(message)
 
     def _send_all(self, message: wire.ServerMessage) -> None:
         for running in self._processes.values():

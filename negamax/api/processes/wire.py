@@ -23,8 +23,9 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
 
 
 class UseEngine(msgspec.Struct, frozen=True, tag="engine-ready"):
-    """An engine waits for requests at the sockets in `folder`."""
+    """The engine of a replica waits for requests at the sockets in `folder`."""
 
+    replica: int
     folder: str
     info: ModelInfo
 
@@ -32,6 +33,7 @@ class UseEngine(msgspec.Struct, frozen=True, tag="engine-ready"):
 class EngineLost(msgspec.Struct, frozen=True, tag="engine-lost"):
     """The engine is gone; another one is expected in `ready_in` seconds."""
 
+    replica: int
     reason: str
     ready_in: float
 
@@ -39,6 +41,7 @@ class EngineLost(msgspec.Struct, frozen=True, tag="engine-lost"):
 class EngineDead(msgspec.Struct, frozen=True, tag="engine-failed"):
     """The engine stays dead."""
 
+    replica: int
     reason: str
 
 
@@ -54,7 +57,8 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     """Break off what is open, and end."""
 
 
-ServerMessage = Begin | UseEngine | EngineLost | EngineDead | Reload | Drain | Abort
+EngineMessage = UseEngine | EngineLost | EngineDead
+ServerMessage = Begin | EngineMessage | Reload | Drain | Abort
 
 encoder = msgspec.json.Encoder()
 decoder: msgspec.json.Decoder[ServerMessage] = msgspec.json.Decoder(ServerMessage)

@@ -6,6 +6,8 @@ the JSON, None is `null`.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
@@ -113,8 +115,14 @@ class ModelList(Struct, frozen=True, kw_only=True):
     has_more: bool = False  # the list is always whole
 
 
+class ReplicaHealth(Struct, frozen=True):
+    replica: int
+    status: Literal["ok", "silent", "restarting", "failed"]  # failed: it is not started again
+
+
 class HealthAnswer(Struct, frozen=True):
-    status: str  # `ok`
+    status: Literal["ok", "degraded"]  # degraded: some replica does not answer
+    replicas: list[ReplicaHealth] | UnsetType = UNSET  # of a server that has several
 
 
 class VersionAnswer(Struct, frozen=True):

@@ -164,6 +164,9 @@ class EngineRequest(RequestModel):
     timeout: float | None = Field(default=None, gt=0)  # seconds from arrival to the last token
     # cached prefixes are shared only within one salt
     cache_salt: str = Field(default="", max_length=256)
+    # the data-parallel rank that answers; the header X-data-parallel-rank counts before it
+    routed_dp_rank: int | None = None
+    data_parallel_rank: int | None = None  # SGLang's older name for routed_dp_rank
 
 
 class SampledRequest(EngineRequest, SamplingFields):

@@ -328,10 +328,7 @@ class _NativeWriter(AnswerWriter[_Choice, NativeAnswer | list[NativeAnswer]]):
 def _server_info(context: ApiContext) -> NativeServerInfo:
     engine = context.engine
     info, stats = engine.info, engine.stats
-    every = (*engine.past_stats, stats)
-    generated = sum(one.generated_tokens for one in every)
-    drafts = sum(one.num_drafts for one in every)
-    accepted = sum(one.num_accepted_tokens for one in every)
+    drafts, accepted = stats.num_drafts, stats.num_accepted_tokens
     return NativeServerInfo(
         version=__version__,
         model_path=info.model,
@@ -341,14 +338,15 @@ def _server_info(context: ApiContext) -> NativeServerInfo:
         dtype=info.dtype,
         tp_size=engine.parallel.tensor_parallel_size,
         ep_size=engine.parallel.num_expert_ranks,
+        dp_size=engine.num_ranks,
         page_size=info.block_size,
         max_running_requests=info.max_num_seqs,
-        max_total_num_tokens=info.num_kv_blocks * info.block_size,
+        max_total_num_tokens=info.num_kv_blocks * info.block_size * engine.num_ranks,
         sampling_defaults=msgspec.to_builtins(info.sampling_defaults),
         num_running_reqs=stats.num_running,
         num_queue_reqs=stats.num_waiting,
         num_used_tokens=(stats.num_kv_blocks - stats.num_free_kv_blocks) * info.block_size,
-        num_generated_tokens=generated,
+        num_generated_tokens=stats.generated_tokens,
         avg_spec_accept_length=1.0 + accepted / drafts if drafts else None,
         **_speculation(info),
     )

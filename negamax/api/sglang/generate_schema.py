@@ -227,6 +227,7 @@ class NativeServerInfo(Struct, frozen=True, kw_only=True):
     dtype: str  # of activations
     tp_size: int  # ranks that share the model
     ep_size: int  # ranks that experts are split over
+    dp_size: int  # data-parallel ranks, of all replicas
     page_size: int  # tokens of a block of the KV cache
     max_running_requests: int  # sequences in one step at most
     max_total_num_tokens: int  # that the KV cache holds

@@ -52,10 +52,9 @@ class Admission:
         """`pool_tokens`: what the KV cache holds, for the default of `max_waiting_tokens`; `index`:
         the row of this process.
         """
-        self._max_running = max_running
         self._max_waiting = max_waiting
-        self._max_open = max_running + max_waiting
-        self._max_waiting_tokens = max_waiting_tokens or _POOLS_WAITING * pool_tokens
+        self._given_waiting_tokens = max_waiting_tokens
+        self.resize(max_running=max_running, pool_tokens=pool_tokens)
         self._waiting: dict[str, tuple[int, str]] = {}  # prompt tokens and tenant by sequence id
         self._running: set[str] = set()
         self._rate = 0.0  # finished sequences per second
@@ -63,6 +62,12 @@ class Admission:
         self._numbers = numbers or SharedNumbers(NUM_COLUMNS)
         self._row = self._numbers.row(index)
         self._row[:] = [0.0] * NUM_COLUMNS
+
+    def resize(self, *, max_running: int, pool_tokens: int) -> None:
+        """From now on so many sequences run, and the KV caches hold so many tokens."""
+        self._max_running = max_running
+        self._max_open = max_running + self._max_waiting
+        self._max_waiting_tokens = self._given_waiting_tokens or _POOLS_WAITING * pool_tokens
 
     @property
     def num_open(self) -> int:

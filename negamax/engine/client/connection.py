@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -200,9 +200,10 @@ class EngineConnection:
         hang_seconds: float,
         module: str,
         parent: ParentPulse | None = None,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
-        """Starts the process, which watches this one by the pulse of `parent`; `handshake` waits
-        for it.
+        """Starts the process, with `variables` in its environment, which watches this one by the
+        pulse of `parent`; `handshake` waits for it.
         """
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._folder = PrivateFolder()
@@ -210,7 +211,9 @@ class EngineConnection:
         self.channel = EngineChannel(self.address, 0, receive=receive, failed=self.ended.set_result)
         self._start = wire.Start(options, num_servers, parent)
         self._hang_seconds = hang_seconds
-        self._process = process.spawn(module, self.address.folder, own_group=True)
+        self._process = process.spawn(
+            module, self.address.folder, own_group=True, variables=variables
+        )
         self._watch: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
 

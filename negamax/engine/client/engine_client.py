@@ -1,5 +1,5 @@
-"""A server process's side of the engine: admits requests and hands out their results, through the
-engine's deaths.
+"""A server process's side of its engines: admits requests, says which engine is to answer them,
+and refuses what comes while none can.
 """
 
 from __future__ import annotations
@@ -7,34 +7,73 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from negamax.base.errors import EngineDeadError, UnavailableError
 from negamax.base.shared_numbers import SharedNumbers
 from negamax.config.options import EngineOptions
 from negamax.config.parallel import ParallelOptions
 from negamax.engine import wire
+from negamax.engine.client.admission import NUM_COLUMNS as QUEUE_COLUMNS
 from negamax.engine.client.admission import Admission, prefill_tokens
 from negamax.engine.client.connection import EngineChannel
-from negamax.engine.client.open_request import NOBODY, Observer, OpenRequest, Owner, joined
+from negamax.engine.client.open_request import NOBODY, Observer, OpenRequest, Owner
 from negamax.engine.client.output import ChoiceStream, TextReader, admit
+from negamax.engine.client.placement import (
+    MAX_BLOCKS,
+    NUM_COLUMNS,
+    PrefixTable,
+    ReplicaLoad,
+    tags_of,
+)
+from negamax.engine.client.replica import Replica
 from negamax.engine.core.source import locate
 from negamax.scheduler.request import GenerateRequest, SamplingParams
-from negamax.scheduler.step import SequenceUpdate
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.tokenizer import Tokenizer
 
-_NO_STATS = wire.EngineStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
-_RESPONSIVE_SECONDS = 0.7  # without a sign of life: some beats
+
+@dataclass(frozen=True)
+class SharedQueue:
+    """What the server processes in front of the same engines know together."""
+
+    numbers: SharedNumbers  # of `Admission`
+    loads: SharedNumbers  # of `ReplicaLoad`
+    prefixes: SharedNumbers  # of `PrefixTable`
+
+    @classmethod
+    def of(
+        cls, num_replicas: int, *, num_servers: int = 1, folder: Path | None = None
+    ) -> SharedQueue:
+        """In files of `folder`; None: for one process."""
+
+        def shared(name: str, num_columns: int, num_rows: int) -> SharedNumbers:
+            path = None if folder is None else folder / name
+            return SharedNumbers(num_columns, num_rows=num_rows, path=path)
+
+        return cls(
+            numbers=shared("queue", QUEUE_COLUMNS, num_servers),
+            loads=shared("loads", NUM_COLUMNS * num_replicas, num_servers),
+            prefixes=shared("prefixes", MAX_BLOCKS, num_replicas),
+        )
+
+    def clear(self, server: int) -> None:
+        """Server process `server` is gone, and nothing of it is open."""
+        self.numbers.clear(server)
+        self.loads.clear(server)
 
 
 class AsyncEngine:
-    """The client of an engine process, and the requests it is serving for this process. Single
-    writer: the event loop it was made on.
+    """The client of the engines of a server, and the requests they are serving for this process.
+    Single writer: the event loop it was made on.
 
-    The engine comes and goes; `supervisor` sees to that. Where several server processes share it,
-    each has a client with an `index` of its own, and they count what is open together.
+    Engines come and go; `supervisor` sees to that. Where several server processes share them, each
+    has a client with an `index` of its own, and they count what is open together. A new request
+    goes to the replica where it costs least (`placement`), unless it names one.
     """
 
     def __init__(
@@ -44,29 +83,36 @@ class AsyncEngine:
         tokenizer: Tokenizer,
         chat_template: ChatTemplate | None,
         index: int,
-        numbers: SharedNumbers | None,
+        queue: SharedQueue | None,
     ) -> None:
         """Use `AsyncEngine.create`."""
         self.tokenizer = tokenizer
         self.chat_template = chat_template
-        self.info: wire.ModelInfo
-        self.admission: Admission
-        self.restart_count = 0
-        # why it stays dead
+        self.info: wire.ModelInfo  # what holds for every engine
+        # why all of them stay dead
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.past_stats: list[wire.EngineStats] = []  # the last ones of engines that died
-        # gets the number of tokens of each step
-        self.on_steps: Callable[[list[int]], None] | None = None
+        queue = queue or SharedQueue.of(options.num_replicas)
+        self.admission = Admission(
+            max_running=0,
+            max_waiting=options.max_queued_requests,
+            max_waiting_tokens=options.max_queued_tokens,
+            pool_tokens=0,
+            numbers=queue.numbers,
+            index=index,
+        )
+        self.replicas = [
+            Replica(
+                replica,
+                admission=self.admission,
+                load=ReplicaLoad(queue.loads, replica=replica, index=index),
+            )
+            for replica in range(options.num_replicas)
+        ]
         self._options = options
         self._index = index
-        self._numbers = numbers
-        self._channel: EngineChannel | None = None
-        self._open: dict[str, OpenRequest] = {}  # by sequence id
+        self._prefixes = PrefixTable(queue.prefixes)
         self._seeds = random.Random(options.seed + index)
-        self._death = "the engine is not running"
-        self._was_ready = False
-        self._next_ready = 0.0  # monotonic: when a start that is under way should be over
-        self._is_stopped = False
+        self._stopped: str | None = None  # why it takes no more requests
 
     @classmethod
     async def create(
@@ -75,14 +121,14 @@ class AsyncEngine:
         *,
         chat_template: Path | None = None,
         index: int = 0,
-        numbers: SharedNumbers | None = None,
+        queue: SharedQueue | None = None,
     ) -> AsyncEngine:
         """A client without an engine, which finds (and if need be downloads) the model's tokenizer
         and template.
 
-        `chat_template` is a file that replaces the checkpoint's own; `numbers` are shared by the
-        clients of one engine (`admission.NUM_COLUMNS`), and `index` is the row of this one. Errors:
-        `ConfigError` and its kin.
+        `chat_template` is a file that replaces the checkpoint's own; `queue` is shared by the
+        clients of the same engines, and `index` is the row of this one. Errors: `ConfigError` and
+        its kin.
         """
         source = await asyncio.to_thread(locate, options)
         return cls(
@@ -90,36 +136,34 @@ class AsyncEngine:
             tokenizer=await asyncio.to_thread(Tokenizer.from_folder, source.tokenizer_folder),
             chat_template=ChatTemplate.from_folder(source.tokenizer_folder, chat_template),
             index=index,
-            numbers=numbers,
+            queue=queue,
         )
 
     @property
     def alive(self) -> bool:
-        """Whether requests can be served: the engine runs, and no end of it is known."""
-        return self._channel is not None and self._channel.is_open and not self._is_stopped
+        """Whether requests can be served: an engine runs, and no end of it is known."""
+        return self._stopped is None and any(replica.alive for replica in self.replicas)
+
+    @property
+    def num_ranks(self) -> int:
+        """Data-parallel ranks of all replicas: a request may name one of them."""
+        return self.info.data_parallel_size * len(self.replicas)
 
     def check_responsive(self) -> None:
-        """Refuse while the engine or one of its ranks has given no sign of life in the last
-        seconds: `UnavailableError`.
+        """Refuse while of every engine that runs, it or one of its ranks has given no sign of life
+        in the last seconds: `UnavailableError`.
         """
         self.check_alive()
-        assert self._channel is not None
-        silent = None
-        if time.monotonic() - self._channel.last_beat >= _RESPONSIVE_SECONDS:
-            silent = "the engine"
-        elif self._channel.rank_silence >= _RESPONSIVE_SECONDS:
-            silent = f"rank {self._channel.rank}"
-        if silent is not None:
+        silences = [replica.silence for replica in self.replicas if replica.alive]
+        if None not in silences:
             raise UnavailableError(
-                f"{silent} gives no sign of life", code="engine_silent", retry_after=1.0
+                f"{silences[0]} gives no sign of life", code="engine_silent", retry_after=1.0
             )
 
     @property
     def stats(self) -> wire.EngineStats:
-        """The latest statistics; all zero while no engine runs."""
-        return (
-            self._channel.stats if self.alive and self._channel is not None else None
-        ) or _NO_STATS
+        """The latest statistics of all replicas together, as each has them."""
+        return wire.sum_of([replica.stats for replica in self.replicas])
 
     @property
     def parallel(self) -> ParallelOptions:
@@ -129,29 +173,18 @@ class AsyncEngine:
     @property
     def num_open(self) -> int:
         """Sequences that run or wait for this process."""
-        return len(self._open)
-
-    def open_requests(self) -> list[GenerateRequest]:
-        """The sequences that run or wait for this process."""
-        return [
-            request
-            for generation in dict.fromkeys(self._open.values())
-            for request in generation.requests
-            if request.request_id in self._open
-        ]
+        return sum(len(replica.open) for replica in self.replicas)
 
     def check_alive(self) -> None:
-        """Refuse while no engine runs: `UnavailableError`, with the time after which to come
-        back.
+        """Refuse while no engine runs: `UnavailableError`, with the time after which to come back,
+        or `EngineDeadError` where none is to come.
         """
-        if self.alive:
-            return
-        if self._is_stopped or self.failed.done():
-            raise EngineDeadError(self._death, code="engine_dead")
-        wait = max(1.0, self._next_ready - time.monotonic())
-        raise UnavailableError(
-            f"{self._death}; it is being started again", code="engine_restarting", retry_after=wait
-        )
+        if self._stopped is not None:
+            raise EngineDeadError(self._stopped, code="engine_dead")
+        if not any(replica.alive for replica in self.replicas):
+            coming = [replica for replica in self.replicas if not replica.has_failed]
+            reasons = [replica.unavailable() for replica in coming or self.replicas]
+            raise min(reasons, key=lambda reason: reason.retry_after or 0.0)
 
     def check_room(self, tokens: Sequence[int], *, owner: Owner) -> None:
         """Refuse sequences with so many prompt tokens each: `InvalidRequestError` where they never
@@ -174,6 +207,7 @@ class AsyncEngine:
         request_id: str,
         priority: int = 0,
         cache_salt: str = "",
+        data_parallel_rank: int | None = None,
         deadline: float | None = None,
         observer: Observer | None = None,
         interval: int = 1,
@@ -183,7 +217,8 @@ class AsyncEngine:
         """Continue a prompt; the outputs of the `n` choices come interleaved as they are generated.
         Run it, or close it.
 
-        `deadline` is a `time.monotonic()`, `interval` the tokens that outputs should have,
+        `data_parallel_rank` is one of `num_ranks`, those of each replica behind each other; None:
+        any. `deadline` is a `time.monotonic()`, `interval` the tokens that outputs should have,
         `readers` those of the choices that say where stop strings count (left out: everywhere).
         Errors: `InvalidRequestError`, `ContextLengthError`, `OverloadedError`, `UnavailableError`;
         of what it raises later `OpenRequest` tells.
@@ -195,6 +230,9 @@ class AsyncEngine:
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
         choices = [sampling.of_choice(index, seed=seed) for index in range(sampling.n)]
         prompt = tuple(prompt_token_ids)
+        replica = rank = None
+        if data_parallel_rank is not None:
+            replica, rank = divmod(data_parallel_rank, self.info.data_parallel_size)
         requests = [
             GenerateRequest(
                 request_id=wire.sequence_id(request_id, index, server=self._index),
@@ -203,6 +241,7 @@ class AsyncEngine:
                 priority=priority,
                 tenant=owner.tenant,
                 cache_salt=cache_salt,
+                data_parallel_rank=rank,
             )
             for index, choice in enumerate(choices)
         ]
@@ -226,132 +265,110 @@ class AsyncEngine:
             observer=observer,
             interval=interval,
             owner=owner,
+            replica=replica,
         )
 
-    def enter(self, generation: OpenRequest, requests: Sequence[GenerateRequest]) -> None:
-        """Take the sequences of a request in, which share a prompt. Errors: `UnavailableError`,
-        `OverloadedError`; the engine may have died, and other requests may have come, since
-        `generate`."""
+    def enter(self, generation: OpenRequest, requests: Sequence[GenerateRequest]) -> Replica:
+        """Take the sequences of a request in, which share a prompt: the replica they run on.
+        Errors: `UnavailableError`, `OverloadedError`; engines may have died, and other requests may
+        have come, since `generate`."""
         self.check_alive()
-        owner, first = generation.owner, requests[0]
+        first = requests[0]
         tokens = self.prefill_tokens(
             len(first.prompt_token_ids), first.sampling, num_choices=len(requests)
         )
-        self.check_room(tokens, owner=owner)
-        for request, num_tokens in zip(requests, tokens, strict=True):
-            self._open[request.request_id] = generation
-            self.admission.enter(request.request_id, num_tokens, tenant=owner.tenant)
-
-    def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        """Send sequences that were taken in to the engine."""
-        for request in requests:
-            assert self._channel is not None
-            self._channel.send(wire.AddRequest(request))
-
-    def leave(self, sequence_ids: Sequence[str], *, abort: bool) -> None:
-        """Sequences that are over here; `abort`: the engine must be told."""
-        now = time.monotonic()
-        known = [
-            sequence_id
-            for sequence_id in sequence_ids
-            if self._open.pop(sequence_id, None) is not None
-        ]
-        for sequence_id in known:
-            self.admission.leave(sequence_id, now=now)
-        if abort and known and self._channel is not None:
-            self._channel.send(wire.AbortRequests(known))
+        self.check_room(tokens, owner=generation.owner)
+        replica, pending = self._place(first, named=generation.replica)
+        replica.enter(generation, requests, tokens, pending=pending)
+        return replica
 
     def abort(self, is_meant: Callable[[Owner], bool]) -> int:
         """End the open sequences that are meant, by their owners, with finish_reason "abort"; how
         many there are, without those that were told to end before.
         """
-        meant = {
-            sequence_id: generation
-            for sequence_id, generation in self._open.items()
-            if not generation.is_told_to_end and is_meant(generation.owner)
-        }
-        if meant and self._channel is not None:
-            self._channel.send(wire.AbortRequests(list(meant)))
-            for generation in dict.fromkeys(meant.values()):
-                generation.abort()
-        return len(meant)
+        return sum(replica.abort(is_meant) for replica in self.replicas if replica.alive)
 
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache, but for what running requests hold. Errors: those of
+        """Empty the prefix caches, but for what running requests hold. Errors: those of
         `check_alive`.
         """
         self.check_alive()
-        assert self._channel is not None
-        self._channel.send(wire.ResetPrefixCache())
+        for replica in self.replicas:
+            replica.send(wire.ResetPrefixCache())
+            self._prefixes.forget(replica.index)
 
-    def on_engine_ready(self, channel: EngineChannel, info: wire.ModelInfo) -> None:
+    def on_engine_ready(self, replica: int, channel: EngineChannel, info: wire.ModelInfo) -> None:
         """An engine is there."""
-        self.info = info
-        self.admission = Admission(
-            max_running=info.max_num_seqs,
-            max_waiting=self._options.max_queued_requests,
-            max_waiting_tokens=self._options.max_queued_tokens,
-            pool_tokens=info.num_kv_blocks * info.block_size,
-            numbers=self._numbers,
-            index=self._index,
+        self.replicas[replica].on_engine_ready(channel, info)
+        num_blocks = info.num_kv_blocks * info.data_parallel_size
+        self._prefixes.resize(replica, num_blocks=num_blocks)
+        if self._index == 0:  # for all server processes
+            self._prefixes.forget(replica)
+        infos = [each.info for each in self.replicas if each.info is not None]
+        self.info = msgspec.structs.replace(
+            infos[0],
+            max_model_len=min(each.max_model_len for each in infos),
+            num_kv_blocks=min(each.num_kv_blocks for each in infos),
         )
-        self._channel = channel
-        self.restart_count += self._was_ready
-        self._was_ready = True
+        self._resize()
 
-    def on_engine_lost(self, reason: str, *, ready_in: float) -> None:
-        """The engine is gone: every open request ends with `EngineDeadError`. Another one is
-        expected in `ready_in` seconds.
+    def on_engine_lost(self, replica: int, reason: str, *, ready_in: float) -> None:
+        """An engine is gone: its open requests end with `EngineDeadError`. Another one is expected
+        in `ready_in` seconds.
         """
-        self._death = reason
-        self._next_ready = time.monotonic() + ready_in
-        if self._channel is not None and self._channel.stats is not None:
-            self.past_stats.append(self._channel.stats)
-        self._channel = None
-        self._fail_open()
+        self.replicas[replica].on_engine_lost(reason, ready_in=ready_in)
+        self._resize()
 
-    def on_engine_failed(self, reason: str) -> None:
-        """The engine stays dead."""
-        self.failed.set_result(reason)
+    def on_engine_failed(self, replica: int, reason: str) -> None:
+        """An engine stays dead."""
+        self.replicas[replica].on_engine_failed(reason)
+        if all(each.has_failed for each in self.replicas):
+            self.failed.set_result(reason)
 
     def stop(self, reason: str = "the engine was stopped") -> None:
         """Take no more requests; every open one ends with `EngineDeadError`."""
-        self._is_stopped = True
-        self._death = reason
-        self._fail_open()
+        self._stopped = reason
+        for replica in self.replicas:
+            replica.fail_open(reason)
 
-    def receive(self, steps: Sequence[wire.StepOutputs]) -> None:
-        """Take the steps that have arrived together; each sequence gets what they brought it in one
-        go.
+    def _resize(self) -> None:
+        """Admit what the engines that run have room for."""
+        infos = [
+            replica.info for replica in self.replicas if replica.alive and replica.info is not None
+        ]
+        if infos:
+            self.admission.resize(
+                max_running=sum(info.max_num_seqs * info.data_parallel_size for info in infos),
+                pool_tokens=sum(
+                    info.num_kv_blocks * info.block_size * info.data_parallel_size for info in infos
+                ),
+            )
+
+    def _place(self, request: GenerateRequest, *, named: int | None) -> tuple[Replica, int]:
+        """Where a request costs least, or the replica it names, and how many tokens of its prompt
+        that one has to compute, as far as is known here. Errors: `UnavailableError`,
+        `EngineDeadError` for a named one that does not run.
         """
-        for step in steps:
-            for sequence_id, at in step.admitted:
-                generation = self._open.get(sequence_id)
-                if generation is not None:
-                    self.admission.start(sequence_id)
-                    generation.started(at)
-            if self.on_steps is not None:
-                self.on_steps(step.step_tokens)
-        for update in steps[0].updates if len(steps) == 1 else _merged(steps):
-            generation = self._open.get(update.request_id)
-            if generation is not None:
-                generation.push(update)
-
-    def _fail_open(self) -> None:
-        """End every open request: the engine is gone."""
-        open_requests, self._open = self._open, {}
-        now = time.monotonic()
-        for sequence_id in open_requests:
-            self.admission.leave(sequence_id, now=now)
-        for generation in dict.fromkeys(open_requests.values()):
-            generation.fail(EngineDeadError(self._death, code="engine_dead"))
-
-
-def _merged(steps: Sequence[wire.StepOutputs]) -> Iterable[SequenceUpdate]:
-    """One update for each sequence."""
-    merged: dict[str, SequenceUpdate] = {}
-    for step in steps:
-        for update in step.updates:
-            earlier = merged.get(update.request_id)
-            merged[update.request_id] = update if earlier is None else joined(earlier, update)
-    return merged.values()
+        if len(self.replicas) == 1:
+            return self.replicas[0], 0  # there is nothing to compare
+        running = [replica for replica in self.replicas if replica.alive]
+        possible = [replica for replica in running if replica.silence is None] or running
+        if named is not None:
+            possible = [self.replicas[named]]
+            if not possible[0].alive:
+                raise possible[0].unavailable()
+        num_tokens, info = len(request.prompt_token_ids), self.info
+        tags = []
+        if self._options.enable_prefix_caching:
+            tags = tags_of(request, block_size=info.block_size)
+        own = [
+            num_tokens - info.block_size * self._prefixes.matches(tags, replica.index)
+            for replica in possible
+        ]
+        costs = [
+            replica.load.cost(tokens, num_ranks=info.data_parallel_size)
+            for replica, tokens in zip(possible, own, strict=True)
+        ]
+        best = costs.index(min(costs))
+        self._prefixes.add(tags, possible[best].index)
+        return possible[best], own[best]

@@ -54,10 +54,17 @@ class Observer(Protocol):
 
 
 class Host(Protocol):
-    """The engine, as a generation needs it."""
+    """The engines, as a generation needs them."""
 
-    def enter(self, generation: OpenRequest, requests: Sequence[GenerateRequest]) -> None:
-        """Take the sequences of a request in. Errors: `OverloadedError`, `UnavailableError`."""
+    def enter(self, generation: OpenRequest, requests: Sequence[GenerateRequest]) -> Place:
+        """Take the sequences of a request in: where they run. Errors: `OverloadedError`,
+        `UnavailableError`.
+        """
+        ...
+
+
+class Place(Protocol):
+    """The engine that a generation is in."""
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         """Send sequences that were taken in to the engine."""
@@ -87,6 +94,7 @@ class OpenRequest:
         "_is_closed",
         "_is_paused",
         "_observer",
+        "_place",
         "_requests",
         "_streams",
         "_take",
@@ -96,6 +104,7 @@ class OpenRequest:
         "_waiting",
         "is_told_to_end",
         "owner",
+        "replica",
     )
 
     def __init__(
@@ -108,14 +117,16 @@ class OpenRequest:
         observer: Observer | None,
         interval: int = 1,
         owner: Owner = NOBODY,
+        replica: int | None = None,
     ) -> None:
         """Nothing happens before `first_output` or `run`. `streams` by the ids of `requests`;
-        `deadline`:
-        monotonic seconds.
+        `deadline`: monotonic seconds; `replica`: the only one that may answer it.
         """
         self.owner = owner
+        self.replica = replica
         self.is_told_to_end = False
         self._host = host
+        self._place: Place | None = None  # once it has begun
         self._requests = requests
         self._streams = dict(streams)  # those that go on
         self._deadline = deadline
@@ -199,7 +210,8 @@ class OpenRequest:
         self._take = None
         if self._timer is not None:
             self._timer.cancel()
-        self._host.leave(list(self._streams), abort=True)
+        if self._place is not None:
+            self._place.leave(list(self._streams), abort=True)
         if self._observer is not None and self._has_started:
             self._observer.ended(error)
 
@@ -254,9 +266,10 @@ class OpenRequest:
 
     def _hand(self, update: SequenceUpdate) -> None:
         _check_end(update)
+        assert self._place is not None
         if self._unsent:
             unsent, self._unsent = self._unsent, ()
-            self._host.submit(unsent)
+            self._place.submit(unsent)
         stream = self._streams.get(update.request_id)
         if stream is None or self._take is None:
             return  # an update that crossed with our abort
@@ -268,7 +281,7 @@ class OpenRequest:
         if stream.finished:
             del self._streams[update.request_id]
             # a stop string: the engine does not know it yet
-            self._host.leave([update.request_id], abort=update.finish_reason is None)
+            self._place.leave([update.request_id], abort=update.finish_reason is None)
         if self._observer is not None:
             self._observer.gained(output)
         if self._interval > 1:
@@ -297,8 +310,8 @@ class OpenRequest:
         if self._has_started:
             return
         self._has_started = True
-        self._host.enter(self, self._requests)
-        self._host.submit(self._requests[:1])
+        self._place = self._host.enter(self, self._requests)
+        self._place.submit(self._requests[:1])
         self._unsent = self._requests[1:]
         if self._deadline is not None:
             error = RequestTimeoutError(

@@ -1,5 +1,5 @@
-"""The engine's life: started for the server processes in front of it, watched, started again when
-it dies, stopped.
+"""The engines' life: started for the server processes in front of them, watched, started again when
+they die, stopped.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import contextlib
 import dataclasses
 import signal
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -19,6 +21,7 @@ from negamax.base.parent_watch import ParentPulse
 from negamax.config.options import EngineOptions
 from negamax.engine.client.connection import ENGINE_MODULE, EngineAddress, EngineConnection
 from negamax.engine.client.engine_client import AsyncEngine
+from negamax.engine.client.replica_options import check_same_device, replica_options
 from negamax.engine.client.restarts import RestartPolicy, Supervision
 from negamax.engine.wire import AbortServer, ModelInfo
 from negamax.scheduler import crash_details
@@ -28,47 +31,42 @@ logger = get_logger(__name__)
 
 
 class EngineListener(Protocol):
-    """Whoever passes on to the other server processes what becomes of the engine."""
+    """Whoever passes on to the other server processes what becomes of the engines."""
 
-    def on_engine_ready(self, address: EngineAddress, info: ModelInfo) -> None:
+    def on_engine_ready(self, replica: int, address: EngineAddress, info: ModelInfo) -> None:
         """An engine waits for requests."""
 
-    def on_engine_lost(self, reason: str, *, ready_in: float) -> None:
+    def on_engine_lost(self, replica: int, reason: str, *, ready_in: float) -> None:
         """It is gone; another one is expected in so many seconds."""
 
-    def on_engine_failed(self, reason: str) -> None:
+    def on_engine_failed(self, replica: int, reason: str) -> None:
         """It stays dead."""
 
 
+@dataclass(frozen=True)
+class _Servers:
+    """What the engines have in front of them."""
+
+    engine: AsyncEngine  # the client of this process
+    count: int
+    listener: EngineListener | None
+    parent: ParentPulse | None
+    supervision: Supervision
+    module: str  # what an engine process runs
+
+
 class EngineSupervisor:
-    """An engine process and this process's client of it. Single writer: the event loop it was
-    started on.
+    """The engine processes of a server, one for each replica, and this process's client of them.
+    Single writer: the event loop it was started on.
     """
 
-    def __init__(
-        self,
-        engine: AsyncEngine,
-        options: EngineOptions,
-        *,
-        supervision: Supervision,
-        module: str,
-        num_servers: int,
-        listener: EngineListener | None,
-        parent: ParentPulse | None,
-    ) -> None:
+    def __init__(self, options: EngineOptions, servers: _Servers) -> None:
         """Use `start` or `run`."""
-        self.engine = engine
-        self._options = options
-        self._supervision = supervision
-        self._module = module
-        self._num_servers = num_servers
-        self._listener = listener
-        self._parent = parent
-        self._connection: EngineConnection | None = None
-        self._start_seconds = 0.0  # that the last start took
-        self._task: asyncio.Task[None] | None = None
-        described = dataclasses.asdict(options)
-        self._crash_dumps = CrashDumps(options.crash_dump_dir, part="server", options=described)
+        self.engine = servers.engine
+        self._engines = [
+            _SupervisedEngine(replica, of_replica, visible=visible, servers=servers)
+            for replica, (of_replica, visible) in enumerate(replica_options(options))
+        ]
 
     @classmethod
     async def start(cls, options: EngineOptions) -> EngineSupervisor:
@@ -89,32 +87,74 @@ class EngineSupervisor:
         listener: EngineListener | None = None,
         parent: ParentPulse | None = None,
     ) -> EngineSupervisor:
-        """Spawn an engine process for `options` and wait until it can serve `engine`, and the
-        clients of `num_servers` - 1 others behind `listener`. `module` is what the process runs; it
-        ends this process, too, where the pulse of `parent`, which is this process, stands still.
-        Errors: `ConfigError` and its kin, with the message of whatever refused to start; nothing is
-        left running then."""
-        supervisor = cls(
-            engine,
-            options,
-            supervision=supervision,
-            module=module,
-            num_servers=num_servers,
-            listener=listener,
-            parent=parent,
-        )
-        await supervisor._connect()
-        supervisor._task = asyncio.create_task(supervisor._supervise())
+        """Spawn the engine processes for `options` and wait until all of them can serve `engine`,
+        and the clients of `num_servers` - 1 others behind `listener`. `module` is what a process
+        runs; it ends this process, too, where the pulse of `parent`, which is this process, stands
+        still. Errors: `ConfigError` and its kin, with the message of whatever refused to start;
+        nothing is left running then."""
+        servers = _Servers(engine, num_servers, listener, parent, supervision, module)
+        supervisor = cls(options, servers)
+        starts = [asyncio.create_task(each.start()) for each in supervisor._engines]
+        try:
+            await asyncio.gather(*starts)
+            check_same_device([replica.info for replica in engine.replicas])
+        except BaseException:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+            await supervisor.shutdown()
+            raise
         return supervisor
 
     def on_server_lost(self, server: int) -> None:
         """A server process is gone: its requests end."""
-        if self._connection is not None:
-            self._connection.channel.send(AbortServer(server))
+        for replica in self.engine.replicas:
+            replica.send(AbortServer(server))
 
     async def shutdown(self) -> None:
-        """Stop the engine process; every request that is still open ends with `EngineDeadError`."""
+        """Stop the engine processes; every request that is still open ends with
+        `EngineDeadError`.
+        """
         self.engine.stop()
+        await asyncio.gather(*(each.shutdown() for each in self._engines))
+
+
+class _SupervisedEngine:
+    """The engine process of one replica, and those that follow it. Single writer: the event
+    loop.
+    """
+
+    def __init__(
+        self,
+        replica: int,
+        options: EngineOptions,
+        *,
+        visible: Mapping[str, str],
+        servers: _Servers,
+    ) -> None:
+        """`visible`: environment variables of the process that say which GPUs are its own."""
+        self._replica = replica
+        self._options = options
+        self._visible = visible
+        self._servers = servers
+        self._client = servers.engine.replicas[replica]
+        self._connection: EngineConnection | None = None
+        self._start_seconds = 0.0  # that the last start took
+        self._task: asyncio.Task[None] | None = None
+        # in messages, where there are several
+        self._name = f"replica {replica}: " if options.num_replicas > 1 else ""
+        described = dataclasses.asdict(options)
+        self._crash_dumps = CrashDumps(options.crash_dump_dir, part="server", options=described)
+
+    async def start(self) -> None:
+        """Start a process, wait until it serves, and supervise it from then on. Errors: those of
+        `EngineSupervisor.run`; nothing is left running then.
+        """
+        await self._connect()
+        self._task = asyncio.create_task(self._supervise())
+
+    async def shutdown(self) -> None:
+        """Stop the process."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -123,17 +163,18 @@ class EngineSupervisor:
             await self._connection.close(kill=False)
 
     async def _connect(self) -> None:
-        """Start a process and wait until it serves. Errors: those of `run`; nothing is left running
-        then.
+        """Start a process and wait until it serves. Errors: those of `start`; nothing is left
+        running then.
         """
-        started = time.monotonic()
+        servers, started = self._servers, time.monotonic()
         connection = EngineConnection(
             self._options,
-            num_servers=self._num_servers,
-            receive=self.engine.receive,
-            hang_seconds=self._supervision.hang_timeout,
-            module=self._module,
-            parent=self._parent,
+            num_servers=servers.count,
+            receive=self._client.receive,
+            hang_seconds=servers.supervision.hang_timeout,
+            module=servers.module,
+            parent=servers.parent,
+            variables=self._visible,
         )
         try:
             info = await connection.handshake()
@@ -142,20 +183,20 @@ class EngineSupervisor:
             raise
         self._start_seconds = time.monotonic() - started
         self._connection = connection
-        self.engine.on_engine_ready(connection.channel, info)
-        if self._listener is not None:
-            self._listener.on_engine_ready(connection.address, info)
+        servers.engine.on_engine_ready(self._replica, connection.channel, info)
+        if servers.listener is not None:
+            servers.listener.on_engine_ready(self._replica, connection.address, info)
 
     async def _supervise(self) -> None:
         """Wait for the engine's end, again and again: fail what was open, start it anew, or give
         up.
         """
-        policy = RestartPolicy(self._supervision)
+        servers, policy = self._servers, RestartPolicy(self._servers.supervision)
         assert self._connection is not None
-        reason = await asyncio.shield(self._connection.ended)
+        reason = self._name + await asyncio.shield(self._connection.ended)
         while True:
             pause = policy.died(time.monotonic())
-            open_requests = self.engine.open_requests()
+            open_requests = self._client.open_requests()
             self._lost(reason, ready_in=self._start_seconds + (pause or 0.0))
             await asyncio.to_thread(self._dump_crash, reason, open_requests)
             await asyncio.shield(self._connection.close(kill=True))
@@ -166,19 +207,19 @@ class EngineSupervisor:
             try:
                 await self._connect()
             except Exception as error:
-                reason = f"the engine does not start: {error}"
+                reason = f"{self._name}the engine does not start: {error}"
                 continue
-            logger.warning("the engine runs again after %.1f s", self._start_seconds)
-            reason = await asyncio.shield(self._connection.ended)
+            logger.warning("%sthe engine runs again after %.1f s", self._name, self._start_seconds)
+            reason = self._name + await asyncio.shield(self._connection.ended)
         logger.error("%s; it is not started again", reason)
-        self.engine.on_engine_failed(reason)
-        if self._listener is not None:
-            self._listener.on_engine_failed(reason)
+        servers.engine.on_engine_failed(self._replica, reason)
+        if servers.listener is not None:
+            servers.listener.on_engine_failed(self._replica, reason)
 
     def _dump_crash(self, reason: str, open_requests: list[GenerateRequest]) -> None:
         """Write down what is known here of an engine that is gone; a killed one says nothing."""
-        connection = self._connection
-        assert connection is not None
+        connection, info = self._connection, self._client.info
+        assert connection is not None and info is not None
 
         def details() -> dict[str, Any]:
             code = connection.exit_code
@@ -186,15 +227,17 @@ class EngineSupervisor:
             return {
                 "exit_code": code,
                 "signal": signal.Signals(-code).name if code is not None and code < 0 else None,
-                "info": msgspec.structs.asdict(self.engine.info),
+                "replica": self._replica,
+                "info": msgspec.structs.asdict(info),
                 "stats": None if stats is None else msgspec.structs.asdict(stats),
-                "restart_count": self.engine.restart_count,
+                "restart_count": self._client.restart_count,
                 "requests": list(map(crash_details.of_request, open_requests)),
             }
 
         self._crash_dumps.write(reason, details=details)
 
     def _lost(self, reason: str, *, ready_in: float) -> None:
-        self.engine.on_engine_lost(reason, ready_in=ready_in)
-        if self._listener is not None:
-            self._listener.on_engine_lost(reason, ready_in=ready_in)
+        servers = self._servers
+        servers.engine.on_engine_lost(self._replica, reason, ready_in=ready_in)
+        if servers.listener is not None:
+            servers.listener.on_engine_lost(self._replica, reason, ready_in=ready_in)

@@ -19,7 +19,7 @@ from negamax.base.log import get_logger
 from negamax.engine.core.executor import Executor, StepHandle
 from negamax.engine.core.rank_watch import RankWatch
 from negamax.engine.grammar.manager import GrammarManager, RequestGrammar
-from negamax.engine.wire import EngineStats, StepOutputs
+from negamax.engine.wire import EngineStats, RankStats, StepOutputs
 from negamax.scheduler import crash_details
 from negamax.scheduler.group import GroupScheduler
 from negamax.scheduler.request import GenerateRequest
@@ -175,6 +175,30 @@ class EngineLoop:
             num_accepted_tokens=sum(accepted),
             accepted_per_position=tuple(accepted),
             prefill_tokens=self._prefill_tokens,
+            ranks=self._rank_stats() if len(ranks) > 1 else (),
+        )
+
+    def _rank_stats(self) -> tuple[RankStats, ...]:
+        """Of each data-parallel rank; what is on none yet waits at the first."""
+        ranks = self._scheduler.ranks
+        on_none = self._scheduler.num_waiting - sum(rank.num_waiting for rank in ranks)
+        on_none += self._grammars.num_opening
+        return tuple(
+            RankStats(
+                num_running=rank.num_running,
+                num_waiting=rank.num_waiting + (0 if number else on_none),
+                num_kv_blocks=rank.limits.num_blocks,
+                num_free_kv_blocks=rank.num_free_blocks,
+                step_count=self._step_count,
+                preemption_count=rank.preemption_count,
+                prompt_tokens=rank.prompt_tokens,
+                cached_prompt_tokens=rank.cached_prompt_tokens,
+                generated_tokens=rank.generated_tokens,
+                num_drafts=rank.draft_rows,
+                num_draft_tokens=rank.draft_tokens,
+                num_accepted_tokens=sum(rank.accepted_per_position),
+            )
+            for number, rank in enumerate(ranks)
         )
 
     def run_debug_command(self, name: str, argument: int = 0) -> DebugResult:

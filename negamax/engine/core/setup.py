@@ -88,6 +88,7 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        num_replicas=options.num_replicas,
         block_size=block_size,
         num_kv_blocks=options.num_kv_blocks,
         kv_cache_memory=options.kv_cache_memory,
@@ -95,7 +96,8 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
         cudagraph_size=0
         if options.enforce_eager
         else min(options.max_cudagraph_capture_size or max_num_seqs, max_num_seqs),
-        num_threads=options.num_threads or default_threads(layout.world_size),
+        num_threads=options.num_threads
+        or default_threads(layout.world_size * options.num_replicas),
         seed=options.seed,
         show_progress=options.show_progress,
         crash_dump_dir=options.crash_dump_dir,
@@ -143,7 +145,7 @@ def _scheduler(
     options: EngineOptions, config: WorkerConfig, ready: WorkerReady, *, max_model_len: int
 ) -> GroupScheduler:
     speculation = config.speculation
-    num_ranks = 1 if options.script else config.layout.dp
+    num_ranks = _num_dp_ranks(options, config)
     limits = SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -166,6 +168,11 @@ def _scheduler(
         AdaptiveDraftLength(speculation.lengths, ready.step_seconds) for _ in range(num_ranks)
     ]
     return GroupScheduler(limits, lengths)
+
+
+def _num_dp_ranks(options: EngineOptions, config: WorkerConfig) -> int:
+    """Data-parallel ranks; a script has one."""
+    return 1 if options.script else config.layout.dp
 
 
 def _find_device(name: str) -> tuple[str, int | None]:
@@ -202,6 +209,7 @@ def _model_info(
         max_num_seqs=config.max_num_seqs,
         block_size=config.block_size,
         num_kv_blocks=ready.num_kv_blocks,
+        data_parallel_size=_num_dp_ranks(options, config),
         device=ready.device,
         dtype=ready.dtype,
         memory=ready.memory_summary,

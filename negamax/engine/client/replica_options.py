@@ -1,0 +1,52 @@
+"""What each of several replicas is started with: options, and GPUs of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from negamax.base.errors import ConfigError
+from negamax.config.options import EngineOptions
+from negamax.engine.wire import ModelInfo
+from negamax.parallel.layout import ParallelLayout
+from negamax.planner.gpus import visible_devices
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def replica_options(options: EngineOptions) -> list[tuple[EngineOptions, Mapping[str, str]]]:
+    """For each replica its options, and variables of its environment: the GPUs that this process
+    sees are given out in their order. Errors: `ConfigError` where they are too few.
+    """
+    count = options.num_replicas
+    if count == 1:
+        return [(options, {})]
+    # one of them is enough to show how far loading is
+    quiet = dataclasses.replace(options, show_progress=False)
+    each = [options, *[quiet] * (count - 1)]
+    num_ranks = ParallelLayout.of(options.parallel).world_size
+    needed = num_ranks * count
+    devices = None if options.device == "cpu" or options.script else visible_devices()
+    if options.device == "cpu" or options.script or devices == []:
+        return [(one, {}) for one in each]
+    if devices is None:  # whoever has no such GPU looks for other ones, or finds none
+        devices = [str(number) for number in range(needed)]
+    if len(devices) < needed:
+        raise ConfigError(
+            f"--num-replicas is {count}, of {num_ranks} GPUs each; {len(devices)} are there",
+            hint=f"use --num-replicas {max(1, len(devices) // num_ranks)}"
+            + (", or --device cpu" if len(devices) < num_ranks else ""),
+        )
+    shares = [devices[first : first + num_ranks] for first in range(0, needed, num_ranks)]
+    return [(one, {_VISIBLE: ",".join(share)}) for one, share in zip(each, shares, strict=True)]
+
+
+def check_same_device(infos: Sequence[ModelInfo | None]) -> None:
+    """Refuse replicas of which some found a GPU and others none. Errors: `ConfigError`."""
+    kinds = [info.device.partition(":")[0] for info in infos if info is not None]
+    if len(set(kinds)) > 1:
+        raise ConfigError(
+            f"--num-replicas is {len(kinds)}, and the replicas run on {', '.join(kinds)}: there "
+            "are not GPUs enough",
+            hint="use fewer replicas, or --device",
+        )
