@@ -134,11 +134,7 @@ def replicas(value: Any, line: Mapping[str, str]) -> Translation:
         return Translation()
     if "enable_dp_attention" in line:
         return attention_data_parallel(value, line)
-    return Translation(
-        refusal="a server has one engine",
-        remedy="use --data-parallel-size for ranks that share the experts, or start one server per "
-        "group of GPUs (CUDA_VISIBLE_DEVICES)",
-    )
+    return Translation((("--num-replicas", str(value)),))
 
 
 def local_ranks(value: Any, line: Mapping[str, str]) -> Translation:

@@ -235,6 +235,8 @@ def test_keys_add_up_and_are_not_shown(explained: Any, monkeypatch: pytest.Monke
         ("nano --tp 8 --attn-dp-size 4", "data-parallel-size", "4"),
         ("nano --tp 8 --attn-dp-size 4", "tensor-parallel-size", "2"),
         ("nano --enable-dp-attention --dp-size 4 --tp-size 4", "tensor-parallel-size", "1"),
+        ("nano --dp-size 4 --tp-size 4", "num-replicas", "4"),
+        ("nano --dp-size 4 --tp-size 4", "tensor-parallel-size", "4"),
     ],
 )
 def test_values_and_names_of_other_servers(
@@ -254,7 +256,6 @@ def test_values_and_names_of_other_servers(
         ),
         ("--hf-overrides.rope_theta 1", "edit config.json"),
         ("-pcp 2", "use --tensor-parallel-size"),
-        ("--dp-size 2", "CUDA_VISIBLE_DEVICES"),
         ("--attn-dp-size 4 --tp 6", "which is 6 (use --tensor-parallel-size 4"),
         ("--attn-dp-size 2", "which is 1 (use --tensor-parallel-size 2"),
         ("--data-parallel-size 4 --data-parallel-size-local 2", "runs on one machine"),

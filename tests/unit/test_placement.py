@@ -1,4 +1,6 @@
-"""Which replica a request goes to: load, prompts seen before, pins, and engines that come and go."""
+"""Which replica a request goes to: load, prompts seen before, pins, and engines that come and
+go.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from typing import Any, cast
 import pytest
 from msgspec.structs import replace
 
-from negamax.base.errors import EngineDeadError, UnavailableError
+from negamax import LLM
+from negamax.base.errors import ConfigError, EngineDeadError, UnavailableError
 from negamax.base.shared_numbers import SharedNumbers
 from negamax.config.options import EngineOptions
 from negamax.engine import wire
@@ -19,6 +22,7 @@ from negamax.engine.client.connection import EngineChannel
 from negamax.engine.client.engine_client import AsyncEngine, SharedQueue
 from negamax.engine.client.open_request import OpenRequest
 from negamax.engine.client.placement import NUM_COLUMNS, PrefixTable, ReplicaLoad, tags_of
+from negamax.engine.client.replica_options import check_same_device, replica_options
 from negamax.engine.wire import EngineStats, RankStats
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.scheduler import ROW_COST
@@ -63,13 +67,16 @@ def run(engine: AsyncEngine, replica: int, channel: Channel, *, ranks: int = 1) 
 
 
 def ask(
-    engine: AsyncEngine, tokens: Sequence[int], name: str, *, rank: int | None = None, salt: str = ""
+    engine: AsyncEngine,
+    tokens: Sequence[int],
+    name: str,
+    *,
+    rank: int | None = None,
 ) -> tuple[OpenRequest, int]:
     """A request that has been sent, and the replica it went to."""
     request = engine.generate(
-        tokens, SamplingParams(max_tokens=8), request_id=name, cache_salt=salt,
-        data_parallel_rank=rank,
-    )  # fmt: skip
+        tokens, SamplingParams(max_tokens=8), request_id=name, data_parallel_rank=rank
+    )
     place = engine.enter(request, request.requests)
     request._place, request._has_started = place, True
     place.submit(request.requests)
@@ -109,7 +116,7 @@ def test_load_is_what_all_server_processes_have_sent_and_not_yet_ended() -> None
     assert mine.cost(0, num_ranks=1) == (0, 440)
 
 
-def test_prefixes_are_found_by_whatever_process_and_forgotten(tmp_path: Path) -> None:
+def test_prefixes_are_found_by_whatever_process_and_discarded(tmp_path: Path) -> None:
     here, there = (SharedQueue.of(2, num_servers=2, folder=tmp_path).prefixes for _ in range(2))
     table, theirs = PrefixTable(here), PrefixTable(there)
     for one in (table, theirs):
@@ -132,7 +139,7 @@ def test_prefixes_are_found_by_whatever_process_and_forgotten(tmp_path: Path) ->
     assert table.matches(tags([1, *long]), 1) == 0
     assert table.matches(tags(long, salt="other"), 1) == 0
     assert table.matches(tags(long), 0) == 0
-    table.forget(1)
+    table.discard(1)
     assert theirs.matches(tags(long), 1) == 0
     # no more is remembered than a cache holds
     table.resize(0, num_blocks=8)
@@ -282,3 +289,48 @@ def test_abort_of_a_servers_requests_reaches_all_replicas() -> None:
         assert engine.abort(lambda owner: True) == 0
 
     in_loop(scene)
+
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def given_out(monkeypatch: pytest.MonkeyPatch, variable: str | None, **options: Any) -> list[str]:
+    """The GPUs of each replica, on a machine without NVIDIA's driver."""
+    monkeypatch.setenv("PATH", "")
+    if variable is None:
+        monkeypatch.delenv(VISIBLE, raising=False)
+    else:
+        monkeypatch.setenv(VISIBLE, variable)
+    found = replica_options(EngineOptions(model="nano", **options))
+    assert [one.show_progress for one, _ in found] == [True] + [False] * (len(found) - 1)
+    return [variables.get(VISIBLE, "-") for _, variables in found]
+
+
+def test_each_replica_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    assert given_out(monkeypatch, None, num_replicas=3) == ["0", "1", "2"]
+    assert given_out(monkeypatch, None, num_replicas=2, **sizes) == ["0,1,2,3", "4,5,6,7"]
+    assert given_out(monkeypatch, "GPU-b, GPU-a,7", num_replicas=2) == ["GPU-b", "GPU-a"]
+    assert given_out(monkeypatch, "3,1", num_replicas=1) == ["-"]
+    assert given_out(monkeypatch, "3,1", num_replicas=3, device="cpu") == ["-"] * 3
+    assert given_out(monkeypatch, "", num_replicas=3) == ["-"] * 3  # the CPU, then
+    with pytest.raises(ConfigError) as refused:
+        given_out(monkeypatch, "0,1,2,3,4,5,6", num_replicas=2, tensor_parallel_size=4)
+    assert "is 2, of 4 GPUs each; 7 are there" in refused.value.message
+    assert refused.value.hint == "use --num-replicas 1"
+
+
+def test_replicas_on_unlike_devices_are_refused() -> None:
+    known = info()
+    check_same_device([known, replace(known, device="cpu"), None])
+    check_same_device([replace(known, device=f"cuda:{number}") for number in range(2)])
+    with pytest.raises(ConfigError, match="the replicas run on cuda, cpu"):
+        check_same_device([replace(known, device="cuda:0"), replace(known, device="cpu")])
+
+
+@pytest.mark.parametrize("count", [0, -1, 65])
+def test_number_of_replicas_has_limits(count: int) -> None:
+    with pytest.raises(ConfigError, match=f"--num-replicas is {count}; allowed: 1 to 64"):
+        EngineOptions(model="nano", num_replicas=count)
+    with pytest.raises(ConfigError, match="--num-replicas is 2, and this is one engine"):
+        LLM("nano", num_replicas=2)

@@ -6,8 +6,6 @@ the JSON, None is `null`.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
@@ -116,12 +114,12 @@ class ModelList(Struct, frozen=True, kw_only=True):
 
 
 class ReplicaHealth(Struct, frozen=True):
-    replica: int
-    status: Literal["ok", "silent", "restarting", "failed"]  # failed: it is not started again
+    replica: int  # its number, from 0
+    status: str  # `ok`, `silent`, `restarting`, or `failed`: it is not started again
 
 
 class HealthAnswer(Struct, frozen=True):
-    status: Literal["ok", "degraded"]  # degraded: some replica does not answer
+    status: str  # `ok`, or `degraded`: some replica does not answer
     replicas: list[ReplicaHealth] | UnsetType = UNSET  # of a server that has several
 
 

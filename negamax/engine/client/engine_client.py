@@ -295,7 +295,7 @@ class AsyncEngine:
         self.check_alive()
         for replica in self.replicas:
             replica.send(wire.ResetPrefixCache())
-            self._prefixes.forget(replica.index)
+            self._prefixes.discard(replica.index)
 
     def on_engine_ready(self, replica: int, channel: EngineChannel, info: wire.ModelInfo) -> None:
         """An engine is there."""
@@ -303,7 +303,7 @@ class AsyncEngine:
         num_blocks = info.num_kv_blocks * info.data_parallel_size
         self._prefixes.resize(replica, num_blocks=num_blocks)
         if self._index == 0:  # for all server processes
-            self._prefixes.forget(replica)
+            self._prefixes.discard(replica)
         infos = [each.info for each in self.replicas if each.info is not None]
         self.info = msgspec.structs.replace(
             infos[0],

@@ -91,7 +91,7 @@ class PrefixTable:
         """The replica's cache has so many blocks."""
         self._num_blocks[replica] = max(1, min(num_blocks, MAX_BLOCKS))
 
-    def forget(self, replica: int) -> None:
+    def discard(self, replica: int) -> None:
         """Its cache is empty."""
         self._tags[replica][:] = [0.0] * MAX_BLOCKS
 

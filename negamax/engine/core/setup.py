@@ -96,8 +96,7 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
         cudagraph_size=0
         if options.enforce_eager
         else min(options.max_cudagraph_capture_size or max_num_seqs, max_num_seqs),
-        num_threads=options.num_threads
-        or default_threads(layout.world_size * options.num_replicas),
+        num_threads=_num_threads(options, layout),
         seed=options.seed,
         show_progress=options.show_progress,
         crash_dump_dir=options.crash_dump_dir,
@@ -215,6 +214,11 @@ def _model_info(
         memory=ready.memory_summary,
         speculation=config.speculation,
     )
+
+
+def _num_threads(options: EngineOptions, layout: ParallelLayout) -> int:
+    """CPU threads per rank, of all engines on this machine."""
+    return options.num_threads or default_threads(layout.world_size * options.num_replicas)
 
 
 def default_threads(num_ranks: int) -> int:
