@@ -120,12 +120,7 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
         grammars.shutdown()
         raise
     ready = executor.ready
-    logger.info("%s; %s on %s; %d KV blocks of %d tokens", ready.load_summary, ready.dtype,
-        ready.device,
-                ready.num_kv_blocks, block_size)  # fmt: skip
-    if ready.memory_summary:
-        logger.info("%s", ready.memory_summary)
-    logger.debug("kernels:\n%s", ready.kernels)
+    _log_ready(ready, block_size=block_size)
     max_model_len = _cached_context_length(max_model_len, ready.num_kv_blocks * block_size)
     scheduler = _scheduler(options, config, ready, max_model_len=max_model_len)
     info = _model_info(options, source, config, ready, max_model_len=max_model_len)
@@ -138,6 +133,14 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
         crash_dumps=CrashDumps(options.crash_dump_dir, part="engine", options=asdict(options)),
     )
     return loop, info
+
+
+def _log_ready(ready: WorkerReady, *, block_size: int) -> None:
+    summary = f"{ready.load_summary}; {ready.dtype} on {ready.device}"
+    logger.info("%s; %d KV blocks of %d tokens", summary, ready.num_kv_blocks, block_size)
+    if ready.memory_summary:
+        logger.info("%s", ready.memory_summary)
+    logger.debug("kernels:\n%s", ready.kernels)
 
 
 def _scheduler(
