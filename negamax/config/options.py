@@ -13,7 +13,7 @@ from negamax.base import log
 from negamax.base.errors import ConfigError
 from negamax.config.key_file import check_keys
 from negamax.config.parallel import ALL2ALL_BACKENDS, ParallelOptions
-from negamax.config.speculation import SpeculationConfig
+from negamax.config.speculation import EAGLE3, SpeculationConfig
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 SOURCES = ("auto", "huggingface", "modelscope")
@@ -178,16 +178,16 @@ class EngineOptions:
         """Who guesses tokens ahead; None: nobody. Errors: `ConfigError`."""
         if not self.speculative_config:
             return None
-        if self.pipeline_parallel_size > 1:
-            raise ConfigError(
-                "--speculative-config is given, and --pipeline-parallel-size is "
-                f"{self.pipeline_parallel_size}: stages before the last do not learn which draft "
-                "tokens are right",
-                hint="use --tensor-parallel-size instead of it, or generate without drafts",
-            )
-        return SpeculationConfig.read(
+        config = SpeculationConfig.read(
             self.speculative_config, tensor_parallel_size=self.tensor_parallel_size
         )
+        if self.pipeline_parallel_size > 1 and config.method == EAGLE3:
+            raise ConfigError(
+                "--speculative-config has method eagle3, and --pipeline-parallel-size is "
+                f"{self.pipeline_parallel_size}: the draft reads layers of several stages",
+                hint="use --tensor-parallel-size instead of it, or method ngram",
+            )
+        return config
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,11 @@ class ParallelContext:
         )
 
     @staticmethod
-    def gloo(layout: ParallelLayout, rendezvous: str) -> ParallelContext:
+    def gloo(
+        layout: ParallelLayout, rendezvous: str, *, has_drafts: bool = False
+    ) -> ParallelContext:
         """Meet the other ranks in the file `rendezvous`, which no other group has used, over gloo.
+        With draft tokens every pipeline stage hears of the samples.
 
         Every rank of the world must call this, with the same sizes. Errors: `EngineError` where
         they do not meet in time.
@@ -57,7 +60,9 @@ class ParallelContext:
             ranks: SingleRank() if len(ranks) == 1 else ProcessGroup(group)
             for ranks, group in _new_groups(layout, backend="gloo").items()
         }
-        links = PipelineLinks.connect(layout, backend="gloo", device=torch.device("cpu"))
+        links = PipelineLinks.connect(
+            layout, backend="gloo", device=torch.device("cpu"), has_drafts=has_drafts
+        )
         return ParallelContext._of(layout, groups, links)
 
     @staticmethod
@@ -70,6 +75,7 @@ class ParallelContext:
         max_tokens: int,
         max_rows: int,
         is_one_sided: bool = False,
+        has_drafts: bool = False,
     ) -> ParallelContext:
         """The same for ranks that each hold one GPU of this machine, `device`, which is the current
         one.
@@ -112,7 +118,7 @@ class ParallelContext:
                 )
                 peers, shared = connected or (None, None)
             groups[ranks] = ProcessGroup(group, peers=peers, shared=shared)
-        links = PipelineLinks.connect(layout, backend=backend, device=device)
+        links = PipelineLinks.connect(layout, backend=backend, device=device, has_drafts=has_drafts)
         return ParallelContext._of(layout, groups, links, control)
 
     @staticmethod

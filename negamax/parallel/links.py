@@ -72,21 +72,25 @@ class PipelineLinks:
 
     previous: Link | None = None  # None: this is the first stage
     next: Link | None = None  # None: this is the last stage
-    # On the last stage to the first one; there from the last one.
-    sampled: Link | None = None
+    # On the last stage to those that hear what it samples; there from the last one.
+    sampled: tuple[Link, ...] = ()
 
     @staticmethod
-    def connect(layout: ParallelLayout, *, backend: str, device: torch.device) -> PipelineLinks:
-        """Every rank of the world must call this. Errors: `EngineDeadError` where ranks do not
-        meet.
+    def connect(
+        layout: ParallelLayout, *, backend: str, device: torch.device, has_drafts: bool = False
+    ) -> PipelineLinks:
+        """What is sampled is for the first stage, or where there are draft tokens for all. Every
+        rank of the world must call this. Errors: `EngineDeadError` where ranks do not meet.
         """
         if layout.pp == 1:
             return PipelineLinks()
         made: dict[tuple[int, int], Link] = {}
         for place in range(layout.stage_size):
             ranks = layout.of_rank(place).pipeline_ranks
+            listeners = ranks[:-1] if has_drafts else ranks[:1]
             ways = [(*pair, 2) for pair in pairwise(ranks)]
-            for sender, receiver, kept in (*ways, (ranks[-1], ranks[0], 2 * layout.pp + 2)):
+            ways += [(ranks[-1], listener, 2 * layout.pp + 2) for listener in listeners]
+            for sender, receiver, kept in ways:
                 group = dist.new_group([sender, receiver], backend=backend)
                 if layout.rank in (sender, receiver):
                     peer = receiver if layout.rank == sender else sender
@@ -96,7 +100,11 @@ class PipelineLinks:
         links = PipelineLinks(
             None if layout.is_first_stage else made[ranks[at - 1], rank],
             None if layout.is_last_stage else made[rank, ranks[at + 1]],
-            made.get((ranks[-1], ranks[0])),
+            tuple(
+                made[ranks[-1], listener]
+                for listener in ranks[:-1]
+                if (ranks[-1], listener) in made
+            ),
         )
         links._open(layout, device)
         return links
@@ -109,7 +117,7 @@ class PipelineLinks:
         for link, sends in (
             (self.previous, False),
             (self.next, True),
-            (self.sampled, layout.is_last_stage),
+            *((link, layout.is_last_stage) for link in self.sampled),
         ):
             if link is not None and sends:
                 link.send(token)

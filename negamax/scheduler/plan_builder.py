@@ -56,6 +56,8 @@ class PlanBuilder:
         needs_sampling = [True] * len(self.slots)
         self.chunks.sort(key=lambda chunk: chunk[0] > 1)  # stable
         for count, samples, sequence in self.chunks:
+            if samples:
+                sequence.num_proposed = num_proposed
             self.sequences.append(sequence)
             self.slots.append(sequence.slot)
             num_scheduled.append(count)

@@ -68,7 +68,6 @@ class Scheduler:
         self.limits = limits
         self._arrivals = arrivals or Arrivals(limits)
         self._draft_length = draft_length or FixedDraftLength(limits.num_draft_tokens)
-        self._num_proposed = 0  # draft tokens that the latest plan has proposed
         self.preemption_count = 0
         self.prompt_tokens = 0  # of requests that were admitted
         self.cached_prompt_tokens = 0  # of these, taken from the prefix cache
@@ -170,6 +169,7 @@ class Scheduler:
             sequence = latest.sequences[row]
             latest.postponed.add(row)
             sequence.is_postponed = True
+            sequence.num_proposed = 0
             sequence.num_computed -= 1
             sequence.num_total -= 1
 
@@ -194,8 +194,8 @@ class Scheduler:
         builder = PlanBuilder(self.limits.max_num_batched_tokens, self.limits.chunk_length)
         num_drafts = 0
         if self.limits.num_draft_tokens:
-            num_drafts = self._draft_length.choose(len(self._running))
-        for sequence in self._plan_decodes(builder, min(num_drafts, self._num_proposed)):
+            num_drafts = self._draft_length.choose(self._turns.share(len(self._running)))
+        for sequence in self._plan_decodes(builder, num_drafts):
             if not builder.budget:
                 break
             builder.add_chunk(sequence)
@@ -216,7 +216,6 @@ class Scheduler:
             has_constrained=self._num_constrained > 0,
             num_proposed=num_drafts,
         )
-        self._num_proposed = num_drafts
         self._turns.planned(builder.sequences, plan.needs_sampling)
         self._in_flight.append(_UncommittedPlan(self._step_count, builder.sequences, set()))
         self._step_count += 1
@@ -359,7 +358,7 @@ class Scheduler:
 
     def _plan_decodes(self, builder: PlanBuilder, most_drafts: int) -> list[Sequence]:
         """One row for each running sequence with one token left to run, and up to `most_drafts`
-        draft tokens; returns those with more left, in order.
+        draft tokens, as many as were guessed; returns those with more left, in order.
 
         The budget suffices for all of them: a sequence is admitted only into a step in which every
         running one had a row and a token was left over. Drafts take what is left after a token for
@@ -367,9 +366,9 @@ class Scheduler:
         """
         prefills: list[Sequence] = []
         sequences, slots, num_postponed = builder.sequences, builder.slots, 0
-        spare = builder.budget - len(self._running) if most_drafts else 0
-        looks_ahead, all_draft = self.limits.num_draft_tokens > 1, self.limits.constrained_drafts
+        has_drafts, looks_ahead = (self.limits.num_draft_tokens > least for least in (0, 1))
         most_rows = self._turns.most_rows(self._running, builder.budget)
+        spare = builder.budget - min(len(self._running), most_rows) if most_drafts else 0
         # _grow may take sequences off the end, never one already passed
         for sequence in self._running:
             if sequence.is_postponed:
@@ -388,13 +387,14 @@ class Scheduler:
                 if not self._grow(sequence):
                     continue
                 builder.append_block(sequence)
-            # (nothing was proposed to follow a prompt that has not run)
-            may_draft = all_draft or not sequence.is_constrained
-            if spare > 0 and may_draft and total > sequence.prompt_len:
-                num_drafts = self._reserve_drafts(sequence, min(most_drafts, spare), builder)
-                builder.drafts[len(slots)] = num_drafts
-                spare -= num_drafts
-                total += num_drafts
+            if has_drafts:
+                wanted = min(most_drafts, spare, sequence.num_proposed)
+                if wanted > 0 and (self.limits.constrained_drafts or not sequence.is_constrained):
+                    num_drafts = self._reserve_drafts(sequence, wanted, builder)
+                    builder.drafts[len(slots)] = num_drafts
+                    spare -= num_drafts
+                    total += num_drafts
+                sequence.num_proposed = most_drafts
             sequence.num_computed = total
             sequence.num_total = total + 1
             if looks_ahead:
@@ -504,7 +504,7 @@ class Scheduler:
             sequence.num_cached_tokens = sequence.num_computed
             self.prompt_tokens += sequence.prompt_len
             self.cached_prompt_tokens += sequence.num_computed
-        sequence.is_postponed = False
+        sequence.is_postponed, sequence.num_proposed = False, 0
         sequence.slot = self._free_slots.pop()
         insort(self._running, sequence, key=by_order)
         return NewRow(

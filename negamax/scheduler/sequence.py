@@ -36,6 +36,7 @@ class Sequence:
         "num_committed",
         "num_computed",
         "num_indexed",
+        "num_proposed",
         "num_total",
         "order",
         "prompt_len",
@@ -90,6 +91,7 @@ class Sequence:
         self.index_at = NEVER  # computed tokens at which the next block is full
 
         self.known_at = 0  # the turn from which on a plan may need the token sampled last
+        self.num_proposed = 0  # draft tokens that were guessed behind the token sampled last
         self.drafts = (0, 0, 0)  # rows with drafts, their draft tokens, right ones
         self.was_admitted = False
         self.num_cached_tokens = 0  # at the first admission

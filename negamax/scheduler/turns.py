@@ -32,7 +32,11 @@ class Turns:
         if self._num_stages == 1:
             return budget
         generating = sum(each.num_total - each.num_computed == 1 for each in running)
-        return min(budget, -(-generating // self._num_stages))
+        return min(budget, self.share(generating))
+
+    def share(self, num_rows: int) -> int:
+        """Of `num_rows`, those of one plan."""
+        return -(-num_rows // self._num_stages)
 
     def most_slots(self, max_num_seqs: int, budget: int) -> int:
         """How many sequences may run, so that all get their turn in as many plans as there are

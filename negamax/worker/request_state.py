@@ -16,7 +16,7 @@ ends with an error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -123,13 +123,16 @@ class RequestState:
         self.num_computed_bound[[plan.slots[row] for row in postponed]] -= 1
         self._unverified[plan.slots] += plan.num_draft_tokens
 
-    def lower_bounds(self, plan: StepPlan, num_accepted: Mapping[int, int]) -> None:
+    def lower_bounds(
+        self, plan: StepPlan, num_accepted: Mapping[int, int], reassigned: Container[int] = ()
+    ) -> None:
         """Of the draft tokens of `plan` so many were right, by row; the others have not run. Slots
-        that have gone to other requests since are left alone.
+        that have gone to other requests since are left alone: those `reassigned`, and of a step
+        that is one of the last two, those that have no draft tokens yet.
         """
         for row, num_drafts in enumerate(plan.num_draft_tokens):
             slot = plan.slots[row]
-            if num_drafts and self._unverified[slot]:
+            if num_drafts and self._unverified[slot] and slot not in reassigned:
                 self.num_computed_bound[slot] -= num_drafts - num_accepted.get(row, 0)
                 self._unverified[slot] -= num_drafts
 

@@ -1,9 +1,11 @@
 """What a rank exchanges with other stages of the pipeline in a step: the residual stream that its
-layers begin with or leave, and the sampled tokens, which go from the last stage to the first.
+layers begin with or leave, and what became of the sampled rows, which goes from the last stage to
+the first: their tokens. With draft tokens it goes to all stages: how many of these were right, too,
+since that is where a row goes on, and what is guessed to follow.
 
-The first stage does not wait for the tokens of a step before it runs the next one, but before it
-runs a step whose rows they belong to (decision 42). A slot may have gone to another sequence
-meanwhile: its token is dropped.
+A stage does not wait for what comes of a step before it runs the next one, but before it runs a
+step whose rows it belongs to (decision 42). A slot may have gone to another sequence meanwhile:
+what came for the one before is dropped.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,27 +21,43 @@ from negamax.parallel.context import ParallelContext
 from negamax.parallel.links import Arrival
 from negamax.scheduler.step import StepPlan
 from negamax.worker.batch import SampleInputs
-from negamax.worker.device import indices
+from negamax.worker.device import HostTensor, indices, upload
 from negamax.worker.request_state import RequestState
+from negamax.worker.speculation import Verification
 
 
 @dataclass
 class _Expected:
-    """The tokens of a step on their way here. R rows."""
+    """What comes of a step is on its way here. S samples of R rows."""
 
-    slots: list[int]  # [R]
-    slots_device: Tensor  # [R] int64
-    positions: Tensor  # [R] int64
+    plan: StepPlan
+    slots: list[int]  # [S]
+    slots_device: Tensor  # [S] int64
+    positions: Tensor  # [S] int64
     reassigned: set[int] = field(default_factory=set)  # slots that have other sequences since
-    token_ids: Tensor | None = None  # [R] int64, once they are received
+    message: Tensor | None = None  # int64, once it is received: see `Stage.give_back`
     arrival: Arrival | None = None
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """How many draft tokens of a step were right, which has been taken in here."""
+
+    plan: StepPlan
+    verification: Verification
+    reassigned: set[int]  # slots that have other sequences since
 
 
 class Stage:
     """This rank's side of the exchange; a pipeline of one stage exchanges nothing."""
 
     def __init__(
-        self, context: ParallelContext, rows: RequestState, *, width: int, dtype: torch.dtype
+        self,
+        context: ParallelContext,
+        rows: RequestState,
+        *,
+        width: int,
+        dtype: torch.dtype,
     ) -> None:
         """Rows of the residual stream are `width` wide and in `dtype`."""
         layout = context.layout
@@ -46,12 +65,15 @@ class Stage:
         self._links, self._rows, self._num_stages = context.links, rows, layout.pp
         self._place, self._num_places = layout.tp_rank, layout.tp
         self._width, self._dtype = width, dtype
+        self._sampled: tuple[Tensor, Tensor | None] | None = None  # of the step that runs
         self._expected: deque[_Expected] = deque()
 
-    def begin(self, plan: StepPlan) -> None:
-        """Before `plan` is applied: on the first stage take in the tokens that its rows need."""
+    def begin(self, plan: StepPlan) -> list[Arrived]:
+        """Before `plan` is applied: take in what its rows need, and steps that are old; of those
+        with draft tokens, what became of these.
+        """
         if not self._expected:
-            return
+            return []
         assigned = {row.slot for row in plan.new_rows}
         needed = set(plan.slots) - assigned
         last = len(self._expected) - self._num_stages  # older ones are there: a step a stage
@@ -59,8 +81,8 @@ class Stage:
             step.reassigned |= assigned
             if not (needed - step.reassigned).isdisjoint(step.slots):
                 last = max(last, number + 1)
-        for _ in range(last):
-            self._take_in(self._expected.popleft())
+        arrived = [self._take_in(self._expected.popleft()) for _ in range(last)]
+        return [each for each in arrived if each is not None]
 
     def receive(self, num_tokens: int, out: Tensor | None = None) -> Tensor | None:
         """This rank's part of the stream that enters the stage, [num_tokens, width], at the front
@@ -93,50 +115,95 @@ class Stage:
         if self._links.next is not None and len(part):
             self._links.next.send(part.clone())
 
-    def expect(self, inputs: SampleInputs) -> None:
+    def expect(self, plan: StepPlan, inputs: SampleInputs) -> None:
         """The last stage will sample these rows of the step that was just sent."""
-        if self.is_first and inputs.slots:
+        if self._links.sampled and inputs.slots:
             places = inputs.slots_device.clone(), inputs.positions_device.clone()
-            self._expected.append(_Expected(inputs.slots, *places))
+            self._expected.append(_Expected(plan, inputs.slots, *places))
 
-    def give_back(self, token_ids: Tensor) -> None:
-        """On the last stage: the sampled tokens [R] int64 of a step, in the order of its rows.
+    def keep(self, token_ids: Tensor, num_accepted: Tensor | None = None) -> None:
+        """On the last stage: the sampled tokens [S] int64 of the step, in the order of its samples,
+        and how many draft tokens [R] int64 of each sampled row are right, where it has any.
         `token_ids` must stay as it is.
         """
-        if self.is_last and self._links.sampled is not None:
-            self._links.sampled.send(token_ids)
+        self._sampled = token_ids, num_accepted
+
+    def give_back(self, plan: StepPlan) -> None:
+        """When what follows sampling is done: send what was kept of the step `plan`, and what is
+        guessed to follow its sampled rows, [R, plan.num_proposed].
+        """
+        sampled, self._sampled = self._sampled, None
+        if sampled is None or not self._links.sampled:
+            return
+        token_ids, num_accepted = sampled
+        parts = [token_ids] if num_accepted is None else [token_ids, num_accepted]
+        if plan.num_proposed:
+            slots = indices(_sampled_slots(plan), token_ids.device)
+            parts.append(self._rows.drafts[slots, : plan.num_proposed].flatten())
+        message = torch.cat(parts) if len(parts) > 1 else token_ids
+        for link in self._links.sampled:
+            link.send(message)
 
     def post(self) -> None:
         """Receive all that is expected, without waiting for it: a GPU that sends spins until it is
         received.
         """
         for step in self._expected:
-            self._receive_tokens(step)
+            self._receive(step)
 
     def finish(self) -> None:
         """Take in all that is expected."""
         while self._expected:
             self._take_in(self._expected.popleft())
 
-    def _receive_tokens(self, step: _Expected) -> None:
-        if step.token_ids is None:
-            assert self._links.sampled is not None
-            step.token_ids = torch.empty_like(step.positions)
-            step.arrival = self._links.sampled.receive(step.token_ids)
+    def _receive(self, step: _Expected) -> None:
+        if step.message is None:
+            plan, num_rows = step.plan, sum(step.plan.needs_sampling)
+            per_row = any(plan.num_draft_tokens) + plan.num_proposed
+            step.message = step.positions.new_empty(len(step.slots) + num_rows * per_row)
+            (link,) = self._links.sampled
+            step.arrival = link.receive(step.message)
 
-    def _take_in(self, step: _Expected) -> None:
-        self._receive_tokens(step)
-        assert step.token_ids is not None and step.arrival is not None
+    def _take_in(self, step: _Expected) -> Arrived | None:
+        """Write what comes of a step into its slots."""
+        self._receive(step)
+        assert step.message is not None and step.arrival is not None
         step.arrival.wait()
-        token_ids, slots, positions = step.token_ids, step.slots_device, step.positions
+        plan = step.plan
+        token_ids, rest = step.message[: len(step.slots)], step.message[len(step.slots) :]
+        slots, positions = step.slots_device, step.positions
         if step.reassigned:
             kept = [i for i, slot in enumerate(step.slots) if slot not in step.reassigned]
             index = indices(kept, slots.device)
             token_ids, slots, positions = token_ids[index], slots[index], positions[index]
         tokens = self._rows.tokens
         tokens[slots, positions] = token_ids.clamp_min(0).to(tokens.dtype)
+        return self._take_in_drafts(plan, rest, step.reassigned) if len(rest) else None
+
+    def _take_in_drafts(self, plan: StepPlan, rest: Tensor, reassigned: set[int]) -> Arrived | None:
+        """`rest` of a message, behind the tokens: what was right, and what is guessed."""
+        rows = np.flatnonzero(plan.needs_sampling)
+        slots, num_drafts = (np.array(each)[rows] for each in (plan.slots, plan.num_draft_tokens))
+        kept = np.flatnonzero([slot not in reassigned for slot in slots])
+        index, slot, count = upload((kept, slots[kept], num_drafts[kept]), rest.device)
+        has_drafts = bool(num_drafts.any())
+        guessed = rest[len(rows) * has_drafts :].view(len(rows), plan.num_proposed)
+        self._rows.drafts[slot, : plan.num_proposed] = guessed[index]
+        if not has_drafts:
+            return None
+        accepted = rest[: len(rows)]
+        self._rows.advance(slot, accepted[index] - count)
+        firsts = (num_drafts + 1).cumsum() - num_drafts - 1
+        verification = Verification(
+            rows.tolist(), num_drafts.tolist(), firsts.tolist(), HostTensor(accepted)
+        )
+        return Arrived(plan, verification, reassigned)
 
     def _part(self, num_tokens: int) -> slice:
         """The rows that ranks in this place of their stages exchange."""
         first, stop = (num_tokens * at // self._num_places for at in (self._place, self._place + 1))
         return slice(first, stop)
+
+
+def _sampled_slots(plan: StepPlan) -> list[int]:
+    return [slot for slot, samples in zip(plan.slots, plan.needs_sampling, strict=True) if samples]

@@ -50,10 +50,6 @@ class StepOutput:
     grammar_rows: list[int] = field(default_factory=list)  # of the plan, if it proposes any tokens
     proposed: HostTensor | None = None  # [grammar rows, tokens] int64, behind each of them
 
-    def accepted(self) -> dict[int, int]:
-        """By row of the plan, how many of its draft tokens were right."""
-        return {} if self.verification is None else self.verification.accepted()
-
     def result(self) -> StepResult:
         """Wait for the numbers and put them together."""
         token_ids: list[int] = [] if self.token_ids is None else self.token_ids.read().tolist()

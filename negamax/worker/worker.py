@@ -57,7 +57,7 @@ from negamax.worker.speculation import (
     Verification,
     load_proposer,
 )
-from negamax.worker.stages import Stage
+from negamax.worker.stages import Arrived, Stage
 from negamax.worker.step_output import StepOutput, StepTimes
 from negamax.worker.step_times import measure_steps
 from negamax.worker.warmup import warming_up, warmup_layers
@@ -94,9 +94,7 @@ class Worker:
         load_plan = plan_loading(config, kernels=kernels, cache_dtype=cache_dtype)
         self._proposer = load_proposer(config, kernels=kernels)
         num_draft_tokens = self._proposer.num_draft_tokens if self._proposer else 0
-        self._context = context = _parallel_context(
-            config, device, max_rows=config.max_num_seqs * (1 + num_draft_tokens)
-        )
+        self._context = context = _parallel_context(config, device, num_draft_tokens)
         self._group = context.attention_group
         self.poll_control = context.poll_control
         self._model = model = build_model(
@@ -162,8 +160,9 @@ class Worker:
             self._graphs: StepGraphs | None = None
             graph_summary = self._capture()
         self._ended: torch.cuda.Event | None = None  # of the step before
-        # the last steps with draft tokens, and their number: their results may be on their way
-        self._unverified: deque[tuple[int, StepPlan, StepOutput]] = deque()
+        # steps with draft tokens, and the launch that made or met their results, which may be on
+        # their way to the host
+        self._unverified: deque[tuple[int, Arrived]] = deque()
         self._num_steps = 0
         scheme = detect(config.spec.quantization)
         self.ready = WorkerReady(
@@ -187,13 +186,16 @@ class Worker:
         model raise. On a GPU a model that raises fails the whole step. Errors: `EngineDeadError`
         where another rank is gone.
         """
+        for arrived in self._stage.begin(plan):
+            self._unverified.append((self._num_steps, arrived))
         self._num_steps += 1
         # The results of the step before the last one are there, or nearly; of the last one they
         # are not waited for.
-        while self._unverified and self._unverified[0][0] < self._num_steps - 1:
-            _, verified, launched = self._unverified.popleft()
-            self._rows.lower_bounds(verified, launched.accepted())
-        self._stage.begin(plan)
+        settled = self._num_steps - self._runtime.is_asynchronous
+        while self._unverified and self._unverified[0][0] < settled:
+            _, step = self._unverified.popleft()
+            accepted = step.verification.accepted()
+            self._rows.lower_bounds(step.plan, accepted, step.reassigned)
         self._rows.apply(plan)
         vocab_size = self._config.spec.vocab_size
         bitmask = PendingBitmask.of_plan(
@@ -204,8 +206,8 @@ class Worker:
             self._rows.raise_bounds(plan, postponed=bitmask.postponed)
         if isinstance(output, StepResult):
             self._rows.lower_bounds(plan, output.num_accepted)
-        elif any(plan.num_draft_tokens):
-            self._unverified.append((self._num_steps, plan, output))
+        elif output.verification is not None:
+            self._unverified.append((self._num_steps, Arrived(plan, output.verification, set())))
         return output
 
     def _run_rows_together(
@@ -318,6 +320,7 @@ class Worker:
             again, minus_one = batches.upload((columns, np.full_like(columns, -1)), self._device)
             self._rows.advance(again, minus_one)
             self._rows.drafts[again] = -1
+        self._stage.give_back(plan)
         proposed, grammar_rows = None, plan.grammar_rows if plan.num_proposed else []
         if grammar_rows:
             slots = indices([plan.slots[row] for row in grammar_rows], self._device)
@@ -404,7 +407,7 @@ class Worker:
         if not self._stage.is_last:
             self._stage.send(hidden[: len(layout.columns.token_slots)])
             slots, offsets = layout.sample_slots, layout.sample_offsets
-            self._stage.expect(batches.sample_inputs(slots, offsets, self._rows))
+            self._stage.expect(plan, batches.sample_inputs(slots, offsets, self._rows))
             return began, StepOutput(plan.step_id, [], None)
         prompt_logprobs = score_prompts(self._model, plan, hidden, layout=layout, rows=self._rows)
         rows = layout.sample_rows
@@ -419,7 +422,7 @@ class Worker:
         logits = self._model.local_logits(hidden)
         sampled = self._sampler(logits, inputs, masks=bitmask.of(rows, device=self._device))
         self._store_sampled(sampled, inputs)
-        self._stage.give_back(sampled.token_ids)
+        self._stage.keep(sampled.token_ids)
         return began, StepOutput(
             plan.step_id,
             rows,
@@ -470,6 +473,7 @@ class Worker:
         self._rows.advance(slot, accepted - count)
         if not num_drafts.any():
             return None
+        self._stage.keep(token_ids, accepted)
         return Verification(
             rows.tolist(), num_drafts.tolist(), firsts.tolist(), HostTensor(accepted)
         )
@@ -487,7 +491,7 @@ class Worker:
         buffers = graphs.replay(shape)
         if not self._stage.is_last:
             self._stage.send(buffers.hidden[: len(columns.token_slots)])
-            self._stage.expect(graphs.sample_inputs(shape, columns))
+            self._stage.expect(plan, graphs.sample_inputs(shape, columns))
             return began, StepOutput(plan.step_id, [], None)
         rows = np.arange(len(plan.slots)).repeat(plan.num_scheduled).tolist()
         token_ids, sampled = buffers.token_ids[: len(rows)], None
@@ -504,14 +508,15 @@ class Worker:
         drops = has_drafts and bitmask.drop_drafts(graphs.drafts(shape, len(plan.slots)), plan)
         if sampled is not None or drops:
             graphs.finish(shape, token_ids)
-        self._stage.give_back(token_ids.clone())
+        num_accepted = buffers.num_accepted[: len(plan.slots)] if has_drafts else None
+        self._stage.keep(token_ids.clone(), num_accepted)
         verification = None
-        if has_drafts:
+        if num_accepted is not None:
             verification = Verification(
                 list(range(len(plan.slots))),
                 plan.num_draft_tokens,
                 columns.query_starts[:-1].tolist(),
-                HostTensor(buffers.num_accepted[: len(plan.slots)]),
+                HostTensor(num_accepted),
             )
         output = StepOutput(
             plan.step_id, rows, HostTensor(token_ids), sampled, verification=verification
@@ -539,22 +544,23 @@ def _take_device(config: WorkerConfig) -> torch.device:
 
 
 def _parallel_context(
-    config: WorkerConfig, device: torch.device, *, max_rows: int
+    config: WorkerConfig, device: torch.device, num_draft_tokens: int
 ) -> ParallelContext:
     if config.layout.world_size == 1:
         return ParallelContext.single()
     assert config.addresses is not None, "several ranks need a rendezvous"
     rendezvous = config.addresses.rendezvous
     if device.type == "cpu":
-        return ParallelContext.gloo(config.layout, rendezvous)
+        return ParallelContext.gloo(config.layout, rendezvous, has_drafts=num_draft_tokens > 0)
     return ParallelContext.nccl(
         config.layout,
         rendezvous,
         device=device,
         hidden_size=config.spec.hidden_size,
         max_tokens=config.max_num_batched_tokens,
-        max_rows=max_rows,
+        max_rows=config.max_num_seqs * (1 + num_draft_tokens),
         is_one_sided=config.all2all_backend == "one_sided",
+        has_drafts=num_draft_tokens > 0,
     )
 
 

@@ -399,10 +399,10 @@ def test_a_performance_mode_chooses_sizes_where_none_is_given() -> None:
         options = EngineOptions(**model, **own)
         assert with_planned_sizes(options) is options
     options = EngineOptions(
-        **model, performance_mode="throughput", speculative_config={"method": "ngram"},
+        **model, performance_mode="throughput", speculative_config={"model": "nano-draft"},
         kv_cache_dtype="fp8", max_model_len=4096,
     )  # fmt: skip
-    assert with_planned_sizes(options).pipeline_parallel_size == 1  # drafts do not go with stages
+    assert with_planned_sizes(options).pipeline_parallel_size == 1  # EAGLE3 does not go with stages
     large = {"model": "minimax-m3", "load_format": "synthetic", "performance_mode": "latency"}
     with pytest.raises(ConfigError, match="no split over 4 x H200 holds one request of 1048576"):
         with_planned_sizes(EngineOptions(**large))

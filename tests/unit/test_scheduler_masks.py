@@ -178,9 +178,12 @@ def test_a_row_with_drafts_says_how_many_and_a_late_one_has_none_that_count() ->
     third = next_plan(scheduler)  # before it is known that none of them counts
     assert scheduler.commit(second, result(second)) == []
     (row,) = scheduler.grammar_rows(third)
-    assert (row.num_outputs, third.num_draft_tokens) == (1, [2])
-    (update,) = scheduler.commit(third, StepResult(third.step_id, [8, 9], {}, {}, {}, {0: 1}))
-    assert update.token_ids == [8, 9] and scheduler.sequences()[0].num_committed == 5
+    assert (row.num_outputs, third.num_draft_tokens) == (1, [0])  # nothing is guessed of it now
+    fourth = next_plan(scheduler)
+    (update,) = scheduler.commit(third, result(third))
+    assert update.token_ids == [7] and fourth.num_draft_tokens == [2]
+    (update,) = scheduler.commit(fourth, StepResult(fourth.step_id, [8, 9], {}, {}, {}, {0: 1}))
+    assert update.token_ids == [8, 9] and scheduler.sequences()[0].num_committed == 6
 
 
 def test_rows_under_grammars_verify_no_drafts_where_these_count_whatever_they_are() -> None:

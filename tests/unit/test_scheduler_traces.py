@@ -244,6 +244,7 @@ class Trace:
         # None: the step was lost
         self.in_flight: deque[tuple[StepPlan, StepResult | None]] = deque()
         self.plans: list[StepPlan] = []
+        self.proposed: dict[int, int] = {}  # by slot, behind the token that was sampled last
         self.requests: dict[str, GenerateRequest] = {}
         self.updates: dict[str, list[SequenceUpdate]] = {}
         self.refused = 0
@@ -313,8 +314,11 @@ class Trace:
         drafts, columns = plan.num_draft_tokens, (plan.num_scheduled, plan.num_draft_tokens)
         is_long = [count - num_drafts > 1 for count, num_drafts in zip(*columns, strict=True)]
         assert is_long == sorted(is_long)
-        proposed = self.plans[-1].num_proposed if self.plans else 0
-        assert all(0 <= number <= min(proposed, plan.num_proposed) for number in drafts)
+        self.proposed |= {row.slot: 0 for row in plan.new_rows}
+        for slot, number, is_sampled in zip(plan.slots, drafts, plan.needs_sampling, strict=True):
+            assert 0 <= number <= min(self.proposed[slot], plan.num_proposed)
+            if is_sampled:
+                self.proposed[slot] = plan.num_proposed
         assert plan.num_proposed <= limits.num_draft_tokens
         assert len({row.slot for row in plan.new_rows}) == len(plan.new_rows)
         assert {row.slot for row in plan.new_rows} <= set(plan.slots)

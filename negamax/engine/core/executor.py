@@ -21,6 +21,7 @@ from negamax.base.private_folder import PrivateFolder
 from negamax.base.shared_numbers import SharedNumbers
 from negamax.engine.core.rank_watch import RankWatch
 from negamax.engine.core.row_failures import RowFailureLog
+from negamax.scheduler.draft_length import StepSeconds
 from negamax.scheduler.step import GrammarBitmask, RowFailures, StepPlan, StepResult
 from negamax.worker.config import (
     DebugCommand,
@@ -164,7 +165,9 @@ class MultiProcessExecutor:
             raise
         blocks = {ready.num_kv_blocks for ready in readies}
         assert len(blocks) == 1 or config.num_kv_blocks is None
-        self.ready = dataclasses.replace(readies[0], num_kv_blocks=min(blocks))
+        self.ready = dataclasses.replace(
+            readies[0], num_kv_blocks=min(blocks), step_seconds=_slowest(readies)
+        )
 
     def launch(self, plans: Sequence[StepPlan]) -> StepHandle:
         for dp_rank, (plan, failures) in enumerate(zip(plans, self._row_failures, strict=True)):
@@ -268,6 +271,14 @@ class MultiProcessExecutor:
             death = self.watch_ranks().death()
             if death is not None:
                 raise EngineDeadError(death)
+
+
+def _slowest(readies: Sequence[WorkerReady]) -> tuple[StepSeconds, ...]:
+    """The times of captured steps on the rank that takes the longest, which all wait for."""
+    found: dict[tuple[int, int], float] = {}
+    for rows, drafts, seconds in (each for ready in readies for each in ready.step_seconds):
+        found[rows, drafts] = max(seconds, found.get((rows, drafts), 0.0))
+    return tuple((rows, drafts, seconds) for (rows, drafts), seconds in found.items())
 
 
 def _started(frame: bytes) -> WorkerReady:

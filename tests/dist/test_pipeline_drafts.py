@@ -1,0 +1,196 @@
+"""Draft tokens on pipeline stages: how many are right decides where a row goes on, which all stages
+learn in time; the answers are those without drafts.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from negamax import LLM, SamplingParams
+from negamax.config.grammar import Grammar
+from negamax.engine.core import executor
+from negamax.engine.llm import Generation
+from negamax.worker.config import WorkerReady
+from tests import tiny
+
+COMMON: dict[str, Any] = {"device": "cpu", "num_threads": 1}
+# prompts run in chunks, and running requests are thrown out
+TIGHT = {"max_num_batched_tokens": 48, "num_kv_blocks": 12, "block_size": 16, "max_num_seqs": 8}
+NAME = Grammar(kind="regex", text="[A-Z][a-z]{2,9}, [0-9]{2}")
+PROMPTS = [
+    "A box holds 24 pencils. How many pencils are in 13 boxes of this kind, all of them full?",
+    "one two three one two three one two three one two three one two",
+    "Name and age:",
+    "Hello! Hello! Hello! Hello! Hello!",
+    "Who are you?",
+]
+PARAMS = [
+    SamplingParams(seed=0, temperature=0.0, max_tokens=60, ignore_eos=True),
+    SamplingParams(seed=1, temperature=1.0, top_k=40, max_tokens=60, ignore_eos=True, logprobs=2),
+    SamplingParams(seed=2, temperature=1.0, max_tokens=40, grammar=NAME),
+    SamplingParams(seed=3, temperature=0.9, frequency_penalty=0.8, max_tokens=60, ignore_eos=True),
+    SamplingParams(seed=4, temperature=0.0, max_tokens=60, ignore_eos=True),
+]
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+
+
+def words(made: list[Generation]) -> list[tuple[object, object]]:
+    return [(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in made]
+
+
+def known(prompts: list[list[int]], params: list[SamplingParams], made: list[Generation]) -> str:
+    """What `drafting_rank` knows."""
+    columns = zip(params, prompts, made, strict=True)
+    return json.dumps(
+        [[one.seed, prompt, each.outputs[0].token_ids] for one, prompt, each in columns]
+    )
+
+
+@pytest.fixture
+def knowing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Have the ranks guess the right tokens, wrong ones and none, at random, of what is known."""
+    spawn = executor.process.spawn
+
+    def install(of: str) -> None:
+        file = tmp_path / "known.json"
+        file.write_text(of)
+
+        def drafting(module: str, *args: str) -> subprocess.Popen[bytes]:
+            if not module.endswith("rank_process"):
+                return spawn(module, *args)
+            return spawn("tests.dist.drafting_rank", *args, str(file))
+
+        monkeypatch.setattr(executor.process, "spawn", drafting)
+
+    return install
+
+
+@pytest.fixture(scope="module")
+def expected() -> Iterator[list[Generation]]:
+    with LLM("nano", **COMMON, **TIGHT) as llm:
+        yield llm.generate(PROMPTS, PARAMS)
+
+
+def test_prompt_lookup_leaves_the_text_as_it_is(expected: list[Generation]) -> None:
+    """Bit for bit; the second time from cached prefixes, and beside requests that are aborted."""
+    with LLM("nano", **COMMON, **TIGHT, pipeline_parallel_size=2, speculative_config=NGRAM) as llm:
+        assert words(llm.generate(PROMPTS, PARAMS)) == words(expected)
+        loop, prompts = llm._loop, [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
+        requests = [
+            choices[0][1] for choices in llm._sequences(prompts, llm._admit(prompts, PARAMS))
+        ]
+        kept: dict[str, list[int]] = {request.request_id: [] for request in requests[:3]}
+        for request in requests[3:]:
+            loop.add(request)
+        for _ in range(9):
+            loop.step()
+        loop.abort([request.request_id for request in requests[3:]])
+        for request in requests[:3]:
+            loop.add(request)
+        while loop.has_work:
+            for update in loop.step():
+                if update.request_id in kept:
+                    kept[update.request_id] += update.token_ids
+        assert list(kept.values()) == [each.outputs[0].token_ids for each in expected[:3]]
+        stats = loop.stats()
+    assert stats.preemption_count and stats.num_draft_tokens > 100
+    assert stats.num_accepted_tokens > 10
+
+
+def test_many_right_guesses_and_wrong_ones(
+    expected: list[Generation], knowing: Callable[[str], None]
+) -> None:
+    with LLM("nano", **COMMON, script="agents") as llm:
+        prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
+    knowing(known(prompts, PARAMS, expected))
+    with LLM("nano", **COMMON, **TIGHT, pipeline_parallel_size=2) as llm:
+        assert words(llm.generate(PROMPTS, PARAMS)) == words(expected)
+        stats = llm._loop.stats()
+    assert stats.num_accepted_tokens > 60 and stats.preemption_count
+    assert stats.step_count < 2 * 60 * len(PROMPTS)
+
+
+def test_the_slowest_stage_says_how_long_steps_take() -> None:
+    """The number of draft tokens is chosen by times that were measured at start, on each rank."""
+
+    def ready(*seconds: float) -> WorkerReady:
+        measured = tuple(zip((1, 1, 8), (0, 2, 0), seconds, strict=False))
+        return WorkerReady(9, "float32", "cuda:0", "", "", step_seconds=measured)
+
+    slowest = executor._slowest([ready(1.0, 1.2, 2.0), ready(0.9, 1.5, 1.9)])
+    assert slowest == ((1, 0, 1.0), (1, 2, 1.5), (8, 0, 2.0))
+    assert executor._slowest([ready()]) == ()
+
+
+@pytest.fixture(scope="module")
+def m2(tmp_path_factory: pytest.TempPathFactory) -> str:
+    sizes = {
+        "vocab_size": 96, "hidden_size": 40, "intermediate_size": 24, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rotary_dim": 8,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 256,
+    }  # fmt: skip
+    return str(tiny.save(tiny.make_model(1, **sizes), tmp_path_factory.mktemp("m2")))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pipeline_parallel_size": 3},
+        pytest.param(
+            {"pipeline_parallel_size": 2, "data_parallel_size": 2, "tensor_parallel_size": 2},
+            marks=pytest.mark.full,
+        ),
+        {"pipeline_parallel_size": 2, "enable_overlap": False},
+    ],
+    ids=str,
+)
+def test_stages_in_between_learn_it_too(
+    m2: str, layout: dict[str, Any], knowing: Callable[[str], None]
+) -> None:
+    """And so they do where each step is committed before the next one is planned."""
+    prompts = [[5, 6, 7] * length for length in (1, 6, 14, 20)]
+    params = [
+        SamplingParams(temperature=temperature, seed=seed, max_tokens=24, ignore_eos=True)
+        for seed, temperature in enumerate((0.0, 1.0, 0.0, 1.0))
+    ]
+    limits = {**COMMON, "dtype": "float32", "block_size": 32, "max_num_batched_tokens": 32}
+    with LLM(m2, **limits) as one:
+        made = one.generate(prompts, params)
+    knowing(known(prompts, params, made))
+    with LLM(m2, **limits, **layout) as llm:
+        assert words(llm.generate(prompts, params)) == words(made)
+        assert llm._loop.stats().num_accepted_tokens > 40
+
+
+def test_captured_steps_with_drafts_on_stages(m2: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the host learns later than the device how far a row is."""
+    prompts = [[5, 6, 7] * length for length in (1, 6, 20)]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, logprobs=1),
+        SamplingParams(temperature=1.0, seed=5, top_k=5, max_tokens=30),
+    ]
+    spawn = executor.process.spawn
+
+    def captured(module: str, *args: str) -> subprocess.Popen[bytes]:
+        if not module.endswith("rank_process"):
+            return spawn(module, *args)
+        return spawn("tests.dist.captured_rank", *args)
+
+    monkeypatch.setattr(executor.process, "spawn", captured)
+    limits = {**COMMON, "dtype": "float32", "max_num_batched_tokens": 24, "max_num_seqs": 5}
+    texts = []
+    for drafts in (None, NGRAM):
+        with LLM(m2, **limits, pipeline_parallel_size=2, speculative_config=drafts) as llm:
+            texts.append([each.outputs[0].token_ids for each in llm.generate(prompts, params)])
+            accepted = llm._loop.stats().num_accepted_tokens
+            children = llm._loop._executor._processes  # type: ignore[attr-defined]
+        assert [child.poll() for child in children] == [0, 0]  # and replayed steps
+    assert texts[0] == texts[1]
+    assert accepted > 20
