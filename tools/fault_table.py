@@ -2,12 +2,13 @@
 
     python tools/fault_table.py [--only TEXT] [--limit SECONDS]
 
-Servers of its own on the loopback: one process, two server processes, two tensor-parallel ranks.
-Each part is killed (SIGKILL) or stopped (SIGSTOP, then SIGCONT) while the server is idle, reads
-prompts, generates, or opens a grammar. The table says after how many seconds open requests ended
-with an error, /readyz was no longer 200, and a request was answered again. Clients that only wait
-while a part is stopped, and get their tokens afterwards, go on. Exit code 1: a number is above its
-limit.
+Servers of its own on the loopback: one process, two server processes, two tensor-parallel ranks,
+two data-parallel ranks, two replicas. Each part is killed (SIGKILL) or stopped (SIGSTOP, then
+SIGCONT) while the server is idle, reads prompts, generates, or opens a grammar. The table says
+after how many seconds open requests ended with an error, /readyz was no longer 200, and a request
+was answered again. Clients that only wait while a part is stopped, and get their tokens afterwards,
+go on. Half of the clients of two replicas ask for the one that nothing is done to: they must go on,
+and /readyz must stay 200. Exit code 1: a number is above its limit.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ SETUPS: tuple[tuple[str, tuple[str, ...], int, tuple[str, ...]], ...] = (
     ("one process", (), 1, ("server process", "engine", "grammar process")),
     ("two server processes", (), 2, ("leader", "server process", "engine")),
     ("tp 2", ("-tp", "2"), 1, ("engine", "rank 0", "rank 1")),
+    ("dp 2", ("-dp", "2"), 1, ("engine", "rank 0", "rank 1")),
+    ("two replicas", ("--num-replicas", "2"), 1, ("replica 1",)),
 )
 # A fault must not be answered with a pause that grows with the number of faults before it.
 OPTIONS = ("--max-engine-restarts", "1000", "--engine-restart-window", "1")
@@ -57,6 +60,7 @@ class Client:
     events: list[float] = field(default_factory=list)  # monotonic seconds
     ended: float | None = None
     error: str | None = None  # with which it ended
+    is_bystander: bool = False  # of a replica that nothing is done to
     task: asyncio.Task[None] = field(init=False)
 
     async def run(self, server: Server, body: dict[str, Any]) -> None:
@@ -87,6 +91,7 @@ class Cell:
 
     told: float | None = None
     goes_on: bool = False  # every client went on
+    harms_bystanders: bool = False
     red: float | None = None
     again: float | None = None  # since the fault, or since the part runs on
 
@@ -114,13 +119,19 @@ def pid_of(server: Server, part: str) -> int:
     root = server.process.pid
     if part == "leader" or (part == "server process" and not descendants(root, SERVER_WORKER)):
         return root
-    module = {"engine": ENGINE, "grammar process": GRAMMAR, "server process": SERVER_WORKER}.get(
-        part, RANK
-    )
-    return descendants(root, module)[int(part[-1]) if module == RANK else 0]
+    modules = {"engine": ENGINE, "grammar": GRAMMAR, "server": SERVER_WORKER, "replica": ENGINE}
+    kind, _, number = part.partition(" ")
+    return descendants(root, modules.get(kind, RANK))[int(number) if number.isdigit() else 0]
 
 
-def body_for(state: str, *, constrained: bool, nonce: int) -> dict[str, Any]:
+def replica_of(part: str) -> int | None:
+    """The replica that a part is."""
+    return int(part[-1]) if part.startswith("replica") else None
+
+
+def body_for(
+    state: str, *, constrained: bool, nonce: int, replica: int | None = None
+) -> dict[str, Any]:
     """A request that keeps the server in `state`; `constrained`: it follows a grammar."""
     text = f"{nonce} " * (250 if state == "prefill" else 1)  # 1,786 tokens
     body: dict[str, Any] = {
@@ -128,6 +139,7 @@ def body_for(state: str, *, constrained: bool, nonce: int) -> dict[str, Any]:
         "stream": True,
         "max_tokens": 1500,
         "ignore_eos": True,
+        "routed_dp_rank": replica,
     }
     if state == "opening":  # the compiler needs about a second
         names = {f"p{nonce}_{index}": {"type": "integer"} for index in range(100)}
@@ -162,7 +174,11 @@ async def first_red(server: Server, since: float, limit: float) -> float | None:
 
 async def first_answer(server: Server, part: str, since: float, limit: float) -> float | None:
     """Seconds until a request is answered that was sent after the fault."""
-    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "max_tokens": 1,
+        "routed_dp_rank": replica_of(part),
+    }
     if part == "grammar process":
         body["structured_outputs"] = {"choice": ["yes", "no"]}
     while time.monotonic() < since + limit:
@@ -185,8 +201,11 @@ async def enter(server: Server, state: str, *, part: str, nonce: int) -> list[Cl
     if constrained:
         await first_answer(server, part, time.monotonic(), 30.0)  # now the process is there
     clients = [Client() for _ in range(0 if state == "idle" else CLIENTS)]
+    harmed = replica_of(part)
     for number, client in enumerate(clients):
-        body = body_for(state, constrained=constrained, nonce=nonce + number)
+        replica = None if harmed is None else number % 2
+        client.is_bystander = replica != harmed
+        body = body_for(state, constrained=constrained, nonce=nonce + number, replica=replica)
         client.task = asyncio.create_task(client.run(server, body))
     if state == "decode":
         await wait_for(lambda: all(len(client.events) > 4 for client in clients), 20.0)
@@ -208,7 +227,8 @@ async def measure(server: Server, part: str, state: str, *, stop: bool, limit: f
     os.kill(pid, signal.SIGSTOP if stop else signal.SIGKILL)
     if state == "idle":  # somebody comes before the fault is known
         clients.append(Client())
-        body = body_for("decode", constrained=part == "grammar process", nonce=1)
+        is_constrained = part == "grammar process"
+        body = body_for("decode", constrained=is_constrained, nonce=1, replica=replica_of(part))
         clients[-1].task = asyncio.create_task(clients[-1].run(server, body))
     red = asyncio.create_task(first_red(server, since, STOPPED_SECONDS if stop else limit))
     cell = Cell()
@@ -224,6 +244,7 @@ async def measure(server: Server, part: str, state: str, *, stop: bool, limit: f
     told = [client for client in clients if client.outcome(back) == "told"]
     if all(client.outcome(back) != "waits" for client in clients):
         cell.goes_on = not told
+        cell.harms_bystanders = any(client.is_bystander for client in told)
         cell.told = max((client.ended or since) - since for client in told) if told else None
     if red.done():
         cell.red = red.result()
@@ -245,12 +266,16 @@ def all_settled(clients: list[Client], since: float) -> Callable[[], bool]:
 def text_of(cell: Cell, part: str, *, stop: bool, restart: float) -> tuple[str, bool]:
     """The cell for people, and whether every number is within its limit."""
     is_front = part in ("server process", "leader")
+    # Where one of several server processes, a grammar process or a replica is gone, others answer.
+    is_replica = replica_of(part) is not None
+    has_others = is_front or is_replica or part == "grammar process"
     parts = [
         ("goes on", True) if cell.goes_on else _number(cell.told, TOLD_LIMIT),
-        # Where one of several server processes or a grammar process is gone, others answer.
-        _number(cell.red, RED_LIMIT, optional=is_front or part == "grammar process"),
+        _number(cell.red, RED_LIMIT, optional=has_others),
         _number(cell.again, restart),
     ]
+    if cell.harms_bystanders or (is_replica and cell.red is not None):
+        parts.append(("**others, too**", False))
     return " / ".join(text for text, _ in parts), all(good for _, good in parts)
 
 

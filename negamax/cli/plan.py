@@ -22,7 +22,7 @@ from negamax.planner.cost import Workload
 from negamax.planner.gpus import GIB, GPUS, MEASURED, MEASURED_RANKS, find_gpu, visible_gpus
 from negamax.planner.plan import LIMITS, Candidate, Hardware, Plan, Refused, make_plan
 
-HELP = """Show how MODEL may be split over GPUs: memory, predicted times, the commands to type.
+HELP = """Show how MODEL may be split over GPUs: memory, predicted times, the command to type.
 
 Reads configuration files only, and needs no GPU. Times are calculated: docs/parallelism.md says how
 well that fits what was measured.
@@ -202,10 +202,8 @@ def _is_bundled(model: str) -> bool:
 # What to type
 
 
-def commands(
-    each: Candidate, engine: EngineOptions, spec: ModelSpec, hardware: Hardware
-) -> list[str]:
-    """The commands that start the servers of a machine."""
+def command_of(each: Candidate, engine: EngineOptions, spec: ModelSpec, hardware: Hardware) -> str:
+    """What starts the server of a machine."""
     model, start = engine.model, []
     if _is_bundled(model):
         start = [] if engine.quantization is None else ["--load-format", "synthetic"]
@@ -214,7 +212,9 @@ def commands(
     if context_length is None and each.context_length < spec.max_position_embeddings:
         context_length = each.context_length // 1024 * 1024
     words = ["negamax", "serve", model, *start, *each.topology.flags]
+    replicas = each.topology.replicas // hardware.nodes or each.topology.replicas
     for name, value, default in (
+        ("num-replicas", replicas, 1),
         ("revision", engine.revision, None),
         ("quantization", engine.quantization, None),
         ("max-model-len", context_length, None),
@@ -224,15 +224,7 @@ def commands(
         ("gpu-memory-utilization", hardware.utilization, EngineOptions.gpu_memory_utilization),
     ):
         words += [] if value == default else [f"--{name}", str(value)]
-    line, ranks = shlex.join(words), each.topology.ranks
-    servers = each.topology.replicas // hardware.nodes or each.topology.replicas
-    if servers == 1:
-        return [line]
-    places = [range(number * ranks, (number + 1) * ranks) for number in range(servers)]
-    return [
-        f"CUDA_VISIBLE_DEVICES={','.join(map(str, its))} {line} --port {8000 + number}"
-        for number, its in enumerate(places)
-    ]
+    return shlex.join(words)
 
 
 # The answer
@@ -256,9 +248,9 @@ def _document(plan: Plan, engine: EngineOptions, spec: ModelSpec) -> dict[str, A
             {
                 "topology": each.topology.label,
                 "gpus": each.topology.gpus,
-                "servers": each.topology.replicas,
+                "replicas": each.topology.replicas,
                 "options": dict(each.topology.sizes),
-                "commands": commands(each, engine, spec, hardware),
+                "command": command_of(each, engine, spec, hardware),
                 "weight_bytes_per_gpu": each.memory.weights,
                 "kv_bytes_per_token_per_gpu": each.memory.token,
                 "kv_tokens": each.cache_tokens,
@@ -328,8 +320,7 @@ def _print(plan: Plan, engine: EngineOptions, spec: ModelSpec) -> None:
     for use, found in (("latency", plan.fastest), ("throughput", plan.busiest)):
         if found is not None:
             console.print(f"\nBest for {use}: {found.topology.label}")
-            for line in commands(found, engine, spec, hardware):
-                console.print(f"  {line}")
+            console.print(f"  {command_of(found, engine, spec, hardware)}")
     for note in _notes(plan):
         console.print(f"\n{note}")
     if plan.refused:

@@ -111,14 +111,8 @@ def visible_gpus() -> Sequence[GpuModel]:
     the memory that each has; none where there is no driver. Errors: `ConfigError` for one that is
     not known.
     """
-    query = (
-        "nvidia-smi",
-        "--query-gpu=index,uuid,name,memory.total",
-        "--format=csv,noheader,nounits",
-    )
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
-        rows = [[cell.strip() for cell in row.split(",")] for row in done.stdout.splitlines()]
+        rows = _driver_rows("index,uuid,name,memory.total")
         seen = _seen_by_cuda(rows, env.starting_with(_VISIBLE).get(_VISIBLE))
         named = [(name, int(mib)) for _, _, name, mib in seen]
     except (OSError, subprocess.SubprocessError, ValueError):
@@ -127,18 +121,27 @@ def visible_gpus() -> Sequence[GpuModel]:
 
 
 def visible_devices() -> list[str] | None:
-    """The names of the GPUs that CUDA_VISIBLE_DEVICES leaves, as it names them, else their numbers
-    as NVIDIA's driver tells; None: neither says anything.
+    """The names by which CUDA_VISIBLE_DEVICES may give out the GPUs that it leaves, as far as the
+    driver knows them; None: neither the variable nor a driver says anything.
     """
     wanted = env.starting_with(_VISIBLE).get(_VISIBLE)
-    if wanted is not None:
-        return [word.strip() for word in wanted.split(",") if word.strip()]
-    query = ("nvidia-smi", "--query-gpu=index", "--format=csv,noheader")
+    words = None if wanted is None else [word.strip() for word in wanted.split(",") if word.strip()]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+        rows = _driver_rows("index,uuid")
     except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.split()
+        return words
+    if words is None:
+        return [row[0] for row in rows]
+    return words[: len(_seen_by_cuda(rows, wanted))]
+
+
+def _driver_rows(columns: str) -> list[list[str]]:
+    """What the driver tells of each NVIDIA GPU of this machine. Errors: `OSError`,
+    `SubprocessError` where there is no driver.
+    """
+    query = ("nvidia-smi", f"--query-gpu={columns}", "--format=csv,noheader,nounits")
+    done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+    return [[cell.strip() for cell in row.split(",")] for row in done.stdout.splitlines()]
 
 
 def _seen_by_cuda(rows: list[list[str]], wanted: str | None) -> list[list[str]]:

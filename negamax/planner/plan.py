@@ -39,7 +39,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of all servers of a topology together, under a workload."""
+    """Of all replicas of a topology together, under a workload."""
 
     concurrency: int  # requests that run at a time; others wait for room in the cache
     token_seconds: float  # from a token of a request to the next
@@ -54,7 +54,7 @@ class Candidate:
     memory: Fit
     context_length: int  # tokens of the longest request
     prompt_seconds: float  # one prompt alone, until its first token
-    prefill_rate: float  # tokens of prompts per second, of all servers
+    prefill_rate: float  # tokens of prompts per second, of all replicas
     predictions: tuple[Prediction, ...]  # by concurrency, as asked
 
     @property
@@ -65,7 +65,7 @@ class Candidate:
 
     @property
     def cache_tokens(self) -> int:
-        """Of all data-parallel ranks of all servers."""
+        """Of all data-parallel ranks of all replicas."""
         return self.memory.tokens * self.topology.dp * self.topology.replicas
 
 
@@ -120,11 +120,11 @@ def make_plan(
     kv_dtype: str = "auto",
     index_dtype: str = "auto",
     max_model_len: int | None = None,
-    one_server: bool = False,
+    one_engine: bool = False,
 ) -> Plan:
     """All topologies of `spec` on `hardware`. `workloads` differ in their concurrency, which grows.
     `max_model_len` must fit; None: what fits, up to the model's window. Errors: `ConfigError` where
-    the model has no such window. With `one_server` GPUs beside those of a topology stay idle.
+    the model has no such window. With `one_engine` GPUs beside those of a topology stay idle.
     """
     if max_model_len is not None and max_model_len > spec.max_position_embeddings:
         raise ConfigError(
@@ -135,7 +135,7 @@ def make_plan(
     model = Model.of(spec, gpu, kv_dtype=kv_dtype, index_dtype=index_dtype)
     candidates, refused = [], []
     for topology in topologies(hardware.gpus, per_node=hardware.per_node):
-        topology = replace(topology, replicas=1) if one_server else topology
+        topology = replace(topology, replicas=1) if one_engine else topology
         try:
             topology.check(spec, per_node=hardware.per_node)
             gpu.platform.check(fp8_cache=model.kv_dtype.startswith("fp8"))
@@ -184,8 +184,8 @@ def _candidate(
         seconds = costs.decode_seconds(own, context=workload.context)
         running = min(workload.concurrency, own * topology.replicas)
         share = replace(workload, concurrency=own)
-        per_server = tokens_per_second(share, decode_seconds=seconds, prefill_rate=rate)
-        predictions.append(Prediction(running, seconds, per_server * running / own))
+        per_replica = tokens_per_second(share, decode_seconds=seconds, prefill_rate=rate)
+        predictions.append(Prediction(running, seconds, per_replica * running / own))
     return Candidate(
         topology,
         memory,

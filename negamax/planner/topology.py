@@ -22,7 +22,7 @@ LEAST_TOKENS = 8192  # of KV cache, for a model to be called usable
 
 @dataclass(frozen=True)
 class Topology:
-    """Ranks of one server along each axis (`parallel/layout.py`), and how many such servers."""
+    """Ranks of one engine along each axis (`parallel/layout.py`), and how many such engines."""
 
     tp: int = 1
     ep: int = 1
@@ -33,12 +33,12 @@ class Topology:
 
     @property
     def ranks(self) -> int:
-        """Of one server."""
+        """Of one engine."""
         return self.pp * self.dp * self.cp * self.tp
 
     @property
     def gpus(self) -> int:
-        """Of all servers."""
+        """Of all replicas."""
         return self.ranks * self.replicas
 
     @property
@@ -82,7 +82,7 @@ class Topology:
 
     @property
     def options(self) -> ParallelOptions:
-        """What starts one server. Errors: `ConfigError` where nothing runs it."""
+        """What starts one engine. Errors: `ConfigError` where nothing runs it."""
         options = ParallelOptions(**self.sizes)  # type: ignore[arg-type]
         if ParallelLayout.of(options) != self.layout:
             raise ConfigError(f"no option stands for {replace(self, replicas=1).label}")
@@ -110,7 +110,7 @@ class Topology:
 
 
 def topologies(gpus: int, *, per_node: int) -> Iterator[Topology]:
-    """All that need up to `gpus` GPUs, in as many servers as these make, and no server more; some
+    """All that need up to `gpus` GPUs, in as many replicas as these make, and not one more; some
     GPUs of a machine, or all of several.
     """
     for ranks in (*range(1, per_node + 1), *range(2 * per_node, gpus + 1, per_node)):

@@ -32,7 +32,7 @@ from negamax.models.memory import weight_bytes
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split, possible_splits
 from negamax.planner.cost import Workload
-from negamax.planner.gpus import GIB, GPUS, MEASURED, find_gpu, visible_gpus
+from negamax.planner.gpus import GIB, GPUS, MEASURED, find_gpu, visible_devices, visible_gpus
 from negamax.planner.plan import Candidate, Hardware, Plan, make_plan
 from negamax.planner.topology import GPU_RESERVE, Topology, topologies
 from negamax.quantization import online
@@ -279,19 +279,17 @@ def test_commands_are_what_serve_understands(
     document = run(*words, capsys=capsys)
     assert document["topologies"][0]["topology"] == document["best"]["latency"]
     for each in document["topologies"]:
-        assert len(each["commands"]) == each["servers"] // document["nodes"] or each["servers"]
-        for line in each["commands"]:
-            typed = [word for word in shlex.split(line) if not word.startswith("CUDA_VISIBLE_")]
-            resolved = resolve(root, typed[1:])
-            given = {name: choice.words[-1] for name, choice in resolved.choices.items()}
-            assert typed[:2] == ["negamax", "serve"] and not resolved.notes
-            for name, size in each["options"].items():
-                flag = f"--{name.replace('_', '-')}"
-                assert given[name] == (flag if size is True else f"{flag}={size}")
-                assert hasattr(EngineOptions("x"), name)
-            assert (
-                int(given.get("max_model_len", "=4096").partition("=")[2]) <= each["max_model_len"]
-            )
+        typed = shlex.split(each["command"])
+        resolved = resolve(root, typed[1:])
+        given = {name: choice.words[-1] for name, choice in resolved.choices.items()}
+        assert typed[:2] == ["negamax", "serve"] and not resolved.notes
+        for name, size in each["options"].items():
+            flag = f"--{name.replace('_', '-')}"
+            assert given[name] == (flag if size is True else f"{flag}={size}")
+            assert hasattr(EngineOptions("x"), name)
+        replicas = given.get("num_replicas", "--num-replicas=1")
+        assert replicas == f"--num-replicas={each['replicas'] // document['nodes'] or 1}"
+        assert int(given.get("max_model_len", "=4096").partition("=")[2]) <= each["max_model_len"]
 
 
 def test_the_table_names_the_two_best_and_says_why_not(capsys: pytest.CaptureFixture[str]) -> None:
@@ -391,6 +389,7 @@ def test_a_performance_mode_chooses_sizes_where_none_is_given() -> None:
         layout = ParallelLayout.of(options.parallel)
         assert layout.world_size == 4 and options.load_format == "synthetic"
         assert mode == "throughput" or layout.tp == 4
+        assert options.num_replicas == 1
     for own in (
         {"performance_mode": "balanced"},
         {"performance_mode": "latency", "tensor_parallel_size": 2},
@@ -403,11 +402,36 @@ def test_a_performance_mode_chooses_sizes_where_none_is_given() -> None:
         kv_cache_dtype="fp8", max_model_len=4096,
     )  # fmt: skip
     assert with_planned_sizes(options).pipeline_parallel_size == 1  # EAGLE3 does not go with stages
+    own = EngineOptions(**model, performance_mode="latency", num_replicas=2)
+    assert with_planned_sizes(own, one_engine=False) is own
     large = {"model": "minimax-m3", "load_format": "synthetic", "performance_mode": "latency"}
     with pytest.raises(ConfigError, match="no split over 4 x H200 holds one request of 1048576"):
         with_planned_sizes(EngineOptions(**large))
     with pytest.raises(ConfigError, match="--performance-mode is 'fast'; allowed: balanced, "):
         EngineOptions("nano", performance_mode="fast")
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_a_performance_mode_of_a_server_uses_all_gpus() -> None:
+    options = EngineOptions("nano", performance_mode="throughput", max_model_len=2048)
+    for one_engine, gpus in ((True, {1, 2, 4}), (False, {4})):
+        chosen = with_planned_sizes(options, one_engine=one_engine)
+        num_ranks = ParallelLayout.of(chosen.parallel).world_size
+        assert num_ranks * chosen.num_replicas in gpus
+        assert one_engine == (chosen.num_replicas == 1)
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_gpus_that_can_be_given_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert visible_devices() == ["0", "1", "2", "3"]
+    for variable, names in (("2, 0", ["2", "0"]), ("1,7,2", ["1"]), ("", []), ("-1", [])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+        assert visible_devices() == names
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,7")
+    assert visible_devices() == ["1", "7"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert visible_devices() is None
 
 
 @pytest.mark.usefixtures("four_gpus")
@@ -445,8 +469,8 @@ def test_recipes_run_or_are_refused_as_the_page_says(
         assert refusal[1] in found.err
     else:
         assert not found.err
-        sizes = dict(re.findall(r"^(\S+-parallel-size) +(\d+) ", found.out, re.M))
-        for name, size in re.findall(r"`(\S+-parallel-size) (\d+)`", said):
+        sizes = dict(re.findall(r"^(\S+-parallel-size|num-replicas) +(\d+) ", found.out, re.M))
+        for name, size in re.findall(r"`(\S+-parallel-size|num-replicas) (\d+)`", said):
             assert sizes[name] == size
 
 

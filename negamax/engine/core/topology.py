@@ -24,16 +24,18 @@ logger = get_logger(__name__)
 _LOADS = (Workload(1), Workload(256))
 
 
-def with_planned_sizes(options: EngineOptions) -> EngineOptions:
+def with_planned_sizes(options: EngineOptions, *, one_engine: bool = True) -> EngineOptions:
     """`options` with the parallel sizes that are best for their performance mode, if they name none
-    and there are several GPUs. Errors: `ConfigError` where no split of the model fits, and those of
-    `locate`.
+    and there are several GPUs; unless for `one_engine`, with replicas on all of them. Errors:
+    `ConfigError` where no split of the model fits, and those of `locate`.
     """
     mode = options.performance_mode
     if mode == "balanced" or options.device == "cpu" or options.script is not None:
         return options
     sizes = [field for field in fields(ParallelOptions) if hasattr(options, field.name)]
     if any(getattr(options, field.name) != field.default for field in sizes):
+        return options
+    if options.num_replicas > 1:
         return options
     try:
         gpus = visible_gpus()
@@ -54,7 +56,7 @@ def with_planned_sizes(options: EngineOptions) -> EngineOptions:
         kv_dtype=options.kv_cache_dtype,
         index_dtype=options.index_cache_dtype,
         max_model_len=context_length,
-        one_server=True,
+        one_engine=one_engine,
     )
     plan = replace(
         plan,
@@ -71,11 +73,11 @@ def with_planned_sizes(options: EngineOptions) -> EngineOptions:
         "--performance-mode %s: %s on %d of %d GPUs, as if %s were given",
         mode,
         best.topology.label,
-        best.topology.ranks,
+        best.topology.gpus,
         len(gpus),
         " ".join(best.topology.flags) or "no size",
     )
-    return replace(options, **best.topology.sizes)
+    return replace(options, **best.topology.sizes, num_replicas=best.topology.replicas)
 
 
 def _is_taken(options: EngineOptions, topology: Topology) -> bool:
