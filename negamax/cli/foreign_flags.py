@@ -183,10 +183,9 @@ _IGNORED = (
     _group(
         "the KV cache is not split by context; the answers are the same",
         switches="""enable-kv-cache-sharding enable-cp-decode-attn-tp
-        enable-dsa-cache-layer-split enable-prefill-cp""",
-        values="""decode-context-parallel-size -dcp dcp-size dcp-kv-cache-interleave-size
-        cp-kv-cache-interleave-size""",
+        enable-dsa-cache-layer-split""",
     ),
+    _group("it is so with --prefill-context-parallel-size", switches="enable-prefill-cp"),
     *(
         _group(rules.SPECULATION, rule=rules.speculation(key), values=names)
         for key, names in _SPECULATION_KEYS.items()
@@ -418,9 +417,8 @@ _REFUSED = (
     ),
     _group(
         "",
-        rule=rules.unsupported_split("prefill_context_parallel_size"),
-        values="""prefill-context-parallel-size -pcp attn-cp-size
-        attention-context-parallel-size""",
+        rule=rules.attention_context_parallel,
+        values="attn-cp-size attention-context-parallel-size",
     ),
     _group(
         ONE_MACHINE,

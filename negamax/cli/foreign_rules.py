@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from negamax.config.parallel import UNSUPPORTED, instead_of
-
 GRAPHS = "whole steps run as CUDA graphs; --enforce-eager turns that off"
 EXPERTS = "where experts lie is for --enable-expert-parallel to say; the answers are the same"
 TRANSFER = "the KV cache stays in the server that computed it"
@@ -115,6 +113,16 @@ def expert_parallel(value: Any, line: Mapping[str, str]) -> Translation:
 
 def attention_data_parallel(value: Any, line: Mapping[str, str]) -> Translation:
     """The tensor-parallel ranks are those of all data-parallel ranks together."""
+    return _share_of_ranks("--data-parallel-size", value, line)
+
+
+def attention_context_parallel(value: Any, line: Mapping[str, str]) -> Translation:
+    """The tensor-parallel ranks are those of all context-parallel ranks together."""
+    return _share_of_ranks("--prefill-context-parallel-size", value, line)
+
+
+def _share_of_ranks(name: str, value: Any, line: Mapping[str, str]) -> Translation:
+    """So many groups, `name` here, of the ranks of --tensor-parallel-size."""
     text, given = str(value), line.get("tensor_parallel_size", "")
     if text in ("0", "1"):
         return Translation()
@@ -125,7 +133,7 @@ def attention_data_parallel(value: Any, line: Mapping[str, str]) -> Translation:
             remedy=f"use --tensor-parallel-size {size} for ranks of one GPU each",
         )
     own = (("--tensor-parallel-size", str(ranks // size)),)
-    return Translation((("--data-parallel-size", text),), over=own)
+    return Translation(((name, text),), over=own)
 
 
 def replicas(value: Any, line: Mapping[str, str]) -> Translation:
@@ -144,26 +152,6 @@ def local_ranks(value: Any, line: Mapping[str, str]) -> Translation:
     return Translation(
         refusal="a server runs on one machine", remedy="use --data-parallel-size for its GPUs"
     )
-
-
-def unsupported_split(field: str) -> Rule:
-    """The rule of names for `field` of `ParallelOptions`."""
-
-    def rule(value: Any, line: Mapping[str, str]) -> Translation:
-        """More than 1 is refused, with what to start instead."""
-        if value in ("1", "0"):
-            return Translation()
-        ranks, size = line.get("tensor_parallel_size", ""), str(value)
-        experts = line.get("expert_parallel_size", "1") != "1" or "enable_expert_parallel" in line
-        remedy = instead_of(
-            field,
-            int(size) if size.isdigit() else 1,
-            ranks=int(ranks) if ranks.isdigit() else 1,
-            splits_experts=experts,
-        )
-        return Translation(refusal=UNSUPPORTED[field], remedy=remedy)
-
-    return rule
 
 
 def speculation(key: str) -> Rule:

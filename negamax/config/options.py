@@ -101,6 +101,11 @@ class EngineOptions:
     all2all_backend: str = "allgather_reducescatter"  # of tokens between data-parallel ranks
     # engines behind one server, each with weights and ranks of its own
     num_replicas: int = 1
+    # groups of tensor-parallel ranks that share out the tokens of prompts and have the same cache
+    prefill_context_parallel_size: int = 1
+    # of the ranks with copies of one KV head: how many share out the tokens of its cache
+    decode_context_parallel_size: int = 1
+    cp_kv_cache_interleave_size: int = 1  # neighbouring tokens that lie on the same one of them
     # who guesses tokens ahead, with the keys of vLLM's (config/speculation.py)
     speculative_config: dict[str, Any] | None = None
     # CPU threads per rank; default: the cores (from three up: less one) shared out
@@ -158,6 +163,13 @@ class EngineOptions:
         )
         _ = self.parallel, self.speculation  # checked
         _within("--num-replicas", self.num_replicas, 1, MAX_REPLICAS)
+        if self.index_cache_sharding == "on" and self.prefill_context_parallel_size > 1:
+            raise ConfigError(
+                "--index-cache-sharding is on, and --prefill-context-parallel-size is "
+                f"{self.prefill_context_parallel_size}: ranks that share out prompts each hold all "
+                "index keys",
+                hint="use --index-cache-sharding off",
+            )
         _within("--num-threads", self.num_threads, 1, MAX_THREADS)
         _within("--seed", self.seed, -(2**63), 2**63 - 1)
 
@@ -171,6 +183,9 @@ class EngineOptions:
             pipeline_parallel_size=self.pipeline_parallel_size,
             pp_layer_partition=self.pp_layer_partition,
             data_parallel_size=self.data_parallel_size,
+            prefill_context_parallel_size=self.prefill_context_parallel_size,
+            decode_context_parallel_size=self.decode_context_parallel_size,
+            cp_kv_cache_interleave_size=self.cp_kv_cache_interleave_size,
         )
 
     @property

@@ -6,25 +6,10 @@ from dataclasses import dataclass
 
 from negamax.base.errors import ConfigError
 
-# sizes above 1 that nothing runs with, and why
-UNSUPPORTED = {
-    "prefill_context_parallel_size": "prompts are not split over GPUs",
-}
 ONE_MACHINE = "a server runs on one machine"
-MOST_RANKS = 8  # of one machine
 # Numbers of ranks that published models are split over, and that refusals offer; what else a model
 # takes is said by `parallel/split.py`, which knows it.
 USUAL_SIZES = (1, 2, 4, 8, 16)
-
-
-def instead_of(name: str, size: int, *, ranks: int, splits_experts: bool) -> str:
-    """The nearest setting that works to `size` of the unsupported `name`, beside `ranks`
-    tensor-parallel ones.
-    """
-    nearest, own = "use --tensor-parallel-size", _usual(ranks)
-    if splits_experts and ranks * size <= MOST_RANKS:
-        return f"{nearest} {_usual(ranks * size)} --enable-expert-parallel"
-    return f"{nearest} {own} without it" if ranks > 1 else f"{nearest} {_usual(size)}"
 
 
 # How data-parallel ranks send tokens to experts: by NCCL, or by kernels that write the memory of
@@ -51,42 +36,55 @@ class ParallelOptions:
     data_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     pp_layer_partition: str | None = None  # layers of each stage, "16,16,15,15"; None: even
+    # groups of tensor-parallel ranks that share out the tokens of prompts
     prefill_context_parallel_size: int = 1
+    decode_context_parallel_size: int = 1
+    # neighbouring tokens of a context that lie on one rank, where it is split over several
+    cp_kv_cache_interleave_size: int = 1
 
     def __post_init__(self) -> None:
         ranks, experts = self.tensor_parallel_size, self.expert_parallel_size
-        replicas = self.data_parallel_size
+        replicas, shares = self.data_parallel_size, self.prefill_context_parallel_size
         for name, size in (
             ("--tensor-parallel-size", ranks),
             ("--expert-parallel-size", 1 if experts is None else experts),
             ("--pipeline-parallel-size", self.pipeline_parallel_size),
             ("--data-parallel-size", replicas),
+            ("--prefill-context-parallel-size", shares),
+            ("--decode-context-parallel-size", self.decode_context_parallel_size),
+            ("--cp-kv-cache-interleave-size", self.cp_kv_cache_interleave_size),
         ):
             if size < 1:
                 raise ConfigError(f"{name} is {size}; allowed: 1 or more")
-        if experts is not None and ranks * replicas % experts:
+        if experts is not None and ranks * replicas * shares % experts:
             usual = _usual(ranks)
             fitting = ", ".join(str(size) for size in USUAL_SIZES if size <= usual)
-            beside = f" in each of {replicas} data-parallel ranks" if replicas > 1 else ""
+            groups = ((replicas, "data-parallel"), (shares, "context-parallel"))
+            beside = "".join(f" in each of {n} {kind} ranks" for n, kind in groups if n > 1)
             raise ConfigError(
                 f"--expert-parallel-size is {experts}; experts are split over ranks of "
                 f"--tensor-parallel-size, which is {ranks}{beside}",
                 hint=f"use one of {fitting}"
                 + (f" with --tensor-parallel-size {usual}" if usual != ranks else ""),
             )
-        if self.enable_expert_parallel and experts == 1 < ranks * replicas:
+        if self.enable_expert_parallel and experts == 1 < ranks * replicas * shares:
             raise ConfigError(
                 "--enable-expert-parallel splits experts, --expert-parallel-size 1 does not",
                 hint="give one of them",
             )
         _ = self.layers_of_stages  # checked
-        for name in UNSUPPORTED:
-            size = getattr(self, name)
-            if size != 1:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} is {size}: {UNSUPPORTED[name]}",
-                    hint=instead_of(name, size, ranks=ranks, splits_experts=self.splits_experts),
-                )
+        if shares > 1 < replicas:
+            raise ConfigError(
+                f"--prefill-context-parallel-size is {shares} and --data-parallel-size is "
+                f"{replicas}: ranks that share out prompts all run the same requests",
+                hint="use one of them, with --tensor-parallel-size",
+            )
+        if self.decode_context_parallel_size > 1:
+            raise ConfigError(
+                f"--decode-context-parallel-size is {self.decode_context_parallel_size}: the KV "
+                f"cache of a request is not split by its tokens",
+                hint="use --decode-context-parallel-size 1",
+            )
 
     @property
     def layers_of_stages(self) -> tuple[int, ...]:
@@ -121,4 +119,5 @@ class ParallelOptions:
         if self.expert_parallel_size is not None:
             return self.expert_parallel_size
         ranks = self.tensor_parallel_size * self.data_parallel_size
+        ranks *= self.prefill_context_parallel_size
         return ranks if self.enable_expert_parallel else 1

@@ -17,6 +17,7 @@ from negamax.kernels.kvcache.spec import write
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.rope.spec import half_split
 from negamax.kernels.signatures import DECODE, LOCATE, PREFILL
+from negamax.layers.context_exchange import KeyExchange, key_exchange
 from negamax.layers.kv_scales import KvScales
 from negamax.layers.linear import ColumnParallel, Part, RowParallel
 from negamax.layers.names import AttentionNames
@@ -57,6 +58,7 @@ class GroupedQueryStep:
     decode: Any
     # plan of the attention.prefill kernel for the tokens behind them; None: there are none
     prefill: Any
+    exchange: KeyExchange | None  # of keys and values with context-parallel ranks
 
 
 class GroupedQueryKind:
@@ -100,7 +102,9 @@ class GroupedQueryKind:
             decode = self._plan_decode(decodes, shape, dtype=dtype, quantize=quantize)
         if prefills:
             prefill = self._plan_prefill(prefills, shape, dtype=dtype, quantize=quantize)
-        return GroupedQueryStep(cos, sin, slot_mapping, decode=decode, prefill=prefill)
+        heads, size = (shape.kv_heads,), shape.block_size
+        exchange = key_exchange(metadata, block_size=size, heads=heads)
+        return GroupedQueryStep(cos, sin, slot_mapping, decode, prefill, exchange)
 
 
 class Attention:
@@ -207,6 +211,8 @@ class Attention:
             q, k = half_split(q, step.cos, step.sin), half_split(k, step.cos, step.sin)
             write(k, v, k_cache, v_cache, step.slot_mapping, kv_scales=scales)
             q = q.to(qkv.dtype)
+        if step.exchange is not None:
+            step.exchange((k_cache, v_cache))
         return self._out(self._attend(q, step, kv, num_decodes=metadata.num_decodes))
 
     def _attend(

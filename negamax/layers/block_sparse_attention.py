@@ -26,6 +26,7 @@ from negamax.kernels.signatures import (
     LOCATE,
 )
 from negamax.layers.attention import KvCaches, head_rows
+from negamax.layers.context_exchange import KeyExchange, key_exchange
 from negamax.layers.kv_scales import KvScales
 from negamax.layers.linear import ColumnParallels, Part, RowParallel
 from negamax.layers.names import AttentionNames, IndexerNames
@@ -47,6 +48,7 @@ class BlockSparseStep:
     # as in `GroupedQueryStep`
     decode: Any
     prefill: Any
+    exchange: KeyExchange | None
 
 
 class BlockSparseKind:
@@ -91,7 +93,9 @@ class BlockSparseKind:
             decode = self._plan_decode(decodes, shape, dtype=dtype, quantize=quantize)
         if prefills:
             prefill = self._plan_prefill(prefills, shape, dtype=dtype, quantize=quantize)
-        return BlockSparseStep(cos, sin, slot_mapping, select, merge, decode, prefill)
+        heads, size = (shape.kv_heads, 1), shape.block_size  # of keys and values, and of index keys
+        exchange = key_exchange(metadata, block_size=size, heads=heads)
+        return BlockSparseStep(cos, sin, slot_mapping, select, merge, decode, prefill, exchange)
 
 
 class BlockSparseAttention:
@@ -199,6 +203,8 @@ class BlockSparseAttention:
             self._projection(x), self._norm, step.cos, step.sin, k, v, index, step.slot_mapping,
             kv_scales=scales,
         )  # fmt: skip
+        if step.exchange is not None:
+            step.exchange((k, v, index))
         choice, count, parts = self._choose(index_q, index, step), metadata.num_decodes, []
         for attend, plan, tokens in (
             (self._decode, step.decode, slice(None, count)),

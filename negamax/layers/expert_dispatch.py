@@ -17,8 +17,8 @@ from negamax.kernels.signatures import COMBINE, DISPATCH
 from negamax.layers.partial import Partial
 from negamax.parallel.context import ParallelContext
 
-# Of all data-parallel ranks together: up to here rows travel unquantised, too, since kernels for
-# few tokens read them so.
+# Of all ranks that gather tokens together: up to here rows travel unquantised, too, since kernels
+# for few tokens read them so.
 UNQUANTIZED_ROWS = 64
 
 
@@ -68,8 +68,8 @@ class ExpertDispatch(Protocol):
         most_tokens: int | None = None,
     ) -> Dispatched:
         """x [T, hidden], the router's logical ids (-1: none) and weights [T, top_k] -> what this
-        rank's experts are given. `most_tokens`: of the data-parallel rank that has the most; None:
-        all have T.
+        rank's experts are given. `most_tokens`: of the data-parallel or context-parallel rank that
+        has the most; None: all have T.
         """
 
     def combine(self, out: Tensor, given: Dispatched, num_tokens: int) -> Partial:
@@ -128,10 +128,12 @@ class AllToAllTokens(ReplicatedTokens):
         kernels: KernelTable,
     ) -> None:
         super().__init__(table, context=context, device=device)
-        self._group, self._others = context.attention_group, context.data_group
+        layout, self._group = context.layout, context.attention_group
+        # (only one of the two is larger than 1)
+        self._others = context.data_group if layout.dp > 1 else context.context_group
         firsts = [
-            context.layout.of_rank(rank).experts.experts(len(table.logical)).start
-            for rank in context.layout.data_ranks
+            layout.of_rank(rank).experts.experts(len(table.logical)).start
+            for rank in (layout.data_ranks if layout.dp > 1 else layout.context_ranks)
         ]
         self._places = ExpertPlaces(
             torch.tensor(firsts, dtype=torch.int32, device=device), len(self.experts)
@@ -181,10 +183,38 @@ class AllToAllTokens(ReplicatedTokens):
         return Partial(summed[:num_tokens], self._group)
 
 
+class SharedOutTokens(AllToAllTokens):
+    """Context-parallel ranks share out the tokens of some steps, which meet the experts as those of
+    data-parallel ranks do. In other steps, for which no `most_tokens` is given, every rank has all
+    tokens, and what the experts of each made of them is summed.
+    """
+
+    def dispatch(
+        self,
+        x: Tensor | QuantizedActivations,
+        ids: Tensor,
+        weights: Tensor,
+        *,
+        most_tokens: int | None = None,
+    ) -> Dispatched:
+        """See `ExpertDispatch`."""
+        way = ReplicatedTokens if most_tokens is None else AllToAllTokens
+        return way.dispatch(self, x, ids, weights, most_tokens=most_tokens)
+
+    def combine(self, out: Tensor, given: Dispatched, num_tokens: int) -> Partial:
+        """See `ExpertDispatch`."""
+        if len(given.ids) > num_tokens:  # of all ranks
+            return super().combine(out, given, num_tokens)
+        summed = out if out.dim() == 2 else out.sum(1)
+        return Partial(self._others.all_reduce(summed), self._group)
+
+
 def expert_dispatch(
     table: ExpertTable, *, context: ParallelContext, device: torch.device, kernels: KernelTable
 ) -> ExpertDispatch:
     """The one for the ranks of `context`."""
-    if context.layout.dp == 1:
+    layout = context.layout
+    if layout.dp == layout.cp == 1:
         return ReplicatedTokens(table, context=context, device=device)
-    return AllToAllTokens(table, context=context, device=device, kernels=kernels)
+    way = AllToAllTokens if layout.dp > 1 else SharedOutTokens
+    return way(table, context=context, device=device, kernels=kernels)

@@ -30,6 +30,8 @@ class ParallelContext:
     world: Collective
     # the same rank of each data-parallel rank: between them tokens travel to experts and back
     data_group: Collective = field(default_factory=SingleRank)
+    # the same rank of each context-parallel one: they share out the tokens of prompts
+    context_group: Collective = field(default_factory=SingleRank)
     links: PipelineLinks = field(default_factory=PipelineLinks)  # with other stages of the pipeline
     poll_control: PollControl | None = None  # where kernels wait for other ranks
 
@@ -134,6 +136,7 @@ class ParallelContext:
             expert_group=groups[layout.experts.ranks],
             world=groups[tuple(range(layout.world_size))],
             data_group=groups[layout.data_ranks],
+            context_group=groups[layout.context_ranks],
             links=links,
             poll_control=control,
         )
@@ -176,10 +179,12 @@ def _new_groups(
     }
     expert_rank_sets = {layout.of_rank(rank).experts.ranks for rank in range(layout.world_size)}
     data_rank_sets = {layout.of_rank(rank).data_ranks for rank in range(layout.world_size)}
+    context_rank_sets = {layout.of_rank(rank).context_ranks for rank in range(layout.world_size)}
+    rank_sets = attention_rank_sets | expert_rank_sets | data_rank_sets | context_rank_sets
     everyone = tuple(range(layout.world_size))
     groups = {}
     # every rank creates every group, in order
-    for ranks in sorted(attention_rank_sets | expert_rank_sets | data_rank_sets | {everyone}):
+    for ranks in sorted(rank_sets | {everyone}):
         group = dist.new_group(
             list(ranks), timeout=timedelta(seconds=STEP_TIMEOUT_S), backend=backend
         )

@@ -200,6 +200,14 @@ class ParallelLayout:
         return tuple(first + number * per_replica for number in range(self.dp))
 
     @property
+    def context_ranks(self) -> tuple[int, ...]:
+        """World ranks that hold of the attention what this one holds, and share out the tokens of
+        prompts with it.
+        """
+        first = self.rank - self.cp_rank * self.tp
+        return tuple(first + number * self.tp for number in range(self.cp))
+
+    @property
     def reports_results(self) -> bool:
         """Whether this rank speaks for those that run the same plans."""
         return self.is_last_stage and self.cp_rank == 0 and self.tp_rank == 0

@@ -42,6 +42,7 @@ def check_split(layout: ParallelLayout, spec: ModelSpec, *, gpus: int | None = N
         if whole:
             hint += f", or {', '.join(map(str, whole))} with --enable-expert-parallel"
         hint += f" beside --pipeline-parallel-size {stages}" if stages > 1 else ""
+        hint += " without --prefill-context-parallel-size" if layout.cp > 1 else ""
         hint += ", or --device cpu" if gpus is not None else ""
         raise ConfigError(error.message, hint=hint) from None
 

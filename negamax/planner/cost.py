@@ -19,7 +19,7 @@ from functools import partial
 from math import ceil, sqrt
 from statistics import NormalDist
 
-from negamax.config.kv_cache import KvCacheSpecs, with_index_dtype
+from negamax.config.kv_cache import KvCacheSpecs, block_bytes, with_index_dtype
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.formats import E4M3_BLOCKS, PLAIN, TensorFormat, is_kept
 from negamax.kernels.platform import Feature
@@ -162,7 +162,7 @@ class Costs:
         """
         layout, gpu, spec = self._stages[place], self._gpu, self._model.weights.spec
         layers = layout.layers(spec.num_layers)
-        own = ceil(own / layout.cp)
+        own = ceil(own / layout.cp) if is_prefill else own
         bandwidth = READ_SHARE * gpu.bandwidth
         seconds = 0.0
         for kind, count, num_bytes in self._held[place]:
@@ -185,9 +185,9 @@ class Costs:
             LAYER_SECONDS
             + ROW_SECONDS * sqrt(min(own, MOST_ROWS))
             + TOKEN_SECONDS * relative * own / layout.tp
-            + self._exchanges(tokens, own)
+            + self._exchanges(own, ranks=layout.dp * (layout.cp if is_prefill else 1))
         )
-        return seconds
+        return seconds + self._context_seconds(own, caches, is_prefill=is_prefill)
 
     def _product(
         self, kind: WeightKind, count: int, num_bytes: float, *, tokens: int, own: int
@@ -232,19 +232,40 @@ class Costs:
             for cache in layer
         )
 
-    def _exchanges(self, tokens: int, own: int) -> float:
-        """Of a layer, between the ranks of a stage."""
+    def _exchanges(self, own: int, *, ranks: int) -> float:
+        """Of a layer, between the ranks of a stage; of `ranks` with tokens of their own, `own` of
+        each, those of all meet the experts.
+        """
         layout, hidden = self._layout, self._model.weights.spec.hidden_size
         found = 0.0
         if layout.tp > 1:
             found += 2 * self._sum_seconds(own, layout.tp) + NORM_SECONDS
-        others = layout.dp * layout.cp - 1
+        others = ranks - 1
         if others:
             # rows in FP8 with their scales, ids and weights; what became of them in bf16
             received = others * own * ((hidden + hidden / 32 + 64) + 2 * hidden)
-            link = GATHER_SHARE * self._gpu.link if self._is_local else NETWORK_BYTES
-            found += 2 * MESSAGE_SECONDS + received / link
+            found += 2 * MESSAGE_SECONDS + received / self._gather_link
         return found
+
+    def _context_seconds(self, own: int, caches: KvCacheSpecs, *, is_prefill: bool) -> float:
+        """Of all layers of a stage, between context-parallel ranks: the keys and values that others
+        have computed, or where all compute the same tokens the sums of what experts made of them.
+        """
+        layout, ranks = self._layout, self._layout.cp
+        if ranks == 1:
+            return 0.0
+        if is_prefill:
+            row = block_bytes(caches, 1, dtype=self._model.kv_dtype, ranks=layout.tp)
+            received = (ranks - 1) * own * row
+        else:
+            hidden = self._model.weights.spec.hidden_size
+            received = len(caches) * 2 * (ranks - 1) // ranks * own * 2 * hidden
+        return len(caches) * MESSAGE_SECONDS + received / self._gather_link
+
+    @property
+    def _gather_link(self) -> float:
+        """Bytes per second that reach a rank from the others of its stage."""
+        return GATHER_SHARE * self._gpu.link if self._is_local else NETWORK_BYTES
 
     def _sum_seconds(self, tokens: int, ranks: int) -> float:
         """A sum of `tokens` rows over `ranks` of one machine."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from negamax.base.errors import ConfigError
 from negamax.config.kv_cache import block_bytes
 from negamax.config.model_spec import ModelSpec
-from negamax.config.parallel import ONE_MACHINE, UNSUPPORTED, ParallelOptions
+from negamax.config.parallel import ONE_MACHINE, ParallelOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split
 from negamax.planner.cost import Model
@@ -100,9 +100,6 @@ class Topology:
     def check(self, spec: ModelSpec, *, per_node: int) -> None:
         """Errors: `ConfigError` where nothing runs this topology of the model, with `per_node` GPUs
         in a machine."""
-        for name, reason in UNSUPPORTED.items():
-            if name in self.sizes:
-                raise ConfigError(f"--{name.replace('_', '-')}: {reason}")
         if self.ranks > per_node:
             raise ConfigError(f"{ONE_MACHINE}, which has {per_node} of these GPUs")
         check_split(self.layout, spec)

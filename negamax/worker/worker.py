@@ -60,6 +60,7 @@ from negamax.worker.speculation import (
 from negamax.worker.stages import Arrived, Stage
 from negamax.worker.step_output import StepOutput, StepTimes
 from negamax.worker.step_times import measure_steps
+from negamax.worker.token_shares import share_tokens
 from negamax.worker.warmup import warming_up, warmup_layers
 
 logger = get_logger(__name__)
@@ -214,11 +215,12 @@ class Worker:
         self, plan: StepPlan, bitmask: PendingBitmask
     ) -> StepOutput | StepResult:
         """The step as one batch; on the CPU, where that fails, row by row, unless other
-        data-parallel ranks or stages are in the step.
+        data-parallel ranks, stages or context-parallel ranks are in the step.
         """
-        if self._runtime.is_asynchronous or self._config.layout.pp > 1:
+        layout = self._config.layout
+        if self._runtime.is_asynchronous or layout.pp > 1:
             return self._run(plan, bitmask)
-        if plan.of_all is not None:
+        if plan.of_all is not None or layout.cp > 1:
             return self._run(plan, bitmask).result()
         try:
             return self._run(plan, bitmask).result()
@@ -397,13 +399,7 @@ class Worker:
             states = self._replayed_states(layout)
         else:
             most_tokens = size.num_tokens if size else None
-            token_ids, metadata = batches.build(layout, self._rows, most_tokens=most_tokens)
-            entering = self._stage.receive(len(token_ids))
-            began = self._runtime.record_event()
-            hidden, residuals = self._model.forward(
-                token_ids, metadata, self._kv, capture=self._layers, entering=entering
-            )
-            states = TokenStates(metadata, residuals)
+            began, hidden, states = self._run_eagerly(layout, most_tokens)
         if not self._stage.is_last:
             self._stage.send(hidden[: len(layout.columns.token_slots)])
             slots, offsets = layout.sample_slots, layout.sample_offsets
@@ -431,6 +427,26 @@ class Worker:
             prompt_logprobs,
             verification=self._verify(plan, bitmask, sampled.token_ids, states, layout),
         )
+
+    def _run_eagerly(
+        self, layout: batches.BatchLayout, most_tokens: int | None
+    ) -> tuple[torch.cuda.Event | None, torch.Tensor, TokenStates | None]:
+        """A step launched kernel by kernel: when it began, the hidden states and what a proposer is
+        told of the tokens, of those of this rank's share where nobody asks for the others'.
+        """
+        share = share_tokens(layout, self._rows, self._context.context_group)
+        token_ids, metadata = share.build(most_tokens=most_tokens)
+        entering = self._stage.receive(len(token_ids))
+        began = self._runtime.record_event()
+        hidden, residuals = self._model.forward(
+            token_ids, metadata, self._kv, capture=self._layers, entering=entering
+        )
+        if self._stage.is_last and (layout.sample_rows or self._rows.prompt_logprob_slots):
+            hidden = share.gather(hidden)
+        if self._proposer is None:
+            return began, hidden, None
+        residuals = [share.gather(stream) for stream in residuals]
+        return began, hidden, TokenStates(share.describe_all(metadata), residuals)
 
     def _replayed_states(self, layout: batches.BatchLayout) -> TokenStates | None:
         """What a replayed step has made of its tokens, for the proposer; None: there is none."""

@@ -12,7 +12,12 @@ from test_gpu_engine import AGREEMENT, GREEDY, agreement, answers_of_m3, prompts
 
 from negamax import LLM
 
-SIZES = ("data_parallel_size", "pipeline_parallel_size", "tensor_parallel_size")
+SIZES = (
+    "data_parallel_size",
+    "pipeline_parallel_size",
+    "prefill_context_parallel_size",
+    "tensor_parallel_size",
+)
 
 
 def skip_without(options: dict[str, Any]) -> None:

@@ -209,7 +209,7 @@ REFUSED = {
         " --decode-context-parallel-size 1 --prefill-context-parallel-size 2 "
         "--cp-kv-cache-interleave-size 128"
         f" --max-num-seqs 16 --max-model-len 138000 {EAGLE}",
-        ("--prefill-context-parallel-size is '2'", "--tensor-parallel-size 8 without it"),
+        NO_KEY,
     ),
     "vLLM Ascend's guide, A2": (
         f"/weights/MiniMax-M2.7-w8a8-QuaRot {ASCEND} --tensor-parallel-size 8 --max-num-seqs 32 "

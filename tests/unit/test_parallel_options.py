@@ -28,6 +28,14 @@ from negamax.parallel.layout import ParallelLayout
             (4, 2),
         ),
         ({"enable_expert_parallel": True}, (1, 1)),
+        (
+            {
+                "tensor_parallel_size": 2,
+                "prefill_context_parallel_size": 2,
+                "enable_expert_parallel": True,
+            },
+            (2, 4),
+        ),
     ],
 )
 def test_experts_are_split_over_the_ranks_that_are_asked_for(
@@ -67,9 +75,22 @@ def test_experts_are_split_over_the_ranks_that_are_asked_for(
             r"3 stages, --pipeline-parallel-size is 2 \(use --pipeline-parallel-size 3, or 2 num",
         ),
         (
-            {"prefill_context_parallel_size": 2, "tensor_parallel_size": 4},
-            r"not split over GPUs \(use --tensor-parallel-size 4 without it\)",
+            {"prefill_context_parallel_size": 0},
+            "--prefill-context-parallel-size is 0; allowed: 1 or more",
         ),
+        (
+            {"prefill_context_parallel_size": 2, "data_parallel_size": 2},
+            r"all run the same requests \(use one of them, with --tensor-parallel-size\)",
+        ),
+        (
+            {"prefill_context_parallel_size": 2, "expert_parallel_size": 4},
+            r"which is 1 in each of 2 context-parallel ranks \(use one of 1",
+        ),
+        (
+            {"decode_context_parallel_size": 2},
+            r"is not split by its tokens \(use --decode-context-parallel-size 1\)",
+        ),
+        ({"cp_kv_cache_interleave_size": 0}, "--cp-kv-cache-interleave-size is 0; allowed: 1 or"),
     ],
 )
 def test_sizes_that_nothing_runs_with_are_refused(given: dict[str, Any], words: str) -> None:

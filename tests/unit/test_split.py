@@ -11,7 +11,7 @@ import pytest
 from negamax.base.errors import ConfigError
 from negamax.config.families import bundled_names, bundled_spec
 from negamax.config.model_spec import ModelSpec
-from negamax.config.parallel import UNSUPPORTED, ParallelOptions
+from negamax.config.parallel import ParallelOptions
 from negamax.models.memory import expert_padding, weight_bytes
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split, possible_splits
@@ -54,10 +54,8 @@ def test_what_is_offered_instead_of_a_refused_size_is_taken(
 
 
 def test_what_is_offered_before_the_model_is_known_is_taken_by_every_published_one() -> None:
-    lines = [{name: size, "tensor_parallel_size": tp} for name in UNSUPPORTED
-             for size in range(2, 20) for tp in range(1, 20)]  # fmt: skip
-    lines += [{"tensor_parallel_size": tp, "expert_parallel_size": ep}
-              for tp in range(1, 20) for ep in range(1, 20) if tp % ep]  # fmt: skip
+    lines = [{"tensor_parallel_size": tp, "expert_parallel_size": ep}
+             for tp in range(1, 20) for ep in range(1, 20) if tp % ep]  # fmt: skip
     for line in lines:
         with pytest.raises(ConfigError) as caught:
             ParallelOptions(**line)

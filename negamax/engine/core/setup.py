@@ -67,7 +67,7 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
     dtypes = (options.index_cache_dtype, options.dtype, spec.dtype)
     if shards_index(
         spec.kv_caches(),
-        options.index_cache_sharding,
+        "off" if layout.cp > 1 else options.index_cache_sharding,
         dtype=next(dtype for dtype in dtypes if dtype != "auto"),
         ranks=layout.attention.size,
         max_model_len=max_model_len,

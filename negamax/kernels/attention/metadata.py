@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from negamax.kernels.peers import Collective
+
 
 @dataclass(frozen=True)
 class DecodeRuns:
@@ -21,6 +23,17 @@ class DecodeRuns:
     block_table_indices: Tensor  # [S] int64
     seq_lens: Tensor  # [S] int32, tokens including this step; 0: padding
     query_starts: Tensor  # [S + 1] int64
+
+
+@dataclass(frozen=True)
+class SharedTokens:
+    """The tokens of a step that the ranks of `group` share out, N of each, padding included: those
+    of its first rank, then those of the next one. Padding stands in a sequence of nobody.
+    """
+
+    group: Collective
+    positions: Tensor  # [ranks * N] int64
+    token_slots: Tensor  # [ranks * N] int64, row of block_tables of each token's sequence
 
 
 @dataclass(frozen=True)
@@ -46,8 +59,10 @@ class AttentionMetadata:
     host_query_lens: tuple[int, ...]  # [S] queries of each sequence
     # [1] int32, tokens that are real, the others being padding; None: all
     num_actual_tokens: Tensor | None = None
-    # of the data-parallel rank that has the most in this step; None: all have T
+    # of the data-parallel or context-parallel rank that has the most in this step; None: all have T
     most_tokens: int | None = None
+    # of context-parallel ranks, where the T are a share; None: every rank has all tokens
+    shared_tokens: SharedTokens | None = None
     is_exact: bool = True
     # Neighbours among the decodes that may be of one sequence, each a token longer than the one
     # before it, at most; of a step with draft tokens whose lengths the device alone knows.

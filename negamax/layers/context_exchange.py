@@ -1,0 +1,62 @@
+"""What context-parallel ranks give each other in a layer: the keys and values of new tokens, of
+which each rank has computed a share, so that the caches of all of them hold every token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.kernels.kvcache.spec import cache_rows, slots_of
+
+
+class KeyExchange:
+    """Of one step. Cache rows travel as they are stored, in one message for all caches of a layer;
+    those of padding are of blocks of nobody.
+    """
+
+    def __init__(
+        self, metadata: AttentionMetadata, *, block_size: int, heads: Collection[int]
+    ) -> None:
+        """For caches of so many `heads`. `metadata` of a step whose tokens are shared out."""
+        shared = metadata.shared_tokens
+        assert shared is not None
+        self._group = shared.group
+        slots = slots_of(
+            shared.positions, shared.token_slots, metadata.block_tables, block_size=block_size
+        )
+        self._rows = {
+            count: cache_rows(slots, kv_heads=count, block_size=block_size) for count in heads
+        }
+
+    def __call__(self, caches: Sequence[Tensor]) -> None:
+        """Complete `caches` [num_blocks, heads, block_size, width], in which this rank has written
+        its own tokens.
+        """
+        group, sent = self._group, []
+        rows = [self._rows[cache.shape[1]] for cache in caches]
+        for cache, places in zip(caches, rows, strict=True):
+            own = places.view(group.size, -1)[group.rank]
+            sent.append(_stored_rows(cache).index_select(0, own).flatten())
+        gathered = group.all_gather(torch.cat(sent).unsqueeze(0), dim=0)
+        parts = gathered.split([len(part) for part in sent], dim=1)
+        for cache, places, part in zip(caches, rows, parts, strict=True):
+            stored = _stored_rows(cache)
+            stored.index_copy_(0, places, part.reshape(-1, stored.shape[1]))
+
+
+def key_exchange(
+    metadata: AttentionMetadata, *, block_size: int, heads: Collection[int]
+) -> KeyExchange | None:
+    """None: every rank computes all tokens of the step."""
+    if metadata.shared_tokens is None:
+        return None
+    return KeyExchange(metadata, block_size=block_size, heads=heads)
+
+
+def _stored_rows(cache: Tensor) -> Tensor:
+    """[rows, bytes of a row]: indexing does not take FP8."""
+    return cache.view(torch.uint8).view(-1, cache.shape[-1] * cache.element_size())

@@ -1,0 +1,195 @@
+"""How context-parallel ranks share out a step: every token is one rank's, each rank has as much to
+do as the others, and what they make of it comes back in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.kernels.kvcache.spec import cache_rows, slots_of
+from negamax.kernels.peers import PeerMemory
+from negamax.layers.context_exchange import key_exchange
+from negamax.scheduler.request import SamplingParams
+from negamax.scheduler.step import NewRow, StepPlan
+from negamax.worker.batch import BatchLayout, build, build_batch_layout
+from negamax.worker.request_state import RequestState
+from negamax.worker.token_shares import AllTokens, PiecesOfRuns, TokenShare, share_tokens
+
+BLOCK = 4
+PARAMS = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0,
+                        seed=0)  # fmt: skip
+
+
+class Meeting:
+    """Ranks of one process that gather one after another: what each sends is known from a first
+    round, in which nothing comes back.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size, self.sent = size, dict[int, list[Tensor]]()
+        self.is_first = True
+
+    def of_all(self, run: Callable[[Rank], None]) -> None:
+        """`run` as each rank, in two rounds, of which the second counts."""
+        for self.is_first in (True, False):
+            for rank in range(self.size):
+                run(Rank(self, rank))
+
+
+class Rank:
+    peers: PeerMemory | None = None
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.meeting, self.rank, self.size, self.count = meeting, rank, meeting.size, 0
+        if meeting.is_first:
+            meeting.sent[rank] = []
+
+    def all_gather(self, tensor: Tensor, *, dim: int) -> Tensor:
+        if self.meeting.is_first:
+            self.meeting.sent[self.rank].append(tensor.clone())
+            return tensor.repeat(self.size, *[1] * (tensor.dim() - 1))
+        self.count += 1
+        return torch.cat([self.meeting.sent[rank][self.count - 1] for rank in range(self.size)])
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def step(rows: list[tuple[int, int, int]]) -> tuple[BatchLayout, RequestState]:
+    """Of a row each the tokens of its prompt, those that are computed and those that run."""
+    longest = max(computed + count for _, computed, count in rows) + 1
+    blocks = -(-longest // BLOCK)
+    requests = RequestState(
+        len(rows), longest, max_blocks=blocks, eos_token_ids=(), device=torch.device("cpu")
+    )
+    requests.set_spare_block(len(rows) * blocks)
+    new = [
+        NewRow(slot, list(range(100 * slot, 100 * slot + computed + count)), prompt, computed,
+               list(range(slot * blocks, (slot + 1) * blocks)), PARAMS)
+        for slot, (prompt, computed, count) in enumerate(rows)
+    ]  # fmt: skip
+    counts, zeros = [count for _, _, count in rows], [0] * len(rows)
+    plan = StepPlan(1, new, [], [], list(range(len(rows))), counts, zeros, [True] * len(rows))
+    requests.apply(plan)
+    return build_batch_layout(plan, requests, generated_apart=True), requests
+
+
+ROWS = st.lists(
+    st.one_of(
+        st.tuples(st.just(5), st.integers(5, 20), st.integers(1, 3)),  # generated tokens
+        st.tuples(st.just(200), st.integers(0, 70), st.integers(1, 90)),  # chunks of prompts
+        st.tuples(st.integers(3, 20), st.just(0), st.just(22)),  # of preempted sequences
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(ROWS, st.integers(2, 4))
+def test_every_token_is_computed_once_and_comes_back_in_order(
+    rows: list[tuple[int, int, int]], ranks: int
+) -> None:
+    layout, requests = step(rows)
+    all_ids, everything = build(layout, requests)
+    meeting, lengths = Meeting(ranks), list[int]()
+
+    def run(rank: Rank) -> None:
+        share = share_tokens(layout, requests, rank)
+        token_ids, own = share.build(most_tokens=None)
+        if isinstance(share, AllTokens):
+            assert own.shared_tokens is None and token_ids.equal(all_ids)
+            assert max(own.host_query_lens[own.num_decodes :], default=0) < 2 * ranks
+            return
+        lengths.append(len(token_ids))
+        check_pieces(own)
+        back = share.gather(torch.stack([token_ids, own.positions], dim=1))
+        assert share.describe_all(own).positions.equal(everything.positions)
+        if not meeting.is_first:
+            assert back[:, 0].equal(all_ids) and back[:, 1].equal(everything.positions)
+            assert own.most_tokens == max(lengths[:ranks])
+
+    meeting.of_all(run)
+    assert not lengths or (sum(lengths[:ranks]) == len(all_ids) and min(lengths) > 0)
+
+
+def check_pieces(own: AttentionMetadata) -> None:
+    """Queries are the last tokens of their sequences, as attention expects them."""
+    starts = own.query_starts.tolist()
+    for number, (first, stop) in enumerate(pairwise(starts)):
+        end = own.host_seq_lens[number]
+        assert own.positions[first:stop].tolist() == list(range(end - (stop - first), end))
+        assert set(own.token_slots[first:stop].tolist()) == {int(own.block_table_indices[number])}
+        assert number >= own.num_decodes or stop - first == 1
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("computed", [0, 5000])
+def test_ranks_attend_to_as_much_as_others(ranks: int, computed: int) -> None:
+    layout, requests = step([(9000, computed, 4001), (3, 7, 1), (3, 9, 1)])
+    work = []
+    for number in range(ranks):
+        share = PiecesOfRuns(layout, requests, Rank(Meeting(ranks), number))
+        work.append(int(share.build(most_tokens=None)[1].positions.sum()))
+    assert max(work) < 1.01 * min(work)
+
+
+def test_one_rank_has_all_tokens() -> None:
+    layout, requests = step([(90, 0, 40)])
+    share: TokenShare = share_tokens(layout, requests, Rank(Meeting(1), 0))
+    assert isinstance(share, AllTokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_caches_of_all_ranks_hold_every_token(dtype: torch.dtype) -> None:
+    """Caches of different heads and widths; blocks that the step does not write stay as they
+    are.
+    """
+    layout, requests = step([(90, 3, 41), (3, 7, 1), (60, 0, 5)])
+    token_ids, everything = build(layout, requests)
+    blocks = requests._spare_block + 1
+    shapes = {"k": (2, 16), "index": (1, 8)}
+    slots = slots_of(
+        everything.positions, everything.token_slots, everything.block_tables, block_size=BLOCK
+    )
+    caches = [
+        {
+            name: torch.zeros(blocks, heads, BLOCK, width).to(dtype)
+            for name, (heads, width) in shapes.items()
+        }
+        for _ in range(3)
+    ]
+
+    def write(cache: Tensor, ids: Tensor, slots: Tensor) -> None:
+        rows = cache_rows(slots, kv_heads=cache.shape[1], block_size=BLOCK)
+        values = (ids % 13).repeat_interleave(cache.shape[1])[:, None].expand(-1, cache.shape[3])
+        flat = cache.view(torch.uint8).view(len(cache) * cache.shape[1] * BLOCK, -1)
+        flat[rows] = values.to(dtype).contiguous().view(torch.uint8)
+
+    def run(rank: Rank) -> None:
+        share = share_tokens(layout, requests, rank)
+        ids, own = share.build(most_tokens=None)
+        exchange = key_exchange(own, block_size=BLOCK, heads=(1, 2))
+        assert exchange is not None
+        mine = slots_of(own.positions, own.token_slots, own.block_tables, block_size=BLOCK)
+        for cache in caches[rank.rank].values():
+            cache.view(torch.uint8).zero_()
+            write(cache, ids, mine)
+        exchange(list(caches[rank.rank].values()))
+
+    Meeting(3).of_all(run)
+    for name, (heads, width) in shapes.items():
+        expected = torch.zeros(blocks, heads, BLOCK, width).to(dtype)
+        write(expected, token_ids, slots)
+        for rank in range(3):
+            assert caches[rank][name][:-1].float().equal(expected[:-1].float())

@@ -1,0 +1,26 @@
+"""A rank process that writes how many tokens its model has run, when it ends, into the folder that
+COUNTED_TOKENS names: `python -m tests.dist.counting_rank ENDPOINT RANK`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from negamax.models.decoder import Decoder
+from negamax.worker import rank_process
+
+if __name__ == "__main__":
+    endpoint, rank = sys.argv[1:]
+    forward, counts = Decoder.forward, list[int]()
+
+    def counted(self: Decoder, token_ids: Any, *args: Any, **options: Any) -> Any:
+        counts.append(len(token_ids))
+        return forward(self, token_ids, *args, **options)
+
+    Decoder.forward = counted  # type: ignore[method-assign]
+    code = rank_process.main(endpoint, int(rank))
+    Path(os.environ["COUNTED_TOKENS"], rank).write_text(str(sum(counts)))
+    sys.exit(code)

@@ -1,0 +1,226 @@
+"""Context-parallel ranks, which share out the tokens of prompts and hold the same caches, say what
+one rank says; so do tensor-parallel groups of them, and stages.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent))
+
+from test_data_parallel_engine import (
+    COMMON,
+    LONGER,
+    PARAMS,
+    PROMPTS,
+    SHARED,
+    Answer,
+    assert_same,
+    nano,
+    said,
+    tokens_of,
+)
+
+from negamax import LLM, SamplingParams
+from negamax.engine.core import executor
+from negamax.evals import nano_retrieval
+from tests import tiny, tiny_draft
+
+
+@pytest.fixture(scope="module")
+def of_one_rank() -> list[Answer]:
+    with nano() as llm:
+        return said(llm.generate(PROMPTS, PARAMS))
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("counted")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(counted: Path) -> Iterator[LLM]:
+    spawn = executor.process.spawn
+
+    def counting(_module: str, *args: str) -> subprocess.Popen[bytes]:
+        return spawn("tests.dist.counting_rank", *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COUNTED_TOKENS", str(counted))
+        patch.setattr(executor.process, "spawn", counting)
+        llm = nano(prefill_context_parallel_size=2)
+    with llm:
+        yield llm
+
+
+def test_two_ranks_say_what_one_says(two_ranks: LLM, of_one_rank: list[Answer]) -> None:
+    """Prompts in chunks, of odd lengths, shorter than the pieces of others, of one token; grammars
+    and log-probabilities of prompts; then from cached prefixes that end within a piece.
+    """
+    for expected_cached in (0, 300):
+        made = two_ranks.generate(PROMPTS, PARAMS)
+        assert_same(said(made), of_one_rank)
+        assert made[0].num_cached_tokens >= expected_cached
+    assert [len(logprobs) for _, logprobs in of_one_rank] != [0] * len(PROMPTS)
+
+
+def test_who_is_aborted_harms_nobody(two_ranks: LLM, of_one_rank: list[Answer]) -> None:
+    loop, found = two_ranks._loop, dict[str, list[int]]()
+    loop._scheduler.reset_prefix_cache()
+    admitted = two_ranks._admit(PROMPTS, PARAMS)
+    requests = [choices[0][1] for choices in two_ranks._sequences(PROMPTS, admitted)]
+    for request in requests:
+        loop.add(request)
+    aborted = {requests[at].request_id for at in (0, 3)}
+    for number in range(500):
+        if number == 2:
+            loop.abort(list(aborted))
+        for update in loop.step() if loop.has_work else []:
+            found.setdefault(update.request_id, []).extend(update.token_ids)
+    assert not loop.has_work
+    for request, (tokens, *_) in zip(requests, of_one_rank, strict=True):
+        assert request.request_id in aborted or found[request.request_id] == tokens
+
+
+def test_each_rank_computes_half_of_a_prompt(two_ranks: LLM, counted: Path) -> None:
+    """The last test of these two ranks."""
+    two_ranks._loop._scheduler.reset_prefix_cache()
+    two_ranks.generate([PROMPTS[0]] * 3, [SamplingParams(temperature=0.0, max_tokens=1)] * 3)
+    before = two_ranks._loop.stats()
+    two_ranks.shutdown()
+    computed = [int((counted / str(rank)).read_text()) for rank in range(2)]
+    # generated tokens run on both; of prompts' each rank has half, but for single ones
+    prompt, generated = before.prompt_tokens, before.generated_tokens
+    cached = before.cached_prompt_tokens
+    for tokens in computed:
+        assert tokens < 0.6 * (prompt - cached) + generated
+    assert sum(computed) >= prompt - cached
+
+
+@pytest.fixture(scope="module")
+def tiny_m2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 5,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rotary_dim": 8,
+             "num_local_experts": 8, "num_experts_per_tok": 2,
+             "max_position_embeddings": 128}  # fmt: skip
+    return tiny.save(tiny.make_model(5, **sizes), tmp_path_factory.mktemp("m2"))
+
+
+@pytest.fixture(scope="module")
+def preempted(tiny_m2: Path) -> list[list[int]]:
+    return tokens_of(tiny_m2, SHARED[:6], SHORT, **LIMITS)[0]
+
+
+LIMITS = {"max_num_batched_tokens": 32, "max_num_seqs": 8}
+SHORT = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        {"prefill_context_parallel_size": 2, "tensor_parallel_size": 2, "expert_parallel_size": 2},
+        pytest.param(
+            {"prefill_context_parallel_size": 2, "pipeline_parallel_size": 2},
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            {"prefill_context_parallel_size": 4, "enable_expert_parallel": True},
+            marks=pytest.mark.full,
+        ),
+    ],
+    ids=str,
+)
+def test_preemption_and_prefixes_leave_the_text_as_it_is(
+    tiny_m2: Path, preempted: list[list[int]], ranks: dict[str, Any]
+) -> None:
+    options = {**LIMITS, "num_kv_blocks": 28, **ranks}
+    found, stats, cached = tokens_of(tiny_m2, SHARED[:6], SHORT, **options)
+    assert found == preempted
+    assert stats.preemption_count > 0 and cached >= 32
+    assert stats.num_kv_blocks == 28
+
+
+@pytest.mark.parametrize("method", ["eagle3", pytest.param("ngram", marks=pytest.mark.full)])
+def test_draft_tokens_leave_the_text_as_it_is(method: str, tiny_m2: Path, tmp_path: Path) -> None:
+    """As many drafts are right as on one rank: the draft model reads residual streams of all
+    tokens.
+    """
+    config: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
+    if method == "eagle3":
+        _, _, draft = tiny_draft.make(
+            "biases, two layers", tmp_path / "draft", ids=[1, 2, 3], vocab_size=96, hidden_size=32
+        )
+        config = {"method": "eagle3", "model": draft, "adaptive": False}
+    prompts = [[5, 6, 7, 8, 9] * 6, [5, 6, 7, 8, 9] * 3, [11, 12, 13] * 4]
+    options = {"speculative_config": config, "max_num_batched_tokens": 20}
+    expected, of_one, _ = tokens_of(tiny_m2, prompts, LONGER, **options)
+    ranks = {"prefill_context_parallel_size": 2}
+    found, stats, _ = tokens_of(tiny_m2, prompts, LONGER, **options, **ranks)
+    assert found == expected
+    assert stats.num_draft_tokens == of_one.num_draft_tokens > 20
+    assert stats.num_accepted_tokens == of_one.num_accepted_tokens > 0
+
+
+def test_captured_steps_run_all_tokens_on_every_rank(
+    tiny_m2: Path, preempted: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where small steps are replayed and not shared out."""
+    spawn = executor.process.spawn
+
+    def captured(_module: str, *args: str) -> subprocess.Popen[bytes]:
+        return spawn("tests.dist.captured_rank", *args)
+
+    monkeypatch.setattr(executor.process, "spawn", captured)
+    options = {"max_num_batched_tokens": 80, "max_num_seqs": 5, "prefill_context_parallel_size": 2}
+    assert tokens_of(tiny_m2, SHARED[:6], SHORT, **options)[0] == preempted
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        {"prefill_context_parallel_size": 2},  # the shared expert among the others
+        pytest.param(
+            {
+                "prefill_context_parallel_size": 2,
+                "tensor_parallel_size": 2,
+                "enable_expert_parallel": True,
+            },
+            marks=pytest.mark.full,
+        ),
+    ],
+    ids=str,
+)
+def test_nano_m3_says_the_same(
+    ranks: dict[str, Any], nano_m3: tuple[list[int], list[list[int]]]
+) -> None:
+    prompt, expected = nano_m3
+    assert answers_of_m3(prompt, **ranks) == expected
+
+
+@pytest.fixture(scope="module")
+def nano_m3() -> tuple[list[int], list[list[int]]]:
+    """A prompt four times as long as what a query attends to, and the answers of one rank."""
+    (long,) = nano_retrieval.problems("2k", 1, 5)
+    with LLM("nano-m3", **COMMON, script="agents") as llm:
+        text = llm.render(list(long.messages), tools=list(long.tools) or None)
+        prompt = llm.tokenizer.encode(text)
+    return prompt, answers_of_m3(prompt)
+
+
+def answers_of_m3(prompt: list[int], **ranks: Any) -> list[list[int]]:
+    """To the prompt, then to the same with one token more, behind the cached prefix. Index keys of
+    another width than keys and values.
+    """
+    options = {"max_num_batched_tokens": 600, "index_cache_dtype": "fp8"}
+    params = SamplingParams(temperature=0.0, max_tokens=24)
+    with LLM("nano-m3", **COMMON, **options, **ranks) as llm:
+        first = llm.generate([prompt, prompt[-45:]], params)
+        again = llm.generate([[*prompt, prompt[-1]]], params)
+        assert again[0].num_cached_tokens > 1000
+        return [each.outputs[0].token_ids for each in (*first, *again)]
