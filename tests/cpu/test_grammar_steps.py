@@ -1,0 +1,101 @@
+"""Requests with grammars in the steps of others: these do not notice, and whatever the steps are,
+the texts are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from grammar_support import (
+    PERSON,
+    is_person,
+    outputs,
+    reasoning,
+    run_out,
+    schema,
+    seeded,
+)
+
+from negamax import LLM, SamplingParams
+from negamax.engine.grammar import manager as constraints
+from negamax.engine.grammar.manager import GrammarManager
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("nano", num_threads=1, max_model_len=1024) as engine:
+        yield engine
+
+
+def test_greedy_texts_beside_constrained_ones_change_by_no_bit(llm: LLM) -> None:
+    questions = [
+        llm.render([{"role": "user", "content": f"What is {n} + {n + 9}?"}]) for n in range(12, 18)
+    ]
+    free = [SamplingParams(temperature=0.0, max_tokens=80, logprobs=1) for _ in questions]
+    alone = outputs(llm, questions, free)
+    held = [seeded(seed, grammar=schema(PERSON)) for seed in range(6)]
+    mixed = outputs(llm, [*questions, *["A person:"] * 6], [*free, *held])
+    assert [completion.token_ids for completion in mixed[:6]] == [
+        completion.token_ids for completion in alone
+    ]
+    assert [completion.logprobs for completion in mixed[:6]] == [
+        completion.logprobs for completion in alone
+    ]
+    assert all(is_person(completion.text) for completion in mixed[6:])
+
+
+def test_masks_that_come_too_late_cost_the_constrained_requests_steps_and_nobody_a_token(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = ["A person:"] * 3 + ["Once upon a time"] * 2
+    params = [seeded(seed, grammar=schema(PERSON)) for seed in range(3)]
+    params += [SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)] * 2
+    expected = [completion.token_ids for completion in outputs(llm, prompts, params)]
+    monkeypatch.setattr(constraints, "GRACE_SECONDS", -1.0)
+    late = []
+    bitmask_of = GrammarManager.bitmask
+
+    def counted(self: GrammarManager, *args: Any, **options: Any) -> Any:
+        bitmask, ended = bitmask_of(self, *args, **options)
+        late.extend(bitmask.postponed)
+        return bitmask, ended
+
+    monkeypatch.setattr(GrammarManager, "bitmask", counted)
+    assert [completion.token_ids for completion in outputs(llm, prompts, params)] == expected
+    assert len(late) > 20
+    run_out(llm)
+
+
+def test_preempted_outputs_go_on_where_they_were(llm: LLM) -> None:
+    prompts = [f"Person number {n}:" for n in range(10)]
+    params = [seeded(seed, grammar=schema(PERSON)) for seed in range(10)]
+    expected = [completion.token_ids for completion in outputs(llm, prompts, params)]
+    with LLM("nano", num_threads=1, max_model_len=256, num_kv_blocks=17, block_size=16) as small:
+        assert [completion.token_ids for completion in outputs(small, prompts, params)] == expected
+        assert small._loop.stats().preemption_count > 0
+        run_out(small)
+
+
+def test_steps_without_overlap_give_the_same_texts(llm: LLM) -> None:
+    params = [seeded(seed, grammar=schema(PERSON), max_tokens=60) for seed in range(4)]
+    expected = [completion.token_ids for completion in outputs(llm, ["A person:"] * 4, params)]
+    with LLM("nano", num_threads=1, max_model_len=256, enable_overlap=False) as plain:
+        assert [
+            completion.token_ids for completion in outputs(plain, ["A person:"] * 4, params)
+        ] == expected
+
+
+def test_servers_that_never_see_a_grammar_start_no_process(llm: LLM) -> None:
+    with LLM("nano", num_threads=1, max_model_len=256) as engine:
+        rules = reasoning(engine)
+        outputs(
+            engine,
+            ["Hello"] * 2,
+            [
+                seeded(1, max_tokens=5),
+                seeded(2, max_tokens=5, reasoning=rules, thinking_token_budget=2),
+            ],
+        )
+        assert engine._loop._grammars._client is None
