@@ -1,0 +1,144 @@
+"""Clients that leave while a draft model guesses for them under a grammar: nothing is left of their
+requests, and those beside them get what they get alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from grammar_support import (
+    PERSON,
+    TOKENIZER,
+    admitted,
+    drive,
+    reasoning,
+    run_out,
+    schema,
+    seeded,
+)
+
+from negamax import LLM
+from negamax.config.grammar import Grammar
+from negamax.engine.grammar import wire
+from negamax.engine.grammar.client import GrammarClient
+from negamax.text.formats.minimax_m2 import MINIMAX_M2, M2Calls
+from negamax.text.grammar.tool_calls import tool_grammar
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "note",
+        "parameters": {
+            "type": "object",
+            "properties": {"text": {"type": "string", "maxLength": 16}},
+            "required": ["text"],
+        },
+    },
+}
+CALL = tool_grammar([TOOL], M2Calls(MINIMAX_M2.tag_ids(TOKENIZER)), choice="required", name=None)
+Answer = tuple[list[int], str | None]
+# more requests than rows, and fewer blocks than rows come to need: some wait, some are preempted
+SIZES: dict[str, Any] = {
+    "num_threads": 1, "max_model_len": 192, "block_size": 8, "max_num_seqs": 8,
+    "max_num_batched_tokens": 96, "num_kv_blocks": 34,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    draft = {
+        "method": "eagle3", "model": "nano-draft", "num_speculative_tokens": 3, "adaptive": False
+    }  # fmt: skip
+    with LLM("nano", speculative_config=draft, **SIZES) as engine:
+        yield engine
+
+
+def load(llm: LLM) -> list[Any]:
+    """Eighteen requests: enforced calls behind a thought, schemas, forms of letters, free ones."""
+    asked = [llm.render([{"role": "user", "content": f"What is {n} + 8?"}]) for n in range(18)]
+    thought = {"reasoning": reasoning(llm), "thinking_token_budget": 12}
+    kinds: list[dict[str, Any]] = [
+        {"grammar": CALL, **thought},
+        {"grammar": schema(PERSON), **thought},
+        {"grammar": schema(PERSON), "temperature": 0.0, "logprobs": 1},
+        {"grammar": Grammar(kind="regex", text="[a-z ]{30,40}")},
+        {"temperature": 0.0, "ignore_eos": True, "logit_bias": {}},
+        {"grammar": Grammar(kind="regex", text=r"(.|\n){1,40}"), "temperature": 0.0,
+         "logit_bias": {}},
+    ]  # fmt: skip
+    params = [seeded(n, **{"max_tokens": 50, **kinds[n % len(kinds)]}) for n in range(18)]
+    return admitted(llm, asked, params)
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[Answer]:
+    """What they get without drafts and without anybody leaving."""
+    with LLM("nano", **SIZES) as llm:
+        requests = load(llm)
+        updates = drive(llm, requests)
+        return [answer(updates[request.request_id]) for request in requests]
+
+
+def answer(updates: list[Any]) -> Answer:
+    tokens = [token for update in updates for token in update.token_ids]
+    return tokens, updates[-1].finish_reason if updates else None
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_nothing_is_left_of_who_leaves_and_nobody_else_notices(
+    llm: LLM, alone: list[Answer], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed: list[int] = []
+    send = GrammarClient.send
+
+    def noting(self: GrammarClient, message: wire.ToGrammars) -> None:
+        send(self, message)
+        if isinstance(message, wire.OpenGrammar):
+            followed.append(message.key)
+        elif isinstance(message, wire.CloseGrammars):
+            for key in message.keys:
+                followed.remove(key)
+
+    monkeypatch.setattr(GrammarClient, "send", noting)
+    chance, loop = random.Random(seed), llm._loop
+    before = loop.stats()
+    requests = load(llm)
+    updates: dict[str, list[Any]] = {request.request_id: [] for request in requests}
+    # who leaves, and with how many tokens: at once, while a form is compiled, or later
+    leaving = {name: chance.choice((0, 1, 6, 14, 25)) for name in chance.sample([*updates], 10)}
+    late, there = list(requests), set[str]()
+    while loop.has_work or late:
+        for request in late[:3]:  # some come while others leave
+            loop.add(request)
+            there.add(request.request_id)
+        del late[:3]
+        going = [name for name in there if len(answer(updates[name])[0]) >= leaving.get(name, 99)]
+        loop.abort(going)
+        for name in going:
+            del leaving[name]
+        for update in loop.step():
+            assert update.request_id in there  # once ended, nothing comes any more
+            updates[update.request_id].append(update)
+            if update.finish_reason:
+                there.remove(update.request_id)
+    run_out(llm)
+    assert followed == []
+    cut = 0
+    for request, expected in zip(requests, alone, strict=True):
+        tokens, reason = answer(updates[request.request_id])
+        if reason == "abort":
+            assert tokens == expected[0][: len(tokens)]
+            cut += len(tokens) > 0
+        else:
+            assert (tokens, reason) == expected
+    assert cut >= 3
+    after = loop.stats()
+    assert after.num_accepted_tokens > before.num_accepted_tokens + 100
+    # and whoever comes then gets what there was before
+    updates = drive(llm, requests := load(llm))
+    assert [answer(updates[request.request_id]) for request in requests] == alone
+    assert loop.stats().preemption_count > 0
+    run_out(llm)
