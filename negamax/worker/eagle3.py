@@ -104,12 +104,12 @@ class Eagle3Proposer(Proposer):
         """See `Proposer`."""
         model, kv = self._model, self._kv
         following = requests.tokens[states.slots, states.positions + 1]
-        hidden, recurrent = model.forward(
-            model.combine(states.residuals), following, states.metadata, kv
-        )
+        combined = model.combine(states.residuals)
         drafts = slots.new_empty(len(slots), num_tokens)
         if not num_tokens or not len(slots):
+            model.fill_caches(combined, following, states.metadata, kv)
             return drafts
+        hidden, recurrent = model.forward(combined, following, states.metadata, kv)
         hidden, recurrent = hidden[ends], recurrent[ends]
         # behind the window nothing is asked for: what is written of it stays within
         last = requests.tokens.shape[1] - 2

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from negamax.base import env
 from negamax.base.errors import CheckpointError, ResourceError
 from negamax.config.eagle3 import FAMILY, read_spec
 from negamax.models.memory import draft_bytes, weight_bytes
+from negamax.scheduler.draft_length import FixedDraftLength
 from negamax.worker import kv_cache
 from tests import tiny, tiny_draft, tiny_m3
 from tests.tiny_draft import VARIANTS, Guess
@@ -51,6 +53,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "chunks": {"max_num_batched_tokens": 13, "max_num_seqs": 3},
     "preempted": {"num_kv_blocks": 30},
+    "rests in between": {},
 }
 
 
@@ -105,6 +108,18 @@ def count_wrong(
 
 CASES = [(variant, "plain") for variant in VARIANTS]
 CASES += [("plain", options) for options in OPTIONS if options != "plain"]
+CASES += [("biases, two layers", "chunks")]
+
+
+class Resting(FixedDraftLength):
+    """Drafts for two steps of five: what it reads of the others must be in its caches."""
+
+    def __init__(self) -> None:
+        super().__init__(NUM_DRAFT_TOKENS)
+        self.turns = cycle([0, 0, 0, NUM_DRAFT_TOKENS, NUM_DRAFT_TOKENS])
+
+    def choose(self, num_rows: int) -> int:
+        return next(self.turns)
 
 
 @pytest.mark.parametrize(("variant", "options"), CASES)
@@ -120,6 +135,9 @@ def test_drafts_are_those_of_plain_pytorch_and_change_no_answer(
     config, tensors, draft = make_draft(variant, tmp_path)
     seen = tiny_draft.watch(monkeypatch.setattr)
     with engine(folder, draft, **OPTIONS[options]) as llm:
+        if options == "rests in between":
+            (scheduler,) = llm._loop._scheduler.ranks
+            scheduler._draft_length = Resting()
         assert outputs(llm) == expected
         assert outputs(llm) == expected  # from the prefix cache
         while llm._loop.has_work:

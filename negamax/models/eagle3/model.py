@@ -123,10 +123,7 @@ class _Attention:
     def __call__(self, x: Tensor, metadata: AttentionMetadata, kv: KvCaches) -> Partial:
         """x [T, inputs] -> [T, hidden]; the tokens' keys and values are in `kv` afterwards."""
         step: GroupedQueryStep = metadata.prepared[GroupedQueryKind.name]
-        qkv = self._qkv(x)
-        if self._biases:
-            qkv = qkv + self._biases.qkv
-        q = self._rope_write(qkv, step.cos, step.sin, kv["k"], kv["v"], step.slot_mapping)
+        q = self.write(x, metadata, kv)
         parts, decodes = [], metadata.num_decodes
         if step.decode is not None:
             parts.append(self._decode(q[:decodes], kv["k"], kv["v"], step.decode))
@@ -134,6 +131,14 @@ class _Attention:
             parts.append(self._prefill(q[decodes:], kv["k"], kv["v"], step.prefill))
         out = self._out(concatenate(parts))
         return Partial(out.x + self._biases.out, out.group) if self._biases else out
+
+    def write(self, x: Tensor, metadata: AttentionMetadata, kv: KvCaches) -> Tensor:
+        """x [T, inputs]: the tokens' keys and values into `kv`; their queries."""
+        step: GroupedQueryStep = metadata.prepared[GroupedQueryKind.name]
+        qkv = self._qkv(x)
+        if self._biases:
+            qkv = qkv + self._biases.qkv
+        return self._rope_write(qkv, step.cos, step.sin, kv["k"], kv["v"], step.slot_mapping)
 
 
 class _Layer:
@@ -173,16 +178,11 @@ class _Layer:
         self._attention.finish_loading()
         self._mlp.finish_loading()
 
-    def first(
-        self,
-        x: Partial,
-        token_ids: Tensor,
-        embed: VocabEmbedding,
-        metadata: AttentionMetadata,
-        kv: KvCaches,
-    ) -> tuple[Partial, Tensor]:
-        """As `__call__` of the first layer, which there is no residual in front of. token_ids [T].
-        What x holds may be overwritten.
+    def enter_first(
+        self, x: Partial, token_ids: Tensor, embed: VocabEmbedding
+    ) -> tuple[Tensor, Tensor]:
+        """As `enter` of the first layer, which there is no residual in front of; the residual comes
+        with it. token_ids [T]. What x holds may be overwritten.
         """
         assert self._hidden_norm is not None
         fused, weight = self._embed_norms, None
@@ -201,21 +201,28 @@ class _Layer:
             joined = fused.run(token_ids, embed.table, hidden, norm.weight, weight, eps=norm.eps)
         else:
             joined = torch.cat([_plain_norm(self._input_norm, embed(token_ids).x), hidden], dim=-1)
-        return self._behind_norm(joined, residual, metadata, kv)
+        return joined, residual
 
-    def __call__(
-        self, x: Partial, residual: Tensor, metadata: AttentionMetadata, kv: KvCaches
-    ) -> tuple[Partial, Tensor]:
-        """What enters the layer, less the residual [T, hidden] -> what leaves it, likewise."""
+    def enter(self, x: Partial, residual: Tensor) -> Tensor:
+        """What enters the layer, less the residual [T, hidden] -> what its attention reads; the
+        residual is completed.
+        """
         hidden = self._input_norm(x, residual)
         assert isinstance(hidden, Tensor)
-        return self._behind_norm(hidden, residual, metadata, kv)
+        return hidden
 
-    def _behind_norm(
+    def __call__(
         self, hidden: Tensor, residual: Tensor, metadata: AttentionMetadata, kv: KvCaches
-    ) -> tuple[Partial, Tensor]:
+    ) -> Partial:
+        """What has entered, and the residual [T, hidden] -> what leaves the layer, less the
+        residual, which is changed.
+        """
         attended = self._attention(hidden, metadata, kv)
-        return self._mlp(self._post_norm(attended, residual)), residual
+        return self._mlp(self._post_norm(attended, residual))
+
+    def write(self, hidden: Tensor, metadata: AttentionMetadata, kv: KvCaches) -> None:
+        """The keys and values of what has entered, and nothing else."""
+        self._attention.write(hidden, metadata, kv)
 
 
 class Eagle3Draft:
@@ -367,16 +374,40 @@ class Eagle3Draft:
         overwritten), and the tokens behind them [T] -> what the head reads, and what the next pass
         does, [T, hidden] both.
         """
-        assert self._embed is not None
         metadata = prepare_attention(metadata, [(self._kind, kv[0])])
-        x, residual = self.layers[0].first(x, token_ids, self._embed, metadata, kv[0])
-        for layer, caches in zip(self.layers[1:], kv[1:], strict=True):
-            x, residual = layer(x, residual, metadata, caches)
-        hidden = self._norm(x, residual)
-        assert isinstance(hidden, Tensor)
+        hidden, residual = self._enter_last(x, token_ids, metadata, kv)
+        left = self.layers[-1](hidden, residual, metadata, kv[-1])
+        normed = self._norm(left, residual)
+        assert isinstance(normed, Tensor)
         if self.spec.norm_output:
-            return hidden, hidden
-        return hidden, self._norm.complete(residual, x.group, copy=False)
+            return normed, normed
+        return normed, self._norm.complete(residual, left.group, copy=False)
+
+    def fill_caches(
+        self,
+        x: Partial,
+        token_ids: Tensor,
+        metadata: AttentionMetadata,
+        kv: Sequence[KvCaches],
+    ) -> None:
+        """As `forward` of tokens behind which nothing is guessed: what the caches get, alone."""
+        metadata = prepare_attention(metadata, [(self._kind, kv[0])])
+        hidden, _ = self._enter_last(x, token_ids, metadata, kv)
+        self.layers[-1].write(hidden, metadata, kv[-1])
+
+    def _enter_last(
+        self,
+        x: Partial,
+        token_ids: Tensor,
+        metadata: AttentionMetadata,
+        kv: Sequence[KvCaches],
+    ) -> tuple[Tensor, Tensor]:
+        """What has entered the last layer, and the residual."""
+        assert self._embed is not None
+        hidden, residual = self.layers[0].enter_first(x, token_ids, self._embed)
+        for layer, above, caches in zip(self.layers, self.layers[1:], kv, strict=False):
+            hidden = above.enter(layer(hidden, residual, metadata, caches), residual)
+        return hidden, residual
 
     def local_logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> [R, len(vocab_range)] fp32, of the draft's tokens on this rank."""
