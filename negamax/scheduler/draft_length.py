@@ -33,8 +33,9 @@ _GAIN = 1.01  # that another length must promise
 # length that is not run are forgotten to a third
 _TRIALS, _PRIOR, _PRIOR_TRIALS = 192, 0.6, 12.0
 _FORGET_STEPS, _FORGET_ROWS = 256, 1024
-# times, as variances of logarithms: of measured and assumed ones, of a step, what a step adds
-_MEASURED, _ASSUMED, _NOISE = 0.15**2, 0.3**2, 0.1**2
+# times, as variances of logarithms: of measured and assumed ones (a slow host knows nothing of
+# those of a GPU), of a step, what a step adds
+_ERROR, _NOISE = 0.4**2, 0.1**2
 _LEAST_NOISE, _MOST_NOISE, _NOISE_STEPS = 0.005**2, 0.3**2, 32
 _UNKNOWN, _DRIFT, _LENGTH_DRIFT = 1e2, 0.004**2, 0.0004**2
 _ASSUMED_COST = 0.2  # of a draft, as a share of a step, where nothing was measured
@@ -75,12 +76,12 @@ class _Times:
     `AdaptiveDraftLength`.
     """
 
-    def __init__(self, count: int, variance: float, *, step: int) -> None:
+    def __init__(self, count: int, *, step: int) -> None:
         self._latest, self._noise = step, _NOISE
         self._means = [0.0] * (count + 1)  # the first is that for all
         self._covariances = [[0.0] * (count + 1) for _ in range(count + 1)]
         for i in range(count + 1):
-            self._covariances[i][i] = variance if i else _UNKNOWN
+            self._covariances[i][i] = _ERROR if i else _UNKNOWN
 
     def of_length(self, index: int) -> float:
         """The number of a length."""
@@ -97,7 +98,7 @@ class _Times:
         self._latest = step
         rows[0][0] = min(_UNKNOWN, rows[0][0] + passed * _DRIFT)
         for i in range(1, len(rows)):
-            rows[i][i] = min(_ASSUMED, rows[i][i] + passed * _LENGTH_DRIFT)
+            rows[i][i] = min(_ERROR, rows[i][i] + passed * _LENGTH_DRIFT)
         gains = [row[0] + row[own] for row in rows]
         expected = gains[0] + gains[own]
         variance, error = expected + self._noise, found - self._means[0] - self._means[own]
@@ -217,8 +218,7 @@ class AdaptiveDraftLength:
     def _times_of(self, num_rows: int) -> _Times:
         size = _size_class(num_rows)
         if size not in self._times:
-            variance = _MEASURED if self._is_measured else _ASSUMED
-            self._times[size] = _Times(len(self._lengths), variance, step=self._num_steps)
+            self._times[size] = _Times(len(self._lengths), step=self._num_steps)
         return self._times[size]
 
     def _log_seconds(self, num_rows: int, drafts: int) -> float:

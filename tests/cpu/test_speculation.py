@@ -4,16 +4,21 @@ log-probabilities, ends and what is cached are those of a run without drafts.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import graph_support
+import msgspec
 import pytest
 import torch
 from model_support import PagedRun
 
 from negamax import LLM, SamplingParams
 from negamax.kernels.drafts.spec import count_accepted
+from negamax.scheduler.draft_length import FixedDraftLength
+from negamax.scheduler.step import StepPlan
 from tests import drafts, tiny
 from tests.drafts import ALWAYS_RIGHT, ALWAYS_WRONG, KINDS, NUM_DRAFT_TOKENS, RANDOM, Key
 
@@ -326,3 +331,31 @@ def test_drafts_are_accepted_up_to_the_first_wrong_one(
 def test_a_missing_draft_is_never_the_sign_of_broken_logits() -> None:
     sampled, none, one = torch.tensor([-1, 4]), torch.tensor([[-1]]), torch.tensor([1])
     assert count_accepted(sampled, none, one - 1, one).tolist() == [0]
+
+
+@pytest.mark.parametrize("of_gpu", [1e-6, 7.0])
+def test_a_step_takes_as_long_as_the_slower_of_gpu_and_host(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, of_gpu: float
+) -> None:
+    """What drafts are chosen by: a GPU that waits for its host gains nothing by more tokens."""
+    taken: list[float] = []
+    monkeypatch.setattr(
+        FixedDraftLength, "record", lambda self, plan, result, seconds: taken.append(seconds)
+    )
+    drafts.install(monkeypatch.setattr, drafts.KnowingProposer(RANDOM, {}))
+    with engine(folder) as llm:
+        executor = llm._loop._executor
+        launch = executor.launch
+
+        def launched(plans: list[StepPlan]) -> Any:
+            handle = launch(plans)
+            results = handle.results()
+            time.sleep(0.01)  # the host
+            timed = [msgspec.structs.replace(one, device_seconds=of_gpu) for one in results]
+            return SimpleNamespace(results=lambda: timed)
+
+        monkeypatch.setattr(executor, "launch", launched)
+        llm.generate([prompt(1)], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
+    assert len(taken) >= 8
+    assert all(seconds >= max(0.01, of_gpu) for seconds in taken[1:-1])
+    assert max(taken) == of_gpu or of_gpu < 1

@@ -324,7 +324,8 @@ class EngineLoop:
         plans = step.plans
         now = time.monotonic()
         device_seconds = max(result.device_seconds for result in results)
-        seconds = device_seconds or now - max(step.started, self._committed_at)
+        # what is slower, the GPU or the host, is what a step takes
+        seconds = max(device_seconds, now - max(step.started, self._committed_at))
         self._committed_at = now
         self._step_count += 1
         self._step_tokens.append(sum(plan.num_tokens for plan in plans))
