@@ -20,7 +20,8 @@ from negamax.base.log_output import Brake, StderrHandler, TextFormatter
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
-CHILD_VARIABLE = "NEGAMAX_CHILD_LOG"  # LEVEL:FORMAT, from `spawn` to `setup_as_parent`
+# LEVEL:REPLICA:FORMAT, from `spawn` to `setup_as_parent`
+CHILD_VARIABLE = "NEGAMAX_CHILD_LOG"
 
 _KEPT_LINES = 100  # for a crash dump,
 _KEPT_CHARACTERS = 2000  # of each
@@ -29,12 +30,15 @@ _TEXT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 _DATE = "%Y-%m-%d %H:%M:%S"
 
 
-def setup(level: str | int = "info", log_format: str = "text") -> None:
+def setup(level: str | int = "info", log_format: str = "text", *, replica: str = "") -> None:
     """Configure the root logger of this process: `level` of Negamax's own messages (debug, info,
-    warning, error; others are logged from warning on), `log_format` "text" or "json"."""
+    warning, error; others are logged from warning on), `log_format` "text" or "json"; `replica`:
+    the number of the engine that it belongs to, where there are several."""
     handler = StderrHandler()
     handler.addFilter(Brake())
-    handler.setFormatter(_JsonFormatter() if log_format == "json" else TextFormatter(_TEXT, _DATE))
+    text = _TEXT.replace("%(name)s", f"replica {replica}: %(name)s") if replica else _TEXT
+    is_json = log_format == "json"
+    handler.setFormatter(_JsonFormatter(replica) if is_json else TextFormatter(text, _DATE))
     root = logging.getLogger()
     root.handlers[:] = [handler, _RecentLines()]
     root.setLevel(logging.WARNING)
@@ -49,16 +53,20 @@ def setup(level: str | int = "info", log_format: str = "text") -> None:
 
 def setup_as_parent() -> None:
     """Configure the root logger of a child process as its parent's is."""
-    level, _, log_format = (env.get(CHILD_VARIABLE) or f"{logging.INFO}:text").partition(":")
-    setup(int(level), log_format)
+    given = env.get(CHILD_VARIABLE) or f"{logging.INFO}::text"
+    level, replica, log_format = given.split(":")
+    setup(int(level), log_format, replica=replica)
 
 
-def settings() -> str:
-    """How this process logs, for `CHILD_VARIABLE`."""
+def settings(replica: int | None = None) -> str:
+    """How a child of this process logs, for `CHILD_VARIABLE`; `replica`: what it is the engine of,
+    else it belongs to this process's own.
+    """
     root = logging.getLogger()
     is_json = any(isinstance(handler.formatter, _JsonFormatter) for handler in root.handlers)
     level = logging.getLogger("negamax").getEffectiveLevel()
-    return f"{level}:{'json' if is_json else 'text'}"
+    _, own, _ = (env.get(CHILD_VARIABLE) or "::").split(":")
+    return f"{level}:{own if replica is None else replica}:{'json' if is_json else 'text'}"
 
 
 def recent_lines() -> list[str]:
@@ -107,6 +115,10 @@ class _JsonFormatter(logging.Formatter):
     members.
     """
 
+    def __init__(self, replica: str = "") -> None:
+        super().__init__()
+        self._replica = {"replica": int(replica)} if replica else {}
+
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.datetime.fromtimestamp(record.created).astimezone()
         line: dict[str, Any] = {
@@ -116,6 +128,7 @@ class _JsonFormatter(logging.Formatter):
             "pid": record.process,
             "message": record.getMessage(),
         }
+        line |= self._replica
         line |= getattr(record, "fields", {})
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)

@@ -39,7 +39,7 @@ def spawn(
         stdin=subprocess.PIPE,
         start_new_session=own_group,
         pass_fds=pass_fds,
-        env=env.for_child(**{log.CHILD_VARIABLE: log.settings()}, **(variables or {})),
+        env=env.for_child(**{log.CHILD_VARIABLE: log.settings()} | dict(variables or {})),
     )
 
 

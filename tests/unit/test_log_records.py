@@ -13,7 +13,7 @@ import pytest
 
 from negamax.api.load_report import LoadReport
 from negamax.api.request_record import RequestRecord
-from negamax.base import log
+from negamax.base import env, log
 from negamax.base.errors import RequestTimeoutError
 from negamax.engine.wire import EngineStats
 from negamax.scheduler.request import SamplingParams
@@ -81,11 +81,15 @@ def test_record_says_how_a_request_ended(
     assert record.finish_reason == expected
 
 
+@pytest.mark.parametrize("replica", [None, 1])
 @pytest.mark.parametrize(("level", "log_format"), [("debug", "json"), ("error", "text")])
-def test_child_logs_as_its_parent(level: str, log_format: str) -> None:
+def test_child_logs_as_its_parent(level: str, log_format: str, replica: int | None) -> None:
+    """With the number of its replica, which its own children would have, too."""
     parent = (
         "from negamax.base import log; from negamax.base.process import spawn;"
-        f"log.setup({level!r}, {log_format!r}); spawn('tests.unit.test_log_records').wait()"
+        f"log.setup({level!r}, {log_format!r});"
+        f"number = {{log.CHILD_VARIABLE: log.settings({replica})}};"
+        "spawn('tests.unit.test_log_records', variables=number).wait()"
     )
     done = subprocess.run(
         [sys.executable, "-c", parent], capture_output=True, text=True, check=True
@@ -95,6 +99,9 @@ def test_child_logs_as_its_parent(level: str, log_format: str) -> None:
     if log_format == "json":
         assert [json.loads(line)["level"] for line in lines] == ["debug", "error"]
         assert json.loads(lines[1])["tokens"] == 3 and "ZeroDivisionError" in lines[1]
+        assert [json.loads(line).get("replica") for line in lines] == [replica] * 2
+    else:
+        assert ("replica 1: negamax.test: second" in lines[0]) == (replica == 1)
 
 
 def test_uncaught_errors_of_all_threads_are_json_lines() -> None:
@@ -118,6 +125,7 @@ def in_the_child() -> None:
     try:
         _ = 1 // 0
     except ZeroDivisionError as error:
+        assert log.settings() == env.get(log.CHILD_VARIABLE)
         shown = error if log.settings().endswith("json") else None
         logger.error("second", exc_info=shown, extra={"fields": {"tokens": 3}})
 

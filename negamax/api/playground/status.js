@@ -77,7 +77,7 @@ function sampleOf(reading, earlier) {
   return {
     running: value("vllm:num_requests_running"),
     waiting: value("vllm:num_requests_waiting"),
-    cache: value("vllm:kv_cache_usage_perc"),
+    cache: value("sglang:token_usage"),
     decode: perSecond(["vllm:generation_tokens_total", 1]),
     prefill: perSecond(["vllm:prompt_tokens_total", 1], ["vllm:prompt_tokens_cached_total", -1]),
     hits: queries > 0 ? gained("vllm:prefix_cache_hits_total", since) / queries : null,

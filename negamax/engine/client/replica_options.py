@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from negamax.base import log
 from negamax.base.errors import ConfigError
 from negamax.config.options import EngineOptions
 from negamax.engine.wire import ModelInfo
@@ -15,8 +16,9 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def replica_options(options: EngineOptions) -> list[tuple[EngineOptions, Mapping[str, str]]]:
-    """For each replica its options, and variables of its environment: the GPUs that this process
-    sees are given out in their order. Errors: `ConfigError` where they are too few.
+    """For each replica its options, and variables of its environment, by which its log lines have
+    its number, and the GPUs that this process sees are given out in their order. Errors:
+    `ConfigError` where they are too few.
     """
     count = options.num_replicas
     if count == 1:
@@ -24,12 +26,20 @@ def replica_options(options: EngineOptions) -> list[tuple[EngineOptions, Mapping
     # one of them is enough to show how far loading is
     quiet = dataclasses.replace(options, show_progress=False)
     each = [options, *[quiet] * (count - 1)]
-    num_ranks = ParallelLayout.of(options.parallel).world_size
+    return [
+        (one, {log.CHILD_VARIABLE: log.settings(replica)} | visible)
+        for replica, (one, visible) in enumerate(zip(each, _shares(options), strict=True))
+    ]
+
+
+def _shares(options: EngineOptions) -> list[dict[str, str]]:
+    """The variable that shows each replica its own GPUs, where there are any."""
+    count, num_ranks = options.num_replicas, ParallelLayout.of(options.parallel).world_size
+    devices = [] if options.device == "cpu" or options.script else visible_devices()
+    if devices == []:
+        return [{}] * count
     needed = num_ranks * count
-    devices = None if options.device == "cpu" or options.script else visible_devices()
-    if options.device == "cpu" or options.script or devices == []:
-        return [(one, {}) for one in each]
-    if devices is None:  # whoever has no such GPU looks for other ones, or finds none
+    if devices is None:  # whoever finds no GPU by its number has none
         devices = [str(number) for number in range(needed)]
     if len(devices) < needed:
         raise ConfigError(
@@ -37,8 +47,10 @@ def replica_options(options: EngineOptions) -> list[tuple[EngineOptions, Mapping
             hint=f"use --num-replicas {max(1, len(devices) // num_ranks)}"
             + (", or --device cpu" if len(devices) < num_ranks else ""),
         )
-    shares = [devices[first : first + num_ranks] for first in range(0, needed, num_ranks)]
-    return [(one, {_VISIBLE: ",".join(share)}) for one, share in zip(each, shares, strict=True)]
+    return [
+        {_VISIBLE: ",".join(devices[first : first + num_ranks])}
+        for first in range(0, needed, num_ranks)
+    ]
 
 
 def check_same_device(infos: Sequence[ModelInfo | None]) -> None:

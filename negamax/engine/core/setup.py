@@ -148,6 +148,7 @@ def _scheduler(
 ) -> GroupScheduler:
     speculation = config.speculation
     num_ranks = _num_dp_ranks(options, config)
+    num_rows = num_ranks * options.num_replicas * config.max_num_seqs
     limits = SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -156,7 +157,7 @@ def _scheduler(
         num_blocks=ready.num_kv_blocks,
         enable_prefix_caching=options.enable_prefix_caching,
         # the client refuses long before
-        max_queued_requests=2 * (options.max_queued_requests + num_ranks * config.max_num_seqs),
+        max_queued_requests=2 * (options.max_queued_requests + num_rows),
         eos_token_ids=frozenset(config.eos_token_ids),
         num_draft_tokens=ready.num_draft_tokens,
         num_stages=config.layout.pp if options.enable_overlap else 1,
