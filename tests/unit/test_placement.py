@@ -116,6 +116,15 @@ def test_load_is_what_all_server_processes_have_sent_and_not_yet_ended() -> None
     assert mine.cost(0, num_ranks=1) == (0, 440)
 
 
+def test_what_a_server_process_that_died_had_sent_is_no_load(tmp_path: Path) -> None:
+    queue = SharedQueue.of(2, num_servers=2, folder=tmp_path)
+    loads = [ReplicaLoad(queue.loads, replica=0, index=server) for server in range(2)]
+    for number, load in enumerate(loads):
+        load.enter(f"r{number}", context=100, pending=100)
+    queue.clear(1)
+    assert loads[0].cost(0, num_ranks=1) == (100 + ROW_COST + 25, 100)
+
+
 def test_prefixes_are_found_by_whatever_process_and_discarded(tmp_path: Path) -> None:
     here, there = (SharedQueue.of(2, num_servers=2, folder=tmp_path).prefixes for _ in range(2))
     table, theirs = PrefixTable(here), PrefixTable(there)
