@@ -79,11 +79,18 @@ class ParallelOptions:
                 f"{replicas}: ranks that share out prompts all run the same requests",
                 hint="use one of them, with --tensor-parallel-size",
             )
-        if self.decode_context_parallel_size > 1:
+        copies = self.decode_context_parallel_size
+        if copies > 1:
+            other = ""
+            if ranks % copies == 0 and shares == 1:
+                other = (
+                    f", or --tensor-parallel-size {ranks // copies} --data-parallel-size "
+                    f"{replicas * copies}, whose ranks hold fewer copies of KV heads"
+                )
             raise ConfigError(
-                f"--decode-context-parallel-size is {self.decode_context_parallel_size}: the KV "
-                f"cache of a request is not split by its tokens",
-                hint="use --decode-context-parallel-size 1",
+                f"--decode-context-parallel-size is {copies}: the KV cache of a request is not "
+                f"split by its tokens",
+                hint=f"use --decode-context-parallel-size 1{other}",
             )
 
     @property

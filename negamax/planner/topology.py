@@ -53,7 +53,7 @@ class Topology:
         sizes = (
             ("PP", self.pp),
             ("DP", self.dp),
-            ("CP", self.cp),
+            ("PCP", self.cp),
             ("TP", self.tp),
             ("EP", self.ep),
         )

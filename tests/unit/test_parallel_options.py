@@ -90,6 +90,10 @@ def test_experts_are_split_over_the_ranks_that_are_asked_for(
             {"decode_context_parallel_size": 2},
             r"is not split by its tokens \(use --decode-context-parallel-size 1\)",
         ),
+        (
+            {"decode_context_parallel_size": 2, "tensor_parallel_size": 8},
+            r"size 1, or --tensor-parallel-size 4 --data-parallel-size 2, whose",
+        ),
         ({"cp_kv_cache_interleave_size": 0}, "--cp-kv-cache-interleave-size is 0; allowed: 1 or"),
     ],
 )

@@ -474,6 +474,18 @@ def test_the_page_has_recipes() -> None:
     assert len(ROWS) > 8
 
 
+def test_the_page_says_when_prompts_shared_out_are_answered() -> None:
+    text = (RESULTS.parent / "parallelism.md").read_text(encoding="utf-8")
+    (said,) = re.findall(r"the first token of a prompt of 128,000 tokens.+?4\.9 ms\.", text, re.S)
+    for spec, gpus, labels in ((M2, 4, ("TP4", "PCP2 TP2")), (M3, 8, ("TP8", "PCP2 TP4"))):
+        load = Workload(1, 128_000, 1000)
+        plan = make_plan(spec, Hardware(MEASURED, gpus), [load], kv_dtype="fp8")
+        for label in labels:
+            each = next(one for one in plan.candidates if one.topology.label == label)
+            assert f"{each.prompt_seconds:.2f} s with {label}" in " ".join(said.split())
+            assert f"{1e3 * each.predictions[0].token_seconds:.1f}" in said
+
+
 def test_throughput_doubles_the_sequences_of_a_step() -> None:
     found = {}
     for mode in ("balanced", "throughput"):
