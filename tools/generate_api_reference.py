@@ -175,6 +175,11 @@ SECTIONS = (
                 native_generate.AbortRequest, native_generate.NumAborted
             ),
             ("POST", "/flush_cache"): _FLUSH,
+            ("POST", "/start_expert_distribution_record"): _FLUSH,
+            ("POST", "/stop_expert_distribution_record"): _FLUSH,
+            ("POST", "/dump_expert_distribution_record"): Route(
+                answer=native_generate.ExpertDistribution
+            ),
             ("GET", "/model_info"): _MODEL_INFO,
             ("GET", "/get_model_info"): _MODEL_INFO,
             ("GET", "/server_info"): _SERVER_INFO,

@@ -331,6 +331,7 @@ class ServerMetrics(Collector):
         yield from self._server_counters()
         yield from self._engines()
         yield from self._speculation()
+        yield from self._experts()
         yield from self._cache_info()
 
     def _gauges(self) -> Iterator[Metric]:
@@ -400,6 +401,11 @@ class ServerMetrics(Collector):
         if rates is not None:
             text = "Tokens per verified row that a benchmark asked for: no draft is compared."
             gauges += ((SYNTHETIC_ACCEPTANCE, text, 1.0 + sum(rates)),)
+        if stats.experts is not None:
+            text = (
+                "Mean of the ranks' tokens for experts over the busiest rank's, lately; 1: alike."
+            )
+            gauges += (("negamax:expert_balancedness", text, stats.experts.balancedness),)
         for name, text, value in gauges:
             gauge = GaugeMetricFamily(name, text, labels=["model_name"])
             gauge.add_metric([self._model_name], value)
@@ -478,6 +484,13 @@ class ServerMetrics(Collector):
             "position",
             accepted,
         )
+
+    def _experts(self) -> Iterator[Metric]:
+        found = self._engine.stats.experts
+        if found is not None:
+            rounds, moved = "Rebalances of experts.", "Experts moved from one slot to another."
+            yield self._counter("negamax:expert_rebalances", rounds, found.num_rebalances)
+            yield self._counter("negamax:experts_moved", moved, found.num_moved)
 
     def _cache_info(self) -> Iterator[Metric]:
         info = self._engine.info

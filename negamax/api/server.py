@@ -39,6 +39,7 @@ from negamax.api.openapi import document
 from negamax.api.playground import playground_router
 from negamax.api.processes.server_rank import ServerRank
 from negamax.api.processes.supervisor import ServerSupervisor, bound_to
+from negamax.api.sglang.expert_distribution import expert_distribution_router
 from negamax.api.sglang.generate import native_router
 from negamax.base import env
 from negamax.base.errors import ConfigError, EngineDeadError, ResourceError
@@ -64,6 +65,7 @@ _ROUTERS = (
     responses_router,
     tokens_router,
     native_router,
+    expert_distribution_router,
 )
 _WILDCARDS = ("0.0.0.0", "::", "")
 

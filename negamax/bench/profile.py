@@ -49,6 +49,7 @@ OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     ("block-sparse prefill", ("_unite", "_sparse_prefill")),
     ("router", ("_route",)),
+    ("slots of experts", ("_place_experts",)),
     ("experts, gate and up", ("_gate_up", "_packed_gate_up")),
     ("experts, down", ("_down", "_packed_down")),
     ("MLP activation", ("_swiglu",)),

@@ -15,6 +15,7 @@ from negamax.base import env, log
 from negamax.base.errors import ConfigError
 from negamax.cli.flags import Flag, chosen_fields, flag_parameters, parameter
 from negamax.config.embedded import QUOTED_NAMES
+from negamax.config.eplb import RECORDER_MODES
 from negamax.config.options import (
     DEVICES,
     DTYPES,
@@ -263,6 +264,24 @@ _TABLE = (
         PARALLEL,
         "Neighbouring tokens that lie on the same rank with --decode-context-parallel-size.",
         also=("--dcp-kv-cache-interleave-size",),
+    ),
+    Flag(
+        "enable_eplb",
+        PARALLEL,
+        "Move experts between ranks as they are chosen, so that all ranks have the same to do.",
+    ),
+    Flag(
+        "eplb_config",
+        PARALLEL,
+        "When, and with how many copies: window_size, step_interval, num_redundant_experts and "
+        "what else docs/parallelism.md lists.",
+        is_json=True,
+    ),
+    Flag(
+        "expert_distribution_recorder_mode",
+        PARALLEL,
+        "Count how often each expert is chosen; it is always so with --enable-eplb.",
+        choices=RECORDER_MODES,
     ),
     Flag(
         "num_threads",

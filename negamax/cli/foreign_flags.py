@@ -59,18 +59,6 @@ def _group(
             yield (name if name.startswith("-") else f"--{name}"), entry
 
 
-# by key of --speculative-config
-_SPECULATION_KEYS = {
-    "method": "speculative-algorithm spec-method",
-    "model": "speculative-draft-model-path speculative-draft-model speculative-model spec-model",
-    "revision": "speculative-draft-model-revision",
-    "quantization": "speculative-draft-model-quantization",
-    "num_speculative_tokens": "speculative-num-steps num-speculative-tokens spec-tokens",
-    "num_draft_tokens": "speculative-num-draft-tokens",
-    "prompt_lookup_min": "speculative-ngram-min-match-window-size",
-    "prompt_lookup_max": "speculative-ngram-max-match-window-size",
-}
-
 _IGNORED = (
     _group("no code of a checkpoint is ever run", switches="trust-remote-code"),
     _group(
@@ -160,18 +148,14 @@ _IGNORED = (
     ),
     _group(
         EXPERTS,
-        switches="""enable-eplb enable-ep-weight-filter enable-elastic-ep
-        enable-elastic-expert-backup enable-waterfill""",
+        switches="enable-ep-weight-filter enable-elastic-ep enable-elastic-expert-backup",
         values="""moe-a2a-backend deepep-mode deepep-v2-mode fuseep-mode
-        deepep-dispatcher-output-dtype flashinfer-a2a-dispatch-type ep-num-redundant-experts
-        ep-dispatch-algorithm init-expert-location eplb-algorithm eplb-rebalance-num-iterations
-        eplb-rebalance-layers-per-chunk eplb-min-rebalancing-utilization-threshold
-        expert-distribution-recorder-mode expert-distribution-recorder-buffer-size
-        expert-balancedness-report-mode deepep-config elastic-ep-backend mooncake-ib-device
-        ep-join-mode elastic-ep-join-mode elastic-ep-scale-timeout ep-join-rank-offset
-        elastic-ep-join-rank-offset elastic-ep-initial-size elastic-ep-max-dp-size max-ep-size
-        expert-placement-strategy num-redundant-experts""",
-        json="eplb-config fault-tolerance-config",
+        deepep-dispatcher-output-dtype flashinfer-a2a-dispatch-type deepep-config
+        elastic-ep-backend mooncake-ib-device ep-join-mode elastic-ep-join-mode
+        elastic-ep-scale-timeout ep-join-rank-offset elastic-ep-join-rank-offset
+        elastic-ep-initial-size elastic-ep-max-dp-size max-ep-size
+        expert-placement-strategy""",
+        json="fault-tolerance-config",
     ),
     _group(
         "requests go to the data-parallel rank where they cost least",
@@ -179,6 +163,22 @@ _IGNORED = (
         values="load-balance-method",
     ),
     _group("it is so with --data-parallel-size", switches="enable-dp-attention"),
+    _group(
+        "a token says what copy of an expert it takes; copies move one by one",
+        values="""ep-dispatch-algorithm eplb-algorithm eplb-rebalance-layers-per-chunk
+        init-expert-location""",
+        switches="enable-waterfill",
+    ),
+    _group(
+        "choices of experts are counted on the device, and their balancedness is a metric",
+        values="expert-distribution-recorder-buffer-size expert-balancedness-report-mode",
+        switches="enable-expert-distribution-metrics",
+    ),
+    *(
+        _group(rules.EPLB, rule=rules.eplb(key), values=names)
+        for key, names in rules.EPLB_KEYS.items()
+    ),
+    _group(rules.EPLB, rule=rules.eplb("log_balancedness"), switches="eplb-log-balancedness"),
     _group(EXPERTS, rule=rules.expert_parallel, switches="enable-ep-moe enable-deepep-moe"),
     _group(
         "the KV cache is not split by context; the answers are the same",
@@ -188,7 +188,7 @@ _IGNORED = (
     _group("it is so with --prefill-context-parallel-size", switches="enable-prefill-cp"),
     *(
         _group(rules.SPECULATION, rule=rules.speculation(key), values=names)
-        for key, names in _SPECULATION_KEYS.items()
+        for key, names in rules.SPECULATION_KEYS.items()
     ),
     _group(rules.SPECULATION, rule=rules.speculation("adaptive"), switches="speculative-adaptive"),
     _group(

@@ -13,7 +13,28 @@ EXPERTS = "where experts lie is for --enable-expert-parallel to say; the answers
 TRANSFER = "the KV cache stays in the server that computed it"
 KERNELS = "kernels are chosen at start, for the GPU and the model"
 SPECULATION = "it is part of --speculative-config"
+EPLB = "it is part of --eplb-config, with --enable-eplb"
 TOKENIZER = "the tokenizer is the checkpoint's"
+
+# Names of other servers for a key of --eplb-config, and of --speculative-config.
+EPLB_KEYS = {
+    "num_redundant_experts": "ep-num-redundant-experts num-redundant-experts",
+    "step_interval": "eplb-rebalance-num-iterations eplb-step-interval",
+    "window_size": "eplb-window-size",
+    "min_rebalancing_utilization_threshold": "eplb-min-rebalancing-utilization-threshold",
+}
+SPECULATION_KEYS = {
+    "method": "speculative-algorithm spec-method",
+    "model": "speculative-draft-model-path speculative-draft-model speculative-model spec-model",
+    "revision": "speculative-draft-model-revision",
+    "quantization": "speculative-draft-model-quantization",
+    "num_speculative_tokens": "speculative-num-steps num-speculative-tokens spec-tokens",
+    "num_draft_tokens": "speculative-num-draft-tokens",
+    "prompt_lookup_min": "speculative-ngram-min-match-window-size",
+    "prompt_lookup_max": "speculative-ngram-max-match-window-size",
+}
+
+_NUMBER = re.compile(r"\d{1,9}(\.\d{1,9})?")
 
 # Values of our own options as other servers call them, by parameter.
 VALUES: Mapping[str, Mapping[str, str]] = {
@@ -29,6 +50,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("hf", "fastsafetensors", "runai_streamer"), "safetensors"),
         **dict.fromkeys(("instanttensor", "layered"), "safetensors"),
     },
+    "expert_distribution_recorder_mode": {"None": "off", "stat_approx": "stat"},
     "kv_cache_dtype": {"bf16": "bfloat16", "fp16": "float16"},
     "index_cache_dtype": {"bf16": "bfloat16", "fp16": "float16"},
     "max_model_len": {"-1": "auto", "None": "auto"},
@@ -163,6 +185,21 @@ def speculation(key: str) -> Rule:
             return Translation()
         known = int(value) if isinstance(value, str) and value.isdigit() else value
         return Translation((("--speculative-config", json.dumps({key: known})),))
+
+    return rule
+
+
+def eplb(key: str) -> Rule:
+    """The rule of names for `key` of --eplb-config."""
+
+    def rule(value: Any, line: Mapping[str, str]) -> Translation:
+        """The same value there; alone it changes nothing, unless it asks for copies."""
+        if str(value).lower() in ("", "none", "null", "0", "false"):
+            return Translation()
+        if "enable_eplb" not in line and key != "num_redundant_experts":
+            return Translation(note=EPLB)
+        known = json.loads(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
+        return Translation((("--eplb-config", json.dumps({key: known})),))
 
     return rule
 

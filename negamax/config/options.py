@@ -11,6 +11,7 @@ from typing import Any
 
 from negamax.base import log
 from negamax.base.errors import ConfigError
+from negamax.config.eplb import COUNTED, FIXED, MOVED, RECORDER_MODES, EplbConfig
 from negamax.config.key_file import check_keys
 from negamax.config.parallel import ALL2ALL_BACKENDS, ParallelOptions
 from negamax.config.speculation import EAGLE3, SpeculationConfig
@@ -106,6 +107,10 @@ class EngineOptions:
     # of the ranks with copies of one KV head: how many share out the tokens of its cache
     decode_context_parallel_size: int = 1
     cp_kv_cache_interleave_size: int = 1  # neighbouring tokens that lie on the same one of them
+    enable_eplb: bool = False  # experts move between ranks as they are chosen
+    eplb_config: dict[str, Any] | None = None  # when, with the keys of vLLM's (config/eplb.py)
+    # "stat": how often each expert is chosen is counted, as it is with enable_eplb
+    expert_distribution_recorder_mode: str = "off"
     # who guesses tokens ahead, with the keys of vLLM's (config/speculation.py)
     speculative_config: dict[str, Any] | None = None
     # CPU threads per rank; default: the cores (from three up: less one) shared out
@@ -129,6 +134,7 @@ class EngineOptions:
             index_cache_sharding=INDEX_CACHE_SHARDINGS,
             performance_mode=PERFORMANCE_MODES,
             all2all_backend=ALL2ALL_BACKENDS,
+            expert_distribution_recorder_mode=RECORDER_MODES,
             log_format=log.FORMATS,
         )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
@@ -161,7 +167,16 @@ class EngineOptions:
             num_kv_blocks=1,
             max_logprobs=0,
         )
-        _ = self.parallel, self.speculation  # checked
+        parallel, _ = self.parallel, self.speculation  # checked
+        if (
+            self.enable_eplb
+            and parallel.num_expert_ranks == 1
+            and self.performance_mode == "balanced"
+        ):
+            raise ConfigError(
+                "--enable-eplb moves whole experts between ranks; here a rank has a part of each",
+                hint="add --enable-expert-parallel, with more than one rank",
+            )
         _within("--num-replicas", self.num_replicas, 1, MAX_REPLICAS)
         if self.index_cache_sharding == "on" and self.prefill_context_parallel_size > 1:
             raise ConfigError(
@@ -186,7 +201,27 @@ class EngineOptions:
             prefill_context_parallel_size=self.prefill_context_parallel_size,
             decode_context_parallel_size=self.decode_context_parallel_size,
             cp_kv_cache_interleave_size=self.cp_kv_cache_interleave_size,
+            redundant_experts=self.eplb.num_redundant_experts if self.eplb else 0,
         )
+
+    @property
+    def eplb(self) -> EplbConfig | None:
+        """When experts move between ranks; None: never. Errors: `ConfigError`."""
+        if not self.enable_eplb:
+            if self.eplb_config:
+                raise ConfigError(
+                    "--eplb-config is given, and experts stay where they are",
+                    hint="add --enable-eplb",
+                )
+            return None
+        return EplbConfig.read(self.eplb_config or {})
+
+    @property
+    def expert_mode(self) -> str:
+        """What becomes of experts: FIXED, COUNTED or MOVED."""
+        if self.enable_eplb:
+            return MOVED
+        return FIXED if self.expert_distribution_recorder_mode == "off" else COUNTED
 
     @property
     def speculation(self) -> SpeculationConfig | None:

@@ -41,6 +41,7 @@ class ParallelOptions:
     decode_context_parallel_size: int = 1
     # neighbouring tokens of a context that lie on one rank, where it is split over several
     cp_kv_cache_interleave_size: int = 1
+    redundant_experts: int = 0  # slots of each layer for copies of experts
 
     def __post_init__(self) -> None:
         ranks, experts = self.tensor_parallel_size, self.expert_parallel_size

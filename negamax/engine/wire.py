@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
@@ -39,6 +40,25 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     speculation: SpeculationConfig | None = None
 
 
+class ExpertStats(msgspec.Struct, frozen=True, array_like=True):
+    """Of the experts of a model, where they are counted."""
+
+    # lately: the mean of the ranks' tokens over those of the busiest one, both added up over the
+    # layers
+    balancedness: float = 1.0
+    num_rebalances: int = 0  # that moved any and are complete
+    num_moved: int = 0  # from one slot to another
+
+    @classmethod
+    def of(cls, parts: Sequence[ExpertStats]) -> ExpertStats:
+        """Of several engines together: the balancedness of the least balanced."""
+        return cls(
+            min(part.balancedness for part in parts),
+            sum(part.num_rebalances for part in parts),
+            sum(part.num_moved for part in parts),
+        )
+
+
 class RankStats(msgspec.Struct, frozen=True, array_like=True):
     """A snapshot of a data-parallel rank after a step; counters rise from start."""
 
@@ -63,6 +83,7 @@ class EngineStats(RankStats, frozen=True, array_like=True):
     idle_seconds: float = 0.0  # and between them
     accepted_per_position: tuple[int, ...] = ()  # the same by position in the draft
     prefill_tokens: int = 0  # prompt tokens that were computed, in rows of more than one
+    experts: ExpertStats | None = None  # None: they are not counted
     at: float = 0.0  # monotonic seconds: steps and beats come by ways of their own
     ranks: tuple[RankStats, ...] = ()  # of each, where there are several
 
@@ -82,12 +103,14 @@ def sum_of(parts: Sequence[EngineStats]) -> EngineStats:
     numbers = {
         name: sum(getattr(part, name) for part in parts)
         for name in EngineStats.__struct_fields__
-        if name not in ("accepted_per_position", "at", "ranks")
+        if name not in ("accepted_per_position", "at", "experts", "ranks")
     }
+    experts = [part.experts for part in parts if part.experts is not None]
     accepted = itertools.zip_longest(*(part.accepted_per_position for part in parts), fillvalue=0)
     return EngineStats(
         **numbers,
         accepted_per_position=tuple(map(sum, accepted)),
+        experts=ExpertStats.of(experts) if experts else None,
         at=max((part.at for part in parts), default=0.0),
     )
 
@@ -107,7 +130,8 @@ def sum_of_same(parts: Sequence[EngineStats]) -> EngineStats:
 def without_gauges(stats: EngineStats) -> EngineStats:
     """The counters of an engine that is gone."""
     ranks = tuple(msgspec.structs.replace(rank, **_GAUGES) for rank in stats.ranks)
-    return msgspec.structs.replace(stats, **_GAUGES, ranks=ranks)
+    experts = stats.experts and msgspec.structs.replace(stats.experts, balancedness=1.0)
+    return msgspec.structs.replace(stats, **_GAUGES, ranks=ranks, experts=experts)
 
 
 def sequence_id(request_id: str, choice: int, *, server: int) -> str:
@@ -147,6 +171,19 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
     """Empty the prefix cache."""
 
 
+RecordAction = Literal["start", "stop", "dump"]
+
+
+class RecordExperts(msgspec.Struct, frozen=True, tag="record_experts"):
+    """Begin or end to record how often each expert is chosen, or hand over what was recorded.
+    `server` gets an `ExpertRecord` with the same `number`.
+    """
+
+    server: int
+    number: int
+    action: RecordAction
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     pass
 
@@ -162,6 +199,22 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
     # sequences that began to run, with the `time.monotonic()` of their first step
     admitted: list[tuple[str, float]] = []
     step_tokens: list[int] = []  # tokens that each step since the last message ran
+
+
+class ExpertDump(msgspec.Struct, frozen=True):
+    """What was recorded, and where the experts of each layer lie now."""
+
+    logical_count: list[list[int]]  # by layer and expert: how often it was chosen
+    physical_to_logical_map: list[list[int]]  # by layer and slot: the expert
+    balancedness: float  # as in `ExpertStats`, of what was recorded with experts where they are now
+
+
+class ExpertRecord(msgspec.Struct, frozen=True, tag="expert_record"):
+    """The answer to `RecordExperts`."""
+
+    number: int
+    dump: ExpertDump | None = None
+    problem: str | None = None  # why it was not done
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
@@ -185,8 +238,8 @@ class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
     exit_code: int
 
 
-ToEngine = AddRequest | AbortRequests | AbortServer | ResetPrefixCache | Shutdown
-FromEngine = EngineReady | StepOutputs | Heartbeat | EngineFailed
+ToEngine = AddRequest | AbortRequests | AbortServer | ResetPrefixCache | RecordExperts | Shutdown
+FromEngine = EngineReady | StepOutputs | ExpertRecord | Heartbeat | EngineFailed
 
 encoder = msgspec.msgpack.Encoder()
 start_decoder: msgspec.msgpack.Decoder[Start] = msgspec.msgpack.Decoder(Start)

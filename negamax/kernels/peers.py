@@ -99,3 +99,8 @@ class Collective(Protocol):
 
     def all_gather(self, tensor: Tensor, *, dim: int) -> Tensor:
         """Every rank's `tensor` (of one shape), concatenated along `dim` in rank order."""
+
+    def exchange(
+        self, *, sent: tuple[Tensor, int] | None, received: tuple[Tensor, int] | None
+    ) -> None:
+        """A tensor to another rank of the group, and one from another rank."""

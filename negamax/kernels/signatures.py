@@ -4,6 +4,7 @@ provider of the op is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from negamax.kernels.op import OpName
@@ -52,7 +53,7 @@ class PrepareExperts(Protocol):
         *,
         activation: SwiGlu = ...,
         shared: bool = False,
-    ) -> Prepared: ...
+    ) -> ExpertWeights: ...
 
 
 class Experts(Protocol):
@@ -61,7 +62,7 @@ class Experts(Protocol):
         x: Hidden,
         ids: Tensor,
         weights: Tensor,
-        experts: Prepared,
+        experts: Any,
         /,
         *,
         first: int,
@@ -85,6 +86,28 @@ class Dispatch(Protocol):
 class Combine(Protocol):
     def __call__(
         self, out: Tensor, ids: Tensor, /, *, places: ExpertPlaces, group: Collective
+    ) -> Tensor: ...
+
+
+class ExpertWeights(Protocol):
+    """What `PrepareExperts` makes, for the `Experts` of its provider alone, but for this: the
+    weights of an expert can be read, and others put in their place.
+    """
+
+    def tensors(self, expert: int) -> list[Tensor]:
+        """All that belongs to an expert, by its place among those here: copies, or views of any
+        strides.
+        """
+
+    def replace(self, expert: int, tensors: Sequence[Tensor]) -> None:
+        """Copy what `tensors` gave of another expert, of these or of a rank's with the same sizes,
+        into the place of this one.
+        """
+
+
+class PlaceExperts(Protocol):
+    def __call__(
+        self, ids: Tensor, positions: Tensor, slots: Tensor, copies: Tensor, counts: Tensor, /
     ) -> Tensor: ...
 
 
@@ -396,6 +419,7 @@ class Quantize(Protocol):
 
 LINEAR: OpName[PrepareLinear, Linear] = OpName("gemm.linear")
 EXPERTS: OpName[PrepareExperts, Experts] = OpName("moe.experts")
+PLACE: OpName[None, PlaceExperts] = OpName("moe.place")
 ROUTE: OpName[PrepareRouter, Route] = OpName("moe.route")
 DISPATCH: OpName[None, Dispatch] = OpName("dispatch.dispatch")
 COMBINE: OpName[None, Combine] = OpName("dispatch.combine")

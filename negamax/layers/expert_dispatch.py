@@ -4,6 +4,7 @@ tokens to a partial sum.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from negamax.kernels.activations import QuantizedActivations, ShardedActivations
 from negamax.kernels.dispatch.spec import ExpertPlaces
 from negamax.kernels.registry import KernelTable
-from negamax.kernels.signatures import COMBINE, DISPATCH
+from negamax.kernels.signatures import COMBINE, DISPATCH, PLACE
 from negamax.layers.partial import Partial
 from negamax.parallel.context import ParallelContext
 
@@ -22,28 +23,47 @@ from negamax.parallel.context import ParallelContext
 UNQUANTIZED_ROWS = 64
 
 
-@dataclass(frozen=True)
-class ExpertTable:
-    """Which expert of the model (a logical one) lies in each place for one (a physical one). Places
-    are dealt out to the ranks in order; an expert may have several, on different ranks.
+class ExpertMap:
+    """Where experts lie, on the device, and how often each was chosen. Graphs read the tensors:
+    their contents change between steps, they never do.
     """
 
-    logical: tuple[int, ...]  # by physical id
+    def __init__(
+        self, table: Sequence[int], *, most_copies: int, device: torch.device, counts: Tensor
+    ) -> None:
+        """`table`: the expert in each slot; no expert is ever in more than `most_copies`. `counts`
+        [experts] int64: from now on each choice of an expert is added.
+        """
+        num_experts = len(counts)
+        self._slots = torch.empty(num_experts, most_copies, dtype=torch.int32, device=device)
+        self._copies = torch.empty(num_experts, dtype=torch.int32, device=device)
+        self._counts = counts
+        self.update(table)
 
-    @staticmethod
-    def identity(num_experts: int) -> ExpertTable:
-        """Every expert in the place of its own number."""
-        return ExpertTable(tuple(range(num_experts)))
+    def update(self, table: Sequence[int]) -> None:
+        """From the next launch on `table` counts."""
+        num_experts, most = self._slots.shape
+        slots: list[list[int]] = [[] for _ in range(num_experts)]
+        for slot, expert in enumerate(table):
+            slots[expert].append(slot)
+        # (how many, then which, and the first of them once more where there are fewer)
+        rows = [[len(own), *own, *own[:1] * (most - len(own))] for own in slots]
+        packed = torch.tensor(rows, dtype=torch.int32)
+        if self._slots.is_cuda:
+            packed = packed.pin_memory().to(self._slots.device, non_blocking=True)
+        self._copies.copy_(packed[:, 0])
+        self._slots.copy_(packed[:, 1:])
 
-    def physical(self) -> list[int]:
-        """The first place of each logical expert."""
-        return [self.logical.index(expert) for expert in range(1 + max(self.logical))]
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Slots, copies and counts, as `moe.place` takes them."""
+        return self._slots, self._copies, self._counts
 
 
 @dataclass(frozen=True)
 class Dispatched:
-    """Tokens on the rank of their experts: activations of T rows, and physical ids (-1: none) and
-    weights, [T, top_k].
+    """Tokens on the rank of their experts: activations of T rows, and slots (-1: none) and weights,
+    [T, top_k].
     """
 
     x: Tensor | QuantizedActivations
@@ -52,12 +72,14 @@ class Dispatched:
 
 
 class ExpertDispatch(Protocol):
-    """How tokens and experts meet. This rank holds the physical experts first ..
-    first + len(experts) - 1.
-    """
+    """How tokens and experts meet. This rank holds the slots first .. first + len(experts) - 1."""
 
     first: int
-    experts: list[int]  # the logical experts of this rank, in order of their physical ids
+    experts: list[int]  # those that lie in the slots of this rank at start, in order
+    table: tuple[int, ...]  # those in all slots at start
+
+    def use_map(self, experts: ExpertMap) -> None:
+        """From now on experts lie where the map says."""
 
     def dispatch(
         self,
@@ -65,11 +87,13 @@ class ExpertDispatch(Protocol):
         ids: Tensor,
         weights: Tensor,
         *,
+        positions: Tensor | None = None,
         most_tokens: int | None = None,
     ) -> Dispatched:
-        """x [T, hidden], the router's logical ids (-1: none) and weights [T, top_k] -> what this
-        rank's experts are given. `most_tokens`: of the data-parallel or context-parallel rank that
-        has the most; None: all have T.
+        """x [T, hidden], the experts that the router chose (-1: none) and weights [T, top_k] ->
+        what this rank's experts are given. `positions` [T] int64 of the tokens, which say what copy
+        of an expert each takes (None: all 0); `most_tokens`: of the data-parallel or
+        context-parallel rank that has the most; None: all have T.
         """
 
     def combine(self, out: Tensor, given: Dispatched, num_tokens: int) -> Partial:
@@ -78,22 +102,33 @@ class ExpertDispatch(Protocol):
 
 class ReplicatedTokens:
     """Every rank of the expert group has all tokens and runs the choices that fall on its experts:
-    nothing is sent, and the sum over the group is for the next norm. With the identity as the table
-    no kernel is launched.
+    nothing is sent, and the sum over the group is for the next norm. Without a map, where each
+    expert lies in the slot of its own number, no kernel is launched.
     """
 
     def __init__(
-        self, table: ExpertTable, *, context: ParallelContext, device: torch.device
+        self,
+        table: Sequence[int],
+        *,
+        context: ParallelContext,
+        device: torch.device,
+        kernels: KernelTable,
     ) -> None:
-        places = context.layout.experts.experts(len(table.logical))
-        self.first, self._group = places.start, context.expert_group
-        self.experts = [table.logical[place] for place in places]
-        assert len(set(self.experts)) == len(self.experts), "a rank holds an expert once"
-        self._physical: Tensor | None = None
-        physical = table.physical()
-        if physical != list(range(len(physical))):
-            # ids of -1 find the -1 at the end
-            self._physical = torch.tensor([*physical, -1], dtype=torch.int32, device=device)
+        self.table = tuple(table)
+        slots = context.layout.experts.experts(len(self.table))
+        self.first, self._group = slots.start, context.expert_group
+        self.experts = [self.table[slot] for slot in slots]
+        assert len(set(self.experts)) == len(self.experts), "a rank has an expert once at start"
+        self._place = kernels[PLACE].run
+        self._map: ExpertMap | None = None
+        if self.table != tuple(range(len(self.table))):
+            counts = torch.zeros(1 + max(self.table), dtype=torch.int64, device=device)
+            most = max(map(self.table.count, self.table))
+            self._map = ExpertMap(self.table, most_copies=most, device=device, counts=counts)
+
+    def use_map(self, experts: ExpertMap) -> None:
+        """See `ExpertDispatch`."""
+        self._map = experts
 
     def dispatch(
         self,
@@ -101,12 +136,23 @@ class ReplicatedTokens:
         ids: Tensor,
         weights: Tensor,
         *,
+        positions: Tensor | None = None,
         most_tokens: int | None = None,
     ) -> Dispatched:
         """See `ExpertDispatch`."""
-        if self._physical is not None:
-            ids = self._physical[ids.long()].to(ids.dtype)
-        return Dispatched(x, ids, weights)
+        return Dispatched(x, self._slots_of(ids, positions), weights)
+
+    def _slots_of(
+        self, ids: Tensor, positions: Tensor | None, *, are_counted: bool = True
+    ) -> Tensor:
+        """Where the experts `ids` of tokens at `positions` lie."""
+        if self._map is None:
+            return ids
+        if positions is None:
+            positions = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
+        slots, copies, counts = self._map.tensors
+        counts = counts if are_counted else torch.empty_like(counts)
+        return self._place(ids, positions, slots, copies, counts)
 
     def combine(self, out: Tensor, given: Dispatched, num_tokens: int) -> Partial:
         """See `ExpertDispatch`."""
@@ -121,18 +167,18 @@ class AllToAllTokens(ReplicatedTokens):
 
     def __init__(
         self,
-        table: ExpertTable,
+        table: Sequence[int],
         *,
         context: ParallelContext,
         device: torch.device,
         kernels: KernelTable,
     ) -> None:
-        super().__init__(table, context=context, device=device)
+        super().__init__(table, context=context, device=device, kernels=kernels)
         layout, self._group = context.layout, context.attention_group
         # (only one of the two is larger than 1)
         self._others = context.data_group if layout.dp > 1 else context.context_group
         firsts = [
-            layout.of_rank(rank).experts.experts(len(table.logical)).start
+            layout.of_rank(rank).experts.experts(len(self.table)).start
             for rank in (layout.data_ranks if layout.dp > 1 else layout.context_ranks)
         ]
         self._places = ExpertPlaces(
@@ -146,10 +192,11 @@ class AllToAllTokens(ReplicatedTokens):
         ids: Tensor,
         weights: Tensor,
         *,
+        positions: Tensor | None = None,
         most_tokens: int | None = None,
     ) -> Dispatched:
         """See `ExpertDispatch`."""
-        given = super().dispatch(x, ids, weights)
+        given = super().dispatch(x, ids, weights, positions=positions)
         num_rows = most_tokens or len(ids)
         if not isinstance(x, QuantizedActivations):
             ids, weights, x = self._exchange(given, [x], num_rows)
@@ -195,11 +242,14 @@ class SharedOutTokens(AllToAllTokens):
         ids: Tensor,
         weights: Tensor,
         *,
+        positions: Tensor | None = None,
         most_tokens: int | None = None,
     ) -> Dispatched:
         """See `ExpertDispatch`."""
-        way = ReplicatedTokens if most_tokens is None else AllToAllTokens
-        return way.dispatch(self, x, ids, weights, most_tokens=most_tokens)
+        if most_tokens is None:
+            slots = self._slots_of(ids, positions, are_counted=self._others.rank == 0)
+            return Dispatched(x, slots, weights)
+        return super().dispatch(x, ids, weights, positions=positions, most_tokens=most_tokens)
 
     def combine(self, out: Tensor, given: Dispatched, num_tokens: int) -> Partial:
         """See `ExpertDispatch`."""
@@ -210,11 +260,13 @@ class SharedOutTokens(AllToAllTokens):
 
 
 def expert_dispatch(
-    table: ExpertTable, *, context: ParallelContext, device: torch.device, kernels: KernelTable
+    table: Sequence[int], *, context: ParallelContext, device: torch.device, kernels: KernelTable
 ) -> ExpertDispatch:
-    """The one for the ranks of `context`."""
+    """The one for the ranks of `context`. `table`: the expert in each slot; slots are dealt out to
+    the ranks in order, and an expert may have several, on different ranks.
+    """
     layout = context.layout
     if layout.dp == layout.cp == 1:
-        return ReplicatedTokens(table, context=context, device=device)
+        return ReplicatedTokens(table, context=context, device=device, kernels=kernels)
     way = AllToAllTokens if layout.dp > 1 else SharedOutTokens
     return way(table, context=context, device=device, kernels=kernels)

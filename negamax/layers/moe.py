@@ -4,7 +4,7 @@ one that all tokens share.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from negamax.kernels.activations import SILU, QuantizedActivations, SwiGlu
 from negamax.kernels.formats import TensorFormat
 from negamax.kernels.registry import KernelTable
-from negamax.kernels.signatures import EXPERTS, QUANTIZE, ROUTE
-from negamax.layers.expert_dispatch import ExpertTable, expert_dispatch
+from negamax.kernels.signatures import EXPERTS, QUANTIZE, ROUTE, ExpertWeights
+from negamax.layers.expert_dispatch import ExpertMap, expert_dispatch
 from negamax.layers.mlp import Mlp
 from negamax.layers.names import MlpNames, MoeNames
 from negamax.layers.partial import Partial
@@ -47,20 +47,20 @@ class SparseMoe:
         context: ParallelContext,
         kernels: KernelTable,
         weights: WeightFormat,
-        table: ExpertTable | None = None,
+        table: Sequence[int] | None = None,
     ) -> None:
         """`routed_scaling`: of the chosen experts' weights; `shared_width`: of the shared expert,
-        0 without; `table`: where experts lie; None: each in the place of its own number.
+        0 without; `table`: the expert in each slot; None: as the layout has it.
         """
         view = context.layout.experts
         experts, shared = [names.expert(number) for number in range(num_experts)], names.shared
-        table = table or ExpertTable.identity(num_experts)
+        table = table or context.layout.expert_slots(num_experts)
         self._beside: Mlp | None = None
         if shared_width:
             assert shared is not None
             alike = _formats(experts[0], weights) == _formats(shared, weights)
             if alike and shared_width == width and view.ep == 1:
-                table = ExpertTable((*table.logical, num_experts))
+                table = (*table, num_experts)
                 experts.append(shared)
             else:
                 self._beside = Mlp(
@@ -125,7 +125,7 @@ class SparseMoe:
         if self._beside is not None:
             self.slots += self._beside.slots
         self._router: Any = None
-        self._prepared: Any = None
+        self._prepared: ExpertWeights | None = None
         self._observed: Tensor | None = None
 
     def finish_loading(self) -> None:
@@ -144,6 +144,29 @@ class SparseMoe:
             self._beside.finish_loading()
         del self._gate, self._bias, self._gate_up, self._down
 
+    @property
+    def table(self) -> tuple[int, ...]:
+        """The expert in each slot at start."""
+        return self._dispatch.table
+
+    @property
+    def slots_here(self) -> range:
+        """The slots of this rank."""
+        first = self._dispatch.first
+        return range(first, first + len(self._dispatch.experts))
+
+    @property
+    def expert_weights(self) -> ExpertWeights:
+        """Of the slots of this rank, once they are loaded."""
+        assert self._prepared is not None, "the experts are not loaded"
+        return self._prepared
+
+    def use_map(self, experts: ExpertMap) -> None:
+        """From now on experts lie where the map says. A graph keeps the map that it was captured
+        with.
+        """
+        self._dispatch.use_map(experts)
+
     def observe(self, ids: Tensor | None) -> None:
         """From now on the experts of each call's first tokens are written to `ids` [max_tokens,
         top_k] int32 (None: stop). A graph keeps the tensor that it was captured with.
@@ -155,12 +178,13 @@ class SparseMoe:
         x: Tensor | QuantizedActivations,
         *,
         active: Tensor | None = None,
+        positions: Tensor | None = None,
         most_tokens: int | None = None,
     ) -> Partial:
         """x [T, hidden] -> [T, P, hidden], P parts of this rank's part.
 
-        `active` [1] int32: rows from there on are padding and reach no expert. `most_tokens`: of
-        the data-parallel rank that has the most; None: all have T.
+        `active` [1] int32: rows from there on are padding and reach no expert. `positions` and
+        `most_tokens`: as `ExpertDispatch.dispatch` takes them.
         """
         ids, weights = self._route_kernel.run(x, self._router, top_k=self.top_k, active=active)
         if self._observed is not None:
@@ -169,12 +193,14 @@ class SparseMoe:
         shared = None if self._beside is None else self._beside(x)
         if self._quantize is not None:
             x = self._quantize(x)
-        given = self._dispatch.dispatch(x, ids, weights, most_tokens=most_tokens)
+        given = self._dispatch.dispatch(
+            x, ids, weights, positions=positions, most_tokens=most_tokens
+        )
         out: Tensor = self._experts_kernel.run(
             given.x,
             given.ids,
             given.weights,
-            self._prepared,
+            self.expert_weights,
             first=self._dispatch.first,
             count=len(self._dispatch.experts),
         )

@@ -166,11 +166,13 @@ def _bytes_on_rank(
 ) -> float:
     """Of all `count`."""
     plain, ep = ELEMENT_BYTES[weight.dtype or dtype], layout.ep
-    is_expert = weight.used is not None or (weight.joins_experts and ep == 1)
+    is_routed = weight.used is not None
+    copies = (weight.count + layout.redundant_experts) / weight.count if is_routed else 1
+    is_expert = is_routed or (weight.joins_experts and ep == 1)
     ranks = layout.experts.size if is_expert else layout.tp
     ranks = min(ranks, weight.parts or ranks)
     if stored is PLAIN or not kept(stored):
-        return weight.num_elements * plain / ranks
+        return copies * weight.num_elements * plain / ranks
     rows, columns = weight.shape
     if weight.splits is None:
         return weight.num_elements * stored.bytes_per_weight((rows, columns)) / ranks
@@ -184,7 +186,7 @@ def _bytes_on_rank(
         narrow, unit = stored.split_width(held[axis] // size, kept)
         held[axis] = share(held[axis], rank=0, size=size, unit=unit).size
         stored = narrow if weight.splits is Axis.COLUMNS else stored
-    here = weight.count / (1 if weight.used is None else ep) * math.prod(held)
+    here = copies * weight.count / (ep if is_routed else 1) * math.prod(held)
     return here * stored.bytes_per_weight((held[0], held[1]))
 
 

@@ -35,6 +35,11 @@ class SingleRank:
     def all_gather(self, tensor: Tensor, *, dim: int) -> Tensor:
         return tensor
 
+    def exchange(
+        self, *, sent: tuple[Tensor, int] | None, received: tuple[Tensor, int] | None
+    ) -> None:
+        assert sent is None and received is None, "there is no other rank"
+
 
 class ProcessGroup:
     """Collectives over one torch.distributed group: gloo for tensors on the CPU, NCCL for those on
@@ -89,6 +94,26 @@ class ProcessGroup:
             dist.all_gather_into_tensor(out, tensor.contiguous(), group=self._group)
             return out
         return torch.cat(self._gather(tensor), dim=dim)
+
+    def exchange(
+        self, *, sent: tuple[Tensor, int] | None, received: tuple[Tensor, int] | None
+    ) -> None:
+        """Send a tensor to a rank of the group, and receive one of a rank, both at once; the ranks
+        concerned must agree. On a GPU both are enqueued, on the CPU they are done. Errors:
+        `EngineDeadError` where a rank is gone.
+        """
+        operations = [
+            dist.P2POp(way, part[0], group=self._group, group_peer=part[1])
+            for way, part in ((dist.isend, sent), (dist.irecv, received))
+            if part is not None
+        ]
+        if not operations:
+            return
+        try:
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+        except RuntimeError as error:
+            raise EngineDeadError(f"another rank is gone or out of step: {error}") from error
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         parts = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)

@@ -124,6 +124,7 @@ class ParallelLayout:
     pp: int = 1
     cp: int = 1
     partition: tuple[int, ...] = ()  # layers of each pipeline stage; empty: as even as can be
+    redundant_experts: int = 0  # slots for copies of experts, of all ranks of a stage together
 
     def __post_init__(self) -> None:
         for name in ("tp", "ep", "dp", "pp", "cp"):
@@ -148,6 +149,7 @@ class ParallelLayout:
             pp=options.pipeline_parallel_size,
             cp=options.prefill_context_parallel_size,
             partition=options.layers_of_stages,
+            redundant_experts=options.redundant_experts,
         )
 
     def of_rank(self, rank: int) -> ParallelLayout:
@@ -191,6 +193,12 @@ class ParallelLayout:
         first = self.pp_rank * self.stage_size
         ranks = tuple(range(first, first + self.stage_size))
         return ExpertView(rank=self.rank - first, size=self.stage_size, ep=self.ep, ranks=ranks)
+
+    def expert_slots(self, num_experts: int) -> tuple[int, ...]:
+        """The expert in each slot of a layer at start: all of them, and once more the first ones.
+        Slots are dealt out to the ranks in order.
+        """
+        return tuple(slot % num_experts for slot in range(num_experts + self.redundant_experts))
 
     @property
     def data_ranks(self) -> tuple[int, ...]:

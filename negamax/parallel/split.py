@@ -20,6 +20,7 @@ def check_split(layout: ParallelLayout, spec: ModelSpec, *, gpus: int | None = N
     needs none). Errors: `ConfigError` with the sizes that work.
     """
     layout.layers(spec.num_layers)
+    _check_slots(layout, spec)
     stages = layout.pp
     if gpus is not None and stages > gpus:
         raise ConfigError(
@@ -59,6 +60,22 @@ def possible_splits(spec: ModelSpec, *, most: int) -> Iterator[ParallelOptions]:
             yield options
 
 
+def _check_slots(layout: ParallelLayout, spec: ModelSpec) -> None:
+    """Of redundant experts: each rank has as many slots, and none needs an expert twice."""
+    sizes, redundant = spec.expert_sizes(), layout.redundant_experts
+    if sizes is None or not redundant:
+        return
+    count, ranks = sizes[0], layout.ep
+    least, most = -count % ranks, count * (ranks - 1)
+    if (count + redundant) % ranks or redundant > most:
+        nearest = min(most, max(least, least + (redundant - least) // ranks * ranks))
+        raise ConfigError(
+            f"num_redundant_experts is {redundant}: {count} experts and as many copies are dealt "
+            f"out to {ranks} ranks, the same number to each, none twice to one",
+            hint=f"use {nearest}, or another number of 0 to {most} that leaves no remainder",
+        )
+
+
 def _check(layout: ParallelLayout, spec: ModelSpec) -> None:
     layout.attention.heads(spec.num_heads)
     layout.attention.kv_heads(spec.num_kv_heads)
@@ -68,5 +85,5 @@ def _check(layout: ParallelLayout, spec: ModelSpec) -> None:
     experts = spec.expert_sizes()
     if experts is not None:
         count, width = experts
-        layout.experts.experts(count)
+        layout.experts.experts(count + layout.redundant_experts)
         layout.experts.width(width)

@@ -40,6 +40,25 @@ class StepSize(msgspec.Struct, frozen=True, array_like=True, gc=False):
     is_decode: bool  # every row of every rank runs one generated token, and its drafts, and samples
 
 
+class ExpertMove(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The slot `target` of a layer's experts gets what `source` has."""
+
+    layer: int
+    source: int
+    target: int
+
+
+class ExpertStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What is done with experts before a step: all `moves` at once, then the step and those behind
+    it find the experts where they lie now.
+    """
+
+    version: int  # how many steps have moved experts, this one included
+    wants_counts: bool = False  # the result says how often each was chosen
+    # a rank sends one expert and receives one at most
+    moves: list[ExpertMove] = []
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One step: apply `new_rows` and `appended_*`, then run the next num_scheduled[i] tokens of
     slots[i]. Rows that generate come first, longer chunks of prompts last.
@@ -60,6 +79,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_proposed: int = 0  # draft tokens to guess behind the step for each row that it samples
     # with several data-parallel ranks, each of which has a plan of this step, perhaps an empty one
     of_all: StepSize | None = None
+    experts: ExpertStep | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -128,6 +148,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     proposed: dict[int, list[int]] = {}
     device_seconds: float = 0.0  # that the step took on a GPU
     idle_seconds: float = 0.0  # that the GPU had nothing to do before it
+    # [layers, experts] int64: how often each was chosen on all ranks, if the plan asks for it
+    expert_counts: bytes = b""
 
 
 class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from negamax.config.eagle3 import DraftModel
+from negamax.config.eplb import FIXED
 from negamax.config.families import family_of
 from negamax.config.kv_cache import KvCacheSpecs, with_index_dtype
 from negamax.config.model_spec import ModelSpec
@@ -68,6 +69,7 @@ class WorkerConfig:
     crash_dump_dir: str | None = None
     weight_cache: str | None = None  # a folder
     num_replicas: int = 1  # engines like this one on the machine
+    experts: str = FIXED  # or COUNTED, or MOVED, as plans say
     draft: DraftModel | None = None
     speculation: SpeculationConfig | None = None  # its model is a folder, or a bundled name
 
@@ -113,6 +115,8 @@ class WorkerReady:
 OBSERVE_ROUTING = "observe_routing"
 # argument: rows of the last step; result: mean over the layers
 DISTINCT_EXPERTS = "distinct_experts"
+# result: [layers, experts] int64, how often each was chosen on all ranks since the start
+EXPERT_COUNTS = "expert_counts"
 # argument: rows; result: device time of one captured step, launched back to back
 DECODE_SECONDS = "decode_seconds"
 # result of the second: the kernels in between
@@ -135,7 +139,10 @@ class KernelTime(msgspec.Struct, frozen=True):
 
 
 class DebugResult(msgspec.Struct, frozen=True):
-    """`number` or `kernels`, as the question asks; both None where this worker cannot tell."""
+    """`number`, `kernels` or `counts`, as the question asks; None where this worker cannot
+    tell.
+    """
 
     number: float | None = None
     kernels: list[KernelTime] | None = None
+    counts: bytes | None = None

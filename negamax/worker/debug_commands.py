@@ -12,6 +12,7 @@ from negamax.models.decoder import Decoder
 from negamax.worker.config import (
     DECODE_SECONDS,
     DISTINCT_EXPERTS,
+    EXPERT_COUNTS,
     OBSERVE_ROUTING,
     START_PROFILE,
     STOP_PROFILE,
@@ -20,7 +21,9 @@ from negamax.worker.config import (
     KernelTime,
     WorkerConfig,
 )
+from negamax.worker.expert_weights import ExpertRecorder
 from negamax.worker.graphs import StepGraphs
+from negamax.worker.step_output import expert_bytes
 
 REPLAYS = 20
 
@@ -28,8 +31,15 @@ REPLAYS = 20
 class DebugCommands:
     """What one worker does for them."""
 
-    def __init__(self, model: Decoder, config: WorkerConfig, *, device: torch.device) -> None:
-        self._mixtures = mixtures(model.layers)
+    def __init__(
+        self,
+        model: Decoder,
+        config: WorkerConfig,
+        experts: ExpertRecorder | None,
+        *,
+        device: torch.device,
+    ) -> None:
+        self._mixtures, self._experts = mixtures(model.layers), experts
         self._max_tokens, self._device = config.max_num_batched_tokens, device
         # [max_tokens, top_k] int32 of each mixture of experts
         self._routing: list[torch.Tensor] | None = None
@@ -57,6 +67,8 @@ class DebugCommands:
         if command.name == DISTINCT_EXPERTS and self._routing:
             hits = [len(ids[: command.argument].clamp_min(0).unique()) for ids in self._routing]
             return DebugResult(number=sum(hits) / len(hits))
+        if command.name == EXPERT_COUNTS and self._experts is not None:
+            return DebugResult(counts=expert_bytes(self._experts.counts()))
         if command.name == DECODE_SECONDS and graphs is not None:
             return DebugResult(number=graphs.replay_seconds(command.argument, repeats=REPLAYS))
         if command.name == START_PROFILE:

@@ -4,8 +4,9 @@ become a `StepResult`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import msgspec
 import torch
 
 from negamax.scheduler.step import StepResult
@@ -49,6 +50,7 @@ class StepOutput:
     verification: Verification | None = None  # None: the plan has no draft tokens
     grammar_rows: list[int] = field(default_factory=list)  # of the plan, if it proposes any tokens
     proposed: HostTensor | None = None  # [grammar rows, tokens] int64, behind each of them
+    expert_counts: HostTensor | None = None  # as `StepResult.expert_counts`
 
     def result(self) -> StepResult:
         """Wait for the numbers and put them together."""
@@ -86,4 +88,19 @@ class StepOutput:
             dict(zip(self.grammar_rows, proposed, strict=True)),
             device_seconds,
             idle_seconds,
+            b"" if self.expert_counts is None else expert_bytes(self.expert_counts),
         )
+
+
+def with_expert_counts(
+    output: StepOutput | StepResult, counts: HostTensor
+) -> StepOutput | StepResult:
+    """`output` with the `counts` [layers, experts] int64 of a plan that asks for them."""
+    if isinstance(output, StepResult):
+        return msgspec.structs.replace(output, expert_counts=expert_bytes(counts))
+    return replace(output, expert_counts=counts)
+
+
+def expert_bytes(counts: HostTensor) -> bytes:
+    """`counts` as `StepResult` has them, once they are there."""
+    return counts.read().numpy().tobytes()

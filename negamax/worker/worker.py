@@ -35,6 +35,7 @@ from negamax.worker.device import (
     kv_dtype,
     runtime_of,
 )
+from negamax.worker.expert_weights import load_recorder
 from negamax.worker.grammar_bitmask import PendingBitmask, WaitForBitmask
 from negamax.worker.graphs import (
     DRAFTS,
@@ -58,7 +59,7 @@ from negamax.worker.speculation import (
     load_proposer,
 )
 from negamax.worker.stages import Arrived, Stage
-from negamax.worker.step_output import StepOutput, StepTimes
+from negamax.worker.step_output import StepOutput, StepTimes, with_expert_counts
 from negamax.worker.step_times import measure_steps
 from negamax.worker.token_shares import share_tokens
 from negamax.worker.warmup import warming_up, warmup_layers
@@ -125,7 +126,8 @@ class Worker:
                 first_id=model.vocab_range.start,
                 on_shards=runtime.samples_on_shards,
             )
-            self._debug_commands = DebugCommands(model, config, device=device)
+            self._experts = load_recorder(config, model, context, device)
+            self._debug_commands = DebugCommands(model, config, self._experts, device=device)
             # On a GPU a full prefill step runs first: what it needs beside the cache is measured,
             # and its kernels are compiled.
             workspace = 0
@@ -144,7 +146,7 @@ class Worker:
             )
             num_blocks = context.world_min(affordable)
             # One block more than the scheduler knows of: rows write it that stand for nobody.
-            kv = kv_cache.allocate(
+            self._kv = kv = kv_cache.allocate(
                 config.kv_caches,
                 num_blocks + 1,
                 block_size=config.block_size,
@@ -153,7 +155,6 @@ class Worker:
                 device=device,
             )
             self._rows.set_spare_block(num_blocks)
-            self._kv = kv
             if self._proposer:
                 self._proposer.use_caches(kv[len(model.layers) :])
             # whose residual streams the proposer reads
@@ -197,6 +198,9 @@ class Worker:
             _, step = self._unverified.popleft()
             accepted = step.verification.accepted()
             self._rows.lower_bounds(step.plan, accepted, step.reassigned)
+        expert_counts = None
+        if self._experts is not None and plan.experts is not None:
+            expert_counts = self._experts.apply(plan.experts)
         self._rows.apply(plan)
         vocab_size = self._config.spec.vocab_size
         bitmask = PendingBitmask.of_plan(
@@ -209,7 +213,7 @@ class Worker:
             self._rows.lower_bounds(plan, output.num_accepted)
         elif output.verification is not None:
             self._unverified.append((self._num_steps, Arrived(plan, output.verification, set())))
-        return output
+        return output if expert_counts is None else with_expert_counts(output, expert_counts)
 
     def _run_rows_together(
         self, plan: StepPlan, bitmask: PendingBitmask

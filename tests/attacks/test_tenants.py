@@ -103,7 +103,13 @@ def test_what_acts_on_all_needs_the_key_of_administrators(keyed: Server) -> None
     with as_holder(keyed, "anna") as anna, as_holder(keyed, "root") as root:
         one = begin(anna)
         next(one)
-        for path, body in (("/abort_request", {"abort_all": True}), ("/flush_cache", {})):
+        for path, body in (
+            ("/abort_request", {"abort_all": True}),
+            ("/flush_cache", {}),
+            ("/start_expert_distribution_record", {}),
+            ("/stop_expert_distribution_record", {}),
+            ("/dump_expert_distribution_record", {}),
+        ):
             answer = anna.post(path, json=body)
             assert (
                 answer.status_code == 403 and answer.json()["error"]["code"] == "admin_key_needed"

@@ -4,16 +4,26 @@ tokens share is added once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from negamax.kernels.activations import SwiGlu
+from negamax.kernels.float_formats import mxfp8
+from negamax.kernels.formats import E4M3_BLOCKS, StoredWeight, TensorFormat, plain
+from negamax.kernels.moe.cases import fp8_experts
+from negamax.kernels.moe.triton import prepare_experts, prepare_packed
+from negamax.kernels.moe.triton_shared import PreparedExperts
 from negamax.kernels.platform import CPU
 from negamax.kernels.registry import resolve
-from negamax.layers.expert_dispatch import ExpertTable
+from negamax.kernels.signatures import EXPERTS as EXPERTS_OP
+from negamax.kernels.signatures import PLACE
+from negamax.kernels.weight_only import cases as weight_only
+from negamax.layers.expert_dispatch import ExpertMap
 from negamax.layers.moe import SparseMoe
 from negamax.layers.names import MlpNames
 from negamax.layers.weights import WeightSlot
@@ -23,13 +33,13 @@ from negamax.parallel.layout import ParallelLayout
 from negamax.quantization.scheme import WeightFormat
 
 EXPERTS, HIDDEN, WIDTH, TOP_K = 8, 24, 16, 3
-PERMUTED = ExpertTable((5, 0, 3, 7, 1, 6, 2, 4))
-SOME_TWICE = ExpertTable((0, 1, 2, 3, 4, 5, 6, 7, 4, 3, 2, 1))
+PERMUTED = (5, 0, 3, 7, 1, 6, 2, 4)
+SOME_TWICE = (0, 1, 2, 3, 4, 5, 6, 7, 4, 3, 2, 1)
 
 
 def mixture(
     layout: ParallelLayout,
-    table: ExpertTable | None,
+    table: tuple[int, ...] | None,
     *,
     shared_width: int = 0,
     context: ParallelContext | None = None,
@@ -65,7 +75,7 @@ def draw(number: int, slot: WeightSlot) -> Tensor:
 
 
 def summed(
-    grid: list[ParallelLayout], table: ExpertTable | None, x: Tensor, *, shared_width: int = 0
+    grid: list[ParallelLayout], table: tuple[int, ...] | None, x: Tensor, *, shared_width: int = 0
 ) -> Tensor:
     active = torch.tensor([5], dtype=torch.int32)
     mixtures = [mixture(layout, table, shared_width=shared_width) for layout in grid]
@@ -82,7 +92,7 @@ def summed(
     ],
 )
 def test_every_placement_gives_the_sum_of_one_rank(
-    table: ExpertTable | None, tp: int, ep: int
+    table: tuple[int, ...] | None, tp: int, ep: int
 ) -> None:
     x = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(1))
     expected = summed([ParallelLayout()], None, x)
@@ -124,3 +134,104 @@ def test_the_identity_hands_the_routers_ids_on() -> None:
     moe = mixture(ParallelLayout(), None)
     ids = torch.zeros(3, TOP_K, dtype=torch.int32)
     assert moe._dispatch.dispatch(torch.zeros(3, HIDDEN), ids, torch.zeros(3, TOP_K)).ids is ids
+
+
+def test_a_map_that_changes_between_steps_says_where_experts_are() -> None:
+    """Nothing is allocated, what is counted goes on, and tokens share the copies of an expert."""
+    counts, device = torch.zeros(EXPERTS, dtype=torch.int64), torch.device("cpu")
+    table = [*range(EXPERTS), 3, 3, 6, 6]
+    lies = ExpertMap(table, most_copies=4, device=device, counts=counts)
+    place = resolve(platform=CPU, dtype=torch.float32)[PLACE].run
+    ids = torch.tensor([[3, 0, 5]] * 300, dtype=torch.int32)
+    positions = torch.arange(300)
+    before = [tensor.data_ptr() for tensor in lies.tensors]
+    slots = place(ids, positions, *lies.tensors)
+    assert slots[:, 1:].tolist() == [[0, 5]] * 300
+    assert [int((slots[:, 0] == slot).sum()) for slot in (3, 8, 9)] == [100, 100, 100]
+    # whatever is beside a token in its step
+    assert torch.equal(place(ids[7:9], positions[7:9], *lies.tensors), slots[7:9])
+    lies.update([7, 6, 5, 4, 3, 2, 1, 0, 5, 0, 0, 0])
+    slots = place(ids[:100], positions[:100], *lies.tensors)
+    assert slots[:, 0].tolist() == [4] * 100
+    assert {int((slots[:, 1] == slot).sum()) for slot in (7, 9, 10, 11)} == {25}
+    assert {int((slots[:, 2] == slot).sum()) for slot in (2, 8)} == {50}
+    assert [tensor.data_ptr() for tensor in lies.tensors] == before
+    assert counts.tolist() == [402 if expert in (0, 3, 5) else 0 for expert in range(EXPERTS)]
+
+
+STORED = {
+    "fp8": E4M3_BLOCKS, "mxfp8": mxfp8(), **{each.name: each for each in weight_only.FORMATS}
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_an_expert_takes_all_its_tensors_along(stored: str) -> None:
+    """In each format that GPUs read as it is stored: what is moved is what is prepared there."""
+    drawn = torch.Generator().manual_seed(3)
+    make = fp8_experts if stored == "fp8" else weight_only_experts(STORED[stored])
+    tensors = make(4, hidden=256, width=128, generator=drawn)
+
+    def prepared(order: list[int]) -> PreparedExperts:
+        own = {name: tensor[order] for name, tensor in tensors.items()}
+        weights = [StoredWeight(STORED[stored], part_of(own, name)) for name in ("gate_up", "down")]
+        way = prepare_experts if stored == "fp8" else prepare_packed
+        return way(*weights)
+
+    moved, expected = prepared([0, 1, 2, 3]), prepared([0, 2, 2, 3])
+    bits = [tensor.clone() for tensor in moved.tensors(2)]
+    assert len(bits) >= 4
+    moved.replace(1, bits)
+    for number in range(4):
+        for own, other in zip(moved.tensors(number), expected.tensors(number), strict=True):
+            assert torch.equal(
+                own.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)
+            )
+    assert not all(
+        torch.equal(own.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+        for own, other in zip(moved.tensors(0), moved.tensors(1), strict=True)
+    )
+    # and there is nothing that belongs to an expert beside them
+    held = {
+        tensor.data_ptr(): tensor
+        for part in (moved.gate_up, moved.down, moved.gate_up_scale, moved.down_scale)
+        for tensor in (part if isinstance(part, tuple) else (part,))
+    }
+    size = sum(tensor.numel() * tensor.element_size() for tensor in held.values())
+    assert size == 4 * sum(tensor.numel() * tensor.element_size() for tensor in bits)
+
+
+def part_of(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    return {
+        key.removeprefix(f"{name}."): tensor
+        for key, tensor in tensors.items()
+        if key.startswith(f"{name}.")
+    }
+
+
+def weight_only_experts(stored: TensorFormat) -> Callable[..., dict[str, Tensor]]:
+    def make(
+        count: int, *, hidden: int, width: int, generator: torch.Generator
+    ) -> dict[str, Tensor]:
+        draw = partial(weight_only.tensors_of, stored, generator=generator)
+        return {**draw("gate_up", count, 2 * width, hidden), **draw("down", count, hidden, width)}
+
+    return make
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_of_every_provider_on_the_cpu_can_be_replaced(dtype: torch.dtype) -> None:
+    drawn = torch.Generator().manual_seed(3)
+    gate_up = torch.randn(3, 2 * WIDTH, HIDDEN, generator=drawn).to(dtype)
+    down = torch.randn(3, HIDDEN, WIDTH, generator=drawn).to(dtype)
+    x = torch.randn(5, HIDDEN, generator=drawn).to(dtype)
+    ids = torch.tensor([[0, 1], [1, 2], [2, 0], [1, 0], [2, 1]], dtype=torch.int32)
+    weights = torch.rand(5, 2, generator=drawn)
+    for kernel in resolve(platform=CPU, dtype=dtype).candidates[EXPERTS_OP]:
+        own = kernel.prepare(plain(gate_up.clone()), plain(down.clone()))
+        own.replace(1, [tensor.clone() for tensor in own.tensors(2)])
+        order = [0, 2, 2]
+        other = kernel.prepare(plain(gate_up[order]), plain(down[order]))
+        found, expected = (
+            kernel.run(x, ids, weights, each, first=0, count=3) for each in (own, other)
+        )
+        assert torch.equal(found, expected), kernel.provider

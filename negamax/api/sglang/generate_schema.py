@@ -244,3 +244,20 @@ class NativeServerInfo(Struct, frozen=True, kw_only=True):
     avg_spec_accept_length: float | None = None  # tokens per row with drafts so far
     # mean of the schedule by which drafts count as right in a benchmark: texts mean nothing then
     synthetic_acceptance_length: float | None = None
+
+
+class ExpertPlaces(Struct, frozen=True):
+    """Where the experts of an engine lie now."""
+
+    # by layer and slot, which are dealt out to the ranks in order: the expert that is there
+    physical_to_logical_map: list[list[int]]
+    # the mean of the ranks' shares of what was recorded over the busiest rank's; 1: all the same
+    balancedness: float
+
+
+class ExpertDistribution(Struct, frozen=True):
+    """How often experts were chosen, and where they lie."""
+
+    # by layer and expert: how often it was chosen; zeros in layers without experts
+    logical_count: list[list[int]]
+    engines: list[ExpertPlaces]  # of each of --num-replicas

@@ -73,6 +73,8 @@ class EngineChannel:
     ) -> None:
         self.is_open = True
         self.stats: wire.EngineStats | None = None  # the latest
+        # gets what the engine answers to a question that is no request
+        self.on_record: Callable[[wire.ExpertRecord], None] = lambda record: None
         self.last_beat = self.last_progress = time.monotonic()
         # the rank that is silent for the longest time, and its seconds, at the last beat
         self.rank, self.rank_silence = 0, 0.0
@@ -169,7 +171,9 @@ class EngineChannel:
         if self.stats is None or stats.at >= self.stats.at:
             self.stats = stats
 
-    def _take(self, message: wire.Heartbeat | wire.EngineReady | wire.EngineFailed) -> None:
+    def _take(
+        self, message: wire.Heartbeat | wire.ExpertRecord | wire.EngineReady | wire.EngineFailed
+    ) -> None:
         """A message that is no step."""
         if isinstance(message, wire.Heartbeat):
             self._take_stats(message.stats)
@@ -177,6 +181,8 @@ class EngineChannel:
             if message.is_idle or message.num_rounds != self._num_rounds:
                 self._num_rounds = message.num_rounds
                 self.last_progress = self.last_beat
+        elif isinstance(message, wire.ExpertRecord):
+            self.on_record(message)
         elif isinstance(message, wire.EngineFailed):
             self.fail(message.message)
         else:

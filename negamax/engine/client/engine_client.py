@@ -297,6 +297,14 @@ class AsyncEngine:
             replica.send(wire.ResetPrefixCache())
             self._prefixes.discard(replica.index)
 
+    async def record_experts(self, action: wire.RecordAction) -> list[wire.ExpertDump]:
+        """Begin or end to record how often each expert is chosen, or what each replica recorded.
+        Errors: those of `check_alive`; `InvalidRequestError` where nothing is counted or recorded.
+        """
+        self.check_alive()
+        asked = (replica.record_experts(action, server=self._index) for replica in self.replicas)
+        return [dump for dump in await asyncio.gather(*asked) if dump is not None]
+
     def on_engine_ready(self, replica: int, channel: EngineChannel, info: wire.ModelInfo) -> None:
         """An engine is there."""
         self.replicas[replica].on_engine_ready(channel, info)

@@ -4,11 +4,12 @@ this process, and what it has done.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
-from negamax.base.errors import EngineDeadError, UnavailableError
+from negamax.base.errors import EngineDeadError, InvalidRequestError, UnavailableError
 from negamax.engine import wire
 from negamax.engine.client.admission import Admission
 from negamax.engine.client.connection import EngineChannel
@@ -42,6 +43,9 @@ class Replica:
         self._death = "the engine is not running"
         self._next_ready = 0.0  # monotonic: when a start that is under way should be over
         self._stays_dead = False
+        # questions about experts that are not answered yet, by their numbers
+        self._records: dict[int, asyncio.Future[wire.ExpertRecord]] = {}
+        self._num_records = 0
 
     @property
     def alive(self) -> bool:
@@ -148,6 +152,30 @@ class Replica:
             if request.request_id in self.open
         ]
 
+    async def record_experts(
+        self, action: wire.RecordAction, *, server: int
+    ) -> wire.ExpertDump | None:
+        """As of `AsyncEngine.record_experts`, which is of server process `server`."""
+        if not self.alive:
+            raise self.unavailable()
+        self._num_records += 1
+        number = self._num_records
+        answer = self._records[number] = asyncio.get_running_loop().create_future()
+        self.send(wire.RecordExperts(server, number, action))
+        try:
+            record: wire.ExpertRecord = await answer
+        finally:
+            self._records.pop(number, None)
+        if record.problem is not None:
+            raise InvalidRequestError(record.problem, code="no_expert_record")
+        return record.dump
+
+    def _take_record(self, record: wire.ExpertRecord) -> None:
+        """The answer to a question about experts, whose asker may have gone."""
+        asked = self._records.get(record.number)
+        if asked is not None and not asked.done():
+            asked.set_result(record)
+
     def send(self, message: wire.ToEngine) -> None:
         """To the engine, if one is there."""
         if self._channel is not None:
@@ -158,6 +186,7 @@ class Replica:
         self.restart_count += self.info is not None
         self.info = info
         self._channel = channel
+        channel.on_record = self._take_record
 
     def on_engine_lost(self, reason: str, *, ready_in: float) -> None:
         """The engine is gone: every open request ends with `EngineDeadError`. Another one is
@@ -199,6 +228,9 @@ class Replica:
         self._left(open_requests)
         for generation in dict.fromkeys(open_requests.values()):
             generation.fail(EngineDeadError(reason, code="engine_dead"))
+        for asked in self._records.values():
+            if not asked.done():
+                asked.set_exception(EngineDeadError(reason, code="engine_dead"))
 
     def _left(self, sequence_ids: Iterable[str]) -> None:
         now = time.monotonic()

@@ -14,17 +14,23 @@ from typing import Any
 import msgspec
 
 from negamax.base.crash_dump import CrashDumps
-from negamax.base.errors import EngineDeadError, EngineError, NegamaxError
+from negamax.base.errors import (
+    EngineDeadError,
+    EngineError,
+    InvalidRequestError,
+    NegamaxError,
+)
 from negamax.base.log import get_logger
 from negamax.engine.core.executor import Executor, StepHandle
+from negamax.engine.core.expert_balancer import ExpertBalancer
 from negamax.engine.core.rank_watch import RankWatch
 from negamax.engine.grammar.manager import GrammarManager, RequestGrammar
-from negamax.engine.wire import EngineStats, RankStats, StepOutputs
+from negamax.engine.wire import EngineStats, ExpertDump, RankStats, StepOutputs
 from negamax.scheduler import crash_details
 from negamax.scheduler.group import GroupScheduler
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import SequenceUpdate, StepPlan
-from negamax.worker.config import DebugCommand, DebugResult
+from negamax.worker.config import EXPERT_COUNTS, DebugCommand, DebugResult
 
 logger = get_logger(__name__)
 
@@ -51,12 +57,14 @@ class EngineLoop:
         grammars: GrammarManager,
         overlap: bool,
         num_stages: int = 1,
+        experts: ExpertBalancer | None = None,
         crash_dumps: CrashDumps,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._grammars = grammars
         self._overlap = overlap
+        self._experts = experts
         self._crash_dumps = crash_dumps
         self._last_plans: deque[list[StepPlan]] = deque(maxlen=2)  # launched; for a crash dump
         # launched and not committed, the oldest first; None for a turn without a plan
@@ -122,6 +130,9 @@ class EngineLoop:
         self._add_opened()
         plans = self._scheduler.plan()
         launched = None
+        if plans is not None and self._experts is not None:
+            directed = self._experts.direct()
+            plans = [msgspec.structs.replace(plan, experts=directed) for plan in plans]
         if plans is not None:
             self._last_plans.append(plans)
             launched = _InFlight(plans, self._executor.launch(plans), time.monotonic())
@@ -176,6 +187,7 @@ class EngineLoop:
             accepted_per_position=tuple(accepted),
             prefill_tokens=self._prefill_tokens,
             ranks=self._rank_stats() if len(ranks) > 1 else (),
+            experts=None if self._experts is None else self._experts.stats,
         )
 
     def _rank_stats(self) -> tuple[RankStats, ...]:
@@ -201,8 +213,24 @@ class EngineLoop:
             for number, rank in enumerate(ranks)
         )
 
+    def record_experts(self, action: str) -> ExpertDump | None:
+        """As `ExpertBalancer.record`, of all steps that were launched. Errors:
+        `InvalidRequestError`, also where experts are not counted.
+        """
+        if self._experts is None:
+            raise InvalidRequestError(
+                "experts are not counted",
+                hint="start the server with --expert-distribution-recorder-mode stat",
+                code="experts_not_counted",
+            )
+        counts = self.run_debug_command(EXPERT_COUNTS).counts
+        assert counts is not None
+        return self._experts.record(action, counts)
+
     def run_debug_command(self, name: str, argument: int = 0) -> DebugResult:
-        """Have the workers run a command of `worker.config`. Nothing else may be running."""
+        """Have the workers run a command of `worker.config`, behind the steps that were launched;
+        for figures nothing else may be running.
+        """
         return self._executor.run_debug_command(DebugCommand(name, argument))
 
     def dump_crash(self, reason: str, error: BaseException) -> None:
@@ -322,6 +350,8 @@ class EngineLoop:
             self._grammars.advance(updates)
             return updates
         plans = step.plans
+        if self._experts is not None and results[0].expert_counts:
+            self._experts.take(results[0].expert_counts)
         now = time.monotonic()
         device_seconds = max(result.device_seconds for result in results)
         # what is slower, the GPU or the host, is what a step takes

@@ -23,7 +23,7 @@ import zmq
 
 from negamax.base import log
 from negamax.base.crash_dump import CrashDumps
-from negamax.base.errors import EngineDeadError, NegamaxError, ResourceError
+from negamax.base.errors import EngineDeadError, InvalidRequestError, NegamaxError, ResourceError
 from negamax.base.imports import large_imports
 from negamax.base.log import get_logger
 from negamax.base.parent_watch import watch_parent
@@ -141,6 +141,10 @@ class Outbox(AbstractContextManager["Outbox"]):
         for socket in self._sockets:
             socket.send(frame)
 
+    def answer(self, server: int, message: wire.ExpertRecord) -> None:
+        """To the server process that asked."""
+        self._sockets[server].send(wire.encoder.encode(message))
+
     def frames(self, report: wire.StepOutputs) -> list[tuple[int, bytes]]:
         """For each server process, by its number, what its sequences gained."""
         parts = {0: report} if len(self._sockets) == 1 else _parts(report)
@@ -195,12 +199,21 @@ def serve(loop: EngineLoop, *, requests: zmq.Socket[bytes], outbox: Outbox, puls
                 )
             elif isinstance(message, wire.ResetPrefixCache):
                 loop.reset_prefix_cache()
+            elif isinstance(message, wire.RecordExperts):
+                outbox.answer(message.server, _record(loop, message))
             else:
                 return
         updates = loop.step()
         pulse.num_rounds += 1
         if updates:
             outbox.send(outbox.frames(loop.report(updates)))
+
+
+def _record(loop: EngineLoop, message: wire.RecordExperts) -> wire.ExpertRecord:
+    try:
+        return wire.ExpertRecord(message.number, loop.record_experts(message.action))
+    except InvalidRequestError as error:
+        return wire.ExpertRecord(message.number, problem=str(error))
 
 
 class Pulse:

@@ -10,11 +10,13 @@ from negamax.base import env
 from negamax.base.crash_dump import CrashDumps
 from negamax.base.errors import ConfigError
 from negamax.base.log import get_logger
+from negamax.config.eplb import FIXED
 from negamax.config.kv_cache import check_index_options, choose_block_size, shards_index
 from negamax.config.model_spec import ModelSpec
 from negamax.config.options import STEP_LIMITS, EngineOptions
 from negamax.engine.core.chunk_length import choose_chunk_length
 from negamax.engine.core.executor import Executor, start_executor
+from negamax.engine.core.expert_balancer import ExpertBalancer
 from negamax.engine.core.loop import EngineLoop
 from negamax.engine.core.scripted_executor import ScriptedExecutor
 from negamax.engine.core.source import ModelSource, locate
@@ -103,6 +105,7 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
         speculation=speculation,
         draft=draft,
         addresses=None,
+        experts=options.expert_mode,
     )
     grammars = GrammarManager(
         source.tokenizer_folder, vocab_size=spec.vocab_size, eos_token_ids=eos_token_ids
@@ -124,15 +127,15 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
     max_model_len = _cached_context_length(max_model_len, ready.num_kv_blocks * block_size)
     scheduler = _scheduler(options, config, ready, max_model_len=max_model_len)
     info = _model_info(options, source, config, ready, max_model_len=max_model_len)
-    loop = EngineLoop(
+    return EngineLoop(
         scheduler,
         executor,
         grammars=grammars,
         overlap=options.enable_overlap,
         num_stages=layout.pp,
+        experts=None if options.script else _balancer(options, config),
         crash_dumps=CrashDumps(options.crash_dump_dir, part="engine", options=asdict(options)),
-    )
-    return loop, info
+    ), info
 
 
 def _log_ready(ready: WorkerReady, *, block_size: int) -> None:
@@ -176,6 +179,19 @@ def _scheduler(
 def _num_dp_ranks(options: EngineOptions, config: WorkerConfig) -> int:
     """Data-parallel ranks; a script has one."""
     return 1 if options.script else config.layout.dp
+
+
+def _balancer(options: EngineOptions, config: WorkerConfig) -> ExpertBalancer | None:
+    """Who counts and moves experts; None: nobody."""
+    sizes = config.spec.expert_sizes()
+    if config.experts == FIXED or sizes is None:
+        return None
+    return ExpertBalancer(
+        config.layout,
+        num_layers=config.spec.num_layers,
+        num_experts=sizes[0],
+        config=options.eplb,
+    )
 
 
 def _find_device(name: str) -> tuple[str, int | None]:

@@ -81,7 +81,11 @@ class AttentionMetadata:
     @property
     def step_tokens(self) -> dict[str, Any]:
         """What a mixture of experts is told of the step."""
-        return {"active": self.num_actual_tokens, "most_tokens": self.most_tokens}
+        return {
+            "active": self.num_actual_tokens,
+            "positions": self.positions,
+            "most_tokens": self.most_tokens,
+        }
 
     @property
     def decodes(self) -> AttentionMetadata | None:

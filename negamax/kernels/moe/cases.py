@@ -68,6 +68,40 @@ def route_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case
     ]
 
 
+def place_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """No tokens, one, several; experts in one slot each and in several; padding."""
+    return [
+        _place_case(*sizes, generator=generator)
+        for sizes in ((0, 4, 2, 1), (1, 8, 8, 1), (3, 6, 3, 2), (70, 40, 6, 4), (300, 5, 1, 3))
+    ]
+
+
+def place_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """MiniMax-M2's experts on four ranks, and MiniMax-M3's on eight."""
+    return [
+        _place_case(num_tokens, *sizes, generator=generator)
+        for sizes in ((256, 8, 4), (128, 4, 8))
+        for num_tokens in _TOKENS
+    ]
+
+
+def _place_case(
+    num_tokens: int, num_experts: int, top_k: int, most: int, *, generator: torch.Generator
+) -> Case:
+    """The last fifth of the tokens are padding."""
+    draw = partial(torch.randint, generator=generator, device=generator.device)
+    ids = _choices(num_tokens, num_experts, top_k, generator)["ids"]
+    ids[num_tokens - num_tokens // 5 :] = -1
+    tensors = {
+        "ids": ids,
+        "positions": draw(0, 200_000, (num_tokens,)),
+        "slots": draw(0, num_experts * most, (num_experts, most)).int(),
+        "copies": draw(1, most + 1, (num_experts,)).int(),
+        "counts": draw(0, 2**40, (num_experts,)),
+    }
+    return Case(f"T={num_tokens} experts={num_experts} top_k={top_k} copies<={most}", tensors)
+
+
 def experts_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     """No tokens, one, several; all experts here, or some. Then FP8 weights."""
     normal, cases = partial(randn, dtype=dtype, generator=generator), []
@@ -308,6 +342,13 @@ def apply_route(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     return ids.gather(1, order), weights.gather(1, order)
 
 
+def apply_place(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
+    """The slots, and how often each expert was chosen until now."""
+    *inputs, counts = case.tensors.values()
+    counts = counts.clone()
+    return kernel.run(*inputs, counts), counts
+
+
 def apply_experts(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     """The sum over parts, with the activations that the kernel wants."""
     t = case.tensors
@@ -330,6 +371,12 @@ def route_cost(case: Case) -> Cost:
         num_bytes=num_bytes(t["x"], t["gate"], t["bias"]),
         flops=2 * t["x"].shape[0] * t["gate"].numel(),
     )
+
+
+def place_cost(case: Case) -> Cost:
+    """Everything read, slots and counts written."""
+    t = case.tensors
+    return Cost(num_bytes=num_bytes(*t.values(), t["ids"], t["counts"]), flops=0)
 
 
 def experts_cost(case: Case) -> Cost:

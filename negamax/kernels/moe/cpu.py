@@ -8,6 +8,8 @@ projection.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -29,8 +31,28 @@ from negamax.kernels.signatures import (
     PrepareLinear,
 )
 
-# one prepared weight per expert: of [2 * width, hidden], and of [hidden, width]
-ExpertWeights = tuple[tuple[Tensor, ...], tuple[Tensor, ...], SwiGlu]
+
+@dataclass(frozen=True)
+class PreparedExperts:
+    """One weight for each expert and projection, as `prepare` makes it."""
+
+    gate_up: list[Tensor]  # of [2 * width, hidden]
+    down: list[Tensor]  # of [hidden, width]
+    activation: SwiGlu
+    prepare: PrepareLinear
+
+    def tensors(self, expert: int) -> list[Tensor]:
+        """See `ExpertWeights`."""
+        weights = (self.gate_up[expert], self.down[expert])
+        return [weight.to_dense() if weight.is_mkldnn else weight for weight in weights]
+
+    def replace(self, expert: int, tensors: Sequence[Tensor]) -> None:
+        """See `ExpertWeights`."""
+        for weights, tensor in zip((self.gate_up, self.down), tensors, strict=True):
+            if weights[expert].is_mkldnn:
+                weights[expert] = self.prepare(plain(tensor))
+            else:
+                weights[expert].copy_(tensor)
 
 
 def route(
@@ -64,18 +86,19 @@ def kernel(linear: Kernel[PrepareLinear, Linear]) -> Kernel[PrepareExperts, Expe
         *,
         activation: SwiGlu = SILU,
         shared: bool = False,
-    ) -> ExpertWeights:
-        return (
-            tuple(prepare_weight(plain(w)) for w in gate_up.values),
-            tuple(prepare_weight(plain(w)) for w in down.values),
+    ) -> PreparedExperts:
+        return PreparedExperts(
+            [prepare_weight(plain(w)) for w in gate_up.values],
+            [prepare_weight(plain(w)) for w in down.values],
             activation,
+            prepare_weight,
         )
 
     def run(
         x: Hidden,
         ids: Tensor,
         weights: Tensor,
-        experts: ExpertWeights,
+        experts: PreparedExperts,
         *,
         first: int,
         count: int,
@@ -100,14 +123,14 @@ def _one_token(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    experts: ExpertWeights,
+    experts: PreparedExperts,
     *,
     first: int,
     count: int,
     product: Linear,
 ) -> Tensor:
     """The chosen experts one after another; nothing to sort or gather."""
-    gate_up, down, activation = experts
+    gate_up, down, activation = experts.gate_up, experts.down, experts.activation
     outputs = []
     for expert in ids[0].tolist():  # host-sync: which experts to run
         if not first <= expert < first + count:
@@ -122,7 +145,7 @@ def _many_tokens(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    experts: ExpertWeights,
+    experts: PreparedExperts,
     *,
     first: int,
     count: int,
@@ -131,7 +154,7 @@ def _many_tokens(
     """Gather all (token, choice) pairs of the local experts in expert order, run each expert on its
     slice, put back.
     """
-    gate_up, down, activation = experts
+    gate_up, down, activation = experts.gate_up, experts.down, experts.activation
     num_tokens, top_k = ids.shape
     if num_tokens == 0:
         return torch.zeros_like(x)

@@ -11,6 +11,7 @@ is one more choice of each, the last, of weight 1.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
 import torch
@@ -21,7 +22,7 @@ from negamax.kernels.activations import SILU, Hidden, SwiGlu, unquantized
 from negamax.kernels.formats import PLAIN, StoredWeight
 from negamax.kernels.moe import cases
 from negamax.kernels.op import Kernel, Op, rounding_tolerance
-from negamax.kernels.signatures import EXPERTS, ROUTE
+from negamax.kernels.signatures import EXPERTS, PLACE, ROUTE
 
 
 @dataclass(frozen=True)
@@ -64,14 +65,47 @@ def complete(
     return ids.masked_fill(padding, -1), weights.masked_fill(padding, 0.0)
 
 
+def place(ids: Tensor, positions: Tensor, slots: Tensor, copies: Tensor, counts: Tensor) -> Tensor:
+    """The slots in which the chosen experts are computed: ids [T, C] int32 (-1: none), positions
+    [T] int64 of the tokens -> [T, C] int32.
+
+    Expert e is in the slots slots[e, : copies[e]] (slots [E, most copies], copies [E], int32). A
+    token takes the copy that its position and the sum of its own ids name, whatever other tokens
+    there are. Each choice adds 1 to counts[e] ([E] int64).
+    """
+    is_chosen = ids >= 0
+    expert = ids.clamp_min(0).long()
+    counts.copy_(counts.index_add(0, expert.flatten(), is_chosen.flatten().to(counts.dtype)))
+    turn = (positions + ids.sum(1)).unsqueeze(1) % copies[expert]
+    return torch.where(is_chosen, slots[expert, turn], -1)
+
+
+@dataclass(frozen=True)
+class StackedExperts:
+    """Plain weights below each other."""
+
+    gate_up: Tensor  # [experts, 2 * width, hidden], gate rows first
+    down: Tensor  # [experts, hidden, width]
+    activation: SwiGlu
+
+    def tensors(self, expert: int) -> list[Tensor]:
+        """See `ExpertWeights`."""
+        return [self.gate_up[expert], self.down[expert]]
+
+    def replace(self, expert: int, tensors: Sequence[Tensor]) -> None:
+        """See `ExpertWeights`."""
+        for own, tensor in zip(self.tensors(expert), tensors, strict=True):
+            own.copy_(tensor)
+
+
 def stack(
     gate_up: StoredWeight, down: StoredWeight, *, activation: SwiGlu = SILU, shared: bool = False
-) -> tuple[Tensor, Tensor, SwiGlu]:
+) -> StackedExperts:
     """gate_up [experts, 2 * width, hidden] (gate rows first), down [experts, hidden, width]: plain
     ones as they are, of others the fp32 values. `shared`: the last expert is the last choice of
     every token but padding, so that a kernel need not look for its tokens.
     """
-    return _values(gate_up), _values(down), activation
+    return StackedExperts(_values(gate_up), _values(down), activation)
 
 
 def _values(weight: StoredWeight) -> Tensor:
@@ -86,7 +120,7 @@ def experts(
     x: Hidden,
     ids: Tensor,
     weights: Tensor,
-    stacked: tuple[Tensor, Tensor, SwiGlu],
+    stacked: StackedExperts,
     *,
     first: int,
     count: int,
@@ -97,7 +131,7 @@ def experts(
     `stacked` holds experts first .. first + count - 1; the choices of other experts (and -1) add
     nothing.
     """
-    gate_up, down, activation = stacked
+    gate_up, down, activation = stacked.gate_up, stacked.down, stacked.activation
     x = unquantized(x)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in range(count):
@@ -118,6 +152,16 @@ OPS = (
         cost=cases.route_cost,
         wide=cases.route_full_size,
         wide_error=1e-5,
+    ),
+    Op(
+        name=PLACE,
+        summary="the slots of the chosen experts, which are counted",
+        reference=Kernel(PLACE, "reference", place),
+        cases=cases.place_small,
+        apply=cases.apply_place,
+        tolerance=rounding_tolerance(reason="integers"),
+        cost=cases.place_cost,
+        wide=cases.place_full_size,
     ),
     Op(
         name=EXPERTS,

@@ -45,6 +45,7 @@ from negamax.kernels.formats import (
 from negamax.kernels.moe import tiles
 from negamax.kernels.moe.triton_decode import experts_gemv, experts_small_m
 from negamax.kernels.moe.triton_packed_gemv import experts_packed_gemv
+from negamax.kernels.moe.triton_place import place
 from negamax.kernels.moe.triton_prefill import experts_large_m
 from negamax.kernels.moe.triton_route import prepare_gate, route
 from negamax.kernels.moe.triton_shared import ExpertConstants, PreparedExperts
@@ -52,7 +53,7 @@ from negamax.kernels.moe.triton_w8a8 import experts_w8a8
 from negamax.kernels.op import W8A8, WEIGHT_ONLY, Kernel
 from negamax.kernels.platform import Feature
 from negamax.kernels.quantize.native import to_native
-from negamax.kernels.signatures import EXPERTS, ROUTE
+from negamax.kernels.signatures import EXPERTS, PLACE, ROUTE
 from negamax.kernels.weight_only.layout import pack
 
 # one object per shape: launches compare it, which takes 0.3 us unless it is the same
@@ -155,6 +156,7 @@ KERNELS = (
         requires=_GPU,
         dtypes=_DTYPES,
     ),
+    Kernel(PLACE, "triton", place, requires=_GPU, dtypes=_DTYPES),
     Kernel(EXPERTS, "triton", experts, prepare_experts, requires=_GPU, dtypes=_DTYPES),
     Kernel(
         EXPERTS,

@@ -4,6 +4,7 @@ activation between the two products.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from negamax.kernels.activations import GROUP, SILU, QuantizedActivations, SwiGlu, unquantized
 from negamax.kernels.quantize.triton import e4m3_max
-from negamax.kernels.weight_only.layout import PackedTensors, Packing
+from negamax.kernels.weight_only.layout import PackedTensors, Packing, packed_rows
 
 BLOCK = tl.constexpr(GROUP)  # columns that share a scale
 _MIN_SCALE = tl.constexpr(1e-30)
@@ -44,6 +45,25 @@ class PreparedExperts:
     gate_up_scale: Tensor
     down_scale: Tensor  # [experts, hidden / 128, width / 128] fp32; likewise
     constants: ExpertConstants
+
+    def tensors(self, expert: int) -> list[Tensor]:
+        """See `ExpertWeights`: views."""
+        own = self.constants
+        if isinstance(self.gate_up, tuple) and isinstance(self.down, tuple):
+            assert own.GATE_UP is not None and own.DOWN is not None
+            return [
+                *packed_rows(self.gate_up, own.GATE_UP, expert, 2 * own.WIDTH),
+                *packed_rows(self.down, own.DOWN, expert, own.HIDDEN),
+            ]
+        held = [self.gate_up, self.down]
+        if own.FP8:
+            held += [self.gate_up_scale, self.down_scale]
+        return [tensor[expert] for tensor in held if isinstance(tensor, Tensor)]
+
+    def replace(self, expert: int, tensors: Sequence[Tensor]) -> None:
+        """See `ExpertWeights`."""
+        for own, tensor in zip(self.tensors(expert), tensors, strict=True):
+            own.copy_(tensor)
 
 
 @triton.jit

@@ -29,7 +29,7 @@ from negamax.kernels.block_sparse.cpu import (
 )
 from negamax.kernels.block_sparse.spec import SparseHeadNorm
 from negamax.kernels.moe import cpu as moe_cpu
-from negamax.kernels.moe.cpu import ExpertWeights
+from negamax.kernels.moe.cpu import PreparedExperts
 from negamax.kernels.moe.spec import Router, complete
 from negamax.kernels.native import library
 from negamax.kernels.norm import spec as norm_spec
@@ -343,12 +343,12 @@ def experts_kernel(linear: Kernel[PrepareLinear, Linear]) -> Kernel[PrepareExper
         x: Hidden,
         ids: Tensor,
         weights: Tensor,
-        experts: ExpertWeights,
+        experts: PreparedExperts,
         *,
         first: int,
         count: int,
     ) -> Tensor:
-        gate_up, down, activation = experts
+        gate_up, down, activation = experts.gate_up, experts.down, experts.activation
         x = unquantized(x)
         num_tokens, top_k = ids.shape
         pairs = num_tokens * top_k

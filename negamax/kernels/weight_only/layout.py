@@ -77,6 +77,24 @@ class PackedWeight:
         return self.qweight.view(torch.int32), self.scales, self.zeros, self.row_scale
 
 
+def packed_rows(
+    tensors: PackedTensors, packing: Packing, matrix: int, num_rows: int
+) -> list[Tensor]:
+    """Of `PackedWeight.tensors` the views that belong to one of its matrices, which have `num_rows`
+    rows each.
+    """
+    qweight, scales, zeros, row_scale = tensors
+    rows = slice(matrix * num_rows, (matrix + 1) * num_rows)
+    found = [qweight[..., rows, :]]
+    if packing.GROUP:
+        found.append(scales[:, rows])
+    if packing.ZEROS:
+        found.append(zeros[:, rows])
+    if packing.ROW_SCALE:
+        found.append(row_scale[rows])
+    return found
+
+
 def pack(weight: StoredWeight) -> PackedWeight:
     """weight [N, K] or [count, N, K] in a format that `formats.reads_packed` accepts. One matrix
     after the other: their codes take a byte each.

@@ -1,0 +1,62 @@
+"""When experts are moved between ranks: vLLM's `--eplb-config`, by its names."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NoReturn
+
+from negamax.base.errors import ConfigError
+
+RECORDER_MODES = ("off", "stat")
+# What becomes of experts: they stay where they are, it is counted how often each is chosen, or they
+# move between ranks, too.
+FIXED, COUNTED, MOVED = "fixed", "counted", "moved"
+_FLAG = "--eplb-config"
+# What other keys of vLLM's say is so anyway.
+_WITHOUT_EFFECT = {
+    "use_async", "communicator", "enable_migration_batching", "log_balancedness_interval",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class EplbConfig:
+    """Steps are those that ran since the start. Errors of `read`: `ConfigError`."""
+
+    window_size: int = 1000  # steps whose routing counts
+    step_interval: int = 3000  # steps between two rebalances
+    # slots for copies of experts, of all ranks together, in each layer
+    num_redundant_experts: int = 0
+    log_balancedness: bool = False
+    # SGLang's: above this balancedness nothing is moved
+    min_rebalancing_utilization_threshold: float = 1.0
+
+    @staticmethod
+    def read(given: Mapping[str, Any]) -> EplbConfig:
+        """From the keys of the option."""
+        known = {field.name for field in fields(EplbConfig)}
+        for key in given:
+            if key not in known | _WITHOUT_EFFECT | {"policy"}:
+                near = difflib.get_close_matches(key, sorted(known), n=1)
+                raise ConfigError(
+                    f"{_FLAG} has the unknown key {key[:60]!r}; known: {', '.join(sorted(known))}",
+                    hint=f"did you mean {near[0]}?" if near else f"leave {key[:60]} out",
+                )
+        if given.get("policy", "default") != "default":
+            _refuse("policy", given["policy"], "default")
+        for key, least in (("window_size", 1), ("step_interval", 1), ("num_redundant_experts", 0)):
+            value = given.get(key, least)
+            if type(value) is not int or value < least:
+                _refuse(key, value, f"a whole number, {least} or more")
+        if type(given.get("log_balancedness", False)) is not bool:
+            _refuse("log_balancedness", given["log_balancedness"], "true or false")
+        threshold = given.get("min_rebalancing_utilization_threshold", 1.0)
+        is_number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
+        if not is_number or not 0 < threshold <= 1:
+            _refuse("min_rebalancing_utilization_threshold", threshold, "above 0, at most 1")
+        return EplbConfig(**{key: value for key, value in given.items() if key in known})
+
+
+def _refuse(key: str, value: object, allowed: str) -> NoReturn:
+    raise ConfigError(f"{_FLAG}: {key} is {repr(value)[:80]}; allowed: {allowed}")

@@ -1,0 +1,175 @@
+"""The experts of one rank as plans change them: how often each was chosen, and their moves from
+slot to slot, within the rank and between ranks.
+
+Everything is enqueued between two steps, in the order of the plans, which is the same on all ranks:
+a step that was launched before a move finds the old weights under the old map, one behind it the
+new ones. A move goes through two buffers, which are all the memory that it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from negamax.base.errors import EngineDeadError
+from negamax.config.eplb import FIXED, MOVED
+from negamax.kernels.signatures import ExpertWeights
+from negamax.layers.expert_dispatch import ExpertMap
+from negamax.layers.moe import mixtures
+from negamax.models.decoder import Decoder
+from negamax.parallel.context import ParallelContext
+from negamax.scheduler.step import ExpertMove, ExpertStep
+from negamax.worker.config import WorkerConfig
+from negamax.worker.device import HostTensor
+
+_ALIGNMENT = 256  # bytes, of the tensors of an expert in a buffer
+
+
+class ExpertRecorder:
+    """Counts the choices of each expert."""
+
+    def __init__(self, model: Decoder, context: ParallelContext, device: torch.device) -> None:
+        """From now on. Before any step is captured."""
+        layout, num_layers = context.layout, model.spec.num_layers
+        sizes = model.spec.expert_sizes()
+        assert sizes is not None, "a model without experts"
+        self._num_experts, self._world = sizes[0], context.world
+        # of all layers and one expert more (a shared one), those of other stages stay 0
+        shape = (num_layers, self._num_experts + 1)
+        self._counts = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._mixtures = {
+            number: moe
+            for number, layer in zip(layout.layers(num_layers), model.layers, strict=True)
+            for moe in mixtures([layer])
+        }
+        self._tables = {number: list(moe.table) for number, moe in self._mixtures.items()}
+        self._maps = {}
+        for number, moe in self._mixtures.items():
+            self._maps[number] = ExpertMap(
+                moe.table,
+                most_copies=min(layout.ep, 1 + layout.redundant_experts),
+                device=device,
+                counts=self._counts[number, : 1 + max(moe.table)],
+            )
+            moe.use_map(self._maps[number])
+        # those that count tokens which no other one counts, for the layers of a stage
+        speakers = [rank for rank in range(layout.world_size) if layout.of_rank(rank).tp_rank == 0]
+        self._speakers = torch.tensor(speakers, device=device)
+
+    def counts(self) -> HostTensor:
+        """[layers, experts] int64 of all ranks, each of which must call this."""
+        everyone = self._world.all_gather(self._counts.unsqueeze(0), dim=0)
+        return HostTensor(everyone[self._speakers].sum(0)[:, : self._num_experts].contiguous())
+
+    def apply(self, step: ExpertStep) -> HostTensor | None:
+        """What a plan says of experts, before its step; the counts, where it asks for them."""
+        assert not step.moves, "experts are recorded, not moved"
+        return self.counts() if step.wants_counts else None
+
+
+class MovableExperts(ExpertRecorder):
+    """Moves experts, too."""
+
+    def __init__(self, model: Decoder, context: ParallelContext, device: torch.device) -> None:
+        """Takes all memory that moves need, and opens the ways between the ranks."""
+        super().__init__(model, context, device)
+        self._version = 0
+        self._group, self._view = context.expert_group, context.layout.experts
+        self._forms = {
+            number: _ExpertForm(moe.expert_weights) for number, moe in self._mixtures.items()
+        }
+        num_bytes = max((form.num_bytes for form in self._forms.values()), default=0)
+        self._sent, self._received = torch.empty(2, num_bytes, dtype=torch.uint8, device=device)
+        self._open()
+
+    def apply(self, step: ExpertStep) -> HostTensor | None:
+        """See `ExpertRecorder`. Errors: `EngineDeadError` where a plan is missing, or a rank."""
+        counts = self.counts() if step.wants_counts else None
+        if not step.moves:
+            return counts
+        if step.version != self._version + 1:
+            raise EngineDeadError(
+                f"experts are to be moved for time {step.version}; here it is {self._version + 1}"
+            )
+        self._version = step.version
+        layers = dict.fromkeys(move.layer for move in step.moves)
+        for layer in layers:
+            if layer in self._mixtures:  # else it is another stage's
+                self._move(layer, [move for move in step.moves if move.layer == layer])
+        return counts
+
+    def _move(self, layer: int, moves: Sequence[ExpertMove]) -> None:
+        """All `moves` in the layer, and the map that says so."""
+        moe, table, form = self._mixtures[layer], self._tables[layer], self._forms[layer]
+        here, weights = moe.slots_here, moe.expert_weights
+        sent = received = None
+        arriving: ExpertMove | None = None
+        for move in moves:
+            if move.target in here:
+                assert arriving is None, "a rank receives one expert at a time"
+                arriving = move
+                if move.source not in here:
+                    source = self._peer(move.source // len(here))
+                    received = self._received[: form.num_bytes], source
+            if move.source in here:
+                is_local = move.target in here
+                buffer = self._received if is_local else self._sent
+                expert = weights.tensors(move.source - here.start)
+                for view, tensor in zip(form.views(buffer), expert, strict=True):
+                    view.copy_(tensor)
+                if not is_local:
+                    assert sent is None, "a rank sends one expert at a time"
+                    sent = buffer[: form.num_bytes], self._peer(move.target // len(here))
+        self._group.exchange(sent=sent, received=received)
+        if arriving is not None:
+            weights.replace(arriving.target - here.start, form.views(self._received))
+        moved = [table[move.source] for move in moves]
+        for move, expert in zip(moves, moved, strict=True):
+            table[move.target] = expert
+        self._maps[layer].update(table)
+
+    def _peer(self, ep_rank: int) -> int:
+        """Of the ranks that hold the slots of `ep_rank`, the one with this rank's part of each
+        expert, as a rank of the group.
+        """
+        return ep_rank * self._view.tp + self._view.tp_rank
+
+    def _open(self) -> None:
+        """Exchange something with every rank, so that no connection is made under load."""
+        token = torch.zeros(1, dtype=torch.uint8, device=self._sent.device)
+        size, own = self._view.ep, self._view.ep_rank
+        for distance in range(1, size):
+            to, source = (own + distance) % size, (own - distance) % size
+            self._group.exchange(
+                sent=(token, self._peer(to)), received=(token.clone(), self._peer(source))
+            )
+
+
+def load_recorder(
+    config: WorkerConfig, model: Decoder, context: ParallelContext, device: torch.device
+) -> ExpertRecorder | None:
+    """As `config` has it; None: nothing is counted."""
+    if config.experts == FIXED or config.spec.expert_sizes() is None:
+        return None
+    way = MovableExperts if config.experts == MOVED else ExpertRecorder
+    return way(model, context, device)
+
+
+class _ExpertForm:
+    """How the tensors of an expert lie one behind the other in a buffer."""
+
+    def __init__(self, weights: ExpertWeights) -> None:
+        self._parts: list[tuple[int, int, torch.dtype, torch.Size]] = []  # first and last byte
+        self.num_bytes = 0
+        for tensor in weights.tensors(0):
+            begin, end = self.num_bytes, self.num_bytes + tensor.numel() * tensor.element_size()
+            self._parts.append((begin, end, tensor.dtype, tensor.shape))
+            self.num_bytes = -(-end // _ALIGNMENT) * _ALIGNMENT
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """The tensors in `buffer`."""
+        return [
+            buffer[begin:end].view(dtype).view(shape) for begin, end, dtype, shape in self._parts
+        ]

@@ -1,0 +1,223 @@
+"""Experts move between ranks while requests run: the text is that of one rank, and afterwards the
+ranks have about the same to do.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from negamax import LLM, SamplingParams
+from negamax.engine.core import executor, expert_balancer
+from negamax.engine.wire import ExpertDump
+from negamax.evals import nano_tools
+from tests import tiny
+
+COMMON: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_threads": 1}
+OFTEN = {"enable_eplb": True, "eplb_config": {"step_interval": 12, "window_size": 12}}
+NUM_EXPERTS, TOP_K = 8, 2
+GREEDY = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True)
+DRAWN = SamplingParams(temperature=1.0, seed=5, top_k=20, max_tokens=60, ignore_eos=True)
+PROMPTS = [[*range(3 + at, 30 + 2 * at)] for at in range(8)]
+PARAMS = [GREEDY, DRAWN] * 4
+
+
+@pytest.fixture(scope="module")
+def skewed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Experts 2 to 4, which begin on one rank of two, are chosen for most tokens."""
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 5,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rotary_dim": 8,
+             "num_local_experts": NUM_EXPERTS, "num_experts_per_tok": TOP_K,
+             "max_position_embeddings": 128}  # fmt: skip
+    model = tiny.make_model(5, **sizes)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if "e_score_correction_bias" in name:
+                tensor.copy_(torch.tensor([0.0, 0.0, 0.5, 0.3, 0.2, 0.0, 0.0, 0.0]))
+    return tiny.save(model, tmp_path_factory.mktemp("skewed"))
+
+
+def balancing(folder: Path | str, *, copies: int, **options: Any) -> LLM:
+    config = {**OFTEN["eplb_config"], "num_redundant_experts": copies}
+    options = {"max_num_batched_tokens": 64, "max_num_seqs": 8} | options
+    return LLM(str(folder), **COMMON, **options, enable_eplb=True, eplb_config=config)
+
+
+def tokens_of(llm: LLM) -> list[list[int]]:
+    return [each.outputs[0].token_ids for each in llm.generate(PROMPTS, PARAMS)]
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(skewed: Path) -> tuple[list[list[int]], ExpertDump]:
+    """Text, and how often each expert is chosen for it."""
+    counted = {"expert_distribution_recorder_mode": "stat", "max_num_batched_tokens": 64}
+    with LLM(str(skewed), **COMMON, **counted, max_num_seqs=8) as llm:
+        llm._loop.record_experts("start")
+        text = tokens_of(llm)
+        llm._loop.record_experts("stop")
+        llm.generate(PROMPTS[:1], GREEDY)  # is not recorded
+        dump = llm._loop.record_experts("dump")
+    assert dump is not None
+    return text, dump
+
+
+def test_every_choice_is_counted_once(of_one_rank: tuple[list[list[int]], ExpertDump]) -> None:
+    text, dump = of_one_rank
+    # all tokens of the prompts, and all that were generated but the last ones
+    num_tokens = sum(map(len, PROMPTS)) + sum(len(tokens) - 1 for tokens in text)
+    assert [sum(layer) for layer in dump.logical_count] == [TOP_K * num_tokens] * 5
+    assert dump.balancedness == 1.0  # there is one rank
+    for layer in dump.logical_count:
+        assert sum(layer[2:5]) > 0.6 * TOP_K * num_tokens
+
+
+@pytest.fixture(scope="module")
+def two_ranks(skewed: Path) -> Iterator[LLM]:
+    with balancing(skewed, copies=2, tensor_parallel_size=2, enable_expert_parallel=True) as llm:
+        yield llm
+
+
+def test_text_stays_and_ranks_get_the_same_to_do(
+    two_ranks: LLM, of_one_rank: tuple[list[list[int]], ExpertDump]
+) -> None:
+    loop, (text, counts) = two_ranks._loop, of_one_rank
+    loop.record_experts("start")
+    before = loop.record_experts("dump")
+    assert (
+        before is not None
+        and before.balancedness == 1.0
+        and not sum(map(sum, before.logical_count))
+    )
+    assert before.physical_to_logical_map == [[0, 1, 2, 3, 4, 5, 6, 7, 0, 1]] * 5
+    assert tokens_of(two_ranks) == text
+    experts = loop.stats().experts
+    assert experts is not None and experts.num_rebalances >= 3 and experts.num_moved >= 10
+    after = loop.record_experts("dump")
+    assert after is not None
+    # the recorder sees what one rank's does, whatever moved meanwhile
+    assert after.logical_count == counts.logical_count
+    for slots in after.physical_to_logical_map:
+        copies = Counter(slots)
+        assert set(copies) == set(range(NUM_EXPERTS)) and max(copies.values()) <= 2
+    at_start = balancedness(after.logical_count, before.physical_to_logical_map)
+    assert balancedness(after.logical_count, after.physical_to_logical_map) == pytest.approx(
+        after.balancedness
+    )
+    assert at_start < 0.8 and after.balancedness > 0.93
+    # once more, with experts where they are now
+    assert tokens_of(two_ranks) == text
+
+
+def balancedness(counts: list[list[int]], slots: list[list[int]]) -> float:
+    """Of two ranks."""
+    mean = most = 0.0
+    for layer, table in zip(counts, slots, strict=True):
+        copies, half = Counter(table), len(table) // 2
+        loads = [
+            sum(layer[expert] / copies[expert] for expert in part)
+            for part in (table[:half], table[half:])
+        ]
+        mean, most = mean + sum(loads) / 2, most + max(loads)
+    return mean / most
+
+
+@pytest.mark.parametrize(
+    ("copies", "layout"),
+    [
+        (4, {"data_parallel_size": 4, "enable_expert_parallel": True}),
+        pytest.param(
+            0, {"tensor_parallel_size": 4, "expert_parallel_size": 2}, marks=pytest.mark.full
+        ),
+        pytest.param(
+            2,
+            {"data_parallel_size": 2, "tensor_parallel_size": 2, "expert_parallel_size": 2},
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            2,
+            {"prefill_context_parallel_size": 2, "enable_expert_parallel": True},
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            2,
+            {
+                "data_parallel_size": 2,
+                "enable_expert_parallel": True,
+                "all2all_backend": "one_sided",
+            },
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            8,
+            {"tensor_parallel_size": 4, "enable_expert_parallel": True},
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            2,
+            {
+                "tensor_parallel_size": 2,
+                "pipeline_parallel_size": 2,
+                "enable_expert_parallel": True,
+            },
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_every_layout_says_what_one_rank_says(
+    copies: int,
+    layout: dict[str, Any],
+    skewed: Path,
+    of_one_rank: tuple[list[list[int]], ExpertDump],
+) -> None:
+    text, counts = of_one_rank
+    with balancing(skewed, copies=copies, **layout) as llm:
+        llm._loop.record_experts("start")
+        assert tokens_of(llm) == text
+        experts, dump = llm._loop.stats().experts, llm._loop.record_experts("dump")
+    assert experts is not None and experts.num_moved >= 5
+    assert dump is not None and dump.logical_count == counts.logical_count
+
+
+def test_drafts_and_captured_steps_find_the_experts(
+    skewed: Path,
+    of_one_rank: tuple[list[list[int]], ExpertDump],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spawn = executor.process.spawn
+
+    def captured(_module: str, *args: str) -> subprocess.Popen[bytes]:
+        return spawn("tests.dist.captured_rank", *args)
+
+    monkeypatch.setattr(executor.process, "spawn", captured)
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "adaptive": False}
+    ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    with balancing(skewed, copies=2, **ranks, speculative_config=drafts) as llm:
+        assert tokens_of(llm) == of_one_rank[0]
+        experts, children = llm._loop.stats().experts, llm._loop._executor._processes  # type: ignore[attr-defined]
+    assert experts is not None and experts.num_moved >= 5
+    assert [child.poll() for child in children] == [0, 0]  # and replayed steps
+
+
+@pytest.mark.full
+def test_nano_m3_says_the_same_while_its_experts_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a shared expert, which lies beside the others; they are chosen almost alike."""
+    monkeypatch.setattr(expert_balancer, "LEAST_GAIN", 0.0)
+    params = SamplingParams(temperature=0.0, max_tokens=40)
+    with LLM("nano-m3", **COMMON) as llm:
+        prompts = [
+            llm.render(list(each.messages), tools=list(each.tools))
+            for each in nano_tools.problems(3, 5)
+        ]
+        text = [each.outputs[0].token_ids for each in llm.generate(prompts, params)]
+    ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    with balancing("nano-m3", copies=2, max_num_batched_tokens=256, **ranks) as llm:
+        found = [each.outputs[0].token_ids for each in llm.generate(prompts, params)]
+        experts = llm._loop.stats().experts
+    assert found == text
+    assert experts is not None and experts.num_moved > 0

@@ -1,0 +1,206 @@
+"""Where experts lie and how they get there, for any loads: everything is somewhere at any time, and
+the busiest rank has no more to do than before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from negamax.base.errors import ConfigError, InvalidRequestError
+from negamax.config.eplb import EplbConfig
+from negamax.config.families import bundled_spec
+from negamax.config.options import EngineOptions
+from negamax.engine.core.expert_balancer import COUNT_STEPS, ExpertBalancer
+from negamax.models.memory import weight_bytes
+from negamax.parallel.layout import ParallelLayout
+from negamax.parallel.split import check_split
+from negamax.scheduler.expert_placement import (
+    best_placement,
+    copies_of,
+    next_moves,
+    pack,
+    rank_loads,
+)
+
+
+@st.composite
+def sizes(draw: st.DrawFn) -> tuple[int, int, int]:
+    """Ranks, experts and slots."""
+    ranks, experts = draw(st.sampled_from((1, 2, 3, 4, 8))), draw(st.integers(1, 24))
+    per_rank = draw(st.integers(-(-experts // ranks), experts))
+    return ranks, experts, ranks * per_rank
+
+
+def loads_of(num_experts: int) -> st.SearchStrategy[list[int]]:
+    load = st.one_of(st.integers(0, 3), st.integers(0, 10**6))
+    return st.lists(load, min_size=num_experts, max_size=num_experts)
+
+
+@given(sizes(), st.data())
+def test_packing_gives_every_rank_as_many_and_none_twice(
+    size: tuple[int, int, int], data: st.DataObject
+) -> None:
+    ranks, experts, slots = size
+    loads = data.draw(loads_of(experts))
+    copies = copies_of(loads, slots, ranks)
+    assert sum(copies) == slots and min(copies) >= 1 and max(copies) <= ranks
+    packs = pack(loads, copies, ranks)
+    assert [len(each) for each in packs] == [slots // ranks] * ranks
+    found = Counter(expert for each in packs for expert in each)
+    assert [found[expert] for expert in range(experts)] == copies
+
+
+@given(sizes(), st.data())
+def test_moves_lead_to_the_placement_and_lose_no_expert(
+    size: tuple[int, int, int], data: st.DataObject
+) -> None:
+    ranks, experts, num_slots = size
+    per_rank = num_slots // ranks
+    start = [slot % experts for slot in range(num_slots)]
+    slots = list(start)
+    for _ in range(3):
+        loads = data.draw(loads_of(experts))
+        target = best_placement(loads, slots, ranks)
+        assert best_placement(loads, slots, ranks) == target  # the same wherever it is computed
+        assert set(target) == set(range(experts)) and len(target) == num_slots
+        busiest = max(rank_loads(loads, target, ranks))
+        assert busiest <= max(rank_loads(loads, slots, ranks))
+        assert busiest <= max(rank_loads(loads, start, ranks))
+        num_steps = 0
+        while moves := next_moves(slots, target, ranks):
+            sources, targets = zip(*moves, strict=True)
+            for places in (sources, targets):
+                assert len({slot // per_rank for slot in places}) == len(moves)
+            after = list(slots)
+            for source, to in moves:
+                after[to] = slots[source]
+            assert set(after) == set(range(experts))
+            slots, num_steps = after, num_steps + 1
+            assert num_steps <= num_slots
+        for first in range(0, num_slots, per_rank):
+            own = slice(first, first + per_rank)
+            assert sorted(slots[own]) == sorted(target[own])
+
+
+def test_what_stays_on_a_rank_keeps_its_slot() -> None:
+    slots = [0, 1, 2, 3, 4, 5, 6, 7]
+    target = best_placement([9, 8, 1, 1, 1, 1, 1, 1], slots, 2)
+    assert sorted(target[:4]) != [0, 1, 2, 3] and target.index(0) == 0
+    assert len(next_moves(slots, target, 2)) == 2  # two experts change places
+
+
+def balancer(**config: int | float | bool) -> ExpertBalancer:
+    layout = ParallelLayout(tp=2, ep=2, redundant_experts=2)
+    return ExpertBalancer(layout, num_layers=3, num_experts=6, config=EplbConfig(**config))
+
+
+def run(
+    balancer: ExpertBalancer, num_steps: int, per_step: list[int], late: int = 2
+) -> list[tuple[int, int]]:
+    """Steps whose results come `late`; (step, moves) of those that move experts."""
+    total, waiting = np.zeros((3, 6), dtype=np.int64), []
+    moved = []
+    for number in range(num_steps):
+        step = balancer.direct()
+        total[1:] += per_step  # (the first layer has no experts)
+        waiting.append(total.tobytes() if step and step.wants_counts else b"")
+        if step and step.moves:
+            moved.append((number, len(step.moves)))
+            assert len({move.layer for move in step.moves}) == 1
+        if len(waiting) > late and (counts := waiting.pop(0)):
+            balancer.take(counts)
+    return moved
+
+
+SKEWED = [2, 2, 40, 20, 2, 2]
+
+
+def test_a_rebalance_moves_experts_once_and_then_is_content() -> None:
+    own = balancer(step_interval=40, window_size=20)
+    assert run(own, 42, SKEWED) == [] and own.stats.num_rebalances == 0
+    before = own.stats.balancedness
+    own = balancer(step_interval=40, window_size=20)
+    moved = run(own, 300, SKEWED)
+    assert own.stats.num_rebalances == 1 and own.stats.balancedness > 0.95 > before
+    assert own.stats.num_moved == sum(number for _, number in moved) > 0
+    assert {step // 20 for step, _ in moved} == {2}  # then there is nothing to gain
+
+
+def test_a_threshold_leaves_ranks_that_do_about_the_same() -> None:
+    own = balancer(step_interval=20, window_size=20, min_rebalancing_utilization_threshold=0.5)
+    assert run(own, 200, SKEWED) == [] and own.stats.balancedness > 0.5
+
+
+def test_counts_alone_move_nothing_and_are_looked_at_now_and_then() -> None:
+    layout = ParallelLayout(tp=2, ep=2)
+    own = ExpertBalancer(layout, num_layers=3, num_experts=6, config=None)
+    steps = [own.direct() for _ in range(2 * COUNT_STEPS)]
+    assert sum(step is not None for step in steps) == 2
+    assert not any(step.moves for step in steps if step)
+
+
+def test_a_record_is_what_lies_between_its_ends() -> None:
+    own = balancer()
+    counts = [np.full((3, 6), number, dtype=np.int64).tobytes() for number in (5, 7, 20)]
+    with pytest.raises(InvalidRequestError, match="no record of experts has begun"):
+        own.record("stop", counts[0])
+    own.record("start", counts[0])
+    first = own.record("dump", counts[1])
+    own.record("stop", counts[1])
+    second = own.record("dump", counts[2])
+    assert first and second and first == second and first.logical_count == [[2] * 6] * 3
+    own.record("start", counts[2])
+    third = own.record("dump", counts[2])
+    assert third and third.logical_count == [[0] * 6] * 3
+
+
+SPLIT = {"tensor_parallel_size": 4, "enable_expert_parallel": True}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"enable_eplb": True}, "a part of each .add --enable-expert-parallel"),
+        ({"eplb_config": {"window_size": 3}}, "add --enable-eplb"),
+        ({**SPLIT, "enable_eplb": True, "eplb_config": {"windw_size": 3}}, "mean window_size"),
+        ({**SPLIT, "enable_eplb": True, "eplb_config": {"window_size": 0}}, "1 or more"),
+        ({**SPLIT, "enable_eplb": True, "eplb_config": {"step_interval": True}}, "whole number"),
+        ({**SPLIT, "enable_eplb": True, "eplb_config": {"policy": "flash"}}, "allowed: default"),
+        ({**SPLIT, "enable_eplb": True, "eplb_config": {"log_balancedness": 1}}, "true or false"),
+        ({"expert_distribution_recorder_mode": "per_pass"}, "allowed: off, stat"),
+        (
+            {
+                **SPLIT,
+                "enable_eplb": True,
+                "eplb_config": {"min_rebalancing_utilization_threshold": 0},
+            },
+            "above 0, at most 1",
+        ),
+    ],
+)
+def test_options_that_ask_for_nothing_are_refused(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        EngineOptions("nano", **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("redundant", "nearest"), [(1, 0), (6, 4), (1023, 768), (772, 768)])
+def test_redundant_experts_are_dealt_out_evenly(redundant: int, nearest: int) -> None:
+    spec = bundled_spec("minimax-m2")
+    check_split(ParallelLayout(tp=4, ep=4, redundant_experts=nearest), spec)
+    with pytest.raises(ConfigError, match=f"use {nearest}, or another"):
+        check_split(ParallelLayout(tp=4, ep=4, redundant_experts=redundant), spec)
+
+
+def test_memory_of_redundant_experts_is_counted() -> None:
+    """One more expert of MiniMax-M2 on each of four ranks: 14.2 MB in 62 layers."""
+    spec = bundled_spec("minimax-m2")
+    sizes = [
+        weight_bytes(spec, dtype="bfloat16", layout=ParallelLayout(tp=4, ep=4, redundant_experts=n))
+        for n in (0, 4)
+    ]
+    assert sizes[1] - sizes[0] == pytest.approx(62 * 3 * 3072 * 1536, rel=1e-3)
