@@ -85,8 +85,8 @@ class ParallelContext:
         Tensors on GPUs travel by NCCL or, from kernels, through peer memory (`peers` of the groups;
         None where the GPUs cannot reach each other); tensors on the CPU by gloo. Peer memory has
         room for rows `hidden_size` wide, the norm statistics of `max_tokens` tokens and `max_rows`
-        sampled tokens; with `is_one_sided` data-parallel ranks have some for tokens on their way to
-        experts. Every rank must call this with the same sizes.
+        sampled tokens; with `is_one_sided` data-parallel or context-parallel ranks have some for
+        tokens on their way to experts. Every rank must call this with the same sizes.
         """
         if layout.world_size == 1:
             return ParallelContext.single()
@@ -99,9 +99,10 @@ class ParallelContext:
         # that exchange rows in kernels: how many tokens, how many sampled rows, and how many words
         # of each row on its way to experts
         kernel_groups = {layout.attention.ranks: (max_tokens, max_rows, 0)}
-        if is_one_sided and layout.dp > 1:
+        senders = layout.data_ranks if layout.dp > 1 else layout.context_ranks
+        if is_one_sided and len(senders) > 1:
             rows = min(symmetric.DISPATCH_ROWS, max_tokens)
-            kernel_groups[layout.data_ranks] = (rows, 1, most_words(hidden_size))
+            kernel_groups[senders] = (rows, 1, most_words(hidden_size))
         for ranks, group in _new_groups(layout, backend=backend).items():
             if len(ranks) == 1:
                 groups[ranks] = SingleRank()
