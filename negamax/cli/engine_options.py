@@ -29,7 +29,7 @@ from negamax.config.options import (
 from negamax.config.parallel import ALL2ALL_BACKENDS
 
 MODEL, MEMORY, PARALLEL, LOGS = "Model", "Batching and memory", "Parallelism", "Logs"
-SPECULATION = "Speculation"
+SPECULATION, NODES = "Speculation", "Several machines"
 
 
 _TABLE = (
@@ -282,6 +282,24 @@ _TABLE = (
         PARALLEL,
         "Count how often each expert is chosen; it is always so with --enable-eplb.",
         choices=RECORDER_MODES,
+    ),
+    Flag(
+        "nnodes",
+        NODES,
+        "Machines that the ranks are spread over, each with as many; the same command on each.",
+    ),
+    Flag("node_rank", NODES, "Which of them this is; 0 has the API."),
+    Flag("master_addr", NODES, "Address of node 0."),
+    Flag("master_port", NODES, "First of its ports that the other nodes connect to."),
+    Flag(
+        "interface",
+        NODES,
+        "Of the network between the nodes, such as eth0; default: on the way to --master-addr.",
+    ),
+    Flag(
+        "allow_cross_node_tp",
+        NODES,
+        "Let tensor-parallel ranks be on several machines.",
     ),
     Flag(
         "num_threads",

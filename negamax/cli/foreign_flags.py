@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from negamax.cli import foreign_rules as rules
 from negamax.cli.flags import Kind
 from negamax.cli.foreign_rules import EXPERTS, GRAPHS, Rule
-from negamax.config.parallel import ONE_MACHINE
 
 _NOTHING = (
     "",
@@ -141,8 +140,8 @@ _IGNORED = (
         "ranks are processes of this machine, started by the server",
         switches="""use-ray worker-use-ray ray-workers-use-nsight numa-bind
         disable-frontend-multiprocessing sleep-on-idle""",
-        values="""distributed-executor-backend max-parallel-loading-workers master-addr
-        master-port dist-init-addr nccl-init-addr gated-launch-port data-parallel-backend -dpb
+        values="""distributed-executor-backend max-parallel-loading-workers nccl-init-addr
+        gated-launch-port data-parallel-backend -dpb
         detokenizer-worker-num renderer-num-workers custom-sigquit-handler""",
         lists="numa-node numa-bind-nodes numa-bind-cpus gc-threshold",
     ),
@@ -398,6 +397,13 @@ _REFUSED = (
     ),
     _group("", rule=rules.replicas, values="dp-size dp"),
     _group("", rule=rules.local_ranks, values="data-parallel-size-local -dpl"),
+    _group("", rule=rules.first_local_rank, values="data-parallel-start-rank -dpr"),
+    _group("", rule=rules.renamed("--master-addr"), values="data-parallel-address -dpa"),
+    _group("", rule=rules.renamed("--master-port"), values="data-parallel-rpc-port -dpp"),
+    _group("", rule=rules.renamed("--nnodes"), values="-n"),
+    _group("", rule=rules.renamed("--node-rank"), values="-r"),
+    _group("", rule=rules.meeting_point, values="dist-init-addr"),
+    _group("", rule=rules.headless, switches="headless"),
     _group(
         "experts are not copied",
         remedy="leave it out: all ranks share the experts",
@@ -405,13 +411,12 @@ _REFUSED = (
         values="moe-dp-size moe-data-parallel-size dwdp-size",
     ),
     _group(
-        "one server balances all data-parallel ranks, on one machine",
+        "one server balances all data-parallel ranks",
         remedy="use --data-parallel-size alone",
         unless="0 1",
         switches="""data-parallel-external-lb -dpe data-parallel-hybrid-lb -dph
         data-parallel-multi-port-external-lb -dpm enable-scale-out""",
-        values="""data-parallel-rank -dpn data-parallel-start-rank -dpr data-parallel-address -dpa
-        data-parallel-rpc-port -dpp data-parallel-supervisor-port
+        values="""data-parallel-rank -dpn data-parallel-supervisor-port
         dp-supervisor-probe-interval-s dp-supervisor-probe-timeout-s
         dp-supervisor-probe-failure-threshold""",
     ),
@@ -419,13 +424,6 @@ _REFUSED = (
         "",
         rule=rules.attention_context_parallel,
         values="attn-cp-size attention-context-parallel-size",
-    ),
-    _group(
-        ONE_MACHINE,
-        remedy="use its GPUs with --tensor-parallel-size, and one server per machine",
-        unless="0 1",
-        switches="headless",
-        values="nnodes -n node-rank -r",
     ),
     _group(
         "GPUs are chosen by the environment",

@@ -168,12 +168,65 @@ def replicas(value: Any, line: Mapping[str, str]) -> Translation:
 
 
 def local_ranks(value: Any, line: Mapping[str, str]) -> Translation:
-    """All of them are."""
-    if str(value) in ("0", line.get("data_parallel_size", "1")):
+    """Fewer than all of them: the others are on nodes of their own, with as many each."""
+    local, total = _number(value), _number(line.get("data_parallel_size", "1"))
+    if local == total or (value == "0" and "headless" not in line):
+        return Translation()
+    if local is None or total is None or local < 1 or total % local:
+        return Translation(
+            refusal=f"all nodes have as many of the {line.get('data_parallel_size', '1')} "
+            f"data-parallel ranks",
+            remedy="use a number that divides --data-parallel-size",
+        )
+    return Translation((("--nnodes", str(total // local)),))
+
+
+def first_local_rank(value: Any, line: Mapping[str, str]) -> Translation:
+    """Which node this is; without --data-parallel-size-local it has all ranks from there on."""
+    first, total = _number(value), _number(line.get("data_parallel_size", "1"))
+    own = line.get("data_parallel_size_local", line.get("dpl", ""))
+    if first == 0:
+        return Translation()
+    local = _number(own) if own else (total or 0) - (first or 0)
+    if not first or not total or not local or local < 1 or total % local or first % local:
+        return Translation(
+            refusal="it is no multiple of the data-parallel ranks of a node",
+            remedy="use --nnodes and --node-rank instead",
+        )
+    return Translation((("--nnodes", str(total // local)), ("--node-rank", str(first // local))))
+
+
+def meeting_point(value: Any, line: Mapping[str, str]) -> Translation:
+    """HOST:PORT of node 0."""
+    host, colon, port = str(value).removeprefix("tcp://").rpartition(":")
+    if not colon or not port.isdigit():
+        return Translation(refusal="it is to be HOST:PORT", remedy="use --master-addr HOST")
+    return Translation((("--master-addr", host.strip("[]")), ("--master-port", port)))
+
+
+def headless(value: Any, line: Mapping[str, str]) -> Translation:
+    """A node without the API is every one but node 0."""
+    others = ("node_rank", "data_parallel_start_rank", "dpr")
+    if not value or any(line.get(name, "0") != "0" for name in others):
         return Translation()
     return Translation(
-        refusal="a server runs on one machine", remedy="use --data-parallel-size for its GPUs"
+        refusal="node 0 has the API, and this is node 0",
+        remedy="say with --node-rank which other node it is",
     )
+
+
+def renamed(name: str) -> Rule:
+    """The rule of names for the option `name`."""
+
+    def rule(value: Any, line: Mapping[str, str]) -> Translation:
+        """The same value."""
+        return Translation(((name, str(value)),))
+
+    return rule
+
+
+def _number(text: object) -> int | None:
+    return int(str(text)) if str(text).isdigit() else None
 
 
 def speculation(key: str) -> Rule:

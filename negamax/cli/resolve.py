@@ -1,8 +1,9 @@
 """From words to the options of a command: aliases, other servers' options, a file, the environment.
 
 An option's value is that of its flag, else of `NEGAMAX_<OPTION>`, else of the file that `--config`
-names, else its default. What comes out is a list of words with one name for each option, which
-typer parses, and where each value came from.
+names, else what the launcher of several machines says (`launchers`), else its default. What comes
+out is a list of words with one name for each option, which typer parses, and where each value came
+from.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from negamax.cli import config_file
 from negamax.cli.flags import Flag, Kind
 from negamax.cli.foreign_flags import TABLE, Foreign
 from negamax.cli.foreign_rules import VALUES, Translation
+from negamax.cli.launchers import launched
 from negamax.cli.words import (
     HELP,
     Given,
@@ -30,6 +32,7 @@ from negamax.cli.words import (
     split,
     with_model,
 )
+from negamax.config.nodes import KEY_VARIABLE
 
 PREFIX = "NEGAMAX_"
 _BOOLEANS = {
@@ -78,13 +81,14 @@ def resolve(root: TyperGroup, words: Sequence[str]) -> Resolved:
         return Resolved([*path, "--help"])
     takes_model = any(is_model_option(option) for option in options)
     levels = [_of_file(line.given, names), _of_environment(options), list(line.given)]
+    levels.insert(0, launched(levels) if path == ["serve"] else [])
     named = [item for level in levels for item in level if item.name in _MODEL_NAMES]
     if takes_model and not line.positional and not named:
         line = with_model(line, names)
-        levels[2] = list(line.given)
+        levels[-1] = list(line.given)
     model = line.positional[0] if takes_model and line.positional else None
     if model is not None:  # it stands for itself, whatever the file and the environment say
-        for level in levels[:2]:
+        for level in levels[:-1]:
             level[:] = [item for item in level if item.name not in _MODEL_NAMES]
     resolved = Resolved([])
     resolved.choices = _choose(_translated(levels, names, model, resolved.notes), names)
@@ -165,7 +169,7 @@ def _misspelled_variables(options: Sequence[Option]) -> list[str]:
     return [
         f"the environment variable {name} has no effect ({suggestion})"
         for name in env.starting_with(PREFIX)
-        if name not in known and (suggestion := nearest(name, known))
+        if name not in (*known, KEY_VARIABLE) and (suggestion := nearest(name, known))
     ]
 
 

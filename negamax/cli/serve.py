@@ -37,7 +37,12 @@ def command(*, engine: EngineOptions, server: ServerOptions) -> None:
     """
     started = time.monotonic()
     log.setup(engine.log_level, engine.log_format)
-    _serve(engine, server, started=started)
+    if engine.node_rank:
+        from negamax.engine.nodes.agent import run_agent
+
+        run_agent(engine)
+    else:
+        _serve(engine, server, started=started)
 
 
 def _serve(engine_options: EngineOptions, server_options: ServerOptions, *, started: float) -> None:

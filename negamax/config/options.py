@@ -13,6 +13,7 @@ from negamax.base import log
 from negamax.base.errors import ConfigError
 from negamax.config.eplb import COUNTED, FIXED, MOVED, RECORDER_MODES, EplbConfig
 from negamax.config.key_file import check_keys
+from negamax.config.nodes import MASTER_PORT, NodeOptions
 from negamax.config.parallel import ALL2ALL_BACKENDS, ParallelOptions
 from negamax.config.speculation import EAGLE3, SpeculationConfig
 
@@ -111,6 +112,13 @@ class EngineOptions:
     eplb_config: dict[str, Any] | None = None  # when, with the keys of vLLM's (config/eplb.py)
     # "stat": how often each expert is chosen is counted, as it is with enable_eplb
     expert_distribution_recorder_mode: str = "off"
+    # over how many machines the ranks are spread, and where these meet (config/nodes.py)
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str | None = None
+    master_port: int = MASTER_PORT
+    interface: str | None = None
+    allow_cross_node_tp: bool = False
     # who guesses tokens ahead, with the keys of vLLM's (config/speculation.py)
     speculative_config: dict[str, Any] | None = None
     # CPU threads per rank; default: the cores (from three up: less one) shared out
@@ -177,6 +185,7 @@ class EngineOptions:
                 "--enable-eplb moves whole experts between ranks; here a rank has a part of each",
                 hint="add --enable-expert-parallel, with more than one rank",
             )
+        self.nodes.check(parallel)
         _within("--num-replicas", self.num_replicas, 1, MAX_REPLICAS)
         if self.index_cache_sharding == "on" and self.prefill_context_parallel_size > 1:
             raise ConfigError(
@@ -222,6 +231,29 @@ class EngineOptions:
         if self.enable_eplb:
             return MOVED
         return FIXED if self.expert_distribution_recorder_mode == "off" else COUNTED
+
+    @property
+    def nodes(self) -> NodeOptions:
+        """The machines that the ranks are spread over. Errors: `ConfigError`."""
+        if self.nnodes > 1 and self.script is not None:
+            raise ConfigError(
+                f"--script answers without a model, and --nnodes is {self.nnodes}",
+                hint="leave one of them out",
+            )
+        if self.nnodes > 1 < self.num_replicas:
+            raise ConfigError(
+                f"--num-replicas is {self.num_replicas}, and --nnodes is {self.nnodes}: the "
+                f"replicas of a server are on its own machine",
+                hint="start a server with its nodes for each replica",
+            )
+        return NodeOptions(
+            nnodes=self.nnodes,
+            node_rank=self.node_rank,
+            master_addr=self.master_addr,
+            master_port=self.master_port,
+            interface=self.interface,
+            allow_cross_node_tp=self.allow_cross_node_tp,
+        )
 
     @property
     def speculation(self) -> SpeculationConfig | None:

@@ -117,6 +117,12 @@ class ParallelOptions:
         return tuple(map(int, words))
 
     @property
+    def num_ranks(self) -> int:
+        """Of one engine."""
+        stage = self.tensor_parallel_size * self.prefill_context_parallel_size
+        return self.pipeline_parallel_size * self.data_parallel_size * stage
+
+    @property
     def splits_experts(self) -> bool:
         """Whether ranks hold different experts."""
         return self.num_expert_ranks > 1 or self.enable_expert_parallel

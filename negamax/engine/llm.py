@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from negamax.base.errors import ConfigError, EngineError, InvalidRequestError, UnavailableError
+from negamax.config.nodes import MASTER_PORT
 from negamax.config.options import EngineOptions
 from negamax.engine.client.output import ChoiceStream, RequestOutput, admit
 from negamax.engine.core.setup import start_loop
@@ -115,6 +116,12 @@ class LLM:
         enable_eplb: bool = False,
         eplb_config: dict[str, Any] | None = None,
         expert_distribution_recorder_mode: str = "off",
+        nnodes: int = 1,
+        node_rank: int = 0,
+        master_addr: str | None = None,
+        master_port: int = MASTER_PORT,
+        interface: str | None = None,
+        allow_cross_node_tp: bool = False,
         speculative_config: dict[str, Any] | None = None,
         num_threads: int | None = None,
         seed: int = 0,

@@ -14,6 +14,7 @@ from negamax.parallel.collectives import Collective, ProcessGroup, SingleRank
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.links import PipelineLinks
 from negamax.parallel.poll_control import PollControl
+from negamax.parallel.rendezvous import open_store
 
 START_TIMEOUT_S = 120.0  # for all ranks to meet
 STEP_TIMEOUT_S = 600.0  # for a collective: longer than any honest forward pass
@@ -49,7 +50,7 @@ class ParallelContext:
     def gloo(
         layout: ParallelLayout, rendezvous: str, *, has_drafts: bool = False
     ) -> ParallelContext:
-        """Meet the other ranks in the file `rendezvous`, which no other group has used, over gloo.
+        """Meet the other ranks at `rendezvous` (`rendezvous.open_store`), over gloo.
         With draft tokens every pipeline stage hears of the samples.
 
         Every rank of the world must call this, with the same sizes. Errors: `EngineError` where
@@ -79,8 +80,8 @@ class ParallelContext:
         is_one_sided: bool = False,
         has_drafts: bool = False,
     ) -> ParallelContext:
-        """The same for ranks that each hold one GPU of this machine, `device`, which is the current
-        one.
+        """The same for ranks that each hold one GPU of their machine, `device`, which is the
+        current one.
 
         Tensors on GPUs travel by NCCL or, from kernels, through peer memory (`peers` of the groups;
         None where the GPUs cannot reach each other); tensors on the CPU by gloo. Peer memory has
@@ -103,6 +104,9 @@ class ParallelContext:
         if is_one_sided and len(senders) > 1:
             rows = min(symmetric.DISPATCH_ROWS, max_tokens)
             kernel_groups[senders] = (rows, 1, most_words(hidden_size))
+        kernel_groups = {
+            ranks: sizes for ranks, sizes in kernel_groups.items() if layout.is_on_one_node(ranks)
+        }
         for ranks, group in _new_groups(layout, backend=backend).items():
             if len(ranks) == 1:
                 groups[ranks] = SingleRank()
@@ -158,13 +162,13 @@ def _meet(
     try:
         dist.init_process_group(
             backend,
-            store=dist.FileStore(rendezvous, layout.world_size),
+            store=open_store(rendezvous, layout, timeout_s=START_TIMEOUT_S),
             rank=layout.rank,
             world_size=layout.world_size,
             timeout=timedelta(seconds=START_TIMEOUT_S),
             device_id=device,
         )
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         raise EngineError(
             f"rank {layout.rank} of {layout.world_size} did not meet the others in {rendezvous} "
             f"within {START_TIMEOUT_S:.0f} s: {error}"

@@ -125,9 +125,10 @@ class ParallelLayout:
     cp: int = 1
     partition: tuple[int, ...] = ()  # layers of each pipeline stage; empty: as even as can be
     redundant_experts: int = 0  # slots for copies of experts, of all ranks of a stage together
+    nodes: int = 1  # machines, each with as many ranks, one behind the other
 
     def __post_init__(self) -> None:
-        for name in ("tp", "ep", "dp", "pp", "cp"):
+        for name in ("tp", "ep", "dp", "pp", "cp", "nodes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; allowed: 1 or more")
         if not 0 <= self.rank < self.world_size:
@@ -139,8 +140,11 @@ class ParallelLayout:
                 hint="ep must divide dp * cp * tp",
             )
 
+        if self.world_size % self.nodes:
+            raise ConfigError(f"{self.world_size} ranks cannot be spread over {self.nodes} nodes")
+
     @staticmethod
-    def of(options: ParallelOptions) -> ParallelLayout:
+    def of(options: ParallelOptions, *, nodes: int = 1) -> ParallelLayout:
         """The layout of rank 0."""
         return ParallelLayout(
             tp=options.tensor_parallel_size,
@@ -150,6 +154,7 @@ class ParallelLayout:
             cp=options.prefill_context_parallel_size,
             partition=options.layers_of_stages,
             redundant_experts=options.redundant_experts,
+            nodes=nodes,
         )
 
     def of_rank(self, rank: int) -> ParallelLayout:
@@ -159,6 +164,28 @@ class ParallelLayout:
     @property
     def world_size(self) -> int:
         return self.pp * self.stage_size
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.world_size // self.nodes
+
+    @property
+    def node(self) -> int:
+        """The machine of this rank."""
+        return self.rank // self.ranks_per_node
+
+    @property
+    def local_rank(self) -> int:
+        """Among the ranks of its machine."""
+        return self.rank % self.ranks_per_node
+
+    def ranks_of_node(self, node: int) -> range:
+        """World ranks of a machine."""
+        return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
+
+    def is_on_one_node(self, ranks: tuple[int, ...]) -> bool:
+        """Whether all `ranks` are in the same machine."""
+        return len({rank // self.ranks_per_node for rank in ranks}) == 1
 
     @property
     def stage_size(self) -> int:

@@ -20,13 +20,15 @@ from negamax.parallel.layout import ParallelLayout
 @dataclass(frozen=True)
 class RankAddresses:
     """Where rank processes meet the executor, which may be on another machine, and each other.
-    Sockets are named by ZeroMQ endpoints.
+    Sockets are named by ZeroMQ endpoints; those of TCP take who has the key
+    (`worker.node_sockets`).
     """
 
     plans: tuple[str, ...]  # of each rank, for all that it is told
     results: tuple[str, ...]  # of each data-parallel rank, for what becomes of its plans
-    rendezvous: str  # a file that all ranks can reach
+    rendezvous: str  # a file, or an address of TCP, that all ranks can reach
     beats: str  # a file on the machine of the ranks, in which they show that they live
+    interface: str | None = None  # of the network between the ranks; None: they are on one machine
 
     @staticmethod
     def local(folder: str, layout: ParallelLayout) -> RankAddresses:
@@ -39,6 +41,19 @@ class RankAddresses:
             rendezvous=f"{folder}/rendezvous",
             beats=f"{folder}/beats",
         )
+
+
+@dataclass(frozen=True)
+class MachineShare:
+    """What each machine has its own of: folders, its network, and CPU threads for each rank."""
+
+    folder: str | None
+    draft_folder: str | None
+    weight_cache: str | None
+    crash_dump_dir: str | None
+    num_threads: int
+    beats: str  # as in `RankAddresses`
+    interface: str | None  # likewise
 
 
 @dataclass(frozen=True)
@@ -72,6 +87,21 @@ class WorkerConfig:
     experts: str = FIXED  # or COUNTED, or MOVED, as plans say
     draft: DraftModel | None = None
     speculation: SpeculationConfig | None = None  # its model is a folder, or a bundled name
+
+    def on_machine(self, share: MachineShare, addresses: RankAddresses) -> WorkerConfig:
+        """The same for ranks of a machine that has its own files."""
+        draft = self.draft
+        if draft is not None:
+            draft = replace(draft, folder=share.draft_folder)
+        return replace(
+            self,
+            folder=share.folder,
+            draft=draft,
+            weight_cache=share.weight_cache,
+            crash_dump_dir=share.crash_dump_dir,
+            num_threads=share.num_threads,
+            addresses=replace(addresses, beats=share.beats, interface=share.interface),
+        )
 
     @property
     def num_cpu_ranks(self) -> int:

@@ -34,6 +34,7 @@ from negamax.scheduler import crash_details
 from negamax.scheduler.step import GrammarBitmask, RowFailures, StepPlan, StepResult
 from negamax.worker.config import DebugCommand, WorkerReady, decode_config
 from negamax.worker.heartbeat import LOST_SECONDS, RankHeartbeat
+from negamax.worker.node_sockets import connect
 
 if TYPE_CHECKING:
     from negamax.worker.step_output import StepOutput
@@ -46,11 +47,8 @@ IDLE_MILLISECONDS = 100  # without a plan
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 # Ranks exchange through plain peer memory; NVLink multicast, which the libraries would set up by
 # themselves, is not used. The executor watches the ranks, so PyTorch's own watch of them, which
-# calls an orderly end an alarm, is off. What gloo and NCCL listen on takes messages without a key,
-# so only this machine may reach it.
+# calls an orderly end an alarm, is off.
 ENVIRONMENT = (
-    ("GLOO_SOCKET_IFNAME", LOOPBACK),
-    ("NCCL_SOCKET_IFNAME", f"={LOOPBACK}"),
     ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"),
     ("NCCL_NVLS_ENABLE", "0"),
     ("TORCH_NCCL_ENABLE_MONITORING", "0"),
@@ -83,14 +81,21 @@ def main(endpoint: str, rank: int) -> int:
         context.socket(zmq.PUSH) as reports,  # of ranks that send no results
     ):
         socket.linger = reports.linger = 1000
-        socket.connect(endpoint)
+        connect(socket, endpoint)
         config = decode_config(socket.recv())
         addresses, layout = config.addresses, config.layout
         assert addresses is not None
         results, reports_results = addresses.results[layout.dp_rank], layout.reports_results
-        reports.connect(results)
+        connect(reports, results)
         beats = SharedNumbers(1, num_rows=layout.world_size + 1, path=Path(addresses.beats))
         heartbeat = RankHeartbeat(beats, rank)
+        # What gloo and NCCL listen on takes messages without a key: nobody beyond the machines of
+        # the ranks may reach it.
+        interface = addresses.interface or LOOPBACK
+        env.set_default("GLOO_SOCKET_IFNAME", interface)
+        env.set_default("NCCL_SOCKET_IFNAME", f"={interface}")
+        if addresses.interface is not None:  # its store warns of addresses that have no name
+            env.set_default("TORCH_CPP_LOG_LEVEL", "ERROR")
         for name, value in ENVIRONMENT:
             env.set_default(name, value)
         part = f"rank-{rank}"
@@ -180,7 +185,7 @@ def _send_results(
     encoder = msgspec.msgpack.Encoder()
     with context.socket(zmq.PUSH) as socket:
         socket.linger = 1000
-        socket.connect(address)
+        connect(socket, address)
         while (outcome := outcomes.get()) is not None:
             try:
                 result = outcome if isinstance(outcome, StepResult) else outcome.result()

@@ -557,7 +557,7 @@ def _take_device(config: WorkerConfig) -> torch.device:
     """
     if config.device == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", config.layout.rank % torch.cuda.device_count())
+    device = torch.device("cuda", config.layout.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     torch.cuda.set_stream(torch.cuda.Stream(device))
     return device

@@ -29,6 +29,9 @@ class RecordingWorker:
     def take_row_failures(self) -> dict[int, str]:
         return {}
 
+    def idle(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from negamax import LLM, SamplingParams
-from negamax.engine.core import executor
+from negamax.base import process
 from tests import tiny, tiny_draft
 
 SIZES: dict[str, Any] = {
@@ -41,12 +41,12 @@ def test_two_ranks_guess_as_plain_pytorch(
     tiny.save(target, tmp_path / "model")
     sizes = {"vocab_size": 96, "hidden_size": 32}
     config, tensors, draft = tiny_draft.make(variant, tmp_path / "draft", ids=[1, 2, 3], **sizes)
-    spawn = executor.process.spawn
+    spawn = process.spawn
 
     def noting(_module: str, *args: str) -> subprocess.Popen[bytes]:
         return spawn("tests.dist.drafted_rank", *args, str(tmp_path))
 
-    monkeypatch.setattr(executor.process, "spawn", noting)
+    monkeypatch.setattr(process, "spawn", noting)
 
     def texts(**options: Any) -> list[list[int]]:
         with LLM(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from negamax.base import process
 from negamax.config.families import bundled_spec
 from negamax.engine.core import executor
 from negamax.engine.core.executor import MultiProcessExecutor
@@ -37,12 +38,12 @@ def test_plans_reach_the_ranks_of_their_replica(
     local: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = ParallelLayout(tp=2, dp=2)
-    spawn = executor.process.spawn
+    spawn = process.spawn
 
     def recording(_module: str, *args: str) -> subprocess.Popen[bytes]:
         return spawn("tests.dist.recording_rank", *args)
 
-    monkeypatch.setattr(executor.process, "spawn", recording)
+    monkeypatch.setattr(process, "spawn", recording)
     monkeypatch.setattr(executor, "SHUTDOWN_SECONDS", 120.0)
     config = WorkerConfig(
         bundled_spec("minimax-m2"), (1,), None, layout, "cpu", "float32", "auto", **SIZES,

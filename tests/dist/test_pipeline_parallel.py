@@ -18,7 +18,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from negamax import LLM, SamplingParams
-from negamax.base import log
+from negamax.base import log, process
 from negamax.base.errors import ConfigError, EngineDeadError
 from negamax.config.grammar import Grammar
 from negamax.engine.core import executor
@@ -220,12 +220,12 @@ def test_captured_steps_of_stages_give_the_text_of_one_stage(
         SamplingParams(temperature=1.0, seed=4, max_tokens=20, ignore_eos=True),
         SamplingParams(temperature=1.0, seed=5, top_k=5, max_tokens=16, logprobs=1),
     ]
-    spawn = executor.process.spawn
+    spawn = process.spawn
 
     def captured(_module: str, *args: str) -> subprocess.Popen[bytes]:
         return spawn("tests.dist.captured_rank", *args)
 
-    monkeypatch.setattr(executor.process, "spawn", captured)
+    monkeypatch.setattr(process, "spawn", captured)
     limits = {"dtype": "float32", "max_num_batched_tokens": 24, "max_num_seqs": 5}
     texts = []
     for stages in (1, 2):

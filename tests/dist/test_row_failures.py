@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from negamax import LLM, SamplingParams
-from negamax.engine.core import executor
+from negamax.base import process
 from tests import row_faults
 from tests.row_faults import FAULTS, PROMPT_MARK, asking
 
@@ -27,13 +27,13 @@ PROMPT = list(range(30, 70))
 
 @pytest.fixture(scope="module")
 def two_ranks() -> Iterator[LLM]:
-    spawn = executor.process.spawn
+    spawn = process.spawn
 
     def faulty(_module: str, *args: str) -> subprocess.Popen[bytes]:
         return spawn("tests.dist.faulty_rank", *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor.process, "spawn", faulty)
+        patch.setattr(process, "spawn", faulty)
         with LLM(
             "nano", device="cpu", tensor_parallel_size=2, num_threads=1, max_model_len=512
         ) as llm:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from negamax import LLM, SamplingParams
+from negamax.base import process
 from negamax.config.grammar import Grammar
-from negamax.engine.core import executor
 
 LETTERS = Grammar(kind="regex", text="[a-z ]{30,40}")
 PARAMS = [
@@ -46,14 +46,14 @@ def test_two_ranks_with_drafts_say_what_they_say_without(
     known = [[params.seed, prompt, output] for params, prompt, output in columns]
     file = tmp_path / "known.json"
     file.write_text(json.dumps(known))
-    spawn = executor.process.spawn
+    spawn = process.spawn
 
     def drafting(module: str, *args: str) -> subprocess.Popen[bytes]:
         if not module.endswith("rank_process"):
             return spawn(module, *args)
         return spawn("tests.dist.drafting_rank", *args, str(file))
 
-    monkeypatch.setattr(executor.process, "spawn", drafting)
+    monkeypatch.setattr(process, "spawn", drafting)
     found, _, accepted = answers()
     assert found == expected
     assert accepted > 40

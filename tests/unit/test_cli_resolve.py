@@ -19,6 +19,11 @@ from negamax.cli.main import app, main
 from negamax.cli.resolve import options_of, resolve
 
 GROUP: Any = typer.main.get_command(app)
+# of vLLM, for two data-parallel ranks on each of two machines
+SECOND_NODE = (
+    "-dp 4 -tp 2 --headless --data-parallel-start-rank 2 --data-parallel-address 10.0.0.1 "
+    "--data-parallel-rpc-port 13389"
+)
 
 
 @pytest.fixture
@@ -241,6 +246,13 @@ def test_keys_add_up_and_are_not_shown(explained: Any, monkeypatch: pytest.Monke
         ("nano --enable-dp-attention --dp-size 4 --tp-size 4", "tensor-parallel-size", "1"),
         ("nano --dp-size 4 --tp-size 4", "num-replicas", "4"),
         ("nano --dp-size 4 --tp-size 4", "tensor-parallel-size", "4"),
+        (f"nano {SECOND_NODE}", "nnodes", "2"),
+        (f"nano {SECOND_NODE}", "node-rank", "1"),
+        (f"nano {SECOND_NODE}", "master-addr", "10.0.0.1"),
+        (f"nano {SECOND_NODE}", "master-port", "13389"),
+        (f"nano {SECOND_NODE} --data-parallel-size-local 2", "nnodes", "2"),
+        ("nano --tp 2 --pp-size 2 --nnodes 2 --dist-init-addr [::1]:5000", "master-addr", "::1"),
+        ("nano -tp 4 -n 2 -r 0 --master-addr a --allow-cross-node-tp", "nnodes", "2"),
     ],
 )
 def test_values_and_names_of_other_servers(
@@ -265,7 +277,15 @@ def test_values_and_names_of_other_servers(
         ("-pcp 2 --index-cache-sharding on", "use --index-cache-sharding off"),
         ("--attn-dp-size 4 --tp 6", "which is 6 (use --tensor-parallel-size 4"),
         ("--attn-dp-size 2", "which is 1 (use --tensor-parallel-size 2"),
-        ("--data-parallel-size 4 --data-parallel-size-local 2", "runs on one machine"),
+        ("--data-parallel-size 4 --data-parallel-size-local 2", "--master-addr is missing"),
+        ("--data-parallel-size 4 --data-parallel-size-local 3", "all nodes have as many of the 4"),
+        ("-dp 4 --data-parallel-start-rank 3 -dpl 2", "no multiple of the data-parallel ranks"),
+        ("--dist-init-addr node0", "it is to be HOST:PORT"),
+        ("--headless", "node 0 has the API, and this is node 0"),
+        ("--node-rank 1", "--node-rank is 1; allowed: 0 to 0"),
+        ("-pp 2 --nnodes 2 --master-addr a --master-port 0", "allowed: 1 to 65535"),
+        ("-tp 3 --nnodes 2 --master-addr a", "there are 3 ranks; each node has as many"),
+        ("-tp 16 --nnodes 2 --master-addr a", "use --tensor-parallel-size 8 with --pipeline"),
         ("--data-parallel-hybrid-lb", "one server balances all data-parallel ranks"),
         (
             "--enable-lora --uds /tmp/x",

@@ -1,25 +1,22 @@
-"""Where plans run: in this process on a thread of their own, or on several rank processes, which
-all receive the plan of their data-parallel rank.
+"""Where plans run: in this process on a thread of their own, or on several rank processes of one
+machine or more, which all receive the plan of their data-parallel rank.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import subprocess
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import zmq
 
-from negamax.base import process
 from negamax.base.errors import ConfigError, EngineDeadError
 from negamax.base.private_folder import PrivateFolder
-from negamax.base.shared_numbers import SharedNumbers
-from negamax.engine.core.rank_watch import RankWatch
+from negamax.engine.core.local_ranks import LocalRanks, Machine
+from negamax.engine.core.rank_watch import JointWatch, RankWatch
 from negamax.engine.core.row_failures import RowFailureLog
 from negamax.scheduler.draft_length import StepSeconds
 from negamax.scheduler.step import GrammarBitmask, RowFailures, StepPlan, StepResult
@@ -30,6 +27,7 @@ from negamax.worker.config import (
     WorkerConfig,
     WorkerReady,
 )
+from negamax.worker.node_sockets import bind
 from negamax.worker.rank_process import BITMASK, DEBUG_COMMAND, PLAN, RESULT, RankFailed, RankReport
 
 if TYPE_CHECKING:
@@ -71,7 +69,8 @@ class Executor(Protocol):
         """A watch of the rank processes, for a thread of its own; None: there are none."""
         ...
 
-    def shutdown(self) -> None: ...
+    def shutdown(self, *, restarts: bool = False) -> None:
+        """End. `restarts`: another executor will be started in its place."""
 
 
 class InProcessExecutor:
@@ -100,7 +99,7 @@ class InProcessExecutor:
     def watch_ranks(self) -> None:
         return None
 
-    def shutdown(self) -> None:
+    def shutdown(self, *, restarts: bool = False) -> None:
         if not self._closed:
             self._closed = True
             self._bitmask.cancel()  # a step that waits for them fails
@@ -120,48 +119,58 @@ class _LocalStep:
 
 
 class MultiProcessExecutor:
-    """`layout.world_size` rank processes, started here and joined by gloo or NCCL; the first rank
-    of those that run the same plans reports the results.
+    """`layout.world_size` rank processes, started here or on other machines, and joined by gloo or
+    NCCL; the first rank of those that run the same plans reports the results.
     """
 
-    def __init__(self, config: WorkerConfig, addresses: RankAddresses | None = None) -> None:
-        """`addresses` of the ranks; None: sockets in a folder of its own."""
+    def __init__(
+        self,
+        config: WorkerConfig,
+        addresses: RankAddresses | None = None,
+        *,
+        others: Machine | None = None,
+    ) -> None:
+        """`addresses` of the ranks; None: sockets in a folder of its own. `others`: where the ranks
+        run that are not this machine's.
+        """
         layout, world_size = config.layout, config.layout.world_size
         self._folder = PrivateFolder()
         addresses = addresses or RankAddresses.local(self._folder.path, layout)
         self._dp_ranks = [layout.of_rank(rank).dp_rank for rank in range(world_size)]
         self._context = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
         self._results = msgspec.msgpack.Decoder(StepResult)
         self._row_failures = [RowFailureLog() for _ in addresses.results]  # by data-parallel rank
         self._result_sockets: list[zmq.Socket[bytes]] = []  # likewise
-        self._beats = SharedNumbers(1, num_rows=world_size + 1, path=Path(addresses.beats))
+        local = LocalRanks(layout.ranks_of_node(0), addresses)
+        self._processes = local.processes
+        self._machines: list[Machine] = [local] if others is None else [local, others]
         try:
             for endpoint in addresses.results:
                 self._result_sockets.append(self._context.socket(zmq.PULL))
-                self._result_sockets[-1].bind(endpoint)
-            for rank, endpoint in enumerate(addresses.plans):
+                bind(self._result_sockets[-1], endpoint)
+            for endpoint in addresses.plans:
                 socket = self._context.socket(zmq.PAIR)
                 socket.linger = 0
                 # never full: a send fails where the rank is gone, and else returns at once
                 socket.sndhwm = 0
-                socket.bind(endpoint)
+                bind(socket, endpoint)
                 self._sockets.append(socket)
-                self._processes.append(
-                    process.spawn("negamax.worker.rank_process", endpoint, str(rank))
-                )
-            config = dataclasses.replace(config, addresses=addresses)
+            for machine in self._machines:
+                machine.start()
             self._result_pollers = [
                 self._poller([socket], zmq.POLLIN) for socket in self._result_sockets
             ]
-            for rank, socket in enumerate(self._sockets):
-                self._wait_for_any([socket], self._poller([socket], zmq.POLLOUT))
-                rank_config = dataclasses.replace(config, layout=layout.of_rank(rank))
-                socket.send(msgspec.msgpack.encode(rank_config), zmq.NOBLOCK)
+            for machine in self._machines:
+                for rank in machine.ranks:
+                    socket = self._sockets[rank]
+                    self._wait_for_any([socket], self._poller([socket], zmq.POLLOUT))
+                    own = machine.config_of(rank, config)
+                    socket.send(msgspec.msgpack.encode(own), zmq.NOBLOCK)
             readies = self._wait_ready()
         except BaseException:
-            self._close(timeout=0.0)  # ranks may wait for one that failed, and say so when it goes
+            # ranks may wait for one that failed, and say so when it goes
+            self._close(timeout=0.0, restarts=True)
             raise
         blocks = {ready.num_kv_blocks for ready in readies}
         assert len(blocks) == 1 or config.num_kv_blocks is None
@@ -201,19 +210,21 @@ class MultiProcessExecutor:
             failures.add(msgspec.msgpack.decode(frame[1:], type=RowFailures))
 
     def watch_ranks(self) -> RankWatch:
-        return RankWatch(self._processes, self._beats)
+        return JointWatch([machine.watch() for machine in self._machines])
 
-    def shutdown(self) -> None:
+    def shutdown(self, *, restarts: bool = False) -> None:
         if self.watch_ranks().death() is not None:
-            self._beats.row(self._beats.num_rows - 1)[0] = 1  # the others may wait for it
+            for machine in self._machines:  # the others may wait for it
+                machine.abort()
         for socket in self._sockets:
             with contextlib.suppress(zmq.ZMQError):
                 socket.send(b"", zmq.NOBLOCK)
-        self._close(timeout=SHUTDOWN_SECONDS)
+        self._close(timeout=SHUTDOWN_SECONDS, restarts=restarts)
 
-    def _close(self, *, timeout: float) -> None:
+    def _close(self, *, timeout: float, restarts: bool) -> None:
         """End the ranks, those that still run after `timeout` seconds by force."""
-        process.stop(*self._processes, timeout=timeout)
+        for machine in self._machines:
+            machine.stop(timeout=timeout, restarts=restarts)
         for socket in (*self._sockets, *self._result_sockets):
             socket.close(0)
         self._context.term()
@@ -252,9 +263,9 @@ class MultiProcessExecutor:
         poller = zmq.Poller()
         for socket in sockets:
             poller.register(socket, event)
-        for child in self._processes:
-            assert child.stdin is not None
-            poller.register(child.stdin, zmq.POLLERR)  # no one reads it any more: the child is gone
+        for machine in self._machines:
+            for alarm in machine.alarms:
+                poller.register(alarm, zmq.POLLERR)
         return poller
 
     def _wait_for_any(

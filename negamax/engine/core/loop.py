@@ -241,9 +241,12 @@ class EngineLoop:
         """A watch of the rank processes, for a thread of its own; None: there are none."""
         return self._executor.watch_ranks()
 
-    def shutdown(self) -> None:
+    def shutdown(self, *, restarts: bool = False) -> None:
+        """Stop the grammar process and the executor. `restarts`: another engine will be started in
+        its place.
+        """
         self._grammars.shutdown()
-        self._executor.shutdown()
+        self._executor.shutdown(restarts=restarts)
 
     def _crash_details(self) -> dict[str, Any]:
         return {

@@ -87,9 +87,11 @@ def _serve(
     gc.freeze()
     outbox.send_first(wire.EngineReady(info))
     pulse = Pulse(loop)
+    restarts = True  # unless it is told to stop
     try:
         with pulse.beating(context, address, num_servers=start.num_servers):
             serve(loop, requests=requests, outbox=outbox, pulse=pulse)
+        restarts = False
     except EngineDeadError as error:
         logger.error("the engine stops: %s", error)
         loop.dump_crash(str(error), error)
@@ -101,7 +103,7 @@ def _serve(
         outbox.send_first(wire.EngineFailed(f"the engine failed: {error!r}", 1))
         return 1
     finally:
-        loop.shutdown()
+        loop.shutdown(restarts=restarts)
     return 0
 
 

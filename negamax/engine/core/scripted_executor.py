@@ -80,7 +80,7 @@ class ScriptedExecutor:
     def watch_ranks(self) -> None:
         return None
 
-    def shutdown(self) -> None:
+    def shutdown(self, *, restarts: bool = False) -> None:
         self._rows.clear()
 
     def run(self, plan: StepPlan, masks: dict[int, bytes], postponed: list[int]) -> StepResult:

@@ -21,13 +21,15 @@ from negamax.engine.core.loop import EngineLoop
 from negamax.engine.core.scripted_executor import ScriptedExecutor
 from negamax.engine.core.source import ModelSource, locate
 from negamax.engine.grammar.manager import GrammarManager
+from negamax.engine.nodes.facts import facts_of
+from negamax.engine.nodes.group import start_on_nodes
 from negamax.engine.wire import ModelInfo
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split
 from negamax.scheduler.draft_length import AdaptiveDraftLength
 from negamax.scheduler.group import GroupScheduler
 from negamax.scheduler.limits import SchedulerLimits
-from negamax.text.script import read_script
+from negamax.text.script import Script, read_script
 from negamax.worker.config import WorkerConfig, WorkerReady
 
 logger = get_logger(__name__)
@@ -37,6 +39,11 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
     """Start the executor for `options` and put a scheduler in front of it. Errors: those of the
     worker.
     """
+    if options.node_rank:
+        raise ConfigError(
+            f"--node-rank is {options.node_rank}; the engine is on node 0",
+            hint="start the other nodes with `negamax serve`",
+        )
     source = locate(options)
     script = None if options.script is None else read_script(options.script)
     spec = source.spec
@@ -47,9 +54,9 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
     for note in (*notes, *(source.draft.spec.notes if source.draft else ())):
         logger.info("%s", note)
     max_model_len = _context_length(options, spec)
-    layout = ParallelLayout.of(options.parallel)
-    device, gpus = _find_device(options.device)
-    check_split(layout, spec, gpus=gpus)
+    layout = ParallelLayout.of(options.parallel, nodes=options.nnodes)
+    device, gpus = find_device(options.device)
+    check_split(layout, spec, gpus=None if gpus is None else gpus * layout.nodes)
     draft = source.draft
     if draft is not None:
         from negamax.engine.core.draft import with_own_parts  # with PyTorch
@@ -98,7 +105,7 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
         cudagraph_size=0
         if options.enforce_eager
         else min(options.max_cudagraph_capture_size or max_num_seqs, max_num_seqs),
-        num_threads=_num_threads(options, layout),
+        num_threads=num_threads_of(options, layout),
         seed=options.seed,
         show_progress=options.show_progress,
         crash_dump_dir=options.crash_dump_dir,
@@ -114,11 +121,7 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
     if device != "cpu":
         grammars.start()
     try:
-        executor: Executor = (
-            start_executor(config)
-            if script is None
-            else ScriptedExecutor(script, source, options, block_size=block_size)
-        )
+        executor = _start_executor(config, options, source, script=script)
     except BaseException:
         grammars.shutdown()
         raise
@@ -144,6 +147,17 @@ def _log_ready(ready: WorkerReady, *, block_size: int) -> None:
     if ready.memory_summary:
         logger.info("%s", ready.memory_summary)
     logger.debug("kernels:\n%s", ready.kernels)
+
+
+def _start_executor(
+    config: WorkerConfig, options: EngineOptions, source: ModelSource, *, script: Script | None
+) -> Executor:
+    if script is not None:
+        return ScriptedExecutor(script, source, options, block_size=config.block_size)
+    if config.layout.nodes == 1:
+        return start_executor(config)
+    facts = facts_of(options, source, device=config.device)
+    return start_on_nodes(config, options.nodes, facts=facts)
 
 
 def _scheduler(
@@ -194,7 +208,7 @@ def _balancer(options: EngineOptions, config: WorkerConfig) -> ExpertBalancer | 
     )
 
 
-def _find_device(name: str) -> tuple[str, int | None]:
+def find_device(name: str) -> tuple[str, int | None]:
     """Option `name` as "cpu" or "cuda", and how many GPUs there are, as in `worker.device`. Who
     asks for the CPU needs no PyTorch to look for others.
     """
@@ -236,9 +250,9 @@ def _model_info(
     )
 
 
-def _num_threads(options: EngineOptions, layout: ParallelLayout) -> int:
+def num_threads_of(options: EngineOptions, layout: ParallelLayout) -> int:
     """CPU threads per rank, of all engines on this machine."""
-    return options.num_threads or default_threads(layout.world_size * options.num_replicas)
+    return options.num_threads or default_threads(layout.ranks_per_node * options.num_replicas)
 
 
 def default_threads(num_ranks: int) -> int:

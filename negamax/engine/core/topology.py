@@ -32,6 +32,8 @@ def with_planned_sizes(options: EngineOptions, *, one_engine: bool = True) -> En
     mode = options.performance_mode
     if mode == "balanced" or options.device == "cpu" or options.script is not None:
         return options
+    if options.nnodes > 1:  # whose ranks are given, since there must be as many as nodes
+        return options
     sizes = [field for field in fields(ParallelOptions) if hasattr(options, field.name)]
     if any(getattr(options, field.name) != field.default for field in sizes):
         return options

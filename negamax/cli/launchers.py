@@ -1,0 +1,89 @@
+"""What LeaderWorkerSet, Slurm and torchrun say of the machines they start a command on.
+
+Each tells the processes it starts by variables of its own; what they come to counts where neither a
+flag nor a variable of Negamax nor the file says otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from negamax.base import env
+from negamax.base.errors import ConfigError
+from negamax.cli.words import Given
+
+Read = Callable[[str], str | None]
+
+
+def launched(levels: Sequence[Sequence[Given]]) -> list[Given]:
+    """What a launcher says, for a command line that does not say --nnodes 1. Errors: `ConfigError`
+    where it starts more than one process on a machine.
+    """
+    said = [item.values[0] for level in levels for item in level if item.name == "--nnodes"]
+    if said and said[-1] == "1":
+        return []
+    for read in (_leader_worker_set, _slurm, _torchrun):
+        found = read(env.get)
+        if found.get("--nnodes", ("1", ""))[0] != "1":
+            return [Given(name, (value,), source) for name, (value, source) in found.items()]
+    return []
+
+
+def _leader_worker_set(get: Read) -> Mapping[str, tuple[str, str]]:
+    """Of Kubernetes: every pod has these."""
+    return _given(
+        get,
+        {
+            "--nnodes": "LWS_GROUP_SIZE",
+            "--node-rank": "LWS_WORKER_INDEX",
+            "--master-addr": "LWS_LEADER_ADDRESS",
+        },
+    )
+
+
+def _slurm(get: Read) -> Mapping[str, tuple[str, str]]:
+    """Of a step, which `srun` starts; the shell of an allocation has no step."""
+    found = dict(_given(get, {"--nnodes": "SLURM_STEP_NUM_NODES", "--node-rank": "SLURM_NODEID"}))
+    hosts = get("SLURM_STEP_NODELIST")
+    if not found or hosts is None:
+        return {}
+    if get("SLURM_STEP_NUM_TASKS") not in (None, found["--nnodes"][0]):
+        raise ConfigError(
+            f"srun starts {get('SLURM_STEP_NUM_TASKS')} tasks on {found['--nnodes'][0]} machines; "
+            f"a machine needs one, which starts its ranks",
+            hint="use --ntasks-per-node=1",
+        )
+    return found | {"--master-addr": (first_host(hosts), "SLURM_STEP_NODELIST")}
+
+
+def _torchrun(get: Read) -> Mapping[str, tuple[str, str]]:
+    """It starts one process on each machine, which starts the ranks."""
+    world, local = get("WORLD_SIZE"), get("LOCAL_WORLD_SIZE")
+    if get("GROUP_RANK") is None or world is None:
+        return {}
+    if local != "1":
+        raise ConfigError(
+            f"torchrun starts {local} processes on a machine; it needs one, which starts its ranks",
+            hint="use --nproc-per-node 1",
+        )
+    names = {"--nnodes": "WORLD_SIZE", "--node-rank": "GROUP_RANK", "--master-addr": "MASTER_ADDR"}
+    found, port = dict(_given(get, names)), get("MASTER_PORT")
+    if port is not None and port.isdigit():
+        # its own store may listen at that port
+        found["--master-port"] = (str(int(port) + 1), "MASTER_PORT, plus 1")
+    return found
+
+
+def _given(get: Read, names: Mapping[str, str]) -> Mapping[str, tuple[str, str]]:
+    """Each option with its value and the variable; nothing unless all variables are set."""
+    values = {option: (get(variable), variable) for option, variable in names.items()}
+    found = {option: (value, name) for option, (value, name) in values.items() if value}
+    return found if len(found) == len(names) else {}
+
+
+def first_host(hosts: str) -> str:
+    """The first of a list as Slurm writes it: node3 of "node[3-5,9],other"."""
+    match = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\]([^,\[]*))?", hosts)
+    assert match is not None
+    return "".join(part or "" for part in match.groups())

@@ -1,0 +1,65 @@
+"""Over how many machines the ranks of an engine are spread, and where these meet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from negamax.base.errors import ConfigError
+from negamax.config.parallel import ParallelOptions
+
+MASTER_PORT = 29501  # as in vLLM
+MOST_NODES = 64
+KEY_VARIABLE = "NEGAMAX_NODE_KEY"  # what nodes know each other by
+
+
+@dataclass(frozen=True)
+class NodeOptions:
+    """A node is a machine with an equal share of the ranks. Node 0 has the server, the scheduler
+    and the first ranks. Errors: `ConfigError` with the setting that works.
+    """
+
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str | None = None  # an address of node 0, which all others reach
+    master_port: int = MASTER_PORT  # the first of several on node 0
+    interface: str | None = None  # of the network; None: on the way to master_addr
+    allow_cross_node_tp: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.nnodes <= MOST_NODES:
+            raise ConfigError(f"--nnodes is {self.nnodes}; allowed: 1 to {MOST_NODES}")
+        if not 0 <= self.node_rank < self.nnodes:
+            raise ConfigError(
+                f"--node-rank is {self.node_rank}; allowed: 0 to {self.nnodes - 1}",
+                hint=f"with --nnodes {self.nnodes}"
+                if self.nnodes > 1
+                else "say with --nnodes how many there are",
+            )
+        if not 1 <= self.master_port <= 65535:
+            raise ConfigError(f"--master-port is {self.master_port}; allowed: 1 to 65535")
+        if self.nnodes > 1 and not self.master_addr:
+            raise ConfigError(
+                "--master-addr is missing; the nodes meet at an address of node 0",
+                hint="give the same one on all nodes",
+            )
+
+    def check(self, parallel: ParallelOptions) -> None:
+        """Refuse what cannot be spread over these nodes. Errors: `ConfigError`."""
+        nodes, ranks, tensor = self.nnodes, parallel.num_ranks, parallel.tensor_parallel_size
+        if nodes == 1:
+            return
+        if ranks % nodes:
+            raise ConfigError(
+                f"--nnodes is {nodes} and there are {ranks} ranks; each node has as many",
+                hint=f"use --pipeline-parallel-size {nodes} or --data-parallel-size {nodes}, with "
+                f"--tensor-parallel-size for the GPUs of a node",
+            )
+        share = ranks // nodes
+        if share % tensor and not self.allow_cross_node_tp:
+            within = max(size for size in range(1, share + 1) if share % size == 0)
+            raise ConfigError(
+                f"--tensor-parallel-size is {tensor} and a node has {share} of the ranks; these "
+                f"exchange data several times in every layer, which networks are too slow for",
+                hint=f"use --tensor-parallel-size {within} with --pipeline-parallel-size {nodes} "
+                f"or --data-parallel-size {nodes}; --allow-cross-node-tp insists",
+            )

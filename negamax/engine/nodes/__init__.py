@@ -1,0 +1,1 @@
+"""Engines whose ranks are spread over several machines."""

@@ -1,0 +1,264 @@
+"""The other nodes' side: an agent that joins node 0, starts the ranks of its machine when it is
+told to, ends them when node 0 is lost, and joins again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import signal
+import socket as sockets
+import time
+from dataclasses import replace
+
+import msgspec
+import zmq
+
+from negamax.base import env
+from negamax.base.errors import ConfigError
+from negamax.base.log import get_logger
+from negamax.base.private_folder import PrivateFolder
+from negamax.base.silence import Silence
+from negamax.config.nodes import KEY_VARIABLE, NodeOptions
+from negamax.config.options import EngineOptions
+from negamax.engine.core.local_ranks import LocalRanks
+from negamax.engine.core.rank_watch import LocalWatch
+from negamax.engine.core.setup import find_device, num_threads_of
+from negamax.engine.core.source import locate
+from negamax.engine.nodes import network, wire
+from negamax.engine.nodes.facts import facts_of
+from negamax.parallel.layout import ParallelLayout
+from negamax.parallel.split import check_split
+from negamax.worker.config import MachineShare
+from negamax.worker.node_sockets import connect, tcp_endpoint
+
+logger = get_logger(__name__)
+
+SHUTDOWN_SECONDS = 5.0  # in which ranks that are told to end do so
+ABORT_SECONDS = 0.3  # in which kernels that wait for other ranks give up
+_LOOK_MS = 50
+_RECONNECT_MS = 100
+_REMINDER_SECONDS = 10.0  # between two lines about node 0, and two looks for it
+_LAST_WORD_MS = 500
+_PROBE_SECONDS = 1.0
+
+
+class Agent:
+    """One node but the first. Everything runs in the thread that calls `run`."""
+
+    def __init__(self, options: NodeOptions, *, facts: dict[str, str], share: MachineShare) -> None:
+        """`share`: of this machine; where its ranks show that they live is filled in here."""
+        self._options = options
+        self._facts = facts
+        self._share = share
+        self._id = secrets.token_hex(8)
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._place: network.Place | None = None
+        self._looked_at = float("-inf")
+        self._next_probe = 0.0
+        self._silence = Silence()
+        self._num_heard = 1
+        self._leader = ""
+        self._said, self._said_at = "", 0.0
+        self._folder: PrivateFolder | None = None
+        self._session = ""
+        self._ranks: LocalRanks | None = None
+        self._watch: LocalWatch | None = None
+        self._is_stopped = False
+
+    def run(self) -> None:
+        """Until node 0 says that it ends, or SIGINT or SIGTERM. Errors: `ConfigError` where node 0
+        refuses this node.
+        """
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+        next_word = 0.0
+        try:
+            while not self._is_stopped:
+                if self._socket is None:
+                    self._look_for_leader()
+                self._listen()
+                now = time.monotonic()
+                if now >= next_word:
+                    next_word = now + wire.BEAT_SECONDS
+                    self._speak()
+                self._mind_the_silence(now)
+            self._leave()
+        finally:
+            self._end_ranks()
+            self._hang_up()
+            self._context.term()
+
+    def _on_signal(self, *_: object) -> None:
+        self._is_stopped = True
+
+    # The way to node 0
+
+    def _look_for_leader(self) -> None:
+        """Connect to node 0, where its name can be resolved and there is a way to it."""
+        now = time.monotonic()
+        if now < self._looked_at + wire.BEAT_SECONDS:
+            time.sleep(_LOOK_MS / 1000)
+            return
+        self._looked_at = now
+        options = self._options
+        try:
+            address = network.resolve(options.master_addr or "")
+            place = network.place_of_agent(options, address)
+        except network.UnreachableError as error:
+            self._say_waiting(str(error))
+            return
+        if self._place != place:
+            logger.info("node %d is at %s", options.node_rank, place)
+            self._place = place
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = _LAST_WORD_MS
+        self._socket.immediate = True  # nothing is kept for a node 0 that is not there
+        self._socket.reconnect_ivl = _RECONNECT_MS
+        self._socket.heartbeat_ivl = 1000
+        self._socket.heartbeat_timeout = 2000
+        self._leader = address
+        connect(self._socket, tcp_endpoint(address, options.master_port))
+        if not self._said:
+            self._say_waiting("")
+
+    def _hang_up(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _mind_the_silence(self, now: float) -> None:
+        """End ranks that node 0 does not ask for any more, and look for it from time to time."""
+        seconds = self._silence.seconds(self._num_heard)
+        if self._ranks is not None and seconds > wire.SILENCE_SECONDS:
+            logger.error("node 0 gives no sign of life for %.1f s: the ranks end", seconds)
+            self._end_ranks()
+        elif self._socket is not None and seconds > wire.SILENCE_SECONDS and now > self._next_probe:
+            self._next_probe = now + _REMINDER_SECONDS
+            self._say_waiting(self._what_is_wrong())
+            self._hang_up()  # its name may mean another address by now
+
+    def _what_is_wrong(self) -> str:
+        """Why node 0 does not answer."""
+        address = (self._leader, self._options.master_port)
+        try:
+            sockets.create_connection(address, timeout=_PROBE_SECONDS).close()
+        except OSError as error:
+            return error.strerror or str(error)
+        return (
+            f"something listens there and does not answer: is {KEY_VARIABLE} the same as on node 0?"
+        )
+
+    def _say_waiting(self, reason: str) -> None:
+        """Say once, and again after some time, what is waited for."""
+        options = self._options
+        text = f"waiting for node 0 at {options.master_addr}:{options.master_port}"
+        text += f" ({reason})" if reason else ""
+        if text != self._said or time.monotonic() > self._said_at + _REMINDER_SECONDS:
+            logger.info("%s", text)
+            self._said, self._said_at = text, time.monotonic()
+
+    # Messages
+
+    def _listen(self) -> None:
+        """Do what node 0 says."""
+        if self._socket is None or not self._socket.poll(_LOOK_MS):
+            return
+        with contextlib.suppress(zmq.Again):
+            while self._socket is not None:
+                frame = self._socket.recv(zmq.NOBLOCK)
+                self._num_heard += 1
+                self._obey(wire.from_leader.decode(frame))
+
+    def _obey(self, message: wire.FromLeader) -> None:
+        if isinstance(message, wire.Refusal):
+            raise ConfigError(message.message)
+        if isinstance(message, wire.Wait):
+            self._say_waiting(message.reason)
+        elif isinstance(message, wire.Start):
+            if self._ranks is None:
+                self._start_ranks(message)
+        elif isinstance(message, wire.Stop):
+            if message.for_good:
+                logger.info("node 0 ends, and this node with it")
+                self._leave()
+                self._end_ranks(timeout=SHUTDOWN_SECONDS)
+                self._is_stopped = True
+            elif self._ranks is not None:
+                logger.warning("the ranks end: %s", message.reason)
+                self._end_ranks()
+        elif self._ranks is not None and message.session != self._session:
+            self._end_ranks()
+
+    def _speak(self) -> None:
+        """Join, or say how the ranks are."""
+        node = self._options.node_rank
+        if self._watch is not None:
+            rank, silence = self._watch.longest_silence()
+            death = self._watch.death()
+            self._send(wire.Beat(node, self._id, self._session, death, rank, silence))
+        elif self._place is not None:
+            if self._folder is None:
+                self._folder = PrivateFolder()
+            share = replace(
+                self._share,
+                beats=f"{self._folder.path}/beats",
+                interface=self._place.interface,
+            )
+            host = f"{sockets.gethostname()}, {self._place.address}"
+            raw = msgspec.Raw(wire.encoder.encode(share))
+            self._send(wire.Join(node, self._id, host, self._facts, raw))
+
+    def _leave(self) -> None:
+        self._send(wire.Leave(self._options.node_rank, self._id))
+
+    def _send(self, message: wire.FromAgent) -> None:
+        if self._socket is not None:
+            with contextlib.suppress(zmq.Again):  # it is not connected
+                self._socket.send(wire.encoder.encode(message), zmq.NOBLOCK)
+
+    # The ranks
+
+    def _start_ranks(self, start: wire.Start) -> None:
+        assert self._folder is not None
+        self._session = start.session
+        ranks = range(start.first_rank, start.last_rank + 1)
+        addresses = replace(start.addresses, beats=f"{self._folder.path}/beats")
+        logger.info("starting rank %s", ", ".join(map(str, ranks)))
+        self._ranks = LocalRanks(ranks, addresses)
+        self._ranks.start()
+        self._watch = self._ranks.watch()
+        self._said = ""
+
+    def _end_ranks(self, *, timeout: float = ABORT_SECONDS) -> None:
+        """End the ranks, those that still run after `timeout` seconds by force."""
+        if self._ranks is not None:
+            if timeout < SHUTDOWN_SECONDS:
+                self._ranks.abort()
+            self._ranks.stop(timeout=timeout)
+        if self._folder is not None:
+            self._folder.remove()
+        self._session, self._ranks, self._watch, self._folder = "", None, None, None
+
+
+def run_agent(options: EngineOptions) -> None:
+    """Be node `options.node_rank`. Errors: those of the model's files, of a split that does not fit
+    this machine, and of `Agent.run`.
+    """
+    source = locate(options)
+    layout = ParallelLayout.of(options.parallel, nodes=options.nnodes)
+    device, gpus = find_device(options.device)
+    check_split(layout, source.spec, gpus=None if gpus is None else gpus * layout.nodes)
+    if device == "cpu":
+        env.settle_cpu_products()
+    share = MachineShare(
+        folder=None if source.weights_folder is None else str(source.weights_folder),
+        draft_folder=source.draft.folder if source.draft else None,
+        weight_cache=options.weight_cache,
+        crash_dump_dir=options.crash_dump_dir,
+        num_threads=num_threads_of(options, layout),
+        beats="",
+        interface=None,
+    )
+    Agent(options.nodes, facts=facts_of(options, source, device=device), share=share).run()

@@ -1,0 +1,92 @@
+"""What all nodes must have in common, to be compared before weights are read."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import msgspec
+
+import negamax
+from negamax.base import env
+from negamax.config.options import EngineOptions
+from negamax.engine.core.source import ModelSource
+
+# options that each node may have its own of
+_OWN = frozenset(
+    [
+        "model",
+        "revision",
+        "source",
+        "download_dir",
+        "weight_cache",
+        "speculative_config",
+        "num_threads",
+        "node_rank",
+        "interface",
+        "master_addr",
+        "max_queued_requests",
+        "max_queued_tokens",
+        "max_logprobs",
+        "enable_prefix_caching",
+        "enable_overlap",
+        "log_level",
+        "log_format",
+        "show_progress",
+        "crash_dump_dir",
+    ]
+)
+_PACKAGES = ("torch", "triton", "msgspec", "pyzmq")
+
+
+def facts_of(options: EngineOptions, source: ModelSource, *, device: str) -> dict[str, str]:
+    """By their names: versions, a digest of the code, of the model and of its list of tensors, and
+    the options that shape a step.
+    """
+    facts = {"Negamax": negamax.__version__, "code": _code_digest(), "device": device}
+    facts |= {name: env.installed_version(name) or "none" for name in _PACKAGES}
+    draft = source.draft
+    facts["the model's configuration"] = _digest((source.spec, source.generation))
+    facts["the draft's configuration"] = _digest(draft.spec if draft else None)
+    speculation = asdict(source.speculation) if source.speculation else {}
+    facts["--speculative-config"] = _digest(speculation | {"model": None})
+    facts["the tensors of the checkpoint"] = _tensors_digest(source.weights_folder)
+    for field in fields(options):
+        if field.name not in _OWN:
+            facts[f"--{field.name.replace('_', '-')}"] = str(getattr(options, field.name))
+    return facts
+
+
+def differences(own: dict[str, str], others: dict[str, str], *, name: str) -> Iterator[str]:
+    """What node 0 (`own`) and another one, `name`, do not have in common."""
+    for fact in dict.fromkeys([*own, *others]):
+        here, there = own.get(fact, "unknown"), others.get(fact, "unknown")
+        if here != there:
+            yield f"{fact}: {here[:60]} on node 0, {there[:60]} on {name}"
+
+
+def _digest(value: object) -> str:
+    data = msgspec.json.encode(value, enc_hook=repr, order="deterministic")
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def _code_digest() -> str:
+    """Of every file of the package."""
+    found = hashlib.blake2b(digest_size=8)
+    root = Path(negamax.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        found.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return found.hexdigest()
+
+
+def _tensors_digest(folder: Path | None) -> str:
+    """Of the index of the checkpoint, or of the size of its only file."""
+    if folder is None:
+        return "drawn"
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return hashlib.blake2b(index.read_bytes(), digest_size=8).hexdigest()
+    single = folder / "model.safetensors"
+    return f"{single.stat().st_size} bytes" if single.exists() else "not one list"

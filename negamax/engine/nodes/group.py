@@ -1,0 +1,331 @@
+"""Node 0's side: it waits for the agents of the other nodes, has them start their ranks, and
+watches them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from negamax.base.errors import ResourceError
+from negamax.base.log import get_logger
+from negamax.base.private_folder import PrivateFolder
+from negamax.base.silence import Silence
+from negamax.config.nodes import KEY_VARIABLE, NodeOptions
+from negamax.engine.core.executor import MultiProcessExecutor
+from negamax.engine.nodes import network, wire
+from negamax.engine.nodes.facts import differences
+from negamax.parallel.layout import ParallelLayout
+from negamax.worker.config import MachineShare, RankAddresses, WorkerConfig
+from negamax.worker.node_sockets import bind, has_key, tcp_endpoint
+
+logger = get_logger(__name__)
+
+_LOOK_SECONDS = 0.1
+_REMINDER_SECONDS = 10.0  # between two lines about nodes that are awaited
+_LAST_WORD_SECONDS = 1.0  # for the last message to an agent
+_HEARTBEAT_MS = 1000  # of ZeroMQ's own, which ends connections that are half open
+
+
+@dataclass
+class _Node:
+    """One of the other machines, as its agent says. Single writer: the thread that listens."""
+
+    number: int
+    ranks: range
+    route: bytes = b""  # to its agent
+    join: wire.Join | None = None  # the last one, while it is fresh
+    joined_at: float = 0.0
+    num_beats: int = 0
+    silence: Silence = field(default_factory=Silence)
+    death: str | None = None
+    rank: int = 0
+    rank_silence: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"node {self.number}" + (f" ({self.join.host})" if self.join else "")
+
+
+class NodeGroup:
+    """The ranks of all nodes but this one, which is node 0: a `Machine` of the executor. One
+    object for each start of an engine.
+
+    `meet` waits for the agents; from `start` on a thread of its own listens to them.
+    """
+
+    def __init__(
+        self, options: NodeOptions, layout: ParallelLayout, *, facts: dict[str, str]
+    ) -> None:
+        """Listens from now on. Errors: `ConfigError` for an address or an interface that will not
+        do, `ResourceError` for ports that are taken.
+        """
+        self.ranks = range(layout.ranks_per_node, layout.world_size)
+        self._facts = facts
+        self._place = network.place_of_leader(options)
+        self._session = secrets.token_hex(8)
+        self._nodes = [
+            _Node(number, layout.ranks_of_node(number)) for number in range(1, layout.nodes)
+        ]
+        self._folder = PrivateFolder()
+        ports = iter(range(options.master_port, options.master_port + 65536))
+        agents_port = next(ports)
+        self.addresses = self._addresses(layout, ports)
+        all_ports = range(agents_port, next(ports))
+        network.check_ports(self._place.address, all_ports)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.heartbeat_ivl = _HEARTBEAT_MS
+        self._socket.heartbeat_timeout = 2 * _HEARTBEAT_MS
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        )
+        try:
+            bind(self._socket, tcp_endpoint(self._place.address, agents_port))
+        except ResourceError:
+            self.close()
+            raise
+        self._alarm = os.pipe()  # its end for reading is closed once a node is lost
+        self._hung_up_at = float("-inf")
+        self._told_strangers = False
+        self._stop: wire.Stop | None = None
+        self._thread: threading.Thread | None = None
+        self._say_ports(all_ports)
+
+    def _addresses(self, layout: ParallelLayout, ports: Iterator[int]) -> RankAddresses:
+        """Of all ranks: sockets of this machine where both ends are on it."""
+        own, address = self._folder.path, self._place.address
+        local = RankAddresses.local(own, layout)
+        rendezvous = tcp_endpoint(address, next(ports))
+        results, plans = list(local.results), list(local.plans)
+        for dp_rank in sorted({layout.of_rank(rank).dp_rank for rank in self.ranks}):
+            results[dp_rank] = tcp_endpoint(address, next(ports))
+        for rank in self.ranks:
+            plans[rank] = tcp_endpoint(address, next(ports))
+        return RankAddresses(
+            tuple(plans), tuple(results), rendezvous, local.beats, self._place.interface
+        )
+
+    def _say_ports(self, ports: range) -> None:
+        logger.info(
+            "node 0 is at %s; open for the other nodes: TCP ports %d-%d of it, and between all "
+            "nodes those that gloo and NCCL take (%s)",
+            self._place,
+            ports[0],
+            ports[-1],
+            network.ephemeral_ports(),
+        )
+        if not has_key():
+            logger.warning(
+                "%s is not set: whoever reaches these ports may join (set the same on all nodes)",
+                KEY_VARIABLE,
+            )
+
+    # The start
+
+    def meet(self) -> None:
+        """Wait until there is an agent for every node, however long that takes."""
+        said_at, said = float("-inf"), ""
+        while True:
+            self._listen(0.1)
+            now = time.monotonic()
+            for node in self._nodes:
+                if node.join is not None and now > node.joined_at + wire.SILENCE_SECONDS:
+                    logger.warning("%s is gone again", node.name)
+                    node.join = None
+            missing = [node.number for node in self._nodes if node.join is None]
+            if not missing:
+                break
+            waiting = f"waiting for node {', '.join(map(str, missing))} of {len(self._nodes) + 1}"
+            if waiting != said or now > said_at + _REMINDER_SECONDS:
+                logger.info("%s at %s", waiting, self._place.address)
+                said, said_at = waiting, now
+        logger.info("all nodes are there: %s", ", ".join(node.name for node in self._nodes))
+
+    def start(self) -> None:
+        """See `Machine`. All agents have joined."""
+        for node in self._nodes:
+            start = wire.Start(
+                self._session,
+                node.ranks.start,
+                node.ranks.stop - 1,
+                replace(self.addresses, beats=""),
+            )
+            self._send(node.route, start)
+            node.num_beats = 1
+            node.silence = Silence()
+        self._thread = threading.Thread(target=self._watch, name="nodes", daemon=True)
+        self._thread.start()
+
+    def config_of(self, rank: int, config: WorkerConfig) -> WorkerConfig:
+        """See `Machine`."""
+        layout = config.layout.of_rank(rank)
+        join = self._nodes[layout.node - 1].join
+        assert join is not None
+        share = msgspec.msgpack.decode(join.share, type=MachineShare)
+        return replace(config, layout=layout).on_machine(share, self.addresses)
+
+    # While it runs
+
+    @property
+    def alarms(self) -> Sequence[int]:
+        """See `Machine`."""
+        return [self._alarm[1]]
+
+    def watch(self) -> NodeGroup:
+        """See `Machine`; what its thread knows, any thread may ask for."""
+        return self
+
+    def death(self) -> str | None:
+        """See `RankWatch`."""
+        return next((node.death for node in self._nodes if node.death is not None), None)
+
+    def longest_silence(self) -> tuple[int, float]:
+        """See `RankWatch`."""
+        node = max(self._nodes, key=lambda each: each.rank_silence)
+        return node.rank, node.rank_silence
+
+    def abort(self) -> None:
+        """See `Machine`. An agent that ends its ranks does that first."""
+
+    def stop(self, *, timeout: float, restarts: bool) -> None:
+        """See `Machine`. Agents end the ranks; they wait for the next engine if it `restarts`."""
+        reason = self.death() or ("the engine is started again" if restarts else "node 0 ends")
+        self._stop = wire.Stop(reason, for_good=not restarts)
+        if self._thread is not None:
+            self._thread.join()
+        self.close()
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._context.destroy(linger=0)
+        self._folder.remove()
+
+    def _watch(self) -> None:
+        """The thread: beats both ways, until `stop`."""
+        next_beat = 0.0
+        while self._stop is None:
+            self._listen(_LOOK_SECONDS)
+            now = time.monotonic()
+            if now >= next_beat:
+                next_beat = now + wire.BEAT_SECONDS
+                reason = self.death()
+                word = wire.Stop(reason, False) if reason else wire.Alive(self._session)
+                for node in self._nodes:
+                    self._send(node.route, word)
+            is_hung_up = now < self._hung_up_at + 2 * wire.HANG_UP_SECONDS
+            limit = wire.HANG_UP_SECONDS if is_hung_up else wire.SILENCE_SECONDS
+            for node in self._nodes:
+                seconds = node.silence.seconds(node.num_beats)
+                if seconds > limit:
+                    self._lost(node, f"{node.name} gives no sign of life for {seconds:.1f} s")
+        for node in self._nodes:
+            self._send(node.route, self._stop)
+        # an agent loses what it has not read when the connection ends
+        deadline = time.monotonic() + _LAST_WORD_SECONDS
+        while any(node.join for node in self._nodes) and time.monotonic() < deadline:
+            self._listen(_LOOK_SECONDS)
+
+    def _lost(self, node: _Node, reason: str) -> None:
+        if node.death is None and self._stop is None:
+            is_first = self.death() is None
+            node.death = reason
+            if is_first:
+                logger.error("%s", reason)
+                os.close(self._alarm[0])
+
+    # Messages
+
+    def _listen(self, seconds: float) -> None:
+        """Take what agents say, for that long at most."""
+        if self._socket.poll(round(1000 * seconds)):
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    route, frame = self._socket.recv_multipart(zmq.NOBLOCK)
+                    try:
+                        self._take(route, wire.from_agent.decode(frame))
+                    except msgspec.DecodeError as error:
+                        logger.warning("an agent said what is no message: %s", error)
+        while self._monitor.poll(0):
+            event = parse_monitor_message(self._monitor.recv_multipart())["event"]
+            if event == zmq.EVENT_DISCONNECTED:
+                self._hung_up_at = time.monotonic()
+            elif not self._told_strangers:
+                self._told_strangers = True
+                logger.warning(
+                    "somebody without the key of this node was turned away; is %s the same on all "
+                    "nodes?",
+                    KEY_VARIABLE,
+                )
+
+    def _take(self, route: bytes, message: wire.FromAgent) -> None:
+        node = next((each for each in self._nodes if each.number == message.node), None)
+        if node is None:
+            refusal = f"there is no node {message.node}; node 0 has --nnodes {len(self._nodes) + 1}"
+            self._send(route, wire.Refusal(refusal))
+            return
+        is_known = node.join is not None and node.join.agent == message.agent
+        if isinstance(message, wire.Join):
+            self._take_join(route, node, message)
+        elif not is_known or (isinstance(message, wire.Beat) and message.session != self._session):
+            self._send(route, wire.Stop("node 0 has started again", for_good=False))
+        elif isinstance(message, wire.Leave):
+            if self._thread is not None:
+                self._lost(node, f"{node.name} was stopped")
+            node.join = None
+        else:
+            node.route = route  # another one where it had to connect again
+            node.num_beats += 1
+            node.rank, node.rank_silence = message.rank, message.silence
+            if message.death is not None:
+                self._lost(node, f"{message.death} on {node.name}")
+
+    def _take_join(self, route: bytes, node: _Node, join: wire.Join) -> None:
+        different = list(differences(self._facts, join.facts, name=f"node {node.number}"))
+        if different:
+            message = (
+                f"node {node.number} ({join.host}) does not fit node 0: {'; '.join(different)}"
+            )
+            logger.error("%s", message)
+            self._send(route, wire.Refusal(message))
+            return
+        if node.join is not None and node.join.agent != join.agent:
+            self._send(route, wire.Wait(f"{node.name} is there already"))
+            return
+        if self._thread is not None:
+            # `Start` has crossed its last word, or it has lost its ranks
+            if node.num_beats > 1:
+                self._lost(node, f"{node.name} has lost its ranks")
+            return
+        if node.join is None:
+            logger.info("node %d (%s) has joined", node.number, join.host)
+        node.route, node.join, node.joined_at = route, join, time.monotonic()
+        missing = ", ".join(str(each.number) for each in self._nodes if each.join is None)
+        self._send(route, wire.Wait(f"node {missing} is missing" if missing else "it starts"))
+
+    def _send(self, route: bytes, message: wire.FromLeader) -> None:
+        """To one agent, unless it is gone."""
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.send_multipart([route, wire.encoder.encode(message)], zmq.NOBLOCK)
+
+
+def start_on_nodes(
+    config: WorkerConfig, options: NodeOptions, *, facts: dict[str, str]
+) -> MultiProcessExecutor:
+    """Wait for all nodes and start the ranks. Errors: those of `NodeGroup` and of the executor."""
+    group = NodeGroup(options, config.layout, facts=facts)
+    try:
+        group.meet()
+    except BaseException:
+        group.close()
+        raise
+    return MultiProcessExecutor(config, group.addresses, others=group)

@@ -1,0 +1,174 @@
+"""Addresses, interfaces and ports of this machine: what other nodes reach it by."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import socket
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from negamax.base import env
+from negamax.base.errors import ConfigError, ResourceError
+from negamax.config.nodes import NodeOptions
+
+# of other libraries, in this order; NCCL may say "=eth0", and both may list several
+_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_SIOCGIFADDR = 0x8915
+_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this machine is in the network of the nodes."""
+
+    address: str
+    interface: str
+    reason: str  # for the choice
+
+    def __str__(self) -> str:
+        return f"{self.address} on {self.interface} ({self.reason})"
+
+
+class UnreachableError(Exception):
+    """Node 0 cannot be found, or there is no way to it; that may change."""
+
+
+def resolve(host: str) -> str:
+    """The address of `host`. Errors: `UnreachableError`."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError) as error:
+        raise UnreachableError(f"{host} cannot be resolved: {error}") from None
+    return str(found[0][4][0])
+
+
+def place_of_leader(options: NodeOptions) -> Place:
+    """Node 0's place: it has the address that all nodes are given. Errors: `ConfigError`."""
+    host = options.master_addr or ""
+    try:
+        address = resolve(host)
+    except UnreachableError as error:
+        raise ConfigError(
+            f"--master-addr: {error}", hint="give an address of this machine"
+        ) from None
+    own = _addresses()
+    named, reason = _named_interface(options)
+    holders = [name for name, addresses in own.items() if address in addresses]
+    if not holders:
+        others = [one for name, each in own.items() if name != "lo" for one in each]
+        raise ConfigError(
+            f"--master-addr is {host} ({address}), which is no address of node 0",
+            hint=f"use one of {', '.join(others)}" if others else "this machine has no network",
+        )
+    if named is not None and named not in holders:
+        raise ConfigError(
+            f"--master-addr is {host} ({address}), which is on {holders[0]}; {reason} is {named}",
+            hint=f"use {' or '.join(own.get(named, [])) or 'another interface'}",
+        )
+    if ipaddress.ip_address(address).is_loopback and named is None:
+        raise ConfigError(
+            f"--master-addr is {host} ({address}), which other machines do not reach",
+            hint=f"give another address of this machine, or try nodes on this machine alone with "
+            f"--interface {holders[0]}",
+        )
+    return Place(address, holders[0], reason if named else "it has --master-addr")
+
+
+def place_of_agent(options: NodeOptions, leader: str) -> Place:
+    """Another node's place, where node 0 is at the address `leader`. Errors: `ConfigError`;
+    `UnreachableError`.
+    """
+    own = _addresses()
+    named, reason = _named_interface(options)
+    if named is not None:
+        is_v6 = ":" in leader
+        fitting = [address for address in own.get(named, ()) if (":" in address) == is_v6]
+        if not fitting:
+            raise UnreachableError(f"{reason} is {named}, which has no address yet")
+        return Place(fitting[0], named, reason)
+    with socket.socket(
+        socket.AF_INET6 if ":" in leader else socket.AF_INET, socket.SOCK_DGRAM
+    ) as s:
+        try:
+            s.connect((leader, options.master_port))  # sends nothing
+        except OSError as error:
+            raise UnreachableError(f"no way to {leader}: {error.strerror}") from None
+        address = str(s.getsockname()[0])
+    holders = [name for name, addresses in own.items() if address in addresses]
+    if not holders:
+        raise ConfigError(
+            f"the interface with {address} is not known", hint="name it with --interface"
+        )
+    return Place(address, holders[0], "on the way to --master-addr")
+
+
+def check_ports(address: str, ports: Sequence[int]) -> None:
+    """Errors: `ResourceError` for one that somebody listens on."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    for port in ports:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                if port > 65535:
+                    raise OverflowError
+                probe.bind((address, port))
+            except (OSError, OverflowError) as error:
+                why = error.strerror if isinstance(error, OSError) else "there is none above 65535"
+                raise ResourceError(
+                    f"port {port} on {address} cannot be listened on: {why}; the nodes need "
+                    f"{len(ports)} from --master-port {ports[0]} on",
+                    hint="end what uses it, or give all nodes another --master-port",
+                ) from None
+
+
+def ephemeral_ports() -> str:
+    """The range that the system chooses ports from, as gloo and NCCL have it do."""
+    try:
+        return "-".join(_PORT_RANGE.read_text().split())
+    except OSError:
+        return "1024-65535"
+
+
+def _named_interface(options: NodeOptions) -> tuple[str | None, str]:
+    """The interface that somebody chose, and how. Errors: `ConfigError` for one that is not
+    there.
+    """
+    found = [("--interface", options.interface or "")]
+    found += [(name, env.get(name) or "") for name in _VARIABLES]
+    for reason, words in found:
+        name = words.split(",")[0].strip().removeprefix("=").split(":")[0]
+        if not name or name.startswith("^"):
+            continue
+        known = [each for _, each in socket.if_nameindex()]
+        # the others' variables may name the beginning
+        fitting = [name] if name in known else [each for each in known if each.startswith(name)]
+        if not fitting or (reason == "--interface" and name not in known):
+            raise ConfigError(
+                f"{reason} is {words[:60]!r}, which this machine does not have",
+                hint=f"use one of {', '.join(known)}",
+            )
+        return fitting[0], reason
+    return None, ""
+
+
+def _addresses() -> dict[str, list[str]]:
+    """The addresses of each interface: one of IPv4, and those of IPv6."""
+    found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
+        for name, addresses in found.items():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(asker.fileno(), _SIOCGIFADDR, request)
+            except OSError:  # it has none
+                continue
+            addresses.append(socket.inet_ntoa(answer[20:24]))
+    listed = Path("/proc/net/if_inet6")
+    for line in listed.read_text().splitlines() if listed.exists() else ():
+        digits, *_, name = line.split()
+        address = ipaddress.IPv6Address(bytes.fromhex(digits))
+        if not address.is_link_local and name in found:
+            found[name].append(str(address))
+    return found

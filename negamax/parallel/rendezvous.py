@@ -1,0 +1,59 @@
+"""The store in which the ranks of one engine find each other."""
+
+from __future__ import annotations
+
+import socket
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from negamax.parallel.layout import ParallelLayout
+
+_BACKLOG = 1024  # connections: several of each rank
+_POLL_SECONDS = 0.05
+
+
+def open_store(rendezvous: str, layout: ParallelLayout, *, timeout_s: float) -> dist.Store:
+    """The store at `rendezvous`, which no other group has used: a file of this machine, or
+    `tcp://ADDRESS:PORT`, where rank 0 listens, at that address alone (PyTorch's own socket would
+    be open on all). Errors: `OSError` where it cannot, or does not within `timeout_s`.
+    """
+    if not rendezvous.startswith("tcp://"):
+        return dist.FileStore(rendezvous, layout.world_size)
+    address, _, port = rendezvous.removeprefix("tcp://").rpartition(":")
+    host, is_master = address.strip("[]"), layout.rank == 0
+    listener = _listen(host, int(port)) if is_master else None
+    if listener is None:
+        _wait_for(host, int(port), timeout_s)
+    return dist.TCPStore(
+        host,
+        int(port),
+        layout.world_size,
+        is_master,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, port))
+    listener.listen(_BACKLOG)
+    return listener
+
+
+def _wait_for(host: str, port: int, timeout_s: float) -> None:
+    """Until somebody listens there: PyTorch's client would fill the log with its attempts."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=1.0).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_POLL_SECONDS)

@@ -1,0 +1,60 @@
+"""ZeroMQ sockets between machines: encrypted, and only for those who have the same key.
+
+Both ends derive two key pairs of CurveZMQ from the environment variable NEGAMAX_NODE_KEY, that of
+the end that listens and that of the one that connects. Who does not know the variable knows neither
+public key, and is not heard. Where it is not set everybody who runs Negamax has the key: it guards
+against strays then, and against no attacker.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import zmq
+from zmq.utils import z85
+
+from negamax.base import env
+from negamax.base.errors import ResourceError
+from negamax.config.nodes import KEY_VARIABLE
+
+_TCP = "tcp://"
+
+
+def has_key() -> bool:
+    """Whether the key is one of the user's own."""
+    return env.get(KEY_VARIABLE) is not None
+
+
+def tcp_endpoint(address: str, port: int) -> str:
+    """Of an IPv4 or IPv6 address."""
+    return f"{_TCP}[{address}]:{port}" if ":" in address else f"{_TCP}{address}:{port}"
+
+
+def bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    """Listen at `endpoint`; with the key where other machines can reach it. Errors:
+    `ResourceError`.
+    """
+    if endpoint.startswith(_TCP):
+        socket.ipv6 = "[" in endpoint
+        socket.curve_server = True
+        socket.curve_secretkey = _secret_key("listens")
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise ResourceError(f"{endpoint} cannot be listened on: {error.strerror}") from None
+
+
+def connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    """The other end of `bind`."""
+    if endpoint.startswith(_TCP):
+        own = _secret_key("connects")
+        socket.ipv6 = "[" in endpoint
+        socket.curve_serverkey = zmq.curve_public(_secret_key("listens"))
+        socket.curve_publickey, socket.curve_secretkey = zmq.curve_public(own), own
+    socket.connect(endpoint)
+
+
+def _secret_key(end: str) -> bytes:
+    given = (env.get(KEY_VARIABLE) or "").encode()
+    digest = hashlib.blake2b(given, digest_size=32, person=f"negamax {end}"[:16].encode())
+    return z85.encode(digest.digest())

@@ -1,0 +1,133 @@
+"""Machines for tests: network namespaces of this one, joined by a bridge."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+START_SECONDS = 120.0
+
+
+class Machines:
+    """Machine 0 is where this process runs; the others are namespaces. Each has one address."""
+
+    def __init__(self, count: int) -> None:
+        """Errors: `CalledProcessError` where namespaces cannot be made."""
+        number = os.getpid()
+        self._prefix = f"ngmx{number % 100_000}"
+        self._subnet = f"10.{100 + number // 250 % 100}.{number % 250}"
+        self.num_others = count - 1
+        bridge = self.interface
+        _ip("link", "add", bridge, "type", "bridge")
+        _ip("addr", "add", f"{self.address(0)}/24", "dev", bridge)
+        _ip("link", "set", bridge, "up")
+        for machine in range(1, count):
+            space, here = self._space(machine), f"{self._prefix}v{machine}"
+            _ip("netns", "add", space)
+            _ip("link", "add", here, "type", "veth", "peer", "name", "eth0", "netns", space)
+            _ip("link", "set", here, "master", bridge, "up")
+            _ip("-n", space, "addr", "add", f"{self.address(machine)}/24", "dev", "eth0")
+            _ip("-n", space, "link", "set", "lo", "up")
+            _ip("-n", space, "link", "set", "eth0", "up")
+
+    @property
+    def interface(self) -> str:
+        """Of machine 0."""
+        return f"{self._prefix}br"
+
+    def address(self, machine: int) -> str:
+        return f"{self._subnet}.{machine + 1}"
+
+    def set_link(self, machine: int, state: str) -> None:
+        """ "up" or "down": the cable of a machine."""
+        _ip("link", "set", f"{self._prefix}v{machine}", state)
+
+    def command(self, machine: int) -> list[str]:
+        """What runs a command there."""
+        return ["ip", "netns", "exec", self._space(machine)] if machine else []
+
+    def remove(self) -> None:
+        for machine in range(1, self.num_others + 1):
+            with contextlib.suppress(subprocess.CalledProcessError):
+                _ip("netns", "del", self._space(machine))
+        with contextlib.suppress(subprocess.CalledProcessError):
+            _ip("link", "del", self.interface)
+
+    def _space(self, machine: int) -> str:
+        return f"{self._prefix}n{machine}"
+
+
+@contextlib.contextmanager
+def machines(count: int) -> Iterator[Machines]:
+    """Errors: `NoMachinesError` with the reason where there can be none."""
+    if shutil.which("ip") is None:
+        raise NoMachinesError("there is no `ip` (Debian: iproute2)")
+    try:
+        made = Machines(count)
+    except subprocess.CalledProcessError as error:
+        raise NoMachinesError(f"no network namespaces: {error.stderr.strip()}") from None
+    try:
+        yield made
+    finally:
+        made.remove()
+
+
+class NoMachinesError(Exception):
+    """This machine makes no others."""
+
+
+class Agent:
+    """`negamax serve` as a node other than 0; `log` is what it has written."""
+
+    def __init__(self, network: Machines, node: int, *options: str, **variables: str) -> None:
+        """`options` say which node it is where they have an address; else they are `node`'s."""
+        if not any(option == "--data-parallel-address" for option in options):
+            options = ("--node-rank", str(node), "--master-addr", network.address(0), *options)
+        command = [
+            *network.command(node), sys.executable, "-m", "negamax", "serve", "nano",
+            "--device", "cpu", "--num-threads", "1", "--dtype", "float32", *options,
+        ]  # fmt: skip
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | variables,
+            start_new_session=True,
+        )
+        self.log = ""
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log += line
+
+    def wait_for(self, text: str, *, seconds: float = START_SECONDS) -> None:
+        """Until the log has `text`. Errors: `AssertionError` with the log."""
+        deadline = time.monotonic() + seconds
+        while text not in self.log:
+            assert time.monotonic() < deadline, f"no {text!r} in:\n{self.log}"
+            time.sleep(0.02)
+
+    def end(self, *, seconds: float = 20.0) -> int:
+        """The exit code of one that ends by itself. Errors: `TimeoutExpired`."""
+        return self.process.wait(seconds)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)

@@ -1,0 +1,206 @@
+"""Ranks on several machines, which are network namespaces here: the text of one machine, agents
+that come in any order, and machines that are lost.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from nodes import Agent, Machines, NoMachinesError, machines
+
+from negamax import LLM, SamplingParams
+from negamax.base.errors import ConfigError, EngineDeadError, ResourceError
+from negamax.config.nodes import KEY_VARIABLE, NodeOptions
+from negamax.engine.nodes.group import NodeGroup
+from negamax.parallel.layout import ParallelLayout
+
+PROMPTS = ["What is 47 + 38?", "Hello!", "Who are you?", "A box holds 24 pencils. How many"]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=3, max_tokens=30, ignore_eos=True),
+    SamplingParams(temperature=0.0, max_tokens=24, logprobs=2),
+    SamplingParams(temperature=0.7, seed=5, max_tokens=24),
+]
+LONG = SamplingParams(temperature=0.0, max_tokens=3000, ignore_eos=True)
+# sums over ranks are added up in another order: in bfloat16 near ties would be decided otherwise
+COMMON: dict[str, Any] = {"device": "cpu", "num_threads": 1, "dtype": "float32"}
+NOTICED_SECONDS = 3.0
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Machines]:
+    try:
+        with machines(3) as made:
+            yield made
+    except NoMachinesError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "of the tests")
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    return [each.outputs[0].token_ids for each in llm.generate(PROMPTS, PARAMS)]
+
+
+def on_nodes(network: Machines, count: int, **sizes: int) -> LLM:
+    address = network.address(0)
+    return LLM("nano", **COMMON, nnodes=count, master_addr=address, **sizes)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    with LLM("nano", **COMMON) as one:
+        return tokens(one)
+
+
+def seconds_until_noticed(llm: LLM, fault: Any, words: str) -> float:
+    """From `fault`, which comes while a request is answered, to the error that ends it."""
+    hit: list[float] = []
+
+    def strike() -> None:
+        hit.append(time.monotonic())
+        fault()
+
+    timer = threading.Timer(0.3, strike)
+    timer.start()
+    with pytest.raises(EngineDeadError, match=words):
+        llm.generate(PROMPTS[0], LONG)
+    timer.join()
+    return time.monotonic() - hit[0]
+
+
+def test_stages_on_two_machines_and_one_is_killed(
+    network: Machines, expected: list[list[int]]
+) -> None:
+    """The agent is there before node 0."""
+    agent = Agent(network, 1, "-pp", "2", "--nnodes", "2")
+    try:
+        agent.wait_for(f"waiting for node 0 at {network.address(0)}:29501")
+        with on_nodes(network, 2, pipeline_parallel_size=2) as llm:
+            assert tokens(llm) == expected
+            seconds = seconds_until_noticed(llm, agent.kill, "node 1|rank 1 has hung up")
+            assert seconds < NOTICED_SECONDS
+    finally:
+        agent.kill()
+
+
+def test_data_parallel_ranks_on_two_machines_and_one_stands_still(
+    network: Machines, expected: list[list[int]]
+) -> None:
+    """Node 0 waits for the agent, in vLLM's words."""
+    agents: list[Agent] = []
+    options = [
+        "-dp", "2", "--headless", "--data-parallel-start-rank", "1", "--data-parallel-size-local",
+        "1", "--data-parallel-address", network.address(0),
+    ]  # fmt: skip
+
+    def come_late() -> None:
+        agents.append(Agent(network, 1, *options))
+
+    threading.Timer(1.5, come_late).start()
+    with on_nodes(network, 2, data_parallel_size=2) as llm:
+        (agent,) = agents
+        try:
+            assert tokens(llm) == expected
+            # of a request on each of the two ranks
+            stop = lambda: os.killpg(agent.process.pid, signal.SIGSTOP)  # noqa: E731
+            assert seconds_until_noticed(llm, stop, "node 1 .* no sign of life") < NOTICED_SECONDS
+            os.killpg(agent.process.pid, signal.SIGCONT)
+            agent.wait_for("the ranks end")
+        finally:
+            agent.kill()
+
+
+def test_agents_wait_for_the_next_engine_and_end_with_the_last(
+    network: Machines, expected: list[list[int]]
+) -> None:
+    agents = [Agent(network, node, "-pp", "3", "--nnodes", "3") for node in (2, 1)]
+    try:
+        llm = on_nodes(network, 3, pipeline_parallel_size=3)
+        assert tokens(llm) == expected
+        cut = lambda: network.set_link(2, "down")  # noqa: E731
+        assert seconds_until_noticed(llm, cut, "node 2 .* no sign of life") < NOTICED_SECONDS
+        llm._loop.shutdown(restarts=True)
+        for agent in agents:
+            agent.wait_for("the ranks end")
+        network.set_link(2, "up")
+        with on_nodes(network, 3, pipeline_parallel_size=3) as again:
+            assert tokens(again) == expected
+        for agent in agents:
+            assert agent.end() == 0
+            assert "node 0 ends, and this node with it" in agent.log
+            assert "Traceback" not in agent.log and "[W" not in agent.log
+    finally:
+        network.set_link(2, "up")
+        for agent in agents:
+            agent.kill()
+
+
+# What is refused, without weights
+
+
+def group_of_two(address: str, **facts: str) -> NodeGroup:
+    options = NodeOptions(nnodes=2, master_addr=address)
+    return NodeGroup(options, ParallelLayout(pp=2, nodes=2), facts=facts)
+
+
+def test_an_agent_that_differs_ends_and_says_what_differs(network: Machines) -> None:
+    group = group_of_two(network.address(0), **{"Negamax": "0.0.1", "--seed": "7"})
+    threading.Thread(target=lambda: _ignoring_errors(group.meet), daemon=True).start()
+    agent = Agent(network, 1, "-pp", "2", "--nnodes", "2", "--seed", "8")
+    try:
+        assert agent.end(seconds=60.0) == 2
+        assert "--seed: 7 on node 0, 8 on node 1" in agent.log
+        assert "Negamax: 0.0.1 on node 0" in agent.log
+    finally:
+        agent.kill()
+        group.close()
+
+
+def test_an_agent_with_another_key_is_not_heard(network: Machines) -> None:
+    group = group_of_two(network.address(0))
+    threading.Thread(target=lambda: _ignoring_errors(group.meet), daemon=True).start()
+    agent = Agent(network, 1, "-pp", "2", "--nnodes", "2", **{KEY_VARIABLE: "another"})
+    try:
+        agent.wait_for(f"is {KEY_VARIABLE} the same", seconds=60.0)
+        agent.process.send_signal(signal.SIGTERM)
+        assert agent.end() == 0
+    finally:
+        agent.kill()
+        group.close()
+
+
+def test_ports_that_are_taken_are_named(network: Machines) -> None:
+    words = r"port 29502 .* Address already in use; .* need 4"
+    with (
+        socket.create_server((network.address(0), 29502)),
+        pytest.raises(ResourceError, match=words),
+    ):
+        group_of_two(network.address(0))
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [("127.0.0.1", "other machines do not reach .*--interface lo"), ("192.0.2.1", "no address of")],
+)
+def test_addresses_that_nobody_can_reach_are_refused(address: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        group_of_two(address)
+
+
+def _ignoring_errors(call: Any) -> None:
+    """For a thread whose socket is closed under it at the end."""
+    try:
+        call()
+    except Exception:
+        return
