@@ -27,7 +27,7 @@ from negamax.config.model_spec import ModelSpec
 from negamax.config.options import EngineOptions
 from negamax.engine.core.setup import start_loop
 from negamax.engine.core.topology import with_planned_sizes
-from negamax.models.memory import weight_bytes
+from negamax.models.memory import ModelWeights, weight_bytes
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split, possible_splits
 from negamax.planner.cost import Workload
@@ -56,6 +56,20 @@ def planned(spec: ModelSpec, gpus: int, *, gpu: str = "H200", **options: Any) ->
     return make_plan(spec, Hardware(model, gpus, **own), LOADS, **options)
 
 
+COUNTED: list[ModelWeights] = []
+
+
+def bytes_on_rank(spec: ModelSpec, layout: ParallelLayout) -> int:
+    """`weight_bytes`, which would list all weights anew for each layout."""
+    weights = next((known for known in COUNTED if known.spec is spec), None)
+    if weights is None:
+        weights = ModelWeights(spec)
+        COUNTED.append(weights)
+        assert bytes_on_rank(spec, layout) == weight_bytes(spec, dtype="bfloat16", layout=layout)
+    held = weights.on_rank(dtype="bfloat16", layout=layout)
+    return round(sum(num_bytes for _, _, num_bytes in held))
+
+
 def counted(
     spec: ModelSpec, layout: ParallelLayout, budget: int, *, kv_dtype: str = "bfloat16"
 ) -> tuple[int, int, int]:
@@ -64,7 +78,7 @@ def counted(
     """
     found = []
     for stage in map(layout.of_rank, range(0, layout.world_size, layout.stage_size)):
-        weights = weight_bytes(spec, dtype="bfloat16", layout=stage)
+        weights = bytes_on_rank(spec, stage)
         layers = stage.layers(spec.num_layers)
         caches = with_index_dtype(spec.kv_caches(), "bfloat16")[layers.start : layers.stop]
         token = block_bytes(caches, 1, dtype=kv_dtype, ranks=layout.tp)
