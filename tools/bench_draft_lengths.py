@@ -3,7 +3,7 @@
     python tools/bench_draft_lengths.py [nano] [--rows 1 4 16 64 128] [--suite nano-math]
 
 For each number of sequences at once: output tokens per second of processor time without drafts,
-with always 1, 2 and 3 draft tokens of nano's own draft, with a draft that rests all the time, and with
+with nano's own draft that rests all the time, with always 1, 2 and 3 of its tokens, and with
 `adaptive`. Engines of one thread answer the same problems in turns; each figure is the median over
 the rounds, the first of which only warms up. A share is that of `adaptive` in the best of the
 others, by the median of the ratios. Steps, too, are timed by processor time: what else runs on the

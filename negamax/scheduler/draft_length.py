@@ -36,6 +36,7 @@ _FORGET_STEPS, _FORGET_ROWS = 256, 1024
 # times, as variances of logarithms: of measured and assumed ones (a slow host knows nothing of
 # those of a GPU), of a step, what a step adds
 _ERROR, _NOISE = 0.4**2, 0.1**2
+_NEIGHBOUR = 0.07**2  # what half or twice as many rows may differ by
 _LEAST_NOISE, _MOST_NOISE, _NOISE_STEPS = 0.005**2, 0.3**2, 32
 _UNKNOWN, _DRIFT, _LENGTH_DRIFT = 1e2, 0.004**2, 0.0004**2
 _ASSUMED_COST = 0.2  # of a draft, as a share of a step, where nothing was measured
@@ -82,6 +83,15 @@ class _Times:
         self._covariances = [[0.0] * (count + 1) for _ in range(count + 1)]
         for i in range(count + 1):
             self._covariances[i][i] = _ERROR if i else _UNKNOWN
+
+    def beside(self, *, step: int) -> _Times:
+        """What is known of about half or twice as many rows of which no step was seen."""
+        times = _Times(len(self._means) - 1, step=step)
+        times._means = self._means[:]
+        times._covariances = [row[:] for row in self._covariances]
+        for i, row in enumerate(times._covariances):
+            row[i] += _NEIGHBOUR if i else _UNKNOWN
+        return times
 
     def of_length(self, index: int) -> float:
         """The number of a length."""
@@ -218,7 +228,12 @@ class AdaptiveDraftLength:
     def _times_of(self, num_rows: int) -> _Times:
         size = _size_class(num_rows)
         if size not in self._times:
-            self._times[size] = _Times(len(self._lengths), step=self._num_steps)
+            near = next((near for near in (size + 1, size - 1) if near in self._times), None)
+            self._times[size] = (
+                _Times(len(self._lengths), step=self._num_steps)
+                if near is None
+                else self._times[near].beside(step=self._num_steps)
+            )
         return self._times[size]
 
     def _log_seconds(self, num_rows: int, drafts: int) -> float:
