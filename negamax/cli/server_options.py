@@ -106,7 +106,8 @@ _TABLE = (
     Flag(
         "max_engine_restarts",
         LIMITS,
-        "Restarts of a dead engine within the window; after that the server ends.",
+        "Restarts of a dead engine within the window; after that the server ends, unless it has "
+        "other replicas.",
     ),
     Flag("engine_restart_window", LIMITS, "Seconds that a restart counts."),
     Flag(

@@ -278,7 +278,7 @@ class ServerOptions:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    api_server_count: int = 1  # processes that answer HTTP, in front of one engine
+    api_server_count: int = 1  # processes that answer HTTP, in front of the same engines
     served_model_name: tuple[str, ...] = ()  # default: the model's own name
     api_keys: tuple[str, ...] = ()  # any of them opens every route; none: no key is asked for
     api_key_file: str | None = None  # of further ones, one per line
@@ -309,7 +309,9 @@ class ServerOptions:
     stream_interval: int = 1
     # of comments in a stream that has nothing to say; 0: none
     sse_keep_alive_interval: float = 15.0
-    max_engine_restarts: int = 3  # within engine_restart_window; after that the server ends
+    # of one engine within engine_restart_window; after that it stays dead, and the server ends
+    # unless another one is left
+    max_engine_restarts: int = 3
     engine_restart_window: float = 600.0
     engine_hang_timeout: float = 300.0  # that the engine's loop may stand still while there is work
     enable_log_requests: bool = False  # a line when a request begins and one when it ends

@@ -64,13 +64,13 @@ class EngineSupervisor:
         """Use `start` or `run`."""
         self.engine = servers.engine
         self._engines = [
-            _SupervisedEngine(replica, of_replica, visible=visible, servers=servers)
-            for replica, (of_replica, visible) in enumerate(replica_options(options))
+            _SupervisedEngine(replica, of_replica, variables=variables, servers=servers)
+            for replica, (of_replica, variables) in enumerate(replica_options(options))
         ]
 
     @classmethod
     async def start(cls, options: EngineOptions) -> EngineSupervisor:
-        """An engine for this process alone, which is not started again when it dies. Errors: those
+        """Engines for this process alone, which are not started again when they die. Errors: those
         of `run`, and of `AsyncEngine.create`."""
         engine = await AsyncEngine.create(options)
         return await cls.run(engine, options, supervision=Supervision(), module=ENGINE_MODULE)
@@ -129,13 +129,13 @@ class _SupervisedEngine:
         replica: int,
         options: EngineOptions,
         *,
-        visible: Mapping[str, str],
+        variables: Mapping[str, str],
         servers: _Servers,
     ) -> None:
-        """`visible`: environment variables of the process that say which GPUs are its own."""
+        """`options` and `variables` of the environment are those of `replica_options`."""
         self._replica = replica
         self._options = options
-        self._visible = visible
+        self._variables = variables
         self._servers = servers
         self._client = servers.engine.replicas[replica]
         self._connection: EngineConnection | None = None
@@ -174,7 +174,7 @@ class _SupervisedEngine:
             hang_seconds=servers.supervision.hang_timeout,
             module=servers.module,
             parent=servers.parent,
-            variables=self._visible,
+            variables=self._variables,
         )
         try:
             info = await connection.handshake()
