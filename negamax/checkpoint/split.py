@@ -43,6 +43,12 @@ def check_split(folder: Path, layout: ParallelLayout) -> None:
     """
     ranks = ranks_of(folder)
     if layout not in ranks:
+        if layout.redundant_experts:
+            raise CheckpointError(
+                f"{folder} is split for ranks that have no room for copies of experts; "
+                f"num_redundant_experts is {layout.redundant_experts}",
+                hint="leave it out of --eplb-config, or use the checkpoint that it was made from",
+            )
         tp, ep = ranks[0].tp, ranks[0].ep
         raise CheckpointError(
             f"{folder} is split for --tensor-parallel-size {tp}, --expert-parallel-size {ep}; here "

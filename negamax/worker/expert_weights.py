@@ -57,16 +57,21 @@ class ExpertRecorder:
         # those that count tokens which no other one counts, for the layers of a stage
         speakers = [rank for rank in range(layout.world_size) if layout.of_rank(rank).tp_rank == 0]
         self._speakers = torch.tensor(speakers, device=device)
+        self._gather()  # connections are made now, not under load
 
     def counts(self) -> HostTensor:
         """[layers, experts] int64 of all ranks, each of which must call this."""
-        everyone = self._world.all_gather(self._counts.unsqueeze(0), dim=0)
-        return HostTensor(everyone[self._speakers].sum(0)[:, : self._num_experts].contiguous())
+        everyone = self._gather()[self._speakers]
+        return HostTensor(everyone.sum(0)[:, : self._num_experts].contiguous())
 
     def apply(self, step: ExpertStep) -> HostTensor | None:
         """What a plan says of experts, before its step; the counts, where it asks for them."""
         assert not step.moves, "experts are recorded, not moved"
         return self.counts() if step.wants_counts else None
+
+    def _gather(self) -> Tensor:
+        """What each rank has counted."""
+        return self._world.all_gather(self._counts.unsqueeze(0), dim=0)
 
 
 class MovableExperts(ExpertRecorder):

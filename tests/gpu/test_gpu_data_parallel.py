@@ -26,6 +26,12 @@ RANKS: list[dict[str, Any]] = [
     {"data_parallel_size": 2, "max_num_batched_tokens": 48},
     {"data_parallel_size": 4, "enable_expert_parallel": True},
     {"data_parallel_size": 2, "tensor_parallel_size": 2, "expert_parallel_size": 2},
+    {
+        "data_parallel_size": 2,
+        "enable_expert_parallel": True,
+        "enable_eplb": True,
+        "eplb_config": {"step_interval": 8, "window_size": 8, "num_redundant_experts": 2},
+    },
 ]
 
 
@@ -39,7 +45,7 @@ def test_ranks_agree_with_one(of_one_rank: list[list[int]], options: dict[str, A
     check_nano(of_one_rank, options)
 
 
-@pytest.mark.parametrize("options", [RANKS[0], RANKS[1], RANKS[4], RANKS[5]], ids=str)
+@pytest.mark.parametrize("options", [RANKS[0], RANKS[1], RANKS[4], RANKS[5], RANKS[6]], ids=str)
 def test_nano_m3_agrees_with_one_rank(options: dict[str, Any]) -> None:
     check_nano_m3(options)
 
@@ -57,7 +63,7 @@ def test_a_seed_gives_the_same_text_on_either_rank() -> None:
         assert same >= 36  # a rounding of another batch size may tip a token near a tie
 
 
-@pytest.mark.parametrize("options", [RANKS[1], RANKS[4], RANKS[5]], ids=str)
+@pytest.mark.parametrize("options", [RANKS[1], RANKS[4], RANKS[5], RANKS[6]], ids=str)
 def test_a_long_mixed_run_ends_with_every_block_free(options: dict[str, Any]) -> None:
     """M2's own kernels and sizes, two layers: prompts of up to 8,000 tokens beside short ones,
     preemptions, aborts.

@@ -4,14 +4,18 @@ the busiest rank has no more to do than before.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from negamax.base.errors import ConfigError, InvalidRequestError
+from negamax.base.errors import CheckpointError, ConfigError, InvalidRequestError
+from negamax.checkpoint import split
+from negamax.checkpoint.split import RANK_INDEX_NAME
 from negamax.config.eplb import EplbConfig
 from negamax.config.families import bundled_spec
 from negamax.config.options import EngineOptions
@@ -204,3 +208,13 @@ def test_memory_of_redundant_experts_is_counted() -> None:
         for n in (0, 4)
     ]
     assert sizes[1] - sizes[0] == pytest.approx(62 * 3 * 3072 * 1536, rel=1e-3)
+
+
+def test_a_checkpoint_of_ranks_has_no_room_for_copies(tmp_path: Path) -> None:
+    sizes = {"tensor_parallel_size": 2, "expert_parallel_size": 2}
+    for rank in range(2):
+        index = tmp_path / RANK_INDEX_NAME.format(rank)
+        index.write_text(json.dumps({"metadata": sizes}))
+    split.check_split(tmp_path, ParallelLayout(tp=2, ep=2))
+    with pytest.raises(CheckpointError, match=r"no room for copies .*leave it out of --eplb"):
+        split.check_split(tmp_path, ParallelLayout(tp=2, ep=2, redundant_experts=2))
