@@ -15,7 +15,7 @@ from negamax.config.eplb import COUNTED, FIXED, MOVED, RECORDER_MODES, EplbConfi
 from negamax.config.key_file import check_keys
 from negamax.config.nodes import MASTER_PORT, NodeOptions
 from negamax.config.parallel import ALL2ALL_BACKENDS, ParallelOptions
-from negamax.config.speculation import EAGLE3, SpeculationConfig
+from negamax.config.speculation import SpeculationConfig
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 SOURCES = ("auto", "huggingface", "modelscope")
@@ -260,16 +260,9 @@ class EngineOptions:
         """Who guesses tokens ahead; None: nobody. Errors: `ConfigError`."""
         if not self.speculative_config:
             return None
-        config = SpeculationConfig.read(
+        return SpeculationConfig.read(
             self.speculative_config, tensor_parallel_size=self.tensor_parallel_size
         )
-        if self.pipeline_parallel_size > 1 and config.method == EAGLE3:
-            raise ConfigError(
-                "--speculative-config has method eagle3, and --pipeline-parallel-size is "
-                f"{self.pipeline_parallel_size}: the draft reads layers of several stages",
-                hint="use --tensor-parallel-size instead of it, or method ngram",
-            )
-        return config
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,8 @@ class Decoder:
 
         Stages but the first run on `entering` [T, hidden], this rank's part of the residual stream
         that leaves the stage before (a sum over the ranks; its content is undefined afterwards),
-        not on the tokens. Stages but the last return the stream that leaves them.
+        not on the tokens. Stages but the last return the stream that leaves them. Streams of layers
+        of other stages are those in `out`, or left out.
         """
         streams: dict[int, Tensor | None] = dict.fromkeys(capture)
         streams.update(zip(capture, out, strict=False))
@@ -128,10 +129,10 @@ class Decoder:
             x, residual = Partial(entering, self._group), torch.zeros_like(entering)
         x, residual = self.stage(x, residual, metadata, kv, streams=streams)
         hidden = self.last_norm(x, residual)
-        if not self.is_last_stage:
-            return self._norm.complete(residual, x.group), []
         last = self.spec.num_layers
-        if last in streams:
+        if not self.is_last_stage:
+            hidden = self._norm.complete(residual, x.group)
+        elif last in streams:
             streams[last] = self._norm.complete(residual, x.group, out=streams[last])
         return hidden, [stream for stream in streams.values() if stream is not None]
 

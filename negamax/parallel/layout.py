@@ -257,6 +257,11 @@ class ParallelLayout:
         """Whether this rank computes logits."""
         return self.pp_rank == self.pp - 1
 
+    @property
+    def within_stage(self) -> ParallelLayout:
+        """This rank's place among those of its pipeline stage, as if these were all."""
+        return replace(self, rank=self.rank % self.stage_size, pp=1, partition=())
+
     def layers(self, num_layers: int) -> range:
         """Layers of this rank's pipeline stage; where they do not divide, the first stages have one
         more. Errors: `ConfigError` with a setting that works.

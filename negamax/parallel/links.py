@@ -65,6 +65,11 @@ class Link:
         except RuntimeError as error:
             raise EngineDeadError(f"another stage is gone: {error}") from error
 
+    def finish(self) -> None:
+        """Wait until all that was sent may go. Errors: as in `Arrival.wait`."""
+        while self._sent:
+            Arrival(self._sent.popleft()[0]).wait()
+
 
 @dataclass(frozen=True)
 class PipelineLinks:
@@ -108,6 +113,16 @@ class PipelineLinks:
         )
         links._open(layout, device)
         return links
+
+    def hand_down(self, tensor: Tensor) -> None:
+        """What the first stage has in `tensor`, which is contiguous, to all others, into theirs.
+        Errors: as in `Arrival.wait`.
+        """
+        if self.previous is not None:
+            self.previous.receive(tensor).wait()
+        if self.next is not None:
+            self.next.send(tensor)
+            self.next.finish()
 
     def _open(self, layout: ParallelLayout, device: torch.device) -> None:
         """Use every link once, in the order of a step: connections are made now, not in the first

@@ -109,11 +109,22 @@ class WorkerConfig:
         return self.layout.world_size * self.num_replicas
 
     @property
+    def own_draft(self) -> DraftModel | None:
+        """The draft that this rank runs: those of the last pipeline stage do."""
+        return self.draft if self.layout.is_last_stage else None
+
+    @property
+    def num_captured_before(self) -> int:
+        """Layers of earlier pipeline stages that the draft reads."""
+        first = self.layout.layers(self.spec.num_layers).start
+        return sum(layer < first for layer in self.draft.spec.aux_layers) if self.draft else 0
+
+    @property
     def kv_caches(self) -> KvCacheSpecs:
         """Of the layers of this rank's pipeline stage, and behind them of the draft's."""
         own = self.layout.layers(self.spec.num_layers)
         caches, of_index = self.spec.kv_caches()[own.start : own.stop], self.index_cache_dtype
-        caches = [*caches, *(self.draft.spec.kv_caches() if self.draft else ())]
+        caches = [*caches, *(self.own_draft.spec.kv_caches() if self.own_draft else ())]
         return caches if of_index == "auto" else with_index_dtype(caches, of_index)
 
 

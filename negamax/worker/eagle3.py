@@ -37,6 +37,7 @@ from negamax.parallel.layout import ParallelLayout
 from negamax.quantization.detect import detect
 from negamax.quantization.scheme import WeightFormat
 from negamax.worker.config import WorkerConfig
+from negamax.worker.distant_proposer import hand_down_embedding
 from negamax.worker.request_state import RequestState
 from negamax.worker.speculation import Proposer, TokenStates
 
@@ -57,13 +58,17 @@ class Eagle3Proposer(Proposer):
         self._record = kernels[RECORD_GUESS].run
         self._plan = None
         if draft.folder is not None:
-            slots = empty_slots(draft.spec, config.layout, kernels=kernels)
+            layout = config.layout.within_stage
+            slots = empty_slots(draft.spec, layout, kernels=kernels)
             with of_draft(draft.folder):
-                self._plan = plan_load(slots, draft.spec, Path(draft.folder), config.layout)
+                self._plan = plan_load(slots, draft.spec, Path(draft.folder), layout)
 
     def load(self, target: Decoder, context: ParallelContext, device: torch.device) -> str:
         """See `Proposer`."""
         spec, self._group = self._draft.spec, context.attention_group
+        if not spec.own_embedding and not target.is_first_stage:
+            weights = WeightFormat(self._kernels.dtype, device)
+            target.embedding = hand_down_embedding(target, context, weights)
         self._model = _build(spec, context, device=device, kernels=self._kernels)
         slots = self._model.weight_slots()
         if self._plan is not None:

@@ -148,10 +148,13 @@ def draft_buffers(config: WorkerConfig) -> int:
 
 
 def stage_buffers(config: WorkerConfig) -> int:
-    """Bytes of residual streams that wait to be sent to the next pipeline stage, or to be run."""
+    """Bytes of residual streams that wait to be sent to the next pipeline stage, or to be run, and
+    of those for a draft model beside them.
+    """
     if config.layout.pp == 1:
         return 0
-    return 4 * config.max_num_batched_tokens * config.spec.hidden_size * 2
+    streams = 1 + (len(config.draft.spec.aux_layers) if config.draft else 0)
+    return 4 * streams * config.max_num_batched_tokens * config.spec.hidden_size * 2
 
 
 def choose_num_blocks(

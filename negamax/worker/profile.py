@@ -72,7 +72,7 @@ def peak_bytes(
         )
         if model.is_last_stage:
             model.local_logits(hidden[:most])
-        if proposer is not None and capture:
+        if proposer is not None and capture and model.is_last_stage:
             # (the first layers alone leave fewer streams)
             residuals += [hidden] * (len(capture) - len(residuals))
             # in slots that there are: there may be more sequences

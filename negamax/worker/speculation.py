@@ -103,6 +103,10 @@ def load_proposer(config: WorkerConfig, *, kernels: KernelTable) -> Proposer | N
     speculation = config.speculation
     if speculation is None:
         return None
+    if not config.layout.is_last_stage:
+        from negamax.worker.distant_proposer import DistantProposer
+
+        return DistantProposer(config, dtype=kernels.dtype)
     proposer = _proposer(config, speculation, kernels=kernels)
     rates = speculation.synthetic_acceptance_rates
     if proposer is None or rates is None:

@@ -1,7 +1,8 @@
 """What a rank exchanges with other stages of the pipeline in a step: the residual stream that its
 layers begin with or leave, and what became of the sampled rows, which goes from the last stage to
 the first: their tokens. With draft tokens it goes to all stages: how many of these were right, too,
-since that is where a row goes on, and what is guessed to follow.
+since that is where a row goes on, and what is guessed to follow. What a draft model reads of layers
+of other stages than the last travels beside the residual stream.
 
 A stage does not wait for what comes of a step before it runs the next one, but before it runs a
 step whose rows it belongs to (decision 42). A slot may have gone to another sequence meanwhile:
@@ -11,6 +12,7 @@ what came for the one before is dropped.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,6 +23,7 @@ from negamax.parallel.context import ParallelContext
 from negamax.parallel.links import Arrival
 from negamax.scheduler.step import StepPlan
 from negamax.worker.batch import SampleInputs
+from negamax.worker.config import WorkerConfig
 from negamax.worker.device import HostTensor, indices, upload
 from negamax.worker.request_state import RequestState
 from negamax.worker.speculation import Verification
@@ -48,6 +51,17 @@ class Arrived:
     reassigned: set[int]  # slots that have other sequences since
 
 
+@dataclass(frozen=True)
+class Entering:
+    """What enters a stage. T tokens, of which the ranks of a stage are each sent some, P."""
+
+    # this rank's part of the residual stream [T, width]; None on the first stage
+    stream: Tensor | None
+    # of the layers of earlier stages that a draft model reads: on the last stage [T, width] each,
+    # on others as they are sent on, [P, width]
+    captured: list[Tensor]
+
+
 class Stage:
     """This rank's side of the exchange; a pipeline of one stage exchanges nothing."""
 
@@ -55,16 +69,18 @@ class Stage:
         self,
         context: ParallelContext,
         rows: RequestState,
+        config: WorkerConfig,
         *,
-        width: int,
         dtype: torch.dtype,
     ) -> None:
-        """Rows of the residual stream are `width` wide and in `dtype`."""
+        """`dtype` of the residual stream."""
         layout = context.layout
         self.is_first, self.is_last = layout.is_first_stage, layout.is_last_stage
         self._links, self._rows, self._num_stages = context.links, rows, layout.pp
         self._place, self._num_places = layout.tp_rank, layout.tp
-        self._width, self._dtype = width, dtype
+        self._width, self._dtype = config.spec.hidden_size, dtype
+        self._num_captured = config.num_captured_before
+        self._group = context.attention_group
         self._sampled: tuple[Tensor, Tensor | None] | None = None  # of the step that runs
         self._expected: deque[_Expected] = deque()
 
@@ -84,21 +100,38 @@ class Stage:
         arrived = [self._take_in(self._expected.popleft()) for _ in range(last)]
         return [each for each in arrived if each is not None]
 
-    def receive(self, num_tokens: int, out: Tensor | None = None) -> Tensor | None:
-        """This rank's part of the stream that enters the stage, [num_tokens, width], at the front
-        of `out` where given, before zeros where ranks share it; None on the first stage.
+    def receive(
+        self, num_tokens: int, out: Tensor | None = None, captured: Sequence[Tensor] = ()
+    ) -> Entering:
+        """What enters the stage: this rank's part of the stream at the front of `out` where given,
+        before zeros where ranks share it; on the last stage what was captured, in the first of
+        `captured` where given.
         """
         if self._links.previous is None:
-            return None
+            return Entering(None, [])
         if out is None:
             device = self._rows.tokens.device
             out = torch.empty(num_tokens, self._width, dtype=self._dtype, device=device)
         if self._num_places > 1:
             out.zero_()
         part = out[self._part(num_tokens)]
+        if not self._num_captured:
+            if len(part):
+                self._links.previous.receive(part).wait()
+            return Entering(out, [])
+        beside = self._num_captured * self._width
+        sent = part.new_empty(len(part), self._width + beside)
         if len(part):
-            self._links.previous.receive(part).wait()
-        return out
+            self._links.previous.receive(sent).wait()
+        part.copy_(sent[:, : self._width])
+        parts = sent[:, self._width :]
+        if self.is_last:
+            parts = self._whole(parts, num_tokens)
+        streams = list(parts.split(self._width, dim=1))
+        if self.is_last:
+            kept = captured or [torch.empty_like(out[:num_tokens]) for _ in streams]
+            streams = [to.copy_(stream) for to, stream in zip(kept, streams, strict=False)]
+        return Entering(out, streams)
 
     def padding(self, num_tokens: int) -> Tensor | None:
         """In place of what `receive` gives, for tokens that stand for nobody, which no stage sends
@@ -109,11 +142,17 @@ class Stage:
         shape, device = (num_tokens, self._width), self._rows.tokens.device
         return torch.zeros(shape, dtype=self._dtype, device=device)
 
-    def send(self, hidden: Tensor) -> None:
-        """The stream [T, width] that leaves the stage; a copy travels."""
-        part = hidden[self._part(len(hidden))]
-        if self._links.next is not None and len(part):
-            self._links.next.send(part.clone())
+    def send(self, hidden: Tensor, entered: Entering, captured: Sequence[Tensor]) -> None:
+        """The stream [T, width] that leaves the stage, what was captured before it, and what its
+        own layers have added to that, [T, width] each; a copy travels. The last stage sends none.
+        """
+        if self._links.next is None:
+            return
+        rows = self._part(len(hidden))
+        part, own = hidden[rows], [stream[rows] for stream in captured]
+        if len(part):
+            beside = [*entered.captured, *own]
+            self._links.next.send(torch.cat([part, *beside], dim=1) if beside else part.clone())
 
     def expect(self, plan: StepPlan, inputs: SampleInputs) -> None:
         """The last stage will sample these rows of the step that was just sent."""
@@ -152,25 +191,26 @@ class Stage:
             self._receive(step)
 
     def finish(self) -> None:
-        """Take in all that is expected."""
+        """Receive all that is expected, and drop it."""
         while self._expected:
-            self._take_in(self._expected.popleft())
+            self._receive(self._expected.popleft())[1].wait()
 
-    def _receive(self, step: _Expected) -> None:
-        if step.message is None:
+    def _receive(self, step: _Expected) -> tuple[Tensor, Arrival]:
+        """The message of a step, on its way here."""
+        if step.message is None or step.arrival is None:
             plan, num_rows = step.plan, sum(step.plan.needs_sampling)
             per_row = any(plan.num_draft_tokens) + plan.num_proposed
             step.message = step.positions.new_empty(len(step.slots) + num_rows * per_row)
             (link,) = self._links.sampled
             step.arrival = link.receive(step.message)
+        return step.message, step.arrival
 
     def _take_in(self, step: _Expected) -> Arrived | None:
         """Write what comes of a step into its slots."""
-        self._receive(step)
-        assert step.message is not None and step.arrival is not None
-        step.arrival.wait()
+        message, arrival = self._receive(step)
+        arrival.wait()
         plan = step.plan
-        token_ids, rest = step.message[: len(step.slots)], step.message[len(step.slots) :]
+        token_ids, rest = message[: len(step.slots)], message[len(step.slots) :]
         slots, positions = step.slots_device, step.positions
         if step.reassigned:
             kept = [i for i, slot in enumerate(step.slots) if slot not in step.reassigned]
@@ -198,6 +238,14 @@ class Stage:
             rows.tolist(), num_drafts.tolist(), firsts.tolist(), HostTensor(accepted)
         )
         return Arrived(plan, verification, reassigned)
+
+    def _whole(self, part: Tensor, num_tokens: int) -> Tensor:
+        """All rows of what each rank of the stage has a part of."""
+        if self._num_places == 1:
+            return part
+        rows = part.new_zeros(num_tokens, part.shape[1])
+        rows[self._part(num_tokens)] = part
+        return self._group.all_reduce(rows)
 
     def _part(self, num_tokens: int) -> slice:
         """The rows that ranks in this place of their stages exchange."""

@@ -86,7 +86,7 @@ class Worker:
         self._kernels = kernels = resolve(platform=platform, dtype=dtype)
         kv_cache.check_weights_fit(
             config.spec,
-            draft=config.draft.spec if config.draft else None,
+            draft=config.own_draft.spec if config.own_draft else None,
             kernels=kernels,
             device=device,
             layout=config.layout,
@@ -116,9 +116,7 @@ class Worker:
                 device=device,
                 num_draft_tokens=num_draft_tokens,
             )
-            self._stage = Stage(
-                context, self._rows, width=config.spec.hidden_size, dtype=kernels.dtype
-            )
+            self._stage = Stage(context, self._rows, config, dtype=kernels.dtype)
             self._sampler = Sampler(
                 self._rows,
                 kernels=kernels,
@@ -397,15 +395,17 @@ class Worker:
             layout = runs
             columns = layout.columns
             graphs.prepare(shape, columns)
-            self._stage.receive(len(columns.token_slots), graphs.entering(shape))
+            num_tokens = len(columns.token_slots)
+            captured = graphs.residuals(num_tokens)
+            entering = self._stage.receive(num_tokens, graphs.entering(shape), captured)
             began = self._runtime.record_event()
             hidden = graphs.replay(shape).hidden
+            self._stage.send(hidden[:num_tokens], entering, captured)
             states = self._replayed_states(layout)
         else:
             most_tokens = size.num_tokens if size else None
             began, hidden, states = self._run_eagerly(layout, most_tokens)
         if not self._stage.is_last:
-            self._stage.send(hidden[: len(layout.columns.token_slots)])
             slots, offsets = layout.sample_slots, layout.sample_offsets
             self._stage.expect(plan, batches.sample_inputs(slots, offsets, self._rows))
             return began, StepOutput(plan.step_id, [], None)
@@ -442,15 +442,16 @@ class Worker:
         token_ids, metadata = share.build(most_tokens=most_tokens)
         entering = self._stage.receive(len(token_ids))
         began = self._runtime.record_event()
-        hidden, residuals = self._model.forward(
-            token_ids, metadata, self._kv, capture=self._layers, entering=entering
+        hidden, captured = self._model.forward(
+            token_ids, metadata, self._kv, capture=self._layers, entering=entering.stream
         )
+        self._stage.send(hidden, entering, captured)
         if self._stage.is_last and (layout.sample_rows or self._rows.prompt_logprob_slots):
             hidden = share.gather(hidden)
-        if self._proposer is None:
+        if self._proposer is None or not self._stage.is_last:
             return began, hidden, None
-        residuals = [share.gather(stream) for stream in residuals]
-        return began, hidden, TokenStates(share.describe_all(metadata), residuals)
+        captured = [share.gather(stream) for stream in (*entering.captured, *captured)]
+        return began, hidden, TokenStates(share.describe_all(metadata), captured)
 
     def _replayed_states(self, layout: batches.BatchLayout) -> TokenStates | None:
         """What a replayed step has made of its tokens, for the proposer; None: there is none."""
@@ -506,11 +507,13 @@ class Worker:
         """
         columns = batches.StepColumns.of_decodes(plan.slots, plan.num_scheduled)
         graphs.prepare(shape, columns)
-        self._stage.receive(len(columns.token_slots), graphs.entering(shape))
+        num_tokens = len(columns.token_slots)
+        captured = graphs.residuals(num_tokens)
+        entering = self._stage.receive(num_tokens, graphs.entering(shape), captured)
         began = self._runtime.record_event()
         buffers = graphs.replay(shape)
         if not self._stage.is_last:
-            self._stage.send(buffers.hidden[: len(columns.token_slots)])
+            self._stage.send(buffers.hidden[:num_tokens], entering, captured)
             self._stage.expect(plan, graphs.sample_inputs(shape, columns))
             return began, StepOutput(plan.step_id, [], None)
         rows = np.arange(len(plan.slots)).repeat(plan.num_scheduled).tolist()

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from negamax import LLM, SamplingParams
+from negamax.base import process
 from negamax.config.grammar import Grammar
-from negamax.engine.core import executor
 from negamax.engine.llm import Generation
 from tests import tiny, tiny_m3
 
@@ -63,7 +63,8 @@ def expected() -> list[Generation]:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[LLM]:
-    with LLM("nano", **COMMON, **TIGHT, data_parallel_size=2, pipeline_parallel_size=2) as llm:
+    layout = {"data_parallel_size": 2, "pipeline_parallel_size": 2, "enable_expert_parallel": True}
+    with LLM("nano", **COMMON, **TIGHT, **layout) as llm:
         yield llm
 
 
@@ -113,15 +114,13 @@ def m3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save(tiny_m3.make_model(5, **sizes), tmp_path_factory.mktemp("m3"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [
         {"data_parallel_size": 2, "pipeline_parallel_size": 2, "enable_expert_parallel": True},
-        pytest.param(
-            {"data_parallel_size": 2, "pipeline_parallel_size": 2, "tensor_parallel_size": 2,
-             "expert_parallel_size": 2, "pp_layer_partition": "1,2"},
-            marks=pytest.mark.full,
-        ),
+        {"data_parallel_size": 2, "pipeline_parallel_size": 2, "tensor_parallel_size": 2,
+         "expert_parallel_size": 2, "pp_layer_partition": "1,2"},
     ],
     ids=["whole-experts", "tp2-ep2"],
 )  # fmt: skip
@@ -140,6 +139,7 @@ def test_experts_lie_on_the_ranks_of_a_stage(m3: Path, layout: dict[str, Any]) -
     assert texts[0] == texts[1]
 
 
+@pytest.mark.full
 def test_captured_steps_of_data_ranks_on_stages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,12 +158,12 @@ def test_captured_steps_of_data_ranks_on_stages(
         SamplingParams(temperature=1.0, seed=5, top_k=5, max_tokens=16, logprobs=1),
     ]
     limits = {**COMMON, "max_num_batched_tokens": 24, "max_num_seqs": 5}
-    spawn = executor.process.spawn
+    spawn = process.spawn
 
     def captured(_module: str, *args: str) -> subprocess.Popen[bytes]:
         return spawn("tests.dist.captured_rank", *args)
 
-    monkeypatch.setattr(executor.process, "spawn", captured)
+    monkeypatch.setattr(process, "spawn", captured)
     texts = []
     for stages in (1, 2):
         layout = {"data_parallel_size": 2, "pipeline_parallel_size": stages}

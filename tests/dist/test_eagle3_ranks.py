@@ -1,5 +1,5 @@
-"""Two ranks guess what plain PyTorch guesses: from complete residual streams, with the parts of
-vocabulary, heads and fc that each of them holds.
+"""Several ranks guess what plain PyTorch guesses: from complete residual streams, which come from
+other pipeline stages, too, with the parts of vocabulary, heads and fc that each of them holds.
 """
 
 from __future__ import annotations
@@ -27,15 +27,23 @@ PARAMS = [
 ]
 
 
-VARIANTS = [
-    "biases, two layers",
-    pytest.param("borrows embedding and head", marks=pytest.mark.full),
+TP, PP = "tensor_parallel_size", "pipeline_parallel_size"
+# of three stages the first has none of the layers that the draft reads
+CASES = [
+    ("biases, two layers", {TP: 2}),
+    pytest.param("borrows embedding and head", {TP: 2}, marks=pytest.mark.full),
+    pytest.param("borrows embedding and head", {PP: 3}, marks=pytest.mark.full),
+    pytest.param(
+        "biases, two layers", {PP: 2, "pp_layer_partition": "4,1"}, marks=pytest.mark.full
+    ),
+    pytest.param("borrows embedding and head", {PP: 2, TP: 2}, marks=pytest.mark.full),
+    pytest.param("plain", {PP: 2, "data_parallel_size": 2}, marks=pytest.mark.full),
 ]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_two_ranks_guess_as_plain_pytorch(
-    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("variant", "layout"), CASES, ids=str)
+def test_ranks_guess_as_plain_pytorch(
+    variant: str, layout: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tiny.make_model(5, **SIZES)
     tiny.save(target, tmp_path / "model")
@@ -58,9 +66,14 @@ def test_two_ranks_guess_as_plain_pytorch(
 
     expected = texts()
     speculative = {"method": "eagle3", "model": draft, "adaptive": False}
-    assert texts(tensor_parallel_size=2, speculative_config=speculative) == expected
-    first, second = (json.loads((tmp_path / f"rank{rank}").read_text()) for rank in range(2))
-    assert first == second
-    wrong, compared = tiny_draft.count_wrong(first, target, expected, (2, 3, 4), config, tensors)
-    assert compared > 100
-    assert wrong == 0
+    assert texts(**layout, speculative_config=speculative) == expected
+    seen = [json.loads(file.read_text()) for file in tmp_path.glob("rank*")]
+    guessed = [of_rank for of_rank in seen if of_rank]  # those of the last stage
+    of_group, num_groups = layout.get(TP, 1), layout.get("data_parallel_size", 1)
+    assert len(guessed) == of_group * num_groups and len(seen) == len(guessed) * layout.get(PP, 1)
+    if num_groups == 1:
+        assert all(of_rank == guessed[0] for of_rank in guessed)
+    found = [tiny_draft.count_wrong(each, target, expected, (2, 3, 4), config, tensors)
+             for each in guessed]  # fmt: skip
+    assert sum(compared for _, compared in found) > 100
+    assert [wrong for wrong, _ in found] == [0] * len(found)

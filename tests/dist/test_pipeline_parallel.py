@@ -246,10 +246,6 @@ def test_captured_steps_of_stages_give_the_text_of_one_stage(
             {"pipeline_parallel_size": 2, "pp_layer_partition": "3,3"},
             r"adds up to 6 layers, the model has 5 \(for example 3,2\)",
         ),
-        (
-            {"pipeline_parallel_size": 2, "speculative_config": {"model": "nano-draft"}},
-            "eagle3.* the draft reads layers of several stages",
-        ),
     ],
 )
 def test_what_cannot_be_split_is_refused(m2: str, options: dict[str, Any], words: str) -> None:

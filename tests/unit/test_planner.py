@@ -411,7 +411,7 @@ def test_a_performance_mode_chooses_sizes_where_none_is_given() -> None:
         **model, performance_mode="throughput", speculative_config={"model": "nano-draft"},
         kv_cache_dtype="fp8", max_model_len=4096,
     )  # fmt: skip
-    assert with_planned_sizes(options).pipeline_parallel_size == 1  # EAGLE3 does not go with stages
+    assert ParallelLayout.of(with_planned_sizes(options).parallel).world_size == 4
     own = EngineOptions(**model, performance_mode="latency", num_replicas=2)
     assert with_planned_sizes(own, one_engine=False) is own
     large = {"model": "minimax-m3", "load_format": "synthetic", "performance_mode": "latency"}

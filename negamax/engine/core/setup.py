@@ -61,7 +61,7 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
     if draft is not None:
         from negamax.engine.core.draft import with_own_parts  # with PyTorch
 
-        check_split(layout, draft.spec)
+        check_split(layout.within_stage, draft.spec)
         draft = with_own_parts(draft, spec)
     if device == "cpu":
         env.settle_cpu_products()
