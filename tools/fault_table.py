@@ -3,10 +3,12 @@
     python tools/fault_table.py [--only TEXT] [--limit SECONDS]
 
 Servers of its own on the loopback: one process, two server processes, two tensor-parallel ranks,
-two data-parallel ranks, two replicas. Each part is killed (SIGKILL) or stopped (SIGSTOP, then
-SIGCONT) while the server is idle, reads prompts, generates, or opens a grammar. The table says
-after how many seconds open requests ended with an error, /readyz was no longer 200, and a request
-was answered again. Clients that only wait while a part is stopped, and get their tokens afterwards,
+two data-parallel ranks, two replicas, two machines (network namespaces, for which it must be root).
+Each part is killed (SIGKILL) or stopped (SIGSTOP, then SIGCONT) while the server is idle, reads
+prompts, generates, or opens a grammar; the link to a machine is taken down, too, and an agent that
+was killed is started again once all clients know. The table says after how many seconds open
+requests ended with an error, /readyz was no longer 200, and a request was answered again (since the
+part is back). Clients that only wait while a part is stopped, and get their tokens afterwards,
 go on. Half of the clients of two replicas ask for the one that nothing is done to: they must go on,
 and /readyz must stay 200. Exit code 1: a number is above its limit.
 """
@@ -30,10 +32,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tools.load.http import DONE, UnexpectedStatusError  # noqa: E402
+from tools.load.machines import Agent, Machines, machines  # noqa: E402
 from tools.load.server import Server, serving  # noqa: E402
 
 CHAT = "/v1/chat/completions"
 TOLD_LIMIT, RED_LIMIT = 2.0, 1.0  # seconds
+NODE_LIMIT = 3.0  # of both, where another machine does not answer
 CLIENTS = 4
 POLL_SECONDS = 0.05
 PROBE_SECONDS = 0.8  # without an answer /readyz counts as red
@@ -48,6 +52,7 @@ SETUPS: tuple[tuple[str, tuple[str, ...], int, tuple[str, ...]], ...] = (
     ("tp 2", ("-tp", "2"), 1, ("engine", "rank 0", "rank 1")),
     ("dp 2", ("-dp", "2"), 1, ("engine", "rank 0", "rank 1")),
     ("two replicas", ("--num-replicas", "2"), 1, ("replica 1",)),
+    ("two machines, pp 2", ("-pp", "2", "--nnodes", "2"), 1, ("engine", "node 1")),
 )
 # A fault must not be answered with a pause that grows with the number of faults before it.
 OPTIONS = ("--max-engine-restarts", "1000", "--engine-restart-window", "1")
@@ -94,6 +99,55 @@ class Cell:
     harms_bystanders: bool = False
     red: float | None = None
     again: float | None = None  # since the fault, or since the part runs on
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is done to a part, and what undoes it once all clients know; None: nothing does."""
+
+    strike: Callable[[], object]
+    undo: Callable[[], object] | None
+
+
+class OtherNode:
+    """Node 1 of a server on two machines."""
+
+    def __init__(self, network: Machines, options: tuple[str, ...]) -> None:
+        self.network = network
+        self._options = options
+        self.start()
+
+    def start(self) -> None:
+        self.agent = Agent(self.network, 1, *self._options, "--log-level", "warning")
+
+    def faults(self) -> dict[str, Fault]:
+        def send(number: signal.Signals) -> Callable[[], None]:
+            return lambda: self.agent.signal(number)
+
+        def set_link(state: str) -> Callable[[], None]:
+            return lambda: self.network.set_link(1, state)
+
+        return {
+            "killed": Fault(self.agent.kill, self.start),
+            "stopped": Fault(send(signal.SIGSTOP), send(signal.SIGCONT)),
+            "link down": Fault(set_link("down"), set_link("up")),
+        }
+
+
+def faults_of(server: Server, part: str, node: OtherNode | None) -> dict[str, Fault]:
+    """By name, what may happen to a part."""
+    if node is not None and part.startswith("node"):
+        return node.faults()
+    pid = pid_of(server, part)
+
+    def send(number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+    return {
+        "killed": Fault(lambda: send(signal.SIGKILL), None),
+        "stopped": Fault(lambda: send(signal.SIGSTOP), lambda: send(signal.SIGCONT)),
+    }
 
 
 def children(pid: int) -> list[int]:
@@ -219,25 +273,26 @@ async def enter(server: Server, state: str, *, part: str, nonce: int) -> list[Cl
     return clients
 
 
-async def measure(server: Server, part: str, state: str, *, stop: bool, limit: float) -> Cell:
+async def measure(
+    server: Server, part: str, state: str, *, name: str, node: OtherNode | None, limit: float
+) -> Cell:
     """One fault and what came of it. The server is as it was afterwards, or dead."""
     clients = await enter(server, state, part=part, nonce=time.monotonic_ns() % 10**6)
-    pid = pid_of(server, part)
+    fault = faults_of(server, part, node)[name]
     since = time.monotonic()
-    os.kill(pid, signal.SIGSTOP if stop else signal.SIGKILL)
+    fault.strike()
     if state == "idle":  # somebody comes before the fault is known
         clients.append(Client())
         is_constrained = part == "grammar process"
         body = body_for("decode", constrained=is_constrained, nonce=1, replica=replica_of(part))
         clients[-1].task = asyncio.create_task(clients[-1].run(server, body))
-    red = asyncio.create_task(first_red(server, since, STOPPED_SECONDS if stop else limit))
+    red = asyncio.create_task(first_red(server, since, STOPPED_SECONDS if fault.undo else limit))
     cell = Cell()
     back = since
-    if stop:
+    if fault.undo is not None:
         settled = all_settled(clients, since)
         await wait_for(lambda: settled() and red.done(), STOPPED_SECONDS)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
+        fault.undo()
         back = time.monotonic()
     cell.again = await first_answer(server, part, back, limit)
     await wait_for(all_settled(clients, back), max(0.0, since + limit - time.monotonic()))
@@ -263,15 +318,17 @@ def all_settled(clients: list[Client], since: float) -> Callable[[], bool]:
     )
 
 
-def text_of(cell: Cell, part: str, *, stop: bool, restart: float) -> tuple[str, bool]:
+def text_of(cell: Cell, part: str, *, restart: float) -> tuple[str, bool]:
     """The cell for people, and whether every number is within its limit."""
     is_front = part in ("server process", "leader")
     # Where one of several server processes, a grammar process or a replica is gone, others answer.
     is_replica = replica_of(part) is not None
     has_others = is_front or is_replica or part == "grammar process"
+    is_node = part.startswith("node")
+    told_limit, red_limit = (NODE_LIMIT, NODE_LIMIT) if is_node else (TOLD_LIMIT, RED_LIMIT)
     parts = [
-        ("goes on", True) if cell.goes_on else _number(cell.told, TOLD_LIMIT),
-        _number(cell.red, RED_LIMIT, optional=has_others),
+        ("goes on", True) if cell.goes_on else _number(cell.told, told_limit),
+        _number(cell.red, red_limit, optional=has_others),
         _number(cell.again, restart),
     ]
     if cell.harms_bystanders or (is_replica and cell.red is not None):
@@ -286,12 +343,23 @@ def _number(seconds: float | None, limit: float, *, optional: bool = False) -> t
 
 
 @contextlib.contextmanager
-def started(options: tuple[str, ...], num_servers: int) -> Iterator[tuple[Server, float]]:
-    """A server, and the seconds that its start took; what is stopped at the end runs on."""
-    began = time.monotonic()
-    with serving(*OPTIONS, *options, num_servers=num_servers) as server:
+def started(
+    options: tuple[str, ...], num_servers: int
+) -> Iterator[tuple[Server, OtherNode | None, float]]:
+    """A server, its other node, and the seconds that its start took; what is stopped at the end
+    runs on.
+    """
+    with contextlib.ExitStack() as stack:
+        node = None
+        if "--nnodes" in options:
+            network = stack.enter_context(machines(2))
+            node = OtherNode(network, options)
+            stack.callback(lambda: node.agent.kill())
+            options = (*options, "--master-addr", network.address(0))
+        began = time.monotonic()
+        server = stack.enter_context(serving(*OPTIONS, *options, num_servers=num_servers))
         try:
-            yield server, time.monotonic() - began
+            yield server, node, time.monotonic() - began
         finally:
             root = server.process.pid
             for module in (ENGINE, GRAMMAR, RANK, SERVER_WORKER):
@@ -300,19 +368,20 @@ def started(options: tuple[str, ...], num_servers: int) -> Iterator[tuple[Server
                         os.kill(pid, signal.SIGCONT)
 
 
-def row(setup: str, part: str, *, stop: bool, limit: float) -> tuple[list[str], bool]:
-    """The cells of one part and one signal, each state after the other."""
+def row(setup: str, part: str, *, fault: str, limit: float) -> tuple[list[str], bool]:
+    """The cells of one part and one fault, each state after the other."""
     options, num_servers = next(entry[1:3] for entry in SETUPS if entry[0] == setup)
     cells, good = [], True
     is_alone = part == "leader" or (part == "server process" and num_servers == 1)
     for state in STATES:
         try:
-            with started(options, num_servers) as (server, start_seconds):
-                cell = asyncio.run(measure(server, part, state, stop=stop, limit=limit))
+            with started(options, num_servers) as (server, node, start_seconds):
+                measured = measure(server, part, state, name=fault, node=node, limit=limit)
+                cell = asyncio.run(measured)
                 restart = start_seconds + TOLD_LIMIT
-                if is_alone and not stop and server.process.poll() is not None:
+                if is_alone and fault == "killed" and server.process.poll() is not None:
                     cell.again = 0.0  # whoever supervises the server starts it again
-                text, is_good = text_of(cell, part, stop=stop, restart=restart)
+                text, is_good = text_of(cell, part, restart=restart)
         except IndexError as error:  # the part is not there
             text, is_good = f"**{type(error).__name__}**", False
         cells.append(text)
@@ -332,11 +401,10 @@ def main() -> int:
     print("|---|---|" + "---|" * len(STATES), flush=True)
     for setup, _, _, parts in SETUPS:
         for part in parts:
-            for stop in (False, True):
-                fault = "stopped" if stop else "killed"
+            for fault in ("killed", "stopped", *(("link down",) if part == "node 1" else ())):
                 if arguments.only not in f"{setup}, {part}, {fault}":
                     continue
-                cells, is_good = row(setup, part, stop=stop, limit=arguments.limit)
+                cells, is_good = row(setup, part, fault=fault, limit=arguments.limit)
                 good &= is_good
                 print(f"| {setup}: {part} | {fault} | " + " | ".join(cells) + " |", flush=True)
     return 0 if good else 1

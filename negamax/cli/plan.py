@@ -29,6 +29,7 @@ well that fits what was measured.
 """
 _MOST_GPUS = 64
 _MOST_ROWS = 12
+FIRST_NODE = "node0"  # in commands for several machines
 _TABLE_WIDTH = 100  # of what stands in columns, on a narrower terminal, too
 _LOAD, _HARDWARE, _MODEL = "Expected load", "Hardware", "Model"
 
@@ -202,8 +203,10 @@ def _is_bundled(model: str) -> bool:
 # What to type
 
 
-def command_of(each: Candidate, engine: EngineOptions, spec: ModelSpec, hardware: Hardware) -> str:
-    """What starts the server of a machine."""
+def commands(
+    each: Candidate, engine: EngineOptions, spec: ModelSpec, hardware: Hardware
+) -> list[str]:
+    """What starts a server: one command, or one for each of its machines."""
     model, start = engine.model, []
     if _is_bundled(model):
         start = [] if engine.quantization is None else ["--load-format", "synthetic"]
@@ -212,9 +215,11 @@ def command_of(each: Candidate, engine: EngineOptions, spec: ModelSpec, hardware
     if context_length is None and each.context_length < spec.max_position_embeddings:
         context_length = each.context_length // 1024 * 1024
     words = ["negamax", "serve", model, *start, *each.topology.flags]
-    replicas = each.topology.replicas // hardware.nodes or each.topology.replicas
+    nodes = each.topology.nodes(per_node=hardware.per_node)
+    # of one machine; what is spread over several is started for each replica
+    replicas = each.topology.replicas // hardware.nodes if nodes == 1 else 1
     for name, value, default in (
-        ("num-replicas", replicas, 1),
+        ("num-replicas", replicas or each.topology.replicas, 1),
         ("revision", engine.revision, None),
         ("quantization", engine.quantization, None),
         ("max-model-len", context_length, None),
@@ -224,7 +229,10 @@ def command_of(each: Candidate, engine: EngineOptions, spec: ModelSpec, hardware
         ("gpu-memory-utilization", hardware.utilization, EngineOptions.gpu_memory_utilization),
     ):
         words += [] if value == default else [f"--{name}", str(value)]
-    return shlex.join(words)
+    if nodes == 1:
+        return [shlex.join(words)]
+    words += ["--nnodes", str(nodes), "--master-addr", FIRST_NODE, "--node-rank"]
+    return [shlex.join([*words, str(node)]) for node in range(nodes)]
 
 
 # The answer
@@ -250,7 +258,8 @@ def _document(plan: Plan, engine: EngineOptions, spec: ModelSpec) -> dict[str, A
                 "gpus": each.topology.gpus,
                 "replicas": each.topology.replicas,
                 "options": dict(each.topology.sizes),
-                "command": command_of(each, engine, spec, hardware),
+                "command": commands(each, engine, spec, hardware)[0],
+                "commands": commands(each, engine, spec, hardware),
                 "weight_bytes_per_gpu": each.memory.weights,
                 "kv_bytes_per_token_per_gpu": each.memory.token,
                 "kv_tokens": each.cache_tokens,
@@ -320,7 +329,8 @@ def _print(plan: Plan, engine: EngineOptions, spec: ModelSpec) -> None:
     for use, found in (("latency", plan.fastest), ("throughput", plan.busiest)):
         if found is not None:
             console.print(f"\nBest for {use}: {found.topology.label}")
-            console.print(f"  {command_of(found, engine, spec, hardware)}")
+            for line in commands(found, engine, spec, hardware):
+                console.print(f"  {line}")
     for note in _notes(plan):
         console.print(f"\n{note}")
     if plan.refused:
@@ -343,7 +353,9 @@ def _row(each: Candidate, plan: Plan) -> Iterator[str]:
 
 
 def _notes(plan: Plan) -> Iterator[str]:
-    gpu = plan.hardware.gpu
+    gpu, per_node = plan.hardware.gpu, plan.hardware.per_node
+    if any(each and each.topology.ranks > per_node for each in (plan.fastest, plan.busiest)):
+        yield f"A command for each machine; {FIRST_NODE} is an address of the first one."
     if not plan.candidates:
         yield "Nothing of it fits and runs."
     elif not gpu.platform.is_measured:

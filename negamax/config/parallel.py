@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from negamax.base.errors import ConfigError
 
-ONE_MACHINE = "a server runs on one machine"
 # Numbers of ranks that published models are split over, and that refusals offer; what else a model
 # takes is said by `parallel/split.py`, which knows it.
 USUAL_SIZES = (1, 2, 4, 8, 16)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from negamax.base.errors import ConfigError
 from negamax.config.kv_cache import block_bytes
 from negamax.config.model_spec import ModelSpec
-from negamax.config.parallel import ONE_MACHINE, ParallelOptions
+from negamax.config.parallel import ParallelOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split
 from negamax.planner.cost import Model
@@ -97,11 +97,18 @@ class Topology:
             found += [] if size is True else [str(size)]
         return found
 
+    def nodes(self, *, per_node: int) -> int:
+        """Machines of one engine, with `per_node` GPUs each."""
+        return max(1, self.ranks // per_node)
+
     def check(self, spec: ModelSpec, *, per_node: int) -> None:
         """Errors: `ConfigError` where nothing runs this topology of the model, with `per_node` GPUs
         in a machine."""
-        if self.ranks > per_node:
-            raise ConfigError(f"{ONE_MACHINE}, which has {per_node} of these GPUs")
+        if self.ranks > per_node and per_node % self.tp:
+            raise ConfigError(
+                f"a machine has {per_node} of these GPUs, and networks are too slow for the "
+                f"exchanges of {self.tp} tensor-parallel ranks"
+            )
         check_split(self.layout, spec)
         _ = self.options
 

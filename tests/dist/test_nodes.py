@@ -4,7 +4,6 @@ that come in any order, and machines that are lost.
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import threading
@@ -13,13 +12,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from nodes import Agent, Machines, NoMachinesError, machines
 
 from negamax import LLM, SamplingParams
 from negamax.base.errors import ConfigError, EngineDeadError, ResourceError
 from negamax.config.nodes import KEY_VARIABLE, NodeOptions
 from negamax.engine.nodes.group import NodeGroup
 from negamax.parallel.layout import ParallelLayout
+from tools.load.machines import Agent, Machines, NoMachinesError, machines
 
 PROMPTS = ["What is 47 + 38?", "Hello!", "Who are you?", "A box holds 24 pencils. How many"]
 PARAMS = [
@@ -31,6 +30,7 @@ PARAMS = [
 LONG = SamplingParams(temperature=0.0, max_tokens=3000, ignore_eos=True)
 # sums over ranks are added up in another order: in bfloat16 near ties would be decided otherwise
 COMMON: dict[str, Any] = {"device": "cpu", "num_threads": 1, "dtype": "float32"}
+FLOAT32 = ("--dtype", "float32")
 NOTICED_SECONDS = 3.0
 
 
@@ -83,7 +83,7 @@ def test_stages_on_two_machines_and_one_is_killed(
     network: Machines, expected: list[list[int]]
 ) -> None:
     """The agent is there before node 0."""
-    agent = Agent(network, 1, "-pp", "2", "--nnodes", "2")
+    agent = Agent(network, 1, *FLOAT32, "-pp", "2", "--nnodes", "2")
     try:
         agent.wait_for(f"waiting for node 0 at {network.address(0)}:29501")
         with on_nodes(network, 2, pipeline_parallel_size=2) as llm:
@@ -105,7 +105,7 @@ def test_data_parallel_ranks_on_two_machines_and_one_stands_still(
     ]  # fmt: skip
 
     def come_late() -> None:
-        agents.append(Agent(network, 1, *options))
+        agents.append(Agent(network, 1, *FLOAT32, *options))
 
     threading.Timer(1.5, come_late).start()
     with on_nodes(network, 2, data_parallel_size=2) as llm:
@@ -113,9 +113,9 @@ def test_data_parallel_ranks_on_two_machines_and_one_stands_still(
         try:
             assert tokens(llm) == expected
             # of a request on each of the two ranks
-            stop = lambda: os.killpg(agent.process.pid, signal.SIGSTOP)  # noqa: E731
+            stop = lambda: agent.signal(signal.SIGSTOP)  # noqa: E731
             assert seconds_until_noticed(llm, stop, "node 1 .* no sign of life") < NOTICED_SECONDS
-            os.killpg(agent.process.pid, signal.SIGCONT)
+            agent.signal(signal.SIGCONT)
             agent.wait_for("the ranks end")
         finally:
             agent.kill()
@@ -124,7 +124,7 @@ def test_data_parallel_ranks_on_two_machines_and_one_stands_still(
 def test_agents_wait_for_the_next_engine_and_end_with_the_last(
     network: Machines, expected: list[list[int]]
 ) -> None:
-    agents = [Agent(network, node, "-pp", "3", "--nnodes", "3") for node in (2, 1)]
+    agents = [Agent(network, node, *FLOAT32, "-pp", "3", "--nnodes", "3") for node in (2, 1)]
     try:
         llm = on_nodes(network, 3, pipeline_parallel_size=3)
         assert tokens(llm) == expected
@@ -157,7 +157,7 @@ def group_of_two(address: str, **facts: str) -> NodeGroup:
 def test_an_agent_that_differs_ends_and_says_what_differs(network: Machines) -> None:
     group = group_of_two(network.address(0), **{"Negamax": "0.0.1", "--seed": "7"})
     threading.Thread(target=lambda: _ignoring_errors(group.meet), daemon=True).start()
-    agent = Agent(network, 1, "-pp", "2", "--nnodes", "2", "--seed", "8")
+    agent = Agent(network, 1, *FLOAT32, "-pp", "2", "--nnodes", "2", "--seed", "8")
     try:
         assert agent.end(seconds=60.0) == 2
         assert "--seed: 7 on node 0, 8 on node 1" in agent.log
@@ -170,7 +170,7 @@ def test_an_agent_that_differs_ends_and_says_what_differs(network: Machines) -> 
 def test_an_agent_with_another_key_is_not_heard(network: Machines) -> None:
     group = group_of_two(network.address(0))
     threading.Thread(target=lambda: _ignoring_errors(group.meet), daemon=True).start()
-    agent = Agent(network, 1, "-pp", "2", "--nnodes", "2", **{KEY_VARIABLE: "another"})
+    agent = Agent(network, 1, *FLOAT32, "-pp", "2", "--nnodes", "2", **{KEY_VARIABLE: "another"})
     try:
         agent.wait_for(f"is {KEY_VARIABLE} the same", seconds=60.0)
         agent.process.send_signal(signal.SIGTERM)

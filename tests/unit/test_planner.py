@@ -130,7 +130,8 @@ def test_axes_that_nothing_runs_with_are_named_as_the_options_name_them() -> Non
     across = planned(M2, 8, nodes=2)
     assert "2 x TP4" in [each.topology.label for each in across.candidates]
     (reason,) = {each.reason for each in across.refused if each.topology == Topology(8)}
-    assert reason == "a server runs on one machine, which has 4 of these GPUs"
+    assert reason.startswith("a machine has 4 of these GPUs, and networks are too slow for the ")
+    assert "PP2 TP4" in [each.topology.label for each in across.candidates]
 
 
 def test_a_shard_that_does_not_fit_comes_with_what_is_missing() -> None:
@@ -297,8 +298,14 @@ def test_commands_are_what_serve_understands(
             flag = f"--{name.replace('_', '-')}"
             assert given[name] == (flag if size is True else f"{flag}={size}")
             assert hasattr(EngineOptions("x"), name)
-        replicas = given.get("num_replicas", "--num-replicas=1")
-        assert replicas == f"--num-replicas={each['replicas'] // document['nodes'] or 1}"
+        nodes = len(each["commands"])
+        replicas = each["replicas"] // document["nodes"] or 1 if nodes == 1 else 1
+        assert given.get("num_replicas", "--num-replicas=1") == f"--num-replicas={replicas}"
+        for node, command in enumerate(each["commands"] if nodes > 1 else ()):
+            chosen = resolve(root, shlex.split(command)[1:]).choices
+            words = [chosen[name].words[0] for name in ("nnodes", "node_rank", "master_addr")]
+            assert words == [f"--nnodes={nodes}", f"--node-rank={node}", "--master-addr=node0"]
+            EngineOptions("x", **each["options"], nnodes=nodes, master_addr="a")
         assert int(given.get("max_model_len", "=4096").partition("=")[2]) <= each["max_model_len"]
 
 

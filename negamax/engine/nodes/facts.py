@@ -23,6 +23,7 @@ _OWN = frozenset(
         "download_dir",
         "weight_cache",
         "speculative_config",
+        "device",
         "num_threads",
         "node_rank",
         "interface",

@@ -1,10 +1,11 @@
-"""Machines for tests: network namespaces of this one, joined by a bridge."""
+"""Machines that are network namespaces of this one, joined by a bridge, and agents on them."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -93,7 +94,7 @@ class Agent:
             options = ("--node-rank", str(node), "--master-addr", network.address(0), *options)
         command = [
             *network.command(node), sys.executable, "-m", "negamax", "serve", "nano",
-            "--device", "cpu", "--num-threads", "1", "--dtype", "float32", *options,
+            "--device", "cpu", "--num-threads", "1", *options,
         ]  # fmt: skip
         self.process = subprocess.Popen(
             command,
@@ -124,7 +125,13 @@ class Agent:
         """The exit code of one that ends by itself. Errors: `TimeoutExpired`."""
         return self.process.wait(seconds)
 
+    def signal(self, number: signal.Signals) -> None:
+        """To the agent and its ranks."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
     def kill(self) -> None:
+        """The agent; its ranks end with it."""
         self.process.kill()
         self.process.wait()
 
