@@ -104,10 +104,11 @@ def share_tokens(layout: BatchLayout, requests: RequestState, group: Collective)
     """This rank's share of a step; all of it where no run of prompt tokens has a token for each
     piece.
     """
-    runs = np.diff(layout.columns.query_starts)[layout.num_decodes :]
-    if group.size == 1 or runs.max(initial=0) < 2 * group.size:
-        return AllTokens(layout, requests)
-    return PiecesOfRuns(layout, requests, group)
+    if group.size > 1:
+        runs = np.diff(layout.columns.query_starts)[layout.num_decodes :]
+        if runs.max(initial=0) >= 2 * group.size:
+            return PiecesOfRuns(layout, requests, group)
+    return AllTokens(layout, requests)
 
 
 def _share_of(layout: BatchLayout, rank: int, ranks: int) -> _Share:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -27,6 +28,18 @@ PROMPT = list(range(30, 70))
 
 @pytest.fixture(scope="module")
 def two_ranks() -> Iterator[LLM]:
+    with faulty_ranks(tensor_parallel_size=2) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def two_context_ranks() -> Iterator[LLM]:
+    with faulty_ranks(prefill_context_parallel_size=2) as llm:
+        yield llm
+
+
+@contextmanager
+def faulty_ranks(**ranks: int) -> Iterator[LLM]:
     spawn = process.spawn
 
     def faulty(_module: str, *args: str) -> subprocess.Popen[bytes]:
@@ -34,9 +47,7 @@ def two_ranks() -> Iterator[LLM]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process, "spawn", faulty)
-        with LLM(
-            "nano", device="cpu", tensor_parallel_size=2, num_threads=1, max_model_len=512
-        ) as llm:
+        with LLM("nano", device="cpu", num_threads=1, max_model_len=512, **ranks) as llm:
             yield llm
 
 
@@ -100,10 +111,12 @@ def test_a_fault_in_one_row_ends_that_request_alone(
 
 
 @pytest.mark.parametrize("fault", ["fill", "late fill", "late edit"])
+@pytest.mark.parametrize("ranks", ["two_ranks", "two_context_ranks"])
 def test_a_row_that_fails_on_the_second_rank_alone_ends_on_both(
-    two_ranks: LLM, fault: str, undisturbed: Any
+    ranks: str, fault: str, request: pytest.FixtureRequest, undisturbed: Any
 ) -> None:
-    alone = undisturbed(two_ranks)
-    beside, error = run(two_ranks, asking(fault, only_rank=1))
+    llm = request.getfixturevalue(ranks)
+    alone = undisturbed(llm)
+    beside, error = run(llm, asking(fault, only_rank=1))
     assert error is not None
     assert beside == alone
