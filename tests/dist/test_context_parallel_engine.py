@@ -14,6 +14,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))
 
+from nodes import Agent, NoMachinesError, machines
 from test_data_parallel_engine import (
     COMMON,
     LONGER,
@@ -28,7 +29,8 @@ from test_data_parallel_engine import (
 )
 
 from negamax import LLM, SamplingParams
-from negamax.engine.core import executor
+from negamax.base import process
+from negamax.config.nodes import KEY_VARIABLE
 from negamax.evals import nano_retrieval
 from tests import tiny, tiny_draft
 
@@ -46,14 +48,14 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two_ranks(counted: Path) -> Iterator[LLM]:
-    spawn = executor.process.spawn
+    spawn = process.spawn
 
     def counting(_module: str, *args: str) -> subprocess.Popen[bytes]:
         return spawn("tests.dist.counting_rank", *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COUNTED_TOKENS", str(counted))
-        patch.setattr(executor.process, "spawn", counting)
+        patch.setattr(process, "spawn", counting)
         llm = nano(prefill_context_parallel_size=2)
     with llm:
         yield llm
@@ -171,12 +173,12 @@ def test_captured_steps_run_all_tokens_on_every_rank(
     tiny_m2: Path, preempted: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, where small steps are replayed and not shared out."""
-    spawn = executor.process.spawn
+    spawn = process.spawn
 
     def captured(_module: str, *args: str) -> subprocess.Popen[bytes]:
         return spawn("tests.dist.captured_rank", *args)
 
-    monkeypatch.setattr(executor.process, "spawn", captured)
+    monkeypatch.setattr(process, "spawn", captured)
     options = {"max_num_batched_tokens": 80, "max_num_seqs": 5, "prefill_context_parallel_size": 2}
     assert tokens_of(tiny_m2, SHARED[:6], SHORT, **options)[0] == preempted
 
@@ -224,3 +226,22 @@ def answers_of_m3(prompt: list[int], **ranks: Any) -> list[list[int]]:
         again = llm.generate([[*prompt, prompt[-1]]], params)
         assert again[0].num_cached_tokens > 1000
         return [each.outputs[0].token_ids for each in (*first, *again)]
+
+
+def test_two_machines_share_out_prompts(
+    of_one_rank: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Network namespaces, each with one of the groups."""
+    monkeypatch.setenv(KEY_VARIABLE, "of the tests")
+    of_nano = ("--max-model-len", "512", "--max-num-batched-tokens", "96")
+    try:
+        with machines(2) as network:
+            agent = Agent(network, 1, "-pcp", "2", "--nnodes", "2", *of_nano)
+            try:
+                address = network.address(0)
+                with nano(nnodes=2, master_addr=address, prefill_context_parallel_size=2) as llm:
+                    assert_same(said(llm.generate(PROMPTS, PARAMS)), of_one_rank)
+            finally:
+                agent.kill()
+    except NoMachinesError as error:
+        pytest.skip(str(error))
