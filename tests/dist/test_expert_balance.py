@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from negamax import LLM, SamplingParams
-from negamax.engine.core import executor, expert_balancer
+from negamax.base import process
+from negamax.engine.core import expert_balancer
 from negamax.engine.wire import ExpertDump
 from negamax.evals import nano_tools
 from tests import tiny
@@ -189,12 +190,12 @@ def test_drafts_and_captured_steps_find_the_experts(
     of_one_rank: tuple[list[list[int]], ExpertDump],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    spawn = executor.process.spawn
+    spawn = process.spawn
 
     def captured(_module: str, *args: str) -> subprocess.Popen[bytes]:
         return spawn("tests.dist.captured_rank", *args)
 
-    monkeypatch.setattr(executor.process, "spawn", captured)
+    monkeypatch.setattr(process, "spawn", captured)
     drafts = {"method": "ngram", "num_speculative_tokens": 2, "adaptive": False}
     ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
     with balancing(skewed, copies=2, **ranks, speculative_config=drafts) as llm:
