@@ -20,6 +20,7 @@ import msgspec
 
 from negamax.base.errors import ConfigError
 from negamax.bench.drafts import NO_DRAFTS, DraftCounts
+from negamax.bench.group import Group, label, sizes
 from negamax.bench.report import environment
 from negamax.bench.workload import BatchTimes, RandomPrompts, run_batch
 from negamax.config.options import EngineOptions
@@ -27,6 +28,7 @@ from negamax.engine.core.loop import EngineLoop
 from negamax.engine.core.setup import start_loop
 from negamax.engine.core.source import locate
 from negamax.engine.wire import ModelInfo
+from negamax.parallel.layout import ParallelLayout
 from negamax.worker.config import DECODE_SECONDS, DISTINCT_EXPERTS, OBSERVE_ROUTING
 
 WARM_UP_TOKENS = 8
@@ -83,7 +85,7 @@ def conditions(options: EngineOptions, workload: OfflineWorkload) -> dict[str, A
     return {
         "model": options.model,
         "num_layers": locate(options).spec.num_layers,
-        "tensor_parallel_size": options.tensor_parallel_size,
+        **sizes(options),
         "input_len": workload.input_len,
         "output_len": workload.output_len,
     }
@@ -101,12 +103,11 @@ def run(
     loop, info = start_loop(options)
     start_seconds = time.perf_counter() - started
     gc.freeze()  # as the engine process does
-    say(
-        f"{info.model}, TP{options.tensor_parallel_size} on {info.device}: ready after "
-        f"{start_seconds:.1f} s"
-    )
+    split = label(sizes(options))
+    say(f"{info.model}, {split} on {info.device}: ready after {start_seconds:.1f} s")
+    group = Group(ParallelLayout.of(options.parallel))
     try:
-        runs = _measure_all(loop, info, workload, say=say)
+        runs = _measure_all(loop, info, workload, group, say=say)
     finally:
         loop.shutdown()
     result = {
@@ -126,7 +127,12 @@ def run(
 
 
 def _measure_all(
-    loop: EngineLoop, info: ModelInfo, workload: OfflineWorkload, *, say: Callable[[str], None]
+    loop: EngineLoop,
+    info: ModelInfo,
+    workload: OfflineWorkload,
+    group: Group,
+    *,
+    say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     filters = {
         "temperature": workload.temperature,
@@ -136,21 +142,34 @@ def _measure_all(
     prompts = RandomPrompts(info, seed=workload.seed, **filters)
     runs = []
     for num_requests in workload.concurrency:
-        distinct = _warm_up(loop, prompts, workload, num_requests=num_requests)
+        distinct = _warm_up(loop, prompts, workload, group, num_requests=num_requests)
         repeats = [
             _measure(loop, prompts, workload, num_requests=num_requests)
             for _ in range(workload.repeat)
         ]
         summary = summarize(repeats, num_requests=num_requests, input_len=workload.input_len)
-        device_step = loop.run_debug_command(DECODE_SECONDS, num_requests).number
-        device_step_ms = None if device_step is None else 1e3 * device_step
-        runs.append(summary | {"distinct_experts": distinct, "device_step_ms": device_step_ms})
+        answers = loop.run_debug_command(DECODE_SECONDS, group.rank_rows(num_requests))
+        of_stages = group.stage_milliseconds(answers)
+        runs.append(
+            summary
+            | {
+                "step_rows": group.step_rows(num_requests),
+                "distinct_experts": distinct,
+                "device_step_ms": max(of_stages, default=None),
+                "device_step_ms_of_stages": of_stages,
+            }
+        )
         say(_progress(runs[-1]))
     return runs
 
 
 def _warm_up(
-    loop: EngineLoop, prompts: RandomPrompts, workload: OfflineWorkload, *, num_requests: int
+    loop: EngineLoop,
+    prompts: RandomPrompts,
+    workload: OfflineWorkload,
+    group: Group,
+    *,
+    num_requests: int,
 ) -> float | None:
     """Run a short batch or two; the distinct experts per layer and step of its decode steps, where
     they are to be counted.
@@ -158,7 +177,8 @@ def _warm_up(
     seen: list[float] = []
 
     def observe() -> None:
-        distinct = loop.run_debug_command(DISTINCT_EXPERTS, num_requests).number
+        answers = loop.run_debug_command(DISTINCT_EXPERTS, group.rank_rows(num_requests))
+        distinct = group.distinct_experts(answers)
         if distinct is not None:
             seen.append(distinct)
 

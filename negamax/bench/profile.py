@@ -214,7 +214,7 @@ def _profile(
         for _ in range(steps):
             next(stepper)
         wall = 1e6 * (time.perf_counter() - started) / steps
-        times = loop.run_debug_command(STOP_PROFILE).kernels or []
+        times = loop.run_debug_command(STOP_PROFILE)[0].kernels or []
     finally:
         stepper.close()
     return group(times, steps=steps), wall

@@ -17,6 +17,7 @@ from rich.table import Table
 from negamax import __version__
 from negamax.base import env
 from negamax.base.errors import ConfigError
+from negamax.bench.group import label
 from negamax.config.model_spec import ModelSpec
 from negamax.models.memory import expected_distinct_experts
 from negamax.planner.floor import step_bytes
@@ -79,8 +80,11 @@ def gpu_seconds(
 
 def add_limits(result: dict[str, Any], spec: ModelSpec, *, bytes_per_second: float) -> None:
     """Add to every run of `result` the physical limit of its decode step and the share of it that
-    was reached; not to those with drafts, whose steps bring several tokens.
+    was reached; not to those with drafts, whose steps bring several tokens, and not of an engine
+    with stages or data-parallel ranks, which run different steps.
     """
+    if label(result) != f"TP{result['tensor_parallel_size']}":
+        return
     info, options = result["info"], result["options"]
     kv_dtype, index_dtype = (
         info["dtype"] if dtype == "auto" else dtype
@@ -162,9 +166,11 @@ def table(result: Run, spec: ModelSpec) -> Table:
         if run.get("spec_decode_synthetic"):
             run["synthetic_acceptance_length"] = run.pop("spec_decode_acceptance_length")
         if run.get("distinct_experts") is not None:
-            run["expected_distinct_experts"] = expected_distinct_experts(spec, run["concurrency"])
+            run["expected_distinct_experts"] = expected_distinct_experts(
+                spec, run.get("step_rows", run["concurrency"])
+            )
     title = (
-        f"{result['model']}, {result['num_layers']} layers, TP{result['tensor_parallel_size']}, "
+        f"{result['model']}, {result['num_layers']} layers, {label(result)}, "
         f"{result['input_len']} prompt and {result['output_len']} output tokens, start "
         f"{result['start_seconds']:.1f} s"
     )

@@ -154,7 +154,7 @@ class WorkerReady:
 
 # argument: 1 or 0; while on, steps run without graphs and keep their expert ids
 OBSERVE_ROUTING = "observe_routing"
-# argument: rows of the last step; result: mean over the layers
+# argument: rows of a step at most; result: experts that they have chosen since the last question
 DISTINCT_EXPERTS = "distinct_experts"
 # result: [layers, experts] int64, how often each was chosen on all ranks since the start
 EXPERT_COUNTS = "expert_counts"
@@ -180,10 +180,11 @@ class KernelTime(msgspec.Struct, frozen=True):
 
 
 class DebugResult(msgspec.Struct, frozen=True):
-    """`number`, `kernels` or `counts`, as the question asks; None where this worker cannot
-    tell.
+    """`number`, `kernels`, `counts` or `experts`, as the question asks; None where this worker
+    cannot tell.
     """
 
     number: float | None = None
     kernels: list[KernelTime] | None = None
     counts: bytes | None = None
+    experts: list[list[int]] | None = None  # of each layer of the rank that has any

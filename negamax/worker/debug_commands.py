@@ -59,14 +59,19 @@ class DebugCommands:
             self._routing = None
             if on:
                 self._routing = [
-                    torch.zeros(self._max_tokens, moe.top_k, dtype=torch.int32, device=self._device)
+                    torch.full(
+                        (self._max_tokens, moe.top_k), -1, dtype=torch.int32, device=self._device
+                    )
                     for moe in self._mixtures
                 ]
             for moe, ids in zip(self._mixtures, self._routing or repeat(None), strict=False):
                 moe.observe(ids)
-        if command.name == DISTINCT_EXPERTS and self._routing:
-            hits = [len(ids[: command.argument].clamp_min(0).unique()) for ids in self._routing]
-            return DebugResult(number=sum(hits) / len(hits))
+        if command.name == DISTINCT_EXPERTS and self._routing is not None:
+            chosen = [ids[: command.argument] for ids in self._routing]
+            experts = [ids[ids >= 0].unique().tolist() for ids in chosen]
+            for ids in self._routing:  # a step of fewer rows leaves others as they were
+                ids.fill_(-1)
+            return DebugResult(experts=experts)
         if command.name == EXPERT_COUNTS and self._experts is not None:
             return DebugResult(counts=expert_bytes(self._experts.counts()))
         if command.name == DECODE_SECONDS and graphs is not None:

@@ -14,8 +14,14 @@ import pytest
 
 from negamax import LLM, SamplingParams
 from negamax.base import process
+from negamax.bench.group import Group
 from negamax.config.grammar import Grammar
+from negamax.config.options import EngineOptions
+from negamax.engine.core.source import locate
 from negamax.engine.llm import Generation
+from negamax.models.memory import expected_distinct_experts
+from negamax.parallel.layout import ParallelLayout
+from negamax.worker.config import DECODE_SECONDS, DISTINCT_EXPERTS, OBSERVE_ROUTING
 from tests import tiny, tiny_m3
 
 COMMON: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_threads": 1}
@@ -101,6 +107,25 @@ def test_who_is_aborted_harms_nobody(ranks: LLM, expected: list[Generation]) -> 
             if update.request_id in kept:
                 kept[update.request_id] += update.token_ids
     assert list(kept.values()) == tokens(expected)[:4]
+
+
+def test_benchmarks_ask_every_rank_which_experts_it_chose(ranks: LLM) -> None:
+    """One request: one row a step, on one data-parallel rank, in the layers of both stages."""
+    loop = ranks._loop
+    spec = locate(EngineOptions("nano")).spec
+    loop.run_debug_command(OBSERVE_ROUTING, 1)
+    ranks.generate(["Hello!"], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
+    loop.run_debug_command(DISTINCT_EXPERTS, 1)  # of prompt and answer together
+    ranks.generate([[5]], SamplingParams(max_tokens=1, ignore_eos=True))
+    answers = loop.run_debug_command(DISTINCT_EXPERTS, 1)
+    loop.run_debug_command(OBSERVE_ROUTING, 0)
+    chosen = [[len(experts) for experts in answer.experts or ()] for answer in answers]
+    per_token = expected_distinct_experts(spec, 1)
+    assert sum(map(len, chosen)) == 2 * spec.num_layers and len(chosen) == 4
+    assert sorted(sum(of_rank) for of_rank in chosen)[:2] == [0, 0]
+    group = Group(ParallelLayout(pp=2, dp=2, ep=2))
+    assert group.distinct_experts(answers) == per_token
+    assert group.stage_milliseconds(loop.run_debug_command(DECODE_SECONDS, 1)) == []  # no GPU
 
 
 @pytest.fixture(scope="module")

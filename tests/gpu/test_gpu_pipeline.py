@@ -30,6 +30,8 @@ STAGES: list[dict[str, Any]] = [
     {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
     {"pipeline_parallel_size": 2, "data_parallel_size": 2},
     {"pipeline_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True},
+    {"pipeline_parallel_size": 2, "speculative_config": {"method": "ngram"}},
+    {"pipeline_parallel_size": 4, "speculative_config": {"model": "nano-draft"}},
 ]
 
 

@@ -61,8 +61,8 @@ class Executor(Protocol):
         """
         ...
 
-    def run_debug_command(self, command: DebugCommand) -> DebugResult:
-        """Ask every rank between steps; the answer of rank 0."""
+    def run_debug_command(self, command: DebugCommand) -> list[DebugResult]:
+        """Ask every rank between steps; their answers, rank by rank."""
         ...
 
     def watch_ranks(self) -> RankWatch | None:
@@ -93,8 +93,8 @@ class InProcessExecutor:
     def send_bitmask(self, bitmask: GrammarBitmask, *, dp_rank: int = 0) -> None:
         self._bitmask.set_result(bitmask)
 
-    def run_debug_command(self, command: DebugCommand) -> DebugResult:
-        return self._thread.submit(self._worker.run_debug_command, command).result()
+    def run_debug_command(self, command: DebugCommand) -> list[DebugResult]:
+        return [self._thread.submit(self._worker.run_debug_command, command).result()]
 
     def watch_ranks(self) -> None:
         return None
@@ -187,16 +187,15 @@ class MultiProcessExecutor:
     def send_bitmask(self, bitmask: GrammarBitmask, *, dp_rank: int = 0) -> None:
         self._send(BITMASK + msgspec.msgpack.encode(bitmask), dp_rank)
 
-    def run_debug_command(self, command: DebugCommand) -> DebugResult:
+    def run_debug_command(self, command: DebugCommand) -> list[DebugResult]:
         for dp_rank in range(len(self._row_failures)):
             self._send(DEBUG_COMMAND + msgspec.msgpack.encode(command), dp_rank)
-        answers = [
+        return [
             msgspec.msgpack.decode(
                 self._receive(socket, self._poller([socket], zmq.POLLIN)), type=DebugResult
             )
             for socket in self._sockets
         ]
-        return answers[0]
 
     def receive(self, dp_rank: int = 0) -> StepResult:
         """The next result of a data-parallel rank, with the errors of rows that failed on other

@@ -223,13 +223,13 @@ class EngineLoop:
                 hint="start the server with --expert-distribution-recorder-mode stat",
                 code="experts_not_counted",
             )
-        counts = self.run_debug_command(EXPERT_COUNTS).counts
+        counts = self.run_debug_command(EXPERT_COUNTS)[0].counts
         assert counts is not None
         return self._experts.record(action, counts)
 
-    def run_debug_command(self, name: str, argument: int = 0) -> DebugResult:
+    def run_debug_command(self, name: str, argument: int = 0) -> list[DebugResult]:
         """Have the workers run a command of `worker.config`, behind the steps that were launched;
-        for figures nothing else may be running.
+        for figures nothing else may be running. The answer of each rank.
         """
         return self._executor.run_debug_command(DebugCommand(name, argument))
 

@@ -74,8 +74,8 @@ class ScriptedExecutor:
             self._latest.masks[row] = bitmask.masks[place]
         self._latest.postponed.extend(bitmask.postponed)
 
-    def run_debug_command(self, command: DebugCommand) -> DebugResult:
-        return DebugResult()
+    def run_debug_command(self, command: DebugCommand) -> list[DebugResult]:
+        return [DebugResult()]
 
     def watch_ranks(self) -> None:
         return None
