@@ -137,7 +137,7 @@ _IGNORED = (
         dp-sync-interval cp-strategy""",
     ),
     _group(
-        "ranks are processes of this machine, started by the server",
+        "each machine starts its ranks itself, as processes",
         switches="""use-ray worker-use-ray ray-workers-use-nsight numa-bind
         disable-frontend-multiprocessing sleep-on-idle""",
         values="""distributed-executor-backend max-parallel-loading-workers nccl-init-addr

@@ -21,16 +21,18 @@ class Machines:
     """Machine 0 is where this process runs; the others are namespaces. Each has one address."""
 
     def __init__(self, count: int) -> None:
-        """Errors: `CalledProcessError` where namespaces cannot be made."""
         number = os.getpid()
         self._prefix = f"ngmx{number % 100_000}"
         self._subnet = f"10.{100 + number // 250 % 100}.{number % 250}"
         self.num_others = count - 1
+
+    def set_up(self) -> None:
+        """Errors: `CalledProcessError` where namespaces cannot be made."""
         bridge = self.interface
         _ip("link", "add", bridge, "type", "bridge")
         _ip("addr", "add", f"{self.address(0)}/24", "dev", bridge)
         _ip("link", "set", bridge, "up")
-        for machine in range(1, count):
+        for machine in range(1, self.num_others + 1):
             space, here = self._space(machine), f"{self._prefix}v{machine}"
             _ip("netns", "add", space)
             _ip("link", "add", here, "type", "veth", "peer", "name", "eth0", "netns", space)
@@ -71,11 +73,12 @@ def machines(count: int) -> Iterator[Machines]:
     """Errors: `NoMachinesError` with the reason where there can be none."""
     if shutil.which("ip") is None:
         raise NoMachinesError("there is no `ip` (Debian: iproute2)")
+    made = Machines(count)
     try:
-        made = Machines(count)
-    except subprocess.CalledProcessError as error:
-        raise NoMachinesError(f"no network namespaces: {error.stderr.strip()}") from None
-    try:
+        try:
+            made.set_up()
+        except subprocess.CalledProcessError as error:
+            raise NoMachinesError(f"no network namespaces: {error.stderr.strip()}") from None
         yield made
     finally:
         made.remove()

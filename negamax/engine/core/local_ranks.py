@@ -27,7 +27,7 @@ class Machine(Protocol):
         ...
 
     @property
-    def alarms(self) -> Sequence[IO[bytes] | int]:
+    def alarms(self) -> Sequence[IO[bytes]]:
         """Files on which `POLLERR` says that a rank may have ended."""
         ...
 

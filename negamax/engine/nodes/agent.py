@@ -169,7 +169,14 @@ class Agent:
             while self._socket is not None:
                 frame = self._socket.recv(zmq.NOBLOCK)
                 self._num_heard += 1
-                self._obey(wire.from_leader.decode(frame))
+                try:
+                    message = wire.from_leader.decode(frame)
+                except msgspec.DecodeError as error:
+                    raise ConfigError(
+                        f"node 0 said what is no message here: {error}",
+                        hint="run the same version on all nodes",
+                    ) from None
+                self._obey(message)
 
     def _obey(self, message: wire.FromLeader) -> None:
         if isinstance(message, wire.Refusal):

@@ -5,12 +5,14 @@ watches them.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import IO
 
 import msgspec
 import zmq
@@ -76,13 +78,19 @@ class NodeGroup:
         self._nodes = [
             _Node(number, layout.ranks_of_node(number)) for number in range(1, layout.nodes)
         ]
+        self._hung_up_at = float("-inf")
+        self._told_strangers = False
+        self._stop: wire.Stop | None = None
+        self._thread: threading.Thread | None = None
         self._folder = PrivateFolder()
-        ports = iter(range(options.master_port, options.master_port + 65536))
+        reader, writer = os.pipe()
+        # the end for reading is closed once a node is lost
+        self._alarm = os.fdopen(reader, "rb", 0), os.fdopen(writer, "wb", 0)
+        self._context = zmq.Context()
+        ports = itertools.count(options.master_port)
         agents_port = next(ports)
         self.addresses = self._addresses(layout, ports)
         all_ports = range(agents_port, next(ports))
-        network.check_ports(self._place.address, all_ports)
-        self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.heartbeat_ivl = _HEARTBEAT_MS
         self._socket.heartbeat_timeout = 2 * _HEARTBEAT_MS
@@ -90,15 +98,11 @@ class NodeGroup:
             zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         )
         try:
+            network.check_ports(self._place.address, all_ports)
             bind(self._socket, tcp_endpoint(self._place.address, agents_port))
         except ResourceError:
             self.close()
             raise
-        self._alarm = os.pipe()  # its end for reading is closed once a node is lost
-        self._hung_up_at = float("-inf")
-        self._told_strangers = False
-        self._stop: wire.Stop | None = None
-        self._thread: threading.Thread | None = None
         self._say_ports(all_ports)
 
     def _addresses(self, layout: ParallelLayout, ports: Iterator[int]) -> RankAddresses:
@@ -177,7 +181,7 @@ class NodeGroup:
     # While it runs
 
     @property
-    def alarms(self) -> Sequence[int]:
+    def alarms(self) -> Sequence[IO[bytes]]:
         """See `Machine`."""
         return [self._alarm[1]]
 
@@ -208,6 +212,8 @@ class NodeGroup:
     def close(self) -> None:
         """Give everything back."""
         self._context.destroy(linger=0)
+        for end in self._alarm:
+            end.close()
         self._folder.remove()
 
     def _watch(self) -> None:
@@ -231,7 +237,8 @@ class NodeGroup:
         for node in self._nodes:
             self._send(node.route, self._stop)
         # an agent loses what it has not read when the connection ends
-        deadline = time.monotonic() + _LAST_WORD_SECONDS
+        wait = _LAST_WORD_SECONDS if self._stop.for_good else _LOOK_SECONDS
+        deadline = time.monotonic() + wait
         while any(node.join for node in self._nodes) and time.monotonic() < deadline:
             self._listen(_LOOK_SECONDS)
 
@@ -241,7 +248,7 @@ class NodeGroup:
             node.death = reason
             if is_first:
                 logger.error("%s", reason)
-                os.close(self._alarm[0])
+                self._alarm[0].close()
 
     # Messages
 

@@ -10,7 +10,7 @@ BEAT_SECONDS = 0.2  # between two signs of life, both ways
 # without one the other end counts as dead; clients are told within 3 s
 SILENCE_SECONDS = 2.0
 # the same once a connection was closed
-HANG_UP_SECONDS = 0.7
+HANG_UP_SECONDS = 1.0
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
