@@ -12,6 +12,9 @@ from graph_support import RepeatedSteps
 
 from negamax import LLM, SamplingParams
 from negamax.config.grammar import Grammar
+from negamax.engine.core.loop import EngineLoop
+from negamax.engine.grammar import manager
+from negamax.scheduler.step import SequenceUpdate
 
 LONG: dict[str, Any] = {"max_tokens": 10, "ignore_eos": True}
 PARAMS = [
@@ -48,6 +51,22 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> RepeatedSteps:
     return pool
 
 
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps wait for grammars, so that their number does not depend on time."""
+    step = EngineLoop.step
+
+    def waiting(self: EngineLoop) -> list[SequenceUpdate]:
+        while self._grammars.num_opening:
+            self._grammars.wait(0.01)
+            self._add_opened()
+        return step(self)
+
+    monkeypatch.setattr(EngineLoop, "step", waiting)
+    monkeypatch.setattr(manager, "GRACE_SECONDS", 60.0)
+
+
+@pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("options", OPTIONS)
 def test_captured_steps_give_what_eager_ones_give(options: str, pool: RepeatedSteps) -> None:
     def answers(*, enforce_eager: bool) -> list[Any]:
