@@ -87,11 +87,18 @@ def weight_bytes(
     return round(sum(num_bytes for _, _, num_bytes in held))
 
 
-def draft_bytes(spec: Eagle3Spec, *, dtype: str, kept: Kept = as_stored, ranks: int = 1) -> int:
+def draft_bytes(
+    spec: Eagle3Spec,
+    *,
+    dtype: str,
+    kept: Kept = as_stored,
+    ranks: int = 1,
+    embeds: bool = True,
+) -> int:
     """Bytes of a draft's weights on each of `ranks`: all of its embedding, or of a copy of the
-    model's where ranks split that.
+    model's where ranks split that, or are of a pipeline stage that does not embed tokens.
     """
-    copied = ranks > 1 and not spec.own_embedding
+    copied = (ranks > 1 or not embeds) and not spec.own_embedding
     table = spec.vocab_size * spec.hidden_size * ELEMENT_BYTES[dtype] if copied else 0
     return table + weight_bytes(spec, dtype=dtype, kept=kept, layout=ParallelLayout(tp=ranks))
 

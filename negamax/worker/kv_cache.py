@@ -240,9 +240,11 @@ def check_weights_fit(
         logger.info("each rank holds %s", padding)
     dtype, of_draft = _name(kernels.dtype), 0
     if draft is not None:
-        of_draft = draft_bytes(draft, dtype=dtype, kept=kept, ranks=layout.tp)
+        of_draft = draft_bytes(
+            draft, dtype=dtype, kept=kept, ranks=layout.tp, embeds=layout.is_first_stage
+        )
     counted = [layout] if on_gpu else [layout.of_rank(rank) for rank in range(num_ranks)]
-    of_draft *= len(counted)
+    of_draft *= 1 if on_gpu else layout.stage_size
     needed = of_draft + sum(
         weight_bytes(spec, dtype=dtype, kept=kept, layout=each) for each in counted
     )

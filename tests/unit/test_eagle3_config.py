@@ -61,6 +61,9 @@ def test_published_drafts_are_read() -> None:
     assert weight_bytes(spec, dtype="bfloat16") == pytest.approx(486e6, rel=2e-3)  # as its card
     # on four ranks: a quarter, and a copy of the model's embedding
     assert draft_bytes(spec, dtype="bfloat16", ranks=4) == pytest.approx(121.5e6 + 1229e6, rel=3e-3)
+    # likewise alone on the last of several pipeline stages
+    alone = draft_bytes(spec, dtype="bfloat16", embeds=False)
+    assert alone == pytest.approx(486e6 + 1229e6, rel=3e-3)
     spec = read_spec(M3).for_target(bundled_spec("minimax-m3"), None)
     assert spec.aux_layers == (2, 30, 57)
     own = replace(spec, own_embedding=True)

@@ -4,6 +4,7 @@ data-parallel rank, and none needs a token that one behind the oldest will sampl
 
 from __future__ import annotations
 
+import random
 from collections import deque
 
 import pytest
@@ -19,8 +20,13 @@ from negamax.scheduler.step import StepPlan, StepResult
 class Pipeline:
     """The loop of the engine over stages that run a plan of each rank, turn by turn."""
 
-    def __init__(self, stages: int, *, ranks: int = 1, budget: int = 64, blocks: int = 200) -> None:
+    def __init__(
+        self, stages: int, *, ranks: int = 1, budget: int = 64, blocks: int = 200, drafts: int = 0
+    ) -> None:
+        """Rows verify up to `drafts` draft tokens, of which any number is right."""
         self.stages = stages
+        self.rng = random.Random(0)
+        self.num_accepted = 0
         self.scheduler = GroupScheduler(
             SchedulerLimits(
                 max_num_seqs=32,
@@ -31,6 +37,7 @@ class Pipeline:
                 enable_prefix_caching=True,
                 max_queued_requests=100,
                 eos_token_ids=frozenset({0}),
+                num_draft_tokens=drafts,
                 num_stages=stages,
             ),
             [None] * ranks,
@@ -67,14 +74,21 @@ class Pipeline:
         if len(self.in_flight) == self.stages:
             oldest = self.in_flight.popleft()
             if oldest is not None:
-                results = [
-                    StepResult(plan.step_id, [7] * sum(plan.needs_sampling), {}, {}, {})
-                    for plan in oldest
-                ]
-                for update in self.scheduler.commit(oldest, results):
+                for update in self.scheduler.commit(oldest, [self.run(plan) for plan in oldest]):
                     self.texts[update.request_id] += update.token_ids
         self.in_flight.append(plans)
         return plans
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Token 7 for every sample."""
+        accepted = {
+            row: self.rng.randint(0, num_drafts)
+            for row, num_drafts in enumerate(plan.num_draft_tokens)
+            if num_drafts
+        }
+        num_tokens = sum(plan.needs_sampling) + sum(accepted.values())
+        self.num_accepted += sum(accepted.values())
+        return StepResult(plan.step_id, [7] * num_tokens, {}, {}, {}, accepted)
 
 
 @pytest.mark.parametrize(("stages", "ranks"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 3)])
@@ -116,19 +130,32 @@ def test_one_request_has_its_next_step_launched_before_the_last_is_committed() -
     assert turns == [True, False] * 4
 
 
+def test_rows_verify_what_was_guessed_in_their_own_turn() -> None:
+    """A row has drafts from its second turn on, however many plans there were meanwhile."""
+    pipeline = Pipeline(3, drafts=2)
+    for number in range(4):
+        pipeline.add(f"r{number}", [number, 1], 30)
+    turns = [plans[0] for plans in (pipeline.turn() for _ in range(9)) if plans]
+    assert [turn.num_draft_tokens for turn in turns[:3]] == [[0] * 4, [2, 2], [2, 2]]
+    for turn in turns[3:]:
+        assert turn.num_draft_tokens == [2] * len(turn.slots)
+    assert pipeline.num_accepted
+
+
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     stages=st.sampled_from((2, 3, 4)),
     ranks=st.sampled_from((1, 2, 3)),
     budget=st.sampled_from((1, 3, 16)),
     blocks=st.integers(12, 40),
+    drafts=st.sampled_from((0, 3)),
     lengths=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=12),
 )
 def test_all_requests_get_all_their_tokens(
-    stages: int, ranks: int, budget: int, blocks: int, lengths: list[tuple[int, int]]
+    stages: int, ranks: int, budget: int, blocks: int, drafts: int, lengths: list[tuple[int, int]]
 ) -> None:
     """However small the pool and the steps are."""
-    pipeline = Pipeline(stages, ranks=ranks, budget=budget, blocks=blocks)
+    pipeline = Pipeline(stages, ranks=ranks, budget=budget, blocks=blocks, drafts=drafts)
     for number, (prompt, output) in enumerate(lengths):
         pipeline.add(f"r{number}", list(range(prompt)), output)
     for _ in range(20_000):

@@ -25,7 +25,7 @@ def choose_chunk_length(
     model = Model.of(
         config.spec, gpu, kv_dtype=config.kv_cache_dtype, index_dtype=config.index_cache_dtype
     )
-    costs = Costs(model, gpu, layout, per_node=layout.world_size)
+    costs = Costs(model, gpu, layout, per_node=layout.ranks_per_node)
     length = even_times(
         costs,
         max_num_batched_tokens=most,
