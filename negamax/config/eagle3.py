@@ -163,7 +163,8 @@ def of_draft(name: str | None) -> Iterator[None]:
     try:
         yield
     except (ConfigError, CheckpointError) as error:
-        raise type(error)(f"draft {name}: {error.message}", hint=error.hint) from None
+        kind = CheckpointError if isinstance(error, CheckpointError) else ConfigError
+        raise kind(f"draft {name}: {error.message}", hint=error.hint) from None
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:

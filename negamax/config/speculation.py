@@ -54,7 +54,7 @@ class SpeculationConfig:
 
     method: str  # one of METHODS
     num_speculative_tokens: int = DEFAULT_DRAFT_TOKENS  # at most so many in a row of a step
-    is_default_length: bool = False  # what a draft's files say goes before that number
+    is_default_length: bool = False  # the command names none: a draft's files may
     adaptive: bool = True  # fewer of them where measured times say that this is faster
     model: str | None = None  # of a draft model: as the user names it, then its folder
     revision: str | None = None  # of a draft model on a hub

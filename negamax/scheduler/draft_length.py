@@ -33,8 +33,8 @@ _GAIN = 1.01  # that another length must promise
 # length that is not run are forgotten to a third
 _TRIALS, _PRIOR, _PRIOR_TRIALS = 192, 0.6, 12.0
 _FORGET_STEPS, _FORGET_ROWS = 256, 1024
-# times, as variances of logarithms: of measured and assumed ones (a slow host knows nothing of
-# those of a GPU), of a step, what a step adds
+# times, as variances of logarithms: of measured ones (of the GPU alone, and its host may be slower)
+# and assumed ones, of a step, what a step adds
 _ERROR, _NOISE = 0.4**2, 0.1**2
 _NEIGHBOUR = 0.07**2  # what half or twice as many rows may differ by
 _LEAST_NOISE, _MOST_NOISE, _NOISE_STEPS = 0.005**2, 0.3**2, 32

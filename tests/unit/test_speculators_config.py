@@ -185,7 +185,12 @@ def test_a_draft_alone_stands_for_its_verifier(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a draft: it guesses") as caught:
         of(config, speculative_config={"method": "ngram"})
     assert "serve nano, and name this one in --speculative-config" in str(caught.value)
-    for verifier, words in ((None, "is a draft"), ("no/such/model", "'no/such/model' is neither")):
+    itself = str(tmp_path)
+    for verifier, words in (
+        (None, "is a draft"),
+        ("no/such/model", "^draft .*: model 'no/such/model' is neither"),
+        (itself, f"^draft {itself}: a model of .* is a draft"),
+    ):
         with pytest.raises(ConfigError, match=words):
             of(as_speculators(M2 | nano, verifier=verifier))
 
