@@ -4,6 +4,7 @@ that come in any order, and machines that are lost.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import threading
@@ -18,7 +19,8 @@ from negamax.base.errors import ConfigError, EngineDeadError, ResourceError
 from negamax.config.nodes import KEY_VARIABLE, NodeOptions
 from negamax.engine.nodes.group import NodeGroup
 from negamax.parallel.layout import ParallelLayout
-from tools.load.machines import Agent, Machines, NoMachinesError, machines
+from tests.ports import free_port
+from tools.load.machines import Agent, Machines, NoMachinesError, OneMachine, machines
 
 PROMPTS = ["What is 47 + 38?", "Hello!", "Who are you?", "A box holds 24 pencils. How many"]
 PARAMS = [
@@ -35,12 +37,14 @@ NOTICED_SECONDS = 3.0
 
 
 @pytest.fixture(scope="module")
-def network() -> Iterator[Machines]:
-    try:
-        with machines(3) as made:
-            yield made
-    except NoMachinesError as error:
-        pytest.skip(str(error))
+def network() -> Iterator[Machines | OneMachine]:
+    """Machines of their own, where this process may make some."""
+    with contextlib.ExitStack() as stack:
+        try:
+            made: Machines | OneMachine = stack.enter_context(machines(3))
+        except NoMachinesError as error:
+            made = OneMachine(free_port(), reason=str(error))
+        yield made
 
 
 @pytest.fixture(autouse=True)
@@ -52,9 +56,14 @@ def tokens(llm: LLM) -> list[list[int]]:
     return [each.outputs[0].token_ids for each in llm.generate(PROMPTS, PARAMS)]
 
 
-def on_nodes(network: Machines, count: int, **sizes: int) -> LLM:
-    address = network.address(0)
-    return LLM("nano", **COMMON, nnodes=count, master_addr=address, **sizes)
+def on_nodes(network: Machines | OneMachine, count: int, **sizes: int) -> LLM:
+    return LLM("nano", **COMMON, **meeting_at(network, count), **sizes)
+
+
+def meeting_at(network: Machines | OneMachine, count: int) -> dict[str, Any]:
+    interface = None if isinstance(network, Machines) else "lo"
+    options = {"master_addr": network.address(0), "master_port": network.port}
+    return {"nnodes": count, "interface": interface, **options}
 
 
 @pytest.fixture(scope="module")
@@ -80,12 +89,12 @@ def seconds_until_noticed(llm: LLM, fault: Any, words: str) -> float:
 
 
 def test_stages_on_two_machines_and_one_is_killed(
-    network: Machines, expected: list[list[int]]
+    network: Machines | OneMachine, expected: list[list[int]]
 ) -> None:
     """The agent is there before node 0."""
     agent = Agent(network, 1, *FLOAT32, "-pp", "2", "--nnodes", "2")
     try:
-        agent.wait_for(f"waiting for node 0 at {network.address(0)}:29501")
+        agent.wait_for(f"waiting for node 0 at {network.address(0)}:{network.port}")
         with on_nodes(network, 2, pipeline_parallel_size=2) as llm:
             assert tokens(llm) == expected
             seconds = seconds_until_noticed(llm, agent.kill, "node 1|rank 1 has hung up")
@@ -95,7 +104,7 @@ def test_stages_on_two_machines_and_one_is_killed(
 
 
 def test_data_parallel_ranks_on_two_machines_and_one_stands_still(
-    network: Machines, expected: list[list[int]]
+    network: Machines | OneMachine, expected: list[list[int]]
 ) -> None:
     """Node 0 waits for the agent, in vLLM's words."""
     agents: list[Agent] = []
@@ -122,8 +131,10 @@ def test_data_parallel_ranks_on_two_machines_and_one_stands_still(
 
 
 def test_agents_wait_for_the_next_engine_and_end_with_the_last(
-    network: Machines, expected: list[list[int]]
+    network: Machines | OneMachine, expected: list[list[int]]
 ) -> None:
+    if not isinstance(network, Machines):
+        pytest.skip(network.reason)
     agents = [Agent(network, node, *FLOAT32, "-pp", "3", "--nnodes", "3") for node in (2, 1)]
     try:
         llm = on_nodes(network, 3, pipeline_parallel_size=3)
@@ -149,13 +160,12 @@ def test_agents_wait_for_the_next_engine_and_end_with_the_last(
 # What is refused, without weights
 
 
-def group_of_two(address: str, **facts: str) -> NodeGroup:
-    options = NodeOptions(nnodes=2, master_addr=address)
-    return NodeGroup(options, ParallelLayout(pp=2, nodes=2), facts=facts)
+def group_of_two(options: dict[str, Any], **facts: str) -> NodeGroup:
+    return NodeGroup(NodeOptions(**options), ParallelLayout(pp=2, nodes=2), facts=facts)
 
 
-def test_an_agent_that_differs_ends_and_says_what_differs(network: Machines) -> None:
-    group = group_of_two(network.address(0), **{"Negamax": "0.0.1", "--seed": "7"})
+def test_an_agent_that_differs_ends_and_says_what_differs(network: Machines | OneMachine) -> None:
+    group = group_of_two(meeting_at(network, 2), **{"Negamax": "0.0.1", "--seed": "7"})
     threading.Thread(target=lambda: _ignoring_errors(group.meet), daemon=True).start()
     agent = Agent(network, 1, *FLOAT32, "-pp", "2", "--nnodes", "2", "--seed", "8")
     try:
@@ -167,8 +177,8 @@ def test_an_agent_that_differs_ends_and_says_what_differs(network: Machines) -> 
         group.close()
 
 
-def test_an_agent_with_another_key_is_not_heard(network: Machines) -> None:
-    group = group_of_two(network.address(0))
+def test_an_agent_with_another_key_is_not_heard(network: Machines | OneMachine) -> None:
+    group = group_of_two(meeting_at(network, 2))
     threading.Thread(target=lambda: _ignoring_errors(group.meet), daemon=True).start()
     agent = Agent(network, 1, *FLOAT32, "-pp", "2", "--nnodes", "2", **{KEY_VARIABLE: "another"})
     try:
@@ -180,13 +190,13 @@ def test_an_agent_with_another_key_is_not_heard(network: Machines) -> None:
         group.close()
 
 
-def test_ports_that_are_taken_are_named(network: Machines) -> None:
-    words = r"port 29502 .* Address already in use; .* need 4"
+def test_ports_that_are_taken_are_named(network: Machines | OneMachine) -> None:
+    words = rf"port {network.port + 1} .* Address already in use; .* need 4"
     with (
-        socket.create_server((network.address(0), 29502)),
+        socket.create_server((network.address(0), network.port + 1)),
         pytest.raises(ResourceError, match=words),
     ):
-        group_of_two(network.address(0))
+        group_of_two(meeting_at(network, 2))
 
 
 @pytest.mark.parametrize(
@@ -195,7 +205,7 @@ def test_ports_that_are_taken_are_named(network: Machines) -> None:
 )
 def test_addresses_that_nobody_can_reach_are_refused(address: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        group_of_two(address)
+        group_of_two({"nnodes": 2, "master_addr": address})
 
 
 def _ignoring_errors(call: Any) -> None:

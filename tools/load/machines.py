@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from negamax.config.nodes import MASTER_PORT
+
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 120.0
 
@@ -41,6 +43,9 @@ class Machines:
             _ip("-n", space, "link", "set", "lo", "up")
             _ip("-n", space, "link", "set", "eth0", "up")
 
+    port = MASTER_PORT
+    options: tuple[str, ...] = ()  # further ones that every node needs
+
     @property
     def interface(self) -> str:
         """Of machine 0."""
@@ -68,17 +73,36 @@ class Machines:
         return f"{self._prefix}n{machine}"
 
 
+class OneMachine:
+    """The same without namespaces: all nodes are at the loopback of this machine."""
+
+    def __init__(self, port: int, reason: str) -> None:
+        self.port = port  # the first of node 0
+        self.reason = reason  # why there are no others
+
+    def address(self, machine: int) -> str:
+        return "127.0.0.1"
+
+    def command(self, machine: int) -> list[str]:
+        return []
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Further ones that every node needs."""
+        return "--interface", "lo", "--master-port", str(self.port)
+
+
 @contextlib.contextmanager
 def machines(count: int) -> Iterator[Machines]:
     """Errors: `NoMachinesError` with the reason where there can be none."""
     if shutil.which("ip") is None:
-        raise NoMachinesError("there is no `ip` (Debian: iproute2)")
+        raise NoMachinesError("no network namespaces here: there is no `ip` (Debian: iproute2)")
     made = Machines(count)
     try:
         try:
             made.set_up()
         except subprocess.CalledProcessError as error:
-            raise NoMachinesError(f"no network namespaces: {error.stderr.strip()}") from None
+            raise NoMachinesError(f"no network namespaces here: {error.stderr.strip()}") from None
         yield made
     finally:
         made.remove()
@@ -91,13 +115,15 @@ class NoMachinesError(Exception):
 class Agent:
     """`negamax serve` as a node other than 0; `log` is what it has written."""
 
-    def __init__(self, network: Machines, node: int, *options: str, **variables: str) -> None:
+    def __init__(
+        self, network: Machines | OneMachine, node: int, *options: str, **variables: str
+    ) -> None:
         """`options` say which node it is where they have an address; else they are `node`'s."""
         if not any(option == "--data-parallel-address" for option in options):
             options = ("--node-rank", str(node), "--master-addr", network.address(0), *options)
         command = [
             *network.command(node), sys.executable, "-m", "negamax", "serve", "nano",
-            "--device", "cpu", "--num-threads", "1", *options,
+            "--device", "cpu", "--num-threads", "1", *network.options, *options,
         ]  # fmt: skip
         self.process = subprocess.Popen(
             command,
