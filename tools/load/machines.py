@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from negamax.config.nodes import MASTER_PORT
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 120.0
+_PREFIX = "ngmx"  # of the names of interfaces and namespaces; the number of the process follows
 
 
 class Machines:
@@ -24,12 +26,13 @@ class Machines:
 
     def __init__(self, count: int) -> None:
         number = os.getpid()
-        self._prefix = f"ngmx{number % 100_000}"
+        self._prefix = f"{_PREFIX}{number}"
         self._subnet = f"10.{100 + number // 250 % 100}.{number % 250}"
         self.num_others = count - 1
 
     def set_up(self) -> None:
         """Errors: `CalledProcessError` where namespaces cannot be made."""
+        _remove_abandoned()
         bridge = self.interface
         _ip("link", "add", bridge, "type", "bridge")
         _ip("addr", "add", f"{self.address(0)}/24", "dev", bridge)
@@ -165,5 +168,14 @@ class Agent:
         self.process.wait()
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+def _remove_abandoned() -> None:
+    """What processes have left behind that were killed."""
+    for listed, kind in ((_ip("-o", "link"), ("link",)), (_ip("netns"), ("netns",))):
+        for name, pid in set(re.findall(rf"\b({_PREFIX}(\d+)(?:br|n\d+))\b", listed)):
+            if not Path(f"/proc/{pid}").exists():
+                with contextlib.suppress(subprocess.CalledProcessError):
+                    _ip(*kind, "del", name)
+
+
+def _ip(*words: str) -> str:
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
