@@ -14,7 +14,6 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))
 
-from nodes import Agent, NoMachinesError, machines
 from test_data_parallel_engine import (
     COMMON,
     LONGER,
@@ -33,6 +32,7 @@ from negamax.base import process
 from negamax.config.nodes import KEY_VARIABLE
 from negamax.evals import nano_retrieval
 from tests import tiny, tiny_draft
+from tools.load.machines import Agent, NoMachinesError, machines
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +135,15 @@ SHORT = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
             {"prefill_context_parallel_size": 4, "enable_expert_parallel": True},
             marks=pytest.mark.full,
         ),
+        pytest.param(
+            {
+                "prefill_context_parallel_size": 2,
+                "enable_expert_parallel": True,
+                "enable_eplb": True,
+                "eplb_config": {"num_redundant_experts": 2, "step_interval": 10, "window_size": 10},
+            },
+            marks=pytest.mark.full,
+        ),
     ],
     ids=str,
 )
@@ -148,8 +157,17 @@ def test_preemption_and_prefixes_leave_the_text_as_it_is(
     assert stats.num_kv_blocks == 28
 
 
-@pytest.mark.parametrize("method", ["eagle3", pytest.param("ngram", marks=pytest.mark.full)])
-def test_draft_tokens_leave_the_text_as_it_is(method: str, tiny_m2: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "stages"),
+    [
+        ("eagle3", 1),
+        pytest.param("eagle3", 2, marks=pytest.mark.full),
+        pytest.param("ngram", 1, marks=pytest.mark.full),
+    ],
+)
+def test_draft_tokens_leave_the_text_as_it_is(
+    method: str, stages: int, tiny_m2: Path, tmp_path: Path
+) -> None:
     """As many drafts are right as on one rank: the draft model reads residual streams of all
     tokens.
     """
@@ -162,7 +180,7 @@ def test_draft_tokens_leave_the_text_as_it_is(method: str, tiny_m2: Path, tmp_pa
     prompts = [[5, 6, 7, 8, 9] * 6, [5, 6, 7, 8, 9] * 3, [11, 12, 13] * 4]
     options = {"speculative_config": config, "max_num_batched_tokens": 20}
     expected, of_one, _ = tokens_of(tiny_m2, prompts, LONGER, **options)
-    ranks = {"prefill_context_parallel_size": 2}
+    ranks = {"prefill_context_parallel_size": 2, "pipeline_parallel_size": stages}
     found, stats, _ = tokens_of(tiny_m2, prompts, LONGER, **options, **ranks)
     assert found == expected
     assert stats.num_draft_tokens == of_one.num_draft_tokens > 20
@@ -233,7 +251,7 @@ def test_two_machines_share_out_prompts(
 ) -> None:
     """Network namespaces, each with one of the groups."""
     monkeypatch.setenv(KEY_VARIABLE, "of the tests")
-    of_nano = ("--max-model-len", "512", "--max-num-batched-tokens", "96")
+    of_nano = ("--dtype", "float32", "--max-model-len", "512", "--max-num-batched-tokens", "96")
     try:
         with machines(2) as network:
             agent = Agent(network, 1, "-pcp", "2", "--nnodes", "2", *of_nano)
