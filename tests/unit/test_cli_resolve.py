@@ -237,6 +237,18 @@ def test_keys_add_up_and_are_not_shown(explained: Any, monkeypatch: pytest.Monke
         ),
         ("nano --tokenizer nano", "model", "nano"),
         ("nano -dp 2 --data-parallel-size-local 2", "data-parallel-size", "2"),
+        (
+            "nano --tp 8 --ep 8 --enable-eplb --ep-num-redundant-experts 8 "
+            "--eplb-rebalance-num-iterations 500 --eplb-min-rebalancing-utilization-threshold 0.9",
+            "eplb-config",
+            '{"num_redundant_experts": 8, "step_interval": 500, '
+            '"min_rebalancing_utilization_threshold": 0.9}',
+        ),
+        (
+            "nano --expert-distribution-recorder-mode stat_approx",
+            "expert-distribution-recorder-mode",
+            "stat",
+        ),
         ("nano --tp 8 --attn-dp-size 4", "data-parallel-size", "4"),
         ("nano --tp 8 --attn-dp-size 4", "tensor-parallel-size", "2"),
         ("nano --tp 8 --attn-cp-size 4 --enable-prefill-cp", "prefill-context-parallel-size", "4"),
@@ -276,6 +288,8 @@ def test_values_and_names_of_other_servers(
         ("-pcp 2 -dp 2", "all run the same requests (use one of them"),
         ("-pcp 2 --index-cache-sharding on", "use --index-cache-sharding off"),
         ("--attn-dp-size 4 --tp 6", "which is 6 (use --tensor-parallel-size 4"),
+        ("--ep-num-redundant-experts 8", "add --enable-eplb"),
+        ("--enable-eplb", "add --enable-expert-parallel, with more than one rank"),
         ("--attn-dp-size 2", "which is 1 (use --tensor-parallel-size 2"),
         ("--data-parallel-size 4 --data-parallel-size-local 2", "--master-addr is missing"),
         ("--data-parallel-size 4 --data-parallel-size-local 3", "all nodes have as many of the 4"),
