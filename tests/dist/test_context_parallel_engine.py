@@ -4,9 +4,11 @@ one rank says; so do tensor-parallel groups of them, and stages.
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -253,13 +255,18 @@ def test_two_machines_share_out_prompts(
     monkeypatch.setenv(KEY_VARIABLE, "of the tests")
     of_nano = ("--dtype", "float32", "--max-model-len", "512", "--max-num-batched-tokens", "96")
     try:
-        with machines(2) as network:
+        with machines(2) as network, ExitStack() as stack:
             agent = Agent(network, 1, "-pcp", "2", "--nnodes", "2", *of_nano)
-            try:
-                address = network.address(0)
-                with nano(nnodes=2, master_addr=address, prefill_context_parallel_size=2) as llm:
-                    assert_same(said(llm.generate(PROMPTS, PARAMS)), of_one_rank)
-            finally:
-                agent.kill()
+            stack.callback(agent.kill)
+
+            def is_late(*_: object) -> None:  # node 0 waits for an agent however long it takes
+                raise TimeoutError(agent.log)
+
+            signal.signal(signal.SIGALRM, is_late)
+            stack.callback(signal.alarm, 0)
+            signal.alarm(120)
+            address = network.address(0)
+            with nano(nnodes=2, master_addr=address, prefill_context_parallel_size=2) as llm:
+                assert_same(said(llm.generate(PROMPTS, PARAMS)), of_one_rank)
     except NoMachinesError as error:
         pytest.skip(str(error))
