@@ -250,20 +250,18 @@ _TABLE = (
         PARALLEL,
         "Groups of tensor-parallel ranks that share out the tokens of prompts; each holds the "
         "whole KV cache, and the experts are shared by all.",
-        flags=("--prefill-context-parallel-size", "-pcp"),
+        also=("-pcp",),
     ),
     Flag(
         "decode_context_parallel_size",
         PARALLEL,
         "Ranks with copies of a KV head that share out the tokens of its cache: 1.",
-        flags=("--decode-context-parallel-size", "-dcp"),
-        also=("--dcp-size",),
+        also=("-dcp", "--dcp-size"),
     ),
     Flag(
         "cp_kv_cache_interleave_size",
         PARALLEL,
-        "Neighbouring tokens that lie on the same rank with --decode-context-parallel-size.",
-        also=("--dcp-kv-cache-interleave-size",),
+        "Neighbouring tokens that lie on the same rank where they share out a cache.",
     ),
     Flag(
         "enable_eplb",

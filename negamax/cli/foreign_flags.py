@@ -401,6 +401,11 @@ _REFUSED = (
     _group("", rule=rules.renamed("--master-addr"), values="data-parallel-address -dpa"),
     _group("", rule=rules.renamed("--master-port"), values="data-parallel-rpc-port -dpp"),
     _group("", rule=rules.renamed("--nnodes"), values="-n"),
+    _group(
+        "",
+        rule=rules.renamed("--cp-kv-cache-interleave-size"),
+        values="dcp-kv-cache-interleave-size",
+    ),
     _group("", rule=rules.renamed("--node-rank"), values="-r"),
     _group("", rule=rules.meeting_point, values="dist-init-addr"),
     _group("", rule=rules.headless, switches="headless"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -16,6 +17,9 @@ from negamax.cli import bench, chat, convert, doctor, generate, parse, plan, ser
 from negamax.cli.examples import epilog
 from negamax.cli.resolve import Resolved, find_command, resolve
 from negamax.cli.words import nearest
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 app = typer.Typer(
     name="negamax",
@@ -60,9 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         resolved = resolve(commands, given)
         for note in resolved.notes:
             print(f"note: {note}", file=sys.stderr)
-        result = commands.main(
-            resolved.words or ["--help"], "negamax", standalone_mode=False, obj=resolved
-        )
+        words = resolved.words or ["--help"]
+        if {"-h", "--help"} & set(words):
+            _show_whole_names()
+        result = commands.main(words, "negamax", standalone_mode=False, obj=resolved)
     except NegamaxError as error:
         return _fail(" ".join(str(error).split()), error.exit_code)
     except typer.TyperException as error:
@@ -76,6 +81,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         refusal = ResourceError.of_system(error)
         return _fail(" ".join(str(refusal).split()), refusal.exit_code)
     return result if isinstance(result, int) else 0
+
+
+def _show_whole_names() -> None:
+    """Have help wrap the names of options that a terminal is too narrow for; Typer cuts them."""
+    from typer import rich_utils  # not needed, and slow to import, for anything else
+
+    class Wrapping(rich_utils.OptionHighlighter):
+        def __call__(self, text: str | Text) -> Text:
+            highlighted = super().__call__(text)
+            highlighted.overflow = "fold"
+            return highlighted
+
+    rich_utils.highlighter = Wrapping()
 
 
 def _fail(message: str, code: int) -> int:
