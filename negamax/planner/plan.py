@@ -9,6 +9,7 @@ from functools import cached_property
 from negamax.base.errors import ConfigError
 from negamax.config.model_spec import ModelSpec
 from negamax.config.options import STEP_LIMITS, EngineOptions
+from negamax.planner.chunks import chunks, even_times
 from negamax.planner.cost import Costs, Model, Workload, tokens_per_second
 from negamax.planner.gpus import GIB, GpuModel
 from negamax.planner.topology import LEAST_TOKENS, Fit, Topology, fit, topologies
@@ -190,10 +191,24 @@ def _candidate(
         topology,
         memory,
         context_length,
-        costs.prefill_seconds(prompt, chunk=LIMITS.max_num_batched_tokens),
+        _prompt_seconds(costs, topology, prompt),
         rate * topology.replicas,
         tuple(predictions),
     )
+
+
+def _prompt_seconds(costs: Costs, topology: Topology, num_tokens: int) -> float:
+    """Of one prompt, alone, in the chunks that the engine would make of it."""
+    most = LIMITS.max_num_batched_tokens
+    if topology.pp == 1 or num_tokens <= most:
+        return costs.prefill_seconds(num_tokens, chunk=most)
+    length = even_times(
+        costs,
+        max_num_batched_tokens=most,
+        block_size=LIMITS.block_size,
+        max_model_len=num_tokens,
+    )
+    return costs.chunks_seconds(chunks(length, num_tokens, budget=most))
 
 
 def _gib(num_bytes: float) -> str:

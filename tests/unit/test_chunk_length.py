@@ -16,8 +16,9 @@ from negamax import LLM
 from negamax.config.options import EngineOptions
 from negamax.engine.core.source import locate
 from negamax.planner.chunks import LEAST_SHARE, chunks, even_times
-from negamax.planner.cost import Costs, Model
+from negamax.planner.cost import Costs, Model, Workload
 from negamax.planner.gpus import MEASURED
+from negamax.planner.plan import Hardware, make_plan
 from negamax.planner.topology import Topology
 from negamax.scheduler.chunk_length import ChunkLength, EvenChunks, EvenTimes
 from negamax.scheduler.limits import SchedulerLimits
@@ -82,6 +83,16 @@ def test_a_pipeline_gives_the_first_token_of_a_long_prompt_sooner(stages: int, g
     assert even == pytest.approx(cost.prefill_seconds(LONGEST, chunk=STEP))
     assert even > gain * in_time
     assert cost.chunk_seconds(STEP, behind=LONGEST) > 10 * cost.chunk_seconds(STEP, behind=0)
+
+
+def test_a_plan_counts_with_the_chunks_of_the_engine() -> None:
+    spec = locate(EngineOptions(model="minimax-m2", load_format="synthetic")).spec
+    plan = make_plan(spec, Hardware(MEASURED, 4), [Workload(1, LONGEST, 1000)])
+    seconds = {each.topology.label: each.prompt_seconds for each in plan.candidates}
+    cost = costs("minimax-m2", pp=4)
+    assert seconds["PP4"] < cost.prefill_seconds(LONGEST, chunk=STEP) / 1.2
+    alone = costs("minimax-m2", tp=4)
+    assert seconds["TP4"] == pytest.approx(alone.prefill_seconds(LONGEST, chunk=STEP))
 
 
 def test_stages_run_chunks_side_by_side() -> None:

@@ -30,7 +30,7 @@ from negamax.engine.core.topology import with_planned_sizes
 from negamax.models.memory import ModelWeights, weight_bytes
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split, possible_splits
-from negamax.planner.cost import Costs, Model, Workload
+from negamax.planner.cost import Workload
 from negamax.planner.gpus import GIB, GPUS, MEASURED, find_gpu, visible_devices, visible_gpus
 from negamax.planner.plan import Candidate, Hardware, Plan, make_plan
 from negamax.planner.topology import GPU_RESERVE, Topology, topologies
@@ -507,12 +507,10 @@ def test_the_page_says_when_prompts_shared_out_are_answered() -> None:
             each = next(one for one in plan.candidates if one.topology.label == label)
             assert f"{each.prompt_seconds:.2f} s with {label}" in said
             assert f"{1e3 * each.predictions[0].token_seconds:.1f}" in said
-        model = Model.of(spec, MEASURED, kv_dtype="fp8")
-        for layout in (
-            ParallelLayout(tp=8), ParallelLayout(tp=8, cp=2), ParallelLayout(tp=8, pp=2)
-        ):  # fmt: skip
-            costs = Costs(model, MEASURED, layout, per_node=8)
-            assert f"{costs.prefill_seconds(128_000, chunk=8192):.2f} s" in said
+        plan = make_plan(spec, Hardware(MEASURED, 16, nodes=2), [load], kv_dtype="fp8")
+        for label in ("2 x TP8", "PCP2 TP8", "PP2 TP8"):
+            each = next(one for one in plan.candidates if one.topology.label == label)
+            assert f"{each.prompt_seconds:.2f} s" in said
 
 
 def test_throughput_doubles_the_sequences_of_a_step() -> None:
