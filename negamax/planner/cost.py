@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from functools import partial
 from math import ceil, sqrt
 from statistics import NormalDist
+from typing import NamedTuple
 
 from negamax.config.kv_cache import KvCacheSpecs, block_bytes, with_index_dtype
 from negamax.config.model_spec import ModelSpec
-from negamax.kernels.formats import E4M3_BLOCKS, PLAIN, TensorFormat, is_kept
+from negamax.kernels.formats import E4M3_BLOCKS, PLAIN, is_kept
 from negamax.kernels.platform import Feature
 from negamax.models.memory import Kept, ModelWeights, WeightKind, hit_share
 from negamax.parallel.layout import ParallelLayout
@@ -86,6 +87,16 @@ class Model:
         )
 
 
+class _Held(NamedTuple):
+    """Matrices of one kind on one rank."""
+
+    kind: WeightKind
+    count: int
+    num_bytes: float
+    read: float  # bytes per second
+    rate: float  # operations per second
+
+
 class Costs:
     """The times of one layout on GPUs of one kind, `per_node` of them in a machine."""
 
@@ -95,8 +106,13 @@ class Costs:
         self._model, self._gpu, self._layout = model, gpu, layout
         places = range(0, layout.world_size, layout.stage_size)
         self._stages = [layout.of_rank(rank) for rank in places]
-        self._held: list[list[tuple[WeightKind, int, float]]] = [
-            list(model.weights.on_rank(dtype=model.dtype, kept=model.kept, layout=stage))
+        self._held = [
+            [
+                _Held(kind, count, num_bytes, *self._rates(kind))
+                for kind, count, num_bytes in model.weights.on_rank(
+                    dtype=model.dtype, kept=model.kept, layout=stage
+                )
+            ]
             for stage in self._stages
         ]
         self._is_local = layout.stage_size <= per_node
@@ -165,10 +181,10 @@ class Costs:
         own = ceil(own / layout.cp) if is_prefill else own
         bandwidth = READ_SHARE * gpu.bandwidth
         seconds = 0.0
-        for kind, count, num_bytes in self._held[place]:
-            if not kind.weight.is_table:
-                rows = 0 if is_prefill and kind.weight.is_head else own
-                seconds += self._product(kind, count, num_bytes, tokens=tokens, own=rows)
+        for held in self._held[place]:
+            if not held.kind.weight.is_table:
+                rows = 0 if is_prefill and held.kind.weight.is_head else own
+                seconds += self._product(held, tokens=tokens, own=rows)
         caches = self._model.caches[layers.start : layers.stop]
         if is_prefill:
             seen = sum(
@@ -189,29 +205,26 @@ class Costs:
         )
         return seconds + self._context_seconds(own, caches, is_prefill=is_prefill)
 
-    def _product(
-        self, kind: WeightKind, count: int, num_bytes: float, *, tokens: int, own: int
-    ) -> float:
+    def _product(self, held: _Held, *, tokens: int, own: int) -> float:
         """The products with all weights of a kind: `tokens` for experts, `own` for others."""
-        weight, layout = kind.weight, self._layout
-        is_expert = weight.used is not None
-        read, rate = self._rates(kind.stored, is_expert=is_expert)
+        weight, layout = held.kind.weight, self._layout
         hit, ranks = hit_share(weight, tokens), layout.tp
         rows = float(own)
-        if is_expert:
+        if weight.used is not None:
             # what the busiest of `ep` ranks is asked for, beyond the mean of all of them
             hit = min(
                 1.0,
                 hit + _beyond_mean(layout.ep) * sqrt(hit * (1 - hit) * layout.ep / weight.count),
             )
-            rows = tokens * (weight.used or 0) / weight.count
+            rows = tokens * weight.used / weight.count
             ranks = layout.stage_size
-        operations = 2.0 * count * weight.num_elements * rows / min(ranks, weight.parts or ranks)
-        return max(hit * num_bytes / read, operations / rate)
+        ranks = min(ranks, weight.parts or ranks)
+        operations = 2.0 * held.count * weight.num_elements * rows / ranks
+        return max(hit * held.num_bytes / held.read, operations / held.rate)
 
-    def _rates(self, stored: TensorFormat, *, is_expert: bool) -> tuple[float, float]:
-        """Bytes and operations per second of products with matrices of a format."""
-        gpu = self._gpu
+    def _rates(self, kind: WeightKind) -> tuple[float, float]:
+        """Bytes and operations per second of products with matrices of a kind."""
+        gpu, stored, is_expert = self._gpu, kind.stored, kind.weight.used is not None
         full = READ_SHARE * gpu.bandwidth
         if stored is PLAIN or not self._model.kept(stored):
             return full, (EXPERTS_BF16 if is_expert else DENSE_BF16) * gpu.bf16
