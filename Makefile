@@ -12,8 +12,8 @@ PYTEST := $(BIN)/python -m pytest -m "$(GATE)"
 # Everything else in the versions that were tested together.
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo serve test attack fault-table test-install lint types contracts statements docs check
-.PHONY: compile-oldest sbom constraints clean
+.PHONY: demo serve test test-full attack fault-table test-install lint types contracts statements
+.PHONY: docs check compile-oldest sbom constraints clean
 
 demo: $(VENV)/.demo   ## start the embedded model, chat with thinking, call a tool, stop
 	$(BIN)/python examples/demo.py
@@ -27,6 +27,9 @@ serve: $(VENV)/.demo  ## serve the embedded model on http://127.0.0.1:8000
 test: $(VENV)/.dev    ## everything that runs without a GPU
 	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder || \
 	  $(PYTEST) --last-failed --last-failed-no-failures none
+
+test-full: $(VENV)/.dev  ## what the gate leaves out: more splits over ranks, attacks at full size
+	$(BIN)/python -m pytest -m full -n 3
 
 fault-table: $(VENV)/.dev  ## kill and stop each part of a server, and measure what clients see
 	$(BIN)/python tools/fault_table.py
