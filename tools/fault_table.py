@@ -2,15 +2,16 @@
 
     python tools/fault_table.py [--only TEXT] [--limit SECONDS]
 
-Servers of its own on the loopback: one process, two server processes, two tensor-parallel ranks,
-two data-parallel ranks, two replicas, two machines (network namespaces, for which it must be root).
-Each part is killed (SIGKILL) or stopped (SIGSTOP, then SIGCONT) while the server is idle, reads
-prompts, generates, or opens a grammar; the link to a machine is taken down, too, and an agent that
-was killed is started again once all clients know. The table says after how many seconds open
-requests ended with an error, /readyz was no longer 200, and a request was answered again (since the
-part is back). Clients that only wait while a part is stopped, and get their tokens afterwards,
-go on. Half of the clients of two replicas ask for the one that nothing is done to: they must go on,
-and /readyz must stay 200. Exit code 1: a number is above its limit.
+Servers of its own on the loopback: one process, two server processes, two tensor-parallel ranks
+(also with experts that move), two data-parallel ranks, two replicas, two machines (network
+namespaces, for which it must be root). Each part is killed (SIGKILL) or stopped (SIGSTOP, then
+SIGCONT) while the server is idle, reads prompts, generates, or opens a grammar; the link to a
+machine is taken down, too, and an agent that was killed is started again once all clients know. The
+table says after how many seconds open requests ended with an error, /readyz was no longer 200, and
+a request was answered again (since the part is back). Clients that only wait while a part is
+stopped, and get their tokens afterwards, go on. Half of the clients of two replicas ask for the one
+that nothing is done to: they must go on, and /readyz must stay 200. Exit code 1: a number is above
+its limit.
 """
 
 from __future__ import annotations
@@ -45,11 +46,17 @@ STOPPED_SECONDS = 10.0
 STATES = ("idle", "prefill", "decode", "opening")
 ENGINE, GRAMMAR = "negamax.engine.core.process", "negamax.engine.grammar.process"
 RANK, SERVER_WORKER = "negamax.worker.rank_process", "negamax.api.server_worker"
+# Experts move all the time: 160 moves in 200 steps.
+MOVING = (
+    *("--enable-expert-parallel", "--enable-eplb"),
+    *("--eplb-config", '{"step_interval": 1, "window_size": 1, "num_redundant_experts": 2}'),
+)
 # Name, options, server processes, parts.
 SETUPS: tuple[tuple[str, tuple[str, ...], int, tuple[str, ...]], ...] = (
     ("one process", (), 1, ("server process", "engine", "grammar process")),
     ("two server processes", (), 2, ("leader", "server process", "engine")),
     ("tp 2", ("-tp", "2"), 1, ("engine", "rank 0", "rank 1")),
+    ("tp 2, experts move", ("-tp", "2", *MOVING), 1, ("rank 1",)),
     ("dp 2", ("-dp", "2"), 1, ("engine", "rank 0", "rank 1")),
     ("two replicas", ("--num-replicas", "2"), 1, ("replica 1",)),
     ("two machines, pp 2", ("-pp", "2", "--nnodes", "2"), 1, ("engine", "node 1")),

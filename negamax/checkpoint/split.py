@@ -49,6 +49,12 @@ def check_split(folder: Path, layout: ParallelLayout) -> None:
                 f"num_redundant_experts is {layout.redundant_experts}",
                 hint="leave it out of --eplb-config, or use the checkpoint that it was made from",
             )
+        if layout.expert_placement:
+            raise CheckpointError(
+                f"{folder} is split for ranks whose experts lie in order; --init-expert-location "
+                f"says otherwise",
+                hint="leave it out, or use the checkpoint that it was made from",
+            )
         tp, ep = ranks[0].tp, ranks[0].ep
         raise CheckpointError(
             f"{folder} is split for --tensor-parallel-size {tp}, --expert-parallel-size {ep}; here "

@@ -111,7 +111,7 @@ def _name(checkpoint: Path, layout: ParallelLayout) -> str:
     else:
         model = f"{checkpoint.name}-{zlib.crc32(str(checkpoint).encode()):08x}"
     partition = "-".join(map(str, layout.partition)) or None
-    axes = {**asdict(layout), "partition": partition}
+    axes = {**asdict(layout), "partition": partition, "expert_placement": None}
     ranks = "-".join(f"{axis}{number}" for axis, number in axes.items() if number is not None)
     return f"{model}/{ranks}.safetensors"
 

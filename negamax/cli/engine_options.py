@@ -282,6 +282,12 @@ _TABLE = (
         choices=RECORDER_MODES,
     ),
     Flag(
+        "init_expert_location",
+        PARALLEL,
+        "Where experts lie at start: trivial (in order), or JSON with logical_count, as a dump has "
+        "it, or physical_to_logical_map.",
+    ),
+    Flag(
         "nnodes",
         NODES,
         "Machines that the ranks are spread over, each with as many; the same command on each.",

@@ -164,8 +164,7 @@ _IGNORED = (
     _group("it is so with --data-parallel-size", switches="enable-dp-attention"),
     _group(
         "a token says what copy of an expert it takes; copies move one by one",
-        values="""ep-dispatch-algorithm eplb-algorithm eplb-rebalance-layers-per-chunk
-        init-expert-location""",
+        values="""ep-dispatch-algorithm eplb-algorithm eplb-rebalance-layers-per-chunk""",
         switches="enable-waterfill",
     ),
     _group(

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from negamax.base.errors import ConfigError
 
+IN_ORDER = "trivial"  # of --init-expert-location
 RECORDER_MODES = ("off", "stat")
 # What becomes of experts: they stay where they are, it is counted how often each is chosen, or they
 # move between ranks, too.

@@ -11,7 +11,7 @@ from typing import Any
 
 from negamax.base import log
 from negamax.base.errors import ConfigError
-from negamax.config.eplb import COUNTED, FIXED, MOVED, RECORDER_MODES, EplbConfig
+from negamax.config.eplb import COUNTED, FIXED, IN_ORDER, MOVED, RECORDER_MODES, EplbConfig
 from negamax.config.key_file import check_keys
 from negamax.config.nodes import MASTER_PORT, NodeOptions
 from negamax.config.parallel import ALL2ALL_BACKENDS, ParallelOptions
@@ -112,6 +112,9 @@ class EngineOptions:
     eplb_config: dict[str, Any] | None = None  # when, with the keys of vLLM's (config/eplb.py)
     # "stat": how often each expert is chosen is counted, as it is with enable_eplb
     expert_distribution_recorder_mode: str = "off"
+    # where experts lie at start: "trivial" (in order), or JSON, in a file or as it is, with how
+    # often each was chosen or where each lies (engine/core/expert_location.py)
+    init_expert_location: str = IN_ORDER
     # over how many machines the ranks are spread, and where these meet (config/nodes.py)
     nnodes: int = 1
     node_rank: int = 0
@@ -210,20 +213,26 @@ class EngineOptions:
             prefill_context_parallel_size=self.prefill_context_parallel_size,
             decode_context_parallel_size=self.decode_context_parallel_size,
             cp_kv_cache_interleave_size=self.cp_kv_cache_interleave_size,
-            redundant_experts=self.eplb.num_redundant_experts if self.eplb else 0,
+            redundant_experts=self._redundant_experts,
         )
 
     @property
     def eplb(self) -> EplbConfig | None:
         """When experts move between ranks; None: never. Errors: `ConfigError`."""
         if not self.enable_eplb:
-            if self.eplb_config:
+            stays = self.init_expert_location != IN_ORDER  # copies may lie where that says
+            if set(self.eplb_config or {}) - ({"num_redundant_experts"} if stays else set()):
                 raise ConfigError(
                     "--eplb-config is given, and experts stay where they are",
                     hint="add --enable-eplb",
                 )
             return None
         return EplbConfig.read(self.eplb_config or {})
+
+    @property
+    def _redundant_experts(self) -> int:
+        _ = self.eplb  # checked
+        return EplbConfig.read(self.eplb_config or {}).num_redundant_experts
 
     @property
     def expert_mode(self) -> str:

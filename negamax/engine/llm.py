@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from negamax.base.errors import ConfigError, EngineError, InvalidRequestError, UnavailableError
+from negamax.config.eplb import IN_ORDER
 from negamax.config.nodes import MASTER_PORT
 from negamax.config.options import EngineOptions
 from negamax.engine.client.output import ChoiceStream, RequestOutput, admit
@@ -116,6 +117,7 @@ class LLM:
         enable_eplb: bool = False,
         eplb_config: dict[str, Any] | None = None,
         expert_distribution_recorder_mode: str = "off",
+        init_expert_location: str = IN_ORDER,
         nnodes: int = 1,
         node_rank: int = 0,
         master_addr: str | None = None,

@@ -37,6 +37,7 @@ class SparseMoe:
         self,
         names: MoeNames,
         *,
+        layer: int,
         hidden_size: int,
         width: int,
         num_experts: int,
@@ -50,11 +51,11 @@ class SparseMoe:
         table: Sequence[int] | None = None,
     ) -> None:
         """`routed_scaling`: of the chosen experts' weights; `shared_width`: of the shared expert,
-        0 without; `table`: the expert in each slot; None: as the layout has it.
+        0 without; `table`: the expert in each slot; None: as the layout has it for `layer`.
         """
         view = context.layout.experts
         experts, shared = [names.expert(number) for number in range(num_experts)], names.shared
-        table = table or context.layout.expert_slots(num_experts)
+        table = table or context.layout.expert_slots(num_experts, layer)
         self._beside: Mlp | None = None
         if shared_width:
             assert shared is not None

@@ -125,6 +125,8 @@ class ParallelLayout:
     cp: int = 1
     partition: tuple[int, ...] = ()  # layers of each pipeline stage; empty: as even as can be
     redundant_experts: int = 0  # slots for copies of experts, of all ranks of a stage together
+    # the expert in each slot of each layer at start; empty: in order
+    expert_placement: tuple[tuple[int, ...], ...] = ()
     nodes: int = 1  # machines, each with as many ranks, one behind the other
 
     def __post_init__(self) -> None:
@@ -221,10 +223,12 @@ class ParallelLayout:
         ranks = tuple(range(first, first + self.stage_size))
         return ExpertView(rank=self.rank - first, size=self.stage_size, ep=self.ep, ranks=ranks)
 
-    def expert_slots(self, num_experts: int) -> tuple[int, ...]:
-        """The expert in each slot of a layer at start: all of them, and once more the first ones.
-        Slots are dealt out to the ranks in order.
+    def expert_slots(self, num_experts: int, layer: int) -> tuple[int, ...]:
+        """The expert in each slot of a layer at start; without a placement all of them, and once
+        more the first ones. Slots are dealt out to the ranks in order.
         """
+        if self.expert_placement:
+            return self.expert_placement[layer]
         return tuple(slot % num_experts for slot in range(num_experts + self.redundant_experts))
 
     @property

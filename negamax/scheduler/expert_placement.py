@@ -24,13 +24,13 @@ def rank_loads(loads: Sequence[int], slots: Slots, num_ranks: int) -> list[float
 
 def best_placement(loads: Sequence[int], current: Slots, num_ranks: int) -> list[int]:
     """The placement whose busiest rank has the least to do: the packed one, the `current` one, or
-    that of the start, the first of those that are equal being `current`. Of the packed one as much
+    the one in order, the first of those that are equal being `current`. Of the packed one as much
     as can be lies where it lies now.
     """
     num_slots = len(current)
     packed = pack(loads, copies_of(loads, num_slots, num_ranks), num_ranks)
-    start = [slot % len(loads) for slot in range(num_slots)]
-    possible = [list(current), keep_in_place(packed, current, num_ranks), start]
+    in_order = [slot % len(loads) for slot in range(num_slots)]
+    possible = [list(current), keep_in_place(packed, current, num_ranks), in_order]
     return min(possible, key=lambda slots: max(rank_loads(loads, slots, num_ranks)))
 
 

@@ -47,6 +47,7 @@ def mixture(
     """One rank's part of the same model each time. `context`: its groups, where it is to speak."""
     moe = SparseMoe(
         names.moe(0),
+        layer=0,
         hidden_size=HIDDEN,
         width=WIDTH,
         num_experts=EXPERTS,

@@ -4,7 +4,9 @@ ranks have about the same to do.
 
 from __future__ import annotations
 
+import json
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ from negamax.engine.core import expert_balancer
 from negamax.engine.wire import ExpertDump
 from negamax.evals import nano_tools
 from tests import tiny
+from tests.e2e.conftest import STUB, eventually, serving
 
 COMMON: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_threads": 1}
 OFTEN = {"enable_eplb": True, "eplb_config": {"step_interval": 12, "window_size": 12}}
@@ -27,6 +30,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1.0, seed=5, top_k=20, max_tokens=60, ignore_eos=True)
 PROMPTS = [[*range(3 + at, 30 + 2 * at)] for at in range(8)]
 PARAMS = [GREEDY, DRAWN] * 4
+NOTICED_SECONDS = 5.0  # that a request waits at most for a rank that is gone, on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -222,3 +226,66 @@ def test_nano_m3_says_the_same_while_its_experts_move(monkeypatch: pytest.Monkey
         experts = llm._loop.stats().experts
     assert found == text
     assert experts is not None and experts.num_moved > 0
+
+
+def test_experts_lie_at_start_as_they_were_dumped(
+    skewed: Path, of_one_rank: tuple[list[list[int]], ExpertDump]
+) -> None:
+    """By counts, with copies, on data-parallel ranks that leave them there."""
+    text, counts = of_one_rank
+    located: dict[str, Any] = {
+        "init_expert_location": json.dumps({"logical_count": counts.logical_count}),
+        "eplb_config": {"num_redundant_experts": 2},
+        "expert_distribution_recorder_mode": "stat",
+    }
+    ranks = {"data_parallel_size": 2, "enable_expert_parallel": True}
+    sizes = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
+    with LLM(str(skewed), **COMMON, **located, **ranks, **sizes) as llm:
+        llm._loop.record_experts("start")
+        assert tokens_of(llm) == text
+        dump = llm._loop.record_experts("dump")
+    assert dump is not None and dump.logical_count == counts.logical_count
+    assert dump.balancedness > 0.93
+
+
+def test_a_rank_that_dies_in_a_move_costs_the_open_requests_alone(
+    skewed: Path,
+    of_one_rank: tuple[list[list[int]], ExpertDump],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 1 is killed while rank 0 waits for an expert of it: whoever waits is told, and the
+    group comes back, with experts where the file says.
+    """
+    mark, located = tmp_path / "mark", tmp_path / "location.json"
+    monkeypatch.setenv("ENGINE_MODULE", "tests.dist.killed_in_move")
+    monkeypatch.setenv("KILLED_IN_MOVE", str(mark))
+    located.write_text(json.dumps({"physical_to_logical_map": [[2, 3, 4, 1, 5, 6, 7, 0]] * 5}))
+    options = (
+        "--device", "cpu", "--dtype", "float32", "-tp", "2", "--enable-expert-parallel",
+        "--enable-eplb", "--eplb-config", json.dumps(OFTEN["eplb_config"]),
+        "--init-expert-location", str(located),
+    )  # fmt: skip
+    body = {
+        "input_ids": PROMPTS[::2],
+        "sampling_params": {"temperature": 0.0, "max_new_tokens": 70, "ignore_eos": True},
+    }
+    log_file = tmp_path / "log"
+    mark.touch()
+    with (
+        serving(*options, model=str(skewed), log_file=log_file, program=STUB) as server,
+        server.http() as http,
+    ):
+        began = time.monotonic()
+        lost = http.post("/generate", json=body)
+        assert lost.status_code == 503 and not mark.exists(), lost.text
+        assert time.monotonic() - began < NOTICED_SECONDS
+        assert eventually(lambda: http.get("/readyz").status_code == 200)
+        assert http.post("/start_expert_distribution_record").status_code == 200
+        dump = http.post("/dump_expert_distribution_record").json()
+        assert dump["engines"][0]["physical_to_logical_map"][0] == [2, 3, 4, 1, 5, 6, 7, 0]
+        answers = http.post("/generate", json=body).json()
+        assert [each["output_ids"] for each in answers] == of_one_rank[0][::2]
+        assert server.gauge("negamax:experts_moved_total") > 0
+        assert server.gauge("negamax:engine_restarts_total") == 1
+    assert "rank 1 ended with exit code -9" in log_file.read_text()

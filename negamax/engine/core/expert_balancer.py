@@ -44,7 +44,7 @@ class ExpertBalancer:
         """`config` None: experts stay where they are, and are counted alone."""
         self._config, self._num_ranks = config, layout.ep
         self._shape = num_layers, num_experts
-        self._slots = [list(layout.expert_slots(num_experts)) for _ in range(num_layers)]
+        self._slots = [list(layout.expert_slots(num_experts, at)) for at in range(num_layers)]
         self._num_steps = 0
         # how often each expert was chosen at the last look; None: there was none, and what the
         # start has counted is not known

@@ -17,6 +17,7 @@ from negamax.config.options import STEP_LIMITS, EngineOptions
 from negamax.engine.core.chunk_length import choose_chunk_length
 from negamax.engine.core.executor import Executor, start_executor
 from negamax.engine.core.expert_balancer import ExpertBalancer
+from negamax.engine.core.expert_location import place_experts
 from negamax.engine.core.loop import EngineLoop
 from negamax.engine.core.scripted_executor import ScriptedExecutor
 from negamax.engine.core.source import ModelSource, locate
@@ -57,6 +58,7 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
     layout = ParallelLayout.of(options.parallel, nodes=options.nnodes)
     device, gpus = find_device(options.device)
     check_split(layout, spec, gpus=None if gpus is None else gpus * layout.nodes)
+    layout = place_experts(layout, spec, options.init_expert_location)
     draft = source.draft
     if draft is not None:
         from negamax.engine.core.draft import with_own_parts  # with PyTorch

@@ -37,6 +37,7 @@ _OWN = frozenset(
         "log_format",
         "show_progress",
         "crash_dump_dir",
+        "init_expert_location",  # node 0's counts
     ]
 )
 _PACKAGES = ("torch", "triton", "msgspec", "pyzmq")

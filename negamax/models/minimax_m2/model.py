@@ -47,6 +47,7 @@ class DecoderLayer:
         )
         self.moe = SparseMoe(
             names.moe(layer),
+            layer=layer,
             hidden_size=spec.hidden_size,
             width=spec.intermediate_size,
             num_experts=spec.num_experts,

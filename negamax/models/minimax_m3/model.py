@@ -67,6 +67,7 @@ class DecoderLayer:
         if spec.moe_layers[layer]:
             self.mlp = SparseMoe(
                 names.moe(layer),
+                layer=layer,
                 hidden_size=spec.hidden_size,
                 width=spec.expert_width,
                 num_experts=spec.num_experts,

@@ -107,6 +107,7 @@ class SparseLayer:
         self.attention = SelectedAttention(spec, context, **shared)
         self.moe = SparseMoe(
             names.MOE,
+            layer=1,
             hidden_size=spec.hidden_size,
             width=spec.expert_width,
             num_experts=spec.num_experts,

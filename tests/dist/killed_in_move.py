@@ -1,0 +1,54 @@
+"""An engine whose rank 1 is killed in the middle of a move of expert weights, once: `python -m
+tests.dist.killed_in_move FOLDER` is the engine, with ENDPOINT RANK it is one of its ranks. Rank 1
+dies while the file that KILLED_IN_MOVE names is there, and removes it before. Run with
+`tests.e2e.stub_serve`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from negamax.base import process
+from negamax.engine.core.process import main
+from negamax.worker import rank_process
+from negamax.worker.expert_weights import MovableExperts
+
+MODULE = "tests.dist.killed_in_move"
+
+
+def die_in_move(mark: Path) -> None:
+    """The expert to be sent is in its buffer, and the other rank waits for it."""
+    move = MovableExperts._move
+
+    def killed(self: MovableExperts, *args: Any) -> None:
+        if mark.exists():
+
+            def die(**_: Any) -> None:
+                mark.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            self._group.exchange = die  # type: ignore[method-assign]
+        move(self, *args)
+
+    MovableExperts._move = killed  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2:
+        spawn = process.spawn
+
+        @functools.wraps(spawn)
+        def spawn_these(module: str, *args: str, **options: Any) -> Any:
+            is_rank = module == "negamax.worker.rank_process"
+            return spawn(MODULE if is_rank else module, *args, **options)
+
+        process.spawn = spawn_these
+        sys.exit(main(sys.argv[1]))
+    if sys.argv[2] == "1":
+        die_in_move(Path(os.environ["KILLED_IN_MOVE"]))
+    sys.exit(rank_process.main(sys.argv[1], int(sys.argv[2])))
