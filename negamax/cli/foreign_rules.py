@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,26 +135,37 @@ def expert_parallel(value: Any, line: Mapping[str, str]) -> Translation:
 
 def attention_data_parallel(value: Any, line: Mapping[str, str]) -> Translation:
     """The tensor-parallel ranks are those of all data-parallel ranks together."""
-    return _share_of_ranks("--data-parallel-size", value, line)
+    return _share_of_ranks("--data-parallel-size", value, line, others=_CONTEXT_SIZES)
 
 
 def attention_context_parallel(value: Any, line: Mapping[str, str]) -> Translation:
     """The tensor-parallel ranks are those of all context-parallel ranks together."""
-    return _share_of_ranks("--prefill-context-parallel-size", value, line)
+    with_data = (*_DATA_SIZES, *(("dp_size", "dp") if "enable_dp_attention" in line else ()))
+    return _share_of_ranks("--prefill-context-parallel-size", value, line, others=with_data)
 
 
-def _share_of_ranks(name: str, value: Any, line: Mapping[str, str]) -> Translation:
-    """So many groups, `name` here, of the ranks of --tensor-parallel-size."""
+_DATA_SIZES = ("attn_dp_size", "attention_data_parallel_size")
+_CONTEXT_SIZES = ("attn_cp_size", "attention_context_parallel_size")
+
+
+def _share_of_ranks(
+    name: str, value: Any, line: Mapping[str, str], *, others: Sequence[str]
+) -> Translation:
+    """So many groups, `name` here, of the ranks of --tensor-parallel-size, which are split by one
+    of the options `others`, too.
+    """
     text, given = str(value), line.get("tensor_parallel_size", "")
     if text in ("0", "1"):
         return Translation()
     size, ranks = (int(word) if word.isdigit() else 1 for word in (text, given))
-    if ranks % size:
+    beside = max((_number(line.get(other, "1")) or 1 for other in others), default=1)
+    if ranks % (size * beside):
+        too = f" in {beside} groups" if beside > 1 else ""
         return Translation(
-            refusal=f"it is to divide the number of ranks, which is {ranks}",
-            remedy=f"use --tensor-parallel-size {size} for ranks of one GPU each",
+            refusal=f"it is to divide the number of ranks, which is {ranks}{too}",
+            remedy=f"use --tensor-parallel-size {size * beside} for ranks of one GPU each",
         )
-    own = (("--tensor-parallel-size", str(ranks // size)),)
+    own = (("--tensor-parallel-size", str(ranks // size // beside)),)
     return Translation(((name, text),), over=own)
 
 

@@ -73,12 +73,6 @@ class ParallelOptions:
                 hint="give one of them",
             )
         _ = self.layers_of_stages  # checked
-        if shares > 1 < replicas:
-            raise ConfigError(
-                f"--prefill-context-parallel-size is {shares} and --data-parallel-size is "
-                f"{replicas}: ranks that share out prompts all run the same requests",
-                hint="use one of them, with --tensor-parallel-size",
-            )
         copies = self.decode_context_parallel_size
         if copies > 1:
             other = ""

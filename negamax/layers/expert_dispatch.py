@@ -16,7 +16,9 @@ from negamax.kernels.dispatch.spec import ExpertPlaces
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.signatures import COMBINE, DISPATCH, PLACE
 from negamax.layers.partial import Partial
+from negamax.parallel.collectives import Collective
 from negamax.parallel.context import ParallelContext
+from negamax.parallel.layout import ParallelLayout
 
 # Of all ranks that gather tokens together: up to here rows travel unquantised, too, since kernels
 # for few tokens read them so.
@@ -69,6 +71,62 @@ class Dispatched:
     x: Tensor | QuantizedActivations
     ids: Tensor
     weights: Tensor
+    exchange: TokenExchange | None = None  # that has brought them; None: they were here
+
+
+class TokenExchange:
+    """Ranks that each have tokens of their own, and experts for those of all."""
+
+    def __init__(
+        self,
+        group: Collective,
+        ranks: Sequence[int],
+        *,
+        layout: ParallelLayout,
+        num_slots: int,
+        device: torch.device,
+        kernels: KernelTable,
+    ) -> None:
+        """`ranks` of the world that are `group`; `num_slots` of experts on all ranks of `layout`
+        together.
+        """
+        slots = [layout.of_rank(rank).experts.experts(num_slots) for rank in ranks]
+        firsts = torch.tensor([own.start for own in slots], dtype=torch.int32, device=device)
+        self._group, self._places = group, ExpertPlaces(firsts, len(slots[0]))
+        self._send, self._sum = kernels[DISPATCH].run, kernels[COMBINE].run
+
+    def send(self, own: Dispatched, num_rows: int) -> Dispatched:
+        """This rank's tokens -> those of all ranks, each padded to `num_rows`."""
+        x = own.x
+        if not isinstance(x, QuantizedActivations):
+            ids, weights, x = self._gather(own, [x], num_rows)
+            return Dispatched(x, ids, weights, self)
+        if num_rows * self._group.size <= UNQUANTIZED_ROWS:
+            assert not isinstance(x, ShardedActivations), f"{num_rows} rows are not sharded"
+            ids, weights, q, scale, hidden = self._gather(own, [x.q, x.scale, x.hidden], num_rows)
+            return Dispatched(QuantizedActivations(hidden, q, scale), ids, weights, self)
+        ids, weights, q, scale = self._gather(own, [x.q, x.scale], num_rows)
+        unsent = x.hidden[:0]
+        sharded = ShardedActivations(unsent, q, scale, group=self._group, first=0)
+        return Dispatched(sharded, ids, weights, self)
+
+    def sum(self, out: Tensor, given: Dispatched, num_tokens: int) -> Tensor:
+        """What the experts of each rank made of the rows that it was given -> of this rank's tokens
+        the sums.
+        """
+        summed = self._sum(out, given.ids, places=self._places, group=self._group)
+        return summed[:num_tokens]
+
+    def _gather(self, own: Dispatched, columns: list[Tensor], num_rows: int) -> list[Tensor]:
+        """Ids, weights and columns of all ranks."""
+        ids, received = self._send(
+            own.ids,
+            [own.weights, *columns],
+            places=self._places,
+            group=self._group,
+            num_rows=num_rows,
+        )
+        return [ids, *received]
 
 
 class ExpertDispatch(Protocol):
@@ -89,11 +147,13 @@ class ExpertDispatch(Protocol):
         *,
         positions: Tensor | None = None,
         most_tokens: int | None = None,
+        is_share: bool = False,
     ) -> Dispatched:
         """x [T, hidden], the experts that the router chose (-1: none) and weights [T, top_k] ->
         what this rank's experts are given. `positions` [T] int64 of the tokens, which say what copy
-        of an expert each takes (None: all 0); `most_tokens`: of the data-parallel or
-        context-parallel rank that has the most; None: all have T.
+        of an expert each takes (None: all 0); `most_tokens`: of the rank that has the most, or
+        more; None: all have T. `is_share`: context-parallel ranks have different tokens, else the
+        same.
         """
 
     def combine(self, out: Tensor, given: Dispatched, num_tokens: int) -> Partial:
@@ -138,6 +198,7 @@ class ReplicatedTokens:
         *,
         positions: Tensor | None = None,
         most_tokens: int | None = None,
+        is_share: bool = False,
     ) -> Dispatched:
         """See `ExpertDispatch`."""
         return Dispatched(x, self._slots_of(ids, positions), weights)
@@ -175,16 +236,14 @@ class AllToAllTokens(ReplicatedTokens):
     ) -> None:
         super().__init__(table, context=context, device=device, kernels=kernels)
         layout, self._group = context.layout, context.attention_group
-        # (only one of the two is larger than 1)
-        self._others = context.data_group if layout.dp > 1 else context.context_group
-        firsts = [
-            layout.of_rank(rank).experts.experts(len(self.table)).start
-            for rank in (layout.data_ranks if layout.dp > 1 else layout.context_ranks)
-        ]
-        self._places = ExpertPlaces(
-            torch.tensor(firsts, dtype=torch.int32, device=device), len(self.experts)
+        self._exchange = TokenExchange(
+            context.token_group,
+            layout.token_ranks,
+            layout=layout,
+            num_slots=len(self.table),
+            device=device,
+            kernels=kernels,
         )
-        self._send, self._sum = kernels[DISPATCH].run, kernels[COMBINE].run
 
     def dispatch(
         self,
@@ -194,47 +253,43 @@ class AllToAllTokens(ReplicatedTokens):
         *,
         positions: Tensor | None = None,
         most_tokens: int | None = None,
+        is_share: bool = False,
     ) -> Dispatched:
         """See `ExpertDispatch`."""
-        given = super().dispatch(x, ids, weights, positions=positions)
-        num_rows = most_tokens or len(ids)
-        if not isinstance(x, QuantizedActivations):
-            ids, weights, x = self._exchange(given, [x], num_rows)
-            return Dispatched(x, ids, weights)
-        if num_rows * self._others.size <= UNQUANTIZED_ROWS:
-            assert not isinstance(x, ShardedActivations), f"{num_rows} rows are not sharded"
-            ids, weights, q, scale, hidden = self._exchange(
-                given, [x.q, x.scale, x.hidden], num_rows
-            )
-            return Dispatched(QuantizedActivations(hidden, q, scale), ids, weights)
-        ids, weights, q, scale = self._exchange(given, [x.q, x.scale], num_rows)
-        unsent = x.hidden[:0]
-        return Dispatched(
-            ShardedActivations(unsent, q, scale, group=self._others, first=0), ids, weights
-        )
-
-    def _exchange(self, given: Dispatched, columns: list[Tensor], num_rows: int) -> list[Tensor]:
-        """Ids, weights and columns of all ranks."""
-        ids, received = self._send(
-            given.ids,
-            [given.weights, *columns],
-            places=self._places,
-            group=self._others,
-            num_rows=num_rows,
-        )
-        return [ids, *received]
+        own = super().dispatch(x, ids, weights, positions=positions)
+        return self._exchange.send(own, most_tokens or len(ids))
 
     def combine(self, out: Tensor, given: Dispatched, num_tokens: int) -> Partial:
         """See `ExpertDispatch`."""
-        summed = self._sum(out, given.ids, places=self._places, group=self._others)
-        return Partial(summed[:num_tokens], self._group)
+        return Partial(self._exchange.sum(out, given, num_tokens), self._group)
 
 
 class SharedOutTokens(AllToAllTokens):
     """Context-parallel ranks share out the tokens of some steps, which meet the experts as those of
-    data-parallel ranks do. In other steps, for which no `most_tokens` is given, every rank has all
-    tokens, and what the experts of each made of them is summed.
+    data-parallel ranks do. In other steps each has all tokens of its data-parallel rank, and is
+    sent those of the others with its place; what the experts of each place made of them is summed.
     """
+
+    def __init__(
+        self,
+        table: Sequence[int],
+        *,
+        context: ParallelContext,
+        device: torch.device,
+        kernels: KernelTable,
+    ) -> None:
+        super().__init__(table, context=context, device=device, kernels=kernels)
+        layout, self._context = context.layout, context.context_group
+        self._between: TokenExchange | None = None  # data-parallel ranks
+        if layout.dp > 1:
+            self._between = TokenExchange(
+                context.data_group,
+                layout.data_ranks,
+                layout=layout,
+                num_slots=len(self.table),
+                device=device,
+                kernels=kernels,
+            )
 
     def dispatch(
         self,
@@ -244,19 +299,24 @@ class SharedOutTokens(AllToAllTokens):
         *,
         positions: Tensor | None = None,
         most_tokens: int | None = None,
+        is_share: bool = False,
     ) -> Dispatched:
         """See `ExpertDispatch`."""
-        if most_tokens is None:
-            slots = self._slots_of(ids, positions, are_counted=self._others.rank == 0)
-            return Dispatched(x, slots, weights)
-        return super().dispatch(x, ids, weights, positions=positions, most_tokens=most_tokens)
+        if is_share:
+            return super().dispatch(x, ids, weights, positions=positions, most_tokens=most_tokens)
+        slots = self._slots_of(ids, positions, are_counted=self._context.rank == 0)
+        own = Dispatched(x, slots, weights)
+        return own if self._between is None else self._between.send(own, most_tokens or len(ids))
 
     def combine(self, out: Tensor, given: Dispatched, num_tokens: int) -> Partial:
         """See `ExpertDispatch`."""
-        if len(given.ids) > num_tokens:  # of all ranks
+        if given.exchange is self._exchange:
             return super().combine(out, given, num_tokens)
-        summed = out if out.dim() == 2 else out.sum(1)
-        return Partial(self._others.all_reduce(summed), self._group)
+        if self._between is None:
+            summed = out if out.dim() == 2 else out.sum(1)
+        else:
+            summed = self._between.sum(out, given, num_tokens)
+        return Partial(self._context.all_reduce(summed), self._group)
 
 
 def expert_dispatch(
@@ -268,5 +328,5 @@ def expert_dispatch(
     layout = context.layout
     if layout.dp == layout.cp == 1:
         return ReplicatedTokens(table, context=context, device=device, kernels=kernels)
-    way = AllToAllTokens if layout.dp > 1 else SharedOutTokens
+    way = AllToAllTokens if layout.cp == 1 else SharedOutTokens
     return way(table, context=context, device=device, kernels=kernels)

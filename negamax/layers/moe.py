@@ -181,11 +181,12 @@ class SparseMoe:
         active: Tensor | None = None,
         positions: Tensor | None = None,
         most_tokens: int | None = None,
+        is_share: bool = False,
     ) -> Partial:
         """x [T, hidden] -> [T, P, hidden], P parts of this rank's part.
 
-        `active` [1] int32: rows from there on are padding and reach no expert. `positions` and
-        `most_tokens`: as `ExpertDispatch.dispatch` takes them.
+        `active` [1] int32: rows from there on are padding and reach no expert. `positions`,
+        `most_tokens` and `is_share`: as `ExpertDispatch.dispatch` takes them.
         """
         ids, weights = self._route_kernel.run(x, self._router, top_k=self.top_k, active=active)
         if self._observed is not None:
@@ -195,7 +196,12 @@ class SparseMoe:
         if self._quantize is not None:
             x = self._quantize(x)
         given = self._dispatch.dispatch(
-            x, ids, weights, positions=positions, most_tokens=most_tokens
+            x,
+            ids,
+            weights,
+            positions=positions,
+            most_tokens=most_tokens,
+            is_share=is_share,
         )
         out: Tensor = self._experts_kernel.run(
             given.x,

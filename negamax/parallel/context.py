@@ -33,6 +33,8 @@ class ParallelContext:
     data_group: Collective = field(default_factory=SingleRank)
     # the same rank of each context-parallel one: they share out the tokens of prompts
     context_group: Collective = field(default_factory=SingleRank)
+    # both: between all of them go the tokens of steps that are shared out
+    token_group: Collective = field(default_factory=SingleRank)
     links: PipelineLinks = field(default_factory=PipelineLinks)  # with other stages of the pipeline
     poll_control: PollControl | None = None  # where kernels wait for other ranks
 
@@ -100,10 +102,10 @@ class ParallelContext:
         # that exchange rows in kernels: how many tokens, how many sampled rows, and how many words
         # of each row on its way to experts
         kernel_groups = {layout.attention.ranks: (max_tokens, max_rows, 0)}
-        senders = layout.data_ranks if layout.dp > 1 else layout.context_ranks
-        if is_one_sided and len(senders) > 1:
-            rows = min(symmetric.DISPATCH_ROWS, max_tokens)
-            kernel_groups[senders] = (rows, 1, most_words(hidden_size))
+        for senders in (layout.data_ranks, layout.context_ranks):
+            if is_one_sided and len(senders) > 1:
+                rows = min(symmetric.DISPATCH_ROWS, max_tokens)
+                kernel_groups[senders] = (rows, 1, most_words(hidden_size))
         kernel_groups = {
             ranks: sizes for ranks, sizes in kernel_groups.items() if layout.is_on_one_node(ranks)
         }
@@ -142,6 +144,7 @@ class ParallelContext:
             world=groups[tuple(range(layout.world_size))],
             data_group=groups[layout.data_ranks],
             context_group=groups[layout.context_ranks],
+            token_group=groups[layout.token_ranks],
             links=links,
             poll_control=control,
         )
@@ -179,13 +182,18 @@ def _new_groups(
     layout: ParallelLayout, *, backend: str
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """The groups this rank is in, by their ranks."""
-    attention_rank_sets = {
-        layout.of_rank(rank).attention.ranks for rank in range(layout.world_size)
+    places = [layout.of_rank(rank) for rank in range(layout.world_size)]
+    rank_sets = {
+        ranks
+        for place in places
+        for ranks in (
+            place.attention.ranks,
+            place.experts.ranks,
+            place.data_ranks,
+            place.context_ranks,
+            place.token_ranks,
+        )
     }
-    expert_rank_sets = {layout.of_rank(rank).experts.ranks for rank in range(layout.world_size)}
-    data_rank_sets = {layout.of_rank(rank).data_ranks for rank in range(layout.world_size)}
-    context_rank_sets = {layout.of_rank(rank).context_ranks for rank in range(layout.world_size)}
-    rank_sets = attention_rank_sets | expert_rank_sets | data_rank_sets | context_rank_sets
     everyone = tuple(range(layout.world_size))
     groups = {}
     # every rank creates every group, in order

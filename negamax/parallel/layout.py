@@ -247,6 +247,14 @@ class ParallelLayout:
         return tuple(first + number * self.tp for number in range(self.cp))
 
     @property
+    def token_ranks(self) -> tuple[int, ...]:
+        """World ranks of the stage that each have tokens of their own where prompts are shared out:
+        this one's place in every tensor-parallel group.
+        """
+        first = self.pp_rank * self.stage_size + self.tp_rank
+        return tuple(range(first, first + self.stage_size, self.tp))
+
+    @property
     def reports_results(self) -> bool:
         """Whether this rank speaks for those that run the same plans."""
         return self.is_last_stage and self.cp_rank == 0 and self.tp_rank == 0

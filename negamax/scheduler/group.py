@@ -21,6 +21,7 @@ from negamax.scheduler.limits import SchedulerLimits
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.scheduler import Scheduler, by_order
 from negamax.scheduler.sequence import Sequence
+from negamax.scheduler.shares import is_shared_out, most_of_share
 from negamax.scheduler.step import SequenceUpdate, StepPlan, StepResult, StepSize
 
 
@@ -119,7 +120,8 @@ class GroupScheduler:
             rank.plan_nothing() if plan is None else plan
             for rank, plan in zip(self.ranks, found, strict=True)
         ]
-        size = _size(plans, [rank.latest_sequences() for rank in self.ranks])
+        sequences = [rank.latest_sequences() for rank in self.ranks]
+        size = _size(plans, sequences, num_shares=self.limits.num_shares)
         return [msgspec.structs.replace(plan, of_all=size) for plan in plans]
 
     def take_admitted(self) -> list[str]:
@@ -160,22 +162,31 @@ class GroupScheduler:
             self.ranks[min(possible)[1]].queue(self._waiting.pop(0))
 
 
-def _size(plans: Items[StepPlan], sequences: Items[Items[Sequence]]) -> StepSize:
+def _size(
+    plans: Items[StepPlan], sequences: Items[Items[Sequence]], *, num_shares: int
+) -> StepSize:
     """Of the step that these plans are, whose rows are `sequences` as they stand behind it."""
-    longest, is_decode = 0, True
+    longest, is_decode, longest_run, largest_share = 0, True, 0, 0
     for plan, of_plan in zip(plans, sequences, strict=True):
         columns = (plan.num_scheduled, plan.num_draft_tokens, plan.needs_sampling)
+        num_runs = 0
         for sequence, count, num_drafts, samples in zip(of_plan, *columns, strict=True):
             is_one = count == 1 + num_drafts
-            if is_one and sequence.num_computed - count >= sequence.prompt_len:
+            computed = sequence.num_computed - count
+            if is_one and computed >= sequence.prompt_len:
                 longest = max(longest, sequence.num_computed)
             else:
                 is_one = False
+                num_runs += 1
             is_decode &= is_one and samples
+            longest_run = max(longest_run, min(sequence.prompt_len - computed, count))
+        share = most_of_share(plan.num_tokens, num_runs=num_runs, num_shares=num_shares)
+        largest_share = max(largest_share, share)
     return StepSize(
         num_tokens=max(plan.num_tokens for plan in plans),
         num_rows=max(len(plan.slots) for plan in plans),
         num_drafts=max(max(*plan.num_draft_tokens, plan.num_proposed, 0) for plan in plans),
         longest_decode=longest,
         is_decode=is_decode,
+        largest_share=largest_share if is_shared_out(longest_run, num_shares) else 0,
     )

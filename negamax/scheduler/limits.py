@@ -22,5 +22,6 @@ class SchedulerLimits:
     num_draft_tokens: int = 0  # that a row may verify in a step
     # of a pipeline: a plan for each is on its way, and none needs what another one will sample
     num_stages: int = 1
+    num_shares: int = 1  # context-parallel ranks, which share out the tokens of prompts
     constrained_drafts: bool = True  # whether rows with masks verify any
     chunk_length: ChunkLength = field(default_factory=EvenChunks)  # of prompts

@@ -38,6 +38,9 @@ class StepSize(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_drafts: int  # draft tokens that a row verifies, or gets
     longest_decode: int  # tokens of a sequence that runs a generated one
     is_decode: bool  # every row of every rank runs one generated token, and its drafts, and samples
+    # where context-parallel ranks share the step out: no share of theirs has more tokens; 0: each
+    # runs all tokens of its data-parallel rank
+    largest_share: int = 0
 
 
 class ExpertMove(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -228,13 +228,15 @@ def build(
     return requests.tokens[inputs.token_slots, inputs.positions].long(), metadata
 
 
-def build_padding(requests: RequestState, *, most_tokens: int) -> tuple[Tensor, AttentionMetadata]:
-    """One token that stands for nobody: the inputs of a data-parallel rank without rows."""
+def build_padding(
+    requests: RequestState, *, most_tokens: int, is_share: bool
+) -> tuple[Tensor, AttentionMetadata]:
+    """One token that stands for nobody: the inputs of a rank without tokens."""
     columns = StepColumns.of_decodes([requests.padding_slot], [1])
     layout = BatchLayout(1, columns, columns.end_offsets, [], [], [], [], [])
     token_ids, metadata = build(layout, requests, most_tokens=most_tokens)
     none = torch.zeros(1, dtype=torch.int32, device=token_ids.device)
-    return token_ids, replace(metadata, num_actual_tokens=none)
+    return token_ids, replace(metadata, num_actual_tokens=none, is_share=is_share)
 
 
 def sample_inputs(slots: list[int], offsets: list[int], requests: RequestState) -> SampleInputs:

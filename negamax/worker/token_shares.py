@@ -4,7 +4,9 @@ The tokens of a prompt are cut into 2 * ranks pieces, and rank i gets the i-th f
 the i-th from the back: a token attends to all before it, so that all ranks have as much to do. A
 piece is a sequence that ends where the piece does; that others compute what lies before it makes no
 difference, since all keys of the step are in the caches before anybody attends. Single tokens are
-dealt out. The ranks that share out a step all know how; nothing is exchanged about it.
+dealt out. The ranks that share out a step all know how; nothing is exchanged about it. Of the steps
+of other data-parallel ranks they know from the plan whether these are shared out, which all are or
+none, and how many tokens a share may have.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from torch import Tensor
 
 from negamax.kernels.attention.metadata import AttentionMetadata, SharedTokens
 from negamax.kernels.peers import Collective
-from negamax.worker.batch import BatchLayout, Column, StepColumns, build
+from negamax.scheduler.shares import is_shared_out
+from negamax.scheduler.step import StepSize
+from negamax.worker.batch import BatchLayout, Column, StepColumns, build, build_padding
 from negamax.worker.device import upload
 from negamax.worker.request_state import RequestState
 
@@ -26,7 +30,7 @@ from negamax.worker.request_state import RequestState
 class TokenShare(Protocol):
     """A rank's share of the tokens of a step."""
 
-    def build(self, *, most_tokens: int | None) -> tuple[Tensor, AttentionMetadata]:
+    def build(self) -> tuple[Tensor, AttentionMetadata]:
         """Token ids [N] of the share, and where they stand; see `batch.build`."""
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -42,10 +46,11 @@ class AllTokens:
 
     layout: BatchLayout
     requests: RequestState
+    most_tokens: int | None = None  # of a data-parallel rank
 
-    def build(self, *, most_tokens: int | None) -> tuple[Tensor, AttentionMetadata]:
+    def build(self) -> tuple[Tensor, AttentionMetadata]:
         """See `TokenShare`."""
-        return build(self.layout, self.requests, most_tokens=most_tokens)
+        return build(self.layout, self.requests, most_tokens=self.most_tokens)
 
     def gather(self, rows: Tensor) -> Tensor:
         """See `TokenShare`."""
@@ -59,10 +64,20 @@ class AllTokens:
 class PiecesOfRuns:
     """The pieces of one of the ranks of `group`."""
 
-    def __init__(self, layout: BatchLayout, requests: RequestState, group: Collective) -> None:
+    def __init__(
+        self,
+        layout: BatchLayout,
+        requests: RequestState,
+        group: Collective,
+        *,
+        most_tokens: int | None = None,
+    ) -> None:
+        """`most_tokens`: of a share of any data-parallel rank, or more; None: there is one."""
         self._layout, self._requests, self._group = layout, requests, group
         shares = [_share_of(layout, rank, group.size) for rank in range(group.size)]
         self._own, self._num_rows = shares[group.rank], max(len(each.tokens) for each in shares)
+        self._most_tokens = most_tokens or self._num_rows
+        assert self._num_rows <= self._most_tokens, "a share is larger than the plan says"
         columns, device = layout.columns, requests.tokens.device
         # of each rank the tokens of its share, padded with a token of nobody
         slots = np.full((group.size, self._num_rows), requests.padding_slot, dtype=np.int64)
@@ -79,10 +94,14 @@ class PiecesOfRuns:
         positions = requests.num_computed[all_slots] + all_offsets
         self._shared = SharedTokens(group, positions, all_slots)
 
-    def build(self, *, most_tokens: int | None) -> tuple[Tensor, AttentionMetadata]:
-        """See `TokenShare`."""
-        token_ids, metadata = build(self._own.layout, self._requests, most_tokens=self._num_rows)
-        return token_ids, replace(metadata, shared_tokens=self._shared)
+    def build(self) -> tuple[Tensor, AttentionMetadata]:
+        """See `TokenShare`. A share without tokens is one of nobody."""
+        requests, most = self._requests, self._most_tokens
+        if len(self._own.tokens):
+            token_ids, metadata = build(self._own.layout, requests, most_tokens=most)
+        else:
+            token_ids, metadata = build_padding(requests, most_tokens=most, is_share=True)
+        return token_ids, replace(metadata, shared_tokens=self._shared, is_share=True)
 
     def gather(self, rows: Tensor) -> Tensor:
         """See `TokenShare`."""
@@ -100,14 +119,19 @@ class _Share:
     layout: BatchLayout  # of these alone, without samples
 
 
-def share_tokens(layout: BatchLayout, requests: RequestState, group: Collective) -> TokenShare:
+def share_tokens(
+    layout: BatchLayout, requests: RequestState, group: Collective, *, size: StepSize | None = None
+) -> TokenShare:
     """This rank's share of a step; all of it where no run of prompt tokens has a token for each
-    piece.
+    piece. With several data-parallel ranks `size` says whether all of them share their tokens out.
     """
-    if group.size > 1:
-        runs = np.diff(layout.columns.query_starts)[layout.num_decodes :]
-        if runs.max(initial=0) >= 2 * group.size:
-            return PiecesOfRuns(layout, requests, group)
+    if size is not None:
+        if not size.largest_share:
+            return AllTokens(layout, requests, size.num_tokens)
+        return PiecesOfRuns(layout, requests, group, most_tokens=size.largest_share)
+    runs = np.diff(layout.columns.query_starts)[layout.num_decodes :]
+    if is_shared_out(runs.max(initial=0), group.size):
+        return PiecesOfRuns(layout, requests, group)
     return AllTokens(layout, requests)
 
 

@@ -21,7 +21,7 @@ from negamax.layers.kv_scales import describe_kv_scales
 from negamax.models.registry import build_model
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.detect import detect
-from negamax.scheduler.step import StepPlan, StepResult
+from negamax.scheduler.step import StepPlan, StepResult, StepSize
 from negamax.worker import batch as batches
 from negamax.worker import kv_cache
 from negamax.worker.config import DebugCommand, DebugResult, WorkerConfig, WorkerReady
@@ -362,7 +362,11 @@ class Worker:
             began = self._runtime.record_event()
             graphs.replay(shape)
         else:
-            token_ids, metadata = batches.build_padding(self._rows, most_tokens=size.num_tokens)
+            token_ids, metadata = batches.build_padding(
+                self._rows,
+                most_tokens=size.largest_share or size.num_tokens,
+                is_share=size.largest_share > 0,
+            )
             entering = self._stage.padding(len(token_ids))
             began = self._runtime.record_event()
             self._model.forward(token_ids, metadata, self._kv, entering=entering)
@@ -403,8 +407,7 @@ class Worker:
             self._stage.send(hidden[:num_tokens], entering, captured)
             states = self._replayed_states(layout)
         else:
-            most_tokens = size.num_tokens if size else None
-            began, hidden, states = self._run_eagerly(layout, most_tokens)
+            began, hidden, states = self._run_eagerly(layout, size)
         if not self._stage.is_last:
             slots, offsets = layout.sample_slots, layout.sample_offsets
             self._stage.expect(plan, batches.sample_inputs(slots, offsets, self._rows))
@@ -433,13 +436,13 @@ class Worker:
         )
 
     def _run_eagerly(
-        self, layout: batches.BatchLayout, most_tokens: int | None
+        self, layout: batches.BatchLayout, size: StepSize | None
     ) -> tuple[torch.cuda.Event | None, torch.Tensor, TokenStates | None]:
         """A step launched kernel by kernel: when it began, the hidden states and what a proposer is
         told of the tokens, of those of this rank's share where nobody asks for the others'.
         """
-        share = share_tokens(layout, self._rows, self._context.context_group)
-        token_ids, metadata = share.build(most_tokens=most_tokens)
+        share = share_tokens(layout, self._rows, self._context.context_group, size=size)
+        token_ids, metadata = share.build()
         entering = self._stage.receive(len(token_ids))
         began = self._runtime.record_event()
         hidden, captured = self._model.forward(

@@ -18,7 +18,8 @@ from negamax.kernels.kvcache.spec import cache_rows, slots_of
 from negamax.kernels.peers import PeerMemory
 from negamax.layers.context_exchange import key_exchange
 from negamax.scheduler.request import SamplingParams
-from negamax.scheduler.step import NewRow, StepPlan
+from negamax.scheduler.shares import most_of_share
+from negamax.scheduler.step import NewRow, StepPlan, StepSize
 from negamax.worker.batch import BatchLayout, build, build_batch_layout
 from negamax.worker.request_state import RequestState
 from negamax.worker.token_shares import AllTokens, PiecesOfRuns, TokenShare, share_tokens
@@ -106,7 +107,7 @@ def test_every_token_is_computed_once_and_comes_back_in_order(
 
     def run(rank: Rank) -> None:
         share = share_tokens(layout, requests, rank)
-        token_ids, own = share.build(most_tokens=None)
+        token_ids, own = share.build()
         if isinstance(share, AllTokens):
             assert own.shared_tokens is None and token_ids.equal(all_ids)
             assert max(own.host_query_lens[own.num_decodes :], default=0) < 2 * ranks
@@ -117,10 +118,51 @@ def test_every_token_is_computed_once_and_comes_back_in_order(
         assert share.describe_all(own).positions.equal(everything.positions)
         if not meeting.is_first:
             assert back[:, 0].equal(all_ids) and back[:, 1].equal(everything.positions)
-            assert own.most_tokens == max(lengths[:ranks])
+            assert own.is_share and own.most_tokens == max(lengths[:ranks])
 
     meeting.of_all(run)
     assert not lengths or (sum(lengths[:ranks]) == len(all_ids) and min(lengths) > 0)
+
+
+@given(ROWS, st.integers(2, 4), st.booleans())
+def test_shares_beside_those_of_other_data_parallel_ranks(
+    rows: list[tuple[int, int, int]], ranks: int, has_long_run: bool
+) -> None:
+    """All or none are shared out, also rows that are too few for all ranks, and no share has more
+    tokens than the plan says.
+    """
+    layout, requests = step(rows)
+    all_ids, _ = build(layout, requests)
+    num_tokens = len(all_ids)
+    runs = sum(computed < prompt for prompt, computed, _ in rows)
+    most = most_of_share(num_tokens, num_runs=runs, num_shares=ranks)
+    size = StepSize(
+        num_tokens=num_tokens + 7,
+        num_rows=len(rows),
+        num_drafts=0,
+        longest_decode=0,
+        is_decode=False,
+        largest_share=most + 2 if has_long_run else 0,
+    )
+    meeting, lengths = Meeting(ranks), list[int]()
+
+    def run(rank: Rank) -> None:
+        share = share_tokens(layout, requests, rank, size=size)
+        token_ids, own = share.build()
+        assert own.is_share == has_long_run
+        if not has_long_run:
+            assert token_ids.equal(all_ids) and own.most_tokens == num_tokens + 7
+            return
+        assert own.most_tokens == most + 2 and own.shared_tokens is not None
+        is_nobodys = own.num_actual_tokens is not None
+        assert is_nobodys == (token_ids.tolist() == [0] and own.token_slots[0] == len(rows))
+        lengths.append(0 if is_nobodys else len(token_ids))
+        back = share.gather(token_ids[:, None])
+        assert meeting.is_first or back[:, 0].equal(all_ids)
+
+    meeting.of_all(run)
+    if has_long_run:
+        assert sum(lengths[:ranks]) == num_tokens and max(lengths) <= most <= num_tokens
 
 
 def check_pieces(own: AttentionMetadata) -> None:
@@ -140,7 +182,7 @@ def test_ranks_attend_to_as_much_as_others(ranks: int, computed: int) -> None:
     work = []
     for number in range(ranks):
         share = PiecesOfRuns(layout, requests, Rank(Meeting(ranks), number))
-        work.append(int(share.build(most_tokens=None)[1].positions.sum()))
+        work.append(int(share.build()[1].positions.sum()))
     assert max(work) < 1.01 * min(work)
 
 
@@ -178,7 +220,7 @@ def test_caches_of_all_ranks_hold_every_token(dtype: torch.dtype) -> None:
 
     def run(rank: Rank) -> None:
         share = share_tokens(layout, requests, rank)
-        ids, own = share.build(most_tokens=None)
+        ids, own = share.build()
         exchange = key_exchange(own, block_size=BLOCK, heads=(1, 2))
         assert exchange is not None
         mine = slots_of(own.positions, own.token_slots, own.block_tables, block_size=BLOCK)

@@ -1,5 +1,5 @@
-"""A rank process that writes how many tokens its model has run, when it ends, into the folder that
-COUNTED_TOKENS names: `python -m tests.dist.counting_rank ENDPOINT RANK`.
+"""A rank process that writes how many tokens its model has run in each step, when it ends, into the
+folder that COUNTED_TOKENS names: `python -m tests.dist.counting_rank ENDPOINT RANK`.
 """
 
 from __future__ import annotations
@@ -22,5 +22,5 @@ if __name__ == "__main__":
 
     Decoder.forward = counted  # type: ignore[method-assign]
     code = rank_process.main(endpoint, int(rank))
-    Path(os.environ["COUNTED_TOKENS"], rank).write_text(str(sum(counts)))
+    Path(os.environ["COUNTED_TOKENS"], rank).write_text(" ".join(map(str, counts)))
     sys.exit(code)

@@ -1,5 +1,6 @@
 """Context-parallel ranks, which share out the tokens of prompts and hold the same caches, say what
-one rank says; so do tensor-parallel groups of them, and stages.
+one rank says; so do tensor-parallel groups of them, stages, and data-parallel ranks that consist of
+some each.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from negamax import LLM, SamplingParams
 from negamax.base import process
 from negamax.config.nodes import KEY_VARIABLE
 from negamax.evals import nano_retrieval
-from tests import tiny, tiny_draft
+from tests import tiny, tiny_draft, tiny_m3
 from tools.load.machines import Agent, NoMachinesError, machines
 
 
@@ -48,8 +49,15 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("counted")
 
 
-@pytest.fixture(scope="module")
-def two_ranks(counted: Path) -> Iterator[LLM]:
+@pytest.fixture(
+    scope="module",
+    params=[
+        {"prefill_context_parallel_size": 2},
+        {"prefill_context_parallel_size": 2, "data_parallel_size": 2},
+    ],
+    ids=["pcp2", "dp2-pcp2"],
+)
+def ranks(counted: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
     spawn = process.spawn
 
     def counting(_module: str, *args: str) -> subprocess.Popen[bytes]:
@@ -58,27 +66,31 @@ def two_ranks(counted: Path) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COUNTED_TOKENS", str(counted))
         patch.setattr(process, "spawn", counting)
-        llm = nano(prefill_context_parallel_size=2)
+        llm = nano(**request.param)
     with llm:
         yield llm
 
 
-def test_two_ranks_say_what_one_says(two_ranks: LLM, of_one_rank: list[Answer]) -> None:
+def test_ranks_say_what_one_says(ranks: LLM, of_one_rank: list[Answer]) -> None:
     """Prompts in chunks, of odd lengths, shorter than the pieces of others, of one token; grammars
     and log-probabilities of prompts; then from cached prefixes that end within a piece.
     """
     for expected_cached in (0, 300):
-        made = two_ranks.generate(PROMPTS, PARAMS)
+        made = ranks.generate(PROMPTS, PARAMS)
         assert_same(said(made), of_one_rank)
         assert made[0].num_cached_tokens >= expected_cached
     assert [len(logprobs) for _, logprobs in of_one_rank] != [0] * len(PROMPTS)
+    assert all(rank.generated_tokens for rank in ranks._loop._scheduler.ranks)
+    # alone, and beside a data-parallel rank that has nothing to run, or one token
+    assert_same(said(ranks.generate(PROMPTS[:1], PARAMS[:1])), of_one_rank[:1])
+    assert_same(said(ranks.generate(PROMPTS[5:], PARAMS[5:])), of_one_rank[5:])
 
 
-def test_who_is_aborted_harms_nobody(two_ranks: LLM, of_one_rank: list[Answer]) -> None:
-    loop, found = two_ranks._loop, dict[str, list[int]]()
+def test_who_is_aborted_harms_nobody(ranks: LLM, of_one_rank: list[Answer]) -> None:
+    loop, found = ranks._loop, dict[str, list[int]]()
     loop._scheduler.reset_prefix_cache()
-    admitted = two_ranks._admit(PROMPTS, PARAMS)
-    requests = [choices[0][1] for choices in two_ranks._sequences(PROMPTS, admitted)]
+    admitted = ranks._admit(PROMPTS, PARAMS)
+    requests = [choices[0][1] for choices in ranks._sequences(PROMPTS, admitted)]
     for request in requests:
         loop.add(request)
     aborted = {requests[at].request_id for at in (0, 3)}
@@ -92,19 +104,19 @@ def test_who_is_aborted_harms_nobody(two_ranks: LLM, of_one_rank: list[Answer]) 
         assert request.request_id in aborted or found[request.request_id] == tokens
 
 
-def test_each_rank_computes_half_of_a_prompt(two_ranks: LLM, counted: Path) -> None:
-    """The last test of these two ranks."""
-    two_ranks._loop._scheduler.reset_prefix_cache()
-    two_ranks.generate([PROMPTS[0]] * 3, [SamplingParams(temperature=0.0, max_tokens=1)] * 3)
-    before = two_ranks._loop.stats()
-    two_ranks.shutdown()
-    computed = [int((counted / str(rank)).read_text()) for rank in range(2)]
-    # generated tokens run on both; of prompts' each rank has half, but for single ones
-    prompt, generated = before.prompt_tokens, before.generated_tokens
-    cached = before.cached_prompt_tokens
-    for tokens in computed:
-        assert tokens < 0.6 * (prompt - cached) + generated
-    assert sum(computed) >= prompt - cached
+def test_each_rank_computes_half_of_a_prompt(ranks: LLM, counted: Path) -> None:
+    """The last test of these ranks."""
+    ranks._loop._scheduler.reset_prefix_cache()
+    ranks.generate([PROMPTS[0]] * 3, [SamplingParams(temperature=0.0, max_tokens=1)] * 3)
+    prompts = [
+        rank.prompt_tokens - rank.cached_prompt_tokens for rank in ranks._loop._scheduler.ranks
+    ]
+    ranks.shutdown()
+    for rank in range(2 * len(prompts)):
+        steps = map(int, (counted / str(rank)).read_text().split())
+        # generated tokens run on both, as do pieces that are too short for two ranks
+        computed = sum(tokens for tokens in steps if tokens > len(PROMPTS))
+        assert 0.4 * prompts[rank // 2] < computed < 0.6 * prompts[rank // 2]
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +141,25 @@ SHORT = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     "ranks",
     [
         {"prefill_context_parallel_size": 2, "tensor_parallel_size": 2, "expert_parallel_size": 2},
+        {"prefill_context_parallel_size": 2, "data_parallel_size": 2, "expert_parallel_size": 2},
+        pytest.param(
+            {
+                "prefill_context_parallel_size": 2,
+                "data_parallel_size": 2,
+                "enable_expert_parallel": True,
+                "enable_eplb": True,
+                "eplb_config": {"num_redundant_experts": 4, "step_interval": 10, "window_size": 10},
+            },
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            {
+                "prefill_context_parallel_size": 2,
+                "data_parallel_size": 2,
+                "pipeline_parallel_size": 2,
+            },
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             {"prefill_context_parallel_size": 2, "pipeline_parallel_size": 2},
             marks=pytest.mark.full,
@@ -152,23 +183,27 @@ SHORT = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 def test_preemption_and_prefixes_leave_the_text_as_it_is(
     tiny_m2: Path, preempted: list[list[int]], ranks: dict[str, Any]
 ) -> None:
-    options = {**LIMITS, "num_kv_blocks": 28, **ranks}
+    replicas = ranks.get("data_parallel_size", 1)
+    num_blocks = 28 // replicas + 6 * (replicas - 1)  # of three requests 20 are not enough
+    options = {**LIMITS, "num_kv_blocks": num_blocks, **ranks}
     found, stats, cached = tokens_of(tiny_m2, SHARED[:6], SHORT, **options)
     assert found == preempted
     assert stats.preemption_count > 0 and cached >= 32
-    assert stats.num_kv_blocks == 28
+    assert stats.num_kv_blocks == num_blocks * replicas
 
 
 @pytest.mark.parametrize(
-    ("method", "stages"),
+    ("method", "stages", "replicas"),
     [
-        ("eagle3", 1),
-        pytest.param("eagle3", 2, marks=pytest.mark.full),
-        pytest.param("ngram", 1, marks=pytest.mark.full),
+        ("eagle3", 1, 1),
+        pytest.param("eagle3", 1, 2, marks=pytest.mark.full),
+        pytest.param("eagle3", 2, 1, marks=pytest.mark.full),
+        pytest.param("ngram", 1, 1, marks=pytest.mark.full),
+        pytest.param("ngram", 1, 2, marks=pytest.mark.full),
     ],
 )
 def test_draft_tokens_leave_the_text_as_it_is(
-    method: str, stages: int, tiny_m2: Path, tmp_path: Path
+    method: str, stages: int, replicas: int, tiny_m2: Path, tmp_path: Path
 ) -> None:
     """As many drafts are right as on one rank: the draft model reads residual streams of all
     tokens.
@@ -182,15 +217,20 @@ def test_draft_tokens_leave_the_text_as_it_is(
     prompts = [[5, 6, 7, 8, 9] * 6, [5, 6, 7, 8, 9] * 3, [11, 12, 13] * 4]
     options = {"speculative_config": config, "max_num_batched_tokens": 20}
     expected, of_one, _ = tokens_of(tiny_m2, prompts, LONGER, **options)
-    ranks = {"prefill_context_parallel_size": 2, "pipeline_parallel_size": stages}
+    ranks = {
+        "prefill_context_parallel_size": 2,
+        "pipeline_parallel_size": stages,
+        "data_parallel_size": replicas,
+    }
     found, stats, _ = tokens_of(tiny_m2, prompts, LONGER, **options, **ranks)
     assert found == expected
     assert stats.num_draft_tokens == of_one.num_draft_tokens > 20
     assert stats.num_accepted_tokens == of_one.num_accepted_tokens > 0
 
 
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_captured_steps_run_all_tokens_on_every_rank(
-    tiny_m2: Path, preempted: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    replicas: int, tiny_m2: Path, preempted: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, where small steps are replayed and not shared out."""
     spawn = process.spawn
@@ -199,7 +239,8 @@ def test_captured_steps_run_all_tokens_on_every_rank(
         return spawn("tests.dist.captured_rank", *args)
 
     monkeypatch.setattr(process, "spawn", captured)
-    options = {"max_num_batched_tokens": 80, "max_num_seqs": 5, "prefill_context_parallel_size": 2}
+    ranks = {"prefill_context_parallel_size": 2, "data_parallel_size": replicas}
+    options = {"max_num_batched_tokens": 80, "max_num_seqs": 5, **ranks}
     assert tokens_of(tiny_m2, SHARED[:6], SHORT, **options)[0] == preempted
 
 
@@ -246,6 +287,38 @@ def answers_of_m3(prompt: list[int], **ranks: Any) -> list[list[int]]:
         again = llm.generate([[*prompt, prompt[-1]]], params)
         assert again[0].num_cached_tokens > 1000
         return [each.outputs[0].token_ids for each in (*first, *again)]
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        {},
+        pytest.param(
+            {"enable_expert_parallel": True, "index_cache_dtype": "fp8"}, marks=pytest.mark.full
+        ),
+    ],
+    ids=str,
+)
+def test_a_tiny_m3_says_the_same_on_data_parallel_ranks_of_two(
+    ranks: dict[str, Any], tmp_path: Path
+) -> None:
+    """Prompts of many blocks and of a few tokens, preempted, then behind a prefix."""
+    sizes = tiny_m3.random_sizes(
+        5, num_hidden_layers=3, vocab_size=96, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=32, dense_intermediate_size=32, shared_intermediate_size=32,
+        num_local_experts=8, index_n_heads=2, mlp_layer_types=["dense", "sparse", "sparse"],
+        layer_types=["full_attention", *["minimax_m3_sparse"] * 2],
+    )  # fmt: skip
+    folder = tiny.save(tiny_m3.make_model(5, **sizes), tmp_path)
+    prompts = [[5 + at, 6, 7] * length for at, length in enumerate((1, 24, 6, 14, 20, 3, 24))]
+    prompts.append([*prompts[1], 9])
+    options = {"block_size": 32, "max_num_batched_tokens": 48, "max_model_len": 160}
+    index = {"index_cache_dtype": ranks.get("index_cache_dtype", "auto")}
+    expected, *_ = tokens_of(folder, prompts, LONGER, **options, **index)
+    split = {"prefill_context_parallel_size": 2, "data_parallel_size": 2, "num_kv_blocks": 7}
+    found, stats, cached = tokens_of(folder, prompts, LONGER, **options, **split, **ranks)
+    assert found == expected
+    assert stats.preemption_count > 0 and cached >= 32
 
 
 def test_two_machines_share_out_prompts(

@@ -1,6 +1,6 @@
 """Data-parallel and context-parallel ranks with tokens of their own get from experts, which lie on
 all of them, what one rank with all the experts would give each; so do context-parallel ranks that
-have the same tokens.
+have the same tokens, also beside other data-parallel ones.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from test_expert_dispatch import HIDDEN, PERMUTED, SOME_TWICE, WIDTH, mixture
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 
-# (axis, ranks along it, tp, ep, table, width of the shared expert)
+# (dp, cp, tp, ep, table, width of the shared expert)
 CASES = [
-    ("dp", 4, 1, 1, None, 0), ("dp", 4, 1, 4, PERMUTED, 0), ("dp", 4, 1, 2, SOME_TWICE, 0),
-    ("dp", 4, 1, 1, None, WIDTH), ("dp", 4, 1, 4, None, WIDTH), ("dp", 2, 2, 1, None, 2 * WIDTH),
-    ("dp", 2, 2, 2, None, WIDTH), ("dp", 2, 2, 4, None, 0), ("dp", 2, 2, 4, None, WIDTH),
-    ("cp", 4, 1, 4, PERMUTED, WIDTH), ("cp", 2, 2, 1, None, 2 * WIDTH),
-    ("cp", 2, 2, 4, None, WIDTH),
+    (4, 1, 1, 1, None, 0), (4, 1, 1, 4, PERMUTED, 0), (4, 1, 1, 2, SOME_TWICE, 0),
+    (4, 1, 1, 1, None, WIDTH), (4, 1, 1, 4, None, WIDTH), (2, 1, 2, 1, None, 2 * WIDTH),
+    (2, 1, 2, 2, None, WIDTH), (2, 1, 2, 4, None, 0), (2, 1, 2, 4, None, WIDTH),
+    (1, 4, 1, 4, PERMUTED, WIDTH), (1, 2, 2, 1, None, 2 * WIDTH), (1, 2, 2, 4, None, WIDTH),
+    (2, 2, 1, 1, None, WIDTH), (2, 2, 1, 2, SOME_TWICE, 2 * WIDTH), (2, 2, 1, 4, PERMUTED, 0),
 ]  # fmt: skip
-# tokens of each rank along the axis, and whether the last of them is padding
+# tokens of each rank along both axes, and whether the last of them is padding
 STEPS = [
     ((1, 1, 1, 1), True),
     ((1, 1, 1, 1), False),
@@ -45,26 +45,28 @@ def tokens_of(step: int, place: int) -> tuple[Tensor, Tensor | None]:
     return x, torch.tensor([len(x) - 1], dtype=torch.int32) if padded and place else None
 
 
-def places_of(layout: ParallelLayout, most: int) -> list[tuple[int, int | None]]:
-    """Whose tokens a rank runs, and how many the others have at most: its own, then with context
-    parallelism the same ones on every rank.
+def runs_of(layout: ParallelLayout, counts: tuple[int, ...]) -> list[tuple[int, int | None, bool]]:
+    """Whose tokens a rank runs, how many the others have at most, and whether they are a share:
+    its own, then with context parallelism those of its data-parallel rank.
     """
+    own = layout.dp_rank * layout.cp + layout.cp_rank, max(counts[: layout.dp * layout.cp])
     if layout.cp == 1:
-        return [(layout.dp_rank, most)]
-    return [(layout.cp_rank, most), (1, None)]
+        return [(*own, False)]
+    most = max(counts[: layout.dp]) if layout.dp > 1 else None
+    return [(*own, True), (layout.dp_rank, most, False)]
 
 
 def one_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    for case, (axis, ranks, tp, ep, table, shared_width) in enumerate(CASES):
-        layout = ParallelLayout(rank=rank, tp=tp, ep=ep, **{axis: ranks})
+    for case, (dp, cp, tp, ep, table, shared_width) in enumerate(CASES):
+        layout = ParallelLayout(rank=rank, tp=tp, ep=ep, dp=dp, cp=cp)
         context = ParallelContext.gloo(layout, f"{folder}/meet-{case}")
         moe = mixture(layout, table, shared_width=shared_width, context=context)
         parts = []
         for step, (counts, _) in enumerate(STEPS):
-            for place, most in places_of(layout, max(counts[:ranks])):
+            for place, most, is_share in runs_of(layout, counts):
                 x, active = tokens_of(step, place)
-                part = moe(x, active=active, most_tokens=most)
+                part = moe(x, active=active, most_tokens=most, is_share=is_share)
                 assert part.group is context.attention_group and part.x.shape == x.shape
                 parts.append(context.attention_group.all_reduce(part.x))
         torch.save(parts, f"{folder}/{case}-{rank}.pt")
@@ -80,13 +82,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_every_rank_has_of_its_tokens_what_one_rank_makes_of_them(folder: Path, case: int) -> None:
-    axis, ranks, tp, ep, _, shared_width = CASES[case]
+    dp, cp, tp, ep, _, shared_width = CASES[case]
     whole = mixture(ParallelLayout(), None, shared_width=shared_width)
-    for rank in range(ranks * tp):
-        layout = ParallelLayout(rank=rank, tp=tp, ep=ep, **{axis: ranks})
+    for rank in range(dp * cp * tp):
+        layout = ParallelLayout(rank=rank, tp=tp, ep=ep, dp=dp, cp=cp)
         got = torch.load(folder / f"{case}-{rank}.pt", weights_only=True)
-        places = places_of(layout, 0)
-        given = [tokens_of(step, place) for step in range(len(STEPS)) for place, _ in places]
+        given = [
+            tokens_of(step, place)
+            for step, (counts, _) in enumerate(STEPS)
+            for place, _, _ in runs_of(layout, counts)
+        ]
         for part, (x, active) in zip(got, given, strict=True):
             expected = whole(x, active=active).x
             real = len(x) if active is None else int(active)

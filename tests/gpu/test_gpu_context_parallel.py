@@ -1,5 +1,6 @@
 """Context-parallel ranks on GPUs: prompts shared out kernel by kernel, keys and values gathered by
-NCCL, decodes as graphs on every rank; the answers are those of one rank.
+NCCL, decodes as graphs on every rank; the answers are those of one rank. Also beside data-parallel
+ranks.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ RANKS: list[dict[str, Any]] = [
     {"prefill_context_parallel_size": 4, "enable_expert_parallel": True},
     {"prefill_context_parallel_size": 2, "tensor_parallel_size": 2, "expert_parallel_size": 2},
     {"prefill_context_parallel_size": 2, "pipeline_parallel_size": 2},
+    {"prefill_context_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True},
+    {"prefill_context_parallel_size": 2, "data_parallel_size": 2, "all2all_backend": "one_sided"},
 ]
 
 
@@ -38,12 +41,12 @@ def test_ranks_agree_with_one(of_one_rank: list[list[int]], options: dict[str, A
     check_nano(of_one_rank, options)
 
 
-@pytest.mark.parametrize("options", [RANKS[0], RANKS[3], RANKS[4]], ids=str)
+@pytest.mark.parametrize("options", [RANKS[0], RANKS[3], RANKS[4], RANKS[6]], ids=str)
 def test_nano_m3_agrees_with_one_rank(options: dict[str, Any]) -> None:
     check_nano_m3(options)
 
 
-@pytest.mark.parametrize("options", [RANKS[0], RANKS[3], RANKS[4]], ids=str)
+@pytest.mark.parametrize("options", [RANKS[0], RANKS[3], RANKS[4], RANKS[6]], ids=str)
 def test_a_long_mixed_run_ends_with_every_block_free(options: dict[str, Any]) -> None:
     """M2's own kernels and sizes, two layers: prompts of up to 8,000 tokens beside short ones,
     preemptions, aborts.

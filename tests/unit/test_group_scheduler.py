@@ -249,6 +249,21 @@ def test_ranks_without_requests_have_empty_plans_of_the_same_step() -> None:
     assert scheduler.plan() is None
 
 
+def test_all_data_parallel_ranks_share_out_a_step_or_none_does() -> None:
+    scheduler = group(3, max_num_batched_tokens=32, num_shares=4)
+    scheduler.add(request("short", [3] * 7))  # of 8 pieces one would be empty
+    assert [plan.of_all.largest_share for plan in step(scheduler) if plan.of_all] == [0] * 3
+    scheduler.add(request("long", [4] * 48))
+    plans = step(scheduler)
+    assert sorted(plan.num_tokens for plan in plans) == [0, 1, 32]
+    # two pieces of each rank, and as many tokens more as pieces may be longer than others
+    assert [plan.of_all.largest_share for plan in plans if plan.of_all] == [8 + 2] * 3
+    assert [plan.of_all.largest_share for plan in step(scheduler) if plan.of_all] == [4 + 2] * 3
+    plans = step(scheduler)
+    assert sorted(plan.num_tokens for plan in plans) == [0, 1, 1]
+    assert [plan.of_all.largest_share for plan in plans if plan.of_all] == [0] * 3
+
+
 def test_a_rank_that_there_is_not_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match=r"data-parallel rank 2 .* there are 0 to 1"):
         group(2).add(request("a", [3], data_parallel_rank=2))

@@ -79,8 +79,12 @@ def test_experts_are_split_over_the_ranks_that_are_asked_for(
             "--prefill-context-parallel-size is 0; allowed: 1 or more",
         ),
         (
-            {"prefill_context_parallel_size": 2, "data_parallel_size": 2},
-            r"all run the same requests \(use one of them, with --tensor-parallel-size\)",
+            {
+                "prefill_context_parallel_size": 2,
+                "data_parallel_size": 2,
+                "expert_parallel_size": 3,
+            },
+            r"in each of 2 data-parallel ranks in each of 2 context-parallel ranks",
         ),
         (
             {"prefill_context_parallel_size": 2, "expert_parallel_size": 4},

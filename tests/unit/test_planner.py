@@ -122,10 +122,12 @@ def test_what_is_offered_is_accepted_and_what_is_refused_is_not(
         assert Topology(ranks, splits.num_expert_ranks, replicas=gpus // ranks) in found
 
 
-def test_axes_that_nothing_runs_with_are_named_as_the_options_name_them() -> None:
+def test_what_runs_and_what_does_not_is_named_as_the_options_name_it() -> None:
     plan = planned(M2, 4)
     reasons = {each.topology: each.reason for each in plan.refused}
-    assert "--data-parallel-size is 2: ranks that share out" in reasons[Topology(dp=2, cp=2)]
+    offered = {each.topology: each.topology.flags for each in plan.candidates}
+    both = ["--data-parallel-size", "2", "--prefill-context-parallel-size", "2"]
+    assert offered[Topology(dp=2, cp=2, ep=4)] == [*both, "--enable-expert-parallel"]
     assert "8 KV heads" in reasons[Topology(3)]
     across = planned(M2, 8, nodes=2)
     assert "2 x TP4" in [each.topology.label for each in across.candidates]

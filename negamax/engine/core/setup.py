@@ -180,6 +180,7 @@ def _scheduler(
         eos_token_ids=frozenset(config.eos_token_ids),
         num_draft_tokens=ready.num_draft_tokens,
         num_stages=config.layout.pp if options.enable_overlap else 1,
+        num_shares=config.layout.cp,
         # drafts that count as right whatever they are would break any grammar
         constrained_drafts=not speculation or speculation.synthetic_acceptance_rates is None,
         chunk_length=choose_chunk_length(options, config, max_model_len=max_model_len),

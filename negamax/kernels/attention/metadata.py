@@ -59,9 +59,10 @@ class AttentionMetadata:
     host_query_lens: tuple[int, ...]  # [S] queries of each sequence
     # [1] int32, tokens that are real, the others being padding; None: all
     num_actual_tokens: Tensor | None = None
-    # of the data-parallel or context-parallel rank that has the most in this step; None: all have T
+    # of the rank that has the most of this step, or more; None: all that speak of it have T
     most_tokens: int | None = None
-    # of context-parallel ranks, where the T are a share; None: every rank has all tokens
+    is_share: bool = False  # context-parallel ranks have different tokens of this step
+    # of context-parallel ranks, where the T are a share; None: every rank has all tokens, or none
     shared_tokens: SharedTokens | None = None
     is_exact: bool = True
     # Neighbours among the decodes that may be of one sequence, each a token longer than the one
@@ -85,6 +86,7 @@ class AttentionMetadata:
             "active": self.num_actual_tokens,
             "positions": self.positions,
             "most_tokens": self.most_tokens,
+            "is_share": self.is_share,
         }
 
     @property
