@@ -10,7 +10,7 @@ OLDEST_TRITON ?= triton==3.6.0
 GATE   := not gpu and not install and not full
 PYTEST := $(BIN)/python -m pytest -m "$(GATE)"
 # Everything else in the versions that were tested together.
-PIP    := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+INSTALL := $(BIN)/python tools/install.py -c constraints.txt
 
 .PHONY: demo serve test test-full attack fault-table test-install lint types contracts statements
 .PHONY: docs check compile-oldest sbom constraints clean
@@ -45,8 +45,7 @@ compile-oldest: build/$(OLDEST_TRITON)/.installed  ## GPU kernels, by the oldest
 	  $(BIN)/python tests/cpu/compile_kernels.py --quiet $(or $(ARGS),sm_90 gfx942)
 
 build/$(OLDEST_TRITON)/.installed: $(VENV)/.dev
-	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --upgrade --target $(@D) \
-	  $(OLDEST_TRITON)
+	$(INSTALL) --no-deps --upgrade --target $(@D) $(OLDEST_TRITON)
 	@touch $@
 
 lint: $(VENV)/.dev
@@ -71,7 +70,7 @@ sbom:                 ## the components of the wheel's environment, CycloneDX, i
 	$(PYTHON) -m venv build/sbom/tool && $(PYTHON) -m venv build/sbom/wheel
 	build/sbom/tool/bin/python -m pip install --quiet build "cyclonedx-bom>=7,<8"
 	build/sbom/tool/bin/python -m build --wheel --outdir build/sbom/dist .
-	tools/install_torch.sh build/sbom/wheel/bin/python "$(TORCH)"
+	build/sbom/wheel/bin/python tools/install.py --torch "$(TORCH)"
 	build/sbom/wheel/bin/python -m pip install --quiet -c constraints.txt build/sbom/dist/*.whl
 	# a local path:
 	rm build/sbom/wheel/lib/python*/site-packages/negamax-*.dist-info/direct_url.json
@@ -82,7 +81,7 @@ sbom:                 ## the components of the wheel's environment, CycloneDX, i
 constraints:          ## write down the versions that a fresh environment gets, to be tested
 	rm -rf build/constraints
 	$(PYTHON) -m venv build/constraints
-	tools/install_torch.sh build/constraints/bin/python "$(TORCH)"
+	build/constraints/bin/python tools/install.py --torch "$(TORCH)"
 	build/constraints/bin/python -m pip install --quiet -e ".[dev,docs,plot,uvloop]"
 	{ sed -n '/^#/p' constraints.txt; \
 	  build/constraints/bin/python -m pip freeze --exclude-editable | sed 's/+cpu$$//'; } \
@@ -95,21 +94,22 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.torch: $(BIN)/python
-	tools/install_torch.sh $(BIN)/python "$(TORCH)"
+	-$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt uv
+	$(BIN)/python tools/install.py --torch "$(TORCH)"
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml constraints.txt
 	@echo "Installing Negamax and what it needs: about 150 MB, once."
-	$(PIP) -e . openai
+	$(INSTALL) -e . openai
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml constraints.txt
 	@echo "Installing Negamax with its tests and linters: about 200 MB, once."
-	$(PIP) -e ".[dev]"
+	$(INSTALL) -e ".[dev]"
 	@touch $@ $(VENV)/.demo
 
 $(VENV)/.docs: $(VENV)/.dev
-	$(PIP) -e ".[docs]"
+	$(INSTALL) -e ".[docs]"
 	@touch $@
 
 clean:

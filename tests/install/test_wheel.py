@@ -68,15 +68,15 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation
     assert torch is not None
     wheel = folder / f"negamax-{__version__}-py3-none-any.whl"
     python = folder / "venv" / "bin" / "python"
-    environment = {**os.environ, "PIP_NO_COMPILE": "1"}  # few of the modules are imported
+    install = [sys.executable, ROOT / "tools" / "install.py", "--python", python]
     steps = (
         [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT],
-        [sys.executable, "-m", "venv", folder / "venv"],
-        [ROOT / "tools" / "install_torch.sh", python, torch[0]],
-        [python, "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", wheel],
+        [sys.executable, "-m", "venv", "--without-pip", folder / "venv"],
+        [*install, "--torch", torch[0]],
+        [*install, "--quiet", "-c", ROOT / "constraints.txt", wheel],
     )
     for command in steps:
-        subprocess.run(command, env=environment, check=True, timeout=600)
+        subprocess.run(command, check=True, timeout=600)
     yield Installation(folder / "venv" / "bin", folder)
     shutil.rmtree(folder / "venv")
 

@@ -1,0 +1,98 @@
+"""What `pip install ARGUMENTS` does, by uv where this Python has it: a tenth of the work.
+
+python tools/install.py [--python PYTHON] ARGUMENTS...
+python tools/install.py [--python PYTHON] --torch torch==2.13.0
+
+PYTHON: that of the environment to install in, if it is another one. `--torch`: on Linux without an
+NVIDIA driver that installs PyTorch's build for CPUs, a fraction of the download, if PyTorch's own
+index can be reached; everywhere else, what the usual index has. pip's configuration holds for uv,
+too. Where uv is missing or fails, pip installs. Modules are compiled when they are imported first.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+# uv's variable for each setting of pip's that says from where packages come
+VARIABLES = {
+    "cert": "SSL_CERT_FILE",
+    "default-timeout": "UV_HTTP_TIMEOUT",
+    "extra-index-url": "UV_EXTRA_INDEX_URL",
+    "find-links": "UV_FIND_LINKS",
+    "index-url": "UV_DEFAULT_INDEX",
+    "no-index": "UV_NO_INDEX",
+    "timeout": "UV_HTTP_TIMEOUT",
+    "trusted-host": "UV_INSECURE_HOST",
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Install what the command line names; pip's exit code, or 0."""
+    python = sys.executable
+    if arguments[:1] == ["--python"]:
+        python, arguments = arguments[1], arguments[2:]
+    if arguments[:1] == ["--torch"]:
+        arguments = [*_torch_index(arguments[1]), arguments[1]]
+    return install(python, arguments)
+
+
+def install(python: str, arguments: Sequence[str]) -> int:
+    """Install into the environment of `python`; the exit code."""
+    arguments = ["--no-compile", *arguments]
+    if importlib.util.find_spec("uv") is not None:
+        uv = [sys.executable, "-m", "uv", "pip", "install", "--python", python]
+        # like pip, uv takes the best version of all indexes
+        uv += ["--index-strategy", "unsafe-best-match"]
+        if subprocess.run([*uv, *arguments], env=os.environ | uv_variables()).returncode == 0:
+            return 0
+        print("uv could not install this: pip tries.", flush=True)
+    pip = [sys.executable, "-m", "pip", "--python", python, "install"]
+    return subprocess.run([*pip, "--disable-pip-version-check", *arguments]).returncode
+
+
+def uv_variables() -> dict[str, str]:
+    """pip's configuration as uv's environment variables; those that are set already stay."""
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    settings = [line.partition("=") for line in told.splitlines()]
+    settings.sort(key=lambda setting: setting[0].startswith(":env:"))  # which override files
+    found = {}
+    for name, _, value in settings:
+        variable = VARIABLES.get(name.rpartition(".")[2])
+        if variable is not None and variable not in os.environ:
+            separator = "," if variable == "UV_FIND_LINKS" else " "
+            found[variable] = separator.join(str(ast.literal_eval(value)).split())
+    return found
+
+
+def _torch_index(requirement: str) -> list[str]:
+    """The options that name PyTorch's index for CPUs, where its builds are wanted and offered."""
+    driver = Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
+    if sys.platform == "linux" and not driver and _is_reached(f"{CPU_INDEX}/torch/"):
+        print(f"Installing {requirement} for CPUs (no NVIDIA driver here): a download of about")
+        print("200 MB, once.", flush=True)
+        return ["--index-url", CPU_INDEX]
+    print(f"Installing {requirement}: a download of 200 MB (CPU) to 3 GB (with the CUDA", end=" ")
+    print("libraries), once.", flush=True)
+    return []
+
+
+def _is_reached(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
