@@ -48,6 +48,11 @@ def set_default(name: str, value: str) -> None:
     os.environ.setdefault(name, value)
 
 
+def set_variable(name: str, value: str) -> None:
+    """Set environment variable `name` of this process (and its children)."""
+    os.environ[name] = value
+
+
 def settle_cpu_products() -> None:
     """Have the CPU's libraries compute a row the same way however many there are (decision 3),
     unless somebody has set their variables. They look once, at their first product: later this has

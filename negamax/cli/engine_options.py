@@ -16,6 +16,7 @@ from negamax.base.errors import ConfigError
 from negamax.cli.flags import Flag, chosen_fields, flag_parameters, parameter
 from negamax.config.embedded import QUOTED_NAMES
 from negamax.config.eplb import RECORDER_MODES
+from negamax.config.nodes import LAUNCHERS
 from negamax.config.options import (
     DEVICES,
     DTYPES,
@@ -304,6 +305,18 @@ _TABLE = (
         "allow_cross_node_tp",
         NODES,
         "Let tensor-parallel ranks be on several machines.",
+    ),
+    Flag(
+        "distributed_executor_backend",
+        NODES,
+        "Who starts the ranks; mp: this command on each machine; ray: Ray chooses machines of its "
+        "cluster, and GPUs of this one.",
+        choices=LAUNCHERS,
+    ),
+    Flag(
+        "ray_placement_timeout",
+        NODES,
+        "Seconds to wait until Ray has room for all ranks.",
     ),
     Flag(
         "num_threads",

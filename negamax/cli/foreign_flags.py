@@ -138,10 +138,10 @@ _IGNORED = (
     ),
     _group(
         "each machine starts its ranks itself, as processes",
-        switches="""use-ray worker-use-ray ray-workers-use-nsight numa-bind
+        switches="""ray-workers-use-nsight numa-bind
         disable-frontend-multiprocessing sleep-on-idle""",
-        values="""distributed-executor-backend max-parallel-loading-workers nccl-init-addr
-        gated-launch-port data-parallel-backend -dpb
+        values="""max-parallel-loading-workers nccl-init-addr
+        gated-launch-port
         detokenizer-worker-num renderer-num-workers custom-sigquit-handler""",
         lists="numa-node numa-bind-nodes numa-bind-cpus gc-threshold",
     ),
@@ -406,6 +406,8 @@ _REFUSED = (
         values="dcp-kv-cache-interleave-size",
     ),
     _group("", rule=rules.renamed("--node-rank"), values="-r"),
+    _group("", rule=rules.uses_ray, switches="use-ray worker-use-ray"),
+    _group("", rule=rules.launcher, values="data-parallel-backend -dpb"),
     _group("", rule=rules.meeting_point, values="dist-init-addr"),
     _group("", rule=rules.headless, switches="headless"),
     _group(

@@ -66,6 +66,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "max_num_batched_tokens": {"-1": "auto"},
+    "distributed_executor_backend": {"uni": "mp", "None": "mp"},
 }
 
 
@@ -224,6 +225,16 @@ def headless(value: Any, line: Mapping[str, str]) -> Translation:
         refusal="node 0 has the API, and this is node 0",
         remedy="say with --node-rank which other node it is",
     )
+
+
+def uses_ray(value: Any, line: Mapping[str, str]) -> Translation:
+    """The same as --distributed-executor-backend ray."""
+    return Translation((("--distributed-executor-backend", "ray"),)) if value else Translation()
+
+
+def launcher(value: Any, line: Mapping[str, str]) -> Translation:
+    """`ray` is --distributed-executor-backend ray; `mp` is what is done without."""
+    return uses_ray(value == "ray", line)
 
 
 def renamed(name: str) -> Rule:

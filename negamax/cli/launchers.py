@@ -12,16 +12,25 @@ from collections.abc import Callable, Mapping, Sequence
 from negamax.base import env
 from negamax.base.errors import ConfigError
 from negamax.cli.words import Given
+from negamax.config.nodes import RAY
 
+# The ways to say that Ray starts the other nodes: options and their values.
+_BY_RAY: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("--distributed-executor-backend", (RAY,)),
+    ("--data-parallel-backend", (RAY,)),
+    ("-dpb", (RAY,)),
+    ("--use-ray", ()),
+    ("--worker-use-ray", ()),
+)
 Read = Callable[[str], str | None]
 
 
 def launched(levels: Sequence[Sequence[Given]]) -> list[Given]:
-    """What a launcher says, for a command line that does not say --nnodes 1. Errors: `ConfigError`
-    where it starts more than one process on a machine.
+    """What a launcher says, for a command line that says neither --nnodes 1 nor that Ray chooses
+    the machines. Errors: `ConfigError` where it starts more than one process on a machine.
     """
-    said = [item.values[0] for level in levels for item in level if item.name == "--nnodes"]
-    if said and said[-1] == "1":
+    said = {item.name: item.values[-1:] for level in levels for item in level}
+    if said.get("--nnodes") == ("1",) or any(said.get(name) == value for name, value in _BY_RAY):
         return []
     for read in (_leader_worker_set, _slurm, _torchrun):
         found = read(env.get)

@@ -24,8 +24,10 @@ HELP = "Serve MODEL over an OpenAI-compatible HTTP API."
 
 def _check(*, engine: EngineOptions, server: ServerOptions) -> None:
     from negamax.api.server import resolve_address
+    from negamax.engine.nodes.ray_launcher import check_installed
 
     resolve_address(server)
+    check_installed(engine)
 
 
 @with_engine_options()

@@ -10,6 +10,8 @@ from negamax.config.parallel import ParallelOptions
 MASTER_PORT = 29501  # as in vLLM
 MOST_NODES = 64
 KEY_VARIABLE = "NEGAMAX_NODE_KEY"  # what nodes know each other by
+MP, RAY = "mp", "ray"
+LAUNCHERS = (MP, RAY)  # of the other nodes' agents: whoever starts the command there, or Ray
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class NodeOptions:
     master_port: int = MASTER_PORT  # the first of several on node 0
     interface: str | None = None  # of the network; None: on the way to master_addr
     allow_cross_node_tp: bool = False
+    launcher: str = MP  # RAY: it finds the machines, and knows their addresses
 
     def __post_init__(self) -> None:
         if not 1 <= self.nnodes <= MOST_NODES:
@@ -37,7 +40,13 @@ class NodeOptions:
             )
         if not 1 <= self.master_port <= 65535:
             raise ConfigError(f"--master-port is {self.master_port}; allowed: 1 to 65535")
-        if self.nnodes > 1 and not self.master_addr:
+        if self.launcher == RAY and self.node_rank:
+            raise ConfigError(
+                f"--node-rank is {self.node_rank}, and --distributed-executor-backend is ray: it "
+                f"starts the other nodes itself",
+                hint="leave it out, and serve on one machine of the cluster",
+            )
+        if self.nnodes > 1 and not self.master_addr and self.launcher == MP:
             raise ConfigError(
                 "--master-addr is missing; the nodes meet at an address of node 0",
                 hint="give the same one on all nodes",

@@ -13,7 +13,7 @@ from negamax.base import log
 from negamax.base.errors import ConfigError
 from negamax.config.eplb import COUNTED, FIXED, IN_ORDER, MOVED, RECORDER_MODES, EplbConfig
 from negamax.config.key_file import check_keys
-from negamax.config.nodes import MASTER_PORT, NodeOptions
+from negamax.config.nodes import LAUNCHERS, MASTER_PORT, MP, RAY, NodeOptions
 from negamax.config.parallel import ALL2ALL_BACKENDS, ParallelOptions
 from negamax.config.speculation import SpeculationConfig
 
@@ -27,6 +27,7 @@ INDEX_CACHE_SHARDINGS = ("auto", "on", "off")
 PERFORMANCE_MODES = ("balanced", "interactivity", "latency", "throughput")
 MAX_API_SERVERS = 64
 MAX_REPLICAS = 64
+MAX_PLACEMENT_SECONDS = 86400.0
 SCHEDULING_POLICIES = ("fcfs", "priority")
 MAX_THREADS = 1024
 
@@ -122,6 +123,8 @@ class EngineOptions:
     master_port: int = MASTER_PORT
     interface: str | None = None
     allow_cross_node_tp: bool = False
+    distributed_executor_backend: str = MP  # "ray": it chooses the machines and starts the agents
+    ray_placement_timeout: float = 60.0  # seconds that Ray may take to have room
     # who guesses tokens ahead, with the keys of vLLM's (config/speculation.py)
     speculative_config: dict[str, Any] | None = None
     # CPU threads per rank; default: the cores (from three up: less one) shared out
@@ -147,6 +150,7 @@ class EngineOptions:
             all2all_backend=ALL2ALL_BACKENDS,
             expert_distribution_recorder_mode=RECORDER_MODES,
             log_format=log.FORMATS,
+            distributed_executor_backend=LAUNCHERS,
         )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(
@@ -190,6 +194,11 @@ class EngineOptions:
             )
         self.nodes.check(parallel)
         _within("--num-replicas", self.num_replicas, 1, MAX_REPLICAS)
+        if not 0.0 < self.ray_placement_timeout <= MAX_PLACEMENT_SECONDS:
+            raise ConfigError(
+                f"--ray-placement-timeout is {self.ray_placement_timeout}; allowed: above 0, at "
+                f"most {MAX_PLACEMENT_SECONDS:g}"
+            )
         if self.index_cache_sharding == "on" and self.prefill_context_parallel_size > 1:
             raise ConfigError(
                 "--index-cache-sharding is on, and --prefill-context-parallel-size is "
@@ -244,15 +253,16 @@ class EngineOptions:
     @property
     def nodes(self) -> NodeOptions:
         """The machines that the ranks are spread over. Errors: `ConfigError`."""
-        if self.nnodes > 1 and self.script is not None:
+        is_ray = self.distributed_executor_backend == RAY
+        said = "--distributed-executor-backend is ray" if is_ray else f"--nnodes is {self.nnodes}"
+        if (is_ray or self.nnodes > 1) and self.script is not None:
             raise ConfigError(
-                f"--script answers without a model, and --nnodes is {self.nnodes}",
-                hint="leave one of them out",
+                f"--script answers without a model, and {said}", hint="leave one of them out"
             )
-        if self.nnodes > 1 < self.num_replicas:
+        if (is_ray or self.nnodes > 1) and self.num_replicas > 1:
             raise ConfigError(
-                f"--num-replicas is {self.num_replicas}, and --nnodes is {self.nnodes}: the "
-                f"replicas of a server are on its own machine",
+                f"--num-replicas is {self.num_replicas}, and {said}: the replicas of a server are "
+                f"on its own machine",
                 hint="start a server with its nodes for each replica",
             )
         return NodeOptions(
@@ -262,6 +272,7 @@ class EngineOptions:
             master_port=self.master_port,
             interface=self.interface,
             allow_cross_node_tp=self.allow_cross_node_tp,
+            launcher=self.distributed_executor_backend,
         )
 
     @property

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from negamax.base.errors import ConfigError, EngineError, InvalidRequestError, UnavailableError
 from negamax.config.eplb import IN_ORDER
-from negamax.config.nodes import MASTER_PORT
+from negamax.config.nodes import MASTER_PORT, MP
 from negamax.config.options import EngineOptions
 from negamax.engine.client.output import ChoiceStream, RequestOutput, admit
 from negamax.engine.core.setup import start_loop
@@ -124,6 +124,8 @@ class LLM:
         master_port: int = MASTER_PORT,
         interface: str | None = None,
         allow_cross_node_tp: bool = False,
+        distributed_executor_backend: str = MP,
+        ray_placement_timeout: float = 60.0,
         speculative_config: dict[str, Any] | None = None,
         num_threads: int | None = None,
         seed: int = 0,

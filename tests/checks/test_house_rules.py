@@ -67,7 +67,7 @@ def room(path: Path) -> str:
         ("triton", r"kernels/(\w+/triton(_\w+)?|launch/ptx)\.py"),
         ("triton.language.extra", r"kernels/launch/ptx\.py"),
         ("tl.inline_asm_elementwise", r"kernels/launch/ptx\.py"),
-        ("ray", r"engine/ray_executor\.py"),
+        ("ray", r"engine/nodes/ray_driver\.py"),
         ("os.environ", r"base/env\.py"),
         ("flashinfer", r"kernels/\w+/vendor\.py"),
         ("deep_gemm", r"kernels/\w+/vendor\.py"),

@@ -25,6 +25,7 @@ from negamax.engine.core.executor import Executor, StepHandle
 from negamax.engine.core.expert_balancer import ExpertBalancer
 from negamax.engine.core.rank_watch import RankWatch
 from negamax.engine.grammar.manager import GrammarManager, RequestGrammar
+from negamax.engine.nodes.ray_launcher import RayLauncher
 from negamax.engine.wire import EngineStats, ExpertDump, RankStats, StepOutputs
 from negamax.scheduler import crash_details
 from negamax.scheduler.group import GroupScheduler
@@ -59,6 +60,7 @@ class EngineLoop:
         num_stages: int = 1,
         experts: ExpertBalancer | None = None,
         crash_dumps: CrashDumps,
+        launcher: RayLauncher | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
@@ -66,6 +68,7 @@ class EngineLoop:
         self._overlap = overlap
         self._experts = experts
         self._crash_dumps = crash_dumps
+        self._launcher = launcher  # of the machines of other ranks
         self._last_plans: deque[list[StepPlan]] = deque(maxlen=2)  # launched; for a crash dump
         # launched and not committed, the oldest first; None for a turn without a plan
         self._in_flight: deque[_InFlight | None] = deque()
@@ -242,11 +245,15 @@ class EngineLoop:
         return self._executor.watch_ranks()
 
     def shutdown(self, *, restarts: bool = False) -> None:
-        """Stop the grammar process and the executor. `restarts`: another engine will be started in
-        its place.
+        """Stop the grammar process and the executor, and give back what Ray has reserved.
+        `restarts`: another engine will be started in its place.
         """
         self._grammars.shutdown()
-        self._executor.shutdown(restarts=restarts)
+        try:
+            self._executor.shutdown(restarts=restarts)
+        finally:
+            if self._launcher is not None:
+                self._launcher.close()
 
     def _crash_details(self) -> dict[str, Any]:
         return {

@@ -13,6 +13,7 @@ from negamax.base.log import get_logger
 from negamax.config.eplb import FIXED
 from negamax.config.kv_cache import check_index_options, choose_block_size, shards_index
 from negamax.config.model_spec import ModelSpec
+from negamax.config.nodes import RAY
 from negamax.config.options import STEP_LIMITS, EngineOptions
 from negamax.engine.core.chunk_length import choose_chunk_length
 from negamax.engine.core.executor import Executor, start_executor
@@ -24,6 +25,7 @@ from negamax.engine.core.source import ModelSource, locate
 from negamax.engine.grammar.manager import GrammarManager
 from negamax.engine.nodes.facts import facts_of
 from negamax.engine.nodes.group import start_on_nodes
+from negamax.engine.nodes.ray_launcher import RayLauncher
 from negamax.engine.wire import ModelInfo
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split
@@ -37,9 +39,23 @@ logger = get_logger(__name__)
 
 
 def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
-    """Start the executor for `options` and put a scheduler in front of it. Errors: those of the
-    worker.
+    """Start the executor for `options`, on machines that Ray finds if it is to, and put a scheduler
+    in front of it. Errors: those of the worker, and of `RayLauncher`.
     """
+    if options.distributed_executor_backend != RAY:
+        return _start_loop(options)
+    launcher = RayLauncher(options)
+    try:
+        return _start_loop(launcher.options, launcher)
+    except BaseException:
+        launcher.close()
+        raise
+
+
+def _start_loop(
+    options: EngineOptions, launcher: RayLauncher | None = None
+) -> tuple[EngineLoop, ModelInfo]:
+    """`launcher`: whoever has started the agents of the other nodes, if not the user."""
     if options.node_rank:
         raise ConfigError(
             f"--node-rank is {options.node_rank}; the engine is on node 0",
@@ -123,7 +139,7 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
     if device != "cpu":
         grammars.start()
     try:
-        executor = _start_executor(config, options, source, script=script)
+        executor = _start_executor(config, options, source, script=script, launcher=launcher)
     except BaseException:
         grammars.shutdown()
         raise
@@ -140,6 +156,7 @@ def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
         num_stages=layout.pp,
         experts=None if options.script else _balancer(options, config),
         crash_dumps=CrashDumps(options.crash_dump_dir, part="engine", options=asdict(options)),
+        launcher=launcher,
     ), info
 
 
@@ -152,14 +169,21 @@ def _log_ready(ready: WorkerReady, *, block_size: int) -> None:
 
 
 def _start_executor(
-    config: WorkerConfig, options: EngineOptions, source: ModelSource, *, script: Script | None
+    config: WorkerConfig,
+    options: EngineOptions,
+    source: ModelSource,
+    *,
+    script: Script | None,
+    launcher: RayLauncher | None,
 ) -> Executor:
     if script is not None:
         return ScriptedExecutor(script, source, options, block_size=config.block_size)
     if config.layout.nodes == 1:
         return start_executor(config)
     facts = facts_of(options, source, device=config.device)
-    return start_on_nodes(config, options.nodes, facts=facts)
+    if launcher is None:
+        return start_on_nodes(config, options.nodes, facts=facts)
+    return start_on_nodes(config, options.nodes, facts=facts, check=launcher.check)
 
 
 def _scheduler(

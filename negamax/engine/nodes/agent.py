@@ -46,11 +46,21 @@ _PROBE_SECONDS = 1.0
 class Agent:
     """One node but the first. Everything runs in the thread that calls `run`."""
 
-    def __init__(self, options: NodeOptions, *, facts: dict[str, str], share: MachineShare) -> None:
-        """`share`: of this machine; where its ranks show that they live is filled in here."""
+    def __init__(
+        self,
+        options: NodeOptions,
+        *,
+        facts: dict[str, str],
+        share: MachineShare,
+        waits_again: bool = True,
+    ) -> None:
+        """`share`: of this machine; where its ranks show that they live is filled in here. Without
+        `waits_again` it ends with the first ranks that it has started, whatever ended them.
+        """
         self._options = options
         self._facts = facts
         self._share = share
+        self._waits_again = waits_again
         self._id = secrets.token_hex(8)
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
@@ -244,14 +254,15 @@ class Agent:
             if timeout < SHUTDOWN_SECONDS:
                 self._ranks.abort()
             self._ranks.stop(timeout=timeout)
+            self._is_stopped |= not self._waits_again
         if self._folder is not None:
             self._folder.remove()
         self._session, self._ranks, self._watch, self._folder = "", None, None, None
 
 
-def run_agent(options: EngineOptions) -> None:
-    """Be node `options.node_rank`. Errors: those of the model's files, of a split that does not fit
-    this machine, and of `Agent.run`.
+def run_agent(options: EngineOptions, *, waits_again: bool = True) -> None:
+    """Be node `options.node_rank`; `waits_again` as of `Agent`. Errors: those of the model's files,
+    of a split that does not fit this machine, and of `Agent.run`.
     """
     source = locate(options)
     layout = ParallelLayout.of(options.parallel, nodes=options.nnodes)
@@ -268,4 +279,5 @@ def run_agent(options: EngineOptions) -> None:
         beats="",
         interface=None,
     )
-    Agent(options.nodes, facts=facts_of(options, source, device=device), share=share).run()
+    facts = facts_of(options, source, device=device)
+    Agent(options.nodes, facts=facts, share=share, waits_again=waits_again).run()

@@ -10,7 +10,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import IO
 
@@ -136,11 +136,14 @@ class NodeGroup:
 
     # The start
 
-    def meet(self) -> None:
-        """Wait until there is an agent for every node, however long that takes."""
+    def meet(self, check: Callable[[], None] = lambda: None) -> None:
+        """Wait until there is an agent for every node, however long that takes. `check` is called
+        again and again, and raises where one will never come.
+        """
         said_at, said = float("-inf"), ""
         while True:
             self._listen(0.1)
+            check()
             now = time.monotonic()
             for node in self._nodes:
                 if node.join is not None and now > node.joined_at + wire.SILENCE_SECONDS:
@@ -326,12 +329,18 @@ class NodeGroup:
 
 
 def start_on_nodes(
-    config: WorkerConfig, options: NodeOptions, *, facts: dict[str, str]
+    config: WorkerConfig,
+    options: NodeOptions,
+    *,
+    facts: dict[str, str],
+    check: Callable[[], None] = lambda: None,
 ) -> MultiProcessExecutor:
-    """Wait for all nodes and start the ranks. Errors: those of `NodeGroup` and of the executor."""
+    """Wait for all nodes and start the ranks; `check` as of `NodeGroup.meet`. Errors: those of
+    `check`, of `NodeGroup` and of the executor.
+    """
     group = NodeGroup(options, config.layout, facts=facts)
     try:
-        group.meet()
+        group.meet(check)
     except BaseException:
         group.close()
         raise

@@ -1,0 +1,165 @@
+"""On how many machines of a Ray cluster the ranks of an engine go, and what is said where there is
+no room. Plain numbers: Ray itself is not needed.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from negamax.base.errors import ConfigError, ResourceError
+from negamax.config.nodes import MOST_NODES
+from negamax.config.options import EngineOptions
+
+_SHOWN_NODES = 16  # in a refusal
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What Ray counts of a machine."""
+
+    gpus: float
+    cpus: float
+
+    def holds(self, wanted: Resources) -> bool:
+        """Whether there is as much as `wanted`."""
+        return self.gpus >= wanted.gpus and self.cpus >= wanted.cpus
+
+    def __str__(self) -> str:
+        found = [f"{self.gpus:g} GPU{'s' * (self.gpus != 1)}"] if self.gpus else []
+        return " and ".join([*found, f"{self.cpus:g} CPU{'s' * (self.cpus != 1)}"])
+
+
+@dataclass(frozen=True)
+class ClusterNode:
+    """A machine of the cluster. Ray reserves whole numbers of GPUs and CPUs for it."""
+
+    id: str
+    address: str
+    total: Resources
+    available: Resources
+
+    def __str__(self) -> str:
+        have, all_ = self.available, self.total
+        gpus = f"{have.gpus:g} of {all_.gpus:g} GPUs, " if all_.gpus else ""
+        return f"{self.address}: {gpus}{have.cpus:g} of {all_.cpus:g} CPUs"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What an engine asks a cluster for. `own` is the machine that serves, and node 0."""
+
+    options: EngineOptions
+    nodes: tuple[ClusterNode, ...]
+    own: ClusterNode
+
+    @property
+    def device(self) -> str:
+        """ "cuda" or "cpu"; where nobody has said it, GPUs count if the cluster has any."""
+        asked = self.options.device
+        has_gpus = any(node.total.gpus for node in self.nodes)
+        return ("cuda" if has_gpus else "cpu") if asked == "auto" else asked
+
+    @property
+    def master_addr(self) -> str:
+        """The address of node 0, unless the user says another one."""
+        return self.options.master_addr or (
+            "127.0.0.1" if self.is_on_loopback else self.own.address
+        )
+
+    @property
+    def is_on_loopback(self) -> bool:
+        """Whether all nodes of the cluster are on this machine."""
+        return ipaddress.ip_address(self.own.address).is_loopback
+
+    def share(self, count: int) -> Resources:
+        """What each of `count` nodes needs: a GPU and a CPU for each rank, or its threads."""
+        ranks = self.options.parallel.num_ranks // count
+        if self.device == "cuda":
+            return Resources(gpus=ranks, cpus=ranks)
+        return Resources(gpus=0, cpus=ranks * (self.options.num_threads or 1))
+
+    def counts(self) -> list[int]:
+        """The numbers of nodes that the ranks may be spread over, the smallest first."""
+        return [count for count in self._divisors() if self._objection(count) is None]
+
+    def choose(self) -> int | None:
+        """The fewest nodes that there is room for now; None: there is none."""
+        return next((count for count in self.counts() if self._fits(count)), None)
+
+    def refusal(self, seconds: float) -> ResourceError:
+        """Why there is no room after `seconds`: what is wanted, and what there is."""
+        return ResourceError(
+            f"Ray has no room for {self.options.parallel.num_ranks} ranks after {seconds:g} s: "
+            f"wanted {self.wanted}; available {self.available}",
+            hint=self._remedy(),
+        )
+
+    @property
+    def wanted(self) -> str:
+        """In words, what is asked for."""
+        found = []
+        for count in self.counts():
+            each = "" if count == 1 else f"{count} machines with "
+            found.append(f"{each}{self.share(count)}{' on this one' if count == 1 else ' each'}")
+        return ", or ".join(found) + (", this one among them" if self.counts()[-1] > 1 else "")
+
+    @property
+    def available(self) -> str:
+        """In words, what each machine has."""
+        others = [str(node) for node in self.nodes if node.id != self.own.id]
+        listed = [f"this machine {self.own}", *others[: _SHOWN_NODES - 1]]
+        more = len(others) + 1 - len(listed)
+        return "; ".join(listed) + (f"; and {more} more" if more else "")
+
+    def _divisors(self) -> Iterator[int]:
+        if self.options.nnodes > 1:
+            yield self.options.nnodes
+            return
+        ranks = self.options.parallel.num_ranks
+        yield from (count for count in range(1, min(ranks, MOST_NODES) + 1) if ranks % count == 0)
+
+    def _objection(self, count: int) -> ConfigError | None:
+        """Why the ranks may not be spread over so many nodes."""
+        try:
+            replace(self.options.nodes, nnodes=count).check(self.options.parallel)
+        except ConfigError as error:
+            return error
+        return None
+
+    def _fits(self, count: int, *, one_day: bool = False) -> bool:
+        """Whether there is room; `one_day`: once all that others use is free."""
+        share = self.share(count)
+        room = [
+            node.id
+            for node in self.nodes
+            if (node.total if one_day else node.available).holds(share)
+        ]
+        return self.own.id in room and len(room) >= count
+
+    def _remedy(self) -> str:
+        """What would help."""
+        counts = self.counts()
+        if any(self._fits(count, one_day=True) for count in counts):
+            return "others use what is missing: end them, or raise --ray-placement-timeout"
+        for count in self._divisors():
+            objection = self._objection(count)
+            if objection is not None and objection.hint and self._fits(count, one_day=True):
+                return objection.hint
+        for count in counts:
+            share = self.share(count)
+            able = [node.address for node in self.nodes if node.total.holds(share)]
+            if len(able) >= count:
+                return f"start this command on a machine with {share}, such as {able[0]}"
+        return "use smaller sizes, or add machines to the cluster"
+
+
+def placement_of(options: EngineOptions, nodes: Sequence[ClusterNode], own_id: str) -> Placement:
+    """For the machine `own_id` of the cluster. Errors: `ResourceError` where it is not in it."""
+    own = next((node for node in nodes if node.id == own_id), None)
+    if own is None:
+        raise ResourceError(
+            "this machine is not in the Ray cluster", hint="join it with `ray start --address`"
+        )
+    return Placement(options, tuple(nodes), own)

@@ -1,0 +1,63 @@
+"""What runs in the actors that Ray starts, one on each machine. Ray imports this module on all of
+them; it takes and gives texts only.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import msgspec
+
+from negamax.base import env, log
+from negamax.base.errors import NegamaxError
+from negamax.config.nodes import KEY_VARIABLE
+from negamax.config.options import EngineOptions
+
+# by these Ray shows an actor its GPUs
+DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_CARRIED = ("HF_", "NCCL_")  # of the machine that serves, to those that have no own values
+
+
+class Seat(msgspec.Struct, frozen=True):
+    """Where an actor is."""
+
+    host: str
+    pid: int
+    variables: dict[str, str]  # of `DEVICE_VARIABLES`, those that are set
+
+
+def carried_variables() -> str:
+    """What `RayAgent.run` is to be told of this process's environment, as JSON."""
+    names = env.starting_with(*_CARRIED)
+    kept = {name: names[name] for name in names if not name.endswith("_SOCKET_IFNAME")}
+    return msgspec.json.encode(kept | env.starting_with(KEY_VARIABLE)).decode()
+
+
+class RayAgent:
+    """An actor. Ray has set the variables of its GPUs before it imports anything."""
+
+    def seat(self) -> str:
+        """A `Seat`, as JSON."""
+        found = {name: env.get(name) for name in DEVICE_VARIABLES}
+        variables = {name: value for name, value in found.items() if value is not None}
+        return msgspec.json.encode(Seat(socket.gethostname(), os.getpid(), variables)).decode()
+
+    def run(self, options: str, variables: str) -> str:
+        """Be the agent that `EngineOptions` say, until its ranks have ended; what went wrong, or
+        nothing. `variables` are those of `carried_variables`.
+        """
+        for name, value in msgspec.json.decode(variables, type=dict[str, str]).items():
+            if name == KEY_VARIABLE:
+                env.set_variable(name, value)
+            else:
+                env.set_default(name, value)
+        chosen = msgspec.json.decode(options, type=EngineOptions)
+        log.setup(chosen.log_level, chosen.log_format)
+        from negamax.engine.nodes.agent import run_agent  # behind the variables, which it reads
+
+        try:
+            run_agent(chosen, waits_again=False)
+        except (NegamaxError, OSError) as error:
+            return str(error)
+        return ""

@@ -1,0 +1,332 @@
+"""The process that speaks with Ray: `python -m negamax.engine.nodes.ray_driver FD`, started by
+`ray_launcher`; the only module that imports Ray.
+
+The first line of its standard input is `EngineOptions`; what it says goes to the open file FD:
+`Placed`, and `Failed` where it cannot go on. When its standard input ends it ends the agents,
+removes the placement group and leaves the cluster.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from negamax.base import env, log
+from negamax.base.errors import ConfigError, NegamaxError, ResourceError
+from negamax.base.log import get_logger
+from negamax.base.process import exit_now
+from negamax.config.options import EngineOptions
+from negamax.engine.nodes.placement import ClusterNode, Placement, Resources, placement_of
+from negamax.engine.nodes.ray_agent import RayAgent, Seat, carried_variables
+from negamax.engine.nodes.ray_launcher import CONNECT_SECONDS, Failed, FromDriver, Placed, planned
+from negamax.worker.rank_process import LOOPBACK
+
+logger = get_logger("negamax.engine.nodes.ray_driver")  # also where it is __main__
+
+_CURRENT = "ray/ray_current_cluster"  # where `ray start` writes its address
+_PROBE_SECONDS = 5.0
+_LOOK_SECONDS = 0.5  # between two looks for room
+_GROUP_SECONDS = 5.0  # in which Ray reserves what it has shown to be free
+_REMINDER_SECONDS = 10.0
+_WORD_SECONDS = 1.0  # for agents that node 0 has told to end
+_END_SECONDS = 10.0  # for everything, once standard input has ended
+_PIN = 0.001  # of a node's own resource, which pins a bundle to it
+
+
+class Driver:
+    """Machines and agents of one engine. Everything that asks Ray is in the thread that calls."""
+
+    def __init__(self, options: EngineOptions, stop: threading.Event) -> None:
+        """`stop` is set once nobody wants the machines any more."""
+        self._options = options
+        self._stop = stop
+        self._group: Any = None
+        self._actors: list[Any] = []
+        self._seats: list[Seat] = []
+
+    def connect(self) -> None:
+        """Join the cluster that there is, or start one of this machine. Errors: `ConfigError`."""
+        env.set_default("RAY_USAGE_STATS_ENABLED", "0")
+        address = find_cluster()
+        if address is None:
+            # Ray would listen on all interfaces where it might get other nodes
+            env.set_variable("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+            logger.info("no Ray cluster runs here: one is started, of this machine alone")
+        import ray
+
+        try:
+            ray.init(
+                address=address or "local",
+                include_dashboard=False if address is None else None,
+                logging_level="warning",
+                log_to_driver=self._options.log_format == "text",
+            )
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            words = " ".join(str(error).split())
+            raise ConfigError(f"Ray at {address or 'this machine'}: {words}") from None
+        _ignore_signals()
+
+    def place(self) -> Placement:
+        """Reserve machines, and have an actor on each. Errors: `ResourceError`."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        placement, count = self._reserve()
+        share = placement.share(count)
+        # on node 0 it has nothing to do but hold this machine's GPUs
+        self._actors = [
+            ray.remote(RayAgent)
+            .options(
+                num_cpus=share.cpus,
+                num_gpus=share.gpus,
+                runtime_env=_runtime_env(),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, bundle),
+            )
+            .remote()
+            for bundle in range(count)
+        ]
+        for number, actor in enumerate(self._actors):
+            try:
+                seat = ray.get(actor.seat.remote(), timeout=CONNECT_SECONDS)
+            except ray.exceptions.RayError as error:
+                raise ResourceError(f"node {number} does not start: {_words(error)}") from None
+            self._seats.append(msgspec.json.decode(seat, type=Seat))
+        for number, seat in enumerate(self._seats):
+            gpus = "; ".join(f"{name}={value}" for name, value in seat.variables.items())
+            logger.info(
+                "Ray has placed node %d on %s%s",
+                number,
+                seat.host,
+                f" ({gpus})" if share.gpus else "",
+            )
+        return placement
+
+    def placed(self, placement: Placement) -> Placed:
+        """What node 0 is to know."""
+        has_gpus = placement.device == "cuda"
+        interface = LOOPBACK if placement.is_on_loopback else None
+        return Placed(
+            nnodes=len(self._actors),
+            device=placement.device,
+            master_addr=placement.master_addr,
+            interface=self._options.interface or interface,
+            variables=self._seats[0].variables if has_gpus else {},
+        )
+
+    def run_agents(self, placed: Placed) -> Iterator[str]:
+        """Have the agents run until `stop`; what went wrong with each that ends before."""
+        import ray
+
+        variables = carried_variables()
+        options = with_whole_paths(self._options)
+        runs = {}
+        for number, actor in enumerate(self._actors[1:], start=1):
+            own = planned(options, placed, node=number)
+            text = msgspec.json.encode(own).decode()
+            runs[actor.run.remote(text, variables)] = f"node {number} ({self._seats[number].host})"
+        while not self._stop.is_set():
+            ended, _ = ray.wait(list(runs), timeout=_LOOK_SECONDS) if runs else ([], [])
+            for run in ended:
+                name = runs.pop(run)
+                try:
+                    reason = ray.get(run)
+                except ray.exceptions.RayError as error:
+                    reason = _words(error)
+                if reason and not self._stop.is_set():
+                    yield f"{name}: {reason}"
+            if not runs:
+                self._stop.wait()
+        if runs:
+            ray.wait(list(runs), num_returns=len(runs), timeout=_WORD_SECONDS)
+
+    def close(self) -> None:
+        """Give everything back."""
+        import ray
+
+        for actor in self._actors:
+            ray.kill(actor)
+        if self._group is not None:
+            ray.util.remove_placement_group(self._group)
+        ray.shutdown()
+
+    def _reserve(self) -> tuple[Placement, int]:
+        """Machines for as many nodes as there is room for. Errors: `ResourceError`."""
+        import ray
+
+        seconds = self._options.ray_placement_timeout
+        deadline, said_at = time.monotonic() + seconds, float("-inf")
+        while True:
+            own = ray.get_runtime_context().get_node_id()
+            placement = placement_of(self._options, cluster_nodes(), own)
+            count = placement.choose()
+            if count is not None:
+                bundles = [_bundle(placement.share(count)) for _ in range(count)]
+                bundles[0][f"node:{placement.own.address}"] = _PIN
+                self._group = ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
+                if self._group.wait(_GROUP_SECONDS):
+                    return placement, count
+                ray.util.remove_placement_group(self._group)
+                self._group = None
+            now = time.monotonic()
+            if now > deadline:
+                raise placement.refusal(seconds)
+            if now > said_at + _REMINDER_SECONDS:
+                said_at = now
+                logger.info(
+                    "waiting for room in the Ray cluster: wanted %s; available %s",
+                    placement.wanted,
+                    placement.available,
+                )
+            if self._stop.wait(_LOOK_SECONDS):
+                raise ResourceError("nobody waits for the machines any more")
+
+
+def find_cluster() -> str | None:
+    """The address in RAY_ADDRESS, or of the cluster that `ray start` has joined this machine to;
+    None: there is none. Errors: `ConfigError` for one that does not answer.
+    """
+    given = env.get("RAY_ADDRESS") or ""
+    if given == "local":
+        return None
+    if "://" in given:
+        raise ConfigError(
+            f"RAY_ADDRESS is {given}; node 0 is a machine of the cluster itself",
+            hint="serve on one of its machines, with RAY_ADDRESS=auto",
+        )
+    is_named = given not in ("", "auto")
+    current = Path(env.get("RAY_TMPDIR") or "/tmp") / _CURRENT
+    address = given if is_named else current.read_text().strip() if current.exists() else ""
+    if address and _answers(address):
+        return address
+    if given:
+        raise ConfigError(
+            f"RAY_ADDRESS is {given}, and no Ray cluster answers"
+            + (f" at {address}" if address and not is_named else ""),
+            hint="start one with `ray start --head`, or leave RAY_ADDRESS out",
+        )
+    return None
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        raise ConfigError(f"RAY_ADDRESS is {address[:60]}; it is to be HOST:PORT, auto or local")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_SECONDS).close()
+    except (OSError, OverflowError):
+        return False
+    return True
+
+
+def cluster_nodes() -> list[ClusterNode]:
+    """The machines that live, and what they have."""
+    import ray
+    from ray._private.state import available_resources_per_node
+
+    free = available_resources_per_node()
+    return [
+        ClusterNode(
+            node["NodeID"],
+            node["NodeManagerAddress"],
+            total=_resources(node["Resources"]),
+            available=_resources(free.get(node["NodeID"], {})),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def with_whole_paths(options: EngineOptions) -> EngineOptions:
+    """The same where another folder is the current one."""
+
+    def whole(path: str | None) -> str | None:
+        return str(Path(path).absolute()) if path and Path(path).exists() else path
+
+    draft = dict(options.speculative_config or {})
+    if isinstance(draft.get("model"), str):
+        draft["model"] = whole(draft["model"])
+    return replace(
+        options,
+        model=whole(options.model),
+        download_dir=whole(options.download_dir),
+        weight_cache=whole(options.weight_cache),
+        speculative_config=draft or None,
+        show_progress=False,
+    )
+
+
+def _resources(listed: dict[str, float]) -> Resources:
+    return Resources(gpus=listed.get("GPU", 0.0), cpus=listed.get("CPU", 0.0))
+
+
+def _bundle(share: Resources) -> dict[str, float]:
+    return {"CPU": share.cpus} | ({"GPU": share.gpus} if share.gpus else {})
+
+
+def _runtime_env() -> dict[str, Any]:
+    """What an actor needs to find this package."""
+    path = env.get("PYTHONPATH")
+    return {} if path is None else {"env_vars": {"PYTHONPATH": path}}
+
+
+def _words(error: Exception) -> str:
+    """The last line of what Ray says, which names the cause."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+def _ignore_signals() -> None:
+    """They are the parent's business, as of any child; Ray has handlers of its own."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _watch_parent(stop: threading.Event) -> None:
+    """Set `stop` once standard input has ended, and end this process if that takes too long."""
+    while os.read(0, 4096):
+        pass
+    stop.set()
+    time.sleep(_END_SECONDS)
+    exit_now(1)
+
+
+def main(fd: int) -> int:
+    """Hold the machines until standard input ends; the exit code of the process."""
+    _ignore_signals()
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Ray prints what its workers print
+    log.setup_as_parent()
+    options = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineOptions)
+    stop = threading.Event()
+    threading.Thread(target=_watch_parent, args=(stop,), name="parent", daemon=True).start()
+
+    def say(message: FromDriver) -> None:
+        os.write(fd, msgspec.json.encode(message) + b"\n")
+
+    driver = Driver(options, stop)
+    try:
+        driver.connect()
+        placed = driver.placed(driver.place())
+        say(placed)
+        for reason in driver.run_agents(placed):
+            logger.error("%s", reason)
+            say(Failed(reason, exit_code=2))
+    except NegamaxError as error:
+        say(Failed(str(error), error.exit_code))
+        return error.exit_code
+    finally:
+        driver.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

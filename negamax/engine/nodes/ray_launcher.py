@@ -1,0 +1,125 @@
+"""The engine's side of Ray: a process of its own asks Ray for machines, has the agents started on
+them, and gives everything back when this side ends, whatever ended it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import time
+from dataclasses import replace
+from importlib.util import find_spec
+
+import msgspec
+
+from negamax.base import env, process
+from negamax.base.errors import ConfigError, ResourceError
+from negamax.base.log import get_logger
+from negamax.config.nodes import KEY_VARIABLE, MP, RAY
+from negamax.config.options import EngineOptions
+
+logger = get_logger(__name__)
+
+DRIVER_MODULE = "negamax.engine.nodes.ray_driver"
+# beside --ray-placement-timeout: to import Ray, to reach or start a cluster, and to start actors
+CONNECT_SECONDS = 60.0
+_CLOSE_SECONDS = 3.0  # for what Ray has started to end; the process goes on by itself
+
+
+class Placed(msgspec.Struct, frozen=True, tag="placed"):
+    """Ray has room, and the agents start."""
+
+    nnodes: int
+    device: str
+    master_addr: str
+    interface: str | None
+    variables: dict[str, str]  # of the environment, which show this machine's GPUs
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """Nothing will come of it."""
+
+    message: str
+    exit_code: int
+
+
+FromDriver = Placed | Failed
+
+
+def check_installed(options: EngineOptions) -> None:
+    """Errors: `ConfigError` where Ray is asked for and not installed."""
+    if options.distributed_executor_backend == RAY and find_spec("ray") is None:
+        raise ConfigError(
+            "--distributed-executor-backend ray needs Ray, which is not installed",
+            hint="pip install 'negamax[ray]'",
+        )
+
+
+class RayLauncher:
+    """Machines that Ray has reserved, until `close`. One object for each start of an engine."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        """Waits until Ray has room. From then on this process sees the GPUs that Ray gives it.
+        Errors: `ConfigError` where Ray is not installed or cannot be reached, `ResourceError`
+        where it has no room in time.
+        """
+        check_installed(options)
+        env.set_default(KEY_VARIABLE, secrets.token_hex(32))  # the agents are told it
+        reader, writer = os.pipe()
+        self._messages = os.fdopen(reader, "rb")
+        self._process = process.spawn(DRIVER_MODULE, str(writer), own_group=True, pass_fds=[writer])
+        os.close(writer)
+        try:
+            assert self._process.stdin is not None
+            self._process.stdin.write(msgspec.json.encode(options) + b"\n")
+            placed = self._receive(options.ray_placement_timeout + CONNECT_SECONDS)
+        except BaseException:
+            self.close()
+            raise
+        for name, value in placed.variables.items():
+            env.set_variable(name, value)
+        self.options = planned(options, placed)
+
+    def check(self) -> None:
+        """Errors: `ConfigError` with the words of an agent that has ended, or of Ray."""
+        if select.select([self._messages], [], [], 0.0)[0]:
+            self._receive(0.0)
+
+    def close(self) -> None:
+        """Give the machines back, and wait a while for what Ray has started to end."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        while self._process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self._messages.close()
+
+    def _receive(self, seconds: float) -> Placed:
+        """Wait for the word of the other process. Errors: as of `__init__`."""
+        if not select.select([self._messages], [], [], seconds)[0]:
+            raise ResourceError(
+                f"Ray does not answer within {seconds:g} s", hint="look at `ray status`"
+            )
+        line = self._messages.readline()
+        if not line:
+            raise ResourceError("the process that asks Ray for machines has ended")
+        message = msgspec.json.decode(line, type=FromDriver)
+        if isinstance(message, Failed):
+            error = ConfigError(message.message)
+            error.exit_code = message.exit_code
+            raise error
+        return message
+
+
+def planned(options: EngineOptions, placed: Placed, *, node: int = 0) -> EngineOptions:
+    """The options with which `node` is one of several machines, however it was started."""
+    return replace(
+        options,
+        nnodes=placed.nnodes,
+        node_rank=node,
+        master_addr=placed.master_addr,
+        interface=placed.interface,
+        device=placed.device,
+        distributed_executor_backend=MP,
+    )
