@@ -28,7 +28,7 @@ test: $(VENV)/.dev    ## everything that runs without a GPU
 	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder || \
 	  $(PYTEST) --last-failed --last-failed-no-failures none
 
-test-full: $(VENV)/.dev  ## what the gate leaves out: more splits over ranks, attacks at full size
+test-full: $(VENV)/.ray  ## what the gate leaves out: more splits over ranks, attacks at full size
 	$(BIN)/python -m pytest -m full -n 3
 
 fault-table: $(VENV)/.dev  ## kill and stop each part of a server, and measure what clients see
@@ -82,7 +82,7 @@ constraints:          ## write down the versions that a fresh environment gets, 
 	rm -rf build/constraints
 	$(PYTHON) -m venv build/constraints
 	build/constraints/bin/python tools/install.py --torch "$(TORCH)"
-	build/constraints/bin/python -m pip install --quiet -e ".[dev,docs,plot,uvloop]"
+	build/constraints/bin/python -m pip install --quiet -e ".[dev,docs,plot,ray,uvloop]"
 	{ sed -n '/^#/p' constraints.txt; \
 	  build/constraints/bin/python -m pip freeze --exclude-editable | sed 's/+cpu$$//'; } \
 	  > build/constraints.txt
@@ -107,6 +107,11 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml constraints.txt
 	@echo "Installing Negamax with its tests and linters: about 200 MB, once."
 	$(INSTALL) -e ".[dev]"
 	@touch $@ $(VENV)/.demo
+
+$(VENV)/.ray: $(VENV)/.dev
+	@echo "Installing Ray: about 75 MB, once."
+	$(INSTALL) -e ".[ray]"
+	@touch $@
 
 $(VENV)/.docs: $(VENV)/.dev
 	$(INSTALL) -e ".[docs]"

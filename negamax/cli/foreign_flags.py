@@ -16,16 +16,8 @@ from negamax.cli import foreign_rules as rules
 from negamax.cli.flags import Kind
 from negamax.cli.foreign_rules import EXPERTS, GRAPHS, Rule
 
-_NOTHING = (
-    "",
-    "none",
-    "null",
-    "{}",
-    "[]",
-    "false",
-    "disabled",
-    "auto",
-)  # values that ask for nothing, in any case
+# values that ask for nothing, in any case
+_NOTHING = ("", "none", "null", "{}", "[]", "false", "disabled", "auto")
 
 
 @dataclass(frozen=True)
@@ -140,8 +132,7 @@ _IGNORED = (
         "each machine starts its ranks itself, as processes",
         switches="""ray-workers-use-nsight numa-bind
         disable-frontend-multiprocessing sleep-on-idle""",
-        values="""max-parallel-loading-workers nccl-init-addr
-        gated-launch-port
+        values="""max-parallel-loading-workers nccl-init-addr gated-launch-port
         detokenizer-worker-num renderer-num-workers custom-sigquit-handler""",
         lists="numa-node numa-bind-nodes numa-bind-cpus gc-threshold",
     ),
@@ -406,8 +397,9 @@ _REFUSED = (
         values="dcp-kv-cache-interleave-size",
     ),
     _group("", rule=rules.renamed("--node-rank"), values="-r"),
-    _group("", rule=rules.uses_ray, switches="use-ray worker-use-ray"),
-    _group("", rule=rules.launcher, values="data-parallel-backend -dpb"),
+    _group(
+        "", rule=rules.ray, switches="use-ray worker-use-ray", values="data-parallel-backend -dpb"
+    ),
     _group("", rule=rules.meeting_point, values="dist-init-addr"),
     _group("", rule=rules.headless, switches="headless"),
     _group(

@@ -227,14 +227,10 @@ def headless(value: Any, line: Mapping[str, str]) -> Translation:
     )
 
 
-def uses_ray(value: Any, line: Mapping[str, str]) -> Translation:
-    """The same as --distributed-executor-backend ray."""
-    return Translation((("--distributed-executor-backend", "ray"),)) if value else Translation()
-
-
-def launcher(value: Any, line: Mapping[str, str]) -> Translation:
-    """`ray` is --distributed-executor-backend ray; `mp` is what is done without."""
-    return uses_ray(value == "ray", line)
+def ray(value: Any, line: Mapping[str, str]) -> Translation:
+    """The same as --distributed-executor-backend ray, or the value of it."""
+    backend = "ray" if value is True else str(value)
+    return Translation((("--distributed-executor-backend", backend),)) if value else Translation()
 
 
 def renamed(name: str) -> Rule:

@@ -22,9 +22,9 @@ class Resources:
     gpus: float
     cpus: float
 
-    def holds(self, wanted: Resources) -> bool:
-        """Whether there is as much as `wanted`."""
-        return self.gpus >= wanted.gpus and self.cpus >= wanted.cpus
+    def holds(self, asked: Resources) -> bool:
+        """Whether there is as much as `asked`."""
+        return self.gpus >= asked.gpus and self.cpus >= asked.cpus
 
     def __str__(self) -> str:
         found = [f"{self.gpus:g} GPU{'s' * (self.gpus != 1)}"] if self.gpus else []
@@ -92,12 +92,12 @@ class Placement:
         """Why there is no room after `seconds`: what is wanted, and what there is."""
         return ResourceError(
             f"Ray has no room for {self.options.parallel.num_ranks} ranks after {seconds:g} s: "
-            f"wanted {self.wanted}; available {self.available}",
+            f"wanted {self.demand}; available {self.available}",
             hint=self._remedy(),
         )
 
     @property
-    def wanted(self) -> str:
+    def demand(self) -> str:
         """In words, what is asked for."""
         found = []
         for count in self.counts():

@@ -19,7 +19,7 @@ DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE
 _CARRIED = ("HF_", "NCCL_")  # of the machine that serves, to those that have no own values
 
 
-class Seat(msgspec.Struct, frozen=True):
+class ActorPlace(msgspec.Struct, frozen=True):
     """Where an actor is."""
 
     host: str
@@ -37,11 +37,13 @@ def carried_variables() -> str:
 class RayAgent:
     """An actor. Ray has set the variables of its GPUs before it imports anything."""
 
-    def seat(self) -> str:
-        """A `Seat`, as JSON."""
+    def place(self) -> str:
+        """A `ActorPlace`, as JSON."""
         found = {name: env.get(name) for name in DEVICE_VARIABLES}
         variables = {name: value for name, value in found.items() if value is not None}
-        return msgspec.json.encode(Seat(socket.gethostname(), os.getpid(), variables)).decode()
+        return msgspec.json.encode(
+            ActorPlace(socket.gethostname(), os.getpid(), variables)
+        ).decode()
 
     def run(self, options: str, variables: str) -> str:
         """Be the agent that `EngineOptions` say, until its ranks have ended; what went wrong, or

@@ -27,7 +27,7 @@ from negamax.base.log import get_logger
 from negamax.base.process import exit_now
 from negamax.config.options import EngineOptions
 from negamax.engine.nodes.placement import ClusterNode, Placement, Resources, placement_of
-from negamax.engine.nodes.ray_agent import RayAgent, Seat, carried_variables
+from negamax.engine.nodes.ray_agent import ActorPlace, RayAgent, carried_variables
 from negamax.engine.nodes.ray_launcher import CONNECT_SECONDS, Failed, FromDriver, Placed, planned
 from negamax.worker.rank_process import LOOPBACK
 
@@ -40,6 +40,9 @@ _GROUP_SECONDS = 5.0  # in which Ray reserves what it has shown to be free
 _REMINDER_SECONDS = 10.0
 _WORD_SECONDS = 1.0  # for agents that node 0 has told to end
 _END_SECONDS = 10.0  # for everything, once standard input has ended
+# of a cluster that is started here; nobody stores objects in it
+_OWN_CLUSTER = {"include_dashboard": False, "object_store_memory": 100 * 2**20}
+_MOST_WORDS = 300  # characters of what Ray says
 _PIN = 0.001  # of a node's own resource, which pins a bundle to it
 
 
@@ -52,7 +55,7 @@ class Driver:
         self._stop = stop
         self._group: Any = None
         self._actors: list[Any] = []
-        self._seats: list[Seat] = []
+        self._places: list[ActorPlace] = []
 
     def connect(self) -> None:
         """Join the cluster that there is, or start one of this machine. Errors: `ConfigError`."""
@@ -67,9 +70,9 @@ class Driver:
         try:
             ray.init(
                 address=address or "local",
-                include_dashboard=False if address is None else None,
                 logging_level="warning",
                 log_to_driver=self._options.log_format == "text",
+                **(_OWN_CLUSTER if address is None else {}),
             )
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             words = " ".join(str(error).split())
@@ -97,16 +100,16 @@ class Driver:
         ]
         for number, actor in enumerate(self._actors):
             try:
-                seat = ray.get(actor.seat.remote(), timeout=CONNECT_SECONDS)
+                found = ray.get(actor.place.remote(), timeout=CONNECT_SECONDS)
             except ray.exceptions.RayError as error:
                 raise ResourceError(f"node {number} does not start: {_words(error)}") from None
-            self._seats.append(msgspec.json.decode(seat, type=Seat))
-        for number, seat in enumerate(self._seats):
-            gpus = "; ".join(f"{name}={value}" for name, value in seat.variables.items())
+            self._places.append(msgspec.json.decode(found, type=ActorPlace))
+        for number, place in enumerate(self._places):
+            gpus = "; ".join(f"{name}={value}" for name, value in place.variables.items())
             logger.info(
                 "Ray has placed node %d on %s%s",
                 number,
-                seat.host,
+                place.host,
                 f" ({gpus})" if share.gpus else "",
             )
         return placement
@@ -120,7 +123,7 @@ class Driver:
             device=placement.device,
             master_addr=placement.master_addr,
             interface=self._options.interface or interface,
-            variables=self._seats[0].variables if has_gpus else {},
+            variables=self._places[0].variables if has_gpus else {},
         )
 
     def run_agents(self, placed: Placed) -> Iterator[str]:
@@ -133,7 +136,7 @@ class Driver:
         for number, actor in enumerate(self._actors[1:], start=1):
             own = planned(options, placed, node=number)
             text = msgspec.json.encode(own).decode()
-            runs[actor.run.remote(text, variables)] = f"node {number} ({self._seats[number].host})"
+            runs[actor.run.remote(text, variables)] = f"node {number} ({self._places[number].host})"
         while not self._stop.is_set():
             ended, _ = ray.wait(list(runs), timeout=_LOOK_SECONDS) if runs else ([], [])
             for run in ended:
@@ -184,7 +187,7 @@ class Driver:
                 said_at = now
                 logger.info(
                     "waiting for room in the Ray cluster: wanted %s; available %s",
-                    placement.wanted,
+                    placement.demand,
                     placement.available,
                 )
             if self._stop.wait(_LOOK_SECONDS):
@@ -282,7 +285,7 @@ def _runtime_env() -> dict[str, Any]:
 def _words(error: Exception) -> str:
     """The last line of what Ray says, which names the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    return lines[-1][:_MOST_WORDS] if lines else type(error).__name__
 
 
 def _ignore_signals() -> None:

@@ -67,7 +67,7 @@ class RayLauncher:
         check_installed(options)
         env.set_default(KEY_VARIABLE, secrets.token_hex(32))  # the agents are told it
         reader, writer = os.pipe()
-        self._messages = os.fdopen(reader, "rb")
+        self._messages = os.fdopen(reader, "rb", 0)  # `select` knows of no buffer
         self._process = process.spawn(DRIVER_MODULE, str(writer), own_group=True, pass_fds=[writer])
         os.close(writer)
         try:

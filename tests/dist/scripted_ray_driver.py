@@ -1,0 +1,35 @@
+"""In place of `negamax.engine.nodes.ray_driver`: does what the model's name says, without Ray."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import msgspec
+
+from negamax.base import env
+from negamax.config.nodes import KEY_VARIABLE
+from negamax.config.options import EngineOptions
+from negamax.engine.nodes.ray_launcher import Failed, Placed
+
+
+def main(fd: int) -> None:
+    options = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineOptions)
+    key = env.get(KEY_VARIABLE) or ""
+    placed = Placed(2, "cuda", "10.0.0.1", "eth0", {"CUDA_VISIBLE_DEVICES": "2,3", "KEY": key})
+    words = {
+        "placed": [placed],
+        "dies": [placed, Failed("node 1 (far): it does not fit", 2)],
+        "no room": [Failed("Ray has no room", 2)],
+        "silent": [],
+    }.get(options.model)
+    if words is None:
+        return
+    for word in words:
+        os.write(fd, msgspec.json.encode(word) + b"\n")
+    while os.read(0, 4096):
+        pass
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

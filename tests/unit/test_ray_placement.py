@@ -1,0 +1,221 @@
+"""What Ray is asked for, and what is said where it is not there or has no room: without Ray."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from negamax.base.errors import ConfigError, ResourceError
+from negamax.cli.main import app, main
+from negamax.cli.resolve import resolve
+from negamax.config.options import EngineOptions
+from negamax.engine.nodes import ray_launcher
+from negamax.engine.nodes.placement import ClusterNode, Placement, Resources, placement_of
+from negamax.engine.nodes.ray_driver import find_cluster, with_whole_paths
+
+GROUP: Any = typer.main.get_command(app)
+RAY = {"distributed_executor_backend": "ray"}
+
+
+def placement(*nodes: tuple[float, float], **options: Any) -> Placement:
+    """Of machines of 8 GPUs and 64 CPUs: (GPUs, CPUs) that are free on each; the first serves."""
+    total = Resources(gpus=8, cpus=64)
+    cluster = [
+        ClusterNode(str(place), f"10.0.0.{place + 1}", total, Resources(*free))
+        for place, free in enumerate(nodes)
+    ]
+    return placement_of(EngineOptions("nano", **RAY, **options), cluster, "0")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "options", "count"),
+    [
+        ([(8, 64)], {"tensor_parallel_size": 8}, 1),
+        ([(8, 64), (8, 64)], {"tensor_parallel_size": 4, "pipeline_parallel_size": 2}, 1),
+        ([(4, 64), (8, 64)], {"tensor_parallel_size": 4, "pipeline_parallel_size": 2}, 2),
+        ([(8, 64), (8, 64)], {"tensor_parallel_size": 8, "pipeline_parallel_size": 2}, 2),
+        # as many as were asked for
+        ([(8, 64)] * 4, {"data_parallel_size": 4, "nnodes": 4}, 4),
+        # the machine that serves is one of them
+        ([(0, 64), (8, 64)], {"tensor_parallel_size": 8}, None),
+        ([(0, 64), (8, 64), (8, 64)], {"data_parallel_size": 4}, None),
+        # a CPU for each rank
+        ([(8, 3), (8, 64)], {"data_parallel_size": 4}, 2),
+        ([(8, 1), (8, 64)], {"data_parallel_size": 4}, None),
+        # tensor-parallel ranks stay together
+        ([(8, 64), (8, 64)], {"tensor_parallel_size": 16}, None),
+        ([(8, 64), (8, 64)], {"tensor_parallel_size": 16, "allow_cross_node_tp": True}, 2),
+        # on CPUs a rank takes its threads
+        ([(0, 4), (0, 4)], {"data_parallel_size": 2, "device": "cpu", "num_threads": 4}, 2),
+        ([(0, 4), (0, 4)], {"data_parallel_size": 2, "device": "cpu"}, 1),
+    ],
+)
+def test_the_fewest_machines_that_have_room(
+    nodes: list[tuple[float, float]], options: dict[str, Any], count: int | None
+) -> None:
+    assert placement(*nodes, **options).choose() == count
+
+
+def test_what_a_machine_is_asked_for() -> None:
+    wanted = placement((8, 64), (8, 64), tensor_parallel_size=8, pipeline_parallel_size=2)
+    assert wanted.share(2) == Resources(gpus=8, cpus=8)
+    assert (wanted.device, wanted.master_addr, wanted.is_on_loopback) == ("cuda", "10.0.0.1", False)
+    node = ClusterNode("a", "127.0.0.1", Resources(0, 2), Resources(0, 2))
+    alone = placement_of(EngineOptions("nano", num_threads=2, **RAY), [node], "a")
+    assert alone.share(1) == Resources(gpus=0, cpus=2)
+    assert (alone.device, alone.master_addr, alone.is_on_loopback) == ("cpu", "127.0.0.1", True)
+    with pytest.raises(ResourceError, match="not in the Ray cluster"):
+        placement_of(EngineOptions("nano", **RAY), [node], "b")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "options", "words"),
+    [
+        (
+            [(4, 60), (8, 64)],
+            {"tensor_parallel_size": 8},
+            "no room for 8 ranks after 3 s: wanted 8 GPUs and 8 CPUs on this one; available this "
+            "machine 10.0.0.1: 4 of 8 GPUs, 60 of 64 CPUs; 10.0.0.2: 8 of 8 GPUs, 64 of 64 CPUs "
+            "(others use what is missing: end them, or raise --ray-placement-timeout)",
+        ),
+        (
+            [(8, 64), (8, 64)],
+            {"tensor_parallel_size": 16},
+            "(use --tensor-parallel-size 8 with --pipeline-parallel-size 2 or "
+            "--data-parallel-size 2; --allow-cross-node-tp insists)",
+        ),
+        (
+            [(8, 64)] * 20,
+            {"tensor_parallel_size": 8, "pipeline_parallel_size": 32},
+            "32 machines with 8 GPUs and 8 CPUs each, this one among them; available this machine",
+        ),
+        ([(8, 64)] * 20, {"data_parallel_size": 512}, "; and 4 more (use smaller sizes, or add"),
+    ],
+)
+def test_a_refusal_says_what_is_wanted_and_what_there_is(
+    nodes: list[tuple[float, float]], options: dict[str, Any], words: str
+) -> None:
+    wanted = placement(*nodes, **options)
+    assert wanted.choose() is None
+    assert words in str(wanted.refusal(3.0))
+
+
+def test_a_machine_without_gpus_is_told_which_has_them() -> None:
+    nodes = [
+        ClusterNode("head", "10.0.0.1", Resources(0, 8), Resources(0, 8)),
+        ClusterNode("gpus", "10.0.0.2", Resources(8, 64), Resources(8, 64)),
+    ]
+    options = EngineOptions("nano", tensor_parallel_size=8, **RAY)
+    refusal = str(placement_of(options, nodes, "head").refusal(1.0))
+    assert "on a machine with 8 GPUs and 8 CPUs, such as 10.0.0.2" in refusal
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"node_rank": 1, "nnodes": 2}, "--node-rank is 1, and .* is ray"),
+        ({"num_replicas": 2}, "--num-replicas is 2, and .* is ray"),
+        ({"script": "agents"}, "--script answers without a model, and .* is ray"),
+        ({"ray_placement_timeout": 0.0}, "--ray-placement-timeout is 0.0; allowed: above 0"),
+        ({"distributed_executor_backend": "external_launcher"}, "allowed: mp, ray"),
+        ({"nnodes": 3, "data_parallel_size": 2}, "--nnodes is 3 and there are 2 ranks"),
+    ],
+)
+def test_options_that_do_not_go_with_ray(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        EngineOptions("nano", **(RAY | options))
+
+
+def test_ray_knows_the_address_of_node_0() -> None:
+    assert EngineOptions("nano", nnodes=2, data_parallel_size=2, **RAY).nodes.master_addr is None
+
+
+@pytest.mark.parametrize(
+    ("words", "backend"),
+    [
+        ("--distributed-executor-backend ray", "ray"),
+        ("--distributed-executor-backend uni", "mp"),
+        ("--use-ray", "ray"),
+        ("--worker-use-ray", "ray"),
+        ("--data-parallel-backend ray", "ray"),
+        ("-dpb mp", "mp"),
+    ],
+)
+def test_other_names_for_it(words: str, backend: str | None) -> None:
+    choices = resolve(GROUP, ["serve", "nano", *words.split()]).choices
+    chosen = choices.get("distributed_executor_backend")
+    assert (chosen and chosen.words[-1].partition("=")[2]) == backend
+
+
+@pytest.mark.parametrize("words", ["--distributed-executor-backend ray", "--use-ray", "-dpb ray"])
+def test_variables_of_other_launchers_have_no_effect(
+    monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    for name, value in {"GROUP_SIZE": "2", "WORKER_INDEX": "0", "LEADER_ADDRESS": "a"}.items():
+        monkeypatch.setenv(f"LWS_{name}", value)
+    line = ["serve", "nano", "-pp", "2"]
+    assert "nnodes" in resolve(GROUP, line).choices
+    assert "nnodes" not in resolve(GROUP, [*line, *words.split()]).choices
+
+
+def test_a_missing_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ray_launcher, "find_spec", lambda name: None)
+    line = "serve nano --distributed-executor-backend ray"
+    assert main([*shlex.split(line), "--explain"]) == 2
+    assert "pip install 'negamax[ray]'" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="needs Ray, which is not installed"):
+        ray_launcher.RayLauncher(EngineOptions("nano", **RAY))
+
+
+def test_where_a_cluster_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    assert find_cluster() is None
+    (tmp_path / "ray").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        (tmp_path / "ray" / "ray_current_cluster").write_text(address)
+        assert find_cluster() == address
+        monkeypatch.setenv("RAY_ADDRESS", "auto")
+        assert find_cluster() == address
+        monkeypatch.setenv("RAY_ADDRESS", "local")
+        assert find_cluster() is None
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert find_cluster() is None  # it is gone
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("auto", "no Ray cluster answers"),
+        ("127.0.0.1:1", "no Ray cluster answers"),
+        ("ray://head:10001", "node 0 is a machine of the cluster"),
+        ("head", "it is to be HOST:PORT"),
+    ],
+)
+def test_a_cluster_that_is_named_is_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str, words: str
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setenv("RAY_ADDRESS", given)
+    with pytest.raises(ConfigError, match=words):
+        find_cluster()
+
+
+def test_agents_find_folders_from_wherever_they_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    options = EngineOptions("model", speculative_config={"method": "eagle3", "model": "org/draft"})
+    found = with_whole_paths(options)
+    assert found.model == str(tmp_path / "model")
+    assert found.speculative_config == options.speculative_config
+    assert with_whole_paths(EngineOptions("org/model")).model == "org/model"
