@@ -54,7 +54,13 @@ def connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
     socket.connect(endpoint)
 
 
-def _secret_key(end: str) -> bytes:
+def shared_key(purpose: str) -> bytes:
+    """32 bytes that everybody knows who has the key."""
     given = (env.get(KEY_VARIABLE) or "").encode()
-    digest = hashlib.blake2b(given, digest_size=32, person=f"negamax {end}"[:16].encode())
-    return z85.encode(digest.digest())
+    return hashlib.blake2b(
+        given, digest_size=32, person=f"negamax {purpose}"[:16].encode()
+    ).digest()
+
+
+def _secret_key(end: str) -> bytes:
+    return z85.encode(shared_key(end))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -13,8 +14,10 @@ import msgspec
 import pytest
 import zmq
 
+from negamax.base.errors import ResourceError
 from negamax.config.nodes import KEY_VARIABLE, NodeOptions
 from negamax.engine.nodes import wire
+from negamax.engine.nodes.datagrams import Datagrams
 from negamax.engine.nodes.facts import differences
 from negamax.engine.nodes.group import NodeGroup
 from negamax.parallel.layout import ParallelLayout
@@ -33,14 +36,19 @@ class Peer:
         self.socket = context.socket(zmq.DEALER)
         self.socket.linger = 0
         connect(self.socket, f"tcp://127.0.0.1:{port}")
-        self.node, self.name = node, name
+        self.datagrams = Datagrams("127.0.0.1", port, listens=False)
+        self.node, self.name, self.num_beats = node, name, 0
 
     def join(self, facts: dict[str, str] = FACTS) -> None:
         share = msgspec.Raw(wire.encoder.encode(SHARE))
         self.say(wire.Join(self.node, self.name, "host", facts, share))
 
     def beat(self, session: str, *, death: str | None = None, silence: float = 0.0) -> None:
-        self.say(wire.Beat(self.node, self.name, session, death, 1, silence))
+        self.say(self.next_beat(session, death, silence))
+
+    def next_beat(self, session: str, death: str | None = None, silence: float = 0.0) -> wire.Beat:
+        self.num_beats += 1
+        return wire.Beat(self.node, self.name, session, self.num_beats, death, 1, silence)
 
     def say(self, message: wire.FromAgent) -> None:
         self.socket.send(wire.encoder.encode(message))
@@ -60,10 +68,7 @@ class Setting:
 
     def __init__(self) -> None:
         self.port = free_port()
-        options = NodeOptions(
-            nnodes=2, master_addr="127.0.0.1", master_port=self.port, interface=loopback()
-        )
-        self.group = NodeGroup(options, ParallelLayout(pp=2, nodes=2), facts=FACTS)
+        self.group = NodeGroup(options(self.port), ParallelLayout(pp=2, nodes=2), facts=FACTS)
         self.context = zmq.Context()
         self.meeting = threading.Thread(target=self.group.meet, daemon=True)
         self.meeting.start()
@@ -91,6 +96,10 @@ class Setting:
         poller.register(self.group.alarms[0], 0)
         assert poller.poll(1000 * seconds)
         return self.group.death() or ""
+
+
+def options(port: int) -> NodeOptions:
+    return NodeOptions(nnodes=2, master_addr="127.0.0.1", master_port=port, interface=loopback())
 
 
 def loopback() -> str:
@@ -168,6 +177,86 @@ def test_a_connection_that_is_closed_is_noticed_before_silence_is(setting: Setti
     peer.socket.close()
     assert "gives no sign of life for 1." in setting.death()
     assert time.monotonic() - began < wire.SILENCE_SECONDS
+
+
+def test_datagrams_are_signs_of_life_unless_they_are_old_or_strange(setting: Setting) -> None:
+    """The connection is silent: half open, for all that node 0 knows."""
+    peer, session = setting.started("a")
+    stranger = Datagrams("127.0.0.1", setting.port, listens=False)
+    stranger._key = b"another"
+    first = wire.encoder.encode(peer.next_beat(session))
+    began = time.monotonic()
+    heard: list[bytes] = []
+    while time.monotonic() < began + 1.25 * wire.SILENCE_SECONDS:
+        peer.datagrams.send(wire.encoder.encode(peer.next_beat(session)))
+        time.sleep(wire.BEAT_SECONDS)
+        heard += [frame for frame, _ in peer.datagrams.receive()]
+    assert setting.group.death() is None
+    words = [wire.alive.decode(frame) for frame in heard]
+    assert {word.session for word in words} == {session} and len(words) > 5
+    assert [word.number for word in words] == sorted({word.number for word in words})
+    peer.datagrams.send(b"no message")
+    stopped = threading.Event()
+
+    def repeat() -> None:  # what does not count
+        late = wire.encoder.encode(peer.next_beat("another session"))
+        new = wire.encoder.encode(peer.next_beat(session))
+        while not stopped.wait(wire.BEAT_SECONDS):
+            peer.datagrams.send(first)
+            peer.datagrams.send(late)
+            stranger.send(new)
+
+    repeating = threading.Thread(target=repeat)
+    repeating.start()
+    try:
+        assert "gives no sign of life for 2." in setting.death()
+    finally:
+        stopped.set()
+        repeating.join()
+
+
+def test_a_connection_that_stands_still_is_not_waited_for(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Datagrams alone carry no plans."""
+    monkeypatch.setattr(wire, "STALL_SECONDS", 0.5)
+    peer, session = setting.started("a")
+    while setting.group.death() is None:
+        peer.datagrams.send(wire.encoder.encode(peer.next_beat(session)))
+        time.sleep(0.05)
+    assert "is heard over UDP, and for 0." in setting.death()
+
+
+def test_strangers_that_hang_up_say_nothing_of_a_node(setting: Setting) -> None:
+    """Something that looks whether a port is open, as load balancers do."""
+    peer, session = setting.started("a")
+    peer.beat(session)
+    peer.hear(wire.Alive)
+    for _ in range(3):
+        socket.create_connection(("127.0.0.1", setting.port)).close()
+    began = time.monotonic()
+    assert "gives no sign of life for 2." in setting.death()
+    assert time.monotonic() - began > (wire.HANG_UP_SECONDS + wire.SILENCE_SECONDS) / 2
+
+
+def test_a_node_that_has_not_heard_its_start_is_told_again(setting: Setting) -> None:
+    peer = setting.peer("a")
+    peer.join()
+    setting.meeting.join(20.0)
+    setting.group.start()
+    start = peer.hear(wire.Start)
+    peer.join()
+    assert peer.hear(wire.Start) == start
+    peer.beat(start.session)
+    assert peer.hear(wire.Alive).session == start.session
+
+
+def test_a_udp_port_that_is_taken_is_named() -> None:
+    port = free_port()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
+        taken.bind(("127.0.0.1", port))
+        with pytest.raises(ResourceError, match=f"UDP port {port} on 127.0.0.1 .* in use"):
+            NodeGroup(options(port), ParallelLayout(pp=2, nodes=2), facts=FACTS)
 
 
 def test_a_stop_in_order_is_heard_by_all(setting: Setting) -> None:

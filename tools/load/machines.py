@@ -1,8 +1,11 @@
-"""Machines that are network namespaces of this one, joined by a bridge, and agents on them."""
+"""Machines that are network namespaces of this one, joined by a bridge or by links with delay and
+loss, and agents on them.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -13,10 +16,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
 from negamax.config.nodes import MASTER_PORT
 
 ROOT = Path(__file__).resolve().parents[2]
+EMULATOR = Path(__file__).with_name("link_emulator.py")
 START_SECONDS = 120.0
 _PREFIX = "ngmx"  # of the names of interfaces and namespaces; the number of the process follows
 
@@ -32,7 +37,6 @@ class Machines:
 
     def set_up(self) -> None:
         """Errors: `CalledProcessError` where namespaces cannot be made."""
-        _remove_abandoned()
         bridge = self.interface
         _ip("link", "add", bridge, "type", "bridge")
         _ip("addr", "add", f"{self.address(0)}/24", "dev", bridge)
@@ -66,14 +70,70 @@ class Machines:
         return ["ip", "netns", "exec", self._space(machine)] if machine else []
 
     def remove(self) -> None:
-        for machine in range(1, self.num_others + 1):
-            with contextlib.suppress(subprocess.CalledProcessError):
-                _ip("netns", "del", self._space(machine))
+        self._remove_spaces()
         with contextlib.suppress(subprocess.CalledProcessError):
             _ip("link", "del", self.interface)
 
+    def _remove_spaces(self) -> None:
+        for machine in range(1, self.num_others + 1):
+            with contextlib.suppress(subprocess.CalledProcessError):
+                _ip("netns", "del", self._space(machine))
+
     def _space(self, machine: int) -> str:
         return f"{self._prefix}n{machine}"
+
+
+class DistantMachines(Machines):
+    """The same, joined by links with delay and loss (`link_emulator`). Counts of packets, carried
+    and dropped, are by their link, such as "0-1".
+    """
+
+    def set_up(self) -> None:
+        """See `Machines`; also where there is no /dev/net/tun."""
+        words = [f"{self.interface}::{self.address(0)}"]
+        for machine in range(1, self.num_others + 1):
+            space = self._space(machine)
+            _ip("netns", "add", space)
+            _ip("-n", space, "link", "set", "lo", "up")
+            words.append(f"{self._prefix}t{machine}:{space}:{self.address(machine)}")
+        command = [sys.executable, str(EMULATOR), *words]
+        pipe = subprocess.PIPE
+        self._emulator = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        self._lock = threading.Lock()  # of a line and its answer
+        assert self._emulator.stdout is not None and self._emulator.stderr is not None
+        if not self._emulator.stdout.readline():
+            error = self._emulator.stderr.read()
+            raise subprocess.CalledProcessError(self._emulator.wait(), command, stderr=error)
+
+    @property
+    def interface(self) -> str:
+        """Of machine 0."""
+        return f"{self._prefix}t0"
+
+    def set_links(
+        self, *, source: int | None = None, target: int | None = None, **settings: float
+    ) -> dict[str, list[int]]:
+        """Change `link_emulator.Settings` of the ways from `source` to `target`, None: of all. The
+        counts until then.
+        """
+        emulator = self._emulator
+        assert emulator.stdin is not None and emulator.stdout is not None
+        message: dict[str, Any] = {"source": source, "target": target, **settings}
+        with self._lock:
+            emulator.stdin.write(json.dumps(message) + "\n")
+            emulator.stdin.flush()
+            counts: dict[str, list[int]] = json.loads(emulator.stdout.readline())
+        return counts
+
+    def set_link(self, machine: int, state: str) -> None:
+        """ "up" or "down": both ways of a machine."""
+        self.set_links(source=machine, cut=state == "down")
+        self.set_links(target=machine, cut=state == "down")
+
+    def remove(self) -> None:
+        if hasattr(self, "_emulator"):
+            self._emulator.communicate()  # its input ends, and it with it
+        self._remove_spaces()
 
 
 class OneMachine:
@@ -95,13 +155,17 @@ class OneMachine:
         return "--interface", "lo", "--master-port", str(self.port)
 
 
+_Made = TypeVar("_Made", bound=Machines)
+
+
 @contextlib.contextmanager
-def machines(count: int) -> Iterator[Machines]:
+def machines(count: int, kind: type[_Made] = Machines) -> Iterator[_Made]:  # type: ignore[assignment]
     """Errors: `NoMachinesError` with the reason where there can be none."""
     if shutil.which("ip") is None:
         raise NoMachinesError("no network namespaces here: there is no `ip` (Debian: iproute2)")
-    made = Machines(count)
+    made = kind(count)
     try:
+        _remove_abandoned()
         try:
             made.set_up()
         except subprocess.CalledProcessError as error:

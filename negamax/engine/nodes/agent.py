@@ -26,6 +26,7 @@ from negamax.engine.core.rank_watch import LocalWatch
 from negamax.engine.core.setup import find_device, num_threads_of
 from negamax.engine.core.source import locate
 from negamax.engine.nodes import network, wire
+from negamax.engine.nodes.datagrams import Datagrams
 from negamax.engine.nodes.facts import facts_of
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split
@@ -64,6 +65,7 @@ class Agent:
         self._id = secrets.token_hex(8)
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
+        self._datagrams: Datagrams | None = None
         self._place: network.Place | None = None
         self._looked_at = float("-inf")
         self._next_probe = 0.0
@@ -72,9 +74,12 @@ class Agent:
         self._leader = ""
         self._said, self._said_at = "", 0.0
         self._folder: PrivateFolder | None = None
-        self._session = ""
+        self._session = ""  # of node 0, until it knows that the ranks have ended
         self._ranks: LocalRanks | None = None
         self._watch: LocalWatch | None = None
+        self._death: str | None = None  # why the ranks were ended here
+        self._num_said = 0
+        self._last_alive = 0
         self._is_stopped = False
 
     def run(self) -> None:
@@ -130,20 +135,22 @@ class Agent:
         self._socket.heartbeat_timeout = 2000
         self._leader = address
         connect(self._socket, tcp_endpoint(address, options.master_port))
+        self._datagrams = Datagrams(address, options.master_port, listens=False)
         if not self._said:
             self._say_waiting("")
 
     def _hang_up(self) -> None:
-        if self._socket is not None:
+        if self._socket is not None and self._datagrams is not None:
             self._socket.close()
-            self._socket = None
+            self._datagrams.close()
+            self._socket = self._datagrams = None
 
     def _mind_the_silence(self, now: float) -> None:
         """End ranks that node 0 does not ask for any more, and look for it from time to time."""
         seconds = self._silence.seconds(self._num_heard)
         if self._ranks is not None and seconds > wire.SILENCE_SECONDS:
             logger.error("node 0 gives no sign of life for %.1f s: the ranks end", seconds)
-            self._end_ranks()
+            self._end_ranks(death=f"node 0 was not heard for {seconds:.1f} s")
         elif self._socket is not None and seconds > wire.SILENCE_SECONDS and now > self._next_probe:
             self._next_probe = now + _REMINDER_SECONDS
             self._say_waiting(self._what_is_wrong())
@@ -173,8 +180,10 @@ class Agent:
 
     def _listen(self) -> None:
         """Do what node 0 says."""
-        if self._socket is None or not self._socket.poll(_LOOK_MS):
+        if self._socket is None:
             return
+        self._socket.poll(_LOOK_MS)
+        self._listen_to_datagrams()
         with contextlib.suppress(zmq.Again):
             while self._socket is not None:
                 frame = self._socket.recv(zmq.NOBLOCK)
@@ -187,6 +196,14 @@ class Agent:
                         hint="run the same version on all nodes",
                     ) from None
                 self._obey(message)
+
+    def _listen_to_datagrams(self) -> None:
+        for frame, _ in self._datagrams.receive() if self._datagrams is not None else ():
+            with contextlib.suppress(msgspec.DecodeError):
+                word = wire.alive.decode(frame)
+                if word.session == self._session and word.number > self._last_alive:
+                    self._last_alive = word.number
+                    self._num_heard += 1
 
     def _obey(self, message: wire.FromLeader) -> None:
         if isinstance(message, wire.Refusal):
@@ -202,19 +219,26 @@ class Agent:
                 self._leave()
                 self._end_ranks(timeout=SHUTDOWN_SECONDS)
                 self._is_stopped = True
-            elif self._ranks is not None:
-                logger.warning("the ranks end: %s", message.reason)
+            else:
+                if self._ranks is not None:
+                    logger.warning("the ranks end: %s", message.reason)
                 self._end_ranks()
-        elif self._ranks is not None and message.session != self._session:
+        elif message.session == self._session:
+            self._last_alive = max(self._last_alive, message.number)
+        else:
             self._end_ranks()
 
     def _speak(self) -> None:
         """Join, or say how the ranks are."""
         node = self._options.node_rank
-        if self._watch is not None:
-            rank, silence = self._watch.longest_silence()
-            death = self._watch.death()
-            self._send(wire.Beat(node, self._id, self._session, death, rank, silence))
+        if self._session:
+            rank, silence = (0, 0.0) if self._watch is None else self._watch.longest_silence()
+            death = self._death if self._watch is None else self._watch.death()
+            self._num_said += 1
+            beat = wire.Beat(node, self._id, self._session, self._num_said, death, rank, silence)
+            self._send(beat)
+            if self._datagrams is not None:
+                self._datagrams.send(wire.encoder.encode(beat))
         elif self._place is not None:
             if self._folder is None:
                 self._folder = PrivateFolder()
@@ -239,7 +263,7 @@ class Agent:
 
     def _start_ranks(self, start: wire.Start) -> None:
         assert self._folder is not None
-        self._session = start.session
+        self._session, self._death, self._last_alive = start.session, None, 0
         ranks = range(start.first_rank, start.last_rank + 1)
         addresses = replace(start.addresses, beats=f"{self._folder.path}/beats")
         logger.info("starting rank %s", ", ".join(map(str, ranks)))
@@ -248,8 +272,10 @@ class Agent:
         self._watch = self._ranks.watch()
         self._said = ""
 
-    def _end_ranks(self, *, timeout: float = ABORT_SECONDS) -> None:
-        """End the ranks, those that still run after `timeout` seconds by force."""
+    def _end_ranks(self, *, timeout: float = ABORT_SECONDS, death: str | None = None) -> None:
+        """End the ranks, those that still run after `timeout` seconds by force. `death`: why, for
+        node 0, which does not know of it.
+        """
         if self._ranks is not None:
             if timeout < SHUTDOWN_SECONDS:
                 self._ranks.abort()
@@ -257,7 +283,10 @@ class Agent:
             self._is_stopped |= not self._waits_again
         if self._folder is not None:
             self._folder.remove()
-        self._session, self._ranks, self._watch, self._folder = "", None, None, None
+        self._ranks = self._watch = self._folder = None
+        self._death = death
+        if death is None:
+            self._session = ""
 
 
 def run_agent(options: EngineOptions, *, waits_again: bool = True) -> None:

@@ -25,6 +25,7 @@ from negamax.base.silence import Silence
 from negamax.config.nodes import KEY_VARIABLE, NodeOptions
 from negamax.engine.core.executor import MultiProcessExecutor
 from negamax.engine.nodes import network, wire
+from negamax.engine.nodes.datagrams import Address, Datagrams
 from negamax.engine.nodes.facts import differences
 from negamax.parallel.layout import ParallelLayout
 from negamax.worker.config import MachineShare, RankAddresses, WorkerConfig
@@ -45,10 +46,16 @@ class _Node:
     number: int
     ranks: range
     route: bytes = b""  # to its agent
+    connection: int = -1  # over which it spoke last, as the monitor names it
+    hung_up_at: float = float("-inf")
+    peer: Address | None = None  # of its datagrams
     join: wire.Join | None = None  # the last one, while it is fresh
     joined_at: float = 0.0
-    num_beats: int = 0
+    last_beat: int = 0
+    num_signs: int = 0  # of life
+    num_frames: int = 0  # over its connection
     silence: Silence = field(default_factory=Silence)
+    stall: Silence = field(default_factory=Silence)
     death: str | None = None
     rank: int = 0
     rank_silence: float = 0.0
@@ -56,6 +63,26 @@ class _Node:
     @property
     def name(self) -> str:
         return f"node {self.number}" + (f" ({self.join.host})" if self.join else "")
+
+    def is_agent(self, agent: str) -> bool:
+        """Whether that one has joined as this node."""
+        return self.join is not None and self.join.agent == agent
+
+    def start(self) -> None:
+        """Its ranks are to be started; silence counts from now on."""
+        self.last_beat, self.num_signs, self.num_frames = 0, 1, 1
+        self.silence, self.stall = Silence(), Silence()
+
+    def what_is_wrong(self, now: float) -> str | None:
+        """Why the node is lost; None: it is not."""
+        silence = self.silence.seconds(self.num_signs)
+        stall = self.stall.seconds(self.num_frames)
+        is_hung_up = now < self.hung_up_at + 2 * wire.HANG_UP_SECONDS
+        if silence > (wire.HANG_UP_SECONDS if is_hung_up else wire.SILENCE_SECONDS):
+            return f"{self.name} gives no sign of life for {silence:.1f} s"
+        if stall > wire.STALL_SECONDS:
+            return f"{self.name} is heard over UDP, and for {stall:.1f} s not over TCP"
+        return None
 
 
 class NodeGroup:
@@ -78,7 +105,6 @@ class NodeGroup:
         self._nodes = [
             _Node(number, layout.ranks_of_node(number)) for number in range(1, layout.nodes)
         ]
-        self._hung_up_at = float("-inf")
         self._told_strangers = False
         self._stop: wire.Stop | None = None
         self._thread: threading.Thread | None = None
@@ -97,9 +123,12 @@ class NodeGroup:
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(
             zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         )
+        self._datagrams: Datagrams | None = None
+        self._num_words = 0
         try:
             network.check_ports(self._place.address, all_ports)
             bind(self._socket, tcp_endpoint(self._place.address, agents_port))
+            self._datagrams = Datagrams(self._place.address, agents_port, listens=True)
         except ResourceError:
             self.close()
             raise
@@ -121,11 +150,12 @@ class NodeGroup:
 
     def _say_ports(self, ports: range) -> None:
         logger.info(
-            "node 0 is at %s; open for the other nodes: TCP ports %d-%d of it, and between all "
-            "nodes those that gloo and NCCL take (%s)",
+            "node 0 is at %s; open for the other nodes: TCP ports %d-%d and UDP port %d of it, "
+            "and between all nodes those that gloo and NCCL take (%s)",
             self._place,
             ports[0],
             ports[-1],
+            ports[0],
             network.ephemeral_ports(),
         )
         if not has_key():
@@ -161,15 +191,8 @@ class NodeGroup:
     def start(self) -> None:
         """See `Machine`. All agents have joined."""
         for node in self._nodes:
-            start = wire.Start(
-                self._session,
-                node.ranks.start,
-                node.ranks.stop - 1,
-                replace(self.addresses, beats=""),
-            )
-            self._send(node.route, start)
-            node.num_beats = 1
-            node.silence = Silence()
+            node.start()
+            self._send_start(node)
         self._thread = threading.Thread(target=self._watch, name="nodes", daemon=True)
         self._thread.start()
 
@@ -215,6 +238,8 @@ class NodeGroup:
     def close(self) -> None:
         """Give everything back."""
         self._context.destroy(linger=0)
+        if self._datagrams is not None:
+            self._datagrams.close()
         for end in self._alarm:
             end.close()
         self._folder.remove()
@@ -227,16 +252,10 @@ class NodeGroup:
             now = time.monotonic()
             if now >= next_beat:
                 next_beat = now + wire.BEAT_SECONDS
-                reason = self.death()
-                word = wire.Stop(reason, False) if reason else wire.Alive(self._session)
-                for node in self._nodes:
-                    self._send(node.route, word)
-            is_hung_up = now < self._hung_up_at + 2 * wire.HANG_UP_SECONDS
-            limit = wire.HANG_UP_SECONDS if is_hung_up else wire.SILENCE_SECONDS
+                self._speak()
             for node in self._nodes:
-                seconds = node.silence.seconds(node.num_beats)
-                if seconds > limit:
-                    self._lost(node, f"{node.name} gives no sign of life for {seconds:.1f} s")
+                if wrong := node.what_is_wrong(now):
+                    self._lost(node, wrong)
         for node in self._nodes:
             self._send(node.route, self._stop)
         # an agent loses what it has not read when the connection ends
@@ -244,6 +263,16 @@ class NodeGroup:
         deadline = time.monotonic() + wait
         while any(node.join for node in self._nodes) and time.monotonic() < deadline:
             self._listen(_LOOK_SECONDS)
+
+    def _speak(self) -> None:
+        """Say to all agents that node 0 lives, or that the ranks are to end."""
+        self._num_words += 1
+        reason = self.death()
+        word = wire.Stop(reason, False) if reason else wire.Alive(self._session, self._num_words)
+        for node in self._nodes:
+            self._send(node.route, word)
+            if reason is None and node.peer is not None and self._datagrams is not None:
+                self._datagrams.send(wire.encoder.encode(word), node.peer)
 
     def _lost(self, node: _Node, reason: str) -> None:
         if node.death is None and self._stop is None:
@@ -260,15 +289,23 @@ class NodeGroup:
         if self._socket.poll(round(1000 * seconds)):
             with contextlib.suppress(zmq.Again):
                 while True:
-                    route, frame = self._socket.recv_multipart(zmq.NOBLOCK)
+                    route, frame = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
                     try:
-                        self._take(route, wire.from_agent.decode(frame))
+                        message = wire.from_agent.decode(frame.buffer)
                     except msgspec.DecodeError as error:
                         logger.warning("an agent said what is no message: %s", error)
+                        continue
+                    self._take(route.bytes, message, connection=int(frame.get(zmq.SRCFD)))
+        if self._datagrams is not None:
+            for word, sender in self._datagrams.receive():
+                with contextlib.suppress(msgspec.DecodeError):
+                    self._take_datagram(wire.beat.decode(word), sender)
         while self._monitor.poll(0):
-            event = parse_monitor_message(self._monitor.recv_multipart())["event"]
-            if event == zmq.EVENT_DISCONNECTED:
-                self._hung_up_at = time.monotonic()
+            event = parse_monitor_message(self._monitor.recv_multipart())
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                for node in self._nodes:
+                    if node.connection == event["value"]:
+                        node.hung_up_at = time.monotonic()
             elif not self._told_strangers:
                 self._told_strangers = True
                 logger.warning(
@@ -277,15 +314,15 @@ class NodeGroup:
                     KEY_VARIABLE,
                 )
 
-    def _take(self, route: bytes, message: wire.FromAgent) -> None:
+    def _take(self, route: bytes, message: wire.FromAgent, *, connection: int) -> None:
         node = next((each for each in self._nodes if each.number == message.node), None)
         if node is None:
             refusal = f"there is no node {message.node}; node 0 has --nnodes {len(self._nodes) + 1}"
             self._send(route, wire.Refusal(refusal))
             return
-        is_known = node.join is not None and node.join.agent == message.agent
+        is_known = node.is_agent(message.agent)
         if isinstance(message, wire.Join):
-            self._take_join(route, node, message)
+            self._take_join(route, node, message, connection=connection)
         elif not is_known or (isinstance(message, wire.Beat) and message.session != self._session):
             self._send(route, wire.Stop("node 0 has started again", for_good=False))
         elif isinstance(message, wire.Leave):
@@ -293,13 +330,28 @@ class NodeGroup:
                 self._lost(node, f"{node.name} was stopped")
             node.join = None
         else:
-            node.route = route  # another one where it had to connect again
-            node.num_beats += 1
-            node.rank, node.rank_silence = message.rank, message.silence
-            if message.death is not None:
-                self._lost(node, f"{message.death} on {node.name}")
+            node.route, node.connection = route, connection  # others where it connected again
+            node.num_frames += 1
+            self._take_beat(node, message)
 
-    def _take_join(self, route: bytes, node: _Node, join: wire.Join) -> None:
+    def _take_datagram(self, beat: wire.Beat, sender: Address) -> None:
+        for node in self._nodes:
+            if node.is_agent(beat.agent) and beat.session == self._session:
+                if beat.number > node.last_beat:
+                    node.peer = sender  # another one where its address has changed
+                self._take_beat(node, beat)
+
+    def _take_beat(self, node: _Node, beat: wire.Beat) -> None:
+        """One of this session, unless a later one has come before it."""
+        if beat.number <= node.last_beat:
+            return
+        node.last_beat = beat.number
+        node.num_signs += 1
+        node.rank, node.rank_silence = beat.rank, beat.silence
+        if beat.death is not None:
+            self._lost(node, f"{beat.death} on {node.name}")
+
+    def _take_join(self, route: bytes, node: _Node, join: wire.Join, *, connection: int) -> None:
         different = list(differences(self._facts, join.facts, name=f"node {node.number}"))
         if different:
             message = (
@@ -308,19 +360,27 @@ class NodeGroup:
             logger.error("%s", message)
             self._send(route, wire.Refusal(message))
             return
-        if node.join is not None and node.join.agent != join.agent:
+        if node.join is not None and not node.is_agent(join.agent):
             self._send(route, wire.Wait(f"{node.name} is there already"))
             return
+        node.route, node.connection = route, connection
         if self._thread is not None:
-            # `Start` has crossed its last word, or it has lost its ranks
-            if node.num_beats > 1:
+            if node.last_beat:
                 self._lost(node, f"{node.name} has lost its ranks")
+            else:  # `Start` has crossed this word, or was lost with its connection
+                node.num_signs += 1
+                self._send_start(node)
             return
         if node.join is None:
             logger.info("node %d (%s) has joined", node.number, join.host)
-        node.route, node.join, node.joined_at = route, join, time.monotonic()
+        node.join, node.joined_at = join, time.monotonic()
         missing = ", ".join(str(each.number) for each in self._nodes if each.join is None)
         self._send(route, wire.Wait(f"node {missing} is missing" if missing else "it starts"))
+
+    def _send_start(self, node: _Node) -> None:
+        first, last = node.ranks.start, node.ranks.stop - 1
+        addresses = replace(self.addresses, beats="")
+        self._send(node.route, wire.Start(self._session, first, last, addresses))
 
     def _send(self, route: bytes, message: wire.FromLeader) -> None:
         """To one agent, unless it is gone."""

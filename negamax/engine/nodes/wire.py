@@ -1,4 +1,6 @@
-"""What node 0 and the agents of the other nodes tell each other, as MessagePack."""
+"""What node 0 and the agents of the other nodes tell each other, as MessagePack. Signs of life
+(`Beat`, `Alive`) go over the connection and as datagrams, each once; `number` grows.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,8 @@ BEAT_SECONDS = 0.2  # between two signs of life, both ways
 SILENCE_SECONDS = 2.0
 # the same once a connection was closed
 HANG_UP_SECONDS = 1.0
+# without one over the connection, while there are datagrams
+STALL_SECONDS = 10.0
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
@@ -29,6 +33,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     node: int
     agent: str
     session: str
+    number: int
     death: str | None
     rank: int  # the one that is silent for the longest time
     silence: float  # its seconds
@@ -69,6 +74,7 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
     """Node 0 lives and runs this session."""
 
     session: str
+    number: int
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
@@ -82,4 +88,6 @@ FromLeader = Wait | Refusal | Start | Alive | Stop
 
 encoder = msgspec.msgpack.Encoder()
 from_agent = msgspec.msgpack.Decoder(FromAgent)
+beat = msgspec.msgpack.Decoder(Beat)
+alive = msgspec.msgpack.Decoder(Alive)
 from_leader = msgspec.msgpack.Decoder(FromLeader)

@@ -1,0 +1,79 @@
+"""Signs of life as datagrams, beside the connections between the nodes.
+
+A connection that has lost packets waits before it sends again, and after each failure twice as
+long: a network that was cut for 1.6 s is heard of after 3. A datagram is there as soon as the
+network is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+from negamax.base.errors import ResourceError
+from negamax.worker.node_sockets import shared_key
+
+_MAC_BYTES = 16
+_MOST_BYTES = 2048  # of a datagram; longer ones are cut, and not heard
+
+Address = tuple[Any, ...]  # host and port, of IPv6 more
+
+
+class Datagrams:
+    """A UDP socket whose frames are signed with the key of the nodes. Frames may be lost, and come
+    twice or late; nothing blocks, and a network that fails is silent.
+    """
+
+    def __init__(self, address: str, port: int, *, listens: bool) -> None:
+        """At `address` and `port`, or `listens` False: to there. Errors: `ResourceError` for a port
+        that is taken.
+        """
+        self._key = shared_key("beats")
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        if not listens:
+            with contextlib.suppress(OSError):  # there is no way to it any more
+                self._socket.connect((address, port))
+            return
+        try:
+            self._socket.bind((address, port))
+        except OSError as error:
+            self.close()
+            raise ResourceError(
+                f"UDP port {port} on {address} cannot be listened on: {error.strerror}",
+                hint="end what uses it, or give all nodes another --master-port",
+            ) from None
+
+    def send(self, frame: bytes, to: Address | None = None) -> None:
+        """To whoever a frame came from, or None: the other end of a socket that does not listen."""
+        with contextlib.suppress(OSError):
+            signed = self._mac(frame) + frame
+            if to is None:
+                self._socket.send(signed)
+            else:
+                self._socket.sendto(signed, to)
+
+    def receive(self) -> Iterator[tuple[bytes, Address]]:
+        """What has come from somebody with the key, and from where."""
+        while True:
+            try:
+                signed, sender = self._socket.recvfrom(_MOST_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:  # nobody listens at the other end
+                continue
+            mac, frame = signed[:_MAC_BYTES], signed[_MAC_BYTES:]
+            if hmac.compare_digest(mac, self._mac(frame)):
+                yield frame, sender
+
+    def close(self) -> None:
+        """Give the port back."""
+        self._socket.close()
+
+    def _mac(self, frame: bytes) -> bytes:
+        return hashlib.blake2b(frame, key=self._key, digest_size=_MAC_BYTES).digest()

@@ -1,0 +1,187 @@
+"""Links between machines that are slow, lossy or cut: for kernels without netem.
+
+    python tools/load/link_emulator.py DEVICE:NAMESPACE:ADDRESS ...
+
+Makes a TUN device for each machine, gives it the address (IPv4, /24) in the network namespace
+(none: this process's own), and carries packets between them. How a link treats packets is told line
+by line on standard input, as JSON: {"source": 0, "target": 1, "delay": 0.1, "loss": 0.05}, without
+source or target for all. After each line, and once the devices are there, one is written: the
+packets carried and dropped so far on each link, {"0-1": [120, 6]}. Ends with standard input; the
+devices go with it. Linux, as root; the standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import random
+import select
+import struct
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, replace
+from itertools import permutations
+
+_SET_DEVICE = 0x400454CA  # TUNSETIFF
+_TUN, _NO_INFO = 0x0001, 0x1000  # packets of IP, without a head of four bytes
+_BATCH = 64  # packets of one machine before the others are looked at
+_MOST_BYTES = 65536
+_SEED = 47
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a link does to packets that go one way."""
+
+    delay: float = 0.0  # seconds
+    jitter: float = 0.0  # seconds more or less, evenly drawn; packets stay in order
+    loss: float = 0.0  # share of packets, drawn for each
+    rate: float = 0.0  # bits per second; 0: no limit
+    queue: float = 0.1  # seconds that packets wait for a limited rate; those behind are dropped
+    cut: bool = False  # nothing is carried
+
+
+class Link:
+    """One way from a machine to another."""
+
+    def __init__(self, device: int, *, seed: int) -> None:
+        """`device`: the descriptor that packets are written to."""
+        self.settings = Settings()
+        self.num_carried = self.num_dropped = 0
+        self._device = device
+        self._random = random.Random(seed)
+        self._free_at = 0.0  # when the last packet has been sent at the limited rate
+        self._waiting: deque[tuple[float, bytes]] = deque()  # (due, packet), in order
+
+    def take(self, packet: bytes, now: float) -> None:
+        """A packet that the source has sent."""
+        settings = self.settings
+        if settings.cut or self._random.random() < settings.loss:
+            self.num_dropped += 1
+            return
+        sent_at = now
+        if settings.rate:
+            sent_at = max(now, self._free_at) + 8 * len(packet) / settings.rate
+            if sent_at > now + settings.queue:
+                self.num_dropped += 1
+                return
+            self._free_at = sent_at
+        due = sent_at + settings.delay + self._random.uniform(-settings.jitter, settings.jitter)
+        if self._waiting:
+            due = max(due, self._waiting[-1][0])
+        self._waiting.append((due, packet))
+
+    def deliver(self, now: float) -> float | None:
+        """Hand over what is due; when the next packet is."""
+        while self._waiting and self._waiting[0][0] <= now:
+            _, packet = self._waiting.popleft()
+            self.num_carried += 1
+            with contextlib.suppress(OSError):  # the target's device is down
+                os.write(self._device, packet)
+        return self._waiting[0][0] if self._waiting else None
+
+
+class Emulator:
+    """All links between machines, which are known by the last number of their address, less 1."""
+
+    def __init__(self, devices: list[int]) -> None:
+        """`devices`: descriptors, one for each machine."""
+        self._devices = devices
+        self.links = {
+            (source, target): Link(devices[target], seed=_SEED + 100 * source + target)
+            for source, target in permutations(range(len(devices)), 2)
+        }
+
+    def run(self) -> None:
+        """Carry packets until standard input ends."""
+        control = sys.stdin.fileno()
+        os.set_blocking(control, False)
+        poller = select.poll()
+        for descriptor in (control, *self._devices):
+            poller.register(descriptor, select.POLLIN)
+        sources = {device: machine for machine, device in enumerate(self._devices)}
+        self._say()
+        text, next_due = b"", None
+        while True:
+            wait = None if next_due is None else max(0.0, 1000 * (next_due - time.monotonic()))
+            for descriptor, event in poller.poll(wait):
+                if descriptor != control:
+                    self._read(descriptor, sources[descriptor], event)
+                    continue
+                if not (read := os.read(control, _MOST_BYTES)):
+                    return
+                *lines, text = (text + read).split(b"\n")
+                for line in lines:
+                    self._set(json.loads(line))
+                    self._say()
+            now = time.monotonic()
+            dues = [link.deliver(now) for link in self.links.values()]
+            next_due = min((due for due in dues if due is not None), default=None)
+
+    def _read(self, device: int, source: int, event: int) -> None:
+        if not event & select.POLLIN:  # the device is down
+            time.sleep(0.001)
+            return
+        for _ in range(_BATCH):
+            try:
+                packet = os.read(device, _MOST_BYTES)
+            except OSError:
+                return
+            target = packet[19] - 1 if packet[0] >> 4 == 4 else -1  # IPv6 is not carried
+            link = self.links.get((source, target))
+            if link is not None:
+                link.take(packet, time.monotonic())
+
+    def _set(self, message: dict[str, float]) -> None:
+        ends = message.pop("source", None), message.pop("target", None)
+        for link_ends, link in self.links.items():
+            if all(wanted in (None, end) for wanted, end in zip(ends, link_ends, strict=True)):
+                link.settings = replace(link.settings, **message)
+
+    def _say(self) -> None:
+        """What was carried and dropped so far."""
+        counts = {
+            f"{source}-{target}": [link.num_carried, link.num_dropped]
+            for (source, target), link in self.links.items()
+        }
+        print(json.dumps(counts), flush=True)
+
+
+def open_device(name: str, namespace: str, address: str) -> int:
+    """A TUN device that is up; its descriptor. It is gone once that is closed. Errors: `OSError`,
+    `CalledProcessError` of `ip`.
+    """
+    descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    fcntl.ioctl(descriptor, _SET_DEVICE, struct.pack("16sH22x", name.encode(), _TUN | _NO_INFO))
+    space = []
+    if namespace:  # the descriptor stays with a device that moves
+        _ip("link", "set", name, "netns", namespace)
+        space = ["-n", namespace]
+    _ip(*space, "addr", "add", f"{address}/24", "dev", name)
+    _ip(*space, "link", "set", name, "up")
+    return descriptor
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+def main(machines: list[str]) -> int:
+    try:
+        devices = [open_device(*machine.split(":")) for machine in machines]
+    except subprocess.CalledProcessError as error:
+        print(error.stderr.strip(), file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"/dev/net/tun: {error.strerror}", file=sys.stderr)
+        return 1
+    Emulator(devices).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
