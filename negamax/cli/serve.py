@@ -42,7 +42,8 @@ def command(*, engine: EngineOptions, server: ServerOptions) -> None:
     if engine.node_rank:
         from negamax.engine.nodes.agent import run_agent
 
-        run_agent(engine)
+        port = server.node_health_port
+        run_agent(engine, health_address=None if port is None else (server.host, port))
     else:
         _serve(engine, server, started=started)
 

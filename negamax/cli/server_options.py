@@ -25,6 +25,12 @@ _TABLE = (
     Flag("host", SERVER, "Address to listen on."),
     Flag("port", SERVER, "Port to listen on; 0 picks a free one."),
     Flag(
+        "node_health_port",
+        SERVER,
+        "Port of --host at which nodes other than 0 answer /livez, /readyz and /health; default: "
+        "none.",
+    ),
+    Flag(
         "api_server_count",
         SERVER,
         "Processes that answer HTTP: more of them for many streams.",

@@ -291,6 +291,7 @@ class ServerOptions:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    node_health_port: int | None = None  # of nodes without the API, for probes; None: none
     api_server_count: int = 1  # processes that answer HTTP, in front of the same engines
     served_model_name: tuple[str, ...] = ()  # default: the model's own name
     api_keys: tuple[str, ...] = ()  # any of them opens every route; none: no key is asked for
@@ -337,6 +338,11 @@ class ServerOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port is {self.port}; allowed: 0 to 65535 (0 picks a free one)")
+        if self.node_health_port is not None and not 0 <= self.node_health_port <= 65535:
+            raise ConfigError(
+                f"--node-health-port is {self.node_health_port}; allowed: 0 to 65535 (0 picks a "
+                f"free one)"
+            )
         if not 1 <= self.api_server_count <= MAX_API_SERVERS:
             raise ConfigError(
                 f"--api-server-count is {self.api_server_count}; allowed: 1 to {MAX_API_SERVERS}"

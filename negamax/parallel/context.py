@@ -174,7 +174,11 @@ def _meet(
     except (RuntimeError, ValueError, OSError) as error:
         raise EngineError(
             f"rank {layout.rank} of {layout.world_size} did not meet the others in {rendezvous} "
-            f"within {START_TIMEOUT_S:.0f} s: {error}"
+            f"within {START_TIMEOUT_S:.0f} s: {error}",
+            hint="nodes must reach each other at the ports that gloo and NCCL take, which node 0 "
+            "logs"
+            if layout.nodes > 1
+            else None,
         ) from error
 
 

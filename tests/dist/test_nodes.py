@@ -8,32 +8,28 @@ import contextlib
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from negamax import LLM, SamplingParams
-from negamax.base.errors import ConfigError, EngineDeadError, ResourceError
+from negamax import LLM
+from negamax.base.errors import ConfigError, ResourceError
 from negamax.config.nodes import KEY_VARIABLE, NodeOptions
 from negamax.engine.nodes.group import NodeGroup
 from negamax.parallel.layout import ParallelLayout
+from tests.dist.nodes import (
+    COMMON,
+    FLOAT32,
+    NOTICED_SECONDS,
+    meeting_at,
+    on_nodes,
+    seconds_until_noticed,
+    tokens,
+)
 from tests.ports import free_port
+from tests.probes import probe
 from tools.load.machines import Agent, Machines, NoMachinesError, OneMachine, machines
-
-PROMPTS = ["What is 47 + 38?", "Hello!", "Who are you?", "A box holds 24 pencils. How many"]
-PARAMS = [
-    SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
-    SamplingParams(temperature=1.0, seed=3, max_tokens=30, ignore_eos=True),
-    SamplingParams(temperature=0.0, max_tokens=24, logprobs=2),
-    SamplingParams(temperature=0.7, seed=5, max_tokens=24),
-]
-LONG = SamplingParams(temperature=0.0, max_tokens=3000, ignore_eos=True)
-# sums over ranks are added up in another order: in bfloat16 near ties would be decided otherwise
-COMMON: dict[str, Any] = {"device": "cpu", "num_threads": 1, "dtype": "float32"}
-FLOAT32 = ("--dtype", "float32")
-NOTICED_SECONDS = 3.0
 
 
 @pytest.fixture(scope="module")
@@ -52,50 +48,28 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "of the tests")
 
 
-def tokens(llm: LLM) -> list[list[int]]:
-    return [each.outputs[0].token_ids for each in llm.generate(PROMPTS, PARAMS)]
-
-
-def on_nodes(network: Machines | OneMachine, count: int, **sizes: int) -> LLM:
-    return LLM("nano", **COMMON, **meeting_at(network, count), **sizes)
-
-
-def meeting_at(network: Machines | OneMachine, count: int) -> dict[str, Any]:
-    interface = None if isinstance(network, Machines) else "lo"
-    options = {"master_addr": network.address(0), "master_port": network.port}
-    return {"nnodes": count, "interface": interface, **options}
-
-
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
     with LLM("nano", **COMMON) as one:
         return tokens(one)
 
 
-def seconds_until_noticed(llm: LLM, fault: Any, words: str) -> float:
-    """From `fault`, which comes while a request is answered, to the error that ends it."""
-    hit: list[float] = []
-
-    def strike() -> None:
-        hit.append(time.monotonic())
-        fault()
-
-    timer = threading.Timer(0.3, strike)
-    timer.start()
-    with pytest.raises(EngineDeadError, match=words):
-        llm.generate(PROMPTS[0], LONG)
-    timer.join()
-    return time.monotonic() - hit[0]
-
-
 def test_stages_on_two_machines_and_one_is_killed(
     network: Machines | OneMachine, expected: list[list[int]]
 ) -> None:
     """The agent is there before node 0."""
-    agent = Agent(network, 1, *FLOAT32, "-pp", "2", "--nnodes", "2")
+    host = network.address(1)
+    health = ("--host", host, "--node-health-port", "0")
+    agent = Agent(network, 1, *FLOAT32, "-pp", "2", "--nnodes", "2", *health)
     try:
         agent.wait_for(f"waiting for node 0 at {network.address(0)}:{network.port}")
+        agent.wait_for("/health at")
+        port = int(agent.log.split(f"/health at {host} port ")[1].split()[0])
+        assert probe(host, port, "/livez") == (200, "ok")
+        status, reason = probe(host, port, "/readyz")
+        assert status == 503 and reason.startswith("waiting for node 0 at ")
         with on_nodes(network, 2, pipeline_parallel_size=2) as llm:
+            assert probe(host, port, "/readyz") == probe(host, port, "/health") == (200, "ok")
             assert tokens(llm) == expected
             seconds = seconds_until_noticed(llm, agent.kill, "node 1|rank 1 has hung up")
             assert seconds < NOTICED_SECONDS

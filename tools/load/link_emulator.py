@@ -23,11 +23,14 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
+from typing import Any
 
 _SET_DEVICE = 0x400454CA  # TUNSETIFF
 _TUN, _NO_INFO = 0x0001, 0x1000  # packets of IP, without a head of four bytes
+_TCP, _SYN, _ACK = 6, 0x02, 0x10
 _BATCH = 64  # packets of one machine before the others are looked at
 _MOST_BYTES = 65536
 _SEED = 47
@@ -43,6 +46,8 @@ class Settings:
     rate: float = 0.0  # bits per second; 0: no limit
     queue: float = 0.1  # seconds that packets wait for a limited rate; those behind are dropped
     cut: bool = False  # nothing is carried
+    # first and last port that no connection of TCP is made to, as behind a firewall
+    closed_ports: Sequence[int] = ()
 
 
 class Link:
@@ -60,7 +65,8 @@ class Link:
     def take(self, packet: bytes, now: float) -> None:
         """A packet that the source has sent."""
         settings = self.settings
-        if settings.cut or self._random.random() < settings.loss:
+        is_lost = self._random.random() < settings.loss
+        if settings.cut or is_lost or (settings.closed_ports and self._is_shut_out(packet)):
             self.num_dropped += 1
             return
         sent_at = now
@@ -74,6 +80,13 @@ class Link:
         if self._waiting:
             due = max(due, self._waiting[-1][0])
         self._waiting.append((due, packet))
+
+    def _is_shut_out(self, packet: bytes) -> bool:
+        first, last = self.settings.closed_ports
+        head = 4 * (packet[0] & 15)
+        if packet[9] != _TCP or packet[head + 13] & (_SYN | _ACK) != _SYN:
+            return False
+        return first <= int.from_bytes(packet[head + 2 : head + 4], "big") <= last
 
     def deliver(self, now: float) -> float | None:
         """Hand over what is due; when the next packet is."""
@@ -136,7 +149,7 @@ class Emulator:
             if link is not None:
                 link.take(packet, time.monotonic())
 
-    def _set(self, message: dict[str, float]) -> None:
+    def _set(self, message: dict[str, Any]) -> None:
         ends = message.pop("source", None), message.pop("target", None)
         for link_ends, link in self.links.items():
             if all(wanted in (None, end) for wanted, end in zip(ends, link_ends, strict=True)):

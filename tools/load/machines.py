@@ -111,14 +111,14 @@ class DistantMachines(Machines):
         return f"{self._prefix}t0"
 
     def set_links(
-        self, *, source: int | None = None, target: int | None = None, **settings: float
+        self, *, source: int | None = None, target: int | None = None, **settings: Any
     ) -> dict[str, list[int]]:
         """Change `link_emulator.Settings` of the ways from `source` to `target`, None: of all. The
         counts until then.
         """
         emulator = self._emulator
         assert emulator.stdin is not None and emulator.stdout is not None
-        message: dict[str, Any] = {"source": source, "target": target, **settings}
+        message = {"source": source, "target": target, **settings}
         with self._lock:
             emulator.stdin.write(json.dumps(message) + "\n")
             emulator.stdin.flush()

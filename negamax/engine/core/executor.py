@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 import zmq
 
-from negamax.base.errors import ConfigError, EngineDeadError
+from negamax.base.errors import ConfigError, EngineDeadError, ResourceError
+from negamax.base.log import get_logger
 from negamax.base.private_folder import PrivateFolder
 from negamax.engine.core.local_ranks import LocalRanks, Machine
 from negamax.engine.core.rank_watch import JointWatch, RankWatch
 from negamax.engine.core.row_failures import RowFailureLog
+from negamax.parallel.layout import ParallelLayout
 from negamax.scheduler.draft_length import StepSeconds
 from negamax.scheduler.step import GrammarBitmask, RowFailures, StepPlan, StepResult
 from negamax.worker.config import (
@@ -33,7 +35,11 @@ from negamax.worker.rank_process import BITMASK, DEBUG_COMMAND, PLAN, RESULT, Ra
 if TYPE_CHECKING:
     from negamax.worker.step_output import StepOutput
 
+logger = get_logger(__name__)
+
 SHUTDOWN_SECONDS = 5.0  # in which ranks that are told to end do so
+CONNECT_SECONDS = 60.0  # in which a rank that was started reaches the executor
+_REMINDER_SECONDS = 30.0  # between two lines about ranks that are awaited
 
 
 class StepHandle(Protocol):
@@ -163,11 +169,10 @@ class MultiProcessExecutor:
             ]
             for machine in self._machines:
                 for rank in machine.ranks:
-                    socket = self._sockets[rank]
-                    self._wait_for_any([socket], self._poller([socket], zmq.POLLOUT))
+                    self._wait_connected(rank, addresses.plans[rank])
                     own = machine.config_of(rank, config)
-                    socket.send(msgspec.msgpack.encode(own), zmq.NOBLOCK)
-            readies = self._wait_ready()
+                    self._sockets[rank].send(msgspec.msgpack.encode(own), zmq.NOBLOCK)
+            readies = self._wait_ready(layout)
         except BaseException:
             # ranks may wait for one that failed, and say so when it goes
             self._close(timeout=0.0, restarts=True)
@@ -229,12 +234,33 @@ class MultiProcessExecutor:
         self._context.term()
         self._folder.remove()
 
-    def _wait_ready(self) -> list[WorkerReady]:
+    def _wait_connected(self, rank: int, endpoint: str) -> None:
+        """Errors: `ResourceError` for a rank that lives and does not come."""
+        socket = self._sockets[rank]
+        try:
+            poller = self._poller([socket], zmq.POLLOUT)
+            self._wait_for_any([socket], poller, seconds=CONNECT_SECONDS)
+        except TimeoutError:
+            is_remote = endpoint.startswith("tcp://")
+            raise ResourceError(
+                f"rank {rank} was started and did not reach node 0 at {endpoint} within "
+                f"{CONNECT_SECONDS:.0f} s",
+                hint="open the ports that node 0 logs" if is_remote else None,
+            ) from None
+
+    def _wait_ready(self, layout: ParallelLayout) -> list[WorkerReady]:
         """What every rank reports. Errors: that of the first rank to fail, `EngineDeadError`."""
         readies: dict[int, WorkerReady] = {}
         while len(readies) < len(self._sockets):
-            waiting = [socket for rank, socket in enumerate(self._sockets) if rank not in readies]
-            socket = self._wait_for_any(waiting, self._poller(waiting, zmq.POLLIN))
+            awaited = [rank for rank in range(len(self._sockets)) if rank not in readies]
+            waiting = [self._sockets[rank] for rank in awaited]
+            try:
+                poller = self._poller(waiting, zmq.POLLIN)
+                socket = self._wait_for_any(waiting, poller, seconds=_REMINDER_SECONDS)
+            except TimeoutError:
+                names = [f"{rank} (node {layout.of_rank(rank).node})" for rank in awaited]
+                logger.info("waiting for rank %s to load", ", ".join(names))
+                continue
             readies[self._sockets.index(socket)] = _started(socket.recv())
         return [readies[rank] for rank in range(len(self._sockets))]
 
@@ -268,13 +294,20 @@ class MultiProcessExecutor:
         return poller
 
     def _wait_for_any(
-        self, sockets: list[zmq.Socket[bytes]], poller: zmq.Poller
+        self,
+        sockets: list[zmq.Socket[bytes]],
+        poller: zmq.Poller,
+        *,
+        seconds: float | None = None,
     ) -> zmq.Socket[bytes]:
         """The first of `sockets`, for which `poller` waits, that is ready. Errors:
-        `EngineDeadError` where a rank ends before.
+        `EngineDeadError` where a rank ends before; `TimeoutError` after about `seconds`.
         """
+        milliseconds = None if seconds is None else 1000 * seconds
         while True:
-            ready = dict(poller.poll())
+            ready = dict(poller.poll(milliseconds))
+            if not ready:
+                raise TimeoutError
             for socket in sockets:  # what a rank sent before its end counts
                 if socket in ready:
                     return socket

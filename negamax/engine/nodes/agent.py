@@ -28,6 +28,7 @@ from negamax.engine.core.source import locate
 from negamax.engine.nodes import network, wire
 from negamax.engine.nodes.datagrams import Datagrams
 from negamax.engine.nodes.facts import facts_of
+from negamax.engine.nodes.health import NodeHealth
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split
 from negamax.worker.config import MachineShare
@@ -54,10 +55,12 @@ class Agent:
         facts: dict[str, str],
         share: MachineShare,
         waits_again: bool = True,
+        health: NodeHealth | None = None,
     ) -> None:
         """`share`: of this machine; where its ranks show that they live is filled in here. Without
         `waits_again` it ends with the first ranks that it has started, whatever ended them.
         """
+        self._health = health
         self._options = options
         self._facts = facts
         self._share = share
@@ -89,8 +92,12 @@ class Agent:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
         next_word = 0.0
+        if self._health is not None:
+            self._health.watch(self._what_is_missing)
         try:
             while not self._is_stopped:
+                if self._health is not None:
+                    self._health.turn()
                 if self._socket is None:
                     self._look_for_leader()
                 self._listen()
@@ -150,7 +157,9 @@ class Agent:
         seconds = self._silence.seconds(self._num_heard)
         if self._ranks is not None and seconds > wire.SILENCE_SECONDS:
             logger.error("node 0 gives no sign of life for %.1f s: the ranks end", seconds)
-            self._end_ranks(death=f"node 0 was not heard for {seconds:.1f} s")
+            self._death = f"node 0 was not heard for {seconds:.1f} s"
+            self._speak()  # it may hear this node
+            self._end_ranks(death=self._death)
         elif self._socket is not None and seconds > wire.SILENCE_SECONDS and now > self._next_probe:
             self._next_probe = now + _REMINDER_SECONDS
             self._say_waiting(self._what_is_wrong())
@@ -166,6 +175,13 @@ class Agent:
         return (
             f"something listens there and does not answer: is {KEY_VARIABLE} the same as on node 0?"
         )
+
+    def _what_is_missing(self) -> str:
+        """Why this node is not ready, for probes: from another thread."""
+        options = self._options
+        if self._watch is not None:
+            return ""
+        return f"waiting for node 0 at {options.master_addr}:{options.master_port}"
 
     def _say_waiting(self, reason: str) -> None:
         """Say once, and again after some time, what is waited for."""
@@ -233,7 +249,7 @@ class Agent:
         node = self._options.node_rank
         if self._session:
             rank, silence = (0, 0.0) if self._watch is None else self._watch.longest_silence()
-            death = self._death if self._watch is None else self._watch.death()
+            death = self._death or (None if self._watch is None else self._watch.death())
             self._num_said += 1
             beat = wire.Beat(node, self._id, self._session, self._num_said, death, rank, silence)
             self._send(beat)
@@ -289,10 +305,17 @@ class Agent:
             self._session = ""
 
 
-def run_agent(options: EngineOptions, *, waits_again: bool = True) -> None:
-    """Be node `options.node_rank`; `waits_again` as of `Agent`. Errors: those of the model's files,
-    of a split that does not fit this machine, and of `Agent.run`.
+def run_agent(
+    options: EngineOptions,
+    *,
+    waits_again: bool = True,
+    health_address: tuple[str, int] | None = None,
+) -> None:
+    """Be node `options.node_rank`, and answer probes at `health_address`; `waits_again` as of
+    `Agent`. Errors: those of `NodeHealth`, of the model's files, of a split that does not fit this
+    machine, and of `Agent.run`.
     """
+    health = None if health_address is None else NodeHealth(*health_address)
     source = locate(options)
     layout = ParallelLayout.of(options.parallel, nodes=options.nnodes)
     device, gpus = find_device(options.device)
@@ -309,4 +332,5 @@ def run_agent(options: EngineOptions, *, waits_again: bool = True) -> None:
         interface=None,
     )
     facts = facts_of(options, source, device=device)
-    Agent(options.nodes, facts=facts, share=share, waits_again=waits_again).run()
+    agent = Agent(options.nodes, facts=facts, share=share, waits_again=waits_again, health=health)
+    agent.run()

@@ -33,7 +33,7 @@ from negamax.worker.node_sockets import bind, has_key, tcp_endpoint
 
 logger = get_logger(__name__)
 
-_LOOK_SECONDS = 0.1
+_LOOK_SECONDS = 0.05
 _REMINDER_SECONDS = 10.0  # between two lines about nodes that are awaited
 _LAST_WORD_SECONDS = 1.0  # for the last message to an agent
 _HEARTBEAT_MS = 1000  # of ZeroMQ's own, which ends connections that are half open
@@ -52,6 +52,7 @@ class _Node:
     join: wire.Join | None = None  # the last one, while it is fresh
     joined_at: float = 0.0
     last_beat: int = 0
+    last_datagram: int = 0
     num_signs: int = 0  # of life
     num_frames: int = 0  # over its connection
     silence: Silence = field(default_factory=Silence)
@@ -70,7 +71,8 @@ class _Node:
 
     def start(self) -> None:
         """Its ranks are to be started; silence counts from now on."""
-        self.last_beat, self.num_signs, self.num_frames = 0, 1, 1
+        self.last_beat = self.last_datagram = 0
+        self.num_signs = self.num_frames = 1
         self.silence, self.stall = Silence(), Silence()
 
     def what_is_wrong(self, now: float) -> str | None:
@@ -337,7 +339,8 @@ class NodeGroup:
     def _take_datagram(self, beat: wire.Beat, sender: Address) -> None:
         for node in self._nodes:
             if node.is_agent(beat.agent) and beat.session == self._session:
-                if beat.number > node.last_beat:
+                if beat.number > node.last_datagram:
+                    node.last_datagram = beat.number
                     node.peer = sender  # another one where its address has changed
                 self._take_beat(node, beat)
 

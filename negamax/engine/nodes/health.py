@@ -1,0 +1,119 @@
+"""/livez, /readyz and /health of a node without the API: for probes, as Kubernetes has them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from negamax.base.errors import ConfigError, ResourceError
+from negamax.base.log import get_logger
+
+logger = get_logger(__name__)
+
+# without a turn of its loop an agent does not live; the longest one asks for the name of node 0
+STILL_SECONDS = 60.0
+_REQUEST_SECONDS = 2.0  # in which a request must have come
+_MOST_BYTES = 8192  # of its head
+_PATHS = ("/livez", "/readyz", "/health")
+
+
+class NodeHealth:
+    """Answers HTTP in a thread of its own, over connections of one answer each. No key is asked
+    for: an answer says nothing but how this node is.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        """Listens from now on; port 0: at a free one. Errors: `ConfigError` for a host that is not
+        this machine's, `ResourceError` for a port that is taken.
+        """
+        self._turned_at: float | None = None  # before the first turn it reads the model's files
+        self._missing: Callable[[], str] = lambda: "it starts"
+        self._listener = _listen(host, port)
+        self.port: int = self._listener.getsockname()[1]
+        logger.info("this node answers %s at %s port %d", ", ".join(_PATHS), host, self.port)
+        threading.Thread(target=self._run, name="health", daemon=True).start()
+
+    def watch(self, missing: Callable[[], str]) -> None:
+        """`missing`: why the node is not ready, "" where it is."""
+        self._missing = missing
+
+    def turn(self) -> None:
+        """The loop of the agent goes round."""
+        self._turned_at = time.monotonic()
+
+    def _run(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(self._answer, sock=self._listener, limit=_MOST_BYTES)
+        await server.serve_forever()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(_REQUEST_SECONDS):
+                head = await reader.readuntil(b"\r\n\r\n")
+                writer.write(self._answer_to(head))
+                await writer.drain()
+        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            pass  # it was no request, or nobody waits for the answer
+        finally:
+            writer.close()
+
+    def _answer_to(self, head: bytes) -> bytes:
+        method, _, rest = head.partition(b"\r\n")[0].decode("latin-1").partition(" ")
+        path = rest.partition(" ")[0].partition("?")[0]
+        if path not in _PATHS:
+            return _response("404 Not Found", {"error": f"here are {', '.join(_PATHS)}"})
+        if method not in ("GET", "HEAD"):
+            return _response("405 Method Not Allowed", {"error": "use GET"})
+        problem = self._problem(path)
+        if problem:
+            return _response("503 Service Unavailable", {"status": problem}, head=method == "HEAD")
+        return _response("200 OK", {"status": "ok"}, head=method == "HEAD")
+
+    def _problem(self, path: str) -> str:
+        seconds = time.monotonic() - (self._turned_at or time.monotonic())
+        if seconds > STILL_SECONDS:
+            return f"the agent stands still for {seconds:.0f} s"
+        return "" if path == "/livez" else self._missing()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (socket.gaierror, UnicodeError) as error:
+        raise ConfigError(
+            f"--host is {host!r}, which cannot be resolved: {error}",
+            hint="use 127.0.0.1 or 0.0.0.0",
+        ) from None
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise ResourceError(
+            f"--node-health-port is {port}, which cannot be listened on at {host}: "
+            f"{error.strerror}",
+            hint="use another one, or --host 127.0.0.1 or 0.0.0.0",
+        ) from None
+    return listener
+
+
+def _response(status: str, answer: dict[str, str], *, head: bool = False) -> bytes:
+    body = json.dumps(answer).encode()
+    lines = (
+        f"HTTP/1.1 {status}",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+        "cache-control: no-store",
+        "connection: close",
+    )
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + (b"" if head else body)

@@ -1,0 +1,56 @@
+"""What tests of several nodes share: an engine on them, requests, how soon a fault is noticed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from negamax import LLM, SamplingParams
+from negamax.base.errors import EngineDeadError
+from tools.load.machines import Machines, OneMachine
+
+PROMPTS = ["What is 47 + 38?", "Hello!", "Who are you?", "A box holds 24 pencils. How many"]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=3, max_tokens=30, ignore_eos=True),
+    SamplingParams(temperature=0.0, max_tokens=24, logprobs=2),
+    SamplingParams(temperature=0.7, seed=5, max_tokens=24),
+]
+LONG = SamplingParams(temperature=0.0, max_tokens=3000, ignore_eos=True)
+# sums over ranks are added up in another order: in bfloat16 near ties would be decided otherwise
+COMMON: dict[str, Any] = {"device": "cpu", "num_threads": 1, "dtype": "float32"}
+FLOAT32 = ("--dtype", "float32")
+NOTICED_SECONDS = 3.0
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    return [each.outputs[0].token_ids for each in llm.generate(PROMPTS, PARAMS)]
+
+
+def on_nodes(network: Machines | OneMachine, count: int, **sizes: int) -> LLM:
+    return LLM("nano", **COMMON, **meeting_at(network, count), **sizes)
+
+
+def meeting_at(network: Machines | OneMachine, count: int) -> dict[str, Any]:
+    interface = None if isinstance(network, Machines) else "lo"
+    options = {"master_addr": network.address(0), "master_port": network.port}
+    return {"nnodes": count, "interface": interface, **options}
+
+
+def seconds_until_noticed(llm: LLM, fault: Any, words: str) -> float:
+    """From `fault`, which comes while a request is answered, to the error that ends it."""
+    hit: list[float] = []
+
+    def strike() -> None:
+        hit.append(time.monotonic())
+        fault()
+
+    timer = threading.Timer(0.3, strike)
+    timer.start()
+    with pytest.raises(EngineDeadError, match=words):
+        llm.generate(PROMPTS[0], LONG)
+    timer.join()
+    return time.monotonic() - hit[0]

@@ -1,0 +1,18 @@
+"""What probes of a load balancer or of Kubernetes ask."""
+
+from __future__ import annotations
+
+import http.client
+import json
+
+
+def probe(host: str, port: int, path: str, *, method: str = "GET") -> tuple[int, str]:
+    """The status of an answer, and what its `status` says."""
+    connection = http.client.HTTPConnection(host, port, timeout=10.0)
+    try:
+        connection.request(method, path)
+        answer = connection.getresponse()
+        body = answer.read()
+        return answer.status, json.loads(body).get("status", "") if body else ""
+    finally:
+        connection.close()
