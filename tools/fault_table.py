@@ -4,14 +4,14 @@
 
 Servers of its own on the loopback: one process, two server processes, two tensor-parallel ranks
 (also with experts that move), two data-parallel ranks, two replicas, two machines (network
-namespaces, for which it must be root). Each part is killed (SIGKILL) or stopped (SIGSTOP, then
-SIGCONT) while the server is idle, reads prompts, generates, or opens a grammar; the link to a
-machine is taken down, too, and an agent that was killed is started again once all clients know. The
-table says after how many seconds open requests ended with an error, /readyz was no longer 200, and
-a request was answered again (since the part is back). Clients that only wait while a part is
-stopped, and get their tokens afterwards, go on. Half of the clients of two replicas ask for the one
-that nothing is done to: they must go on, and /readyz must stay 200. Exit code 1: a number is above
-its limit.
+namespaces, for which it must be root), side by side and with a network that delays and loses. Each
+part is killed (SIGKILL) or stopped (SIGSTOP, then SIGCONT) while the server is idle, reads prompts,
+generates, or opens a grammar; the link to a machine is cut, too, both ways, one way, and for a
+moment; an agent that was killed is started again once all clients know. The table says after how
+many seconds open requests ended with an error, /readyz was no longer 200, and a request was
+answered again (since the part is back). Clients that only wait while a part is stopped, and get
+their tokens afterwards, go on. Half of the clients of two replicas ask for the one that nothing is
+done to: they must go on, and /readyz must stay 200. Exit code 1: a number is above its limit.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tools.load.http import DONE, UnexpectedStatusError  # noqa: E402
-from tools.load.machines import Agent, Machines, machines  # noqa: E402
+from tools.load.machines import Agent, DistantMachines, machines  # noqa: E402
 from tools.load.server import Server, serving  # noqa: E402
 
 CHAT = "/v1/chat/completions"
@@ -60,9 +61,17 @@ SETUPS: tuple[tuple[str, tuple[str, ...], int, tuple[str, ...]], ...] = (
     ("dp 2", ("-dp", "2"), 1, ("engine", "rank 0", "rank 1")),
     ("two replicas", ("--num-replicas", "2"), 1, ("replica 1",)),
     ("two machines, pp 2", ("-pp", "2", "--nnodes", "2"), 1, ("engine", "node 1")),
+    ("two distant machines, pp 2", ("-pp", "2", "--nnodes", "2"), 1, ("node 1",)),
 )
+DISTANCE = {"delay": 0.02, "jitter": 0.005, "loss": 0.01}  # one way, of distant machines
+GAP_SECONDS = 1.4  # of a link; what is longer than 2 s is a fault
+GAP = f"gap of {GAP_SECONDS} s"
+MACHINE_FAULTS = ("link down", "hears nothing", "is not heard", GAP)
 # A fault must not be answered with a pause that grows with the number of faults before it.
 OPTIONS = ("--max-engine-restarts", "1000", "--engine-restart-window", "1")
+
+
+BOTH_WAYS = ((0, 1), (1, 0))
 
 
 @dataclass
@@ -119,7 +128,7 @@ class Fault:
 class OtherNode:
     """Node 1 of a server on two machines."""
 
-    def __init__(self, network: Machines, options: tuple[str, ...]) -> None:
+    def __init__(self, network: DistantMachines, options: tuple[str, ...]) -> None:
         self.network = network
         self._options = options
         self.start()
@@ -131,14 +140,25 @@ class OtherNode:
         def send(number: signal.Signals) -> Callable[[], None]:
             return lambda: self.agent.signal(number)
 
-        def set_link(state: str) -> Callable[[], None]:
-            return lambda: self.network.set_link(1, state)
+        def cut(*ways: tuple[int, int]) -> Fault:
+            return Fault(lambda: self._cut(True, ways), lambda: self._cut(False, ways))
+
+        def open_gap() -> None:
+            self._cut(True, BOTH_WAYS)
+            threading.Timer(GAP_SECONDS, self._cut, (False, BOTH_WAYS)).start()
 
         return {
             "killed": Fault(self.agent.kill, self.start),
             "stopped": Fault(send(signal.SIGSTOP), send(signal.SIGCONT)),
-            "link down": Fault(set_link("down"), set_link("up")),
+            "link down": cut(*BOTH_WAYS),
+            "hears nothing": cut((0, 1)),
+            "is not heard": cut((1, 0)),
+            GAP: Fault(open_gap, None),
         }
+
+    def _cut(self, is_cut: bool, ways: tuple[tuple[int, int], ...]) -> None:
+        for source, target in ways:
+            self.network.set_links(source=source, target=target, cut=is_cut)
 
 
 def faults_of(server: Server, part: str, node: OtherNode | None) -> dict[str, Fault]:
@@ -325,21 +345,24 @@ def all_settled(clients: list[Client], since: float) -> Callable[[], bool]:
     )
 
 
-def text_of(cell: Cell, part: str, *, restart: float) -> tuple[str, bool]:
+def text_of(cell: Cell, part: str, *, fault: str, restart: float) -> tuple[str, bool]:
     """The cell for people, and whether every number is within its limit."""
     is_front = part in ("server process", "leader")
     # Where one of several server processes, a grammar process or a replica is gone, others answer.
     is_replica = replica_of(part) is not None
     has_others = is_front or is_replica or part == "grammar process"
+    is_harmless = fault == GAP  # clients go on, and /readyz stays green
     is_node = part.startswith("node")
     told_limit, red_limit = (NODE_LIMIT, NODE_LIMIT) if is_node else (TOLD_LIMIT, RED_LIMIT)
     parts = [
         ("goes on", True) if cell.goes_on else _number(cell.told, told_limit),
-        _number(cell.red, red_limit, optional=has_others),
+        _number(cell.red, red_limit, optional=has_others or is_harmless),
         _number(cell.again, restart),
     ]
     if cell.harms_bystanders or (is_replica and cell.red is not None):
         parts.append(("**others, too**", False))
+    if is_harmless and not (cell.goes_on and cell.red is None):
+        parts.append(("**no cause**", False))
     return " / ".join(text for text, _ in parts), all(good for _, good in parts)
 
 
@@ -351,7 +374,7 @@ def _number(seconds: float | None, limit: float, *, optional: bool = False) -> t
 
 @contextlib.contextmanager
 def started(
-    options: tuple[str, ...], num_servers: int
+    options: tuple[str, ...], num_servers: int, *, links: dict[str, float]
 ) -> Iterator[tuple[Server, OtherNode | None, float]]:
     """A server, its other node, and the seconds that its start took; what is stopped at the end
     runs on.
@@ -359,7 +382,8 @@ def started(
     with contextlib.ExitStack() as stack:
         node = None
         if "--nnodes" in options:
-            network = stack.enter_context(machines(2))
+            network = stack.enter_context(machines(2, DistantMachines))
+            network.set_links(**links)
             node = OtherNode(network, options)
             stack.callback(lambda: node.agent.kill())
             options = (*options, "--master-addr", network.address(0))
@@ -382,13 +406,14 @@ def row(setup: str, part: str, *, fault: str, limit: float) -> tuple[list[str], 
     is_alone = part == "leader" or (part == "server process" and num_servers == 1)
     for state in STATES:
         try:
-            with started(options, num_servers) as (server, node, start_seconds):
+            links = DISTANCE if "distant" in setup else {}
+            with started(options, num_servers, links=links) as (server, node, start_seconds):
                 measured = measure(server, part, state, name=fault, node=node, limit=limit)
                 cell = asyncio.run(measured)
                 restart = start_seconds + TOLD_LIMIT
                 if is_alone and fault == "killed" and server.process.poll() is not None:
                     cell.again = 0.0  # whoever supervises the server starts it again
-                text, is_good = text_of(cell, part, restart=restart)
+                text, is_good = text_of(cell, part, fault=fault, restart=restart)
         except IndexError as error:  # the part is not there
             text, is_good = f"**{type(error).__name__}**", False
         cells.append(text)
@@ -408,7 +433,7 @@ def main() -> int:
     print("|---|---|" + "---|" * len(STATES), flush=True)
     for setup, _, _, parts in SETUPS:
         for part in parts:
-            for fault in ("killed", "stopped", *(("link down",) if part == "node 1" else ())):
+            for fault in ("killed", "stopped", *(MACHINE_FAULTS if part == "node 1" else ())):
                 if arguments.only not in f"{setup}, {part}, {fault}":
                     continue
                 cells, is_good = row(setup, part, fault=fault, limit=arguments.limit)

@@ -186,7 +186,7 @@ class Agent:
         self, network: Machines | OneMachine, node: int, *options: str, **variables: str
     ) -> None:
         """`options` say which node it is where they have an address; else they are `node`'s."""
-        if not any(option == "--data-parallel-address" for option in options):
+        if not {"--data-parallel-address", "--dist-init-addr"}.intersection(options):
             options = ("--node-rank", str(node), "--master-addr", network.address(0), *options)
         command = [
             *network.command(node), sys.executable, "-m", "negamax", "serve", "nano",

@@ -1,0 +1,130 @@
+"""The deployments that docs/parallelism.md lists, with fewer ranks: typed as they are there, and
+served with the text of one rank.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from negamax.config.nodes import KEY_VARIABLE
+from tests.dist.nodes import FLOAT32, PROMPTS
+from tools.load.machines import Agent, NoMachinesError, machines
+from tools.load.server import Server, serving
+
+PAGE = Path(__file__).parents[2] / "docs" / "parallelism.md"
+ROWS = {
+    label: (line, said)
+    for label, line, said in re.findall(
+        r"^\| ([^|]+) \| `(M[23]\S* --.+?)` \| (.+) \|$", PAGE.read_text(encoding="utf-8"), re.M
+    )
+}
+MODELS = {"M2.5": "nano", "M3": "nano-m3"}
+ADDRESS = "10.0.0.1"  # of node 0 on the page
+# What each machine is told, by the page's name of it.
+SMALL: tuple[dict[str, str], ...] = (
+    {
+        "one machine, TP4 x DP4 with experts over all 16": "M2.5 --tensor-parallel-size 2 "
+        "--data-parallel-size 2 --enable-expert-parallel"
+    },
+    {"one machine, TP16 (KV heads are copied)": "M2.5 --tensor-parallel-size 4"},
+    {
+        "TP8 with prompts split over two groups": "M2.5 --tensor-parallel-size 2 "
+        "--prefill-context-parallel-size 2 --cp-kv-cache-interleave-size 128"
+    },
+    {
+        "DP2 x TP8 on two machines, the first": "M2.5 --tensor-parallel-size 2 "
+        "--data-parallel-size 2 --data-parallel-size-local 1 --data-parallel-address 10.0.0.1 "
+        "--data-parallel-rpc-port 13389",
+        "and the second": "M2.5 --tensor-parallel-size 2 --data-parallel-size 2 "
+        "--data-parallel-size-local 1 --headless --data-parallel-start-rank 1 "
+        "--data-parallel-address 10.0.0.1 --data-parallel-rpc-port 13389",
+    },
+    {
+        "PP2 x TP8 on two machines": "M2.5 --tensor-parallel-size 2 --pipeline-parallel-size 2 "
+        "--nnodes 2 --node-rank 0 --master-addr 10.0.0.1",
+        "the same (SGLang), the second": "M2.5 --tp 2 --pp-size 2 --nnodes 2 --node-rank 1 "
+        "--dist-init-addr 10.0.0.1:29501",
+    },
+    {"the same on one": "M2.5 --tensor-parallel-size 2 --pipeline-parallel-size 2"},
+    {"DEP8 (vLLM)": "M2.5 --data-parallel-size 4 --enable-expert-parallel"},
+    {"DEP8 (SGLang)": "M2.5 --tp 4 --attn-dp-size 4 --ep 4"},
+    {"two copies of TP4 on one machine (SGLang)": "M2.5 --tp 2 --dp-size 2"},
+    {
+        "DEP4, groups of two for attention (SGLang)": "M3 --tp 4 --attn-dp-size 2 --ep 4",
+    },
+)
+
+
+def test_each_deployment_of_the_page_has_a_small_one_with_its_options() -> None:
+    small = {label: line for deployment in SMALL for label, line in deployment.items()}
+    served = {label: line for label, (line, said) in ROWS.items() if "refused" not in said}
+    assert {label: names(line) for label, line in small.items()} == {
+        label: names(line) for label, line in served.items()
+    }
+    fixed = re.compile(r"--(?:\S+-(?:address|addr|port|rank|local)|nnodes) \S+")
+    assert {label: fixed.findall(line) for label, line in small.items()} == {
+        label: fixed.findall(line) for label, line in served.items()
+    }
+
+
+def names(line: str) -> list[str]:
+    """The model and the options of a line."""
+    return [word for word in line.split() if word.startswith(("M", "--"))]
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[str]]:
+    found = {}
+    for model in MODELS.values():
+        with serving(*FLOAT32, model=model) as server:
+            found[model] = answers(server)
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("deployment", SMALL, ids=lambda deployment: next(iter(deployment)))
+def test_small_deployments_answer_as_one_rank_does(
+    deployment: dict[str, str], expected: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "of the tests")
+    (model, *first), *others = (line.split() for line in deployment.values())
+    with contextlib.ExitStack() as stack:
+        if others:
+            try:
+                network = stack.enter_context(machines(2))
+            except NoMachinesError as error:
+                pytest.skip(str(error))
+            here = network.address(0)
+            first = [word.replace(ADDRESS, here) for word in first]
+            (_, *second) = (word.replace(ADDRESS, here) for word in others[0])
+            agent = Agent(network, 1, *FLOAT32, *second)
+            stack.callback(agent.kill)
+        server = stack.enter_context(serving(*FLOAT32, *first, model=MODELS[model]))
+        assert answers(server) == expected[MODELS[model]]
+
+
+def answers(server: Server) -> list[str]:
+    """Texts of requests that run together."""
+
+    async def answer(prompt: str) -> str:
+        connection = server.connection()
+        body: dict[str, Any] = {"prompt": prompt, "max_tokens": 40, "temperature": 0.0}
+        try:
+            reply = await connection.post("/v1/completions", body)
+        finally:
+            connection.hang_up()
+        assert reply.status == 200, reply.body
+        text: str = json.loads(reply.body)["choices"][0]["text"]
+        return text
+
+    async def all_answers() -> list[str]:
+        return list(await asyncio.gather(*map(answer, PROMPTS)))
+
+    return asyncio.run(all_answers())
