@@ -141,7 +141,14 @@ SHORT = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     "ranks",
     [
         {"prefill_context_parallel_size": 2, "tensor_parallel_size": 2, "expert_parallel_size": 2},
-        {"prefill_context_parallel_size": 2, "data_parallel_size": 2, "expert_parallel_size": 2},
+        pytest.param(
+            {
+                "prefill_context_parallel_size": 2,
+                "data_parallel_size": 2,
+                "expert_parallel_size": 2,
+            },
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             {
                 "prefill_context_parallel_size": 2,

@@ -150,6 +150,15 @@ def balancedness(counts: list[list[int]], slots: list[list[int]]) -> float:
             marks=pytest.mark.full,
         ),
         pytest.param(
+            4,
+            {
+                "data_parallel_size": 2,
+                "prefill_context_parallel_size": 2,
+                "enable_expert_parallel": True,
+            },
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
             2,
             {
                 "data_parallel_size": 2,
@@ -228,6 +237,7 @@ def test_nano_m3_says_the_same_while_its_experts_move(monkeypatch: pytest.Monkey
     assert experts is not None and experts.num_moved > 0
 
 
+@pytest.mark.full
 def test_experts_lie_at_start_as_they_were_dumped(
     skewed: Path, of_one_rank: tuple[list[list[int]], ExpertDump]
 ) -> None:
