@@ -45,7 +45,7 @@ compile-oldest: build/$(OLDEST_TRITON)/.installed  ## GPU kernels, by the oldest
 	  $(BIN)/python tests/cpu/compile_kernels.py --quiet $(or $(ARGS),sm_90 gfx942)
 
 build/$(OLDEST_TRITON)/.installed: $(VENV)/.dev
-	$(INSTALL) --no-deps --upgrade --target $(@D) $(OLDEST_TRITON)
+	$(BIN)/python tools/install.py --no-deps --upgrade --target $(@D) $(OLDEST_TRITON)
 	@touch $@
 
 lint: $(VENV)/.dev
