@@ -256,13 +256,13 @@ _TABLE = (
     Flag(
         "decode_context_parallel_size",
         PARALLEL,
-        "Ranks with copies of a KV head that share out the tokens of its cache: 1.",
+        "Ranks with copies of a KV head that share out the blocks of its cache.",
         also=("-dcp", "--dcp-size"),
     ),
     Flag(
         "cp_kv_cache_interleave_size",
         PARALLEL,
-        "Neighbouring tokens that lie on the same rank where they share out a cache.",
+        "Neighbouring tokens that lie on the same one of these ranks: those of a block.",
     ),
     Flag(
         "enable_eplb",

@@ -35,6 +35,9 @@ class KvCacheSpec:
     block_tokens: int = 1  # the block size is a multiple of it
     replicated: bool = False  # all heads on every rank, not split by heads
     is_sharded: bool = False  # rank r of n has the blocks b with b % n = r alone
+    # as many neighbouring ranks share out the blocks of a head, of which they have copies,
+    # likewise; before them each has one that is nobody's
+    holders: int = 1
     is_index: bool = False  # it holds keys that choose what is attended to
     # of a sequence of that many tokens or fewer nothing is read, and so many at most for each token
     unread_tokens: int = 0
@@ -52,6 +55,8 @@ class KvCacheSpec:
 
     def local_blocks(self, num_blocks: int, ranks: int) -> int:
         """How many of `num_blocks` each of `ranks` has room for."""
+        if self.holders > 1:
+            return 1 - (-num_blocks // self.holders)
         return -(-num_blocks // ranks) if self.is_sharded else num_blocks
 
     def block_bytes(self, block_size: int, *, dtype: str, ranks: int) -> int:
@@ -60,7 +65,7 @@ class KvCacheSpec:
         """
         elements = self.local_heads(ranks) * block_size * self.width
         num_bytes = elements * ELEMENT_BYTES[self.dtype or dtype]
-        return -(-num_bytes // ranks) if self.is_sharded else num_bytes
+        return -(-num_bytes // (ranks if self.is_sharded else self.holders))
 
 
 KvCacheSpecs = Sequence[Sequence[KvCacheSpec]]  # of each layer none, one or several
@@ -70,6 +75,14 @@ def with_index_dtype(caches: KvCacheSpecs, dtype: str) -> KvCacheSpecs:
     """`caches`, those of index keys in `dtype` unless they name another."""
     return [
         [replace(cache, dtype=cache.dtype or dtype) if cache.is_index else cache for cache in layer]
+        for layer in caches
+    ]
+
+
+def with_holders(caches: KvCacheSpecs, holders: int) -> KvCacheSpecs:
+    """`caches`, those of keys and values shared out over as many ranks with copies of a head."""
+    return [
+        [cache if cache.replicated else replace(cache, holders=holders) for cache in layer]
         for layer in caches
     ]
 

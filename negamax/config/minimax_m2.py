@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from negamax.config import fields
 from negamax.config.fields import refuse
@@ -85,6 +85,8 @@ _IGNORED = {
 @dataclass(frozen=True, kw_only=True)
 class MiniMaxM2Spec(ModelSpec):
     """Every layer is full attention and a mixture of experts."""
+
+    can_share_out_caches: ClassVar[bool] = True
 
     rotary_dim: int  # leading dimensions of each head that rotate
     rope_theta: float

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from negamax.base.errors import ConfigError
 from negamax.config import fields
@@ -105,6 +105,8 @@ class SparseAttentionSpec:
 @dataclass(frozen=True, kw_only=True)
 class MiniMaxM3Spec(ModelSpec):
     """Layers with full or block-sparse attention, each with a dense MLP or experts."""
+
+    can_share_out_caches: ClassVar[bool] = True
 
     rotary_dim: int  # leading dimensions of each head that rotate, index heads too
     rope_theta: float

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from negamax.config.fields import MAX_SIZE, refuse
 from negamax.config.kv_cache import KvCacheSpec, KvCacheSpecs
@@ -55,6 +55,9 @@ class ModelSpec:
                     token_id,
                     f"0 to vocab_size - 1 ({self.vocab_size - 1})",
                 )
+
+    # whether ranks with copies of a KV head may hold some blocks of its cache each
+    can_share_out_caches: ClassVar[bool] = False
 
     def check_size(self, name: str) -> None:
         """Errors: `ConfigError` where field `name` is no size."""

@@ -106,9 +106,10 @@ class EngineOptions:
     num_replicas: int = 1
     # groups of tensor-parallel ranks that share out the tokens of prompts and have the same cache
     prefill_context_parallel_size: int = 1
-    # of the ranks with copies of one KV head: how many share out the tokens of its cache
+    # of the ranks with copies of one KV head: how many share out the blocks of its cache
     decode_context_parallel_size: int = 1
-    cp_kv_cache_interleave_size: int = 1  # neighbouring tokens that lie on the same one of them
+    # neighbouring tokens that lie on the same one of them; default: those of a block
+    cp_kv_cache_interleave_size: int | None = None
     enable_eplb: bool = False  # experts move between ranks as they are chosen
     eplb_config: dict[str, Any] | None = None  # when, with the keys of vLLM's (config/eplb.py)
     # "stat": how often each expert is chosen is counted, as it is with enable_eplb

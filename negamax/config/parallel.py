@@ -37,9 +37,10 @@ class ParallelOptions:
     pp_layer_partition: str | None = None  # layers of each stage, "16,16,15,15"; None: even
     # groups of tensor-parallel ranks that share out the tokens of prompts
     prefill_context_parallel_size: int = 1
+    # of the ranks with copies of one KV head: how many share out the blocks of its cache
     decode_context_parallel_size: int = 1
-    # neighbouring tokens of a context that lie on one rank, where it is split over several
-    cp_kv_cache_interleave_size: int = 1
+    # neighbouring tokens that lie on the same one of these; None: those of a block
+    cp_kv_cache_interleave_size: int | None = None
     redundant_experts: int = 0  # slots of each layer for copies of experts
 
     def __post_init__(self) -> None:
@@ -52,7 +53,7 @@ class ParallelOptions:
             ("--data-parallel-size", replicas),
             ("--prefill-context-parallel-size", shares),
             ("--decode-context-parallel-size", self.decode_context_parallel_size),
-            ("--cp-kv-cache-interleave-size", self.cp_kv_cache_interleave_size),
+            ("--cp-kv-cache-interleave-size", self.cp_kv_cache_interleave_size or 1),
         ):
             if size < 1:
                 raise ConfigError(f"{name} is {size}; allowed: 1 or more")
@@ -73,18 +74,36 @@ class ParallelOptions:
                 hint="give one of them",
             )
         _ = self.layers_of_stages  # checked
-        copies = self.decode_context_parallel_size
-        if copies > 1:
-            other = ""
-            if ranks % copies == 0 and shares == 1:
-                other = (
-                    f", or --tensor-parallel-size {ranks // copies} --data-parallel-size "
-                    f"{replicas * copies}, whose ranks hold fewer copies of KV heads"
-                )
+        self._check_cache_ranks()
+
+    def _check_cache_ranks(self) -> None:
+        holders, ranks = self.decode_context_parallel_size, self.tensor_parallel_size
+        if holders > 1 < self.prefill_context_parallel_size:
             raise ConfigError(
-                f"--decode-context-parallel-size is {copies}: the KV cache of a request is not "
-                f"split by its tokens",
-                hint=f"use --decode-context-parallel-size 1{other}",
+                f"--decode-context-parallel-size is {holders} and --prefill-context-parallel-size "
+                f"is {self.prefill_context_parallel_size}: ranks that share out prompts each hold "
+                f"the whole KV cache",
+                hint="use one of them, with --tensor-parallel-size",
+            )
+        if ranks % holders:
+            sizes = range(1, min(ranks, holders) + 1)
+            nearest = max(size for size in sizes if ranks % size == 0)
+            raise ConfigError(
+                f"--decode-context-parallel-size is {holders}: it is a part of "
+                f"--tensor-parallel-size, which is {ranks}",
+                hint=f"use --decode-context-parallel-size {nearest}",
+            )
+
+    def check_interleave(self, block_size: int) -> None:
+        """Errors: `ConfigError` where ranks that share out a cache in blocks of `block_size` tokens
+        are asked for other parts of it.
+        """
+        size = self.cp_kv_cache_interleave_size
+        if self.decode_context_parallel_size > 1 and size not in (None, block_size):
+            raise ConfigError(
+                f"--cp-kv-cache-interleave-size is {size}, and --block-size {block_size}: a rank "
+                f"holds whole blocks of the KV cache",
+                hint=f"use --cp-kv-cache-interleave-size {block_size}",
             )
 
     @property

@@ -113,7 +113,7 @@ class LLM:
         num_replicas: int = 1,
         prefill_context_parallel_size: int = 1,
         decode_context_parallel_size: int = 1,
-        cp_kv_cache_interleave_size: int = 1,
+        cp_kv_cache_interleave_size: int | None = None,
         enable_eplb: bool = False,
         eplb_config: dict[str, Any] | None = None,
         expert_distribution_recorder_mode: str = "off",

@@ -15,6 +15,7 @@ from negamax.kernels.attention import cpu as attention_cpu
 from negamax.kernels.attention import spec as attention
 from negamax.kernels.block_sparse import cpu as block_sparse_cpu
 from negamax.kernels.block_sparse import spec as block_sparse
+from negamax.kernels.cache_shards import spec as cache_shards
 from negamax.kernels.collectives import spec as collectives
 from negamax.kernels.dispatch import spec as dispatch
 from negamax.kernels.drafts import spec as drafts
@@ -43,6 +44,7 @@ OPS: dict[OpName[Any, Any], Op[Any, Any]] = {
         *kvcache.OPS,
         *attention.OPS,
         *block_sparse.OPS,
+        *cache_shards.OPS,
         *gemm.OPS,
         *moe.OPS,
         *mlp.OPS,
@@ -73,6 +75,7 @@ def gpu_kernels() -> tuple[AnyKernel, ...]:
     """The kernels for GPUs, preferred first. Imports Triton, which a CPU does without."""
     from negamax.kernels.attention import triton as attention_triton
     from negamax.kernels.block_sparse import triton as block_sparse_triton
+    from negamax.kernels.cache_shards import triton as cache_shards_triton
     from negamax.kernels.collectives import triton as collectives_triton
     from negamax.kernels.dispatch import triton as dispatch_triton
     from negamax.kernels.drafts import triton as drafts_triton
@@ -85,9 +88,9 @@ def gpu_kernels() -> tuple[AnyKernel, ...]:
     from negamax.kernels.sampling import triton as sampling_triton
 
     families = (
-        attention_triton, block_sparse_triton, collectives_triton, dispatch_triton, drafts_triton,
-        gemm_triton, kvcache_triton, mlp_triton, moe_triton, norm_triton, quantize_triton,
-        sampling_triton,
+        attention_triton, block_sparse_triton, cache_shards_triton, collectives_triton,
+        dispatch_triton, drafts_triton, gemm_triton, kvcache_triton, mlp_triton, moe_triton,
+        norm_triton, quantize_triton, sampling_triton,
     )  # fmt: skip
     return (
         *(kernel for family in families for kernel in family.KERNELS),

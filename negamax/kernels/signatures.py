@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from negamax.kernels.activations import Hidden, QuantizedActivations, SwiGlu
     from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
     from negamax.kernels.block_sparse.choice import BlockChoice, IndexShard, SparseShape
+    from negamax.kernels.cache_shards.partials import PartialResults
     from negamax.kernels.dispatch.spec import ExpertPlaces
     from negamax.kernels.formats import StoredWeight
     from negamax.kernels.peers import Collective
@@ -245,6 +246,7 @@ class SparseNormRopeWrite(Protocol):
         slot_mapping: Tensor,
         /,
         *,
+        index_rows: Tensor | None = None,
         kv_scales: tuple[float, float] = (1.0, 1.0),
     ) -> tuple[Tensor, Tensor]: ...
 
@@ -301,6 +303,55 @@ class Locate(Protocol):
         kv_heads: int,
         block_size: int,
     ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+class OwnRows(Protocol):
+    def __call__(
+        self,
+        positions: Tensor,
+        token_slots: Tensor,
+        block_tables: Tensor,
+        /,
+        *,
+        rank: int,
+        ranks: int,
+        first: int,
+        heads: int,
+        block_size: int,
+    ) -> Tensor: ...
+
+
+class AttendToOwn(Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        plan: Prepared,
+        /,
+        *,
+        kv_scales: tuple[float, float] = (1.0, 1.0),
+    ) -> PartialResults: ...
+
+
+class AttendToOwnBlocks(Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        choice: BlockChoice,
+        plan: Prepared,
+        /,
+        *,
+        kv_scales: tuple[float, float] = (1.0, 1.0),
+    ) -> PartialResults: ...
+
+
+class MergePartials(Protocol):
+    def __call__(
+        self, out: Tensor, lse: Tensor, /, *, first: int, count: int, quantize: bool = False
+    ) -> Hidden: ...
 
 
 class AssembleDrafts(Protocol):
@@ -446,6 +497,16 @@ BLOCK_SPARSE_MERGE_SHARDS: OpName[PrepareBlockSparse, MergeShards] = OpName(
 )
 BLOCK_SPARSE_DECODE: OpName[PrepareBlockSparse, AttendToBlocks] = OpName("block_sparse.decode")
 BLOCK_SPARSE_PREFILL: OpName[PrepareBlockSparse, AttendToBlocks] = OpName("block_sparse.prefill")
+OWN_ROWS: OpName[None, OwnRows] = OpName("cache_shards.own_rows")
+PARTIAL_DECODE: OpName[PrepareAttention, AttendToOwn] = OpName("cache_shards.decode")
+PARTIAL_PREFILL: OpName[PrepareAttention, AttendToOwn] = OpName("cache_shards.prefill")
+PARTIAL_SPARSE_DECODE: OpName[PrepareBlockSparse, AttendToOwnBlocks] = OpName(
+    "cache_shards.sparse_decode"
+)
+PARTIAL_SPARSE_PREFILL: OpName[PrepareBlockSparse, AttendToOwnBlocks] = OpName(
+    "cache_shards.sparse_prefill"
+)
+MERGE_PARTIALS: OpName[None, MergePartials] = OpName("cache_shards.merge")
 LOCATE: OpName[None, Locate] = OpName("kvcache.locate")
 QUANTIZE: OpName[None, Quantize] = OpName("quantize.activations")
 ASSEMBLE_DRAFTS: OpName[None, AssembleDrafts] = OpName("drafts.assemble")

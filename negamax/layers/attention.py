@@ -11,7 +11,12 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from negamax.kernels.activations import QuantizedActivations, concatenate
-from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
+from negamax.kernels.attention.metadata import (
+    WHOLE_CACHE,
+    AttentionMetadata,
+    CacheShard,
+    PagedShape,
+)
 from negamax.kernels.attention.spec import split_heads
 from negamax.kernels.kvcache.spec import write
 from negamax.kernels.registry import KernelTable
@@ -74,11 +79,13 @@ class GroupedQueryKind:
         frequencies: Tensor,
         quantize: bool,
         kernels: KernelTable,
+        cache: CacheShard = WHOLE_CACHE,
     ) -> None:
         """`group`: query heads per KV head; `frequencies` from `rope.spec.signed_frequencies`;
         `quantize`: the output projections are FP8.
         """
-        self._kv_heads, self._group, self._frequencies = kv_heads, group, frequencies
+        self._kv_heads, self._group, self._cache = kv_heads, group, cache
+        self._frequencies = frequencies
         self._dtype, self._quantize = kernels.dtype, quantize
         self._locate = kernels[LOCATE].run
         self._plan_decode = kernels[DECODE].prepare
@@ -86,7 +93,8 @@ class GroupedQueryKind:
 
     def prepare(self, metadata: AttentionMetadata, kv: KvCaches) -> GroupedQueryStep:
         """Angles and cache rows of all tokens, and what the two kernels prepare."""
-        shape = PagedShape(self._kv_heads, self._group, block_size=kv["k"].shape[2])
+        size = kv["k"].shape[2]
+        shape = PagedShape(self._kv_heads, self._group, block_size=size, cache=self._cache)
         cos, sin, slot_mapping = self._locate(
             metadata.positions,
             metadata.token_slots,
@@ -102,8 +110,7 @@ class GroupedQueryKind:
             decode = self._plan_decode(decodes, shape, dtype=dtype, quantize=quantize)
         if prefills:
             prefill = self._plan_prefill(prefills, shape, dtype=dtype, quantize=quantize)
-        heads, size = (shape.kv_heads,), shape.block_size
-        exchange = key_exchange(metadata, block_size=size, heads=heads)
+        exchange = key_exchange(metadata, block_size=size, heads=(shape.kv_heads,))
         return GroupedQueryStep(cos, sin, slot_mapping, decode, prefill, exchange)
 
 
@@ -113,7 +120,8 @@ class Attention:
     The norms run over all heads together, or over each head by itself (`norm_per_head`; with
     `gemma_norm` by 1 + the checkpoint's weights). A rank
     holds `heads / tp` query heads and `kv_heads / tp` KV heads; with more ranks than KV heads,
-    neighbouring ranks hold copies of one KV head (and of its slice of the K-norm weight).
+    neighbouring ranks hold copies of one KV head (and of its slice of the K-norm weight). Where
+    these share out the blocks of its cache, each projects the query heads of all of them.
     """
 
     def __init__(
@@ -132,7 +140,7 @@ class Attention:
         weights: WeightFormat,
     ) -> None:
         view = context.layout.attention
-        q_rows = head_rows(view.heads(heads), head_dim)
+        q_rows = head_rows(view.cache_heads(heads), head_dim)
         kv_rows = head_rows(view.kv_heads(kv_heads), head_dim)
         q_total, kv_total = heads * head_dim, kv_heads * head_dim
         group = context.attention_group
@@ -150,7 +158,7 @@ class Attention:
         self._out = RowParallel(
             names.out,
             (hidden_size, q_total),
-            columns=q_rows,
+            columns=head_rows(view.heads(heads), head_dim),
             group=group,
             kernels=kernels,
             weights=weights,

@@ -24,6 +24,7 @@ from negamax.kernels.signatures import (
     BLOCK_SPARSE_SELECT,
     BLOCK_SPARSE_SELECT_SHARD,
     LOCATE,
+    OWN_ROWS,
 )
 from negamax.layers.attention import KvCaches, head_rows
 from negamax.layers.context_exchange import KeyExchange, key_exchange
@@ -43,6 +44,7 @@ class BlockSparseStep:
     cos: Tensor  # [T, 1, rotary_dim] fp32
     sin: Tensor  # [T, 1, rotary_dim] fp32
     slot_mapping: Tensor  # [T * kv_heads] int64, cache row of each token's keys and values
+    index_rows: Tensor | None  # [T] int64, of its index key; None: as follows from these
     select: Any  # plan of the kernel for all tokens that chooses blocks
     merge: Any  # of the one that does so among the best blocks of all shards; None: there are none
     # as in `GroupedQueryStep`
@@ -64,7 +66,7 @@ class BlockSparseKind:
         """
         self._shape, self._frequencies = shape, frequencies
         self._dtype, self._quantize = kernels.dtype, quantize
-        self._locate = kernels[LOCATE].run
+        self._locate, self._own_rows = kernels[LOCATE].run, kernels[OWN_ROWS].run
         self._plan_select = kernels[BLOCK_SPARSE_SELECT].prepare
         self._plan_select_shard = kernels[BLOCK_SPARSE_SELECT_SHARD].prepare
         self._plan_merge = kernels[BLOCK_SPARSE_MERGE_SHARDS].prepare
@@ -82,6 +84,18 @@ class BlockSparseKind:
             kv_heads=shape.kv_heads,
             block_size=shape.block_size,
         )
+        index_rows = None
+        if shape.cache.ranks > 1:
+            index_rows = self._own_rows(
+                metadata.positions,
+                metadata.token_slots,
+                metadata.block_tables,
+                rank=shape.shard.rank,
+                ranks=shape.shard.ranks,
+                first=0,
+                heads=1,
+                block_size=shape.block_size,
+            )
         decodes, prefills, decode, prefill = metadata.decodes, metadata.prefills, None, None
         dtype, quantize = self._dtype, self._quantize
         if shape.shard.ranks == 1:
@@ -95,7 +109,9 @@ class BlockSparseKind:
             prefill = self._plan_prefill(prefills, shape, dtype=dtype, quantize=quantize)
         heads, size = (shape.kv_heads, 1), shape.block_size  # of keys and values, and of index keys
         exchange = key_exchange(metadata, block_size=size, heads=heads)
-        return BlockSparseStep(cos, sin, slot_mapping, select, merge, decode, prefill, exchange)
+        return BlockSparseStep(
+            cos, sin, slot_mapping, index_rows, select, merge, decode, prefill, exchange
+        )
 
 
 class BlockSparseAttention:
@@ -103,7 +119,8 @@ class BlockSparseAttention:
     of blocks; attention; output projection.
 
     A rank holds `heads / tp` query heads, `kv_heads / tp` KV heads and their index heads; with more
-    ranks than KV heads, neighbouring ranks hold copies of one. `gemma_norm`: the norms' weights are
+    ranks than KV heads, neighbouring ranks hold copies of one, and where these share out the blocks
+    of its cache, each projects the query heads of all of them. `gemma_norm`: the norms' weights are
     1 + those of the checkpoint. With a shard of the index keys a rank has the index queries of all
     heads.
     """
@@ -126,8 +143,8 @@ class BlockSparseAttention:
         weights: WeightFormat,
     ) -> None:
         view, group = context.layout.attention, context.attention_group
-        own, own_kv = view.heads(heads), view.kv_heads(kv_heads)
-        q_rows, kv_rows = head_rows(own, head_dim), head_rows(own_kv, head_dim)
+        queried, own_kv = view.cache_heads(heads), view.kv_heads(kv_heads)
+        q_rows, kv_rows = head_rows(queried, head_dim), head_rows(own_kv, head_dim)
         q_total, kv_total = heads * head_dim, kv_heads * head_dim
         index_heads = range(shard.heads) if shard.heads else own_kv
         self._group = group
@@ -146,7 +163,7 @@ class BlockSparseAttention:
         self._out = RowParallel(
             names.out,
             (hidden_size, q_total),
-            columns=q_rows,
+            columns=head_rows(view.heads(heads), head_dim),
             group=group,
             kernels=kernels,
             weights=weights,
@@ -167,7 +184,7 @@ class BlockSparseAttention:
             for width in (head_dim, index_dim)
         ]
         self._norm = write.prepare(
-            *self._norm_weights, heads=len(own), kv_heads=len(own_kv), eps=eps, shard=shard
+            *self._norm_weights, heads=len(queried), kv_heads=len(own_kv), eps=eps, shard=shard
         )
         norms = (names.q_norm, names.k_norm), (index.q_norm, index.k_norm)
         self.kv_scales = KvScales(names)
@@ -201,7 +218,7 @@ class BlockSparseAttention:
         k, v, index, scales = kv["k"], kv["v"], kv["index"], self.kv_scales.of(kv)
         q, index_q = self._write(
             self._projection(x), self._norm, step.cos, step.sin, k, v, index, step.slot_mapping,
-            kv_scales=scales,
+            index_rows=step.index_rows, kv_scales=scales,
         )  # fmt: skip
         if step.exchange is not None:
             step.exchange((k, v, index))

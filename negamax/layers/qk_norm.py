@@ -30,7 +30,7 @@ class FullWidthNorm:
         view, self._group = context.layout.attention, context.attention_group
         q, kv = (
             range(part.start * head_dim, part.stop * head_dim)
-            for part in (view.heads(heads), view.kv_heads(kv_heads))
+            for part in (view.cache_heads(heads), view.kv_heads(kv_heads))
         )
         weight = torch.empty(len(q) + len(kv), dtype=torch.float32, device=device)
         q_weight, k_weight = weight.split([len(q), len(kv)])

@@ -43,6 +43,7 @@ class WeightSpec:
     used: int | None = None  # of `count`, by one token; None: all
     joins_experts: bool = False  # where ranks hold all experts: it is split as they are
     parts: int | None = None  # among which ranks share it at most, others hold copies; None: any
+    is_query: bool = False  # ranks that share out a KV cache have the parts of all of them
     splits: Axis | None = None  # what ranks share of a matrix: its rows or its columns
     dtype: str | None = None  # it is held in; None: as stored, or the compute dtype
     is_table: bool = False  # its rows are looked up, not multiplied

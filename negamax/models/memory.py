@@ -177,6 +177,7 @@ def _bytes_on_rank(
     copies = (weight.count + layout.redundant_experts) / weight.count if is_routed else 1
     is_expert = is_routed or (weight.joins_experts and ep == 1)
     ranks = layout.experts.size if is_expert else layout.tp
+    ranks //= layout.dcp if weight.is_query else 1
     ranks = min(ranks, weight.parts or ranks)
     if stored is PLAIN or not kept(stored):
         return copies * weight.num_elements * plain / ranks

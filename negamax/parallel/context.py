@@ -35,6 +35,8 @@ class ParallelContext:
     context_group: Collective = field(default_factory=SingleRank)
     # both: between all of them go the tokens of steps that are shared out
     token_group: Collective = field(default_factory=SingleRank)
+    # ranks with copies of one KV head that share out the blocks of its cache
+    cache_group: Collective = field(default_factory=SingleRank)
     links: PipelineLinks = field(default_factory=PipelineLinks)  # with other stages of the pipeline
     poll_control: PollControl | None = None  # where kernels wait for other ranks
 
@@ -145,6 +147,7 @@ class ParallelContext:
             data_group=groups[layout.data_ranks],
             context_group=groups[layout.context_ranks],
             token_group=groups[layout.token_ranks],
+            cache_group=groups[layout.attention.cache_ranks],
             links=links,
             poll_control=control,
         )
@@ -192,6 +195,7 @@ def _new_groups(
         for place in places
         for ranks in (
             place.attention.ranks,
+            place.attention.cache_ranks,
             place.experts.ranks,
             place.data_ranks,
             place.context_ranks,

@@ -1,5 +1,5 @@
 """Who holds what: pure rank arithmetic for tensor (tp), expert (ep), data (dp), pipeline (pp) and
-context (cp) parallelism.
+context (cp of prompts, dcp of caches) parallelism.
 
 The world is a grid with axes, slowest first, `pp, dp, cp, tp`; rank = ((pp_rank * dp + dp_rank) *
 cp + cp_rank) * tp + tp_rank. Attention sees `tp` ranks per data-parallel replica. The experts of a
@@ -18,12 +18,25 @@ from negamax.config.parallel import ParallelOptions
 @dataclass(frozen=True)
 class AttentionView:
     """The attention group of one rank: its position among `size` ranks that share the heads of a
-    replica.
+    replica. Neighbours with copies of one KV head, `cache_size` of them, share out the blocks of
+    its cache.
     """
 
     rank: int
     size: int
     ranks: tuple[int, ...]  # world ranks of the group
+    cache_size: int = 1
+
+    @property
+    def cache_rank(self) -> int:
+        """Position among the ranks that share out a cache."""
+        return self.rank % self.cache_size
+
+    @property
+    def cache_ranks(self) -> tuple[int, ...]:
+        """World ranks that share out a cache with this one."""
+        first = self.rank - self.cache_rank
+        return self.ranks[first : first + self.cache_size]
 
     def heads(self, num_heads: int) -> range:
         """Query heads of this rank. Errors: `ConfigError` where `size` does not divide
@@ -35,6 +48,12 @@ class AttentionView:
             )
         per_rank = num_heads // self.size
         return range(self.rank * per_rank, (self.rank + 1) * per_rank)
+
+    def cache_heads(self, num_heads: int) -> range:
+        """Query heads of all ranks that share out a cache, which each of them attends with."""
+        own = self.heads(num_heads)
+        first = own.start - self.cache_rank * len(own)
+        return range(first, first + self.cache_size * len(own))
 
     def kv_replicas(self, num_kv_heads: int) -> int:
         """How many ranks hold each KV head: 1, or `size / num_kv_heads` where there are more ranks
@@ -123,6 +142,7 @@ class ParallelLayout:
     dp: int = 1
     pp: int = 1
     cp: int = 1
+    dcp: int = 1  # of the tp ranks: neighbours that share out the KV cache of one head
     partition: tuple[int, ...] = ()  # layers of each pipeline stage; empty: as even as can be
     redundant_experts: int = 0  # slots for copies of experts, of all ranks of a stage together
     # the expert in each slot of each layer at start; empty: in order
@@ -130,7 +150,7 @@ class ParallelLayout:
     nodes: int = 1  # machines, each with as many ranks, one behind the other
 
     def __post_init__(self) -> None:
-        for name in ("tp", "ep", "dp", "pp", "cp", "nodes"):
+        for name in ("tp", "ep", "dp", "pp", "cp", "dcp", "nodes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; allowed: 1 or more")
         if not 0 <= self.rank < self.world_size:
@@ -141,7 +161,8 @@ class ParallelLayout:
                 f"a pipeline stage",
                 hint="ep must divide dp * cp * tp",
             )
-
+        if self.tp % self.dcp:
+            raise ConfigError(f"{self.tp} ranks cannot share out caches in groups of {self.dcp}")
         if self.world_size % self.nodes:
             raise ConfigError(f"{self.world_size} ranks cannot be spread over {self.nodes} nodes")
 
@@ -154,6 +175,7 @@ class ParallelLayout:
             dp=options.data_parallel_size,
             pp=options.pipeline_parallel_size,
             cp=options.prefill_context_parallel_size,
+            dcp=options.decode_context_parallel_size,
             partition=options.layers_of_stages,
             redundant_experts=options.redundant_experts,
             nodes=nodes,
@@ -213,9 +235,8 @@ class ParallelLayout:
     @property
     def attention(self) -> AttentionView:
         first = self.rank - self.tp_rank
-        return AttentionView(
-            rank=self.tp_rank, size=self.tp, ranks=tuple(range(first, first + self.tp))
-        )
+        ranks = tuple(range(first, first + self.tp))
+        return AttentionView(rank=self.tp_rank, size=self.tp, ranks=ranks, cache_size=self.dcp)
 
     @property
     def experts(self) -> ExpertView:

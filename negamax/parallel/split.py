@@ -46,6 +46,7 @@ def check_split(layout: ParallelLayout, spec: ModelSpec, *, gpus: int | None = N
         hint += " without --prefill-context-parallel-size" if layout.cp > 1 else ""
         hint += ", or --device cpu" if gpus is not None else ""
         raise ConfigError(error.message, hint=hint) from None
+    _check_cache_ranks(layout, spec)
 
 
 def possible_splits(spec: ModelSpec, *, most: int) -> Iterator[ParallelOptions]:
@@ -73,6 +74,28 @@ def _check_slots(layout: ParallelLayout, spec: ModelSpec) -> None:
             f"num_redundant_experts is {redundant}: {count} experts and as many copies are dealt "
             f"out to {ranks} ranks, the same number to each, none twice to one",
             hint=f"use {nearest}, or another number of 0 to {most} that leaves no remainder",
+        )
+
+
+def _check_cache_ranks(layout: ParallelLayout, spec: ModelSpec) -> None:
+    """Those that share out the cache of a KV head have copies of it."""
+    if layout.dcp == 1:
+        return
+    if not spec.can_share_out_caches:
+        raise ConfigError(
+            f"--decode-context-parallel-size is {layout.dcp}: ranks of {spec.architecture} hold "
+            f"whole KV caches",
+            hint="use --decode-context-parallel-size 1",
+        )
+    copies = layout.attention.kv_replicas(spec.num_kv_heads)
+    if copies % layout.dcp:
+        sizes = range(1, min(copies, layout.dcp) + 1)
+        nearest = max(size for size in sizes if copies % size == 0)
+        least = layout.dcp * spec.num_kv_heads
+        raise ConfigError(
+            f"--decode-context-parallel-size is {layout.dcp}: each of {spec.num_kv_heads} KV heads "
+            f"lies on {copies} of --tensor-parallel-size {layout.tp} ranks",
+            hint=f"use --decode-context-parallel-size {nearest}, or --tensor-parallel-size {least}",
         )
 
 

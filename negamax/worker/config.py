@@ -11,7 +11,7 @@ import msgspec
 from negamax.config.eagle3 import DraftModel
 from negamax.config.eplb import FIXED
 from negamax.config.families import family_of
-from negamax.config.kv_cache import KvCacheSpecs, with_index_dtype
+from negamax.config.kv_cache import KvCacheSpecs, with_holders, with_index_dtype
 from negamax.config.model_spec import ModelSpec
 from negamax.config.speculation import SpeculationConfig
 from negamax.parallel.layout import ParallelLayout
@@ -124,6 +124,7 @@ class WorkerConfig:
         """Of the layers of this rank's pipeline stage, and behind them of the draft's."""
         own = self.layout.layers(self.spec.num_layers)
         caches, of_index = self.spec.kv_caches()[own.start : own.stop], self.index_cache_dtype
+        caches = with_holders(caches, self.layout.dcp)
         caches = [*caches, *(self.own_draft.spec.kv_caches() if self.own_draft else ())]
         return caches if of_index == "auto" else with_index_dtype(caches, of_index)
 

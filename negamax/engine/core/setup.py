@@ -79,7 +79,7 @@ def _start_loop(
     if draft is not None:
         from negamax.engine.core.draft import with_own_parts  # with PyTorch
 
-        check_split(layout.within_stage, draft.spec)
+        check_split(replace(layout.within_stage, dcp=1), draft.spec)  # it holds whole caches
         draft = with_own_parts(draft, spec)
     if device == "cpu":
         env.settle_cpu_products()
@@ -88,6 +88,7 @@ def _start_loop(
     max_num_seqs = options.max_num_seqs or limits.max_num_seqs * (2 if is_throughput else 1)
     max_num_batched_tokens = options.max_num_batched_tokens or limits.max_num_batched_tokens
     block_size = choose_block_size(spec.kv_caches(), options.block_size, default=limits.block_size)
+    options.parallel.check_interleave(block_size)
     check_index_options(
         spec.kv_caches(), dtype=options.index_cache_dtype, sharding=options.index_cache_sharding
     )

@@ -440,11 +440,17 @@ def paged_caches(
 def apply_attention(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     """The weighted sums of values."""
     t, n = case.tensors, case.numbers
-    describe = partial(run_metadata, max_run=n["max_run"]) if "max_run" in n else attention_metadata
-    queries = describe(t["block_tables"], n["lengths"], n["counts"])
-    plan = kernel.prepare(queries, n["shape"], dtype=t["q"].dtype)
+    plan = plan_of(kernel, case)
     scales = n.get("kv_scales", (1.0, 1.0))
     return (kernel.run(t["q"], t["k_cache"], t["v_cache"], plan, kv_scales=scales),)
+
+
+def plan_of(kernel: AnyKernel, case: Case) -> Any:
+    """What the kernel prepares."""
+    t, n = case.tensors, case.numbers
+    describe = partial(run_metadata, max_run=n["max_run"]) if "max_run" in n else attention_metadata
+    queries = describe(t["block_tables"], n["lengths"], n["counts"])
+    return kernel.prepare(queries, n["shape"], dtype=t["q"].dtype)
 
 
 def run_metadata(

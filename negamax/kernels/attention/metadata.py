@@ -127,12 +127,27 @@ class AttentionMetadata:
 
 
 @dataclass(frozen=True)
+class CacheShard:
+    """Which blocks of keys and values a rank holds: of several ranks with copies of a KV head each
+    has every `ranks`-th block of the pool. Block b is block b // ranks + 1 of rank b % ranks,
+    whatever it holds and wherever in a sequence that stands; block 0 of each rank is nobody's.
+    """
+
+    rank: int = 0
+    ranks: int = 1  # 1: all blocks, under their numbers in the pool
+
+
+WHOLE_CACHE = CacheShard()
+
+
+@dataclass(frozen=True)
 class PagedShape:
     """Sizes that a plan depends on."""
 
     kv_heads: int
     group: int  # query heads per KV head
     block_size: int
+    cache: CacheShard = field(default=WHOLE_CACHE, kw_only=True)
 
 
 def attention_metadata(

@@ -33,6 +33,7 @@ from negamax.kernels.attention.triton_decode_plan import (
     WORK_WORDS,
     DecodePlan,
     load_sequence,
+    with_length,
 )
 from negamax.kernels.attention.triton_decode_reduce import finish_split, reduce_kernel
 from negamax.kernels.attention.triton_decode_runs import (
@@ -45,6 +46,7 @@ from negamax.kernels.attention.triton_decode_runs import (
 from negamax.kernels.attention.triton_shared import (
     LOG2_E,
     AttentionConstants,
+    Outputs,
     dot_dtype,
     key_offset,
     load_tile,
@@ -125,7 +127,7 @@ def _key_step(q, k, v, visible, scale, m_i, l_i, acc):
 
 @triton.jit
 def _attend_split(
-    q, k_cache, v_cache, tables, table_stride, partials, output, qk_scale, v_scale,
+    q, k_cache, v_cache, tables, table_stride, partials, output, lse, qk_scale, v_scale,
     head, program, programs, tile, until, run, sequence, prefetched, C: tl.constexpr,
 ):  # fmt: skip
     """Tiles `tile` to `until` of one sequence and KV head, to the output or to `partials`.
@@ -168,6 +170,8 @@ def _attend_split(
     num_keys = sequence.length - 1 if C.PREFETCH_KV else sequence.length
     keys_seen = num_keys if C.QUERIES == 1 else keys_of_row(run, row3, num_keys, C)
     first, after = tile - sequence.first_tile, until - sequence.first_tile
+    if C.FEWER_KEYS:
+        after = tl.minimum(after, tl.cdiv(num_keys, C.BLOCK_N))
     if C.PREFETCH_KV:
         visible = key < num_keys - first * C.BLOCK_N
         m_i, l_i, acc = _tile_step(
@@ -189,7 +193,7 @@ def _attend_split(
     if C.PREFETCH_KV:
         m_i, l_i, acc = _key_step(q_rows, newest_k, newest_v, has_newest, qk_scale, m_i, l_i, acc)
     finish_split(
-        m_i, l_i, acc, row, column, partials, output, v_scale, head, program, programs,
+        m_i, l_i, acc, row, column, partials, output, lse, v_scale, head, program, programs,
         tile == sequence.first_tile, run, first_row, sequence, C,
     )  # fmt: skip
 
@@ -222,6 +226,8 @@ def _decode_kernel(
     out,  # [T, KV_HEADS * GROUP * DIM], written; likewise
     values,  # e4m3 and
     scales,  # [T, KV_HEADS * GROUP] fp32, None unless QUANTIZE
+    lse,  # likewise, written: `write_lse`
+    lengths,  # [S] int32, in place of those of the plan; None unless FEWER_KEYS
     query_starts,  # see `DecodeRuns`, and
     num_tokens,  # T; None both where QUERIES is 1
     qk_scale,  # softmax scale * scale of the keys * log2(e)
@@ -255,16 +261,18 @@ def _decode_kernel(
     output = (out, values, scales)
     if C.SPLIT_KV:
         _attend_split(
-            q, k_cache, v_cache, tables, table_stride, partials, output, qk_scale, v_scale,
-            head, program, programs, tile, end, run, sequence, prefetched, C,
+            q, k_cache, v_cache, tables, table_stride, partials, output, lse, qk_scale, v_scale,
+            head, program, programs, tile, end, run, with_length(sequence, lengths, seq, C),
+            prefetched, C,
         )  # fmt: skip
     else:
         while tile < end:
             until = tl.minimum(end, sequence.end_tile)
             _attend_split(
-                q, k_cache, v_cache, tables, table_stride, partials, output, qk_scale, v_scale,
-                head, program, programs, tile, until,
-                load_run(query_starts, num_tokens, seq, C), sequence, prefetched, C,
+                q, k_cache, v_cache, tables, table_stride, partials, output, lse, qk_scale,
+                v_scale, head, program, programs, tile, until,
+                load_run(query_starts, num_tokens, seq, C),
+                with_length(sequence, lengths, seq, C), prefetched, C,
             )  # fmt: skip
             tile = until
             if tile < end:
@@ -300,10 +308,28 @@ def decode(
     """q [T, heads, head_dim], caches [num_blocks, kv_heads, block_size, head_dim] -> [T, heads *
     head_dim].
     """
-    assert q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
     output = outputs(q, quantize=plan.quantize)
+    launch_decode(q, k_cache, v_cache, plan, output, kv_scales=kv_scales)
+    return result(*output)
+
+
+def launch_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: DecodePlan,
+    output: Outputs,
+    *,
+    lse: Tensor | None = None,
+    lengths: Tensor | None = None,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> None:
+    """`decode` into `output`, and into lse [T, heads] fp32 what `write_lse` says; with lengths [S]
+    int32 of sequences that have fewer keys than planned.
+    """
+    assert q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
     if q.shape[0] == 0:
-        return result(*output)
+        return
     head_dim, shape, tables = q.shape[2], plan.shape, plan.queries.block_tables
     num_rows, runs = plan.num_queries * shape.group, plan.runs
     of_runs = (None, None) if runs is None else (runs.query_starts, q.shape[0])
@@ -339,7 +365,9 @@ def decode(
         PREFETCH_KV=has_one_new_key(plan),
         PARALLEL_REDUCE=(parallel and block_d <= 128 and _all_programs_run(q.device, block_m)),
         REDUCE_LATER=plan.reduce_later,
+        FEWER_KEYS=lengths is not None,
     )
+    assert lengths is None or not constants.PREFETCH_KV
     _decode_kernel[(shape.kv_heads, plan.programs)](
         q,
         k_cache,
@@ -349,6 +377,8 @@ def decode(
         plan.work,
         partials,
         *output,
+        lse,
+        lengths,
         *of_runs,
         head_dim**-0.5 * kv_scales[0] * LOG2_E,
         kv_scales[1],
@@ -360,7 +390,6 @@ def decode(
     )
     if plan.reduce_later:
         reduce_kernel[(shape.kv_heads, len(plan.sequences) // SEQUENCE_WORDS.value)](
-            plan.sequences, partials, *output, *of_runs, kv_scales[1],
+            plan.sequences, partials, *output, lse, *of_runs, kv_scales[1],
             plan.programs, constants, num_warps=4,
         )  # fmt: skip
-    return result(*output)

@@ -88,6 +88,17 @@ def load_sequence(at):
 
 
 @triton.jit
+def with_length(sequence, lengths, seq, C: tl.constexpr):
+    """`sequence`, with FEWER_KEYS of the length that `lengths` has."""
+    if C.FEWER_KEYS:
+        sequence = Sequence(
+            sequence.first_tile, sequence.end_tile, tl.load(lengths + seq), sequence.table_index,
+            sequence.first_program, sequence.num_splits,
+        )  # fmt: skip
+    return sequence
+
+
+@triton.jit
 def _load_tiles(seq_lens, start, num_seqs, BLOCK_N: tl.constexpr):
     """The _BLOCK_S sequences from `start` on: their numbers, which of them exist, lengths, and
     tiles; one tile where there is no key, whose program writes zeros.

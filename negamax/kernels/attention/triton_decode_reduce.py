@@ -26,7 +26,7 @@ from negamax.kernels.attention.triton_decode_plan import (
     load_sequence,
 )
 from negamax.kernels.attention.triton_decode_runs import head_of_row, is_row, load_run
-from negamax.kernels.attention.triton_shared import nonempty_max, write_heads
+from negamax.kernels.attention.triton_shared import nonempty_max, write_heads, write_lse
 
 
 @triton.jit
@@ -55,7 +55,8 @@ def _is_incomplete(words):
 @triton.jit
 def _reduce(partials, slot, row, start, count, m_i, l_i, acc, C: tl.constexpr):
     """Rows `row` [rows] of partial results slot + start to slot + count, and m_i, l_i [rows] and
-    acc [rows, BLOCK_D] of what the caller has itself -> l_i, and acc, still to be divided by it.
+    acc [rows, BLOCK_D] of what the caller has itself -> all three, acc still to be divided by
+    l_i.
 
     Reading is all latency, so 32 rows of partial results are read at a time. Of their lse every
     warp reads all, one a lane, and waits for itself; so the results come first.
@@ -86,12 +87,12 @@ def _reduce(partials, slot, row, start, count, m_i, l_i, acc, C: tl.constexpr):
             weight[:, :, None] * result.to(tl.float32, bitcast=True), axis=1
         )
         m_i = new
-    return l_i, acc
+    return m_i, l_i, acc
 
 
 @triton.jit
 def finish_split(
-    m_i, l_i, acc, row, column, partials, output, v_scale, head, program, programs, is_first,
+    m_i, l_i, acc, row, column, partials, output, lse, v_scale, head, program, programs, is_first,
     run, first_row, sequence, C: tl.constexpr,
 ):  # fmt: skip
     """m_i and l_i [PARTIAL_ROWS], acc [PARTIAL_ROWS, BLOCK_D] of a split: to the output if it is
@@ -102,10 +103,11 @@ def finish_split(
     slot = head * programs + sequence.first_program
     if (sequence.num_splits == 1) if (C.PARALLEL_REDUCE or C.REDUCE_LATER) else is_first:
         if not (C.PARALLEL_REDUCE or C.REDUCE_LATER):
-            l_i, acc = _reduce(partials, slot, row, 1, sequence.num_splits, m_i, l_i, acc, C)
+            m_i, l_i, acc = _reduce(partials, slot, row, 1, sequence.num_splits, m_i, l_i, acc, C)
         acc *= tl.where(l_i == 0.0, 0.0, v_scale / l_i)[:, None]
         at = head_of_row(run, first_row, row, C)
         write_heads(acc, at, column, is_row(run, row, C), output, C)
+        write_lse(m_i, l_i, at, is_row(run, row, C), lse)
     else:
         store_partial(partials, head * programs + program, m_i, l_i, acc, C)
         if C.PARALLEL_REDUCE:
@@ -116,7 +118,7 @@ def finish_split(
                     tl.full([1], float("-inf"), tl.float32),
                     tl.zeros([1, BLOCK_D], tl.float32),
                 )
-                l_row, acc_row = _reduce(
+                m_row, l_row, acc_row = _reduce(
                     partials, slot, one + i, 0, sequence.num_splits, m_row,
                     tl.zeros([1], tl.float32), acc_row, C,
                 )  # fmt: skip
@@ -125,6 +127,7 @@ def finish_split(
                 acc_row *= (v_scale / l_row)[:, None]
                 at = head_of_row(run, first_row, one + i, C)
                 write_heads(acc_row, at, column, is_row(run, one + i, C), output, C)
+                write_lse(m_row, l_row, at, is_row(run, one + i, C), lse)
 
 
 @triton.jit
@@ -134,6 +137,7 @@ def reduce_kernel(
     out,  # [T, kv_heads * GROUP * DIM], written; likewise
     values,  # e4m3 and
     scales,  # [T, kv_heads * GROUP] fp32, None unless QUANTIZE
+    lse,  # likewise, written; None: nobody asks for it
     query_starts,  # see `DecodeRuns`, and
     num_tokens,  # T; None both where QUERIES is 1
     v_scale,
@@ -149,7 +153,7 @@ def reduce_kernel(
     sequence = load_sequence(sequences + seq * SEQUENCE_WORDS)
     if sequence.num_splits > 1:
         row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-        l_i, acc = _reduce(
+        m_i, l_i, acc = _reduce(
             partials, head * programs + sequence.first_program, row, 0, sequence.num_splits,
             tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32),
             tl.zeros([ROWS, BLOCK_D], tl.float32), C,
@@ -159,3 +163,4 @@ def reduce_kernel(
         first_row = (run.token * C.KV_HEADS + head) * C.GROUP
         at = head_of_row(run, first_row, row, C)
         write_heads(acc, at, column, is_row(run, row, C), (out, values, scales), C)
+        write_lse(m_i, l_i, at, is_row(run, row, C), lse)

@@ -115,17 +115,20 @@ def _qkv_heads(
 
 @triton.jit
 def _index_heads(
-    x, weight, angles, slots, token, tile, q_out, cache, eps, rank, C: tl.constexpr,
+    x, weight, angles, slots, rows, token, tile, q_out, cache, eps, rank, C: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of the index heads at x."""
     head = tile * C.BLOCK_H + tl.arange(0, C.BLOCK_H)
     is_q, is_k = head < C.INDEX_HEADS, head == C.INDEX_HEADS
-    # the same block as that of the first KV head, and there the same place
-    slot = tl.load(slots)
-    block = slot // (C.KV_HEADS * C.BLOCK_SIZE)
-    row = block // C.INDEX_RANKS * C.BLOCK_SIZE + slot % C.BLOCK_SIZE
-    is_mine = (slot >= 0) & (block % C.INDEX_RANKS == rank)
+    if rows is None:  # the same block as that of the first KV head, and there the same place
+        slot = tl.load(slots)
+        block = slot // (C.KV_HEADS * C.BLOCK_SIZE)
+        row = block // C.INDEX_RANKS * C.BLOCK_SIZE + slot % C.BLOCK_SIZE
+        is_mine = (slot >= 0) & (block % C.INDEX_RANKS == rank)
+    else:
+        row = tl.load(rows + token)
+        is_mine = row >= 0
     heads, columns, masks = _normed_heads(
         x, weight, angles, head, is_q | is_k, is_k, head < 0, eps,
         C.INDEX_DIM, C.BLOCK_INDEX_REST, C, PDL,
@@ -149,6 +152,7 @@ def _head_norm_rope_write_kernel(
     v_cache,
     index_cache,  # [blocks * BLOCK_SIZE, INDEX_DIM], written
     slot_mapping,  # [T * KV_HEADS] int64, rows of k_cache and v_cache
+    index_rows,  # [T] int64, rows of index_cache; None: as follows from slot_mapping
     eps,
     inverse_k_scale,
     inverse_v_scale,
@@ -171,8 +175,8 @@ def _head_norm_rope_write_kernel(
         )  # fmt: skip
     elif C.INDEX_DIM > 0:
         _index_heads(
-            x + QKV, index_weight, angles, slots, token, tile - TILES, index_q_out, index_cache,
-            eps, rank, C, PDL,
+            x + QKV, index_weight, angles, slots, index_rows, token, tile - TILES, index_q_out,
+            index_cache, eps, rank, C, PDL,
         )  # fmt: skip
 
 
@@ -184,6 +188,7 @@ def _launch(
     caches: tuple[Tensor, Tensor],
     slot_mapping: Tensor,
     kv_scales: tuple[float, float],
+    index_rows: Tensor | None = None,
 ) -> Tensor:
     """`index`: weight, index_q and index_cache -> q."""
     index_weight, index_q, index_cache = index
@@ -210,6 +215,7 @@ def _launch(
         *caches,
         index_cache,
         slot_mapping,
+        index_rows,
         norm.eps,
         1.0 / kv_scales[0],
         1.0 / kv_scales[1],
@@ -268,11 +274,12 @@ def sparse_norm_rope_write(
     index_cache: Tensor,
     slot_mapping: Tensor,
     *,
+    index_rows: Tensor | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> tuple[Tensor, Tensor]:
     """As the definition, but for the same two things as `head_norm_rope_write`."""
     index_q = projected.new_empty(projected.shape[0], norm.index_heads, norm.index_weight.shape[1])
     index = (norm.index_weight, index_q, index_cache)
     caches = (k_cache, v_cache)
-    q = _launch(projected, norm, index, (cos, sin), caches, slot_mapping, kv_scales)
+    q = _launch(projected, norm, index, (cos, sin), caches, slot_mapping, kv_scales, index_rows)
     return q, index_q

@@ -27,6 +27,7 @@ from negamax.kernels.attention.tiles import tiles_for
 from negamax.kernels.attention.triton_shared import (
     LOG2_E,
     AttentionConstants,
+    Outputs,
     dot_dtype,
     load_tile,
     outputs,
@@ -34,6 +35,7 @@ from negamax.kernels.attention.triton_shared import (
     softmax_step,
     tile_offset,
     write_heads,
+    write_lse,
 )
 
 
@@ -107,6 +109,18 @@ def _tiles_on_device(queries: AttentionMetadata, size: int) -> Tensor:
 
 
 @triton.jit
+def _last_own_key(held, position, is_row, C: tl.constexpr):
+    """Which of the keys in a rank's blocks of a sequence is the last one up to `position`, counted
+    from 0; -1 where there is none. `held`: of the sequence's blocks.
+    """
+    block = position // C.BLOCK_SIZE
+    until = tl.load(held + block, mask=is_row, other=0)
+    before = tl.load(held + block - 1, mask=is_row & (block > 0), other=0)
+    rest = tl.where(until > before, position % C.BLOCK_SIZE + 1, 0)
+    return before * C.BLOCK_SIZE + rest - 1
+
+
+@triton.jit
 def _prefill_kernel(
     q,  # [T, KV_HEADS * GROUP, DIM]
     k_cache,  # [blocks, KV_HEADS, BLOCK_SIZE, DIM]
@@ -117,6 +131,9 @@ def _prefill_kernel(
     out,  # [T, KV_HEADS * GROUP * DIM], written; likewise
     values,  # e4m3 and
     scales,  # [T, KV_HEADS * GROUP] fp32, None unless QUANTIZE
+    lse,  # likewise, written: `write_lse`
+    held,  # [S, held_stride] int32, as `OwnBlocks` of the blocks in `tables`; None: all blocks
+    held_stride,
     qk_scale,  # softmax scale * scale of the keys * log2(e)
     v_scale,
     table_stride,
@@ -147,6 +164,10 @@ def _prefill_kernel(
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     position, end = start + row, start + count
+    if held is not None:
+        position = _last_own_key(held + seq.to(tl.int64) * held_stride, position, row < count, C)
+        start = tl.min(tl.where(row < count, position, 0x7FFFFFFF))
+        end = tl.max(tl.where(row < count, position, -1)) + 1
     lane = tl.arange(0, C.BLOCK_N)[:, None]
     offset = tile_offset(table, 0, lane, end, head, C)
     for t in range(0, tl.cdiv(end, C.BLOCK_N)):
@@ -162,8 +183,12 @@ def _prefill_kernel(
         p, alpha, m_i = softmax_step(scores, qk_scale, m_i)
         l_i = l_i * alpha + tl.sum(p, axis=1)
         acc = tl.dot(p.to(C.DOT), v, acc * alpha[:, None])
-    acc *= (v_scale / l_i)[:, None]
+    if held is None:
+        acc *= (v_scale / l_i)[:, None]
+    else:
+        acc *= tl.where(l_i == 0.0, 0.0, v_scale / l_i)[:, None]
     write_heads(acc, out_row.to(tl.int64), column, row < count, (out, values, scales), C)
+    write_lse(m_i, l_i, out_row.to(tl.int64), row < count, lse)
 
 
 def prefill(
@@ -177,10 +202,28 @@ def prefill(
     """q [T, heads, head_dim], caches [num_blocks, kv_heads, block_size, head_dim] -> [T, heads *
     head_dim].
     """
-    assert q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
     output = outputs(q, quantize=plan.quantize)
+    launch_prefill(q, k_cache, v_cache, plan, output, kv_scales=kv_scales)
+    return result(*output)
+
+
+def launch_prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: PrefillPlan,
+    output: Outputs,
+    *,
+    lse: Tensor | None = None,
+    held: Tensor | None = None,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> None:
+    """`prefill` into `output`, and into lse [T, heads] fp32 what `write_lse` says; with `held` of
+    `OwnBlocks` where the plan's block tables are those of the blocks that a rank holds.
+    """
+    assert q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
     if q.shape[0] == 0:
-        return result(*output)
+        return
     _, heads, head_dim = q.shape
     shape, tables = plan.shape, plan.queries.block_tables
     launch = tiles_for(q.device).prefill_launch(plan.block_m, k_cache.element_size())
@@ -192,6 +235,9 @@ def prefill(
         plan.queries.block_table_indices,
         plan.tiles,
         *output,
+        lse,
+        held,
+        None if held is None else held.stride(0),
         head_dim**-0.5 * kv_scales[0] * LOG2_E,
         kv_scales[1],
         tables.stride(0),
@@ -209,4 +255,3 @@ def prefill(
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
-    return result(*output)

@@ -42,6 +42,7 @@ class AttentionConstants(NamedTuple):
     PREFETCH_KV: bool = False
     PARALLEL_REDUCE: bool = False
     REDUCE_LATER: bool = False
+    FEWER_KEYS: bool = False  # than the plan knows of
 
 
 def dot_dtype(dtype: torch.dtype, cache: torch.dtype) -> tl.dtype:
@@ -51,7 +52,10 @@ def dot_dtype(dtype: torch.dtype, cache: torch.dtype) -> tl.dtype:
     return tl.float16 if FP8 in (cache, dtype) or dtype == torch.float16 else tl.bfloat16
 
 
-def outputs(q: Tensor, *, quantize: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+Outputs = tuple[Tensor, Tensor | None, Tensor | None]
+
+
+def outputs(q: Tensor, *, quantize: bool) -> Outputs:
     """Where a kernel writes what it makes of q [T, heads, head_dim]: [T, heads * head_dim] in the
     model's dtype and, if asked for, in FP8 with a scale per token and head.
     """
@@ -89,6 +93,15 @@ def write_heads(x, row, column, mask, output, C: tl.constexpr):
         x = tl.minimum(tl.maximum(x * (1.0 / scale)[:, None], -e4m3_max(dtype)), e4m3_max(dtype))
         tl.store(values + at, x.to(dtype), mask=inside)
         tl.store(scales + row, scale, mask=mask)
+
+
+@triton.jit
+def write_lse(m_i, l_i, row, mask, lse):
+    """The log2-sum-exp2 of the scores of rows, m_i + log2(l_i), to the heads `row` of lse [T,
+    heads] fp32; -inf where there is no key. None: nobody asks for it.
+    """
+    if lse is not None:
+        tl.store(lse + row, m_i + tl.log2(l_i), mask=mask)
 
 
 @triton.jit

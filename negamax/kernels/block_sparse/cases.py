@@ -394,7 +394,8 @@ def _label(
     )
 
 
-def _plan(kernel: AnyKernel, case: Case, *, dtype: torch.dtype) -> Any:
+def plan_of(kernel: AnyKernel, case: Case, *, dtype: torch.dtype) -> Any:
+    """What the kernel prepares."""
     n = case.numbers
     is_decode = [count == 1 for count in n["counts"]]
     queries = attention_metadata(
@@ -409,7 +410,7 @@ def _plan(kernel: AnyKernel, case: Case, *, dtype: torch.dtype) -> Any:
 def apply_select(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     """The choice."""
     t = case.tensors
-    plan = _plan(kernel, case, dtype=t["index_q"].dtype)
+    plan = plan_of(kernel, case, dtype=t["index_q"].dtype)
     choice = kernel.run(t["index_q"], t["index_cache"], plan)
     return choice.ids, choice.pages
 
@@ -418,7 +419,7 @@ def apply_select_shard(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     """The blocks in ascending order, -1 before them where there are fewer or nothing to choose."""
     t, shape = case.tensors, case.numbers["shape"]
     keys = kernel.run(
-        t["index_q"], t["index_cache"], _plan(kernel, case, dtype=t["index_q"].dtype)
+        t["index_q"], t["index_cache"], plan_of(kernel, case, dtype=t["index_q"].dtype)
     ).squeeze(0)
     positions = _positions(case.numbers["lengths"], case.numbers["counts"]).to(keys.device)
     is_none = (keys < NO_KEY + 2**32) | (positions < shape.dense_tokens).view(-1, 1, 1)
@@ -428,7 +429,7 @@ def apply_select_shard(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 def apply_merge_shards(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     """The choice."""
-    plan = _plan(kernel, case, dtype=torch.bfloat16)
+    plan = plan_of(kernel, case, dtype=torch.bfloat16)
     choice = kernel.run(case.tensors["keys"], plan, None)
     return choice.ids, choice.pages
 
@@ -436,7 +437,7 @@ def apply_merge_shards(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 def apply_attention(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     """The weighted sums of values."""
     t = case.tensors
-    plan = _plan(kernel, case, dtype=t["q"].dtype)
+    plan = plan_of(kernel, case, dtype=t["q"].dtype)
     choice, scales = BlockChoice(t["ids"], t["pages"]), case.numbers.get("kv_scales", (1.0, 1.0))
     return (kernel.run(t["q"], t["k_cache"], t["v_cache"], choice, plan, kv_scales=scales),)
 

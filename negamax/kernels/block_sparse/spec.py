@@ -87,7 +87,7 @@ def split_sparse_heads(projected: Tensor, norm: SparseHeadNorm) -> SparseHeads:
     return SparseHeads(*(part.unflatten(1, (n, -1)) for part, n in zip(parts, counts, strict=True)))
 
 
-def index_rows(rows: Tensor, shard: IndexShard, *, kv_heads: int, block_size: int) -> Tensor:
+def rows_of_index(rows: Tensor, shard: IndexShard, *, kv_heads: int, block_size: int) -> Tensor:
     """The rows [T] of a rank's index cache, whose one head lies in the same blocks as `kv_heads`
     heads of keys at `rows` [T * kv_heads]; -1 where another rank holds the block.
     """
@@ -107,6 +107,7 @@ def norm_rope_write(
     index_cache: Tensor,
     rows: Tensor,
     *,
+    index_rows: Tensor | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> tuple[Tensor, Tensor]:
     """`head_norm` and rope of q, k, index_q and index_k; k, v and index_k into the caches; q [T,
@@ -114,8 +115,9 @@ def norm_rope_write(
 
     `projected` as in `SparseHeads` (a kernel may overwrite it); cos, sin from `rope.spec.cos_sin`;
     rows [T * kv_heads] from `kvcache.spec.cache_rows`, from which follow those of index_cache
-    [num_blocks, 1, block_size, index_dim]. All arithmetic is in fp32 and rounded once, at the end.
-    The caches hold k / kv_scales[0], v / kv_scales[1] and the index key as it is.
+    [num_blocks, 1, block_size, index_dim], unless index_rows [T] are given (-1: not written). All
+    arithmetic is in fp32 and rounded once, at the end. The caches hold k / kv_scales[0], v /
+    kv_scales[1] and the index key as it is.
     """
     own = split_sparse_heads(projected, norm)
     q, k, index_q, index_k = (
@@ -127,7 +129,9 @@ def norm_rope_write(
         )
     )
     write(k, own.v, k_cache, v_cache, rows, kv_scales=kv_scales)
-    to = index_rows(rows, norm.shard, kv_heads=norm.kv_heads, block_size=k_cache.shape[2])
+    to = index_rows
+    if to is None:
+        to = rows_of_index(rows, norm.shard, kv_heads=norm.kv_heads, block_size=k_cache.shape[2])
     store(index_k[to >= 0], index_cache, to[to >= 0])
     return q.to(projected.dtype), index_q.to(projected.dtype)
 

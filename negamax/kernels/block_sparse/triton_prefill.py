@@ -31,12 +31,14 @@ from negamax.kernels.attention.triton_prefill import (
 from negamax.kernels.attention.triton_shared import (
     LOG2_E,
     AttentionConstants,
+    Outputs,
     dot_dtype,
     load_tile,
     outputs,
     result,
     softmax_step,
     write_heads,
+    write_lse,
 )
 from negamax.kernels.block_sparse.choice import BlockChoice, SparseShape
 from negamax.kernels.block_sparse.tiles import tiles_for
@@ -66,6 +68,13 @@ def plan_sparse_prefill(
     """A run of queries per sequence, each at the last positions of its sequence."""
     if not queries.is_captured and max(queries.host_seq_lens) <= shape.dense_tokens:
         return plan_prefill(queries, shape, dtype=dtype, quantize=quantize)
+    return plan_chosen_prefill(queries, shape, quantize=quantize)
+
+
+def plan_chosen_prefill(
+    queries: AttentionMetadata, shape: SparseShape, *, quantize: bool = False
+) -> SparsePrefillPlan:
+    """The same by the choice of each query, whether it has one or not."""
     rows = tiles_for(queries.seq_lens.device).prefill_rows
     topk = triton.next_power_of_2(shape.topk_blocks)
     size = max(1, min(rows // shape.group, _UNION // topk, _MOST_QUERIES))
@@ -139,6 +148,7 @@ def _sparse_prefill_kernel(
     out,  # [T, KV_HEADS * GROUP * DIM], written; likewise
     values,  # e4m3 and
     scales,  # [T, KV_HEADS * GROUP] fp32, None unless QUANTIZE
+    lse,  # likewise, written: `write_lse`
     qk_scale,  # softmax scale * scale of the keys * log2(e)
     v_scale,
     UNION: tl.constexpr,
@@ -185,6 +195,7 @@ def _sparse_prefill_kernel(
         acc = tl.dot(p.to(C.DOT), v, acc * alpha[:, None])
     acc *= tl.where(l_i == 0.0, 0.0, v_scale / l_i)[:, None]
     write_heads(acc, out_row, column, is_row, (out, values, scales), C)
+    write_lse(m_i, l_i, out_row, is_row, lse)
 
 
 def sparse_prefill(
@@ -199,10 +210,26 @@ def sparse_prefill(
     """As the definition, but it reads keys and values by the choice's pages."""
     if isinstance(plan, PrefillPlan):
         return prefill(q, k_cache, v_cache, plan, kv_scales=kv_scales)
-    assert q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
     output = outputs(q, quantize=plan.quantize)
+    launch_sparse_prefill(q, k_cache, v_cache, choice, plan, output, kv_scales=kv_scales)
+    return result(*output)
+
+
+def launch_sparse_prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    choice: BlockChoice,
+    plan: SparsePrefillPlan,
+    output: Outputs,
+    *,
+    lse: Tensor | None = None,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> None:
+    """`sparse_prefill` into `output`, and into lse [T, heads] fp32 what `write_lse` says."""
+    assert q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
     if q.shape[0] == 0:
-        return result(*output)
+        return
     shape, head_dim, tiles = plan.shape, q.shape[2], plan.tiles
     block_m = max(16, triton.next_power_of_2(plan.size * shape.group))
     queries, topk = (triton.next_power_of_2(n) for n in (plan.size, shape.topk_blocks))
@@ -232,6 +259,7 @@ def sparse_prefill(
         v_cache,
         *unions,
         *output,
+        lse,
         head_dim**-0.5 * kv_scales[0] * LOG2_E,
         kv_scales[1],
         UNION=queries * topk,
@@ -249,4 +277,3 @@ def sparse_prefill(
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
-    return result(*output)

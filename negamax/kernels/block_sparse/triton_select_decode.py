@@ -32,6 +32,7 @@ from negamax.kernels.attention.triton_decode_plan import (
     load_sequence,
     plan_splits,
 )
+from negamax.kernels.attention.triton_own_blocks import OwnBlocks, plan_own_blocks
 from negamax.kernels.block_sparse.choice import SparseShape
 from negamax.kernels.block_sparse.tiles import tiles_for
 from negamax.kernels.block_sparse.triton_choice import (
@@ -47,7 +48,6 @@ from negamax.kernels.block_sparse.triton_choice import (
     store_best,
     store_highest,
 )
-from negamax.kernels.block_sparse.triton_shard import OwnBlocks, plan_own_blocks
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 
 MOST_QUERIES = 8  # of a sequence that are scored together
@@ -157,7 +157,13 @@ def plan_select_decode(metadata: AttentionMetadata, shape: SparseShape) -> Selec
         )
     own = None
     if shape.shard.ranks > 1:
-        own = plan_own_blocks(metadata, scored, shape)
+        own = plan_own_blocks(
+            metadata,
+            scored,
+            rank=shape.shard.rank,
+            ranks=shape.shard.ranks,
+            block_size=shape.block_size,
+        )
         scored = own.tokens
     splits = plan_splits(
         scored, metadata.block_table_indices, kv_heads=1, block_n=shape.sparse_block_size

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from negamax.kernels import platform
 from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.kernels.attention.triton_own_blocks import OwnBlocks, plan_own_blocks
 from negamax.kernels.attention.triton_prefill import query_tiles
 from negamax.kernels.block_sparse.choice import SparseShape
 from negamax.kernels.block_sparse.tiles import tiles_for
@@ -38,7 +39,6 @@ from negamax.kernels.block_sparse.triton_choice import (
     store_all_blocks,
     store_best,
 )
-from negamax.kernels.block_sparse.triton_shard import OwnBlocks, plan_own_blocks
 
 _MOST_SPLITS = 16
 _MERGED_ROWS = 16  # index queries whose splits' best blocks are merged by one program
@@ -69,7 +69,13 @@ def plan_select_prefill(metadata: AttentionMetadata, shape: SparseShape) -> Sele
         splits = 1  # nothing is scored
     own = None
     if shape.shard.ranks > 1:
-        own = plan_own_blocks(metadata, metadata.seq_lens, shape)
+        own = plan_own_blocks(
+            metadata,
+            metadata.seq_lens,
+            rank=shape.shard.rank,
+            ranks=shape.shard.ranks,
+            block_size=shape.block_size,
+        )
     return SelectPrefillPlan(metadata, shape, block_m, query_tiles(metadata, size), splits, own)
 
 

@@ -1,13 +1,9 @@
 """The choice of blocks by ranks that hold a shard of the index keys each.
 
-A rank scores the blocks that it holds. A list of them is made for each sequence once a step:
-
-    blocks of a sequence    | 0 | 1 | 2 | 3 | 4 | 5 | ...     7  2  9  4  1  6   in the pool
-    of rank 1 of 2          | 0 |   | 2 |   | 4 |   |         3     4     0      in its shard
-
-Its best keys of each index head go to the ranks that have the head, and these choose: up to as many
-tokens as the region of peer memory has rows in one launch by the LL protocol, a program per token;
-else behind an all-gather. Tokens that attend to all that they see are not exchanged.
+A rank scores the blocks that it holds (`attention/triton_own_blocks`). Its best keys of each index
+head go to the ranks that have the head, and these choose: up to as many tokens as the region of
+peer memory has rows in one launch by the LL protocol, a program per token; else behind an
+all-gather. Tokens that attend to all that they see are not exchanged.
 """
 
 from __future__ import annotations
@@ -33,67 +29,6 @@ from negamax.kernels.block_sparse.triton_choice import (
 from negamax.kernels.collectives.triton_ll import peer_base, peer_bases, poll, with_flag
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 from negamax.kernels.peers import Collective, PeerRegion
-
-_CHUNK = 1024  # blocks that the planning program loads together
-
-
-@dataclass(frozen=True)
-class OwnBlocks:
-    """The blocks of S sequences that a rank holds, ascending."""
-
-    blocks: Tensor  # [S, 2, most blocks] int32, their numbers in the sequence and in the shard
-    # [S, most blocks] int32, how many of the sequence's blocks up to each of them are held
-    held: Tensor
-    tokens: Tensor  # [S] int32, in all that are held
-
-
-@triton.jit(do_not_specialize=["rank"])
-def _own_blocks_kernel(
-    tables,  # [slots, table_stride] int32
-    block_table_indices,  # [S] int64
-    lengths,  # [S] int32, tokens
-    blocks,  # as `OwnBlocks`, written; likewise the two below
-    held,
-    tokens,
-    table_stride,
-    width,
-    rank,
-    RANKS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """Grid (S,)."""
-    seq = tl.program_id(0).to(tl.int64)
-    table = tables + tl.load(block_table_indices + seq) * table_stride
-    num_blocks = tl.cdiv(tl.load(lengths + seq), BLOCK_SIZE)
-    numbers = blocks + seq * 2 * width
-    count = 0
-    for start in range(0, num_blocks, CHUNK):
-        number = start + tl.arange(0, CHUNK)
-        is_block = number < num_blocks
-        block = tl.load(table + number, mask=is_block, other=0).to(tl.int32)
-        is_mine = is_block & (block % RANKS == rank)
-        until = count + tl.cumsum(is_mine.to(tl.int32), axis=0)
-        tl.store(held + seq * width + number, until, mask=is_block)
-        tl.store(numbers + until - 1, number, mask=is_mine)
-        tl.store(numbers + width + until - 1, block // RANKS, mask=is_mine)
-        count += tl.sum(is_mine.to(tl.int32), axis=0)
-    tl.store(tokens + seq, count * BLOCK_SIZE)
-
-
-def plan_own_blocks(metadata: AttentionMetadata, lengths: Tensor, shape: SparseShape) -> OwnBlocks:
-    """Of the sequences of `metadata`, as far as lengths [S] int32 goes."""
-    num_seqs, tables = lengths.shape[0], metadata.block_tables
-    width = tables.shape[1]
-    blocks = torch.empty(num_seqs, 2, width, dtype=torch.int32, device=tables.device)
-    held, tokens = torch.empty_like(blocks[:, 0]), torch.empty_like(lengths)
-    if num_seqs:
-        _own_blocks_kernel[(num_seqs,)](
-            tables, metadata.block_table_indices, lengths, blocks, held, tokens,
-            tables.stride(0), width, shape.shard.rank,
-            RANKS=shape.shard.ranks, BLOCK_SIZE=shape.block_size, CHUNK=_CHUNK, num_warps=4,
-        )  # fmt: skip
-    return OwnBlocks(blocks, held, tokens)
 
 
 @dataclass(frozen=True)

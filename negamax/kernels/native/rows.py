@@ -170,13 +170,15 @@ def sparse_norm_rope_write(
     index_cache: Tensor,
     rows: Tensor,
     *,
+    index_rows: Tensor | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> tuple[Tensor, Tensor]:
     """As the definition."""
     caches = (k_cache, v_cache, index_cache)
-    if {cache.dtype for cache in caches} != {projected.dtype} or kv_scales != (1.0, 1.0):
+    is_plain = {cache.dtype for cache in caches} == {projected.dtype} and kv_scales == (1.0, 1.0)
+    if not is_plain or index_rows is not None:
         return block_sparse.norm_rope_write(
-            projected, norm, cos, sin, *caches, rows, kv_scales=kv_scales
+            projected, norm, cos, sin, *caches, rows, index_rows=index_rows, kv_scales=kv_scales
         )
     q = projected.new_empty(projected.shape[0], norm.heads, k_cache.shape[-1])
     index_q = projected.new_empty(projected.shape[0], norm.index_heads, index_cache.shape[-1])

@@ -14,6 +14,7 @@ from negamax.kernels.registry import KernelTable
 from negamax.kernels.rope.spec import signed_frequencies
 from negamax.layers.attention import Attention, GroupedQueryKind, KvCaches
 from negamax.layers.basic import RmsNorm
+from negamax.layers.cache_shards import cache_kernels, cache_shard
 from negamax.layers.moe import SparseMoe
 from negamax.layers.partial import Partial
 from negamax.models.decoder import Decoder
@@ -100,16 +101,18 @@ def build(
     spec: MiniMaxM2Spec, *, context: ParallelContext, weights: WeightFormat, kernels: KernelTable
 ) -> Decoder:
     """This rank's part of the model, weights not yet written."""
+    kernels = cache_kernels(kernels, context)
     shared: dict[str, Any] = {"context": context, "weights": weights, "kernels": kernels}
-    layout = context.layout
-    kv_heads = len(layout.attention.kv_heads(spec.num_kv_heads))
+    layout, view = context.layout, context.layout.attention
+    kv_heads = len(view.kv_heads(spec.num_kv_heads))
     layers = [DecoderLayer(spec, layer, **shared) for layer in layout.layers(spec.num_layers)]
     kind = GroupedQueryKind(
         kv_heads=kv_heads,
-        group=len(layout.attention.heads(spec.num_heads)) // kv_heads,
+        group=len(view.cache_heads(spec.num_heads)) // kv_heads,
         frequencies=signed_frequencies(spec.rotary_dim, spec.rope_theta).to(weights.device),
         quantize=all(layer.attention.gives_quantized for layer in layers),
         kernels=kernels,
+        cache=cache_shard(view),
     )
     eps = spec.rms_norm_eps
     return Decoder(spec, layers, [(kind, 0)], names=names.DECODER, eps=eps, **shared)

@@ -29,11 +29,11 @@ def weights(spec: MiniMaxM2Spec) -> Iterator[WeightSpec]:
     yield WeightSpec(DECODER.embedding, (spec.vocab_size, hidden), is_table=True)
     for layer in range(spec.num_layers):
         own, its = attention(layer), moe(layer)
-        yield WeightSpec(own.q, (q_rows, hidden), parts=heads, splits=Axis.ROWS)
+        yield WeightSpec(own.q, (q_rows, hidden), parts=heads, splits=Axis.ROWS, is_query=True)
         yield WeightSpec(own.k, (kv_rows, hidden), parts=kv_heads, splits=Axis.ROWS)
         yield WeightSpec(own.v, (kv_rows, hidden), parts=kv_heads, splits=Axis.ROWS)
         yield WeightSpec(own.out, (hidden, q_rows), parts=heads, splits=Axis.COLUMNS)
-        yield WeightSpec(own.q_norm, (q_rows,), parts=heads, dtype="float32")
+        yield WeightSpec(own.q_norm, (q_rows,), parts=heads, dtype="float32", is_query=True)
         yield WeightSpec(own.k_norm, (kv_rows,), parts=kv_heads, dtype="float32")
         yield WeightSpec(its.router, (spec.num_experts, hidden), parts=1, dtype="float32")
         yield WeightSpec(its.router_bias, (spec.num_experts,), parts=1, dtype="float32")

@@ -18,6 +18,7 @@ from negamax.kernels.rope.spec import signed_frequencies
 from negamax.layers.attention import Attention, AttentionKind, GroupedQueryKind, KvCaches
 from negamax.layers.basic import RmsNorm
 from negamax.layers.block_sparse_attention import BlockSparseAttention, BlockSparseKind
+from negamax.layers.cache_shards import cache_kernels, cache_shard
 from negamax.layers.mlp import Mlp
 from negamax.layers.moe import SparseMoe
 from negamax.layers.partial import Partial
@@ -132,6 +133,7 @@ def build(
     spec: MiniMaxM3Spec, *, context: ParallelContext, weights: WeightFormat, kernels: KernelTable
 ) -> Decoder:
     """This rank's part of the model, weights not yet written."""
+    kernels = cache_kernels(kernels, context)
     shared: dict[str, Any] = {"context": context, "weights": weights, "kernels": kernels}
     numbers = context.layout.layers(spec.num_layers)
     layers = [DecoderLayer(spec, layer, **shared) for layer in numbers]
@@ -165,7 +167,7 @@ def _kinds(
     """The kinds of attention of these layers, each with the first layer of it."""
     view = context.layout.attention
     kv_heads = len(view.kv_heads(spec.num_kv_heads))
-    group = len(view.heads(spec.num_heads)) // kv_heads
+    group, cache = len(view.cache_heads(spec.num_heads)) // kv_heads, cache_shard(view)
     common: dict[str, Any] = {
         "frequencies": signed_frequencies(spec.rotary_dim, spec.rope_theta).to(weights.device),
         "quantize": all(layer.attention.gives_quantized for layer in layers),
@@ -174,7 +176,7 @@ def _kinds(
     sparse, kinds = spec.sparse, list[tuple[AttentionKind, int]]()
     at = [isinstance(layer.attention, BlockSparseAttention) for layer in layers]
     if False in at:
-        kind = GroupedQueryKind(kv_heads=kv_heads, group=group, **common)
+        kind = GroupedQueryKind(kv_heads=kv_heads, group=group, cache=cache, **common)
         kinds.append((kind, at.index(False)))
     if sparse is not None and True in at:
         shape = SparseShape(
@@ -186,6 +188,7 @@ def _kinds(
             sparse.init_blocks,
             sparse.local_blocks,
             shard=_index_shard(spec, context),
+            cache=cache,
         )
         kinds.append((BlockSparseKind(shape, **common), at.index(True)))
     return kinds

@@ -72,7 +72,7 @@ def _attention(spec: MiniMaxM3Spec, layer: int) -> Iterator[WeightSpec]:
     hidden, heads, kv_heads = spec.hidden_size, spec.num_heads, spec.num_kv_heads
     q_rows, kv_rows = heads * spec.head_dim, kv_heads * spec.head_dim
     own = attention(layer)
-    yield WeightSpec(own.q, (q_rows, hidden), parts=heads, splits=Axis.ROWS)
+    yield WeightSpec(own.q, (q_rows, hidden), parts=heads, splits=Axis.ROWS, is_query=True)
     yield WeightSpec(own.k, (kv_rows, hidden), parts=kv_heads, splits=Axis.ROWS)
     yield WeightSpec(own.v, (kv_rows, hidden), parts=kv_heads, splits=Axis.ROWS)
     yield WeightSpec(own.out, (hidden, q_rows), parts=heads, splits=Axis.COLUMNS)

@@ -1,0 +1,1 @@
+"""Attention of ranks that hold some blocks of the KV cache of a head each."""

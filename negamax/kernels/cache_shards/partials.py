@@ -1,0 +1,44 @@
+"""What a rank makes of its own blocks, as it travels: results of T tokens and, behind them, by how
+much each counts, in one message.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from negamax.kernels.kvcache.spec import FP8
+
+
+@dataclass(frozen=True)
+class PartialResults:
+    """Attention of T tokens to some of their keys, and the log2 of the sums that the results were
+    divided by; views of `message`. With messages of several ranks both have a dimension more, in
+    front.
+    """
+
+    message: Tensor  # [bytes] uint8, or [ranks, bytes]
+    out: Tensor  # [T, heads * head_dim] in the model's dtype; 0 where there is no key
+    lse: Tensor  # [T, heads] fp32, of scores in units of log2(e); -inf where there is no key
+
+    @classmethod
+    def empty(cls, q: Tensor) -> PartialResults:
+        """For queries q [T, heads, head_dim]; nothing is written yet."""
+        assert q.dtype != FP8
+        num_bytes = q.numel() * q.element_size() + 4 * q.shape[0] * q.shape[1]
+        return cls.of(torch.empty(num_bytes, dtype=torch.uint8, device=q.device), q)
+
+    @classmethod
+    def of(cls, message: Tensor, q: Tensor) -> PartialResults:
+        """Of one rank's message, or of those of several; all had queries of q's shape and dtype."""
+        num_tokens, heads, head_dim = q.shape
+        out, lse = message.split(
+            [q.numel() * q.element_size(), 4 * num_tokens * heads], dim=message.dim() - 1
+        )
+        return cls(
+            message,
+            out.view(q.dtype).unflatten(-1, (num_tokens, heads * head_dim)),
+            lse.view(torch.float32).unflatten(-1, (num_tokens, heads)),
+        )

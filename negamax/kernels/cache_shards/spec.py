@@ -1,0 +1,256 @@
+"""Definitions of attention by ranks with copies of a KV head, each of which holds some blocks of
+its cache (`attention.metadata.CacheShard`).
+
+A rank attends with the query heads of all of them to the keys in its own blocks, whatever
+positions these have; each then has its own heads' results of all ranks:
+
+    lse[r, t, h] = log2 sum_j 2^s[t, h, j],   s = q[t, h] . k[j] * head_dim ** -0.5 * log2(e)
+    out[r, t, h] = sum_j 2^(s[t, h, j] - lse[r, t, h]) v[j],   j of rank r
+    out[t, h] = sum_r 2^lse[r, t, h] out[r, t, h] / sum_r 2^lse[r, t, h],   in the order of ranks
+
+A rank without a key of a token has lse -inf and out 0, which change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from math import e, log2
+
+import torch
+from torch import Tensor
+
+from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
+from negamax.kernels.block_sparse.choice import BlockChoice, SparseShape
+from negamax.kernels.cache_shards import cases
+from negamax.kernels.cache_shards.partials import PartialResults
+from negamax.kernels.kvcache.spec import cache_rows, slots_of
+from negamax.kernels.op import Kernel, Op, rounding_tolerance
+from negamax.kernels.signatures import (
+    MERGE_PARTIALS,
+    OWN_ROWS,
+    PARTIAL_DECODE,
+    PARTIAL_PREFILL,
+    PARTIAL_SPARSE_DECODE,
+    PARTIAL_SPARSE_PREFILL,
+)
+
+
+def own_rows(
+    positions: Tensor,
+    token_slots: Tensor,
+    block_tables: Tensor,
+    *,
+    rank: int,
+    ranks: int,
+    first: int,
+    heads: int,
+    block_size: int,
+) -> Tensor:
+    """The rows [T * heads] int64 (`kvcache.spec.cache_rows`) of a step's tokens in a cache whose
+    block b is block b // ranks + first of rank b % ranks; -1 where another rank holds the block.
+    """
+    slots = slots_of(positions, token_slots, block_tables, block_size=block_size)
+    block, offset = slots // block_size, slots % block_size
+    own = (block // ranks + first) * block_size + offset
+    rows = cache_rows(own, kv_heads=heads, block_size=block_size)
+    return rows.where((block % ranks == rank).repeat_interleave(heads), -1)
+
+
+@dataclass(frozen=True)
+class PartialPlan:
+    """Queries and sizes as they are."""
+
+    queries: AttentionMetadata
+    shape: PagedShape
+
+
+def plan(
+    queries: AttentionMetadata, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False
+) -> PartialPlan:
+    """`dtype` of the queries; results of a rank alone are never in FP8."""
+    assert not quantize
+    return PartialPlan(queries, shape)
+
+
+def attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: PartialPlan,
+    *,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> PartialResults:
+    """q [T, heads, head_dim], caches [blocks of the rank, kv_heads, block_size, head_dim]; scales
+    as in `attention.spec.attend`.
+    """
+    return _attend(q, (k_cache, v_cache), plan, kv_scales, lambda tokens, keys: keys >= 0)
+
+
+def attend_to_blocks(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    choice: BlockChoice,
+    plan: PartialPlan,
+    *,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> PartialResults:
+    """The same with the choice of the T tokens among all blocks."""
+    shape = plan.shape
+    assert isinstance(shape, SparseShape)
+    size = shape.sparse_block_size
+
+    def is_chosen(tokens: slice, keys: Tensor) -> Tensor:
+        return (choice.ids[tokens].unsqueeze(-2) == (keys // size).unsqueeze(-1)).any(-1)
+
+    return _attend(q, (k_cache, v_cache), plan, kv_scales, is_chosen)
+
+
+def _attend(
+    q: Tensor,
+    caches: tuple[Tensor, Tensor],
+    plan: PartialPlan,
+    scales: tuple[float, float],
+    is_chosen: Callable[[slice, Tensor], Tensor],  # of tokens and positions of keys
+) -> PartialResults:
+    queries, shape, found = plan.queries, plan.shape, PartialResults.empty(q)
+    found.out.zero_()
+    found.lse.fill_(-torch.inf)
+    tables, counts = queries.used_tables(shape.block_size), queries.host_query_lens
+    for table, length, count, end in zip(
+        tables, queries.host_seq_lens, counts, accumulate(counts), strict=True
+    ):
+        keys, blocks = _own_keys(table, length, shape)
+        if len(blocks) == 0:
+            continue
+        tokens = slice(end - count, end)
+        k, v = (
+            (_rows(cache, blocks) * scale).repeat_interleave(shape.group, dim=1)
+            for cache, scale in zip(caches, scales, strict=True)
+        )
+        scores = torch.einsum("thd,jhd->thj", q[tokens].float(), k)
+        scores *= q.shape[-1] ** -0.5 * log2(e)
+        positions = torch.arange(length - count, length, device=q.device).view(-1, 1, 1)
+        is_seen = (is_chosen(tokens, keys) & (keys <= positions)).expand(-1, shape.kv_heads, -1)
+        is_seen = is_seen.repeat_interleave(shape.group, dim=1)
+        scores = scores.masked_fill(~is_seen, -torch.inf)
+        top = scores.amax(-1, keepdim=True)
+        weights = (scores - top.masked_fill(top == -torch.inf, 0.0)).exp2()
+        total = weights.sum(-1)
+        out = torch.einsum("thj,jhd->thd", weights, v) / total.clamp_min(1e-30).unsqueeze(-1)
+        found.out[tokens] = out.flatten(1).to(q.dtype)
+        found.lse[tokens] = top.squeeze(-1) + total.log2()
+    return found
+
+
+def _own_keys(table: Tensor, length: int, shape: PagedShape) -> tuple[Tensor, Tensor]:
+    """Of a sequence's keys those in blocks of this rank: their positions, and the blocks."""
+    shard, size = shape.cache, shape.block_size
+    used = table[: -(-length // size)]
+    numbers = (used % shard.ranks == shard.rank).nonzero()
+    keys = numbers * size + torch.arange(size, device=table.device)
+    return keys.flatten(), used[numbers.flatten()] // shard.ranks + 1
+
+
+def _rows(cache: Tensor, blocks: Tensor) -> Tensor:
+    """[tokens of `blocks`, kv_heads, head_dim] fp32."""
+    found = cache.view(torch.uint8)[blocks].view(cache.dtype)  # indexing does not take FP8
+    return found.transpose(1, 2).flatten(0, 1).float()
+
+
+def merge(
+    out: Tensor,
+    lse: Tensor,
+    *,
+    first: int,
+    count: int,
+    quantize: bool = False,
+) -> Tensor:
+    """Results of all ranks, out [ranks, T, heads * head_dim] and lse [ranks, T, heads] (dimension 0
+    of any stride) -> those of the heads `first` to first + count - 1, [T, count * head_dim].
+    `quantize` asks for `QuantizedActivations`, which the definition does not make.
+    """
+    assert not quantize, "the definition has no FP8 output"
+    heads = slice(first, first + count)
+    lse, parts = lse[..., heads], out.unflatten(-1, (lse.shape[-1], -1))[..., heads, :]
+    top = lse.amax(0)
+    weights = (lse - top.masked_fill(top == -torch.inf, 0.0)).exp2()
+    total, divisor = torch.zeros_like(parts[0], dtype=torch.float32), torch.zeros_like(top)
+    for part, weight in zip(parts, weights, strict=True):
+        total += part.float() * weight.unsqueeze(-1)
+        divisor += weight
+    merged = total / divisor.clamp_min(1e-30).unsqueeze(-1)
+    return merged.flatten(1).to(out.dtype)
+
+
+_TOLERANCE = rounding_tolerance(
+    reason="probabilities and the result are rounded to the dtype once each; |out| about 1"
+)
+
+OPS = (
+    Op(
+        name=OWN_ROWS,
+        summary="cache rows of a step's tokens where ranks share out the blocks",
+        reference=Kernel(OWN_ROWS, "reference", own_rows),
+        cases=cases.own_rows_small,
+        apply=cases.apply_own_rows,
+        tolerance=rounding_tolerance(scale=0.0, reason="whole numbers"),
+        cost=cases.own_rows_cost,
+    ),
+    Op(
+        name=PARTIAL_DECODE,
+        summary="one query per sequence against the keys in a rank's blocks",
+        reference=Kernel(PARTIAL_DECODE, "reference", attend, plan),
+        cases=cases.decode_small,
+        wide=cases.decode_full_size,
+        wide_error=5e-3,
+        apply=cases.apply_attention,
+        tolerance=_TOLERANCE,
+        cost=cases.attention_cost,
+    ),
+    Op(
+        name=PARTIAL_PREFILL,
+        summary="runs of queries against the keys in a rank's blocks",
+        reference=Kernel(PARTIAL_PREFILL, "reference", attend, plan),
+        cases=cases.prefill_small,
+        wide=cases.prefill_full_size,
+        wide_error=5e-3,
+        apply=cases.apply_attention,
+        tolerance=_TOLERANCE,
+        cost=cases.attention_cost,
+    ),
+    Op(
+        name=PARTIAL_SPARSE_DECODE,
+        summary="one query per sequence against the blocks of a rank that it chose",
+        reference=Kernel(PARTIAL_SPARSE_DECODE, "reference", attend_to_blocks, plan),
+        cases=cases.sparse_decode_small,
+        wide=cases.sparse_decode_full_size,
+        wide_error=5e-3,
+        apply=cases.apply_sparse_attention,
+        tolerance=_TOLERANCE,
+        cost=cases.sparse_attention_cost,
+    ),
+    Op(
+        name=PARTIAL_SPARSE_PREFILL,
+        summary="runs of queries against the blocks of a rank that each chose",
+        reference=Kernel(PARTIAL_SPARSE_PREFILL, "reference", attend_to_blocks, plan),
+        cases=cases.sparse_prefill_small,
+        wide=cases.sparse_prefill_full_size,
+        wide_error=5e-3,
+        apply=cases.apply_sparse_attention,
+        tolerance=_TOLERANCE,
+        cost=cases.sparse_attention_cost,
+    ),
+    Op(
+        name=MERGE_PARTIALS,
+        summary="a rank's heads from the results of all ranks that hold their keys",
+        reference=Kernel(MERGE_PARTIALS, "reference", merge),
+        cases=cases.merge_small,
+        wide=cases.merge_full_size,
+        apply=cases.apply_merge,
+        tolerance=rounding_tolerance(reason="one rounding to the dtype; |out| about 1"),
+        cost=cases.merge_cost,
+    ),
+)

@@ -1,0 +1,295 @@
+"""Attention to a rank's blocks on the GPU: the kernels of attention to all blocks, which go through
+a list of those that the rank holds.
+
+What a query sees of them follows from their number. All keys before a token's block are before the
+token, so it sees all of the rank's blocks before that one and, where the rank holds it too, the
+part of it up to itself. So a decode is one of a shorter sequence, and of a run of queries each has
+its last visible key, which is that of the query before it or a later one. A choice of blocks keeps
+those of the rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
+from negamax.kernels.attention.triton_decode import launch_decode
+from negamax.kernels.attention.triton_decode_plan import DecodePlan, plan_decode
+from negamax.kernels.attention.triton_own_blocks import OwnBlocks, plan_own_blocks
+from negamax.kernels.attention.triton_prefill import PrefillPlan, launch_prefill, plan_prefill
+from negamax.kernels.block_sparse.choice import BlockChoice, SparseShape
+from negamax.kernels.block_sparse.triton_decode import SparseDecodePlan, plan_sparse_decode
+from negamax.kernels.block_sparse.triton_prefill import (
+    SparsePrefillPlan,
+    launch_sparse_prefill,
+    plan_chosen_prefill,
+)
+from negamax.kernels.cache_shards.partials import PartialResults
+from negamax.kernels.cache_shards.triton_merge import merge_partials
+from negamax.kernels.cache_shards.triton_own_choice import own_choice
+from negamax.kernels.op import Kernel
+from negamax.kernels.platform import Feature
+from negamax.kernels.signatures import (
+    MERGE_PARTIALS,
+    OWN_ROWS,
+    PARTIAL_DECODE,
+    PARTIAL_PREFILL,
+    PARTIAL_SPARSE_DECODE,
+    PARTIAL_SPARSE_PREFILL,
+)
+
+_GPU = frozenset({Feature.TRITON})
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _own_rows_kernel(
+    positions,  # [T] int64
+    token_slots,  # [T] int64, rows of `tables`
+    tables,  # [slots, table_stride] int32, blocks
+    rows,  # [T * HEADS] int64, written
+    table_stride,
+    rank,
+    RANKS: tl.constexpr,
+    FIRST: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEADS_POW2: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Grid (T,)."""
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + token)
+    table = tables + tl.load(token_slots + token) * table_stride
+    block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
+    head = tl.arange(0, HEADS_POW2)
+    row = ((block // RANKS + FIRST) * HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE
+    row = tl.where(block % RANKS == rank, row, -1)
+    tl.store(rows + token * HEADS + head, row, mask=head < HEADS)
+
+
+def own_rows(
+    positions: Tensor,
+    token_slots: Tensor,
+    block_tables: Tensor,
+    *,
+    rank: int,
+    ranks: int,
+    first: int,
+    heads: int,
+    block_size: int,
+) -> Tensor:
+    """As the definition."""
+    num_tokens = positions.shape[0]
+    rows = torch.empty(num_tokens * heads, dtype=torch.int64, device=positions.device)
+    if num_tokens:
+        _own_rows_kernel[(num_tokens,)](
+            positions,
+            token_slots,
+            block_tables,
+            rows,
+            block_tables.stride(0),
+            rank,
+            RANKS=ranks,
+            FIRST=first,
+            HEADS=heads,
+            HEADS_POW2=triton.next_power_of_2(heads),
+            BLOCK_SIZE=block_size,
+            num_warps=1,
+        )
+    return rows
+
+
+def _own_blocks(queries: AttentionMetadata, shape: PagedShape) -> OwnBlocks:
+    return plan_own_blocks(
+        queries,
+        queries.seq_lens,
+        rank=shape.cache.rank,
+        ranks=shape.cache.ranks,
+        block_size=shape.block_size,
+        first=1,
+    )
+
+
+def _with_own_tables(queries: AttentionMetadata, own: OwnBlocks) -> AttentionMetadata:
+    """`queries` whose block tables are the rank's blocks, sequence by sequence."""
+    num_seqs, device = own.keys.shape[0], own.keys.device
+    rows = torch.arange(num_seqs, dtype=torch.int64, device=device)
+    return replace(queries, block_tables=own.blocks[:, 1], block_table_indices=rows)
+
+
+def plan_partial_decode(
+    queries: AttentionMetadata,
+    shape: PagedShape,
+    *,
+    dtype: torch.dtype,
+    quantize: bool = False,
+    reduce_later: bool = False,
+) -> DecodePlan:
+    """Each query is a sequence of its own, also where several are of one. Reads the lengths on the
+    device only.
+    """
+    own = _own_blocks(queries, shape)
+    local = replace(_with_own_tables(queries, own), seq_lens=own.keys, decode_runs=None)
+    return plan_decode(local, shape, dtype=dtype, quantize=quantize, reduce_later=reduce_later)
+
+
+def partial_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: DecodePlan,
+    *,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> PartialResults:
+    """As the definition."""
+    found = PartialResults.empty(q)
+    output = (found.out, None, None)
+    launch_decode(q, k_cache, v_cache, plan, output, lse=found.lse, kv_scales=kv_scales)
+    return found
+
+
+@dataclass(frozen=True)
+class PartialPrefillPlan:
+    """The plan of the paged prefill, with the rank's blocks as block tables."""
+
+    paged: PrefillPlan
+    held: Tensor  # of `OwnBlocks`
+
+
+def plan_partial_prefill(
+    queries: AttentionMetadata, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False
+) -> PartialPrefillPlan:
+    """A run of queries per sequence, each at the last positions of its sequence."""
+    own = _own_blocks(queries, shape)
+    paged = plan_prefill(queries, shape, dtype=dtype, quantize=quantize)
+    return PartialPrefillPlan(replace(paged, queries=_with_own_tables(queries, own)), own.held)
+
+
+def partial_prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: PartialPrefillPlan,
+    *,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> PartialResults:
+    """As the definition."""
+    found = PartialResults.empty(q)
+    launch_prefill(
+        q, k_cache, v_cache, plan.paged, (found.out, None, None),
+        lse=found.lse, held=plan.held, kv_scales=kv_scales,
+    )  # fmt: skip
+    return found
+
+
+def partial_sparse_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    choice: BlockChoice,
+    plan: SparseDecodePlan,
+    *,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> PartialResults:
+    """As the definition. How many of the blocks are the rank's only the choice says, so the work is
+    planned for all of them, and programs beyond those have none.
+    """
+    found, shape, head_dim = PartialResults.empty(q), plan.shape, q.shape[2]
+    own, lengths = own_choice(choice, shape, bounds=plan.paged.queries.seq_lens)
+    queries = replace(plan.paged.queries, block_tables=own.pages.flatten(0, 1))
+    launch_decode(
+        q.view(-1, shape.group, head_dim),
+        k_cache.view(-1, 1, shape.sparse_block_size, head_dim),
+        v_cache.view(-1, 1, shape.sparse_block_size, head_dim),
+        replace(plan.paged, queries=queries),
+        (found.out, None, None),
+        lse=found.lse,
+        lengths=lengths,
+        kv_scales=kv_scales,
+    )
+    return found
+
+
+def plan_partial_sparse_prefill(
+    queries: AttentionMetadata, shape: SparseShape, *, dtype: torch.dtype, quantize: bool = False
+) -> SparsePrefillPlan:
+    """A run of queries per sequence, each at the last positions of its sequence."""
+    return plan_chosen_prefill(queries, shape, quantize=quantize)
+
+
+def partial_sparse_prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    choice: BlockChoice,
+    plan: SparsePrefillPlan,
+    *,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> PartialResults:
+    """As the definition."""
+    found = PartialResults.empty(q)
+    own, _ = own_choice(choice, plan.shape)
+    launch_sparse_prefill(
+        q, k_cache, v_cache, own, plan, (found.out, None, None), lse=found.lse, kv_scales=kv_scales
+    )
+    return found
+
+
+KERNELS = (
+    Kernel(OWN_ROWS, "triton", own_rows, requires=_GPU, dtypes=_DTYPES),
+    Kernel(
+        PARTIAL_DECODE,
+        "triton",
+        partial_decode,
+        plan_partial_decode,
+        requires=_GPU | {Feature.SPIN_WAIT},
+        dtypes=_DTYPES,
+    ),
+    Kernel(
+        PARTIAL_DECODE,
+        "triton_two_launches",
+        partial_decode,
+        partial(plan_partial_decode, reduce_later=True),
+        requires=_GPU,
+        dtypes=_DTYPES,
+    ),
+    Kernel(
+        PARTIAL_PREFILL,
+        "triton",
+        partial_prefill,
+        plan_partial_prefill,
+        requires=_GPU,
+        dtypes=_DTYPES,
+    ),
+    Kernel(
+        PARTIAL_SPARSE_DECODE,
+        "triton",
+        partial_sparse_decode,
+        plan_sparse_decode,
+        requires=_GPU | {Feature.SPIN_WAIT},
+        dtypes=_DTYPES,
+    ),
+    Kernel(
+        PARTIAL_SPARSE_DECODE,
+        "triton_two_launches",
+        partial_sparse_decode,
+        partial(plan_sparse_decode, reduce_later=True),
+        requires=_GPU,
+        dtypes=_DTYPES,
+    ),
+    Kernel(
+        PARTIAL_SPARSE_PREFILL,
+        "triton",
+        partial_sparse_prefill,
+        plan_partial_sparse_prefill,
+        requires=_GPU,
+        dtypes=_DTYPES,
+    ),
+    Kernel(MERGE_PARTIALS, "triton", merge_partials, requires=_GPU, dtypes=_DTYPES),
+)

@@ -1,0 +1,126 @@
+"""Attention where ranks with copies of a KV head hold some blocks of its cache each: every rank
+attends with the query heads of all of them to its own blocks, and each merges what all have made
+for its own heads.
+
+Layers do not know of it: they get a kernel table in which the ops of attention do that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from negamax.kernels.activations import Hidden
+from negamax.kernels.attention.metadata import AttentionMetadata, CacheShard, PagedShape
+from negamax.kernels.cache_shards.partials import PartialResults
+from negamax.kernels.op import AnyKernel, Kernel, OpName
+from negamax.kernels.peers import Collective
+from negamax.kernels.registry import KernelTable
+from negamax.kernels.signatures import (
+    BLOCK_SPARSE_DECODE,
+    BLOCK_SPARSE_PREFILL,
+    DECODE,
+    LOCATE,
+    MERGE_PARTIALS,
+    OWN_ROWS,
+    PARTIAL_DECODE,
+    PARTIAL_PREFILL,
+    PARTIAL_SPARSE_DECODE,
+    PARTIAL_SPARSE_PREFILL,
+    PREFILL,
+    Locate,
+    OwnRows,
+)
+from negamax.parallel.context import ParallelContext
+from negamax.parallel.layout import AttentionView
+
+_PARTIAL: dict[OpName[Any, Any], OpName[Any, Any]] = {
+    DECODE: PARTIAL_DECODE,
+    PREFILL: PARTIAL_PREFILL,
+    BLOCK_SPARSE_DECODE: PARTIAL_SPARSE_DECODE,
+    BLOCK_SPARSE_PREFILL: PARTIAL_SPARSE_PREFILL,
+}
+
+
+def cache_shard(view: AttentionView) -> CacheShard:
+    """The blocks of this rank."""
+    return CacheShard(view.cache_rank, view.cache_size)
+
+
+def cache_kernels(kernels: KernelTable, context: ParallelContext) -> KernelTable:
+    """`kernels` as they are where a rank has all blocks of its caches; else with attention to some
+    of them, and tokens' rows there.
+    """
+    view, group = context.layout.attention, context.cache_group
+    if view.cache_size == 1:
+        return kernels
+    merge = kernels[MERGE_PARTIALS].run
+    replaced: dict[OpName[Any, Any], tuple[AnyKernel, ...]] = {
+        op: (_Merged(kernels[part], merge, group).as_kernel(op),) for op, part in _PARTIAL.items()
+    }
+    locate = partial(_locate, kernels[LOCATE].run, kernels[OWN_ROWS].run, cache_shard(view))
+    replaced[LOCATE] = (replace(kernels[LOCATE], run=locate),)
+    return replace(kernels, candidates={**kernels.candidates, **replaced})
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What the op of the rank's part prepared, and whether the merged results are wanted in FP8."""
+
+    part: Any
+    quantize: bool
+
+
+@dataclass(frozen=True)
+class _Merged:
+    """An op of attention, by that of a rank's part of the keys."""
+
+    part: AnyKernel
+    merge: Callable[..., Hidden]
+    group: Collective
+
+    def as_kernel(self, op: OpName[Any, Any]) -> AnyKernel:
+        return Kernel(op, self.part.provider, self.run, self.prepare)
+
+    def prepare(
+        self, queries: AttentionMetadata, shape: PagedShape, *, dtype: Any, quantize: bool = False
+    ) -> _Plan:
+        return _Plan(self.part.prepare(queries, shape, dtype=dtype), quantize)
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, *rest: Any, kv_scales: tuple[float, float]
+    ) -> Hidden:
+        """q [T, heads of all ranks of the group, head_dim] -> [T, own heads * head_dim]. `rest`: a
+        choice of blocks, where the op takes one, and the plan.
+        """
+        *choice, plan = rest
+        own = self.part.run(q, k, v, *choice, plan.part, kv_scales=kv_scales)
+        messages = self.group.all_gather(own.message.unsqueeze(0), dim=0)
+        found, count = PartialResults.of(messages, q), q.shape[1] // self.group.size
+        first = self.group.rank * count
+        return self.merge(found.out, found.lse, first=first, count=count, quantize=plan.quantize)
+
+
+def _locate(
+    locate: Locate,
+    own_rows: OwnRows,
+    shard: CacheShard,
+    positions: Tensor,
+    token_slots: Tensor,
+    block_tables: Tensor,
+    frequencies: Tensor,
+    *,
+    kv_heads: int,
+    block_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As the op; the rows of tokens in others' blocks are in the block of nobody."""
+    places = positions, token_slots, block_tables
+    cos, sin, _ = locate(*places, frequencies, kv_heads=kv_heads, block_size=block_size)
+    rows = own_rows(
+        *places, rank=shard.rank, ranks=shard.ranks, first=1, heads=kv_heads, block_size=block_size
+    )
+    return cos, sin, rows.clamp_min_(0)
