@@ -46,6 +46,7 @@ class ParallelOptions:
     def __post_init__(self) -> None:
         ranks, experts = self.tensor_parallel_size, self.expert_parallel_size
         replicas, shares = self.data_parallel_size, self.prefill_context_parallel_size
+        interleave = self.cp_kv_cache_interleave_size
         for name, size in (
             ("--tensor-parallel-size", ranks),
             ("--expert-parallel-size", 1 if experts is None else experts),
@@ -53,7 +54,7 @@ class ParallelOptions:
             ("--data-parallel-size", replicas),
             ("--prefill-context-parallel-size", shares),
             ("--decode-context-parallel-size", self.decode_context_parallel_size),
-            ("--cp-kv-cache-interleave-size", self.cp_kv_cache_interleave_size or 1),
+            ("--cp-kv-cache-interleave-size", 1 if interleave is None else interleave),
         ):
             if size < 1:
                 raise ConfigError(f"{name} is {size}; allowed: 1 or more")

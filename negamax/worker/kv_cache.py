@@ -198,8 +198,9 @@ def describe(num_blocks: int, config: WorkerConfig, *, dtype: torch.dtype) -> st
     others = (f"{name} (index keys)" for name in index - {None, _name(dtype)})
     kinds = " and ".join((_name(dtype), *others))
     is_sharded = any(cache.is_sharded for layer in config.kv_caches for cache in layer)
-    sharded = ", a shard of the index keys on each rank" if is_sharded else ""
-    return f"KV cache {size:.2f} GiB per rank in {kinds}, {per_token:,} bytes per token{sharded}"
+    shards = ", some blocks of each KV head on each rank" if config.layout.dcp > 1 else ""
+    shards += ", a shard of the index keys on each rank" if is_sharded else ""
+    return f"KV cache {size:.2f} GiB per rank in {kinds}, {per_token:,} bytes per token{shards}"
 
 
 def check_rows_fit(config: WorkerConfig, *, device: torch.device) -> None:

@@ -9,20 +9,39 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from negamax.kernels.attention import spec
 from negamax.kernels.attention.metadata import AttentionMetadata, DecodeRuns
 from negamax.kernels.op import Kernel
 from negamax.kernels.platform import CPU
-from negamax.kernels.registry import KernelTable, resolve
-from negamax.kernels.signatures import DECODE, PREFILL
+from negamax.kernels.registry import OPS, KernelTable, resolve
+from negamax.kernels.signatures import (
+    BLOCK_SPARSE_DECODE,
+    BLOCK_SPARSE_MERGE_SHARDS,
+    BLOCK_SPARSE_PREFILL,
+    BLOCK_SPARSE_SELECT,
+    BLOCK_SPARSE_SELECT_SHARD,
+    DECODE,
+    PARTIAL_DECODE,
+    PARTIAL_PREFILL,
+    PARTIAL_SPARSE_DECODE,
+    PARTIAL_SPARSE_PREFILL,
+    PREFILL,
+)
 from negamax.worker import worker
 from negamax.worker.device import HostTensor, Runtime
+
+# whose plans read lengths
+_PLANNED = (
+    DECODE, PREFILL, BLOCK_SPARSE_SELECT, BLOCK_SPARSE_SELECT_SHARD, BLOCK_SPARSE_MERGE_SHARDS,
+    BLOCK_SPARSE_DECODE, BLOCK_SPARSE_PREFILL, PARTIAL_DECODE, PARTIAL_PREFILL,
+    PARTIAL_SPARSE_DECODE, PARTIAL_SPARSE_PREFILL,
+)  # fmt: skip
 
 
 class RepeatedStep:
@@ -52,7 +71,9 @@ class RepeatedSteps:
         return self.num_graphs << 20
 
 
-def plan_on_device(queries: AttentionMetadata, *args: Any, **options: Any) -> AttentionMetadata:
+def plan_on_device(
+    prepare: Callable[..., Any], queries: AttentionMetadata, *args: Any, **options: Any
+) -> Any:
     """As a GPU's kernels, this one asks the device for the lengths."""
     counts = queries.query_starts.diff()
     real = counts > 0
@@ -64,7 +85,7 @@ def plan_on_device(queries: AttentionMetadata, *args: Any, **options: Any) -> At
         host_seq_lens=tuple(queries.seq_lens[real].tolist()),
         host_query_lens=tuple(counts[real].tolist()),
     )
-    return spec.plan(queries, *args, **options)
+    return prepare(queries, *args, **options)
 
 
 def check_runs(queries: AttentionMetadata, runs: DecodeRuns) -> None:
@@ -86,10 +107,11 @@ def check_runs(queries: AttentionMetadata, runs: DecodeRuns) -> None:
 def kernels(dtype: torch.dtype) -> KernelTable:
     """The CPU's, with an attention whose lengths only the device need know."""
     table = resolve(platform=CPU, dtype=dtype)
-    own = {
-        op: (Kernel(op, "test", run=spec.attend, prepare=plan_on_device),)
-        for op in (DECODE, PREFILL)
-    }
+    own = {}
+    for op in _PLANNED:
+        reference = OPS[op].reference
+        plan = partial(plan_on_device, reference.prepare)
+        own[op] = (Kernel(op, "test", run=reference.run, prepare=plan),)
     return replace(table, candidates={**table.candidates, **own})
 
 

@@ -79,10 +79,11 @@ def loaded(
     ranks: int = 1,
     block_size: int = 16,
     is_sharded: bool = False,
+    holders: int = 1,
     **options: Any,
 ) -> PagedRun:
     """Our model with the weights of `folder`, on one of `ranks`; `is_sharded`: with a shard of the
-    index keys.
+    index keys; `holders` as in `PagedRun`.
     """
     spec = read_spec(json.loads((folder / "config.json").read_text()))
     if is_sharded:
@@ -90,4 +91,4 @@ def loaded(
     model = build(spec, loaded=False, **options)
     load_weights(model.weight_slots(), spec, folder)
     model.finish_loading()
-    return PagedRun(model, ranks=ranks, num_blocks=32, block_size=block_size)
+    return PagedRun(model, ranks=ranks, num_blocks=32, block_size=block_size, holders=holders)

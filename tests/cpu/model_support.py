@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from negamax.config.kv_cache import with_holders
 from negamax.config.minimax_m2 import ARCHITECTURE
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.attention.metadata import attention_metadata
@@ -124,10 +125,12 @@ class PagedRun:
         num_blocks: int = 64,
         block_size: int = 16,
         dtype: torch.dtype = torch.float32,
+        holders: int = 1,
     ) -> None:
+        """`holders`: ranks that share out the blocks of a KV head, of which they have copies."""
         self.model, self.block_size = model, block_size
         self.kv = kv_cache.allocate(
-            model.spec.kv_caches(),
+            with_holders(model.spec.kv_caches(), holders),
             num_blocks,
             block_size=block_size,
             dtype=dtype,

@@ -1,5 +1,6 @@
 """Two and four gloo processes give transformers' logits and text of MiniMax-M3: index heads are
-split as KV heads are, or held by several ranks; index keys are on every rank, or a shard of them.
+split as KV heads are, or held by several ranks, which may share out the blocks of their keys and
+values; index keys are on every rank, or a shard of them.
 """
 
 from __future__ import annotations

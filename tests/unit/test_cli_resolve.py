@@ -114,7 +114,7 @@ def test_the_file_takes_lists_tables_and_other_servers_names(
         ("enforce_eager = 1", "is 1; allowed: true or false"),
         ("port = 'x'", "is 'x': input should be a valid integer"),
         ("max-model-len 3", "which is no TOML"),
-        ("decode-context-parallel-size = 2", "is 2: the KV cache of a request is not split"),
+        ("decode-context-parallel-size = 2", "is 2: it is a part of --tensor-parallel-size"),
     ],
 )
 def test_a_wrong_file_is_refused(refused: Any, tmp_path: Path, text: str, words: str) -> None:
@@ -289,6 +289,7 @@ def test_values_and_names_of_other_servers(
         ("--hf-overrides.rope_theta 1", "edit config.json"),
         ("--attn-cp-size 4 --tp 6", "which is 6 (use --tensor-parallel-size 4"),
         ("--dcp-size 2", "use --decode-context-parallel-size 1"),
+        ("--tp 8 -pcp 2 -dcp 2", "each hold the whole KV cache (use one of them"),
         ("-pcp 2 --index-cache-sharding on", "use --index-cache-sharding off"),
         (
             "--attn-dp-size 2 --attn-cp-size 2 --tp 6",

@@ -143,3 +143,17 @@ def test_heads_that_do_not_divide_are_refused() -> None:
         ParallelLayout(tp=3).attention.kv_heads(2)
     with pytest.raises(ConfigError, match="vocabulary"):
         ParallelLayout(tp=3).vocab(4160)
+
+
+def test_neighbours_share_out_the_cache_of_a_kv_head() -> None:
+    """Of 16 ranks four have copies of each of four KV heads, and share them out in twos."""
+    for rank in range(16):
+        view = ParallelLayout(rank=rank, tp=16, dcp=2).attention
+        assert view.cache_ranks == (rank - rank % 2, rank - rank % 2 + 1)
+        assert view.ranks[view.rank] == view.cache_ranks[view.cache_rank] == rank
+        others = [ParallelLayout(rank=each, tp=16, dcp=2).attention for each in view.cache_ranks]
+        assert {each.kv_heads(4) for each in others} == {view.kv_heads(4)}
+        heads = [head for each in others for head in each.heads(64)]
+        assert heads == list(view.cache_heads(64))
+    with pytest.raises(ConfigError, match="groups of 3"):
+        ParallelLayout(tp=8, dcp=3)

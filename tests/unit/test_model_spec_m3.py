@@ -18,6 +18,7 @@ from negamax.config.kv_cache import (
     choose_block_size,
     sharding_crossover,
     shards_index,
+    with_holders,
 )
 from negamax.config.minimax_m3 import MiniMaxM3Spec
 from negamax.models.family import names_of
@@ -134,6 +135,12 @@ def test_caches_are_keys_and_values_and_index_keys_in_sparse_layers() -> None:
         for ranks in (1, 4, 8)
     }
     assert of_shards == {1: 128 * 68_736, 4: 128 * 17_184, 8: 128 * 16_272}
+    # of eight ranks two share out the blocks of a KV head, with all index keys and with shards
+    found = [
+        block_bytes(with_holders(spec.kv_caches(), 2), 128, dtype="fp8", ranks=8)
+        for spec in (bundled_spec("minimax-m3"), sharded)
+    ]
+    assert found == [128 * (7_680 + 7_296), 128 * (7_680 + 912)]
     # and every rank has the index queries of all heads
     split = ParallelLayout(tp=4)
     one, four = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -92,11 +93,19 @@ def test_experts_are_split_over_the_ranks_that_are_asked_for(
         ),
         (
             {"decode_context_parallel_size": 2},
-            r"is not split by its tokens \(use --decode-context-parallel-size 1\)",
+            r"it is a part of --tensor-parallel-size, which is 1 \(use .*-parallel-size 1\)",
         ),
         (
-            {"decode_context_parallel_size": 2, "tensor_parallel_size": 8},
-            r"size 1, or --tensor-parallel-size 4 --data-parallel-size 2, whose",
+            {"decode_context_parallel_size": 5, "tensor_parallel_size": 8},
+            r"which is 8 \(use --decode-context-parallel-size 4\)",
+        ),
+        (
+            {
+                "decode_context_parallel_size": 2,
+                "prefill_context_parallel_size": 2,
+                "tensor_parallel_size": 8,
+            },
+            r"each hold the whole KV cache \(use one of them, with --tensor-parallel-size\)",
         ),
         ({"cp_kv_cache_interleave_size": 0}, "--cp-kv-cache-interleave-size is 0; allowed: 1 or"),
     ],
@@ -104,3 +113,14 @@ def test_experts_are_split_over_the_ranks_that_are_asked_for(
 def test_sizes_that_nothing_runs_with_are_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ParallelOptions(**given)
+
+
+def test_ranks_that_share_out_a_cache_hold_whole_blocks() -> None:
+    two = ParallelOptions(8, decode_context_parallel_size=2)
+    for size in (None, 128):
+        replace(two, cp_kv_cache_interleave_size=size).check_interleave(128)
+    for size in (1, 64, 256, 100):
+        with pytest.raises(ConfigError, match=rf"is {size}, .*whole blocks .*-size 128\)"):
+            replace(two, cp_kv_cache_interleave_size=size).check_interleave(128)
+    # nothing is shared out
+    ParallelOptions(8, cp_kv_cache_interleave_size=1).check_interleave(128)

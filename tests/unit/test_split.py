@@ -12,7 +12,8 @@ from negamax.base.errors import ConfigError
 from negamax.config.families import bundled_names, bundled_spec
 from negamax.config.model_spec import ModelSpec
 from negamax.config.parallel import ParallelOptions
-from negamax.models.memory import expert_padding, weight_bytes
+from negamax.models.family import names_of
+from negamax.models.memory import dequantized, expert_padding, weight_bytes
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split, possible_splits
 
@@ -95,3 +96,40 @@ def test_fp8_weights_are_split_over_as_many_ranks_as_others() -> None:
     )
     with pytest.raises(ConfigError, match=r"size 1, 2, 4, or 3, 6 with --enable-expert"):
         check_split(ParallelLayout(tp=5), replace(ODD, num_heads=12, num_kv_heads=1), gpus=12)
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "holders", "words"),
+    [
+        ("minimax-m3", 8, 2, None),
+        ("minimax-m3", 16, 4, None),
+        ("minimax-m3", 16, 2, None),
+        ("minimax-m2", 16, 2, None),
+        ("minimax-m3", 4, 2, r"on 1 of .* 4 ranks \(use .*-size 1, or --tensor-parallel-size 8\)"),
+        ("minimax-m3", 8, 4, r"on 2 of .* 8 ranks \(use .*-size 2, or --tensor-parallel-size 16\)"),
+        ("minimax-m2", 8, 2, r"on 1 of .* 8 ranks \(use .*-size 1, or --tensor-parallel-size 16\)"),
+    ],
+)
+def test_ranks_share_out_what_they_have_copies_of(
+    model: str, tp: int, holders: int, words: str | None
+) -> None:
+    layout, spec = ParallelLayout(tp=tp, dcp=holders), bundled_spec(model)
+    if words is None:
+        check_split(layout, spec)
+        # each has the query heads of all of them
+        q = next(each for each in names_of(spec).weights(spec) if each.is_query)
+        plain, shared = (
+            weight_bytes(spec, dtype="bfloat16", kept=dequantized, layout=each)
+            for each in (ParallelLayout(tp=tp), layout)
+        )
+        per_layer = q.num_elements * 2 * (holders - 1) // tp
+        assert 0 <= shared - plain - spec.num_layers * per_layer < 2**20  # norms of queries
+        return
+    with pytest.raises(ConfigError, match=words):
+        check_split(layout, spec)
+
+
+def test_what_cannot_share_out_a_cache_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(M2), "can_share_out_caches", False)
+    with pytest.raises(ConfigError, match=r"ranks of MiniMaxM2ForCausalLM hold whole KV caches"):
+        check_split(ParallelLayout(tp=16, dcp=2), M2)

@@ -39,7 +39,8 @@ def _merge_partials_kernel(
     first,  # of the heads of this rank
     C: tl.constexpr,
 ):
-    HEADS_POW2: tl.constexpr = C.COUNT_POW2  # Triton 3.6 takes no field of a struct in a shape
+    RANKS: tl.constexpr = C.RANKS  # Triton 3.6 takes no field of a struct there
+    HEADS_POW2: tl.constexpr = C.COUNT_POW2
     BLOCK_D: tl.constexpr = C.BLOCK_D
     token = tl.program_id(0).to(tl.int64)
     head, column = tl.arange(0, HEADS_POW2), tl.arange(0, BLOCK_D)
@@ -48,12 +49,12 @@ def _merge_partials_kernel(
     lse += token * C.HEADS + first + head
     parts += (token * C.HEADS + first + head)[:, None] * C.DIM + column[None, :]
     top = tl.full([HEADS_POW2], float("-inf"), tl.float32)
-    for rank in tl.static_range(C.RANKS):
+    for rank in tl.static_range(RANKS):
         top = tl.maximum(top, tl.load(lse + rank * lse_stride, mask=is_head, other=0.0))
     safe = nonempty_max(top)
     divisor = tl.zeros([HEADS_POW2], tl.float32)
     total = tl.zeros([HEADS_POW2, BLOCK_D], tl.float32)
-    for rank in tl.static_range(C.RANKS):
+    for rank in tl.static_range(RANKS):
         weight = tl.exp2(tl.load(lse + rank * lse_stride, mask=is_head, other=0.0) - safe)
         part = tl.load(parts + rank * part_stride, mask=mask, other=0.0).to(tl.float32)
         divisor += weight

@@ -1,0 +1,141 @@
+"""Ranks with copies of a KV head that hold some blocks of its cache each say what one rank says,
+whatever else is asked of them.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "cpu"))
+sys.path.append(str(Path(__file__).parent))
+
+from m3_support import GREEDY, PARAMS, check, prompts_of
+from test_m3_ranks import sizes_of
+
+from negamax import LLM, SamplingParams
+from negamax.base import process
+from tests import tiny, tiny_draft, tiny_m3
+
+TWO: dict[str, Any] = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
+SIZES: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 5,
+    "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16, "rotary_dim": 8,
+    "num_local_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "ranks"),
+    [
+        (1, {**TWO, "index_cache_sharding": "on"}),
+        pytest.param(
+            2,
+            {
+                "tensor_parallel_size": 4,
+                "decode_context_parallel_size": 2,
+                "index_cache_sharding": "on",
+                "enable_expert_parallel": True,
+            },
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            1,
+            {"tensor_parallel_size": 4, "decode_context_parallel_size": 2},
+            marks=pytest.mark.full,
+        ),
+    ],
+    ids=str,
+)
+def test_m3_equals_transformers(kv_heads: int, ranks: dict[str, Any], tmp_path: Path) -> None:
+    """Contexts of many blocks, chunks that end inside blocks, prefixes that are found, requests
+    that are preempted.
+    """
+    sizes = sizes_of(kv_heads)
+    model, prompts = tiny_m3.make_model(11, **sizes), prompts_of(11, sizes)
+    engine = LLM(
+        str(tiny.save(model, tmp_path)),
+        dtype="float32",
+        max_num_batched_tokens=37,
+        max_num_seqs=3,
+        max_model_len=256,
+        num_kv_blocks=16,
+        num_threads=1,
+        **ranks,
+    )
+    with engine:
+        generations = engine.generate(prompts, PARAMS)
+        prompts.append(prompts[1] + generations[1].outputs[0].token_ids[:19])
+        generations += engine.generate(prompts[3:], GREEDY)
+        stats, memory = engine._loop.stats(), engine.info.memory
+    check(model, prompts, generations)
+    assert stats.cached_prompt_tokens > 0 and stats.preemption_count > 0
+    assert "some blocks of each KV head on each rank" in memory
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "ranks"),
+    [
+        ("m2", "eagle3", TWO),
+        *(
+            pytest.param(family, method, {**TWO, **more}, marks=pytest.mark.full)
+            for family, method, more in (
+                ("m3", "ngram", {"index_cache_sharding": "on"}),
+                ("m3", None, {"data_parallel_size": 2, "enable_expert_parallel": True}),
+                ("m3", "ngram", {"pipeline_parallel_size": 2, "index_cache_sharding": "on"}),
+                ("m2", "ngram", {"data_parallel_size": 2, "pipeline_parallel_size": 2}),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_captured_steps_and_drafts_leave_the_text_as_it_is(
+    family: str,
+    method: str | None,
+    ranks: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU, where small steps are replayed; as many drafts are right as on one rank. The
+    draft model's caches are whole on every rank.
+    """
+    make = tiny.make_model if family == "m2" else tiny_m3.make_model
+    folder = tiny.save(make(5, **(SIZES if family == "m2" else sizes_of(1))), tmp_path / "model")
+    options: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_num_batched_tokens": 40,
+                               "max_num_seqs": 4, "max_model_len": 256}  # fmt: skip
+    if method == "eagle3":
+        _, _, draft = tiny_draft.make(
+            "biases, two layers", tmp_path / "draft", ids=[1, 2, 3], vocab_size=96, hidden_size=32
+        )
+        options["speculative_config"] = {"method": method, "model": draft, "adaptive": False}
+    elif method:
+        options["speculative_config"] = {
+            "method": method, "num_speculative_tokens": 3, "adaptive": False,
+        }  # fmt: skip
+    prompts = [[5, 6, 7, 8, 9] * 30, [5, 6, 7, 8, 9] * 3, [11, 12, 13] * 20, [33]]
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    spawn = process.spawn
+
+    def captured(_module: str, *args: str) -> subprocess.Popen[bytes]:
+        return spawn("tests.dist.captured_rank", *args)
+
+    monkeypatch.setattr(process, "spawn", captured)
+    found = []
+    for more in ({}, ranks):
+        with LLM(str(folder), **options, **more) as llm:
+            made = [*llm.generate(prompts, params), *llm.generate(prompts[:1], params)]
+            stats = llm._loop.stats()
+            children = getattr(llm._loop._executor, "_processes", [])
+        assert made[-1].num_cached_tokens > 100
+        assert [child.poll() for child in children] == [0] * len(children)  # and replayed steps
+        counts = stats.num_draft_tokens, stats.num_accepted_tokens
+        found.append(([each.outputs[0].token_ids for each in made], counts))
+    (expected, of_one), (said, of_all) = found
+    assert said == expected
+    assert (of_all[1] > 0) == (method is not None)
+    if "pipeline_parallel_size" not in ranks:  # else rows take turns
+        assert of_all == of_one
