@@ -214,6 +214,8 @@ def commands(
     context_length = engine.max_model_len
     if context_length is None and each.context_length < spec.max_position_embeddings:
         context_length = each.context_length // 1024 * 1024
+    shares_out = each.topology.dcp > 1 and spec.with_sharded_index() != spec
+    sharding = "on" if shares_out else "off"
     words = ["negamax", "serve", model, *start, *each.topology.flags]
     nodes = each.topology.nodes(per_node=hardware.per_node)
     # of one machine; what is spread over several is started for each replica
@@ -226,6 +228,7 @@ def commands(
         ("max-num-seqs", max(each.most_sequences, LIMITS.max_num_seqs), LIMITS.max_num_seqs),
         ("kv-cache-dtype", engine.kv_cache_dtype, "auto"),
         ("index-cache-dtype", engine.index_cache_dtype, "auto"),
+        ("index-cache-sharding", sharding, "off"),
         ("gpu-memory-utilization", hardware.utilization, EngineOptions.gpu_memory_utilization),
     ):
         words += [] if value == default else [f"--{name}", str(value)]

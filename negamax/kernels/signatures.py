@@ -350,7 +350,14 @@ class AttendToOwnBlocks(Protocol):
 
 class MergePartials(Protocol):
     def __call__(
-        self, out: Tensor, lse: Tensor, /, *, first: int, count: int, quantize: bool = False
+        self,
+        parts: PartialResults,
+        group: Collective | None,
+        /,
+        *,
+        first: int,
+        count: int,
+        quantize: bool = False,
     ) -> Hidden: ...
 
 

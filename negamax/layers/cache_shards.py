@@ -16,7 +16,6 @@ from torch import Tensor
 
 from negamax.kernels.activations import Hidden
 from negamax.kernels.attention.metadata import AttentionMetadata, CacheShard, PagedShape
-from negamax.kernels.cache_shards.partials import PartialResults
 from negamax.kernels.op import AnyKernel, Kernel, OpName
 from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
@@ -99,10 +98,9 @@ class _Merged:
         """
         *choice, plan = rest
         own = self.part.run(q, k, v, *choice, plan.part, kv_scales=kv_scales)
-        messages = self.group.all_gather(own.message.unsqueeze(0), dim=0)
-        found, count = PartialResults.of(messages, q), q.shape[1] // self.group.size
+        count = q.shape[1] // self.group.size
         first = self.group.rank * count
-        return self.merge(found.out, found.lse, first=first, count=count, quantize=plan.quantize)
+        return self.merge(own, self.group, first=first, count=count, quantize=plan.quantize)
 
 
 def _locate(

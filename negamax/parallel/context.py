@@ -91,7 +91,8 @@ class ParallelContext:
         None where the GPUs cannot reach each other); tensors on the CPU by gloo. Peer memory has
         room for rows `hidden_size` wide, the norm statistics of `max_tokens` tokens and `max_rows`
         sampled tokens; with `is_one_sided` data-parallel or context-parallel ranks have some for
-        tokens on their way to experts. Every rank must call this with the same sizes.
+        tokens on their way to experts, and ranks that share out a KV cache for results of
+        attention. Every rank must call this with the same sizes.
         """
         if layout.world_size == 1:
             return ParallelContext.single()
@@ -108,6 +109,9 @@ class ParallelContext:
             if is_one_sided and len(senders) > 1:
                 rows = min(symmetric.DISPATCH_ROWS, max_tokens)
                 kernel_groups[senders] = (rows, 1, most_words(hidden_size))
+        sharing = layout.attention.cache_ranks
+        if len(sharing) > 1 and sharing not in kernel_groups:
+            kernel_groups[sharing] = (min(symmetric.REDUCE_ROWS, max_tokens), 1, 0)
         kernel_groups = {
             ranks: sizes for ranks, sizes in kernel_groups.items() if layout.is_on_one_node(ranks)
         }

@@ -20,7 +20,7 @@ from math import ceil, sqrt
 from statistics import NormalDist
 from typing import NamedTuple
 
-from negamax.config.kv_cache import KvCacheSpecs, block_bytes, with_index_dtype
+from negamax.config.kv_cache import KvCacheSpecs, block_bytes, with_holders, with_index_dtype
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.formats import E4M3_BLOCKS, PLAIN, is_kept
 from negamax.kernels.platform import Feature
@@ -185,7 +185,7 @@ class Costs:
             if not held.kind.weight.is_table:
                 rows = 0 if is_prefill and held.kind.weight.is_head else own
                 seconds += self._product(held, tokens=tokens, own=rows)
-        caches = self._model.caches[layers.start : layers.stop]
+        caches = with_holders(self._model.caches[layers.start : layers.stop], layout.dcp)
         if is_prefill:
             seen = sum(
                 max((c.read_tokens(context) for c in layer if not c.is_index), default=0.0)
@@ -203,12 +203,14 @@ class Costs:
             + TOKEN_SECONDS * relative * own / layout.tp
             + self._exchanges(own, ranks=layout.dp * (layout.cp if is_prefill else 1))
         )
+        seconds += len(layers) * self._merge_seconds(own)
         return seconds + self._context_seconds(own, caches, is_prefill=is_prefill)
 
     def _product(self, held: _Held, *, tokens: int, own: int) -> float:
         """The products with all weights of a kind: `tokens` for experts, `own` for others."""
         weight, layout = held.kind.weight, self._layout
-        hit, ranks = hit_share(weight, tokens), layout.tp
+        hit = hit_share(weight, tokens)
+        ranks = layout.tp // (layout.dcp if weight.is_query else 1)
         rows = float(own)
         if weight.used is not None:
             # what the busiest of `ep` ranks is asked for, beyond the mean of all of them
@@ -274,6 +276,17 @@ class Costs:
             hidden = self._model.weights.spec.hidden_size
             received = len(caches) * 2 * (ranks - 1) // ranks * own * 2 * hidden
         return len(caches) * MESSAGE_SECONDS + received / self._gather_link
+
+    def _merge_seconds(self, own: int) -> float:
+        """Of a layer, between ranks that share out a KV cache: results of others' heads with their
+        weights, 4 bytes.
+        """
+        layout, spec = self._layout, self._model.weights.spec
+        if layout.dcp == 1:
+            return 0.0
+        heads = spec.num_heads / layout.tp * layout.dcp
+        received = (layout.dcp - 1) * own * heads * (2 * spec.head_dim + 4)
+        return MESSAGE_SECONDS + received / self._gather_link
 
     @property
     def _gather_link(self) -> float:

@@ -126,6 +126,7 @@ def make_plan(
     """All topologies of `spec` on `hardware`. `workloads` differ in their concurrency, which grows.
     `max_model_len` must fit; None: what fits, up to the model's window. Errors: `ConfigError` where
     the model has no such window. With `one_engine` GPUs beside those of a topology stay idle.
+    Ranks that share out a KV cache share out the index keys, too, where the model has any.
     """
     if max_model_len is not None and max_model_len > spec.max_position_embeddings:
         raise ConfigError(
@@ -133,9 +134,14 @@ def make_plan(
             f"{spec.max_position_embeddings} tokens"
         )
     gpu = hardware.gpu
-    model = Model.of(spec, gpu, kv_dtype=kv_dtype, index_dtype=index_dtype)
+    plain, shared_out = (
+        Model.of(each, gpu, kv_dtype=kv_dtype, index_dtype=index_dtype)
+        for each in (spec, spec.with_sharded_index())
+    )
     candidates, refused = [], []
-    for topology in topologies(hardware.gpus, per_node=hardware.per_node):
+    heads = spec.num_kv_heads if spec.can_share_out_caches else None
+    for topology in topologies(hardware.gpus, per_node=hardware.per_node, kv_heads=heads):
+        model = plain if topology.dcp == 1 else shared_out
         topology = replace(topology, replicas=1) if one_engine else topology
         try:
             topology.check(spec, per_node=hardware.per_node)

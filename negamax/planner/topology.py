@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from negamax.base.errors import ConfigError
-from negamax.config.kv_cache import block_bytes
+from negamax.config.kv_cache import block_bytes, with_holders
 from negamax.config.model_spec import ModelSpec
 from negamax.config.parallel import ParallelOptions
 from negamax.parallel.layout import ParallelLayout
@@ -30,6 +30,7 @@ class Topology:
     pp: int = 1
     cp: int = 1
     replicas: int = 1
+    dcp: int = 1
 
     @property
     def ranks(self) -> int:
@@ -44,7 +45,7 @@ class Topology:
     @property
     def num_axes(self) -> int:
         """Along which it is split."""
-        sizes = (self.tp, self.ep, self.dp, self.pp, self.cp, self.replicas)
+        sizes = (self.tp, self.ep, self.dp, self.pp, self.cp, self.replicas, self.dcp)
         return sum(size > 1 for size in sizes)
 
     @property
@@ -55,6 +56,7 @@ class Topology:
             ("DP", self.dp),
             ("PCP", self.cp),
             ("TP", self.tp),
+            ("DCP", self.dcp),
             ("EP", self.ep),
         )
         words = [f"{name}{size}" for name, size in sizes if size > 1] or ["TP1"]
@@ -63,7 +65,9 @@ class Topology:
     @property
     def layout(self) -> ParallelLayout:
         """The layout of rank 0. Errors: `ConfigError`."""
-        return ParallelLayout(tp=self.tp, ep=self.ep, dp=self.dp, pp=self.pp, cp=self.cp)
+        return ParallelLayout(
+            tp=self.tp, ep=self.ep, dp=self.dp, pp=self.pp, cp=self.cp, dcp=self.dcp
+        )
 
     @property
     def sizes(self) -> Mapping[str, int | bool]:
@@ -74,6 +78,7 @@ class Topology:
             "data_parallel_size": self.dp,
             "pipeline_parallel_size": self.pp,
             "prefill_context_parallel_size": self.cp,
+            "decode_context_parallel_size": self.dcp,
         }
         found = {name: size for name, size in given.items() if size > 1}
         if self.ep == stage > 1:
@@ -113,9 +118,10 @@ class Topology:
         _ = self.options
 
 
-def topologies(gpus: int, *, per_node: int) -> Iterator[Topology]:
+def topologies(gpus: int, *, per_node: int, kv_heads: int | None = None) -> Iterator[Topology]:
     """All that need up to `gpus` GPUs, in as many replicas as these make, and not one more; some
-    GPUs of a machine, or all of several.
+    GPUs of a machine, or all of several. With `kv_heads` also those whose ranks share out the
+    blocks of the KV heads of which they have copies.
     """
     for ranks in (*range(1, per_node + 1), *range(2 * per_node, gpus + 1, per_node)):
         replicas = per_node // ranks * (gpus // per_node) or gpus // ranks
@@ -123,8 +129,10 @@ def topologies(gpus: int, *, per_node: int) -> Iterator[Topology]:
             for dp in _divisors(ranks // pp):
                 for cp in _divisors(ranks // pp // dp):
                     tp = ranks // pp // dp // cp
+                    copies = 1 if kv_heads is None or cp > 1 or tp % kv_heads else tp // kv_heads
                     for ep in _divisors(ranks // pp):
-                        yield Topology(tp, ep, dp, pp, cp, replicas)
+                        for dcp in _divisors(copies):
+                            yield Topology(tp, ep, dp, pp, cp, replicas, dcp)
 
 
 def _divisors(number: int) -> list[int]:
@@ -152,7 +160,7 @@ def fit(model: Model, layout: ParallelLayout, *, budget: int) -> Fit:
         held = model.weights.on_rank(dtype=model.dtype, kept=model.kept, layout=stage)
         weights = round(sum(num_bytes for _, _, num_bytes in held))
         layers = stage.layers(model.weights.spec.num_layers)
-        caches = model.caches[layers.start : layers.stop]
+        caches = with_holders(model.caches[layers.start : layers.stop], layout.dcp)
         token = block_bytes(caches, 1, dtype=model.kv_dtype, ranks=layout.tp)
         found.append(Fit(weights, budget - GPU_RESERVE - weights, token))
     return min(found, key=lambda each: each.tokens or each.room)

@@ -79,16 +79,16 @@ SHAPE = SparseShape(kv_heads=1, group=2, block_size=32, sparse_block_size=16, to
 
 
 def paged(
-    lengths: Sequence[int], *, heads: int, dtype: torch.dtype = torch.bfloat16
+    lengths: Sequence[int], *, heads: int, dtype: torch.dtype = torch.bfloat16, dim: int = 32
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A cache that holds large values wherever no key lies, and tables in int32."""
     generator, size = torch.Generator().manual_seed(len(lengths)), SHAPE.block_size
     width = -(-max(lengths) // size)
     tables = torch.randperm(width * len(lengths), generator=generator).view(len(lengths), width)
-    cache = torch.full((tables.numel(), heads, size, 32), 400.0)
+    cache = torch.full((tables.numel(), heads, size, dim), 400.0)
     for row, length in zip(tables.tolist(), lengths, strict=True):
         for position in range(length):
-            key = torch.randn(heads, 32, generator=generator)
+            key = torch.randn(heads, dim, generator=generator)
             cache[row[position // size], :, position % size] = key
     return cache.to(dtype), tables.int()
 

@@ -12,6 +12,7 @@ from test_gpu_engine import AGREEMENT, GREEDY, agreement, answers_of_m3, prompts
 
 from negamax import LLM
 
+# (`decode_context_parallel_size` is a part of the tensor-parallel one)
 SIZES = (
     "data_parallel_size",
     "pipeline_parallel_size",

@@ -27,7 +27,8 @@ KERNELS = (
 SEEDS = (0, 1, 2)
 # share of whole numbers (chosen experts, tokens) that a near tie may turn at full width
 OTHER_CHOICES = 1e-3
-PLANNED_ON_THE_HOST = ("attention.prefill",)  # never part of a graph
+# never part of a graph
+PLANNED_ON_THE_HOST = ("attention.prefill", "cache_shards.prefill")
 PARTLY_UNDEFINED = ("block_sparse.select_shard",)  # its `apply` leaves out what may be anything
 
 _BY_DTYPE = [

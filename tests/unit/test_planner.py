@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 
 from negamax.base.errors import ConfigError
 from negamax.cli.main import app, main
+from negamax.cli.plan import commands
 from negamax.cli.resolve import resolve
 from negamax.config.families import bundled_spec
-from negamax.config.kv_cache import block_bytes, with_index_dtype
+from negamax.config.kv_cache import block_bytes, with_holders, with_index_dtype
 from negamax.config.model_spec import ModelSpec
 from negamax.config.options import EngineOptions
 from negamax.engine.core.setup import start_loop
@@ -77,10 +78,12 @@ def counted(
     of cache for a token.
     """
     found = []
+    spec = spec if layout.dcp == 1 else spec.with_sharded_index()
     for stage in map(layout.of_rank, range(0, layout.world_size, layout.stage_size)):
         weights = bytes_on_rank(spec, stage)
         layers = stage.layers(spec.num_layers)
         caches = with_index_dtype(spec.kv_caches(), "bfloat16")[layers.start : layers.stop]
+        caches = with_holders(caches, layout.dcp)
         token = block_bytes(caches, 1, dtype=kv_dtype, ranks=layout.tp)
         found.append(((budget - weights) // token, weights, token))
     return min(found)
@@ -226,6 +229,19 @@ def test_the_best_ones_are_best() -> None:
     assert double.tokens_per_second == pytest.approx(2 * single.tokens_per_second)
 
 
+def test_ranks_that_share_out_a_cache_hold_most_tokens() -> None:
+    """Of MiniMax-M3 on eight H200; the command shares out the index keys, too."""
+    hardware = Hardware(MEASURED, 8)
+    plan = make_plan(M3, hardware, [Workload(1)], kv_dtype="fp8")
+    found = {each.topology: each for each in plan.candidates}
+    plain, shared_out = found[Topology(8)], found[Topology(8, dcp=2)]
+    assert (plain.memory.token, shared_out.memory.token) == (29_952, 9_504)
+    assert shared_out.cache_tokens == max(each.cache_tokens for each in plan.candidates) > 7_800_000
+    assert shared_out.predictions[0].token_seconds > plain.predictions[0].token_seconds
+    (line,) = commands(shared_out, EngineOptions("minimax-m3-mxfp8"), M3, hardware)
+    assert "--decode-context-parallel-size 2" in line and "--index-cache-sharding on" in line
+
+
 def test_requests_beyond_the_cache_wait() -> None:
     load = Workload(400, 20_000, 1000)
     plan = make_plan(M2, Hardware(MEASURED, 4), [load])
@@ -235,7 +251,8 @@ def test_requests_beyond_the_cache_wait() -> None:
 
 
 def test_every_layout_has_its_topology_once() -> None:
-    found = list(topologies(16, per_node=8))
+    found = list(topologies(16, per_node=8, kv_heads=4))
+    assert {each.dcp for each in found if each.tp == 16} == {1, 2, 4}
     assert len(found) == len(set(found)) == len({each.label for each in found})
     assert all(each.gpus <= 16 for each in found)
 

@@ -83,7 +83,11 @@ def with_planned_sizes(options: EngineOptions, *, one_engine: bool = True) -> En
 
 
 def _is_taken(options: EngineOptions, topology: Topology) -> bool:
-    """Whether the other options, such as those of drafts, go with it."""
+    """Whether the other options, such as those of drafts, go with it. Ranks share out a KV cache
+    only where an option says so.
+    """
+    if topology.dcp > 1:
+        return False
     try:
         replace(options, **topology.sizes)
     except ConfigError:

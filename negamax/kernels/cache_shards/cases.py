@@ -16,6 +16,7 @@ from negamax.kernels.attention import cases as dense
 from negamax.kernels.attention.metadata import CacheShard
 from negamax.kernels.block_sparse import cases as sparse
 from negamax.kernels.block_sparse.choice import BlockChoice
+from negamax.kernels.cache_shards.partials import PartialResults
 from negamax.kernels.op import AnyKernel, Case, Cost, num_bytes, randn
 
 # --- where tokens lie ----------------------------------------------------------------------------
@@ -191,7 +192,9 @@ def _merge_case(
 
 def apply_merge(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     """The results of all keys."""
-    return (kernel.run(*case.tensors.values(), **case.numbers),)
+    out, lse = case.tensors.values()
+    parts = PartialResults(out.new_empty(0, dtype=torch.uint8), out, lse)
+    return (kernel.run(parts, None, **case.numbers),)
 
 
 def merge_cost(case: Case) -> Cost:

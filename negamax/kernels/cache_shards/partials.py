@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from negamax.kernels.kvcache.spec import FP8
+from negamax.kernels.peers import Collective
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,18 @@ class PartialResults:
         assert q.dtype != FP8
         num_bytes = q.numel() * q.element_size() + 4 * q.shape[0] * q.shape[1]
         return cls.of(torch.empty(num_bytes, dtype=torch.uint8, device=q.device), q)
+
+    def gathered(self, group: Collective) -> PartialResults:
+        """Those of all ranks of the group."""
+        messages = group.all_gather(self.message.unsqueeze(0), dim=0)
+        q = self.out.unflatten(-1, (self.lse.shape[-1], -1))
+        return PartialResults.of(messages, q)
+
+    @classmethod
+    def joined(cls, out: Tensor, lse: Tensor) -> PartialResults:
+        """The message of `out` and `lse`."""
+        message = torch.cat([part.flatten().view(torch.uint8) for part in (out, lse)])
+        return cls(message, out, lse)
 
     @classmethod
     def of(cls, message: Tensor, q: Tensor) -> PartialResults:

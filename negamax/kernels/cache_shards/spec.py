@@ -27,6 +27,7 @@ from negamax.kernels.cache_shards import cases
 from negamax.kernels.cache_shards.partials import PartialResults
 from negamax.kernels.kvcache.spec import cache_rows, slots_of
 from negamax.kernels.op import Kernel, Op, rounding_tolerance
+from negamax.kernels.peers import Collective
 from negamax.kernels.signatures import (
     MERGE_PARTIALS,
     OWN_ROWS,
@@ -115,9 +116,9 @@ def _attend(
     scales: tuple[float, float],
     is_chosen: Callable[[slice, Tensor], Tensor],  # of tokens and positions of keys
 ) -> PartialResults:
-    queries, shape, found = plan.queries, plan.shape, PartialResults.empty(q)
-    found.out.zero_()
-    found.lse.fill_(-torch.inf)
+    queries, shape = plan.queries, plan.shape
+    out = q.new_zeros(q.shape[0], q.shape[1] * q.shape[2])
+    lse = torch.full(q.shape[:2], -torch.inf, device=q.device)
     tables, counts = queries.used_tables(shape.block_size), queries.host_query_lens
     for table, length, count, end in zip(
         tables, queries.host_seq_lens, counts, accumulate(counts), strict=True
@@ -139,10 +140,10 @@ def _attend(
         top = scores.amax(-1, keepdim=True)
         weights = (scores - top.masked_fill(top == -torch.inf, 0.0)).exp2()
         total = weights.sum(-1)
-        out = torch.einsum("thj,jhd->thd", weights, v) / total.clamp_min(1e-30).unsqueeze(-1)
-        found.out[tokens] = out.flatten(1).to(q.dtype)
-        found.lse[tokens] = top.squeeze(-1) + total.log2()
-    return found
+        sums = torch.einsum("thj,jhd->thd", weights, v) / total.clamp_min(1e-30).unsqueeze(-1)
+        out[tokens] = sums.flatten(1).to(q.dtype)
+        lse[tokens] = top.squeeze(-1) + total.log2()
+    return PartialResults.joined(out, lse)
 
 
 def _own_keys(table: Tensor, length: int, shape: PagedShape) -> tuple[Tensor, Tensor]:
@@ -161,28 +162,30 @@ def _rows(cache: Tensor, blocks: Tensor) -> Tensor:
 
 
 def merge(
-    out: Tensor,
-    lse: Tensor,
+    parts: PartialResults,
+    group: Collective | None,
     *,
     first: int,
     count: int,
     quantize: bool = False,
 ) -> Tensor:
-    """Results of all ranks, out [ranks, T, heads * head_dim] and lse [ranks, T, heads] (dimension 0
-    of any stride) -> those of the heads `first` to first + count - 1, [T, count * head_dim].
-    `quantize` asks for `QuantizedActivations`, which the definition does not make.
+    """The results of this rank, or without `group` of all ranks -> those of all for the heads
+    `first` to first + count - 1, which are this rank's own, [T, count * head_dim]. `quantize` asks
+    for `QuantizedActivations`, which the definition does not make.
     """
     assert not quantize, "the definition has no FP8 output"
-    heads = slice(first, first + count)
-    lse, parts = lse[..., heads], out.unflatten(-1, (lse.shape[-1], -1))[..., heads, :]
+    of_all = parts if group is None else parts.gathered(group)
+    heads, dtype = slice(first, first + count), parts.out.dtype
+    out = of_all.out.unflatten(-1, (parts.lse.shape[-1], -1))[..., heads, :]
+    lse = of_all.lse[..., heads]
     top = lse.amax(0)
     weights = (lse - top.masked_fill(top == -torch.inf, 0.0)).exp2()
-    total, divisor = torch.zeros_like(parts[0], dtype=torch.float32), torch.zeros_like(top)
-    for part, weight in zip(parts, weights, strict=True):
+    total, divisor = torch.zeros_like(out[0], dtype=torch.float32), torch.zeros_like(top)
+    for part, weight in zip(out, weights, strict=True):
         total += part.float() * weight.unsqueeze(-1)
         divisor += weight
     merged = total / divisor.clamp_min(1e-30).unsqueeze(-1)
-    return merged.flatten(1).to(out.dtype)
+    return merged.flatten(1).to(dtype)
 
 
 _TOLERANCE = rounding_tolerance(

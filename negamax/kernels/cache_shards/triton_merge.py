@@ -1,6 +1,13 @@
 """The results of all ranks that hold the keys of a head as one: grid (T,), a program for a rank's
 own heads of a token. Ranks are added in their order, so that a result does not depend on who was
 first.
+
+Up to as many tokens as the region of peer memory has rows come by the LL protocol in the same
+launch, to each rank what it needs of its own heads alone:
+
+    words of a row and sender    | out [COUNT, DIM / 2], two values each | lse [COUNT] |
+
+Of more tokens an all-gather brings the messages of all ranks.
 """
 
 from __future__ import annotations
@@ -9,85 +16,175 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from negamax.kernels.activations import Hidden
 from negamax.kernels.attention.triton_shared import nonempty_max, outputs, result, write_heads
+from negamax.kernels.cache_shards.partials import PartialResults
+from negamax.kernels.collectives.triton_ll import peer_base, peer_bases, poll, with_flag
+from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
+from negamax.kernels.norm.triton import as_words, unpack
+from negamax.kernels.peers import Collective, PeerRegion
 
 
 class MergeConstants(NamedTuple):
     """Constants of `_merge_partials_kernel`, one argument `C: tl.constexpr`."""
 
     RANKS: int
+    IS_LL: bool  # the other ranks' come through peer memory; else they are here
+    ROWS: int  # of the region
+    SLOT: int  # words per row and sender in the region
     HEADS: int  # of all ranks together
     COUNT: int  # of this rank
     COUNT_POW2: int
     DIM: int  # of a head
-    BLOCK_D: int  # DIM, padded to a power of two
+    WORDS_POW2: int  # DIM / 2, padded to a power of two
     QUANTIZE: bool
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit
+def _load_own(parts, lse, head, word, C: tl.constexpr):
+    """The words and lse of heads `head` [rows] of a token, at its first ones."""
+    mask = (head < C.HEADS)[:, None] & (word < C.DIM // 2)[None, :]
+    at = as_words(parts) + head[:, None] * (C.DIM // 2) + word[None, :]
+    return tl.load(at, mask=mask, other=0), tl.load(lse + head, mask=head < C.HEADS, other=0.0)
+
+
+@triton.jit
+def _push(parts, lse, head, word, addresses, offset, rank, flag, C: tl.constexpr):
+    """To every rank's copy the words of its heads, this rank's own included."""
+    RANKS: tl.constexpr = C.RANKS
+    mask = (head < C.COUNT)[:, None] & (word < C.DIM // 2)[None, :]
+    at = head[:, None] * (C.DIM // 2) + word[None, :]
+    sent = ()
+    for peer in tl.static_range(RANKS):  # all loads before the first store
+        words, weights = _load_own(parts, lse, peer * C.COUNT + head, word, C)
+        weights = weights.to(tl.int32, bitcast=True)
+        sent = sent + (with_flag(words, flag), with_flag(weights, flag))  # noqa: RUF005
+    bases = peer_bases(addresses, RANKS)
+    for peer in tl.static_range(RANKS):
+        to = bases[peer] + offset + rank * C.SLOT
+        tl.store(to + at, sent[2 * peer], mask=mask)
+        tl.store(to + C.COUNT * (C.DIM // 2) + head, sent[2 * peer + 1], mask=head < C.COUNT)
+
+
+@triton.jit(do_not_specialize=["first", "rank"])
 def _merge_partials_kernel(
-    parts,  # [RANKS, T, HEADS * DIM], a rank's `part_stride` behind the one before
-    lse,  # [RANKS, T, HEADS] fp32, likewise `lse_stride`
+    parts,  # [RANKS, T, HEADS * DIM], a rank's `part_stride` behind the one before; with IS_LL
+    lse,  # [RANKS, T, HEADS] fp32, likewise `lse_stride`, those of this rank alone
     out,  # [T, COUNT * DIM], written; likewise
     values,  # e4m3 and
     scales,  # [T, COUNT] fp32, None unless QUANTIZE
+    addresses,  # of the region, as `PeerRegion` has them; None without IS_LL
+    flags,  # likewise
     part_stride,
     lse_stride,
     first,  # of the heads of this rank
+    rank,
     C: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     RANKS: tl.constexpr = C.RANKS  # Triton 3.6 takes no field of a struct there
     HEADS_POW2: tl.constexpr = C.COUNT_POW2
-    BLOCK_D: tl.constexpr = C.BLOCK_D
+    WORDS_POW2: tl.constexpr = C.WORDS_POW2
+    dtype: tl.constexpr = out.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
-    head, column = tl.arange(0, HEADS_POW2), tl.arange(0, BLOCK_D)
+    head, word = tl.arange(0, HEADS_POW2), tl.arange(0, WORDS_POW2)
     is_head = head < C.COUNT
-    mask = is_head[:, None] & (column < C.DIM)[None, :]
-    lse += token * C.HEADS + first + head
-    parts += (token * C.HEADS + first + head)[:, None] * C.DIM + column[None, :]
+    launch_dependents_then_wait(PDL)
+    parts += token * (C.HEADS * C.DIM)
+    lse += token * C.HEADS
+    weights, words = (), ()
+    if C.IS_LL:
+        flag = tl.load(flags + token) + 1
+        offset = ((flag & 1) * C.ROWS + token) * (RANKS * C.SLOT)
+        _push(parts, lse, head, word, addresses, offset, rank, flag, C)
+        mask = is_head[:, None] & (word < C.DIM // 2)[None, :]
+        at = head[:, None] * (C.DIM // 2) + word[None, :]
+        base, control = peer_base(addresses, rank) + offset, addresses + RANKS
+        for sender in tl.static_range(RANKS):
+            slot = sender * C.SLOT
+            weight = poll(base, slot + C.COUNT * (C.DIM // 2) + head, flag, is_head, control)
+            weights = weights + (weight.to(tl.float32, bitcast=True),)  # noqa: RUF005
+            words = words + (poll(base, slot + at, flag, mask, control),)  # noqa: RUF005
+        tl.store(flags + token, flag)
+    else:
+        for sender in tl.static_range(RANKS):
+            found = _load_own(
+                parts + sender * part_stride, lse + sender * lse_stride,
+                tl.where(is_head, first + head, C.HEADS), word, C,
+            )  # fmt: skip
+            words, weights = words + (found[0],), weights + (found[1],)  # noqa: RUF005
     top = tl.full([HEADS_POW2], float("-inf"), tl.float32)
-    for rank in tl.static_range(RANKS):
-        top = tl.maximum(top, tl.load(lse + rank * lse_stride, mask=is_head, other=0.0))
+    for sender in tl.static_range(RANKS):
+        top = tl.maximum(top, weights[sender])
     safe = nonempty_max(top)
     divisor = tl.zeros([HEADS_POW2], tl.float32)
-    total = tl.zeros([HEADS_POW2, BLOCK_D], tl.float32)
-    for rank in tl.static_range(RANKS):
-        weight = tl.exp2(tl.load(lse + rank * lse_stride, mask=is_head, other=0.0) - safe)
-        part = tl.load(parts + rank * part_stride, mask=mask, other=0.0).to(tl.float32)
+    even = tl.zeros([HEADS_POW2, WORDS_POW2], tl.float32)
+    odd = tl.zeros([HEADS_POW2, WORDS_POW2], tl.float32)
+    for sender in tl.static_range(RANKS):
+        weight = tl.exp2(weights[sender] - safe)
+        low, high = unpack(words[sender], dtype)
         divisor += weight
-        total += part * weight[:, None]
-    total *= tl.where(divisor == 0.0, 0.0, 1.0 / divisor)[:, None]
-    write_heads(total, token * C.COUNT + head, column, is_head, (out, values, scales), C)
+        even += low * weight[:, None]
+        odd += high * weight[:, None]
+    scale = tl.where(divisor == 0.0, 0.0, 1.0 / divisor)[:, None]
+    merged = tl.reshape(tl.join(even * scale, odd * scale), [HEADS_POW2, 2 * WORDS_POW2])
+    column = tl.arange(0, 2 * WORDS_POW2)
+    write_heads(merged, token * C.COUNT + head, column, is_head, (out, values, scales), C)
 
 
 def merge_partials(
-    out: Tensor, lse: Tensor, *, first: int, count: int, quantize: bool = False
+    parts: PartialResults,
+    group: Collective | None,
+    *,
+    first: int,
+    count: int,
+    quantize: bool = False,
 ) -> Hidden:
     """As the definition, in FP8 too if asked for."""
-    (ranks, num_tokens, heads), width = lse.shape, out.shape[2]
-    head_dim = width // heads
-    assert out[0].is_contiguous() and lse[0].is_contiguous()
+    num_tokens, heads = parts.lse.shape[-2:]
+    head_dim = parts.out.shape[-1] // heads
+    assert head_dim % 2 == 0 and parts.out.itemsize == 2
+    region = None if group is None else _region(group, num_tokens, count * (head_dim // 2 + 1))
+    if group is not None and region is None:
+        parts = parts.gathered(group)
+    out, lse = parts.out, parts.lse
     output = outputs(out.new_empty(num_tokens, count, head_dim), quantize=quantize)
-    if num_tokens:
-        _merge_partials_kernel[(num_tokens,)](
-            out,
-            lse,
-            *output,
-            out.stride(0),
-            lse.stride(0),
-            first,
-            MergeConstants(
-                RANKS=ranks,
-                HEADS=heads,
-                COUNT=count,
-                COUNT_POW2=triton.next_power_of_2(count),
-                DIM=head_dim,
-                BLOCK_D=triton.next_power_of_2(max(16, head_dim)),
-                QUANTIZE=quantize,
-            ),
-            num_warps=4,
-        )
+    if num_tokens == 0:
+        return result(*output)
+    is_ll = region is not None
+    _merge_partials_kernel[(num_tokens,)](
+        out,
+        lse,
+        *output,
+        None if region is None else region.addresses,
+        None if region is None else region.flags,
+        0 if is_ll else out.stride(0),
+        0 if is_ll else lse.stride(0),
+        first,
+        0 if group is None else group.rank,
+        MergeConstants(
+            RANKS=len(out) if group is None or not is_ll else group.size,
+            IS_LL=is_ll,
+            ROWS=1 if region is None else region.rows,
+            SLOT=1 if region is None else region.words,
+            HEADS=heads,
+            COUNT=count,
+            COUNT_POW2=triton.next_power_of_2(count),
+            DIM=head_dim,
+            WORDS_POW2=triton.next_power_of_2(max(8, head_dim // 2)),
+            QUANTIZE=quantize,
+        ),
+        num_warps=4,
+        **launch_options(out.device),
+    )
     return result(*output)
+
+
+def _region(group: Collective, num_tokens: int, words: int) -> PeerRegion | None:
+    """The memory through which so many words of each token travel; None: there is none, or it has
+    too little room.
+    """
+    region = None if group.peers is None else group.peers.reduce
+    fits = region is not None and num_tokens <= region.rows and words <= region.words
+    return region if fits else None

@@ -1,0 +1,131 @@
+"""Attention of two ranks that hold every other block each, through Triton's interpreter: their
+parts make the attention to all blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_triton_block_sparse import SHAPE, captured, paged, relative_error
+from triton_support import Group, Ranks, ThreadGroup, Threads  # before the kernels
+
+from negamax.kernels.activations import QuantizedActivations
+from negamax.kernels.attention import spec as dense
+from negamax.kernels.attention.metadata import CacheShard, PagedShape, attention_metadata
+from negamax.kernels.block_sparse import spec as sparse
+from negamax.kernels.cache_shards import spec
+from negamax.kernels.cache_shards import triton as kernels
+from negamax.kernels.cache_shards.partials import PartialResults
+from negamax.kernels.kvcache.spec import FP8
+
+RANKS = 2
+
+
+def own_blocks(cache: torch.Tensor, rank: int) -> torch.Tensor:
+    """A rank's cache: behind a block of nobody, which has anything in it, every other one."""
+    stored = cache.view(torch.uint8)
+    nobody = torch.full_like(stored[:1], 60)
+    return torch.cat([nobody, stored[rank::RANKS]]).view(cache.dtype)
+
+
+@pytest.mark.parametrize(("dtype", "is_captured"), [(torch.bfloat16, False), (FP8, True)])
+@pytest.mark.parametrize(
+    ("is_sparse", "counts"),
+    [(False, [1, 1, 1]), (True, [1, 1, 1]), (False, [70, 5, 33]), (True, [70, 5, 33])],
+)
+def test_parts_make_the_attention_to_all_blocks(
+    is_sparse: bool, counts: list[int], is_captured: bool, dtype: torch.dtype
+) -> None:
+    """One sequence lies on one rank alone, others begin on either; each rank merges its own heads
+    of four, in FP8 and not.
+    """
+    lengths, dim, scales = [130, 17, 200], 128, (0.5, 2.0)
+    shape: PagedShape = PagedShape(1, 4, 32)
+    if is_sparse:
+        shape = replace(SHAPE, group=4)
+    caches = [paged(lengths, heads=1, dtype=dtype, dim=dim)[0] for _ in range(2)]
+    tables = paged(lengths, heads=1)[1]
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(sum(counts), 4, dim, generator=generator).bfloat16()
+    is_decode = max(counts) == 1
+    queries = attention_metadata(tables, lengths, counts, num_decodes=3 if is_decode else 0)
+    choice: list[Any] = []
+    if is_sparse:
+        assert isinstance(shape, sparse.SparseShape)
+        index_cache, index_q = paged(lengths, heads=1)[0], torch.randn(sum(counts), 1, 32)
+        plan = sparse.plan(queries, shape, dtype=q.dtype)
+        choice = [sparse.select(index_q, index_cache, plan)]
+        want = sparse.attend(q.float(), *caches, *choice, plan, kv_scales=scales)
+    else:
+        want = dense.attend(q.float(), *caches, queries, kv_scales=scales)
+    of_op = {
+        (False, True): (kernels.plan_partial_decode, kernels.partial_decode),
+        (False, False): (kernels.plan_partial_prefill, kernels.partial_prefill),
+        (True, True): (kernels.plan_sparse_decode, kernels.partial_sparse_decode),
+        (True, False): (kernels.plan_partial_sparse_prefill, kernels.partial_sparse_prefill),
+    }
+    prepare, run = of_op[is_sparse, is_decode]
+    threads = Threads(RANKS)
+
+    def attend(rank: int) -> list[Any]:
+        own = replace(shape, cache=CacheShard(rank, RANKS))
+        found = prepare(captured(queries) if is_captured else queries, own, dtype=q.dtype)
+        mine = [own_blocks(cache, rank) for cache in caches]
+        group = ThreadGroup(threads, rank, memory=None)
+        results = []
+        for quantize in (False, True):
+            parts = run(q, *mine, *choice, found, kv_scales=scales)
+            results.append(
+                kernels.merge_partials(parts, group, first=2 * rank, count=2, quantize=quantize)
+            )
+        return results
+
+    for rank, (plain, quantized) in enumerate(threads.run(attend)):
+        expected = want.view(-1, 4, dim)[:, 2 * rank : 2 * rank + 2].flatten(1)
+        assert relative_error(plain, expected) < 1e-2
+        assert isinstance(quantized, QuantizedActivations)
+        assert torch.equal(quantized.hidden, plain)
+        values = quantized.q.float().view(-1, 2, dim) * quantized.scale.unsqueeze(-1)
+        assert relative_error(values.flatten(1), expected) < 0.04
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_exchange_the_results_of_few_tokens_by_the_ll_protocol(
+    rank: int, dtype: torch.dtype
+) -> None:
+    """Each sends the other those of its heads; the bits are those behind an all-gather. Tokens of
+    which one rank has no key, or none has.
+    """
+    heads, count, dim, rounds, peer = 6, 3, 20, 3, 1 - rank
+    words = count * (dim // 2 + 1)
+    generator, ranks = torch.Generator().manual_seed(0), Ranks(RANKS, rows=4, words=words + 3)
+    for epoch in range(1, rounds + 1):
+        q = torch.empty(3, heads, dim, dtype=dtype)
+        each = [PartialResults.empty(q) for _ in range(RANKS)]
+        for parts in each:
+            parts.out.copy_(torch.randn(parts.out.shape, generator=generator))
+            parts.lse.copy_(4 * torch.randn(parts.lse.shape, generator=generator))
+        each[0].lse[1], each[1].lse[2], each[0].lse[2] = -torch.inf, -torch.inf, -torch.inf
+        for row in range(3):
+            its = slice(rank * count, (rank + 1) * count)
+            theirs = each[peer].out.unflatten(1, (heads, dim))[row, its].contiguous()
+            payload = torch.cat([
+                theirs.view(torch.int32).flatten(),
+                each[peer].lse[row, its].contiguous().view(torch.int32),
+            ])  # fmt: skip
+            ranks.arrive(rank, sender=peer, row=row, payload=payload)
+        own = {"first": rank * count, "count": count}
+        got = kernels.merge_partials(each[rank], Group(ranks, rank), **own)
+        of_all = PartialResults.of(torch.stack([parts.message for parts in each]), q)
+        assert torch.equal(got, kernels.merge_partials(of_all, None, **own))
+        torch.testing.assert_close(got, spec.merge(of_all, None, **own), atol=4e-3, rtol=1e-2)
+        assert not got[2].any()
+        assert ranks.epochs[rank].tolist() == [epoch] * 3 + [0]
+        sent = ranks.copies[peer][epoch & 1, 1, rank, :words]
+        assert (sent >> 32 == epoch).all()
+        to = slice(peer * count, (peer + 1) * count)
+        assert torch.equal(sent.int()[-count:].view(torch.float32), each[rank].lse[1, to])

@@ -1,0 +1,79 @@
+"""Ranks that share out the KV cache of the heads of which they have copies, on GPUs: results of
+attention through peer memory and by NCCL, decodes as graphs; the answers are those of one rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent))
+
+from split_models import answers, check_nano, check_nano_m3, skip_without
+from test_gpu_engine import _mixed_run
+
+from negamax.config.options import EngineOptions
+from negamax.engine.core.setup import start_loop
+
+# the embedded models have two KV heads
+FOUR: dict[str, Any] = {"tensor_parallel_size": 4, "decode_context_parallel_size": 2}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+
+
+@pytest.fixture(scope="module")
+def of_one_rank() -> list[list[int]]:
+    return answers()[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        FOUR,
+        {**FOUR, "enforce_eager": True},
+        {**FOUR, "kv_cache_dtype": "fp8"},
+        {**FOUR, "speculative_config": NGRAM},
+        {**FOUR, "enable_expert_parallel": True},
+    ],
+    ids=str,
+)
+def test_ranks_agree_with_one(of_one_rank: list[list[int]], options: dict[str, Any]) -> None:
+    check_nano(of_one_rank, options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        FOUR,
+        {**FOUR, "index_cache_sharding": "on"},
+        {**FOUR, "index_cache_sharding": "on", "kv_cache_dtype": "fp8"},
+    ],
+    ids=str,
+)
+def test_nano_m3_agrees_with_one_rank(options: dict[str, Any]) -> None:
+    check_nano_m3(options)
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("minimax-m3-mxfp8", {"tensor_parallel_size": 8, "decode_context_parallel_size": 2}),
+        ("minimax-m3-mxfp8", {"tensor_parallel_size": 8, "decode_context_parallel_size": 2,
+                              "index_cache_sharding": "on", "kv_cache_dtype": "fp8"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_long_mixed_run_ends_with_every_block_free(model: str, options: dict[str, Any]) -> None:
+    """The model's own kernels and sizes, four layers, one of them with a choice of blocks: prompts
+    of up to 8,000 tokens beside short ones, preemptions, aborts.
+    """
+    skip_without(options)
+    sizes = {"max_model_len": 8320, "num_kv_blocks": 80, "max_num_seqs": 64}
+    drawn = {"load_format": "synthetic", "num_hidden_layers": 4, "device": "cuda"}
+    loop, info = start_loop(EngineOptions(model, **drawn, **sizes, **options))
+    try:
+        _mixed_run(loop, longest=min(8000, info.max_model_len - 301))
+    finally:
+        loop.shutdown()
