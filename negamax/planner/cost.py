@@ -42,6 +42,7 @@ MOST_ROWS = 256  # from where on more of them take no longer
 SMALL_SUM_TOKENS, SMALL_SUM_SHARE, SUM_SHARE, GATHER_SHARE = 256, 0.30, 0.84, 0.60
 SUM_SECONDS, NORM_SECONDS = 1e-6, 2e-6  # beside the norm that they are part of; of the QK norm
 MESSAGE_SECONDS = 20e-6  # of NCCL
+MERGE_SECONDS = 4e-6  # of results of attention by stores that carry flags: calculated
 NETWORK_BYTES = 45e9  # per second and GPU between machines, of an adapter of 400 Gb/s each
 
 
@@ -286,6 +287,8 @@ class Costs:
             return 0.0
         heads = spec.num_heads / layout.tp * layout.dcp
         received = (layout.dcp - 1) * own * heads * (2 * spec.head_dim + 4)
+        if self._gpu.has_fabric and own <= SMALL_SUM_TOKENS:  # of its own heads alone
+            return MERGE_SECONDS + received / layout.dcp / (SMALL_SUM_SHARE * self._gpu.link)
         return MESSAGE_SECONDS + received / self._gather_link
 
     @property

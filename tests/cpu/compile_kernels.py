@@ -160,7 +160,7 @@ def compile_for(
         try:
             with without_memory(), torch.inference_mode():
                 op.apply(kernel, case)
-                if op.name.startswith(("attention", "block_sparse")):
+                if op.name.startswith(("attention", "block_sparse", "cache_shards")):
                     with patch.object(AttentionMetadata, "is_captured", True):
                         op.apply(kernel, case)
         except Exception as error:
