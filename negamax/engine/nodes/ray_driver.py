@@ -74,8 +74,8 @@ class Driver:
                 log_to_driver=self._options.log_format == "text",
                 **(_OWN_CLUSTER if address is None else {}),
             )
-        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-            words = " ".join(str(error).split())
+        except (ray.exceptions.RayError, RuntimeError, ValueError, OSError) as error:
+            words = " ".join(str(error).split())[:_MOST_WORDS]
             raise ConfigError(f"Ray at {address or 'this machine'}: {words}") from None
         _ignore_signals()
 
@@ -127,7 +127,7 @@ class Driver:
         )
 
     def run_agents(self, placed: Placed) -> Iterator[str]:
-        """Have the agents run until `stop`; what went wrong with each that ends before."""
+        """Have the agents run until `stop`; in words, each that ends before."""
         import ray
 
         variables = carried_variables()
@@ -145,8 +145,9 @@ class Driver:
                     reason = ray.get(run)
                 except ray.exceptions.RayError as error:
                     reason = _words(error)
-                if reason and not self._stop.is_set():
-                    yield f"{name}: {reason}"
+                if reason:
+                    logger.error("%s: %s", name, reason)
+                yield f"{name}: {reason or 'it was stopped'}"
             if not runs:
                 self._stop.wait()
         if runs:
@@ -321,7 +322,6 @@ def main(fd: int) -> int:
         placed = driver.placed(driver.place())
         say(placed)
         for reason in driver.run_agents(placed):
-            logger.error("%s", reason)
             say(Failed(reason, exit_code=2))
     except NegamaxError as error:
         say(Failed(str(error), error.exit_code))
