@@ -64,7 +64,6 @@ class VirtualCluster:
         import ray
 
         ray.init(address=self.cluster.address, log_to_driver=False, logging_level="error")
-        self.head = ray.get_runtime_context().get_node_id()
 
     def disconnect(self) -> None:
         import ray
@@ -86,6 +85,15 @@ class VirtualCluster:
             for actor in actors().values()
             if actor["State"] == "ALIVE"
         }
+
+    def agent_elsewhere(self) -> tuple[int, Any]:
+        """The process of an agent with ranks that is not on the head, and its machine."""
+        found = self.agents()
+        return next(
+            (found[machine.node_id], machine)
+            for machine in self.machines
+            if len(tree(found.get(machine.node_id, 0))) > 1
+        )
 
     def is_empty(self) -> bool:
         """Whether no actor lives, and no placement group."""
@@ -235,7 +243,7 @@ def test_three_machines_and_what_may_happen_to_them(
         assert len(before) == 3
         assert server.texts() == expected
 
-        pid = next(pid for node, pid in before.items() if node != cluster.head)
+        pid, _ = cluster.agent_elsewhere()
         children = server.processes() | tree(pid)
         seconds = server.seconds_until_told(lambda: os.kill(pid, signal.SIGKILL))
         assert seconds < NOTICED_SECONDS
@@ -245,7 +253,8 @@ def test_three_machines_and_what_may_happen_to_them(
         assert len(after) == 3 and not set(after.values()) & set(before.values())
         assert not [pid for pid in children - server.processes() if not is_gone(pid)]
 
-        lost = cluster.machines.pop()
+        _, lost = cluster.agent_elsewhere()
+        cluster.machines.remove(lost)
         seconds = server.seconds_until_told(
             lambda: cluster.cluster.remove_node(lost, allow_graceful=False)
         )
