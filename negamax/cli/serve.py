@@ -50,7 +50,9 @@ def command(*, engine: EngineOptions, server: ServerOptions) -> None:
 
 def _serve(engine_options: EngineOptions, server_options: ServerOptions, *, started: float) -> None:
     from negamax.engine.core.topology import with_planned_sizes
+    from negamax.engine.nodes.ray_launcher import check_installed
 
+    check_installed(engine_options)
     engine_options = with_planned_sizes(engine_options, one_engine=False)
     with large_imports():
         from negamax.api import server  # the HTTP stack: not needed for --help

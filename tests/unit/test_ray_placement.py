@@ -167,9 +167,10 @@ def test_a_missing_extra_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ray_launcher, "find_spec", lambda name: None)
-    line = "serve nano --distributed-executor-backend ray"
-    assert main([*shlex.split(line), "--explain"]) == 2
-    assert "pip install 'negamax[ray]'" in capsys.readouterr().err
+    line = shlex.split("serve nano --distributed-executor-backend ray")
+    for words in (line, [*line, "--explain"]):
+        assert main(words) == 2
+        assert "pip install 'negamax[ray]'" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="needs Ray, which is not installed"):
         ray_launcher.RayLauncher(EngineOptions("nano", **RAY))
 

@@ -33,7 +33,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class ClusterNode:
-    """A machine of the cluster. Ray reserves whole numbers of GPUs and CPUs for it."""
+    """A machine of the cluster: all that it has, and what nobody has reserved."""
 
     id: str
     address: str

@@ -8,6 +8,7 @@ removes the placement group and leaves the cluster.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -53,6 +54,7 @@ class Driver:
         """`stop` is set once nobody wants the machines any more."""
         self._options = options
         self._stop = stop
+        self._is_connected = False
         self._group: Any = None
         self._actors: list[Any] = []
         self._places: list[ActorPlace] = []
@@ -77,6 +79,7 @@ class Driver:
         except (ray.exceptions.RayError, RuntimeError, ValueError, OSError) as error:
             words = " ".join(str(error).split())[:_MOST_WORDS]
             raise ConfigError(f"Ray at {address or 'this machine'}: {words}") from None
+        self._is_connected = True
         _ignore_signals()
 
     def place(self) -> Placement:
@@ -155,6 +158,8 @@ class Driver:
 
     def close(self) -> None:
         """Give everything back."""
+        if not self._is_connected:
+            return
         import ray
 
         for actor in self._actors:
@@ -314,7 +319,8 @@ def main(fd: int) -> int:
     threading.Thread(target=_watch_parent, args=(stop,), name="parent", daemon=True).start()
 
     def say(message: FromDriver) -> None:
-        os.write(fd, msgspec.json.encode(message) + b"\n")
+        with contextlib.suppress(BrokenPipeError):  # the parent is gone
+            os.write(fd, msgspec.json.encode(message) + b"\n")
 
     driver = Driver(options, stop)
     try:
