@@ -1,7 +1,7 @@
 """An engine whose rank 1 is killed in the middle of a move of expert weights, once: `python -m
 tests.dist.killed_in_move FOLDER` is the engine, with ENDPOINT RANK it is one of its ranks. Rank 1
-dies while the file that KILLED_IN_MOVE names is there, and removes it before. Run with
-`tests.e2e.stub_serve`.
+dies if the file that KILLED_IN_MOVE names is empty, and writes into it when that is, in seconds.
+Run with `tests.e2e.stub_serve`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import functools
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,10 @@ def die_in_move(mark: Path) -> None:
     move = MovableExperts._move
 
     def killed(self: MovableExperts, *args: Any) -> None:
-        if mark.exists():
+        if not mark.read_text():
 
             def die(**_: Any) -> None:
-                mark.unlink()
+                mark.write_text(str(time.time()))
                 os.kill(os.getpid(), signal.SIGKILL)
 
             self._group.exchange = die  # type: ignore[method-assign]

@@ -30,7 +30,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1.0, seed=5, top_k=20, max_tokens=60, ignore_eos=True)
 PROMPTS = [[*range(3 + at, 30 + 2 * at)] for at in range(8)]
 PARAMS = [GREEDY, DRAWN] * 4
-NOTICED_SECONDS = 5.0  # that a request waits at most for a rank that is gone, on a busy machine
+NOTICED_SECONDS = 3.0  # from a rank's end to that of its requests, on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -286,10 +286,10 @@ def test_a_rank_that_dies_in_a_move_costs_the_open_requests_alone(
         serving(*options, model=str(skewed), log_file=log_file, program=STUB) as server,
         server.http() as http,
     ):
-        began = time.monotonic()
         lost = http.post("/generate", json=body)
-        assert lost.status_code == 503 and not mark.exists(), lost.text
-        assert time.monotonic() - began < NOTICED_SECONDS
+        told = time.time()
+        assert lost.status_code == 503, lost.text
+        assert told - float(mark.read_text()) < NOTICED_SECONDS
         assert eventually(lambda: http.get("/readyz").status_code == 200)
         assert http.post("/start_expert_distribution_record").status_code == 200
         dump = http.post("/dump_expert_distribution_record").json()

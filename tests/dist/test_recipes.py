@@ -39,6 +39,10 @@ SMALL: tuple[dict[str, str], ...] = (
         "--prefill-context-parallel-size 2 --cp-kv-cache-interleave-size 128"
     },
     {
+        "two groups of requests, prompts of each split over two": "M2.5 --tensor-parallel-size 1 "
+        "--data-parallel-size 2 --prefill-context-parallel-size 2 --enable-expert-parallel"
+    },
+    {
         "DP2 x TP8 on two machines, the first": "M2.5 --tensor-parallel-size 2 "
         "--data-parallel-size 2 --data-parallel-size-local 1 --data-parallel-address 10.0.0.1 "
         "--data-parallel-rpc-port 13389",
