@@ -55,6 +55,12 @@ def check_split(folder: Path, layout: ParallelLayout) -> None:
                 f"says otherwise",
                 hint="leave it out, or use the checkpoint that it was made from",
             )
+        if layout.dcp > 1:
+            raise CheckpointError(
+                f"{folder} is split for ranks that have their own query heads alone; "
+                f"--decode-context-parallel-size is {layout.dcp}",
+                hint="leave it out, or use the checkpoint that it was made from",
+            )
         tp, ep = ranks[0].tp, ranks[0].ep
         raise CheckpointError(
             f"{folder} is split for --tensor-parallel-size {tp}, --expert-parallel-size {ep}; here "

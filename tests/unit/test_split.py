@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from negamax.base.errors import ConfigError
+from negamax.base.errors import CheckpointError, ConfigError
+from negamax.checkpoint import split
 from negamax.config.families import bundled_names, bundled_spec
 from negamax.config.model_spec import ModelSpec
 from negamax.config.parallel import ParallelOptions
@@ -133,3 +135,14 @@ def test_what_cannot_share_out_a_cache_says_so(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(type(M2), "can_share_out_caches", False)
     with pytest.raises(ConfigError, match=r"ranks of MiniMaxM2ForCausalLM hold whole KV caches"):
         check_split(ParallelLayout(tp=16, dcp=2), M2)
+
+
+def test_files_of_ranks_with_their_own_query_heads_alone_are_refused(tmp_path: Path) -> None:
+    sizes = {"tensor_parallel_size": 8, "expert_parallel_size": 1, "rank": 0}
+    index = tmp_path / split.RANK_INDEX_NAME.format(0)
+    index.write_text(json.dumps({"metadata": sizes, "weight_map": {}}))
+    split.check_split(tmp_path, ParallelLayout(tp=8))
+    with pytest.raises(
+        CheckpointError, match=r"own query heads alone; .*-size is 2 \(leave it out"
+    ):
+        split.check_split(tmp_path, ParallelLayout(tp=8, dcp=2))

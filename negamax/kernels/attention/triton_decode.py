@@ -362,12 +362,11 @@ def launch_decode(
         QUERIES=plan.num_queries,
         MAX_RUN=plan.queries.max_decode_run,
         SPLIT_KV=plan.split_kv,
-        PREFETCH_KV=has_one_new_key(plan),
+        PREFETCH_KV=lengths is None and has_one_new_key(plan),
         PARALLEL_REDUCE=(parallel and block_d <= 128 and _all_programs_run(q.device, block_m)),
         REDUCE_LATER=plan.reduce_later,
         FEWER_KEYS=lengths is not None,
     )
-    assert lengths is None or not constants.PREFETCH_KV
     _decode_kernel[(shape.kv_heads, plan.programs)](
         q,
         k_cache,

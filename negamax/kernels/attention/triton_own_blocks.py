@@ -36,7 +36,7 @@ def _own_blocks_kernel(
     tables,  # [slots, table_stride] int32
     block_table_indices,  # [S] int64
     lengths,  # [S] int32, tokens
-    blocks,  # as `OwnBlocks`, written; likewise the two below
+    blocks,  # as `OwnBlocks`, written; likewise the three below
     held,
     tokens,
     keys,
