@@ -480,6 +480,47 @@ def choices(context: ParallelContext, device: torch.device) -> Findings:
     return {"wrong": wrong, "times": taken}
 
 
+def merges(context: ParallelContext, device: torch.device) -> Findings:
+    """Results of attention of ranks that share out a KV cache, eight heads of 128 each: how many
+    merged ones are other bits than those behind an all-gather; microseconds of both.
+    """
+    from negamax.kernels.cache_shards.partials import PartialResults
+    from negamax.kernels.cache_shards.triton_merge import merge_partials
+
+    group, count = context.attention_group, 8
+    own = {"first": group.rank * count, "count": count}
+    wrong, taken = {}, {}
+    for num_tokens in (1, 64, MAX_ROWS, MAX_ROWS + 44):
+        generator = torch.Generator(device).manual_seed(group.rank)
+        q = torch.empty(num_tokens, group.size * count, 128, dtype=torch.bfloat16, device=device)
+        parts = PartialResults.empty(q)
+        parts.out.copy_(torch.randn(parts.out.shape, generator=generator, device=device))
+        parts.lse.copy_(torch.randn(parts.lse.shape, generator=generator, device=device))
+        parts.lse[group.rank :: 3] = -torch.inf
+        want = merge_partials(parts.gathered(group), None, **own)
+        differing = torch.zeros(1, dtype=torch.int64, device=device)
+
+        def step(parts=parts, want=want, differing=differing) -> None:
+            differing.add_((merge_partials(parts, group, **own) != want).sum())
+
+        step()
+        graph = capture(lambda step=step: [step() for _ in range(3)])
+        for _ in range(5):
+            graph.replay()
+        wrong[f"T={num_tokens}"] = int(differing)
+        taken[f"merge T={num_tokens}"] = {
+            "ours": microseconds(
+                lambda parts=parts: merge_partials(parts, group, **own), context, repeats=20
+            ),
+            "all-gather": microseconds(
+                lambda parts=parts: merge_partials(parts.gathered(group), None, **own),
+                context,
+                repeats=20,
+            ),
+        }
+    return {"wrong": wrong, "times": taken}
+
+
 def times(context: ParallelContext, device: torch.device) -> Findings:
     """Microseconds per call in a graph: ours with residual, norm and FP8; sums alone of NCCL and
     torch; choice of tokens.
@@ -556,6 +597,7 @@ PARTS: dict[str, Callable[[ParallelContext, torch.device], Findings]] = {
     "sharded": sharded,
     "picks": picks,
     "choices": choices,
+    "merges": merges,
     "times": times,
 }
 
@@ -637,10 +679,17 @@ def test_blocks_chosen_from_shards_are_those_of_all_index_keys() -> None:
 
 
 @several
+def test_results_of_shared_caches_are_those_behind_an_all_gather() -> None:
+    for found in findings(everything):
+        assert not any(found["merges"]["wrong"].values()), found["merges"]
+
+
+@several
 def test_times() -> None:
     found = findings(everything)
     show([rank["times"] for rank in found])
     show([rank["choices"]["times"] for rank in found])
+    show([rank["merges"]["times"] for rank in found])
     show([rank["sharded"]["times"] for rank in found])
 
 
@@ -669,7 +718,7 @@ def main() -> None:
                 )
     if "times" in parts:
         show([rank["times"] for rank in found])
-    for name in ("sharded", "choices"):
+    for name in ("sharded", "choices", "merges"):
         if name in parts:
             show([rank[name]["times"] for rank in found])
     for file in files:
