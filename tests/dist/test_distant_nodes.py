@@ -6,15 +6,21 @@ from __future__ import annotations
 
 import contextlib
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import permutations
+from typing import Any
 
 import pytest
 
 from negamax import LLM
-from negamax.config.nodes import KEY_VARIABLE
+from negamax.base.errors import ResourceError
+from negamax.config.nodes import KEY_VARIABLE, MASTER_PORT
 from negamax.config.options import EngineOptions
+from negamax.engine.core import executor
 from negamax.engine.core.source import locate
 from negamax.engine.nodes import wire
 from negamax.engine.nodes.facts import facts_of
@@ -61,6 +67,12 @@ def agent(network: DistantMachines) -> Iterator[Agent]:
     made.kill()
 
 
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    with LLM("nano", **COMMON) as one:
+        return tokens(one)
+
+
 class Group:
     """Node 0 without ranks: what is known of node 1, whose rank waits to be told what to do."""
 
@@ -105,67 +117,177 @@ def cut(network: DistantMachines, ways: list[tuple[int, int]], *, seconds: float
 
 TO_NODE_1, TO_NODE_0 = [(0, 1)], [(1, 0)]
 BOTH = TO_NODE_1 + TO_NODE_0
-
-
-def test_short_gaps_and_lost_packets_are_no_alarm(network: DistantMachines, agent: Agent) -> None:
-    with Group(network).running() as group:
-        for ways in (BOTH, TO_NODE_1, TO_NODE_0):
-            cut(network, ways, seconds=HARMLESS_SECONDS)
-            time.sleep(wire.SILENCE_SECONDS - HARMLESS_SECONDS)
-            assert group.death() is None, ways
-        network.set_links(**FAR)
-        before = network.set_links()
-        time.sleep(4.0)
-        assert group.death() is None
-        assert sum(dropped for _, dropped in network.set_links().values()) > sum(
-            dropped for _, dropped in before.values()
-        )
-    assert agent.log.count("starting rank 1") == 1
-
-
-@pytest.mark.parametrize(
-    ("ways", "words"),
-    [
-        (BOTH, "node 1 .* gives no sign of life for 2|node 0 was not heard for 2.* on node 1"),
-        (TO_NODE_1, r"node 0 was not heard for 2.* on node 1 \(.*\)"),
-        (TO_NODE_0, r"node 1 \(.*\) gives no sign of life for 2"),
-    ],
+# The ways that are cut, and what node 0 says of it.
+CUTS = (
+    (BOTH, "node 1 .* gives no sign of life for 2|node 0 was not heard for 2.* on node 1"),
+    (TO_NODE_1, r"node 0 was not heard for 2.* on node 1 \(.*\)"),
+    (TO_NODE_0, r"node 1 \(.*\) gives no sign of life for 2"),
 )
-def test_longer_gaps_are_noticed_by_both_ends(
-    network: DistantMachines, agent: Agent, ways: list[tuple[int, int]], words: str
-) -> None:
-    with Group(network).running() as group:
-        cutting = threading.Thread(
-            target=cut, args=(network, ways), kwargs={"seconds": NOTICED_AT_LEAST_SECONDS}
-        )
-        cutting.start()
-        try:
-            assert wait_until(group.death) < NOTICED_SECONDS
-            assert re.match(words, group.death() or "")
-            agent.wait_for("the ranks end", seconds=1.5)
-        finally:
-            cutting.join()
-    with Group(network).running():  # and both join again
-        assert agent.log.count("starting rank 1") == 2
 
 
-def test_stages_answer_as_one_rank_does_over_a_network_with_delay_and_loss(
+def has_ended(agent: Agent, times: int) -> bool:
+    """Its ranks, so many times."""
+    return agent.log.count("the ranks end") == times
+
+
+def num_dropped(network: DistantMachines) -> int:
+    return sum(dropped for _, dropped in network.set_links().values())
+
+
+def test_what_is_lost_for_a_moment_is_no_alarm_and_what_is_lost_longer_is(
     network: DistantMachines, agent: Agent
 ) -> None:
-    with LLM("nano", **COMMON) as one:
-        expected = tokens(one)
+    node_0 = Group(network)
+    for starts, (ways, words) in enumerate(CUTS, 1):
+        with node_0.running() as group:
+            if ways == BOTH:
+                cut(network, ways, seconds=HARMLESS_SECONDS)
+                time.sleep(wire.SILENCE_SECONDS - HARMLESS_SECONDS)
+                before = num_dropped(network)
+                network.set_links(**FAR)
+                time.sleep(2.5)
+                assert num_dropped(network) > before
+                assert group.death() is None
+                network.set_links(**WHOLE)
+            assert agent.log.count("starting rank 1") == starts
+            cutting = threading.Thread(
+                target=cut, args=(network, ways), kwargs={"seconds": NOTICED_AT_LEAST_SECONDS}
+            )
+            cutting.start()
+            try:
+                assert wait_until(group.death) < NOTICED_SECONDS
+                assert re.match(words, group.death() or "")
+                wait_until(partial(has_ended, agent, starts), seconds=1.5)
+            finally:
+                cutting.join()
+
+
+def test_stages_answer_as_one_rank_does_and_a_node_that_hears_nothing_is_lost(
+    network: DistantMachines, agent: Agent, expected: list[list[int]]
+) -> None:
     network.set_links(**NEAR)
+    before = num_dropped(network)
     with on_nodes(network, 2, pipeline_parallel_size=2) as llm:
         assert tokens(llm) == expected
-        assert sum(dropped for _, dropped in network.set_links(**WHOLE).values())
+        assert num_dropped(network) > before
+        network.set_links(**WHOLE)
         gap = threading.Thread(
             target=cut, args=(network, BOTH), kwargs={"seconds": HARMLESS_SECONDS}
         )
         gap.start()
         assert tokens(llm) == expected
         gap.join()
-        assert tokens(llm) == expected
         half_open = lambda: network.set_links(source=0, target=1, cut=True)  # noqa: E731
         words = "node 0 was not heard for 2.* on node 1|rank 1 has hung up"
         assert seconds_until_noticed(llm, half_open, words) < NOTICED_SECONDS
     assert agent.log.count("starting rank 1") == 1
+
+
+def test_a_rank_behind_a_firewall_is_named(
+    network: DistantMachines, agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agents' port is open, that of its plans is not."""
+    monkeypatch.setattr(executor, "CONNECT_SECONDS", 4.0)
+    network.set_links(target=0, closed_ports=[MASTER_PORT + 3, 65535])
+    endpoint = re.escape(f"tcp://{network.address(0)}:{MASTER_PORT + 3}")
+    words = f"rank 1 .* did not reach node 0 at {endpoint} within 4 s .open the ports"
+    with pytest.raises(ResourceError, match=words):
+        on_nodes(network, 2, pipeline_parallel_size=2)
+    agent.wait_for("the ranks end", seconds=5.0)
+
+
+# More of it
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ways", [BOTH, TO_NODE_1, TO_NODE_0], ids=["both", "to 1", "to 0"])
+def test_no_gap_of_a_slow_network_is_an_alarm(
+    network: DistantMachines, agent: Agent, ways: list[tuple[int, int]]
+) -> None:
+    network.set_links(delay=FAR["delay"], jitter=FAR["jitter"])
+    with Group(network).running() as group:
+        for _ in range(6):
+            cut(network, ways, seconds=HARMLESS_SECONDS)
+            time.sleep(1.0)
+            assert group.death() is None
+    assert agent.log.count("starting rank 1") == 1
+
+
+@pytest.mark.full
+def test_lost_packets_are_no_alarm(network: DistantMachines, agent: Agent) -> None:
+    network.set_links(**FAR | {"loss": 0.15})
+    with Group(network).running() as group:
+        time.sleep(60.0)
+        assert group.death() is None
+    assert num_dropped(network) > 50
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("sizes", "settings"),
+    [
+        ({"pipeline_parallel_size": 2}, FAR),
+        ({"data_parallel_size": 2}, NEAR),
+        ({"prefill_context_parallel_size": 2}, NEAR),
+        ({"pipeline_parallel_size": 2}, {"rate": 2e6}),
+    ],
+    ids=["stages far", "data-parallel near", "prompts near", "stages 2 Mbit/s"],
+)
+def test_other_splits_answer_as_one_rank_does(
+    network: DistantMachines,
+    expected: list[list[int]],
+    sizes: dict[str, int],
+    settings: dict[str, Any],
+) -> None:
+    (name,) = sizes
+    other = Agent(network, 1, *FLOAT32, f"--{name.replace('_', '-')}", "2", "--nnodes", "2")
+    try:
+        network.set_links(**settings)
+        before = network.set_links()["0-1"][0]
+        with on_nodes(network, 2, **sizes) as llm:
+            assert tokens(llm) == expected
+            assert network.set_links()["0-1"][0] > before
+    finally:
+        other.kill()
+
+
+@pytest.mark.full
+def test_three_far_machines_in_any_order(
+    network: DistantMachines, expected: list[list[int]]
+) -> None:
+    """Node 2 is stopped, then node 1 hears nothing, then both are cut for a moment."""
+    network.set_links(**NEAR)
+    options = (*FLOAT32, "-pp", "3", "--nnodes", "3")
+    agents = {2: Agent(network, 2, *options)}
+    threading.Timer(6.0, lambda: agents.setdefault(1, Agent(network, 1, *options))).start()
+    try:
+        for node, words in ((2, "node 2 .* no sign of life"), (1, "node 0 .* on node 1|rank 1")):
+            llm = on_nodes(network, 3, pipeline_parallel_size=3)
+            assert tokens(llm) == expected
+
+            def strike(node: int = node) -> None:
+                if node == 2:
+                    agents[2].signal(signal.SIGSTOP)
+                else:
+                    network.set_links(source=0, target=1, cut=True)
+
+            assert seconds_until_noticed(llm, strike, words) < NOTICED_SECONDS
+            agents[2].signal(signal.SIGCONT)
+            network.set_links(cut=False)
+            llm._loop.shutdown(restarts=True)
+            for agent in agents.values():
+                agent.wait_for("the ranks end")
+                agent.log = ""
+        with on_nodes(network, 3, pipeline_parallel_size=3) as llm:
+            ways = [way for way in permutations(range(3), 2) if 0 in way]
+            gap = threading.Thread(
+                target=cut, args=(network, ways), kwargs={"seconds": HARMLESS_SECONDS}
+            )
+            gap.start()
+            assert tokens(llm) == expected
+            gap.join()
+        for agent in agents.values():
+            assert agent.end() == 0
+    finally:
+        for agent in agents.values():
+            agent.kill()

@@ -54,29 +54,6 @@ def expected() -> list[list[int]]:
         return tokens(one)
 
 
-def test_stages_on_two_machines_and_one_is_killed(
-    network: Machines | OneMachine, expected: list[list[int]]
-) -> None:
-    """The agent is there before node 0."""
-    host = network.address(1)
-    health = ("--host", host, "--node-health-port", "0")
-    agent = Agent(network, 1, *FLOAT32, "-pp", "2", "--nnodes", "2", *health)
-    try:
-        agent.wait_for(f"waiting for node 0 at {network.address(0)}:{network.port}")
-        agent.wait_for("/health at")
-        port = int(agent.log.split(f"/health at {host} port ")[1].split()[0])
-        assert probe(host, port, "/livez") == (200, "ok")
-        status, reason = probe(host, port, "/readyz")
-        assert status == 503 and reason.startswith("waiting for node 0 at ")
-        with on_nodes(network, 2, pipeline_parallel_size=2) as llm:
-            assert probe(host, port, "/readyz") == probe(host, port, "/health") == (200, "ok")
-            assert tokens(llm) == expected
-            seconds = seconds_until_noticed(llm, agent.kill, "node 1|rank 1 has hung up")
-            assert seconds < NOTICED_SECONDS
-    finally:
-        agent.kill()
-
-
 def test_data_parallel_ranks_on_two_machines_and_one_stands_still(
     network: Machines | OneMachine, expected: list[list[int]]
 ) -> None:
@@ -107,27 +84,49 @@ def test_data_parallel_ranks_on_two_machines_and_one_stands_still(
 def test_agents_wait_for_the_next_engine_and_end_with_the_last(
     network: Machines | OneMachine, expected: list[list[int]]
 ) -> None:
-    if not isinstance(network, Machines):
-        pytest.skip(network.reason)
-    agents = [Agent(network, node, *FLOAT32, "-pp", "3", "--nnodes", "3") for node in (2, 1)]
+    """They are there before node 0. One of them is lost, comes back, and sees the other killed."""
+    host = network.address(1)
+    probes = ("--host", host, "--node-health-port", "0")
+    second, first = (
+        Agent(network, node, *FLOAT32, "-pp", "3", "--nnodes", "3", *options)
+        for node, options in ((2, ()), (1, probes))
+    )
     try:
+        for agent in (first, second):
+            agent.wait_for(f"waiting for node 0 at {network.address(0)}:{network.port}")
+        port = int(first.log.split(f"/health at {host} port ")[1].split()[0])
+        assert probe(host, port, "/livez") == (200, "ok")
+        status, reason = probe(host, port, "/readyz")
+        assert status == 503 and reason.startswith("waiting for node 0 at ")
         llm = on_nodes(network, 3, pipeline_parallel_size=3)
+        assert probe(host, port, "/readyz") == probe(host, port, "/health") == (200, "ok")
         assert tokens(llm) == expected
-        cut = lambda: network.set_link(2, "down")  # noqa: E731
-        assert seconds_until_noticed(llm, cut, "node 2 .* no sign of life") < NOTICED_SECONDS
+
+        def lose() -> None:
+            if isinstance(network, Machines):
+                network.set_link(2, "down")
+            else:
+                second.signal(signal.SIGSTOP)
+
+        assert seconds_until_noticed(llm, lose, "node 2 .* no sign of life") < NOTICED_SECONDS
+        if not isinstance(network, Machines):
+            second.signal(signal.SIGCONT)
         llm._loop.shutdown(restarts=True)
-        for agent in agents:
+        for agent in (first, second):
             agent.wait_for("the ranks end")
-        network.set_link(2, "up")
+        if isinstance(network, Machines):
+            network.set_link(2, "up")
         with on_nodes(network, 3, pipeline_parallel_size=3) as again:
             assert tokens(again) == expected
-        for agent in agents:
-            assert agent.end() == 0
-            assert "node 0 ends, and this node with it" in agent.log
-            assert "Traceback" not in agent.log and "[W" not in agent.log
+            words = "node 1|rank 1 has hung up"
+            assert seconds_until_noticed(again, first.kill, words) < NOTICED_SECONDS
+        assert second.end() == 0
+        assert "node 0 ends, and this node with it" in second.log
+        assert "Traceback" not in second.log and "[W" not in second.log
     finally:
-        network.set_link(2, "up")
-        for agent in agents:
+        if isinstance(network, Machines):
+            network.set_link(2, "up")
+        for agent in (first, second):
             agent.kill()
 
 
