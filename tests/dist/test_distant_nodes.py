@@ -74,24 +74,25 @@ def expected() -> list[list[int]]:
 
 
 class Group:
-    """Node 0 without ranks: what is known of node 1, whose rank waits to be told what to do."""
+    """Node 0 without ranks: what is known of the others, whose ranks wait to be told what to do."""
 
-    def __init__(self, network: DistantMachines) -> None:
-        meeting = meeting_at(network, 2)
+    def __init__(self, network: DistantMachines, count: int = 2) -> None:
+        meeting = meeting_at(network, count)
         options = EngineOptions(
-            "nano", device="cpu", dtype="float32", pipeline_parallel_size=2, **meeting
+            "nano", device="cpu", dtype="float32", pipeline_parallel_size=count, **meeting
         )
+        self._layout = ParallelLayout(pp=count, nodes=count)
         self.facts = facts_of(options, locate(options), device="cpu")
         self._options = options.nodes
 
     @contextlib.contextmanager
     def running(self) -> Iterator[NodeGroup]:
-        """With node 1, whose datagrams have come."""
-        group = NodeGroup(self._options, ParallelLayout(pp=2, nodes=2), facts=self.facts)
+        """With the other nodes, whose datagrams have come."""
+        group = NodeGroup(self._options, self._layout, facts=self.facts)
         group.meet()
         group.start()
         try:
-            wait_until(lambda: group._nodes[0].num_signs > 3 and group._nodes[0].peer is not None)
+            wait_until(lambda: all(node.last_datagram > 2 for node in group._nodes))
             yield group
         finally:
             group.stop(timeout=0.0, restarts=True)
@@ -183,6 +184,20 @@ def test_stages_answer_as_one_rank_does_and_a_node_that_hears_nothing_is_lost(
     assert agent.log.count("starting rank 1") == 1
 
 
+def test_a_way_between_two_others_is_watched_by_them(network: DistantMachines) -> None:
+    """Node 0 hears and is heard by both."""
+    options = (*FLOAT32, "-pp", "3", "--nnodes", "3")
+    agents = [Agent(network, node, *options) for node in (1, 2)]
+    try:
+        with Group(network, 3).running() as group:
+            network.set_links(source=1, target=2, cut=True)
+            assert wait_until(group.death) < NOTICED_SECONDS
+            assert re.match("node 1 was not heard for 2.* on node 2", group.death() or "")
+    finally:
+        for agent in agents:
+            agent.kill()
+
+
 def test_a_rank_behind_a_firewall_is_named(
     network: DistantMachines, agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,23 +270,23 @@ def test_other_splits_answer_as_one_rank_does(
 def test_three_far_machines_in_any_order(
     network: DistantMachines, expected: list[list[int]]
 ) -> None:
-    """Node 2 is stopped, then node 1 hears nothing, then both are cut for a moment."""
+    """Node 2 is stopped, then node 1 hears node 0 no more, then node 2; then all are cut for a
+    moment.
+    """
     network.set_links(**NEAR)
     options = (*FLOAT32, "-pp", "3", "--nnodes", "3")
     agents = {2: Agent(network, 2, *options)}
+    faults: tuple[tuple[Callable[[], object], str], ...] = (
+        (lambda: agents[2].signal(signal.SIGSTOP), "node 2 .* no sign of life"),
+        (lambda: network.set_links(source=0, target=1, cut=True), "node 0 .* on node 1|rank 1"),
+        (lambda: network.set_links(source=2, target=1, cut=True), "node 2 .* on node 1"),
+    )
     threading.Timer(6.0, lambda: agents.setdefault(1, Agent(network, 1, *options))).start()
     try:
-        for node, words in ((2, "node 2 .* no sign of life"), (1, "node 0 .* on node 1|rank 1")):
+        for fault, words in faults:
             llm = on_nodes(network, 3, pipeline_parallel_size=3)
             assert tokens(llm) == expected
-
-            def strike(node: int = node) -> None:
-                if node == 2:
-                    agents[2].signal(signal.SIGSTOP)
-                else:
-                    network.set_links(source=0, target=1, cut=True)
-
-            assert seconds_until_noticed(llm, strike, words) < NOTICED_SECONDS
+            assert seconds_until_noticed(llm, fault, words) < NOTICED_SECONDS
             agents[2].signal(signal.SIGCONT)
             network.set_links(cut=False)
             llm._loop.shutdown(restarts=True)
@@ -279,7 +294,7 @@ def test_three_far_machines_in_any_order(
                 agent.wait_for("the ranks end")
                 agent.log = ""
         with on_nodes(network, 3, pipeline_parallel_size=3) as llm:
-            ways = [way for way in permutations(range(3), 2) if 0 in way]
+            ways = list(permutations(range(3), 2))
             gap = threading.Thread(
                 target=cut, args=(network, ways), kwargs={"seconds": HARMLESS_SECONDS}
             )

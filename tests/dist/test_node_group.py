@@ -36,12 +36,13 @@ class Peer:
         self.socket = context.socket(zmq.DEALER)
         self.socket.linger = 0
         connect(self.socket, f"tcp://127.0.0.1:{port}")
-        self.datagrams = Datagrams("127.0.0.1", port, listens=False)
+        self.datagrams = Datagrams("127.0.0.1")
+        self.leader = "127.0.0.1", port
         self.node, self.name, self.num_beats = node, name, 0
 
     def join(self, facts: dict[str, str] = FACTS) -> None:
         share = msgspec.Raw(wire.encoder.encode(SHARE))
-        self.say(wire.Join(self.node, self.name, "host", facts, share))
+        self.say(wire.Join(self.node, self.name, "host", self.datagrams.address, facts, share))
 
     def beat(self, session: str, *, death: str | None = None, silence: float = 0.0) -> None:
         self.say(self.next_beat(session, death, silence))
@@ -49,6 +50,10 @@ class Peer:
     def next_beat(self, session: str, death: str | None = None, silence: float = 0.0) -> wire.Beat:
         self.num_beats += 1
         return wire.Beat(self.node, self.name, session, self.num_beats, death, 1, silence)
+
+    def throw(self, frame: bytes) -> None:
+        """As a datagram."""
+        self.datagrams.send(frame, self.leader)
 
     def say(self, message: wire.FromAgent) -> None:
         self.socket.send(wire.encoder.encode(message))
@@ -182,33 +187,33 @@ def test_a_connection_that_is_closed_is_noticed_before_silence_is(setting: Setti
 def test_datagrams_are_signs_of_life_unless_they_are_old_or_strange(setting: Setting) -> None:
     """The connection is silent: half open, for all that node 0 knows."""
     peer, session = setting.started("a")
-    stranger = Datagrams("127.0.0.1", setting.port, listens=False)
+    stranger = Datagrams("127.0.0.1")
     stranger._key = b"another"
     first = wire.encoder.encode(peer.next_beat(session))
     second = peer.next_beat(session)
     peer.say(second)  # over the connection, which may be the faster one
     peer.hear(wire.Alive)
-    peer.datagrams.send(wire.encoder.encode(second))
+    peer.throw(wire.encoder.encode(second))
     began = time.monotonic()
     heard: list[bytes] = []
     while time.monotonic() < began + 1.25 * wire.SILENCE_SECONDS:
-        peer.datagrams.send(wire.encoder.encode(peer.next_beat(session)))
+        peer.throw(wire.encoder.encode(peer.next_beat(session)))
         time.sleep(wire.BEAT_SECONDS)
         heard += [frame for frame, _ in peer.datagrams.receive()]
     assert setting.group.death() is None
-    words = [wire.alive.decode(frame) for frame in heard]
+    words = [wire.sign.decode(frame) for frame in heard]
     assert {word.session for word in words} == {session} and len(words) > 5
     assert [word.number for word in words] == sorted({word.number for word in words})
-    peer.datagrams.send(b"no message")
+    peer.throw(b"no message")
     stopped = threading.Event()
 
     def repeat() -> None:  # what does not count
         late = wire.encoder.encode(peer.next_beat("another session"))
         new = wire.encoder.encode(peer.next_beat(session))
         while not stopped.wait(wire.BEAT_SECONDS):
-            peer.datagrams.send(first)
-            peer.datagrams.send(late)
-            stranger.send(new)
+            peer.throw(first)
+            peer.throw(late)
+            stranger.send(new, peer.leader)
 
     repeating = threading.Thread(target=repeat)
     repeating.start()
@@ -226,7 +231,7 @@ def test_a_connection_that_stands_still_is_not_waited_for(
     monkeypatch.setattr(wire, "STALL_SECONDS", 0.5)
     peer, session = setting.started("a")
     while setting.group.death() is None:
-        peer.datagrams.send(wire.encoder.encode(peer.next_beat(session)))
+        peer.throw(wire.encoder.encode(peer.next_beat(session)))
         time.sleep(0.05)
     assert "is heard over UDP, and for 0." in setting.death()
 

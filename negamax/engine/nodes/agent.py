@@ -29,6 +29,7 @@ from negamax.engine.nodes import network, wire
 from negamax.engine.nodes.datagrams import Datagrams
 from negamax.engine.nodes.facts import facts_of
 from negamax.engine.nodes.health import NodeHealth
+from negamax.engine.nodes.neighbours import Neighbours
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split
 from negamax.worker.config import MachineShare
@@ -83,6 +84,7 @@ class Agent:
         self._death: str | None = None  # why the ranks were ended here
         self._num_said = 0
         self._last_alive = 0
+        self._neighbours = Neighbours("", {})
         self._is_stopped = False
 
     def run(self) -> None:
@@ -142,7 +144,7 @@ class Agent:
         self._socket.heartbeat_timeout = 2000
         self._leader = address
         connect(self._socket, tcp_endpoint(address, options.master_port))
-        self._datagrams = Datagrams(address, options.master_port, listens=False)
+        self._datagrams = Datagrams(place.address)
         if not self._said:
             self._say_waiting("")
 
@@ -216,8 +218,10 @@ class Agent:
     def _listen_to_datagrams(self) -> None:
         for frame, _ in self._datagrams.receive() if self._datagrams is not None else ():
             with contextlib.suppress(msgspec.DecodeError):
-                word = wire.alive.decode(frame)
-                if word.session == self._session and word.number > self._last_alive:
+                word = wire.sign.decode(frame)
+                if isinstance(word, wire.Hello):
+                    self._neighbours.hear(word)
+                elif word.session == self._session and word.number > self._last_alive:
                     self._last_alive = word.number
                     self._num_heard += 1
 
@@ -250,12 +254,17 @@ class Agent:
         if self._session:
             rank, silence = (0, 0.0) if self._watch is None else self._watch.longest_silence()
             death = self._death or (None if self._watch is None else self._watch.death())
+            death = death or self._neighbours.lost()
             self._num_said += 1
             beat = wire.Beat(node, self._id, self._session, self._num_said, death, rank, silence)
             self._send(beat)
             if self._datagrams is not None:
-                self._datagrams.send(wire.encoder.encode(beat))
-        elif self._place is not None:
+                leader = self._leader, self._options.master_port
+                self._datagrams.send(wire.encoder.encode(beat), leader)
+                hello = wire.encoder.encode(wire.Hello(node, self._session, self._num_said))
+                for address in self._neighbours.addresses.values():
+                    self._datagrams.send(hello, address)
+        elif self._place is not None and self._datagrams is not None:
             if self._folder is None:
                 self._folder = PrivateFolder()
             share = replace(
@@ -265,7 +274,8 @@ class Agent:
             )
             host = f"{sockets.gethostname()}, {self._place.address}"
             raw = msgspec.Raw(wire.encoder.encode(share))
-            self._send(wire.Join(node, self._id, host, self._facts, raw))
+            address = self._datagrams.address
+            self._send(wire.Join(node, self._id, host, address, self._facts, raw))
 
     def _leave(self) -> None:
         self._send(wire.Leave(self._options.node_rank, self._id))
@@ -280,6 +290,7 @@ class Agent:
     def _start_ranks(self, start: wire.Start) -> None:
         assert self._folder is not None
         self._session, self._death, self._last_alive = start.session, None, 0
+        self._neighbours = Neighbours(start.session, start.neighbours)
         ranks = range(start.first_rank, start.last_rank + 1)
         addresses = replace(start.addresses, beats=f"{self._folder.path}/beats")
         logger.info("starting rank %s", ", ".join(map(str, ranks)))

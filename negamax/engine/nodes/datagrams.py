@@ -28,18 +28,12 @@ class Datagrams:
     twice or late; nothing blocks, and a network that fails is silent.
     """
 
-    def __init__(self, address: str, port: int, *, listens: bool) -> None:
-        """At `address` and `port`, or `listens` False: to there. Errors: `ResourceError` for a port
-        that is taken.
-        """
+    def __init__(self, address: str, port: int = 0) -> None:
+        """At `address` and `port`, 0: a free one. Errors: `ResourceError` for one that is taken."""
         self._key = shared_key("beats")
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
-        if not listens:
-            with contextlib.suppress(OSError):  # there is no way to it any more
-                self._socket.connect((address, port))
-            return
         try:
             self._socket.bind((address, port))
         except OSError as error:
@@ -49,14 +43,16 @@ class Datagrams:
                 hint="end what uses it, or give all nodes another --master-port",
             ) from None
 
-    def send(self, frame: bytes, to: Address | None = None) -> None:
-        """To whoever a frame came from, or None: the other end of a socket that does not listen."""
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port, for others to send to."""
+        host, port, *_ = self._socket.getsockname()
+        return host, port
+
+    def send(self, frame: bytes, to: Address) -> None:
+        """To a host and port."""
         with contextlib.suppress(OSError):
-            signed = self._mac(frame) + frame
-            if to is None:
-                self._socket.send(signed)
-            else:
-                self._socket.sendto(signed, to)
+            self._socket.sendto(self._mac(frame) + frame, to)
 
     def receive(self) -> Iterator[tuple[bytes, Address]]:
         """What has come from somebody with the key, and from where."""
@@ -65,7 +61,7 @@ class Datagrams:
                 signed, sender = self._socket.recvfrom(_MOST_BYTES)
             except BlockingIOError:
                 return
-            except OSError:  # nobody listens at the other end
+            except OSError:  # nobody listens at another end
                 continue
             mac, frame = signed[:_MAC_BYTES], signed[_MAC_BYTES:]
             if hmac.compare_digest(mac, self._mac(frame)):

@@ -130,7 +130,7 @@ class NodeGroup:
         try:
             network.check_ports(self._place.address, all_ports)
             bind(self._socket, tcp_endpoint(self._place.address, agents_port))
-            self._datagrams = Datagrams(self._place.address, agents_port, listens=True)
+            self._datagrams = Datagrams(self._place.address, agents_port)
         except ResourceError:
             self.close()
             raise
@@ -383,7 +383,10 @@ class NodeGroup:
     def _send_start(self, node: _Node) -> None:
         first, last = node.ranks.start, node.ranks.stop - 1
         addresses = replace(self.addresses, beats="")
-        self._send(node.route, wire.Start(self._session, first, last, addresses))
+        others = {
+            each.number: each.join.address for each in self._nodes if each.join and each != node
+        }
+        self._send(node.route, wire.Start(self._session, first, last, addresses, others))
 
     def _send(self, route: bytes, message: wire.FromLeader) -> None:
         """To one agent, unless it is gone."""

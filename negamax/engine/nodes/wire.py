@@ -13,6 +13,8 @@ BEAT_SECONDS = 0.2  # between two signs of life, both ways
 SILENCE_SECONDS = 2.0
 # the same once a connection was closed
 HANG_UP_SECONDS = 1.0
+# the same between two others; node 0 itself is to notice one that is gone first
+NEIGHBOUR_SECONDS = 2.4
 # without one over the connection, while there are datagrams
 STALL_SECONDS = 10.0
 
@@ -23,6 +25,7 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
     node: int
     agent: str  # who it is, for as long as it lives
     host: str
+    address: tuple[str, int]  # of its datagrams
     facts: dict[str, str]  # `facts.facts_of`
     share: msgspec.Raw  # `MachineShare`, to be read where the facts agree
 
@@ -37,6 +40,14 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     death: str | None
     rank: int  # the one that is silent for the longest time
     silence: float  # its seconds
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """An agent with ranks lives: a datagram to the others."""
+
+    node: int
+    session: str
+    number: int
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
@@ -68,6 +79,7 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     first_rank: int
     last_rank: int
     addresses: RankAddresses  # without the file of beats, which is the agent's
+    neighbours: dict[int, tuple[str, int]]  # `Join.address` of the other agents
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
@@ -89,5 +101,5 @@ FromLeader = Wait | Refusal | Start | Alive | Stop
 encoder = msgspec.msgpack.Encoder()
 from_agent = msgspec.msgpack.Decoder(FromAgent)
 beat = msgspec.msgpack.Decoder(Beat)
-alive = msgspec.msgpack.Decoder(Alive)
+sign = msgspec.msgpack.Decoder(Alive | Hello)
 from_leader = msgspec.msgpack.Decoder(FromLeader)

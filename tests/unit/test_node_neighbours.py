@@ -1,0 +1,34 @@
+"""What an agent knows of the other agents."""
+
+from __future__ import annotations
+
+import pytest
+
+from negamax.engine.nodes import wire
+from negamax.engine.nodes.neighbours import Neighbours
+
+
+def test_who_was_heard_and_is_not_any_more_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("negamax.base.silence.time.monotonic", lambda: now)
+    neighbours = Neighbours("s", {2: ("10.0.0.3", 1), 3: ("10.0.0.4", 1)})
+
+    def pass_seconds(seconds: float) -> str | None:
+        nonlocal now
+        lost = None
+        for _ in range(round(seconds / 0.2)):
+            now += 0.2
+            lost = neighbours.lost()
+        return lost
+
+    assert pass_seconds(10.0) is None  # UDP between them may be blocked
+    neighbours.hear(wire.Hello(2, "s", 5))
+    assert pass_seconds(wire.NEIGHBOUR_SECONDS) is None
+    for stale in (
+        wire.Hello(2, "s", 5), wire.Hello(2, "s", 4), wire.Hello(2, "another", 9),
+        wire.Hello(9, "s", 9),
+    ):  # fmt: skip
+        neighbours.hear(stale)
+    assert pass_seconds(0.4) == "node 2 was not heard for 2.6 s"
+    neighbours.hear(wire.Hello(2, "s", 6))
+    assert pass_seconds(0.2) is None
