@@ -128,7 +128,7 @@ class Leader:
             message = wire.from_agent.decode(frame)
             self.heard.append(message)
             if isinstance(message, wire.Join):
-                answer: Any = wire.Start("of this test", 1, 1, addresses)
+                answer: Any = wire.Start("of this test", 1, 1, addresses, {})
             elif isinstance(message, wire.Beat):
                 answer = wire.Stop("the engine is started again", for_good=False)
             else:
