@@ -156,9 +156,16 @@ def test_what_an_agent_says_of_its_ranks_counts(setting: Setting) -> None:
     peer.hear(wire.Alive)
     peer.hear(wire.Alive)
     assert setting.group.longest_silence() == (1, 4.5)
-    peer.beat(session, death="rank 1 ended with exit code 3")
+    beat = peer.next_beat(session, "rank 1 ended with exit code 3")
+    peer.throw(wire.encoder.encode(beat))
     assert setting.death() == "rank 1 ended with exit code 3 on node 1 (host)"
     assert "exit code 3" in peer.hear(wire.Stop).reason
+    ends: list[str | None] = []
+    deadline = time.monotonic() + 5.0
+    while not any(ends) and time.monotonic() < deadline:
+        ends += [wire.sign.decode(frame).end for frame, _ in peer.datagrams.receive()]
+        time.sleep(0.02)
+    assert ends[-1] == "rank 1 ended with exit code 3 on node 1 (host)"
 
 
 def test_an_agent_that_ends_is_lost_at_once(setting: Setting) -> None:

@@ -224,6 +224,8 @@ class Agent:
                 elif word.session == self._session and word.number > self._last_alive:
                     self._last_alive = word.number
                     self._num_heard += 1
+                    if word.end is not None:
+                        self._obey(wire.Stop(word.end, for_good=False))
 
     def _obey(self, message: wire.FromLeader) -> None:
         if isinstance(message, wire.Refusal):

@@ -270,10 +270,10 @@ class NodeGroup:
         """Say to all agents that node 0 lives, or that the ranks are to end."""
         self._num_words += 1
         reason = self.death()
-        word = wire.Stop(reason, False) if reason else wire.Alive(self._session, self._num_words)
+        word = wire.Alive(self._session, self._num_words, reason)
         for node in self._nodes:
-            self._send(node.route, word)
-            if reason is None and node.peer is not None and self._datagrams is not None:
+            self._send(node.route, wire.Stop(reason, for_good=False) if reason else word)
+            if node.peer is not None and self._datagrams is not None:
                 self._datagrams.send(wire.encoder.encode(word), node.peer)
 
     def _lost(self, node: _Node, reason: str) -> None:

@@ -83,10 +83,11 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """Node 0 lives and runs this session."""
+    """Node 0 lives and runs this session, or ends it: a connection may not say that in time."""
 
     session: str
     number: int
+    end: str | None = None  # why
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
