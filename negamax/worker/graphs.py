@@ -81,7 +81,7 @@ class StepShape(NamedTuple):
         return self.max_query_len - 1
 
 
-# A generated token in a step of any mix is one query of a whole tile and reads its keys alone:
+# In a step of any mix a generated token is attended with by one program per KV head, however long:
 # slower than decoding from here on.
 LONGEST_DECODE = 8192  # tokens
 

@@ -298,6 +298,7 @@ def prefill_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
             ((0,), (70,), 1, 3, 32, 16),
             ((77, 0, 5), (70, 3, 33), 2, 2, 12, 5),
             ((520, 0), (9, 2), 1, 1, 20, 16),
+            ((129, 0, 30), (1, 64, 11), 2, 6, 16, 16),
         )
     ]
 
@@ -354,7 +355,9 @@ def decode_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Cas
 
 
 def prefill_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M2's slices: whole prompts, chunks on a prefix, odd counts."""
+    """MiniMax-M2's slices: whole prompts, chunks on a prefix, odd counts, prompts beside generated
+    tokens.
+    """
     return [
         _attention_case(
             dtype,
@@ -369,6 +372,7 @@ def prefill_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Ca
             ([6000, 1, 777, 129], [2000, 1, 777, 65], 2, 64, None),
             ([1000, 300], [1000, 7], 8, 32, None),
             ([1000] * 4, [1000] * 4, 4, 16, FP8),
+            ([1064] * 96 + [1000] * 8, [1] * 96 + [1000] * 8, 8, 64, FP8),
         )
     ]
 

@@ -8,7 +8,8 @@ BLOCK_N at a time.
              by the sequence's block table         |            |          |    start .. end - 1
 
 Tiles are listed on the host, those with the most keys first; or on the device, where only it knows
-the lengths.
+the lengths. Of so few queries that those of all heads of a KV head fit into one tile, as of a
+generated token in a captured step, the program of the first head does the work of all.
 """
 
 from __future__ import annotations
@@ -139,8 +140,8 @@ def _prefill_kernel(
     table_stride,
     C: tl.constexpr,
 ):
-    """One tile of queries of one head. Axis 0 is the query head, so that the heads of a KV head run
-    side by side.
+    """One tile of queries of one head, or of few queries of all heads of a KV head. Axis 0 is the
+    query head, so that the heads of a KV head run side by side.
     """
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_D: tl.constexpr = C.BLOCK_D
@@ -155,19 +156,24 @@ def _prefill_kernel(
     )
     table = tables + tl.load(block_table_indices + seq).to(tl.int64) * table_stride
     row, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    out_row = (first + row) * (C.KV_HEADS * C.GROUP) + query_head
-    mask = (row < count)[:, None] & (column < C.DIM)[None, :]
+    is_folded = count * C.GROUP <= BLOCK_M
+    if is_folded & (query_head % C.GROUP != 0):
+        return
+    query = tl.where(is_folded, row // C.GROUP, row)
+    out_row = (first + query) * (C.KV_HEADS * C.GROUP) + query_head
+    out_row += tl.where(is_folded, row % C.GROUP, 0)
+    mask = (query < count)[:, None] & (column < C.DIM)[None, :]
     q_tile = tl.load(
         q + out_row.to(tl.int64)[:, None] * C.DIM + column[None, :], mask=mask, other=0.0
     ).to(C.DOT)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    position, end = start + row, start + count
+    position, end = start + query, start + count
     if held is not None:
-        position = _last_own_key(held + seq.to(tl.int64) * held_stride, position, row < count, C)
-        start = tl.min(tl.where(row < count, position, 0x7FFFFFFF))
-        end = tl.max(tl.where(row < count, position, -1)) + 1
+        position = _last_own_key(held + seq.to(tl.int64) * held_stride, position, query < count, C)
+        start = tl.min(tl.where(query < count, position, 0x7FFFFFFF))
+        end = tl.max(tl.where(query < count, position, -1)) + 1
     lane = tl.arange(0, C.BLOCK_N)[:, None]
     offset = tile_offset(table, 0, lane, end, head, C)
     for t in range(0, tl.cdiv(end, C.BLOCK_N)):
@@ -187,8 +193,8 @@ def _prefill_kernel(
         acc *= (v_scale / l_i)[:, None]
     else:
         acc *= tl.where(l_i == 0.0, 0.0, v_scale / l_i)[:, None]
-    write_heads(acc, out_row.to(tl.int64), column, row < count, (out, values, scales), C)
-    write_lse(m_i, l_i, out_row.to(tl.int64), row < count, lse)
+    write_heads(acc, out_row.to(tl.int64), column, query < count, (out, values, scales), C)
+    write_lse(m_i, l_i, out_row.to(tl.int64), query < count, lse)
 
 
 def prefill(
