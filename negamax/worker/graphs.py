@@ -81,7 +81,7 @@ class StepShape(NamedTuple):
         return self.max_query_len - 1
 
 
-# In a step of any mix a generated token is attended with by one program per KV head, however long:
+# In a step of any mix one program per KV head attends with a generated token, whatever its length:
 # slower than decoding from here on.
 LONGEST_DECODE = 8192  # tokens
 

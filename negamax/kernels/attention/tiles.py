@@ -18,6 +18,7 @@ class DecodeSplit:
     min_tiles: int  # of a split
     programs: float  # per multiprocessor
     split_programs: float  # per multiprocessor, where each has one split of one sequence
+    min_splits: int  # of a sequence, if each program has one
     wide_programs: float  # per multiprocessor, where each has a run of tiles of 32 rows
     min_runs: int  # sequences from which on queries of one are attended with together
 
@@ -37,7 +38,13 @@ class PrefillLaunch:
 
 
 DECODE = DecodeSplit(
-    block_n=64, min_tiles=1, programs=3, split_programs=1.5, wide_programs=2, min_runs=4
+    block_n=64,
+    min_tiles=1,
+    programs=3,
+    split_programs=1.5,
+    min_splits=3,
+    wide_programs=2,
+    min_runs=4,
 )
 _SHORT = 4096  # tokens; beyond it large tiles read keys less often
 
@@ -85,12 +92,12 @@ def tiles_for(device: torch.device) -> Tiles:
 def decode_programs(
     num_seqs: int, kv_heads: int, multiprocessors: int, *, num_rows: int = 1
 ) -> tuple[int, bool]:
-    """Programs per KV head, and SPLIT_KV: whether each has one split of one sequence. `num_rows` of
-    a tile.
+    """Programs per KV head, and SPLIT_KV: whether each has one split of one sequence; with fewer
+    than DECODE.min_splits for each sequence, some are twice as long as others. `num_rows` of a tile.
     """
     runs = DECODE.programs if num_rows <= 16 else DECODE.wide_programs
     split, many = (
         max(1, int(multiprocessors * number // kv_heads))
         for number in (DECODE.split_programs, runs)
     )
-    return (split, True) if num_seqs <= split else (many, False)
+    return (split, True) if num_seqs * DECODE.min_splits <= split else (many, False)

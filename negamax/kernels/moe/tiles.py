@@ -12,7 +12,6 @@ from negamax.kernels.launch.tile import Tile, has_h200_tiles
 from negamax.kernels.weight_only.layout import Packing
 
 SMALL_M_MAX_M = 256  # up to here each expert searches topk_ids for its tokens
-SEARCH_CHUNK = 512  # pairs searched at a time
 # Sorting the pairs: programs (about as many as multiprocessors), and pairs that one
 SORT_PROGRAMS = 128
 SORT_CHUNK = 128  # puts in their places at a time,
@@ -186,6 +185,11 @@ class H200(Tiles):
     def w8a8(self) -> ExpertTiles:
         gate_up = Tile(64, 128, 128, num_warps=4, num_stages=4)
         return ExpertTiles(gate_up, Tile(64, 128, 128, num_warps=4, num_stages=3), repeat_n=8)
+
+
+def search_chunk(num_pairs: int) -> int:
+    """Pairs that small_m searches at a time for those of an expert."""
+    return min(512, max(128, _power_of_two(num_pairs)))
 
 
 def tiles_for(device: torch.device) -> Tiles:

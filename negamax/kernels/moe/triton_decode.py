@@ -25,7 +25,6 @@ from negamax.kernels.moe.triton_shared import (
 )
 
 _VECTOR = tl.constexpr(16)  # neighbouring columns that a thread multiplies in the gemv kernels
-_CHUNK = tl.constexpr(tiles.SEARCH_CHUNK)
 _ZERO_CHUNK = tl.constexpr(32)  # pairs whose results are zeroed at a time
 
 
@@ -179,15 +178,17 @@ def _down_gemv_kernel(
 
 
 @triton.jit
-def _find_pairs(topk_ids_ptr, num_pairs, expert_id, begin, BLOCK_M: tl.constexpr):
+def _find_pairs(
+    topk_ids_ptr, num_pairs, expert_id, begin, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
     """The pairs that chose expert `expert_id`, in order: number begin .. begin + BLOCK_M - 1 of
-    them, and how many there are.
+    them, and how many there are. CHUNK are searched at a time.
     """
     offs = begin + tl.arange(0, BLOCK_M)
     found = tl.zeros([BLOCK_M], tl.int32)
     total = tl.zeros([], tl.int32)
-    for start in range(0, num_pairs, _CHUNK):
-        pairs = start + tl.arange(0, _CHUNK)
+    for start in range(0, num_pairs, CHUNK):
+        pairs = start + tl.arange(0, CHUNK)
         ids = tl.load(topk_ids_ptr + pairs, mask=pairs < num_pairs, other=-1)
         hit = (ids == expert_id).to(tl.int32)
         hits = tl.sum(hit, 0)
@@ -356,6 +357,7 @@ def _gate_up_small_m_kernel(
     BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     NUM_WARPS: tl.constexpr,
+    CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """BLOCK_N columns of h of all pairs of one expert, which the program finds in topk_ids; leaves
@@ -392,7 +394,7 @@ def _gate_up_small_m_kernel(
         expert = tl.load(topk_ids_ptr + group) - first_expert
     if (expert < 0) | (expert >= num_experts - E.SHARED):
         return
-    pairs, total = _find_pairs(topk_ids_ptr, num_pairs, expert + first_expert, 0, BLOCK_M)
+    pairs, total = _find_pairs(topk_ids_ptr, num_pairs, expert + first_expert, 0, BLOCK_M, CHUNK)
     is_first = tl.arange(0, BLOCK_M) == 0
     if (per_pair != 0) & (tl.sum(tl.where(is_first, pairs, 0), 0) != group):
         return
@@ -411,7 +413,9 @@ def _gate_up_small_m_kernel(
                           E, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS)  # fmt: skip
         begin += BLOCK_M
         if begin < total:
-            pairs, _ = _find_pairs(topk_ids_ptr, num_pairs, expert + first_expert, begin, BLOCK_M)
+            pairs, _ = _find_pairs(
+                topk_ids_ptr, num_pairs, expert + first_expert, begin, BLOCK_M, CHUNK
+            )
 
 
 @triton.jit
@@ -569,7 +573,7 @@ def experts_small_m(
         expert_counts, num_pairs, first, count, int(per_pair),
         BLOCK_M=gate_up.block_m, BLOCK_N=gate_up.block_n, BLOCK_K=gate_up.block_k,
         NUM_STAGES=gate_up.num_stages, NUM_WARPS=gate_up.num_warps, num_warps=gate_up.num_warps,
-        **shared,
+        CHUNK=tiles.search_chunk(num_pairs), **shared,
         **launch_options(device, maxnreg=gate_up.maxnreg),
     )  # fmt: skip
     out = torch.empty(num_tokens, top_k, E.HIDDEN, dtype=model_dtype(x), device=device)
