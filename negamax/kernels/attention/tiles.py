@@ -92,8 +92,9 @@ def tiles_for(device: torch.device) -> Tiles:
 def decode_programs(
     num_seqs: int, kv_heads: int, multiprocessors: int, *, num_rows: int = 1
 ) -> tuple[int, bool]:
-    """Programs per KV head, and SPLIT_KV: whether each has one split of one sequence; with fewer
-    than DECODE.min_splits for each sequence, some are twice as long as others. `num_rows` of a tile.
+    """Programs per KV head, and SPLIT_KV: whether each has one split of one sequence. Where there
+    are fewer splits than DECODE.min_splits for each sequence, some would be twice as long as
+    others. `num_rows` of a tile.
     """
     runs = DECODE.programs if num_rows <= 16 else DECODE.wide_programs
     split, many = (

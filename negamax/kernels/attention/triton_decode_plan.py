@@ -7,8 +7,8 @@ the same number of programs, and each program a run of tiles:
     SPLIT_KV     |  0 |  1 | 2 |   3   |  4  |  5  |  6  |  7  |    one split of one sequence each
     else         |     0     |     1     |     2     |    3    |    equal runs of all tiles
 
-SPLIT_KV where there are more programs than sequences: the splits are the shortest for which there
-are programs enough. One sequence of 100,000 tokens keeps all multiprocessors busy, and so do a
+SPLIT_KV where there are programs enough for several splits of each sequence, the shortest for which
+that is so. One sequence of 100,000 tokens keeps all multiprocessors busy, and so do a
 hundred short ones; the lengths stay on the device.
 
     sequences [S, SEQUENCE_WORDS] int32    the fields of `Sequence`

@@ -490,19 +490,20 @@ def _down_small_m_kernel(
         expert = tl.load(topk_ids_ptr + group) - first_expert
     if (expert < 0) | (expert >= num_experts - E.SHARED):
         return
+    offs_m = tl.arange(0, BLOCK_M)
     pair_ptrs = expert_pairs_ptr + expert * (num_pairs // TOP_K)
+    pairs = tl.load(pair_ptrs + offs_m, mask=offs_m < num_pairs // TOP_K, other=0)
     total = tl.load(expert_counts_ptr + expert)
-    if (per_pair != 0) & (tl.load(pair_ptrs) != group):
+    if (per_pair != 0) & (tl.sum(tl.where(offs_m == 0, pairs, 0), 0) != group):
         return
     begin = 0
     while begin < total:
-        offs_m = begin + tl.arange(0, BLOCK_M)
-        valid = offs_m < total
-        pairs = tl.load(pair_ptrs + offs_m, mask=valid, other=0)
+        valid = offs_m < total - begin
         _down_of_pairs(h_ptr, h_scale_ptr, topk_weights_ptr, w_ptr, w_scale_ptr, out_ptr, expert,
-                       num_experts, tile * BLOCK_N, pairs, valid,
+                       num_experts, tile * BLOCK_N, tl.where(valid, pairs, 0), valid,
                        E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS)  # fmt: skip
         begin += BLOCK_M
+        pairs = tl.load(pair_ptrs + begin + offs_m, mask=offs_m < total - begin, other=0)
 
 
 # --- host side -----------------------------------------------------------------------------------
