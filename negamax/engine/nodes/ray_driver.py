@@ -54,7 +54,7 @@ class Driver:
         """`stop` is set once nobody wants the machines any more."""
         self._options = options
         self._stop = stop
-        self._is_connected = False
+        self.is_connected = False
         self._group: Any = None
         self._actors: list[Any] = []
         self._places: list[ActorPlace] = []
@@ -79,7 +79,7 @@ class Driver:
         except (ray.exceptions.RayError, RuntimeError, ValueError, OSError) as error:
             words = " ".join(str(error).split())[:_MOST_WORDS]
             raise ConfigError(f"Ray at {address or 'this machine'}: {words}") from None
-        self._is_connected = True
+        self.is_connected = True
         _ignore_signals()
 
     def place(self) -> Placement:
@@ -158,7 +158,7 @@ class Driver:
 
     def close(self) -> None:
         """Give everything back."""
-        if not self._is_connected:
+        if not self.is_connected:
             return
         import ray
 
@@ -300,12 +300,15 @@ def _ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _watch_parent(stop: threading.Event) -> None:
-    """Set `stop` once standard input has ended, and end this process if that takes too long."""
+def _watch_parent(driver: Driver, stop: threading.Event) -> None:
+    """Set `stop` once standard input has ended, and end this process if that takes too long, or
+    while it still waits for a cluster that does not answer.
+    """
     while os.read(0, 4096):
         pass
     stop.set()
-    time.sleep(_END_SECONDS)
+    if driver.is_connected:
+        time.sleep(_END_SECONDS)
     exit_now(1)
 
 
@@ -316,13 +319,13 @@ def main(fd: int) -> int:
     log.setup_as_parent()
     options = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineOptions)
     stop = threading.Event()
-    threading.Thread(target=_watch_parent, args=(stop,), name="parent", daemon=True).start()
+    driver = Driver(options, stop)
+    threading.Thread(target=_watch_parent, args=(driver, stop), name="parent", daemon=True).start()
 
     def say(message: FromDriver) -> None:
         with contextlib.suppress(BrokenPipeError):  # the parent is gone
             os.write(fd, msgspec.json.encode(message) + b"\n")
 
-    driver = Driver(options, stop)
     try:
         driver.connect()
         placed = driver.placed(driver.place())
