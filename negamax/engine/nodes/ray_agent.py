@@ -4,7 +4,6 @@ them; it takes and gives texts only.
 
 from __future__ import annotations
 
-import os
 import socket
 
 import msgspec
@@ -23,7 +22,6 @@ class ActorPlace(msgspec.Struct, frozen=True):
     """Where an actor is."""
 
     host: str
-    pid: int
     variables: dict[str, str]  # of `DEVICE_VARIABLES`, those that are set
 
 
@@ -38,12 +36,10 @@ class RayAgent:
     """An actor. Ray has set the variables of its GPUs before it imports anything."""
 
     def place(self) -> str:
-        """A `ActorPlace`, as JSON."""
+        """An `ActorPlace`, as JSON."""
         found = {name: env.get(name) for name in DEVICE_VARIABLES}
         variables = {name: value for name, value in found.items() if value is not None}
-        return msgspec.json.encode(
-            ActorPlace(socket.gethostname(), os.getpid(), variables)
-        ).decode()
+        return msgspec.json.encode(ActorPlace(socket.gethostname(), variables)).decode()
 
     def run(self, options: str, variables: str) -> str:
         """Be the agent that `EngineOptions` say, until its ranks have ended; what went wrong, or
