@@ -230,7 +230,7 @@ def test_no_gap_of_a_slow_network_is_an_alarm(
 
 @pytest.mark.full
 def test_lost_packets_are_no_alarm(network: DistantMachines, agent: Agent) -> None:
-    network.set_links(**FAR | {"loss": 0.15})
+    network.set_links(**FAR | {"loss": 0.15})  # from the first word on
     with Group(network).running() as group:
         time.sleep(60.0)
         assert group.death() is None

@@ -244,11 +244,11 @@ class Agent:
             else:
                 if self._ranks is not None:
                     logger.warning("the ranks end: %s", message.reason)
-                self._end_ranks()
+                self._leave_session()
         elif message.session == self._session:
             self._last_alive = max(self._last_alive, message.number)
         else:
-            self._end_ranks()
+            self._leave_session()
 
     def _speak(self) -> None:
         """Join, or say how the ranks are."""
@@ -300,6 +300,12 @@ class Agent:
         self._ranks.start()
         self._watch = self._ranks.watch()
         self._said = ""
+
+    def _leave_session(self) -> None:
+        """Have no ranks, and join again."""
+        if self._ranks is not None:
+            self._end_ranks()
+        self._session, self._death = "", None
 
     def _end_ranks(self, *, timeout: float = ABORT_SECONDS, death: str | None = None) -> None:
         """End the ranks, those that still run after `timeout` seconds by force. `death`: why, for

@@ -18,6 +18,7 @@ from negamax.base.errors import ResourceError
 from negamax.worker.node_sockets import shared_key
 
 _MAC_BYTES = 16
+_MOST_AT_ONCE = 1000  # datagrams
 _MOST_BYTES = 2048  # of a datagram; longer ones are cut, and not heard
 
 Address = tuple[Any, ...]  # host and port, of IPv6 more
@@ -55,8 +56,8 @@ class Datagrams:
             self._socket.sendto(self._mac(frame) + frame, to)
 
     def receive(self) -> Iterator[tuple[bytes, Address]]:
-        """What has come from somebody with the key, and from where."""
-        while True:
+        """What has come from somebody with the key, and from where; of a flood some."""
+        for _ in range(_MOST_AT_ONCE):
             try:
                 signed, sender = self._socket.recvfrom(_MOST_BYTES)
             except BlockingIOError:

@@ -79,8 +79,11 @@ class _Node:
         """Why the node is lost; None: it is not."""
         silence = self.silence.seconds(self.num_signs)
         stall = self.stall.seconds(self.num_frames)
-        is_hung_up = now < self.hung_up_at + 2 * wire.HANG_UP_SECONDS
-        if silence > (wire.HANG_UP_SECONDS if is_hung_up else wire.SILENCE_SECONDS):
+        # what is said before the first beat goes over the connection alone
+        limit = wire.SILENCE_SECONDS if self.last_beat else wire.STALL_SECONDS
+        if now < self.hung_up_at + 2 * wire.HANG_UP_SECONDS:
+            limit = wire.HANG_UP_SECONDS
+        if silence > limit:
             return f"{self.name} gives no sign of life for {silence:.1f} s"
         if stall > wire.STALL_SECONDS:
             return f"{self.name} is heard over UDP, and for {stall:.1f} s not over TCP"
@@ -384,7 +387,9 @@ class NodeGroup:
         first, last = node.ranks.start, node.ranks.stop - 1
         addresses = replace(self.addresses, beats="")
         others = {
-            each.number: each.join.address for each in self._nodes if each.join and each != node
+            each.number: each.join.address
+            for each in self._nodes
+            if each.join is not None and each is not node
         }
         self._send(node.route, wire.Start(self._session, first, last, addresses, others))
 
