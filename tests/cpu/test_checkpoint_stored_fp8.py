@@ -111,7 +111,7 @@ class OneLayer:
             head_dim=spec.head_dim, eps=1e-6, **shared,
         )  # fmt: skip
         self.moe = SparseMoe(
-            names.moe(0), hidden_size=spec.hidden_size,
+            names.moe(0), layer=0, hidden_size=spec.hidden_size,
             width=spec.intermediate_size,
             num_experts=spec.num_experts, top_k=spec.experts_per_token, **shared,
         )  # fmt: skip

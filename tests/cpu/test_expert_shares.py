@@ -96,6 +96,7 @@ class Model:
         watched = (*TABLE.candidates[EXPERTS][:-1], replace(kernel, prepare=prepare))
         moe = SparseMoe(
             names.moe(0),
+            layer=0,
             hidden_size=self.hidden,
             width=self.width,
             num_experts=self.num_experts,

@@ -105,6 +105,7 @@ def test_a_mixture_of_experts(shared_width: int) -> None:
         )
     moe = SparseMoe(
         its,
+        layer=0,
         hidden_size=HIDDEN,
         width=WIDTH,
         num_experts=EXPERTS,

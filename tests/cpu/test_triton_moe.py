@@ -118,7 +118,7 @@ def test_a_shared_expert_runs_among_the_others_or_beside_them(
     def moe(table: KernelTable, form: Callable[[str], TensorFormat] | None) -> SparseMoe:
         scheme = None if form is None else Scheme((routed,), form)
         layer = SparseMoe(
-            own, hidden_size=hidden, width=width, num_experts=num_experts, top_k=2,
+            own, layer=0, hidden_size=hidden, width=width, num_experts=num_experts, top_k=2,
             activation=SwiGlu(alpha=1.702, limit=7.0, beta=1.0), routed_scaling=2.0,
             shared_width=width, context=ParallelContext.single(), kernels=table,
             weights=WeightFormat(table.dtype, torch.device("cpu"), scheme),

@@ -198,7 +198,7 @@ def test_experts_of_cut_blocks_and_groups_add_up_to_those_of_one_rank(
     def experts(layout: ParallelLayout) -> SparseMoe:
         context = replace(ParallelContext.single(), layout=layout)
         layer = SparseMoe(
-            own, hidden_size=hidden, width=width, num_experts=2, top_k=2, context=context,
+            own, layer=0, hidden_size=hidden, width=width, num_experts=2, top_k=2, context=context,
             kernels=table, weights=weights,
         )  # fmt: skip
         for slot in layer.slots:

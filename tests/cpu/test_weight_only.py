@@ -112,7 +112,7 @@ def test_layers_choose_by_their_columns(hidden: int, wanted: ActivationFormat | 
     weights = WeightFormat(torch.bfloat16, torch.device("cpu"), scheme)
     linear = ColumnParallel([Part("w", 128, range(128))], hidden, kernels=table, weights=weights)
     moe = SparseMoe(
-        names.moe(0), hidden_size=hidden, width=128, num_experts=2, top_k=2,
+        names.moe(0), layer=0, hidden_size=hidden, width=128, num_experts=2, top_k=2,
         context=ParallelContext.single(), kernels=table, weights=weights,
     )  # fmt: skip
     assert linear.activation == moe.activation == wanted
