@@ -1,13 +1,15 @@
-"""Fixed numbers of draft tokens against the number that the engine chooses, on the CPU.
+"""Fixed numbers of draft tokens against the number that the engine chooses.
 
     python tools/bench_draft_lengths.py [nano] [--rows 1 4 16 64 128] [--suite nano-math]
+        [--device cpu]
 
-For each number of sequences at once: output tokens per second of processor time without drafts,
-with nano's own draft that rests all the time, with always 1, 2 and 3 of its tokens, and with
-`adaptive`. Engines of one thread answer the same problems in turns; each figure is the median over
-the rounds, the first of which only warms up. A share is that of `adaptive` in the best of the
-others, by the median of the ratios. Steps, too, are timed by processor time: what else runs on the
-machine changes no choice.
+For each number of sequences at once: output tokens per second without drafts, with nano's own draft
+that rests all the time, with always 1, 2 and 3 of its tokens, and with `adaptive`. Engines answer
+the same problems in turns; each figure is the median over the rounds, the first of which only warms
+up. A share is that of `adaptive` in the best of the others, by the median of the ratios.
+
+On the CPU engines have one thread, and time is processor time, that of steps, too: what else runs
+on the machine changes no choice. On a GPU it is the wall clock.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +27,7 @@ from negamax.evals import nano_math, nano_tools
 from negamax.scheduler.draft_length import FixedDraftLength
 
 MOST = 3
+KV_CACHE_MEMORY = 2**30  # of each engine on a GPU
 PROBLEMS = {"nano-math": nano_math.problems, "nano-tools": nano_tools.problems}
 # what is drafted, by the engine's options; None: no draft is loaded
 MODES: dict[str, dict[str, Any] | None] = {
@@ -34,38 +38,43 @@ MODES: dict[str, dict[str, Any] | None] = {
 }
 
 
-def engine(model: str, fields: dict[str, Any] | None, rows: int) -> LLM:
-    options: dict[str, Any] = {}
+def engine(model: str, fields: dict[str, Any] | None, rows: int, *, device: str) -> LLM:
+    options: dict[str, Any] = (
+        {"num_threads": 1}
+        if device == "cpu"
+        else {"kv_cache_memory": KV_CACHE_MEMORY, "max_cudagraph_capture_size": rows}
+    )
     if fields is not None:
         draft = {"method": "eagle3", "model": f"{model}-draft", **fields}
         options["speculative_config"] = draft
     return LLM(
-        model, device="cpu", num_threads=1, max_num_seqs=rows, max_model_len=1024,
+        model, device=device, max_num_seqs=rows, max_model_len=1024,
         enable_prefix_caching=False, **options,
     )  # fmt: skip
 
 
-def run(llm: LLM, suite: str, count: int, *, seed: int) -> float:
-    """Output tokens per second of this process."""
+def run(llm: LLM, suite: str, count: int, *, seed: int, clock: Callable[[], float]) -> float:
+    """Output tokens per second of `clock`."""
     prompts = [
         llm.render(list(one.messages), tools=list(getattr(one, "tools", ())) or None)
         for one in PROBLEMS[suite](count, seed)
     ]
-    began = time.process_time()
+    began = clock()
     done = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=256))
-    seconds = time.process_time() - began
+    seconds = clock() - began
     return sum(len(one.outputs[0].token_ids) for one in done) / seconds
 
 
-def bench(model: str, suite: str, rows: int, *, rounds: int) -> None:
-    engines = {name: engine(model, fields, rows) for name, fields in MODES.items()}
+def bench(model: str, suite: str, rows: int, *, rounds: int, device: str) -> None:
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    engines = {name: engine(model, fields, rows, device=device) for name, fields in MODES.items()}
     for scheduler in engines["rests"]._loop._scheduler.ranks:
         scheduler._draft_length = FixedDraftLength(0)
     found: dict[str, list[float]] = {name: [] for name in MODES}
     count = max(8, 2 * rows)
     for number in range(rounds + 1):
         for name, llm in engines.items():
-            rate = run(llm, suite, count, seed=number)
+            rate = run(llm, suite, count, seed=number, clock=clock)
             if number:
                 found[name].append(rate)
     for llm in engines.values():
@@ -83,11 +92,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 128])
     parser.add_argument("--suite", choices=PROBLEMS, default="nano-math")
     parser.add_argument("--rounds", type=int, default=3, help="behind the one that warms up")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
-    loop.time = SimpleNamespace(monotonic=time.process_time)  # type: ignore[assignment]
+    if options.device == "cpu":
+        loop.time = SimpleNamespace(monotonic=time.process_time)  # type: ignore[assignment]
     print(" rows" + "".join(f"{name:>11}" for name in MODES) + "   share of adaptive")
     for rows in options.rows:
-        bench(options.model, options.suite, rows, rounds=options.rounds)
+        bench(options.model, options.suite, rows, rounds=options.rounds, device=options.device)
 
 
 if __name__ == "__main__":
