@@ -38,7 +38,7 @@ attack: $(VENV)/.dev  ## hostile requests and dying parts at full size, against 
 	$(BIN)/python -m pytest -m "attacks" tests/attacks
 
 test-install: $(VENV)/.dev  ## the wheel alone in an empty environment: commands, server, hub ids
-	$(BIN)/python -m pytest -m install tests/install
+	$(BIN)/python -m pytest -p no:cacheprovider -m install tests/install
 
 compile-oldest: build/$(OLDEST_TRITON)/.installed  ## GPU kernels, by the oldest Triton
 	PYTHONPATH=build/$(OLDEST_TRITON) \
