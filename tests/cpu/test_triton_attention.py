@@ -65,6 +65,13 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return float((got.float() - want.float()).norm() / want.float().norm())
 
 
+@pytest.fixture
+def one_split_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a GPU of two multiprocessors cuts several sequences in pieces."""
+    one = replace(triton_decode_plan.DECODE, min_splits=1)
+    monkeypatch.setattr(triton_decode_plan, "DECODE", one)
+
+
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize(
     ("kv_heads", "lengths", "cache_dtype", "block_size"),
@@ -77,7 +84,12 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     ids=["runs", "FP8 runs", "FP8 pieces", "pieces"],
 )
 def test_decode_shares_sequences_out_and_leaves_padding_zero(
-    kv_heads: int, lengths: list[int], cache_dtype: torch.dtype, block_size: int, captured: bool
+    kv_heads: int,
+    lengths: list[int],
+    cache_dtype: torch.dtype,
+    block_size: int,
+    captured: bool,
+    one_split_is_enough: None,
 ) -> None:
     """Sequences cut in two and in many parts, whole ones, empty ones; twice with one plan, as the
     layers of a step do.
@@ -109,7 +121,9 @@ def test_decode_shares_sequences_out_and_leaves_padding_zero(
         assert relative_error(got.dequantize(), got.hidden) < FP8_ERROR
 
 
-def test_keys_of_a_step_with_drafts_are_not_read_before_they_are_written() -> None:
+def test_keys_of_a_step_with_drafts_are_not_read_before_they_are_written(
+    one_split_is_enough: None,
+) -> None:
     shape = PagedShape(kv_heads=1, group=6, block_size=16)
     queries = queries_of(torch.zeros(2, 1), [4, 5], [1, 1])
     alone = replace(queries, host_seq_lens=(), host_query_lens=())
@@ -160,7 +174,7 @@ def test_draft_tokens_read_the_keys_of_their_sequence_once(
 
 def test_a_long_sequence_is_cut_into_pieces_where_programs_would_idle() -> None:
     shape = PagedShape(kv_heads=1, group=6, block_size=32)
-    for lengths, pieces in (([700, 70, 0], [1, 1, 1]), ([700], [3])):
+    for lengths, pieces in (([700, 70, 0], [4, 2, 1]), ([700], [3])):
         queries = queries_of(torch.zeros(4, 22), lengths, [1] * len(lengths))
         plan = kernels.plan_decode(queries, shape, dtype=torch.bfloat16)
         assert plan.sequences.view(-1, 8)[:, 5].tolist() == pieces

@@ -18,7 +18,9 @@ class DecodeSplit:
     min_tiles: int  # of a split
     programs: float  # per multiprocessor
     split_programs: float  # per multiprocessor, where each has one split of one sequence
-    min_splits: int  # of a sequence, if each program has one
+    # of a sequence, where each program has one: with fewer some are twice as long as others; for
+    # tiles of up to 16 rows
+    min_splits: int
     wide_programs: float  # per multiprocessor, where each has a run of tiles of 32 rows
     min_runs: int  # sequences from which on queries of one are attended with together
 
@@ -90,15 +92,14 @@ def tiles_for(device: torch.device) -> Tiles:
 
 
 def decode_programs(
-    num_seqs: int, kv_heads: int, multiprocessors: int, *, num_rows: int = 1
+    num_seqs: int, kv_heads: int, multiprocessors: int, *, num_rows: int = 1, min_splits: int = 1
 ) -> tuple[int, bool]:
-    """Programs per KV head, and SPLIT_KV: whether each has one split of one sequence. Where there
-    are fewer splits than DECODE.min_splits for each sequence, some would be twice as long as
-    others. `num_rows` of a tile.
+    """Programs per KV head, and SPLIT_KV: whether each has one split of one sequence, which takes
+    `min_splits` for each sequence. `num_rows` of a tile.
     """
     runs = DECODE.programs if num_rows <= 16 else DECODE.wide_programs
     split, many = (
         max(1, int(multiprocessors * number // kv_heads))
         for number in (DECODE.split_programs, runs)
     )
-    return (split, True) if num_seqs * DECODE.min_splits <= split else (many, False)
+    return (split, True) if num_seqs * min_splits <= split else (many, False)

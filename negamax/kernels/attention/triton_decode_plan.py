@@ -204,14 +204,18 @@ def plan_splits(
     kv_heads: int,
     block_n: int,
     num_rows: int = 1,
+    min_splits: int = 1,
     reduce_later: bool = False,
 ) -> Splits:
     """Tiles of `block_n` keys of sequences of seq_lens [S] int32 tokens, whose rows of the block
-    tables are block_table_indices [S] int64, for tiles of `num_rows` queries.
+    tables are block_table_indices [S] int64, for tiles of `num_rows` queries. `min_splits`: see
+    `decode_programs`.
     """
     num_seqs, device = seq_lens.shape[0], seq_lens.device
     multiprocessors = platform.platform_of(device).multiprocessors
-    programs, split_kv = decode_programs(num_seqs, kv_heads, multiprocessors, num_rows=num_rows)
+    programs, split_kv = decode_programs(
+        num_seqs, kv_heads, multiprocessors, num_rows=num_rows, min_splits=min_splits
+    )
     most = int(multiprocessors * DECODE.programs)
     if reduce_later:  # a program writes one partial result
         programs, split_kv = max(programs, num_seqs), True
@@ -261,11 +265,13 @@ def plan_decode(
                 column.unsqueeze(1).expand(-1, parts).flatten() for column in columns
             )
             columns = seq_lens, indices
+    num_rows = num_queries * shape.group
     splits = plan_splits(
         *columns,
         kv_heads=shape.kv_heads,
         block_n=DECODE.block_n,
-        num_rows=num_queries * shape.group,
+        num_rows=num_rows,
+        min_splits=DECODE.min_splits if num_rows <= 16 else 1,
         reduce_later=reduce_later,
     )
     return DecodePlan(queries, shape, quantize, *splits, reduce_later, runs, num_queries)
