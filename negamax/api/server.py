@@ -42,6 +42,7 @@ from negamax.api.processes.supervisor import ServerSupervisor, bound_to
 from negamax.api.sglang.expert_distribution import expert_distribution_router
 from negamax.api.sglang.generate import native_router
 from negamax.base import env
+from negamax.base.addresses import resolve_host
 from negamax.base.errors import ConfigError, EngineDeadError, ResourceError
 from negamax.base.log import get_logger
 from negamax.config.options import EngineOptions, ServerOptions
@@ -113,15 +114,7 @@ def resolve_address(options: ServerOptions) -> tuple[int, int, int, Any]:
     """Family, kind, protocol and address to listen on. Errors: `ConfigError` for a host that is not
     found, and for one that others can reach without a key."""
     host, port = options.host, options.port
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except (socket.gaierror, UnicodeError) as error:
-        raise ConfigError(
-            f"--host is {host!r}, which cannot be resolved: {error}",
-            hint="use 127.0.0.1 or 0.0.0.0",
-        ) from None
+    family, kind, protocol, address = resolve_host(host, port)
     if not (
         options.api_keys
         or options.api_key_file

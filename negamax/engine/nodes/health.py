@@ -9,7 +9,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from negamax.base.errors import ConfigError, ResourceError
+from negamax.base.addresses import resolve_host
+from negamax.base.errors import ResourceError
 from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
@@ -83,15 +84,7 @@ class NodeHealth:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except (socket.gaierror, UnicodeError) as error:
-        raise ConfigError(
-            f"--host is {host!r}, which cannot be resolved: {error}",
-            hint="use 127.0.0.1 or 0.0.0.0",
-        ) from None
+    family, kind, protocol, address = resolve_host(host, port)
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
