@@ -135,8 +135,8 @@ def chosen_fields(table: Sequence[Flag], values: dict[str, Any]) -> dict[str, An
         value = values[flag.field]
         if flag.choices and value not in flag.choices:
             raise ConfigError(f"{flag.names[0]} is {value!r}; allowed: {', '.join(flag.choices)}")
-        if flag.is_json and value is not None:
-            value = json_object(flag.names[0], value)
+        if flag.is_json:
+            value = json_object(flag.names[0], value) if value else None
         chosen[flag.field] = not value if flag.turns_off else value
     return chosen
 
@@ -162,7 +162,8 @@ def json_object(flag: str, text: str | None) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{flag} is no JSON: {error}") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{flag} is a JSON {type(found).__name__}; an object is needed")
+        kind = "null" if found is None else type(found).__name__
+        raise ConfigError(f"{flag} is a JSON {kind}; an object is needed")
     return found
 
 

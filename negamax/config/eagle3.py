@@ -20,7 +20,7 @@ from negamax.config.model_spec import ModelFamily, ModelSpec
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM")
 _IDS = "eagle_aux_hidden_state_layer_ids"
-_OVERRIDE = f'name the layers by what enters them: --speculative-config {{"{_IDS}": [2, 30, 57]}}'
+_OVERRIDE = f"--speculative-config names the layers of its training by what enters them: {_IDS}"
 NUM_AUX = 3  # streams, unless config.json says otherwise
 
 _FIXED: dict[str, Any] = {
@@ -203,12 +203,13 @@ def read_spec(config: Mapping[str, Any]) -> Eagle3Spec:
         config, head_dim=common["head_dim"], default_theta=10_000.0, notes=[]
     )
     if rotary_dim != common["head_dim"]:
-        refuse("partial_rotary_factor", config["partial_rotary_factor"], "1.0")
+        refuse("partial_rotary_factor", rotary_dim / common["head_dim"], "1.0")
     fields.note_unknown(config, {*_READ, *_IGNORED, *_FIXED, *_PER_LAYER}, notes=notes)
+    layers = aux_layers(config.get(_IDS))
     optional = {
         "draft_vocab_size": common["vocab_size"],
         "target_hidden_size": common["hidden_size"],
-        "num_aux_hidden_states": len(config.get(_IDS) or range(NUM_AUX)),
+        "num_aux_hidden_states": len(layers) or NUM_AUX,
     }
     switches: dict[str, Any] = {name: _switch(config, name) for name in _SWITCHES}
     sizes = {
@@ -224,7 +225,7 @@ def read_spec(config: Mapping[str, Any]) -> Eagle3Spec:
         intermediate_size=fields.integer(config, "intermediate_size"),
         rope_theta=rope_theta,
         rms_norm_eps=fields.number(config.get("rms_norm_eps", 1e-6), name="rms_norm_eps"),
-        aux_layers=aux_layers(config.get(_IDS)),
+        aux_layers=layers,
         speculative_tokens=use.speculative_tokens,
         verifier=use.verifier,
         **switches,
@@ -262,22 +263,27 @@ def _aux_layers(ids: object) -> tuple[int, ...]:
     """The layers that config.json names, by what enters them. Trainers name a layer by what leaves
     it and begin with 1; who counts what enters begins with 2. Errors: `ConfigError` for others.
     """
-    if ids is None:
-        return ()
-    numbers = fields.token_ids(ids, name=_IDS)
-    if list(numbers) != sorted(numbers) or not numbers or numbers[0] not in (1, 2):
+    numbers = _entered_layers(ids)
+    if numbers and numbers[0] not in (1, 2):
         raise ConfigError(
-            f"config.json of the draft: {_IDS} is {ids}; known are lists in ascending order that "
-            f"begin with 1, which name what leaves a layer, and with 2, which name what enters it",
+            f"config.json of the draft: {_IDS} is {ids}; known are lists that begin with 1, which "
+            f"name what leaves a layer, and with 2, which name what enters it",
             hint=_OVERRIDE,
         )
-    shift = 2 - numbers[0]
-    return tuple(number + shift for number in numbers)
+    return tuple(number + 2 - numbers[0] for number in numbers)
 
 
 def _entered_layers(ids: object) -> tuple[int, ...]:
-    """The layers that config.json names, by what enters them, as vLLM counts."""
-    return fields.token_ids(ids, name=_IDS)
+    """The layers that config.json names, by what enters them, as vLLM counts; (): it names none.
+    Errors: `ConfigError` for what is no list of layers.
+    """
+    if ids is None:
+        return ()
+    given = ids if isinstance(ids, list | tuple) else ()
+    layers = tuple(one for one in given if type(one) is int and one >= 0)
+    if not layers or list(given) != sorted(set(layers)):
+        refuse(_IDS, ids, "a list of layers, in ascending order, or null")
+    return layers
 
 
 def _published(**own: Any) -> Eagle3Spec:

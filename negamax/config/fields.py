@@ -149,9 +149,9 @@ def rope(
             continue
         if not isinstance(given, Mapping):
             refuse(name, given, "an object or null")
-        kind = given.get("rope_type", given.get("type", "default"))
-        if kind != "default":
-            refuse(f"{name}.rope_type", kind, "'default' (no scaling)")
+        for key in ("rope_type", "type"):
+            if given.get(key) not in (None, "default"):
+                refuse(f"{name}.{key}", given[key], "'default' (no scaling)")
         surplus = sorted(set(given) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"})
         if surplus:
             refuse(
@@ -159,17 +159,19 @@ def rope(
                 given[surplus[0]],
                 "rope_type, rope_theta and partial_rotary_factor only",
             )
-        parameters.update(given)
+        for key in ("rope_theta", "partial_rotary_factor"):
+            found = _agree(parameters, given, name=key, inner=name)
+            parameters |= {} if found is None else {key: found}
 
     theta = _agree(config, parameters, name="rope_theta")
-    factor = _agree(config, parameters, name="partial_rotary_factor")
     rope_theta = number(default_theta if theta is None else theta, name="rope_theta")
+    given_factor = _agree(config, parameters, name="partial_rotary_factor")
+    factor = None if given_factor is None else number(given_factor, name="partial_rotary_factor")
+    if factor is not None and not 0.0 < factor <= 1.0:
+        refuse("partial_rotary_factor", factor, "above 0, at most 1")
     if config.get("rotary_dim") is not None:
         rotary_dim = integer(config, "rotary_dim")
-        if (
-            factor is not None
-            and round(head_dim * number(factor, name="partial_rotary_factor")) != rotary_dim
-        ):
+        if factor is not None and round(head_dim * factor) != rotary_dim:
             refuse(
                 "rotary_dim",
                 rotary_dim,
@@ -177,7 +179,7 @@ def rope(
             )
         return rope_theta, rotary_dim
     if factor is not None:
-        return rope_theta, int(head_dim * number(factor, name="partial_rotary_factor"))
+        return rope_theta, int(head_dim * factor)
     notes.append(
         f"config.json has neither rotary_dim nor partial_rotary_factor: all {head_dim} head "
         f"dimensions rotate"
@@ -185,11 +187,17 @@ def rope(
     return rope_theta, head_dim
 
 
-def _agree(config: Mapping[str, Any], parameters: Mapping[str, Any], *, name: str) -> object:
-    """Field `name` from the top level or from `parameters`; refused where both are there and
-    differ.
+def _agree(
+    config: Mapping[str, Any],
+    parameters: Mapping[str, Any],
+    *,
+    name: str,
+    inner: str = "rope_parameters",
+) -> object:
+    """Field `name` from `config` or from `parameters`, which field `inner` holds; refused where
+    both have it and differ.
     """
-    outer, inner = config.get(name), parameters.get(name)
-    if outer is not None and inner is not None and outer != inner:
-        refuse(name, outer, f"the value in rope_parameters ({inner})")
-    return inner if outer is None else outer
+    outer, own = config.get(name), parameters.get(name)
+    if outer is not None and own is not None and outer != own:
+        refuse(name, outer, f"the value in {inner} ({own})")
+    return own if outer is None else outer

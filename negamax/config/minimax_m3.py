@@ -26,6 +26,7 @@ VISION_TYPE = "minimax_m3_vl"
 TEXT_ARCHITECTURES = ("MiniMaxM3SparseForCausalLM", "MiniMaxM3VLForCausalLM")  # transformers': 2nd
 TEXT_TYPES = ("minimax_m3_vl_text", "minimax_m3_text", "minimax_m3")
 BLOCK_SIZES = (16, 32, 64, 128)  # tokens, of those that are chosen among
+MAX_TOPK_BLOCKS = 1024  # each token of a step has a list of so many
 
 # Fields that change the computation and have exactly one supported value.
 _FIXED: dict[str, Any] = {
@@ -163,6 +164,8 @@ class MiniMaxM3Spec(ModelSpec):
             refuse("sparse_local_block", sparse.local_blocks, "1 or more")
         if sparse.init_blocks < 0:
             refuse("sparse_init_block", sparse.init_blocks, "0 or more")
+        if sparse.topk_blocks > MAX_TOPK_BLOCKS:
+            refuse("sparse_topk_blocks", sparse.topk_blocks, f"at most {MAX_TOPK_BLOCKS}")
         if sparse.init_blocks + sparse.local_blocks > sparse.topk_blocks:
             forced = (
                 f"at least the {sparse.init_blocks} first and {sparse.local_blocks} last blocks"
@@ -393,7 +396,10 @@ def _layers(
 
 def _count(config: Mapping[str, Any], name: str) -> int:
     """Field `name`, which may be 0."""
-    return 0 if config[name] == 0 else fields.integer(config, name)
+    value = config[name]
+    if type(value) is not int or not 0 <= value <= fields.MAX_SIZE:
+        refuse(name, value, f"an integer from 0 to {fields.MAX_SIZE}")
+    return int(value)
 
 
 def _agreed(found: Mapping[str, T], default: T) -> T:

@@ -279,7 +279,7 @@ class EngineOptions:
     @property
     def speculation(self) -> SpeculationConfig | None:
         """Who guesses tokens ahead; None: nobody. Errors: `ConfigError`."""
-        if not self.speculative_config:
+        if self.speculative_config is None:
             return None
         return SpeculationConfig.read(
             self.speculative_config, tensor_parallel_size=self.tensor_parallel_size

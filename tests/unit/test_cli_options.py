@@ -116,8 +116,12 @@ def test_speculation_by_the_names_of_both_servers(
 
 
 def test_speculation_that_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--speculative-config is a JSON list"):
-        parsed("nano", "--speculative-config", "[1]")
+    for value, kind in (("[1]", "list"), ("null", "null")):
+        with pytest.raises(ConfigError, match=f"--speculative-config is a JSON {kind};"):
+            parsed("nano", "--speculative-config", value)
+    with pytest.raises(ConfigError, match="has no method"):
+        parsed("nano", "--speculative-config", "{}")
+    assert parsed("nano", "--speculative-config", "").speculative_config is None
     with pytest.raises(ConfigError, match="allowed: eagle3, ngram"):
         parsed("nano", "--speculative-algorithm", "NEXTN")
 

@@ -174,6 +174,7 @@ def test_spec_crosses_processes_unchanged() -> None:
         ("rope_parameters", {"rope_type": "default", "factor": 4.0}, "rope_type, rope_theta"),
         ("rope_parameters", {"rope_theta": 1e4}, r"the value in rope_parameters \(10000"),
         ("rope_parameters", {"rope_theta": 5e6, "partial_rotary_factor": 0.25}, r"128 \* 0\.25"),
+        ("partial_rotary_factor", float("inf"), "above 0, at most 1"),
         ("quantization_config", "fp8", "an object or null"),
     ],
 )
@@ -285,6 +286,9 @@ def test_rotary_dim_in_every_spelling() -> None:
     assert read_spec({**bare, "partial_rotary_factor": 0.5}).rotary_dim == 64
     both = read_spec(changed(rope_parameters={"rope_theta": 5e6, "partial_rotary_factor": 0.5}))
     assert both.rotary_dim == 64
+    with pytest.raises(ConfigError, match=r"rope_theta is 10000.0; supported: the value in rope_p"):
+        scaling = {"rope_scaling": {"rope_theta": 1e4}, "rope_parameters": {"rope_theta": 5e6}}
+        read_spec({**bare, **scaling})
     # transformers 5 re-saves MiniMax's config with rotary_dim beside rope_parameters that lack the
     # factor
     resaved = {

@@ -295,6 +295,7 @@ def test_models_without_sparse_layers_shared_experts_or_dense_layers() -> None:
         ("rotary_dim", 32, r"head_dim \* partial_rotary_factor = 128 \* 0\.5"),
         ("partial_rotary_factor", 1.0, r"128 \* 1\.0"),
         ("rope_scaling", {"rope_type": "yarn", "factor": 2.0}, "'default'"),
+        ("rope_scaling", {"rope_type": "default", "type": "yarn"}, "'default'"),
         ("num_experts_per_tok", 129, r"at most num_local_experts \(128\)"),
         ("rms_norm_eps", 0, "above 0"),
         ("rope_theta", 1, "a finite number above 1"),
@@ -323,10 +324,11 @@ def test_unsupported_value_is_refused_by_name(field: str, value: Any, supported:
         ("sparse_local_block", 0, "1 or more"),
         ("sparse_local_block", 17, "an integer up to|at least"),
         ("sparse_init_block", 16, "at least the 16 first and 1 last"),
-        ("sparse_init_block", -1, "an integer from 1"),
+        ("sparse_init_block", -1, "an integer from 0"),
         ("sparse_init_tokens", 1, "what sparse_init_block says"),
         ("sparse_local_tokens", 1, "what sparse_local_block says"),
         ("sparse_topk_blocks", 0, "an integer from 1"),
+        ("sparse_topk_blocks", 1025, "at most 1024"),
     ],
 )
 def test_unsupported_sparse_attention_is_refused_by_name(

@@ -81,6 +81,7 @@ def test_keys_that_change_no_token_have_no_effect_and_are_named() -> None:
     ("fields", "words"),
     [
         ({"method": "medusa"}, "method is 'medusa'; allowed: eagle3, ngram"),
+        ({}, "has no method"),
         ({"num_speculative_tokens": 3}, "has no method"),
         ({"method": "eagle3"}, "has method eagle3 and no model"),
         ({**EAGLE3, "model": 3}, "model is 3; allowed: a text"),
