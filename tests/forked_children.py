@@ -176,7 +176,15 @@ def main(fd: int) -> None:
     module, *arguments = request["command"]
     assert module not in sys.modules
     sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    code: str | int | None = None
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as ending:
+        code = ending.code
+    if isinstance(code, str):
+        sys.exit(code)
+    sys.stdout.flush()
+    process.exit_now(code or 0)
 
 
 if __name__ == "__main__":

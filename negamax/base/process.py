@@ -82,7 +82,9 @@ def is_stopped(pid: int) -> bool:
 
 
 def exit_now(code: int) -> NoReturn:
-    """End this process from any of its threads, without waiting for the others."""
+    """End this process from any of its threads, without waiting for the others, and without taking
+    modules apart: of PyTorch's that is a quarter of a second.
+    """
     os._exit(code)
 
 

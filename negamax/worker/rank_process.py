@@ -198,4 +198,4 @@ def _send_results(
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2])))
+    exit_now(main(sys.argv[1], int(sys.argv[2])))

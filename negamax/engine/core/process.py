@@ -27,7 +27,7 @@ from negamax.base.errors import EngineDeadError, InvalidRequestError, NegamaxErr
 from negamax.base.imports import large_imports
 from negamax.base.log import get_logger
 from negamax.base.parent_watch import watch_parent
-from negamax.base.process import exit_with_parent
+from negamax.base.process import exit_now, exit_with_parent
 from negamax.engine import wire
 from negamax.engine.client.connection import BEAT_SECONDS, EngineAddress
 from negamax.engine.core.loop import EngineLoop
@@ -265,4 +265,4 @@ class Pulse:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    exit_now(main(sys.argv[1]))
