@@ -275,14 +275,23 @@ def test_a_udp_port_that_is_taken_is_named() -> None:
             NodeGroup(options(port), ParallelLayout(pp=2, nodes=2), facts=FACTS)
 
 
-def test_a_stop_in_order_is_heard_by_all(setting: Setting) -> None:
-    peer, _ = setting.started("a")
+def test_a_stop_in_order_is_heard_by_all(
+    setting: Setting, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ranks that end before their agent is told to are not lost."""
+    peer, session = setting.started("a")
+    setting.group.expect_end()
+    for _ in range(3):
+        peer.beat(session, death="rank 1 ended with exit code 0")
+        peer.hear(wire.Alive)
     stopping = threading.Thread(
         target=setting.group.stop, kwargs={"timeout": 1.0, "restarts": False}
     )
     stopping.start()
-    assert peer.hear(wire.Stop).for_good
+    stop = peer.hear(wire.Stop)
+    assert stop.for_good and stop.reason == "node 0 ends"
     peer.say(wire.Leave(peer.node, peer.name))
     stopping.join(20.0)
-    assert not stopping.is_alive()
+    assert not stopping.is_alive() and setting.group.death() is None
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
     setting.is_stopped = True

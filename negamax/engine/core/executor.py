@@ -220,6 +220,8 @@ class MultiProcessExecutor:
         if self.watch_ranks().death() is not None:
             for machine in self._machines:  # the others may wait for it
                 machine.abort()
+        for machine in self._machines:
+            machine.expect_end()
         for socket in self._sockets:
             with contextlib.suppress(zmq.ZMQError):
                 socket.send(b"", zmq.NOBLOCK)

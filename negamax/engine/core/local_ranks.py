@@ -38,6 +38,9 @@ class Machine(Protocol):
     def abort(self) -> None:
         """Let kernels that wait for other ranks give up."""
 
+    def expect_end(self) -> None:
+        """From now on a rank that ends is not lost: all are about to be told to end."""
+
     def stop(self, *, timeout: float, restarts: bool) -> None:
         """End the ranks, those that still run after `timeout` seconds by force. `restarts`: others
         will be started in their place.
@@ -76,6 +79,9 @@ class LocalRanks:
     def abort(self) -> None:
         """See `Machine`."""
         self._beats.row(self._beats.num_rows - 1)[0] = 1
+
+    def expect_end(self) -> None:
+        """See `Machine`. Nobody asks for the death of a rank any more."""
 
     def stop(self, *, timeout: float, restarts: bool = False) -> None:
         """See `Machine`."""

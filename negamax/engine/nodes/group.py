@@ -112,6 +112,7 @@ class NodeGroup:
         ]
         self._told_strangers = False
         self._stop: wire.Stop | None = None
+        self._is_ending = False
         self._thread: threading.Thread | None = None
         self._folder = PrivateFolder()
         reader, writer = os.pipe()
@@ -232,8 +233,13 @@ class NodeGroup:
     def abort(self) -> None:
         """See `Machine`. An agent that ends its ranks does that first."""
 
+    def expect_end(self) -> None:
+        """See `Machine`."""
+        self._is_ending = True
+
     def stop(self, *, timeout: float, restarts: bool) -> None:
         """See `Machine`. Agents end the ranks; they wait for the next engine if it `restarts`."""
+        self.expect_end()
         reason = self.death() or ("the engine is started again" if restarts else "node 0 ends")
         self._stop = wire.Stop(reason, for_good=not restarts)
         if self._thread is not None:
@@ -280,7 +286,7 @@ class NodeGroup:
                 self._datagrams.send(wire.encoder.encode(word), node.peer)
 
     def _lost(self, node: _Node, reason: str) -> None:
-        if node.death is None and self._stop is None:
+        if node.death is None and not self._is_ending:
             is_first = self.death() is None
             node.death = reason
             if is_first:
