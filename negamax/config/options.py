@@ -223,26 +223,28 @@ class EngineOptions:
             prefill_context_parallel_size=self.prefill_context_parallel_size,
             decode_context_parallel_size=self.decode_context_parallel_size,
             cp_kv_cache_interleave_size=self.cp_kv_cache_interleave_size,
-            redundant_experts=self._redundant_experts,
+            redundant_experts=self._eplb_config.num_redundant_experts,
         )
 
     @property
     def eplb(self) -> EplbConfig | None:
         """When experts move between ranks; None: never. Errors: `ConfigError`."""
+        return self._eplb_config if self.enable_eplb else None
+
+    @property
+    def _eplb_config(self) -> EplbConfig:
+        """`--eplb-config`, which without `--enable-eplb` may only ask for the copies that
+        `--init-expert-location` places. Errors: `ConfigError`.
+        """
+        given = self.eplb_config or {}
         if not self.enable_eplb:
-            stays = self.init_expert_location != IN_ORDER  # copies may lie where that says
-            if set(self.eplb_config or {}) - ({"num_redundant_experts"} if stays else set()):
+            has_location = self.init_expert_location != IN_ORDER
+            if set(given) - ({"num_redundant_experts"} if has_location else set()):
                 raise ConfigError(
                     "--eplb-config is given, and experts stay where they are",
                     hint="add --enable-eplb",
                 )
-            return None
-        return EplbConfig.read(self.eplb_config or {})
-
-    @property
-    def _redundant_experts(self) -> int:
-        _ = self.eplb  # checked
-        return EplbConfig.read(self.eplb_config or {}).num_redundant_experts
+        return EplbConfig.read(given)
 
     @property
     def expert_mode(self) -> str:
