@@ -147,10 +147,12 @@ def command(
         gpu_memory_utilization=gpu_memory_utilization,
     )
     spec = _spec(engine)
+    workloads = [Workload(count, input_len, output_len) for count in counts]
+    _check_length(workloads[0], engine, spec)
     plan = make_plan(
         spec,
         hardware,
-        [Workload(count, input_len, output_len) for count in counts],
+        workloads,
         kv_dtype=kv_cache_dtype,
         index_dtype=index_cache_dtype,
         max_model_len=engine.max_model_len,
@@ -182,6 +184,17 @@ def _hardware(
             raise ConfigError(f"--gpu-memory is {gib:g}; allowed: 1 to 4096 (GiB)")
         gpu = replace(gpu, memory=int(gib * GIB))
     return Hardware(gpu, gpus, nodes, utilization)
+
+
+def _check_length(load: Workload, engine: EngineOptions, spec: ModelSpec) -> None:
+    """Errors: `ConfigError` for requests that the engine would refuse."""
+    asked, max_length = engine.max_model_len, spec.max_position_embeddings
+    if load.tokens > (asked or max_length):
+        limit = f"--max-model-len is {asked}" if asked else f"the model's window is {max_length}"
+        raise ConfigError(
+            f"--input-len and --output-len make requests of {load.tokens} tokens; {limit}",
+            hint="lower them, or raise --max-model-len" if asked else "lower them",
+        )
 
 
 def _spec(engine: EngineOptions) -> ModelSpec:

@@ -55,6 +55,11 @@ class Workload:
     output_len: int = 1000
 
     @property
+    def tokens(self) -> int:
+        """Of a request, at its end."""
+        return self.input_len + self.output_len
+
+    @property
     def context(self) -> float:
         """Tokens of a request, in the middle of its answer."""
         return self.input_len + self.output_len / 2

@@ -124,9 +124,10 @@ def make_plan(
     one_engine: bool = False,
 ) -> Plan:
     """All topologies of `spec` on `hardware`. `workloads` differ in their concurrency, which grows.
-    `max_model_len` must fit; None: what fits, up to the model's window. Errors: `ConfigError` where
-    the model has no such window. With `one_engine` GPUs beside those of a topology stay idle.
-    Ranks that share out a KV cache share out the index keys, too, where the model has any.
+    `max_model_len` must fit; None: one request of the workloads must, and the window is what fits,
+    up to the model's. Errors: `ConfigError` where the model has no such window. With `one_engine`,
+    GPUs that a topology leaves over stay idle. Ranks that share out a KV cache also share out the
+    index keys, where the model has any.
     """
     if max_model_len is not None and max_model_len > spec.max_position_embeddings:
         raise ConfigError(
@@ -138,6 +139,9 @@ def make_plan(
         Model.of(each, gpu, kv_dtype=kv_dtype, index_dtype=index_dtype)
         for each in (spec, spec.with_sharded_index())
     )
+    max_length = spec.max_position_embeddings
+    longest = max(workload.tokens for workload in workloads)
+    least = max_model_len or min(max(LEAST_TOKENS, longest), max_length)
     candidates, refused = [], []
     heads = spec.num_kv_heads if spec.can_share_out_caches else None
     for topology in topologies(hardware.gpus, per_node=hardware.per_node, kv_heads=heads):
@@ -147,30 +151,28 @@ def make_plan(
             topology.check(spec, per_node=hardware.per_node)
             gpu.platform.check(fp8_cache=model.kv_dtype.startswith("fp8"))
             memory = fit(model, topology.layout, budget=hardware.budget)
-            context_length = _context_length(model, hardware, memory, max_model_len)
+            _check_room(hardware, memory, least)
         except ConfigError as error:
             refused.append(Refused(topology, error.message))
             continue
+        context_length = max_model_len or min(memory.tokens, max_length)
         candidates.append(_candidate(model, hardware, topology, memory, context_length, workloads))
     plan = Plan(hardware, tuple(workloads), tuple(candidates), tuple(refused))
     ordered = sorted(candidates, key=plan._request_seconds)
     return replace(plan, candidates=tuple(ordered))
 
 
-def _context_length(model: Model, hardware: Hardware, memory: Fit, asked: int | None) -> int:
-    """Tokens of the longest request. Errors: `ConfigError` with how much is missing for it."""
-    spec = model.weights.spec
-    least = asked or min(LEAST_TOKENS, spec.max_position_embeddings)
-    missing = least * memory.token - memory.room
+def _check_room(hardware: Hardware, memory: Fit, num_tokens: int) -> None:
+    """Errors: `ConfigError` with how much is missing for one request of `num_tokens`."""
+    missing = num_tokens * memory.token - memory.room
     if missing > 0:
         needed = (hardware.gpu.memory * hardware.utilization + missing) / hardware.utilization
         raise ConfigError(
-            f"{_gib(memory.weights)} of weights and {_gib(least * memory.token)} of cache for "
-            f"{least} tokens are {_gib(missing)} more per GPU than --gpu-memory-utilization "
+            f"{_gib(memory.weights)} of weights and {_gib(num_tokens * memory.token)} of cache for "
+            f"{num_tokens} tokens are {_gib(missing)} more per GPU than --gpu-memory-utilization "
             f"{hardware.utilization:g} leaves; fits in {_gib(needed)} per GPU"
             + (f", or with --max-model-len {memory.tokens}" if memory.tokens > LEAST_TOKENS else "")
         )
-    return asked or min(memory.tokens, spec.max_position_embeddings)
 
 
 def _candidate(
@@ -186,7 +188,7 @@ def _candidate(
     rate = costs.prefill_rate(prompt, chunk=LIMITS.max_num_batched_tokens)
     predictions = []
     for workload in workloads:
-        fitting = memory.tokens * topology.dp // (workload.input_len + workload.output_len)
+        fitting = memory.tokens * topology.dp // workload.tokens
         own = max(1, min(-(-workload.concurrency // topology.replicas), fitting))
         seconds = costs.decode_seconds(own, context=workload.context)
         running = min(workload.concurrency, own * topology.replicas)

@@ -242,6 +242,23 @@ def test_ranks_that_share_out_a_cache_hold_most_tokens() -> None:
     assert "--decode-context-parallel-size 2" in line and "--index-cache-sharding on" in line
 
 
+def test_for_the_longest_requests_sharing_out_the_cache_is_best() -> None:
+    """Of MiniMax-M3 on eight H200: in MXFP8 since it answers sooner, in bfloat16 since no other
+    split holds one such request, whether a window is asked for or the workload needs it.
+    """
+    hardware, long = Hardware(MEASURED, 8), Workload(1, 900_000, 8000)
+    plain = bundled_spec("minimax-m3")
+    for spec, load, asked in (
+        (M3, long, None), (plain, long, None), (plain, Workload(1), 1_000_000),
+    ):  # fmt: skip
+        plan = make_plan(spec, hardware, [load], max_model_len=asked)
+        assert plan.fastest is plan.busiest is not None
+        assert plan.fastest.topology == Topology(8, dcp=2)
+        assert plan.fastest.context_length == (asked or spec.max_position_embeddings)
+    reasons = {each.topology: each.reason for each in make_plan(plain, hardware, [long]).refused}
+    assert "of cache for 908000 tokens are 16.2 GiB more per GPU" in reasons[Topology(8)]
+
+
 def test_requests_beyond_the_cache_wait() -> None:
     load = Workload(400, 20_000, 1000)
     plan = make_plan(M2, Hardware(MEASURED, 4), [load])
@@ -347,6 +364,8 @@ def test_the_table_names_the_two_best_and_says_why_not(capsys: pytest.CaptureFix
         (["--gpus", "4", "--gpu", "abacus"], "--gpu is 'abacus'; known: A100-40GB, "),
         (["--gpus", "4", "--gpu-memory", "0"], "--gpu-memory is 0; allowed: 1 to 4096"),
         (["--gpus", "4", "--max-model-len", "1M"], "is 1048576; the model's window is 196608"),
+        (["--gpus", "4", "--input-len", "200000"], "201000 tokens; the model's window is 196608"),
+        (["--gpus", "4", "--max-model-len", "1k"], "2000 tokens; --max-model-len is 1000 (lower"),
         (["--gpus", "4", "--concurrency", "0"], "--concurrency is '0'; allowed: numbers from 1"),
         (["--gpus", "4", "--quantization", "vtq"], "--quantization is 'vtq'; allowed: "),
     ],
