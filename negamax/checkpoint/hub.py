@@ -13,6 +13,8 @@ from negamax.base.errors import ConfigError, NegamaxError
 from negamax.base.log import get_logger
 from negamax.checkpoint import huggingface, modelscope
 from negamax.config.embedded import EMBEDDED, EMBEDDED_DRAFTS, QUOTED_NAMES
+from negamax.config.json_file import read_json_object
+from negamax.config.quantization import rotation_file
 
 logger = get_logger(__name__)
 
@@ -70,6 +72,7 @@ def resolve_model(
             revision,
             download_dir,
             others=OTHER_FILES,
+            named=_named,
             check=check,
             weights=WEIGHT_FILES if needs_weights else (),
         )
@@ -78,3 +81,12 @@ def resolve_model(
     # among them the HTTP library's, which differs by the client's version
     except Exception as error:
         raise client.failure(error, where) from error
+
+
+def _named(folder: Path) -> list[str]:
+    """Files in folders that those at the top of `folder` name: without them some models run, and
+    others that read them do not.
+    """
+    config = folder / "config.json"
+    rotation = rotation_file(read_json_object(config), folder) if config.is_file() else None
+    return [] if rotation is None else [rotation]

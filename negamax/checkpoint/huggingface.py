@@ -15,7 +15,7 @@ from negamax.checkpoint.licence import Licence, say_licence
 from negamax.config.json_file import read_json_object
 
 NAME = "the Hugging Face hub"
-_IGNORED_FILES = ["*/*"]  # never subfolders
+_IGNORED_FILES = ("*/*",)  # never subfolders
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -25,22 +25,27 @@ def download(
     cache: str | None,
     *,
     others: Sequence[str],
+    named: Callable[[Path], Sequence[str]],
     check: Callable[[Path], object] | None,
     weights: Sequence[str],
 ) -> Path:
     """The snapshot of `model` in the `cache`, with the files at its top that the patterns name;
     what of them is there is not fetched. First the others, then, where `check` takes the folder,
-    weights. Errors: those of `check`, and whatever goes wrong, see `failure`.
+    weights, with the files that are `named` in the others. Errors: those of `named` and `check`,
+    and whatever goes wrong, see `failure`.
     """
     folder = _fetch(model, revision, cache, others)
     if check is not None:
         check(folder)
-    if not weights or _has_weights(folder):
+    missing = [name for name in named(folder) if not (folder / name).is_file()]
+    if not weights or (_has_weights(folder) and not missing):
         return folder
     licence = _licence(model, folder)
     if licence is not None:
         say_licence(model, licence)
     # its name is the commit: a branch may have moved on
+    if missing:
+        _fetch(model, folder.name, cache, missing, ignored=())
     return _fetch(model, folder.name, cache, weights)
 
 
@@ -54,7 +59,13 @@ def _has_weights(folder: Path) -> bool:
     return all((folder / str(name)).is_file() for name in names)
 
 
-def _fetch(model: str, revision: str | None, cache: str | None, patterns: Sequence[str]) -> Path:
+def _fetch(
+    model: str,
+    revision: str | None,
+    cache: str | None,
+    patterns: Sequence[str],
+    ignored: Sequence[str] = _IGNORED_FILES,
+) -> Path:
     from huggingface_hub import snapshot_download
 
     folder = snapshot_download(
@@ -62,7 +73,7 @@ def _fetch(model: str, revision: str | None, cache: str | None, patterns: Sequen
         revision=revision,
         cache_dir=cache,
         allow_patterns=list(patterns),
-        ignore_patterns=_IGNORED_FILES,
+        ignore_patterns=list(ignored),
         # a terminal gets the hub's own bars
         tqdm_class=None if sys.stderr.isatty() else _logged_bar(),
     )

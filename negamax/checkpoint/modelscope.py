@@ -28,12 +28,14 @@ def download(
     cache: str | None,
     *,
     others: Sequence[str],
+    named: Callable[[Path], Sequence[str]],
     check: Callable[[Path], object] | None,
     weights: Sequence[str],
 ) -> Path:
     """The snapshot of `model` in the `cache`, with the files at its top that the patterns name;
     what of them is there is not fetched. First the others, then, where `check` takes the folder,
-    weights. Errors: those of `check`, and whatever goes wrong, see `failure`.
+    weights, with the files that are `named` in the others. Errors: those of `named` and `check`,
+    and whatever goes wrong, see `failure`.
     """
     hub = _client()
     api, place = hub.HubApi(), {"revision": revision, "cache_dir": cache}
@@ -55,36 +57,47 @@ def download(
         folder = cached()
     except hub.CacheNotFound:
         folder = Path()
-    for patterns in (others, weights):
+
+    def fetch(is_wanted: Callable[[str], bool], *, tells_licence: bool = False) -> Path:
+        """The snapshot with the files that are wanted."""
         missing = [
             file
             for file in listed
             if not file.is_dir
-            and "/" not in file.path
-            and any(fnmatch.fnmatch(file.path, pattern) for pattern in patterns)
+            and is_wanted(file.path)
             and not _is_current(folder / file.path, file)
         ]
-        if missing and patterns is weights:
+        if not missing:
+            return folder
+        if tells_licence:
             page = f"{hub.get_default_config().endpoint}/models/{model}"
             say_licence(model, Licence(_licence(api, model), page))
-        if missing:
-            with Progress("fetching", unit=format_bytes) as progress:
-                found = api.download_repo(
-                    model,
-                    "model",
-                    file_list=[
-                        {"Path": file.path, "Size": file.size, "Sha256": file.sha256}
-                        for file in missing
-                    ],
-                    progress_callbacks=[
-                        _counting(hub, progress, sum(file.size for file in missing))
-                    ],
-                    **place,
-                )
-            folder = Path(found)
-        if check is not None and patterns is others:
-            check(folder)
-    return folder
+        with Progress("fetching", unit=format_bytes) as progress:
+            counting = _counting(hub, progress, sum(file.size for file in missing))
+            found = api.download_repo(
+                model,
+                "model",
+                file_list=[
+                    {"Path": file.path, "Size": file.size, "Sha256": file.sha256}
+                    for file in missing
+                ],
+                progress_callbacks=[counting],
+                **place,
+            )
+        return Path(found)
+
+    folder = fetch(_at_top(others))
+    if check is not None:
+        check(folder)
+    names, is_weights = set(named(folder)), _at_top(weights)
+    if not weights:
+        return folder
+    return fetch(lambda path: is_weights(path) or path in names, tells_licence=True)
+
+
+def _at_top(patterns: Sequence[str]) -> Callable[[str], bool]:
+    """Whether a path is that of a file at the top that one of `patterns` names."""
+    return lambda path: "/" not in path and any(fnmatch.fnmatch(path, one) for one in patterns)
 
 
 def _client() -> Any:

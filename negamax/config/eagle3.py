@@ -71,6 +71,7 @@ class Eagle3Spec(ModelSpec):
     attention_bias: bool = False
     own_embedding: bool = False  # else it is the target's
     own_head: bool = True
+    is_rotated_back: bool = False  # its target is rotated, and it was trained for it before
     speculative_tokens: int | None = None  # in a row, by its files
     verifier: str | None = None  # the model that it guesses for, by its files
 

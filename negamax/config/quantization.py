@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from negamax.base.errors import ConfigError
@@ -18,6 +18,8 @@ _SIDE_FILES = {
     "quant_model_description.json": "modelslim",
 }
 
+PROVENANCE = "negamax_conversion"  # the key in config.json of what `negamax convert` has made
+_ROTATION = ("optional", "quarot", "rotation_map", "global_rotation")  # in ModelSlim's description
 _INDEX = "model.safetensors.index.json"
 _NEURON_EXPERTS = ".expert_mlps.mlp_op."
 
@@ -51,6 +53,26 @@ def read_quantization(
         if folder is not None and (folder / name).is_file():
             return QuantizationSpec(method, read_json_object(folder / name), source=name)
     return None
+
+
+def rotation_file(config: Mapping[str, Any], folder: Path) -> str | None:
+    """The file in `folder` with the rotation of the residual stream (`checkpoint/quarot.py`), as
+    the checkpoint's description or, converted, its config.json names it; None: it is not rotated.
+
+    Errors: as `read_quantization`, and `ConfigError` for a file outside the folder.
+    """
+    described = read_quantization(config, folder)
+    found: object = described and described.fields
+    for name in _ROTATION:
+        found = found.get(name) if isinstance(found, Mapping) else None
+    if found is None and isinstance(made := config.get(PROVENANCE), Mapping):
+        found = made.get("rotation")
+    if found is None:
+        return None
+    path = PurePosixPath(str(found))
+    if path.is_absolute() or ".." in path.parts:
+        raise ConfigError(f"{folder}: the rotation is in a file outside the folder: {str(path)!r}")
+    return str(path)
 
 
 def _is_neuron(folder: Path) -> bool:

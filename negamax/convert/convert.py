@@ -24,6 +24,8 @@ from negamax.checkpoint.reader import INDEX_NAME, first_names
 from negamax.checkpoint.split import RANK_INDEX_NAME
 from negamax.config.families import family_of
 from negamax.config.json_file import read_json_object
+from negamax.config.quantization import PROVENANCE as PROVENANCE
+from negamax.config.quantization import rotation_file
 from negamax.convert.layout import Piece, pieces
 from negamax.convert.neuron import file_name, neuron_pieces
 from negamax.convert.shards import Shard, shards_of
@@ -34,7 +36,6 @@ from negamax.convert.writer import Planned, Record, TensorFile, differences, wri
 
 logger = get_logger(__name__)
 
-PROVENANCE = "negamax_conversion"  # the key in config.json
 # What describes the stored weights of the source alone.
 _NOT_CARRIED = ("config.json", INDEX_NAME, "hf_quant_config.json", Record.NAME)
 _NOT_CARRIED_PREFIXES = (
@@ -73,6 +74,8 @@ class Conversion:
             "to": None if self.target is None else self.target.name,
             "tensor_parallel_size": self.tp,
             "expert_parallel_size": self.ep,
+            # of the residual stream, which stays as it is
+            "rotation": rotation_file(source.config, self.folder),
             "version": self.version,
             "command": self.command,
         }
@@ -102,6 +105,8 @@ def convert(conversion: Conversion, *, progress: ShowProgress | None = None) -> 
         _write_indices(destination, plan)
         kept = source.spec.quantization if conversion.target is None else None
         _carry_files(conversion.folder, destination, description=kept and kept.source)
+        if identity["rotation"] is not None:
+            _carry_rotation(conversion.folder, destination, identity["rotation"])
         write_json(destination / "config.json", _config(source, conversion, identity))
         Record(destination, identity).remove()
     return source
@@ -326,6 +331,14 @@ def _carry_files(folder: Path, destination: Path, *, description: str | None) ->
         is_kept = name == description and name not in ("config.json", INDEX_NAME)
         if path.is_file() and is_text and (is_kept or not is_own):
             shutil.copyfile(path, destination / path.name)
+
+
+def _carry_rotation(folder: Path, destination: Path, name: str) -> None:
+    if not (folder / name).is_file():
+        logger.warning("%s is missing: the result can be served, without a draft", folder / name)
+        return
+    (destination / name).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(folder / name, destination / name)
 
 
 def _config(source: Source, conversion: Conversion, identity: Mapping[str, Any]) -> dict[str, Any]:

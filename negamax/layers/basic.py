@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 
@@ -19,6 +20,8 @@ from negamax.layers.partial import Partial
 from negamax.layers.weights import WeightSlot
 from negamax.parallel.collectives import SingleRank
 from negamax.quantization.scheme import WeightFormat
+
+_ROWS = 4096  # of an embedding that are changed at a time
 
 
 class RmsNorm:
@@ -117,6 +120,16 @@ class VocabEmbedding:
         rows = self._group.all_gather(self._weight[1:-1].contiguous(), dim=0)
         other._weight, other._rows = F.pad(rows, (0, 0, 1, 1)), range(len(rows))
         other._group = SingleRank()
+        return other
+
+    def with_rows(self, change: Callable[[Tensor], Tensor]) -> VocabEmbedding:
+        """A copy whose rows [n, hidden] are what `change` makes of some of this one's at a time."""
+        other = copy(self)
+        other._weight = torch.empty_like(self._weight)
+        for rows, changed in zip(
+            self._weight.split(_ROWS), other._weight.split(_ROWS), strict=True
+        ):
+            changed.copy_(change(rows))
         return other
 
 

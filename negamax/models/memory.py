@@ -96,10 +96,13 @@ def draft_bytes(
     embeds: bool = True,
 ) -> int:
     """Bytes of a draft's weights on each of `ranks`: all of its embedding, or of a copy of the
-    model's where ranks split that, or are of a pipeline stage that does not embed tokens.
+    model's where that is rotated, ranks split it, or are of a pipeline stage that does not embed
+    tokens; and the rotation.
     """
-    copied = (ranks > 1 or not embeds) and not spec.own_embedding
+    copied = (ranks > 1 or not embeds or spec.is_rotated_back) and not spec.own_embedding
     table = spec.vocab_size * spec.hidden_size * ELEMENT_BYTES[dtype] if copied else 0
+    if spec.is_rotated_back:
+        table += spec.target_hidden_size**2 * ELEMENT_BYTES[dtype]
     return table + weight_bytes(spec, dtype=dtype, kept=kept, layout=ParallelLayout(tp=ranks))
 
 

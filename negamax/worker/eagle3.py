@@ -20,6 +20,7 @@ from torch import Tensor
 
 from negamax.checkpoint.loader import fill
 from negamax.checkpoint.plan import plan_load
+from negamax.checkpoint.quarot import read_rotation
 from negamax.checkpoint.synthetic import fill_synthetic
 from negamax.config.eagle3 import DraftModel, Eagle3Spec, of_draft
 from negamax.kernels.attention.metadata import AttentionMetadata
@@ -48,7 +49,9 @@ class Eagle3Proposer(Proposer):
     """
 
     def __init__(self, config: WorkerConfig, draft: DraftModel, *, kernels: KernelTable) -> None:
-        """Checks the draft's files; nothing is loaded yet. Errors: as `plan_load`."""
+        """Checks the draft's files; nothing is loaded yet. Errors: as `plan_load` and
+        `read_rotation`.
+        """
         assert config.speculation is not None
         self.num_draft_tokens = config.speculation.num_speculative_tokens
         self.capture = draft.spec.aux_layers
@@ -56,7 +59,9 @@ class Eagle3Proposer(Proposer):
         self._config, self._draft, self._kernels = config, draft, kernels
         self._pick, self._draw_leading = kernels[PICK].run, kernels[DRAW_LEADING].run
         self._record = kernels[RECORD_GUESS].run
-        self._plan = None
+        self._plan, self._rotation = None, None
+        if draft.spec.is_rotated_back and config.folder is not None:
+            self._rotation = read_rotation(Path(config.folder))
         if draft.folder is not None:
             layout = config.layout.within_stage
             slots = empty_slots(draft.spec, layout, kernels=kernels)
@@ -74,7 +79,7 @@ class Eagle3Proposer(Proposer):
         if self._plan is not None:
             with of_draft(self._draft.folder):
                 summary = fill(slots, self._plan).summary()
-                self._model.finish_loading(target)
+                self._model.finish_loading(target, self._rotation)
         else:
             if spec.is_pruned:
                 slots[names.D2T].write(_spread(spec))

@@ -30,6 +30,11 @@ FILES = {
     "modeling_minimax_m2.py": b"raise SystemExit('remote code')",
     "pytorch_model.bin": b"pickle",
     "original/consolidated.safetensors": b"other",
+    # names a file in a folder
+    "quant_model_description.json": b'{"optional": {"quarot": {"rotation_map": '
+    b'{"global_rotation": "optional/quarot.safetensors"}}}}',
+    "optional/quarot.safetensors": b"rotation",
+    "optional/other.safetensors": b"other",
     "README.md": b"readme",
 }
 
@@ -68,6 +73,10 @@ def resolve_all(environment: Mapping[str, str], cache: Path, *models: str) -> li
     return done.stdout.splitlines()
 
 
+def files_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
 def test_download_takes_weights_and_json_but_never_code_or_pickles(
     hub: TinyHub, tmp_path: Path
 ) -> None:
@@ -79,8 +88,10 @@ def test_download_takes_weights_and_json_but_never_code_or_pickles(
         "tokenizer.json",
         "chat_template.jinja",
         "model-00000-of-00001.safetensors",
+        "quant_model_description.json",
+        "optional/quarot.safetensors",
     }
-    assert {path.name for path in folder.rglob("*")} == kept
+    assert files_in(folder) == kept
     assert all((folder / name).read_bytes() == FILES[name] for name in kept)
     assert set(hub.served) == kept
     # what is there already is not fetched again, and works without the hub
@@ -136,7 +147,9 @@ def test_a_cut_download_is_one_line_and_costs_only_the_files_it_cut(
     hub.served.clear()
     (folder,) = resolve_all(hub.environment, tmp_path, "lab/cut")
     assert (Path(folder) / "tokenizer.json").read_bytes() == FILES["tokenizer.json"]
-    assert set(hub.served) == {"tokenizer.json", "model-00000-of-00001.safetensors"}
+    assert set(hub.served) == {
+        "tokenizer.json", "model-00000-of-00001.safetensors", "optional/quarot.safetensors"
+    }  # fmt: skip
 
 
 def test_a_complete_cache_that_others_own_is_used_offline_and_left_as_it_is(

@@ -25,9 +25,17 @@ FILES = {
     "modeling_minimax_m2.py": b"raise SystemExit('remote code')",
     "pytorch_model.bin": b"pickle",
     "original/consolidated.safetensors": b"other",
+    # names a file in a folder
+    "quant_model_description.json": b'{"optional": {"quarot": {"rotation_map": '
+    b'{"global_rotation": "optional/quarot.safetensors"}}}}',
+    "optional/quarot.safetensors": b"rotation",
+    "optional/other.safetensors": b"other",
     "README.md": b"readme",
 }
-KEPT = {"config.json", "chat_template.jinja", "model-00000-of-00001.safetensors"}
+KEPT = {
+    "config.json", "chat_template.jinja", "model-00000-of-00001.safetensors",
+    "quant_model_description.json", "optional/quarot.safetensors",
+}  # fmt: skip
 RESOLVE = """
 import sys
 from negamax.base.errors import NegamaxError
@@ -68,11 +76,13 @@ def test_download_offline_start_and_a_branch_that_moves_on(
     (line,), logged = resolve_all(server.environment, tmp_path, "lab/model")
     folder = Path(line)
     assert folder.is_relative_to(tmp_path)
-    assert {path.name for path in folder.rglob("*")} == KEPT
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert {str(path.relative_to(folder)) for path in files} == KEPT
     assert all((folder / name).read_bytes() == FILES[name] for name in KEPT)
     # the licence is said before the weights are asked for, and nothing but our lines is logged
-    *others, licence, weights = server.served
-    assert {*others, weights} == KEPT and (licence, weights[-12:]) == ("licence", ".safetensors")
+    *others, licence, one, other = server.served
+    assert {*others, one, other} == KEPT and licence == "licence"
+    assert {one, other} == {"model-00000-of-00001.safetensors", "optional/quarot.safetensors"}
     endpoint = server.environment["MODELSCOPE_ENDPOINT"]
     progress = re.compile(r"fetching: [\d.]+ MiB of [\d.]+ MiB, .*/s, \d+ s left")
     (said,) = (each for each in logged.splitlines() if not progress.fullmatch(each))

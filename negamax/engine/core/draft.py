@@ -8,20 +8,25 @@ from pathlib import Path
 from negamax.base.errors import ConfigError
 from negamax.checkpoint.reader import read_entries
 from negamax.config.eagle3 import DraftModel, of_draft
+from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
+from negamax.config.quantization import rotation_file
 from negamax.models.eagle3.names import EMBEDDING, HEAD, respelled
 
 
-def with_own_parts(draft: DraftModel, target: ModelSpec) -> DraftModel:
-    """`draft` with the embedding and the head that its files have; without, they are the
-    `target`'s. Errors: `CheckpointError`; `ConfigError` where those have another width.
+def with_own_parts(draft: DraftModel, target: ModelSpec, folder: Path | None) -> DraftModel:
+    """`draft` with the embedding and the head that its files have; without, they are those of the
+    `target`, which lies in `folder` (None: it is drawn). Errors: `CheckpointError`; `ConfigError`
+    where those have another width, or are a rotated head.
     """
     if draft.folder is None:
         return draft
     with of_draft(draft.folder):
         found = {respelled(name) for name in read_entries(Path(draft.folder))}
+    rotation = folder and rotation_file(read_json_object(folder / "config.json"), folder)
     spec = replace(
         draft.spec,
+        is_rotated_back=rotation is not None,
         own_embedding=EMBEDDING in found,
         own_head=HEAD in found or draft.spec.is_pruned,
     )
@@ -31,5 +36,11 @@ def with_own_parts(draft: DraftModel, target: ModelSpec) -> DraftModel:
             f"the draft's hidden_size is {spec.hidden_size}, and its files lack an embedding or a "
             f"head; the model's are {target.hidden_size} wide",
             hint="use a draft with both, or one as wide as the model",
+        )
+    if spec.is_rotated_back and not spec.own_head:
+        raise ConfigError(
+            "the draft's files lack a head, and the model's is rotated together with the scale of "
+            "a norm (QuaRot)",
+            hint="use a draft with a head of its own",
         )
     return replace(draft, spec=spec)

@@ -80,7 +80,7 @@ def _start_loop(
         from negamax.engine.core.draft import with_own_parts  # with PyTorch
 
         check_split(replace(layout.within_stage, dcp=1), draft.spec)  # it holds whole caches
-        draft = with_own_parts(draft, spec)
+        draft = with_own_parts(draft, spec, source.weights_folder)
     if device == "cpu":
         env.settle_cpu_products()
     limits = STEP_LIMITS[device]

@@ -10,6 +10,7 @@ The next guess takes its own h in place of fc's. Other layers are those of a Lla
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -290,15 +291,17 @@ class Eagle3Draft:
         )
         self._slots = slots_by_name(slots)
         self._target: Decoder | None = None
+        self._rotation_back: Tensor | None = None  # Q^T
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Where each tensor of the checkpoint goes, by its name there."""
         return self._slots
 
-    def finish_loading(self, target: Decoder) -> None:
+    def finish_loading(self, target: Decoder, rotation: Tensor | None = None) -> None:
         """Put all weights into their kernels' layout; what the draft has not is the `target`'s.
-        Errors: `CheckpointError` for a d2t that names tokens that there are not, or one twice, or
-        others than t2d.
+        `rotation`: that of the target's residual stream (`checkpoint/quarot.py`). Errors:
+        `CheckpointError` for a d2t that names tokens that there are not, or one twice, or others
+        than t2d.
         """
         for name, slot in self._slots.items():
             assert slot.written or slot.optional or not slot.needed, f"{name} was not written"
@@ -308,6 +311,11 @@ class Eagle3Draft:
             self._head.finish_loading()
         if self._embed is None:
             self._embed = target.embedding.whole()
+            if rotation is not None:
+                rotation = rotation.to(self._offsets.device)
+                self._embed = self._embed.with_rows(partial(_rotate_back, rotation=rotation))
+        if rotation is not None:
+            self._rotation_back = rotation.T.to(self._embed.table).contiguous()
         self._target = target
         size = self.spec.draft_vocab_size
         self._token_ids = torch.arange(size, device=self._offsets.device) + self._offsets
@@ -346,6 +354,8 @@ class Eagle3Draft:
     def combine(self, streams: Sequence[Tensor]) -> Partial:
         """The target's residual streams of T tokens, each [T, target hidden] -> [T, hidden]."""
         norms = self._aux_norms
+        if self._rotation_back is not None:
+            streams = [stream @ self._rotation_back for stream in streams]
         if self.spec.fc_norm:
             streams = [
                 _plain_norm(norms[names.fc_norm(number)], stream)
@@ -428,6 +438,11 @@ def _plain_norm(norm: RmsNorm, x: Tensor) -> Tensor:
     normed = norm(_whole(x), torch.zeros_like(x))
     assert isinstance(normed, Tensor)
     return normed
+
+
+def _rotate_back(rows: Tensor, rotation: Tensor) -> Tensor:
+    """rows [n, hidden] times Q^T, summed in fp32."""
+    return (rows.float() @ rotation.T).to(rows.dtype)
 
 
 def build(
