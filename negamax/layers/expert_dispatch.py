@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from negamax.kernels.activations import QuantizedActivations, ShardedActivations
+from negamax.kernels.attention.metadata import StepTokens
 from negamax.kernels.dispatch.spec import ExpertPlaces
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.signatures import COMBINE, DISPATCH, PLACE
@@ -144,16 +145,10 @@ class ExpertDispatch(Protocol):
         x: Tensor | QuantizedActivations,
         ids: Tensor,
         weights: Tensor,
-        *,
-        positions: Tensor | None = None,
-        most_tokens: int | None = None,
-        is_share: bool = False,
+        tokens: StepTokens,
     ) -> Dispatched:
         """x [T, hidden], the experts that the router chose (-1: none) and weights [T, top_k] ->
-        what this rank's experts are given. `positions` [T] int64 of the tokens, which say what copy
-        of an expert each takes (None: all 0); `most_tokens`: of the rank that has the most, or
-        more; None: all have T. `is_share`: context-parallel ranks have different tokens, else the
-        same.
+        what this rank's experts are given.
         """
 
     def combine(self, out: Tensor, given: Dispatched, num_tokens: int) -> Partial:
@@ -195,13 +190,10 @@ class ReplicatedTokens:
         x: Tensor | QuantizedActivations,
         ids: Tensor,
         weights: Tensor,
-        *,
-        positions: Tensor | None = None,
-        most_tokens: int | None = None,
-        is_share: bool = False,
+        tokens: StepTokens,
     ) -> Dispatched:
         """See `ExpertDispatch`."""
-        return Dispatched(x, self._slots_of(ids, positions), weights)
+        return Dispatched(x, self._slots_of(ids, tokens.positions), weights)
 
     def _slots_of(
         self, ids: Tensor, positions: Tensor | None, *, are_counted: bool = True
@@ -250,14 +242,11 @@ class AllToAllTokens(ReplicatedTokens):
         x: Tensor | QuantizedActivations,
         ids: Tensor,
         weights: Tensor,
-        *,
-        positions: Tensor | None = None,
-        most_tokens: int | None = None,
-        is_share: bool = False,
+        tokens: StepTokens,
     ) -> Dispatched:
         """See `ExpertDispatch`."""
-        own = super().dispatch(x, ids, weights, positions=positions)
-        return self._exchange.send(own, most_tokens or len(ids))
+        own = super().dispatch(x, ids, weights, tokens)
+        return self._exchange.send(own, tokens.most_tokens or len(ids))
 
     def combine(self, out: Tensor, given: Dispatched, num_tokens: int) -> Partial:
         """See `ExpertDispatch`."""
@@ -296,17 +285,16 @@ class SharedOutTokens(AllToAllTokens):
         x: Tensor | QuantizedActivations,
         ids: Tensor,
         weights: Tensor,
-        *,
-        positions: Tensor | None = None,
-        most_tokens: int | None = None,
-        is_share: bool = False,
+        tokens: StepTokens,
     ) -> Dispatched:
         """See `ExpertDispatch`."""
-        if is_share:
-            return super().dispatch(x, ids, weights, positions=positions, most_tokens=most_tokens)
-        slots = self._slots_of(ids, positions, are_counted=self._context.rank == 0)
+        if tokens.is_share:
+            return super().dispatch(x, ids, weights, tokens)
+        slots = self._slots_of(ids, tokens.positions, are_counted=self._context.rank == 0)
         own = Dispatched(x, slots, weights)
-        return own if self._between is None else self._between.send(own, most_tokens or len(ids))
+        if self._between is None:
+            return own
+        return self._between.send(own, tokens.most_tokens or len(ids))
 
     def combine(self, out: Tensor, given: Dispatched, num_tokens: int) -> Partial:
         """See `ExpertDispatch`."""

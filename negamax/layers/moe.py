@@ -4,7 +4,7 @@ one that all tokens share.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from negamax.kernels.activations import SILU, QuantizedActivations, SwiGlu
+from negamax.kernels.attention.metadata import StepTokens
 from negamax.kernels.formats import TensorFormat
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.signatures import EXPERTS, QUANTIZE, ROUTE, ExpertWeights
@@ -21,7 +22,10 @@ from negamax.layers.names import MlpNames, MoeNames
 from negamax.layers.partial import Partial
 from negamax.layers.weights import MatrixWeight, WeightSlot, choose_kernel
 from negamax.parallel.context import ParallelContext
+from negamax.parallel.layout import ExpertView
 from negamax.quantization.scheme import WeightFormat
+
+ALL_TOKENS = StepTokens()
 
 
 class SparseMoe:
@@ -53,14 +57,14 @@ class SparseMoe:
         """`routed_scaling`: of the chosen experts' weights; `shared_width`: of the shared expert,
         0 without; `table`: the expert in each slot; None: as the layout has it for `layer`.
         """
-        view = context.layout.experts
-        experts, shared = [names.expert(number) for number in range(num_experts)], names.shared
+        experts = [names.expert(number) for number in range(num_experts)]
         table = table or context.layout.expert_slots(num_experts, layer)
         self._beside: Mlp | None = None
         if shared_width:
+            shared = names.shared
             assert shared is not None
             alike = _formats(experts[0], weights) == _formats(shared, weights)
-            if alike and shared_width == width and view.ep == 1:
+            if alike and shared_width == width and context.layout.experts.ep == 1:
                 table = (*table, num_experts)
                 experts.append(shared)
             else:
@@ -80,54 +84,71 @@ class SparseMoe:
         self._scaling, self._between = routed_scaling, activation
         self._is_shared = len(experts) > num_experts
         self._route_kernel = kernels[ROUTE]
-        self._gate = torch.empty(
-            num_experts, hidden_size, dtype=torch.float32, device=weights.device
-        )
-        self._bias = torch.empty(num_experts, dtype=torch.float32, device=weights.device)
         self.slots = [
-            WeightSlot(names.router, (num_experts, hidden_size), target=self._gate),
-            WeightSlot(names.router_bias, (num_experts,), target=self._bias),
+            *self._allocate_router(names, hidden_size, weights),
+            *self._allocate_experts(
+                experts,
+                hidden_size=hidden_size,
+                width=width,
+                view=context.layout.experts,
+                kernels=kernels,
+                weights=weights,
+            ),
+            *(() if self._beside is None else self._beside.slots),
         ]
-        # gate rows, then up rows
-        local = [
-            name
-            for each in map(experts.__getitem__, self._dispatch.experts)
-            for name in (each.gate, each.up, each.down)
-        ]
-        self._experts_kernel, held, reason = choose_kernel(
-            EXPERTS, local, kernels=kernels, weights=weights, columns=hidden_size
-        )
         self.activation = wanted = self._experts_kernel.activation
         self._quantize: Any = None
         if self._beside is not None and self._beside.activation != wanted:
             # the norm gives plain activations, which products with FP8 quantise themselves
             self.activation = None
             self._quantize = None if wanted is None else kernels[QUANTIZE].run
-        count = len(self._dispatch.experts)
-        reads = self._experts_kernel.reads
-        narrow, unit = held.split_width(width // view.tp, reads)
+        self._router: Any = None
+        self._prepared: ExpertWeights | None = None
+        self._observed: Tensor | None = None
+
+    def _allocate_router(
+        self, names: MoeNames, hidden_size: int, weights: WeightFormat
+    ) -> Iterator[WeightSlot]:
+        shape, device = (self.num_experts, hidden_size), weights.device
+        self._gate = torch.empty(shape, dtype=torch.float32, device=device)
+        self._bias = torch.empty(self.num_experts, dtype=torch.float32, device=device)
+        yield WeightSlot(names.router, shape, target=self._gate)
+        yield WeightSlot(names.router_bias, shape[:1], target=self._bias)
+
+    def _allocate_experts(
+        self,
+        experts: Sequence[MlpNames],
+        *,
+        hidden_size: int,
+        width: int,
+        view: ExpertView,
+        kernels: KernelTable,
+        weights: WeightFormat,
+    ) -> Iterator[WeightSlot]:
+        """Matrices for the experts of this rank, gate rows before up rows."""
+        here = self._dispatch.experts
+        local = [name for each in here for name in _matrices(experts[each])]
+        self._experts_kernel, held, reason = choose_kernel(
+            EXPERTS, local, kernels=kernels, weights=weights, columns=hidden_size
+        )
+        narrow, unit = held.split_width(width // view.tp, self._experts_kernel.reads)
         share = view.width(width, unit=unit)
         rows, everything = share.part, range(hidden_size)
         padded = len(rows) < share.size
         allocate = partial(MatrixWeight, weights=weights, padded=padded, reason=reason)
-        self._gate_up = allocate((count, 2 * share.size, hidden_size), held)
-        self._down = allocate((count, hidden_size, share.size), narrow)
+        self._gate_up = allocate((len(here), 2 * share.size, hidden_size), held)
+        self._down = allocate((len(here), hidden_size, share.size), narrow)
         wide, tall = (width, hidden_size), (hidden_size, width)
         for expert, its in enumerate(experts):
-            mine = expert in self._dispatch.experts and len(rows) > 0
-            index = self._dispatch.experts.index(expert) if mine else 0
+            mine = expert in here and len(rows) > 0
+            index = here.index(expert) if mine else 0
             across, along = ((rows, everything), (everything, rows)) if mine else (None, None)
             for name, matrix, shape, region, first in (
                 (its.gate, self._gate_up, wide, across, 0),
                 (its.up, self._gate_up, wide, across, share.size),
                 (its.down, self._down, tall, along, 0),
             ):
-                self.slots += matrix.slots(name, shape, region=region, at=(index, first))
-        if self._beside is not None:
-            self.slots += self._beside.slots
-        self._router: Any = None
-        self._prepared: ExpertWeights | None = None
-        self._observed: Tensor | None = None
+                yield from matrix.slots(name, shape, region=region, at=(index, first))
 
     def finish_loading(self) -> None:
         """Put the router and the experts into their kernels' layouts; the plain copies are
@@ -177,17 +198,12 @@ class SparseMoe:
     def __call__(
         self,
         x: Tensor | QuantizedActivations,
-        *,
-        active: Tensor | None = None,
-        positions: Tensor | None = None,
-        most_tokens: int | None = None,
-        is_share: bool = False,
+        tokens: StepTokens = ALL_TOKENS,
     ) -> Partial:
-        """x [T, hidden] -> [T, P, hidden], P parts of this rank's part.
-
-        `active` [1] int32: rows from there on are padding and reach no expert. `positions`,
-        `most_tokens` and `is_share`: as `ExpertDispatch.dispatch` takes them.
+        """x [T, hidden] -> [T, P, hidden], P parts of this rank's part. Padding reaches no
+        expert.
         """
+        active = tokens.num_actual_tokens
         ids, weights = self._route_kernel.run(x, self._router, top_k=self.top_k, active=active)
         if self._observed is not None:
             count = min(len(ids), len(self._observed))
@@ -195,14 +211,7 @@ class SparseMoe:
         shared = None if self._beside is None else self._beside(x)
         if self._quantize is not None:
             x = self._quantize(x)
-        given = self._dispatch.dispatch(
-            x,
-            ids,
-            weights,
-            positions=positions,
-            most_tokens=most_tokens,
-            is_share=is_share,
-        )
+        given = self._dispatch.dispatch(x, ids, weights, tokens)
         out: Tensor = self._experts_kernel.run(
             given.x,
             given.ids,
@@ -218,7 +227,11 @@ class SparseMoe:
 
 
 def _formats(names: MlpNames, weights: WeightFormat) -> set[TensorFormat]:
-    return {weights.stored(name) for name in (names.gate, names.up, names.down)}
+    return {weights.stored(name) for name in _matrices(names)}
+
+
+def _matrices(names: MlpNames) -> tuple[str, str, str]:
+    return names.gate, names.up, names.down
 
 
 def mixtures(layers: Iterable[object]) -> list[SparseMoe]:

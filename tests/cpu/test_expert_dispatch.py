@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from negamax.kernels.activations import SwiGlu
+from negamax.kernels.attention.metadata import StepTokens
 from negamax.kernels.float_formats import mxfp8
 from negamax.kernels.formats import E4M3_BLOCKS, StoredWeight, TensorFormat, plain
 from negamax.kernels.moe.cases import fp8_experts
@@ -80,7 +81,7 @@ def summed(
 ) -> Tensor:
     active = torch.tensor([5], dtype=torch.int32)
     mixtures = [mixture(layout, table, shared_width=shared_width) for layout in grid]
-    parts = [moe(x, active=active).x for moe in mixtures]
+    parts = [moe(x, StepTokens(active)).x for moe in mixtures]
     return torch.stack([part if part.dim() == 2 else part.sum(1) for part in parts]).sum(0)
 
 
@@ -133,8 +134,8 @@ def test_the_shared_expert_counts_once_and_is_not_scaled(width: int, tp: int, ep
 
 def test_the_identity_hands_the_routers_ids_on() -> None:
     moe = mixture(ParallelLayout(), None)
-    ids = torch.zeros(3, TOP_K, dtype=torch.int32)
-    assert moe._dispatch.dispatch(torch.zeros(3, HIDDEN), ids, torch.zeros(3, TOP_K)).ids is ids
+    x, ids = torch.zeros(3, HIDDEN), torch.zeros(3, TOP_K, dtype=torch.int32)
+    assert moe._dispatch.dispatch(x, ids, torch.zeros(3, TOP_K), StepTokens()).ids is ids
 
 
 def test_a_map_that_changes_between_steps_says_where_experts_are() -> None:

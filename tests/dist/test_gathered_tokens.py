@@ -17,6 +17,7 @@ sys.path.append(str(Path(__file__).parents[1] / "cpu"))
 from rank_processes import run_ranks
 from test_expert_dispatch import HIDDEN, PERMUTED, SOME_TWICE, WIDTH, mixture
 
+from negamax.kernels.attention.metadata import StepTokens
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 
@@ -66,7 +67,7 @@ def one_rank(rank: int, folder: str) -> None:
         for step, (counts, _) in enumerate(STEPS):
             for place, most, is_share in runs_of(layout, counts):
                 x, active = tokens_of(step, place)
-                part = moe(x, active=active, most_tokens=most, is_share=is_share)
+                part = moe(x, StepTokens(active, None, most, is_share=is_share))
                 assert part.group is context.attention_group and part.x.shape == x.shape
                 parts.append(context.attention_group.all_reduce(part.x))
         torch.save(parts, f"{folder}/{case}-{rank}.pt")
@@ -93,6 +94,6 @@ def test_every_rank_has_of_its_tokens_what_one_rank_makes_of_them(folder: Path, 
             for place, _, _ in runs_of(layout, counts)
         ]
         for part, (x, active) in zip(got, given, strict=True):
-            expected = whole(x, active=active).x
+            expected = whole(x, StepTokens(active)).x
             real = len(x) if active is None else int(active)
             torch.testing.assert_close(part[:real], expected[:real], atol=1e-5, rtol=1e-5)

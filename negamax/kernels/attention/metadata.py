@@ -37,6 +37,18 @@ class SharedTokens:
 
 
 @dataclass(frozen=True)
+class StepTokens:
+    """The T tokens of a step, for a mixture of experts. By default all are real, no copy of an
+    expert is preferred, and every rank has T.
+    """
+
+    num_actual_tokens: Tensor | None = None  # as in `AttentionMetadata`, like those below
+    positions: Tensor | None = None  # they say which copy of an expert a token takes; None: all 0
+    most_tokens: int | None = None
+    is_share: bool = False
+
+
+@dataclass(frozen=True)
 class AttentionMetadata:
     """T tokens of S sequences, whose keys are in paged caches. A sequence's queries are its last
     tokens; first come `num_decodes` sequences of one query each, then runs of several.
@@ -80,14 +92,11 @@ class AttentionMetadata:
         return len(self.host_seq_lens) < self.block_table_indices.shape[0]
 
     @property
-    def step_tokens(self) -> dict[str, Any]:
-        """What a mixture of experts is told of the step."""
-        return {
-            "active": self.num_actual_tokens,
-            "positions": self.positions,
-            "most_tokens": self.most_tokens,
-            "is_share": self.is_share,
-        }
+    def step_tokens(self) -> StepTokens:
+        """What a mixture of experts needs to know of the step."""
+        return StepTokens(
+            self.num_actual_tokens, self.positions, self.most_tokens, is_share=self.is_share
+        )
 
     @property
     def decodes(self) -> AttentionMetadata | None:

@@ -125,7 +125,7 @@ class DecoderLayer:
         """
         x = self._post_norm(self.attention(hidden, metadata, kv), residual)
         if isinstance(self.mlp, SparseMoe):
-            return self.mlp(x, **metadata.step_tokens)
+            return self.mlp(x, metadata.step_tokens)
         return self.mlp(x)
 
 

@@ -127,7 +127,7 @@ class SparseLayer:
         self, hidden: Tensor, residual: Tensor, metadata: AttentionMetadata, kv: KvCaches
     ) -> Partial:
         x = self.attention(hidden, metadata, kv)
-        return self.moe(self._post_norm(x, residual), **metadata.step_tokens)
+        return self.moe(self._post_norm(x, residual), metadata.step_tokens)
 
 
 class SelectedAttention:
