@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, full
 
 from negamax.worker.config import WorkerConfig
+from negamax.worker.proposer import Proposer, TokenStates
 from negamax.worker.request_state import RequestState
-from negamax.worker.speculation import Proposer, TokenStates
 
 ALWAYS_RIGHT, ALWAYS_WRONG, RANDOM = KINDS = ("always right", "always wrong", "random")
 NUM_DRAFT_TOKENS = 3

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
     from negamax.kernels.block_sparse.choice import BlockChoice, IndexShard, SparseShape
     from negamax.kernels.cache_shards.partials import PartialResults
-    from negamax.kernels.dispatch.spec import ExpertPlaces
+    from negamax.kernels.dispatch.expert_ranges import ExpertRanges
     from negamax.kernels.formats import StoredWeight
     from negamax.kernels.peers import Collective
 
@@ -78,7 +78,7 @@ class Dispatch(Protocol):
         columns: Sequence[Tensor],
         /,
         *,
-        places: ExpertPlaces,
+        experts: ExpertRanges,
         group: Collective,
         num_rows: int,
     ) -> tuple[Tensor, list[Tensor]]: ...
@@ -86,7 +86,7 @@ class Dispatch(Protocol):
 
 class Combine(Protocol):
     def __call__(
-        self, out: Tensor, ids: Tensor, /, *, places: ExpertPlaces, group: Collective
+        self, out: Tensor, ids: Tensor, /, *, experts: ExpertRanges, group: Collective
     ) -> Tensor: ...
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from negamax.kernels.activations import QuantizedActivations, ShardedActivations
 from negamax.kernels.attention.metadata import StepTokens
-from negamax.kernels.dispatch.spec import ExpertPlaces
+from negamax.kernels.dispatch.expert_ranges import ExpertRanges
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.signatures import COMBINE, DISPATCH, PLACE
 from negamax.layers.partial import Partial
@@ -93,7 +93,7 @@ class TokenExchange:
         """
         slots = [layout.of_rank(rank).experts.experts(num_slots) for rank in ranks]
         firsts = torch.tensor([own.start for own in slots], dtype=torch.int32, device=device)
-        self._group, self._places = group, ExpertPlaces(firsts, len(slots[0]))
+        self._group, self._experts = group, ExpertRanges(firsts, len(slots[0]))
         self._send, self._sum = kernels[DISPATCH].run, kernels[COMBINE].run
 
     def send(self, own: Dispatched, num_rows: int) -> Dispatched:
@@ -115,7 +115,7 @@ class TokenExchange:
         """What the experts of each rank made of the rows that it was given -> of this rank's tokens
         the sums.
         """
-        summed = self._sum(out, given.ids, places=self._places, group=self._group)
+        summed = self._sum(out, given.ids, experts=self._experts, group=self._group)
         return summed[:num_tokens]
 
     def _gather(self, own: Dispatched, columns: list[Tensor], num_rows: int) -> list[Tensor]:
@@ -123,7 +123,7 @@ class TokenExchange:
         ids, received = self._send(
             own.ids,
             [own.weights, *columns],
-            places=self._places,
+            experts=self._experts,
             group=self._group,
             num_rows=num_rows,
         )

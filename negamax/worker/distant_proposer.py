@@ -9,7 +9,7 @@ from negamax.models.decoder import Decoder
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.scheme import WeightFormat
 from negamax.worker.config import WorkerConfig
-from negamax.worker.speculation import Proposer
+from negamax.worker.proposer import Proposer
 
 
 class DistantProposer(Proposer):

@@ -39,8 +39,8 @@ from negamax.quantization.detect import detect
 from negamax.quantization.scheme import WeightFormat
 from negamax.worker.config import WorkerConfig
 from negamax.worker.distant_proposer import hand_down_embedding
+from negamax.worker.proposer import Proposer, TokenStates
 from negamax.worker.request_state import RequestState
-from negamax.worker.speculation import Proposer, TokenStates
 
 
 class Eagle3Proposer(Proposer):

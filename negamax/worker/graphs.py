@@ -53,8 +53,8 @@ from negamax.worker.batch import (
     place,
 )
 from negamax.worker.device import Graph, GraphPool, Runtime, upload
+from negamax.worker.proposer import Proposer, TokenStates
 from negamax.worker.request_state import RequestState
-from negamax.worker.speculation import Proposer, TokenStates
 
 
 class StepShape(NamedTuple):

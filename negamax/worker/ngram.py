@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from negamax.config.speculation import SpeculationConfig
+from negamax.worker.proposer import Proposer, TokenStates
 from negamax.worker.request_state import RequestState
-from negamax.worker.speculation import Proposer, TokenStates
 
 SEARCHED_TOKENS = 32768
 

@@ -14,8 +14,8 @@ from negamax.models.decoder import Decoder
 from negamax.parallel.context import ParallelContext
 from negamax.worker.config import WorkerConfig
 from negamax.worker.kv_cache import allocate
+from negamax.worker.proposer import Proposer, TokenStates
 from negamax.worker.request_state import RequestState
-from negamax.worker.speculation import Proposer, TokenStates
 from negamax.worker.warmup import warming_up, warmup_layers
 
 logger = get_logger(__name__)

@@ -12,8 +12,8 @@ from torch import Tensor
 from negamax.layers.attention import KvCaches
 from negamax.models.decoder import Decoder
 from negamax.parallel.context import ParallelContext
+from negamax.worker.proposer import Proposer, TokenStates
 from negamax.worker.request_state import RequestState
-from negamax.worker.speculation import Proposer, TokenStates
 
 _DRAWS = 2**16
 # of SplitMix64 (Steele, Lea, Flood 2014), as signed numbers

@@ -49,15 +49,11 @@ from negamax.worker.graphs import (
 from negamax.worker.loading import load_weights, plan_loading
 from negamax.worker.profile import peak_bytes
 from negamax.worker.prompt_logprobs import score_prompts
+from negamax.worker.proposer import Proposer, TokenStates
 from negamax.worker.request_state import RequestState
 from negamax.worker.sampler import Sampled, Sampler
 from negamax.worker.separate_rows import run_rows_separately
-from negamax.worker.speculation import (
-    Proposer,
-    TokenStates,
-    Verification,
-    load_proposer,
-)
+from negamax.worker.speculation import Verification, load_proposer
 from negamax.worker.stages import Arrived, Stage
 from negamax.worker.step_output import StepOutput, StepTimes, with_expert_counts
 from negamax.worker.step_times import measure_steps

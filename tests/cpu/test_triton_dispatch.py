@@ -10,7 +10,7 @@ from torch import Tensor
 from triton_support import Group, Ranks
 
 from negamax.kernels.dispatch import triton as kernels
-from negamax.kernels.dispatch.spec import ExpertPlaces
+from negamax.kernels.dispatch.expert_ranges import ExpertRanges
 
 EXPERTS, TOP_K, WIDTH = 8, 3, 256
 COLUMNS = (("weights", TOP_K), ("x", WIDTH // 2), ("scale", WIDTH // 128))  # words of each
@@ -25,7 +25,7 @@ class Model:
     def __init__(self, world: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.world, count = world, EXPERTS // world
-        self.places = ExpertPlaces(torch.arange(0, EXPERTS, count, dtype=torch.int32), count)
+        self.experts = ExpertRanges(torch.arange(0, EXPERTS, count, dtype=torch.int32), count)
         self.ids, self.columns, self.made = [], [], []
         for rank in range(world):
             tokens = NUM_TOKENS[rank]
@@ -45,8 +45,8 @@ class Model:
 
     def held(self, ids: Tensor, rank: int) -> Tensor:
         """Which rows of `ids` chose an expert of `rank`."""
-        first = int(self.places.firsts[rank])
-        return (ids.ge(first) & ids.lt(first + self.places.count)).any(1)
+        first = int(self.experts.firsts[rank])
+        return (ids.ge(first) & ids.lt(first + self.experts.count)).any(1)
 
     def all_ids(self) -> Tensor:
         found = torch.full((self.world, NUM_ROWS, TOP_K), -1, dtype=torch.int32)
@@ -81,7 +81,7 @@ def test_a_row_goes_to_the_ranks_it_chose_and_its_sums_come_back(world: int, ran
         all_ids, received = kernels.dispatch(
             model.ids[rank],
             model.columns[rank],
-            places=model.places,
+            experts=model.experts,
             group=group,
             num_rows=NUM_ROWS,
         )
@@ -97,7 +97,7 @@ def test_a_row_goes_to_the_ranks_it_chose_and_its_sums_come_back(world: int, ran
             for row in model.held(mine, sender).nonzero().flatten().tolist():
                 their_sum = model.made[sender][rank * NUM_ROWS + row].float().sum(0).half()
                 back.arrive(rank, sender=sender, row=row, payload=words(their_sum))
-        sums = kernels.combine(model.made[rank], all_ids, places=model.places, group=group)
+        sums = kernels.combine(model.made[rank], all_ids, experts=model.experts, group=group)
         for row in range(NUM_ROWS):
             total = torch.zeros(WIDTH)
             for other in range(world):
@@ -131,10 +131,10 @@ def test_more_rows_than_the_region_holds_go_through_the_group() -> None:
     group = Doubling(Ranks(2, rows=3, words=WIDTH // 2), 0, tokens=Ranks(2, rows=3, words=WORDS))
     model = Model(2, seed=1)
     ids, received = kernels.dispatch(
-        model.ids[0], model.columns[0], places=model.places, group=group, num_rows=NUM_ROWS
+        model.ids[0], model.columns[0], experts=model.experts, group=group, num_rows=NUM_ROWS
     )
     assert ids[3].tolist() == [-1] * TOP_K and torch.equal(ids[:4], ids[4:])
     for column, sent in zip(received, model.columns[0], strict=True):
         assert torch.equal(column[:3], sent) and torch.equal(column[4:7], sent)
-    sums = kernels.combine(model.made[0], ids, places=model.places, group=group)
+    sums = kernels.combine(model.made[0], ids, experts=model.experts, group=group)
     assert torch.equal(sums, 2 * model.made[0].sum(1)[:NUM_ROWS])

@@ -27,8 +27,8 @@ from negamax.parallel.layout import ParallelLayout
 from negamax.worker import kv_cache
 from negamax.worker.config import WorkerConfig
 from negamax.worker.eagle3 import Eagle3Proposer
+from negamax.worker.proposer import TokenStates
 from negamax.worker.request_state import RequestState
-from negamax.worker.speculation import TokenStates
 from tests import tiny_draft
 
 HERE = torch.device("cpu")

@@ -25,9 +25,9 @@ from negamax.scheduler.step import NewRow, StepPlan
 from negamax.worker import batch, kv_cache
 from negamax.worker.batch import StepColumns
 from negamax.worker.graphs import DRAFTS, ROWS, TOKENS, StepGraphs, StepShape
+from negamax.worker.proposer import Proposer, TokenStates
 from negamax.worker.request_state import RequestState
 from negamax.worker.sampler import Sampler
-from negamax.worker.speculation import Proposer, TokenStates
 
 CPU = torch.device("cpu")
 SHAPES = {

@@ -35,13 +35,13 @@ class Batch:
     def __init__(
         self, num_rows: int, group: Collective, device: torch.device, *, seed: int
     ) -> None:
-        from negamax.kernels.dispatch.spec import ExpertPlaces
+        from negamax.kernels.dispatch.expert_ranges import ExpertRanges
 
         self.group, self.num_rows, world = group, num_rows, group.size
         generator = torch.Generator(device).manual_seed(seed)
         count = EXPERTS // world
         firsts = torch.arange(0, EXPERTS, count, dtype=torch.int32, device=device)
-        self.places = ExpertPlaces(firsts, count)
+        self.experts = ExpertRanges(firsts, count)
         draw = partial(torch.randn, generator=generator, device=device)
         scores = draw(world, num_rows, EXPERTS)
         self.all_ids = scores.topk(TOP_K).indices.to(torch.int32)
@@ -59,8 +59,8 @@ class Batch:
 
     def held(self) -> Tensor:
         """Whether the experts of rank r are asked for row t: [ranks, ranks * num_rows]."""
-        ids, first = self.all_ids.flatten(0, 1)[None], self.places.firsts[:, None, None]
-        return (ids.ge(first) & ids.lt(first + self.places.count)).any(-1)
+        ids, first = self.all_ids.flatten(0, 1)[None], self.experts.firsts[:, None, None]
+        return (ids.ge(first) & ids.lt(first + self.experts.count)).any(-1)
 
     def sent(self) -> tuple[Tensor, list[Tensor]]:
         own = int((self.all_ids[self.group.rank, :, 0] >= 0).sum())
@@ -71,7 +71,7 @@ class Batch:
 
     def __call__(self, kernels: Any) -> tuple[Tensor, list[Tensor], Tensor]:
         ids, columns = self.sent()
-        shared = {"places": self.places, "group": self.group}
+        shared = {"experts": self.experts, "group": self.group}
         all_ids, received = kernels.dispatch(ids, columns, num_rows=self.num_rows, **shared)
         return all_ids, received, kernels.combine(self.out, all_ids, **shared)
 

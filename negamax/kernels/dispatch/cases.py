@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from negamax.kernels.activations import GROUP
+from negamax.kernels.dispatch.expert_ranges import ExpertRanges
 from negamax.kernels.op import AnyKernel, Case, Cost, num_bytes, randn
 from negamax.kernels.peers import PeerMemory, PeerRegion
 
@@ -101,12 +102,10 @@ def _case(
 
 
 def _meet(case: Case) -> dict[str, Any]:
-    from negamax.kernels.dispatch.spec import ExpertPlaces
-
     device, rows = case.tensors["ids"].device, case.numbers["num_rows"]
     firsts = torch.tensor([HELD.start], dtype=torch.int32, device=device)
     group = OneRank(device, rows=rows, words=2 * case.tensors["x"].shape[1])
-    return {"places": ExpertPlaces(firsts, len(HELD)), "group": group}
+    return {"experts": ExpertRanges(firsts, len(HELD)), "group": group}
 
 
 def _padded_ids(case: Case) -> Tensor:

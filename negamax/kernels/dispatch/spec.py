@@ -9,7 +9,6 @@ Each rank of a group has tokens of its own, padded to the same number of rows on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -17,19 +16,12 @@ from torch import Tensor
 
 from negamax.kernels.activations import GROUP
 from negamax.kernels.dispatch import cases
+from negamax.kernels.dispatch.expert_ranges import ExpertRanges
 from negamax.kernels.op import Kernel, Op, rounding_tolerance
 from negamax.kernels.peers import Collective
 from negamax.kernels.signatures import COMBINE, DISPATCH
 
 MOST_CHOICES = 16  # of experts, that a token has
-
-
-@dataclass(frozen=True)
-class ExpertPlaces:
-    """The experts of each rank of a group: rank r has `count`, from firsts[r] on."""
-
-    firsts: Tensor  # [ranks] int32
-    count: int
 
 
 def most_words(hidden_size: int) -> int:
@@ -43,7 +35,7 @@ def dispatch(
     ids: Tensor,  # [T, top_k] int32, the experts that each token chose; -1: none
     columns: Sequence[Tensor],  # [T, ...], what travels with the tokens
     *,
-    places: ExpertPlaces,
+    experts: ExpertRanges,
     group: Collective,
     num_rows: int,  # at least T, the same on all ranks
 ) -> tuple[Tensor, list[Tensor]]:
@@ -69,7 +61,7 @@ def combine(
     out: Tensor,
     ids: Tensor,  # [ranks * num_rows, top_k] int32, as `dispatch` gave them
     *,
-    places: ExpertPlaces,
+    experts: ExpertRanges,
     group: Collective,
 ) -> Tensor:  # [num_rows, width]
     """The rows of this rank, summed over parts and ranks; rounded after either sum."""

@@ -30,7 +30,7 @@ from torch import Tensor
 from negamax.kernels.collectives.triton import sum_over_ranks
 from negamax.kernels.collectives.triton_ll import peer_base, peer_bases, poll, with_flag
 from negamax.kernels.dispatch import spec
-from negamax.kernels.dispatch.spec import ExpertPlaces
+from negamax.kernels.dispatch.expert_ranges import ExpertRanges
 from negamax.kernels.launch.ptx import pack_pair
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 from negamax.kernels.norm.triton import as_words, num_parts, sum_parts, word_indices
@@ -63,7 +63,7 @@ def _dispatch_kernel(
     columns,  # [T, WIDTHS[c]] words each
     all_ids,  # [WORLD * num_rows, TOP_K], written
     received,  # [WORLD * num_rows, WIDTHS[c]] words each, written
-    firsts,  # [WORLD], as `ExpertPlaces` has them
+    firsts,  # [WORLD], as `ExpertRanges` has them
     num_tokens,
     num_rows,
     addresses,  # of the region, as `PeerRegion` has them
@@ -126,7 +126,7 @@ def _combine_kernel(
     out,  # [WORLD * num_rows, PARTS, 2 * WORDS]
     all_ids,  # [WORLD * num_rows, TOP_K]
     sums,  # [num_rows, 2 * WORDS], written
-    firsts,  # [WORLD], as `ExpertPlaces` has them
+    firsts,  # [WORLD], as `ExpertRanges` has them
     num_rows,
     addresses,  # of the region, as `PeerRegion` has them
     flags,
@@ -178,7 +178,7 @@ def dispatch(
     ids: Tensor,
     columns: Sequence[Tensor],
     *,
-    places: ExpertPlaces,
+    experts: ExpertRanges,
     group: Collective,
     num_rows: int,
 ) -> tuple[Tensor, list[Tensor]]:
@@ -186,43 +186,43 @@ def dispatch(
     region = None if group.peers is None else group.peers.tokens
     widths = tuple(column.shape[1] * column.itemsize // 4 for column in columns)
     if region is None or num_rows > region.rows or ids.shape[1] + sum(widths) > region.words:
-        return spec.dispatch(ids, columns, places=places, group=group, num_rows=num_rows)
+        return spec.dispatch(ids, columns, experts=experts, group=group, num_rows=num_rows)
     assert all(column.is_contiguous() for column in (ids, *columns))
     all_ids, *received = (
         column.new_empty(group.size * num_rows, column.shape[1]) for column in (ids, *columns)
     )
     _dispatch_kernel[(num_rows,)](
-        ids, tuple(columns), all_ids, tuple(received), places.firsts, len(ids), num_rows,
+        ids, tuple(columns), all_ids, tuple(received), experts.firsts, len(ids), num_rows,
         region.addresses, region.flags, group.rank,
-        WIDTHS=widths, C=_constants(ids, region, places, group),
+        WIDTHS=widths, C=_constants(ids, region, experts, group),
         num_warps=8, **launch_options(ids.device),
     )  # fmt: skip
     return all_ids, received
 
 
-def combine(out: Tensor, ids: Tensor, *, places: ExpertPlaces, group: Collective) -> Tensor:
+def combine(out: Tensor, ids: Tensor, *, experts: ExpertRanges, group: Collective) -> Tensor:
     """As the definition; the sum over ranks is of fp32 values in rank order."""
     region = None if group.peers is None else group.peers.reduce
     num_rows, width = len(out) // group.size, out.shape[-1]
     if region is None or num_rows > region.rows or width > 2 * region.words or width % 2:
-        return spec.combine(out, ids, places=places, group=group)
+        return spec.combine(out, ids, experts=experts, group=group)
     assert out.is_contiguous() and ids.is_contiguous()
     sums = out.new_empty(num_rows, width)
     _combine_kernel[(num_rows,)](
-        out, ids, sums, places.firsts, num_rows, region.addresses, region.flags, group.rank,
+        out, ids, sums, experts.firsts, num_rows, region.addresses, region.flags, group.rank,
         PARTS=num_parts(out), WORDS=width // 2, BLOCK=triton.next_power_of_2(width // 2),
-        C=_constants(ids, region, places, group),
+        C=_constants(ids, region, experts, group),
         num_warps=8, **launch_options(out.device),
     )  # fmt: skip
     return sums
 
 
 def _constants(
-    ids: Tensor, region: PeerRegion, places: ExpertPlaces, group: Collective
+    ids: Tensor, region: PeerRegion, experts: ExpertRanges, group: Collective
 ) -> ExchangeConstants:
     top_k = ids.shape[1]
     block_k = triton.next_power_of_2(top_k)
-    return ExchangeConstants(group.size, region.rows, region.words, places.count, top_k, block_k)
+    return ExchangeConstants(group.size, region.rows, region.words, experts.count, top_k, block_k)
 
 
 _GPU = frozenset({Feature.TRITON})

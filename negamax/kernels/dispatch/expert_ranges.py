@@ -1,0 +1,15 @@
+"""Which experts each rank of a group has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ExpertRanges:
+    """Rank r has `count` experts, from firsts[r] on."""
+
+    firsts: Tensor  # [ranks] int32
+    count: int
