@@ -63,18 +63,52 @@ def _start_loop(
         )
     source = locate(options)
     script = None if options.script is None else read_script(options.script)
+    config = _worker_config(options, source, script)
+    grammars = GrammarManager(
+        source.tokenizer_folder,
+        vocab_size=config.spec.vocab_size,
+        eos_token_ids=config.eos_token_ids,
+    )
+    # beside the model's start; where cores are few it would cost everybody what only some ask for
+    if config.device != "cpu":
+        grammars.start()
+    try:
+        executor = _start_executor(config, options, source, script=script, launcher=launcher)
+    except BaseException:
+        grammars.shutdown()
+        raise
+    ready = executor.ready
+    _log_ready(ready, block_size=config.block_size)
+    max_model_len = _cached_context_length(
+        config.max_model_len, ready.num_kv_blocks * config.block_size
+    )
+    scheduler = _scheduler(options, config, ready, max_model_len=max_model_len)
+    info = _model_info(options, source, config, ready, max_model_len=max_model_len)
+    return EngineLoop(
+        scheduler,
+        executor,
+        grammars=grammars,
+        overlap=options.enable_overlap,
+        num_stages=config.layout.pp,
+        experts=None if options.script else _balancer(options, config),
+        crash_dumps=CrashDumps(options.crash_dump_dir, part="engine", options=asdict(options)),
+        launcher=launcher,
+    ), info
+
+
+def _worker_config(
+    options: EngineOptions, source: ModelSource, script: Script | None
+) -> WorkerConfig:
+    """What the ranks are to run. Errors: `ConfigError`, where options, model and machine do not go
+    together.
+    """
     spec = source.spec
     if script is not None:
         spec = replace(spec, max_position_embeddings=script.context_length)
-    speculation = source.speculation
-    notes = [*spec.notes, *(speculation.notes if speculation else ())]
-    for note in (*notes, *(source.draft.spec.notes if source.draft else ())):
-        logger.info("%s", note)
+    _log_notes(source)
     max_model_len = _context_length(options, spec)
-    layout = ParallelLayout.of(options.parallel, nodes=options.nnodes)
     device, gpus = find_device(options.device)
-    check_split(layout, spec, gpus=None if gpus is None else gpus * layout.nodes)
-    layout = place_experts(layout, spec, options.init_expert_location)
+    layout = _layout(options, spec, gpus=gpus)
     draft = source.draft
     if draft is not None:
         from negamax.engine.core.draft import with_own_parts  # with PyTorch
@@ -86,25 +120,11 @@ def _start_loop(
     limits = STEP_LIMITS[device]
     is_throughput = options.performance_mode == "throughput"  # twice as many, as in vLLM
     max_num_seqs = options.max_num_seqs or limits.max_num_seqs * (2 if is_throughput else 1)
-    max_num_batched_tokens = options.max_num_batched_tokens or limits.max_num_batched_tokens
     block_size = choose_block_size(spec.kv_caches(), options.block_size, default=limits.block_size)
     options.parallel.check_interleave(block_size)
-    check_index_options(
-        spec.kv_caches(), dtype=options.index_cache_dtype, sharding=options.index_cache_sharding
-    )
-    dtypes = (options.index_cache_dtype, options.dtype, spec.dtype)
-    if shards_index(
-        spec.kv_caches(),
-        "off" if layout.cp > 1 else options.index_cache_sharding,
-        dtype=next(dtype for dtype in dtypes if dtype != "auto"),
-        ranks=layout.attention.size,
-        max_model_len=max_model_len,
-    ):
-        spec = spec.with_sharded_index()
-    eos_token_ids = source.generation.eos_token_ids
-    config = WorkerConfig(
-        spec=spec,
-        eos_token_ids=eos_token_ids,
+    return WorkerConfig(
+        spec=_with_index_options(options, spec, layout, max_model_len=max_model_len),
+        eos_token_ids=source.generation.eos_token_ids,
         folder=None if source.weights_folder is None else str(source.weights_folder),
         weight_cache=options.weight_cache,
         layout=layout,
@@ -115,7 +135,7 @@ def _start_loop(
         all2all_backend=options.all2all_backend,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_batched_tokens=options.max_num_batched_tokens or limits.max_num_batched_tokens,
         num_replicas=options.num_replicas,
         block_size=block_size,
         num_kv_blocks=options.num_kv_blocks,
@@ -128,37 +148,42 @@ def _start_loop(
         seed=options.seed,
         show_progress=options.show_progress,
         crash_dump_dir=options.crash_dump_dir,
-        speculation=speculation,
+        speculation=source.speculation,
         draft=draft,
         addresses=None,
         experts=options.expert_mode,
     )
-    grammars = GrammarManager(
-        source.tokenizer_folder, vocab_size=spec.vocab_size, eos_token_ids=eos_token_ids
+
+
+def _log_notes(source: ModelSource) -> None:
+    """What the readers of the model's files have to say of them."""
+    for part in (source.spec, source.speculation, source.draft and source.draft.spec):
+        for note in part.notes if part else ():
+            logger.info("%s", note)
+
+
+def _layout(options: EngineOptions, spec: ModelSpec, *, gpus: int | None) -> ParallelLayout:
+    """The ranks, and where experts lie on them; `gpus` of this machine, None: it needs none."""
+    layout = ParallelLayout.of(options.parallel, nodes=options.nnodes)
+    check_split(layout, spec, gpus=None if gpus is None else gpus * layout.nodes)
+    return place_experts(layout, spec, options.init_expert_location)
+
+
+def _with_index_options(
+    options: EngineOptions, spec: ModelSpec, layout: ParallelLayout, *, max_model_len: int
+) -> ModelSpec:
+    """`spec` with its index keys sharded, where the options and the sizes ask for it."""
+    caches, sharding = spec.kv_caches(), options.index_cache_sharding
+    check_index_options(caches, dtype=options.index_cache_dtype, sharding=sharding)
+    dtypes = (options.index_cache_dtype, options.dtype, spec.dtype)
+    is_sharded = shards_index(
+        caches,
+        "off" if layout.cp > 1 else sharding,
+        dtype=next(dtype for dtype in dtypes if dtype != "auto"),
+        ranks=layout.attention.size,
+        max_model_len=max_model_len,
     )
-    # beside the model's start; where cores are few it would cost everybody what only some ask for
-    if device != "cpu":
-        grammars.start()
-    try:
-        executor = _start_executor(config, options, source, script=script, launcher=launcher)
-    except BaseException:
-        grammars.shutdown()
-        raise
-    ready = executor.ready
-    _log_ready(ready, block_size=block_size)
-    max_model_len = _cached_context_length(max_model_len, ready.num_kv_blocks * block_size)
-    scheduler = _scheduler(options, config, ready, max_model_len=max_model_len)
-    info = _model_info(options, source, config, ready, max_model_len=max_model_len)
-    return EngineLoop(
-        scheduler,
-        executor,
-        grammars=grammars,
-        overlap=options.enable_overlap,
-        num_stages=layout.pp,
-        experts=None if options.script else _balancer(options, config),
-        crash_dumps=CrashDumps(options.crash_dump_dir, part="engine", options=asdict(options)),
-        launcher=launcher,
-    ), info
+    return spec.with_sharded_index() if is_sharded else spec
 
 
 def _log_ready(ready: WorkerReady, *, block_size: int) -> None:
