@@ -77,7 +77,7 @@ class PendingBitmask:
 
     @classmethod
     def of_plan(
-        cls, plan: StepPlan, wait: WaitForBitmask, *, vocab_size: int, rows: RequestState
+        cls, plan: StepPlan, wait: WaitForBitmask, *, vocab_size: int, requests: RequestState
     ) -> PendingBitmask:
         """The one that `wait` brings; a plan without grammar rows waits for none. A row whose mask
         is not one of this vocabulary fails."""
@@ -89,7 +89,7 @@ class PendingBitmask:
             for row, place in zip(masks.rows, masks.places, strict=True):
                 mask = masks.masks[place] if place >= 0 else None
                 if mask is not None and 8 * len(mask) - vocab_size not in range(8):
-                    rows.fail(
+                    requests.fail(
                         plan.slots[row],
                         ValueError(f"a mask of {len(mask)} bytes for {vocab_size} tokens"),
                     )

@@ -17,30 +17,30 @@ TILE = 256
 
 
 def score_prompts(
-    model: Decoder, plan: StepPlan, hidden: Tensor, *, layout: BatchLayout, rows: RequestState
+    model: Decoder, plan: StepPlan, hidden: Tensor, *, layout: BatchLayout, requests: RequestState
 ) -> dict[int, list[LogprobEntries]]:
     """For each row that asked: entries of the prompt tokens that this step's tokens predict, by
     row index, in tiles. hidden [T, hidden].
     """
-    if not rows.prompt_logprob_slots:
+    if not requests.prompt_logprob_slots:
         return {}
     found: dict[int, list[LogprobEntries]] = {}
     columns = zip(plan.slots, plan.num_scheduled, layout.prompt_starts, strict=True)
     for row, (slot, count, first) in enumerate(columns):
-        state, start = rows.state(slot), int(rows.num_computed_bound[slot])
+        state, start = requests.state(slot), int(requests.num_computed_bound[slot])
         predicted = min(start + count, state.prompt_len - 1) - start
-        if slot in rows.prompt_logprob_slots and predicted > 0:
+        if slot in requests.prompt_logprob_slots and predicted > 0:
             try:
                 found[row] = _entries(
                     model,
                     hidden[first : first + predicted],
-                    rows.tokens[slot, start + 1 : start + 1 + predicted].long(),
+                    requests.tokens[slot, start + 1 : start + 1 + predicted].long(),
                     num_top=state.sampling.prompt_logprobs or 0,
                 )
             except EngineDeadError:  # another rank is gone, which is no fault of the row
                 raise
             except Exception as error:
-                rows.fail(slot, error)
+                requests.fail(slot, error)
     return found
 
 

@@ -162,7 +162,7 @@ class Sampler:
         full = self._group.all_gather(logits if index is None else logits[index], dim=-1)
         wanted = [i for i, slot in enumerate(part.slots) if slot in requests.logprob_slots]
         raw = torch.log_softmax(full[indices(wanted, device)], dim=-1) if wanted else None
-        _edit_rows(full, part, rows=requests, masks=masks)
+        _edit_rows(full, part, requests=requests, masks=masks)
         token_ids = self._choose(full, part)
         if index is not None:
             assert picked is not None
@@ -226,13 +226,13 @@ class Sampler:
 
 
 def _edit_rows(
-    logits: Tensor, inputs: SampleInputs, *, rows: RequestState, masks: RowBitmasks | None
+    logits: Tensor, inputs: SampleInputs, *, requests: RequestState, masks: RowBitmasks | None
 ) -> None:
     """Everything that a row does to its logits [R, V], in place. A mask has the last word, and
     knows of min_tokens.
     """
     for i, slot in enumerate(inputs.slots):
-        if slot in rows.special_slots:
+        if slot in requests.special_slots:
             is_masked = masks is not None and i in masks.members
             try:
                 _edit(
@@ -240,11 +240,11 @@ def _edit_rows(
                     slot,
                     bound=inputs.bounds[i],
                     position=inputs.positions_device[i],
-                    rows=rows,
+                    requests=requests,
                     may_hold_back=not is_masked,
                 )
             except Exception as error:
-                rows.fail(slot, error)
+                requests.fail(slot, error)
     if masks is not None:
         masks.apply(logits, first_id=0)
 
@@ -255,19 +255,19 @@ def _edit(
     *,
     bound: int,
     position: Tensor,
-    rows: RequestState,
+    requests: RequestState,
     may_hold_back: bool,
 ) -> None:
     """Penalties, bias, the allowed tokens and the min_tokens block of one row; `logits` [V] is
     changed in place, `position` [] int64 is the new token's, `bound` at least that."""
-    state = rows.state(slot)
+    state = requests.state(slot)
     params = state.sampling
     assert params.repetition_penalty is not None
-    outputs = rows.tokens[slot, state.prompt_len : bound].long()
+    outputs = requests.tokens[slot, state.prompt_len : bound].long()
     places = torch.arange(state.prompt_len, bound, device=logits.device)
     penalized = ops.apply_penalties(
         logits,
-        rows.tokens[slot, : state.prompt_len].long(),
+        requests.tokens[slot, : state.prompt_len].long(),
         outputs.where(places < position, -1),
         repetition=params.repetition_penalty,
         frequency=params.frequency_penalty,

@@ -68,7 +68,7 @@ class Stage:
     def __init__(
         self,
         context: ParallelContext,
-        rows: RequestState,
+        requests: RequestState,
         config: WorkerConfig,
         *,
         dtype: torch.dtype,
@@ -76,7 +76,7 @@ class Stage:
         """`dtype` of the residual stream."""
         layout = context.layout
         self.is_first, self.is_last = layout.is_first_stage, layout.is_last_stage
-        self._links, self._rows, self._num_stages = context.links, rows, layout.pp
+        self._links, self._requests, self._num_stages = context.links, requests, layout.pp
         self._place, self._num_places = layout.tp_rank, layout.tp
         self._width, self._dtype = config.spec.hidden_size, dtype
         self._num_captured = config.num_captured_before
@@ -110,7 +110,7 @@ class Stage:
         if self._links.previous is None:
             return Entering(None, [])
         if out is None:
-            device = self._rows.tokens.device
+            device = self._requests.tokens.device
             out = torch.empty(num_tokens, self._width, dtype=self._dtype, device=device)
         if self._num_places > 1:
             out.zero_()
@@ -139,7 +139,7 @@ class Stage:
         """
         if self._links.previous is None:
             return None
-        shape, device = (num_tokens, self._width), self._rows.tokens.device
+        shape, device = (num_tokens, self._width), self._requests.tokens.device
         return torch.zeros(shape, dtype=self._dtype, device=device)
 
     def send(self, hidden: Tensor, entered: Entering, captured: Sequence[Tensor]) -> None:
@@ -178,7 +178,7 @@ class Stage:
         parts = [token_ids] if num_accepted is None else [token_ids, num_accepted]
         if plan.num_proposed:
             slots = indices(_sampled_slots(plan), token_ids.device)
-            parts.append(self._rows.drafts[slots, : plan.num_proposed].flatten())
+            parts.append(self._requests.drafts[slots, : plan.num_proposed].flatten())
         message = torch.cat(parts) if len(parts) > 1 else token_ids
         for link in self._links.sampled:
             link.send(message)
@@ -216,7 +216,7 @@ class Stage:
             kept = [i for i, slot in enumerate(step.slots) if slot not in step.reassigned]
             index = indices(kept, slots.device)
             token_ids, slots, positions = token_ids[index], slots[index], positions[index]
-        tokens = self._rows.tokens
+        tokens = self._requests.tokens
         tokens[slots, positions] = token_ids.clamp_min(0).to(tokens.dtype)
         return self._take_in_drafts(plan, rest, step.reassigned) if len(rest) else None
 
@@ -228,11 +228,11 @@ class Stage:
         index, slot, count = upload((kept, slots[kept], num_drafts[kept]), rest.device)
         has_drafts = bool(num_drafts.any())
         guessed = rest[len(rows) * has_drafts :].view(len(rows), plan.num_proposed)
-        self._rows.drafts[slot, : plan.num_proposed] = guessed[index]
+        self._requests.drafts[slot, : plan.num_proposed] = guessed[index]
         if not has_drafts:
             return None
         accepted = rest[: len(rows)]
-        self._rows.advance(slot, accepted[index] - count)
+        self._requests.advance(slot, accepted[index] - count)
         firsts = (num_drafts + 1).cumsum() - num_drafts - 1
         verification = Verification(
             rows.tolist(), num_drafts.tolist(), firsts.tolist(), HostTensor(accepted)

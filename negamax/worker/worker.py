@@ -14,12 +14,11 @@ import torch
 
 from negamax.base.errors import EngineDeadError
 from negamax.base.log import get_logger
-from negamax.base.progress import Progress
+from negamax.checkpoint.plan import LoadPlan
 from negamax.kernels.platform import platform_of
 from negamax.kernels.registry import resolve
 from negamax.layers.kv_scales import describe_kv_scales
 from negamax.models.registry import build_model
-from negamax.parallel.context import ParallelContext
 from negamax.quantization.detect import detect
 from negamax.scheduler.step import StepPlan, StepResult, StepSize
 from negamax.worker import batch as batches
@@ -38,27 +37,23 @@ from negamax.worker.device import (
 from negamax.worker.expert_weights import load_recorder
 from negamax.worker.grammar_bitmask import PendingBitmask, WaitForBitmask
 from negamax.worker.graphs import (
-    DRAFTS,
     LONGEST_DECODE,
-    ROWS,
-    TOKENS,
     StepGraphs,
     StepShape,
-    capture_shapes,
 )
 from negamax.worker.loading import load_weights, plan_loading
 from negamax.worker.profile import peak_bytes
 from negamax.worker.prompt_logprobs import score_prompts
-from negamax.worker.proposer import Proposer, TokenStates
+from negamax.worker.proposer import TokenStates
 from negamax.worker.request_state import RequestState
 from negamax.worker.sampler import Sampled, Sampler
 from negamax.worker.separate_rows import run_rows_separately
 from negamax.worker.speculation import Verification, load_proposer
 from negamax.worker.stages import Arrived, Stage
+from negamax.worker.startup import capture_graphs, open_context, take_device
 from negamax.worker.step_output import StepOutput, StepTimes, with_expert_counts
 from negamax.worker.step_times import measure_steps
 from negamax.worker.token_shares import share_tokens
-from negamax.worker.warmup import warming_up, warmup_layers
 
 logger = get_logger(__name__)
 
@@ -70,8 +65,8 @@ class Worker:
 
     def __init__(self, config: WorkerConfig) -> None:
         torch.set_num_threads(config.num_threads)
-        self._device = device = _take_device(config)
-        self._runtime = runtime = runtime_of(device)
+        self._device = device = take_device(config)
+        self._runtime = runtime_of(device)
         dtype = choose_dtype(config.dtype, spec=config.spec, device=config.device)
         cache_dtype = kv_dtype(config.kv_cache_dtype, dtype=dtype, device=config.device)
         of_index = index_dtype(config.index_cache_dtype, dtype=dtype)
@@ -92,19 +87,15 @@ class Worker:
         load_plan = plan_loading(config, kernels=kernels, cache_dtype=cache_dtype)
         self._proposer = load_proposer(config, kernels=kernels)
         num_draft_tokens = self._proposer.num_draft_tokens if self._proposer else 0
-        self._context = context = _parallel_context(config, device, num_draft_tokens)
+        self._context = context = open_context(config, device, num_draft_tokens)
         self._group = context.attention_group
         self.poll_control = context.poll_control
         self._model = model = build_model(
             config.spec, context=context, dtype=dtype, device=device, kernels=kernels
         )
         with torch.inference_mode():
-            load_summary = load_weights(model, config, load_plan, device=device)
-            if self._proposer:
-                load_summary += self._proposer.load(model, context, device)
-            load_summary += describe_kv_scales(model.layers, cache_dtype)
-            runtime.release_memory()  # of what only loading needed
-            self._rows = RequestState(
+            load_summary = self._load(load_plan, cache_dtype)
+            self._requests = RequestState(
                 config.max_num_seqs,
                 config.max_model_len,
                 max_blocks=-(-(config.max_model_len + num_draft_tokens) // config.block_size),
@@ -112,49 +103,29 @@ class Worker:
                 device=device,
                 num_draft_tokens=num_draft_tokens,
             )
-            self._stage = Stage(context, self._rows, config, dtype=kernels.dtype)
+            self._stage = Stage(context, self._requests, config, dtype=kernels.dtype)
             self._sampler = Sampler(
-                self._rows,
+                self._requests,
                 kernels=kernels,
                 group=self._group,
                 first_id=model.vocab_range.start,
-                on_shards=runtime.samples_on_shards,
+                on_shards=self._runtime.samples_on_shards,
             )
             self._experts = load_recorder(config, model, context, device)
             self._debug_commands = DebugCommands(model, config, self._experts, device=device)
-            # On a GPU a full prefill step runs first: what it needs beside the cache is measured,
-            # and its kernels are compiled.
-            workspace = 0
-            if runtime.graph_pool is not None:
-                workspace = peak_bytes(
-                    model,
-                    config,
-                    self._rows,
-                    self._proposer,
-                    dtype=cache_dtype,
-                    context=context,
-                    device=device,
-                )
-            affordable = kv_cache.choose_blocks(
-                config, dtype=cache_dtype, workspace=workspace, device=device
+            num_blocks = self._allocate_caches(cache_dtype)
+            self._graphs, graph_summary = capture_graphs(
+                config,
+                model=model,
+                caches=self._kv,
+                requests=self._requests,
+                kernels=kernels,
+                context=context,
+                runtime=self._runtime,
+                proposer=self._proposer,
             )
-            num_blocks = context.world_min(affordable)
-            # One block more than the scheduler knows of: rows write it that stand for nobody.
-            self._kv = kv = kv_cache.allocate(
-                config.kv_caches,
-                num_blocks + 1,
-                block_size=config.block_size,
-                dtype=cache_dtype,
-                ranks=config.layout.attention.size,
-                device=device,
-            )
-            self._rows.set_spare_block(num_blocks)
-            if self._proposer:
-                self._proposer.use_caches(kv[len(model.layers) :])
-            # whose residual streams the proposer reads
-            self._layers = self._proposer.capture if self._proposer else ()
-            self._graphs: StepGraphs | None = None
-            graph_summary = self._capture()
+        # whose residual streams the proposer reads
+        self._layers = self._proposer.capture if self._proposer else ()
         self._ended: torch.cuda.Event | None = None  # of the step before
         # steps with draft tokens, and the launch that made or met their results, which may be on
         # their way to the host
@@ -169,8 +140,50 @@ class Worker:
             load_summary=load_summary,
             memory_summary=kv_cache.describe(num_blocks, config, dtype=cache_dtype) + graph_summary,
             num_draft_tokens=num_draft_tokens,
-            step_seconds=measure_steps(self._graphs, self._rows, runtime, config),
+            step_seconds=measure_steps(self._graphs, self._requests, self._runtime, config),
         )
+
+    def _load(self, plan: LoadPlan | None, cache_dtype: torch.dtype) -> str:
+        """Fill the weights of the model and of the proposer; a line for the log."""
+        summary = load_weights(self._model, self._config, plan, device=self._device)
+        if self._proposer:
+            summary += self._proposer.load(self._model, self._context, self._device)
+        summary += describe_kv_scales(self._model.layers, cache_dtype)
+        self._runtime.release_memory()  # of what only loading needed
+        return summary
+
+    def _allocate_caches(self, dtype: torch.dtype) -> int:
+        """The KV caches; for how many blocks of the scheduler all ranks have room."""
+        config, workspace = self._config, 0
+        # On a GPU a full prefill step runs first: what it needs beside the cache is measured, and
+        # its kernels are compiled.
+        if self._runtime.graph_pool is not None:
+            workspace = peak_bytes(
+                self._model,
+                config,
+                self._requests,
+                self._proposer,
+                dtype=dtype,
+                context=self._context,
+                device=self._device,
+            )
+        affordable = kv_cache.choose_blocks(
+            config, dtype=dtype, workspace=workspace, device=self._device
+        )
+        num_blocks = self._context.world_min(affordable)
+        # One block more than the scheduler knows of: rows write it that stand for nobody.
+        self._kv = kv_cache.allocate(
+            config.kv_caches,
+            num_blocks + 1,
+            block_size=config.block_size,
+            dtype=dtype,
+            ranks=config.layout.attention.size,
+            device=self._device,
+        )
+        self._requests.set_spare_block(num_blocks)
+        if self._proposer:
+            self._proposer.use_caches(self._kv[len(self._model.layers) :])
+        return num_blocks
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, wait_for_bitmask: WaitForBitmask) -> StepOutput | StepResult:
@@ -191,20 +204,20 @@ class Worker:
         while self._unverified and self._unverified[0][0] < settled:
             _, step = self._unverified.popleft()
             accepted = step.verification.accepted()
-            self._rows.lower_bounds(step.plan, accepted, step.reassigned)
+            self._requests.lower_bounds(step.plan, accepted, step.reassigned)
         expert_counts = None
         if self._experts is not None and plan.experts is not None:
             expert_counts = self._experts.apply(plan.experts)
-        self._rows.apply(plan)
+        self._requests.apply(plan)
         vocab_size = self._config.spec.vocab_size
         bitmask = PendingBitmask.of_plan(
-            plan, wait_for_bitmask, vocab_size=vocab_size, rows=self._rows
+            plan, wait_for_bitmask, vocab_size=vocab_size, requests=self._requests
         )
         output = self._run_rows_together(plan, bitmask)
         if plan.slots:
-            self._rows.raise_bounds(plan, postponed=bitmask.postponed)
+            self._requests.raise_bounds(plan, postponed=bitmask.postponed)
         if isinstance(output, StepResult):
-            self._rows.lower_bounds(plan, output.num_accepted)
+            self._requests.lower_bounds(plan, output.num_accepted)
         elif output.verification is not None:
             self._unverified.append((self._num_steps, Arrived(plan, output.verification, set())))
         return output if expert_counts is None else with_expert_counts(output, expert_counts)
@@ -230,9 +243,9 @@ class Worker:
                 plan.step_id,
                 len(plan.slots),
             )
-            self._rows.restore_lengths()
+            self._requests.restore_lengths()
             for row in plan.grammar_rows:  # masks belong to drafts that may have been replaced
-                self._rows.drafts[plan.slots[row]] = -1
+                self._requests.drafts[plan.slots[row]] = -1
             return run_rows_separately(plan, bitmask, self._run)
 
     @torch.inference_mode()
@@ -248,7 +261,7 @@ class Worker:
 
     def take_row_failures(self) -> dict[int, str]:
         """Rows that failed since the last call: why, by slot."""
-        return self._rows.take_failures()
+        return self._requests.take_failures()
 
     @torch.inference_mode()
     def close(self) -> None:
@@ -262,44 +275,11 @@ class Worker:
             self._kv,
             self._model,
             self._debug_commands,
-            self._rows,
+            self._requests,
             self._stage,
         )
         self._runtime.release_memory()
         self._context.close()
-
-    def _capture(self) -> str:
-        """Record the CUDA graphs; what they took, for people."""
-        config = self._config
-        if self._runtime.graph_pool is None or not config.cudagraph_size:
-            return ""
-        shapes = capture_shapes(
-            max_rows=config.cudagraph_size,
-            max_tokens=config.max_num_batched_tokens,
-            max_num_seqs=config.max_num_seqs,
-            draft_lengths=_draft_lengths(config, self._proposer),
-        )
-        self._graphs = graphs = StepGraphs(
-            shapes,
-            self._model,
-            self._kv,
-            self._rows,
-            kernels=self._kernels,
-            group=self._group,
-            runtime=self._runtime,
-            proposer=self._proposer,
-        )
-        with warming_up(self._context):
-            graphs.warmup(warmup_layers(self._model.layers, config.kv_caches))
-        pool = self._runtime.graph_pool()
-        shown = config.show_progress and config.layout.rank == 0
-        with Progress("recording CUDA graphs of prefills", enabled=shown) as progress:
-            prefills = graphs.capture(TOKENS, pool, progress)
-        with Progress("recording CUDA graphs of decodes", enabled=shown) as progress:
-            captured = [graphs.capture(ROWS, pool, progress)]
-            if shapes[DRAFTS]:
-                captured.append(graphs.capture(DRAFTS, pool, progress))
-        return f"; CUDA graphs: {'; '.join([*captured, prefills])}"
 
     def _run(self, plan: StepPlan, bitmask: PendingBitmask) -> StepOutput:
         """The step itself: gather, forward, sample, store. Writes are idempotent, so it may be
@@ -314,22 +294,22 @@ class Worker:
         else:
             began, outcome = self._forward(plan, bitmask, graphs)
             columns = np.array(plan.slots), np.array(plan.num_scheduled)
-            self._rows.advance(*batches.upload(columns, self._device))
+            self._requests.advance(*batches.upload(columns, self._device))
         if bitmask.postponed:
             columns = np.array([plan.slots[row] for row in bitmask.postponed])
             again, minus_one = batches.upload((columns, np.full_like(columns, -1)), self._device)
-            self._rows.advance(again, minus_one)
-            self._rows.drafts[again] = -1
+            self._requests.advance(again, minus_one)
+            self._requests.drafts[again] = -1
         self._stage.give_back(plan)
         proposed, grammar_rows = None, plan.grammar_rows if plan.num_proposed else []
         if grammar_rows:
             slots = indices([plan.slots[row] for row in grammar_rows], self._device)
-            proposed = HostTensor(self._rows.drafts[slots, : plan.num_proposed])
+            proposed = HostTensor(self._requests.drafts[slots, : plan.num_proposed])
         previous, self._ended = self._ended, self._runtime.record_event()
         times = StepTimes(began, self._ended, previous) if began and self._ended else None
         return replace(
             outcome,
-            failures=self._rows.failures_of(plan.slots),
+            failures=self._requests.failures_of(plan.slots),
             times=times,
             grammar_rows=grammar_rows,
             proposed=proposed,
@@ -340,7 +320,7 @@ class Worker:
         size = plan.of_all
         if size is not None:
             return graphs.find_decodes(size.num_rows, size.num_drafts) if size.is_decode else None
-        if not batches.is_decode(plan, self._rows):
+        if not batches.is_decode(plan, self._requests):
             return None
         num_drafts = max(*plan.num_draft_tokens, plan.num_proposed)
         return graphs.find_decodes(len(plan.slots), num_drafts)
@@ -359,7 +339,7 @@ class Worker:
             graphs.replay(shape)
         else:
             token_ids, metadata = batches.build_padding(
-                self._rows,
+                self._requests,
                 most_tokens=size.largest_share or size.num_tokens,
                 is_share=size.largest_share > 0,
             )
@@ -373,13 +353,13 @@ class Worker:
     ) -> tuple[torch.cuda.Event | None, StepOutput]:
         """A step of any shape, and when it began."""
         if any(plan.num_draft_tokens):
-            self._rows.place_drafts(plan)
+            self._requests.place_drafts(plan)
         # Which kernel computes a token must not depend on the step it runs in, where that decides
         # about bits.
         build = partial(
             batches.build_batch_layout,
             plan,
-            self._rows,
+            self._requests,
             generated_apart=self._runtime.is_batch_invariant,
         )
         layout, shape, size = build(), None, plan.of_all
@@ -406,16 +386,18 @@ class Worker:
             began, hidden, states = self._run_eagerly(layout, size)
         if not self._stage.is_last:
             slots, offsets = layout.sample_slots, layout.sample_offsets
-            self._stage.expect(plan, batches.sample_inputs(slots, offsets, self._rows))
+            self._stage.expect(plan, batches.sample_inputs(slots, offsets, self._requests))
             return began, StepOutput(plan.step_id, [], None)
-        prompt_logprobs = score_prompts(self._model, plan, hidden, layout=layout, rows=self._rows)
+        prompt_logprobs = score_prompts(
+            self._model, plan, hidden, layout=layout, requests=self._requests
+        )
         rows = layout.sample_rows
         if not rows:
             self._verify(plan, bitmask, indices([], self._device), states, layout)
             return began, StepOutput(plan.step_id, [], None, prompt_logprobs=prompt_logprobs)
-        inputs = batches.sample_inputs(layout.sample_slots, layout.sample_offsets, self._rows)
+        inputs = batches.sample_inputs(layout.sample_slots, layout.sample_offsets, self._requests)
         hidden = hidden[indices(layout.sample_tokens, self._device)]
-        failed = list(self._rows.failures_of(layout.sample_slots))
+        failed = list(self._requests.failures_of(layout.sample_slots))
         if failed:  # on this rank, perhaps alone: no rank may find a token for these rows
             hidden[indices(failed, self._device)] = torch.nan
         logits = self._model.local_logits(hidden)
@@ -437,7 +419,7 @@ class Worker:
         """A step launched kernel by kernel: when it began, the hidden states and what a proposer is
         told of the tokens, of those of this rank's share where nobody asks for the others'.
         """
-        share = share_tokens(layout, self._rows, self._context.context_group, size=size)
+        share = share_tokens(layout, self._requests, self._context.context_group, size=size)
         token_ids, metadata = share.build()
         entering = self._stage.receive(len(token_ids))
         began = self._runtime.record_event()
@@ -445,7 +427,7 @@ class Worker:
             token_ids, metadata, self._kv, capture=self._layers, entering=entering.stream
         )
         self._stage.send(hidden, entering, captured)
-        if self._stage.is_last and (layout.sample_rows or self._rows.prompt_logprob_slots):
+        if self._stage.is_last and (layout.sample_rows or self._requests.prompt_logprob_slots):
             hidden = share.gather(hidden)
         if self._proposer is None or not self._stage.is_last:
             return began, hidden, None
@@ -456,7 +438,7 @@ class Worker:
         """What a replayed step has made of its tokens, for the proposer; None: there is none."""
         if self._proposer is None or self._graphs is None:
             return None
-        _, metadata = batches.build(layout, self._rows)
+        _, metadata = batches.build(layout, self._requests)
         return TokenStates(metadata, self._graphs.residuals(len(layout.columns.token_slots)))
 
     def _verify(
@@ -481,16 +463,16 @@ class Worker:
         ends = np.array(layout.sample_tokens, dtype=np.int64)[firsts]
         columns = slots, num_scheduled - num_drafts, firsts, num_drafts, ends
         slot, offset, first, count, end = batches.upload(columns, self._device)
-        drafts, seeds = self._rows.drafts[slot], self._rows.seeds[slot]
+        drafts, seeds = self._requests.drafts[slot], self._requests.seeds[slot]
         if num_drafts.any():
             bitmask.drop_drafts(drafts, plan)
-        lengths = self._rows.num_computed[slot] + offset
+        lengths = self._requests.num_computed[slot] + offset
         accepted = self._proposer.accept(token_ids, drafts, first, count, seeds, lengths)
         lengths = lengths + accepted + 1
-        self._rows.drafts[slot, : plan.num_proposed] = self._proposer.propose(
-            states, slot, lengths, end + accepted, self._rows, plan.num_proposed
+        self._requests.drafts[slot, : plan.num_proposed] = self._proposer.propose(
+            states, slot, lengths, end + accepted, self._requests, plan.num_proposed
         )
-        self._rows.advance(slot, accepted - count)
+        self._requests.advance(slot, accepted - count)
         if not num_drafts.any():
             return None
         self._stage.keep(token_ids, accepted)
@@ -518,9 +500,9 @@ class Worker:
         rows = np.arange(len(plan.slots)).repeat(plan.num_scheduled).tolist()
         token_ids, sampled = buffers.token_ids[: len(rows)], None
         masks = bitmask.of(rows, device=self._device)
-        if masks is None and not self._rows.filtered_slots.isdisjoint(plan.slots):
+        if masks is None and not self._requests.filtered_slots.isdisjoint(plan.slots):
             graphs.draw(shape)
-        if masks is not None or any(map(self._rows.needs_all_logits, plan.slots)):
+        if masks is not None or any(map(self._requests.needs_all_logits, plan.slots)):
             inputs = graphs.sample_inputs(shape, columns)
             picked = token_ids if masks is None else None
             sampled = self._sampler(buffers.logits[: len(rows)], inputs, picked=picked, masks=masks)
@@ -547,48 +529,7 @@ class Worker:
 
     def _store_sampled(self, sampled: Sampled, inputs: batches.SampleInputs) -> None:
         """Write the sampled tokens into their rows, where the next step finds them."""
-        tokens = self._rows.tokens
+        tokens = self._requests.tokens
         tokens[inputs.slots_device, inputs.positions_device] = sampled.token_ids.clamp_min(0).to(
             tokens.dtype
         )
-
-
-def _take_device(config: WorkerConfig) -> torch.device:
-    """This rank's device, with a stream of its own as the calling thread's current one (graphs need
-    that).
-    """
-    if config.device == "cpu":
-        return torch.device("cpu")
-    device = torch.device("cuda", config.layout.local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    torch.cuda.set_stream(torch.cuda.Stream(device))
-    return device
-
-
-def _parallel_context(
-    config: WorkerConfig, device: torch.device, num_draft_tokens: int
-) -> ParallelContext:
-    if config.layout.world_size == 1:
-        return ParallelContext.single()
-    assert config.addresses is not None, "several ranks need a rendezvous"
-    rendezvous = config.addresses.rendezvous
-    if device.type == "cpu":
-        return ParallelContext.gloo(config.layout, rendezvous, has_drafts=num_draft_tokens > 0)
-    return ParallelContext.nccl(
-        config.layout,
-        rendezvous,
-        device=device,
-        hidden_size=config.spec.hidden_size,
-        max_tokens=config.max_num_batched_tokens,
-        max_rows=config.max_num_seqs * (1 + num_draft_tokens),
-        is_one_sided=config.all2all_backend == "one_sided",
-        has_drafts=num_draft_tokens > 0,
-    )
-
-
-def _draft_lengths(config: WorkerConfig, proposer: Proposer | None) -> tuple[int, ...]:
-    """The numbers of draft tokens, beside none, whose steps are captured."""
-    if proposer is None:
-        return ()
-    speculation = config.speculation
-    return speculation.lengths if speculation else (proposer.num_draft_tokens,)

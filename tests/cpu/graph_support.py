@@ -33,7 +33,7 @@ from negamax.kernels.signatures import (
     PARTIAL_SPARSE_PREFILL,
     PREFILL,
 )
-from negamax.worker import worker
+from negamax.worker import startup, worker
 from negamax.worker.device import HostTensor, Runtime
 
 # whose plans read lengths
@@ -120,7 +120,7 @@ def install(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> None:
     monkeypatch.setattr(worker, "runtime_of", lambda _device: runtime)
     monkeypatch.setattr(worker, "resolve", lambda *, platform, dtype: kernels(dtype))
     monkeypatch.setattr(worker, "peak_bytes", lambda *_args, **_options: 0)
-    monkeypatch.setattr(worker, "warming_up", nullcontext)
+    monkeypatch.setattr(startup, "warming_up", nullcontext)
 
 
 class _Clockless(Runtime):

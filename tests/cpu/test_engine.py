@@ -278,7 +278,7 @@ def test_a_request_whose_numbers_break_fails_alone(folder: Path) -> None:
                 reasons[update.request_id] = update.finish_reason
             if not poisoned:
                 worker = engine._loop._executor._worker  # type: ignore[attr-defined]
-                block = int(worker._rows.block_tables[0, 0])
+                block = int(worker._requests.block_tables[0, 0])
                 with torch.inference_mode():
                     worker._kv[0]["k"][block] = float("nan")
                 poisoned = True

@@ -203,7 +203,7 @@ def test_masks_are_waited_for_once_and_only_where_a_plan_has_masked_rows() -> No
 
     plan = StepPlan(5, [], [], [], [4, 5, 6], [1, 1, 1], [0, 0, 0], [True, False, True], [0, 2])
     rows = rows_of(KINDS)
-    late = PendingBitmask.of_plan(plan, wait, vocab_size=VOCAB, rows=rows)
+    late = PendingBitmask.of_plan(plan, wait, vocab_size=VOCAB, requests=rows)
     assert waits == []
     masks = late.of([0, 2], device=CPU)  # the sampled rows of the plan
     assert masks is not None and masks.members == [0, 1]
@@ -217,7 +217,7 @@ def test_masks_are_waited_for_once_and_only_where_a_plan_has_masked_rows() -> No
     assert len(waits) == 1
     unmasked = StepPlan(6, [], [], [], [4], [1], [0], [True])
     assert (
-        PendingBitmask.of_plan(unmasked, wait, vocab_size=VOCAB, rows=rows).of([0], device=CPU)
+        PendingBitmask.of_plan(unmasked, wait, vocab_size=VOCAB, requests=rows).of([0], device=CPU)
         is None
     )
     assert len(waits) == 1
@@ -227,7 +227,7 @@ def test_a_mask_of_another_vocabulary_fails_its_row_alone() -> None:
     plan = StepPlan(5, [], [], [], [0, 1], [1, 1], [0, 0], [True, True], [0, 1])
     rows = rows_of(KINDS[:2])
     frame = GrammarBitmask(5, [0, 1], [0, 1], [packed(7)[:-1], packed(8)])
-    late = PendingBitmask.of_plan(plan, lambda: frame, vocab_size=VOCAB, rows=rows)
+    late = PendingBitmask.of_plan(plan, lambda: frame, vocab_size=VOCAB, requests=rows)
     masks = late.of([0, 1], device=CPU)
     assert masks is not None and masks.members == [1]
     assert list(rows.failures_of(plan.slots)) == [0]
@@ -239,7 +239,7 @@ def test_a_row_has_a_mask_for_each_of_its_samples_that_count() -> None:
     plan = StepPlan(5, [], [], [], [4, 5, 6], *columns)
     frame = GrammarBitmask(5, [0, 0, 0], [1, -1, 0], [packed(7), packed(8)], [1])
     rows = rows_of(KINDS)
-    late = PendingBitmask.of_plan(plan, lambda: frame, vocab_size=VOCAB, rows=rows)
+    late = PendingBitmask.of_plan(plan, lambda: frame, vocab_size=VOCAB, requests=rows)
     masks = late.of([0, 0, 0, 0, 1, 1, 1, 2, 2], device=CPU)
     assert masks is not None and masks.members == [0, 2]
     assert [mask.tobytes() for mask in masks.packed.numpy()] == [packed(8), packed(7)]
@@ -250,5 +250,5 @@ def test_a_row_has_a_mask_for_each_of_its_samples_that_count() -> None:
     drafts = torch.tensor([[1, 2, 3]])
     assert alone.drop_drafts(drafts, _single_row(plan, 0)) and drafts.tolist() == [[1, 2, -1]]
     frame = GrammarBitmask(5, [0] * 4, [0] * 4, [packed(7)])
-    whole = PendingBitmask.of_plan(plan, lambda: frame, vocab_size=VOCAB, rows=rows)
+    whole = PendingBitmask.of_plan(plan, lambda: frame, vocab_size=VOCAB, requests=rows)
     assert not whole.drop_drafts(drafts, plan)
