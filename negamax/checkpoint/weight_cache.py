@@ -14,17 +14,15 @@ from __future__ import annotations
 import errno
 import fcntl
 import glob
-import hashlib
 import json
 import os
-import re
 import secrets
 import shutil
 import struct
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -38,6 +36,7 @@ from torch import Tensor
 from negamax.base import env
 from negamax.base.log import get_logger
 from negamax.base.progress import Progress, format_bytes
+from negamax.checkpoint.identity import commit_of, digest, identity_of
 from negamax.checkpoint.reader import MAX_HEADER_BYTES
 from negamax.layers.weights import WeightSlot
 from negamax.parallel.layout import ParallelLayout
@@ -48,8 +47,6 @@ CHUNK_BYTES = 32 * 2**20  # read, checked and copied at once
 READ_THREADS = 4
 READ_AHEAD = 8  # chunks
 _PAGE = 4096
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-_DESCRIPTIONS = ("config.json", "hf_quant_config.json", "quant_model_description*.json")
 
 
 class _UnusableError(Exception):
@@ -106,7 +103,7 @@ def load_cached(
 def _name(checkpoint: Path, layout: ParallelLayout) -> str:
     """Of a rank's file: one for each checkpoint and layout, so that what is stale is replaced."""
     checkpoint = checkpoint.resolve()
-    if _commit(checkpoint) is not None:
+    if commit_of(checkpoint) is not None:
         model = checkpoint.parent.parent.name.removeprefix("models--")
     else:
         model = f"{checkpoint.name}-{zlib.crc32(str(checkpoint).encode()):08x}"
@@ -123,11 +120,11 @@ def _key(
     needed = [slot for slot in slots.values() if slot.target is not None]
     formats = {slot.source.name + ("" if slot.stored is None else " as stored") for slot in needed}
     return {
-        "checkpoint": _identity(checkpoint),
+        "checkpoint": identity_of(checkpoint),
         "layout": str(layout),
         "dtype": ", ".join(sorted({str(slot.dtype) for slot in needed})),
         "format": ", ".join(sorted(formats)),
-        "model": _digest(_place(slot) for slot in needed),
+        "model": digest(_place(slot) for slot in needed),
         "version of Negamax": str(env.installed_version("negamax")),
     }
 
@@ -143,29 +140,6 @@ def _place(slot: WeightSlot) -> str:
             target.untyped_storage().nbytes(),
         )
     )  # fmt: skip
-
-
-def _identity(checkpoint: Path) -> str:
-    """Of the files that weights are read from: their names, sizes, and times or the hub's commit;
-    and the content of what describes them.
-    """
-    commit = _commit(checkpoint.resolve())
-    described = [path for name in _DESCRIPTIONS for path in sorted(checkpoint.glob(name))]
-    parts = [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in described]
-    for path in sorted(checkpoint.glob("*.safetensors")):
-        found = path.stat()
-        parts.append(f"{path.name} {found.st_size} {commit or found.st_mtime_ns}")
-    return _digest(parts)
-
-
-def _commit(checkpoint: Path) -> str | None:
-    """The commit whose snapshot `checkpoint` is, in a cache of the hub."""
-    is_snapshot = checkpoint.parent.name == "snapshots" and _COMMIT.fullmatch(checkpoint.name)
-    return checkpoint.name if is_snapshot else None
-
-
-def _digest(parts: Iterable[str]) -> str:
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def _blocks(slots: Mapping[str, WeightSlot]) -> dict[str, Tensor]:

@@ -19,10 +19,12 @@ from negamax.checkpoint.hub import resolve_model
 from negamax.checkpoint.split import is_split
 from negamax.cli.flags import completion
 from negamax.config.embedded import QUOTED_NAMES
+from negamax.config.options import SOURCES
 from negamax.config.parallel import ParallelOptions
 from negamax.convert.targets import TARGETS, target_of
 
 if TYPE_CHECKING:
+    from negamax.convert.convert import Conversion
     from negamax.convert.verify import Difference
 
 HELP = f"""Write a checkpoint in another weight format.
@@ -80,6 +82,15 @@ def command(
     revision: Annotated[
         str | None, typer.Option("--revision", help="Branch, tag or commit of a hub model.")
     ] = None,
+    hub: Annotated[
+        str,
+        typer.Option(
+            "--source",
+            help="Hub of models: huggingface, modelscope; auto: huggingface, or modelscope with "
+            "NEGAMAX_USE_MODELSCOPE=1.",
+            autocompletion=completion(SOURCES),
+        ),
+    ] = "auto",
     download_dir: Annotated[
         str | None,
         typer.Option("--download-dir", help="Folder for downloads; default: the hub's cache."),
@@ -91,23 +102,35 @@ def command(
         raise ConfigError(f"--to is missing; allowed: {', '.join(TARGETS)}", hint="or give -tp N")
     splits = ParallelOptions(tensor_parallel_size, expert_parallel_size=expert_parallel_size)
     target = None if to is None else target_of(to)
-    folder = resolve_model(source, revision, download_dir)
+    if hub not in SOURCES:
+        raise ConfigError(f"--source is {hub!r}; allowed: {', '.join(SOURCES)}")
+
+    def conversion_of(folder: Path) -> Conversion:
+        from negamax.convert.convert import Conversion
+
+        return Conversion(
+            model=source,
+            folder=folder,
+            destination=destination.expanduser(),
+            target=target,
+            tp=splits.tensor_parallel_size,
+            ep=splits.num_expert_ranks,
+            revision=revision,
+            allow_lossy=allow_lossy,
+            version=__version__,
+            command=shlex.join(["negamax", *sys.argv[1:]]),
+        )
+
+    def check(folder: Path) -> None:
+        from negamax.convert.convert import check_description
+
+        check_description(conversion_of(folder))
+
+    conversion = conversion_of(resolve_model(source, revision, download_dir, hub, check=check))
     # torch: seconds of import, not needed for a refusal
-    from negamax.convert.convert import Conversion, convert
+    from negamax.convert.convert import convert
     from negamax.convert.verify import compare
 
-    conversion = Conversion(
-        model=source,
-        folder=folder,
-        destination=destination.expanduser(),
-        target=target,
-        tp=splits.tensor_parallel_size,
-        ep=splits.num_expert_ranks,
-        revision=revision,
-        allow_lossy=allow_lossy,
-        version=__version__,
-        command=shlex.join(["negamax", *sys.argv[1:]]),
-    )
     with Progress("converting", unit=format_bytes) as progress:
         checkpoint = convert(conversion, progress=progress)
     ranks = f", split for {tensor_parallel_size} ranks" if tensor_parallel_size > 1 else ""

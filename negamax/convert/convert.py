@@ -6,9 +6,9 @@ last, so that no folder without it is taken for a checkpoint.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -20,19 +20,24 @@ from typing import Any
 from negamax.base.errors import ConfigError, ResourceError
 from negamax.base.log import get_logger
 from negamax.base.progress import ShowProgress, format_bytes
+from negamax.checkpoint.identity import commit_of, identity_of
 from negamax.checkpoint.reader import INDEX_NAME, first_names
 from negamax.checkpoint.split import RANK_INDEX_NAME
-from negamax.config.families import family_of
+from negamax.config import minimax_m2
+from negamax.config.families import family_of, read_spec
 from negamax.config.json_file import read_json_object
 from negamax.config.quantization import PROVENANCE as PROVENANCE
 from negamax.config.quantization import rotation_file
-from negamax.convert.layout import Piece, pieces
+from negamax.convert.layout import Piece, is_other_e4m3, pieces
 from negamax.convert.neuron import file_name, neuron_pieces
 from negamax.convert.shards import Shard, shards_of
-from negamax.convert.source import Source
+from negamax.convert.source import Source, is_linear
 from negamax.convert.targets import Target
 from negamax.convert.threads import in_order
 from negamax.convert.writer import Planned, Record, TensorFile, differences, write_json
+from negamax.kernels.formats import PLAIN, TensorFormat
+from negamax.models.family import names_of
+from negamax.quantization.detect import detect
 
 logger = get_logger(__name__)
 
@@ -43,7 +48,6 @@ _NOT_CARRIED_PREFIXES = (
     RANK_INDEX_NAME.partition("{")[0],
 )  # fmt: skip
 _CARRIED = (".json", ".jinja", ".txt", ".model")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 _SPARE_BYTES = 64 * 2**20  # of disk: tokenizer, index, the file system's own
 
 
@@ -67,9 +71,8 @@ class Conversion:
         return {
             "source": self.model,
             "revision": self.revision,
-            # the hub's folders are named by it
-            "commit": self.folder.name if _COMMIT.fullmatch(self.folder.name) else None,
-            "source_digest": source.digest,
+            "commit": commit_of(self.folder),
+            "source_digest": identity_of(self.folder),
             "source_formats": [stored.name for stored in source.formats] or ["plain"],
             "to": None if self.target is None else self.target.name,
             "tensor_parallel_size": self.tp,
@@ -88,7 +91,7 @@ def convert(conversion: Conversion, *, progress: ShowProgress | None = None) -> 
     destination that will not do; `ResourceError` for too little disk space; those of a load.
     """
     source = Source(conversion.folder)
-    check_path(source, conversion)
+    _check_path(source, conversion)
     identity = conversion.identity(source)
     destination = conversion.destination
     if _is_done(destination, identity):
@@ -100,7 +103,7 @@ def convert(conversion: Conversion, *, progress: ShowProgress | None = None) -> 
         logger.warning("left out %d tensors: %s (%s)", len(left), first_names(left), reason)
     plan = _plan(source, conversion)
     destination.mkdir(parents=True, exist_ok=True)
-    with _alone(destination):
+    with _alone(destination), _disk_errors(destination):
         _run(plan, source, Record(destination, identity), destination, progress)
         _write_indices(destination, plan)
         kept = source.spec.quantization if conversion.target is None else None
@@ -125,6 +128,20 @@ def _alone(folder: Path) -> Iterator[None]:
         ) from None
     finally:
         os.close(handle)
+
+
+@contextmanager
+def _disk_errors(folder: Path) -> Iterator[None]:
+    """Errors: `ResourceError` where the disk of `folder` is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ResourceError(
+            f"{folder} cannot be written: {error.strerror}",
+            hint="free some space and run the same command again: finished files are kept",
+        ) from error
 
 
 def _run(
@@ -222,11 +239,33 @@ def _write(step: _Step, source: Source) -> Iterator[Piece]:
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def check_path(source: Source, conversion: Conversion) -> None:
+def check_description(conversion: Conversion) -> None:
+    """What can be refused of a checkpoint without its weights: it need not be downloaded.
+
+    Errors: `ConfigError` for one that cannot be read, or would be rounded a second time.
+    """
+    spec = read_spec(read_json_object(conversion.folder / "config.json"), conversion.folder)
+    if (scheme := detect(spec.quantization)) is not None:
+        modules = (
+            name.removesuffix(f".{PLAIN.values.name}")
+            for weight in names_of(spec).weights(spec)
+            for name in weight.names()
+            if is_linear(weight, names_of(spec).layer_of(name))
+        )
+        _check_rounding({module: scheme.format_of(module) for module in modules}, conversion)
+
+
+def _check_path(source: Source, conversion: Conversion) -> None:
     """Errors: `ConfigError` for a conversion that loses more than its target must, or changes
     nothing.
     """
     target, hint = conversion.target, "copy the folder, or add --allow-lossy to write it again"
+    architecture = source.spec.architecture
+    if target is not None and target.is_neuron and architecture != minimax_m2.ARCHITECTURE:
+        raise ConfigError(
+            f"--to {target.name} is a layout of MiniMax-M2; {conversion.model} is {architecture}",
+            hint="choose another --to",
+        )
     if conversion.allow_lossy:
         return
     sizes = [(rank.tp, rank.ep) for rank in source.ranks] or [(1, 1)]
@@ -239,25 +278,40 @@ def check_path(source: Source, conversion: Conversion) -> None:
                 hint=hint,
             )
         return
-    stored = source.formats
     scheme = target.scheme()
-    names = ", ".join(one.name for one in stored) or "plain"
     if scheme is None:
         dtypes = {w.move.entries[0].dtype for w in source.weights if w.is_linear}
-        is_same = not stored and dtypes == {"BF16"}
+        is_same = not source.formats and dtypes == {"BF16"}
     else:
-        linear = [weight for weight in source.weights if weight.is_linear]
-        is_same = all(scheme.format_of(weight.module) == weight.format for weight in linear)
+        is_same = all(scheme.format_of(name) == stored for name, stored in source.linear.items())
     if is_same and is_split_so:
         raise ConfigError(
             f"{conversion.model} is stored as {target.name} already; there is nothing to convert",
             hint=hint,
         )
-    is_exact = all(one.name in target.exact_from for one in stored)
-    if scheme is not None and not is_same and not is_exact:
+    _check_rounding(source.linear, conversion)
+
+
+def _check_rounding(modules: Mapping[str, TensorFormat], conversion: Conversion) -> None:
+    """Errors: `ConfigError` where some of `modules`, by the formats in which they are stored, are
+    rounded a second time.
+    """
+    target = conversion.target
+    scheme = None if target is None else target.scheme()
+    if target is None or scheme is None or conversion.allow_lossy:
+        return
+    rounded = {
+        stored.name
+        for name, stored in modules.items()
+        if stored not in (PLAIN, scheme.format_of(name))
+        and scheme.format_of(name) is not PLAIN
+        and not is_other_e4m3(stored, scheme.format_of(name))
+    }
+    if rounded:
         raise ConfigError(
-            f"{conversion.model} is quantised already ({names}); --to {target.name} rounds it a "
-            f"second time, with a relative error of about {target.error:.1%} beside what it has",
+            f"{conversion.model} is quantised already ({', '.join(sorted(rounded))}); --to "
+            f"{target.name} rounds it a second time, with a relative error of about "
+            f"{target.error:.1%} beside what it has",
             hint="convert from bf16 weights, or add --allow-lossy",
         )
 
@@ -269,8 +323,9 @@ def _check_destination(conversion: Conversion) -> None:
             f"DST {conversion.destination} lies in the source {conversion.model}",
             hint="give a folder outside of it",
         )
-    if destination.exists() and not destination.is_dir():
-        raise ConfigError(f"DST {conversion.destination} is a file", hint="give a folder")
+    is_link = conversion.destination.is_symlink()  # to nothing, perhaps
+    if (destination.exists() or is_link) and not destination.is_dir():
+        raise ConfigError(f"DST {conversion.destination} is no folder", hint="give a folder")
     if destination.is_dir() and not (destination / Record.NAME).exists():
         found = sorted(path.name for path in destination.iterdir())
         if found:

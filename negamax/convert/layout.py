@@ -109,7 +109,7 @@ def _quantized(weight: Weight, stored: TensorFormat) -> Piece:
     quantize = stored.quantize
     assert quantize is not None, f"{stored.name} is only read"
 
-    is_e4m3 = _is_other_e4m3(weight.format, stored)
+    is_e4m3 = is_other_e4m3(weight.format, stored)
 
     def make(read: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         plain = weight.dequantize(read)
@@ -125,8 +125,10 @@ def _quantized(weight: Weight, stored: TensorFormat) -> Piece:
     )
 
 
-def _is_other_e4m3(one: TensorFormat, other: TensorFormat) -> bool:
-    """Whether they differ in the form of E4M3 alone, of which MI300 has its own."""
+def is_other_e4m3(one: TensorFormat, other: TensorFormat) -> bool:
+    """Whether they differ in the form of E4M3 alone, of which MI300 has its own: both hold the same
+    values.
+    """
     forms = {each.values.dtypes[0] for each in (one, other)}
     dims, others = ([(t.name, t.dims) for t in each.tensors if t.is_kept] for each in (one, other))
     return forms == {E4M3, E4M3_FNUZ} and dims == others

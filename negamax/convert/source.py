@@ -4,10 +4,9 @@ at a time.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,14 @@ from negamax.quantization.detect import detect
 _OF_ATTENTION = re.compile(r"\.self_attn\.(?!.*(weight|input)_).*(scale|offset|zero_point)$")
 
 
+def is_linear(spec: WeightSpec, layer: int | None) -> bool:
+    """Whether it is a matrix that formats are for: one of a layer that is multiplied in the compute
+    dtype, which a router is not.
+    """
+    is_matrix = len(spec.shape) == 2 and not spec.is_table
+    return is_matrix and spec.dtype is None and layer is not None
+
+
 @dataclass(frozen=True)
 class Weight:
     """One weight of the model, and where it is stored."""
@@ -54,11 +61,8 @@ class Weight:
 
     @property
     def is_linear(self) -> bool:
-        """Whether it is a matrix that formats are for: one of a layer that is multiplied in the
-        compute dtype, which a router is not.
-        """
-        is_matrix = len(self.spec.shape) == 2 and not self.spec.is_table
-        return is_matrix and self.spec.dtype is None and self.layer is not None
+        """See the function."""
+        return is_linear(self.spec, self.layer)
 
     @property
     def format(self) -> TensorFormat:
@@ -135,7 +139,6 @@ class Source:
         self._entries = [read_entries(folder, layout) for layout in layouts]
         entries = join(self._entries) if self.ranks else self._entries[0]
         plan = plan_tensors(entries, slots, self.spec)
-        self.digest = _digest((e for each in self._entries for e in each.values()), self.config)
         by_name = {move.slot.name: move for move in plan.moves}
         self.weights = [
             Weight(name, spec, names.layer_of(name), by_name[name]) for name, spec in specs.items()
@@ -173,8 +176,7 @@ class Source:
         found = (weight.format for weight in self.weights)
         return tuple(dict.fromkeys(stored for stored in found if stored is not PLAIN))
 
-
-def _digest(entries: Iterable[TensorEntry], config: Mapping[str, Any]) -> str:
-    """Of config.json and the files' headers: names, dtypes, shapes, sizes."""
-    lines = sorted(f"{e.name} {e.dtype} {e.shape} {e.file.name} {e.offset}" for e in entries)
-    return hashlib.sha256("\n".join([repr(sorted(config.items())), *lines]).encode()).hexdigest()
+    @property
+    def linear(self) -> dict[str, TensorFormat]:
+        """The format of each matrix that formats are for, by its module."""
+        return {one.module: one.format for one in self.weights if one.is_linear}

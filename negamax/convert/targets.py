@@ -13,7 +13,7 @@ from typing import Any
 from negamax.base.errors import ConfigError
 from negamax.config.quantization import QuantizationSpec
 from negamax.kernels.float_formats import MX_GROUP
-from negamax.kernels.formats import E4M3, E4M3_BLOCKS, E4M3_FNUZ, E4M3_GROUP
+from negamax.kernels.formats import E4M3, E4M3_FNUZ, E4M3_GROUP
 from negamax.quantization.detect import detect
 from negamax.quantization.scheme import Scheme
 
@@ -32,7 +32,6 @@ class Target:
     summary: str
     error: float
     description: Mapping[str, Any] | None  # `quantization_config`; None: plain
-    exact_from: tuple[str, ...] = ()  # formats whose values it has, too
 
     @property
     def is_neuron(self) -> bool:
@@ -95,14 +94,12 @@ _ALL = (
         "FP8 with 128 x 128 blocks, MiniMax's own format",
         0.027,
         _FP8_BLOCKS,
-        exact_from=("fp8_e4m3fnuz_block_128x128",),
     ),
     Target(
         "fp8-fnuz",
         "FP8 with 128 x 128 blocks in the values of MI300",
         0.027,
         {**_FP8_BLOCKS, "fmt": E4M3_FNUZ},
-        exact_from=(E4M3_BLOCKS.name,),
     ),
     Target(
         "fp8-channel",

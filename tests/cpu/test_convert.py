@@ -4,6 +4,7 @@ survive a kill, memory that does not grow with the model, and what is refused.
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -33,6 +34,7 @@ from negamax.convert.convert import PROVENANCE, Conversion, convert
 from negamax.convert.source import Source
 from negamax.convert.targets import TARGETS, target_of
 from negamax.convert.verify import compare
+from negamax.convert.writer import TensorFile
 from negamax.kernels.platform import CPU
 from negamax.kernels.registry import resolve
 from negamax.models.registry import build_model
@@ -345,9 +347,12 @@ def test_destinations_that_will_not_do_are_refused(
         (bf16 / "out", "lies in the source"),
         (bf16, "lies in the source"),
         (tmp_path, "has other content: file"),
-        (tmp_path / "file", "is a file"),
+        (tmp_path / "file", "is no folder"),
+        (tmp_path / "link", "is no folder"),
     ):
         (tmp_path / "file").write_text("")
+        (tmp_path / "link").unlink(missing_ok=True)
+        (tmp_path / "link").symlink_to("nowhere")
         with pytest.raises(ConfigError, match=message):
             convert(conversion(bf16, destination, "int8"))
     monkeypatch.setattr(converting, "_SPARE_BYTES", 2**60)
@@ -428,6 +433,8 @@ def test_a_split_m3_loads_however_its_index_keys_are_held(tmp_path: Path) -> Non
     (whole / "config.json").write_text(json.dumps(config))
     save_file(random_weights(spec, 0), whole / "model.safetensors")
     convert(Conversion("x", whole, out, None, tp=2))
+    with pytest.raises(ConfigError, match="fp8-neuron is a layout of MiniMax-M2; x is MiniMaxM3"):
+        convert(Conversion("x", whole, tmp_path / "neuron", target_of("fp8-neuron")))
     for rank, sharded_index in ((0, False), (1, False), (1, True)):
         expected, found = (
             loaded(folder, ParallelLayout(rank=rank, tp=2), split=folder is out,
@@ -514,6 +521,88 @@ def test_values_that_are_none_are_refused(tmp_path: Path) -> None:
     save_file(tensors, file)
     with pytest.raises(CheckpointError, match=rf"NaN or infinite: {name}"):
         convert(conversion(source, tmp_path / "out", "fp8-block"))
+
+
+def test_weights_that_are_exchanged_are_another_source(tmp_path: Path) -> None:
+    """Those of another training have the same names, shapes and description."""
+    source = write_source(tmp_path / "source")
+    convert(conversion(source, tmp_path / "done", "int8"))
+    with pytest.raises(KeyboardInterrupt):
+        convert(conversion(source, tmp_path / "begun", "int8"), progress=interrupt_at(20))
+    tensors = load_file(source / FILES[0])
+    save_file({name: -one for name, one in tensors.items()}, source / FILES[0])
+    with pytest.raises(ConfigError, match="has other content"):
+        convert(conversion(source, tmp_path / "done", "int8"))
+    with pytest.raises(CheckpointError, match=r"another conversion \(other: source_digest\)"):
+        convert(conversion(source, tmp_path / "begun", "int8"))
+
+
+def test_a_disk_that_becomes_full_costs_the_file_that_was_being_written(
+    bf16: Path, converted: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, left = TensorFile.write, 30
+
+    def full(self: TensorFile, planned: Any, tensor: Tensor) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(self, planned, tensor)
+
+    monkeypatch.setattr(TensorFile, "write", full)
+    with pytest.raises(ResourceError, match=r"out cannot be written: No space left"):
+        convert(conversion(bf16, tmp_path / "out", "int8"))
+    assert [path.name for path in (tmp_path / "out").glob("*.safetensors")] == [
+        "model-00000-of-00003.safetensors"
+    ]
+    monkeypatch.undo()
+    convert(conversion(bf16, tmp_path / "out", "int8"))
+    assert stored(tmp_path / "out") == stored(converted["int8"])
+
+
+def test_what_would_be_rounded_twice_is_refused_before_its_weights_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where attention alone, or nothing, has the same values in the target."""
+
+    def group(targets: list[str], **weights: Any) -> dict[str, Any]:
+        weights = {"symmetric": True, "dynamic": False, **weights}
+        return {"targets": targets, "weights": weights}
+
+    blocks = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
+    ints = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+    described = {
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision",
+        "ignore": ["lm_head", "re:.*gate$"],
+        "config_groups": {
+            "a": {**group(["re:.*self_attn.*"], **blocks), "format": "float-quantized"},
+            "b": {**group(["re:.*experts.*"], **ints), "format": "pack-quantized"},
+        },
+    }
+    names = {"architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2"}
+    config = {**names, "dtype": "bfloat16", **SIZES, "quantization_config": described}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = []
+
+    def resolve(model: str, *more: Any, check: Any) -> Path:
+        asked.append((model, *more))
+        check(tmp_path)
+        raise ConfigError("weights are fetched")
+
+    monkeypatch.setattr("negamax.cli.convert.resolve_model", resolve)
+    line = ["convert", "lab/model", str(tmp_path / "out"), "--source", "modelscope"]
+    for to, more, words in (
+        ("fp8-fnuz", [], "already (fp8_e4m3_block_128x128, packed_int4_group_32); --to fp8-fnuz"),
+        ("int4", [], "already (packed_int4_group_32); --to int4 rounds it"),
+        ("int4", ["--allow-lossy"], "weights are fetched"),
+        ("bf16", [], "weights are fetched"),
+    ):
+        assert main([*line, "--to", to, *more]) == 2
+        assert words in capsys.readouterr().err
+    assert asked[0] == ("lab/model", None, None, "modelscope")
+    assert main([*line[:-1], "x", "--to", "bf16"]) == 2
+    assert "--source is 'x'; allowed: auto, huggingface, modelscope" in capsys.readouterr().err
 
 
 def test_two_at_once_do_not_write_to_one_folder(bf16: Path, tmp_path: Path) -> None:

@@ -1,0 +1,36 @@
+"""Which checkpoint a folder holds: what is made of it is known by that to be of it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_DESCRIPTIONS = ("config.json", "hf_quant_config.json", "quant_model_description*.json")
+
+
+def identity_of(folder: Path) -> str:
+    """Of the files that weights are read from: their names, sizes, and times or the hub's commit;
+    and the content of what describes them.
+    """
+    commit = commit_of(folder)
+    described = [path for name in _DESCRIPTIONS for path in sorted(folder.glob(name))]
+    parts = [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in described]
+    for path in sorted(folder.glob("*.safetensors")):
+        found = path.stat()
+        parts.append(f"{path.name} {found.st_size} {commit or found.st_mtime_ns}")
+    return digest(parts)
+
+
+def commit_of(folder: Path) -> str | None:
+    """The commit whose snapshot `folder` is, in a cache of the hub."""
+    folder = folder.resolve()
+    is_snapshot = folder.parent.name == "snapshots" and _COMMIT.fullmatch(folder.name)
+    return folder.name if is_snapshot else None
+
+
+def digest(parts: Iterable[str]) -> str:
+    """SHA-256 of lines, in hexadecimal digits."""
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
