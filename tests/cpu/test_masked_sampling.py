@@ -10,23 +10,16 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from sampling_support import CPU, REFERENCES, VOCAB, rows_of
 
-from negamax.kernels.platform import platform_of
-from negamax.kernels.registry import OPS, KernelTable
 from negamax.parallel.collectives import SingleRank
-from negamax.scheduler.request import SamplingParams
-from negamax.scheduler.step import GrammarBitmask, NewRow, StepPlan
+from negamax.scheduler.step import GrammarBitmask, StepPlan
 from negamax.worker.batch import sample_inputs
 from negamax.worker.grammar_bitmask import PendingBitmask, RowBitmasks
 from negamax.worker.request_state import RequestState
 from negamax.worker.sampler import BROKEN, Sampled, Sampler
 from negamax.worker.separate_rows import _single_row
 
-VOCAB = 500
-CPU = torch.device("cpu")
-REFERENCES = KernelTable.of(
-    (op.reference for op in OPS.values()), platform=platform_of(CPU), dtype=torch.bfloat16
-)
 KINDS: tuple[dict[str, object], ...] = (
     {},
     {"top_k": 40, "top_p": 0.95},
@@ -45,25 +38,6 @@ def packed(*token_ids: int) -> bytes:
     bits = np.zeros(VOCAB, dtype=np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little").tobytes()
-
-
-def rows_of(kinds: tuple[dict[str, object], ...]) -> RequestState:
-    rows = RequestState(len(kinds), 64, max_blocks=4, eos_token_ids=(1,), device=CPU)
-    defaults = {
-        "temperature": 1.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "max_tokens": 5,
-    }
-    for slot, kind in enumerate(kinds):
-        rows._assign(
-            NewRow(
-                slot, [7, 8, 9, 9], 3, 0, [0], SamplingParams(**(defaults | {"seed": slot} | kind))
-            )
-        )
-    return rows
 
 
 def some_logits(num_rows: int, seed: int) -> torch.Tensor:

@@ -6,21 +6,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sampling_support import REFERENCES, VOCAB, rows_of
 
-from negamax.kernels.platform import platform_of
-from negamax.kernels.registry import OPS, KernelTable
 from negamax.parallel.collectives import SingleRank
-from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import NewRow
 from negamax.worker.batch import sample_inputs
 from negamax.worker.request_state import RequestState
 from negamax.worker.sampler import BROKEN, Sampler
 
-VOCAB = 500
-CPU = torch.device("cpu")
-REFERENCES = KernelTable.of(
-    (op.reference for op in OPS.values()), platform=platform_of(CPU), dtype=torch.bfloat16
-)
 KINDS = (
     {"top_k": 40, "top_p": 0.95},
     {"top_k": 3},
@@ -33,25 +26,6 @@ KINDS = (
     {"temperature": 0.0, "allowed_token_ids": tuple(range(100, 200))},
     {"top_k": 5, "logprobs": 2, "allowed_token_ids": (3, 250, 499)},
 )
-
-
-def rows_of(kinds: tuple[dict[str, object], ...]) -> RequestState:
-    rows = RequestState(len(kinds), 64, max_blocks=4, eos_token_ids=(1,), device=CPU)
-    defaults = {
-        "temperature": 1.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "max_tokens": 5,
-    }
-    for slot, kind in enumerate(kinds):
-        rows._assign(
-            NewRow(
-                slot, [7, 8, 9, 9], 3, 0, [0], SamplingParams(**(defaults | {"seed": slot} | kind))
-            )
-        )
-    return rows
 
 
 def sampler(rows: RequestState, *, on_shards: bool) -> Sampler:

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.certificates import make_certificate
 from tests.e2e.conftest import STUB, Server, eventually, serving
 from tests.e2e.listening import strangers_doors
 from tests.e2e.test_api_errors import CHAT, HELLO, error_of
@@ -134,22 +135,7 @@ def test_tls_with_a_certificate_and_its_key(
 
     def make(name: str) -> tuple[str, str]:
         certificate, key = str(tmp_path / f"{name}.crt"), str(tmp_path / f"{name}.key")
-        request = [
-            "openssl",
-            "req",
-            "-x509",
-            "-newkey",
-            "rsa:2048",
-            "-nodes",
-            "-days",
-            "1",
-            "-subj",
-            "/CN=localhost",
-        ]
-        names = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-        subprocess.run(
-            [*request, *names, "-keyout", key, "-out", certificate], check=True, capture_output=True
-        )
+        make_certificate(certificate, key)
         return certificate, key
 
     certificate, key = make("server")

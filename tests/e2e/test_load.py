@@ -4,37 +4,18 @@ hours.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests import tool_reports
 from tests.speed import slowness
 
 ROOT = Path(__file__).parents[2]
 
 
-def report(scenario: str, folder: Path, *options: str) -> dict[str, Any]:
-    """What the tool says about one scenario, which must have held."""
-    file = folder / "report.json"
-    command = [
-        sys.executable,
-        str(ROOT / "tools" / "load_test.py"),
-        "--small",
-        "--scenario",
-        scenario,
-        "--json",
-        str(file),
-        *options,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found: dict[str, Any] = json.loads(file.read_text())[scenario]
-    assert found["problems"] == []
-    return found
+report = partial(tool_reports.report, "load_test.py", "--scenario")
 
 
 def test_mixed_load_leaves_no_error_and_nothing_held(tmp_path: Path) -> None:

@@ -4,34 +4,17 @@ the cache is found again.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from tests import tool_reports
 
 ROOT = Path(__file__).parents[2]
 M3_LAYOUT = ROOT / "tests" / "minimax_m3_layout.jinja"
 
 
-def report(day: str, folder: Path, *options: str) -> dict[str, Any]:
-    """What the tool says about one day, which nothing may have broken."""
-    file = folder / "report.json"
-    command = [
-        sys.executable,
-        str(ROOT / "tools" / "replay_day.py"),
-        "--small",
-        "--day",
-        day,
-        "--json",
-        str(file),
-        *options,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found: dict[str, Any] = json.loads(file.read_text())[day]
-    assert found["problems"] == []
-    return found
+report = partial(tool_reports.report, "replay_day.py", "--day")
 
 
 def check_scripted(found: dict[str, Any]) -> None:

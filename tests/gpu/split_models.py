@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_gpu_engine import AGREEMENT, GREEDY, agreement, answers_of_m3, prompts
+from test_gpu_engine import AGREEMENT, GREEDY, agreement, answers_of_m3, mixed_run, prompts
 
 from negamax import LLM
+from negamax.config.options import EngineOptions
+from negamax.engine.core.setup import start_loop
 
 # (`decode_context_parallel_size` is a part of the tensor-parallel one)
 SIZES = (
@@ -56,3 +58,19 @@ def check_nano_m3(options: dict[str, Any]) -> None:
     share = agreement(answers_of_m3(device="cuda"), answers_of_m3(device="cuda", **options))
     print(f"agreement of nano-m3 on {options} with one GPU: {share:.4f}")
     assert share >= AGREEMENT
+
+
+def check_mixed_run(
+    model: str, options: dict[str, Any], *, layers: int = 2, blocks: int = 160
+) -> None:
+    """A long mixed run (`test_gpu_engine.mixed_run`) of the model's own kernels and sizes, on few
+    layers, ends with every block free.
+    """
+    skip_without(options)
+    sizes = {"max_model_len": 8320, "num_kv_blocks": blocks, "max_num_seqs": 64}
+    drawn = {"load_format": "synthetic", "num_hidden_layers": layers, "device": "cuda"}
+    loop, info = start_loop(EngineOptions(model, **drawn, **sizes, **options))
+    try:
+        mixed_run(loop, longest=min(8000, info.max_model_len - 301))
+    finally:
+        loop.shutdown()

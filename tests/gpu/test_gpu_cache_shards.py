@@ -12,11 +12,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))
 
-from split_models import answers, check_nano, check_nano_m3, skip_without
-from test_gpu_engine import _mixed_run
-
-from negamax.config.options import EngineOptions
-from negamax.engine.core.setup import start_loop
+from split_models import answers, check_mixed_run, check_nano, check_nano_m3
 
 # the embedded models have two KV heads
 FOUR: dict[str, Any] = {"tensor_parallel_size": 4, "decode_context_parallel_size": 2}
@@ -66,14 +62,5 @@ def test_nano_m3_agrees_with_one_rank(options: dict[str, Any]) -> None:
     ids=str,
 )  # fmt: skip
 def test_a_long_mixed_run_ends_with_every_block_free(model: str, options: dict[str, Any]) -> None:
-    """The model's own kernels and sizes, four layers, one of them with a choice of blocks: prompts
-    of up to 8,000 tokens beside short ones, preemptions, aborts.
-    """
-    skip_without(options)
-    sizes = {"max_model_len": 8320, "num_kv_blocks": 80, "max_num_seqs": 64}
-    drawn = {"load_format": "synthetic", "num_hidden_layers": 4, "device": "cuda"}
-    loop, info = start_loop(EngineOptions(model, **drawn, **sizes, **options))
-    try:
-        _mixed_run(loop, longest=min(8000, info.max_model_len - 301))
-    finally:
-        loop.shutdown()
+    """Four layers, one of them with a choice of blocks."""
+    check_mixed_run(model, options, layers=4, blocks=80)

@@ -12,12 +12,10 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))
 
-from split_models import answers, check_nano, check_nano_m3, skip_without
-from test_gpu_engine import _mixed_run, prompts
+from split_models import answers, check_mixed_run, check_nano, check_nano_m3, skip_without
+from test_gpu_engine import prompts
 
 from negamax import LLM, SamplingParams
-from negamax.config.options import EngineOptions
-from negamax.engine.core.setup import start_loop
 
 RANKS: list[dict[str, Any]] = [
     {"data_parallel_size": 2},
@@ -65,14 +63,4 @@ def test_a_seed_gives_the_same_text_on_either_rank() -> None:
 
 @pytest.mark.parametrize("options", [RANKS[1], RANKS[4], RANKS[5], RANKS[6]], ids=str)
 def test_a_long_mixed_run_ends_with_every_block_free(options: dict[str, Any]) -> None:
-    """M2's own kernels and sizes, two layers: prompts of up to 8,000 tokens beside short ones,
-    preemptions, aborts.
-    """
-    skip_without(options)
-    sizes = {"max_model_len": 8320, "num_kv_blocks": 160, "max_num_seqs": 64}
-    model = {"load_format": "synthetic", "num_hidden_layers": 2, "device": "cuda"}
-    loop, info = start_loop(EngineOptions("minimax-m2", **model, **sizes, **options))
-    try:
-        _mixed_run(loop, longest=min(8000, info.max_model_len - 301))
-    finally:
-        loop.shutdown()
+    check_mixed_run("minimax-m2", options)

@@ -264,12 +264,13 @@ def test_a_long_mixed_run_ends_with_every_block_free(model: str) -> None:
         EngineOptions(model=model, device="cuda", **(small if model == "nano" else wide))
     )
     try:
-        _mixed_run(loop, longest=min(8000, info.max_model_len - 301))
+        mixed_run(loop, longest=min(8000, info.max_model_len - 301))
     finally:
         loop.shutdown()
 
 
-def _mixed_run(loop: EngineLoop, *, longest: int) -> None:
+def mixed_run(loop: EngineLoop, *, longest: int) -> None:
+    """200 requests of 1 to `longest` tokens: preemptions, chunks, aborts in every state."""
     draw = random.Random(3)
     waiting = []
     for number in range(200):

@@ -11,7 +11,6 @@ import resource
 import shutil
 import socket
 import ssl
-import subprocess
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ from negamax.api import auth
 from negamax.api.http import listening, protocol
 from negamax.api.http.listening import Acceptor, ConnectionLimits, TlsFiles
 from negamax.base.errors import ConfigError, RequestTimeoutError
+from tests.certificates import make_certificate
 
 FREE = ConnectionLimits(in_all=100, per_address=100)
 BIG = b"x" * 10_000_000  # more than the buffers of both kernels' sockets take
@@ -197,22 +197,6 @@ def tls_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     certificate, key = str(folder / "certificate.pem"), str(folder / "key.pem")
     make_certificate(certificate, key)
     return certificate, key
-
-
-def make_certificate(certificate: str, key: str) -> None:
-    request = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "rsa:2048",
-        "-nodes",
-        "-days",
-        "1",
-        "-subj",
-        "/CN=localhost",
-    ]
-    subprocess.run([*request, "-out", certificate, "-keyout", key], check=True, capture_output=True)
 
 
 def test_handshakes_count_as_connections_and_end_in_time(

@@ -1,0 +1,14 @@
+"""Self-signed certificates of this machine, for tests of TLS."""
+
+from __future__ import annotations
+
+import subprocess
+
+_REQUEST = "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost -addext"
+_NAMES = "subjectAltName=DNS:localhost,IP:127.0.0.1"
+
+
+def make_certificate(certificate: str, key: str) -> None:
+    """Write one that is good for a day, and its key, to these files."""
+    command = [*_REQUEST.split(), _NAMES, "-out", certificate, "-keyout", key]
+    subprocess.run(command, check=True, capture_output=True)
