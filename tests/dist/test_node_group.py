@@ -47,9 +47,11 @@ class Peer:
     def beat(self, session: str, *, death: str | None = None, silence: float = 0.0) -> None:
         self.say(self.next_beat(session, death, silence))
 
-    def next_beat(self, session: str, death: str | None = None, silence: float = 0.0) -> wire.Beat:
+    def next_beat(
+        self, session: str, death: str | None = None, silence: float = 0.0
+    ) -> wire.AgentHeartbeat:
         self.num_beats += 1
-        return wire.Beat(self.node, self.name, session, self.num_beats, death, 1, silence)
+        return wire.AgentHeartbeat(self.node, self.name, session, self.num_beats, death, 1, silence)
 
     def throw(self, frame: bytes) -> None:
         """As a datagram."""
@@ -62,7 +64,7 @@ class Peer:
         """The next message of a kind; others are left out."""
         deadline = time.monotonic() + seconds
         while self.socket.poll(max(0, round(1000 * (deadline - time.monotonic())))):
-            message = wire.from_leader.decode(self.socket.recv())
+            message = wire.from_node_0.decode(self.socket.recv())
             if isinstance(message, kind):
                 return message
         raise AssertionError(f"no {kind.__name__}")
@@ -92,7 +94,7 @@ class Setting:
         start = peer.hear(wire.Start)
         assert (start.first_rank, start.last_rank) == (1, 1)
         peer.beat(start.session)
-        assert peer.hear(wire.Alive).session == start.session
+        assert peer.hear(wire.Node0Heartbeat).session == start.session
         return peer, start.session
 
     def death(self, seconds: float = 20.0) -> str:
@@ -153,8 +155,8 @@ def test_agents_that_cannot_join_are_told_why(setting: Setting) -> None:
 def test_what_an_agent_says_of_its_ranks_counts(setting: Setting) -> None:
     peer, session = setting.started("a")
     peer.beat(session, silence=4.5)
-    peer.hear(wire.Alive)
-    peer.hear(wire.Alive)
+    peer.hear(wire.Node0Heartbeat)
+    peer.hear(wire.Node0Heartbeat)
     assert setting.group.longest_silence() == (1, 4.5)
     beat = peer.next_beat(session, "rank 1 ended with exit code 3")
     peer.throw(wire.encoder.encode(beat))
@@ -163,7 +165,7 @@ def test_what_an_agent_says_of_its_ranks_counts(setting: Setting) -> None:
     ends: list[str | None] = []
     deadline = time.monotonic() + 5.0
     while not any(ends) and time.monotonic() < deadline:
-        ends += [wire.sign.decode(frame).end for frame, _ in peer.datagrams.receive()]
+        ends += [wire.heartbeat.decode(frame).end for frame, _ in peer.datagrams.receive()]
         time.sleep(0.02)
     assert ends[-1] == "rank 1 ended with exit code 3 on node 1 (host)"
 
@@ -177,7 +179,7 @@ def test_an_agent_that_ends_is_lost_at_once(setting: Setting) -> None:
 def test_an_agent_that_lost_its_ranks_is_lost(setting: Setting) -> None:
     peer, session = setting.started("a")
     peer.beat(session)
-    peer.hear(wire.Alive)
+    peer.hear(wire.Node0Heartbeat)
     peer.join()
     assert setting.death() == "node 1 (host) has lost its ranks"
 
@@ -199,7 +201,7 @@ def test_datagrams_are_signs_of_life_unless_they_are_old_or_strange(setting: Set
     first = wire.encoder.encode(peer.next_beat(session))
     second = peer.next_beat(session)
     peer.say(second)  # over the connection, which may be the faster one
-    peer.hear(wire.Alive)
+    peer.hear(wire.Node0Heartbeat)
     peer.throw(wire.encoder.encode(second))
     began = time.monotonic()
     heard: list[bytes] = []
@@ -208,7 +210,7 @@ def test_datagrams_are_signs_of_life_unless_they_are_old_or_strange(setting: Set
         time.sleep(wire.BEAT_SECONDS)
         heard += [frame for frame, _ in peer.datagrams.receive()]
     assert setting.group.death() is None
-    words = [wire.sign.decode(frame) for frame in heard]
+    words = [wire.heartbeat.decode(frame) for frame in heard]
     assert {word.session for word in words} == {session} and len(words) > 5
     assert [word.number for word in words] == sorted({word.number for word in words})
     peer.throw(b"no message")
@@ -247,12 +249,12 @@ def test_strangers_that_hang_up_say_nothing_of_a_node(setting: Setting) -> None:
     """Something that looks whether a port is open, as load balancers do."""
     peer, session = setting.started("a")
     peer.beat(session)
-    peer.hear(wire.Alive)
+    peer.hear(wire.Node0Heartbeat)
     for _ in range(3):
         socket.create_connection(("127.0.0.1", setting.port)).close()
     began = time.monotonic()
     assert "gives no sign of life for 2." in setting.death()
-    assert time.monotonic() - began > (wire.HANG_UP_SECONDS + wire.SILENCE_SECONDS) / 2
+    assert time.monotonic() - began > (wire.DISCONNECTED_SECONDS + wire.SILENCE_SECONDS) / 2
 
 
 def test_a_node_that_has_not_heard_its_start_is_told_again(setting: Setting) -> None:
@@ -264,7 +266,7 @@ def test_a_node_that_has_not_heard_its_start_is_told_again(setting: Setting) -> 
     peer.join()
     assert peer.hear(wire.Start) == start
     peer.beat(start.session)
-    assert peer.hear(wire.Alive).session == start.session
+    assert peer.hear(wire.Node0Heartbeat).session == start.session
 
 
 def test_a_udp_port_that_is_taken_is_named() -> None:
@@ -283,7 +285,7 @@ def test_a_stop_in_order_is_heard_by_all(
     setting.group.expect_end()
     for _ in range(3):
         peer.beat(session, death="rank 1 ended with exit code 0")
-        peer.hear(wire.Alive)
+        peer.hear(wire.Node0Heartbeat)
     stopping = threading.Thread(
         target=setting.group.stop, kwargs={"timeout": 1.0, "restarts": False}
     )

@@ -129,7 +129,7 @@ class Leader:
             self.heard.append(message)
             if isinstance(message, wire.Join):
                 answer: Any = wire.Start("of this test", 1, 1, addresses, {})
-            elif isinstance(message, wire.Beat):
+            elif isinstance(message, wire.AgentHeartbeat):
                 answer = wire.Stop("the engine is started again", for_good=False)
             else:
                 break
@@ -148,4 +148,4 @@ def test_an_agent_of_ray_ends_with_its_ranks() -> None:
     leader.thread.join(20.0)
     leader.context.destroy(linger=0)
     kinds = [type(message) for message in leader.heard]
-    assert kinds[0] is wire.Join and wire.Beat in kinds and kinds[-1] is wire.Leave
+    assert kinds[0] is wire.Join and wire.AgentHeartbeat in kinds and kinds[-1] is wire.Leave

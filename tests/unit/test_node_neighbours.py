@@ -22,13 +22,14 @@ def test_who_was_heard_and_is_not_any_more_is_lost(monkeypatch: pytest.MonkeyPat
         return lost
 
     assert pass_seconds(10.0) is None  # UDP between them may be blocked
-    neighbours.hear(wire.Hello(2, "s", 5))
+    neighbours.receive(wire.PeerHeartbeat(2, "s", 5))
     assert pass_seconds(wire.NEIGHBOUR_SECONDS) is None
+    beat = wire.PeerHeartbeat
     for stale in (
-        wire.Hello(2, "s", 5), wire.Hello(2, "s", 4), wire.Hello(2, "another", 9),
-        wire.Hello(9, "s", 9),
+        beat(2, "s", 5), beat(2, "s", 4), beat(2, "another", 9),
+        beat(9, "s", 9),
     ):  # fmt: skip
-        neighbours.hear(stale)
+        neighbours.receive(stale)
     assert pass_seconds(0.4) == "node 2 was not heard for 2.6 s"
-    neighbours.hear(wire.Hello(2, "s", 6))
+    neighbours.receive(wire.PeerHeartbeat(2, "s", 6))
     assert pass_seconds(0.2) is None

@@ -1,5 +1,5 @@
-"""The other nodes' side: an agent that joins node 0, starts the ranks of its machine when it is
-told to, ends them when node 0 is lost, and joins again.
+"""The agent of every node but the first. It joins node 0 and starts the ranks of its machine when
+node 0 says so. When it loses node 0, it ends these ranks and joins again.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from negamax.worker.node_sockets import connect, tcp_endpoint
 
 logger = get_logger(__name__)
 
-SHUTDOWN_SECONDS = 5.0  # in which ranks that are told to end do so
-ABORT_SECONDS = 0.3  # in which kernels that wait for other ranks give up
-_LOOK_MS = 50
+SHUTDOWN_SECONDS = 5.0  # for ranks to end in order
+ABORT_SECONDS = 0.3  # for kernels that wait for other ranks to give up
+_POLL_MS = 50
 _RECONNECT_MS = 100
-_REMINDER_SECONDS = 10.0  # between two lines about node 0, and two looks for it
-_LAST_WORD_MS = 500
+_REMINDER_SECONDS = 10.0  # between log lines about node 0, and between attempts to find it
+_LINGER_MS = 500
 _PROBE_SECONDS = 1.0
 
 
@@ -58,8 +58,9 @@ class Agent:
         waits_again: bool = True,
         health: NodeHealth | None = None,
     ) -> None:
-        """`share`: of this machine; where its ranks show that they live is filled in here. Without
-        `waits_again` it ends with the first ranks that it has started, whatever ended them.
+        """`share`: what only this machine has; its file of heartbeats and its interface are filled
+        in here. Without `waits_again` the agent ends with the first ranks that it has started,
+        whatever ended them.
         """
         self._health = health
         self._options = options
@@ -71,29 +72,29 @@ class Agent:
         self._socket: zmq.Socket[bytes] | None = None
         self._datagrams: Datagrams | None = None
         self._place: network.Place | None = None
-        self._looked_at = float("-inf")
+        self._connected_at = float("-inf")
         self._next_probe = 0.0
         self._silence = Silence()
-        self._num_heard = 1
-        self._leader = ""
-        self._said, self._said_at = "", 0.0
+        self._num_received = 1
+        self._node_0 = ""
+        self._logged, self._logged_at = "", 0.0
         self._folder: PrivateFolder | None = None
         self._session = ""  # of node 0, until it knows that the ranks have ended
         self._ranks: LocalRanks | None = None
         self._watch: LocalWatch | None = None
         self._death: str | None = None  # why the ranks were ended here
-        self._num_said = 0
-        self._last_alive = 0
+        self._num_sent = 0
+        self._last_heartbeat = 0
         self._neighbours = Neighbours("", {})
         self._is_stopped = False
 
     def run(self) -> None:
-        """Until node 0 says that it ends, or SIGINT or SIGTERM. Errors: `ConfigError` where node 0
-        refuses this node.
+        """Run until node 0 ends for good, or SIGINT or SIGTERM comes. Errors: `ConfigError` where
+        node 0 refuses this node.
         """
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
-        next_word = 0.0
+        next_beat = 0.0
         if self._health is not None:
             self._health.watch(self._what_is_missing)
         try:
@@ -101,75 +102,75 @@ class Agent:
                 if self._health is not None:
                     self._health.turn()
                 if self._socket is None:
-                    self._look_for_leader()
-                self._listen()
+                    self._connect()
+                self._receive()
                 now = time.monotonic()
-                if now >= next_word:
-                    next_word = now + wire.BEAT_SECONDS
-                    self._speak()
-                self._mind_the_silence(now)
-            self._leave()
+                if now >= next_beat:
+                    next_beat = now + wire.BEAT_SECONDS
+                    self._report()
+                self._check_silence(now)
+            self._send_leave()
         finally:
             self._end_ranks()
-            self._hang_up()
+            self._disconnect()
             self._context.term()
 
     def _on_signal(self, *_: object) -> None:
         self._is_stopped = True
 
-    # The way to node 0
+    # The connection to node 0
 
-    def _look_for_leader(self) -> None:
-        """Connect to node 0, where its name can be resolved and there is a way to it."""
+    def _connect(self) -> None:
+        """Connect to node 0, if its name can be resolved and there is a route to it."""
         now = time.monotonic()
-        if now < self._looked_at + wire.BEAT_SECONDS:
-            time.sleep(_LOOK_MS / 1000)
+        if now < self._connected_at + wire.BEAT_SECONDS:
+            time.sleep(_POLL_MS / 1000)
             return
-        self._looked_at = now
+        self._connected_at = now
         options = self._options
         try:
             address = network.resolve(options.master_addr or "")
             place = network.place_of_agent(options, address)
         except network.UnreachableError as error:
-            self._say_waiting(str(error))
+            self._log_waiting(str(error))
             return
         if self._place != place:
             logger.info("node %d is at %s", options.node_rank, place)
             self._place = place
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.linger = _LAST_WORD_MS
-        self._socket.immediate = True  # nothing is kept for a node 0 that is not there
+        self._socket.linger = _LINGER_MS
+        self._socket.immediate = True  # queue nothing while there is no connection
         self._socket.reconnect_ivl = _RECONNECT_MS
         self._socket.heartbeat_ivl = 1000
         self._socket.heartbeat_timeout = 2000
-        self._leader = address
+        self._node_0 = address
         connect(self._socket, tcp_endpoint(address, options.master_port))
         self._datagrams = Datagrams(place.address)
-        if not self._said:
-            self._say_waiting("")
+        if not self._logged:
+            self._log_waiting("")
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         if self._socket is not None and self._datagrams is not None:
             self._socket.close()
             self._datagrams.close()
             self._socket = self._datagrams = None
 
-    def _mind_the_silence(self, now: float) -> None:
-        """End ranks that node 0 does not ask for any more, and look for it from time to time."""
-        seconds = self._silence.seconds(self._num_heard)
+    def _check_silence(self, now: float) -> None:
+        """End the ranks once node 0 is silent for too long; then look for it now and then."""
+        seconds = self._silence.seconds(self._num_received)
         if self._ranks is not None and seconds > wire.SILENCE_SECONDS:
             logger.error("node 0 gives no sign of life for %.1f s: the ranks end", seconds)
             self._death = f"node 0 was not heard for {seconds:.1f} s"
-            self._speak()  # it may hear this node
+            self._report()  # node 0 may still receive it
             self._end_ranks(death=self._death)
         elif self._socket is not None and seconds > wire.SILENCE_SECONDS and now > self._next_probe:
             self._next_probe = now + _REMINDER_SECONDS
-            self._say_waiting(self._what_is_wrong())
-            self._hang_up()  # its name may mean another address by now
+            self._log_waiting(self._why_no_answer())
+            self._disconnect()  # its name may mean another address by now
 
-    def _what_is_wrong(self) -> str:
+    def _why_no_answer(self) -> str:
         """Why node 0 does not answer."""
-        address = (self._leader, self._options.master_port)
+        address = (self._node_0, self._options.master_port)
         try:
             sockets.create_connection(address, timeout=_PROBE_SECONDS).close()
         except OSError as error:
@@ -185,60 +186,60 @@ class Agent:
             return ""
         return f"waiting for node 0 at {options.master_addr}:{options.master_port}"
 
-    def _say_waiting(self, reason: str) -> None:
-        """Say once, and again after some time, what is waited for."""
+    def _log_waiting(self, reason: str) -> None:
+        """Log what is waited for: once, and again after some time."""
         options = self._options
         text = f"waiting for node 0 at {options.master_addr}:{options.master_port}"
         text += f" ({reason})" if reason else ""
-        if text != self._said or time.monotonic() > self._said_at + _REMINDER_SECONDS:
+        if text != self._logged or time.monotonic() > self._logged_at + _REMINDER_SECONDS:
             logger.info("%s", text)
-            self._said, self._said_at = text, time.monotonic()
+            self._logged, self._logged_at = text, time.monotonic()
 
     # Messages
 
-    def _listen(self) -> None:
-        """Do what node 0 says."""
+    def _receive(self) -> None:
+        """Receive and handle what node 0 and the other agents have sent."""
         if self._socket is None:
             return
-        self._socket.poll(_LOOK_MS)
-        self._listen_to_datagrams()
+        self._socket.poll(_POLL_MS)
+        self._receive_datagrams()
         with contextlib.suppress(zmq.Again):
             while self._socket is not None:
                 frame = self._socket.recv(zmq.NOBLOCK)
-                self._num_heard += 1
+                self._num_received += 1
                 try:
-                    message = wire.from_leader.decode(frame)
+                    message = wire.from_node_0.decode(frame)
                 except msgspec.DecodeError as error:
                     raise ConfigError(
                         f"node 0 said what is no message here: {error}",
                         hint="run the same version on all nodes",
                     ) from None
-                self._obey(message)
+                self._handle(message)
 
-    def _listen_to_datagrams(self) -> None:
+    def _receive_datagrams(self) -> None:
         for frame, _ in self._datagrams.receive() if self._datagrams is not None else ():
             with contextlib.suppress(msgspec.DecodeError):
-                word = wire.sign.decode(frame)
-                if isinstance(word, wire.Hello):
-                    self._neighbours.hear(word)
-                elif word.session == self._session and word.number > self._last_alive:
-                    self._last_alive = word.number
-                    self._num_heard += 1
-                    if word.end is not None:
-                        self._obey(wire.Stop(word.end, for_good=False))
+                message = wire.heartbeat.decode(frame)
+                if isinstance(message, wire.PeerHeartbeat):
+                    self._neighbours.receive(message)
+                elif message.session == self._session and message.number > self._last_heartbeat:
+                    self._last_heartbeat = message.number
+                    self._num_received += 1
+                    if message.end is not None:
+                        self._handle(wire.Stop(message.end, for_good=False))
 
-    def _obey(self, message: wire.FromLeader) -> None:
+    def _handle(self, message: wire.FromNode0) -> None:
         if isinstance(message, wire.Refusal):
             raise ConfigError(message.message)
         if isinstance(message, wire.Wait):
-            self._say_waiting(message.reason)
+            self._log_waiting(message.reason)
         elif isinstance(message, wire.Start):
             if self._ranks is None:
                 self._start_ranks(message)
         elif isinstance(message, wire.Stop):
             if message.for_good:
                 logger.info("node 0 ends, and this node with it")
-                self._leave()
+                self._send_leave()
                 self._end_ranks(timeout=SHUTDOWN_SECONDS)
                 self._is_stopped = True
             else:
@@ -246,40 +247,44 @@ class Agent:
                     logger.warning("the ranks end: %s", message.reason)
                 self._leave_session()
         elif message.session == self._session:
-            self._last_alive = max(self._last_alive, message.number)
+            self._last_heartbeat = max(self._last_heartbeat, message.number)
         else:
             self._leave_session()
 
-    def _speak(self) -> None:
-        """Join, or say how the ranks are."""
-        node = self._options.node_rank
+    def _report(self) -> None:
+        """Tell node 0 how the ranks are, or ask it to start them."""
         if self._session:
-            rank, silence = (0, 0.0) if self._watch is None else self._watch.longest_silence()
-            death = self._death or (None if self._watch is None else self._watch.death())
-            death = death or self._neighbours.lost()
-            self._num_said += 1
-            beat = wire.Beat(node, self._id, self._session, self._num_said, death, rank, silence)
-            self._send(beat)
-            if self._datagrams is not None:
-                leader = self._leader, self._options.master_port
-                self._datagrams.send(wire.encoder.encode(beat), leader)
-                hello = wire.encoder.encode(wire.Hello(node, self._session, self._num_said))
-                for address in self._neighbours.addresses.values():
-                    self._datagrams.send(hello, address)
+            self._send_heartbeats()
         elif self._place is not None and self._datagrams is not None:
-            if self._folder is None:
-                self._folder = PrivateFolder()
-            share = replace(
-                self._share,
-                beats=f"{self._folder.path}/beats",
-                interface=self._place.interface,
-            )
-            host = f"{sockets.gethostname()}, {self._place.address}"
-            raw = msgspec.Raw(wire.encoder.encode(share))
-            address = self._datagrams.address
-            self._send(wire.Join(node, self._id, host, address, self._facts, raw))
+            self._send_join(self._place, self._datagrams)
 
-    def _leave(self) -> None:
+    def _send_heartbeats(self) -> None:
+        """To node 0, over the connection and as a datagram, and to the other agents."""
+        node = self._options.node_rank
+        rank, silence = (0, 0.0) if self._watch is None else self._watch.longest_silence()
+        death = self._death or (None if self._watch is None else self._watch.death())
+        death = death or self._neighbours.lost()
+        self._num_sent += 1
+        beat = wire.AgentHeartbeat(
+            node, self._id, self._session, self._num_sent, death, rank, silence
+        )
+        self._send(beat)
+        if self._datagrams is not None:
+            node_0 = self._node_0, self._options.master_port
+            self._datagrams.send(wire.encoder.encode(beat), node_0)
+            to_peers = wire.encoder.encode(wire.PeerHeartbeat(node, self._session, self._num_sent))
+            for address in self._neighbours.addresses.values():
+                self._datagrams.send(to_peers, address)
+
+    def _send_join(self, place: network.Place, datagrams: Datagrams) -> None:
+        if self._folder is None:
+            self._folder = PrivateFolder()
+        share = replace(self._share, beats=f"{self._folder.path}/beats", interface=place.interface)
+        raw = msgspec.Raw(wire.encoder.encode(share))
+        host, node = f"{sockets.gethostname()}, {place.address}", self._options.node_rank
+        self._send(wire.Join(node, self._id, host, datagrams.address, self._facts, raw))
+
+    def _send_leave(self) -> None:
         self._send(wire.Leave(self._options.node_rank, self._id))
 
     def _send(self, message: wire.FromAgent) -> None:
@@ -291,7 +296,7 @@ class Agent:
 
     def _start_ranks(self, start: wire.Start) -> None:
         assert self._folder is not None
-        self._session, self._death, self._last_alive = start.session, None, 0
+        self._session, self._death, self._last_heartbeat = start.session, None, 0
         self._neighbours = Neighbours(start.session, start.neighbours)
         ranks = range(start.first_rank, start.last_rank + 1)
         addresses = replace(start.addresses, beats=f"{self._folder.path}/beats")
@@ -299,17 +304,17 @@ class Agent:
         self._ranks = LocalRanks(ranks, addresses)
         self._ranks.start()
         self._watch = self._ranks.watch()
-        self._said = ""
+        self._logged = ""
 
     def _leave_session(self) -> None:
-        """Have no ranks, and join again."""
+        """End the ranks, if there are any, and join again."""
         if self._ranks is not None:
             self._end_ranks()
         self._session, self._death = "", None
 
     def _end_ranks(self, *, timeout: float = ABORT_SECONDS, death: str | None = None) -> None:
-        """End the ranks, those that still run after `timeout` seconds by force. `death`: why, for
-        node 0, which does not know of it.
+        """End the ranks, those that still run after `timeout` seconds by force. `death`: the reason
+        to report to node 0, where it does not know of it.
         """
         if self._ranks is not None:
             if timeout < SHUTDOWN_SECONDS:
@@ -330,9 +335,9 @@ def run_agent(
     waits_again: bool = True,
     health_address: tuple[str, int] | None = None,
 ) -> None:
-    """Be node `options.node_rank`, and answer probes at `health_address`; `waits_again` as of
-    `Agent`. Errors: those of `NodeHealth`, of the model's files, of a split that does not fit this
-    machine, and of `Agent.run`.
+    """Run the agent of node `options.node_rank`, and answer probes at `health_address`.
+    `waits_again`: see `Agent`. Errors: those of `NodeHealth`, of the model's files, of a split that
+    does not fit this machine, and of `Agent.run`.
     """
     health = None if health_address is None else NodeHealth(*health_address)
     source = locate(options)

@@ -1,5 +1,5 @@
-"""Node 0's side: it waits for the agents of the other nodes, has them start their ranks, and
-watches them.
+"""Node 0's side: it waits for the agents of the other nodes, has them start their ranks and watches
+them.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from negamax.worker.node_sockets import bind, has_key, tcp_endpoint
 
 logger = get_logger(__name__)
 
-_LOOK_SECONDS = 0.05
-_REMINDER_SECONDS = 10.0  # between two lines about nodes that are awaited
-_LAST_WORD_SECONDS = 1.0  # for the last message to an agent
-_HEARTBEAT_MS = 1000  # of ZeroMQ's own, which ends connections that are half open
+_POLL_SECONDS = 0.05
+_REMINDER_SECONDS = 10.0  # between log lines about missing nodes
+_LEAVE_SECONDS = 1.0  # for agents to confirm that they end
+_HEARTBEAT_MS = 1000  # of ZeroMQ, which closes half-open connections
 
 
 @dataclass
 class _Node:
-    """One of the other machines, as its agent says. Single writer: the thread that listens."""
+    """One of the other nodes, as its agent reports it. Single writer: the thread that receives."""
 
     number: int
     ranks: range
-    route: bytes = b""  # to its agent
-    connection: int = -1  # over which it spoke last, as the monitor names it
-    hung_up_at: float = float("-inf")
-    peer: Address | None = None  # of its datagrams
-    join: wire.Join | None = None  # the last one, while it is fresh
+    route: bytes = b""  # ZeroMQ identity of its agent
+    connection: int = -1  # file descriptor of its latest message, as the monitor reports it
+    disconnected_at: float = float("-inf")
+    udp_address: Address | None = None
+    join: wire.Join | None = None  # the latest one; None: not joined, or gone again
     joined_at: float = 0.0
     last_beat: int = 0
     last_datagram: int = 0
-    num_signs: int = 0  # of life
-    num_frames: int = 0  # over its connection
+    num_signs: int = 0  # of life, over either way
+    num_frames: int = 0  # over its connection alone
     silence: Silence = field(default_factory=Silence)
     stall: Silence = field(default_factory=Silence)
     death: str | None = None
@@ -70,19 +70,19 @@ class _Node:
         return self.join is not None and self.join.agent == agent
 
     def start(self) -> None:
-        """Its ranks are to be started; silence counts from now on."""
+        """Count silence from now on: its ranks are about to be started."""
         self.last_beat = self.last_datagram = 0
         self.num_signs = self.num_frames = 1
         self.silence, self.stall = Silence(), Silence()
 
-    def what_is_wrong(self, now: float) -> str | None:
-        """Why the node is lost; None: it is not."""
+    def problem(self, now: float) -> str | None:
+        """Why the node counts as lost; None: it does not."""
         silence = self.silence.seconds(self.num_signs)
         stall = self.stall.seconds(self.num_frames)
-        # what is said before the first beat goes over the connection alone
+        # until the first heartbeat only the connection is used
         limit = wire.SILENCE_SECONDS if self.last_beat else wire.STALL_SECONDS
-        if now < self.hung_up_at + 2 * wire.HANG_UP_SECONDS:
-            limit = wire.HANG_UP_SECONDS
+        if now < self.disconnected_at + 2 * wire.DISCONNECTED_SECONDS:
+            limit = wire.DISCONNECTED_SECONDS
         if silence > limit:
             return f"{self.name} gives no sign of life for {silence:.1f} s"
         if stall > wire.STALL_SECONDS:
@@ -91,32 +91,32 @@ class _Node:
 
 
 class NodeGroup:
-    """The ranks of all nodes but this one, which is node 0: a `Machine` of the executor. One
-    object for each start of an engine.
+    """The ranks of all nodes but node 0, which is this one: a `Machine` of the executor. One object
+    per start of an engine.
 
-    `meet` waits for the agents; from `start` on a thread of its own listens to them.
+    `meet` waits for the agents; from `start` on a thread of its own receives from them.
     """
 
     def __init__(
         self, options: NodeOptions, layout: ParallelLayout, *, facts: dict[str, str]
     ) -> None:
-        """Listens from now on. Errors: `ConfigError` for an address or an interface that will not
-        do, `ResourceError` for ports that are taken.
+        """Listens from now on. Errors: `ConfigError` for an address or interface that cannot be
+        used, `ResourceError` for ports that are taken.
         """
         self.ranks = range(layout.ranks_per_node, layout.world_size)
         self._facts = facts
-        self._place = network.place_of_leader(options)
+        self._place = network.place_of_node_0(options)
         self._session = secrets.token_hex(8)
         self._nodes = [
             _Node(number, layout.ranks_of_node(number)) for number in range(1, layout.nodes)
         ]
-        self._told_strangers = False
+        self._has_warned = False
         self._stop: wire.Stop | None = None
         self._is_ending = False
         self._thread: threading.Thread | None = None
         self._folder = PrivateFolder()
         reader, writer = os.pipe()
-        # the end for reading is closed once a node is lost
+        # the reading end is closed once a node is lost: pollers of the other end get POLLERR
         self._alarm = os.fdopen(reader, "rb", 0), os.fdopen(writer, "wb", 0)
         self._context = zmq.Context()
         ports = itertools.count(options.master_port)
@@ -130,7 +130,7 @@ class NodeGroup:
             zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         )
         self._datagrams: Datagrams | None = None
-        self._num_words = 0
+        self._num_sent = 0
         try:
             network.check_ports(self._place.address, all_ports)
             bind(self._socket, tcp_endpoint(self._place.address, agents_port))
@@ -138,10 +138,10 @@ class NodeGroup:
         except ResourceError:
             self.close()
             raise
-        self._say_ports(all_ports)
+        self._log_ports(all_ports)
 
     def _addresses(self, layout: ParallelLayout, ports: Iterator[int]) -> RankAddresses:
-        """Of all ranks: sockets of this machine where both ends are on it."""
+        """The endpoints of all ranks: Unix sockets where both ends are on this machine."""
         own, address = self._folder.path, self._place.address
         local = RankAddresses.local(own, layout)
         rendezvous = tcp_endpoint(address, next(ports))
@@ -154,7 +154,7 @@ class NodeGroup:
             tuple(plans), tuple(results), rendezvous, local.beats, self._place.interface
         )
 
-    def _say_ports(self, ports: range) -> None:
+    def _log_ports(self, ports: range) -> None:
         logger.info(
             "node 0 is at %s; open for the other nodes: TCP ports %d-%d and UDP port %d of it, "
             "and between all nodes those that gloo and NCCL take (%s)",
@@ -173,12 +173,12 @@ class NodeGroup:
     # The start
 
     def meet(self, check: Callable[[], None] = lambda: None) -> None:
-        """Wait until there is an agent for every node, however long that takes. `check` is called
-        again and again, and raises where one will never come.
+        """Wait until every node has an agent, however long that takes. `check` is called
+        repeatedly, and raises once an agent will never come.
         """
-        said_at, said = float("-inf"), ""
+        logged_at, logged = float("-inf"), ""
         while True:
-            self._listen(0.1)
+            self._receive(0.1)
             check()
             now = time.monotonic()
             for node in self._nodes:
@@ -189,9 +189,9 @@ class NodeGroup:
             if not missing:
                 break
             waiting = f"waiting for node {', '.join(map(str, missing))} of {len(self._nodes) + 1}"
-            if waiting != said or now > said_at + _REMINDER_SECONDS:
+            if waiting != logged or now > logged_at + _REMINDER_SECONDS:
                 logger.info("%s at %s", waiting, self._place.address)
-                said, said_at = waiting, now
+                logged, logged_at = waiting, now
         logger.info("all nodes are there: %s", ", ".join(node.name for node in self._nodes))
 
     def start(self) -> None:
@@ -218,7 +218,7 @@ class NodeGroup:
         return [self._alarm[1]]
 
     def watch(self) -> NodeGroup:
-        """See `Machine`; what its thread knows, any thread may ask for."""
+        """See `Machine`. Any thread may ask."""
         return self
 
     def death(self) -> str | None:
@@ -231,7 +231,7 @@ class NodeGroup:
         return node.rank, node.rank_silence
 
     def abort(self) -> None:
-        """See `Machine`. An agent that ends its ranks does that first."""
+        """See `Machine`. Agents do that themselves before they end their ranks."""
 
     def expect_end(self) -> None:
         """See `Machine`."""
@@ -256,34 +256,34 @@ class NodeGroup:
         self._folder.remove()
 
     def _watch(self) -> None:
-        """The thread: beats both ways, until `stop`."""
+        """The thread: send and receive heartbeats until `stop`."""
         next_beat = 0.0
         while self._stop is None:
-            self._listen(_LOOK_SECONDS)
+            self._receive(_POLL_SECONDS)
             now = time.monotonic()
             if now >= next_beat:
                 next_beat = now + wire.BEAT_SECONDS
-                self._speak()
+                self._send_heartbeats()
             for node in self._nodes:
-                if wrong := node.what_is_wrong(now):
+                if wrong := node.problem(now):
                     self._lost(node, wrong)
         for node in self._nodes:
             self._send(node.route, self._stop)
-        # an agent loses what it has not read when the connection ends
-        wait = _LAST_WORD_SECONDS if self._stop.for_good else _LOOK_SECONDS
+        # wait: an agent loses what it has not read once the connection is closed
+        wait = _LEAVE_SECONDS if self._stop.for_good else _POLL_SECONDS
         deadline = time.monotonic() + wait
         while any(node.join for node in self._nodes) and time.monotonic() < deadline:
-            self._listen(_LOOK_SECONDS)
+            self._receive(_POLL_SECONDS)
 
-    def _speak(self) -> None:
-        """Say to all agents that node 0 lives, or that the ranks are to end."""
-        self._num_words += 1
+    def _send_heartbeats(self) -> None:
+        """Tell all agents that node 0 lives, or that the ranks are to end."""
+        self._num_sent += 1
         reason = self.death()
-        word = wire.Alive(self._session, self._num_words, reason)
+        message = wire.Node0Heartbeat(self._session, self._num_sent, reason)
         for node in self._nodes:
-            self._send(node.route, wire.Stop(reason, for_good=False) if reason else word)
-            if node.peer is not None and self._datagrams is not None:
-                self._datagrams.send(wire.encoder.encode(word), node.peer)
+            self._send(node.route, wire.Stop(reason, for_good=False) if reason else message)
+            if node.udp_address is not None and self._datagrams is not None:
+                self._datagrams.send(wire.encoder.encode(message), node.udp_address)
 
     def _lost(self, node: _Node, reason: str) -> None:
         if node.death is None and not self._is_ending:
@@ -295,8 +295,8 @@ class NodeGroup:
 
     # Messages
 
-    def _listen(self, seconds: float) -> None:
-        """Take what agents say, for that long at most."""
+    def _receive(self, seconds: float) -> None:
+        """Receive and handle what agents send, for at most so many seconds."""
         if self._socket.poll(round(1000 * seconds)):
             with contextlib.suppress(zmq.Again):
                 while True:
@@ -304,28 +304,28 @@ class NodeGroup:
                     try:
                         message = wire.from_agent.decode(frame.buffer)
                     except msgspec.DecodeError as error:
-                        logger.warning("an agent said what is no message: %s", error)
+                        logger.warning("an agent sent an invalid message: %s", error)
                         continue
-                    self._take(route.bytes, message, connection=int(frame.get(zmq.SRCFD)))
+                    self._handle(route.bytes, message, connection=int(frame.get(zmq.SRCFD)))
         if self._datagrams is not None:
-            for word, sender in self._datagrams.receive():
+            for datagram, sender in self._datagrams.receive():
                 with contextlib.suppress(msgspec.DecodeError):
-                    self._take_datagram(wire.beat.decode(word), sender)
+                    self._handle_datagram(wire.agent_heartbeat.decode(datagram), sender)
         while self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart())
             if event["event"] == zmq.EVENT_DISCONNECTED:
                 for node in self._nodes:
                     if node.connection == event["value"]:
-                        node.hung_up_at = time.monotonic()
-            elif not self._told_strangers:
-                self._told_strangers = True
+                        node.disconnected_at = time.monotonic()
+            elif not self._has_warned:
+                self._has_warned = True
                 logger.warning(
                     "somebody without the key of this node was turned away; is %s the same on all "
                     "nodes?",
                     KEY_VARIABLE,
                 )
 
-    def _take(self, route: bytes, message: wire.FromAgent, *, connection: int) -> None:
+    def _handle(self, route: bytes, message: wire.FromAgent, *, connection: int) -> None:
         node = next((each for each in self._nodes if each.number == message.node), None)
         if node is None:
             refusal = f"there is no node {message.node}; node 0 has --nnodes {len(self._nodes) + 1}"
@@ -333,28 +333,30 @@ class NodeGroup:
             return
         is_known = node.is_agent(message.agent)
         if isinstance(message, wire.Join):
-            self._take_join(route, node, message, connection=connection)
-        elif not is_known or (isinstance(message, wire.Beat) and message.session != self._session):
+            self._handle_join(route, node, message, connection=connection)
+        elif not is_known or (
+            isinstance(message, wire.AgentHeartbeat) and message.session != self._session
+        ):
             self._send(route, wire.Stop("node 0 has started again", for_good=False))
         elif isinstance(message, wire.Leave):
             if self._thread is not None:
                 self._lost(node, f"{node.name} was stopped")
             node.join = None
         else:
-            node.route, node.connection = route, connection  # others where it connected again
+            node.route, node.connection = route, connection  # they change when it reconnects
             node.num_frames += 1
-            self._take_beat(node, message)
+            self._handle_heartbeat(node, message)
 
-    def _take_datagram(self, beat: wire.Beat, sender: Address) -> None:
+    def _handle_datagram(self, beat: wire.AgentHeartbeat, sender: Address) -> None:
         for node in self._nodes:
             if node.is_agent(beat.agent) and beat.session == self._session:
                 if beat.number > node.last_datagram:
                     node.last_datagram = beat.number
-                    node.peer = sender  # another one where its address has changed
-                self._take_beat(node, beat)
+                    node.udp_address = sender
+                self._handle_heartbeat(node, beat)
 
-    def _take_beat(self, node: _Node, beat: wire.Beat) -> None:
-        """One of this session, unless a later one has come before it."""
+    def _handle_heartbeat(self, node: _Node, beat: wire.AgentHeartbeat) -> None:
+        """A heartbeat of this session; skipped where a later one has overtaken it."""
         if beat.number <= node.last_beat:
             return
         node.last_beat = beat.number
@@ -363,7 +365,7 @@ class NodeGroup:
         if beat.death is not None:
             self._lost(node, f"{beat.death} on {node.name}")
 
-    def _take_join(self, route: bytes, node: _Node, join: wire.Join, *, connection: int) -> None:
+    def _handle_join(self, route: bytes, node: _Node, join: wire.Join, *, connection: int) -> None:
         different = list(differences(self._facts, join.facts, name=f"node {node.number}"))
         if different:
             message = (
@@ -379,7 +381,7 @@ class NodeGroup:
         if self._thread is not None:
             if node.last_beat:
                 self._lost(node, f"{node.name} has lost its ranks")
-            else:  # `Start` has crossed this word, or was lost with its connection
+            else:  # it was sent before `Start` arrived, or `Start` was lost with its connection
                 node.num_signs += 1
                 self._send_start(node)
             return
@@ -399,8 +401,8 @@ class NodeGroup:
         }
         self._send(node.route, wire.Start(self._session, first, last, addresses, others))
 
-    def _send(self, route: bytes, message: wire.FromLeader) -> None:
-        """To one agent, unless it is gone."""
+    def _send(self, route: bytes, message: wire.FromNode0) -> None:
+        """To one agent; dropped where it is gone."""
         with contextlib.suppress(zmq.ZMQError):
             self._socket.send_multipart([route, wire.encoder.encode(message)], zmq.NOBLOCK)
 
@@ -412,7 +414,7 @@ def start_on_nodes(
     facts: dict[str, str],
     check: Callable[[], None] = lambda: None,
 ) -> MultiProcessExecutor:
-    """Wait for all nodes and start the ranks; `check` as of `NodeGroup.meet`. Errors: those of
+    """Wait for all nodes and start the ranks. `check`: see `NodeGroup.meet`. Errors: those of
     `check`, of `NodeGroup` and of the executor.
     """
     group = NodeGroup(options, config.layout, facts=facts)

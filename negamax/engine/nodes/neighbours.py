@@ -1,4 +1,4 @@
-"""The other agents, as an agent hears them: what node 0 cannot see is a way between two others."""
+"""Heartbeats between agents: node 0 cannot see when two other nodes do not reach each other."""
 
 from __future__ import annotations
 
@@ -9,24 +9,27 @@ from negamax.engine.nodes import wire
 
 
 class Neighbours:
-    """Of one session. Single user: the thread that looks several times a second."""
+    """The other agents of one session. Single user: a thread that asks several times a second."""
 
     def __init__(self, session: str, addresses: Mapping[int, tuple[str, int]]) -> None:
         """`addresses`: host and UDP port of each, by its number."""
         self.addresses = addresses
         self._session = session
-        self._heard = dict.fromkeys(addresses, 0)
+        self._numbers = dict.fromkeys(addresses, 0)  # of the latest heartbeat of each
         self._silences = {node: Silence() for node in addresses}
 
-    def hear(self, word: wire.Hello) -> None:
-        """A sign of life."""
-        if word.session == self._session and word.number > self._heard.get(word.node, word.number):
-            self._heard[word.node] = word.number
+    def receive(self, message: wire.PeerHeartbeat) -> None:
+        """Take a heartbeat in."""
+        node, number = message.node, message.number
+        if message.session == self._session and number > self._numbers.get(node, number):
+            self._numbers[node] = number
 
     def lost(self) -> str | None:
-        """Which one was heard, and is not any more; None: none."""
+        """Which node sent heartbeats and has stopped; None: none. One that never sent any may be
+        behind a firewall, and is left to node 0.
+        """
         for node, silence in self._silences.items():
-            seconds = silence.seconds(self._heard[node])
+            seconds = silence.seconds(self._numbers[node])
             if seconds > wire.NEIGHBOUR_SECONDS:
                 return f"node {node} was not heard for {seconds:.1f} s"
         return None

@@ -45,7 +45,7 @@ def resolve(host: str) -> str:
     return str(found[0][4][0])
 
 
-def place_of_leader(options: NodeOptions) -> Place:
+def place_of_node_0(options: NodeOptions) -> Place:
     """Node 0's place: it has the address that all nodes are given. Errors: `ConfigError`."""
     host = options.master_addr or ""
     try:

@@ -36,14 +36,14 @@ logger = get_logger("negamax.engine.nodes.ray_driver")  # also where it is __mai
 
 _CURRENT = "ray/ray_current_cluster"  # where `ray start` writes its address
 _PROBE_SECONDS = 5.0
-_LOOK_SECONDS = 0.5  # between two looks for room
+_POLL_SECONDS = 0.5  # between two looks for room
 _GROUP_SECONDS = 5.0  # in which Ray reserves what it has shown to be free
 _REMINDER_SECONDS = 10.0
-_WORD_SECONDS = 1.0  # for agents that node 0 has told to end
+_LEAVE_SECONDS = 1.0  # for agents that node 0 has told to end
 _END_SECONDS = 10.0  # for everything, once standard input has ended
 # of a cluster that is started here; nobody stores objects in it
 _OWN_CLUSTER = {"include_dashboard": False, "object_store_memory": 100 * 2**20}
-_MOST_WORDS = 300  # characters of what Ray says
+_MAX_MESSAGE = 300  # characters of what Ray says
 _PIN = 0.001  # of a node's own resource, which pins a bundle to it
 
 
@@ -77,8 +77,8 @@ class Driver:
                 **(_OWN_CLUSTER if address is None else {}),
             )
         except (ray.exceptions.RayError, RuntimeError, ValueError, OSError) as error:
-            words = " ".join(str(error).split())[:_MOST_WORDS]
-            raise ConfigError(f"Ray at {address or 'this machine'}: {words}") from None
+            message = " ".join(str(error).split())[:_MAX_MESSAGE]
+            raise ConfigError(f"Ray at {address or 'this machine'}: {message}") from None
         self.is_connected = True
         _ignore_signals()
 
@@ -105,7 +105,7 @@ class Driver:
             try:
                 found = ray.get(actor.place.remote(), timeout=CONNECT_SECONDS)
             except ray.exceptions.RayError as error:
-                raise ResourceError(f"node {number} does not start: {_words(error)}") from None
+                raise ResourceError(f"node {number} does not start: {_last_line(error)}") from None
             self._places.append(msgspec.json.decode(found, type=ActorPlace))
         for number, place in enumerate(self._places):
             gpus = "; ".join(f"{name}={value}" for name, value in place.variables.items())
@@ -141,20 +141,20 @@ class Driver:
             text = msgspec.json.encode(own).decode()
             runs[actor.run.remote(text, variables)] = f"node {number} ({self._places[number].host})"
         while not self._stop.is_set():
-            ended, _ = ray.wait(list(runs), timeout=_LOOK_SECONDS) if runs else ([], [])
+            ended, _ = ray.wait(list(runs), timeout=_POLL_SECONDS) if runs else ([], [])
             for run in ended:
                 name = runs.pop(run)
                 try:
                     reason = ray.get(run)
                 except ray.exceptions.RayError as error:
-                    reason = _words(error)
+                    reason = _last_line(error)
                 if reason:
                     logger.error("%s: %s", name, reason)
                 yield f"{name}: {reason or 'it was stopped'}"
             if not runs:
                 self._stop.wait()
         if runs:
-            ray.wait(list(runs), num_returns=len(runs), timeout=_WORD_SECONDS)
+            ray.wait(list(runs), num_returns=len(runs), timeout=_LEAVE_SECONDS)
 
     def close(self) -> None:
         """Give everything back."""
@@ -173,7 +173,7 @@ class Driver:
         import ray
 
         seconds = self._options.ray_placement_timeout
-        deadline, said_at = time.monotonic() + seconds, float("-inf")
+        deadline, logged_at = time.monotonic() + seconds, float("-inf")
         while True:
             own = ray.get_runtime_context().get_node_id()
             placement = placement_of(self._options, cluster_nodes(), own)
@@ -189,14 +189,14 @@ class Driver:
             now = time.monotonic()
             if now > deadline:
                 raise placement.refusal(seconds)
-            if now > said_at + _REMINDER_SECONDS:
-                said_at = now
+            if now > logged_at + _REMINDER_SECONDS:
+                logged_at = now
                 logger.info(
                     "waiting for room in the Ray cluster: wanted %s; available %s",
                     placement.demand,
                     placement.available,
                 )
-            if self._stop.wait(_LOOK_SECONDS):
+            if self._stop.wait(_POLL_SECONDS):
                 raise ResourceError("nobody waits for the machines any more")
 
 
@@ -288,10 +288,10 @@ def _runtime_env() -> dict[str, Any]:
     return {} if path is None else {"env_vars": {"PYTHONPATH": path}}
 
 
-def _words(error: Exception) -> str:
+def _last_line(error: Exception) -> str:
     """The last line of what Ray says, which names the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1][:_MOST_WORDS] if lines else type(error).__name__
+    return lines[-1][:_MAX_MESSAGE] if lines else type(error).__name__
 
 
 def _ignore_signals() -> None:
@@ -322,18 +322,18 @@ def main(fd: int) -> int:
     driver = Driver(options, stop)
     threading.Thread(target=_watch_parent, args=(driver, stop), name="parent", daemon=True).start()
 
-    def say(message: FromDriver) -> None:
+    def send(message: FromDriver) -> None:
         with contextlib.suppress(BrokenPipeError):  # the parent is gone
             os.write(fd, msgspec.json.encode(message) + b"\n")
 
     try:
         driver.connect()
         placed = driver.placed(driver.place())
-        say(placed)
+        send(placed)
         for reason in driver.run_agents(placed):
-            say(Failed(reason, exit_code=2))
+            send(Failed(reason, exit_code=2))
     except NegamaxError as error:
-        say(Failed(str(error), error.exit_code))
+        send(Failed(str(error), error.exit_code))
         return error.exit_code
     finally:
         driver.close()

@@ -1,5 +1,5 @@
-"""What node 0 and the agents of the other nodes tell each other, as MessagePack. Signs of life
-(`Beat`, `Alive`) go over the connection and as datagrams, each once; `number` grows.
+"""Messages between node 0 and the agents of the other nodes, as MessagePack. Heartbeats between
+them are sent twice, over the connection and as a datagram, under the same growing `number`.
 """
 
 from __future__ import annotations
@@ -8,42 +8,40 @@ import msgspec
 
 from negamax.worker.config import RankAddresses
 
-BEAT_SECONDS = 0.2  # between two signs of life, both ways
-# without one the other end counts as dead; clients are told within 3 s
+BEAT_SECONDS = 0.2  # between two heartbeats, both ways
+# Without a heartbeat for so long the other end counts as dead. Clients see an error within 3 s.
 SILENCE_SECONDS = 2.0
-# the same once a connection was closed
-HANG_UP_SECONDS = 1.0
-# the same between two others; node 0 itself is to notice one that is gone first
+DISCONNECTED_SECONDS = 1.0  # likewise, once its connection was closed
+# Likewise between two agents; longer, so that node 0 is the first to notice a node that is gone.
 NEIGHBOUR_SECONDS = 2.4
-# without one over the connection, while there are datagrams
-STALL_SECONDS = 10.0
+STALL_SECONDS = 10.0  # without a message over the connection, while datagrams arrive
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """An agent that waits for its ranks to be started, said until it hears `Start`."""
+    """An agent asks for its ranks to be started; it repeats that until it gets `Start`."""
 
     node: int
-    agent: str  # who it is, for as long as it lives
+    agent: str  # id of the agent process
     host: str
-    address: tuple[str, int]  # of its datagrams
+    address: tuple[str, int]  # host and UDP port
     facts: dict[str, str]  # `facts.facts_of`
-    share: msgspec.Raw  # `MachineShare`, to be read where the facts agree
+    share: msgspec.Raw  # `MachineShare`, decoded only if the facts agree
 
 
-class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """The ranks of a node live, or one does not."""
+class AgentHeartbeat(msgspec.Struct, frozen=True, tag="beat"):
+    """From an agent with ranks to node 0: they live, or one of them does not."""
 
     node: int
     agent: str
     session: str
     number: int
     death: str | None
-    rank: int  # the one that is silent for the longest time
-    silence: float  # its seconds
+    rank: int  # the one that has been silent for the longest time
+    silence: float  # for so many seconds
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """An agent with ranks lives: a datagram to the others."""
+class PeerHeartbeat(msgspec.Struct, frozen=True, tag="hello"):
+    """From an agent with ranks to the other agents, as a datagram only."""
 
     node: int
     session: str
@@ -57,11 +55,11 @@ class Leave(msgspec.Struct, frozen=True, tag="leave"):
     agent: str
 
 
-FromAgent = Join | Beat | Leave
+FromAgent = Join | AgentHeartbeat | Leave
 
 
 class Wait(msgspec.Struct, frozen=True, tag="wait"):
-    """Node 0 lives, and something is missing."""
+    """Node 0 lives, and cannot start yet."""
 
     reason: str
 
@@ -73,21 +71,21 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """Ranks are to be started."""
+    """The agent is to start these ranks."""
 
     session: str
     first_rank: int
     last_rank: int
-    addresses: RankAddresses  # without the file of beats, which is the agent's
-    neighbours: dict[int, tuple[str, int]]  # `Join.address` of the other agents
+    addresses: RankAddresses  # without `beats`, a file on the agent's machine
+    neighbours: dict[int, tuple[str, int]]  # `Join.address` of the other agents, by node
 
 
-class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """Node 0 lives and runs this session, or ends it: a connection may not say that in time."""
+class Node0Heartbeat(msgspec.Struct, frozen=True, tag="alive"):
+    """From node 0 to the agents: it lives and runs this session, or ends it."""
 
     session: str
     number: int
-    end: str | None = None  # why
+    end: str | None = None  # why the session ends; None: it does not
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
@@ -97,10 +95,10 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     for_good: bool
 
 
-FromLeader = Wait | Refusal | Start | Alive | Stop
+FromNode0 = Wait | Refusal | Start | Node0Heartbeat | Stop
 
 encoder = msgspec.msgpack.Encoder()
 from_agent = msgspec.msgpack.Decoder(FromAgent)
-beat = msgspec.msgpack.Decoder(Beat)
-sign = msgspec.msgpack.Decoder(Alive | Hello)
-from_leader = msgspec.msgpack.Decoder(FromLeader)
+agent_heartbeat = msgspec.msgpack.Decoder(AgentHeartbeat)
+heartbeat = msgspec.msgpack.Decoder(Node0Heartbeat | PeerHeartbeat)
+from_node_0 = msgspec.msgpack.Decoder(FromNode0)
