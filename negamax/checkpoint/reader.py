@@ -368,6 +368,8 @@ def _entry(
     """`whole`: the shape of the tensor of which the file holds a part from `start_in` on; `begin`:
     where the data begins in the file.
     """
+    if not name.isprintable():  # it is shown in messages
+        raise ValueError(f"the name of a tensor is {name[:200]!a}")
     dtype, shape, (start, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
     if (
         not all(type(number) is int and number >= 0 for number in (*shape, start, end))

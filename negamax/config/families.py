@@ -11,7 +11,7 @@ from negamax.base.errors import ConfigError
 from negamax.config import eagle3, minimax_m2, minimax_m3
 from negamax.config.fields import refuse
 from negamax.config.model_spec import ModelFamily, ModelSpec
-from negamax.config.quantization import read_quantization
+from negamax.config.quantization import SIDE_FILES, read_quantization
 
 FAMILIES = {family.architecture: family for family in (minimax_m2.FAMILY, *minimax_m3.FAMILIES)}
 # of models that guess the tokens of others
@@ -57,7 +57,11 @@ def read_spec(config: Mapping[str, Any], folder: Path | None = None) -> ModelSpe
         types = dict.fromkeys(name for family in found for name in family.model_types)
         refuse("model_type", model_type, " or ".join(map(repr, types)))
     spec = of_type[0].read_spec(config)
-    return replace(spec, quantization=read_quantization(config, folder) or spec.quantization)
+    # config.json, also where it says so of its text model, goes before the files beside it
+    described = read_quantization(config, folder)
+    is_beside = described is None or described.source in SIDE_FILES
+    quantization = (spec.quantization or described) if is_beside else described
+    return replace(spec, quantization=quantization)
 
 
 def bundled_spec(name: str) -> ModelSpec:

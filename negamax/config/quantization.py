@@ -13,7 +13,7 @@ from negamax.base.errors import ConfigError
 from negamax.config.json_file import read_json_object
 
 # Files in which some tools describe what config.json leaves out, and the method of each.
-_SIDE_FILES = {
+SIDE_FILES = {
     "hf_quant_config.json": "modelopt",
     "quant_model_description.json": "modelslim",
 }
@@ -49,7 +49,7 @@ def read_quantization(
         spec = QuantizationSpec(str(found.get("quant_method")), dict(found))
         is_neuron = folder is not None and spec.method == "fp8" and _is_neuron(folder)
         return _neuron(spec) if is_neuron else spec
-    for name, method in _SIDE_FILES.items():
+    for name, method in SIDE_FILES.items():
         if folder is not None and (folder / name).is_file():
             return QuantizationSpec(method, read_json_object(folder / name), source=name)
     return None

@@ -116,7 +116,10 @@ _SKIPPED = (
         re.compile(r"\.(q_scale|q\.scale|q_proj\.output_scale|prob_scale|prob_output_scale)$"),
         "scales of queries and of probabilities, which are not quantised",
     ),
-    (re.compile(r"\.[kv]_zero_point$"), "zero points of keys and values, which FP8 has none of"),
+    (
+        re.compile(r"\.[qkv]_zero_point$"),
+        "zero points of queries, keys and values, which FP8 has none of",
+    ),
     (re.compile(r"\.[kv]_proj\.kv_cache_(scale|offset)$"), INT8_CACHE),
     (
         re.compile(r"^(?:model\.)?(?:vision_tower|multi_modal_projector|patch_merge_mlp)\."),

@@ -594,6 +594,10 @@ def header_file(header: bytes, data: bytes = b"") -> bytes:
             "x is there twice",
         ),
         (header_file(b"[" * 90_000 + b"]" * 90_000), "header"),
+        (
+            header_file(b'{"x\\u001b[2J": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}'),
+            r"name of a tensor is 'x.{1,2}x1b\[2J'",
+        ),
     ],
 )
 def test_garbage_instead_of_tensors_is_refused_by_path(
@@ -748,7 +752,8 @@ def test_scales_that_no_cache_here_uses_are_told(tmp_path: Path) -> None:
     extra = {
         "q_proj.q_scale": "queries", "attn.q_scale": "queries", "q.scale": "queries",
         "q_proj.output_scale": "queries", "prob_output_scale": "queries",
-        "attn.k_zero_point": "zero points", "k_proj.kv_cache_scale": "int8",
+        "attn.k_zero_point": "zero points", "qkv_proj.q_zero_point": "zero points",
+        "k_proj.kv_cache_scale": "int8",
         "v_proj.kv_cache_offset": "int8",
     }  # fmt: skip
     model = build(SPEC)

@@ -226,6 +226,8 @@ def test_a_file_beside_config_json_says_how_weights_are_quantised(
     with pytest.raises(ConfigError, match=message):
         detect(read_spec(plain, tmp_path).quantization)
     assert read_spec(changed(), tmp_path).quantization.source == "config.json"
+    (tmp_path / "quant_model_description.json").write_text("{}")
+    assert read_spec(plain, tmp_path).quantization.source == name
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -378,9 +379,14 @@ def test_fields_never_heard_of_are_noted() -> None:
     assert [note.rpartition(": ")[2] for note in spec.notes] == ["zebra", "apple"]
 
 
-def test_quantisation_is_read_around_the_text_model_or_in_it() -> None:
+def test_quantisation_is_read_around_the_text_model_or_in_it(tmp_path: Path) -> None:
     said = {"quant_method": "mxfp8", "weight_block_size": [1, 32]}
     outer = read_spec({**AROUND, "text_config": TEXT, "quantization_config": said})
     inner = read_spec({**AROUND, "text_config": text(quantization_config=said)})
     assert outer == inner and outer.quantization is not None
     assert outer.quantization.method == "mxfp8"
+    (tmp_path / "hf_quant_config.json").write_text("{}")  # which stands behind both
+    for around in ({}, {"quantization_config": said}):
+        inner = text(quantization_config=said)
+        found = read_spec({**AROUND, **around, "text_config": inner}, tmp_path).quantization
+        assert found is not None and found.source == "config.json"
