@@ -1,23 +1,28 @@
-"""Children of the tests' own process, which `negamax.base.process.spawn` starts, forked from a
-process that has PyTorch, the worker and the grammars' compiler imported: more than a second of work
-for each of them otherwise. Servers and engines of the end-to-end tests start as users start them.
+"""Children of tests, forked from a process that has imported what they need: PyTorch, the worker,
+the grammars' compiler, the server. That is one to two seconds of work for each of them otherwise.
+
+Forked are the children that `negamax.base.process.spawn` starts, and the programs of `start`, whose
+own children are forked, too. What is to have another environment starts as it does for users.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import importlib
 import inspect
 import json
 import os
 import random
 import runpy
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,51 +31,81 @@ import pytest
 from negamax.base import env, log, process
 from negamax.base.imports import large_imports
 
-PRELOADED = ("negamax.worker.worker", "negamax.text.grammar.matcher", "torch.distributed")
+PRELOADED = (
+    "negamax.worker.worker", "negamax.text.grammar.matcher", "torch.distributed",
+    "negamax.engine.core.setup", "negamax.engine.core.topology",
+    "negamax.cli.main", "negamax.api.server",
+)  # fmt: skip
+# modules that start children when they are the main program
+PARENTS = {
+    "negamax", "tests.e2e.stub_serve", "negamax.api.server_worker", "negamax.engine.core.process",
+}  # fmt: skip
 # what may differ from the environment in which all that was imported
-LATE_VARIABLES = {log.CHILD_VARIABLE, "PYTEST_CURRENT_TEST"}
+LATE_VARIABLES = {log.CHILD_VARIABLE, "PYTEST_CURRENT_TEST", "TOKENIZERS_PARALLELISM"}
+ROOT = Path(__file__).parents[1]
+COMMAND_BYTES = 2000  # of a child's command line
+FIRST_FREE = 500  # no child has an open file from here on
+PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")  # of `Popen`
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_CHILD_SUBREAPER = 36
 
 
 @pytest.fixture(scope="session", autouse=sys.platform == "linux")
 def forked_children() -> Iterator[None]:
-    """Has `process.spawn` fork, as long as a child is to have the environment, and no more open
-    files than usual.
-    """
-    source: Source | None = None
-    spawn = process.spawn
-
-    def fork(
-        module: str,
-        *args: str,
-        own_group: bool = False,
-        pass_fds: Sequence[int] = (),
-        variables: Mapping[str, str] | None = None,
-    ) -> subprocess.Popen[bytes]:
-        nonlocal source
-        wanted = env.for_child(**{log.CHILD_VARIABLE: log.settings()} | dict(variables or {}))
-        source = source or Source(wanted)
-        if pass_fds or not source.has_environment(wanted):
-            return spawn(module, *args, own_group=own_group, pass_fds=pass_fds, variables=variables)
-        return Forked(source, [module, *args], env=wanted, own_group=own_group)
-
+    """Has `process.spawn` fork, as long as a child is to have the environment of this run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process, "spawn", fork)
+        patch.setattr(process, "spawn", partial(_spawn, process.spawn, of_this_run))
         yield
-    if source is not None:
-        source.stop()
+
+
+def start(module: str, *args: str, **options: Any) -> subprocess.Popen[Any]:
+    """`subprocess.Popen` of `python -m module args`, forked where that is possible."""
+    command = [sys.executable, "-m", module, *args]
+    if sys.platform == "linux" and of_this_run().has_environment(os.environ):
+        return Forked(of_this_run(), command, env=dict(os.environ), **options)
+    return subprocess.Popen(command, **options)
+
+
+def _spawn(
+    spawn: Callable[..., subprocess.Popen[bytes]],
+    source: Callable[[], Source],
+    module: str,
+    *args: str,
+    own_group: bool = False,
+    pass_fds: Sequence[int] = (),
+    variables: Mapping[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
+    """As `process.spawn`, which is `spawn`."""
+    wanted = env.for_child(**{log.CHILD_VARIABLE: log.settings()} | dict(variables or {}))
+    if not source().has_environment(wanted):
+        return spawn(module, *args, own_group=own_group, pass_fds=pass_fds, variables=variables)
+    return Forked(
+        source(),
+        [sys.executable, "-m", module, *args],
+        bufsize=0,
+        stdin=subprocess.PIPE,
+        start_new_session=own_group,
+        pass_fds=pass_fds,
+        env=wanted,
+    )
 
 
 class Source:
-    """The process that is forked, single-threaded."""
+    """The process that is forked, single-threaded: this process's end of the way to it."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, requests: socket.socket, environment: Mapping[str, str]) -> None:
+        self._requests = requests
         self._environment = _early(environment)
-        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    @classmethod
+    def started(cls) -> Source:
+        """A new one, which ends with this process."""
+        requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, "-m", "tests.forked_children", str(theirs.fileno())]
-            fds = (theirs.fileno(),)
-            self._process = subprocess.Popen(command, pass_fds=fds, env=dict(environment))
+            fd, room = theirs.fileno(), "-" * COMMAND_BYTES
+            command = [sys.executable, "-m", "tests.forked_children", str(fd), room]
+            subprocess.Popen(command, pass_fds=(fd,), env=ENVIRONMENT, cwd=ROOT)
+        return cls(requests, ENVIRONMENT)
 
     def has_environment(self, wanted: Mapping[str, str]) -> bool:
         return self._environment == _early(wanted)
@@ -81,9 +116,9 @@ class Source:
             socket.send_fds(self._requests, [json.dumps(request).encode()], fds)
             return int(self._requests.recv(32))
 
-    def stop(self) -> None:
-        self._requests.close()
-        self._process.wait(60)
+
+ENVIRONMENT = env.for_child()  # before any test changes it
+of_this_run = cache(Source.started)
 
 
 def _early(environment: Mapping[str, str]) -> dict[str, str]:
@@ -103,37 +138,38 @@ def _adopting() -> Iterator[None]:
         prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
-class Forked(subprocess.Popen[bytes]):
-    """A child as `process.spawn` gives it, not made from a program, but from `source`."""
+class Forked(subprocess.Popen[Any]):
+    """A child that is not made from a program, but from `source`."""
 
-    def __init__(
-        self, source: Source, command: list[str], *, env: dict[str, str], own_group: bool
-    ) -> None:
+    def __init__(self, source: Source, command: list[str], **options: Any) -> None:
         self._source = source
-        super().__init__(
-            command, bufsize=0, stdin=subprocess.PIPE, start_new_session=own_group, env=env
-        )
+        super().__init__(command, **options)
 
     def _execute_child(self, *args: Any) -> None:
         given = inspect.signature(subprocess.Popen._execute_child).bind(self, *args).arguments
+        pipes = [given[name] for name in PIPES]
+        standard = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+        fds = [place if fd == -1 else fd for place, fd in enumerate(standard)]
         late = {name: given["env"][name] for name in LATE_VARIABLES if name in given["env"]}
         request = {
             "command": given["args"],
             "folder": str(Path.cwd()),
             "own_group": given["start_new_session"],
             "variables": late,
+            "places": [0, 1, 2, *given["pass_fds"]],
         }
-        self.pid = self._source.fork(request, [given["p2cread"], 1, 2])
+        self.pid = self._source.fork(request, [*fds, *given["pass_fds"]])
         self._child_created = True
-        os.close(given["p2cread"])
+        self._close_pipe_fds(*pipes)
 
 
-def await_request(requests: socket.socket) -> dict[str, Any] | None:
-    """Serve the tests' process. In a child: what it is to be, with the three open files that it is
-    given in their places. In the process that is forked: None at the end.
+def await_request(requests: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """Serve the process at the other end. In a child: what it is to be, and the open files that it
+    is given. In the process that is forked: None at the end.
     """
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
     while True:
-        frame, fds, _, _ = socket.recv_fds(requests, 65536, 3)
+        frame, fds, _, _ = socket.recv_fds(requests, 65536, 16)
         if not frame:
             return None
         reading, writing = os.pipe()
@@ -146,13 +182,13 @@ def await_request(requests: socket.socket) -> dict[str, Any] | None:
                 os._exit(0)
             while os.getppid() == middle:
                 time.sleep(0.0005)
-            requests.close()
-            for place, fd in enumerate(fds):
-                os.dup2(fd, place)
-            for fd in (*fds, reading, writing):
+            for fd in (reading, writing):
                 os.close(fd)
+            requests.close()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
             request: dict[str, Any] = json.loads(frame)
-            return request
+            return request, fds
         for fd in (*fds, writing):
             os.close(fd)
         os.waitpid(middle, 0)
@@ -160,21 +196,55 @@ def await_request(requests: socket.socket) -> dict[str, Any] | None:
         os.close(reading)
 
 
+def become(request: Mapping[str, Any], fds: list[int]) -> None:
+    """Of a fresh child: all but its program."""
+    copies = [fcntl.fcntl(fd, fcntl.F_DUPFD, FIRST_FREE) for fd in fds]
+    for fd in fds:
+        os.close(fd)
+    for place, fd in zip(request["places"], copies, strict=True):
+        os.dup2(fd, place)
+        os.close(fd)
+    os.chdir(request["folder"])
+    os.environ.update(request["variables"])
+    random.seed()
+    _show(request["command"])
+
+
+def _show(command: list[str]) -> None:
+    """As the command line of this process."""
+    first, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+    shown = b"".join(part.encode() + b"\0" for part in command)[: end - first - 1]
+    ctypes.memmove(first, shown.ljust(end - first, b"\0"), end - first)
+
+
 def main(fd: int) -> None:
     """Import, then fork a child for each request, which runs its module as the main program."""
     with large_imports():
         for name in PRELOADED:
             importlib.import_module(name)
-    request = await_request(socket.socket(fileno=fd))
-    if request is None:
-        return
-    if request["own_group"]:
-        os.setsid()
-    os.chdir(request["folder"])
-    os.environ.update(request["variables"])
-    random.seed()
-    module, *arguments = request["command"]
-    assert module not in sys.modules
+    requests = socket.socket(fileno=fd)
+    while (received := await_request(requests)) is not None:
+        request, fds = received
+        if request["own_group"]:
+            os.setsid()
+        module, *arguments = request["command"][2:]
+        if module in PARENTS:
+            ours, requests = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            if os.fork() == 0:  # of which the children of this child are forked
+                for other in (ours.detach(), *fds):
+                    os.close(other)
+                continue
+            requests.close()
+            of_this_child = partial(Source, ours, ENVIRONMENT)
+            process.spawn = partial(_spawn, process.spawn, cache(of_this_child))
+        become(request, fds)
+        run(module, arguments)
+
+
+def run(module: str, arguments: list[str]) -> None:
+    """The module as the main program, to its end."""
+    if module != "negamax":  # of the package `__main__` runs
+        sys.modules.pop(module, None)
     sys.argv = [module, *arguments]
     code: str | int | None = None
     try:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import httpx
 import openai
@@ -21,6 +21,7 @@ import pytest
 from tests.e2e.browser import Browser, browsing
 from tests.e2e.chat_page import begin
 from tests.e2e.scripted_server import NAME, Script, scripted
+from tests.forked_children import start
 
 MODEL = "nano"
 OF_ALL_FAMILIES = (
@@ -135,31 +136,25 @@ def eventually(check: Callable[[], bool], *, seconds: float = 120.0) -> bool:
 
 
 def launch(
-    *options: str, model: str = MODEL, log_file: Path, program: str = "negamax"
+    *options: str,
+    model: str = MODEL,
+    log_file: Path,
+    program: str = "negamax",
+    is_forked: bool = True,
 ) -> subprocess.Popen[str]:
-    """Start `negamax serve` without waiting for it."""
-    command = [
-        sys.executable,
-        "-m",
-        program,
-        "serve",
-        model,
-        "--port",
-        "0",
-        "--num-threads",
-        "1",
-        *options,
-    ]
+    """Start `negamax serve` without waiting for it: forked, or as users start it."""
+    command = (program, "serve", model, "--port", "0", "--num-threads", "1", *options)
     with log_file.open("w", encoding="utf-8") as log:
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": log, "text": True}
+        if is_forked:
+            return start(*command, **pipes)
+        return subprocess.Popen([sys.executable, "-m", *command], **pipes)
 
 
 @contextlib.contextmanager
-def serving(
-    *options: str, model: str = MODEL, log_file: Path, program: str = "negamax"
-) -> Iterator[Server]:
-    """A server that is ready, until the block ends."""
-    process = launch(*options, model=model, log_file=log_file, program=program)
+def serving(*options: str, log_file: Path, **started: Any) -> Iterator[Server]:
+    """A server that is ready, until the block ends; how it is `started`: see `launch`."""
+    process = launch(*options, log_file=log_file, **started)
     try:
         yield Server(process, _ready_url(process.stdout, log_file), log_file)
     finally:
@@ -213,7 +208,8 @@ def server(
     """The embedded model, or another one by its name."""
     model = getattr(request, "param", None) or MODEL
     log_file = tmp_path_factory.mktemp("server") / "log"
-    with serving("--served-model-name", MODEL, model=model, log_file=log_file) as running:
+    options = ("--served-model-name", MODEL)
+    with serving(*options, model=model, log_file=log_file, is_forked=False) as running:
         yield running
         # no test of the shared server may make it fail inside
         assert "Traceback" not in running.log
