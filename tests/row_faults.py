@@ -54,8 +54,10 @@ def install(rank: int, patch: Patch) -> None:
 
         patch(owner, name, faulty)
 
-    def in_edit(_logits: object, slot: int, *, bound: int, rows: RequestState, **_: object) -> bool:
-        state = rows.state(slot)
+    def in_edit(
+        _logits: object, slot: int, *, bound: int, requests: RequestState, **_: object
+    ) -> bool:
+        state = requests.state(slot)
         is_late = bound >= state.prompt_len + LATE
         return asks(state.sampling, "edit") or (is_late and asks(state.sampling, "late edit"))
 
