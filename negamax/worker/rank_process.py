@@ -11,6 +11,7 @@ beats (`worker.heartbeat`).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import sys
@@ -38,8 +39,11 @@ from negamax.worker.node_sockets import connect
 
 if TYPE_CHECKING:
     from negamax.worker.step_output import StepOutput
+    from negamax.worker.worker import Worker
 
 logger = get_logger(__name__)
+
+Socket = zmq.Socket[bytes]
 
 RESULT, ROW_FAILURES = b"r", b"f"  # first byte of a frame of the results
 PLAN, BITMASK, DEBUG_COMMAND = b"s", b"m", b"p"  # first byte of a frame
@@ -78,26 +82,18 @@ def main(endpoint: str, rank: int) -> int:
     with (
         zmq.Context() as context,
         context.socket(zmq.PAIR) as socket,
-        context.socket(zmq.PUSH) as reports,  # of ranks that send no results
+        context.socket(zmq.PUSH) as row_failures,  # of ranks that send no results
     ):
-        socket.linger = reports.linger = 1000
+        socket.linger = row_failures.linger = 1000
         connect(socket, endpoint)
         config = decode_config(socket.recv())
         addresses, layout = config.addresses, config.layout
         assert addresses is not None
-        results, reports_results = addresses.results[layout.dp_rank], layout.reports_results
-        connect(reports, results)
+        results = addresses.results[layout.dp_rank]
+        connect(row_failures, results)
         beats = SharedNumbers(1, num_rows=layout.world_size + 1, path=Path(addresses.beats))
         heartbeat = RankHeartbeat(beats, rank)
-        # What gloo and NCCL listen on takes messages without a key: nobody beyond the machines of
-        # the ranks may reach it.
-        interface = addresses.interface or LOOPBACK
-        env.set_default("GLOO_SOCKET_IFNAME", interface)
-        env.set_default("NCCL_SOCKET_IFNAME", f"={interface}")
-        if addresses.interface is not None:  # its store warns of addresses that have no name
-            env.set_default("TORCH_CPP_LOG_LEVEL", "ERROR")
-        for name, value in ENVIRONMENT:
-            env.set_default(name, value)
+        _set_environment(addresses.interface)
         part = f"rank-{rank}"
         dumps = CrashDumps(config.crash_dump_dir, part=part, options=dataclasses.asdict(config))
         try:
@@ -116,85 +112,130 @@ def main(endpoint: str, rank: int) -> int:
         # it
         gc.freeze()
         socket.send(msgspec.msgpack.encode(RankReady(worker.ready)))
-        outcomes: SimpleQueue[StepOutput | StepResult | None] = SimpleQueue()
-        sending = (outcomes, context, results, dumps, heartbeat)
-        sender = threading.Thread(target=_send_results, args=sending, name="results")
-        if reports_results:
-            sender.start()
-        plans, commands = msgspec.msgpack.Decoder(StepPlan), msgspec.msgpack.Decoder(DebugCommand)
-        bitmasks = msgspec.msgpack.Decoder(GrammarBitmask)
-
-        def next_bitmask() -> GrammarBitmask:
-            frame = socket.recv()
-            if frame[:1] != BITMASK:
-                raise _Stopped
-            return bitmasks.decode(frame[1:])
-
-        plan: StepPlan | None = None
+        sender = None
+        if layout.reports_results:
+            sender = _ResultSender(context, results, dumps, heartbeat)
+        steps = _StepServer(worker, socket, row_failures, sender)
         try:
-            while True:
-                if not socket.poll(IDLE_MILLISECONDS):
-                    worker.idle()
-                frame = socket.recv()
-                if not frame:
-                    break
-                if frame[:1] == PLAN:
-                    plan = plans.decode(frame[1:])
-                    outcome = worker.launch(plan, next_bitmask)
-                    failures = worker.take_row_failures()
-                    if reports_results:
-                        outcomes.put(outcome)
-                    elif failures:
-                        reports.send(
-                            ROW_FAILURES
-                            + msgspec.msgpack.encode(RowFailures(plan.step_id, failures))
-                        )
-                else:
-                    socket.send(
-                        msgspec.msgpack.encode(worker.run_debug_command(commands.decode(frame[1:])))
-                    )
-        except _Stopped:
-            pass
+            steps.run()
         except EngineDeadError as error:
             logger.error("rank %d cannot go on: %s", rank, error)
             time.sleep(LOST_SECONDS)
             return 1
         except Exception as error:
-            last = [crash_details.of_plan(plan)] if plan else []
+            last = [crash_details.of_plan(steps.last_plan)] if steps.last_plan else []
             dumps.write("the rank failed", details=lambda: {"last_plans": last}, error=error)
             raise
         finally:  # a rank that fails must end, and not wait for its own thread
-            outcomes.put(None)
-            # (what another rank was to send may never come)
-            while reports_results and sender.is_alive() and not heartbeat.is_aborted:
-                sender.join(0.1)
+            if sender is not None:
+                sender.finish()
         if heartbeat.is_aborted:
             exit_now(1)  # the groups are not left in order: a rank is missing
         worker.close()
     return 0
 
 
-def _send_results(
-    outcomes: SimpleQueue[StepOutput | StepResult | None],
-    context: zmq.Context[zmq.Socket[bytes]],
-    address: str,
-    dumps: CrashDumps,
-    heartbeat: RankHeartbeat,
-) -> None:
-    """Wait for one outcome after another and send what came of it, until None."""
-    encoder = msgspec.msgpack.Encoder()
-    with context.socket(zmq.PUSH) as socket:
-        socket.linger = 1000
-        connect(socket, address)
-        while (outcome := outcomes.get()) is not None:
-            try:
-                result = outcome if isinstance(outcome, StepResult) else outcome.result()
-            except Exception as error:
-                logger.exception("a step failed on the device")
-                dumps.write("a step failed on the device", details=dict, error=error)
-                exit_now(1)
-            if not heartbeat.is_aborted:
-                socket.send(RESULT + encoder.encode(result))
+def _set_environment(interface: str | None) -> None:
+    """For the libraries; `interface` to the other machines, None: there are none."""
+    # What gloo and NCCL listen on takes messages without a key: nobody beyond the machines of the
+    # ranks may reach it.
+    env.set_default("GLOO_SOCKET_IFNAME", interface or LOOPBACK)
+    env.set_default("NCCL_SOCKET_IFNAME", f"={interface or LOOPBACK}")
+    if interface is not None:  # its store warns of addresses that have no name
+        env.set_default("TORCH_CPP_LOG_LEVEL", "ERROR")
+    for name, value in ENVIRONMENT:
+        env.set_default(name, value)
+
+
+class _StepServer:
+    """Runs what the executor sends, in order."""
+
+    def __init__(
+        self, worker: Worker, socket: Socket, row_failures: Socket, sender: _ResultSender | None
+    ) -> None:
+        """A rank without a `sender` sends its row failures alone."""
+        self.last_plan: StepPlan | None = None
+        self._worker, self._socket = worker, socket
+        self._row_failures, self._sender = row_failures, sender
+        self._plans = msgspec.msgpack.Decoder(StepPlan)
+        self._bitmasks = msgspec.msgpack.Decoder(GrammarBitmask)
+        self._commands = msgspec.msgpack.Decoder(DebugCommand)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def run(self) -> None:
+        """Until an empty frame comes."""
+        with contextlib.suppress(_Stopped):
+            while True:
+                if not self._socket.poll(IDLE_MILLISECONDS):
+                    self._worker.idle()
+                frame = self._socket.recv()
+                if not frame:
+                    return
+                if frame[:1] == PLAN:
+                    self._launch(self._plans.decode(frame[1:]))
+                else:
+                    result = self._worker.run_debug_command(self._commands.decode(frame[1:]))
+                    self._socket.send(self._encoder.encode(result))
+
+    def _launch(self, plan: StepPlan) -> None:
+        self.last_plan = plan
+        outcome = self._worker.launch(plan, self._next_bitmask)
+        failures = self._worker.take_row_failures()
+        if self._sender is not None:
+            self._sender.put(outcome)
+        elif failures:
+            frame = self._encoder.encode(RowFailures(plan.step_id, failures))
+            self._row_failures.send(ROW_FAILURES + frame)
+
+    def _next_bitmask(self) -> GrammarBitmask:
+        frame = self._socket.recv()
+        if frame[:1] != BITMASK:
+            raise _Stopped
+        return self._bitmasks.decode(frame[1:])
+
+
+class _ResultSender:
+    """A thread that waits for one outcome after another and sends what came of it."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Socket],
+        address: str,
+        dumps: CrashDumps,
+        heartbeat: RankHeartbeat,
+    ) -> None:
+        self._context, self._address = context, address
+        self._dumps, self._heartbeat = dumps, heartbeat
+        self._outcomes: SimpleQueue[StepOutput | StepResult | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="results")
+        self._thread.start()
+
+    def put(self, outcome: StepOutput | StepResult) -> None:
+        """To be sent behind those before it."""
+        self._outcomes.put(outcome)
+
+    def finish(self) -> None:
+        """Wait until all are sent, unless waits were given up: what another rank was to send may
+        never come.
+        """
+        self._outcomes.put(None)
+        while self._thread.is_alive() and not self._heartbeat.is_aborted:
+            self._thread.join(0.1)
+
+    def _run(self) -> None:
+        encoder = msgspec.msgpack.Encoder()
+        with self._context.socket(zmq.PUSH) as socket:
+            socket.linger = 1000
+            connect(socket, self._address)
+            while (outcome := self._outcomes.get()) is not None:
+                try:
+                    result = outcome if isinstance(outcome, StepResult) else outcome.result()
+                except Exception as error:
+                    logger.exception("a step failed on the device")
+                    self._dumps.write("a step failed on the device", details=dict, error=error)
+                    exit_now(1)
+                if not self._heartbeat.is_aborted:
+                    socket.send(RESULT + encoder.encode(result))
 
 
 if __name__ == "__main__":
