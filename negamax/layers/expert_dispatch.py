@@ -1,5 +1,5 @@
-"""From the experts that a router names to those that ranks hold, and from what these make of the
-tokens to a partial sum.
+"""How tokens reach their experts: the router's choices become slots on ranks, tokens travel to
+these ranks unless they are there already, and the experts' outputs become a partial sum.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from negamax.parallel.collectives import Collective
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 
-# Of all ranks that gather tokens together: up to here rows travel unquantised, too, since kernels
-# for few tokens read them so.
+# Of all ranks together. Up to so many rows travel unquantised as well as in FP8, because kernels for
+# few tokens read them unquantised.
 UNQUANTIZED_ROWS = 64
 
 
 class ExpertMap:
-    """Where experts lie, on the device, and how often each was chosen. Graphs read the tensors:
-    their contents change between steps, they never do.
+    """On the device: the slots of each expert, and how often each was chosen. CUDA graphs read these
+    tensors, so they are updated in place and never replaced.
     """
 
     def __init__(
         self, table: Sequence[int], *, most_copies: int, device: torch.device, counts: Tensor
     ) -> None:
-        """`table`: the expert in each slot; no expert is ever in more than `most_copies`. `counts`
-        [experts] int64: from now on each choice of an expert is added.
+        """`table`: the expert in each slot; no expert ever has more than `most_copies` slots.
+        `counts` [experts] int64: every choice of an expert is added to it.
         """
         num_experts = len(counts)
         self._slots = torch.empty(num_experts, most_copies, dtype=torch.int32, device=device)
@@ -44,12 +44,12 @@ class ExpertMap:
         self.update(table)
 
     def update(self, table: Sequence[int]) -> None:
-        """From the next launch on `table` counts."""
+        """Use `table` from the next launch on."""
         num_experts, most = self._slots.shape
         slots: list[list[int]] = [[] for _ in range(num_experts)]
         for slot, expert in enumerate(table):
             slots[expert].append(slot)
-        # (how many, then which, and the first of them once more where there are fewer)
+        # number of copies, then their slots, padded with the first slot
         rows = [[len(own), *own, *own[:1] * (most - len(own))] for own in slots]
         packed = torch.tensor(rows, dtype=torch.int32)
         if self._slots.is_cuda:
@@ -65,18 +65,18 @@ class ExpertMap:
 
 @dataclass(frozen=True)
 class Dispatched:
-    """Tokens on the rank of their experts: activations of T rows, and slots (-1: none) and weights,
+    """Tokens on the rank of their experts: activations of T rows, with slots (-1: none) and weights
     [T, top_k].
     """
 
     x: Tensor | QuantizedActivations
     ids: Tensor
     weights: Tensor
-    exchange: TokenExchange | None = None  # that has brought them; None: they were here
+    exchange: TokenExchange | None = None  # that brought them here; None: nothing was sent
 
 
 class TokenExchange:
-    """Ranks that each have tokens of their own, and experts for those of all."""
+    """Sends tokens between ranks that each have tokens of their own, and sums up the results."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class TokenExchange:
         device: torch.device,
         kernels: KernelTable,
     ) -> None:
-        """`ranks` of the world that are `group`; `num_slots` of experts on all ranks of `layout`
+        """`ranks`: world ranks of `group`. `num_slots`: slots of experts on all ranks of `layout`
         together.
         """
         slots = [layout.of_rank(rank).experts.experts(num_slots) for rank in ranks]
@@ -97,7 +97,7 @@ class TokenExchange:
         self._send, self._sum = kernels[DISPATCH].run, kernels[COMBINE].run
 
     def send(self, own: Dispatched, num_rows: int) -> Dispatched:
-        """This rank's tokens -> those of all ranks, each padded to `num_rows`."""
+        """This rank's tokens -> those of all ranks, each rank's padded to `num_rows`."""
         x = own.x
         if not isinstance(x, QuantizedActivations):
             ids, weights, x = self._gather(own, [x], num_rows)
@@ -112,8 +112,8 @@ class TokenExchange:
         return Dispatched(sharded, ids, weights, self)
 
     def sum(self, out: Tensor, given: Dispatched, num_tokens: int) -> Tensor:
-        """What the experts of each rank made of the rows that it was given -> of this rank's tokens
-        the sums.
+        """The outputs of this rank's experts for the rows that it was given -> the sums over all
+        ranks for its own tokens.
         """
         summed = self._sum(out, given.ids, experts=self._experts, group=self._group)
         return summed[:num_tokens]
@@ -131,14 +131,14 @@ class TokenExchange:
 
 
 class ExpertDispatch(Protocol):
-    """How tokens and experts meet. This rank holds the slots first .. first + len(experts) - 1."""
+    """How tokens reach their experts. This rank holds slots first .. first + len(experts) - 1."""
 
     first: int
-    experts: list[int]  # those that lie in the slots of this rank at start, in order
-    table: tuple[int, ...]  # those in all slots at start
+    experts: list[int]  # in this rank's slots at start, in order
+    table: tuple[int, ...]  # the expert in each slot of all ranks at start
 
     def use_map(self, experts: ExpertMap) -> None:
-        """From now on experts lie where the map says."""
+        """From now on look experts up in this map."""
 
     def dispatch(
         self,
@@ -152,13 +152,13 @@ class ExpertDispatch(Protocol):
         """
 
     def combine(self, out: Tensor, given: Dispatched, num_tokens: int) -> Partial:
-        """out [rows given, P, hidden], what this rank's experts made of it -> [T, ...]."""
+        """out [rows given, P, hidden], the outputs of this rank's experts -> [T, ...]."""
 
 
 class ReplicatedTokens:
-    """Every rank of the expert group has all tokens and runs the choices that fall on its experts:
-    nothing is sent, and the sum over the group is for the next norm. Without a map, where each
-    expert lies in the slot of its own number, no kernel is launched.
+    """Every rank of the expert group has all tokens and runs the choices that fall on its experts.
+    Nothing is sent; the next norm sums over the group. Without a map, which says that each expert
+    has the slot of its own number, no kernel is launched.
     """
 
     def __init__(
@@ -212,10 +212,10 @@ class ReplicatedTokens:
         return Partial(out, self._group)
 
 
-class AllToAllTokens(ReplicatedTokens):
-    """Data-parallel ranks have tokens of their own. Each rank sends them, padded to the largest
-    number of them, to the others and is given back the sums of what their experts made of them;
-    what the ranks of its attention group made of them is for the next norm to sum.
+class DataParallelTokens(ReplicatedTokens):
+    """Data-parallel ranks have tokens of their own. Each rank sends them to the others, padded to
+    the largest number that any rank has, and gets back the sums of the experts' outputs. The next
+    norm sums over the ranks of its attention group.
     """
 
     def __init__(
@@ -253,10 +253,11 @@ class AllToAllTokens(ReplicatedTokens):
         return Partial(self._exchange.sum(out, given, num_tokens), self._group)
 
 
-class SharedOutTokens(AllToAllTokens):
-    """Context-parallel ranks share out the tokens of some steps, which meet the experts as those of
-    data-parallel ranks do. In other steps each has all tokens of its data-parallel rank, and is
-    sent those of the others with its place; what the experts of each place made of them is summed.
+class ContextParallelTokens(DataParallelTokens):
+    """In some steps context-parallel ranks each have a share of the tokens, and send it as
+    data-parallel ranks do. In other steps each has all tokens of its data-parallel rank: it
+    exchanges tokens only with the ranks of its own context-parallel index in other data-parallel
+    groups, and the results are then summed over the context-parallel ranks.
     """
 
     def __init__(
@@ -269,7 +270,9 @@ class SharedOutTokens(AllToAllTokens):
     ) -> None:
         super().__init__(table, context=context, device=device, kernels=kernels)
         layout, self._context = context.layout, context.context_group
-        self._between: TokenExchange | None = None  # data-parallel ranks
+        self._between: TokenExchange | None = (
+            None  # between data-parallel ranks; None: there is one
+        )
         if layout.dp > 1:
             self._between = TokenExchange(
                 context.data_group,
@@ -310,11 +313,11 @@ class SharedOutTokens(AllToAllTokens):
 def expert_dispatch(
     table: Sequence[int], *, context: ParallelContext, device: torch.device, kernels: KernelTable
 ) -> ExpertDispatch:
-    """The one for the ranks of `context`. `table`: the expert in each slot; slots are dealt out to
-    the ranks in order, and an expert may have several, on different ranks.
+    """The dispatch for the ranks of `context`. `table`: the expert in each slot. Slots are dealt
+    out to the ranks in order; an expert may have several, on different ranks.
     """
     layout = context.layout
     if layout.dp == layout.cp == 1:
         return ReplicatedTokens(table, context=context, device=device, kernels=kernels)
-    way = AllToAllTokens if layout.cp == 1 else SharedOutTokens
-    return way(table, context=context, device=device, kernels=kernels)
+    kind = DataParallelTokens if layout.cp == 1 else ContextParallelTokens
+    return kind(table, context=context, device=device, kernels=kernels)

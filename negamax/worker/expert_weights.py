@@ -1,9 +1,9 @@
-"""The experts of one rank as plans change them: how often each was chosen, and their moves from
-slot to slot, within the rank and between ranks.
+"""The experts of one rank: how often each was chosen, and their moves from slot to slot, within the
+rank and between ranks, as plans ask for them.
 
-Everything is enqueued between two steps, in the order of the plans, which is the same on all ranks:
-a step that was launched before a move finds the old weights under the old map, one behind it the
-new ones. A move goes through two buffers, which are all the memory that it takes.
+Everything is enqueued between two steps, in the order of the plans, which is the same on all ranks.
+So a step launched before a move finds the old weights under the old map, and a step launched after
+it the new weights under the new one. A move needs no memory but two buffers.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class ExpertRecorder:
     """Counts the choices of each expert."""
 
     def __init__(self, model: Decoder, context: ParallelContext, device: torch.device) -> None:
-        """From now on. Before any step is captured."""
+        """Counts from now on. To be made before any step is captured."""
         layout, num_layers = context.layout, model.spec.num_layers
         sizes = model.spec.expert_sizes()
         assert sizes is not None, "a model without experts"
         self._num_experts, self._world = sizes[0], context.world
-        # of all layers and one expert more (a shared one), those of other stages stay 0
+        # for all layers, with one more expert (a shared one); layers of other stages stay 0
         shape = (num_layers, self._num_experts + 1)
         self._counts = torch.zeros(shape, dtype=torch.int64, device=device)
         self._mixtures = {
@@ -54,18 +54,20 @@ class ExpertRecorder:
                 counts=self._counts[number, : 1 + max(moe.table)],
             )
             moe.use_map(self._maps[number])
-        # those that count tokens which no other one counts, for the layers of a stage
-        speakers = [rank for rank in range(layout.world_size) if layout.of_rank(rank).tp_rank == 0]
-        self._speakers = torch.tensor(speakers, device=device)
+        # tensor-parallel ranks count the same tokens: the first of each group is asked
+        counting = [rank for rank in range(layout.world_size) if layout.of_rank(rank).tp_rank == 0]
+        self._counting_ranks = torch.tensor(counting, device=device)
         self._gather()  # connections are made now, not under load
 
     def counts(self) -> HostTensor:
         """[layers, experts] int64 of all ranks, each of which must call this."""
-        everyone = self._gather()[self._speakers]
+        everyone = self._gather()[self._counting_ranks]
         return HostTensor(everyone.sum(0)[:, : self._num_experts].contiguous())
 
     def apply(self, step: ExpertStep) -> HostTensor | None:
-        """What a plan says of experts, before its step; the counts, where it asks for them."""
+        """Carry out what a plan says of experts, before its step; the counts, where it asks for
+        them.
+        """
         assert not step.moves, "experts are recorded, not moved"
         return self.counts() if step.wants_counts else None
 
@@ -75,17 +77,17 @@ class ExpertRecorder:
 
 
 class MovableExperts(ExpertRecorder):
-    """Moves experts, too."""
+    """Counts the choices of each expert, and moves experts between slots."""
 
     def __init__(self, model: Decoder, context: ParallelContext, device: torch.device) -> None:
-        """Takes all memory that moves need, and opens the ways between the ranks."""
+        """Takes all memory that moves need, and opens the connections between the ranks."""
         super().__init__(model, context, device)
         self._version = 0
         self._group, self._view = context.expert_group, context.layout.experts
-        self._forms = {
-            number: _ExpertForm(moe.expert_weights) for number, moe in self._mixtures.items()
+        self._layouts = {
+            number: _ExpertLayout(moe.expert_weights) for number, moe in self._mixtures.items()
         }
-        num_bytes = max((form.num_bytes for form in self._forms.values()), default=0)
+        num_bytes = max((packed.num_bytes for packed in self._layouts.values()), default=0)
         self._sent, self._received = torch.empty(2, num_bytes, dtype=torch.uint8, device=device)
         self._open()
 
@@ -96,18 +98,19 @@ class MovableExperts(ExpertRecorder):
             return counts
         if step.version != self._version + 1:
             raise EngineDeadError(
-                f"experts are to be moved for time {step.version}; here it is {self._version + 1}"
+                f"a plan that moves experts is missing: number {step.version} came where "
+                f"{self._version + 1} was expected"
             )
         self._version = step.version
         layers = dict.fromkeys(move.layer for move in step.moves)
         for layer in layers:
-            if layer in self._mixtures:  # else it is another stage's
+            if layer in self._mixtures:  # else it is on another stage
                 self._move(layer, [move for move in step.moves if move.layer == layer])
         return counts
 
     def _move(self, layer: int, moves: Sequence[ExpertMove]) -> None:
-        """All `moves` in the layer, and the map that says so."""
-        moe, table, form = self._mixtures[layer], self._tables[layer], self._forms[layer]
+        """Carry out all `moves` of the layer, then update its map."""
+        moe, table, packed = self._mixtures[layer], self._tables[layer], self._layouts[layer]
         here, weights = moe.slots_here, moe.expert_weights
         sent = received = None
         arriving: ExpertMove | None = None
@@ -117,19 +120,19 @@ class MovableExperts(ExpertRecorder):
                 arriving = move
                 if move.source not in here:
                     source = self._peer(move.source // len(here))
-                    received = self._received[: form.num_bytes], source
+                    received = self._received[: packed.num_bytes], source
             if move.source in here:
                 is_local = move.target in here
                 buffer = self._received if is_local else self._sent
                 expert = weights.tensors(move.source - here.start)
-                for view, tensor in zip(form.views(buffer), expert, strict=True):
+                for view, tensor in zip(packed.views(buffer), expert, strict=True):
                     view.copy_(tensor)
                 if not is_local:
                     assert sent is None, "a rank sends one expert at a time"
-                    sent = buffer[: form.num_bytes], self._peer(move.target // len(here))
+                    sent = buffer[: packed.num_bytes], self._peer(move.target // len(here))
         self._group.exchange(sent=sent, received=received)
         if arriving is not None:
-            weights.replace(arriving.target - here.start, form.views(self._received))
+            weights.replace(arriving.target - here.start, packed.views(self._received))
         moved = [table[move.source] for move in moves]
         for move, expert in zip(moves, moved, strict=True):
             table[move.target] = expert
@@ -155,15 +158,15 @@ class MovableExperts(ExpertRecorder):
 def load_recorder(
     config: WorkerConfig, model: Decoder, context: ParallelContext, device: torch.device
 ) -> ExpertRecorder | None:
-    """As `config` has it; None: nothing is counted."""
+    """The one that `config` asks for; None: nothing is counted."""
     if config.experts == FIXED or config.spec.expert_sizes() is None:
         return None
-    way = MovableExperts if config.experts == MOVED else ExpertRecorder
-    return way(model, context, device)
+    kind = MovableExperts if config.experts == MOVED else ExpertRecorder
+    return kind(model, context, device)
 
 
-class _ExpertForm:
-    """How the tensors of an expert lie one behind the other in a buffer."""
+class _ExpertLayout:
+    """Where each tensor of an expert lies in a buffer."""
 
     def __init__(self, weights: ExpertWeights) -> None:
         self._parts: list[tuple[int, int, torch.dtype, torch.Size]] = []  # first and last byte
@@ -174,7 +177,7 @@ class _ExpertForm:
             self.num_bytes = -(-end // _ALIGNMENT) * _ALIGNMENT
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """The tensors in `buffer`."""
+        """The expert's tensors, as views of `buffer`."""
         return [
             buffer[begin:end].view(dtype).view(shape) for begin, end, dtype, shape in self._parts
         ]
