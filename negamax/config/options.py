@@ -158,18 +158,7 @@ class EngineOptions:
                 f"--gpu-memory-utilization is {self.gpu_memory_utilization}; allowed: above 0, "
                 f"at most 1"
             )
-        _check_least(self, num_hidden_layers=1)
-        if self.num_hidden_layers is not None and self.load_format != "synthetic":
-            raise ConfigError(
-                "--num-hidden-layers leaves layers of a checkpoint out; it is for synthetic "
-                "weights",
-                hint="add --load-format synthetic",
-            )
-        if self.weight_cache is not None and self.load_format == "synthetic":
-            raise ConfigError(
-                "--weight-cache keeps what is read of a checkpoint; synthetic weights are drawn",
-                hint="leave it out",
-            )
+        self._check_weights()
         _check_least(
             self,
             max_cudagraph_capture_size=1,
@@ -183,7 +172,26 @@ class EngineOptions:
             num_kv_blocks=1,
             max_logprobs=0,
         )
-        parallel, _ = self.parallel, self.speculation  # checked
+        self._check_parallel()
+        _within("--num-threads", self.num_threads, 1, MAX_THREADS)
+        _within("--seed", self.seed, -(2**63), 2**63 - 1)
+
+    def _check_weights(self) -> None:
+        _check_least(self, num_hidden_layers=1)
+        if self.num_hidden_layers is not None and self.load_format != "synthetic":
+            raise ConfigError(
+                "--num-hidden-layers leaves layers of a checkpoint out; it is for synthetic "
+                "weights",
+                hint="add --load-format synthetic",
+            )
+        if self.weight_cache is not None and self.load_format == "synthetic":
+            raise ConfigError(
+                "--weight-cache keeps what is read of a checkpoint; synthetic weights are drawn",
+                hint="leave it out",
+            )
+
+    def _check_parallel(self) -> None:
+        parallel, _ = self.parallel, self.speculation  # which check their options
         if (
             self.enable_eplb
             and parallel.num_expert_ranks == 1
@@ -207,8 +215,6 @@ class EngineOptions:
                 "index keys",
                 hint="use --index-cache-sharding off",
             )
-        _within("--num-threads", self.num_threads, 1, MAX_THREADS)
-        _within("--seed", self.seed, -(2**63), 2**63 - 1)
 
     @property
     def parallel(self) -> ParallelOptions:

@@ -21,14 +21,14 @@ from negamax.parallel.collectives import Collective
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 
-# Of all ranks together. Up to so many rows travel unquantised as well as in FP8, because kernels for
-# few tokens read them unquantised.
+# Of all ranks together. Up to so many rows travel unquantised as well as in FP8, because kernels
+# for few tokens read them unquantised.
 UNQUANTIZED_ROWS = 64
 
 
 class ExpertMap:
-    """On the device: the slots of each expert, and how often each was chosen. CUDA graphs read these
-    tensors, so they are updated in place and never replaced.
+    """On the device: the slots of each expert, and how often each was chosen. CUDA graphs read
+    these tensors, so they are updated in place and never replaced.
     """
 
     def __init__(

@@ -41,51 +41,8 @@ class DecoderLayer:
         kernels: KernelTable,
     ) -> None:
         shared: dict[str, Any] = {"context": context, "weights": weights, "kernels": kernels}
-        heads: dict[str, Any] = {
-            "hidden_size": spec.hidden_size,
-            "heads": spec.num_heads,
-            "kv_heads": spec.num_kv_heads,
-            "head_dim": spec.head_dim,
-            "eps": spec.rms_norm_eps,
-            "gemma_norm": True,
-        }
-        self.attention: Attention | BlockSparseAttention
-        if spec.sparse is not None and spec.sparse.layers[layer]:
-            self.attention = BlockSparseAttention(
-                names.attention(layer),
-                names.indexer(layer),
-                index_dim=spec.sparse.index_dim,
-                shard=_index_shard(spec, context),
-                **heads,
-                **shared,
-            )
-        else:
-            self.attention = Attention(
-                names.attention(layer), norm_per_head=True, **heads, **shared
-            )
-        swiglu = SwiGlu(alpha=spec.swiglu_alpha, limit=spec.swiglu_limit, beta=1.0)
-        self.mlp: SparseMoe | Mlp
-        if spec.moe_layers[layer]:
-            self.mlp = SparseMoe(
-                names.moe(layer),
-                layer=layer,
-                hidden_size=spec.hidden_size,
-                width=spec.expert_width,
-                num_experts=spec.num_experts,
-                top_k=spec.experts_per_token,
-                activation=swiglu,
-                routed_scaling=spec.routed_scaling_factor,
-                shared_width=spec.shared_width,
-                **shared,
-            )
-        else:
-            self.mlp = Mlp(
-                names.mlp(layer),
-                hidden_size=spec.hidden_size,
-                width=spec.dense_width,
-                activation=swiglu,
-                **shared,
-            )
+        self.attention = _attention(spec, layer, **shared)
+        self.mlp = _mlp(spec, layer, **shared)
 
         def norm(name: str, *, activation: ActivationFormat | None) -> RmsNorm:
             return RmsNorm(
@@ -127,6 +84,55 @@ class DecoderLayer:
         if isinstance(self.mlp, SparseMoe):
             return self.mlp(x, metadata.step_tokens)
         return self.mlp(x)
+
+
+def _attention(
+    spec: MiniMaxM3Spec, layer: int, *, context: ParallelContext, **shared: Any
+) -> Attention | BlockSparseAttention:
+    heads: dict[str, Any] = {
+        "hidden_size": spec.hidden_size,
+        "heads": spec.num_heads,
+        "kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "eps": spec.rms_norm_eps,
+        "gemma_norm": True,
+        "context": context,
+    }
+    attention = names.attention(layer)
+    if spec.sparse is None or not spec.sparse.layers[layer]:
+        return Attention(attention, norm_per_head=True, **heads, **shared)
+    return BlockSparseAttention(
+        attention,
+        names.indexer(layer),
+        index_dim=spec.sparse.index_dim,
+        shard=_index_shard(spec, context),
+        **heads,
+        **shared,
+    )
+
+
+def _mlp(spec: MiniMaxM3Spec, layer: int, **shared: Any) -> SparseMoe | Mlp:
+    swiglu = SwiGlu(alpha=spec.swiglu_alpha, limit=spec.swiglu_limit, beta=1.0)
+    if not spec.moe_layers[layer]:
+        return Mlp(
+            names.mlp(layer),
+            hidden_size=spec.hidden_size,
+            width=spec.dense_width,
+            activation=swiglu,
+            **shared,
+        )
+    return SparseMoe(
+        names.moe(layer),
+        layer=layer,
+        hidden_size=spec.hidden_size,
+        width=spec.expert_width,
+        num_experts=spec.num_experts,
+        top_k=spec.experts_per_token,
+        activation=swiglu,
+        routed_scaling=spec.routed_scaling_factor,
+        shared_width=spec.shared_width,
+        **shared,
+    )
 
 
 def build(
