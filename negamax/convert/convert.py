@@ -283,7 +283,11 @@ def _check_path(source: Source, conversion: Conversion) -> None:
         dtypes = {w.move.entries[0].dtype for w in source.weights if w.is_linear}
         is_same = not source.formats and dtypes == {"BF16"}
     else:
-        is_same = all(scheme.format_of(name) == stored for name, stored in source.linear.items())
+        is_same = all(
+            scheme.format_of(one.module) == one.format and one.is_as_described
+            for one in source.weights
+            if one.is_linear
+        )
     if is_same and is_split_so:
         raise ConfigError(
             f"{conversion.model} is stored as {target.name} already; there is nothing to convert",

@@ -42,7 +42,8 @@ def pieces(source: Source, layer: int | None, target: Target | None) -> Iterator
     together: dict[tuple[str, tuple[int, ...]], list[Weight]] = defaultdict(list)
     for weight in source.of_layer(layer):
         stored = weight.format if target is None else _format(weight, scheme)
-        if stored == weight.format and (stored is not PLAIN or target is None):
+        is_same = target is None or (stored == weight.format and weight.is_as_described)
+        if is_same and (stored is not PLAIN or target is None):
             yield _copy(weight)
         elif stored is PLAIN:
             yield _plain(weight, to_bf16=target is not None and target.description is None)
@@ -109,7 +110,7 @@ def _quantized(weight: Weight, stored: TensorFormat) -> Piece:
     quantize = stored.quantize
     assert quantize is not None, f"{stored.name} is only read"
 
-    is_e4m3 = is_other_e4m3(weight.format, stored)
+    is_e4m3 = is_other_e4m3(weight.format, stored) or weight.format == stored
 
     def make(read: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         plain = weight.dequantize(read)

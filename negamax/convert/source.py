@@ -15,7 +15,12 @@ from torch import Tensor
 
 from negamax.base.errors import CheckpointError
 from negamax.checkpoint.plan import Move, plan_tensors
-from negamax.checkpoint.reader import CheckpointReader, TensorEntry, read_entries
+from negamax.checkpoint.reader import (
+    SAFETENSORS_NAMES,
+    CheckpointReader,
+    TensorEntry,
+    read_entries,
+)
 from negamax.checkpoint.split import is_split, ranks_of
 from negamax.config.families import read_spec
 from negamax.config.json_file import read_json_object
@@ -68,6 +73,15 @@ class Weight:
     def format(self) -> TensorFormat:
         """In which it is stored."""
         return self.move.slot.source if self.move.is_dequantized else PLAIN
+
+    @property
+    def is_as_described(self) -> bool:
+        """Whether its values have a dtype of the format: some files have FP8 of MI300 where the
+        description says FP8.
+        """
+        stored, source = self.move.tensors[0]
+        names = [SAFETENSORS_NAMES[dtype] for dtype in stored.dtypes]
+        return stored is PLAIN.values or source.entry.dtype in names
 
     @property
     def num_bytes(self) -> int:

@@ -193,6 +193,20 @@ def test_blocks_of_mi300_and_those_of_others_have_the_same_values(
             assert all(one.error <= error for one in compare(Source(source), out))
 
 
+def test_blocks_of_mi300_that_config_json_takes_for_others_become_these(
+    converted: dict[str, Path], tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(converted["fp8-fnuz"], source)
+    config = read_json_object(source / "config.json")
+    config["quantization_config"]["fmt"] = "float8_e4m3fn"
+    (source / "config.json").write_text(json.dumps(config))
+    convert(conversion(source, tmp_path / "out", "fp8-block", allow_lossy=False))
+    dtypes = {w.move.entries[0].dtype for w in Source(tmp_path / "out").weights if w.is_linear}
+    assert dtypes == {"F8_E4M3"}
+    assert all(one.error == 0 for one in compare(Source(source), tmp_path / "out"))
+
+
 def test_what_is_beside_the_weights_is_carried_over(bf16: Path, converted: dict[str, Path]) -> None:
     folder = converted["fp8-block"]
     names = {path.name for path in folder.iterdir()}
