@@ -94,10 +94,17 @@ def convert(conversion: Conversion, *, progress: ShowProgress | None = None) -> 
     _check_path(source, conversion)
     identity = conversion.identity(source)
     destination = conversion.destination
-    if _is_done(destination, identity):
+    _check_place(conversion)
+    others = _other_than_there(destination, identity)
+    if others == []:
         logger.info("%s is there already, converted from the same source", destination)
         return source
-    _check_destination(conversion)
+    if others:
+        raise ConfigError(
+            f"DST {destination} is another conversion (other: {', '.join(others)})",
+            hint="remove it, or give a new folder",
+        )
+    _check_content(destination)
     for reason in dict.fromkeys(reason for reason, _ in source.skipped):
         left = [name for why, name in source.skipped if why == reason]
         logger.warning("left out %d tensors: %s (%s)", len(left), first_names(left), reason)
@@ -320,7 +327,8 @@ def _check_rounding(modules: Mapping[str, TensorFormat], conversion: Conversion)
         )
 
 
-def _check_destination(conversion: Conversion) -> None:
+def _check_place(conversion: Conversion) -> None:
+    """Errors: `ConfigError` where the destination can be none of any conversion."""
     source, destination = conversion.folder.resolve(), conversion.destination.resolve()
     if destination == source or source in destination.parents:
         raise ConfigError(
@@ -330,11 +338,15 @@ def _check_destination(conversion: Conversion) -> None:
     is_link = conversion.destination.is_symlink()  # to nothing, perhaps
     if (destination.exists() or is_link) and not destination.is_dir():
         raise ConfigError(f"DST {conversion.destination} is no folder", hint="give a folder")
+
+
+def _check_content(destination: Path) -> None:
+    """Errors: `ConfigError` for a folder with other content than the beginning of a conversion."""
     if destination.is_dir() and not (destination / Record.NAME).exists():
         found = sorted(path.name for path in destination.iterdir())
         if found:
             raise ConfigError(
-                f"DST {conversion.destination} has other content: {first_names(found)}",
+                f"DST {destination} has other content: {first_names(found)}",
                 hint="give a new or an empty folder",
             )
 
@@ -354,12 +366,14 @@ def _num_bytes(step: _Step, shard: Shard) -> int:
     return sum(planned.num_bytes for planned in _planned(step, shard))
 
 
-def _is_done(destination: Path, identity: Mapping[str, Any]) -> bool:
-    """Whether the same conversion is complete there."""
+def _other_than_there(destination: Path, identity: Mapping[str, Any]) -> list[str] | None:
+    """In which fields the conversion is another one than that which is complete in `destination`;
+    None: none is.
+    """
     if not (destination / "config.json").is_file() or (destination / Record.NAME).exists():
-        return False
-    config = read_json_object(destination / "config.json")
-    return not differences(identity, config.get(PROVENANCE))
+        return None
+    found = read_json_object(destination / "config.json").get(PROVENANCE)
+    return None if found is None else differences(identity, found)
 
 
 # --- beside the weights ---------------------------------------------------------------------------

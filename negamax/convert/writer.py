@@ -148,12 +148,13 @@ class Record:
 
 
 def differences(identity: Mapping[str, Any], found: object) -> list[str]:
-    """In which fields a conversion is another one than `found`; the words of the command do not
-    matter.
+    """In which fields a conversion is another one than `found`. The words of the command do not
+    matter: by which name the source is found, whose files are known by its digest.
     """
     if not isinstance(found, Mapping):
         return list(identity)
-    return [key for key, value in identity.items() if key != "command" and found.get(key) != value]
+    names = ("command", "revision", "source")
+    return [key for key, value in identity.items() if key not in names and found.get(key) != value]
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -334,6 +334,7 @@ def test_what_was_begun_otherwise_is_not_taken_up(bf16: Path, tmp_path: Path) ->
 def test_what_is_done_is_not_done_again(bf16: Path, converted: dict[str, Path]) -> None:
     before = {p: p.stat().st_mtime_ns for p in converted["int8"].iterdir()}
     convert(conversion(bf16, converted["int8"], "int8"))
+    convert(Conversion("by another name", bf16, converted["int8"], target_of("int8")))
     assert {p: p.stat().st_mtime_ns for p in converted["int8"].iterdir()} == before
 
 
@@ -545,8 +546,10 @@ def test_weights_that_are_exchanged_are_another_source(tmp_path: Path) -> None:
         convert(conversion(source, tmp_path / "begun", "int8"), progress=interrupt_at(20))
     tensors = load_file(source / FILES[0])
     save_file({name: -one for name, one in tensors.items()}, source / FILES[0])
-    with pytest.raises(ConfigError, match="has other content"):
+    with pytest.raises(ConfigError, match=r"is another conversion \(other: source_digest\)"):
         convert(conversion(source, tmp_path / "done", "int8"))
+    with pytest.raises(ConfigError, match="lies in the source"):
+        convert(conversion(tmp_path / "done", tmp_path / "done", "int8"))
     with pytest.raises(CheckpointError, match=r"another conversion \(other: source_digest\)"):
         convert(conversion(source, tmp_path / "begun", "int8"))
 
