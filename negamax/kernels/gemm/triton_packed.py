@@ -70,13 +70,12 @@ def _packed_linear_kernel(
     offs_m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     first_n = tl.program_id(0) % group_size // group_m * BLOCK_N
     offs_n = first_n + tl.arange(0, BLOCK_N)
-    # wrap around: many reads of one row would wait for each other
-    x_rows = x_ptr + (offs_m % M).to(tl.int64) * P.K
+    x_rows = x_ptr + offs_m.to(tl.int64) * P.K
     n_inside = offs_n < N
     start = tl.program_id(1) * tl.cdiv(STEPS, SPLIT_K)
     stop = tl.minimum(start + tl.cdiv(STEPS, SPLIT_K), STEPS)
     wait_then_launch_dependents(PDL)
-    acc = multiply(x_rows, offs_m >= 0, w, first_n, N - first_n, N, start, stop,
+    acc = multiply(x_rows, offs_m < M, w, first_n, N - first_n, N, start, stop,
                    P, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS)  # fmt: skip
     out_ptrs = out_ptr + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :]
     inside = (offs_m < M)[:, None] & n_inside[None, :]

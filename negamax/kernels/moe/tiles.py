@@ -149,47 +149,42 @@ class H200(Tiles):
         return ExpertTiles(gate_up, Tile(64, 128, 128, num_warps=4, num_stages=3), repeat_n=8)
 
     def packed_gemv(self, *, M: int, gate_up: Packing, down: Packing) -> ExpertTiles | None:
-        """Where it was measured and gained: integers of 4 bits up to 4 tokens, MXFP4 and NVFP4 for
-        one. A thread has up to 384 bytes: 96 registers.
-        """
+        """One token and 4 bits, but for NVFP4. A thread has up to 384 bytes: 96 registers."""
         row_bytes = [each.K_PACKED // each.CODES for each in (gate_up, down)]
-        is_integer = gate_up.ELEMENT == "uint4"
-        max_m = 4 if is_integer else 1
-        if {gate_up.CODES, down.CODES} != {2} or max(row_bytes) > 3072 or max_m < M:
+        is_measured = {gate_up.CODES, down.CODES} == {2} and gate_up.SCALE != "e5m3"
+        if M > 1 or not is_measured or max(row_bytes) > 3072:
             return None
         first, second = (_power_of_two(-(-each // 384)) for each in row_bytes)
-        maxnreg = None if gate_up.SCALE == "e5m3" else 128
-        if is_integer and M == 1:
+        other = Tile(8, 16, 1, num_warps=second, maxnreg=128)
+        if gate_up.ELEMENT == "uint4":
             other = Tile(8, 16, 1, num_warps=max(1, second // 2))
-        else:
-            other = Tile(8, 16, 1, num_warps=second, maxnreg=maxnreg)
-        return ExpertTiles(Tile(8, 8, 1, num_warps=first, maxnreg=maxnreg), other)
+        return ExpertTiles(Tile(8, 8, 1, num_warps=first, maxnreg=128), other)
 
     def packed(self, *, M: int, gate_up: Packing) -> ExpertTiles:
-        """Three programs of 168 registers share a multiprocessor, or four of 128; of integers of 4
-        bits, which are unpacked by the fewest instructions, two of more rows.
-        """
+        """Three programs of 168 registers share a multiprocessor, or four of 128."""
         if M > SMALL_M_MAX_M:
             return ExpertTiles(
                 Tile(64, 64, 128, num_warps=4, num_stages=4),
                 Tile(64, 128, 128, num_warps=4, num_stages=4),
             )
-        wide = Tile(16, 128, 128, num_warps=4, num_stages=3)
-        if gate_up.ELEMENT == "uint4":
-            return ExpertTiles(wide, replace(wide, maxnreg=168))
-        if gate_up.CODES == 2:
-            down = replace(wide, num_stages=5, maxnreg=168) if gate_up.SCALE == "e5m3" else wide
-            return ExpertTiles(Tile(16, 64, 128, num_warps=4, num_stages=3, maxnreg=128), down)
-        return ExpertTiles(Tile(16, 64, 128, num_warps=4, num_stages=4, maxnreg=168), wide)
+        if M == 1:  # few programs: more of each one's weight is on its way
+            rows, stages = (32, 8) if gate_up.CODES == 2 else (64, 6)
+            tile = Tile(16, rows, 128, num_warps=4, num_stages=stages, maxnreg=168)
+            return ExpertTiles(tile, replace(tile, block_n=2 * rows))
+        maxnreg = {"uint4": 128, "e2m1": 168}.get(gate_up.ELEMENT)
+        return ExpertTiles(
+            Tile(16, 64, 128, num_warps=4, num_stages=4, maxnreg=168),
+            Tile(16, 128, 128, num_warps=4, num_stages=3, maxnreg=maxnreg),
+        )
 
     def w8a8(self) -> ExpertTiles:
         gate_up = Tile(64, 128, 128, num_warps=4, num_stages=4)
         return ExpertTiles(gate_up, Tile(64, 128, 128, num_warps=4, num_stages=3), repeat_n=8)
 
 
-def search_chunk(num_pairs: int) -> int:
-    """Pairs that small_m searches at a time for those of an expert."""
-    return min(512, max(128, _power_of_two(num_pairs)))
+def search_chunk(num_tokens: int) -> int:
+    """Tokens that small_m searches at a time for those of an expert."""
+    return min(64, max(16, _power_of_two(num_tokens)))
 
 
 def tiles_for(device: torch.device) -> Tiles:

@@ -179,24 +179,26 @@ def _down_gemv_kernel(
 
 @triton.jit
 def _find_pairs(
-    topk_ids_ptr, num_pairs, expert_id, begin, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr
+    topk_ids_ptr, num_pairs, expert_id, begin, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The pairs that chose expert `expert_id`, in order: number begin .. begin + BLOCK_M - 1 of
-    them, and how many there are. CHUNK are searched at a time.
+    them, and how many there are. CHUNK tokens are searched at a time; each has at most one.
     """
     offs = begin + tl.arange(0, BLOCK_M)
+    choices = tl.arange(0, triton.next_power_of_2(TOP_K))
     found = tl.zeros([BLOCK_M], tl.int32)
     total = tl.zeros([], tl.int32)
-    for start in range(0, num_pairs, CHUNK):
-        pairs = start + tl.arange(0, CHUNK)
-        ids = tl.load(topk_ids_ptr + pairs, mask=pairs < num_pairs, other=-1)
-        hit = (ids == expert_id).to(tl.int32)
-        hits = tl.sum(hit, 0)
-        if hits > 0:
-            rank = total + tl.cumsum(hit, 0) - hit
-            match = (rank[None, :] == offs[:, None]) & (hit[None, :] > 0)
-            found += tl.sum(tl.where(match, pairs[None, :], 0), 1)
-            total += hits
+    for start in range(0, num_pairs, CHUNK * TOP_K):
+        pairs = (start + tl.arange(0, CHUNK) * TOP_K)[:, None] + choices[None, :]
+        inside = (pairs < num_pairs) & (choices < TOP_K)[None, :]
+        ids = tl.load(topk_ids_ptr + pairs, mask=inside, other=-1)
+        hit = tl.max(tl.where(ids == expert_id, pairs + 1, 0), 1)  # the pair, from 1 on
+        is_hit = (hit > 0).to(tl.int32)
+        rank = total + tl.cumsum(is_hit, 0) - 1
+        match = (rank[None, :] == offs[:, None]) & (hit[None, :] > 0)
+        found += tl.sum(tl.where(match, hit[None, :] - 1, 0), 1)
+        total += tl.sum(is_hit, 0)
     return found, total
 
 
@@ -394,7 +396,9 @@ def _gate_up_small_m_kernel(
         expert = tl.load(topk_ids_ptr + group) - first_expert
     if (expert < 0) | (expert >= num_experts - E.SHARED):
         return
-    pairs, total = _find_pairs(topk_ids_ptr, num_pairs, expert + first_expert, 0, BLOCK_M, CHUNK)
+    pairs, total = _find_pairs(
+        topk_ids_ptr, num_pairs, expert + first_expert, 0, TOP_K, BLOCK_M, CHUNK
+    )
     is_first = tl.arange(0, BLOCK_M) == 0
     if (per_pair != 0) & (tl.sum(tl.where(is_first, pairs, 0), 0) != group):
         return
@@ -414,7 +418,7 @@ def _gate_up_small_m_kernel(
         begin += BLOCK_M
         if begin < total:
             pairs, _ = _find_pairs(
-                topk_ids_ptr, num_pairs, expert + first_expert, begin, BLOCK_M, CHUNK
+                topk_ids_ptr, num_pairs, expert + first_expert, begin, TOP_K, BLOCK_M, CHUNK
             )
 
 
@@ -574,7 +578,7 @@ def experts_small_m(
         expert_counts, num_pairs, first, count, int(per_pair),
         BLOCK_M=gate_up.block_m, BLOCK_N=gate_up.block_n, BLOCK_K=gate_up.block_k,
         NUM_STAGES=gate_up.num_stages, NUM_WARPS=gate_up.num_warps, num_warps=gate_up.num_warps,
-        CHUNK=tiles.search_chunk(num_pairs), **shared,
+        CHUNK=tiles.search_chunk(num_tokens), **shared,
         **launch_options(device, maxnreg=gate_up.maxnreg),
     )  # fmt: skip
     out = torch.empty(num_tokens, top_k, E.HIDDEN, dtype=model_dtype(x), device=device)

@@ -32,6 +32,7 @@ _POST = 10
 _E5M3 = tl.constexpr((127 - layout.E5M3_BIAS) << 23)  # what the bits of e5m3 lack in fp32
 _TWICE = tl.constexpr(0x00010001)
 _BYTES = tl.constexpr(layout.SPAN_BYTES)
+_COLUMNS = tl.constexpr(64)  # of a product: with more, more unpacked weights fill registers
 
 
 @triton.constexpr_function
@@ -67,59 +68,66 @@ def multiply(
     The weight is the tall operand of the tensor cores and comes from registers.
     """
     ROWS: tl.constexpr = PARTS * BLOCK_N
-    rows, inside = _rows(tl.arange(0, ROWS), first, left, BLOCK_N, APART)
+    rows, inside = _rows(tl.arange(0, ROWS), left, BLOCK_N, APART)
     order = _order_of_loads(ROWS, NUM_WARPS)
-    q_rows, q_inside = _rows(order, first, left, BLOCK_N, APART)
+    q_rows, q_inside = _rows(order, left, BLOCK_N, APART)
     DTYPE: tl.constexpr = x_rows.dtype.element_ty
     EVEN: tl.constexpr = P.K % BLOCK_K == 0
     SPAN: tl.constexpr = _BYTES * P.CODES
     SPANS: tl.constexpr = BLOCK_K // SPAN
+    PRODUCTS: tl.constexpr = P.CODES  # in a span
     ONE_SCALE: tl.constexpr = _has_one_scale(P, BLOCK_K)
     GROUPED: tl.constexpr = P.GROUP > 0 and not ONE_SCALE
-    columns = tl.arange(0, SPAN)
+    columns = tl.arange(0, _COLUMNS)
     x_ptrs = x_rows[None, :] + columns[:, None]
     acc = tl.zeros((ROWS, BLOCK_M), tl.float32)
     for step in tl.range(start, stop, num_stages=NUM_STAGES):
         first_k = step * BLOCK_K
         if ONE_SCALE:
-            scale = _load_side(w[1], rows, inside, num_rows, first_k, P, BLOCK_K)
+            scale = _load_side(w[1], first, rows, inside, num_rows, first_k, P, BLOCK_K)
             product = tl.zeros_like(acc)
         elif GROUPED:
-            scale = _load_side(w[1], q_rows, q_inside, num_rows, first_k, P, BLOCK_K)
+            scale = _load_side(w[1], first, q_rows, q_inside, num_rows, first_k, P, BLOCK_K)
         if P.ZEROS:
-            zero = _load_side(w[2], q_rows, q_inside, num_rows, first_k, P, BLOCK_K)
+            zero = _load_side(w[2], first, q_rows, q_inside, num_rows, first_k, P, BLOCK_K)
         for i in tl.static_range(SPANS):
-            k = first_k + i * SPAN
-            q = _load_words(w, q_rows, q_inside, num_rows, k, P)
+            q = _load_words(w, first, q_rows, q_inside, num_rows, first_k + i * SPAN, P)
             factors, added = constants_of(P, DTYPE)
             if GROUPED:
                 factor = factor_of_scale(_of_span(scale, i, SPANS), P, DTYPE)
                 factors = _by_words(factor, P, ROWS)
             if P.ZEROS:
                 added = _by_words(added_to_codes(_of_span(zero, i, SPANS), P, DTYPE), P, ROWS)
-            numbers = numbers_of_words(q, factors, added, P, DTYPE, GROUPED)
-            weight = _in_places(numbers, P, ROWS, NUM_WARPS)
-            here = valid[None, :] & ((columns < P.K - k)[:, None] | EVEN)
-            x = tl.load(x_ptrs + k, mask=here, other=0.0)
-            if ONE_SCALE:
-                product = dot(weight, x, product)
-            else:
-                acc = dot(weight, x, acc)
+            q = _of_products(q, P)
+            factors = _of_products(factors[0], P), _of_products(factors[1], P)
+            added = _of_products(added[0], P), _of_products(added[1], P)
+            for j in tl.static_range(PRODUCTS):
+                k = first_k + i * SPAN + j * _COLUMNS
+                numbers = numbers_of_words(q[j], (factors[0][j], factors[1][j]),
+                                           (added[0][j], added[1][j]), P, DTYPE,
+                                           GROUPED)  # fmt: skip
+                weight = _in_places(numbers, P, ROWS, NUM_WARPS)
+                here = valid[None, :] & ((columns < P.K - k)[:, None] | EVEN)
+                x = tl.load(x_ptrs + k, mask=here, other=0.0)
+                if ONE_SCALE:
+                    product = dot(weight, x, product)
+                else:
+                    acc = dot(weight, x, acc)
         if ONE_SCALE:
             acc += product * number_of_scale(scale, P)
     if _exponent(P, DTYPE) != 0:
         acc *= 1024.0  # 2^_POST
     if P.ROW_SCALE:
-        acc *= tl.load(w[3] + rows, mask=inside, other=0.0)[:, None]
+        acc *= tl.load(w[3] + first + rows, mask=inside, other=0.0)[:, None]
     return acc
 
 
 @triton.jit
-def _rows(offs, first, left, BLOCK_N: tl.constexpr, APART: tl.constexpr):
-    """Rows `offs` of a tile, in eights, as rows of the weight; whether they count."""
+def _rows(offs, left, BLOCK_N: tl.constexpr, APART: tl.constexpr):
+    """How far the rows `offs` of a tile, in eights, are from its first one; whether they count."""
     of_part = tl.max_contiguous(tl.multiple_of(offs % BLOCK_N, 8), 8)
     part = tl.max_constancy(offs // BLOCK_N, 8)
-    return first + of_part + part * APART, of_part < left
+    return of_part + part * APART, of_part < left
 
 
 @triton.jit
@@ -134,38 +142,57 @@ def _order_of_loads(ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
 
 
 @triton.jit
-def _in_places(numbers, P: tl.constexpr, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
-    """[ROWS, SPAN]: rows as loaded and columns as in words come to their places."""
-    WARPS: tl.constexpr = min(NUM_WARPS, ROWS // 16)
-    TILES: tl.constexpr = ROWS // (16 * WARPS)
-    if P.CODES == 2:  # [.., thread, 64 columns, 32 columns, neighbour, 8 columns, 16 columns]
-        numbers = tl.reshape(numbers, (TILES, 2, WARPS, 8, 4, 2, 2, 2, 2, 2))
-        numbers = tl.permute(numbers, (0, 2, 1, 3, 5, 6, 9, 8, 4, 7))
-    else:  # [.., thread, 32 columns, 16 columns, neighbour, 8 columns]
-        numbers = tl.reshape(numbers, (TILES, 2, WARPS, 8, 4, 2, 2, 2, 2))
-        numbers = tl.permute(numbers, (0, 2, 1, 3, 5, 6, 8, 4, 7))
-    return tl.reshape(numbers, (ROWS, _BYTES * P.CODES))
+def _of_products(each, P: tl.constexpr):
+    """What stands beside the words of a span, [ROWS, 16], or is one for all, [1, 1]; as a tuple of
+    what stands beside those of each _COLUMNS columns, [ROWS, 16 / CODES].
+    """
+    ROWS: tl.constexpr = each.shape[0]
+    if P.CODES == 1:
+        products = (each,)
+    elif ROWS == 1:
+        products = (each, each)
+    else:  # of the four words of a thread the first two and the last two
+        by_half = tl.permute(tl.reshape(each, (ROWS, 4, 2, 2)), (0, 1, 3, 2))
+        first, second = tl.split(by_half)
+        products = (tl.reshape(first, (ROWS, 8)), tl.reshape(second, (ROWS, 8)))
+    return products
 
 
 @triton.jit
-def _load_side(ptr, rows, inside, num_rows, k, P: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Scales or zero points of the columns k .. k + BLOCK_K - 1 of the rows `rows` [BLOCK_N], where
-    `inside`, of a packed weight of `num_rows`, as stored: [BLOCK_N, groups]. Loaded together: less
-    than 4 bytes of a thread are not pipelined.
+def _in_places(numbers, P: tl.constexpr, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
+    """[ROWS, _COLUMNS]: rows as loaded and columns as in words come to their places."""
+    WARPS: tl.constexpr = min(NUM_WARPS, ROWS // 16)
+    TILES: tl.constexpr = ROWS // (16 * WARPS)
+    numbers = tl.reshape(numbers, (TILES, 2, WARPS, 8, 4, 2, 2, 2, 2))
+    if P.CODES == 2:  # [.., thread, 32 columns, neighbour, 8 columns, 16 columns]
+        numbers = tl.permute(numbers, (0, 2, 1, 3, 5, 8, 7, 4, 6))
+    else:  # [.., thread, 32 columns, 16 columns, neighbour, 8 columns]
+        numbers = tl.permute(numbers, (0, 2, 1, 3, 5, 6, 8, 4, 7))
+    return tl.reshape(numbers, (ROWS, _COLUMNS))
+
+
+@triton.jit
+def _load_side(ptr, first, rows, inside, num_rows, k, P: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Scales or zero points of the columns k .. k + BLOCK_K - 1 of the rows `first` + `rows`
+    [BLOCK_N], where `inside`, of a packed weight of `num_rows`, as stored: [BLOCK_N, groups].
+    Loaded together: less than 4 bytes of a thread are not pipelined.
     """
-    groups = k // P.GROUP + tl.arange(0, max(1, BLOCK_K // P.GROUP))
-    fits = (groups * P.GROUP < P.K_PACKED) | (P.K_PACKED % BLOCK_K == 0)
+    groups = tl.arange(0, max(1, BLOCK_K // P.GROUP))
+    fits = (k + groups * P.GROUP < P.K_PACKED) | (P.K_PACKED % BLOCK_K == 0)
+    ptr += first + k // P.GROUP * num_rows
     offsets = rows[:, None] + groups[None, :] * num_rows
     return tl.load(ptr + offsets, mask=inside[:, None] & fits[None, :], other=0)
 
 
 @triton.jit
-def _load_words(w, rows, inside, num_rows, k, P: tl.constexpr):
-    """The words of the same rows and of the columns from k on, [BLOCK_N, 16]."""
+def _load_words(w, first, rows, inside, num_rows, k, P: tl.constexpr):
+    """The words of the same rows and of the columns from k on, [BLOCK_N, 16]. The pointer has what
+    all threads share, so that offsets of one thread differ by constants, which the loads hold.
+    """
     row_words, span_words = strides(num_rows, P)
-    words = k // (_BYTES * P.CODES) * span_words + tl.arange(0, _BYTES // 4)
-    q_ptrs = w[0] + rows.to(tl.int64)[:, None] * row_words + words[None, :]
-    return tl.load(q_ptrs, mask=inside[:, None] & (k < P.K_PACKED), other=0)
+    q_ptr = w[0] + first.to(tl.int64) * row_words + k // (_BYTES * P.CODES) * span_words
+    offsets = rows[:, None] * row_words + tl.arange(0, _BYTES // 4)[None, :]
+    return tl.load(q_ptr + offsets, mask=inside[:, None] & (k < P.K_PACKED), other=0)
 
 
 @triton.jit
