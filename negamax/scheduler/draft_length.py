@@ -5,9 +5,9 @@ row, where p_i is how often draft i is right if those before it are. Both are es
 committed:
 
 - T: what was measured at start, times a factor for all k of about as many rows (contexts grow) and
-  one for each k (measurements err), two states of a Kalman filter in the logarithm. The error that
-  is left makes a length look faster than it is known to be, so that it is tried; steps without it
-  let the error grow again.
+  one for each k (measurements err, those of neighbouring k alike), states of a Kalman filter in the
+  logarithm. The error that is left makes a length look faster than it is known to be, so that it is
+  tried; steps without it let the error grow again.
 - p_i: shares over the last trials, with a prior, which trials that are long ago make way for: a
   length that was given up, also drafting as a whole, is tried again, ever so often.
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -26,7 +27,7 @@ from negamax.scheduler.step import StepPlan, StepResult
 
 StepSeconds = tuple[int, int, float]  # rows, drafts per row, seconds
 
-STEPS_PER_CHOICE = 8  # as long as about as many rows run
+STEPS_PER_CHOICE = 4  # until another length may be tried
 _GAIN = 1.01  # that another length must promise
 
 # acceptance: trials that count, the prior and its weight in trials, steps until old trials of a
@@ -34,8 +35,9 @@ _GAIN = 1.01  # that another length must promise
 _TRIALS, _PRIOR, _PRIOR_TRIALS = 192, 0.6, 12.0
 _FORGET_STEPS, _FORGET_ROWS = 256, 1024
 # times, as variances of logarithms: of measured ones (of the GPU alone, and its host may be slower)
-# and assumed ones, of a step, what a step adds
-_ERROR, _NOISE = 0.4**2, 0.1**2
+# and assumed ones, that of the longest drafts, which shorter ones share in part, and each length's
+# own; of a step, what a step adds
+_ERROR, _OWN_ERROR, _NOISE = 0.6**2, 0.15**2, 0.1**2
 _NEIGHBOUR = 0.07**2  # what half or twice as many rows may differ by
 _LEAST_NOISE, _MOST_NOISE, _NOISE_STEPS = 0.005**2, 0.3**2, 32
 _UNKNOWN, _DRIFT, _LENGTH_DRIFT = 1e2, 0.004**2, 0.0004**2
@@ -77,16 +79,21 @@ class _Times:
     `AdaptiveDraftLength`.
     """
 
-    def __init__(self, count: int, *, step: int) -> None:
-        self._latest, self._noise = step, _NOISE
-        self._means = [0.0] * (count + 1)  # the first is that for all
-        self._covariances = [[0.0] * (count + 1) for _ in range(count + 1)]
-        for i in range(count + 1):
-            self._covariances[i][i] = _ERROR if i else _UNKNOWN
+    def __init__(self, lengths: Sequence[int], *, step: int) -> None:
+        self._lengths, self._latest, self._noise = lengths, step, _NOISE
+        self._means = [0.0] * (len(lengths) + 1)  # the first is that for all
+        # what is wrong about long drafts is wrong about shorter ones, too, but less so
+        shares = [math.log1p(length) / math.log1p(lengths[-1]) for length in lengths]
+        self._covariances = [[_UNKNOWN, *(0.0 for _ in lengths)]]
+        for i, share in enumerate(shares):
+            row = [_ERROR * share * other for other in shares]
+            row[i] += _OWN_ERROR
+            self._covariances.append([0.0, *row])
+        self._most = [row[i] for i, row in enumerate(self._covariances)]
 
     def beside(self, *, step: int) -> _Times:
         """What is known of about half or twice as many rows of which no step was seen."""
-        times = _Times(len(self._means) - 1, step=step)
+        times = _Times(self._lengths, step=step)
         times._means = self._means[:]
         times._covariances = [row[:] for row in self._covariances]
         for i, row in enumerate(times._covariances):
@@ -108,7 +115,8 @@ class _Times:
         self._latest = step
         rows[0][0] = min(_UNKNOWN, rows[0][0] + passed * _DRIFT)
         for i in range(1, len(rows)):
-            rows[i][i] = min(_ERROR, rows[i][i] + passed * _LENGTH_DRIFT)
+            drifted = min(self._most[i], rows[i][i] + passed * _LENGTH_DRIFT)
+            rows[i][i] = max(rows[i][i], drifted)
         gains = [row[0] + row[own] for row in rows]
         expected = gains[0] + gains[own]
         variance, error = expected + self._noise, found - self._means[0] - self._means[own]
@@ -153,7 +161,8 @@ class AdaptiveDraftLength:
                 self._measured[drafts].append((rows, math.log(seconds)))
         self._is_measured = all(self._measured.values())
         self._num_steps = 0
-        self._chosen, self._chosen_for, self._chosen_at = len(lengths), -1, 0
+        self._chosen, self._chosen_for = len(lengths), -1
+        self._tried_at = 0  # the step at which another length could be tried
 
     def choose(self, num_rows: int) -> int:
         """See `DraftLength`."""
@@ -161,12 +170,15 @@ class AdaptiveDraftLength:
             return self._lengths[self._chosen]
         size = _size_class(num_rows)
         is_same = size == self._chosen_for
-        if not is_same or self._num_steps >= self._chosen_at + STEPS_PER_CHOICE:
-            scores = self._scores(num_rows)
+        may_try = self._num_steps >= self._tried_at + STEPS_PER_CHOICE
+        if may_try or not is_same:
+            scores = self._scores(num_rows, tried=_TRIED if may_try else 0.0)
             best = max(range(len(scores)), key=scores.__getitem__)
             if not is_same or scores[best] > scores[self._chosen] * _GAIN:
                 self._chosen = best
-            self._chosen_for, self._chosen_at = size, self._num_steps
+            self._chosen_for = size
+            if may_try:
+                self._tried_at = self._num_steps
         return self._lengths[self._chosen]
 
     def acceptance(self) -> list[float]:
@@ -180,21 +192,26 @@ class AdaptiveDraftLength:
 
     def record(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         """See `DraftLength`."""
-        for row, drafts in enumerate(plan.num_draft_tokens):
-            if drafts:
-                self.add_row(drafts, result.num_accepted.get(row, 0))
+        accepted = result.num_accepted
+        rows = Counter(
+            (drafts, accepted.get(row, 0)) for row, drafts in enumerate(plan.num_draft_tokens)
+        )
+        for (drafts, right), count in rows.items():
+            self.add_rows(count, drafts, right)
         num_rows, num_drafts = len(plan.slots), sum(plan.num_draft_tokens)
         full = num_rows * plan.num_proposed
         # nothing but generated tokens, and in nearly all rows as many drafts as are proposed anew
         is_even = plan.num_tokens == num_rows + num_drafts and 0.9 * full <= num_drafts <= full
         self.end_step(num_rows, plan.num_proposed if is_even else None, seconds)
 
-    def add_row(self, num_drafts: int, num_accepted: int) -> None:
-        """A row of a step verified `num_drafts`, of which the first `num_accepted` were right."""
+    def add_rows(self, num_rows: int, num_drafts: int, num_accepted: int) -> None:
+        """So many rows of a step verified `num_drafts` each, of which the first `num_accepted` were
+        right.
+        """
         for place in self._places[: min(num_drafts, num_accepted + 1)]:
-            place.new_trials += 1
+            place.new_trials += num_rows
         for place in self._places[:num_accepted]:
-            place.new_right += 1
+            place.new_right += num_rows
 
     def end_step(self, num_rows: int, num_drafts: int | None, seconds: float) -> None:
         """The step of these rows had `num_rows` in all. Each verified `num_drafts` in `seconds`;
@@ -212,16 +229,16 @@ class AdaptiveDraftLength:
             index = self._lengths.index(num_drafts)
             self._times_of(num_rows).correct(index, found, step=self._num_steps)
 
-    def _scores(self, num_rows: int) -> list[float]:
+    def _scores(self, num_rows: int, *, tried: float) -> list[float]:
         """Tokens per second of each length, up to a factor that all have; the chosen one's are as
-        known, those of others as they may be.
+        known, those of others as they may be, `tried` standard deviations faster.
         """
         times = self._times_of(num_rows)
         shares = self.acceptance()
         scores = []
         for index, drafts in enumerate(self._lengths):
             seconds = self._log_seconds(num_rows, drafts) + times.of_length(index)
-            seconds -= _TRIED * times.error(index, self._chosen)
+            seconds -= tried * times.error(index, self._chosen)
             scores.append((1.0 + sum(shares[:drafts])) * math.exp(-seconds))
         return scores
 
@@ -230,7 +247,7 @@ class AdaptiveDraftLength:
         if size not in self._times:
             near = next((near for near in (size + 1, size - 1) if near in self._times), None)
             self._times[size] = (
-                _Times(len(self._lengths), step=self._num_steps)
+                _Times(self._lengths, step=self._num_steps)
                 if near is None
                 else self._times[near].beside(step=self._num_steps)
             )
