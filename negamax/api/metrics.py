@@ -431,7 +431,7 @@ class ServerMetrics(Collector):
         )
 
     def _engines(self) -> Iterator[Metric]:
-        """Of each engine process: whether it runs, and what the ranks have in common."""
+        """Metrics of each engine process: whether it runs, and what its ranks have in common."""
         labels = ["model_name", "replica"]
         is_up = GaugeMetricFamily(
             "negamax:engine_up", "1 while the engine can serve.", labels=labels

@@ -103,7 +103,7 @@ class ServerWorker:
         self._end_reason = "the engine was stopped"
 
     async def follow(self, reader: asyncio.StreamReader, server: HttpServer) -> None:
-        """Until cancelled, or the first process is gone."""
+        """Run until cancelled, or until the first process is gone."""
         while (message := await _next(reader)) is not None:
             if isinstance(message, wire.Drain):
                 server.drain()

@@ -79,7 +79,7 @@ def starting_with(*prefixes: str) -> dict[str, str]:
 
 
 def installed_version(package: str) -> str | None:
-    """Of a Python package; None where it is not installed."""
+    """The version of a Python package; None where it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -40,7 +40,7 @@ class DraftCounts:
 
     @staticmethod
     def of_metrics(text: str) -> DraftCounts:
-        """From the answer of /metrics, ours or vLLM's; the sum over its models and engines."""
+        """The counts in an answer of /metrics, ours or vLLM's, summed over models and engines."""
         sums: dict[str, float] = {}
         positions: dict[int, float] = {}
         for name, labels, value in _LINE.findall(text):
@@ -76,7 +76,7 @@ class DraftCounts:
         )
 
     def summary(self) -> dict[str, Any]:
-        """With vLLM's names; empty where nothing was drafted."""
+        """The counts under vLLM's names; empty where nothing was drafted."""
         if self.drafts <= 0 or self.draft_tokens <= 0:
             return {}
         length = 1.0 + self.accepted / self.drafts

@@ -35,11 +35,11 @@ class Group:
         self._layout = layout
 
     def step_rows(self, num_requests: int) -> int:
-        """Of one step of so many requests that all generate: they take turns in a pipeline."""
+        """Rows of one step while so many requests generate: in a pipeline they take turns."""
         return -(-num_requests // self._layout.pp)
 
     def rank_rows(self, num_requests: int) -> int:
-        """Of these, those of the data-parallel rank that has the most."""
+        """Rows of such a step on the data-parallel rank that has the most."""
         return -(-self.step_rows(num_requests) // self._layout.dp)
 
     def distinct_experts(self, answers: Sequence[DebugResult]) -> float | None:
@@ -58,7 +58,7 @@ class Group:
         return sum(counts) / len(counts) if any(counts) else None
 
     def stage_milliseconds(self, answers: Sequence[DebugResult]) -> list[float]:
-        """Of a step on each stage: of the rank that takes the longest. Empty: not all know."""
+        """The time of a step on each stage, by its slowest rank; empty where one is not known."""
         slowest: dict[int, float] = {}
         for rank, answer in enumerate(answers):
             if answer.number is None:

@@ -149,7 +149,7 @@ class ClientConnection(asyncio.Protocol):
 
 @dataclass(slots=True)
 class Record:
-    """What became of one request. Times in seconds of `time.perf_counter`. Single writer: the
+    """The course of one request. Times are in seconds of `time.perf_counter`. Single writer: the
     client that sends it.
     """
 

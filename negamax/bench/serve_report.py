@@ -60,12 +60,12 @@ def distribution(values: Sequence[float], percentiles: Sequence[float]) -> dict[
 
 
 def ttft(record: Record) -> float:
-    """From sending to the first chunk with output, or to the end where no chunk had any."""
+    """The time from sending to the first chunk with output, or to the end if none had any."""
     return (record.arrivals[0] if record.arrivals else record.ended) - record.started
 
 
 def e2el(record: Record) -> float:
-    """From sending to the last chunk of the answer."""
+    """The time from sending to the last chunk of the answer."""
     return record.ended - record.started
 
 

@@ -114,7 +114,7 @@ def broken_scale(
 
 
 def _numbers(values: Tensor) -> Tensor:
-    """In fp32. ModelSlim keeps the bits of fp32 in int64."""
+    """The values in fp32. ModelSlim keeps the bits of fp32 in int64."""
     if values.dtype is torch.int64:
         return values.to(torch.int32).view(torch.float32)
     return values.float()

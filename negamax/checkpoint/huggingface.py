@@ -81,8 +81,8 @@ def _fetch(
 
 
 def _licence(model: str, snapshot: Path) -> Licence | None:
-    """Of `model` as its card says; None where `snapshot` lacks no weights, and where the hub cannot
-    be asked: the download tells why.
+    """The licence of `model`, from its card. None where `snapshot` already has the weights, and
+    where the hub cannot be asked: the download will say why.
     """
     from huggingface_hub import HfApi, constants
 

@@ -474,7 +474,7 @@ def _check_tensor(
 
 
 def _shape(slot: WeightSlot, stored: StoredTensor) -> tuple[int, ...]:
-    """Of a tensor that fills `slot`."""
+    """The shape of a stored tensor that fills `slot`."""
     if slot.source.is_online:
         return stored.shape(slot.matrix_shape)
     is_whole = slot.stored is not None or stored is PLAIN.values

@@ -161,14 +161,14 @@ class _Stream:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
 
     def _read(self, piece: _Piece, buffer: Tensor) -> list[_Found]:
-        """In a thread: the tensors of `piece`."""
+        """Read the tensors of `piece`, in a thread."""
         shift = piece.start % _ALIGNMENT
         data = buffer[shift : shift + piece.num_bytes]
         self._reader.read_into(data, piece.wanted[0].span.file, piece.start)
         return [self._find(wanted, data, piece.start) for wanted in piece.wanted]
 
     def _find(self, wanted: _Wanted, data: Tensor, start: int) -> _Found:
-        """One of them, in `data`, which begins at byte `start` of its file."""
+        """One of the tensors, in `data`, which begins at byte `start` of its file."""
         move, entry = self._moves[wanted.moves[0]], wanted.source.entry
         tensor = wanted.span.view(data[wanted.span.start - start :])
         if not tensor.is_contiguous():

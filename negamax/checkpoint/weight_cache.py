@@ -101,7 +101,7 @@ def load_cached(
 
 
 def _name(checkpoint: Path, layout: ParallelLayout) -> str:
-    """Of a rank's file: one for each checkpoint and layout, so that what is stale is replaced."""
+    """The name of a rank's file: one per checkpoint and layout, so that a stale one is replaced."""
     checkpoint = checkpoint.resolve()
     if commit_of(checkpoint) is not None:
         model = checkpoint.parent.parent.name.removeprefix("models--")
@@ -246,8 +246,8 @@ class _CacheFile:
         return [torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(count)]
 
     def _header(self, absent: Sequence[str], checksums: str) -> bytes:
-        """Of a safetensors file, padded so that the data begins on a page. Its length does not
-        depend on the checksums.
+        """The header of a safetensors file, padded so that the data begins on a page. Its length
+        does not depend on the checksums.
         """
         header: dict[str, Any] = {"__metadata__": {
             "key": json.dumps(self.key), "absent": json.dumps(absent), "checksums": checksums,

@@ -40,7 +40,7 @@ def launched(levels: Sequence[Sequence[Given]]) -> list[Given]:
 
 
 def _leader_worker_set(get: Read) -> Mapping[str, tuple[str, str]]:
-    """Of Kubernetes: every pod has these."""
+    """Variables that a LeaderWorkerSet of Kubernetes sets in every pod."""
     return _given(
         get,
         {
@@ -52,7 +52,7 @@ def _leader_worker_set(get: Read) -> Mapping[str, tuple[str, str]]:
 
 
 def _slurm(get: Read) -> Mapping[str, tuple[str, str]]:
-    """Of a step, which `srun` starts; the shell of an allocation has no step."""
+    """Variables of a Slurm step, as `srun` starts one. The shell of an allocation has no step."""
     found = dict(_given(get, {"--nnodes": "SLURM_STEP_NUM_NODES", "--node-rank": "SLURM_NODEID"}))
     hosts = get("SLURM_STEP_NODELIST")
     if not found or hosts is None:

@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show_whole_names() -> None:
-    """Have help wrap the names of options that a terminal is too narrow for; Typer cuts them."""
+    """Make help wrap option names that a terminal is too narrow for; Typer cuts them."""
     from typer import rich_utils  # not needed, and slow to import, for anything else
 
     class Wrapping(rich_utils.OptionHighlighter):

@@ -222,7 +222,7 @@ def _once_each(items: Sequence[Given], names: OptionNames) -> list[Given]:
 
 
 def _judge(entry: Foreign, item: Given, line: Mapping[str, str]) -> Translation:
-    """What becomes of an option of another server."""
+    """The translation of another server's option."""
     value: Any = item.parsed(entry.kind)
     if entry.rule is not None:
         return entry.rule(value, line)

@@ -34,7 +34,7 @@ class Option:
 
     @classmethod
     def of(cls, parameter: Any, flag: Flag | None) -> Option:
-        """From typer's parameter, and from the table where it has one."""
+        """The option of typer's `parameter`, with the words of the table where it has any."""
         is_in_table = flag is not None
         flag = flag or Flag(parameter.name, "", "")
         listed = next((name for name in parameter.opts if name.startswith("--")), parameter.opts[0])
@@ -87,7 +87,7 @@ class Given:
 
     @property
     def shown(self) -> str:
-        """It and its value, as it was given; the value of a secret is left out."""
+        """The option and its value, as given; the value of a secret is left out."""
         if not self.values or self.name.endswith(_SECRETS):
             return self.source
         return f"{self.source} is {' '.join(self.values)[:60]!r}"

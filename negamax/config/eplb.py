@@ -35,7 +35,7 @@ class EplbConfig:
 
     @staticmethod
     def read(given: Mapping[str, Any]) -> EplbConfig:
-        """From the keys of the option."""
+        """Read the keys of the option."""
         known = {field.name for field in fields(EplbConfig)}
         for key in given:
             if key not in known | _WITHOUT_EFFECT | {"policy"}:

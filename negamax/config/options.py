@@ -254,7 +254,7 @@ class EngineOptions:
 
     @property
     def expert_mode(self) -> str:
-        """What becomes of experts: FIXED, COUNTED or MOVED."""
+        """FIXED, COUNTED or MOVED: whether experts are counted, and whether they move."""
         if self.enable_eplb:
             return MOVED
         return FIXED if self.expert_distribution_recorder_mode == "off" else COUNTED
@@ -286,7 +286,7 @@ class EngineOptions:
 
     @property
     def speculation(self) -> SpeculationConfig | None:
-        """Who guesses tokens ahead; None: nobody. Errors: `ConfigError`."""
+        """What proposes draft tokens; None: nothing does. Errors: `ConfigError`."""
         if self.speculative_config is None:
             return None
         return SpeculationConfig.read(

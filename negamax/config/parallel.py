@@ -131,7 +131,7 @@ class ParallelOptions:
 
     @property
     def num_ranks(self) -> int:
-        """Of one engine."""
+        """Ranks of one engine."""
         stage = self.tensor_parallel_size * self.prefill_context_parallel_size
         return self.pipeline_parallel_size * self.data_parallel_size * stage
 

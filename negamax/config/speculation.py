@@ -1,4 +1,4 @@
-"""Who guesses tokens ahead and how many: vLLM's `--speculative-config`, by its names."""
+"""What proposes draft tokens, and how many: vLLM's `--speculative-config`, with its names."""
 
 from __future__ import annotations
 

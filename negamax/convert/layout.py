@@ -198,7 +198,7 @@ def _with_common_scale(
 
 @cache
 def _dtypes(stored: TensorFormat) -> tuple[torch.dtype, ...]:
-    """Of the tensors that its quantiser makes."""
+    """The dtypes of the tensors that its quantiser makes."""
     assert stored.quantize is not None
     made = stored.quantize(torch.zeros(stored.unit(Axis.ROWS), stored.unit(Axis.COLUMNS)))
     return tuple(made[tensor.name].dtype for tensor in stored.tensors)

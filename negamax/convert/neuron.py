@@ -37,7 +37,7 @@ _RENAMED = (
 
 
 def file_name(layer: int | None) -> str:
-    """Of a layer, or of what stands around them."""
+    """The file of a layer, or of the tensors outside the layers."""
     return "model_extras.safetensors" if layer is None else f"model_layer{layer}.safetensors"
 
 

@@ -38,19 +38,19 @@ class Shard:
     regions: Mapping[str, Parts] | None = None  # by slot; of the others nothing is read
 
     def file_name(self, number: int, count: int) -> str:
-        """Of the `number`-th of `count` files."""
+        """The name of file `number` of `count`."""
         if self.layout is None:
             return f"model-{number:05d}-of-{count:05d}.safetensors"
         return f"model-rank-{self.layout.rank}-part-{number:05d}.safetensors"
 
     @property
     def index_name(self) -> str:
-        """Of the file that says which tensor is where."""
+        """The name of the file that says which tensor is where."""
         return INDEX_NAME if self.layout is None else RANK_INDEX_NAME.format(self.layout.rank)
 
     @property
     def metadata(self) -> dict[str, int]:
-        """For the index: what the checkpoint is split for."""
+        """Entries of the index: what the checkpoint is split for."""
         if self.layout is None:
             return {}
         return {
@@ -76,7 +76,7 @@ class Shard:
                 yield planned, stored[planned.name.rpartition(".")[2]].part(region)
 
     def file_metadata(self, pieces: Iterable[Piece]) -> dict[str, str]:
-        """For the header of a file: of which tensors it holds a part."""
+        """Entries of a file's header: which tensors it holds parts of."""
         parts = {
             planned.name: (planned.shape, [part.start for part in held])
             for piece in pieces

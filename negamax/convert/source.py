@@ -60,7 +60,7 @@ class Weight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of a matrix."""
+        """The shape of the matrix."""
         rows, columns = self.spec.shape
         return rows, columns
 
@@ -71,7 +71,7 @@ class Weight:
 
     @property
     def format(self) -> TensorFormat:
-        """In which it is stored."""
+        """The format in which it is stored."""
         return self.move.slot.source if self.move.is_dequantized else PLAIN
 
     @property
@@ -172,7 +172,7 @@ class Source:
         return self.scheme.format_of(name.removesuffix(f".{PLAIN.values.name}"))
 
     def reader(self) -> CheckpointReader:
-        """For its tensors."""
+        """The reader of its tensors."""
         return JoiningReader(self._entries) if self.ranks else CheckpointReader()
 
     @property

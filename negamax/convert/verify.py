@@ -24,8 +24,8 @@ _NUMBERED = re.compile(r"(?<=\.)\d+(?=\.)")
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one weight: |W' - W| / |W| by the Frobenius norm (0 for zeros that stay), and its format
-    now.
+    """How much one weight W has changed: |W' - W| / |W| by the Frobenius norm (0 for zeros that
+    stay zeros), and its new format.
     """
 
     name: str
@@ -90,14 +90,14 @@ def _parts(one: Weight, other: Weight) -> Iterator[range]:
 def _norms(
     one: Weight, ours: Mapping[str, Tensor], other: Weight, theirs: Mapping[str, Tensor]
 ) -> tuple[float, float]:
-    """Of `one`, and of the difference."""
+    """The norms of `one` and of the difference."""
     plain = one.dequantize(ours)
     changed = other.dequantize(theirs) - plain
     return torch.linalg.vector_norm(plain).item(), torch.linalg.vector_norm(changed).item()
 
 
 def by_kind(differences: Sequence[Difference]) -> list[KindSummary]:
-    """In the order of the weights."""
+    """A summary of each kind, in the order of the weights."""
     groups: dict[tuple[str, str], list[float]] = defaultdict(list)
     for one in differences:
         groups[one.kind, one.format].append(one.error)

@@ -41,7 +41,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExpertStats(msgspec.Struct, frozen=True, array_like=True):
-    """Of the experts of a model, where they are counted."""
+    """Statistics of a model's experts, where their choices are counted."""
 
     # lately: the mean of the ranks' tokens over those of the busiest one, both added up over the
     # layers
@@ -51,7 +51,9 @@ class ExpertStats(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, parts: Sequence[ExpertStats]) -> ExpertStats:
-        """Of several engines together: the balancedness of the least balanced."""
+        """The statistics of several engines together, with the balancedness of the least balanced
+        one.
+        """
         return cls(
             min(part.balancedness for part in parts),
             sum(part.num_rebalances for part in parts),
@@ -89,7 +91,9 @@ class EngineStats(RankStats, frozen=True, array_like=True):
 
     @property
     def by_rank(self) -> Sequence[RankStats]:
-        """Of each data-parallel rank. What waits for any of them is counted at the first."""
+        """Statistics of each data-parallel rank. Requests that wait for any rank count at the
+        first.
+        """
         return self.ranks or (self,)
 
 

@@ -110,7 +110,7 @@ class KernelTable:
     def of(
         cls, kernels: Iterable[AnyKernel], *, platform: Platform, dtype: torch.dtype
     ) -> KernelTable:
-        """Those of `kernels` that compute in `dtype`."""
+        """The table of those `kernels` that compute in `dtype`."""
         found: dict[OpName[Any, Any], tuple[AnyKernel, ...]] = {}
         for kernel in kernels:
             if dtype in kernel.dtypes:

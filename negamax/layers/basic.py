@@ -104,7 +104,7 @@ class VocabEmbedding:
 
     @property
     def table(self) -> Tensor:
-        """Of this rank's rows, a row of zeros before and behind them, [rows + 2, hidden]."""
+        """This rank's rows, between two rows of zeros: [rows + 2, hidden]."""
         return self._weight
 
     def __call__(self, token_ids: Tensor) -> Partial:

@@ -14,8 +14,8 @@ from negamax.kernels.kvcache.spec import cache_rows, slots_of
 
 
 class KeyExchange:
-    """Of one step. Cache rows travel as they are stored, in one message for all caches of a layer;
-    those of padding are of blocks of nobody.
+    """The exchange of one step. Cache rows travel as they are stored, in one message for all caches
+    of a layer; rows of padding are in a block that no sequence owns.
     """
 
     def __init__(

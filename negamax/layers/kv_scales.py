@@ -14,7 +14,7 @@ from negamax.layers.weights import WeightSlot
 
 
 class KvScales:
-    """Those of one layer; 1.0 where the checkpoint has none."""
+    """The scales of one layer's keys and values; 1.0 where the checkpoint has none."""
 
     def __init__(self, names: AttentionNames) -> None:
         self._names, self.values, self.are_stored = names, (1.0, 1.0), False

@@ -179,14 +179,12 @@ class SparseMoe:
 
     @property
     def expert_weights(self) -> ExpertWeights:
-        """Of the slots of this rank, once they are loaded."""
+        """The weights in the slots of this rank, once they are loaded."""
         assert self._prepared is not None, "the experts are not loaded"
         return self._prepared
 
     def use_map(self, experts: ExpertMap) -> None:
-        """From now on experts lie where the map says. A graph keeps the map that it was captured
-        with.
-        """
+        """Look experts up in this map from now on. A graph keeps the map it was captured with."""
         self._dispatch.use_map(experts)
 
     def observe(self, ids: Tensor | None) -> None:

@@ -51,7 +51,7 @@ class MoeNames:
     shared: MlpNames | None = None
 
     def expert(self, number: int) -> MlpNames:
-        """Of one expert."""
+        """The names of one expert."""
         names = (name.replace("*", str(number)) for name in (self.gate, self.up, self.down))
         return MlpNames(*names)
 

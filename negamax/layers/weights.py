@@ -150,7 +150,7 @@ class WeightSlot:
             return target.copy_(part, non_blocking=True)
 
     def mark_written(self) -> None:
-        """For whoever has filled the `target` itself."""
+        """Called by whoever has filled the `target` itself."""
         self._target, self.written = None, True
 
     def _check_shape(self, tensor: Tensor, expected: tuple[int, ...]) -> None:

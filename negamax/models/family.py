@@ -50,12 +50,12 @@ class WeightSpec:
     is_head: bool = False  # it is held in the compute dtype, however it is stored
 
     def names(self) -> Iterator[str]:
-        """Of each of the `count`."""
+        """The name of each of the `count`."""
         return (self.name.replace("*", str(number)) for number in range(self.count))
 
     @property
     def num_elements(self) -> int:
-        """Of all `count` together."""
+        """Elements of all `count` together."""
         return self.count * math.prod(self.shape)
 
 

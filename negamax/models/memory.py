@@ -174,7 +174,7 @@ def _bytes_on_rank(
     kept: Kept,
     layout: ParallelLayout,
 ) -> float:
-    """Of all `count`."""
+    """Bytes of all `count` on one rank."""
     plain, ep = ELEMENT_BYTES[weight.dtype or dtype], layout.ep
     is_routed = weight.used is not None
     copies = (weight.count + layout.redundant_experts) / weight.count if is_routed else 1

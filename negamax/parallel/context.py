@@ -22,7 +22,7 @@ STEP_TIMEOUT_S = 600.0  # for a collective: longer than any honest forward pass
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """Who this rank is (`layout`) and the groups it speaks in."""
+    """A rank's place in the grid (`layout`), and its groups."""
 
     layout: ParallelLayout
     # ranks that share the attention heads and the vocabulary of a replica

@@ -21,8 +21,8 @@ class Arrival:
         self._work = work
 
     def wait(self) -> None:
-        """On the CPU until it is there; on a GPU the current stream waits. Errors:
-        `EngineDeadError` where the sender is gone.
+        """Wait until it is here; on a GPU the current stream waits. Errors: `EngineDeadError` where
+        the sender is gone.
         """
         if self._work is None:
             return
@@ -33,8 +33,8 @@ class Arrival:
 
 
 class Link:
-    """To or from the rank `peer`. Over NCCL it is a group of its own: what is sent one way waits
-    for nothing that goes another.
+    """A link to or from rank `peer`. Over NCCL it is a group of its own, so that messages in one
+    direction wait for none in another.
     """
 
     def __init__(self, group: dist.ProcessGroup, peer: int, *, kept: int) -> None:
@@ -57,9 +57,7 @@ class Link:
         self._sent.append((work, tensor))
 
     def receive(self, out: Tensor) -> Arrival:
-        """Into `out`, which is contiguous, what was sent longest ago. Errors: as in
-        `Arrival.wait`.
-        """
+        """Receive the oldest message into `out`, which is contiguous. Errors: as `Arrival.wait`."""
         try:
             return Arrival(dist.irecv(out, self._peer, group=self._group))
         except RuntimeError as error:
@@ -73,7 +71,7 @@ class Link:
 
 @dataclass(frozen=True)
 class PipelineLinks:
-    """Of one rank, with the ranks in its place of other stages."""
+    """The links of one rank to the ranks in the same place of other stages."""
 
     previous: Link | None = None  # None: this is the first stage
     next: Link | None = None  # None: this is the last stage

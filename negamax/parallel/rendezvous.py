@@ -47,7 +47,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _wait_for(host: str, port: int, timeout_s: float) -> None:
-    """Until somebody listens there: PyTorch's client would fill the log with its attempts."""
+    """Wait until somebody listens there: PyTorch's client would fill the log with its attempts."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:

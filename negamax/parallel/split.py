@@ -62,7 +62,7 @@ def possible_splits(spec: ModelSpec, *, most: int) -> Iterator[ParallelOptions]:
 
 
 def _check_slots(layout: ParallelLayout, spec: ModelSpec) -> None:
-    """Of redundant experts: each rank has as many slots, and none needs an expert twice."""
+    """Errors: `ConfigError` unless ranks have equally many slots and none an expert twice."""
     sizes, redundant = spec.expert_sizes(), layout.redundant_experts
     if sizes is None or not redundant:
         return
@@ -78,7 +78,7 @@ def _check_slots(layout: ParallelLayout, spec: ModelSpec) -> None:
 
 
 def _check_cache_ranks(layout: ParallelLayout, spec: ModelSpec) -> None:
-    """Those that share out the cache of a KV head have copies of it."""
+    """Errors: `ConfigError` unless the ranks that share a cache have copies of the same KV head."""
     if layout.dcp == 1:
         return
     if not spec.can_share_out_caches:

@@ -33,7 +33,7 @@ def even_times(
 
 
 def chunks(length: ChunkLength, num_tokens: int, *, budget: int) -> Iterator[int]:
-    """Of a prompt of `num_tokens` that runs alone, with `budget` tokens in a step."""
+    """The chunks of a prompt of `num_tokens` that runs alone, with `budget` tokens in a step."""
     done = 0
     while done < num_tokens:
         count, _ = length.fit(done, num_tokens - done, budget)

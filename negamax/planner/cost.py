@@ -48,7 +48,7 @@ NETWORK_BYTES = 45e9  # per second and GPU between machines, of an adapter of 40
 
 @dataclass(frozen=True)
 class Workload:
-    """So many requests at a time, of so many tokens each."""
+    """So many concurrent requests of so many tokens each."""
 
     concurrency: int
     input_len: int = 1000
@@ -56,7 +56,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Of a request, at its end."""
+        """Tokens of a request at its end."""
         return self.input_len + self.output_len
 
     @property
@@ -125,7 +125,7 @@ class Costs:
         self._hops_locally = layout.world_size <= per_node
 
     def decode_seconds(self, concurrency: int, *, context: float) -> float:
-        """From one token of a sequence to the next, with `concurrency` of them."""
+        """The time from one token of a sequence to the next, with `concurrency` sequences."""
         batches = min(self._layout.pp, concurrency)
         rows = ceil(concurrency / batches)
         own = ceil(rows / self._layout.dp)
@@ -136,13 +136,13 @@ class Costs:
         return max(sum(stages), batches * max(stages)) + self._hops(own)
 
     def prefill_seconds(self, num_tokens: int, *, chunk: int) -> float:
-        """Of one prompt of `num_tokens`, alone, until its first token."""
+        """The time to the first token of one prompt of `num_tokens` that runs alone."""
         whole, rest = divmod(num_tokens, chunk)
         return self.chunks_seconds([chunk] * whole + [rest] * (rest > 0))
 
     def chunks_seconds(self, chunks: Iterable[int]) -> float:
-        """Of one prompt that is run in `chunks` of so many tokens, alone, until its first token:
-        the stages of a pipeline run chunks that follow each other.
+        """The time to the first token of one prompt that runs alone, in `chunks` of so many tokens.
+        In a pipeline, stages run successive chunks at the same time.
         """
         ended = [0.0] * self._layout.pp  # the latest chunk, by stage
         done = 0
@@ -155,7 +155,7 @@ class Costs:
         return ended[-1]
 
     def chunk_seconds(self, size: int, *, behind: int) -> float:
-        """Of the slowest stage, for `size` tokens of a prompt that follow `behind` others."""
+        """The slowest stage's time for `size` tokens of a prompt that follow `behind` others."""
         return max(self._prefill(size, ranks=1, behind=behind))
 
     def prefill_rate(self, prompt: int, *, chunk: int) -> float:
@@ -254,8 +254,8 @@ class Costs:
         )
 
     def _exchanges(self, own: int, *, ranks: int) -> float:
-        """Of a layer, between the ranks of a stage; of `ranks` with tokens of their own, `own` of
-        each, those of all meet the experts.
+        """The time of one layer's exchanges between the ranks of a stage. `ranks` have tokens of
+        their own, `own` each; experts get those of all of them.
         """
         layout, hidden = self._layout, self._model.weights.spec.hidden_size
         found = 0.0
@@ -269,8 +269,9 @@ class Costs:
         return found
 
     def _context_seconds(self, own: int, caches: KvCacheSpecs, *, is_prefill: bool) -> float:
-        """Of all layers of a stage, between context-parallel ranks: the keys and values that others
-        have computed, or where all compute the same tokens the sums of what experts made of them.
+        """The time that context-parallel ranks of a stage take, for all layers, to exchange keys
+        and values of a prompt; or, where all compute the same tokens, to sum the outputs of their
+        experts.
         """
         layout, ranks = self._layout, self._layout.cp
         if ranks == 1:
@@ -284,8 +285,8 @@ class Costs:
         return len(caches) * MESSAGE_SECONDS + received / self._gather_link
 
     def _merge_seconds(self, own: int) -> float:
-        """Of a layer, between ranks that share out a KV cache: results of others' heads with their
-        weights, 4 bytes.
+        """The time of one layer's exchange between ranks that share out a KV cache: results for
+        each other's heads, with a weight of 4 bytes each.
         """
         layout, spec = self._layout, self._model.weights.spec
         if layout.dcp == 1:
@@ -311,7 +312,7 @@ class Costs:
         return SUM_SECONDS + num_bytes / (share * gpu.link)
 
     def _hops(self, tokens: int) -> float:
-        """From the first stage of a pipeline through all others."""
+        """The time from the first stage of a pipeline through all others."""
         num_bytes = 2 * tokens * self._model.weights.spec.hidden_size
         link = GATHER_SHARE * self._gpu.link if self._hops_locally else NETWORK_BYTES
         return (self._layout.pp - 1) * (MESSAGE_SECONDS + num_bytes / link)

@@ -145,8 +145,8 @@ def _driver_rows(columns: str) -> list[list[str]]:
 
 
 def _seen_by_cuda(rows: list[list[str]], wanted: str | None) -> list[list[str]]:
-    """Of `rows` (number, UUID, ...) those that the variable names, in its order, up to the first
-    that there is not; None: all.
+    """The rows (number, UUID, ...) that the variable names, in its order, up to the first that does
+    not exist; None: all.
     """
     if wanted is None:
         return rows

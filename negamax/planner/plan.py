@@ -40,7 +40,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of all replicas of a topology together, under a workload."""
+    """What all replicas of a topology do together under a workload."""
 
     concurrency: int  # requests that run at a time; others wait for room in the cache
     token_seconds: float  # from a token of a request to the next
@@ -60,13 +60,13 @@ class Candidate:
 
     @property
     def most_sequences(self) -> int:
-        """That a data-parallel rank runs at a time under the largest load."""
+        """Sequences that a data-parallel rank runs at a time under the largest load."""
         ranks = self.topology.replicas * self.topology.dp
         return -(-self.predictions[-1].concurrency // ranks)
 
     @property
     def cache_tokens(self) -> int:
-        """Of all data-parallel ranks of all replicas."""
+        """Tokens in the caches of all data-parallel ranks of all replicas."""
         return self.memory.tokens * self.topology.dp * self.topology.replicas
 
 
@@ -100,8 +100,8 @@ class Plan:
         return self._plainest_of_best(lambda each: 1 / each.predictions[-1].tokens_per_second)
 
     def _plainest_of_best(self, cost: Callable[[Candidate], float]) -> Candidate | None:
-        """Of those that cost as little as the best one, as far as predictions can tell, the one
-        that splits along the fewest axes.
+        """The candidate that splits along the fewest axes, among those whose cost cannot be told
+        from the least one by such predictions.
         """
         least = min(map(cost, self.candidates), default=0.0)
         alike = [each for each in self.candidates if cost(each) <= (1 + TIE) * least]
@@ -206,7 +206,7 @@ def _candidate(
 
 
 def _prompt_seconds(costs: Costs, topology: Topology, num_tokens: int) -> float:
-    """Of one prompt, alone, in the chunks that the engine would make of it."""
+    """The time of one prompt that runs alone, in the chunks that the engine would make of it."""
     most = LIMITS.max_num_batched_tokens
     if topology.pp == 1 or num_tokens <= most:
         return costs.prefill_seconds(num_tokens, chunk=most)

@@ -34,12 +34,12 @@ class Topology:
 
     @property
     def ranks(self) -> int:
-        """Of one engine."""
+        """Ranks of one engine."""
         return self.pp * self.dp * self.cp * self.tp
 
     @property
     def gpus(self) -> int:
-        """Of all replicas."""
+        """GPUs of all replicas."""
         return self.ranks * self.replicas
 
     @property
@@ -71,7 +71,7 @@ class Topology:
 
     @property
     def sizes(self) -> Mapping[str, int | bool]:
-        """Of `ParallelOptions`, those that are not their defaults."""
+        """The fields of `ParallelOptions` that differ from their defaults."""
         stage = self.dp * self.cp * self.tp
         given: dict[str, int | bool] = {
             "tensor_parallel_size": self.tp,
@@ -149,7 +149,7 @@ class Fit:
 
     @property
     def tokens(self) -> int:
-        """Of cache, in one data-parallel rank."""
+        """Tokens of cache in one data-parallel rank."""
         return max(0, self.room) // self.token
 
 

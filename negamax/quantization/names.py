@@ -101,5 +101,5 @@ def _names(spec: QuantizationSpec) -> list[str]:
 
 
 def _plain(name: str) -> str:
-    """Of the spellings `auto_round`, `auto-round` and `AUTO-ROUND` one."""
+    """One spelling for `auto_round`, `auto-round` and `AUTO-ROUND`."""
     return name.lower().replace("_", "-")

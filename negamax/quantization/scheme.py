@@ -196,7 +196,7 @@ def _canonical(names: tuple[str, ...]) -> frozenset[str]:
 
 @cache
 def _wildcards(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of `names` that are more than a name, as regular expressions."""
+    """The `names` that are patterns, as regular expressions."""
     return tuple(
         name[3:] if name.startswith("re:") else fnmatch.translate(name)
         for name in names

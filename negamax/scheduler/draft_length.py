@@ -182,7 +182,7 @@ class AdaptiveDraftLength:
         return self._lengths[self._chosen]
 
     def acceptance(self) -> list[float]:
-        """By place in the draft, the share of drafts that are right up to there, as estimated."""
+        """For each place in the draft, the estimated share of drafts that are right up to there."""
         shares, share, prior = [], 1.0, _PRIOR
         for place in self._places:
             prior = (place.right + prior * _PRIOR_TRIALS) / (place.trials + _PRIOR_TRIALS)

@@ -101,7 +101,7 @@ class GroupScheduler:
             rank.unblock(request_id)
 
     def clear_grammar(self, request_id: str) -> None:
-        """From now on nothing constrains the sequence."""
+        """Constrain the sequence no more."""
         for rank in self.ranks:
             rank.clear_grammar(request_id)
 
@@ -129,7 +129,7 @@ class GroupScheduler:
         return [request_id for rank in self.ranks for request_id in rank.take_admitted()]
 
     def proposed(self, results: Items[StepResult]) -> dict[str, list[int]]:
-        """Of the oldest uncommitted step, as `Scheduler.proposed` says."""
+        """As `Scheduler.proposed`, for the oldest uncommitted step."""
         ranks = zip(self.ranks, results, strict=True)
         return {name: drafts for rank, one in ranks for name, drafts in rank.proposed(one).items()}
 
@@ -165,7 +165,9 @@ class GroupScheduler:
 def _size(
     plans: Items[StepPlan], sequences: Items[Items[Sequence]], *, num_shares: int
 ) -> StepSize:
-    """Of the step that these plans are, whose rows are `sequences` as they stand behind it."""
+    """The size of the step that these plans make. `sequences`: of their rows, in the state after
+    it.
+    """
     longest, is_decode, longest_run, largest_share = 0, True, 0, 0
     for plan, of_plan in zip(plans, sequences, strict=True):
         columns = (plan.num_scheduled, plan.num_draft_tokens, plan.needs_sampling)

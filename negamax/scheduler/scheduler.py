@@ -155,7 +155,9 @@ class Scheduler:
         return found
 
     def proposed(self, result: StepResult) -> dict[str, list[int]]:
-        """By request, what the oldest uncommitted plan has proposed for its grammar rows."""
+        """The tokens that the oldest uncommitted plan has proposed for its grammar rows, by
+        request.
+        """
         sequences = self._in_flight[0].sequences
         return {sequences[row].request_id: drafts for row, drafts in result.proposed.items()}
 
@@ -180,7 +182,7 @@ class Scheduler:
             sequence.is_postponed = False
 
     def clear_grammar(self, request_id: str) -> None:
-        """From now on nothing constrains the sequence."""
+        """Constrain the sequence no more."""
         sequence = self._sequences.get(request_id)
         if sequence is not None and sequence.is_constrained:
             sequence.is_constrained = False
@@ -230,7 +232,7 @@ class Scheduler:
         return plan
 
     def latest_sequences(self) -> list[Sequence]:
-        """Of the rows of the latest plan."""
+        """The sequences of the latest plan's rows."""
         return self._in_flight[-1].sequences
 
     def cost_of(self, sequence: Sequence) -> int | None:

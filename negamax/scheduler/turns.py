@@ -13,7 +13,9 @@ from negamax.scheduler.sequence import Sequence
 
 
 class Turns:
-    """Of `num_stages` plans on their way; with one, every row's turn is always."""
+    """Turns among `num_stages` plans that are under way; with one stage it is always every row's
+    turn.
+    """
 
     def __init__(self, num_stages: int) -> None:
         self._num_stages = num_stages
@@ -35,7 +37,7 @@ class Turns:
         return min(budget, self.share(generating))
 
     def share(self, num_rows: int) -> int:
-        """Of `num_rows`, those of one plan."""
+        """How many of `num_rows` belong to one plan."""
         return -(-num_rows // self._num_stages)
 
     def most_slots(self, max_num_seqs: int, budget: int) -> int:

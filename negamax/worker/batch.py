@@ -75,7 +75,7 @@ class BatchLayout:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Where T tokens of S sequences stand, on the device; int64 all."""
+    """Positions of T tokens of S sequences, on the device; all are int64."""
 
     token_slots: Tensor  # [T]
     slots: Tensor  # [S]

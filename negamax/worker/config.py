@@ -121,7 +121,7 @@ class WorkerConfig:
 
     @property
     def kv_caches(self) -> KvCacheSpecs:
-        """Of the layers of this rank's pipeline stage, and behind them of the draft's."""
+        """The caches of this rank's pipeline stage, followed by those of the draft."""
         own = self.layout.layers(self.spec.num_layers)
         caches, of_index = self.spec.kv_caches()[own.start : own.stop], self.index_cache_dtype
         caches = with_holders(caches, self.layout.dcp)

@@ -44,7 +44,9 @@ def choose_device(name: str) -> str:
 
 
 def num_gpus(device: str) -> int | None:
-    """Of what `choose_device` has chosen; None on the CPU, which any number of ranks share."""
+    """GPUs of the device that `choose_device` has chosen; None on the CPU, which any number of
+    ranks share.
+    """
     return torch.cuda.device_count() if device == "cuda" else None
 
 
@@ -80,7 +82,7 @@ def kv_dtype(name: str, *, dtype: torch.dtype, device: str) -> torch.dtype:
 
 
 def index_dtype(name: str, *, dtype: torch.dtype) -> torch.dtype:
-    """Likewise of index keys, which are read in FP8 on every device."""
+    """The dtype of index keys, likewise; in FP8 they are read on every device."""
     return _cache_dtype(name, "--index-cache-dtype", dtype=dtype, has_fp8=True)
 
 

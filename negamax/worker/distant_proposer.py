@@ -13,8 +13,8 @@ from negamax.worker.proposer import Proposer
 
 
 class DistantProposer(Proposer):
-    """On the stages in front of the last: what is guessed comes from there (`worker/stages.py`),
-    and what a draft model reads of these layers goes there.
+    """The proposer of all stages but the last. It gets the guesses from the last stage
+    (`worker/stages.py`), and sends there what a draft model reads of its own layers.
     """
 
     def __init__(self, config: WorkerConfig, *, dtype: torch.dtype) -> None:

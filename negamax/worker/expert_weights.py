@@ -139,8 +139,8 @@ class MovableExperts(ExpertRecorder):
         self._maps[layer].update(table)
 
     def _peer(self, ep_rank: int) -> int:
-        """Of the ranks that hold the slots of `ep_rank`, the one with this rank's part of each
-        expert, as a rank of the group.
+        """The rank of the group that holds the slots of `ep_rank`, for this rank's part of each
+        expert.
         """
         return ep_rank * self._view.tp + self._view.tp_rank
 

@@ -134,7 +134,7 @@ class PendingBitmask:
         return True
 
     def single(self, row: int) -> PendingBitmask:
-        """Those of a plan of this row alone."""
+        """The bitmasks of a plan with this row alone."""
 
         def by_row() -> dict[int, Sequence[bytes | None]]:
             masks = self._by_row().get(row)

@@ -67,12 +67,12 @@ class StepShape(NamedTuple):
 
     @classmethod
     def of_decodes(cls, num_rows: int, num_drafts: int) -> StepShape:
-        """So many rows with up to so many draft tokens each."""
+        """The shape of so many rows with up to so many draft tokens each."""
         return cls(num_rows * (num_drafts + 1), num_rows, num_drafts + 1, is_sampled=True)
 
     @classmethod
     def of_mix(cls, num_tokens: int, num_seqs: int) -> StepShape:
-        """So many tokens of any sequences."""
+        """The shape of so many tokens of any sequences."""
         return cls(num_tokens, num_seqs, num_tokens, is_sampled=False)
 
     @property
@@ -283,9 +283,7 @@ class StepGraphs:
         return self.buffers
 
     def residuals(self, num_tokens: int) -> list[Tensor]:
-        """Of the first tokens of the step that was replayed, the streams of the layers that are
-        captured.
-        """
+        """The captured residual streams of the replayed step, for its first tokens."""
         return [residual[:num_tokens] for residual in self.buffers.residuals]
 
     def sample_inputs(self, shape: StepShape, columns: StepColumns) -> SampleInputs:
@@ -549,6 +547,6 @@ class StepGraphs:
 
 
 def _widths(shape: StepShape) -> list[int]:
-    """Of the `StepColumns`, and of the number of tokens behind them."""
+    """The widths of the `StepColumns`, then that of the number of tokens."""
     num_tokens, num_seqs = shape[:2]
     return [num_tokens, num_seqs, num_tokens, num_seqs, num_seqs + 1, 1]

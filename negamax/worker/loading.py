@@ -83,7 +83,7 @@ def _fill(slots: Mapping[str, WeightSlot], plan: LoadPlan, config: WorkerConfig)
 
 
 def _progress(what: str, config: WorkerConfig, unit: Callable[[int], str] = str) -> Progress:
-    """Of what every rank does."""
+    """The progress of work that every rank does."""
     rank = config.layout.rank if config.layout.world_size > 1 else None
     return Progress(what, unit=unit, enabled=config.show_progress, rank=rank)
 

@@ -26,7 +26,7 @@ def has_key() -> bool:
 
 
 def tcp_endpoint(address: str, port: int) -> str:
-    """Of an IPv4 or IPv6 address."""
+    """The ZeroMQ endpoint of an IPv4 or IPv6 address."""
     return f"{_TCP}[{address}]:{port}" if ":" in address else f"{_TCP}{address}:{port}"
 
 

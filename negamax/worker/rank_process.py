@@ -136,7 +136,7 @@ def main(endpoint: str, rank: int) -> int:
 
 
 def _set_environment(interface: str | None) -> None:
-    """For the libraries; `interface` to the other machines, None: there are none."""
+    """Set variables of the libraries. `interface`: to the other machines; None: there are none."""
     # What gloo and NCCL listen on takes messages without a key: nobody beyond the machines of the
     # ranks may reach it.
     env.set_default("GLOO_SOCKET_IFNAME", interface or LOOPBACK)
@@ -163,7 +163,7 @@ class _StepServer:
         self._encoder = msgspec.msgpack.Encoder()
 
     def run(self) -> None:
-        """Until an empty frame comes."""
+        """Serve until an empty frame arrives."""
         with contextlib.suppress(_Stopped):
             while True:
                 if not self._socket.poll(IDLE_MILLISECONDS):
@@ -211,7 +211,7 @@ class _ResultSender:
         self._thread.start()
 
     def put(self, outcome: StepOutput | StepResult) -> None:
-        """To be sent behind those before it."""
+        """Send the outcome after those before it."""
         self._outcomes.put(outcome)
 
     def finish(self) -> None:

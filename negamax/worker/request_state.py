@@ -112,7 +112,7 @@ class RequestState:
             self.block_tables[rows, places] = values.to(self.block_tables.dtype)
 
     def advance(self, slots: Tensor, counts: Tensor) -> None:
-        """So many more tokens of `slots` are computed, as the device sees it. [R] int64 both."""
+        """Count so many more tokens of `slots` as computed, on the device. [R] int64 both."""
         self.num_computed.index_add_(0, slots, counts)
 
     def raise_bounds(self, plan: StepPlan, *, postponed: Sequence[int]) -> None:

@@ -52,7 +52,7 @@ def _proposer(
 
 @dataclass(frozen=True)
 class Verification:
-    """What became of the drafts of a step that samples S rows."""
+    """The outcome for the drafts of a step that samples S rows."""
 
     rows: list[int]  # [S] of the plan
     num_drafts: list[int]  # [S]
@@ -60,7 +60,7 @@ class Verification:
     num_accepted: HostTensor  # [S] int64
 
     def accepted(self) -> dict[int, int]:
-        """By row of the plan with drafts, how many of them were right. Waits for the device."""
+        """How many drafts were right, by row of the plan with drafts. Waits for the device."""
         columns = zip(self.rows, self.num_drafts, self.num_accepted.read().tolist(), strict=True)
         return {row: right for row, num_drafts, right in columns if num_drafts}
 

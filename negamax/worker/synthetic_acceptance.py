@@ -85,5 +85,5 @@ def _mixed(numbers: Tensor) -> Tensor:
 
 
 def _shifted(bits: Tensor, count: int) -> Tensor:
-    """To the right, as an unsigned number."""
+    """The bits shifted to the right, as an unsigned number."""
     return (bits >> count) & ((1 << (64 - count)) - 1)

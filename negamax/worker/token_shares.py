@@ -37,7 +37,7 @@ class TokenShare(Protocol):
         """rows [N, ...] of the share -> [T, ...] of all tokens, in their order."""
 
     def describe_all(self, metadata: AttentionMetadata) -> AttentionMetadata:
-        """Where all tokens stand; `metadata` of the share."""
+        """The metadata of all tokens of the step; `metadata`: of the share."""
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ _CHOICES = {"auto": "auto", "any": "required", "tool": "function", "none": "none
 
 
 def _refuse_thread(thread: dict[str, Any]) -> NoReturn:
-    """With a thread `messages` would be a part of the conversation. Clients know this code and go
-    on without it.
+    """Refuse a thread, with which `messages` would be a part of the conversation only. Clients know
+    this code and go on without a thread.
     """
     raise InvalidRequestError(
         "thread: the server keeps no conversations",

@@ -56,7 +56,7 @@ class Lifecycle:
 
     @property
     def total_open(self) -> int:
-        """Those of all processes."""
+        """The open requests of all processes."""
         return int(self._numbers.total(self._OPEN))
 
     @property
@@ -97,7 +97,7 @@ class Lifecycle:
         return task
 
     def begin_drain(self) -> None:
-        """From now on requests are refused."""
+        """Refuse requests from now on."""
         if not self.is_draining:
             self.is_draining = True
             self._drain_end = time.monotonic() + self._drain_timeout
@@ -167,9 +167,7 @@ class Signals:
         abort: Callable[[], Awaitable[None]],
         reload: Callable[[], None],
     ) -> None:
-        """From now on the first signal calls `drain`, the second one `abort`, and SIGHUP
-        `reload`.
-        """
+        """From now on the first signal calls `drain`, the second `abort`, and SIGHUP `reload`."""
         self._drain, self._abort, self._reload = drain, abort, reload
 
     def _hung_up(self) -> None:

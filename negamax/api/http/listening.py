@@ -42,8 +42,8 @@ class ConnectionLimits:
 
     @classmethod
     def of(cls, *, max_files: int, per_address: int | None) -> ConnectionLimits:
-        """Those of a process with `max_files` file descriptors. By default one address has no more
-        than half.
+        """The limits of a process that may open `max_files` files. By default one address gets at
+        most half of the connections.
         """
         in_all = max(16, min(_MAX_CONNECTIONS, max_files - _SPARE_FILES))
         return cls(in_all, per_address or in_all // 2)

@@ -46,7 +46,7 @@ def protocol_class(*, slow_client_timeout: float) -> type[LimitedProtocol]:
 
 
 class Pausable(Protocol):
-    """Where a body comes from."""
+    """The source of a body."""
 
     def pause(self) -> None: ...
 
@@ -191,7 +191,7 @@ class LimitedProtocol(HttpToolsProtocol):
             _send_without_chunks(self.cycle)
 
     def on_chunk_header(self) -> None:
-        """For the parser."""
+        """Called by the parser."""
         self._framing_bytes -= _CHUNK_BYTES
 
     def on_body(self, body: bytes) -> None:

@@ -53,7 +53,7 @@ class BodyLimits:
 
     @classmethod
     def of(cls, *, max_bytes: int, max_model_len: int) -> BodyLimits:
-        """Those for a context of `max_model_len` tokens."""
+        """The limits for a context of `max_model_len` tokens."""
         return cls(
             max_bytes,
             context_length=max_model_len,

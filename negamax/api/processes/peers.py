@@ -82,7 +82,7 @@ class PeerClient:
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     def when_asked(self, question: str, answer: Callable[[Any], object]) -> None:
-        """From now on `answer` answers this question of other processes."""
+        """Answer this question of other processes with `answer` from now on."""
 
         def encoded(body: bytes) -> bytes:
             return msgspec.json.encode(answer(msgspec.json.decode(body)))
@@ -200,20 +200,20 @@ class _Exchange:
         return bool(part)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """For the parser."""
+        """Called by the parser."""
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """For the parser."""
+        """Called by the parser."""
         self.status = self._parser.get_status_code()
         self._has_begun = True
 
     def on_body(self, part: bytes) -> None:
-        """For the parser."""
+        """Called by the parser."""
         self._parts.append(part)
 
     def on_message_complete(self) -> None:
-        """For the parser."""
+        """Called by the parser."""
         self._is_complete = True
 
 

@@ -47,7 +47,7 @@ class ServerRank:
         )
 
     def socket_of(self, index: int) -> Path:
-        """Where process `index` answers the others, in HTTP."""
+        """The socket at which process `index` answers the others, in HTTP."""
         return self.folder / f"server-{index}"
 
     def new_id(self, prefix: str, *, num_bytes: int) -> str:

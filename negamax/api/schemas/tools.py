@@ -113,7 +113,7 @@ class CallChoice:
         return self.mode in ("required", "function")
 
     def callable_tools(self, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-        """Those of the declared `tools` that may be called."""
+        """The declared `tools` that may be called."""
         if tools is None or self.allowed is None:
             return tools
         return [tool for tool in tools if tool["function"]["name"] in self.allowed]

@@ -64,7 +64,7 @@ class Admission:
         self._row[:] = [0.0] * NUM_COLUMNS
 
     def resize(self, *, max_running: int, pool_tokens: int) -> None:
-        """From now on so many sequences run, and the KV caches hold so many tokens."""
+        """Set how many sequences the engines run, and how many tokens their KV caches hold."""
         self._max_running = max_running
         self._max_open = max_running + self._max_waiting
         self._max_waiting_tokens = self._given_waiting_tokens or _POOLS_WAITING * pool_tokens

@@ -48,11 +48,11 @@ class EngineAddress:
     folder: str
 
     def requests(self, server: int) -> str:
-        """Where a server process sends its requests from."""
+        """The endpoint from which a server process sends its requests."""
         return f"ipc://{self.folder}/requests-{server}"
 
     def outputs(self, server: int) -> str:
-        """Where a server process waits for what they bring."""
+        """The endpoint at which a server process waits for the outputs."""
         return f"ipc://{self.folder}/outputs-{server}"
 
 
@@ -107,7 +107,7 @@ class EngineChannel:
         return self._from_engine.recv()
 
     def start_reading(self) -> None:
-        """From now on hand on what arrives."""
+        """Pass on what arrives from now on."""
         self.last_beat = self.last_progress = time.monotonic()
         self._is_reading = True
         asyncio.get_running_loop().add_reader(self._fd, self.drain)
@@ -167,7 +167,7 @@ class EngineChannel:
         self._context.destroy(linger=0)
 
     def _take_stats(self, stats: wire.EngineStats) -> None:
-        """Those of a beat may be older than those of a step that came before it."""
+        """Keep the latest statistics: those of a heartbeat may be older than a step's before it."""
         if self.stats is None or stats.at >= self.stats.at:
             self.stats = stats
 
@@ -225,7 +225,9 @@ class EngineConnection:
 
     @property
     def exit_code(self) -> int | None:
-        """Of the process; negative: the number of the signal that ended it; None: it lives."""
+        """The exit code of the process. Negative: the number of the signal that ended it; None: it
+        lives.
+        """
         return self._process.poll()
 
     async def handshake(self) -> wire.ModelInfo:

@@ -66,8 +66,8 @@ class Replica:
 
     @property
     def silence(self) -> str | None:
-        """Who has given no sign of life in the last seconds, of an engine that runs; None:
-        nobody.
+        """The process of a running engine that has given no sign of life lately; None: there is
+        none.
         """
         assert self._channel is not None
         if time.monotonic() - self._channel.last_beat >= _RESPONSIVE_SECONDS:
@@ -177,7 +177,7 @@ class Replica:
             asked.set_result(record)
 
     def send(self, message: wire.ToEngine) -> None:
-        """To the engine, if one is there."""
+        """Send to the engine, if there is one."""
         if self._channel is not None:
             self._channel.send(message)
 

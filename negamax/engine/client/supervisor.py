@@ -31,16 +31,16 @@ logger = get_logger(__name__)
 
 
 class EngineListener(Protocol):
-    """Whoever passes on to the other server processes what becomes of the engines."""
+    """Tells the other server processes when an engine starts, fails or is lost."""
 
     def on_engine_ready(self, replica: int, address: EngineAddress, info: ModelInfo) -> None:
         """An engine waits for requests."""
 
     def on_engine_lost(self, replica: int, reason: str, *, ready_in: float) -> None:
-        """It is gone; another one is expected in so many seconds."""
+        """The engine is gone; another one is expected in so many seconds."""
 
     def on_engine_failed(self, replica: int, reason: str) -> None:
-        """It stays dead."""
+        """The engine is gone and will not be started again."""
 
 
 @dataclass(frozen=True)

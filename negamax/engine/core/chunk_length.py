@@ -17,7 +17,7 @@ logger = get_logger(__name__)
 def choose_chunk_length(
     options: EngineOptions, config: WorkerConfig, *, max_model_len: int
 ) -> ChunkLength:
-    """Of the prompts of an engine whose requests have up to `max_model_len` tokens."""
+    """The lengths of prompt chunks, for requests of up to `max_model_len` tokens."""
     layout, most = config.layout, config.max_num_batched_tokens
     if layout.pp == 1 or not options.enable_dynamic_chunking or max_model_len <= most:
         return EvenChunks()

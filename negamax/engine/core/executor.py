@@ -267,7 +267,7 @@ class MultiProcessExecutor:
         return [readies[rank] for rank in range(len(self._sockets))]
 
     def _send(self, frame: bytes, dp_rank: int) -> None:
-        """To every rank of a data-parallel one, without waiting. Errors: `EngineDeadError`."""
+        """Send to every rank of a data-parallel one, without waiting. Errors: `EngineDeadError`."""
         for rank, socket in enumerate(self._sockets):
             if self._dp_ranks[rank] != dp_rank:
                 continue

@@ -124,7 +124,9 @@ class ExpertBalancer:
         self._num_moved_before = self.stats.num_moved
 
     def _next_moves(self) -> list[ExpertMove]:
-        """Of the layer that is due. Its placement is computed, or the next moves of it are."""
+        """The next moves in the layer that is due. A call either computes the layer's placement or
+        takes the next moves towards it.
+        """
         layer = self._due[0]
         slots = self._slots[layer]
         if self._target is None:
@@ -163,8 +165,8 @@ class ExpertBalancer:
         )
 
     def _balancedness(self, loads: NDArray[np.int64]) -> float:
-        """Of `loads` [layers, experts], with experts where they lie now: the mean of the ranks over
-        the busiest of them, both added up over the layers.
+        """The mean load of the ranks over the load of the busiest one, both summed over the layers.
+        `loads` [layers, experts]; experts lie where they do now.
         """
         of_ranks = self._rank_loads(loads)
         busiest = float(of_ranks.max(axis=1).sum())

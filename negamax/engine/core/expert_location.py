@@ -66,7 +66,7 @@ def place_experts(layout: ParallelLayout, spec: ModelSpec, location: str) -> Par
 
 
 def _read(location: str) -> _Location:
-    """Of the file, or of the text itself."""
+    """The location that is in the file, or in the text itself."""
     is_file = not location.lstrip().startswith("{")
     shown = location if is_file else "the JSON"
     if is_file and location.endswith((".pt", ".pth", ".pkl")):

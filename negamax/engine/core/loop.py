@@ -194,7 +194,9 @@ class EngineLoop:
         )
 
     def _rank_stats(self) -> tuple[RankStats, ...]:
-        """Of each data-parallel rank; what is on none yet waits at the first."""
+        """Statistics of each data-parallel rank. Requests that no rank has yet count as waiting at
+        the first.
+        """
         ranks = self._scheduler.ranks
         on_none = self._scheduler.num_waiting - sum(rank.num_waiting for rank in ranks)
         on_none += self._grammars.num_opening

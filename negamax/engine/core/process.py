@@ -134,21 +134,21 @@ class Outbox(AbstractContextManager["Outbox"]):
             socket.close()
 
     def send_first(self, message: wire.FromEngine) -> None:
-        """To the process that started this one."""
+        """Send to the process that started this one."""
         self._sockets[0].send(wire.encoder.encode(message))
 
     def send_all(self, message: wire.Heartbeat) -> None:
-        """To everyone."""
+        """Send to all server processes."""
         frame = wire.encoder.encode(message)
         for socket in self._sockets:
             socket.send(frame)
 
     def answer(self, server: int, message: wire.ExpertRecord) -> None:
-        """To the server process that asked."""
+        """Answer the server process that asked."""
         self._sockets[server].send(wire.encoder.encode(message))
 
     def frames(self, report: wire.StepOutputs) -> list[tuple[int, bytes]]:
-        """For each server process, by its number, what its sequences gained."""
+        """For each server process, by its number, the frame with what its sequences gained."""
         parts = {0: report} if len(self._sockets) == 1 else _parts(report)
         return [(server, wire.encoder.encode(part)) for server, part in parts.items()]
 

@@ -17,7 +17,7 @@ class RankWatch(Protocol):
     """Ranks seen by one thread that looks several times a second. Single user: that thread."""
 
     def death(self) -> str | None:
-        """What became of the first rank that has ended; None: all run."""
+        """How the first rank that is gone ended; None: all ranks live."""
         ...
 
     def longest_silence(self) -> tuple[int, float]:

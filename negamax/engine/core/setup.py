@@ -249,7 +249,7 @@ def _num_dp_ranks(options: EngineOptions, config: WorkerConfig) -> int:
 
 
 def _balancer(options: EngineOptions, config: WorkerConfig) -> ExpertBalancer | None:
-    """Who counts and moves experts; None: nobody."""
+    """What counts and moves experts; None: nothing does."""
     sizes = config.spec.expert_sizes()
     if config.experts == FIXED or sizes is None:
         return None

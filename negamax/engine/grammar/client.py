@@ -95,7 +95,7 @@ class GrammarClient:
 
 
 def wait_for_any(clients: list[GrammarClient], *, seconds: float) -> None:
-    """Until one of them has answered, or the time is up."""
+    """Wait until one of them has answered, or the time is up."""
     poller = zmq.Poller()
     for client in clients:
         poller.register(client.socket, zmq.POLLIN)

@@ -289,7 +289,7 @@ class GrammarManager:
         return bitmask, ended
 
     def wait(self, seconds: float) -> None:
-        """Until a grammar process has answered, at most so long."""
+        """Wait until a grammar process has answered, at most so long."""
         clients = self._clients()
         if clients:
             wait_for_any(clients, seconds=min(seconds, 1.0))

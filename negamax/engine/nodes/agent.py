@@ -259,7 +259,9 @@ class Agent:
             self._send_join(self._place, self._datagrams)
 
     def _send_heartbeats(self) -> None:
-        """To node 0, over the connection and as a datagram, and to the other agents."""
+        """Send a heartbeat to node 0, over the connection and as a datagram, and to the other
+        agents.
+        """
         node = self._options.node_rank
         rank, silence = (0, 0.0) if self._watch is None else self._watch.longest_silence()
         death = self._death or (None if self._watch is None else self._watch.death())

@@ -30,7 +30,9 @@ class Datagrams:
     """
 
     def __init__(self, address: str, port: int = 0) -> None:
-        """At `address` and `port`, 0: a free one. Errors: `ResourceError` for one that is taken."""
+        """Binds `address` and `port` (0: a free one). Errors: `ResourceError` for one that is
+        taken.
+        """
         self._key = shared_key("beats")
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_DGRAM)
@@ -51,12 +53,14 @@ class Datagrams:
         return host, port
 
     def send(self, frame: bytes, to: Address) -> None:
-        """To a host and port."""
+        """Send a frame to a host and port. Failures are ignored."""
         with contextlib.suppress(OSError):
             self._socket.sendto(self._mac(frame) + frame, to)
 
     def receive(self) -> Iterator[tuple[bytes, Address]]:
-        """What has come from somebody with the key, and from where; of a flood some."""
+        """Frames that have arrived from senders with the key, each with its sender's address; of a
+        flood only some.
+        """
         for _ in range(_MOST_AT_ONCE):
             try:
                 signed, sender = self._socket.recvfrom(_MOST_BYTES)

@@ -44,7 +44,7 @@ _PACKAGES = ("torch", "triton", "msgspec", "pyzmq")
 
 
 def facts_of(options: EngineOptions, source: ModelSource, *, device: str) -> dict[str, str]:
-    """By their names: versions, a digest of the code, of the model and of its list of tensors, and
+    """Facts by name: versions, digests of the code, of the model and of its list of tensors, and
     the options that shape a step.
     """
     facts = {"Negamax": negamax.__version__, "code": _code_digest(), "device": device}
@@ -62,7 +62,7 @@ def facts_of(options: EngineOptions, source: ModelSource, *, device: str) -> dic
 
 
 def differences(own: dict[str, str], others: dict[str, str], *, name: str) -> Iterator[str]:
-    """What node 0 (`own`) and another one, `name`, do not have in common."""
+    """Facts in which node 0 (`own`) and another node, called `name`, differ."""
     for fact in dict.fromkeys([*own, *others]):
         here, there = own.get(fact, "unknown"), others.get(fact, "unknown")
         if here != there:
@@ -75,7 +75,7 @@ def _digest(value: object) -> str:
 
 
 def _code_digest() -> str:
-    """Of every file of the package."""
+    """A digest of all Python files of the package."""
     found = hashlib.blake2b(digest_size=8)
     root = Path(negamax.__file__).parent
     for path in sorted(root.rglob("*.py")):
@@ -84,7 +84,7 @@ def _code_digest() -> str:
 
 
 def _tensors_digest(folder: Path | None) -> str:
-    """Of the index of the checkpoint, or of the size of its only file."""
+    """A digest of the checkpoint's index, or the size of its only file."""
     if folder is None:
         return "drawn"
     index = folder / "model.safetensors.index.json"

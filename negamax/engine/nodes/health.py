@@ -39,11 +39,11 @@ class NodeHealth:
         threading.Thread(target=self._run, name="health", daemon=True).start()
 
     def watch(self, missing: Callable[[], str]) -> None:
-        """`missing`: why the node is not ready, "" where it is."""
+        """Ask `missing` for readiness: it says why the node is not ready, "" where it is."""
         self._missing = missing
 
     def turn(self) -> None:
-        """The loop of the agent goes round."""
+        """Called at each turn of the agent's loop."""
         self._turned_at = time.monotonic()
 
     def _run(self) -> None:

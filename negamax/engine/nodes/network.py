@@ -22,7 +22,7 @@ _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 @dataclass(frozen=True)
 class Place:
-    """Where this machine is in the network of the nodes."""
+    """A machine's place in the network of the nodes."""
 
     address: str
     interface: str

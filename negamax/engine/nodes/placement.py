@@ -98,7 +98,7 @@ class Placement:
 
     @property
     def demand(self) -> str:
-        """In words, what is asked for."""
+        """What is asked for, as text."""
         found = []
         for count in self.counts():
             each = "" if count == 1 else f"{count} machines with "
@@ -107,7 +107,7 @@ class Placement:
 
     @property
     def available(self) -> str:
-        """In words, what each machine has."""
+        """What each machine has, as text."""
         others = [str(node) for node in self.nodes if node.id != self.own.id]
         listed = [f"this machine {self.own}", *others[: _SHOWN_NODES - 1]]
         more = len(others) + 1 - len(listed)
@@ -121,7 +121,7 @@ class Placement:
         yield from (count for count in range(1, min(ranks, MOST_NODES) + 1) if ranks % count == 0)
 
     def _objection(self, count: int) -> ConfigError | None:
-        """Why the ranks may not be spread over so many nodes."""
+        """The error of the options for so many nodes; None: the ranks may be spread over them."""
         try:
             replace(self.options.nodes, nnodes=count).check(self.options.parallel)
         except ConfigError as error:
@@ -156,7 +156,9 @@ class Placement:
 
 
 def placement_of(options: EngineOptions, nodes: Sequence[ClusterNode], own_id: str) -> Placement:
-    """For the machine `own_id` of the cluster. Errors: `ResourceError` where it is not in it."""
+    """What machine `own_id` of the cluster asks for. Errors: `ResourceError` where the cluster does
+    not have it.
+    """
     own = next((node for node in nodes if node.id == own_id), None)
     if own is None:
         raise ResourceError(

@@ -19,7 +19,7 @@ _CARRIED = ("HF_", "NCCL_")  # of the machine that serves, to those that have no
 
 
 class ActorPlace(msgspec.Struct, frozen=True):
-    """Where an actor is."""
+    """The machine of an actor."""
 
     host: str
     variables: dict[str, str]  # of `DEVICE_VARIABLES`, those that are set
@@ -42,8 +42,8 @@ class RayAgent:
         return msgspec.json.encode(ActorPlace(socket.gethostname(), variables)).decode()
 
     def run(self, options: str, variables: str) -> str:
-        """Be the agent that `EngineOptions` say, until its ranks have ended; what went wrong, or
-        nothing. `variables` are those of `carried_variables`.
+        """Run the agent that `options` (`EngineOptions`) describe until its ranks have ended; an
+        error message, or "". `variables`: from `carried_variables`.
         """
         for name, value in msgspec.json.decode(variables, type=dict[str, str]).items():
             if name == KEY_VARIABLE:

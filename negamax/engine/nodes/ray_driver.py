@@ -118,7 +118,7 @@ class Driver:
         return placement
 
     def placed(self, placement: Placement) -> Placed:
-        """What node 0 is to know."""
+        """What node 0 needs to know."""
         has_gpus = placement.device == "cuda"
         interface = LOOPBACK if placement.is_on_loopback else None
         return Placed(
@@ -130,7 +130,7 @@ class Driver:
         )
 
     def run_agents(self, placed: Placed) -> Iterator[str]:
-        """Have the agents run until `stop`; in words, each that ends before."""
+        """Run the agents until `stop`; yields a message for each that ends before."""
         import ray
 
         variables = carried_variables()
@@ -238,7 +238,7 @@ def _answers(address: str) -> bool:
 
 
 def cluster_nodes() -> list[ClusterNode]:
-    """The machines that live, and what they have."""
+    """The live machines of the cluster, and what they have."""
     import ray
     from ray._private.state import available_resources_per_node
 
@@ -256,7 +256,7 @@ def cluster_nodes() -> list[ClusterNode]:
 
 
 def with_whole_paths(options: EngineOptions) -> EngineOptions:
-    """The same where another folder is the current one."""
+    """The same options with absolute paths, for processes with another current folder."""
 
     def whole(path: str | None) -> str | None:
         return str(Path(path).absolute()) if path and Path(path).exists() else path

@@ -80,8 +80,8 @@ def plan_own_blocks(
     block_size: int,
     first: int = 0,
 ) -> OwnBlocks:
-    """Of the sequences of `metadata`, as far as lengths [S] int32 goes. Block b of the pool is
-    block b // ranks + first of rank b % ranks.
+    """The rank's blocks of the sequences of `metadata`, within `lengths` [S] int32. Block b of the
+    pool is block b // ranks + first of rank b % ranks.
     """
     num_seqs, tables = lengths.shape[0], metadata.block_tables
     width = tables.shape[1]

@@ -248,7 +248,7 @@ def select_shard_full_size(dtype: torch.dtype, generator: torch.Generator) -> li
 
 
 def _sharded(case: Case, *, rank: int, ranks: int) -> Case:
-    """For a rank that has a shard of the index keys."""
+    """The case for a rank that has a shard of the index keys."""
     cache, shape = case.tensors["index_cache"], case.numbers["shape"]
     own = cache[: -(-len(cache) // ranks)]  # as good as others
     shape = replace(shape, shard=IndexShard(rank, ranks, shape.kv_heads))
@@ -370,7 +370,7 @@ def _attention_case(
 
 
 def _positions(lengths: Sequence[int], counts: Sequence[int]) -> Tensor:
-    """Of the last `counts` tokens of each sequence."""
+    """The positions of the last `counts` tokens of each sequence."""
     parts = [torch.arange(n - count, n) for n, count in zip(lengths, counts, strict=True)]
     return torch.cat(parts)
 

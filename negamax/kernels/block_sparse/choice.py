@@ -52,7 +52,7 @@ class SparseShape(PagedShape):
 
     @property
     def index_heads(self) -> int:
-        """Whose queries a rank has."""
+        """The index heads whose queries a rank has."""
         return self.shard.heads or self.kv_heads
 
     @property

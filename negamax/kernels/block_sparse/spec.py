@@ -60,7 +60,7 @@ class SparseHeadNorm:
 
     @property
     def index_heads(self) -> int:
-        """Of this rank as many as KV heads, or those of all ranks."""
+        """As many as this rank has KV heads, or those of all ranks."""
         return self.shard.heads or self.kv_heads
 
 
@@ -147,7 +147,7 @@ class BlockSparsePlan:
     shape: SparseShape
 
     def runs(self) -> Iterator[tuple[slice, Tensor, int, Tensor]]:
-        """Of each sequence its queries, block table, length and its queries' positions."""
+        """For each sequence: its queries, block table, length, and the positions of its queries."""
         tables, counts = (
             self.queries.used_tables(self.shape.block_size), self.queries.host_query_lens
         )  # fmt: skip

@@ -43,7 +43,7 @@ class MergePlan:
 def plan_merge_shards(
     metadata: AttentionMetadata, shape: SparseShape, *, dtype: torch.dtype, quantize: bool = False
 ) -> MergePlan:
-    """For this rank's own heads."""
+    """The plan for this rank's own heads."""
     constants = choice_constants(shape, 1, dtype, dtype, rows=1)
     return MergePlan(metadata, shape, constants._replace(HEADS=shape.kv_heads))
 

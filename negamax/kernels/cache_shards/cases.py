@@ -57,7 +57,7 @@ def own_rows_cost(case: Case) -> Cost:
 
 
 def _of_rank(cases: Iterable[Case], *, rank: int, ranks: int) -> list[Case]:
-    """For a rank that holds some of the blocks, as good as others."""
+    """The cases for a rank that holds some of the blocks."""
     found = []
     for case in cases:
         shape = replace(case.numbers["shape"], cache=CacheShard(rank, ranks))

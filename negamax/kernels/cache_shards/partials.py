@@ -25,13 +25,13 @@ class PartialResults:
 
     @classmethod
     def empty(cls, q: Tensor) -> PartialResults:
-        """For queries q [T, heads, head_dim]; nothing is written yet."""
+        """Results for queries q [T, heads, head_dim], not yet written."""
         assert q.itemsize > 1, "queries are not in FP8"
         num_bytes = q.numel() * q.element_size() + 4 * q.shape[0] * q.shape[1]
         return cls.of(torch.empty(num_bytes, dtype=torch.uint8, device=q.device), q)
 
     def gathered(self, group: Collective) -> PartialResults:
-        """Those of all ranks of the group."""
+        """The results of all ranks of the group."""
         messages = group.all_gather(self.message.unsqueeze(0), dim=0)
         q = self.out.unflatten(-1, (self.lse.shape[-1], -1))
         return PartialResults.of(messages, q)
@@ -44,7 +44,9 @@ class PartialResults:
 
     @classmethod
     def of(cls, message: Tensor, q: Tensor) -> PartialResults:
-        """Of one rank's message, or of those of several; all had queries of q's shape and dtype."""
+        """The results in a message of one rank, or in those of several. All ranks had queries of
+        the shape and dtype of `q`.
+        """
         num_tokens, heads, head_dim = q.shape
         out, lse = message.split(
             [q.numel() * q.element_size(), 4 * num_tokens * heads], dim=message.dim() - 1

@@ -147,7 +147,7 @@ def _attend(
 
 
 def _own_keys(table: Tensor, length: int, shape: PagedShape) -> tuple[Tensor, Tensor]:
-    """Of a sequence's keys those in blocks of this rank: their positions, and the blocks."""
+    """The keys of a sequence that are in blocks of this rank: their positions, and the blocks."""
     shard, size = shape.cache, shape.block_size
     used = table[: -(-length // size)]
     numbers = (used % shard.ranks == shard.rank).nonzero()

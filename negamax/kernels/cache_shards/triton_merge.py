@@ -51,7 +51,7 @@ def _load_own(parts, lse, head, word, C: tl.constexpr):
 
 @triton.jit
 def _push(parts, lse, head, word, addresses, offset, rank, flag, C: tl.constexpr):
-    """To every rank's copy the words of its heads, this rank's own included."""
+    """Store to each rank the words of its heads, including this rank's own."""
     RANKS: tl.constexpr = C.RANKS
     mask = (head < C.COUNT)[:, None] & (word < C.DIM // 2)[None, :]
     at = head[:, None] * (C.DIM // 2) + word[None, :]
@@ -182,8 +182,8 @@ def merge_partials(
 
 
 def _region(group: Collective, num_tokens: int, words: int) -> PeerRegion | None:
-    """The memory through which so many words of each token travel; None: there is none, or it has
-    too little room.
+    """The peer memory through which so many words of each token can travel; None where there is
+    none, or not enough of it.
     """
     region = None if group.peers is None else group.peers.reduce
     fits = region is not None and num_tokens <= region.rows and words <= region.words

@@ -364,7 +364,7 @@ def _fits_region(residual: Tensor, peers: PeerMemory | None) -> bool:
 def _in_one_launch(
     x: Tensor, residual: Tensor, norm: NormWeight, peers: PeerMemory
 ) -> Tensor | QuantizedActivations:
-    """By `_all_reduce_add_rms_kernel`."""
+    """Runs `_all_reduce_add_rms_kernel`."""
     assert x.is_contiguous() and residual.is_contiguous(), "rows are read as they lie in memory"
     num_tokens, words = residual.shape[0], residual.shape[1] // 2
     region = peers.reduce
@@ -391,7 +391,7 @@ def _in_one_launch(
 def _sharded(
     x: Tensor, residual: Tensor, norm: NormWeight, group: Collective, region: ShardRegion
 ) -> Tensor | QuantizedActivations:
-    """By `_push_partials_kernel` and `_add_rms_all_gather_kernel`."""
+    """Runs `_push_partials_kernel` and `_add_rms_all_gather_kernel`."""
     assert x.is_contiguous() and residual.is_contiguous(), "rows are read as they lie in memory"
     (num_tokens, width), world = residual.shape, group.size
     shard = triton.cdiv(num_tokens, world)

@@ -78,9 +78,7 @@ def _case(
     width: int,
     top_k: int,
 ) -> Case:
-    """Of ten experts the rank holds `HELD`; a token that chose none of them, and one that chose
-    nothing, are among several.
-    """
+    """The rank holds `HELD` of ten experts. Some tokens chose none of these, one chose nothing."""
     device = generator.device
     ids = torch.rand(num_tokens, 10, generator=generator, device=device).argsort(1)
     ids = ids[:, :top_k].to(torch.int32)

@@ -41,7 +41,7 @@ from negamax.kernels.signatures import COMBINE, DISPATCH
 
 
 class ExchangeConstants(NamedTuple):
-    """Of both kernels."""
+    """Constants of both kernels."""
 
     WORLD: int
     ROWS: int  # of the region

@@ -25,7 +25,7 @@ def launch_dependents(PDL: tl.constexpr):
 
 @triton.jit
 def wait_for_predecessor(PDL: tl.constexpr):
-    """Until the kernel before this one in the stream has ended."""
+    """Wait until the kernel before this one in the stream has ended."""
     if PDL:
         gdc_wait()
 

@@ -21,8 +21,8 @@ class Tile:
 
 
 def warps_of_row(width: int, *, measured: int) -> int:
-    """Of the program of a row: `measured` up to 4096 values (for MiniMax-M2's 3072); of wider rows,
-    which were not measured, a thread has as many.
+    """Warps of a program for one row: `measured` for up to 4096 values (MiniMax-M2 has 3072). Wider
+    rows were not measured; they get as many values per thread.
     """
     return min(32, measured << max(0, (width - 1).bit_length() - 12))
 

@@ -80,9 +80,7 @@ class PackedWeight:
 def packed_rows(
     tensors: PackedTensors, packing: Packing, matrix: int, num_rows: int
 ) -> list[Tensor]:
-    """Of `PackedWeight.tensors` the views that belong to one of its matrices, which have `num_rows`
-    rows each.
-    """
+    """Views of `PackedWeight.tensors` for one of its matrices, each of `num_rows` rows."""
     qweight, scales, zeros, row_scale = tensors
     rows = slice(matrix * num_rows, (matrix + 1) * num_rows)
     found = [qweight[..., rows, :]]
@@ -122,7 +120,7 @@ def pack(weight: StoredWeight) -> PackedWeight:
 
 
 def _room(part: PackedWeight, count: int) -> PackedWeight:
-    """For `count` matrices like `part`."""
+    """Memory for `count` matrices like `part`."""
     own, (*spans, rows, width) = part.packing, part.qweight.shape
     qweight = part.qweight.new_empty(*spans, count * rows, width)
     scales, zeros = (

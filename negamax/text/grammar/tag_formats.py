@@ -40,7 +40,7 @@ def sequence(parts: Sequence[Format]) -> Format:
 
 
 def any_of(branches: Sequence[Format]) -> Format:
-    """One of them."""
+    """A format for any one of them."""
     return branches[0] if len(branches) == 1 else {"type": "or", "elements": list(branches)}
 
 
