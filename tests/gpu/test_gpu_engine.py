@@ -34,8 +34,8 @@ def prompts(llm: LLM) -> list[list[int]]:
     ]
 
 
-def answers(**options: object) -> list[list[int]]:
-    with LLM("nano", **options) as llm:
+def answers(model: str = "nano", **options: object) -> list[list[int]]:
+    with LLM(model, **options) as llm:
         return [
             generation.outputs[0].token_ids for generation in llm.generate(prompts(llm), GREEDY)
         ]
