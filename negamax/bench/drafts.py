@@ -1,4 +1,4 @@
-"""What became of draft tokens in a benchmark, as an engine or a server's /metrics count."""
+"""Counts of draft tokens in a benchmark, from an engine or from a server's /metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What benchmarks say of an engine whose ranks run different layers or different requests."""
+"""Figures of engines whose ranks run different layers or different requests."""
 
 from __future__ import annotations
 

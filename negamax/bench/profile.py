@@ -1,4 +1,4 @@
-"""`negamax bench profile`: where the time of a decode step goes, by operation.
+"""`negamax bench profile`: the time of a decode step, by operation.
 
 The GPU kernels of rank 0 (on a CPU: PyTorch's operators) are recorded over a few decode steps of a
 batch whose sequences all have the same context.

@@ -1,5 +1,5 @@
-"""What every measurement is reported with: the environment, the limits of the machine, and an
-earlier result beside it.
+"""The context of every measurement: the environment, the limits of the machine, and an earlier
+result to compare with.
 """
 
 from __future__ import annotations

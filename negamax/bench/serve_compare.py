@@ -1,4 +1,4 @@
-"""Several results of `negamax bench serve` beside each other: read from files, grouped, as a table.
+"""Several results of `negamax bench serve` side by side: read from files, grouped, as a table.
 
 A result is the JSON of `--save-result`, ours or that of vLLM's `vllm bench serve`, which has the
 same names.

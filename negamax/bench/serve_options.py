@@ -1,6 +1,4 @@
-"""What `negamax bench serve` can be told, as frozen dataclasses. Names follow vLLM's `vllm bench
-serve`.
-"""
+"""Options of `negamax bench serve` as frozen dataclasses, named as in vLLM's `vllm bench serve`."""
 
 from __future__ import annotations
 

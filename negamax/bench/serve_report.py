@@ -1,5 +1,5 @@
-"""From the records of `negamax bench serve` to numbers, the block that people know, and a JSON
-document with vLLM's names.
+"""Turns the records of `negamax bench serve` into numbers, the block that people know from vLLM,
+and a JSON document with vLLM's names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What `negamax bench serve` sends: seeded prompts of given lengths, and requests from files.
+"""The requests that `negamax bench serve` sends: seeded prompts of given lengths, and requests from
+files.
 
 A workload is a list of sessions; a session gives one request body after the other, and is handed
 the answer to each.

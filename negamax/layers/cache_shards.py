@@ -1,6 +1,6 @@
-"""Attention where ranks with copies of a KV head hold some blocks of its cache each: every rank
-attends with the query heads of all of them to its own blocks, and each merges what all have made
-for its own heads.
+"""Attention where ranks have copies of a KV head, and each of them holds some blocks of its cache.
+Every rank attends to its own blocks with the query heads of all these ranks; then each merges the
+results of all of them for its own heads.
 
 Layers do not know of it: they get a kernel table in which the ops of attention do that.
 """

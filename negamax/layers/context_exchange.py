@@ -1,5 +1,5 @@
-"""What context-parallel ranks give each other in a layer: the keys and values of new tokens, of
-which each rank has computed a share, so that the caches of all of them hold every token.
+"""Exchange between context-parallel ranks in a layer: each has computed the keys and values of its
+share of the new tokens, and all get those of the others, so that every cache holds every token.
 """
 
 from __future__ import annotations

@@ -1,3 +1,3 @@
-"""Who holds what (layout, pure arithmetic) and the process groups that carry tensors between ranks
+"""The rank grid (layout, pure arithmetic) and the process groups that carry tensors between ranks
 (context).
 """

@@ -1,6 +1,4 @@
-"""What ranks say to each other: sums and concatenations over one group. `torch.distributed` stays
-behind these classes.
-"""
+"""Sums and concatenations over one group of ranks, by `torch.distributed`."""
 
 from __future__ import annotations
 

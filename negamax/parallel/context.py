@@ -1,4 +1,4 @@
-"""The process groups of one rank, built once at start and handed to whoever communicates."""
+"""The process groups of one rank, built once at start and passed to all that communicates."""
 
 from __future__ import annotations
 

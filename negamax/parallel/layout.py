@@ -1,5 +1,5 @@
-"""Who holds what: pure rank arithmetic for tensor (tp), expert (ep), data (dp), pipeline (pp) and
-context (cp of prompts, dcp of caches) parallelism.
+"""The rank grid: pure arithmetic for tensor (tp), expert (ep), data (dp), pipeline (pp) and context
+(cp of prompts, dcp of caches) parallelism.
 
 The world is a grid with axes, slowest first, `pp, dp, cp, tp`; rank = ((pp_rank * dp + dp_rank) *
 cp + cp_rank) * tp + tp_rank. Attention sees `tp` ranks per data-parallel replica. The experts of a

@@ -1,4 +1,4 @@
-"""What the stages of a pipeline send each other, one way between two ranks."""
+"""Links between two stages of a pipeline, each in one direction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether and how long kernels wait for words that other ranks push into this one's memory."""
+"""Limits how long kernels wait for words that other ranks push into this rank's memory."""
 
 from __future__ import annotations
 

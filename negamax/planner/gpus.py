@@ -1,4 +1,4 @@
-"""What is known of GPUs without asking one: the figures that plans are computed from.
+"""Figures of known GPUs, from which plans are computed without a GPU.
 
 Memory is what the driver says of a GPU; bandwidth and rates are those of the vendor's data sheet
 named beside each GPU, rates without sparsity; links are of one direction, to all other GPUs

@@ -1,4 +1,6 @@
-"""A plan: the topologies of a model on given GPUs, the best ones first, and why others are not."""
+"""A plan: the topologies of a model that run on given GPUs, best first, and why the others do not
+run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways to split a model over GPUs, and what one of them must satisfy."""
+"""Ways to split a model over GPUs, and the conditions that each must satisfy."""
 
 from __future__ import annotations
 

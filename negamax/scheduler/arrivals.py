@@ -1,4 +1,4 @@
-"""What becomes of a request when it comes: refused, or a sequence with its place in the order."""
+"""Arriving requests: each is refused, or becomes a sequence with a place in the order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a crash dump tells of requests and plans: numbers, never tokens or texts."""
+"""Details of requests and plans for crash dumps: numbers, never tokens or texts."""
 
 from __future__ import annotations
 

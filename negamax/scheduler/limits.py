@@ -1,4 +1,4 @@
-"""What a scheduler may use."""
+"""The limits of a scheduler."""
 
 from __future__ import annotations
 

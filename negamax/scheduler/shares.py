@@ -1,5 +1,5 @@
-"""Shares of a step that context-parallel ranks compute: what can be said of their sizes without the
-tokens. How they are cut is the worker's (`worker/token_shares.py`).
+"""Sizes of the shares of a step that context-parallel ranks compute, as far as they follow without
+the tokens. The worker cuts the shares (`worker/token_shares.py`).
 """
 
 from __future__ import annotations

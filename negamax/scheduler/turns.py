@@ -1,5 +1,5 @@
-"""Whose turn it is in a pipeline: a plan for each of its stages is on its way, so the rows that
-generate take turns, and a row's next turn comes when the token of its last one can be there.
+"""Turns of rows in a pipeline. One plan per stage is under way, so the rows that generate take
+turns: a row's next turn comes when the token of its last one can be there.
 
 A decode reads its token where the first stage begins, so of P stages each row is in one of P plans.
 They share the rows equally: a step with fewer rows takes its stages hardly less time.

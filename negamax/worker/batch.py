@@ -1,6 +1,6 @@
-"""From a plan and the request state to the inputs of one forward pass: laid out on the host, sent
-to the device at once, and placed there behind the tokens that are computed, since how many these
-are the device alone may know.
+"""Builds the inputs of one forward pass from a plan and the request state. They are laid out on the
+host and sent to the device at once. There they are placed behind the tokens that are computed
+already, whose number only the device may know.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one worker rank needs to know, and what it tells. Plain data: it crosses to rank processes
+"""The configuration of one rank, and what the rank reports. Plain data: it reaches rank processes
 as MessagePack.
 """
 

@@ -1,5 +1,6 @@
-"""Questions that benchmarks ask a worker between steps: how spread the routing was, what a step
-costs without the host, and which kernels take its time."""
+"""Questions of benchmarks to a worker, between steps: how evenly experts were chosen, what a step
+costs without the host, and which kernels take its time.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Where a rank computes: device and dtype, and how host numbers and device results cross between
-the two.
+"""Device and dtype of a rank, and how host numbers and device results cross between host and
+device.
 
 Nothing here waits for a GPU: uploads leave from pinned memory, results arrive in pinned memory, and
 only `HostTensor.read` waits for what it reads.

@@ -1,4 +1,6 @@
-"""What a pipeline stage does for draft tokens that another stage, the last one, guesses."""
+"""The part of a pipeline stage in speculative decoding, where the last stage guesses the draft
+tokens.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Guesses by an EAGLE3 draft model (`models/eagle3`), which keeps caches of its own in the blocks
-of the model whose tokens it guesses.
+"""Proposes draft tokens by an EAGLE3 draft model (`models/eagle3`), which keeps caches of its own
+in the blocks of the target model.
 
 First it runs over every token of the step, from the residual streams that the model has left of it
 and the token behind it, so that its caches hold what the model's hold: of prompt chunks and of

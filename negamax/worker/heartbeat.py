@@ -1,4 +1,4 @@
-"""The thread of a rank process that shows that it lives, and ends waits for ranks that do not
+"""The thread of a rank process that shows that the rank lives, and ends waits for ranks that do not
 come.
 """
 

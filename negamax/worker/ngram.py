@@ -1,5 +1,5 @@
-"""Prompt lookup: what followed the last tokens of a sequence where they stood before is guessed to
-follow them again (method `ngram`).
+"""Prompt lookup (method `ngram`): finds the last tokens of a sequence earlier in it, and guesses
+that what followed them there will follow again.
 
 The longest match counts, of matches of one length the earliest, as in vLLM. Only the last
 `SEARCHED_TOKENS` are searched: a step's work is then the same for every sequence, whatever its

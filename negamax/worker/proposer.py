@@ -1,4 +1,4 @@
-"""What every way to guess draft tokens offers."""
+"""The interface of everything that proposes draft tokens."""
 
 from __future__ import annotations
 

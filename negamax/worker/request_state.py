@@ -1,4 +1,5 @@
-"""What the worker remembers of each running request between steps, indexed by the scheduler's slot.
+"""State of each running request that the worker keeps between steps, indexed by the scheduler's
+slot.
 
 The worker is the single writer. A slot is complete: tokens known so far (sampled ones are written
 here by the device, so the next step can run before the host has seen them), how many of them are

@@ -1,5 +1,5 @@
-"""What a launched step hands to the host: numbers that may still be on their way, and how they
-become a `StepResult`.
+"""Results of a launched step, which may still be on their way to the host, and how they become a
+`StepResult`.
 """
 
 from __future__ import annotations

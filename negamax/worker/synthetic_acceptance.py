@@ -1,5 +1,5 @@
-"""Drafts that count as right by a schedule, whatever they are: what a step costs and brings at a
-given acceptance can then be measured with weights that mean nothing. Texts mean nothing either.
+"""Counts drafts as right by a schedule, whatever they are. So a step's cost and gain at a given
+acceptance can be measured with weights that mean nothing. Texts mean nothing either.
 """
 
 from __future__ import annotations

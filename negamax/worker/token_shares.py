@@ -1,4 +1,4 @@
-"""Which tokens of a step a rank computes: all of them, or with context parallelism its share.
+"""The tokens of a step that a rank computes: all of them, or with context parallelism its share.
 
 The tokens of a prompt are cut into 2 * ranks pieces, and rank i gets the i-th from the front and
 the i-th from the back: a token attends to all before it, so that all ranks have as much to do. A

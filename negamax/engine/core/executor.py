@@ -1,5 +1,5 @@
-"""Where plans run: in this process on a thread of their own, or on several rank processes of one
-machine or more, which all receive the plan of their data-parallel rank.
+"""Executors run plans: on a thread of this process, or on several rank processes of one machine or
+more, each of which receives the plans of its data-parallel rank.
 """
 
 from __future__ import annotations

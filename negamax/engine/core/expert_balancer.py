@@ -1,4 +1,4 @@
-"""How often each expert is chosen, and when which of them moves to another rank.
+"""Counts how often each expert is chosen, and decides when experts move to other ranks.
 
 Ranks count on their devices; every so many steps a plan asks for the counts, and its result brings
 them. A rebalance takes what was chosen in the last steps and goes through the layers, the least

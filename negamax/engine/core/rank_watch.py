@@ -1,4 +1,4 @@
-"""Whether the rank processes live: what their descriptors and their beats say."""
+"""Whether the rank processes live, judged by their pipes and their heartbeats."""
 
 from __future__ import annotations
 

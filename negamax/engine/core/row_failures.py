@@ -1,5 +1,5 @@
-"""Rows that failed on a rank whose results nobody reads: their errors join the results of rank
-0.
+"""Rows that failed on a rank that sends no results: their errors are added to the results of the
+rank that does.
 """
 
 from __future__ import annotations

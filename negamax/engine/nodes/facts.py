@@ -1,4 +1,4 @@
-"""What all nodes must have in common, to be compared before weights are read."""
+"""Facts that all nodes must have in common; they are compared before weights are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Addresses, interfaces and ports of this machine: what other nodes reach it by."""
+"""Addresses, interfaces and ports by which other nodes reach this machine."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""On how many machines of a Ray cluster the ranks of an engine go, and what is said where there is
-no room. Plain numbers: Ray itself is not needed.
+"""Chooses the number of machines of a Ray cluster for the ranks of an engine, and explains why
+there is no room. Plain numbers: Ray itself is not needed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What runs in the actors that Ray starts, one on each machine. Ray imports this module on all of
-them; it takes and gives texts only.
+"""The actors that Ray starts, one on each machine. Ray imports this module on all of them;
+arguments and results are strings only.
 """
 
 from __future__ import annotations

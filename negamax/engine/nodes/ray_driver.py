@@ -1,5 +1,5 @@
-"""The process that speaks with Ray: `python -m negamax.engine.nodes.ray_driver FD`, started by
-`ray_launcher`; the only module that imports Ray.
+"""The process that talks to Ray: `python -m negamax.engine.nodes.ray_driver FD`, started by
+`ray_launcher`. It is the only module that imports Ray.
 
 The first line of its standard input is `EngineOptions`; what it says goes to the open file FD:
 `Placed`, and `Failed` where it cannot go on. When its standard input ends it ends the agents,

@@ -1,5 +1,5 @@
-"""The engine's side of Ray: a process of its own asks Ray for machines, has the agents started on
-them, and gives everything back when this side ends, whatever ended it.
+"""The engine's side of Ray. A separate process asks Ray for machines, has the agents started on
+them, and gives everything back when the engine ends for whatever reason.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Where the tokens of a step stand: what every kind of attention is told of a step."""
+"""Positions of a step's tokens and the caches of their sequences: what every kind of attention
+reads.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The blocks of each sequence that a rank holds of those that ranks share out:
+"""The blocks that a rank holds of each sequence, where ranks share out the blocks of a cache:
 
     blocks of a sequence    | 0 | 1 | 2 | 3 | 4 | 5 | ...     7  2  9  4  1  6   in the pool
     of rank 1 of 2          | 0 |   | 2 |   | 4 |   |         3     4     0      of this rank

@@ -1,5 +1,5 @@
-"""Rope and the write to the paged caches of an attention without norms, in one launch instead of
-two dozen of PyTorch: grid (T, heads of q, k and v), one program per token and head.
+"""Rope and the write to the paged caches, for attention without norms, in one launch where PyTorch
+takes two dozen. Grid (T, heads of q, k and v): one program per token and head.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Attention of ranks that hold some blocks of the KV cache of a head each."""
+"""Attention where each rank holds some blocks of a head's KV cache."""

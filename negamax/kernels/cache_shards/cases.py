@@ -1,4 +1,4 @@
-"""Inputs of these ops: those of attention to all blocks, with some of them on the rank; how kernels
+"""Inputs of these ops: those of attention to all blocks, of which the rank holds some. How kernels
 are called with them, and what they cost.
 """
 

@@ -1,5 +1,5 @@
-"""What a rank makes of its own blocks, as it travels: results of T tokens and, behind them, by how
-much each counts, in one message.
+"""Partial results of attention to a rank's own blocks, in the form in which they are sent: outputs
+of T tokens, followed by their weights, in one message.
 """
 
 from __future__ import annotations

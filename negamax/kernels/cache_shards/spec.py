@@ -1,5 +1,5 @@
-"""Definitions of attention by ranks with copies of a KV head, each of which holds some blocks of
-its cache (`attention.metadata.CacheShard`).
+"""Definitions of attention where ranks have copies of a KV head, and each of them holds some blocks
+of its cache (`attention.metadata.CacheShard`).
 
 A rank attends with the query heads of all of them to the keys in its own blocks, whatever
 positions these have; each then has its own heads' results of all ranks:

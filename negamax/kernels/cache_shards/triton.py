@@ -1,5 +1,5 @@
-"""Attention to a rank's blocks on the GPU: the kernels of attention to all blocks, which go through
-a list of those that the rank holds.
+"""Attention to a rank's own blocks on the GPU. It uses the kernels of attention to all blocks,
+which read the caches through a list of the blocks that the rank holds.
 
 What a query sees of them follows from their number. All keys before a token's block are before the
 token, so it sees all of the rank's blocks before that one and, where the rank holds it too, the

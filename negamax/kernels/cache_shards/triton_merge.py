@@ -1,6 +1,6 @@
-"""The results of all ranks that hold the keys of a head as one: grid (T,), a program for a rank's
-own heads of a token. Ranks are added in their order, so that a result does not depend on who was
-first.
+"""Merges the results of all ranks that hold keys of a head. Grid (T,): a program merges all of a
+rank's own heads for one token. Ranks are added up in their order, so that a result does not depend
+on which was first.
 
 Up to as many tokens as the region of peer memory has rows come by the LL protocol in the same
 launch, to each rank what it needs of its own heads alone:

@@ -1,5 +1,5 @@
-"""Of the blocks that tokens chose those that a rank holds, as pages of its caches: one program for
-some rows (token, KV head).
+"""Filters the blocks that tokens chose: keeps those that a rank holds, as pages of its caches. A
+program does so for several rows (token, KV head).
 
     ids      | 0 | 3 | 7 | 9 |    of the sequence      | 3 | 9 | -1 | -1 |    of rank 1 of 2
     pages    | 7 | 2 | 4 | 1 |    of the pool          ...

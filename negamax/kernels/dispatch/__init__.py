@@ -1,1 +1,1 @@
-"""Tokens to the experts of other ranks, and what these made of them back."""
+"""Sends tokens to experts on other ranks, and the results back."""

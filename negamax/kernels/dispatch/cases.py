@@ -1,5 +1,5 @@
-"""How tokens are sent to experts and back, on a group of one rank that holds some of the experts.
-What several ranks make of it needs several processes: tests/gpu and tests/dist.
+"""Inputs of dispatch and combine, on a group of one rank that holds some of the experts. Groups of
+several ranks need several processes: tests/gpu and tests/dist.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Definitions of the ops that bring tokens to the experts of other ranks, and the sums back.
+"""Definitions of the ops that send tokens to experts on other ranks, and the sums back.
 
 Each rank of a group has tokens of its own, padded to the same number of rows on all of them.
 

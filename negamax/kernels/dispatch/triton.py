@@ -1,5 +1,5 @@
-"""Tokens to the experts of other ranks and back in one launch each, through symmetric memory by the
-LL protocol (`collectives/triton_ll.py`): no barrier, no counting, nothing for the host.
+"""Dispatch and combine in one launch each, through symmetric memory by the LL protocol
+(`collectives/triton_ll.py`): no barrier, no counting, no work on the host.
 
     dispatch, program t   push    the ids of row t to all ranks, its columns to those it chose
                           poll    the ids of row t of every rank, and the columns of those that

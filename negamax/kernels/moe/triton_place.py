@@ -1,5 +1,5 @@
-"""From the experts that tokens chose to the slots in which they are computed, and how often each
-expert was chosen, in one launch.
+"""Maps the experts that tokens chose to the slots that compute them, and counts the choices, in one
+launch.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Weights of 4 and 8 bits as GPUs multiply with them: dequantised tile by tile, in registers."""
+"""Weights of 4 and 8 bits on GPUs: dequantised tile by tile in registers when multiplied."""
