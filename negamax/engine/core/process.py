@@ -219,7 +219,7 @@ def _record(loop: EngineLoop, message: wire.RecordExperts) -> wire.ExpertRecord:
 
 
 class Pulse:
-    """What the beats tell. Single writer: the loop's thread."""
+    """What heartbeats report of the loop. Single writer: the loop's thread."""
 
     def __init__(self, loop: EngineLoop) -> None:
         self._loop = loop
@@ -230,8 +230,8 @@ class Pulse:
     def beating(
         self, context: Context, address: EngineAddress, *, num_servers: int
     ) -> Iterator[None]:
-        """Send a heartbeat five times a second while inside, and say once that a rank is gone,
-        whatever the loop waits for.
+        """Within this context a thread sends a heartbeat five times a second, and reports once
+        that a rank is gone, whatever the loop waits for.
         """
         stop = threading.Event()
 

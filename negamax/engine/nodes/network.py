@@ -77,26 +77,26 @@ def place_of_node_0(options: NodeOptions) -> Place:
     return Place(address, holders[0], reason if named else "it has --master-addr")
 
 
-def place_of_agent(options: NodeOptions, leader: str) -> Place:
-    """Another node's place, where node 0 is at the address `leader`. Errors: `ConfigError`;
+def place_of_agent(options: NodeOptions, node_0: str) -> Place:
+    """The place of another node; `node_0` is the address of node 0. Errors: `ConfigError`,
     `UnreachableError`.
     """
     own = _addresses()
     named, reason = _named_interface(options)
     if named is not None:
-        is_v6 = ":" in leader
+        is_v6 = ":" in node_0
         fitting = [address for address in own.get(named, ()) if (":" in address) == is_v6]
         if not fitting:
             raise UnreachableError(f"{reason} is {named}, which has no address yet")
         return Place(fitting[0], named, reason)
     with socket.socket(
-        socket.AF_INET6 if ":" in leader else socket.AF_INET, socket.SOCK_DGRAM
-    ) as s:
+        socket.AF_INET6 if ":" in node_0 else socket.AF_INET, socket.SOCK_DGRAM
+    ) as probe:
         try:
-            s.connect((leader, options.master_port))  # sends nothing
+            probe.connect((node_0, options.master_port))  # sends nothing
         except OSError as error:
-            raise UnreachableError(f"no way to {leader}: {error.strerror}") from None
-        address = str(s.getsockname()[0])
+            raise UnreachableError(f"no way to {node_0}: {error.strerror}") from None
+        address = str(probe.getsockname()[0])
     holders = [name for name, addresses in own.items() if address in addresses]
     if not holders:
         raise ConfigError(
@@ -138,8 +138,8 @@ def _named_interface(options: NodeOptions) -> tuple[str | None, str]:
     """
     found = [("--interface", options.interface or "")]
     found += [(name, env.get(name) or "") for name in _VARIABLES]
-    for reason, words in found:
-        name = words.split(",")[0].strip().removeprefix("=").split(":")[0]
+    for reason, value in found:
+        name = value.split(",")[0].strip().removeprefix("=").split(":")[0]
         if not name or name.startswith("^"):
             continue
         known = [each for _, each in socket.if_nameindex()]
@@ -147,7 +147,7 @@ def _named_interface(options: NodeOptions) -> tuple[str | None, str]:
         fitting = [name] if name in known else [each for each in known if each.startswith(name)]
         if not fitting or (reason == "--interface" and name not in known):
             raise ConfigError(
-                f"{reason} is {words[:60]!r}, which this machine does not have",
+                f"{reason} is {value[:60]!r}, which this machine does not have",
                 hint=f"use one of {', '.join(known)}",
             )
         return fitting[0], reason

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -93,7 +94,7 @@ class AttentionMetadata:
         """Whether the device alone knows the lengths."""
         return len(self.host_seq_lens) < self.block_table_indices.shape[0]
 
-    @property
+    @cached_property
     def step_tokens(self) -> StepTokens:
         """What a mixture of experts needs to know of the step."""
         return StepTokens(
