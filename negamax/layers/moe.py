@@ -4,7 +4,7 @@ one that all tokens share.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -108,12 +108,14 @@ class SparseMoe:
 
     def _allocate_router(
         self, names: MoeNames, hidden_size: int, weights: WeightFormat
-    ) -> Iterator[WeightSlot]:
+    ) -> list[WeightSlot]:
         shape, device = (self.num_experts, hidden_size), weights.device
         self._gate = torch.empty(shape, dtype=torch.float32, device=device)
         self._bias = torch.empty(self.num_experts, dtype=torch.float32, device=device)
-        yield WeightSlot(names.router, shape, target=self._gate)
-        yield WeightSlot(names.router_bias, shape[:1], target=self._bias)
+        return [
+            WeightSlot(names.router, shape, target=self._gate),
+            WeightSlot(names.router_bias, shape[:1], target=self._bias),
+        ]
 
     def _allocate_experts(
         self,
@@ -124,7 +126,7 @@ class SparseMoe:
         view: ExpertView,
         kernels: KernelTable,
         weights: WeightFormat,
-    ) -> Iterator[WeightSlot]:
+    ) -> list[WeightSlot]:
         """Matrices for the experts of this rank, gate rows before up rows."""
         here = self._dispatch.experts
         local = [name for each in here for name in _matrices(experts[each])]
@@ -138,6 +140,7 @@ class SparseMoe:
         allocate = partial(MatrixWeight, weights=weights, padded=padded, reason=reason)
         self._gate_up = allocate((len(here), 2 * share.size, hidden_size), held)
         self._down = allocate((len(here), hidden_size, share.size), narrow)
+        slots: list[WeightSlot] = []
         wide, tall = (width, hidden_size), (hidden_size, width)
         for expert, its in enumerate(experts):
             mine = expert in here and len(rows) > 0
@@ -148,7 +151,8 @@ class SparseMoe:
                 (its.up, self._gate_up, wide, across, share.size),
                 (its.down, self._down, tall, along, 0),
             ):
-                yield from matrix.slots(name, shape, region=region, at=(index, first))
+                slots += matrix.slots(name, shape, region=region, at=(index, first))
+        return slots
 
     def finish_loading(self) -> None:
         """Put the router and the experts into their kernels' layouts; the plain copies are
