@@ -22,6 +22,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("in this run Triton compiles its kernels for the GPU", allow_module_level=True)
 
 from triton import language
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 from negamax.kernels import platform
@@ -91,16 +92,32 @@ def _dtype_of(type_: Any) -> Any:
 _POINTER = numpy.dtype(numpy.uint64)
 interpreter._get_np_dtype = _dtype_of
 
+_unwrap = language.core._unwrap_if_constexpr
+_CONSTEXPR, _PLAIN = language.constexpr, {int, bool, float, str, language.tensor, language.dtype}
+
+
+def _unwrap_by_type(value: Any) -> Any:
+    """As Triton's own, which asks all values four times what they are."""
+    kind = type(value)
+    if kind is _CONSTEXPR:
+        return value.value
+    return value if kind in _PLAIN else _unwrap(value)
+
+
+language.core._unwrap_if_constexpr = _unwrap_by_type
+
 _init_block_type, _init_tensor = language.block_type.__init__, language.tensor.__init__
 _block_types: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+_shapes: dict[tuple[int, ...], Any] = {}
 
 
 def _init_block_type_once(self: Any, element_ty: Any, shape: Any) -> None:
-    key = element_ty.name, tuple(language.core._unwrap_shape(shape))
+    key = element_ty.name, tuple([_unwrap_by_type(size) for size in shape])
     if key in _block_types:
         self.__dict__ = _block_types[key]
     else:
         _init_block_type(self, element_ty, shape)
+        self.shape = _shapes.setdefault(key[1], self.shape)
         _block_types[key] = self.__dict__
 
 
@@ -113,8 +130,17 @@ def _init_tensor_of_known_type(self: Any, handle: Any, type: Any) -> None:
         type.sizes_of_tensor = self.numel, self.shape
 
 
+def _broadcast_where_shapes_differ(self: Any, left: Any, right: Any) -> tuple[Any, Any]:
+    shape = left.type.__dict__.get("shape")
+    if shape is not None and shape is right.type.__dict__.get("shape"):
+        return left, right
+    return _broadcast(self, left, right)
+
+
 language.block_type.__init__ = _init_block_type_once
 language.tensor.__init__ = _init_tensor_of_known_type
+_broadcast = TritonSemantic.broadcast_impl_value
+TritonSemantic.broadcast_impl_value = _broadcast_where_shapes_differ
 
 _reduce = interpreter.ReduceOps.apply_impl
 
