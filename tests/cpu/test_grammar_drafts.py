@@ -176,8 +176,15 @@ def verified(llm: LLM) -> tuple[int, int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_under_grammars_are_those_without_drafts(
-    llm: LLM, proposer: Changing, expected: list[Any], known: dict[Key, list[int]], kind: str
+    llm: LLM,
+    proposer: Changing,
+    expected: list[Any],
+    known: dict[Key, list[int]],
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    for name in ("GRACE_SECONDS", "ALONE_SECONDS"):  # a late mask would void right drafts
+        monkeypatch.setattr(manager, name, 9.0)
     proposer.be(kind, known)
     before = verified(llm)
     assert answers(llm) == expected
