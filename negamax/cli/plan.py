@@ -227,8 +227,7 @@ def commands(
     context_length = engine.max_model_len
     if context_length is None and each.context_length < spec.max_position_embeddings:
         context_length = each.context_length // 1024 * 1024
-    shares_out = each.topology.dcp > 1 and spec.with_sharded_index() != spec
-    sharding = "on" if shares_out else "off"
+    sharding = "on" if each.shards_index else "off"
     words = ["negamax", "serve", model, *start, *each.topology.flags]
     nodes = each.topology.nodes(per_node=hardware.per_node)
     # of one machine; what is spread over several is started for each replica

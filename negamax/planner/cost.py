@@ -92,6 +92,11 @@ class Model:
             kv_dtype=dtype if kv_dtype == "auto" else kv_dtype,
         )
 
+    @property
+    def shards_index(self) -> bool:
+        """Whether ranks hold a shard of its index keys each."""
+        return any(cache.is_sharded for layer in self.caches for cache in layer)
+
 
 class _Held(NamedTuple):
     """Matrices of one kind on one rank."""

@@ -56,6 +56,7 @@ class Candidate:
     topology: Topology
     memory: Fit
     context_length: int  # tokens of the longest request
+    shards_index: bool  # ranks hold a shard of the index keys each
     prompt_seconds: float  # one prompt alone, until its first token
     prefill_rate: float  # tokens of prompts per second, of all replicas
     predictions: tuple[Prediction, ...]  # by concurrency, as asked
@@ -128,8 +129,8 @@ def make_plan(
     """All topologies of `spec` on `hardware`. `workloads` differ in their concurrency, which grows.
     `max_model_len` must fit; None: one request of the workloads must, and the window is what fits,
     up to the model's. Errors: `ConfigError` where the model has no such window. With `one_engine`,
-    GPUs that a topology leaves over stay idle. Ranks that share out a KV cache also share out the
-    index keys, where the model has any.
+    GPUs that a topology leaves over stay idle. Index keys, where the model has any, are sharded
+    over ranks that share out a KV cache, and where no request that must fit does otherwise.
     """
     if max_model_len is not None and max_model_len > spec.max_position_embeddings:
         raise ConfigError(
@@ -137,7 +138,7 @@ def make_plan(
             f"{spec.max_position_embeddings} tokens"
         )
     gpu = hardware.gpu
-    plain, shared_out = (
+    plain, sharded = (
         Model.of(each, gpu, kv_dtype=kv_dtype, index_dtype=index_dtype)
         for each in (spec, spec.with_sharded_index())
     )
@@ -147,12 +148,11 @@ def make_plan(
     candidates, refused = [], []
     heads = spec.num_kv_heads if spec.can_share_out_caches else None
     for topology in topologies(hardware.gpus, per_node=hardware.per_node, kv_heads=heads):
-        model = plain if topology.dcp == 1 else shared_out
         topology = replace(topology, replicas=1) if one_engine else topology
         try:
             topology.check(spec, per_node=hardware.per_node)
-            gpu.platform.check(fp8_cache=model.kv_dtype.startswith("fp8"))
-            memory = fit(model, topology.layout, budget=hardware.budget)
+            gpu.platform.check(fp8_cache=plain.kv_dtype.startswith("fp8"))
+            model, memory = _fit(plain, sharded, topology, hardware, least)
             _check_room(hardware, memory, least)
         except ConfigError as error:
             refused.append(Refused(topology, error.message))
@@ -162,6 +162,19 @@ def make_plan(
     plan = Plan(hardware, tuple(workloads), tuple(candidates), tuple(refused))
     ordered = sorted(candidates, key=plan._request_seconds)
     return replace(plan, candidates=tuple(ordered))
+
+
+def _fit(
+    plain: Model, sharded: Model, topology: Topology, hardware: Hardware, num_tokens: int
+) -> tuple[Model, Fit]:
+    """The model as it runs, its index keys sharded or not, and what a GPU holds of it."""
+    model = sharded if topology.dcp > 1 else plain
+    memory = fit(model, topology.layout, budget=hardware.budget)
+    if memory.tokens < num_tokens and topology.dcp == 1 and topology.tp > 1 and topology.cp == 1:
+        found = fit(sharded, topology.layout, budget=hardware.budget)
+        if found.tokens >= num_tokens:
+            return sharded, found
+    return model, memory
 
 
 def _check_room(hardware: Hardware, memory: Fit, num_tokens: int) -> None:
@@ -201,6 +214,7 @@ def _candidate(
         topology,
         memory,
         context_length,
+        model.shards_index,
         _prompt_seconds(costs, topology, prompt),
         rate * topology.replicas,
         tuple(predictions),

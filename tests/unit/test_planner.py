@@ -72,13 +72,18 @@ def bytes_on_rank(spec: ModelSpec, layout: ParallelLayout) -> int:
 
 
 def counted(
-    spec: ModelSpec, layout: ParallelLayout, budget: int, *, kv_dtype: str = "bfloat16"
+    spec: ModelSpec,
+    layout: ParallelLayout,
+    budget: int,
+    *,
+    kv_dtype: str = "bfloat16",
+    shards_index: bool = False,
 ) -> tuple[int, int, int]:
     """Of the stage that has room for the fewest tokens: these, its bytes of weights on a rank, and
     of cache for a token.
     """
     found = []
-    spec = spec if layout.dcp == 1 else spec.with_sharded_index()
+    spec = spec.with_sharded_index() if shards_index or layout.dcp > 1 else spec
     for stage in map(layout.of_rank, range(0, layout.world_size, layout.stage_size)):
         weights = bytes_on_rank(spec, stage)
         layers = stage.layers(spec.num_layers)
@@ -107,7 +112,7 @@ def test_what_is_offered_is_accepted_and_what_is_refused_is_not(
         layout = ParallelLayout.of(options)
         check_split(layout, spec, gpus=each.topology.ranks)
         assert each.topology.gpus <= gpus
-        tokens, *bytes_each = counted(spec, layout, budget)
+        tokens, *bytes_each = counted(spec, layout, budget, shards_index=each.shards_index)
         assert [each.memory.weights, each.memory.token] == bytes_each
         assert each.context_length <= tokens == each.memory.tokens
         assert window in (None, each.context_length)
@@ -240,6 +245,21 @@ def test_ranks_that_share_out_a_cache_hold_most_tokens() -> None:
     assert shared_out.predictions[0].token_seconds > plain.predictions[0].token_seconds
     (line,) = commands(shared_out, EngineOptions("minimax-m3-mxfp8"), M3, hardware)
     assert "--decode-context-parallel-size 2" in line and "--index-cache-sharding on" in line
+
+
+def test_index_keys_are_sharded_where_a_request_does_not_fit_otherwise() -> None:
+    """One of a million tokens, of MiniMax-M3 on four H200."""
+    hardware, line = Hardware(MEASURED, 4), ""
+    for window, is_sharded in ((512_000, False), (1_048_576, True)):
+        plan = make_plan(M3, hardware, [Workload(1)], kv_dtype="fp8", index_dtype="fp8",
+                         max_model_len=window)  # fmt: skip
+        (four,) = (each for each in plan.candidates if each.topology == Topology(4))
+        assert four.shards_index == is_sharded
+        assert four.memory.token == (17_184 if is_sharded else 22_656)
+        engine = EngineOptions("minimax-m3-mxfp8", max_model_len=window)
+        (line,) = commands(four, engine, M3, hardware)
+        assert ("--index-cache-sharding on" in line) == is_sharded
+    assert four.cache_tokens > 1_048_576 and f"--max-model-len {window}" in line
 
 
 def test_for_the_longest_requests_sharing_out_the_cache_is_best() -> None:
@@ -463,6 +483,12 @@ def test_a_performance_mode_chooses_sizes_where_none_is_given() -> None:
     large = {"model": "minimax-m3", "load_format": "synthetic", "performance_mode": "latency"}
     with pytest.raises(ConfigError, match="no split over 4 x H200 holds one request of 1048576"):
         with_planned_sizes(EngineOptions(**large))
+    # holds one only with a shard of the index keys on each rank, which the options have to say
+    large |= {"model": "minimax-m3-mxfp8", "kv_cache_dtype": "fp8", "index_cache_dtype": "fp8"}
+    with pytest.raises(ConfigError, match="no split over 4 x H200 holds one request of 1048576"):
+        with_planned_sizes(EngineOptions(**large))
+    options = with_planned_sizes(EngineOptions(**large, index_cache_sharding="on"))
+    assert options.tensor_parallel_size == 4
     with pytest.raises(ConfigError, match="--performance-mode is 'fast'; allowed: balanced, "):
         EngineOptions("nano", performance_mode="fast")
 

@@ -87,7 +87,8 @@ class NativeRequest(EngineRequest):
     )
     unsupported_fields: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
-            ("image_data", "video_data", "audio_data", "input_embeds"), "this model reads text only"
+            ("image_data", "video_data", "audio_data", "input_embeds"),
+            "this version of Negamax reads text only",
         ),
         **dict.fromkeys(
             ("bootstrap_host", "bootstrap_port", "bootstrap_room"),

@@ -15,8 +15,7 @@ from negamax.config.parallel import ParallelOptions
 from negamax.engine.core.source import locate
 from negamax.planner.cost import Workload
 from negamax.planner.gpus import visible_gpus
-from negamax.planner.plan import Hardware, make_plan
-from negamax.planner.topology import Topology
+from negamax.planner.plan import Candidate, Hardware, make_plan
 
 logger = get_logger(__name__)
 
@@ -62,7 +61,7 @@ def with_planned_sizes(options: EngineOptions, *, one_engine: bool = True) -> En
     )
     plan = replace(
         plan,
-        candidates=tuple(each for each in plan.candidates if _is_taken(options, each.topology)),
+        candidates=tuple(each for each in plan.candidates if _is_taken(options, each)),
     )
     best = plan.busiest if mode == "throughput" else plan.fastest
     if best is None:
@@ -82,14 +81,16 @@ def with_planned_sizes(options: EngineOptions, *, one_engine: bool = True) -> En
     return replace(options, **best.topology.sizes, num_replicas=best.topology.replicas)
 
 
-def _is_taken(options: EngineOptions, topology: Topology) -> bool:
-    """Whether the other options, such as those of drafts, go with it. Ranks share out a KV cache
-    only where an option says so.
+def _is_taken(options: EngineOptions, candidate: Candidate) -> bool:
+    """Whether the other options, such as those of drafts, go with it. Ranks share out a KV cache,
+    and shard index keys, only where an option says so.
     """
-    if topology.dcp > 1:
+    if candidate.topology.dcp > 1:
+        return False
+    if candidate.shards_index and options.index_cache_sharding != "on":
         return False
     try:
-        replace(options, **topology.sizes)
+        replace(options, **candidate.topology.sizes)
     except ConfigError:
         return False
     return True
