@@ -34,11 +34,16 @@ def fp8_blocks(n: int, k: int) -> dict[str, Tensor]:
     return {"weight": ("F8_E4M3", (n, k)), "weight_scale_inv": ("F32", scale)}
 
 
+def _fp8_stored_blocks(n: int, k: int) -> dict[str, Tensor]:
+    """By the names of compressed-tensors."""
+    return {name.removesuffix("_inv"): tensor for name, tensor in fp8_blocks(n, k).items()}
+
+
 def _fp8_channels(n: int, k: int) -> dict[str, Tensor]:
     return {"weight": ("F8_E4M3", (n, k)), "weight_scale": ("BF16", (n, 1))}
 
 
-def _packed(bits: int, group: int, *, symmetric: bool = True) -> Stored:
+def packed(bits: int, group: int, *, symmetric: bool = True) -> Stored:
     """compressed-tensors: words along the columns; zero points in words along the rows."""
 
     def stored(n: int, k: int) -> dict[str, Tensor]:
@@ -66,7 +71,7 @@ def _awq(group: int) -> Stored:
     }  # fmt: skip
 
 
-def _gptq(group: int) -> Stored:
+def gptq(group: int) -> Stored:
     """Transposed; words along the columns, zero points in words along the rows; no g_idx."""
     return lambda n, k: {
         "qweight": ("I32", (k // 8, n)), "qzeros": ("I32", (k // group, n // 8)),
@@ -76,7 +81,7 @@ def _gptq(group: int) -> Stored:
 
 def _gptq_in_order(group: int) -> Stored:
     """With g_idx, as GPTQModel writes it with act-order or without."""
-    return lambda n, k: {**_gptq(group)(n, k), "g_idx": ("I32", (k,))}
+    return lambda n, k: {**gptq(group)(n, k), "g_idx": ("I32", (k,))}
 
 
 def modelslim(n: int, k: int) -> dict[str, Tensor]:
@@ -208,7 +213,7 @@ FP8 = {
 _EXPERTS_ONLY = ["lm_head", "re:.*block_sparse_moe.gate$", "re:.*self_attn.*"]
 
 
-def _compressed(
+def compressed(
     form: str, weights: Mapping[str, Any], *, ignore: list[str], inputs: Any = None
 ) -> dict[str, Any]:
     """As LLM Compressor writes it: one group, for all linear layers but `ignore`."""
@@ -256,41 +261,68 @@ PUBLISHED = {
     ),
     "int4, symmetric, experts": Published(
         ("mratsim/MiniMax-M2.1-BF16-INT4-AWQ", "ayysasha/MiniMax-M2.7-AWQ-G32-STRIX-2H"),
-        _compressed(
+        compressed(
             "pack-quantized", {"strategy": "group", "group_size": 32}, ignore=_EXPERTS_ONLY
         ),
         attention=plain,
-        experts=_packed(4, 32),
+        experts=packed(4, 32),
         files=shards(32),
+        router="BF16",
+    ),
+    "int4 experts, fp8 attention": Published(
+        ("EliasOenal/MiniMax-M2.5",),  # if compressed-tensors describes both
+        {
+            **compressed("mixed-precision", {}, ignore=["lm_head", "re:.*block_sparse_moe.gate$"]),
+            "config_groups": {
+                "attention": {
+                    "targets": ["re:.*self_attn.*"], "format": "float-quantized",
+                    "weights": {
+                        "num_bits": 8, "type": "float", "strategy": "block", "symmetric": True,
+                        "dynamic": False, "block_structure": [128, 128],
+                    },
+                },
+                "experts": {
+                    "targets": ["Linear"], "format": "pack-quantized",
+                    "weights": {
+                        "num_bits": 4, "type": "int", "strategy": "group", "group_size": 128,
+                        "symmetric": True, "dynamic": False,
+                    },
+                },
+            },
+        },
+        attention=_fp8_stored_blocks,
+        experts=packed(4, 128),
+        files=shards(27),
+        kv_scales=("k_scale", "v_scale"),
         router="BF16",
     ),
     "int4, asymmetric": Published(
         ("cyankiwi/MiniMax-M2.1-AWQ-4bit",),
-        _compressed(
+        compressed(
             "pack-quantized",
             {"strategy": "group", "group_size": 128, "symmetric": False},
             ignore=["lm_head", "re:.*block_sparse_moe.gate$"],
         ),
-        attention=_packed(4, 128, symmetric=False),
-        experts=_packed(4, 128, symmetric=False),
+        attention=packed(4, 128, symmetric=False),
+        experts=packed(4, 128, symmetric=False),
         files=shards(27),
         router="BF16",
     ),
     "int8 weights": Published(
         ("operationrange/MiniMax-M2.7-8bit",),
-        _compressed(
+        compressed(
             "pack-quantized",
             {"num_bits": 8, "strategy": "group", "group_size": 128},
             ignore=_EXPERTS_ONLY,
         ),
         attention=plain,
-        experts=_packed(8, 128),
+        experts=packed(8, 128),
         files=shards(47),
         router="BF16",
     ),
     "int8": Published(
         (),
-        _compressed(
+        compressed(
             "int-quantized",
             {"num_bits": 8, "strategy": "channel"},
             ignore=["lm_head", "re:.*block_sparse_moe.gate$"],
@@ -332,8 +364,8 @@ PUBLISHED = {
             "block_name_to_quantize": "model.layers", "autoround_version": "0.10.0",
             "extra_config": {name: {"bits": 16, "data_type": "float"} for name in _EACH_GATE},
         },
-        attention=_gptq(128),
-        experts=_gptq(128),
+        attention=gptq(128),
+        experts=gptq(128),
         files=shards(26),
         router="BF16",
     ),
@@ -391,7 +423,7 @@ PUBLISHED = {
     ),
     "fp8 per channel": Published(
         (),
-        _compressed(
+        compressed(
             "float-quantized",
             {"num_bits": 8, "type": "float", "strategy": "channel"},
             ignore=["lm_head", "re:.*block_sparse_moe.gate$"],
@@ -428,7 +460,7 @@ PUBLISHED = {
     ),
     "nvfp4": Published(
         ("RedHatAI/MiniMax-M2-NVFP4",),  # if it leaves out what the tool leaves out by itself
-        _compressed(
+        compressed(
             "nvfp4-pack-quantized",
             {
                 "type": "float", "strategy": "tensor_group", "group_size": 16,

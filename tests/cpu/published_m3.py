@@ -12,9 +12,12 @@ from published_layouts import (
     Published,
     Stored,
     Tensor,
+    compressed,
     fp8_blocks,
+    gptq,
     modelslim,
     nvfp4,
+    packed,
     plain,
     shards,
 )
@@ -155,6 +158,26 @@ _MODELOPT_MXFP8 = _mx("weight", "F8_E4M3", 1, "weight_scale")
 _MXFP4_MATRIX = _mx("weight", "U8", 2, "weight_scale")
 
 
+_GATES = ["re:.*lm_head$", "re:.*block_sparse_moe.gate$", "re:.*vision.*", "re:.*projector.*"]
+_GATES += ["re:.*patch_merge.*"]
+
+
+def _mx_groups() -> dict[str, Any]:
+    """Routed experts in MXFP4, the other linear layers in MXFP8."""
+    groups = {}
+    for name, bits, target in (
+        ("mxfp4-pack-quantized", 4, "re:.*\\.experts\\..*"),
+        ("mxfp8-quantized", 8, "Linear"),
+    ):
+        weights = {
+            "num_bits": bits, "type": "float", "strategy": "group", "group_size": 32,
+            "symmetric": True, "dynamic": False, "scale_dtype": "torch.uint8",
+        }  # fmt: skip
+        groups[name] = {"targets": [target], "weights": weights, "format": name}
+    whole = compressed("mixed-precision", {}, ignore=_GATES)
+    return {**whole, "config_groups": groups}
+
+
 def _published(
     ids: tuple[str, ...],
     quantization: Mapping[str, Any] | None,
@@ -196,6 +219,49 @@ PUBLISHED_M3 = {
         28,
         experts=nvfp4("weight", "weight_scale_2", "input_scale", ()),
         others=_MODELOPT_MXFP8,
+    ),
+    "m3, nvfp4 experts": _published(
+        ("Mapika/MiniMax-M3-NVFP4",),  # the description by that of NVIDIA's for M2
+        {
+            "quant_method": "modelopt", "quant_algo": "NVFP4",
+            "ignore": ["*lm_head", *_VISION, *_EACH_GATE, *_DENSE, "*self_attn*"],
+        },
+        28,
+        experts=nvfp4("weight", "weight_scale_2", "input_scale", ()),
+        shared=nvfp4("weight", "weight_scale_2", "input_scale", ()),
+    ),
+    "m3, mxfp4 and mxfp8": _published(
+        ("olka-fi/MiniMax-M3-MXFP4",),  # if it leaves out what such checkpoints leave out
+        _mx_groups(),
+        30,
+        experts=_mx("weight_packed", "U8", 2, "weight_scale"),
+        others=_MODELOPT_MXFP8,
+    ),
+    "m3, auto-round": _published(
+        ("bullerwins/MiniMax-M3-4bit-W4A16",),  # if all linear layers but the routers are packed
+        {
+            "quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4,
+            "group_size": 128, "sym": True, "data_type": "int",
+            "block_name_to_quantize": "language_model.model.layers",
+            "extra_config": {name: {"bits": 16, "data_type": "float"} for name in _EACH_GATE},
+        },
+        46,
+        experts=gptq(128),
+        others=gptq(128),
+        router="BF16",
+    ),
+    "m3, int4, asymmetric": _published(
+        ("cyankiwi/MiniMax-M3-AWQ-INT4",),  # if its groups have 128 columns
+        compressed(
+            "pack-quantized",
+            {"strategy": "group", "group_size": 128, "symmetric": False},
+            ignore=[*_GATES, "re:.*self_attn.*"],
+        ),
+        46,
+        experts=packed(4, 128, symmetric=False),
+        dense=packed(4, 128, symmetric=False),
+        shared=packed(4, 128, symmetric=False),
+        router="BF16",
     ),
     "m3, mxfp4 of Quark": _published(
         ("amd/MiniMax-M3-MXFP4",),
