@@ -125,17 +125,18 @@ class PagedRun:
         num_blocks: int = 64,
         block_size: int = 16,
         dtype: torch.dtype = torch.float32,
+        device: torch.device = torch.device("cpu"),  # noqa: B008  (it never changes)
         holders: int = 1,
     ) -> None:
         """`holders`: ranks that share out the blocks of a KV head, of which they have copies."""
-        self.model, self.block_size = model, block_size
+        self.model, self.block_size, self.device = model, block_size, device
         self.kv = kv_cache.allocate(
             with_holders(model.spec.kv_caches(), holders),
             num_blocks,
             block_size=block_size,
             dtype=dtype,
             ranks=ranks,
-            device=torch.device("cpu"),
+            device=device,
         )
         for caches in self.kv:  # what earlier owners left behind must not matter
             caches["k"].fill_(7.0)
@@ -172,7 +173,7 @@ class PagedRun:
         )
         with torch.inference_mode():
             hidden, self.captured = self.model.forward(
-                torch.tensor(token_ids, dtype=torch.int64),
+                torch.tensor(token_ids, dtype=torch.int64, device=self.device),
                 metadata,
                 self.kv,
                 capture=self.capture,
@@ -187,4 +188,5 @@ class PagedRun:
         """[sequences, most blocks] int64."""
         tables = [self.tables[name] for name, _ in chunks]
         width = max(len(table) for table in tables)
-        return torch.tensor([table + [0] * (width - len(table)) for table in tables])
+        padded = [table + [0] * (width - len(table)) for table in tables]
+        return torch.tensor(padded, device=self.device)
