@@ -13,6 +13,7 @@ far predictions are off.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -117,6 +118,14 @@ class Costs:
         self._model, self._gpu, self._layout = model, gpu, layout
         places = range(0, layout.world_size, layout.stage_size)
         self._stages = [layout.of_rank(rank) for rank in places]
+        self._caches = [
+            with_holders(model.caches[layers.start : layers.stop], layout.dcp)
+            for layers in (stage.layers(model.weights.spec.num_layers) for stage in self._stages)
+        ]
+        self._kinds_of_caches = [Counter(map(tuple, caches)) for caches in self._caches]
+        self._row_bytes = [  # of a token, in all layers
+            block_bytes(caches, 1, dtype=model.kv_dtype, ranks=layout.tp) for caches in self._caches
+        ]
         self._held = [
             [
                 _Held(kind, count, num_bytes, *self._rates(kind))
@@ -196,11 +205,11 @@ class Costs:
             if not held.kind.weight.is_table:
                 rows = 0 if is_prefill and held.kind.weight.is_head else own
                 seconds += self._product(held, tokens=tokens, own=rows)
-        caches = with_holders(self._model.caches[layers.start : layers.stop], layout.dcp)
+        caches = self._caches[place]
         if is_prefill:
             seen = sum(
-                max((c.read_tokens(context) for c in layer if not c.is_index), default=0.0)
-                for layer in caches
+                count * max((c.read_tokens(context) for c in layer if not c.is_index), default=0.0)
+                for layer, count in self._kinds_of_caches[place].items()
             )
             heads = spec.num_heads / layout.tp
             operations = 4.0 * own * heads * spec.head_dim * seen
@@ -215,7 +224,7 @@ class Costs:
             + self._exchanges(own, ranks=layout.dp * (layout.cp if is_prefill else 1))
         )
         seconds += len(layers) * self._merge_seconds(own)
-        return seconds + self._context_seconds(own, caches, is_prefill=is_prefill)
+        return seconds + self._context_seconds(place, own, is_prefill=is_prefill)
 
     def _product(self, held: _Held, *, tokens: int, own: int) -> float:
         """The products with all weights of a kind: `tokens` for experts, `own` for others."""
@@ -273,21 +282,20 @@ class Costs:
             found += 2 * MESSAGE_SECONDS + received / self._gather_link
         return found
 
-    def _context_seconds(self, own: int, caches: KvCacheSpecs, *, is_prefill: bool) -> float:
+    def _context_seconds(self, place: int, own: int, *, is_prefill: bool) -> float:
         """The time that context-parallel ranks of a stage take, for all layers, to exchange keys
         and values of a prompt; or, where all compute the same tokens, to sum the outputs of their
         experts.
         """
-        layout, ranks = self._layout, self._layout.cp
+        ranks, num_layers = self._layout.cp, len(self._caches[place])
         if ranks == 1:
             return 0.0
         if is_prefill:
-            row = block_bytes(caches, 1, dtype=self._model.kv_dtype, ranks=layout.tp)
-            received = (ranks - 1) * own * row
+            received = (ranks - 1) * own * self._row_bytes[place]
         else:
             hidden = self._model.weights.spec.hidden_size
-            received = len(caches) * 2 * (ranks - 1) // ranks * own * 2 * hidden
-        return len(caches) * MESSAGE_SECONDS + received / self._gather_link
+            received = num_layers * 2 * (ranks - 1) // ranks * own * 2 * hidden
+        return num_layers * MESSAGE_SECONDS + received / self._gather_link
 
     def _merge_seconds(self, own: int) -> float:
         """The time of one layer's exchange between ranks that share out a KV cache: results for
