@@ -121,17 +121,25 @@ def command(
         ),
     ] = "1,16,64,100",
     input_len: Annotated[
-        int,
+        int | None,
         typer.Option(
-            "--input-len", help="Tokens of a prompt.", rich_help_panel=_LOAD, min=1, max=MAX_COUNT
+            "--input-len",
+            help="Tokens of a prompt; default: 1000, or as many as fit.",
+            rich_help_panel=_LOAD,
+            min=1,
+            max=MAX_COUNT,
         ),
-    ] = Workload.input_len,
+    ] = None,
     output_len: Annotated[
-        int,
+        int | None,
         typer.Option(
-            "--output-len", help="Tokens of an answer.", rich_help_panel=_LOAD, min=1, max=MAX_COUNT
+            "--output-len",
+            help="Tokens of an answer; default: 1000, or as many as fit.",
+            rich_help_panel=_LOAD,
+            min=1,
+            max=MAX_COUNT,
         ),
-    ] = Workload.output_len,
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Exit code 0: something fits and runs; 1: nothing does."""
@@ -147,8 +155,8 @@ def command(
         gpu_memory_utilization=gpu_memory_utilization,
     )
     spec = _spec(engine)
-    workloads = [Workload(count, input_len, output_len) for count in counts]
-    _check_length(workloads[0], engine, spec)
+    lengths = _lengths(input_len, output_len, engine, spec)
+    workloads = [Workload(count, *lengths) for count in counts]
     plan = make_plan(
         spec,
         hardware,
@@ -186,15 +194,24 @@ def _hardware(
     return Hardware(gpu, gpus, nodes, utilization)
 
 
-def _check_length(load: Workload, engine: EngineOptions, spec: ModelSpec) -> None:
-    """Errors: `ConfigError` for requests that the engine would refuse."""
+def _lengths(
+    input_len: int | None, output_len: int | None, engine: EngineOptions, spec: ModelSpec
+) -> tuple[int, int]:
+    """Tokens of prompts and answers: those asked for, else as many as usual that fit. Errors:
+    `ConfigError` for requests that the engine would refuse.
+    """
     asked, max_length = engine.max_model_len, spec.max_position_embeddings
-    if load.tokens > (asked or max_length):
+    context_length = asked or max_length
+    left = context_length - output_len if output_len else context_length // 2
+    prompt = input_len or max(1, min(Workload.input_len, left))
+    answer = output_len or max(1, min(Workload.output_len, context_length - prompt))
+    if prompt + answer > context_length:
         limit = f"--max-model-len is {asked}" if asked else f"the model's window is {max_length}"
         raise ConfigError(
-            f"--input-len and --output-len make requests of {load.tokens} tokens; {limit}",
+            f"--input-len and --output-len make requests of {prompt + answer} tokens; {limit}",
             hint="lower them, or raise --max-model-len" if asked else "lower them",
         )
+    return prompt, answer
 
 
 def _spec(engine: EngineOptions) -> ModelSpec:

@@ -384,8 +384,11 @@ def test_the_table_names_the_two_best_and_says_why_not(capsys: pytest.CaptureFix
         (["--gpus", "4", "--gpu", "abacus"], "--gpu is 'abacus'; known: A100-40GB, "),
         (["--gpus", "4", "--gpu-memory", "0"], "--gpu-memory is 0; allowed: 1 to 4096"),
         (["--gpus", "4", "--max-model-len", "1M"], "is 1048576; the model's window is 196608"),
-        (["--gpus", "4", "--input-len", "200000"], "201000 tokens; the model's window is 196608"),
-        (["--gpus", "4", "--max-model-len", "1k"], "2000 tokens; --max-model-len is 1000 (lower"),
+        (["--gpus", "4", "--input-len", "200000"], "200001 tokens; the model's window is 196608"),
+        (
+            ["--gpus", "4", "--max-model-len", "1k", "--input-len", "900", "--output-len", "101"],
+            "1001 tokens; --max-model-len is 1000 (lower",
+        ),
         (["--gpus", "4", "--concurrency", "0"], "--concurrency is '0'; allowed: numbers from 1"),
         (["--gpus", "4", "--quantization", "vtq"], "--quantization is 'vtq'; allowed: "),
     ],
@@ -395,6 +398,23 @@ def test_bad_input_is_refused(
 ) -> None:
     assert main(["plan", "minimax-m2", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "lengths"),
+    [
+        ([], (1000, 1000)),
+        (["--max-model-len", "1k"], (500, 500)),
+        (["--max-model-len", "1k", "--input-len", "900"], (900, 100)),
+        (["--max-model-len", "1k", "--output-len", "10"], (990, 10)),
+        (["--output-len", "10"], (1000, 10)),
+    ],
+)
+def test_lengths_that_are_not_given_fit(
+    words: list[str], lengths: tuple[int, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = run("minimax-m2", "--gpus", "4", *words, capsys=capsys)
+    assert (document["input_len"], document["output_len"]) == lengths
 
 
 def test_it_needs_no_torch() -> None:
