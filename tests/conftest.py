@@ -20,6 +20,7 @@ from typing import TypeVar
 import pytest
 
 from negamax.base import env
+from tests import forked_children
 
 # Workers and servers start again and again: what was compiled is kept.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -74,6 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
     may_run_on_gpu = not expression or ("gpu" in expression and "not gpu" not in expression)
     if not (may_run_on_gpu and _gpu_is_here()):
         os.environ["TRITON_INTERPRET"] = "1"
+    forked_children.environment()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -104,8 +104,8 @@ class Source:
         with theirs:
             fd, room = theirs.fileno(), "-" * COMMAND_BYTES
             command = [sys.executable, "-m", "tests.forked_children", str(fd), room]
-            subprocess.Popen(command, pass_fds=(fd,), env=ENVIRONMENT, cwd=ROOT)
-        return cls(requests, ENVIRONMENT)
+            subprocess.Popen(command, pass_fds=(fd,), env=environment(), cwd=ROOT)
+        return cls(requests, environment())
 
     def has_environment(self, wanted: Mapping[str, str]) -> bool:
         return self._environment == _early(wanted)
@@ -117,7 +117,12 @@ class Source:
             return int(self._requests.recv(32))
 
 
-ENVIRONMENT = env.for_child()  # before any test changes it
+@cache
+def environment() -> dict[str, str]:
+    """That of this run, as at the first call: `tests/conftest.py` makes it before any test."""
+    return env.for_child()
+
+
 of_this_run = cache(Source.started)
 
 
@@ -219,6 +224,7 @@ def _show(command: list[str]) -> None:
 
 def main(fd: int) -> None:
     """Import, then fork a child for each request, which runs its module as the main program."""
+    environment()
     with large_imports():
         for name in PRELOADED:
             importlib.import_module(name)
@@ -235,7 +241,7 @@ def main(fd: int) -> None:
                     os.close(other)
                 continue
             requests.close()
-            of_this_child = partial(Source, ours, ENVIRONMENT)
+            of_this_child = partial(Source, ours, environment())
             process.spawn = partial(_spawn, process.spawn, cache(of_this_child))
         become(request, fds)
         run(module, arguments)

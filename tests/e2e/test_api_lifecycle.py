@@ -194,7 +194,7 @@ def test_server_is_ready_within_seconds_and_an_interrupt_stops_it_at_once(tmp_pa
 
 
 def test_signal_while_the_model_loads_ends_quietly(tmp_path: Path) -> None:
-    process = launch(log_file=tmp_path / "log")
+    process = launch(log_file=tmp_path / "log", is_forked=False)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     assert eventually(lambda: bool(children.read_text()))  # the engine process, which loads it
     process.send_signal(signal.SIGTERM)
