@@ -113,11 +113,11 @@ HELD: dict[str, tuple[str, ...]] = {
 # The largest difference of a log-probability, over all tokens of a vocabulary of 96. Logits have a
 # standard deviation of 1, of which bf16 loses 0.7 %, and FP8 activations 2 to 3 %; the largest of
 # 4,500 errors (of a long prompt 29,000) is four to five times that.
-DIFFERENCE = {READ: 0.1, DEQUANTISED: 0.1, PACKED: 0.1, ROUNDED: 0.1, BLOCKS: 0.3}
+DIFFERENCE = {READ: 0.1, DEQUANTISED: 0.1, PACKED: 0.1, ROUNDED: 0.1, BLOCKS: 0.4}
 LONG_DIFFERENCE = 0.4  # where activations of long prompts are rounded
 # ||sum of the shares - whole|| / ||whole||: each share is rounded to bf16, and with FP8 blocks
 # activations are rounded to FP8 before each product, in the same groups on any number of ranks.
-SHARES = {READ: 0.01, DEQUANTISED: 0.01, PACKED: 0.01, ROUNDED: 0.01, BLOCKS: 0.04}
+SHARES = {READ: 0.01, DEQUANTISED: 0.01, PACKED: 0.01, ROUNDED: 0.01, BLOCKS: 0.05}
 OF_ONE_RANK = 0.01
 
 
