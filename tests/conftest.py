@@ -75,7 +75,6 @@ def pytest_configure(config: pytest.Config) -> None:
     may_run_on_gpu = not expression or ("gpu" in expression and "not gpu" not in expression)
     if not (may_run_on_gpu and _gpu_is_here()):
         os.environ["TRITON_INTERPRET"] = "1"
-    forked_children.environment()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -109,6 +108,7 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+        forked_children.environment()  # libraries that were imported have set variables
 
 
 def _folder(item: pytest.Item) -> str:
