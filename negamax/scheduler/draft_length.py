@@ -40,6 +40,7 @@ _FORGET_STEPS, _FORGET_ROWS = 256, 1024
 _ERROR, _OWN_ERROR, _NOISE = 0.6**2, 0.15**2, 0.1**2
 _NEIGHBOUR = 0.07**2  # what half or twice as many rows may differ by
 _LEAST_NOISE, _MOST_NOISE, _NOISE_STEPS = 0.005**2, 0.3**2, 32
+_OUTLIERS = 3  # steps in a row, beyond what errors explain, behind which times are reset
 _UNKNOWN, _DRIFT, _LENGTH_DRIFT = 1e2, 0.004**2, 0.0004**2
 _ASSUMED_COST = 0.2  # of a draft, as a share of a step, where nothing was measured
 _TRIED = 2.0  # standard deviations by which a length that is not known well looks faster
@@ -80,16 +81,22 @@ class _Times:
     """
 
     def __init__(self, lengths: Sequence[int], *, step: int) -> None:
-        self._lengths, self._latest, self._noise = lengths, step, _NOISE
-        self._means = [0.0] * (len(lengths) + 1)  # the first is that for all
+        self._lengths, self._latest = lengths, step
+        self._reset()
+        self._most = [row[i] for i, row in enumerate(self._covariances)]
+
+    def _reset(self) -> None:
+        """Know what is known before a step was seen."""
+        self._noise, self._outliers = _NOISE, 0
+        self._means = [0.0] * (len(self._lengths) + 1)  # the first is that for all
         # what is wrong about long drafts is wrong about shorter ones, too, but less so
-        shares = [math.log1p(length) / math.log1p(lengths[-1]) for length in lengths]
-        self._covariances = [[_UNKNOWN, *(0.0 for _ in lengths)]]
+        most = math.log1p(self._lengths[-1])
+        shares = [math.log1p(length) / most for length in self._lengths]
+        self._covariances = [[_UNKNOWN, *(0.0 for _ in shares)]]
         for i, share in enumerate(shares):
             row = [_ERROR * share * other for other in shares]
             row[i] += _OWN_ERROR
             self._covariances.append([0.0, *row])
-        self._most = [row[i] for i, row in enumerate(self._covariances)]
 
     def beside(self, *, step: int) -> _Times:
         """What is known of about half or twice as many rows of which no step was seen."""
@@ -121,6 +128,11 @@ class _Times:
         expected = gains[0] + gains[own]
         variance, error = expected + self._noise, found - self._means[0] - self._means[own]
         bound = 3.0 * math.sqrt(variance)
+        self._outliers = self._outliers + 1 if abs(error) > bound else 0
+        if self._outliers == _OUTLIERS:  # what bounds steps has changed, and so have all lengths
+            self._reset()
+            self.correct(index, found, step=step)
+            return
         error = min(bound, max(-bound, error))
         if expected < self._noise:  # the error is that of the step
             noise = self._noise + (error * error - variance) / _NOISE_STEPS

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import statistics
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -148,6 +150,24 @@ def test_a_batch_is_timed_from_its_start_to_its_last_token(
     assert len(times.steps) == 4  # both ran in one step each time: five tokens are four steps apart
     assert seen and not loop.has_work
     assert sum(times.steps) == pytest.approx(times.seconds - times.ttft[-1])
+
+
+def test_a_command_between_steps_is_not_part_of_their_times(
+    engine: tuple[EngineLoop, ModelInfo], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of drafts is chosen by these times."""
+    loop, info = engine
+    pause, found, commit = 0.3, [], loop._scheduler.commit
+
+    def noted(*given: Any, seconds: float) -> Any:
+        found.append(seconds)
+        return commit(*given, seconds=seconds)
+
+    monkeypatch.setattr(loop._scheduler, "commit", noted)
+    monkeypatch.setattr(loop._executor, "run_debug_command", lambda command: time.sleep(pause))
+    requests = RandomPrompts(info, seed=5, temperature=0.0).batch(1, input_len=10, output_len=4)
+    run_batch(loop, requests, on_decode=lambda: loop.run_debug_command("none"))
+    assert len(found) >= 4 and statistics.median(found) < pause / 2
 
 
 def test_prompts_from_the_prefix_cache_are_noticed(engine: tuple[EngineLoop, ModelInfo]) -> None:

@@ -146,6 +146,24 @@ def test_a_host_that_takes_longer_than_the_gpu_is_noticed() -> None:
     assert chosen.index(0) < 80 and chosen[80:].count(0) > 0.9 * 320
 
 
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_what_steps_took_beside_something_else_is_forgotten(rows: int) -> None:
+    """For a while the host keeps all steps waiting equally long, so that most drafts look best."""
+    curve = CURVES["falling"]
+    for seed in range(6):
+        policy = AdaptiveDraftLength(LENGTHS, measured(0.05, random.Random(seed)))
+        for _ in range(24):
+            drafts = policy.choose(rows)
+            policy.add_rows(rows, drafts, min(drafts, 1))
+            policy.end_step(rows, drafts, 0.03)
+        engine = Engine(policy, rows, noise=0.03)
+        engine.run(100, curve)
+        engine.tokens, engine.seconds = 0, 0.0
+        engine.run(400, curve)
+        share = engine.tokens / engine.seconds / max(speeds(rows, curve))
+        assert share > 0.96, (seed, share, engine.chosen[-100:])
+
+
 @pytest.mark.parametrize("most", [16, 64, 200])
 def test_short_answers_of_a_small_model_are_not_spent_on_trying(most: int) -> None:
     """A batch is over after some thirty steps, which take as long as the host, whatever the GPU's

@@ -78,7 +78,7 @@ class EngineLoop:
         self._prefill_tokens = 0
         self._device_seconds = 0.0
         self._idle_seconds = 0.0
-        self._committed_at = 0.0  # monotonic seconds, of the step before
+        self._committed_at = 0.0  # monotonic seconds, of the step before or a debug command
         self._admitted: deque[tuple[str, float]] = deque(maxlen=_REPORT_ENTRIES)
         self._step_tokens: deque[int] = deque(maxlen=_REPORT_ENTRIES)
 
@@ -236,7 +236,10 @@ class EngineLoop:
         """Have the workers run a command of `worker.config`, behind the steps that were launched;
         for figures nothing else may be running. The answer of each rank.
         """
-        return self._executor.run_debug_command(DebugCommand(name, argument))
+        try:
+            return self._executor.run_debug_command(DebugCommand(name, argument))
+        finally:
+            self._committed_at = time.monotonic()  # steps under way did not take that long
 
     def dump_crash(self, reason: str, error: BaseException) -> None:
         """Write down what ran when `error` was raised."""
