@@ -177,6 +177,18 @@ class TensorFormat:
         """The tensor of the values."""
         return self.tensors[0]
 
+    def is_held_as(self, other: TensorFormat) -> bool:
+        """Whether the tensors have the same names, and those that are kept mean the same."""
+        return (
+            (self.element, self.unpack, self.activation)
+            == (other.element, other.unpack, other.activation)
+            and len(self.tensors) == len(other.tensors)
+            and all(
+                own == its or (own.name == its.name and not own.is_kept and not its.is_kept)
+                for own, its in zip(self.tensors, other.tensors, strict=True)
+            )
+        )
+
     @property
     def permuted(self) -> bool:
         """Whether columns belong to groups by a stored order: their scales are read in full."""

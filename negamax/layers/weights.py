@@ -286,12 +286,11 @@ def choose_kernel(
     That is the checkpoint's own where all of them have it, a kernel reads it and no share cuts an
     entry of it; else they are dequantised at load.
     """
-    sources = {weights.stored(name) for name in names}
     if not weights.keep_quantized:
         return kernels[op], PLAIN, "these are held in it on every device"
-    if len(sources) > 1:
+    source, *others = dict.fromkeys(weights.stored(name) for name in names)
+    if not all(source.is_held_as(other) for other in others):
         return kernels[op], PLAIN, "multiplied as one with weights that are stored otherwise"
-    (source,) = sources
     kernel = None
     if source.stacks and not source.permuted:
         kernel = kernels.choose(op, source, columns=columns)

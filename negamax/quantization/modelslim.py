@@ -104,21 +104,21 @@ INT8_DEQ_SCALE = TensorFormat(
 )
 
 
+def _unpack_int4(tensors: Mapping[str, Tensor]) -> Codes:
+    import torch
+
+    from negamax.kernels.codes import Codes
+
+    pairs = tensors["weight"]
+    values = torch.stack((pairs << 4 >> 4, pairs >> 4), -2).flatten(-3, -2)
+    return Codes(values, tensors["weight_scale"])
+
+
 @cache
 def int4(parts: int) -> TensorFormat:
     """number * weight_scale of each row, two rows in a byte, the lower half first; scale_bias has
     one sum of the activations' correction for each of `parts` parts of the columns.
     """
-
-    def unpack(tensors: Mapping[str, Tensor]) -> Codes:
-        import torch
-
-        from negamax.kernels.codes import Codes
-
-        pairs = tensors["weight"]
-        values = torch.stack((pairs << 4 >> 4, pairs >> 4), -2).flatten(-3, -2)
-        return Codes(values, tensors["weight_scale"])
-
     return TensorFormat(
         f"modelslim_int4_channel_{parts}",
         "int4",
@@ -127,7 +127,7 @@ def int4(parts: int) -> TensorFormat:
             *_scales(-1),
             StoredTensor("scale_bias", Role.ACTIVATION, FLOATS, (ROWS, Dim(Axis.FIXED, parts))),
         ),
-        unpack,
+        _unpack_int4,
     )
 
 

@@ -99,6 +99,8 @@ def test_a_model_computes_with_the_matrices_that_were_stored(name: str, tmp_path
             kept, _, report = load(tmp_path, layout, kernels=KEEPING)
             not_kept = "act-order" in name or name in DEQ_SCALES
             assert (report.num_kept == 0) is not_kept
+            # an expert's matrices have corrections of other shapes, which are not kept
+            assert report.num_dequantized == 0 or name != "modelslim-int4"
             kept.finish_loading()
             assert greedy(kept) == text
 

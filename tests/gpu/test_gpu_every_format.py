@@ -96,10 +96,10 @@ HELD: dict[str, tuple[str, ...]] = {
             "modelopt-w4a16 modelopt-mixed compressed-nvfp4 quark-nvfp4 quark-mxfp4 "
             "compressed-mxfp4 awq awq-128 awq-channel gptq-sym gptq-asym gptq-128 gptq-channel "
             "gptq-8-bits gptq-v2 gptq-head packed-int4 packed-int4-64 packed-int4-asym "
-            "packed-int4-channel packed-int8 packed-int8-128"
+            "packed-int4-channel packed-int8 packed-int8-128 modelslim-int4"
         ),
-        # an expert's matrices have other bits, groups or (ModelSlim) tensors than each other
-        (DEQUANTISED, PACKED): "auto-round auto-round-gptq auto-round-awq modelslim-int4",
+        # an expert's matrices have other bits or groups than each other
+        (DEQUANTISED, PACKED): "auto-round auto-round-gptq auto-round-awq",
         (DEQUANTISED,): (
             "fp8-fnuz fp8-fnuz-bits modelslim-static modelslim-static-fp16 auto-round-2-bits "
             "gptq-act-order packed-int4-act-order"
