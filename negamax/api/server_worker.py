@@ -14,6 +14,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from negamax.api.common.context import ApiContext
@@ -53,9 +54,8 @@ async def _serve() -> None:
     )
     begin = await _next(reader)
     assert isinstance(begin, wire.Begin), begin
-    # the state of each engine: one of them has to run
-    messages: dict[int, wire.EngineMessage] = {}
-    while not any(isinstance(message, wire.UseEngine) for message in messages.values()):
+    messages: dict[int, wire.EngineMessage] = {}  # the state of each replica's engine
+    while not can_serve(messages, num_replicas=begin.engine.num_replicas):
         message = await _next(reader)
         if message is None or isinstance(message, wire.Drain | wire.Abort):
             return
@@ -90,6 +90,14 @@ async def _serve() -> None:
         await server.serve(sockets=[listener])
     following.cancel()
     worker.close()
+
+
+def can_serve(messages: Mapping[int, wire.EngineMessage], *, num_replicas: int) -> bool:
+    """Whether an engine runs, and the state of every other is known: a request for one that this
+    process had not heard of would be told that it is being started again.
+    """
+    runs = any(isinstance(message, wire.UseEngine) for message in messages.values())
+    return runs and len(messages) == num_replicas
 
 
 class ServerWorker:

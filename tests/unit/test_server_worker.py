@@ -1,0 +1,32 @@
+"""A further server process: when it begins to serve."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from negamax.api.processes import wire
+from negamax.api.server_worker import can_serve
+
+RUNS = wire.UseEngine(0, "folder", cast(Any, None))  # its info is not read
+LOST = wire.EngineLost(1, "killed", 1.0)
+DEAD = wire.EngineDead(1, "killed")
+
+
+@pytest.mark.parametrize(
+    ("messages", "num_replicas", "expected"),
+    [
+        ((), 1, False),
+        ((RUNS,), 1, True),
+        ((RUNS,), 2, False),  # the other one may run
+        ((RUNS, LOST), 2, True),
+        ((RUNS, DEAD), 2, True),
+        ((LOST,), 1, False),
+    ],
+)
+def test_it_serves_once_it_knows_of_every_engine_and_one_runs(
+    messages: tuple[wire.EngineMessage, ...], num_replicas: int, expected: bool
+) -> None:
+    heard = dict(enumerate(messages))
+    assert can_serve(heard, num_replicas=num_replicas) is expected
