@@ -59,7 +59,8 @@ def rotation_file(config: Mapping[str, Any], folder: Path) -> str | None:
     """The file in `folder` with the rotation of the residual stream (`checkpoint/quarot.py`), as
     the checkpoint's description or, converted, its config.json names it; None: it is not rotated.
 
-    Errors: as `read_quantization`, and `ConfigError` for a file outside the folder.
+    Errors: as `read_quantization`, and `ConfigError` for a file outside the folder, and for another
+    than one of safetensors: it is fetched by its name.
     """
     described = read_quantization(config, folder)
     found: object = described and described.fields
@@ -72,6 +73,10 @@ def rotation_file(config: Mapping[str, Any], folder: Path) -> str | None:
     path = PurePosixPath(str(found))
     if path.is_absolute() or ".." in path.parts:
         raise ConfigError(f"{folder}: the rotation is in a file outside the folder: {str(path)!r}")
+    if path.suffix != ".safetensors" or any(sign in str(path) for sign in "*?["):
+        raise ConfigError(
+            f"{folder}: the rotation is in {str(path)!r}; allowed: the name of a safetensors file"
+        )
     return str(path)
 
 

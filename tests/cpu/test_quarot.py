@@ -178,3 +178,7 @@ def test_the_rotation_is_read_from_the_file_that_the_description_names(tmp_path:
         describe(tmp_path, outside)
         with pytest.raises(ConfigError, match="outside the folder"):
             read_rotation(tmp_path)
+    for other in ("optional/*.safetensors", "model.py", "optional", "pytorch_model.bin"):
+        describe(tmp_path, other)
+        with pytest.raises(ConfigError, match="allowed: the name of a safetensors file"):
+            read_rotation(tmp_path)
