@@ -76,8 +76,8 @@ class Tiles:
         return ExpertTiles(tile, tile, repeat_n=8 if fp8 else 1)
 
     def packed_gemv(self, *, M: int, gate_up: Packing, down: Packing) -> ExpertTiles | None:
-        """For few tokens and weights of 4 and 8 bits, of which every program's part fits into
-        registers; else None.
+        """For one token and weights of 4 bits, of which every program's part fits into registers;
+        else None.
         """
         return None
 
