@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from negamax.config.speculation import SpeculationConfig
 from negamax.engine.wire import EngineStats
 
 _PREFIX = "vllm:spec_decode_num_"
-_LINE = re.compile(r"^([\w:]+)(?:\{([^}]*)\})? ([0-9.eE+]+)", re.MULTILINE)
-_POSITION = re.compile(r'position="(\d+)"')
+_POSITION = re.compile(r"[0-9]{1,3}")
 SYNTHETIC = "negamax:synthetic_acceptance_length"
 
 
@@ -43,12 +45,18 @@ class DraftCounts:
         """The counts in an answer of /metrics, ours or vLLM's, summed over models and engines."""
         sums: dict[str, float] = {}
         positions: dict[int, float] = {}
-        for name, labels, value in _LINE.findall(text):
-            name = name.removesuffix("_total")
-            sums[name] = sums.get(name, 0.0) + float(value)
-            place = _POSITION.search(labels)
-            if name == f"{_PREFIX}accepted_tokens_per_pos" and place is not None:
-                positions[int(place[1])] = positions.get(int(place[1]), 0.0) + float(value)
+        try:
+            samples = [one for each in text_string_to_metric_families(text) for one in each.samples]
+        except ValueError:  # a page of something else than metrics
+            samples = []
+        for sample in samples:
+            if not math.isfinite(sample.value):
+                continue
+            name = sample.name.removesuffix("_total")
+            sums[name] = sums.get(name, 0.0) + sample.value
+            place = sample.labels.get("position", "")
+            if name == f"{_PREFIX}accepted_tokens_per_pos" and _POSITION.fullmatch(place):
+                positions[int(place)] = positions.get(int(place), 0.0) + sample.value
         return DraftCounts(
             *(
                 int(sums.get(f"{_PREFIX}{name}", 0))

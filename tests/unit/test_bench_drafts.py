@@ -39,6 +39,23 @@ def test_summary_has_the_names_of_vllm() -> None:
     assert DraftCounts.of_metrics(synthetic).summary()["spec_decode_synthetic"] is True
 
 
-@pytest.mark.parametrize("text", ["", "no metrics here\n", "vllm:num_requests_running 3\n"])
+@pytest.mark.parametrize("value", ["3.7e-05", "1E-7", "NaN", "+Inf", "-2.5", "3 1395066363000"])
+def test_other_metrics_may_have_any_value(value: str) -> None:
+    other = f'other_metric{{name="a b"}} {value}\n'
+    assert DraftCounts.of_metrics(other + METRICS) == DraftCounts.of_metrics(METRICS)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "no metrics here\n",
+        "<html><body>Not found</body></html>",
+        "vllm:num_requests_running 3\n",
+        "vllm:spec_decode_num_drafts NaN\n",
+        "vllm:spec_decode_num_accepted_tokens_per_pos 3\n",
+        'vllm:spec_decode_num_accepted_tokens_per_pos{position="x"} 3\n',
+    ],
+)
 def test_servers_without_drafts_have_none(text: str) -> None:
     assert DraftCounts.of_metrics(text).summary() == {}
