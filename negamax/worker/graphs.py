@@ -453,8 +453,10 @@ class StepGraphs:
         """
         requests, (num_tokens, num_seqs) = self._requests, shape[:2]
         inputs, num_drafts = self._inputs(shape), shape.num_drafts
+        if self._proposer is None:
+            requests.num_computed[inputs.slots] = inputs.seq_lens
+            return
         if num_drafts:
-            assert self._proposer is not None
             firsts, counts = inputs.query_starts[:-1], self._counts(shape)
             verified = self.buffers.token_ids[:num_tokens], self._drafts_of(shape), firsts
             accepted = self.buffers.num_accepted[:num_seqs]
@@ -472,12 +474,11 @@ class StepGraphs:
         else:
             lengths, ends = inputs.seq_lens + 1, inputs.query_starts[:-1]
             requests.num_computed[inputs.slots] = inputs.seq_lens
-        if self._proposer is not None:
-            residuals = [residual[:num_tokens] for residual in self.buffers.residuals]
-            states = TokenStates(metadata or self._decode_metadata(shape), residuals)
-            requests.drafts[inputs.slots, :num_drafts] = self._proposer.propose(
-                states, inputs.slots, lengths, ends, requests, num_drafts
-            )
+        residuals = [residual[:num_tokens] for residual in self.buffers.residuals]
+        states = TokenStates(metadata or self._decode_metadata(shape), residuals)
+        requests.drafts[inputs.slots, :num_drafts] = self._proposer.propose(
+            states, inputs.slots, lengths, ends, requests, num_drafts
+        )
 
     def _place(self, shape: StepShape) -> StepInputs:
         num_tokens, num_seqs = shape[:2]
