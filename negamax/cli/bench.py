@@ -4,9 +4,7 @@ are in `bench_*.py`.
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,8 +12,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from negamax.base import log
+from negamax.base.errors import ConfigError
 from negamax.bench.drafts import NO_DRAFTS, DraftCounts
 from negamax.cli import bench_compare, bench_kernels, bench_offline, bench_profile, bench_serve
+from negamax.cli.bench_options import JsonFile
 from negamax.cli.engine_options import with_engine_options
 from negamax.cli.examples import epilog
 from negamax.cli.flags import completion
@@ -25,7 +25,6 @@ _SUITES = ("nano-math", "nano-tools", *(f"nano-retrieval-{size}" for size in ("2
 
 app = typer.Typer(
     help="Measure a model or its kernels: accuracy, speed, where the time goes.",
-    no_args_is_help=True,
     rich_markup_mode="markdown",
 )
 for _name, _module in {
@@ -63,18 +62,20 @@ def accuracy(
         ),
     ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 is greedy.")] = 0.0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the results to this file.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Solve generated problems that were never in the training data and count the exact answers.
     MODEL is `nano` where none is given; `--seed` says which problems are drawn.
     """
+    for name in suite or ():
+        if name not in _SUITES:
+            raise ConfigError(f"--suite is {name[:60]!r}; allowed: {', '.join(_SUITES)}")
+    from negamax.bench.report import write_json
     from negamax.engine.llm import LLM
     from negamax.evals.accuracy import DEFAULT_SUITES, SUITES, run_suite  # torch
 
     log.setup(engine.log_level, engine.log_format)
-    console = Console()
+    console = Console(markup=False)  # answers may have brackets
     results, counted = [], NO_DRAFTS
     options = {field.name: getattr(engine, field.name) for field in fields(engine)}
     with LLM(**options | {"model": engine.model or "nano"}) as llm:
@@ -117,7 +118,4 @@ def accuracy(
                     style="dim",
                 )
     if json_file is not None:
-        json_file.write_text(
-            json.dumps([result.as_dict() for result in results], indent=2, ensure_ascii=False)
-            + "\n"
-        )
+        write_json(json_file, [result.as_dict() for result in results])

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from negamax.cli.bench_options import OUTPUT
+from negamax.cli.bench_options import OUTPUT, picture
 
 HELP = "Compare results of `bench serve` (or of vLLM's): a table, and throughput against latency."
 
@@ -18,12 +18,7 @@ def command(
     ],
     plot: Annotated[
         Path | None,
-        typer.Option(
-            "--plot",
-            rich_help_panel=OUTPUT,
-            help="Draw throughput against latency into this file (png, svg, pdf).",
-            show_default=False,
-        ),
+        picture("Draw throughput against latency into this file (png, svg, pdf)."),
     ] = None,
     title: Annotated[
         str | None,

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from negamax.base import log
 from negamax.base.errors import ConfigError
-from negamax.cli.bench_options import OUTPUT, WORKLOAD, JsonFile, parse_counts
+from negamax.cli.bench_options import OUTPUT, WORKLOAD, JsonFile, parse_counts, picture
 from negamax.cli.engine_options import with_engine_options
 from negamax.cli.explain import with_explanation
 from negamax.config.options import EngineOptions
@@ -68,14 +68,7 @@ def command(
             show_default=False,
         ),
     ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            help="Draw the times into this file (png, svg, pdf).",
-            rich_help_panel=OUTPUT,
-            show_default=False,
-        ),
-    ] = None,
+    plot: Annotated[Path | None, picture("Draw the times into this file (png, svg, pdf).")] = None,
     bandwidth: Annotated[
         float | None,
         typer.Option(

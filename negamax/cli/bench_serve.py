@@ -31,7 +31,14 @@ from negamax.bench.serve_options import (
     RANGE_RULES,
     BenchOptions,
 )
-from negamax.cli.bench_options import OUTPUT, WORKLOAD, parse_counts, parse_numbers
+from negamax.cli.bench_options import (
+    OUTPUT,
+    WORKLOAD,
+    check_result,
+    parse_counts,
+    parse_numbers,
+    picture,
+)
 from negamax.cli.flags import Flag, chosen_fields, flag_parameters, json_object
 from negamax.config.embedded import QUOTED_NAMES
 
@@ -222,10 +229,7 @@ def _run(
         str | None, _listed("--result-filename", OUTPUT, "Default: made of the run's settings.")
     ] = None,
     plot: Annotated[
-        Path | None,
-        _listed(
-            "--plot", OUTPUT, "Draw distributions and timelines into this file (png, svg, pdf)."
-        ),
+        Path | None, picture("Draw distributions and timelines into this file (png, svg, pdf).")
     ] = None,
     disable_tqdm: Annotated[
         bool,
@@ -251,11 +255,6 @@ def _run(
             pair.split("=", 1) for pair in _pairs([*(metadata or []), *words[1]], flag="--metadata")
         ),
     )
-    if plot is not None:
-        from negamax.bench import plots
-
-        plots.blank_figure((1, 1))  # before the run, not after it
-        plot.parent.mkdir(parents=True, exist_ok=True)
     is_saved = save_result or save_detailed or result_filename is not None
     files = _Files(
         folder=(result_dir or Path()) if is_saved else None,
@@ -263,6 +262,8 @@ def _run(
         detailed=save_detailed,
         plot=plot,
     )
+    if files.folder is not None:
+        check_result(files.folder / (files.name or "negamax.json"), flag="--result-dir")
     _run_all(options, loads, files, shows_progress=not disable_tqdm)
 
 

@@ -32,6 +32,7 @@ class EngineBackend:
         self._supervisor = supervisor
         self._runner = runner
         self._engine = engine
+        self._answering: asyncio.Task[Any] | None = None
         self._chat_format = ChatFormat.of_model(
             engine.info.architecture, tokenizer=engine.tokenizer, template=engine.chat_template
         )
@@ -57,8 +58,14 @@ class EngineBackend:
         return self._runner.run(self._answer(messages, tools, sampling, show))
 
     def shutdown(self) -> None:
-        """Stop the engine."""
-        self._runner.run(self._supervisor.shutdown())
+        """Stop the engine, and before it an answer that a signal has left in the event loop."""
+        self._runner.run(self._shutdown())
+
+    async def _shutdown(self) -> None:
+        if self._answering is not None and not self._answering.done():
+            self._answering.cancel()
+            await asyncio.wait([self._answering])
+        await self._supervisor.shutdown()
 
     async def _answer(
         self,
@@ -67,6 +74,7 @@ class EngineBackend:
         sampling: SamplingParams,
         show: Callable[[Sequence[ParserEvent]], None],
     ) -> TokenCounts:
+        self._answering = asyncio.current_task()
         conversation = Conversation(messages=messages, tools=tools)
         prompt = await self._prompts.chat(conversation, num_bytes=0)
         rules = ReadingRules(tools=tools, may_call=bool(tools))

@@ -98,9 +98,10 @@ def _print(found: list[Check], models: list[ModelVerdict]) -> None:
         if check.remedy:
             print(f"  {'':4}  {'':18} -> {check.remedy}")
     print("\nWhat can be served here")
+    width = max((len(verdict.model) for verdict in models), default=0)
     for verdict in models:
-        print(f"  {'yes' if verdict.runs else 'no':4}  {verdict.model:24} {verdict.detail}")
+        print(f"  {'yes' if verdict.runs else 'no':4}  {verdict.model:{width}} {verdict.detail}")
         if verdict.runs:
-            print(f"  {'':4}  {'':24} -> {verdict.command}")
+            print(f"  {'':4}  {'':{width}} -> {verdict.command}")
     if not models:
         print("  nothing: see the lines marked FAIL")

@@ -36,6 +36,8 @@ app.add_typer(bench.app, name="bench")
 
 _BAD_VALUE = re.compile(r"Invalid value for ((?:'[^']+'(?: / )?)+): (.*)")
 _UNKNOWN_COMMAND = re.compile(r"No such command '(.*?)'\.")
+_MISSING = re.compile(r"Missing argument '(.*)'\.")
+_SURPLUS = re.compile(r"Got unexpected extra argument\(s\) \((.*)\)")
 
 
 def _show_version(wanted: bool) -> None:
@@ -64,7 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         resolved = resolve(commands, given)
         for note in resolved.notes:
             print(f"note: {note}", file=sys.stderr)
-        words = resolved.words or ["--help"]
+        words = resolved.words
+        if not words or isinstance(commands.commands.get(words[-1]), typer.core.TyperGroup):
+            words = [*words, "--help"]
         if {"-h", "--help"} & set(words):
             _show_whole_names()
         result = commands.main(words, "negamax", standalone_mode=False, obj=resolved)
@@ -102,14 +106,18 @@ def _fail(message: str, code: int) -> int:
 
 
 def _one_line(message: str, resolved: Resolved, commands: typer.core.TyperGroup) -> str:
-    """`message` on one line; a bad value is shown with where it came from, an unknown command gets
-    the nearest known one.
+    """`message` of Typer on one line and in our words; a bad value is shown with where it came
+    from, an unknown command gets the nearest known one.
     """
     text = " ".join(message.split())
     bad = _BAD_VALUE.match(text)
     if bad is not None:
         given = _given(re.findall(r"'([^']+)'", bad[1]), resolved)
         return f"{given}: {bad[2][0].lower()}{bad[2][1:]}"
+    if missing := _MISSING.match(text):
+        return f"{missing[1]} is missing (see --help)"
+    if surplus := _SURPLUS.match(text):
+        return f"too many arguments: {surplus[1]} (see --help)"
     unknown = _UNKNOWN_COMMAND.search(text)
     if unknown is None:
         return text

@@ -15,7 +15,8 @@ def keys_of_file(path: str | None) -> tuple[str, ...]:
     try:
         lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--api-key-file is {path!r}, which cannot be read: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
+        raise ConfigError(f"--api-key-file is {path!r}, which cannot be read: {reason}") from None
     keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
         raise ConfigError(

@@ -19,6 +19,7 @@ import yaml
 
 from negamax.cli.main import app
 from negamax.cli.resolve import find_command, resolve
+from negamax.config.families import bundled_names
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -109,8 +110,21 @@ def test_commands_are_understood(
                 assert [word for word in wanted if "=" not in word and word not in targets] == []
             case ["negamax", *rest]:
                 understand(rest)
+                assert not _lacks_weights(rest), words
             case [_, file, *_] if file.endswith(".py"):
                 assert (ROOT / file).is_file(), file
+
+
+def _lacks_weights(words: list[str]) -> bool:
+    """Whether it is to serve a bundled specification, which is refused without synthetic ones."""
+    is_bundled = words[:1] == ["serve"] and not {*bundled_names()}.isdisjoint(words[1:2])
+    return is_bundled and "--load-format" not in words
+
+
+@pytest.mark.parametrize("page", COMMANDS_OF, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_no_command_runs_into_the_next(page: Path) -> None:
+    text = "\n".join(blocks(page, "sh"))
+    assert re.findall(r"^.*[^\\\n]\n *--\w.*$|^.*\\ .*$|^.*\w python$", text, re.MULTILINE) == []
 
 
 @pytest.mark.parametrize("page", COMMANDS_OF, ids=lambda page: page.relative_to(ROOT).as_posix())

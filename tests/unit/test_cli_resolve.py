@@ -335,6 +335,31 @@ def test_refusals(refused: Any, line: str, words: str) -> None:
     assert words in refused(f"serve nano {line}")
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("convert nano", "DST is missing (see --help)"),
+        ("plan", "MODEL is missing (see --help)"),
+        ("doctor now", "too many arguments: now (see --help)"),
+        ("serve nano nano-m3", "too many arguments: nano-m3 (see --help)"),
+        ("bench accuracy --suite maths", "--suite is 'maths'; allowed: nano-math, "),
+        ("bench accuracy --json /dev/null/x", "cannot be written: /dev/null is no folder"),
+        ("bench kernels --json /", "--json is '/', which cannot be written: it is a folder"),
+        ("bench offline nano --plot a.gif", "allowed: names with .png, .svg, .pdf"),
+        ("bench serve --save-result --result-dir /dev/null/x", "--result-dir is '/dev/null/x/"),
+    ],
+)
+def test_refusals_before_a_run(refused: Any, line: str, words: str) -> None:
+    assert words in refused(line)
+
+
+def test_a_group_of_commands_alone_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench"]) == 0
+    out, err = capsys.readouterr()
+    assert "accuracy" in out
+    assert err == ""
+
+
 def test_what_has_no_effect_is_said_once_for_each_reason(explained: Any) -> None:
     _, notes = explained(
         "nano --attention-backend FLASHINFER --moe-backend triton --speculative-eagle-topk 1 "
