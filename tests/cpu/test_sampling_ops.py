@@ -149,3 +149,12 @@ def test_logprobs_ranks_and_alternatives() -> None:
     assert int(rank) == 3
     assert ids.tolist() == [[1, 3]]
     assert values[0].tolist() == logprobs[0, [1, 3]].tolist()
+
+
+def test_alternatives_that_are_equally_likely_do_not_depend_on_how_many_others_ask_for() -> None:
+    logprobs = torch.log_softmax(torch.arange(4160.0).remainder(7).floor(), dim=-1).repeat(3, 1)
+    expected = [6 + 7 * place for place in range(40)]
+    for num_top in (1, 2, 5, 20, 40):
+        _, _, ids, values = ops.token_logprobs(logprobs, torch.zeros(3).long(), num_top=num_top)
+        assert ids.tolist() == [expected[:num_top]] * 3
+        assert torch.equal(values, logprobs[:, :num_top].new_full((3, num_top), logprobs[0, 6]))

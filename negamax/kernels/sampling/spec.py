@@ -191,12 +191,15 @@ def token_logprobs(
     # [R] fp32, [R] int64, [R, num_top] int64, [R, num_top] fp32
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probability and rank (1 = most likely) of `token_ids`, and the `num_top` most likely
-    tokens of each row.
+    tokens of each row, of equal ones those with the smallest ids, whatever `num_top` is.
     """
     chosen = logprobs.gather(1, token_ids.unsqueeze(1))
     ranks = (logprobs > chosen).sum(dim=-1) + 1
-    values, ids = torch.topk(logprobs, num_top, dim=-1)
-    return chosen.squeeze(1), ranks, ids, values
+    # none is above 0, so that the bits of their sizes, as integers, are in falling order
+    order = logprobs.abs().view(torch.int32).long() << 32
+    order |= torch.arange(logprobs.shape[1], device=logprobs.device)
+    ids = order.topk(num_top, dim=-1, largest=False).values & 0xFFFF_FFFF
+    return chosen.squeeze(1), ranks, ids, logprobs.gather(1, ids)
 
 
 _NEAR_TIES = 1e-6  # no rounding to speak of, but tokens that all but tie may change places
