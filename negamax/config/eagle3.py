@@ -7,7 +7,7 @@ Layers are named by what enters them: layer L's is the stream behind L layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,12 +43,11 @@ _SWITCHES = (
 _READ = {
     "draft_vocab_size", "intermediate_size", "model_type", "num_aux_hidden_states",
     "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "target_hidden_size",
-    "eagle_config", _IDS, *_SWITCHES,
+    "target_model_type", "target_num_hidden_layers", "eagle_config", _IDS, *_SWITCHES,
 }  # fmt: skip
 _IGNORED = {
     "_name_or_path", "attention_dropout", "auto_map", "dtype", "initializer_range", "pad_token_id",
-    "partial_rotary_factor", "target_model_type", "target_num_hidden_layers",
-    "transformers_version", "use_cache",
+    "partial_rotary_factor", "transformers_version", "use_cache",
 }  # fmt: skip
 
 
@@ -72,6 +71,9 @@ class Eagle3Spec(ModelSpec):
     own_embedding: bool = False  # else it is the target's
     own_head: bool = True
     is_rotated_back: bool = False  # its target is rotated, and it was trained for it before
+    # of its target, where its files say so
+    target_model_type: str | None = None
+    target_num_layers: int | None = None
     speculative_tokens: int | None = None  # in a row, by its files
     verifier: str | None = None  # the model that it guesses for, by its files
 
@@ -126,6 +128,25 @@ class Eagle3Spec(ModelSpec):
                 hint=_OVERRIDE,
             )
         return replace(self, aux_layers=chosen)
+
+    def doubts(
+        self, target: ModelSpec, *, target_types: Collection[str], max_model_len: int
+    ) -> Iterator[str]:
+        """Why more guesses may be wrong than its files promise, in a line each. `target_types`: all
+        model_types that files have of a target like this.
+        """
+        says = "the draft's files say that its model"
+        result = "more guesses may be wrong; answers are the same"
+        if self.target_model_type not in (None, *target_types):
+            yield (f"{says} is {self.target_model_type} (target_model_type), and this one is "
+                   f"{' or '.join(target_types)}: {result}")  # fmt: skip
+        if self.target_num_layers not in (None, target.num_layers):
+            yield (f"{says} has {self.target_num_layers} layers (target_num_hidden_layers), and "
+                   f"this one has {target.num_layers}: {result}")  # fmt: skip
+        if self.max_position_embeddings < max_model_len:
+            yield (f"the draft was made for {self.max_position_embeddings} tokens "
+                   f"(max_position_embeddings), and sequences may have {max_model_len}: behind "
+                   f"them {result}")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -212,6 +233,9 @@ def read_spec(config: Mapping[str, Any]) -> Eagle3Spec:
         "target_hidden_size": common["hidden_size"],
         "num_aux_hidden_states": len(layers) or NUM_AUX,
     }
+    target_type, target_layers = config.get("target_model_type"), "target_num_hidden_layers"
+    if not isinstance(target_type, str | None):
+        refuse("target_model_type", target_type, "a text or null")
     switches: dict[str, Any] = {name: _switch(config, name) for name in _SWITCHES}
     sizes = {
         name: fields.integer(config, name) if config.get(name) is not None else default
@@ -227,6 +251,10 @@ def read_spec(config: Mapping[str, Any]) -> Eagle3Spec:
         rope_theta=rope_theta,
         rms_norm_eps=fields.number(config.get("rms_norm_eps", 1e-6), name="rms_norm_eps"),
         aux_layers=layers,
+        target_model_type=target_type,
+        target_num_layers=fields.integer(config, target_layers)
+        if config.get(target_layers) is not None
+        else None,
         speculative_tokens=use.speculative_tokens,
         verifier=use.verifier,
         **switches,

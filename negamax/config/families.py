@@ -30,6 +30,13 @@ def family_of(architecture: str) -> ModelFamily:
     return FAMILIES[architecture]
 
 
+def model_types_like(architecture: str) -> list[str]:
+    """What files name as model_type of models that are built like those of `architecture`."""
+    package = family_of(architecture).package
+    families = (family for family in FAMILIES.values() if family.package == package)
+    return list(dict.fromkeys(name for family in families for name in family.model_types))
+
+
 def read_spec(config: Mapping[str, Any], folder: Path | None = None) -> ModelSpec:
     """The spec of a parsed config.json, whose `architectures` or `model_type` name the family;
     `folder` may hold other files that say how weights are quantised.

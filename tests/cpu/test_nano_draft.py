@@ -61,10 +61,13 @@ def test_unrolled_steps_are_the_guesses_of_what_is_written(
 ) -> None:
     target, draft = make(recipe)
     ids = torch.arange(64)[torch.arange(64) % 8 < 5]
-    recipe.train.write(draft, ids, tmp_path, layers=LAYERS, vocab_size=64, window=4096)
+    recipe.train.write(
+        draft, ids, tmp_path, layers=LAYERS, vocab_size=64, window=4096, target_type="minimax_m2"
+    )
     config = read_json_object(tmp_path / "config.json")
     spec = read_spec(config | {"vocab_size": 4160, "hidden_size": 256, "target_hidden_size": 256})
     assert spec.aux_layers == LAYERS and spec.notes == ()
+    assert spec.target_model_type == "minimax_m2"
     tensors = {name: one.float() if one.is_floating_point() else one
                for name, one in load_file(tmp_path / "model.safetensors").items()}  # fmt: skip
     for own in draft.parameters():

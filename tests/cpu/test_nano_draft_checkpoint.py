@@ -18,6 +18,7 @@ from negamax.cli.main import main
 from negamax.config.embedded import EMBEDDED_DRAFTS
 from negamax.config.grammar import Grammar, Marker, Reasoning
 from negamax.config.options import EngineOptions
+from negamax.engine.core.setup import _worker_config
 from negamax.engine.core.source import locate
 from negamax.evals import nano_math, nano_tools
 from negamax.evals.accuracy import SUITES, SuiteResult, run_suite
@@ -98,6 +99,20 @@ def test_files_are_those_of_a_small_eagle3_draft(model: str) -> None:
     assert draft.spec.notes == ()
     with pytest.raises(ConfigError, match="a draft: it guesses the tokens of another model"):
         locate(EngineOptions(f"{model}-draft"))
+
+
+def test_the_draft_of_the_other_model_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Vocabularies and widths are the same."""
+    for model, draft, count in (
+        ("nano", "nano", 0),
+        ("nano-m3", "nano-m3", 0),
+        ("nano", "nano-m3", 1),
+    ):
+        options = EngineOptions(model, device="cpu", speculative_config={"model": f"{draft}-draft"})
+        _worker_config(options, locate(options), None)
+        said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert len(said) == count
+    assert "is minimax_m3_vl (target_model_type), and this one is minimax_m2" in said[0]
 
 
 WEATHER = {

@@ -185,3 +185,31 @@ def test_the_head_alone_may_be_fp8() -> None:
 def test_the_draft_of_another_model_is_refused_by_its_name() -> None:
     with pytest.raises(ConfigError, match="target_hidden_size is 6144; the model's is 3072"):
         locate(options("minimax-m3-eagle3", load_format="synthetic"))
+
+
+TYPES = {"minimax-m2.5": ["minimax_m2"], "minimax-m3": ["minimax_m3_vl", "minimax_m3"]}
+
+
+def doubts(config: dict[str, Any], target: str = "minimax-m2.5", length: int = 1000) -> list[str]:
+    spec = read_spec(M2 | config)
+    return list(spec.doubts(bundled_spec(target), target_types=TYPES[target], max_model_len=length))
+
+
+def test_a_draft_of_another_model_or_for_shorter_texts_is_doubted() -> None:
+    own = {"target_model_type": "minimax_m2", "target_num_hidden_layers": 62}
+    assert doubts({}) == doubts(own) == doubts({"target_model_type": None}) == []
+    assert doubts({"target_model_type": "minimax_m3"}, "minimax-m3") == []
+    (one,) = doubts({"target_model_type": "minimax_m3"})
+    assert "is minimax_m3 (target_model_type), and this one is minimax_m2" in one
+    (one,) = doubts({"target_num_hidden_layers": 61})
+    assert "61 layers (target_num_hidden_layers), and this one has 62" in one
+    short = {"max_position_embeddings": 2048}
+    assert doubts(short, length=2048) == []
+    (one,) = doubts(short, length=2049)
+    assert "made for 2048 tokens (max_position_embeddings), and sequences may have 2049" in one
+
+
+@pytest.mark.parametrize("field", ["target_model_type", "target_num_hidden_layers"])
+def test_what_names_no_target_is_refused(field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        read_spec(M2 | {field: [1]})

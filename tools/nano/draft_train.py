@@ -134,8 +134,11 @@ def write(
     layers: tuple[int, ...],
     vocab_size: int,
     window: int,
+    target_type: str,
 ) -> None:
-    """An EAGLE3 folder in SpecForge's layout. The layers are named by what leaves them."""
+    """An EAGLE3 folder in SpecForge's layout. The layers are named by what leaves them, the target
+    by its model_type.
+    """
     config, size = draft.config, len(vocabulary)
     names = {
         "fc": "fc", "norm": "norm", "head": "lm_head", "input_norm": "midlayer.input_layernorm",
@@ -169,6 +172,7 @@ def write(
         "max_position_embeddings": window,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
+        "target_model_type": target_type,
         "vocab_size": vocab_size,
         "draft_vocab_size": size,
         "eagle_config": {
@@ -221,9 +225,10 @@ def run(arguments: argparse.Namespace) -> None:
                 flush=True,
             )
             window = []
+    described = json.loads((ASSETS / arguments.target / "config.json").read_text())
     write(
         trainer.draft, ids, arguments.out, layers=LAYERS, vocab_size=target.vocab_size,
-        window=target.window,
+        window=target.window, target_type=described["model_type"],
     )  # fmt: skip
     print(f"done: {trainer.num_steps} steps, {trainer.num_tokens} tokens, {arguments.out}")
 

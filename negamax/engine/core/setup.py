@@ -11,6 +11,7 @@ from negamax.base.crash_dump import CrashDumps
 from negamax.base.errors import ConfigError
 from negamax.base.log import get_logger
 from negamax.config.eplb import FIXED
+from negamax.config.families import model_types_like
 from negamax.config.kv_cache import check_index_options, choose_block_size, shards_index
 from negamax.config.model_spec import ModelSpec
 from negamax.config.nodes import RAY
@@ -114,6 +115,9 @@ def _worker_config(
         from negamax.engine.core.draft import with_own_parts  # with PyTorch
 
         check_split(replace(layout.within_stage, dcp=1), draft.spec)  # it holds whole caches
+        types = model_types_like(spec.architecture)
+        for doubt in draft.spec.doubts(spec, target_types=types, max_model_len=max_model_len):
+            logger.warning("%s", doubt)
         draft = with_own_parts(draft, spec, source.weights_folder)
     if device == "cpu":
         env.settle_cpu_products()
