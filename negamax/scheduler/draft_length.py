@@ -9,7 +9,8 @@ committed:
   logarithm. The error that is left makes a length look faster than it is known to be, so that it is
   tried; steps without it let the error grow again.
 - p_i: shares over the last trials, with a prior, which trials that are long ago make way for: a
-  length that was given up, also drafting as a whole, is tried again, ever so often.
+  length that was given up, also drafting as a whole, is tried again, soon first, and then less and
+  less often.
 
 Same calls, same choices: nothing here depends on clocks.
 """
@@ -20,20 +21,23 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from negamax.scheduler.step import StepPlan, StepResult
 
 StepSeconds = tuple[int, int, float]  # rows, drafts per row, seconds
 
-STEPS_PER_CHOICE = 4  # until another length may be tried
+# until another length may be tried; odd, as rows that take turns differ in their number
+STEPS_PER_CHOICE = 5
 _GAIN = 1.01  # that another length must promise
 
-# acceptance: trials that count, the prior and its weight in trials, steps until old trials of a
-# length that is not run are forgotten to a third
-_TRIALS, _PRIOR, _PRIOR_TRIALS = 192, 0.6, 12.0
-_FORGET_STEPS, _FORGET_ROWS = 256, 1024
+# acceptance: trials that count, and those of how many steps do in any case; the prior and its
+# weight in trials; steps until old trials of a length that is not run are forgotten to a third, as
+# it is given up first, and at most, with each vain try twice as many
+_TRIALS, _TRIAL_STEPS, _PRIOR, _PRIOR_TRIALS = 192, 8, 0.6, 12.0
+_FIRST_REST, _LAST_REST = 16.0, 256.0
+_UNTIMED_STEPS = 256  # until a length is tried although times say nothing
 # times, as variances of logarithms: of measured ones (of the GPU alone, and its host may be slower)
 # and assumed ones, that of the longest drafts, which shorter ones share in part, and each length's
 # own; of a step, what a step adds
@@ -151,8 +155,27 @@ class _Shares:
 
     right: float = 0.0
     trials: float = 0.0
-    new_right: int = field(default=0, repr=False)
-    new_trials: int = field(default=0, repr=False)
+    new_right: int = 0  # in the step under way
+    new_trials: int = 0
+    tried: int = 0  # steps with trials since it was given up, and those without behind them
+    untried: int = 0
+    rest: float = _FIRST_REST  # steps until trials are forgotten to a third
+
+    def end_step(self, num_rows: int) -> None:
+        """The step of the new trials had so many rows; without trials old ones are forgotten."""
+        if self.new_trials:
+            if self.untried > STEPS_PER_CHOICE:
+                self.tried, self.rest = 0, min(2.0 * self.rest, _LAST_REST)
+            self.tried, self.untried = self.tried + 1, 0
+            if self.tried > 3 * STEPS_PER_CHOICE:  # more than a try
+                self.rest = _FIRST_REST
+            kept = math.exp(-self.new_trials / max(_TRIALS, _TRIAL_STEPS * num_rows))
+        else:
+            self.untried += 1
+            kept = math.exp(-min(1.0, num_rows / 4) / self.rest)
+        self.right = self.right * kept + self.new_right
+        self.trials = self.trials * kept + self.new_trials
+        self.new_right = self.new_trials = 0
 
 
 class AdaptiveDraftLength:
@@ -173,6 +196,7 @@ class AdaptiveDraftLength:
                 self._measured[drafts].append((rows, math.log(seconds)))
         self._is_measured = all(self._measured.values())
         self._num_steps = 0
+        self._timed_at = 0  # the latest step whose time has said something
         self._chosen, self._chosen_for = len(lengths), -1
         self._tried_at = 0  # the step at which another length could be tried
 
@@ -181,16 +205,17 @@ class AdaptiveDraftLength:
         if not num_rows:  # a first step of prompts
             return self._lengths[self._chosen]
         size = _size_class(num_rows)
-        is_same = size == self._chosen_for
-        may_try = self._num_steps >= self._tried_at + STEPS_PER_CHOICE
-        if may_try or not is_same:
-            scores = self._scores(num_rows, tried=_TRIED if may_try else 0.0)
-            best = max(range(len(scores)), key=scores.__getitem__)
-            if not is_same or scores[best] > scores[self._chosen] * _GAIN:
+        if size != self._chosen_for:
+            scores = self._scores(num_rows, tried=0.0)
+            self._chosen, self._chosen_for = scores.index(max(scores)), size
+        if self._num_steps >= self._tried_at + STEPS_PER_CHOICE:
+            self._tried_at = self._num_steps
+            # while times say nothing, beside prompts, trying costs and is hardly of use
+            untimed = (self._num_steps - self._timed_at) % _UNTIMED_STEPS
+            scores = self._scores(num_rows, tried=_TRIED if untimed < STEPS_PER_CHOICE else 0.0)
+            best = scores.index(max(scores))
+            if scores[best] > scores[self._chosen] * _GAIN:
                 self._chosen = best
-            self._chosen_for = size
-            if may_try:
-                self._tried_at = self._num_steps
         return self._lengths[self._chosen]
 
     def acceptance(self) -> list[float]:
@@ -230,15 +255,11 @@ class AdaptiveDraftLength:
         None: not each, or it ran other tokens too, and its time says nothing.
         """
         self._num_steps += 1
-        forgotten = max(-1.0 / _FORGET_STEPS, -num_rows / _FORGET_ROWS)
         for place in self._places:
-            kept = math.exp(-place.new_trials / _TRIALS or forgotten)
-            place.right = place.right * kept + place.new_right
-            place.trials = place.trials * kept + place.new_trials
-            place.new_right = place.new_trials = 0
+            place.end_step(num_rows)
         if num_drafts in self._measured and num_rows and seconds > 0.0:
             found = math.log(seconds) - self._log_seconds(num_rows, num_drafts)
-            index = self._lengths.index(num_drafts)
+            index, self._timed_at = self._lengths.index(num_drafts), self._num_steps
             self._times_of(num_rows).correct(index, found, step=self._num_steps)
 
     def _scores(self, num_rows: int, *, tried: float) -> list[float]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 
@@ -66,8 +66,9 @@ class Engine:
         self.tokens, self.seconds = 0, 0.0
 
     def run(
-        self, steps: int, curve: Curve, *, slower: Callable[[int], float] = lambda _: 1
-    ) -> None:
+        self, steps: int, curve: Curve, *, slower: Callable[[int], float] = lambda _: 1,
+        is_timed: bool = True,
+    ) -> None:  # fmt: skip
         for _ in range(steps):
             drafts = self.policy.choose(self.rows)
             self.chosen.append(drafts)
@@ -80,7 +81,19 @@ class Engine:
             noise = self.rng.gauss(-(self.noise**2) / 2, self.noise)
             took = seconds(self.rows, drafts) * slower(len(self.chosen)) * math.exp(noise)
             self.seconds += took
-            self.policy.end_step(self.rows, drafts, took)
+            self.policy.end_step(self.rows, drafts if is_timed else None, took)
+
+    def share_of_best(self, phases: Iterable[tuple[int, int, Curve]], *, is_timed: bool) -> float:
+        """Run phases of rows, steps and a curve: the time that the best fixed number would have
+        taken for the same tokens, as a share of what it took.
+        """
+        fixed = [0.0] * (MOST + 1)
+        for self.rows, steps, curve in phases:
+            before = self.tokens
+            self.run(steps, curve, is_timed=is_timed)
+            for k, speed in enumerate(speeds(self.rows, curve)):
+                fixed[k] += (self.tokens - before) / speed
+        return min(fixed) / self.seconds
 
     def changes(self) -> int:
         return sum(one != other for one, other in zip(self.chosen, self.chosen[1:], strict=False))
@@ -224,6 +237,36 @@ def test_what_is_known_of_a_batch_size_serves_its_neighbours(name: str, start: s
             ideal += seconds(rows, drafts) * fixed[drafts] / max(fixed)
         shares.append(ideal / took)
     assert shares[0] > 0.88 and min(shares[1:]) > 0.97
+
+
+GOOD, BAD = (0.9, 0.9, 0.9), (0.05, 0.05, 0.05)
+
+
+@pytest.mark.parametrize(("rows", "good", "bad"), [(64, 100, 10), (16, 300, 30), (64, 50, 50)])
+def test_a_few_wrong_guesses_do_not_make_drafts_rest_for_long(
+    rows: int, good: int, bad: int
+) -> None:
+    """All rows write what no draft knows, and go on as before."""
+    phases = [(rows, good, GOOD), (rows, bad, BAD)] * 5
+    for seed in range(3):
+        engine = Engine(informed(0.04), rows, noise=0.05)
+        engine.rng.seed(seed)
+        assert engine.share_of_best(phases, is_timed=True) > 0.96
+
+
+def test_numbers_of_rows_that_take_turns_are_both_explored() -> None:
+    """9 sequences in a pipeline of two stages; 4 and 5 rows are of two sizes."""
+    engine = Engine(AdaptiveDraftLength(LENGTHS), 4, noise=0.03)
+    phases = [(4, 1, CURVES["low"]), (5, 1, CURVES["low"])] * 600
+    assert engine.share_of_best(phases, is_timed=True) > 0.97
+
+
+@pytest.mark.parametrize("name", ["code", "low"])
+def test_steps_that_say_nothing_of_times_are_not_spent_on_trying(name: str) -> None:
+    """Each has a chunk of a prompt beside its generated tokens."""
+    for rows in (1, 16):
+        engine = Engine(informed(0.04), rows, noise=0.03)
+        assert engine.share_of_best([(rows, 600, CURVES[name])], is_timed=False) > 0.97
 
 
 def test_uplifts_are_those_known_for_the_model() -> None:
