@@ -21,7 +21,7 @@ from negamax.engine.core.setup import start_loop
 from negamax.engine.core.source import locate
 from negamax.engine.core.topology import with_planned_sizes
 from negamax.scheduler.request import GenerateRequest, SamplingParams
-from negamax.scheduler.step import TokenLogprobs
+from negamax.scheduler.step import SequenceUpdate, TokenLogprobs
 from negamax.text.chat_format import ChatFormat, may_call
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.detokenizer import TextPiece
@@ -151,6 +151,8 @@ class LLM:
         self._loop, self.info = start_loop(self._options)
         self._seeds = random.Random(self._options.seed)
         self._request_numbers = count()
+        # by request: of streams, several runs take turns to drive the loop
+        self._updates: dict[str, deque[SequenceUpdate]] = {}
 
     def __enter__(self) -> LLM:
         return self
@@ -184,7 +186,7 @@ class LLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
         """Continue one prompt and yield what it gains, step by step. Closing the iterator aborts
-        the rest.
+        the rest. Several may be read in turns: the steps of one are those of all.
         """
         prompts = [self._encode(prompt)]
         outputs = self._run(prompts, self._admit(prompts, sampling_params))
@@ -319,13 +321,20 @@ class LLM:
         prompt, output). `parsers` of the choices of each prompt say where stop strings count."""
         waiting = deque(self._sequences(prompts, params, parsers))
         running: dict[str, tuple[int, ChoiceStream]] = {}
+        updates: deque[SequenceUpdate] = deque()
         # by id of a prompt's first choice: the others, which will find its prefix
         held: dict[str, list[_Sequence]] = {}
 
         def start(sequence: _Sequence) -> None:
             position, request, stream = sequence
             running[request.request_id] = position, stream
+            self._updates[request.request_id] = updates
             self._loop.add(request)
+
+        def end(request_ids: list[str]) -> None:
+            for request_id in request_ids:
+                del running[request_id], self._updates[request_id]
+            self._loop.abort(request_ids)
 
         try:
             while waiting or running:
@@ -333,7 +342,10 @@ class LLM:
                     first, *others = waiting.popleft()
                     start(first)
                     held[first[1].request_id] = others
-                for update in self._loop.step():
+                if not updates:
+                    self._step()
+                while updates:
+                    update = updates.popleft()
                     if update.request_id not in running:
                         continue  # of a sequence aborted since
                     for sequence in held.pop(update.request_id, ()):
@@ -349,13 +361,17 @@ class LLM:
                         raise EngineError(update.error)
                     output = stream.push(update)
                     if stream.finished:
-                        del running[update.request_id]
-                        # a stop string: the loop does not know it yet
-                        if update.finish_reason is None:
-                            self._loop.abort([update.request_id])
+                        end([update.request_id])  # a stop string: the loop does not know it yet
                     yield position, output
         finally:
-            self._loop.abort(list(running))
+            end(list(running))
+
+    def _step(self) -> None:
+        """One step of the loop; what its requests gained waits for their runs."""
+        for update in self._loop.step():
+            updates = self._updates.get(update.request_id)
+            if updates is not None:  # None: aborted since
+                updates.append(update)
 
     def _sequences(
         self,

@@ -254,6 +254,17 @@ def test_stream_and_generate_give_the_same_text(llm: LLM) -> None:
     assert outputs[-1].num_output_tokens == 20
 
 
+def test_streams_read_in_turns_lose_nothing_to_each_other(llm: LLM) -> None:
+    prompts = [prompt(52), prompt(53), prompt(54)]
+    alone = [tokens(llm, [one], GREEDY)[0] for one in prompts]
+    streams = [llm.stream(one, GREEDY) for one in prompts[:2]]
+    read = [[token for _ in range(3) for token in next(stream).token_ids] for stream in streams]
+    assert tokens(llm, prompts[2:], GREEDY) == alone[2:]  # while both are open
+    for output, stream in zip(read, streams, strict=True):
+        output += [token for rest in stream for token in rest.token_ids]
+    assert read == alone[:2]
+
+
 def test_a_request_whose_numbers_break_fails_alone(folder: Path) -> None:
     """Poison the cache of one running request with NaN: that request ends with an error, its
     neighbour is untouched.
