@@ -308,6 +308,18 @@ def test_head_beyond_the_limits_is_refused(
     assert b"application/json" in answer
 
 
+def test_references_count_as_what_they_refer_to(small: Server) -> None:
+    with small.http() as http:
+        kept = http.post("/v1/responses", json={"input": "Hi", "max_output_tokens": 60}).json()
+        reference = {"type": "item_reference", "id": kept["output"][0]["id"]}
+        body = {"input": [reference] * 800, "max_output_tokens": 1}
+        assert len(json.dumps(body)) < 100_000
+        error = error_of(http.post("/v1/responses", json=body), 413)
+        assert error["code"] == "body_too_large" and "references" in error["message"]
+        body["input"] = [reference, reference]
+        assert http.post("/v1/responses", json=body).status_code == 200
+
+
 def test_body_and_message_count_have_limits(small: Server) -> None:
     with small.http() as http:
         assert (

@@ -27,8 +27,11 @@ def test_least_used_responses_make_room() -> None:
     assert store.get("r0")  # used again
     store.put("r3", kept(None, 3))
     assert [name for name in ("r0", "r1", "r2", "r3") if store.get(name)] == ["r0", "r2", "r3"]
-    assert store.item("out1") is None and store.item("out0") == {"id": "out0", "text": "y" * 10}
-    assert store.item("in0") is None  # ids that clients made up are not looked up
+    # ids that clients made up are not looked up
+    assert store.items({"out0", "out1", "out3", "in0", "x"}) == {
+        f"out{number}": {"id": f"out{number}", "text": "y" * 10} for number in (0, 3)
+    }
+    assert store.items({"out0"}, tenant="another") == {}
 
 
 def test_bytes_are_bounded_and_come_back_to_zero() -> None:

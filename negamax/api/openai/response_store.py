@@ -5,7 +5,7 @@ never more than fits.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,11 +94,15 @@ class ResponseStore:
         self._responses.move_to_end(response_id)
         return kept
 
-    def item(self, item_id: str, *, tenant: str = "") -> Item | None:
-        """An output item of a kept response of this tenant's, or None."""
-        kept = self.get(self._owners.get(item_id, ""), tenant=tenant)
-        items = [] if kept is None else decoded(kept.turn.output_items)
-        return next((item for item in items if item.get("id") == item_id), None)
+    def items(self, item_ids: Collection[str], *, tenant: str = "") -> dict[str, Item]:
+        """Output items of kept responses of this tenant's, by id; those that are none are left
+        out."""
+        found: dict[str, Item] = {}
+        for response_id in {self._owners.get(item_id, "") for item_id in item_ids}:
+            kept = self.get(response_id, tenant=tenant)
+            items = [] if kept is None else decoded(kept.turn.output_items)
+            found.update((item["id"], item) for item in items if item["id"] in item_ids)
+        return found
 
     def remove(self, response_id: str) -> bool:
         """Forget a response; whether it was kept."""

@@ -37,12 +37,12 @@ from negamax.api.openai.responses_schema import ResponsesRequest
 from negamax.api.openapi import json_body
 from negamax.api.schemas.answers import encode
 from negamax.api.schemas.request_model import refuse, shown
-from negamax.base.errors import InvalidRequestError, NotFoundError
+from negamax.base.errors import InvalidRequestError, NotFoundError, PayloadTooLargeError
 from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-_ITEM = "item"  # what server processes ask each other for, by its id
+_ITEMS = "items"  # what server processes ask each other for, by their ids
 # that a stopping server waits for the client of a response that ended in the background
 _FETCH_SECONDS = 5.0
 
@@ -127,7 +127,7 @@ class _Responses:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._awaited: dict[str, asyncio.Event] = {}  # set when the response is fetched
         context.peers.when_asked(
-            _ITEM, lambda asked: self._store.item(asked["id"], tenant=asked["tenant"])
+            _ITEMS, lambda asked: self._store.items(set(asked["ids"]), tenant=asked["tenant"])
         )
 
     def kept(self, response_id: str, tenant: str) -> KeptResponse:
@@ -220,7 +220,7 @@ class _Responses:
         bytes that is.
         """
         parent = self._parent(params.previous_response_id, tenant)
-        given = await self._given(params, tenant)
+        given, num_bytes = await self._given(params, tenant, num_bytes=num_bytes)
         num_bytes += 0 if parent is None else parent.total_bytes
         turn = await off_loop(lambda: self._turn(params, parent, given), num_bytes=num_bytes)
         return parent, given, turn, num_bytes
@@ -307,31 +307,47 @@ class _Responses:
             refuse("previous_response_id", f"{response_id} is not complete yet; wait until it is")
         return kept.turn
 
-    async def _given(self, params: ResponsesRequest, tenant: str) -> list[Item]:
-        """The input as items, references replaced by what they refer to."""
+    async def _given(
+        self, params: ResponsesRequest, tenant: str, *, num_bytes: int
+    ) -> tuple[list[Item], int]:
+        """The input as items, references replaced by what they refer to, and how many bytes the
+        request, of `num_bytes`, has with these. Errors: `PayloadTooLargeError`."""
         if isinstance(params.input, str):
-            return [{"type": "message", "role": "user", "content": params.input}]
-        given = []
-        for index, item in enumerate(params.input):
-            if item.get("type") == "item_reference":
-                item_id = item.get("id")
-                found = await self._item(item_id, tenant) if isinstance(item_id, str) else None
-                if found is None:
-                    raise _unknown(item_id, param=f"input[{index}].id", code="item_not_found")
-                given.append(found)
-            else:
-                given.append(item)
-        return given
-
-    async def _item(self, item_id: str, tenant: str) -> Item | None:
-        """An output item of a kept response, of whichever server process owns it."""
-        owner = self._context.server_rank.owner_of(item_id)
-        if owner == self._context.server_rank.index:
-            return self._store.item(item_id, tenant=tenant)
-        item: Item | None = await self._context.peers.ask(
-            _ITEM, {"id": item_id, "tenant": tenant}, of=owner
+            return [{"type": "message", "role": "user", "content": params.input}], num_bytes
+        references = {
+            index: item.get("id")
+            for index, item in enumerate(params.input)
+            if item.get("type") == "item_reference"
+        }
+        found = await self._items(
+            {item_id for item_id in references.values() if isinstance(item_id, str)}, tenant
         )
-        return item
+        given = list(params.input)
+        sizes = {item_id: len(msgspec.json.encode(item)) for item_id, item in found.items()}
+        for index, item_id in references.items():
+            if not isinstance(item_id, str) or item_id not in found:
+                raise _unknown(item_id, param=f"input[{index}].id", code="item_not_found")
+            given[index] = found[item_id]
+            num_bytes += sizes[item_id]
+        allowed = self._context.body_limits.num_bytes
+        if num_bytes > allowed:
+            raise PayloadTooLargeError(
+                f"input: {num_bytes} bytes with what its references refer to; allowed: {allowed}",
+                code="body_too_large",
+            )
+        return given, num_bytes
+
+    async def _items(self, item_ids: set[str], tenant: str) -> dict[str, Item]:
+        """Output items of kept responses by id, each asked of the server process that owns it."""
+        rank = self._context.server_rank
+        by_owner: dict[int, set[str]] = {}
+        for item_id in item_ids:
+            by_owner.setdefault(rank.owner_of(item_id), set()).add(item_id)
+        found = self._store.items(by_owner.pop(rank.index, ()), tenant=tenant)
+        for owner, owned in by_owner.items():
+            asked = {"ids": list(owned), "tenant": tenant}
+            found |= await self._context.peers.ask(_ITEMS, asked, of=owner)
+        return found
 
     def _turn(self, params: ResponsesRequest, parent: KeptTurn | None, given: list[Item]) -> Turn:
         earlier = [] if parent is None else parent.conversation()
