@@ -9,7 +9,10 @@ import pytest
 from negamax.base.errors import ConfigError
 from negamax.config.embedded import EMBEDDED
 from negamax.config.options import EngineOptions
+from negamax.engine.core import setup
+from negamax.engine.core.scripted_executor import ScriptedExecutor
 from negamax.engine.core.setup import start_loop
+from negamax.engine.grammar.manager import GrammarManager
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import GrammarBitmask, NewRow, StepPlan
 from negamax.text.chat_template import ChatTemplate
@@ -135,3 +138,17 @@ def test_a_mask_that_allows_nothing_costs_its_row_and_not_the_step() -> None:
     (result,) = step.results()
     assert list(result.errors) == [0] and len(result.token_ids) == 2
     loop.shutdown()
+
+
+def test_a_start_that_fails_late_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+    monkeypatch.setattr(ScriptedExecutor, "shutdown", lambda _: ended.append("executor"))
+    monkeypatch.setattr(GrammarManager, "shutdown", lambda _: ended.append("grammars"))
+
+    def fail(*_: object, **__: object) -> None:
+        raise ConfigError("no")
+
+    monkeypatch.setattr(setup, "choose_chunk_length", fail)
+    with pytest.raises(ConfigError, match="no"):
+        start_loop(EngineOptions(model="nano", script="agents", device="cpu"))
+    assert ended == ["executor", "grammars"]

@@ -4,6 +4,7 @@ the scheduler's limits.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 
 from negamax.base import env
@@ -41,22 +42,22 @@ logger = get_logger(__name__)
 
 def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
     """Start the executor for `options`, on machines that Ray finds if it is to, and put a scheduler
-    in front of it. Errors: those of the worker, and of `RayLauncher`.
+    in front of it. What was started before an error is shut down. Errors: those of the worker, and
+    of `RayLauncher`.
     """
-    if options.distributed_executor_backend != RAY:
-        return _start_loop(options)
-    launcher = RayLauncher(options)
-    try:
-        return _start_loop(launcher.options, launcher)
-    except BaseException:
-        launcher.close()
-        raise
+    with ExitStack() as started:
+        loop, info = _start_loop(options, started)
+        started.pop_all()  # the loop's to shut down from now on
+    return loop, info
 
 
-def _start_loop(
-    options: EngineOptions, launcher: RayLauncher | None = None
-) -> tuple[EngineLoop, ModelInfo]:
-    """`launcher`: whoever has started the agents of the other nodes, if not the user."""
+def _start_loop(options: EngineOptions, started: ExitStack) -> tuple[EngineLoop, ModelInfo]:
+    """The same; `started` is given what is to be shut down after an error."""
+    launcher = None  # of the agents of the other nodes, if the user does not start them
+    if options.distributed_executor_backend == RAY:
+        launcher = RayLauncher(options)
+        started.callback(launcher.close)
+        options = launcher.options
     if options.node_rank:
         raise ConfigError(
             f"--node-rank is {options.node_rank}; the engine is on node 0",
@@ -70,14 +71,12 @@ def _start_loop(
         vocab_size=config.spec.vocab_size,
         eos_token_ids=config.eos_token_ids,
     )
+    started.callback(grammars.shutdown)
     # beside the model's start; where cores are few it would cost everybody what only some ask for
     if config.device != "cpu":
         grammars.start()
-    try:
-        executor = _start_executor(config, options, source, script=script, launcher=launcher)
-    except BaseException:
-        grammars.shutdown()
-        raise
+    executor = _start_executor(config, options, source, script=script, launcher=launcher)
+    started.callback(executor.shutdown)
     ready = executor.ready
     _log_ready(ready, block_size=config.block_size)
     max_model_len = _cached_context_length(
