@@ -63,7 +63,6 @@ _IGNORED = (
     ),
     _group(
         "there are as many micro-batches as pipeline stages, with chunks that take equally long",
-        switches="enable-dynamic-chunking",
         values="pp-max-micro-batch-size pp-async-batch-depth",
     ),
     _group(
@@ -559,7 +558,6 @@ _REFUSED = (
         remedy="decrypt the key file",
         values="ssl-keyfile-password",
     ),
-    _group("every key opens every route", remedy="use --api-key", values="admin-api-key"),
     _group(
         "answers have text, token ids and log-probabilities",
         remedy="leave it out",
