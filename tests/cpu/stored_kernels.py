@@ -32,6 +32,7 @@ def unpacked(packed: PackedWeight) -> Tensor:
     else:
         word, pair = columns // 16, columns // 8 % 2
         places = 8 * pair[:, None] + torch.arange(8)
+    words = words | words << 32  # round about
     held = words[:, :, thread, word] >> 16 * right  # [rows, spans, columns]
     codes = sum((held >> place & 1) << bit for bit, place in enumerate(places.unbind(-1)))
     codes = codes.to(torch.uint8)

@@ -174,6 +174,7 @@ _OPS: dict[str, Callable[..., int]] = {
     "xor.b32": lambda a, b: a ^ b,
     "shr.u32": lambda a, n: a >> n,
     "shl.b32": lambda a, n: a << n,
+    "shf.l.wrap.b32": lambda low, high, n: (high << 32 | low) >> 32 - n,
     "lop3.b32": lambda a, b, c, table: (a & b) | c if table == 0xEA else 1 // 0,
     "fma.rn.bf16x2": _fma_bf16x2,
 }
@@ -220,7 +221,7 @@ def test_ptx_makes_of_every_byte_what_its_codes_stand_for(
         word = 0
         for number, value in enumerate(own):
             for bit, place in enumerate(bits[number // 2]):
-                word |= (value >> bit & 1) << place + number % 2 * 16
+                word |= (value >> bit & 1) << (place + number % 2 * 16) % 32
         done = _run_ptx(code, dict(enumerate((word, factor, factor, added, added), count)))
         found = torch.tensor([done[f"${number}"] for number in range(count)])
         numbers = found.to(torch.int32).to(torch.int16).view(torch.bfloat16).float() * left

@@ -101,13 +101,13 @@ def unpack_words(
         )  # fmt: skip
 
 
-# Bits of e2m1 come to where bf16 has its own by shifts to the left (less than 0: to the right),
-# then masks; `weight_only.layout.BITS` says where they lie in a word.
+# Bits of e2m1 of each pair of codes come from `a` to where bf16 has its own, then masks;
+# `weight_only.layout.BITS` says where they lie in a word.
 _E2M1 = (
-    ((0, 0x81C081C0),),
-    ((3, 0x81C081C0),),
-    ((6, 0x81C081C0),),
-    ((1, 0x80008000), (-3, 0x01800180), (-7, 0x00400040)),
+    (("mov.b32 a, q;", 0x81808180), ("shr.u32 a, q, 8;", 0x00400040)),
+    (("shl.b32 a, q, 2;", 0x81C081C0),),
+    (("shl.b32 a, q, 6;", 0x81C081C0),),
+    (("shf.l.wrap.b32 a, q, q, 12;", 0x81C081C0),),
 )
 
 
@@ -126,8 +126,7 @@ def unpacking(ELEMENT: str, SCALED: bool, ZEROS: bool) -> str:
             lines.append("lop3.b32 c, a, 0x000F000F, 0x43004300, 0xEA;")  # (a & b) | c
         elif ELEMENT == "e2m1":
             lines.append("mov.b32 c, 0;")
-            for shift, mask in _E2M1[pair]:
-                moved = f"shl.b32 a, q, {shift};" if shift >= 0 else f"shr.u32 a, q, {-shift};"
+            for moved, mask in _E2M1[pair]:
                 lines += [moved, f"lop3.b32 c, a, {mask:#010x}, c, 0xEA;"]
         elif ELEMENT == "e4m3":
             lines.append(

@@ -32,12 +32,12 @@ SPAN_BYTES = 64
 # of the bytes of a span of 8 bits, as [2, 2, 2, 4, 2], the order in which they are stored: those of
 # a pair are two bytes apart
 AXES = (3, 0, 1, 4, 2)
-# Where codes of 4 bits lie in the lower half of a word, from the lowest bit on; those of the other
-# columns of their pairs lie in the upper half alike. Bits of e2m1 come to where bf16 has its own by
-# one shift and one mask for each pair but the last (`launch.ptx`).
+# Where the bits of a code of 4 bits lie in a word, from the lowest on, for the first code of each
+# pair; those of the second lie 16 bits further, round about. Bits of e2m1 come to where bf16 has
+# its own by one shift or rotation and one mask for each pair but the first (`launch.ptx`).
 BITS = {
     "uint4": ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15)),
-    "e2m1": ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (13, 10, 11, 14)),
+    "e2m1": ((14, 7, 8, 15), (4, 5, 6, 13), (0, 1, 2, 9), (26, 27, 28, 3)),
 }
 E5M3_BIAS = 23  # of the exponents of E4M3, -9 to 8, the highest is 31 then
 
@@ -178,15 +178,23 @@ def _words(codes: Tensor, bits: tuple[tuple[int, ...], ...]) -> Tensor:
     spans = codes.view(len(codes), -1, 2, 2, 2, 2, 4, 2)
     # [N, spans, thread, 64 columns, 32 columns, pair of a word, neighbour]
     pairs = spans.permute(0, 1, 6, 2, 3, 4, 5, 7).flatten(5, 6)
-    # what a code becomes as one of each pair
-    values = [
-        sum((code >> bit & 1) << place for bit, place in enumerate(places))
-        for places in bits
-        for code in range(16)
-    ]
-    table = torch.tensor(values, dtype=torch.int32, device=codes.device).to(torch.int16)
+    # what a code becomes as the first of each pair: the lower and the upper half of a word
+    values = torch.tensor(
+        [
+            sum((code >> bit & 1) << place for bit, place in enumerate(places))
+            for places in bits
+            for code in range(16)
+        ]
+    )
+    lower, upper = (
+        half.to(codes.device, torch.int32).to(torch.int16)
+        for half in (values & 0xFFFF, values >> 16)
+    )
     first = torch.arange(0, len(values), 16, dtype=torch.int32, device=codes.device)
-    halves: Tensor = table[pairs + first[:, None]].sum(-2, dtype=torch.int16)
+    at = pairs + first[:, None]
+    halves: Tensor = lower[at].sum(-2, dtype=torch.int16)
+    if any(place >= 16 for places in bits for place in places):
+        halves += upper[at].flip(-1).sum(-2, dtype=torch.int16)
     return halves.view(torch.uint8).flatten(2).transpose(0, 1)
 
 

@@ -6,7 +6,7 @@ the tensor cores' operand; so the rows of a tile are loaded in another order, an
 thread hands another what it has unpacked.
 
 On NVIDIA GPUs codes become bf16 in pairs, by bit operations (instructions per weight: uint4 1.4,
-e2m1 1.9, e4m3 2.2, int8 1.8, uint8 2). The bits of e2m1 and e4m3 are put where bf16 has its
+e2m1 1.6, e4m3 2.2, int8 1.8, uint8 2). The bits of e2m1 and e4m3 are put where bf16 has its
 own, which makes the value a power of two too small. The scale is as much larger, but for 2^_POST,
 which is left for the end, so that neither leaves the range of bf16.
 
@@ -337,7 +337,7 @@ def numbers_of_words(
 @triton.constexpr_function
 def _place(i: int, bit: int, ELEMENT: str) -> int:
     """Where a bit of code i lies in a word."""
-    return layout.BITS[ELEMENT][i // 2][bit] + i % 2 * 16
+    return (layout.BITS[ELEMENT][i // 2][bit] + i % 2 * 16) % 32
 
 
 @triton.jit
