@@ -169,7 +169,7 @@ class _Shares:
             self.tried, self.untried = self.tried + 1, 0
             if self.tried > 3 * STEPS_PER_CHOICE:  # more than a try
                 self.rest = _FIRST_REST
-            kept = math.exp(-self.new_trials / max(_TRIALS, _TRIAL_STEPS * num_rows))
+            kept = math.exp(-min(self.new_trials / _TRIALS, 1.0 / _TRIAL_STEPS))
         else:
             self.untried += 1
             kept = math.exp(-min(1.0, num_rows / 4) / self.rest)
@@ -229,17 +229,24 @@ class AdaptiveDraftLength:
 
     def record(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         """See `DraftLength`."""
-        accepted = result.num_accepted
-        rows = Counter(
-            (drafts, accepted.get(row, 0)) for row, drafts in enumerate(plan.num_draft_tokens)
-        )
-        for (drafts, right), count in rows.items():
-            self.add_rows(count, drafts, right)
-        num_rows, num_drafts = len(plan.slots), sum(plan.num_draft_tokens)
-        full = num_rows * plan.num_proposed
-        # nothing but generated tokens, and in nearly all rows as many drafts as are proposed anew
-        is_even = plan.num_tokens == num_rows + num_drafts and 0.9 * full <= num_drafts <= full
-        self.end_step(num_rows, plan.num_proposed if is_even else None, seconds)
+        self.record_all([(plan, result)], seconds)
+
+    def record_all(self, ranks: Sequence[tuple[StepPlan, StepResult]], seconds: float) -> None:
+        """A step of data-parallel ranks, each with its plan of the same number, or without rows."""
+        num_proposed, num_rows, is_even = 0, 0, True
+        for plan, result in ranks:
+            if not plan.slots:
+                continue
+            accepted, drafts = result.num_accepted, plan.num_draft_tokens
+            rows = Counter((count, accepted.get(row, 0)) for row, count in enumerate(drafts))
+            for (count, right), rows_alike in rows.items():
+                self.add_rows(rows_alike, count, right)
+            num_drafts, full = sum(drafts), len(drafts) * plan.num_proposed
+            # nothing but generated tokens, and in nearly all rows as many drafts as proposed anew
+            is_even &= plan.num_tokens == len(drafts) + num_drafts
+            is_even &= 0.9 * full <= num_drafts <= full
+            num_proposed, num_rows = plan.num_proposed, max(num_rows, len(drafts))
+        self.end_step(num_rows, num_proposed if is_even else None, seconds)
 
     def add_rows(self, num_rows: int, num_drafts: int, num_accepted: int) -> None:
         """So many rows of a step verified `num_drafts` each, of which the first `num_accepted` were
@@ -296,6 +303,42 @@ class AdaptiveDraftLength:
             return points[min(right, len(points) - 1)][1]
         (low, first), (high, last) = points[right - 1], points[right]
         return first + (last - first) * (num_rows - low) / (high - low)
+
+
+class RankDraftLength:
+    """The part of one data-parallel rank in a number that is the same for all. Their steps take
+    what the largest takes, so that each by itself would find drafts cheap that slow all down.
+    """
+
+    def __init__(self, joint: AdaptiveDraftLength, ranks: list[RankDraftLength]) -> None:
+        """Becomes the next of the `ranks`, which plan and commit in their order."""
+        self._joint, self._ranks = joint, ranks
+        self._num_rows = self._number = 0
+        self._committed: tuple[StepPlan, StepResult] | None = None
+        ranks.append(self)
+
+    def choose(self, num_rows: int) -> int:
+        """See `DraftLength`. Later ranks have as many rows as in the step before."""
+        self._num_rows = num_rows
+        first = self._ranks[0]
+        if self is first:
+            self._number = self._joint.choose(max(rank._num_rows for rank in self._ranks))
+        return first._number
+
+    def record(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        """See `DraftLength`."""
+        self._committed = plan, result
+        if self is self._ranks[-1]:
+            committed = [rank._committed for rank in self._ranks if rank._committed]
+            self._joint.record_all(committed, seconds)
+
+
+def for_ranks(joint: AdaptiveDraftLength, num_ranks: int) -> Sequence[DraftLength]:
+    """`joint` for each of so many data-parallel ranks."""
+    ranks: list[RankDraftLength] = []
+    for _ in range(num_ranks):
+        RankDraftLength(joint, ranks)
+    return ranks if num_ranks > 1 else [joint]
 
 
 def _size_class(num_rows: int) -> int:

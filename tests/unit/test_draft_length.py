@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from negamax.scheduler.draft_length import STEPS_PER_CHOICE, AdaptiveDraftLength
+from negamax.scheduler.draft_length import STEPS_PER_CHOICE, AdaptiveDraftLength, for_ranks
 from negamax.scheduler.step import StepPlan, StepResult
 
 LENGTHS, MOST = (1, 2, 3), 3
@@ -327,3 +327,28 @@ def test_acceptance_is_that_of_the_rows() -> None:
             plan([4] * 4, [3] * 4, proposed=3), StepResult(0, [], {}, {}, {}, accepted), 0
         )
     assert policy.acceptance() == pytest.approx([0.5, 0.26, 0.26], abs=0.03)
+
+
+@pytest.mark.parametrize("name", ["code", "none"])
+def test_data_parallel_ranks_do_not_slow_each_other_down(name: str) -> None:
+    """Of eight ranks with a row each, and one that is idle: a step takes what all their tokens
+    take, so that to a rank by itself its own drafts look cheap.
+    """
+    ranks, rng = for_ranks(informed(0.04), 9), random.Random(1)
+    times, tokens = [seconds(8, k) for k in range(MOST + 1)], [8, 0, 0, 0]
+    for place, right in enumerate(CURVES[name]):
+        tokens[place + 1] = tokens[place] + 8 * math.prod(CURVES[name][:place]) * right
+    best = max(made / took for made, took in zip(tokens, times, strict=True))
+    made = took = 0.0
+    for _ in range(400):
+        drafts, *others = (rank.choose(at < 8) for at, rank in enumerate(ranks))
+        assert set(others) == {drafts}
+        for at, rank in enumerate(ranks):
+            right = 0
+            while right < drafts and rng.random() < CURVES[name][right]:
+                right += 1
+            is_idle, result = at == 8, StepResult(0, [], {}, {}, {}, {0: right})
+            columns = ([], []) if is_idle else ([1 + drafts], [drafts])
+            rank.record(plan(*columns, proposed=0 if is_idle else drafts), result, times[drafts])
+        made, took = made + tokens[drafts], took + times[drafts]
+    assert made / took > 0.96 * best

@@ -31,7 +31,7 @@ from negamax.engine.nodes.ray_launcher import RayLauncher
 from negamax.engine.wire import ModelInfo
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split
-from negamax.scheduler.draft_length import AdaptiveDraftLength
+from negamax.scheduler.draft_length import AdaptiveDraftLength, for_ranks
 from negamax.scheduler.group import GroupScheduler
 from negamax.scheduler.limits import SchedulerLimits
 from negamax.text.script import Script, read_script
@@ -240,10 +240,8 @@ def _scheduler(
     )
     if speculation is None or not speculation.adaptive or not ready.num_draft_tokens:
         return GroupScheduler(limits, [None] * num_ranks)
-    lengths = [
-        AdaptiveDraftLength(speculation.lengths, ready.step_seconds) for _ in range(num_ranks)
-    ]
-    return GroupScheduler(limits, lengths)
+    joint = AdaptiveDraftLength(speculation.lengths, ready.step_seconds)
+    return GroupScheduler(limits, for_ranks(joint, num_ranks))
 
 
 def _num_dp_ranks(options: EngineOptions, config: WorkerConfig) -> int:
