@@ -25,8 +25,9 @@ from negamax.base import log
 from negamax.base.log import get_logger
 from negamax.base.parent_watch import watch_parent
 from negamax.base.process import exit_now
-from negamax.engine.client.connection import EngineAddress, EngineChannel
+from negamax.engine.client.connection import EngineChannel
 from negamax.engine.client.engine_client import AsyncEngine
+from negamax.engine.wire import EngineAddress
 
 logger = get_logger(__name__)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -16,6 +17,25 @@ from negamax.config.options import EngineOptions
 from negamax.config.speculation import SpeculationConfig
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import SequenceUpdate
+
+BEAT_SECONDS = 0.2  # between two heartbeats
+
+
+@dataclass(frozen=True)
+class EngineAddress:
+    """The sockets of an engine process, two for each server process, in a folder only this user can
+    enter.
+    """
+
+    folder: str
+
+    def requests(self, server: int) -> str:
+        """The endpoint from which a server process sends its requests."""
+        return f"ipc://{self.folder}/requests-{server}"
+
+    def outputs(self, server: int) -> str:
+        """The endpoint at which a server process waits for the outputs."""
+        return f"ipc://{self.folder}/outputs-{server}"
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,8 +242,8 @@ class ExpertRecord(msgspec.Struct, frozen=True, tag="expert_record"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
-    """Twice a second, from a thread of its own: the process runs, whether its loop goes round, and
-    its ranks run.
+    """Every `BEAT_SECONDS`, from a thread of its own: the process runs, whether its loop goes
+    round, and its ranks run.
     """
 
     num_rounds: int  # of the loop since the start

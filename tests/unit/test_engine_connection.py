@@ -16,7 +16,7 @@ from negamax.base.errors import ConfigError
 from negamax.config.options import EngineOptions
 from negamax.engine import wire
 from negamax.engine.client import connection
-from negamax.engine.client.connection import EngineAddress, EngineChannel, EngineConnection
+from negamax.engine.client.connection import EngineChannel, EngineConnection
 from negamax.engine.core.process import Outbox
 from tools.load.stub_engine import Novelist, StubEngine
 
@@ -69,7 +69,7 @@ def test_counters_do_not_go_back_when_a_beat_is_late(tmp_path: Path) -> None:
         return wire.EngineStats(0, 0, 1, 1, 0, 0, 0, 0, generated, at=at)
 
     async def scene() -> list[int]:
-        address, arrived = EngineAddress(str(tmp_path)), asyncio.Event()
+        address, arrived = wire.EngineAddress(str(tmp_path)), asyncio.Event()
         channel = EngineChannel(
             address, 0, receive=lambda steps: arrived.set(), failed=lambda reason: None
         )
@@ -91,7 +91,7 @@ def test_counters_do_not_go_back_when_a_beat_is_late(tmp_path: Path) -> None:
 
 def send(folder: str, message: wire.EngineReady | wire.EngineFailed, *, is_first: bool) -> None:
     """As an engine does, which begins when it was told to."""
-    address = EngineAddress(folder)
+    address = wire.EngineAddress(folder)
     with zmq.Context() as context, context.socket(zmq.PULL) as requests:
         requests.connect(address.requests(0))
         if is_first:

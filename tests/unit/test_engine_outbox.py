@@ -10,7 +10,6 @@ import pytest
 import zmq
 
 from negamax.engine import wire
-from negamax.engine.client.connection import EngineAddress
 from negamax.engine.core.process import Outbox
 from negamax.scheduler.step import SequenceUpdate
 
@@ -33,7 +32,7 @@ def update(name: str, token_id: int) -> SequenceUpdate:
 
 
 def test_each_server_gets_its_own_and_steps_are_counted_once(tmp_path: Path) -> None:
-    address = EngineAddress(str(tmp_path))
+    address = wire.EngineAddress(str(tmp_path))
     with zmq.Context() as context:
         servers = [context.socket(zmq.PULL) for _ in range(3)]
         for index, socket in enumerate(servers[:2]):

@@ -24,7 +24,6 @@ import zmq
 from negamax.base.process import exit_with_parent
 from negamax.config.options import EngineOptions
 from negamax.engine import wire
-from negamax.engine.client.connection import BEAT_SECONDS, EngineAddress
 from negamax.engine.core.process import Outbox, listen
 from negamax.engine.core.source import ModelSource, locate
 from negamax.scheduler.request import GenerateRequest
@@ -220,7 +219,7 @@ def run(folder: str, *, new_author: Callable[[ModelSource], Author]) -> int:
     exit_with_parent()
     pause = float(os.environ.get("STUB_STEP_MS", "0")) / 1000
     log = os.environ.get("STUB_LOG")
-    address = EngineAddress(folder)
+    address = wire.EngineAddress(folder)
     with zmq.Context() as context, context.socket(zmq.PULL) as requests:
         requests.connect(address.requests(0))
         start = wire.start_decoder.decode(requests.recv())
@@ -232,7 +231,7 @@ def run(folder: str, *, new_author: Callable[[ModelSource], Author]) -> int:
             due = time.monotonic()
             while True:
                 while not engine.has_work or requests.poll(0):
-                    if not engine.has_work and not requests.poll(int(1000 * BEAT_SECONDS)):
+                    if not engine.has_work and not requests.poll(int(1000 * wire.BEAT_SECONDS)):
                         outbox.send_all(engine.beat())
                         continue
                     if not engine.take(wire.to_engine_decoder.decode(requests.recv())):

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import msgspec
 import zmq
@@ -27,7 +26,6 @@ from negamax.engine import wire
 logger = get_logger(__name__)
 
 ENGINE_MODULE = "negamax.engine.core.process"
-BEAT_SECONDS = 0.2
 SHUTDOWN_SECONDS = 5.0
 # without a beat an engine counts as hung, unless the limit on its steps is lower
 BEAT_TIMEOUT_SECONDS = 30.0
@@ -39,23 +37,6 @@ _FRAMES_PER_TURN = 32  # after which other events of the loop get their turn
 Receive = Callable[[list[wire.StepOutputs]], None]
 
 
-@dataclass(frozen=True)
-class EngineAddress:
-    """The sockets of an engine process, two for each server process, in a folder only this user can
-    enter.
-    """
-
-    folder: str
-
-    def requests(self, server: int) -> str:
-        """The endpoint from which a server process sends its requests."""
-        return f"ipc://{self.folder}/requests-{server}"
-
-    def outputs(self, server: int) -> str:
-        """The endpoint at which a server process waits for the outputs."""
-        return f"ipc://{self.folder}/outputs-{server}"
-
-
 class EngineChannel:
     """The two sockets of one server process, until `close`. Single writer: the event loop.
 
@@ -65,7 +46,7 @@ class EngineChannel:
 
     def __init__(
         self,
-        address: EngineAddress,
+        address: wire.EngineAddress,
         server: int,
         *,
         receive: Receive,
@@ -213,7 +194,7 @@ class EngineConnection:
         """
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._folder = PrivateFolder()
-        self.address = EngineAddress(self._folder.path)
+        self.address = wire.EngineAddress(self._folder.path)
         self.channel = EngineChannel(self.address, 0, receive=receive, failed=self.ended.set_result)
         self._start = wire.Start(options, num_servers, parent)
         self._hang_seconds = hang_seconds

@@ -29,7 +29,6 @@ from negamax.base.log import get_logger
 from negamax.base.parent_watch import watch_parent
 from negamax.base.process import exit_now, exit_with_parent
 from negamax.engine import wire
-from negamax.engine.client.connection import BEAT_SECONDS, EngineAddress
 from negamax.engine.core.loop import EngineLoop
 
 logger = get_logger(__name__)
@@ -47,7 +46,7 @@ def main(folder: str) -> int:
     """Serve the server processes until the first says stop; the exit code of the process."""
     exit_with_parent()
     log.setup_as_parent()
-    address = EngineAddress(folder)
+    address = wire.EngineAddress(folder)
     with zmq.Context() as context, context.socket(zmq.PULL) as requests:
         requests.connect(address.requests(0))
         start = wire.start_decoder.decode(requests.recv())
@@ -62,7 +61,7 @@ def _serve(
     start: wire.Start,
     *,
     context: Context,
-    address: EngineAddress,
+    address: wire.EngineAddress,
     requests: zmq.Socket[bytes],
     outbox: Outbox,
 ) -> int:
@@ -107,7 +106,7 @@ def _serve(
     return 0
 
 
-def listen(requests: zmq.Socket[bytes], address: EngineAddress, *, num_servers: int) -> None:
+def listen(requests: zmq.Socket[bytes], address: wire.EngineAddress, *, num_servers: int) -> None:
     """Take requests of the other server processes, too, whenever they come."""
     requests.reconnect_ivl = RECONNECT_MS
     for server in range(1, num_servers):
@@ -119,7 +118,7 @@ class Outbox(AbstractContextManager["Outbox"]):
     there (it has not come yet, or it died and is started again) waits for it."""
 
     def __init__(
-        self, context: Context, address: EngineAddress, *, num_servers: int, linger: int
+        self, context: Context, address: wire.EngineAddress, *, num_servers: int, linger: int
     ) -> None:
         """`linger`: milliseconds that frames may still be under way when it is closed."""
         self._sockets = [context.socket(zmq.PUSH) for _ in range(num_servers)]
@@ -228,7 +227,7 @@ class Pulse:
 
     @contextmanager
     def beating(
-        self, context: Context, address: EngineAddress, *, num_servers: int
+        self, context: Context, address: wire.EngineAddress, *, num_servers: int
     ) -> Iterator[None]:
         """Within this context a thread sends a heartbeat five times a second, and reports once
         that a rank is gone, whatever the loop waits for.
@@ -239,7 +238,7 @@ class Pulse:
             watch = self._loop.watch_ranks()
             next_beat = 0.0
             with Outbox(context, address, num_servers=num_servers, linger=0) as outbox:
-                while not stop.wait(BEAT_SECONDS if watch is None else LOOK_SECONDS):
+                while not stop.wait(wire.BEAT_SECONDS if watch is None else LOOK_SECONDS):
                     rank, silence = (0, 0.0) if watch is None else watch.longest_silence()
                     death = None if watch is None else watch.death()
                     if death is not None:
@@ -249,7 +248,7 @@ class Pulse:
                             outbox.send_first(wire.EngineFailed(death, 1))
                         stop.wait()  # the server process ends this one
                     elif time.monotonic() >= next_beat:
-                        next_beat = time.monotonic() + BEAT_SECONDS - LOOK_SECONDS
+                        next_beat = time.monotonic() + wire.BEAT_SECONDS - LOOK_SECONDS
                         stats = self._loop.stats()
                         outbox.send_all(
                             wire.Heartbeat(self.num_rounds, self.is_idle, stats, rank, silence)
