@@ -7,12 +7,8 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from negamax.api.common.conversation import (
-    ChoiceReader,
-    Conversation,
-    PromptBuilder,
-    ReadingRules,
-)
+from negamax.api.common.choice_reader import ChoiceReader, ReadingRules
+from negamax.api.common.conversation import Conversation, PromptBuilder
 from negamax.cli.chat_session import TokenCounts
 from negamax.config.options import EngineOptions
 from negamax.engine.client.output import RequestOutput

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from negamax.api.common.answering import AnswerWriter, Choice
-from negamax.api.common.conversation import PlainReader
+from negamax.api.common.choice_reader import PlainReader
 from negamax.base.errors import EngineError
 from negamax.engine.client.output import RequestOutput
 from negamax.text.chat_format import ChatFormat

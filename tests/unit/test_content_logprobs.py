@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from negamax.api.common.blocks import BlockGrew, BlockKind, BlockWriter
+from negamax.api.common.choice_reader import StartedCall
 from negamax.api.common.content_logprobs import ContentLogprobs
-from negamax.api.common.conversation import StartedCall
 from negamax.api.schemas.answers import ChatLogprob
 from negamax.scheduler.step import TokenLogprobs
 from negamax.text.chat_format import ChatFormat

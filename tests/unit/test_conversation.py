@@ -11,14 +11,8 @@ from message_support import ai, user
 from text_support import make_tokenizer
 
 from negamax.api.common.answering import without_tokens
-from negamax.api.common.conversation import (
-    ChatPrompt,
-    ChoiceReader,
-    Conversation,
-    PromptBuilder,
-    ReadingRules,
-    new_call_id,
-)
+from negamax.api.common.choice_reader import ChoiceReader, ReadingRules, new_call_id
+from negamax.api.common.conversation import ChatPrompt, Conversation, PromptBuilder
 from negamax.api.schemas.thinking import ReasoningPlace, ThinkingChoice
 from negamax.base.errors import EngineError, InvalidRequestError
 from negamax.engine.client.output import RequestOutput

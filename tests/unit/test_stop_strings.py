@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from parser_support import MINIMAX_M2, MINIMAX_M3, outputs, parse
 from test_choice_stream import EOS, TOKENIZER, info
 
-from negamax.api.common.conversation import ChatPrompt, ChoiceReader, ReadingRules
+from negamax.api.common.choice_reader import ChoiceReader, ReadingRules
+from negamax.api.common.conversation import ChatPrompt
 from negamax.engine.client.output import ChoiceStream
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import SequenceUpdate

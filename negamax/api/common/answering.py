@@ -12,8 +12,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from negamax.api.common.choice_reader import ChoiceReader, PlainReader, check_failed
 from negamax.api.common.context import ApiContext, Ping
-from negamax.api.common.conversation import ChoiceReader, PlainReader, check_failed
 from negamax.api.errors import failure_event, json_response
 from negamax.api.http.sse import DONE, FIRST_OUTPUT_SECONDS, Write, first_output, while_connected
 from negamax.api.schemas.answers import CompletionTokensDetails, PromptTokensDetails, Usage

@@ -8,7 +8,7 @@ import enum
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from negamax.api.common.conversation import StartedCall
+from negamax.api.common.choice_reader import StartedCall
 from negamax.text.parser.events import (
     ContentDelta,
     ParserEvent,

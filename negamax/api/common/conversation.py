@@ -1,8 +1,5 @@
-"""What all dialects share: from messages to prompt tokens, and from a choice's outputs to
-reasoning, content and calls.
-
-A dialect turns its request into a `Conversation`, which `PromptBuilder.chat` turns into a prompt,
-and into `ReadingRules`, by which a `ChoiceReader` per choice reads what the engine sends.
+"""From messages to prompt tokens, for all dialects: a dialect turns its request into a
+`Conversation`, which `PromptBuilder.chat` turns into a prompt.
 """
 
 from __future__ import annotations
@@ -10,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -18,21 +15,16 @@ from typing import Any, TypeVar
 from negamax.api.http.request_body import max_chars
 from negamax.api.schemas.thinking import (
     NO_CHOICE,
-    ReasoningPlace,
     ThinkingChoice,
     other_variables,
     template_switch,
 )
-from negamax.base.errors import ContextLengthError, EngineError, InvalidRequestError
+from negamax.base.errors import ContextLengthError, InvalidRequestError
 from negamax.base.pieces import num_chars
-from negamax.engine.client.output import RequestOutput
 from negamax.text.chat_format import ChatFormat, ReasoningState
-from negamax.text.detokenizer import TextPiece
 from negamax.text.encoding_cache import EncodingCache
 from negamax.text.escaping import unescaped
 from negamax.text.messages import is_unseen, normalize_messages, plain_text
-from negamax.text.parser.events import ContentDelta, ParserEvent, ReasoningDelta, ToolCallStart
-from negamax.text.parser.output_parser import Thinking
 from negamax.text.tokenizer import Tokenizer, TooManyTokensError
 
 _INLINE_BYTES = 8192  # work on larger requests runs in a thread, so that other requests go on
@@ -243,262 +235,3 @@ class _Mark:
                 "the chat template does not show the last message", param="continue_final_message"
             )
         return before
-
-
-class ReasoningCounter:
-    """Counts the tokens of a choice that lie inside its reasoning, by the tags' token ids. What was
-    closed stays closed, as in the parser: think tags in content are content. A call opener in
-    reasoning may be a quoted one: the reader of the text calls `call_began` where it was not.
-    """
-
-    __slots__ = (
-        "_call",
-        "_closer",
-        "_in_reasoning",
-        "_num_certain",
-        "_num_since_call",
-        "_opener",
-        "knows_tags",
-    )
-
-    def __init__(self, chat_format: ChatFormat, *, in_reasoning: bool) -> None:
-        output = chat_format.output
-        self._opener, self._closer, self._call = (
-            chat_format.tag_ids.get(tag)
-            for tag in (output.think_open, output.think_close, output.call_open)
-        )
-        self._in_reasoning = in_reasoning
-        self._num_certain = 0
-        self._num_since_call = 0  # tokens from a call opener on; 0: there was none
-        self.knows_tags = self._opener is not None and self._closer is not None
-
-    @property
-    def count(self) -> int:
-        """Reasoning tokens so far."""
-        return self._num_certain + self._num_since_call
-
-    @property
-    def is_undecided(self) -> bool:
-        """Whether a call opener has come that may be quoted."""
-        return self._num_since_call > 0
-
-    def push(self, token_ids: Sequence[int]) -> None:
-        """Take the next tokens; the tags themselves are not reasoning, quoted ones are."""
-        for token_id in token_ids:
-            if token_id == self._closer or (token_id == self._call and not self._in_reasoning):
-                self._end(self.count)
-            elif not self._in_reasoning:
-                self._in_reasoning = token_id == self._opener
-            elif token_id == self._call:
-                self._num_certain, self._num_since_call = self.count, 1
-            elif self._num_since_call:
-                self._num_since_call += 1
-            elif token_id != self._opener or self._num_certain:
-                self._num_certain += 1
-
-    def add(self, count: int) -> None:
-        """Count tokens that are known to be reasoning."""
-        self._num_certain += count
-
-    def call_began(self) -> None:
-        """The latest call opener was one, so the reasoning ended before it."""
-        self._end(self._num_certain)
-
-    def _end(self, count: int) -> None:
-        self._num_certain, self._num_since_call = count, 0
-        self._in_reasoning, self._opener, self._closer, self._call = False, None, None, None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadingRules:
-    """How the choices of one request are read."""
-
-    # the declared ones: their schemas decide the types of arguments
-    tools: Sequence[Mapping[str, Any]] | None = None
-    may_call: bool = True  # False: the answer has no calls, what looks like one is content
-    parallel_calls: bool = True  # False: only the first call is reported
-    # then a call is the answer, and it ends with "stop", as in OpenAI's API
-    is_call_forced_by_name: bool = False
-    reasoning: ReasoningPlace | None = None  # None: where the server's parser puts it
-    stream_reasoning: bool = True  # False: reasoning comes in one piece when it is complete
-    stop: tuple[str, ...] = ()  # strings that end the answer where they occur in its content
-    includes_stop: bool = False  # the one that did stays there
-
-
-@dataclass(frozen=True, slots=True)
-class StartedCall:
-    """A tool call whose name is known."""
-
-    id: str
-    name: str
-
-
-def new_call_id() -> str:
-    """An id for a tool call."""
-    return f"call_{secrets.token_hex(12)}"
-
-
-class ChoiceReader:
-    """One choice of a chat answer: its outputs in, events out. Single writer: the request's
-    handler.
-
-    Where there are stop strings, the engine's client reads with it (`TextReader`), because it must
-    know when one has ended the answer; its outputs then bring the events along.
-    """
-
-    __slots__ = (
-        "_counter",
-        "_held_reasoning",
-        "_holds_back",
-        "_parser",
-        "_rules",
-        "calls",
-        "finish_reason",
-        "stop_reason",
-    )
-
-    def __init__(self, chat_format: ChatFormat, *, prompt: ChatPrompt, rules: ReadingRules) -> None:
-        self._rules = rules
-        is_silent = rules.reasoning is ReasoningPlace.NOWHERE
-        # more than the parser knows
-        self._holds_back = is_silent or not rules.stream_reasoning or not rules.parallel_calls
-        in_reasoning = prompt.reasoning == "open"
-        self._parser = _with_reasoning_in(rules.reasoning, chat_format).new_parser(
-            tools=rules.tools,
-            in_reasoning=in_reasoning,
-            may_call=rules.may_call,
-            continues=bool(prompt.continued),
-            stop=rules.stop,
-            includes_stop=rules.includes_stop,
-        )
-        self._counter = ReasoningCounter(chat_format, in_reasoning=in_reasoning)
-        self._held_reasoning: list[str] = []  # that waits for its end
-        self.calls: list[StartedCall] = []
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-
-    @property
-    def num_reasoning_tokens(self) -> int:
-        """Tokens inside the reasoning so far."""
-        return self._counter.count
-
-    def push(self, output: RequestOutput) -> list[ParserEvent]:
-        """The events of `output`. Errors: `EngineError` if the request failed in the engine."""
-        check_failed(output)
-        is_end = output.finish_reason is not None
-        counter = self._counter
-        if counter.knows_tags:
-            counter.push(output.token_ids)
-        events = self.feed(output.pieces) if output.events is None else output.events
-        if counter.is_undecided and not self._parser.in_reasoning:
-            counter.call_began()
-        if is_end and output.events is None:
-            events = [*events, *self.finish(is_cut=output.finish_reason != "stop")]
-        if self._holds_back:
-            events = list(self._chosen(events, is_end=is_end))
-        for event in events:
-            if isinstance(event, ToolCallStart):
-                self.calls.append(StartedCall(new_call_id(), event.name))
-        if output.finish_reason is not None:
-            self.finish_reason, self.stop_reason = (
-                self._finish_reason(output.finish_reason),
-                output.stop_reason,
-            )
-        return events
-
-    @property
-    def matched_stop(self) -> str | None:
-        """The stop string that ended the answer, or None."""
-        return self._parser.matched_stop
-
-    def feed(self, pieces: Sequence[TextPiece], *, may_stop: bool = True) -> list[ParserEvent]:
-        """Read the next pieces, as of `OutputParser`. Where tags are no tokens of their own, the
-        parser says which pieces count as reasoning."""
-        if self._counter.knows_tags:
-            return self._parser.feed(pieces, may_stop=may_stop)
-        events = []
-        for piece in pieces:
-            events += self._parser.feed([piece], may_stop=may_stop)
-            self._counter.add(self._parser.in_reasoning)
-        return events
-
-    def finish(self, *, is_cut: bool) -> list[ParserEvent]:
-        """The text is over, as of `OutputParser`."""
-        return self._parser.finish(is_cut=is_cut)
-
-    def _finish_reason(self, of_engine: str) -> str:
-        ends_with_calls = (
-            of_engine == "stop" and self.calls and not self._rules.is_call_forced_by_name
-        )
-        return "tool_calls" if ends_with_calls else of_engine
-
-    def _chosen(self, events: Iterable[ParserEvent], *, is_end: bool) -> Iterator[ParserEvent]:
-        """The events that the rules let through, reasoning when they do."""
-        for event in events:
-            if isinstance(event, ReasoningDelta):
-                if self._rules.reasoning is ReasoningPlace.NOWHERE:
-                    continue
-                if not self._rules.stream_reasoning:
-                    self._held_reasoning.append(event.text)
-                    continue
-            elif self._held_reasoning:
-                yield self._released_reasoning()
-            if (
-                isinstance(event, ReasoningDelta | ContentDelta)
-                or event.index == 0
-                or self._rules.parallel_calls
-            ):
-                yield event
-        if is_end and self._held_reasoning:
-            yield self._released_reasoning()
-
-    def _released_reasoning(self) -> ReasoningDelta:
-        held, self._held_reasoning = "".join(self._held_reasoning), []
-        return ReasoningDelta(held)
-
-
-class PlainReader:
-    """Counts the tokens of a choice, whose text stays as it is. Single writer: the request's
-    handler.
-    """
-
-    __slots__ = ("_counter", "finish_reason", "stop_reason")
-
-    def __init__(self, chat_format: ChatFormat, prompt: Sequence[int]) -> None:
-        in_reasoning = chat_format.reasoning_after(prompt) == "open"
-        self._counter = ReasoningCounter(chat_format, in_reasoning=in_reasoning)
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-
-    @property
-    def num_reasoning_tokens(self) -> int:
-        """Tokens inside the reasoning so far."""
-        return self._counter.count
-
-    def push(self, output: RequestOutput) -> list[ParserEvent]:
-        """Take the counts of `output`; its text is not parsed. Errors: as of `ChoiceReader`."""
-        check_failed(output)
-        self._counter.push(output.token_ids)
-        if self._counter.is_undecided:  # the text is not parsed: a call opener counts as one
-            self._counter.call_began()
-        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
-        return []
-
-
-def _with_reasoning_in(place: ReasoningPlace | None, given: ChatFormat) -> ChatFormat:
-    stays = {
-        None: True,
-        ReasoningPlace.CONTENT: given.thinking is not Thinking.SPLIT,
-        ReasoningPlace.BLOCK: given.thinking is not Thinking.APPEND,
-    }
-    if stays.get(place, False):
-        return given
-    return dataclasses.replace(
-        given, thinking=Thinking.APPEND if place is ReasoningPlace.CONTENT else Thinking.SPLIT
-    )
-
-
-def check_failed(output: RequestOutput) -> None:
-    """`EngineError` if this request failed in the engine."""
-    if output.finish_reason == "error":
-        raise EngineError(f"request {output.request_id}: {output.error or 'no reason given'}")

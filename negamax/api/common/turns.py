@@ -16,14 +16,9 @@ from starlette.requests import Request
 from negamax.api.access import salt_of
 from negamax.api.common.answering import AnswerWriter, Choice, ResponseT, start_source
 from negamax.api.common.blocks import Block, BlockEvent, BlockWriter
+from negamax.api.common.choice_reader import ChoiceReader, ReadingRules
 from negamax.api.common.context import ApiContext
-from negamax.api.common.conversation import (
-    ChatPrompt,
-    ChoiceReader,
-    Conversation,
-    ReadingRules,
-    off_loop,
-)
+from negamax.api.common.conversation import ChatPrompt, Conversation, off_loop
 from negamax.api.schemas.request_model import refuse
 from negamax.api.schemas.sampled_request import SampledRequest, TurnRequest
 from negamax.api.schemas.thinking import ReasoningPlace, ThinkingChoice, other_variables

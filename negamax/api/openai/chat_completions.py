@@ -12,8 +12,9 @@ from msgspec import UNSET, Struct, UnsetType
 
 from negamax.api.access import names_of, salt_of
 from negamax.api.common.answering import AnswerWriter, Choice, respond
+from negamax.api.common.choice_reader import ChoiceReader
 from negamax.api.common.context import FINGERPRINT, ApiContext
-from negamax.api.common.conversation import ChoiceReader, Conversation, off_loop
+from negamax.api.common.conversation import Conversation, off_loop
 from negamax.api.common.logprobs import chat_logprobs, prompt_logprobs
 from negamax.api.common.turns import StartedTurn, Turn, start_turn
 from negamax.api.errors import json_response

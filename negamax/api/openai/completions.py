@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from negamax.api.access import names_of
 from negamax.api.common.answering import AnswerWriter, Choice, respond
+from negamax.api.common.choice_reader import PlainReader
 from negamax.api.common.context import FINGERPRINT, ApiContext
-from negamax.api.common.conversation import PlainReader
 from negamax.api.common.logprobs import TextLogprobWriter, prompt_logprobs
 from negamax.api.common.plain_prompts import PlainPrompt, start_prompts
 from negamax.api.http.request_body import read_request

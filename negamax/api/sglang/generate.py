@@ -18,8 +18,8 @@ from msgspec import UNSET
 from negamax import __version__
 from negamax.api.access import check_admin, is_admin, tenant_of
 from negamax.api.common.answering import AnswerWriter, Choice, respond
+from negamax.api.common.choice_reader import PlainReader
 from negamax.api.common.context import ApiContext
-from negamax.api.common.conversation import PlainReader
 from negamax.api.common.logprobs import LEAST_LOGPROB
 from negamax.api.common.plain_prompts import PlainPrompt, start_prompts
 from negamax.api.errors import json_response
