@@ -387,7 +387,7 @@ _UNLISTED = (
 
 @dataclass
 class _Problems:
-    """What keeps a checkpoint from being this model's. Single writer: `_plan`."""
+    """What keeps a checkpoint from being this model's. Single writer: `plan_tensors`."""
 
     misfits: dict[str, tuple[str, str]] = field(default_factory=dict)  # tensor -> message, hint
     missing: dict[str, None] = field(default_factory=dict)  # names, in order

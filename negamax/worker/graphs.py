@@ -26,7 +26,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -55,80 +54,7 @@ from negamax.worker.batch import (
 from negamax.worker.device import Graph, GraphPool, Runtime, upload
 from negamax.worker.proposer import Proposer, TokenStates
 from negamax.worker.request_state import RequestState
-
-
-class StepShape(NamedTuple):
-    """What a captured step has room for."""
-
-    num_tokens: int
-    num_seqs: int
-    max_query_len: int  # tokens of one sequence
-    is_sampled: bool  # the graph samples behind every token; else the layers alone are captured
-
-    @classmethod
-    def of_decodes(cls, num_rows: int, num_drafts: int) -> StepShape:
-        """The shape of so many rows with up to so many draft tokens each."""
-        return cls(num_rows * (num_drafts + 1), num_rows, num_drafts + 1, is_sampled=True)
-
-    @classmethod
-    def of_mix(cls, num_tokens: int, num_seqs: int) -> StepShape:
-        """The shape of so many tokens of any sequences."""
-        return cls(num_tokens, num_seqs, num_tokens, is_sampled=False)
-
-    @property
-    def num_drafts(self) -> int:
-        """Draft tokens of a row of decodes."""
-        return self.max_query_len - 1
-
-
-# In a step of any mix one program per KV head attends with a generated token, whatever its length:
-# slower than decoding from here on.
-LONGEST_DECODE = 8192  # tokens
-
-ROWS, DRAFTS, TOKENS = "rows", "drafts", "tokens"
-# (first, last, step) of the sizes worth a graph; the last of each kind goes on to the largest.
-# Decodes: each up to 16, then in steps that leave at most an eighth of a step to padding.
-# Rows with drafts, for each number of drafts: fewer; experts do nothing for padding.
-# Others: in steps that leave at most a fifth of it.
-_SIZES = {
-    ROWS: ((1, 16, 1), (20, 64, 4), (72, 128, 8), (144, 256, 16), (288, None, 32)),
-    DRAFTS: ((1, 2, 1), (4, 8, 4), (16, 64, 16), (96, 128, 32), (192, None, 64)),
-    TOKENS: ((128, 1024, 128), (1280, 2048, 256), (2560, 4096, 512), (5120, None, 1024)),
-}
-
-
-def capture_sizes(kind: str, largest: int) -> list[int]:
-    """The sizes of `kind` worth a graph, up to `largest`."""
-    sizes = {
-        size
-        for first, last, step in _SIZES[kind]
-        for size in range(first, (last or largest) + 1, step)
-        if size < largest
-    }
-    return sorted(sizes | {largest})
-
-
-def capture_shapes(
-    *, max_rows: int, max_tokens: int, max_num_seqs: int, draft_lengths: Sequence[int] = ()
-) -> dict[str, list[StepShape]]:
-    """By kind, the shapes of steps of up to `max_rows` decodes, with as many draft tokens each as
-    one of `draft_lengths`, and of `max_tokens` tokens of up to `max_num_seqs` sequences.
-    """
-    most_rows = {length: min(max_rows, max_tokens // (length + 1)) for length in draft_lengths}
-    return {
-        ROWS: [StepShape.of_decodes(size, 0) for size in capture_sizes(ROWS, max_rows)],
-        DRAFTS: [
-            StepShape.of_decodes(size, length)
-            for length, most in most_rows.items()
-            if most
-            for size in capture_sizes(DRAFTS, most)
-        ],
-        # (a step of one token is a decode)
-        TOKENS: [
-            StepShape.of_mix(size, max_num_seqs)
-            for size in capture_sizes(TOKENS, max(2, max_tokens))
-        ],
-    }
+from negamax.worker.step_shapes import DRAFTS, ROWS, TOKENS, StepShape
 
 
 @dataclass(frozen=True)

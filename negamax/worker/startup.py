@@ -15,9 +15,10 @@ from negamax.models.decoder import Decoder
 from negamax.parallel.context import ParallelContext
 from negamax.worker.config import WorkerConfig
 from negamax.worker.device import Runtime
-from negamax.worker.graphs import DRAFTS, ROWS, TOKENS, StepGraphs, capture_shapes
+from negamax.worker.graphs import StepGraphs
 from negamax.worker.proposer import Proposer
 from negamax.worker.request_state import RequestState
+from negamax.worker.step_shapes import DRAFTS, ROWS, TOKENS, capture_shapes
 from negamax.worker.warmup import warming_up, warmup_layers
 
 

@@ -36,11 +36,7 @@ from negamax.worker.device import (
 )
 from negamax.worker.expert_weights import load_recorder
 from negamax.worker.grammar_bitmask import PendingBitmask, WaitForBitmask
-from negamax.worker.graphs import (
-    LONGEST_DECODE,
-    StepGraphs,
-    StepShape,
-)
+from negamax.worker.graphs import StepGraphs
 from negamax.worker.loading import load_weights, plan_loading
 from negamax.worker.profile import peak_bytes
 from negamax.worker.prompt_logprobs import score_prompts
@@ -52,6 +48,7 @@ from negamax.worker.speculation import Verification, load_proposer
 from negamax.worker.stages import Arrived, Stage
 from negamax.worker.startup import capture_graphs, open_context, take_device
 from negamax.worker.step_output import StepOutput, StepTimes, with_expert_counts
+from negamax.worker.step_shapes import LONGEST_DECODE, StepShape
 from negamax.worker.step_times import measure_steps
 from negamax.worker.token_shares import share_tokens
 

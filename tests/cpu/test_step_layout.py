@@ -15,7 +15,7 @@ from negamax.kernels.attention import triton as attention
 from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape, attention_metadata
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import NewRow, StepPlan
-from negamax.worker import batch, graphs
+from negamax.worker import batch, step_shapes
 from negamax.worker.request_state import RequestState
 
 SHAPE = PagedShape(kv_heads=1, group=2, block_size=16)
@@ -61,7 +61,7 @@ def test_tiles_counted_on_the_device_are_those_of_the_host(
 
 @pytest.mark.parametrize("largest", [1, 2, 16, 17, 100, 256, 300])
 def test_decode_sizes_waste_little(largest: int) -> None:
-    sizes = graphs.capture_sizes(graphs.ROWS, largest)
+    sizes = step_shapes.capture_sizes(step_shapes.ROWS, largest)
     assert sizes[-1] == largest and sizes == sorted(set(sizes))
     for rows in range(1, largest + 1):
         size = next(size for size in sizes if size >= rows)
@@ -70,7 +70,7 @@ def test_decode_sizes_waste_little(largest: int) -> None:
 
 @pytest.mark.parametrize("largest", [64, 128, 2048, 8192, 10000])
 def test_prefill_sizes_waste_little(largest: int) -> None:
-    sizes = graphs.capture_sizes(graphs.TOKENS, largest)
+    sizes = step_shapes.capture_sizes(step_shapes.TOKENS, largest)
     assert sizes[-1] == largest and sizes == sorted(set(sizes))
     for tokens in range(640, largest + 1, 37):
         size = next(size for size in sizes if size >= tokens)
@@ -78,9 +78,9 @@ def test_prefill_sizes_waste_little(largest: int) -> None:
 
 
 def test_steps_with_drafts_take_no_more_tokens_than_others() -> None:
-    shapes = graphs.capture_shapes(
+    shapes = step_shapes.capture_shapes(
         max_rows=48, max_tokens=64, max_num_seqs=48, draft_lengths=(1, 3, 99)
-    )[graphs.DRAFTS]
+    )[step_shapes.DRAFTS]
     rows = {
         length: [shape.num_seqs for shape in shapes if shape.num_drafts == length]
         for length in (1, 3, 99)

@@ -24,10 +24,11 @@ from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import NewRow, StepPlan
 from negamax.worker import batch, kv_cache
 from negamax.worker.batch import StepColumns
-from negamax.worker.graphs import DRAFTS, ROWS, TOKENS, StepGraphs, StepShape
+from negamax.worker.graphs import StepGraphs
 from negamax.worker.proposer import Proposer, TokenStates
 from negamax.worker.request_state import RequestState
 from negamax.worker.sampler import Sampler
+from negamax.worker.step_shapes import DRAFTS, ROWS, TOKENS, StepShape
 
 CPU = torch.device("cpu")
 SHAPES = {

@@ -1,5 +1,5 @@
-"""An answer as blocks in the order the model wrote them: reasoning, content, calls. so say
-Anthropic's API and Responses.
+"""An answer as blocks in the order the model wrote them: reasoning, content, calls. Anthropic's
+API and Responses have them.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Executor(Protocol):
     ready: WorkerReady
 
     def launch(self, plans: Sequence[StepPlan]) -> StepHandle:
-        """Run a plan for each data-parallel rank, of which there is one today."""
+        """Run a plan for each data-parallel rank."""
         ...
 
     def send_bitmask(self, bitmask: GrammarBitmask, *, dp_rank: int = 0) -> None:
