@@ -5,7 +5,6 @@ server.
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from negamax.base.errors import ConfigError
 from negamax.cli.engine_options import with_engine_options
 from negamax.cli.explain import with_explanation
 from negamax.cli.loading import check_sampling, loading
+from negamax.cli.tools_file import read_tools
 from negamax.config.embedded import QUOTED_NAMES
 from negamax.config.options import EngineOptions
 from negamax.scheduler.request import SamplingParams
@@ -82,7 +82,7 @@ def command(
     if url is None and not engine.model:
         hint = f"give a folder, a hub id, {QUOTED_NAMES}, or the --url of a server"
         raise ConfigError("MODEL is missing", hint=hint)
-    declared = None if tools is None else _read_tools(tools)
+    declared = None if tools is None else read_tools(Path(tools))
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     check_sampling(sampling, engine)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -109,17 +109,3 @@ def command(
             converse(backend)
         finally:
             backend.shutdown()
-
-
-def _read_tools(path: str) -> list[dict[str, Any]]:
-    try:
-        tools = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--tools is {path!r}, which cannot be read: {error}", hint="give a JSON list of tools"
-        ) from None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ConfigError(
-            f"--tools is {path!r}, which holds no list of tools", hint="give a JSON list of tools"
-        )
-    return tools

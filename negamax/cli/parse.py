@@ -11,6 +11,7 @@ import typer
 
 from negamax.base.errors import ConfigError
 from negamax.cli.flags import completion
+from negamax.cli.tools_file import read_tools
 from negamax.text.detokenizer import TextPiece
 from negamax.text.formats.registry import FAMILIES
 from negamax.text.parser.events import ParsedToolCall, ParserEvent, collect
@@ -64,7 +65,7 @@ def command(
         )
     parser = OutputParser(
         FAMILIES[format].output,
-        tools=_read_tools(tools) if tools is not None else None,
+        tools=read_tools(tools) if tools is not None else None,
         in_reasoning=FAMILIES[format].always_thinks or thinking_mode == "enabled",
         tag_ids=None,
     )
@@ -103,25 +104,3 @@ def _read_text() -> str:
         raise ConfigError(
             f"standard input is no UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}"
         ) from None
-
-
-def _read_tools(path: Path) -> list[dict[str, Any]]:
-    try:
-        tools = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--tools {path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--tools {path} is no JSON: {error}") from None
-    if tools is None:
-        return []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        found = (
-            "a list with other values in it"
-            if isinstance(tools, list)
-            else f"a JSON {type(tools).__name__}"
-        )
-        raise ConfigError(
-            f"--tools {path} holds {found}; a list of tool objects is needed",
-            hint="as `tools` in a request",
-        )
-    return tools
