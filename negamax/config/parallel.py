@@ -136,11 +136,6 @@ class ParallelOptions:
         return self.pipeline_parallel_size * self.data_parallel_size * stage
 
     @property
-    def splits_experts(self) -> bool:
-        """Whether ranks hold different experts."""
-        return self.num_expert_ranks > 1 or self.enable_expert_parallel
-
-    @property
     def num_expert_ranks(self) -> int:
         """Ranks that the experts of a layer are split over."""
         if self.expert_parallel_size is not None:

@@ -26,8 +26,7 @@ from negamax.checkpoint.split import RANK_INDEX_NAME
 from negamax.config import minimax_m2
 from negamax.config.families import family_of, read_spec
 from negamax.config.json_file import read_json_object
-from negamax.config.quantization import PROVENANCE as PROVENANCE
-from negamax.config.quantization import rotation_file
+from negamax.config.quantization import PROVENANCE, rotation_file
 from negamax.convert.layout import Piece, is_other_e4m3, pieces
 from negamax.convert.neuron import file_name, neuron_pieces
 from negamax.convert.shards import Shard, shards_of

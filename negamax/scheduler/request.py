@@ -7,7 +7,7 @@ from __future__ import annotations
 import msgspec
 
 from negamax.base.errors import InvalidRequestError
-from negamax.config.generation import SamplingDefaults as SamplingDefaults
+from negamax.config.generation import SamplingDefaults
 from negamax.config.grammar import Grammar, Reasoning
 
 MAX_STOP_STRINGS = 32

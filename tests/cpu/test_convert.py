@@ -29,8 +29,9 @@ from negamax.checkpoint.reader import CheckpointReader, read_entries
 from negamax.cli.main import main
 from negamax.config.families import read_spec
 from negamax.config.json_file import read_json_object
+from negamax.config.quantization import PROVENANCE
 from negamax.convert import convert as converting
-from negamax.convert.convert import PROVENANCE, Conversion, convert
+from negamax.convert.convert import Conversion, convert
 from negamax.convert.source import Source
 from negamax.convert.targets import TARGETS, target_of
 from negamax.convert.verify import compare

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from negamax.config.options import EngineOptions
 from negamax.engine.core.source import ModelSource
@@ -121,7 +122,7 @@ class ScriptedExecutor:
         token = row.answer[position] if position < len(row.answer) else self._eos
         if mask is None:
             return token
-        allowed = [token, self._eos, *range(8 * len(mask))]
+        allowed = chain((token, self._eos), range(8 * len(mask)))
         return next((one for one in allowed if mask[one // 8] >> one % 8 & 1), None)
 
 
