@@ -18,6 +18,7 @@ import negamax
 from negamax import LLM, SamplingParams
 from negamax.config.grammar import Grammar, Marker, Reasoning
 from negamax.engine.grammar import manager, process, wire
+from negamax.engine.grammar.request_grammar import RequestGrammar
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import GrammarRow, SequenceUpdate
 from negamax.text.formats.minimax_m2 import MINIMAX_M2, M2Calls
@@ -344,7 +345,7 @@ def test_masks_of_earlier_places_do_not_stand_for_those_behind_due_tokens(llm: L
     """Tokens that are due need no mask of the grammar, so its answers may be outstanding."""
     params = PARAMS[8]
     request = GenerateRequest(request_id="a", prompt_token_ids=(5,), sampling=params)
-    rule = manager.RequestGrammar(request, 0, client=llm._loop._grammars.start())
+    rule = RequestGrammar(request, 0, client=llm._loop._grammars.start())
     rule.gate = ReasoningGate(OPTIONAL, budget=0, calls_end_it=False, token_bytes=None)
     rule.masks = [np.full(520, 255, dtype=np.uint8)] * 4
     rule.drafts = list(OPTIONAL.closing_ids)

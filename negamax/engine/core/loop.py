@@ -24,7 +24,8 @@ from negamax.base.log import get_logger
 from negamax.engine.core.executor import Executor, StepHandle
 from negamax.engine.core.expert_balancer import ExpertBalancer
 from negamax.engine.core.rank_watch import RankWatch
-from negamax.engine.grammar.manager import GrammarManager, RequestGrammar
+from negamax.engine.grammar.manager import GrammarManager
+from negamax.engine.grammar.request_grammar import RequestGrammar
 from negamax.engine.nodes.ray_launcher import RayLauncher
 from negamax.engine.wire import EngineStats, ExpertDump, RankStats, StepOutputs
 from negamax.scheduler import crash_details

@@ -12,7 +12,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from itertools import count, takewhile
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from negamax.base.log import get_logger
 from negamax.engine.grammar import wire
 from negamax.engine.grammar.client import GrammarClient, wait_for_any
 from negamax.engine.grammar.masks import Mask, MaskMaker, allows
+from negamax.engine.grammar.request_grammar import RequestGrammar
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import GrammarBitmask, GrammarRow, SequenceUpdate
 from negamax.text.grammar.reasoning_gate import ReasoningGate, needs_text
@@ -42,61 +42,6 @@ MAX_ATTEMPTS = 2  # at opening a grammar whose process dies meanwhile
 MAX_RETIRED = 2
 MAX_REMEMBERED = 256  # grammars that took too long
 _NOTHING: Mapping[str, list[int]] = {}
-
-
-@dataclass(eq=False)
-class RequestGrammar:
-    """What one output must follow."""
-
-    request: GenerateRequest
-    key: int  # its name in the grammar process
-    gate: ReasoningGate | None = None
-    client: GrammarClient | None = None
-    is_open: bool = False  # as far as the grammar is concerned
-    refusal: str | None = None  # why it cannot be served, where that is the request's own fault
-    attempts: int = 0
-    # of the grammar: after all parts it has answered to, then behind draft tokens
-    masks: list[Mask] = field(default_factory=list)
-    # that the next step may verify, -1: none
-    drafts: list[int] = field(default_factory=list)
-    num_asked: int = 0  # advances without an answer
-    asked: float = 0.0  # monotonic seconds, of the latest opening or advance
-    kept_back: frozenset[int] = frozenset()  # tokens that must not come within an open reasoning
-    has_ended: bool = False
-    error: str | None = None
-    is_lost: bool = False  # the error is that its process is gone
-    is_late: bool = False  # a step went without it
-
-    @property
-    def problem(self) -> str | None:
-        """Why the request cannot be served."""
-        return self.refusal or self.error
-
-    @property
-    def is_reasoning(self) -> bool:
-        """Whether the grammar has not begun yet."""
-        return self.is_reasoning_at(self.gate)
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether the next token depends on an answer of the grammar process."""
-        if self.num_asked == 0 or self.problem is not None or self.has_ended:
-            return False
-        return not self.is_reasoning and (self.gate is None or self.gate.due is None)
-
-    def is_reasoning_at(self, gate: ReasoningGate | None) -> bool:
-        """The same, behind what `gate` has seen."""
-        reasoning = self.request.sampling.reasoning
-        return (
-            gate is not None
-            and gate.is_open
-            and reasoning is not None
-            and reasoning.state == "open"
-        )
-
-    def push(self, token_id: int) -> int | bytes | None:
-        """Take a committed token; what of it belongs to the content."""
-        return token_id if self.gate is None else self.gate.push(token_id)
 
 
 class GrammarManager:
@@ -313,21 +258,22 @@ class GrammarManager:
         of_grammar = [] if rule.num_asked else rule.masks
         found: list[Mask | None] = []
         num_taken = 0  # of what the grammar reads
+        sampling = rule.request.sampling
         while len(found) <= row.num_drafts:
-            sampling = rule.request.sampling
-            is_early = row.num_outputs + len(found) < sampling.min_tokens
-            too_early = frozenset((*self._setup.eos_token_ids, *sampling.stop_token_ids))
+            too_early: frozenset[int] = frozenset()  # tokens that would end the output
+            if row.num_outputs + len(found) < sampling.min_tokens:
+                too_early = frozenset((*self._setup.eos_token_ids, *sampling.stop_token_ids))
             mask: Mask | None = None
             if gate is not None and gate.due is not None:
                 mask = self._maker.only(gate.due)
             elif rule.client is not None and rule.is_reasoning_at(gate):
-                kept_back = rule.kept_back | too_early if is_early else rule.kept_back
+                kept_back = rule.kept_back | too_early
                 mask = self._maker.all_but(kept_back) if kept_back else None
             elif rule.client is not None:
                 if num_taken >= len(of_grammar):
                     break
                 mask = of_grammar[num_taken]
-                mask = self._maker.without(mask, too_early) if is_early else mask
+                mask = self._maker.without(mask, too_early) if too_early else mask
             found.append(mask)
             if len(found) > len(rule.drafts):
                 break
@@ -408,7 +354,7 @@ class GrammarManager:
                 for answer in message.masks:
                     rule = self._by_key.get(answer.key)
                     if rule is not None:
-                        _set_mask(rule, answer)
+                        rule.take(answer)
 
     def _set_open(self, rule: RequestGrammar, mask: Mask) -> None:
         rule.is_open, rule.masks = True, [mask]
@@ -503,16 +449,3 @@ class GrammarManager:
         if client in self._retired and not self._followed_by(client):
             self._retired.remove(client)
             client.kill()
-
-
-def _set_mask(rule: RequestGrammar, answer: wire.NextMask) -> None:
-    rule.num_asked -= 1
-    if answer.error is not None and answer.mask is not None:
-        rule.refusal = answer.error
-    elif answer.error is not None:
-        rule.error = answer.error
-    elif answer.mask is None:
-        rule.has_ended = True
-    else:
-        masks = answer.mask, *answer.behind_drafts
-        rule.masks = [np.frombuffer(mask, dtype=np.uint8) for mask in masks]
