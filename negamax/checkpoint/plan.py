@@ -379,6 +379,10 @@ _ONE = ((), (1,))
 _OTHER_MODEL = "config.json and the weights are not of the same model"
 _OTHER_CONFIG = "config.json has no quantization_config that says so of this module"
 _INCOMPLETE = "the checkpoint is incomplete, or its quantisation config is that of another one"
+_LOST_EXPERTS = (
+    "only experts are missing: the tool that wrote the checkpoint left them out; write it again "
+    "with a version of it that knows the model"
+)
 _UNLISTED = (
     "modules that are stored plain must be listed in the checkpoint's quantisation config "
     "(modules_to_not_convert, ignore)"
@@ -426,6 +430,8 @@ class _Problems:
             )
         if self.missing:
             texts.append(_count(list(self.missing), "are missing from the checkpoint"))
+            if not texts[1:] and all(".experts." in name for name in self.missing):
+                hints.append(_LOST_EXPERTS)
         if texts:
             hint = next(filter(None, hints), _OTHER_MODEL)
             if not num_found:

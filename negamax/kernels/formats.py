@@ -370,7 +370,7 @@ E4M3_BLOCKS = TensorFormat(
         StoredTensor(
             "weight_scale_inv",
             Role.SCALE,
-            ("float32",),
+            FLOATS,
             (Dim(Axis.ROWS, E4M3_GROUP), Dim(Axis.COLUMNS, E4M3_GROUP)),
         ),
     ),

@@ -1,5 +1,5 @@
-"""Method "auto-round", Intel's: integers in the layouts of GPTQ or AWQ, with other bits or none for
-single modules.
+"""Method "auto-round", Intel's: integers in the layouts of GPTQ or AWQ, FP8, and the FP4 and MX
+formats in the layouts of compressed-tensors, with other bits or none for single modules.
 """
 
 from __future__ import annotations
@@ -8,8 +8,18 @@ import re
 from collections.abc import Callable, Mapping
 
 from negamax.config.quantization import QuantizationSpec
-from negamax.kernels.formats import PLAIN, TensorFormat
+from negamax.kernels.float_formats import (
+    MX_GROUP,
+    NVFP4_GROUP,
+    PER_MATRIX,
+    fp8,
+    mxfp4,
+    mxfp8,
+    nvfp4,
+)
+from negamax.kernels.formats import PLAIN, ROWS, TensorFormat, with_rounded_activations
 from negamax.quantization.awq import awq
+from negamax.quantization.fp8 import fp8_blocks
 from negamax.quantization.gptq import gptq
 from negamax.quantization.integers import (
     ACTIVATIONS,
@@ -30,6 +40,21 @@ _PACKINGS: Mapping[str, tuple[tuple[int, ...], Callable[[int, int], TensorFormat
     "auto_round": (PACKED_BITS, lambda bits, size: gptq(bits, size, version=2)),
     "auto_round:gptqmodel": (PACKED_BITS, lambda bits, size: gptq(bits, size, version=2)),
 }
+# FP8 by its group size, MX formats and NVFP4
+_FP8 = {
+    -1: fp8("fp8_e4m3_channel", (ROWS,), input_scale="input_scale"),
+    0: fp8("fp8_e4m3_tensor", PER_MATRIX, input_scale="input_scale"),
+}
+_FP4 = nvfp4(
+    values="weight_packed", global_scale="weight_global_scale", divides=True,
+    input_scale="input_global_scale",
+)  # fmt: skip
+# The type of the data and its bits -> the format and its groups; "_rceil" says how it was rounded
+_FLOATS: Mapping[tuple[str, int], tuple[TensorFormat, int]] = {
+    ("mx_fp", 4): (mxfp4(values="weight_packed"), MX_GROUP),
+    ("mx_fp", 8): (mxfp8(), MX_GROUP),
+    ("nv_fp", 4): (_FP4, NVFP4_GROUP),
+}
 _PLAIN_BITS = 16  # from here on a module is stored plain
 _META = frozenset("*+?^$|()[]{}\\")  # of a regular expression, which no name of a module has
 
@@ -39,10 +64,11 @@ def read(spec: QuantizationSpec) -> Scheme:
     spec = QuantizationSpec(spec.method, {"packing_format": _GPTQ, **spec.fields}, spec.source)
     check_fields(
         spec,
-        {"packing_format": tuple(_PACKINGS), **UNLESS_MORE},
+        {"fmt": (None, "e4m3")},
         beside=(
-            "bits", "block_name_to_quantize", "extra_config", "group_size", "quant_block_list",
-            "quant_method", "to_quant_block_names", *ACTIVATIONS, *OF_THE_QUANTISER,
+            "activation_scheme", "bits", "block_name_to_quantize", "extra_config", "group_size",
+            "packing_format", "quant_block_list", "quant_method", "to_quant_block_names",
+            "weight_block_size", *UNLESS_MORE, *ACTIVATIONS, *OF_THE_QUANTISER,
         ),
     )  # fmt: skip
     usual = _format(spec)
@@ -68,7 +94,7 @@ def read(spec: QuantizationSpec) -> Scheme:
         if name in by_name:
             return by_name[name]
         for expression, stored in by_expression:
-            if any(map(expression.search, spellings(module))):
+            if any(map(expression.search, spellings(module, expression))):
                 return stored
         return usual if f"{name}.".startswith(blocks) else PLAIN
 
@@ -80,9 +106,32 @@ def _format(spec: QuantizationSpec) -> TensorFormat:
     bits = spec.fields.get("bits")
     if type(bits) is int and bits >= _PLAIN_BITS:
         return PLAIN
+    data_type = str(spec.fields.get("data_type") or "int").removesuffix("_rceil")
+    if data_type in ("fp", *(name for name, _ in _FLOATS)):
+        return _floats(spec, data_type)
+    check_fields(spec, {"packing_format": tuple(_PACKINGS), **UNLESS_MORE})
     allowed, make = _PACKINGS[spec.fields["packing_format"]]
-    check_fields(spec, {"bits": allowed, **UNLESS_MORE})
+    check_fields(spec, {"bits": allowed})
     return make(int(spec.fields["bits"]), group_size(spec))
+
+
+def _floats(spec: QuantizationSpec, data_type: str) -> TensorFormat:
+    """FP8, FP4 and the MX formats, whose activations may be rounded, too."""
+    known = {**UNLESS_MORE, "data_type": (spec.fields["data_type"],)}
+    check_fields(spec, {name: known[name] for name in known if name != "act_bits"})
+    if data_type != "fp":
+        check_fields(spec, {"bits": tuple(bits for name, bits in _FLOATS if name == data_type)})
+        stored, columns = _FLOATS[data_type, int(spec.fields["bits"])]
+        check_fields(spec, {"group_size": (columns,)})
+        return stored
+    check_fields(spec, {"bits": (8,)})
+    size = spec.fields.get("group_size")
+    if isinstance(size, list):
+        return fp8_blocks(spec, "group_size", scale_name="weight_scale_inv")
+    if size not in _FP8:
+        refuse(spec, "group_size", size, "-1 (a row), 0 (a matrix), or rows and columns of blocks")
+    is_rounded = spec.fields.get("act_bits") == 8
+    return with_rounded_activations(_FP8[size]) if is_rounded else _FP8[size]
 
 
 def _blocks(spec: QuantizationSpec) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Method "compressed-tensors", as LLM Compressor writes it: float-quantized (E4M3 with a scale per
 output row, block or matrix), nvfp4-pack-quantized, mxfp4-pack-quantized and mxfp8-quantized,
-pack-quantized (integers of 4 or 8 bits in groups of columns or per row) and int-quantized (int8 per
-row).
+pack-quantized (integers of 4 or 8 bits in groups of columns or per row) and int-quantized (integers
+of up to 8 bits in a byte each, likewise). "dense" says that the KV cache alone has scales.
 
 Where it says that activations are rounded to 8 bits, too, kernels may do so, with a scale per
 token.
@@ -10,7 +10,7 @@ token.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from negamax.config.quantization import QuantizationSpec
@@ -28,7 +28,6 @@ from negamax.kernels.float_formats import (
 from negamax.kernels.formats import (
     COLUMNS,
     FLOATS,
-    ONE,
     PLAIN,
     ROWS,
     Axis,
@@ -69,18 +68,21 @@ def read(spec: QuantizationSpec) -> Scheme:
     check_fields(
         spec,
         {
-            "format": (None, *_FORMATS, "mixed-precision"),
+            "format": (None, *_FORMATS, "mixed-precision", "dense"),
             "quantization_status": (None, "compressed"),
             "sparsity_config": (None, {}),
-            "transform_config": (None, {}),
+            "moe_sparsity_config": (None, {}),
         },
         beside=(
             "config_groups", "global_compression_ratio", "ignore", "kv_cache_scheme", "provider",
-            "quant_method", "version",
+            "quant_method", "transform_config", "version",
         ),
     )  # fmt: skip
     check_kv_cache(spec, "kv_cache_scheme")
+    _check_transforms(spec)
     groups = spec.fields.get("config_groups")
+    if spec.fields.get("format") == "dense" and not groups:
+        return Scheme((), lambda _: PLAIN)
     if not isinstance(groups, Mapping) or not groups:
         refuse(spec, "config_groups", groups, "an object of groups")
     targets = [_group(spec, f"config_groups.{name}", group) for name, group in groups.items()]
@@ -94,6 +96,27 @@ def read(spec: QuantizationSpec) -> Scheme:
         return next(by_name, next(by_class, PLAIN))
 
     return Scheme(tuple(dict.fromkeys(stored for _, stored in targets)), format_of)
+
+
+def _check_transforms(spec: QuantizationSpec) -> None:
+    """Field `transform_config`: rotations that are in the stored weights. Errors: `ConfigError` for
+    those that the running model would have to apply.
+    """
+    said = spec.fields.get("transform_config") or {}
+    transforms = said.get("config_groups") if isinstance(said, Mapping) else None
+    if said and not isinstance(transforms, Mapping):
+        refuse(spec, "transform_config", said, "an object with config_groups, or null")
+    for name, transform in (transforms or {}).items():
+        steps = transform.get("apply") if isinstance(transform, Mapping) else None
+        where = QuantizationSpec(spec.method, {}, f"transform_config.config_groups.{name}")
+        if not isinstance(steps, list) or not all(isinstance(step, Mapping) for step in steps):
+            refuse(where, "apply", steps, "a list of objects")
+        for step in steps:
+            if step.get("location") not in ("weight_input", "weight_output"):
+                refuse(where, "location", step.get("location"), _IN_THE_WEIGHTS)
+
+
+_IN_THE_WEIGHTS = "weight_input, weight_output (rotations of activations are not supported)"
 
 
 def _group(spec: QuantizationSpec, name: str, group: Any) -> tuple[tuple[str, ...], TensorFormat]:
@@ -117,7 +140,8 @@ def _group(spec: QuantizationSpec, name: str, group: Any) -> tuple[tuple[str, ..
             refuse(fields, "input_activations", inputs, "null or dynamic ones")
         stored = with_input_scale(stored, _INPUT_SCALES[stored_as])
     if isinstance(inputs, Mapping) and inputs.get("num_bits") == 8:
-        stored = with_rounded_activations(stored)
+        same = inputs.get("type") in (None, weights.fields.get("type"))
+        stored = with_rounded_activations(stored) if same else stored
     return module_list(fields, "targets"), stored
 
 
@@ -277,37 +301,47 @@ def _read_packed(weights: QuantizationSpec) -> TensorFormat:
 # --- int-quantized -------------------------------------------------------------------------------
 
 
-def _unpack_int8(tensors: Mapping[str, Tensor]) -> Codes:
-    from negamax.kernels.codes import Codes
+@cache
+def int8(size: int) -> TensorFormat:
+    """number * scale of each row and `size` columns (-1: all)."""
+    group = group_dim(size)
 
-    return Codes(tensors["weight"], tensors["weight_scale"])
+    def unpack(tensors: Mapping[str, Tensor]) -> Codes:
+        from negamax.kernels.codes import Codes
+
+        values = tensors["weight"]
+        columns = values.shape[-1] if size == -1 else size
+        return Codes(values, tensors["weight_scale"], (1, columns))
+
+    def quantize(matrix: Tensor) -> Mapping[str, Tensor]:
+        from negamax.kernels.quantizers import to_integers
+
+        return to_integers(matrix, 8, matrix.shape[1]).tensors("weight", "weight_scale")
+
+    return TensorFormat(
+        f"int8_{group_name(size)}",
+        "int8",
+        (
+            StoredTensor("weight", Role.VALUES, ("int8",), (ROWS, COLUMNS)),
+            StoredTensor("weight_scale", Role.SCALE, FLOATS, (ROWS, group)),
+        ),
+        unpack,
+        quantize if size == -1 else None,
+        regroup=None if size == -1 else int8,
+    )
 
 
-def _quantize_int8(matrix: Tensor) -> Mapping[str, Tensor]:
-    from negamax.kernels.quantizers import to_integers
-
-    return to_integers(matrix, 8, matrix.shape[1]).tensors("weight", "weight_scale")
-
-
-INT8_CHANNEL = TensorFormat(
-    "int8_channel",
-    "int8",
-    (
-        StoredTensor("weight", Role.VALUES, ("int8",), (ROWS, COLUMNS)),
-        StoredTensor("weight_scale", Role.SCALE, FLOATS, (ROWS, ONE)),
-    ),
-    _unpack_int8,
-    _quantize_int8,
-)
+INT8_CHANNEL = int8(-1)
 
 
 def _read_int8(weights: QuantizationSpec) -> TensorFormat:
+    is_grouped = weights.fields.get("strategy") == "group"
     allowed = {
-        **_WEIGHTS, "num_bits": (8,), "type": ("int",), "strategy": ("channel",),
-        "group_size": (None, -1), "actorder": (None, False, "weight", "static"),
+        **_WEIGHTS, "num_bits": PACKED_BITS, "type": ("int",), "strategy": ("channel", "group"),
+        "actorder": (None, False, "weight", "static"), "zp_dtype": (None, "torch.int8"),
     }  # fmt: skip
-    check_fields(weights, allowed, beside=_OBSERVED)
-    return INT8_CHANNEL
+    check_fields(weights, allowed, beside=(*_OBSERVED, "group_size"))
+    return int8(group_size(weights) if is_grouped else -1)
 
 
 # A line here, and the function that it names, add a format of this method.

@@ -107,7 +107,7 @@ def read(spec: QuantizationSpec) -> Scheme:
 
     def format_of(module: str) -> TensorFormat:
         for _, pattern, stored in rules:
-            if any(map(pattern.match, spellings(module))):
+            if any(map(pattern.match, spellings(module, pattern))):
                 return stored
         if is_within(module, ("lm_head",)):
             return usual if has_head else PLAIN

@@ -10,11 +10,23 @@ from functools import cache, wraps
 from typing import TYPE_CHECKING, ParamSpec
 
 from negamax.config.quantization import QuantizationSpec
-from negamax.kernels.formats import COLUMNS, ONE, Axis, Dim, Role, StoredTensor, TensorFormat
+from negamax.kernels.formats import (
+    COLUMNS,
+    FLOATS,
+    ONE,
+    ROWS,
+    Axis,
+    Dim,
+    Role,
+    StoredTensor,
+    TensorFormat,
+)
 from negamax.quantization.scheme import refuse
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from negamax.kernels.codes import Codes
 
 P = ParamSpec("P")
 
@@ -106,3 +118,26 @@ def in_order(size: int) -> Callable[[tuple[int, int]], Tensor]:
         return torch.arange(shape[1]) // (shape[1] if size == -1 else size)
 
     return groups
+
+
+def int8_rows(name: str, *others: StoredTensor, scale: Dim = ROWS) -> TensorFormat:
+    """number * weight_scale of each row, or (`scale` ONE) of the matrix. `others` are stored beside
+    them and change nothing.
+    """
+
+    def unpack(tensors: Mapping[str, Tensor]) -> Codes:
+        from negamax.kernels.codes import Codes
+
+        values = tensors["weight"]
+        return Codes(values, tensors["weight_scale"].reshape(*values.shape[:-2], -1, 1))
+
+    return TensorFormat(
+        name,
+        "int8",
+        (
+            StoredTensor("weight", Role.VALUES, ("int8",), (ROWS, COLUMNS)),
+            StoredTensor("weight_scale", Role.SCALE, FLOATS, (scale,)),
+            *others,
+        ),
+        unpack,
+    )

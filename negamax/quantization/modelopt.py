@@ -13,7 +13,16 @@ from dataclasses import replace
 from typing import Any
 
 from negamax.config.quantization import QuantizationSpec
-from negamax.kernels.float_formats import MX_GROUP, NVFP4_GROUP, PER_MATRIX, fp8, mxfp8, nvfp4
+from negamax.kernels.float_formats import (
+    MX_GROUP,
+    NVFP4_GROUP,
+    PER_MATRIX,
+    fp8,
+    mxfp4,
+    mxfp8,
+    nvfp4,
+    with_input_scale,
+)
 from negamax.kernels.formats import (
     E4M3_GROUP,
     ONE,
@@ -24,6 +33,7 @@ from negamax.kernels.formats import (
     TensorFormat,
     with_rounded_activations,
 )
+from negamax.quantization.integers import int8_rows
 from negamax.quantization.scheme import (
     Scheme,
     by_module,
@@ -49,6 +59,9 @@ ALGORITHMS: Mapping[str, tuple[TensorFormat, tuple[int | None, ...]]] = {
     "NVFP4": (nvfp4(input_scale="input_scale"), (None, NVFP4_GROUP)),
     "W4A16_NVFP4": (nvfp4(), (None, NVFP4_GROUP)),
     "MXFP8": (mxfp8(), (None, MX_GROUP)),
+    "MXFP4": (mxfp4(), (None, MX_GROUP)),
+    "W4A8_MXFP4_FP8": (with_input_scale(mxfp4(), "input_scale"), (None, MX_GROUP)),
+    "W8A16": (int8_rows("modelopt_int8_channel"), (None,)),
 }
 _MIXED = "MIXED_PRECISION"
 
@@ -69,7 +82,7 @@ def read(spec: QuantizationSpec) -> Scheme:
             "has_zero_point": (None, False),
             "pre_quant_scale": (None, False),
         },
-        # `config_groups` says the same in other words
+        # `config_groups` says the same in other words, but for the group size
         beside=(
             "config_groups", "exclude_modules", "group_size", "ignore", "kv_cache_scheme",
             "producer", "quant_method", "quantized_layers",
@@ -78,7 +91,7 @@ def read(spec: QuantizationSpec) -> Scheme:
     check_kv_cache(spec, "kv_cache_scheme")
     excluded = (*module_list(spec, "exclude_modules"), *module_list(spec, "ignore"))
     if algorithm != _MIXED:
-        stored = _format(spec)
+        stored = _format(replace(spec, fields={**_group_size(spec), **spec.fields}))
         return Scheme((stored,), lambda name: PLAIN if is_within(name, excluded) else stored)
     listed = _listed(spec)
     find = by_module(listed)
@@ -109,6 +122,15 @@ def _format(spec: QuantizationSpec) -> TensorFormat:
     stored, sizes = ALGORITHMS[spec.fields["quant_algo"]]
     check_fields(spec, {"group_size": sizes})
     return stored
+
+
+def _group_size(spec: QuantizationSpec) -> dict[str, Any]:
+    """What `config_groups` says of it."""
+    groups = spec.fields.get("config_groups")
+    said = groups.values() if isinstance(groups, Mapping) else ()
+    weights = [group.get("weights") for group in said if isinstance(group, Mapping)]
+    sizes = [w["group_size"] for w in weights if isinstance(w, Mapping) and "group_size" in w]
+    return {"group_size": sizes[0]} if sizes else {}
 
 
 def _upper(algorithm: Any) -> Any:

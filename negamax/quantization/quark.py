@@ -7,7 +7,7 @@ token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -20,9 +20,9 @@ from negamax.kernels.float_formats import (
     fp8,
     mxfp4,
     nvfp4,
+    with_input_scale,
 )
 from negamax.kernels.formats import (
-    COLUMNS,
     FLOATS,
     ONE,
     PLAIN,
@@ -32,21 +32,20 @@ from negamax.kernels.formats import (
     TensorFormat,
     with_rounded_activations,
 )
+from negamax.quantization.integers import int8_rows
 from negamax.quantization.scheme import Scheme, check_fields, is_within, module_list, refuse
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from negamax.kernels.codes import Codes
-
-_E4M3 = "fp8_e4m3"
+_E4M3, _CACHE = "fp8_e4m3", "kv_cache_quant_config"
 _MXFP4 = {
     "dtype": ("fp4",), "qscheme": ("per_group",), "group_size": (MX_GROUP,),
     "scale_format": ("e8m0",),
 }  # fmt: skip
 _NVFP4 = {"dtype": ("fp4",), "qscheme": ("per_group",), "group_size": (NVFP4_GROUP,)}
 _FP8 = {"dtype": (_E4M3,), "qscheme": ("per_tensor", "per_channel"), "ch_axis": (None, 0)}
-_INT8 = {"dtype": ("int8",), "qscheme": ("per_channel",), "ch_axis": (None, 0)}
+_INT8 = {**_FP8, "dtype": ("int8",)}
 # Values that are stored, and not computed from the weights each time.
 _STORED = {"is_dynamic": (None, False), "symmetric": (None, True), "block_size": (None,)}
 # Changes to weights that leave the model as it is: what they do is in the stored values.
@@ -64,7 +63,7 @@ def read(spec: QuantizationSpec) -> Scheme:
         },
         beside=(
             "algo_config", "exclude", "export", "global_quant_config", "kv_cache_post_rope",
-            "kv_cache_quant_config", "layer_quant_config", "quant_method", "version",
+            _CACHE, "layer_quant_config", "quant_method", "version",
         ),
     )  # fmt: skip
     export = QuantizationSpec(spec.method, dict(spec.fields.get("export") or {}), "export")
@@ -84,7 +83,8 @@ def read(spec: QuantizationSpec) -> Scheme:
     layers = spec.fields.get("layer_quant_config") or {}
     if not isinstance(layers, Mapping):
         refuse(spec, "layer_quant_config", layers, "an object of modules")
-    cached = module_list(export, "kv_cache_group")
+    # written from file to file, it lists the modules here alone
+    cached = (*module_list(export, "kv_cache_group"), *(spec.fields.get(_CACHE) or ()))
 
     def is_cached(name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in cached)
@@ -132,13 +132,17 @@ def _layer(spec: QuantizationSpec, name: str, said: Any, *, cached: bool = False
         _check(fields, "weight", weight[0], {**_NVFP4, **_STORED})
         _check(fields, "weight", weight[1], {**whole, **_STORED})
         return nvfp4(input_scale="input_scale_2" if inputs else None)
-    if weight.get("dtype") == "fp4":
-        _check(fields, "weight", weight, {**_MXFP4, **_STORED})
-        return mxfp4()
+    if not isinstance(weight, Mapping):
+        refuse(fields, "weight", weight, "an object, or two for NVFP4")
+    if weight.get("dtype") not in ("fp4", "int8", _E4M3):
+        refuse(fields, "weight.dtype", weight.get("dtype"), f"{_E4M3}, fp4, int8")
     is_static = isinstance(inputs, Mapping) and bool(inputs) and not inputs.get("is_dynamic")
-    if weight.get("dtype") == "int8":
+    if weight["dtype"] == "fp4":
+        _check(fields, "weight", weight, {**_MXFP4, **_STORED})
+        return with_input_scale(mxfp4(), "input_scale") if is_static else mxfp4()
+    if weight["dtype"] == "int8":
         _check(fields, "weight", weight, {**_INT8, **_STORED})
-        stored = int8(is_static=is_static)
+        stored = int8(is_static=is_static, by_row=weight["qscheme"] == "per_channel")
     else:
         _check(fields, "weight", weight, {**_FP8, **_STORED})
         scale = "input_scale" if is_static else None
@@ -160,35 +164,25 @@ def _check(
 
 
 @cache
-def int8(*, is_static: bool) -> TensorFormat:
-    """number * weight_scale of each row; zero points, where stored, are 0."""
+def int8(*, is_static: bool, by_row: bool = True) -> TensorFormat:
+    """number * weight_scale of each row or of the matrix; zero points, where stored, are 0."""
     numbers = ("int8", "int32", *FLOATS)
+    dim = ROWS if by_row else ONE
+    zero_point = StoredTensor(
+        "weight_zero_point", Role.ZERO_POINT, numbers, (dim,), optional=True, known=_zeros(by_row)
+    )
     activations = (
-        StoredTensor("input_scale", Role.ACTIVATION, FLOATS, (ONE,)),
+        StoredTensor("input_scale", Role.ACTIVATION, FLOATS, (ONE,), optional=True),
         StoredTensor("input_zero_point", Role.ACTIVATION, numbers, (ONE,), optional=True),
     )
-    return TensorFormat(
-        f"quark_int8_channel{'_static' if is_static else ''}",
-        "int8",
-        (
-            StoredTensor("weight", Role.VALUES, ("int8",), (ROWS, COLUMNS)),
-            StoredTensor("weight_scale", Role.SCALE, FLOATS, (ROWS,)),
-            StoredTensor(
-                "weight_zero_point", Role.ZERO_POINT, numbers, (ROWS,), optional=True, known=_zeros
-            ),
-            *(activations if is_static else ()),
-        ),
-        _unpack_int8,
-    )
+    name = f"quark_int8_{'channel' if by_row else 'tensor'}{'_static' if is_static else ''}"
+    return int8_rows(name, zero_point, *(activations if is_static else ()), scale=dim)
 
 
-def _zeros(shape: tuple[int, int]) -> Tensor:
-    import torch
+def _zeros(by_row: bool) -> Callable[[tuple[int, int]], Tensor]:
+    def zeros(shape: tuple[int, int]) -> Tensor:
+        import torch
 
-    return torch.zeros(shape[0])
+        return torch.zeros(shape[0] if by_row else 1)
 
-
-def _unpack_int8(tensors: Mapping[str, Tensor]) -> Codes:
-    from negamax.kernels.codes import Codes
-
-    return Codes(tensors["weight"], tensors["weight_scale"].unsqueeze(-1))
+    return zeros

@@ -86,7 +86,7 @@ def check_kv_cache(spec: QuantizationSpec, name: str) -> None:
     if said is None:
         return
     if not isinstance(said, Mapping):
-        refuse(spec, name, said, "an object or null")
+        refuse(spec, name, said, "an object that says FP8, or null")
     check_fields(
         QuantizationSpec(spec.method, dict(said), name),
         {
@@ -108,7 +108,7 @@ def is_within(module: str, names: Sequence[str]) -> bool:
     if any(".".join(parts[first:end]) in known for end in ends for first in range(end)):
         return True
     expression = _expression(_wildcards(names))
-    return expression is not None and any(map(expression.match, spellings(module)))
+    return expression is not None and any(map(expression.match, spellings(module, expression)))
 
 
 def matches(module: str, patterns: Sequence[str]) -> bool:
@@ -119,7 +119,7 @@ def matches(module: str, patterns: Sequence[str]) -> bool:
     if canonical(module) in _canonical(patterns):
         return True
     expression = _expression(tuple(each[3:] for each in patterns if each.startswith("re:")))
-    return expression is not None and any(map(expression.match, spellings(module)))
+    return expression is not None and any(map(expression.match, spellings(module, expression)))
 
 
 def by_module(table: Mapping[str, V]) -> Callable[[str], V | None]:
@@ -138,13 +138,17 @@ def by_module(table: Mapping[str, V]) -> Callable[[str], V | None]:
     return find
 
 
-def spellings(module: str) -> Iterator[str]:
-    """The names of a module in checkpoints, its own first: tools differ in prefixes and in what
-    they call the mixture of experts.
+def spellings(module: str, pattern: re.Pattern[str]) -> Iterator[str]:
+    """The names of a module in checkpoints, its own first: tools differ in prefixes, in what they
+    call the mixture of experts and, which counts where `pattern` tells experts or their matrices
+    apart, in what they call these.
     """
     yield module
     bare = canonical(module)
-    for name in (bare, _MOE.sub("mlp", bare)):
+    names = [bare, _MOE.sub("mlp", bare)]
+    if ".experts." in bare and _tells_experts(pattern):
+        names += [_MATRIX.sub(lambda match: _MATRICES[match[0]], name) for name in names]
+    for name in names:
         yield from (prefix + name for prefix in _PREFIXES)
 
 
@@ -178,6 +182,12 @@ _MLP, _MOE = re.compile(r"(?<![^.])mlp(?![^.])"), re.compile(r"(?<![^.])block_sp
 _PROJECTION = re.compile(r"(?<=\.)(?:gate|up|down)_proj$")
 _INDEXER = re.compile(r"(?<=\.)indexer\.([qk]_)")  # transformers' name in M3
 _PROJECTIONS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # of experts
+_MATRIX, _MATRICES = re.compile(r"(?<=\.)w[123]$"), {w: name for name, w in _PROJECTIONS.items()}
+
+
+@cache
+def _tells_experts(pattern: re.Pattern[str]) -> bool:
+    return re.search(r"experts|(?:gate|up|down)_proj", pattern.pattern) is not None
 
 
 def canonical(name: str) -> str:

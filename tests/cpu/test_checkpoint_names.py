@@ -172,7 +172,7 @@ STACK = "model.layers.1.block_sparse_moe.experts.w13_weight_scale_inv"
         (lambda t: torch.cat([t, t]), r"has shape \[8, 2, 1\]"),
         (lambda t: t[:, :1], r"has shape \[4, 1, 1\]"),
         (lambda t: t.transpose(1, 2), r"has shape \[4, 1, 2\]"),
-        (lambda t: t.to(torch.float16), rf"{STACK} has dtype F16; fp8\S+ is stored in F32 "),
+        (lambda t: t.byte(), rf"{STACK} has dtype U8; fp8\S+ is stored in F32, BF16, F16 "),
         (
             lambda t: None,
             r"w13_weight is stored as fp8\S+ and \S+experts.0.w1.weight_scale_inv is missing",

@@ -11,7 +11,7 @@ import pytest
 
 from negamax.base.errors import ConfigError
 from negamax.config.quantization import QuantizationSpec
-from negamax.kernels.float_formats import PER_MATRIX, fp8, mxfp4, mxfp8, nvfp4
+from negamax.kernels.float_formats import PER_MATRIX, fp8, mxfp4, mxfp8, nvfp4, with_input_scale
 from negamax.kernels.formats import (
     E4M3_BLOCKS,
     PLAIN,
@@ -126,8 +126,8 @@ def blocks(rows: int, columns: int, *, fnuz: bool = False) -> TensorFormat:
         (MXFP8, *[mxfp8(scale_name="weight_scale_inv")] * 2),
         (QUARK, mxfp4(), PLAIN),
         (
-            quark(_MX, _MX, exclude=[GATE], layer_quant_config={"*self_attn*": _ATTENTION_LAYER}),
-            mxfp4(),
+            quark(_MX, _E4M3, exclude=[GATE], layer_quant_config={"*self_attn*": _ATTENTION_LAYER}),
+            with_input_scale(mxfp4(), "input_scale"),
             CHANNEL,
         ),
         (quark(_E4M3, {**_E4M3, "is_dynamic": True}), TENSOR, PLAIN),

@@ -181,7 +181,7 @@ def test_equal_formats_are_one() -> None:
             ("modules_in_block_to_quantize", "q_proj"), ("hessian", 1),
         )),
         *((AUTO_ROUND, *case) for case in (
-            ("bits", 3), ("data_type", "mx_fp"), ("packing_format", "auto_round:llm_compressor"),
+            ("bits", 3), ("data_type", "mx_int"), ("packing_format", "auto_round:llm_compressor"),
             ("act_bits", 8), ("extra_config", ["x"]), ("extra_config", {"x": {"bits": 5}}),
             ("extra_config", {"*x": {"bits": 8}}), ("super_bits", 6),
             ("block_name_to_quantize", [1]),
