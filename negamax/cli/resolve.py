@@ -149,7 +149,7 @@ def _of_environment(options: Sequence[Option]) -> list[Given]:
     found = []
     for option in options:
         text = None if option.key in _ONLY_FLAGS else env.get(option.variable)
-        if text is None:
+        if text is None or _is_service_link(option.variable, text):
             continue
         values: tuple[str, ...] = (text,)
         is_set = True
@@ -164,12 +164,20 @@ def _of_environment(options: Sequence[Option]) -> list[Given]:
     return found
 
 
+def _is_service_link(name: str, text: str) -> bool:
+    """Whether Kubernetes has set a variable, for a service of the name `negamax`: one of them is
+    NEGAMAX_PORT=tcp://10.0.0.1:8000."""
+    return name.startswith(f"{PREFIX}SERVICE_") or text.startswith(("tcp://", "udp://", "sctp://"))
+
+
 def _misspelled_variables(options: Sequence[Option]) -> list[str]:
     known = [option.variable for option in options]
     return [
         f"the environment variable {name} has no effect ({suggestion})"
-        for name in env.starting_with(PREFIX)
-        if name not in (*known, KEY_VARIABLE) and (suggestion := nearest(name, known))
+        for name, text in env.starting_with(PREFIX).items()
+        if name not in (*known, KEY_VARIABLE)
+        and not _is_service_link(name, text)
+        and (suggestion := nearest(name, known))
     ]
 
 

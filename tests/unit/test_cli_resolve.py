@@ -130,6 +130,22 @@ def test_a_missing_file_is_refused(refused: Any) -> None:
     )
 
 
+def test_variables_of_a_kubernetes_service_are_no_options(
+    explained: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "PORT": "tcp://10.0.0.11:8000",
+        "PORT_8000_TCP": "tcp://10.0.0.11:8000",
+        "PORT_8000_TCP_PORT": "8000",
+        "SERVICE_HOST": "10.0.0.11",
+        "SERVICE_PORT": "8000",
+    }.items():
+        monkeypatch.setenv(f"NEGAMAX_{name}", value)
+    said, notes = explained("nano")
+    assert notes == ""
+    assert "tcp://" not in str(said)
+
+
 def test_variables_are_named_where_they_are_wrong(
     refused: Any, explained: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
