@@ -14,6 +14,7 @@ from negamax.base import env
 from negamax.cli import doctor_checks as checks
 from negamax.cli.doctor_checks import Check
 from negamax.cli.doctor_models import Gpu, Machine, ModelVerdict, verdicts
+from negamax.cli.lines import print_line
 from negamax.config.options import ServerOptions
 
 HELP = "Look at this machine: versions, GPUs, caches, ports, and which models it can serve."
@@ -94,13 +95,14 @@ def _print(found: list[Check], models: list[ModelVerdict]) -> None:
         if check.section != section:
             section = check.section
             print(f"\n{section}" if check is not found[0] else section)
-        print(f"  {_MARKS[check.status]:4}  {check.name:18} {check.detail}")
+        print_line(f"  {_MARKS[check.status]:4}  {check.name:18} {check.detail}", indent=27)
         if check.remedy:
             print(f"  {'':4}  {'':18} -> {check.remedy}")
     print("\nWhat can be served here")
     width = max((len(verdict.model) for verdict in models), default=0)
     for verdict in models:
-        print(f"  {'yes' if verdict.runs else 'no':4}  {verdict.model:{width}} {verdict.detail}")
+        mark = "yes" if verdict.runs else "no"
+        print_line(f"  {mark:4}  {verdict.model:{width}} {verdict.detail}", indent=width + 9)
         if verdict.runs:
             print(f"  {'':4}  {'':{width}} -> {verdict.command}")
     if not models:

@@ -14,6 +14,7 @@ import typer
 from negamax.base.errors import ConfigError
 from negamax.cli.bench_options import MAX_COUNT, parse_counts
 from negamax.cli.flags import completion, parse_count
+from negamax.cli.lines import print_line
 from negamax.config.embedded import QUOTED_NAMES
 from negamax.config.families import bundled_names, published_name
 from negamax.config.model_spec import ModelSpec
@@ -334,12 +335,12 @@ def _print(plan: Plan, engine: EngineOptions, spec: ModelSpec) -> None:
     where = f" in {hardware.nodes} machines" if hardware.nodes > 1 else ""
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.width = max(_TABLE_WIDTH, console.width)
-    console.print(
+    print_line(
         f"{engine.model} on {hardware.gpus} x {gpu.name} ({gpu.memory / GIB:.1f} GiB){where}, "
         f"prompts of {first.input_len} and answers of {first.output_len} tokens"
     )
     if plan.candidates:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
         table.add_column("topology\nbest for", no_wrap=True)
         heads = ["weights\nKV/token", "KV tokens\nwindow", "1st, ms\nin, t/s"]
         for head in (*heads, *(f"{load.concurrency}: ms\nt/s" for load in plan.workloads)):
@@ -347,16 +348,17 @@ def _print(plan: Plan, engine: EngineOptions, spec: ModelSpec) -> None:
         ordered = _ordered(plan)
         for each in ordered[:_MOST_ROWS]:
             table.add_row(*_row(each, plan))
+        console.print()
         console.print(table)
         if len(ordered) > _MOST_ROWS:
             console.print(
-                f"{len(ordered) - _MOST_ROWS} slower ones are left out; --json has all.\n"
+                f"\n{len(ordered) - _MOST_ROWS} slower ones are left out; --json has all."
             )
         console.print(
-            "of each GPU: weights, KV cache per token; of all: tokens that the cache holds; the "
-            "longest request;\nfirst token of one prompt, tokens of prompts per second; by "
-            "requests at a time: ms per token\nof each, tokens of answers per second (*: the "
-            "cache holds fewer)"
+            "\nof each GPU: weights, KV cache per token; of all: tokens that the cache holds,\n"
+            "longest request; first token of one prompt, tokens of prompts per second;\n"
+            "by requests at a time: ms per token of each, tokens of answers per second\n"
+            "(*: the cache holds fewer)"
         )
     for use, found in (("latency", plan.fastest), ("throughput", plan.busiest)):
         if found is not None:
@@ -364,18 +366,19 @@ def _print(plan: Plan, engine: EngineOptions, spec: ModelSpec) -> None:
             for line in commands(found, engine, spec, hardware):
                 console.print(f"  {line}")
     for note in _notes(plan):
-        console.print(f"\n{note}")
+        console.print()
+        print_line(note)
     if plan.refused:
         console.print("\nWhat does not run")
     for reason, labels in _by_reason(plan.refused).items():
         more = f" and {len(labels) - 4} more" if len(labels) > 5 else ""
-        console.print(f"  {', '.join(labels[: 4 if more else 5])}{more}: {reason}")
+        print_line(f"  {', '.join(labels[: 4 if more else 5])}{more}: {reason}", indent=4)
 
 
 def _row(each: Candidate, plan: Plan) -> Iterator[str]:
     best = {"latency": plan.fastest, "throughput": plan.busiest}
-    uses = ", ".join(use for use, found in best.items() if found is each)
-    yield f"{each.topology.label}\n{uses}"
+    uses = [use for use, found in best.items() if found is each]
+    yield f"{each.topology.label}\n{'both' if len(uses) == len(best) else ''.join(uses)}"
     yield f"{each.memory.weights / GIB:.1f} GiB\n{each.memory.token / 1024:.1f} KiB"
     yield f"{each.cache_tokens:,}\n{each.context_length:,}"
     yield f"{1e3 * each.prompt_seconds:.0f}\n{each.prefill_rate:,.0f}"

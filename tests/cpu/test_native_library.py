@@ -9,6 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from negamax.kernels.native import library
+
 ASK = """
 from negamax import LLM, SamplingParams
 with LLM("nano", dtype="bfloat16", num_threads=1, max_model_len=512) as llm:
@@ -50,3 +54,17 @@ def test_the_library_is_compiled_once_and_found_again(tmp_path: Path) -> None:
     stamp = compiled.stat().st_mtime_ns
     assert ask(LOAD, XDG_CACHE_HOME=str(tmp_path)) == "True\n"
     assert compiled.stat().st_mtime_ns == stamp
+
+
+def test_what_the_compiler_said_is_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] || { echo "disk is full" >&2; exit 3; }\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    said: list[str] = []
+    monkeypatch.setattr(library.logger, "warning", lambda text, *values: said.append(text % values))
+    assert library.load.__wrapped__() is None
+    assert said[0].endswith(f"{compiler} ended with exit code 3: disk is full")

@@ -365,6 +365,12 @@ def test_commands_are_what_serve_understands(
         assert int(given.get("max_model_len", "=4096").partition("=")[2]) <= each["max_model_len"]
 
 
+def test_the_table_fits_into_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "minimax-m2", "--gpus", "8", "--gpu", "H100"]) == 0
+    table = capsys.readouterr().out.partition("slower ones")[0]
+    assert max(map(len, table.splitlines())) <= 80
+
+
 def test_the_table_names_the_two_best_and_says_why_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "minimax-m2", "--gpus", "4", "--gpu", "B200"]) == 0
     said = capsys.readouterr().out

@@ -81,12 +81,12 @@ export function download(name, text, type) {
   setTimeout(() => URL.revokeObjectURL(address), 1000);
 }
 
-// `seconds` for people: 240 ms, 3.2 s, 1 min 5 s.
+// `seconds` for people: 240 ms, 3.2 s, 1 min 5 s, 2 min.
 export function duration(seconds) {
   if (seconds < 0.9995) return `${Math.round(seconds * 1000)} ms`;
   if (seconds < 59.95) return `${seconds.toFixed(1)} s`;
   const whole = Math.round(seconds);
-  return `${Math.floor(whole / 60)} min ${whole % 60} s`;
+  return `${Math.floor(whole / 60)} min` + (whole % 60 ? ` ${whole % 60} s` : "");
 }
 
 // A count with separators for thousands: 4,096.

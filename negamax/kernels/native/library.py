@@ -47,9 +47,17 @@ def load(*, fp32: bool = False) -> ctypes.PyDLL | None:
         )
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning(
-            "the native row kernels cannot be built, the CPU runs without them: %s", error
+            "the native row kernels cannot be built, the CPU runs without them: %s", _reason(error)
         )
         return None
+
+
+def _reason(error: Exception) -> str:
+    """What a compiler said first, or why it could not be run."""
+    if isinstance(error, subprocess.CalledProcessError):
+        said: list[str] = error.stderr.decode(errors="replace").split("\n")
+        return f"{error.cmd[0]} ended with exit code {error.returncode}: {said[0][:200]}"
+    return str(error)
 
 
 def _compiled(compiler: str, *, flags: tuple[str, ...]) -> Path:
