@@ -11,13 +11,16 @@ from negamax.base.imports import large_imports
 
 
 def main() -> int:
-    """Run the command line; the process's exit code."""
+    """Run the command line; the process's exit code. 130: Ctrl-C, also while it is imported."""
     try:
-        with large_imports():
-            from negamax.cli.main import main as run
-    except ImportError as error:
-        return _broken(error)
-    return run()
+        try:
+            with large_imports():
+                from negamax.cli.main import main as run
+        except ImportError as error:
+            return _broken(error)
+        return run()
+    except KeyboardInterrupt:
+        return 130
 
 
 def _broken(error: ImportError) -> int:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from negamax.config.speculation import SpeculationConfig
 from negamax.engine.wire import EngineStats
 
@@ -43,6 +41,8 @@ class DraftCounts:
     @staticmethod
     def of_metrics(text: str) -> DraftCounts:
         """The counts in an answer of /metrics, ours or vLLM's, summed over models and engines."""
+        from prometheus_client.parser import text_string_to_metric_families  # slow to import
+
         sums: dict[str, float] = {}
         positions: dict[int, float] = {}
         try:

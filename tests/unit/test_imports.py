@@ -33,3 +33,18 @@ loop.shutdown()
 assert info.device == "script"
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_ctrl_c_while_the_command_is_imported_says_nothing() -> None:
+    code = """
+import sys
+from negamax.__main__ import main
+class Interrupted:
+    def find_spec(self, name, path=None, target=None):
+        if name == "negamax.cli.main":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupted())
+sys.exit(main())
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
