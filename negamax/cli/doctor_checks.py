@@ -127,16 +127,18 @@ def caches() -> Iterator[Check]:
     """The folders that are written to: place, size, free disk."""
     part = "Caches"
     home = Path.home()
-    folders = {
-        "hub": hub_folder(),
-        "Triton kernels": Path(env.get("TRITON_CACHE_DIR") or home / ".triton" / "cache"),
-        "CPU kernels": Path(env.get("XDG_CACHE_HOME") or home / ".cache") / "negamax" / "native",
-    }
-    for name, folder in folders.items():
+    triton = Path(env.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
+    native = Path(env.get("XDG_CACHE_HOME") or home / ".cache") / "negamax" / "native"
+    for name, folder, variable in (
+        ("hub", hub_folder(), "HF_HOME"),
+        ("Triton kernels", triton, "TRITON_CACHE_DIR"),
+        ("CPU kernels", native, "XDG_CACHE_HOME"),
+    ):
         existing, disk = _existing(folder), free_disk(folder)
         detail = f"{folder}, {_size(folder)}, {disk / GIB:.1f} GiB of disk free"
         if not env.is_writable(existing):
-            yield Check(part, name, "warn", f"{detail}, not writable", f"let {existing} be written")
+            remedy = f"let {existing} be written, or set {variable}"
+            yield Check(part, name, "warn", f"{detail}, not writable", remedy)
         elif disk < _LOW_DISK:
             yield Check(part, name, "warn", detail, "free some disk")
         else:

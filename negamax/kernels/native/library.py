@@ -57,7 +57,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, subprocess.CalledProcessError):
         said: list[str] = error.stderr.decode(errors="replace").split("\n")
         return f"{error.cmd[0]} ended with exit code {error.returncode}: {said[0][:200]}"
-    return str(error)
+    return f"{error} (XDG_CACHE_HOME names the folder for them)"
 
 
 def _compiled(compiler: str, *, flags: tuple[str, ...]) -> Path:
