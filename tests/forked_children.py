@@ -39,9 +39,13 @@ PRELOADED = (
 # modules that start children when they are the main program
 PARENTS = {
     "negamax", "tests.e2e.stub_serve", "negamax.api.server_worker", "negamax.engine.core.process",
+    "tests.forked_tool", "tools.load.stub_server",
 }  # fmt: skip
 # what may differ from the environment in which all that was imported
-LATE_VARIABLES = {log.CHILD_VARIABLE, "PYTEST_CURRENT_TEST", "TOKENIZERS_PARALLELISM"}
+LATE_VARIABLES = {
+    log.CHILD_VARIABLE, "PYTEST_CURRENT_TEST", "TOKENIZERS_PARALLELISM",
+    "STUB_STEP_MS", "STUB_LOG", "REPLAY_SCRIPT", "REPLAY_RECORD",  # of engines that are scripts
+}  # fmt: skip
 ROOT = Path(__file__).parents[1]
 COMMAND_BYTES = 2000  # of a child's command line
 FIRST_FREE = 500  # no child has an open file from here on
@@ -61,8 +65,9 @@ def forked_children() -> Iterator[None]:
 def start(module: str, *args: str, **options: Any) -> subprocess.Popen[Any]:
     """`subprocess.Popen` of `python -m module args`, forked where that is possible."""
     command = [sys.executable, "-m", module, *args]
-    if sys.platform == "linux" and of_this_run().has_environment(os.environ):
-        return Forked(of_this_run(), command, env=dict(os.environ), **options)
+    options = {"env": dict(os.environ), **options}
+    if sys.platform == "linux" and of_this_run().has_environment(options["env"]):
+        return Forked(of_this_run(), command, **options)
     return subprocess.Popen(command, **options)
 
 
@@ -158,7 +163,7 @@ class Forked(subprocess.Popen[Any]):
         late = {name: given["env"][name] for name in LATE_VARIABLES if name in given["env"]}
         request = {
             "command": given["args"],
-            "folder": str(Path.cwd()),
+            "folder": str(given["cwd"] or Path.cwd()),
             "own_group": given["start_new_session"],
             "variables": late,
             "places": [0, 1, 2, *given["pass_fds"]],
@@ -224,6 +229,7 @@ def _show(command: list[str]) -> None:
 
 def main(fd: int) -> None:
     """Import, then fork a child for each request, which runs its module as the main program."""
+    global of_this_run  # in a child that starts others: the process that is forked for it
     environment()
     with large_imports():
         for name in PRELOADED:
@@ -241,8 +247,9 @@ def main(fd: int) -> None:
                     os.close(other)
                 continue
             requests.close()
-            of_this_child = partial(Source, ours, environment())
-            process.spawn = partial(_spawn, process.spawn, cache(of_this_child))
+            of_this_run = cache(partial(Source, ours, environment()))
+            process.spawn = partial(_spawn, process.spawn, of_this_run)
+            sys.modules["tests.forked_children"] = sys.modules["__main__"]
         become(request, fds)
         run(module, arguments)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 import typer
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     standard error.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    commands: typer.core.TyperGroup = typer.main.get_command(app)  # type: ignore[assignment]
+    commands = _commands()
     resolved = Resolved(given)
     try:
         resolved = resolve(commands, given)
@@ -85,6 +86,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         refusal = ResourceError.of_system(error)
         return _fail(" ".join(str(refusal).split()), refusal.exit_code)
     return result if isinstance(result, int) else 0
+
+
+@cache
+def _commands() -> typer.core.TyperGroup:
+    """All commands with their options, made from functions' signatures once."""
+    return typer.main.get_command(app)  # type: ignore[return-value]
 
 
 def _show_whole_names() -> None:

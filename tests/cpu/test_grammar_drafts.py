@@ -165,6 +165,8 @@ def proposer() -> Changing:
 def llm(proposer: Changing) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
         drafts.install(patch.setattr, proposer)
+        # each draft has its mask, on a busy machine too
+        patch.setattr(manager, "DRAFT_SECONDS", 60.0)
         engine = LLM("nano", **SIZES, **CROWDED)
     with engine:
         yield engine
@@ -309,9 +311,7 @@ def test_no_launch_waits_for_the_drafts_of_rows_under_grammars(
         assert len(reads) > 20 and {launch - made_by for launch, made_by in reads} == {2}
 
 
-def test_masks_behind_drafts_are_those_of_tokens_that_came(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_masks_behind_drafts_are_those_of_tokens_that_came() -> None:
     """As far as the grammar allows the drafts, not behind its end, and while there is time; the
     output itself stays where it was.
     """
@@ -321,14 +321,15 @@ def test_masks_behind_drafts_are_those_of_tokens_that_came(
         near.bind("inproc://grammars")
         far = context.socket(zmq.PAIR)
         far.connect("inproc://grammars")
-        server = process.GrammarServer(far, wire.Setup(str(folder), 4160, (eos,), 1, 30.0, 30.0))
+        setup = wire.Setup(str(folder), 4160, (eos,), 1, 30.0, 30.0, 60.0)
+        server = process.GrammarServer(far, setup)
         far.close()
     assert server._compiler is not None
     compiled = server._compiler.compile(structural_tag(FIELDS[11]["grammar"], None, CALL_STYLES))
     output = process._Stream(0, compiled)
 
     def answer(parts: list[int], following: list[int], *, seconds: float = 60.0) -> wire.NextMask:
-        monkeypatch.setattr(process, "DRAFT_SECONDS", seconds)
+        server._draft_seconds = seconds
         server._advance(wire.AdvanceGrammars([]))
         return server._next_mask(output, [*parts], following)
 

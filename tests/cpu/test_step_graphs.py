@@ -63,7 +63,8 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
         return step(self)
 
     monkeypatch.setattr(EngineLoop, "step", waiting)
-    monkeypatch.setattr(manager, "GRACE_SECONDS", 60.0)
+    for name in ("GRACE_SECONDS", "ALONE_SECONDS"):
+        monkeypatch.setattr(manager, name, 60.0)
 
 
 @pytest.mark.usefixtures("unhurried")

@@ -250,6 +250,9 @@ def browsing(folder: Path) -> Iterator[Browser]:
     finally:
         process.terminate()
         process.wait(120)
+        with contextlib.suppress(OSError):  # it has not come so far
+            # the folder of its socket, which it leaves where temporary files are
+            shutil.rmtree((folder / "SingletonSocket").readlink().parent)
 
 
 def _as_three_and_four(read_fd: int, write_fd: int) -> Callable[[], None]:

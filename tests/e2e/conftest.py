@@ -209,7 +209,7 @@ def server(
     model = getattr(request, "param", None) or MODEL
     log_file = tmp_path_factory.mktemp("server") / "log"
     options = ("--served-model-name", MODEL)
-    with serving(*options, model=model, log_file=log_file, is_forked=False) as running:
+    with serving(*options, model=model, log_file=log_file) as running:
         yield running
         # no test of the shared server may make it fail inside
         assert "Traceback" not in running.log

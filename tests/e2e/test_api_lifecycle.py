@@ -183,7 +183,8 @@ def cpu_seconds(pid: int) -> float:
 
 
 def test_server_is_ready_within_seconds_and_an_interrupt_stops_it_at_once(tmp_path: Path) -> None:
-    with serving("--drain-timeout", "200", log_file=tmp_path / "log") as server:
+    options = ("--drain-timeout", "200")
+    with serving(*options, log_file=tmp_path / "log", is_forked=False) as server:
         with server.http() as http:
             assert eventually(lambda: http.get("/health").status_code == 200)
         assert cpu_seconds(server.process.pid) < 20 * slowness()  # whatever else the machine does

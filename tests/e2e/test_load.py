@@ -15,7 +15,7 @@ from tests.speed import slowness
 ROOT = Path(__file__).parents[2]
 
 
-report = partial(tool_reports.report, "load_test.py", "--scenario")
+report = partial(tool_reports.report, "load_test", "--scenario")
 
 
 def test_mixed_load_leaves_no_error_and_nothing_held(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 M3_LAYOUT = ROOT / "tests" / "minimax_m3_layout.jinja"
 
 
-report = partial(tool_reports.report, "replay_day.py", "--day")
+report = partial(tool_reports.report, "replay_day", "--day")
 
 
 def check_scripted(found: dict[str, Any]) -> None:

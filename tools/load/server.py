@@ -12,11 +12,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from negamax.api.processes.supervisor import SERVER_WORKER_MODULE
+from negamax.engine.client.connection import ENGINE_MODULE
 from tools.load.http import Connection
 
 ROOT = Path(__file__).parents[2]
+ENGINES = (ENGINE_MODULE, "tools.load.stub_engine", "tools.replay.engine")
 IDLE_SECONDS = 120.0
 _READY = re.compile(r"ready: http://([\d.]+):(\d+)/v1")
 
@@ -39,12 +42,15 @@ class Server:
 
     def engine_pid(self) -> int:
         """The engine process."""
-        (pid,) = [pid for pid in self._children() if not _is_server(pid)]
+        (pid,) = [pid for pid in self._children() if any(_runs(pid, name) for name in ENGINES)]
         return pid
 
     def server_pids(self) -> list[int]:
         """All processes that answer HTTP."""
-        return [self.process.pid, *(pid for pid in self._children() if _is_server(pid))]
+        return [
+            self.process.pid,
+            *(pid for pid in self._children() if _runs(pid, SERVER_WORKER_MODULE)),
+        ]
 
     def _children(self) -> list[int]:
         return [
@@ -113,8 +119,13 @@ class Server:
         ]
 
 
-def _is_server(pid: int) -> bool:
-    return SERVER_WORKER_MODULE in Path(f"/proc/{pid}/cmdline").read_text()
+def _runs(pid: int, module: str) -> bool:
+    return module in Path(f"/proc/{pid}/cmdline").read_text()
+
+
+def start(module: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+    """`python -m module arguments`; `options` are those of `subprocess.Popen`."""
+    return subprocess.Popen([sys.executable, "-m", module, *arguments], **options)
 
 
 @contextlib.contextmanager
@@ -128,14 +139,19 @@ def serving(
     """`negamax serve MODEL` (or `module`) with `options` and `num_servers` server processes, until
     the block ends.
     """
-    command = [sys.executable, "-m", module]
+    command = [*options, "--api-server-count", str(num_servers)]
     if module == "negamax":
-        command += ["serve", model, "--port", "0", "--num-threads", "1", "--log-level", "warning"]
-    command += [*options, "--api-server-count", str(num_servers)]
+        usual = ["--port", "0", "--num-threads", "1", "--log-level", "warning"]
+        command = ["serve", model, *usual, *command]
     with tempfile.NamedTemporaryFile("w", suffix=".log") as log:
-        env = os.environ | (environment or {}) | {"PYTHONPATH": str(ROOT)}
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=env
+        process = start(
+            module,
+            *command,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | (environment or {}),
         )
         try:
             yield Server(process, Path(log.name))

@@ -34,6 +34,7 @@ logger = get_logger(__name__)
 
 COMPILE_SECONDS = 30.0
 MASK_SECONDS = 5.0
+DRAFT_SECONDS = 0.004
 GRACE_SECONDS = 0.008  # that a step with other rows in it waits for a mask
 ALONE_SECONDS = 0.05  # that a step without others waits: requests that come meanwhile wait, too
 MAX_THREADS = 8
@@ -58,6 +59,7 @@ class GrammarManager:
             num_threads=max(1, min(MAX_THREADS, env.usable_cores() // 2)),
             compile_seconds=COMPILE_SECONDS,
             mask_seconds=MASK_SECONDS,
+            draft_seconds=DRAFT_SECONDS,
         )
         self._maker = MaskMaker(vocab_size)
         self._rules: dict[str, RequestGrammar] = {}  # by request id

@@ -45,7 +45,6 @@ COMPILERS = 2  # grammars compiled at a time
 COMPILER_PATIENCE = 1.0  # seconds after which a compilation no longer counts as one of them
 # a mask beyond this is not waited for, and the output's next ones are worked out apart
 SLOW_SECONDS = 0.02
-DRAFT_SECONDS = 0.004  # after a message, in which masks behind draft tokens are begun
 MAX_STUCK = 8  # threads of one kind that may be replaced
 MEMORY_SHARE = 1 / 4  # of the main memory, that this process may take
 POLL_MS = 2  # while something is being worked out
@@ -109,6 +108,7 @@ class GrammarServer:
         self._socket = socket
         self._compile_seconds = setup.compile_seconds
         self._mask_seconds = setup.mask_seconds
+        self._draft_seconds = setup.draft_seconds
         self._sent = time.monotonic()
         self._no_drafts_from = 0.0  # monotonic seconds
         self._jobs: dict[GrammarSpec, _Job] = {}
@@ -213,7 +213,7 @@ class GrammarServer:
             self._send(wire.Overloaded(job.keys, message))
 
     def _advance(self, message: wire.AdvanceGrammars) -> None:
-        self._no_drafts_from = time.monotonic() + DRAFT_SECONDS
+        self._no_drafts_from = time.monotonic() + self._draft_seconds
         together: deque[tuple[_Stream, list[wire.Part], list[int]]] = deque()
         for key, parts, drafts in message.parts:
             stream = self._streams.get(key)

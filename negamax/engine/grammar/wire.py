@@ -20,6 +20,7 @@ class Setup(msgspec.Struct, frozen=True):
     num_threads: int
     compile_seconds: float  # that one grammar may take
     mask_seconds: float  # that one mask may take
+    draft_seconds: float  # after a message, in which masks behind draft tokens are begun
 
 
 # engine -> grammar process
