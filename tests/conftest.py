@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -78,10 +78,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks, and the files that take long first, so that all workers end together."""
+    """Marks, and the files that take long first, so that all workers end together: those of a
+    folder by their size.
+    """
     for item in items:
         item.add_marker(getattr(pytest.mark, _folder(item)))
-    items.sort(key=lambda item: LONG_FIRST.index(_folder(item)))
+    size = cache(lambda path: path.stat().st_size)
+    items.sort(key=lambda item: (LONG_FIRST.index(_folder(item)), -size(item.path)))
 
 
 @pytest.fixture(autouse=True)

@@ -139,8 +139,8 @@ def test_masks_of_the_gpu_show_what_the_index_chose_within_a_document(
 
 
 def test_an_index_that_was_trained_finds_what_random_blocks_miss(recipe: SimpleNamespace) -> None:
-    toy = recipe.toy.Toy(pairs=12, block=4, topk=2)
-    toy.train(220)
+    toy = recipe.toy.Toy(pairs=9, block=4, topk=2)
+    toy.train(190)
     assert toy.accuracy("index") > 0.9
     assert toy.accuracy("random") < 0.5
 

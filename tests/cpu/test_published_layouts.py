@@ -5,8 +5,9 @@ split: nothing is missing, nothing left over, and a rank holds what was planned.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from negamax.kernels.formats import is_kept
 from negamax.kernels.platform import CPU, Platform, nvidia
 from negamax.kernels.registry import resolve
 from negamax.layers.weights import WeightSlot
+from negamax.models import spellings
 from negamax.models.memory import expert_padding, weight_bytes
 from negamax.models.registry import empty_slots
 from negamax.parallel.layout import ParallelLayout
@@ -42,6 +44,14 @@ SPLITS = {
 CHECKED = [(H200, layout) for layout in SPLITS.values()]
 CHECKED += [(CPU, SPLITS[name]) for name in ("tp1", "tp16 ep2")]
 FULL_COUNTS = {"fp8 of M2": 96_103, "fp8": 96_103, "bf16": 48_239, "m3, bf16": 23_416}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def names_respelled_once() -> Iterator[None]:
+    """For all splits and formats: they have the same names."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spellings, "_respelled", cache(spellings._respelled))
+        yield
 
 
 def spec_of(name: str, folder: Path, *, layers: int) -> ModelSpec:
