@@ -4,6 +4,7 @@ understands it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -22,6 +23,8 @@ PROVENANCE = "negamax_conversion"  # the key in config.json of what `negamax con
 _ROTATION = ("optional", "quarot", "rotation_map", "global_rotation")  # in ModelSlim's description
 _INDEX = "model.safetensors.index.json"
 _NEURON_EXPERTS = ".expert_mlps.mlp_op."
+_NEURON_SCALE = f"{_NEURON_EXPERTS}down_proj.scale"
+_LONGEST_HEADER = 100_000_000  # bytes, as safetensors allows
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ def read_quantization(
             )
         spec = QuantizationSpec(str(found.get("quant_method")), dict(found))
         is_neuron = folder is not None and spec.method == "fp8" and _is_neuron(folder)
-        return _neuron(spec) if is_neuron else spec
+        return _neuron(spec, folder) if is_neuron and folder is not None else spec
     for name, method in SIDE_FILES.items():
         if folder is not None and (folder / name).is_file():
             return QuantizationSpec(method, read_json_object(folder / name), source=name)
@@ -90,10 +93,27 @@ def _is_neuron(folder: Path) -> bool:
         return False
 
 
-def _neuron(spec: QuantizationSpec) -> QuantizationSpec:
+def _neuron(spec: QuantizationSpec, folder: Path) -> QuantizationSpec:
     plain = spec.fields.get("modules_to_not_convert") or ()
-    fields = {
+    fields: dict[str, Any] = {
         "weight_block_size": spec.fields.get("weight_block_size"),
         "modules_to_not_convert": [*plain, "o_proj"],
     }
+    if _are_rows(folder):
+        fields["expert_scales"] = "per_row"
     return QuantizationSpec("neuron_fp8", fields, source=_INDEX)
+
+
+def _are_rows(folder: Path) -> bool:
+    """Whether Neuron's experts have a scale per output row, and not per block: in the header of a
+    file their stack has two dimensions. What is no such file is refused when it is read.
+    """
+    try:
+        files = json.loads((folder / _INDEX).read_text())["weight_map"]
+        name = next((each for each in files if each.endswith(_NEURON_SCALE)), _NEURON_SCALE)
+        with (folder / PurePosixPath(files[name]).name).open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            shape = json.loads(file.read(min(size, _LONGEST_HEADER)))[name]["shape"]
+        return len(shape) == 2
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return False

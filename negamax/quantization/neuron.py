@@ -1,6 +1,7 @@
 """Method "neuron_fp8": FP8 of Trainium, whose values reach up to 240, as the preprocessing of
 neuronx-distributed-inference lays M2 out: q, k and v with a scale per output row, experts stacked,
-transposed and with a scale per 128 x 128 block, everything else plain.
+transposed and with a scale per 128 x 128 block or, in its mode per_row, per output row, everything
+else plain.
 
 That preprocessing writes no description of its own: `config/quantization.py` finds its names in the
 index. `negamax convert` writes one under this name.
@@ -88,18 +89,39 @@ NEURON_BLOCKS = TensorFormat(
 )
 
 
+def _unpack_transposed(tensors: Mapping[str, Tensor]) -> Codes:
+    from negamax.kernels.codes import Codes
+
+    return Codes(tensors["weight"].mT.contiguous(), tensors["scale"].unsqueeze(-1))
+
+
+NEURON_EXPERT_ROWS = TensorFormat(
+    "fp8_e4m3_240_channel_transposed",
+    E4M3,
+    (
+        StoredTensor("weight", Role.VALUES, (E4M3,), (COLUMNS, ROWS)),
+        StoredTensor("scale", Role.SCALE, ("float32",), (ROWS,)),
+    ),
+    _unpack_transposed,
+)
+
+
 def read(spec: QuantizationSpec) -> Scheme:
     """Errors: `ConfigError` for what is stored in another way."""
     check_fields(
         spec,
-        {"weight_block_size": ([E4M3_GROUP, E4M3_GROUP],)},
+        {
+            "weight_block_size": ([E4M3_GROUP, E4M3_GROUP],),
+            "expert_scales": (None, "per_row"),
+        },
         beside=("modules_to_not_convert", "quant_method"),
     )
     plain = module_list(spec, "modules_to_not_convert")
+    experts = NEURON_EXPERT_ROWS if spec.fields.get("expert_scales") else NEURON_BLOCKS
 
     def format_of(module: str) -> TensorFormat:
         if is_within(module, plain):
             return PLAIN
-        return NEURON_BLOCKS if is_within(module, ("experts",)) else NEURON_ROWS
+        return experts if is_within(module, ("experts",)) else NEURON_ROWS
 
-    return Scheme((NEURON_ROWS, NEURON_BLOCKS), format_of)
+    return Scheme((NEURON_ROWS, experts), format_of)

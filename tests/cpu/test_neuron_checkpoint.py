@@ -110,3 +110,29 @@ def test_it_stands_for_the_weights_that_its_bytes_and_scales_give(tmp_path: Path
     save_file(made, tmp_path / "model_layer0.safetensors")
     with pytest.raises(CheckpointError, match=rf"{scale} has shape \[4, 512\]"):
         load(tmp_path, ParallelLayout())
+
+
+def test_experts_may_have_a_scale_per_row(tmp_path: Path) -> None:
+    """Its mode per_row: the stack of scales has two dimensions, gate before up."""
+    source, split = tmp_path / "source", tmp_path / "split"
+    made, plain = write_preprocessed(source)
+    rows = torch.rand(2, 4, 2 * SIZES["intermediate_size"], generator=torch.Generator()) + 0.5
+    for number, stack in enumerate(("gate_up_proj", "down_proj")):
+        name = f"layers.0.block_sparse_moe.expert_mlps.mlp_op.{stack}"
+        made[f"{name}.scale"] = rows[number, :, : made[f"{name}.weight"].shape[-1]].clone()
+        for expert, (weight, scale) in enumerate(
+            zip(made[f"{name}.weight"].float(), made[f"{name}.scale"], strict=True)
+        ):
+            parts = (weight.T * scale[:, None]).split(SIZES["intermediate_size"])
+            for part, matrix in zip(("w1", "w3") if number == 0 else ("w2",), parts, strict=True):
+                key = f"model.layers.0.block_sparse_moe.experts.{expert}.{part}.weight"
+                plain[key] = matrix
+    save_file(made, source / "model_layer0.safetensors")
+    convert(Conversion("x", source, split, None, tp=2))
+    for folder, layouts in ((source, LAYOUTS), (split, [ParallelLayout(rank=1, tp=2)])):
+        for layout in layouts:
+            model, found, _ = load(folder, layout, is_split=folder is split)
+            for name, values in found.items():
+                region = model.weight_slots()[name].region
+                part = tuple(slice(each.start, each.stop) for each in region)
+                assert torch.equal(values, plain[name][part]), name
