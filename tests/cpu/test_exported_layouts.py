@@ -241,6 +241,10 @@ EXPORTS = {
         store("compressed-mxfp8"),
         auto_round("mx_fp_rceil", 8, 32, packing_format="auto_round:llm_compressor"),
     ),
+    "auto-round, NVFP4": of(
+        store("compressed-nvfp4"),
+        auto_round("nv_fp", 4, 16, packing_format="auto_round:llm_compressor"),
+    ),
     "modelopt, MXFP4": of(store("quark-mxfp4"), modelopt("mxfp4")),
     "modelopt, W4A8": of(store("quark-mxfp4"), modelopt("W4A8_MXFP4_FP8")),
     "modelopt, W8A16": of(store_rows, modelopt("W8A16")),
