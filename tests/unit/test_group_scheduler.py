@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from negamax.base.errors import InvalidRequestError, OverloadedError
+from negamax.scheduler.draft_length import AdaptiveDraftLength, for_ranks
 from negamax.scheduler.group import GroupScheduler
 from negamax.scheduler.limits import SchedulerLimits
 from negamax.scheduler.request import GenerateRequest, SamplingParams
@@ -34,18 +36,20 @@ class GroupTrace:
     """
 
     def __init__(
-        self, limits: SchedulerLimits, num_ranks: int, *, seed: int, depth: int, trouble: bool
-    ) -> None:
+        self, limits: SchedulerLimits, num_ranks: int, *, seed: int, depth: int, trouble: bool,
+        joint: AdaptiveDraftLength | None = None,
+    ) -> None:  # fmt: skip
         self.limits, self.depth, self.trouble = limits, depth, trouble
         self.rng = random.Random(seed)
         lengths = [AnyDraftLength(limits.num_draft_tokens, seed + at) for at in range(num_ranks)]
-        self.scheduler = GroupScheduler(limits, lengths)
+        self.scheduler = GroupScheduler(limits, for_ranks(joint, num_ranks) if joint else lengths)
         self.workers = [ModelWorker(limits.block_size) for _ in range(num_ranks)]
         self.in_flight: deque[tuple[list[StepPlan], list[StepResult] | None]] = deque()
         self.steps: list[list[StepPlan]] = []
         self.requests: dict[str, GenerateRequest] = {}
         self.updates: dict[str, list[SequenceUpdate]] = {}
         self.ranks: dict[str, int] = {}  # where each began to run
+        self.lost = 0  # steps
 
     def run(self, num_requests: int) -> GroupTrace:
         to_add = deque(self.rng.sample(range(10_000), num_requests))
@@ -100,6 +104,7 @@ class GroupTrace:
             rows = range(len(plan.slots))
             bad = frozenset(row for row in rows if self.trouble and self.rng.random() < 0.02)
             results.append(worker.execute(plan, lose=lose, bad_rows=bad))
+        self.lost += lose
         self.in_flight.append((plans, None if lose else results))
 
     def check_size(self, plans: list[StepPlan]) -> None:
@@ -162,6 +167,19 @@ def test_random_traces(
     if seed % 8 == 0:
         again = GroupTrace(limits, num_ranks, seed=seed, depth=depth, trouble=trouble).run(20)
         assert first.steps == again.steps and first.updates == again.updates
+
+
+def test_ranks_verify_as_many_drafts_as_is_best_for_all() -> None:
+    limits = replace(
+        group(max_num_seqs=8, max_num_batched_tokens=256, num_blocks=400).limits, num_draft_tokens=3
+    )
+    joint = AdaptiveDraftLength((1, 2, 3))
+    trace = GroupTrace(limits, 3, seed=1, depth=1, trouble=True, joint=joint).run(120)
+    trace.check_outputs()
+    chosen = [{plan.num_proposed for plan in plans if plan.slots} for plans in trace.steps]
+    assert all(len(numbers) == 1 for numbers in chosen) and len(set.union(*chosen)) > 1
+    verified = sum(place.trials for place in joint._places)
+    assert verified > 50 and joint._num_steps == len(trace.steps) - trace.lost
 
 
 def group(num_ranks: int = 2, **sizes: Any) -> GroupScheduler:
