@@ -99,8 +99,6 @@ def plot_comparison(file: Path, series: Sequence[Series], *, title: str) -> None
 
 
 def _throughput_over(axes: Any, series: Sequence[Series], latency_name: str) -> None:
-    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
-
     for one in series:
         latency = [run[latency_name] for run in one.runs]
         rate = [run["output_throughput"] for run in one.runs]
@@ -111,13 +109,26 @@ def _throughput_over(axes: Any, series: Sequence[Series], latency_name: str) -> 
                 load_of(run), (x, y), textcoords="offset points", xytext=(7, -11), **style
             )
     axes.margins(0.08)
-    for axis, scale in ((axes.xaxis, axes.set_xscale), (axes.yaxis, axes.set_yscale)):
-        scale("log")
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.set_major_formatter(StrMethodFormatter("{x:,.6g}"))
-        axis.set_minor_locator(NullLocator())
+    axes.set(xscale="log", yscale="log")
+    _plain_numbers(axes.xaxis)
+    _plain_numbers(axes.yaxis)
     axes.grid(visible=True, alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _plain_numbers(axis: Any) -> None:
+    """A logarithmic axis with 1, 2, 5, 10 and so on."""
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(StrMethodFormatter("{x:,.6g}"))
+    axis.set_minor_locator(NullLocator())
+
+
+def _whole_numbers(axis: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _histogram(axes: Any, seconds: Sequence[float], *, title: str) -> None:
@@ -132,10 +143,13 @@ def _histogram(axes: Any, seconds: Sequence[float], *, title: str) -> None:
     edges = [low * (high / low) ** (step / 50) for step in range(51)]
     axes.hist(ordered, bins=edges, color="tab:blue", alpha=0.6)
     axes.set(xscale="log", ylabel="count")
+    _plain_numbers(axes.xaxis)
+    _whole_numbers(axes.yaxis)
     share = axes.twinx()
-    share.plot(
-        ordered,
-        [(place + 1) / len(ordered) for place in range(len(ordered))],
+    share.step(
+        [ordered[0], *ordered],
+        [place / len(ordered) for place in range(len(ordered) + 1)],
+        where="post",
         color="black",
         linewidth=1,
     )
@@ -149,7 +163,7 @@ def _histogram(axes: Any, seconds: Sequence[float], *, title: str) -> None:
             linewidth=1,
             label=f"p{percent} {value:,.1f} ms",
         )
-    share.legend(loc="lower right", fontsize="small")
+    share.legend(loc="upper left", fontsize="small")
 
 
 def _latency_over_time(axes: Any, measured: Measurement) -> None:
@@ -209,3 +223,4 @@ def _load_over_time(axes: Any, measured: Measurement) -> None:
         linewidth=1,
     )
     running.set(ylabel="requests under way", ylim=(0, None))
+    _whole_numbers(running.yaxis)

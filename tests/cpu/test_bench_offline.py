@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import statistics
 import time
@@ -252,3 +253,17 @@ def test_plot_is_written_or_asks_for_matplotlib(document: dict[str, Any], tmp_pa
 
     plot_offline(tmp_path / "out.png", document["results"])
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_shares_are_steps_and_ticks_plain_numbers() -> None:
+    from negamax.bench import plots
+
+    figure = plots.blank_figure((5, 4))
+    axes = figure.subplots()
+    plots._histogram(axes, [0.6, 1.1, 2.4, 2.4], title="")
+    figure.savefig(io.BytesIO())
+    (share, *_) = figure.axes[1].lines
+    assert share.get_drawstyle() == "steps-post"
+    assert list(share.get_ydata()) == [0, 0.25, 0.5, 0.75, 1]
+    assert "1,000" in [label.get_text() for label in axes.get_xticklabels()]
+    assert all(count == int(count) for count in axes.get_yticks())
