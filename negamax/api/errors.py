@@ -148,7 +148,7 @@ def negamax_error(request: Request, error: Exception) -> Response:
     headers = {"www-authenticate": challenge} if status == 401 else {}
     if isinstance(error, NegamaxError) and error.retry_after is not None:
         if request.method == "POST":  # probes that find the server unready are no rejections
-            request.app.state.metrics.rejections.add(error.code or "")
+            request.app.state.metrics.measured.rejections.add(error.code or "")
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
     return error_response(request.scope, status, answer, headers=headers)
 

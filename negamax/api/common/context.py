@@ -177,7 +177,7 @@ class ApiContext:
         where the request has none. `http` is the HTTP request; `names` are what the client may
         call it, `readers` are as of `AsyncEngine.generate`.
         """
-        observer: Observer = self.metrics.meter(sampling, arrival=arrival)
+        observer: Observer = self.metrics.measured.meter(sampling, arrival=arrival)
         if self.request_ended:
             record = RequestRecord(
                 request_id=request_id,

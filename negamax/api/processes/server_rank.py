@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from negamax.api.http.lifecycle import Lifecycle
-from negamax.api.metrics import NUM_COLUMNS as METRIC_COLUMNS
+from negamax.api.measurements import NUM_COLUMNS as METRIC_COLUMNS
 from negamax.base.private_folder import PrivateFolder
 from negamax.base.shared_numbers import SharedNumbers
 from negamax.engine.client.engine_client import SharedQueue
