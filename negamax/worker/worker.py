@@ -33,6 +33,7 @@ from negamax.worker.device import (
     indices,
     kv_dtype,
     runtime_of,
+    upload,
 )
 from negamax.worker.expert_weights import load_recorder
 from negamax.worker.grammar_bitmask import PendingBitmask, WaitForBitmask
@@ -291,10 +292,10 @@ class Worker:
         else:
             began, outcome = self._forward(plan, bitmask, graphs)
             columns = np.array(plan.slots), np.array(plan.num_scheduled)
-            self._requests.advance(*batches.upload(columns, self._device))
+            self._requests.advance(*upload(columns, self._device))
         if bitmask.postponed:
             columns = np.array([plan.slots[row] for row in bitmask.postponed])
-            again, minus_one = batches.upload((columns, np.full_like(columns, -1)), self._device)
+            again, minus_one = upload((columns, np.full_like(columns, -1)), self._device)
             self._requests.advance(again, minus_one)
             self._requests.drafts[again] = -1
         self._stage.give_back(plan)
@@ -349,7 +350,8 @@ class Worker:
         self, plan: StepPlan, bitmask: PendingBitmask, graphs: StepGraphs | None
     ) -> tuple[torch.cuda.Event | None, StepOutput]:
         """A step of any shape, and when it began."""
-        if any(plan.num_draft_tokens):
+        has_drafts, size = any(plan.num_draft_tokens), plan.of_all
+        if has_drafts:
             self._requests.place_drafts(plan)
         # Which kernel computes a token must not depend on the step it runs in, where that decides
         # about bits.
@@ -359,56 +361,38 @@ class Worker:
             self._requests,
             generated_apart=self._runtime.is_batch_invariant,
         )
-        layout, shape, size = build(), None, plan.of_all
+        layout = build()
         longest = size.longest_decode if size else layout.longest_decode
         if graphs is not None and longest <= LONGEST_DECODE:
-            runs = build(drafts_apart=False) if any(plan.num_draft_tokens) else layout
-            shape = (
-                graphs.find(size.num_tokens, size.num_rows)
-                if size
-                else graphs.find(len(runs.columns.token_slots), len(runs.columns.slots))
+            runs = build(drafts_apart=False) if has_drafts else layout
+            columns = runs.columns
+            shape = graphs.find(
+                size.num_tokens if size else len(columns.token_slots),
+                size.num_rows if size else len(columns.slots),
             )
-        if graphs is not None and shape is not None:
-            layout = runs
-            columns = layout.columns
-            graphs.prepare(shape, columns)
-            num_tokens = len(columns.token_slots)
-            captured = graphs.residuals(num_tokens)
-            entering = self._stage.receive(num_tokens, graphs.entering(shape), captured)
-            began = self._runtime.record_event()
-            hidden = graphs.replay(shape).hidden
-            self._stage.send(hidden[:num_tokens], entering, captured)
-            states = self._replayed_states(layout)
-        else:
-            began, hidden, states = self._run_eagerly(layout, size)
-        if not self._stage.is_last:
-            slots, offsets = layout.sample_slots, layout.sample_offsets
-            self._stage.expect(plan, batches.sample_inputs(slots, offsets, self._requests))
-            return began, StepOutput(plan.step_id, [], None)
-        prompt_logprobs = score_prompts(
-            self._model, plan, hidden, layout=layout, requests=self._requests
-        )
-        rows = layout.sample_rows
-        if not rows:
-            self._verify(plan, bitmask, indices([], self._device), states, layout)
-            return began, StepOutput(plan.step_id, [], None, prompt_logprobs=prompt_logprobs)
-        inputs = batches.sample_inputs(layout.sample_slots, layout.sample_offsets, self._requests)
-        hidden = hidden[indices(layout.sample_tokens, self._device)]
-        failed = list(self._requests.failures_of(layout.sample_slots))
-        if failed:  # on this rank, perhaps alone: no rank may find a token for these rows
-            hidden[indices(failed, self._device)] = torch.nan
-        logits = self._model.local_logits(hidden)
-        sampled = self._sampler(logits, inputs, masks=bitmask.of(rows, device=self._device))
-        self._store_sampled(sampled, inputs)
-        self._stage.keep(sampled.token_ids)
-        return began, StepOutput(
-            plan.step_id,
-            rows,
-            HostTensor(sampled.token_ids),
-            sampled,
-            prompt_logprobs,
-            verification=self._verify(plan, bitmask, sampled.token_ids, states, layout),
-        )
+            if shape is not None:
+                began, hidden, states = self._replay_mix(runs, graphs, shape)
+                return began, self._sample(plan, bitmask, runs, hidden, states)
+        began, hidden, states = self._run_eagerly(layout, size)
+        return began, self._sample(plan, bitmask, layout, hidden, states)
+
+    def _replay_mix(
+        self, layout: batches.BatchLayout, graphs: StepGraphs, shape: StepShape
+    ) -> tuple[torch.cuda.Event | None, torch.Tensor, TokenStates | None]:
+        """A step whose layers are captured, as `_run_eagerly`; hidden states of padding are behind
+        those of its tokens.
+        """
+        graphs.prepare(shape, layout.columns)
+        num_tokens = len(layout.columns.token_slots)
+        captured = graphs.residuals(num_tokens)
+        entering = self._stage.receive(num_tokens, graphs.entering(shape), captured)
+        began = self._runtime.record_event()
+        hidden = graphs.replay(shape).hidden
+        self._stage.send(hidden[:num_tokens], entering, captured)
+        if self._proposer is None:
+            return began, hidden, None
+        _, metadata = batches.build(layout, self._requests)
+        return began, hidden, TokenStates(metadata, captured)
 
     def _run_eagerly(
         self, layout: batches.BatchLayout, size: StepSize | None
@@ -431,12 +415,43 @@ class Worker:
         captured = [share.gather(stream) for stream in (*entering.captured, *captured)]
         return began, hidden, TokenStates(share.describe_all(metadata), captured)
 
-    def _replayed_states(self, layout: batches.BatchLayout) -> TokenStates | None:
-        """What a replayed step has made of its tokens, for the proposer; None: there is none."""
-        if self._proposer is None or self._graphs is None:
-            return None
-        _, metadata = batches.build(layout, self._requests)
-        return TokenStates(metadata, self._graphs.residuals(len(layout.columns.token_slots)))
+    def _sample(
+        self,
+        plan: StepPlan,
+        bitmask: PendingBitmask,
+        layout: batches.BatchLayout,
+        hidden: torch.Tensor,
+        states: TokenStates | None,
+    ) -> StepOutput:
+        """What follows the layers of a step: samples, and what becomes of drafts."""
+        if not self._stage.is_last:
+            slots, offsets = layout.sample_slots, layout.sample_offsets
+            self._stage.expect(plan, batches.sample_inputs(slots, offsets, self._requests))
+            return StepOutput(plan.step_id, [], None)
+        prompt_logprobs = score_prompts(
+            self._model, plan, hidden, layout=layout, requests=self._requests
+        )
+        rows = layout.sample_rows
+        if not rows:
+            self._verify(plan, bitmask, indices([], self._device), states, layout)
+            return StepOutput(plan.step_id, [], None, prompt_logprobs=prompt_logprobs)
+        inputs = batches.sample_inputs(layout.sample_slots, layout.sample_offsets, self._requests)
+        hidden = hidden[indices(layout.sample_tokens, self._device)]
+        failed = list(self._requests.failures_of(layout.sample_slots))
+        if failed:  # on this rank, perhaps alone: no rank may find a token for these rows
+            hidden[indices(failed, self._device)] = torch.nan
+        logits = self._model.local_logits(hidden)
+        sampled = self._sampler(logits, inputs, masks=bitmask.of(rows, device=self._device))
+        self._store_sampled(sampled, inputs)
+        self._stage.keep(sampled.token_ids)
+        return StepOutput(
+            plan.step_id,
+            rows,
+            HostTensor(sampled.token_ids),
+            sampled,
+            prompt_logprobs,
+            verification=self._verify(plan, bitmask, sampled.token_ids, states, layout),
+        )
 
     def _verify(
         self,
@@ -459,7 +474,7 @@ class Worker:
         firsts = (num_drafts + 1).cumsum() - num_drafts - 1
         ends = np.array(layout.sample_tokens, dtype=np.int64)[firsts]
         columns = slots, num_scheduled - num_drafts, firsts, num_drafts, ends
-        slot, offset, first, count, end = batches.upload(columns, self._device)
+        slot, offset, first, count, end = upload(columns, self._device)
         drafts, seeds = self._requests.drafts[slot], self._requests.seeds[slot]
         if num_drafts.any():
             bitmask.drop_drafts(drafts, plan)
