@@ -30,6 +30,7 @@ import pytest
 
 from negamax.base import env, log, process
 from negamax.base.imports import large_imports
+from negamax.config.nodes import KEY_VARIABLE
 
 PRELOADED = (
     "negamax.worker.worker", "negamax.text.grammar.matcher", "torch.distributed",
@@ -39,12 +40,15 @@ PRELOADED = (
 # modules that start children when they are the main program
 PARENTS = {
     "negamax", "tests.e2e.stub_serve", "negamax.api.server_worker", "negamax.engine.core.process",
-    "tests.forked_tool", "tools.load.stub_server",
+    "tests.forked_tool", "tools.load.stub_server", "tests.e2e.held_engine",
+    "tests.dist.killed_in_move",
 }  # fmt: skip
 # what may differ from the environment in which all that was imported
 LATE_VARIABLES = {
-    log.CHILD_VARIABLE, "PYTEST_CURRENT_TEST", "TOKENIZERS_PARALLELISM",
-    "STUB_STEP_MS", "STUB_LOG", "REPLAY_SCRIPT", "REPLAY_RECORD",  # of engines that are scripts
+    log.CHILD_VARIABLE, KEY_VARIABLE, "PYTEST_CURRENT_TEST", "TOKENIZERS_PARALLELISM",
+    # of engines and ranks of the tests' own
+    "ENGINE_MODULE", "STUB_STEP_MS", "STUB_LOG", "STUB_HOLD", "REPLAY_SCRIPT", "REPLAY_RECORD",
+    "HELD_ENGINE", "KILLED_IN_MOVE", "COUNTED_TOKENS",
 }  # fmt: skip
 ROOT = Path(__file__).parents[1]
 COMMAND_BYTES = 2000  # of a child's command line
@@ -69,6 +73,23 @@ def start(module: str, *args: str, **options: Any) -> subprocess.Popen[Any]:
     if sys.platform == "linux" and of_this_run().has_environment(options["env"]):
         return Forked(of_this_run(), command, **options)
     return subprocess.Popen(command, **options)
+
+
+def finished(
+    module: str, *args: str, text: str | None = None, timeout: float = 120.0
+) -> subprocess.CompletedProcess[str]:
+    """What `start` started, once it has ended. `text`: its standard input; None: that of this
+    process. Errors: `TimeoutExpired`; the child has ended then, too.
+    """
+    pipe = subprocess.PIPE
+    stdin = None if text is None else pipe
+    with start(module, *args, stdin=stdin, stdout=pipe, stderr=pipe, text=True) as child:
+        try:
+            out, err = child.communicate(text, timeout)
+        except BaseException:
+            child.kill()
+            raise
+    return subprocess.CompletedProcess(child.args, child.returncode, out, err)
 
 
 def _spawn(

@@ -20,6 +20,7 @@ from negamax.config.embedded import EMBEDDED
 from tests.e2e.conftest import MODEL, STUB, eventually, launch, serving, talking
 from tests.e2e.listening import family_of
 from tests.e2e.test_api_errors import error_of
+from tests.forked_children import finished
 from tests.speed import slowness
 
 LONG: dict[str, Any] = {
@@ -280,22 +281,9 @@ def test_a_damaged_checkpoint_is_generated_from_by_nobody(
 def test_a_damaged_checkpoint_is_one_line_and_exit_code_2(
     damage: str, words: str, ranks: str, tmp_path: Path
 ) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "negamax",
-        "serve",
-        str(damaged(tmp_path, damage)),
-        "--port",
-        "0",
-        "--device",
-        "cpu",
-        "--log-level",
-        "error",
-    ]
-    done = subprocess.run(
-        [*command, "--tensor-parallel-size", ranks], capture_output=True, text=True, timeout=120
-    )
+    options = ("--port", "0", "--device", "cpu", "--log-level", "error")
+    folder = str(damaged(tmp_path, damage))
+    done = finished("negamax", "serve", folder, *options, "--tensor-parallel-size", ranks)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert words in line

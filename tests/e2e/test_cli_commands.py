@@ -8,25 +8,22 @@ import json
 import resource
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
 from negamax import __version__
 from negamax.cli.main import main
 from tests.e2e.conftest import MODEL
+from tests.forked_children import finished
 from tests.speed import slowness
 
 FAST = ("--num-threads", "1")
 
 
-def negamax(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+def negamax(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """In an interpreter of its own, as people start it."""
     return subprocess.run(
-        [sys.executable, "-m", "negamax", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        **options,
+        [sys.executable, "-m", "negamax", *arguments], capture_output=True, text=True, timeout=120
     )
 
 
@@ -80,7 +77,8 @@ def test_refusals_are_one_line_with_value_and_remedy(capsys: pytest.CaptureFixtu
 
 def test_generate_answers_a_prompt() -> None:
     """The line of the README."""
-    done = negamax("generate", MODEL, "--prompt", "What is 47 + 38?", "--temperature", "0", *FAST)
+    question = ("--prompt", "What is 47 + 38?", "--temperature", "0")
+    done = finished("negamax", "generate", MODEL, *question, *FAST)
     assert done.returncode == 0, done.stderr
     assert "85" in done.stdout and "think" not in done.stdout
 
@@ -120,7 +118,7 @@ def test_chat_answers_piped_lines_knows_its_commands_and_survives_a_refused_mess
         "Tom has 47 apples and buys 38 more. How many apples does he have now?\n"
         f"/reset\n{'word ' * 100_000}\n\nHello\n/exit\nnever read\n"
     )
-    done = negamax("chat", MODEL, "--temperature", "0", *FAST, input=lines)
+    done = finished("negamax", "chat", MODEL, "--temperature", "0", *FAST, text=lines)
     assert done.returncode == 0, done.stderr
     first, hello = done.stdout.split("\n", 1)
     assert "85" in first and hello.strip() and "prompt is too long" in done.stderr
