@@ -14,6 +14,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.conftest import MODEL, Server
+from tests.e2e.test_api_chat import WEATHER, WEATHER_QUESTION
+from tests.e2e.test_api_messages import TOOL
+from tests.e2e.test_api_responses import ASK_WEATHER
+from tests.e2e.test_api_responses import TOOL as RESPONSES_TOOL
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 BOARD = DEPLOY / "grafana" / "negamax.json"
@@ -158,3 +162,21 @@ def test_board_and_alerts_ask_only_for_metrics_that_exist(http: httpx.Client) ->
     assert len(alerting) > 6
     asked |= alerting
     assert sorted(asked - known) == []
+
+
+def test_tool_calls_count_whatever_the_dialect(http: httpx.Client) -> None:
+    question: dict[str, Any] = {"model": MODEL, "temperature": 0, "messages": WEATHER_QUESTION}
+    requests: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/chat/completions", question | {"tools": [WEATHER], "max_tokens": 300}),
+        ("/v1/messages", question | {"tools": [TOOL], "max_tokens": 300}),
+        (
+            "/v1/responses",
+            {"model": MODEL, "temperature": 0, "input": ASK_WEATHER, "tools": [RESPONSES_TOOL]},
+        ),
+    ]
+    for path, body in requests:
+        before = http.get("/metrics").text
+        assert "get_weather" in http.post(path, json=body).raise_for_status().text
+        after = http.get("/metrics").text
+        name = "vllm:tool_call_parser_invocations_total"
+        assert value(after, name) - value(before, name) == 1, path

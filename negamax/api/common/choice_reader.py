@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,6 +125,7 @@ class ChoiceReader:
         "_counter",
         "_held_reasoning",
         "_holds_back",
+        "_on_call",
         "_parser",
         "_rules",
         "calls",
@@ -132,8 +133,16 @@ class ChoiceReader:
         "stop_reason",
     )
 
-    def __init__(self, chat_format: ChatFormat, *, prompt: ChatPrompt, rules: ReadingRules) -> None:
-        self._rules = rules
+    def __init__(
+        self,
+        chat_format: ChatFormat,
+        *,
+        prompt: ChatPrompt,
+        rules: ReadingRules,
+        on_call: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`on_call` is called for each tool call that begins."""
+        self._rules, self._on_call = rules, on_call
         is_silent = rules.reasoning is ReasoningPlace.NOWHERE
         # more than the parser knows
         self._holds_back = is_silent or not rules.stream_reasoning or not rules.parallel_calls
@@ -174,6 +183,7 @@ class ChoiceReader:
         for event in events:
             if isinstance(event, ToolCallStart):
                 self.calls.append(StartedCall(new_call_id(), event.name))
+                self._on_call()
         if output.finish_reason is not None:
             self.finish_reason, self.stop_reason = (
                 self._finish_reason(output.finish_reason),

@@ -8,6 +8,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -142,7 +143,11 @@ async def start_turn(
         stop=sampling.stop,
         includes_stop=sampling.include_stop_str_in_output,
     )
-    readers = [ChoiceReader(chat_format, prompt=prompt, rules=rules) for _ in range(sampling.n)]
+    on_call = partial(context.metrics.measured.events.add, "tool_calls")
+    readers = [
+        ChoiceReader(chat_format, prompt=prompt, rules=rules, on_call=on_call)
+        for _ in range(sampling.n)
+    ]
     generation = context.generate(
         prompt.token_ids,
         sampling,

@@ -171,7 +171,6 @@ class _ChatWriter(AnswerWriter[_Choice, ChatAnswer]):
         ]
         super().__init__(answer_id, started.source, choices)
         self._tokenizer = context.engine.tokenizer
-        self._measured = context.metrics.measured
         self._chat = chat
         self._reports_tokens = chat.return_token_ids or chat.stream_options.continuous_usage_stats
         self._model = model
@@ -250,8 +249,6 @@ class _ChatWriter(AnswerWriter[_Choice, ChatAnswer]):
             choice.logprobs += chat_logprobs(self._tokenizer, output.logprobs, as_ids=as_ids)
         if self._chat.return_token_ids:
             choice.token_ids += output.token_ids
-        if output.finish_reason is not None:
-            self._measured.events.add("tool_calls", len(choice.reader.calls))
 
     def _details(self, text: str) -> list[ReasoningDetail] | UnsetType:
         return [ReasoningDetail(text)] if self._chat.reasoning_split else UNSET
