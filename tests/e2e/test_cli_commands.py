@@ -8,6 +8,7 @@ import json
 import resource
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -20,10 +21,14 @@ from tests.speed import slowness
 FAST = ("--num-threads", "1")
 
 
-def negamax(*arguments: str) -> subprocess.CompletedProcess[str]:
+def negamax(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """In an interpreter of its own, as people start it."""
     return subprocess.run(
-        [sys.executable, "-m", "negamax", *arguments], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "negamax", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        **options,
     )
 
 
