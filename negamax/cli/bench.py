@@ -106,7 +106,7 @@ def accuracy(
                 f"{result.output_tokens} tokens in {result.seconds:.1f} s ({rate:.0f} tokens/s), "
                 f"{result.dtype}, temperature {result.temperature:g}, seed {result.seed}"
             )
-            drafts = DraftCounts.of_stats(llm._loop.stats(), llm.info.speculation)
+            drafts = DraftCounts.of_stats(llm.stats(), llm.info.speculation)
             if shown := drafts.since(counted).summary():
                 length = shown["spec_decode_acceptance_length"]
                 console.print(f"  {length:.2f} tokens per row with drafts")

@@ -20,6 +20,7 @@ from negamax.engine.client.output import ChoiceStream, RequestOutput, admit
 from negamax.engine.core.setup import start_loop
 from negamax.engine.core.source import locate
 from negamax.engine.core.topology import with_planned_sizes
+from negamax.engine.wire import EngineStats
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.step import SequenceUpdate, TokenLogprobs
 from negamax.text.chat_format import ChatFormat, may_call
@@ -159,6 +160,10 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+    def stats(self) -> EngineStats:
+        """What runs and waits now, and counts since the start."""
+        return self._loop.stats()
 
     def shutdown(self) -> None:
         """Stop the workers."""

@@ -260,19 +260,14 @@ class StepGraphs:
         num_computed, graph = self._requests.num_computed, self._graphs[shape][0]
         before = num_computed.clone()
         slots, lengths = upload((columns.slots, starts), num_computed.device)
-        began = None
-        for repeat in range(1 + repeats):
+
+        def replay() -> None:
             num_computed[slots] = lengths  # which the step changes
-            if repeat == 1:
-                began = self._runtime.record_event()
             graph.replay()
-        ended = self._runtime.record_event()
+
+        seconds = self._runtime.seconds_of(replay, repeats=repeats)
         num_computed.copy_(before)
-        if began is None or ended is None:
-            return None
-        ended.synchronize()
-        milliseconds: float = began.elapsed_time(ended)
-        return milliseconds / 1e3 / repeats
+        return seconds
 
     def _send(self, shape: StepShape, columns: StepColumns) -> None:
         """Fill the inputs of `shape` with `columns` and padding."""

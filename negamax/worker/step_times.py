@@ -7,6 +7,8 @@ context: that of requests slows all steps with as many rows down alike, which is
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from negamax.scheduler.draft_length import StepSeconds
@@ -15,6 +17,7 @@ from negamax.worker.config import WorkerConfig
 from negamax.worker.device import Runtime
 from negamax.worker.graphs import StepGraphs
 from negamax.worker.request_state import RequestState
+from negamax.worker.step_shapes import StepShape
 
 REPEATS = 3  # after one that is not timed
 
@@ -34,6 +37,13 @@ def measure_steps(
     random = torch.randint(config.spec.vocab_size, (most_rows, 1 + width), generator=generator)
     firsts, drafts = random.to(requests.tokens.device).split([1, width], dim=1)
     found: list[StepSeconds] = []
+
+    def replay(shape: StepShape) -> None:
+        requests.num_computed.zero_()  # steps change this, and what follows
+        requests.tokens[:most_rows, :1] = firsts.to(requests.tokens.dtype)
+        requests.drafts[:most_rows] = drafts
+        graphs.replay(shape)
+
     for length in (0, *speculation.lengths):
         for num_rows in (*(1 << power for power in range((most_rows - 1).bit_length())), most_rows):
             shape = graphs.find_decodes(num_rows, length)
@@ -41,18 +51,8 @@ def measure_steps(
                 continue
             counts = [1 + length] * num_rows
             graphs.prepare(shape, StepColumns.of_decodes(range(num_rows), counts))
-            began = None
-            for repeat in range(1 + REPEATS):
-                requests.num_computed.zero_()  # steps change this, and what follows
-                requests.tokens[:most_rows, :1] = firsts.to(requests.tokens.dtype)
-                requests.drafts[:most_rows] = drafts
-                if repeat == 1:
-                    began = runtime.record_event()
-                graphs.replay(shape)
-            ended = runtime.record_event()
-            if began is not None and ended is not None:
-                ended.synchronize()
-                seconds = began.elapsed_time(ended) / 1e3 / REPEATS
+            seconds = runtime.seconds_of(partial(replay, shape), repeats=REPEATS)
+            if seconds is not None:
                 found.append((num_rows, length, seconds))
     requests.num_computed.zero_()
     requests.tokens.zero_()

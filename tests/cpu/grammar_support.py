@@ -72,7 +72,7 @@ def run_out(llm: LLM) -> None:
     """Let everything end, and see that nothing is left of it."""
     while llm._loop.has_work:
         llm._loop.step()
-    stats = llm._loop.stats()
+    stats = llm.stats()
     assert (
         stats.num_running == stats.num_waiting == 0
         and stats.num_free_kv_blocks == stats.num_kv_blocks

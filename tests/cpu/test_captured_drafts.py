@@ -132,7 +132,7 @@ def test_captured_drafts_change_nothing(
     drafts.install(monkeypatch.setattr, drafts.KnowingProposer(kind, known(expected)))
     with engine(**OPTIONS[options]) as llm:
         assert answers(llm) == expected
-        stats = llm._loop.stats()
+        stats = llm.stats()
     assert {shape.num_drafts for shape in shapes if shape.is_sampled} == {0, 1, 3}
     assert options != "preempted" or stats.preemption_count > 0
     rate = stats.num_accepted_tokens / stats.num_draft_tokens

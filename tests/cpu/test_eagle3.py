@@ -142,7 +142,7 @@ def test_drafts_are_those_of_plain_pytorch_and_change_no_answer(
         assert outputs(llm) == expected  # from the prefix cache
         while llm._loop.has_work:
             llm._loop.step()
-        stats = llm._loop.stats()
+        stats = llm.stats()
     assert stats.cached_prompt_tokens > 0 and stats.num_free_kv_blocks == stats.num_kv_blocks
     assert options != "preempted" or stats.preemption_count > 0
     assert count_wrong(seen, target, expected, config, tensors) == 0

@@ -54,7 +54,7 @@ def tokens(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[l
 def all_blocks_free(llm: LLM) -> bool:
     while llm._loop.has_work:
         llm._loop.step()
-    stats = llm._loop.stats()
+    stats = llm.stats()
     return (
         stats.num_running == stats.num_waiting == 0
         and stats.num_free_kv_blocks == stats.num_kv_blocks
@@ -100,7 +100,7 @@ def test_a_pool_too_small_for_all_preempts_and_still_gives_the_same_texts(
         num_threads=1,
     ) as small:
         assert tokens(small, prompts, params) == tokens(llm, prompts, params)
-        assert small._loop.stats().preemption_count > 0
+        assert small.stats().preemption_count > 0
         assert all_blocks_free(small)
 
 
@@ -123,7 +123,7 @@ def test_preemption_and_chunking_change_no_bit_in_bfloat16(folder: Path) -> None
                     for c in completions
                 ]
             )
-            preempted = engine._loop.stats().preemption_count
+            preempted = engine.stats().preemption_count
     assert preempted > 0
     assert texts[0] == texts[1]
 
@@ -155,12 +155,12 @@ def test_n_choices_differ_and_the_first_is_the_single_one(llm: LLM) -> None:
 
 
 def test_the_choices_of_a_prompt_compute_it_once(llm: LLM) -> None:
-    before = llm._loop.stats()
+    before = llm.stats()
     llm.generate(
         [prompt(31), prompt(32)],
         SamplingParams(temperature=1.0, max_tokens=4, ignore_eos=True, n=3),
     )
-    after = llm._loop.stats()
+    after = llm.stats()
     assert after.prompt_tokens - before.prompt_tokens == 6 * 30
     # full blocks of 4, two choices more of each
     assert after.cached_prompt_tokens - before.cached_prompt_tokens == 4 * 28
@@ -239,10 +239,10 @@ def test_closing_a_stream_frees_its_blocks_within_one_step(llm: LLM) -> None:
     )
     for _ in range(5):
         next(stream)
-    assert llm._loop.stats().num_running == 1
+    assert llm.stats().num_running == 1
     stream.close()  # type: ignore[attr-defined]
-    assert llm._loop.stats().num_running == 0
-    assert llm._loop.stats().num_free_kv_blocks == llm._loop.stats().num_kv_blocks
+    assert llm.stats().num_running == 0
+    assert llm.stats().num_free_kv_blocks == llm.stats().num_kv_blocks
     assert all_blocks_free(llm)
 
 

@@ -127,7 +127,7 @@ def answers(llm: LLM, chosen: slice = slice(None)) -> list[Any]:
 def run_out(llm: LLM) -> None:
     while llm._loop.has_work:
         llm._loop.step()
-    stats = llm._loop.stats()
+    stats = llm.stats()
     assert stats.num_free_kv_blocks == stats.num_kv_blocks
     assert not llm._loop._grammars._rules
 
@@ -173,7 +173,7 @@ def llm(proposer: Changing) -> Iterator[LLM]:
 
 
 def verified(llm: LLM) -> tuple[int, int]:
-    stats = llm._loop.stats()
+    stats = llm.stats()
     return stats.num_draft_tokens, stats.num_accepted_tokens
 
 
@@ -192,7 +192,7 @@ def test_texts_under_grammars_are_those_without_drafts(
     before = verified(llm)
     assert answers(llm) == expected
     run_out(llm)
-    assert llm._loop.stats().preemption_count > 0
+    assert llm.stats().preemption_count > 0
     tokens, right = (now - then for now, then in zip(verified(llm), before, strict=True))
     assert tokens > 300
     rate = right / tokens

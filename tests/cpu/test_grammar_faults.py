@@ -195,7 +195,7 @@ def test_a_request_whose_grammar_process_dies_ends_before_its_prompt_is_read(
         llm, ["word " * 300], [seeded(1, grammar=Grammar(kind="regex", text="[a-z]{300}"))]
     )
     llm._loop.add(request)
-    while not llm._loop.stats().num_running:
+    while not llm.stats().num_running:
         llm._loop.step()
     client = llm._loop._grammars._client
     assert client is not None

@@ -74,7 +74,7 @@ def test_preempted_outputs_go_on_where_they_were(llm: LLM) -> None:
     expected = [completion.token_ids for completion in outputs(llm, prompts, params)]
     with LLM("nano", num_threads=1, max_model_len=256, num_kv_blocks=17, block_size=16) as small:
         assert [completion.token_ids for completion in outputs(small, prompts, params)] == expected
-        assert small._loop.stats().preemption_count > 0
+        assert small.stats().preemption_count > 0
         run_out(small)
 
 

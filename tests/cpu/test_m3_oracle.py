@@ -68,7 +68,7 @@ def test_engine_equals_transformers_on_a_random_model(seed: int, tmp_path: Path)
         generations = engine.generate(prompts, PARAMS)
         prompts += [prompts[1] + generations[1].outputs[0].token_ids[: 17 + seed % 30], [3]]
         generations += engine.generate(prompts[3:], GREEDY)
-        stats = engine._loop.stats()
+        stats = engine.stats()
     check(model, prompts, generations)
     assert stats.cached_prompt_tokens > 0
     # (answers of 48 tokens may need no further block that is larger)
@@ -93,7 +93,7 @@ def test_rows_that_verify_drafts_choose_their_own_blocks(
     drafts.install(monkeypatch.setattr, drafts.KnowingProposer(drafts.RANDOM, known))
     with LLM(folder, **options) as engine:
         generations = engine.generate(prompts, GREEDY)
-        assert engine._loop.stats().num_accepted_tokens > NUM_TOKENS
+        assert engine.stats().num_accepted_tokens > NUM_TOKENS
     check(model, prompts, generations)
 
 

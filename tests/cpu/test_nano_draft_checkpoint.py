@@ -49,7 +49,7 @@ def chats(llm: LLM) -> list[Any]:
 
 
 def counts(llm: LLM) -> dict[str, Any]:
-    return DraftCounts.of_stats(llm._loop.stats(), None).summary()
+    return DraftCounts.of_stats(llm.stats(), None).summary()
 
 
 @pytest.mark.parametrize("model", LENGTHS)
@@ -185,12 +185,12 @@ def test_everything_that_a_request_may_ask_for_is_as_without_drafts() -> None:
     with engine("nano", drafts=True, **options) as llm:
         assert answers(llm) == expected
         assert answers(llm) == expected  # from the prefix cache
-        stats = llm._loop.stats()
+        stats = llm.stats()
     assert stats.preemption_count > 0 and stats.cached_prompt_tokens > 0
     assert stats.num_accepted_tokens > 500
     with engine("nano", drafts=True, fields={"draft_sample_method": "probabilistic"}) as llm:
         assert answers(llm) == expected
-        assert llm._loop.stats().num_accepted_tokens > 250
+        assert llm.stats().num_accepted_tokens > 250
 
 
 def test_a_suite_is_solved_with_what_one_types(capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,7 +70,7 @@ def texts(**options: Any) -> tuple[list[list[int]], float]:
     ]
     with LLM("nano", num_threads=1, show_progress=False, **options) as llm:
         generations = llm.chat([chat, chat], params)
-        stats = llm._loop.stats()
+        stats = llm.stats()
     tokens = [generation.outputs[0].token_ids for generation in generations]
     return tokens, stats.num_accepted_tokens / max(1, stats.num_drafts)
 

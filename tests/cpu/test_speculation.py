@@ -125,7 +125,7 @@ def test_drafts_change_nothing_that_a_caller_sees(
         assert answers(llm) == expected  # from the prefix cache
         while llm._loop.has_work:
             llm._loop.step()
-        stats = llm._loop.stats()
+        stats = llm.stats()
     assert stats.num_free_kv_blocks == stats.num_kv_blocks
     assert stats.cached_prompt_tokens > 0
     assert options != "preempted" or stats.preemption_count > 0
@@ -159,8 +159,8 @@ def test_no_launch_waits_for_the_drafts_of_the_step_before(
     with engine(folder, **OPTIONS[options]) as llm:
         assert answers(llm) == expected
         requests = llm._loop._executor._worker._requests  # type: ignore[attr-defined]
-        assert llm._loop.stats().num_accepted_tokens > 50
-        assert options != "preempted" or llm._loop.stats().preemption_count > 0
+        assert llm.stats().num_accepted_tokens > 50
+        assert options != "preempted" or llm.stats().preemption_count > 0
     # a step reads how many drafts were right two steps ago, when that is long known
     assert len(reads) > 20 and {launch - made_by for launch, made_by in reads} == {2}
     bounds = torch.from_numpy(requests.num_computed_bound)
@@ -234,7 +234,7 @@ def test_right_drafts_take_fewer_steps(
         drafts.install(monkeypatch.setattr, drafts.KnowingProposer(kind, outputs))
         with engine(folder) as llm:
             llm.generate([PROMPTS[0]], PARAMS[0])
-            steps.append(llm._loop.stats().step_count)
+            steps.append(llm.stats().step_count)
     assert steps[0] >= 40 and steps[1] <= 40 / (1 + NUM_DRAFT_TOKENS) + 4
 
 
@@ -281,7 +281,7 @@ def test_texts_end_where_they_do_without_drafts(monkeypatch: pytest.MonkeyPatch)
         assert answers(llm, stop) == expected
         while llm._loop.has_work:
             llm._loop.step()
-        stats = llm._loop.stats()
+        stats = llm.stats()
     assert stats.num_free_kv_blocks == stats.num_kv_blocks
     assert stats.num_accepted_tokens > 50
 

@@ -79,7 +79,7 @@ def test_captured_steps_give_what_eager_ones_give(options: str, pool: RepeatedSt
                 for one in llm.generate(PROMPTS, PARAMS)
                 for output in one.outputs
             ]
-            stats = llm._loop.stats()
+            stats = llm.stats()
             steps.append(stats.step_count)
             assert stats.preemption_count > 0 or options != "preempted"
             return found

@@ -41,7 +41,7 @@ def test_the_mean_is_what_was_asked_for(is_captured: bool, monkeypatch: pytest.M
     options: dict[str, Any] = {"num_threads": 1, "max_num_seqs": 6, "max_num_batched_tokens": 64}
     with LLM("nano", speculative_config=config, **options) as llm:
         llm.generate([[5, 6, 7]] * 6, params)
-        stats = llm._loop.stats()
+        stats = llm.stats()
         assert llm.info.speculation is not None
         assert llm.info.speculation.synthetic_acceptance_length == 2.5
         assert "SYNTHETIC ACCEPTANCE of 2.50" in llm._loop._executor.ready.load_summary

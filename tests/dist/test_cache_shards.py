@@ -71,7 +71,7 @@ def test_m3_equals_transformers(kv_heads: int, ranks: dict[str, Any], tmp_path: 
         generations = engine.generate(prompts, PARAMS)
         prompts.append(prompts[1] + generations[1].outputs[0].token_ids[:19])
         generations += engine.generate(prompts[3:], GREEDY)
-        stats, memory = engine._loop.stats(), engine.info.memory
+        stats, memory = engine.stats(), engine.info.memory
     check(model, prompts, generations)
     assert stats.cached_prompt_tokens > 0 and stats.preemption_count > 0
     assert "some blocks of each KV head on each rank" in memory
@@ -128,7 +128,7 @@ def test_captured_steps_and_drafts_leave_the_text_as_it_is(
     for more in ({}, ranks):
         with LLM(str(folder), **options, **more) as llm:
             made = [*llm.generate(prompts, params), *llm.generate(prompts[:1], params)]
-            stats = llm._loop.stats()
+            stats = llm.stats()
             children = getattr(llm._loop._executor, "_processes", [])
         assert made[-1].num_cached_tokens > 100
         assert [child.poll() for child in children] == [0] * len(children)  # and replayed steps

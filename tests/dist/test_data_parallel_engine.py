@@ -124,7 +124,7 @@ def tokens_of(
     """Tokens of all answers, the statistics, and tokens of the last prompt that were cached."""
     with LLM(str(folder), **COMMON, **{"block_size": 4} | options) as llm:
         made = [*llm.generate(prompts[:-1], params), *llm.generate(prompts[-1:], params)]
-        return [each.outputs[0].token_ids for each in made], llm._loop.stats(), (
+        return [each.outputs[0].token_ids for each in made], llm.stats(), (
             made[-1].num_cached_tokens
         )  # fmt: skip
 

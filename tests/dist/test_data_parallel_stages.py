@@ -83,7 +83,7 @@ def test_they_say_what_one_rank_says(ranks: LLM, expected: list[Generation]) -> 
         assert cached == any(each.num_cached_tokens for each in made)
     scheduler = ranks._loop._scheduler
     assert min(rank.generated_tokens for rank in scheduler.ranks) > 100
-    assert ranks._loop.stats().preemption_count
+    assert ranks.stats().preemption_count
     # alone, beside a rank that has nothing to run on either stage
     assert tokens(ranks.generate(PROMPTS[:1], GREEDY)) == tokens(expected)[:1]
 

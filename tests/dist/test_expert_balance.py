@@ -193,7 +193,7 @@ def test_every_layout_says_what_one_rank_says(
     with balancing(skewed, copies=copies, **layout) as llm:
         llm._loop.record_experts("start")
         assert tokens_of(llm) == text
-        experts, dump = llm._loop.stats().experts, llm._loop.record_experts("dump")
+        experts, dump = llm.stats().experts, llm._loop.record_experts("dump")
     assert experts is not None and experts.num_moved >= 5
     assert dump is not None and dump.logical_count == counts.logical_count
 
@@ -213,7 +213,7 @@ def test_drafts_and_captured_steps_find_the_experts(
     ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
     with balancing(skewed, copies=2, **ranks, speculative_config=drafts) as llm:
         assert tokens_of(llm) == of_one_rank[0]
-        experts, children = llm._loop.stats().experts, llm._loop._executor._processes  # type: ignore[attr-defined]
+        experts, children = llm.stats().experts, llm._loop._executor._processes  # type: ignore[attr-defined]
     assert experts is not None and experts.num_moved >= 5
     assert [child.poll() for child in children] == [0, 0]  # and replayed steps
 
@@ -232,7 +232,7 @@ def test_nano_m3_says_the_same_while_its_experts_move(monkeypatch: pytest.Monkey
     ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
     with balancing("nano-m3", copies=2, max_num_batched_tokens=256, **ranks) as llm:
         found = [each.outputs[0].token_ids for each in llm.generate(prompts, params)]
-        experts = llm._loop.stats().experts
+        experts = llm.stats().experts
     assert found == text
     assert experts is not None and experts.num_moved > 0
 

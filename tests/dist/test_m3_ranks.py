@@ -88,7 +88,7 @@ def test_the_engine_equals_transformers_on_several_ranks(
         generations = engine.generate(prompts, PARAMS)
         prompts.append(prompts[1] + generations[1].outputs[0].token_ids[:19])
         generations += engine.generate(prompts[3:], GREEDY)
-        stats, memory = engine._loop.stats(), engine.info.memory
+        stats, memory = engine.stats(), engine.info.memory
     check(model, prompts, generations)
     assert stats.cached_prompt_tokens > 0 and stats.preemption_count > 0
     assert ("a shard of the index keys on each rank" in memory) == (sharding == "on")

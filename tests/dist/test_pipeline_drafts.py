@@ -80,7 +80,7 @@ def expected() -> Iterator[list[Generation]]:
 def test_prompt_lookup_leaves_the_text_as_it_is(expected: list[Generation]) -> None:
     with LLM("nano", **COMMON, **TIGHT, pipeline_parallel_size=2, speculative_config=NGRAM) as llm:
         assert words(llm.generate(PROMPTS, PARAMS)) == words(expected)
-        stats = llm._loop.stats()
+        stats = llm.stats()
     assert stats.preemption_count and stats.num_draft_tokens > 100
     assert stats.num_accepted_tokens > 10
 
@@ -160,7 +160,7 @@ def test_stages_of_several_ranks_learn_it_too(
     knowing(known(params, made))
     with LLM(m2, **limits, **layout) as llm:
         assert words(llm.generate(prompts, params)) == words(made)
-        assert llm._loop.stats().num_accepted_tokens > 40
+        assert llm.stats().num_accepted_tokens > 40
 
 
 @pytest.fixture
@@ -205,7 +205,7 @@ def test_captured_steps_with_drafts(
         expected = words(one.generate(prompts, params))
     with LLM(name, **limits, pipeline_parallel_size=2, speculative_config=drafts) as llm:
         assert words(llm.generate(prompts, params)) == expected
-        stats = llm._loop.stats()
+        stats = llm.stats()
         children = llm._loop._executor._processes  # type: ignore[attr-defined]
     assert [child.poll() for child in children] == [0, 0]  # and replayed steps
     assert stats.num_draft_tokens > 60

@@ -88,7 +88,7 @@ def test_two_stages_say_the_same_as_one_rank(
         assert words(made) == expected
         assert cached == (made[0].num_cached_tokens > 0)
     assert re.fullmatch(NAME.text, made[2].outputs[0].text)
-    assert two_stages._loop.stats().preemption_count
+    assert two_stages.stats().preemption_count
     assert capfd.readouterr().err == ""
 
 

@@ -33,7 +33,7 @@ def test_two_ranks_with_drafts_say_what_they_say_without(
         ) as llm:  # fmt: skip
             outputs = [one.outputs[0] for one in llm.generate(PROMPTS, PARAMS)]
             tokens = [output.token_ids for output in outputs]
-            accepted = llm._loop.stats().num_accepted_tokens
+            accepted = llm.stats().num_accepted_tokens
             return [(output.token_ids, output.logprobs) for output in outputs], tokens, accepted
 
     expected, tokens, accepted = answers()
