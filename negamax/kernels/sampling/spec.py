@@ -195,11 +195,22 @@ def token_logprobs(
     """
     chosen = logprobs.gather(1, token_ids.unsqueeze(1))
     ranks = (logprobs > chosen).sum(dim=-1) + 1
-    # none is above 0, so that the bits of their sizes, as integers, are in falling order
-    order = logprobs.abs().view(torch.int32).long() << 32
-    order |= torch.arange(logprobs.shape[1], device=logprobs.device)
-    ids = order.topk(num_top, dim=-1, largest=False).values & 0xFFFF_FFFF
+    ids = torch.cat([_top_ids(rows, num_top) for rows in logprobs.split(_TOP_ROWS)])
     return chosen.squeeze(1), ranks, ids, logprobs.gather(1, ids)
+
+
+_TOP_ROWS = 32  # whose keys take 51 MB with 200,000 tokens
+
+
+def _top_ids(logprobs: Tensor, num_top: int) -> Tensor:
+    """[R, num_top] int64, as `token_logprobs` says."""
+    if num_top == 0:
+        return logprobs.new_empty((len(logprobs), 0), dtype=torch.int64)
+    # none is above 0, so that the bits of their sizes, as integers, are in falling order
+    keys = logprobs.abs().view(torch.int32).long()
+    keys <<= 32
+    keys |= torch.arange(logprobs.shape[1], device=logprobs.device)
+    return keys.topk(num_top, dim=-1, largest=False).values & 0xFFFF_FFFF
 
 
 _NEAR_TIES = 1e-6  # no rounding to speak of, but tokens that all but tie may change places
