@@ -119,12 +119,15 @@ def test_layers_choose_by_their_columns(hidden: int, wanted: ActivationFormat | 
 
 
 @pytest.mark.parametrize("stored", cases.SMALL_FORMATS, ids=lambda stored: stored.name)
-def test_few_tokens_are_multiplied_as_the_weight_reads(stored: TensorFormat) -> None:
-    weight = _stored(stored, 40, 456)  # rows and columns that no program fills
-    x = torch.randn(5, 456, generator=_generator()).to(torch.bfloat16)
-    out = torch.full((5, 40), torch.nan, dtype=torch.bfloat16)
+@pytest.mark.parametrize(("num_tokens", "columns", "num_warps"), [(5, 456, 2), (1, 1096, 1)])
+def test_few_tokens_are_multiplied_as_the_weight_reads(
+    num_tokens: int, columns: int, num_warps: int, stored: TensorFormat
+) -> None:
+    weight = _stored(stored, 40, columns)  # rows and columns that no program fills; 9 steps
+    x = torch.randn(num_tokens, columns, generator=_generator()).to(torch.bfloat16)
+    out = torch.full((num_tokens, 40), torch.nan, dtype=torch.bfloat16)
     with torch.inference_mode():
-        gemv(x, layout.pack(weight), out, Tile(8, 32, 1, num_warps=2))
+        gemv(x, layout.pack(weight), out, Tile(8, 32, 1, num_warps=num_warps))
     expected = x.float() @ stored.dequantize(weight.tensors).t()
     assert (out.float() - expected).norm() <= 4e-3 * expected.norm()
 
@@ -185,14 +188,15 @@ def _pair(value: float) -> int:
     return bits | bits << 16
 
 
-@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize(
-    ("element", "zeros"),
-    [("uint4", False), ("uint4", True), ("uint8", True), ("int8", False), ("e2m1", False),
-     ("e4m3", False)],
+    ("element", "zeros", "scaled", "is_raw"),
+    [(element, zeros, scaled, False) for scaled in (False, True) for element, zeros in (
+        ("uint4", False), ("uint4", True), ("uint8", True), ("int8", False), ("e2m1", False),
+        ("e4m3", False),
+     )] + [("uint4", False, False, True)],
 )  # fmt: skip
 def test_ptx_makes_of_every_byte_what_its_codes_stand_for(
-    element: str, zeros: bool, scaled: bool, monkeypatch: pytest.MonkeyPatch
+    element: str, zeros: bool, scaled: bool, is_raw: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton, "_by_pairs", lambda DTYPE: True)
     per_byte = 2 if element in ("uint4", "e2m1") else 1
@@ -213,9 +217,9 @@ def test_ptx_makes_of_every_byte_what_its_codes_stand_for(
     elif element == "int8":
         values = codes.view(torch.int8)
     elif element != "e2m1":
-        values = codes.float() - (zero if zeros else 8)
+        values = codes.float() - (zero if zeros else -128 if is_raw else 8)
     expected = Codes(values, is_e2m1=element == "e2m1").dequantize() * scale
-    code = ptx.unpacking(element, scaled or exponent != 0, zeros)
+    code = ptx.unpacking(element, scaled or exponent != 0, zeros, is_raw)
     bits = layout.BITS.get(element, [range(8 * pair, 8 * pair + 8) for pair in range(2)])
     for own, want in zip(codes.tolist(), expected.to(torch.bfloat16).float(), strict=True):
         word = 0

@@ -16,6 +16,7 @@ from negamax.kernels.weight_only.triton_gemv import (
     TOKENS,
     fragment_rows,
     load_weight,
+    multiply_token,
     multiply_weight,
 )
 
@@ -30,6 +31,7 @@ def _packed_gemv_kernel(
     P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     NUM_WARPS: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[:, BLOCK_N], over all of K.
@@ -41,13 +43,19 @@ def _packed_gemv_kernel(
     rows = tl.minimum(first_n + fragment_rows(BLOCK_N), N - 1)
     loaded = load_weight(w, rows, N, P, NUM_WARPS)
     wait_for_predecessor(PDL)
-    offs_m = tl.arange(0, TOKENS)
-    acc = multiply_weight(loaded, x_ptr, offs_m % M, P, BLOCK_N, NUM_WARPS)
     offs_n = first_n + tl.arange(0, BLOCK_N)
-    if P.ROW_SCALE:
-        acc *= tl.load(w[3] + offs_n, mask=offs_n < N, other=0.0)[:, None]
-    out_ptrs = out_ptr + offs_m[None, :] * N + offs_n[:, None]
-    inside = (offs_m < M)[None, :] & (offs_n < N)[:, None]
+    if ONE_TOKEN:
+        acc = multiply_token(loaded, x_ptr, P, BLOCK_N, NUM_WARPS)
+        out_ptrs, inside = out_ptr + offs_n, offs_n < N
+        if P.ROW_SCALE:
+            acc *= tl.load(w[3] + offs_n, mask=offs_n < N, other=0.0)
+    else:
+        offs_m = tl.arange(0, TOKENS)
+        acc = multiply_weight(loaded, x_ptr, offs_m % M, P, BLOCK_N, NUM_WARPS)
+        out_ptrs = out_ptr + offs_m[None, :] * N + offs_n[:, None]
+        inside = (offs_m < M)[None, :] & (offs_n < N)[:, None]
+        if P.ROW_SCALE:
+            acc *= tl.load(w[3] + offs_n, mask=offs_n < N, other=0.0)[:, None]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -57,5 +65,6 @@ def gemv(x: Tensor, weight: PackedWeight, out: Tensor, tile: Tile) -> None:
     _packed_gemv_kernel[(triton.cdiv(N, tile.block_n),)](
         x, weight.tensors, out, M, N,
         P=weight.packing, BLOCK_N=tile.block_n, NUM_WARPS=tile.num_warps,
-        num_warps=tile.num_warps, **launch_options(x.device, maxnreg=tile.maxnreg),
+        ONE_TOKEN=M == 1, num_warps=tile.num_warps,
+        **launch_options(x.device, maxnreg=tile.maxnreg),
     )  # fmt: skip

@@ -79,23 +79,24 @@ def fast_log(x):
 
 @triton.jit
 def unpack_words(
-    q, factors, added, ELEMENT: tl.constexpr, SCALED: tl.constexpr, ZEROS: tl.constexpr
+    q, factors, added, ELEMENT: tl.constexpr, SCALED: tl.constexpr, ZEROS: tl.constexpr,
+    IS_RAW: tl.constexpr,
 ):  # fmt: skip
     """Codes of packed weights as bf16, on NVIDIA GPUs: of each word of q all its codes, in their
-    order (8 of "uint4" and "e2m1", else 4), plus `added` (uint4: and 128; uint8: less 128; others:
-    not at all), times `factors` where SCALED. Both have a word each for the first and for the
-    second half of the codes: a number twice, in bf16. The portable form stands in
-    `weight_only/triton.py`.
+    order (8 of "uint4" and "e2m1", else 4), plus `added` (uint4: and 128, if IS_RAW 128 alone;
+    uint8: less 128; others: not at all), times `factors` where SCALED. Both have a word each for
+    the first and for the second half of the codes: a number twice, in bf16. The portable form
+    stands in `weight_only/triton.py`.
     """
     if ELEMENT == "uint4" or ELEMENT == "e2m1":
         return tl.inline_asm_elementwise(
-            unpacking(ELEMENT, SCALED, ZEROS), "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r,r",
+            unpacking(ELEMENT, SCALED, ZEROS, IS_RAW), "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r,r",
             [q, factors[0], factors[1], added[0], added[1]], (tl.bfloat16,) * 8, is_pure=True,
             pack=1,
         )  # fmt: skip
     else:
         return tl.inline_asm_elementwise(
-            unpacking(ELEMENT, SCALED, ZEROS), "=h,=h,=h,=h,r,r,r,r,r",
+            unpacking(ELEMENT, SCALED, ZEROS, IS_RAW), "=h,=h,=h,=h,r,r,r,r,r",
             [q, factors[0], factors[1], added[0], added[1]], (tl.bfloat16,) * 4, is_pure=True,
             pack=1,
         )  # fmt: skip
@@ -112,7 +113,7 @@ _E2M1 = (
 
 
 @triton.constexpr_function
-def unpacking(ELEMENT: str, SCALED: bool, ZEROS: bool) -> str:
+def unpacking(ELEMENT: str, SCALED: bool, ZEROS: bool, IS_RAW: bool) -> str:
     """A word -> its codes in bf16: PTX with the operands out (8 or 4), q, factor, factor, added,
     added. Bits of e2m1 and e4m3 come where bf16 has its own: times 2^-126 and 2^-120.
     """
@@ -138,7 +139,7 @@ def unpacking(ELEMENT: str, SCALED: bool, ZEROS: bool) -> str:
             lines.append("lop3.b32 c, a, 0x007F007F, 0x43004300, 0xEA;")
             lines.append("lop3.b32 a, a, 0x00800080, 0x43004300, 0xEA;")
             lines.append("mov.b32 b, 0xBF80BF80; fma.rn.bf16x2 c, a, b, c;")
-        if ELEMENT == "uint4" or ZEROS:
+        if (ELEMENT == "uint4" or ZEROS) and not IS_RAW:
             lines.append(f"mov.b32 b, 0x3F803F80; fma.rn.bf16x2 c, c, b, ${factor + 2 + half};")
         if SCALED:
             lines.append(f"mov.b32 b, 0x80008000; fma.rn.bf16x2 c, c, ${factor + half}, b;")

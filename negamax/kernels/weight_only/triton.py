@@ -32,6 +32,7 @@ _POST = 10
 _E5M3 = tl.constexpr((127 - layout.E5M3_BIAS) << 23)  # what the bits of e5m3 lack in fp32
 _TWICE = tl.constexpr(0x00010001)
 _BYTES = tl.constexpr(layout.SPAN_BYTES)
+RAW = tl.constexpr(128.0)  # what codes of 4 bits are too large as they are unpacked
 _COLUMNS = tl.constexpr(64)  # of a product: with more, more unpacked weights fill registers
 
 
@@ -312,21 +313,23 @@ def constants_of(P: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def numbers_of_words(
-    q, factors, added, P: tl.constexpr, DTYPE: tl.constexpr, GROUPED: tl.constexpr
-):
-    """[..., 2, 2] in DTYPE, of 4 bits [..., 2, 2, 2]: what the codes of words stand for. In the
-    last dimensions the neighbouring columns; those 8 apart; those 16 apart.
+    q, factors, added, P: tl.constexpr, DTYPE: tl.constexpr, GROUPED: tl.constexpr,
+    IS_RAW: tl.constexpr = False,
+):  # fmt: skip
+    """[..., 2, 2] in DTYPE, of 4 bits [..., 2, 2, 2]: what the codes of words stand for, or
+    IS_RAW, the codes and RAW. In the last dimensions the neighbouring columns; those 8 apart; those
+    16 apart.
     """
     ELEMENT: tl.constexpr = P.ELEMENT  # Triton 3.6 takes a field for a tensor
     ZEROS: tl.constexpr = P.ZEROS
     SCALED: tl.constexpr = GROUPED or _exponent(P, DTYPE) != 0
     if _by_pairs(DTYPE):
-        n = unpack_words(q, factors, added, ELEMENT, SCALED, ZEROS)
+        n = unpack_words(q, factors, added, ELEMENT, SCALED, ZEROS, IS_RAW)
     else:
         n = ()
         for i in tl.static_range(4 * P.CODES):
             number = _number(_code(q, i, ELEMENT), factors[i // (2 * P.CODES)],
-                             added[i // (2 * P.CODES)], P)  # fmt: skip
+                             RAW if IS_RAW else added[i // (2 * P.CODES)], P)  # fmt: skip
             n = n + (number.to(DTYPE),)
     first = tl.join(tl.join(n[0], n[1]), tl.join(n[2], n[3]))
     if P.CODES == 2:

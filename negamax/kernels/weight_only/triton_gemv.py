@@ -3,7 +3,14 @@ value.
 
 The warps share the columns: in each step a warp takes SPAN of them, of all rows of the program, as
 one entry of a batched product on the tensor cores. Those multiply 256 weights with eight tokens in
-an instruction; the CUDA cores would take 128 instructions for each token.
+an instruction; the CUDA cores would take 128 instructions for each token. One token has a column of
+the product for each of eight steps:
+
+    several tokens                         one token
+    step i    w_i [x0_i x1_i .. x7_i]      w_i [x_0 x_1 .. x_7], of which column i counts
+
+so its values are loaded once, not in each step, and what is to be added to all codes of 4 bits is
+added to the products: the same for all rows, from which the products of the steps start.
 
 A fragment, a span of each row for each warp, is [8, NUM_WARPS, ROWS / 8, 16] words: a thread has
 four neighbouring ones of every eighth row, four threads have a span. With 4 bits that is SPAN
@@ -22,6 +29,7 @@ import triton.language as tl
 
 from negamax.kernels.launch.triton import dot
 from negamax.kernels.weight_only.triton import (
+    RAW,
     _exponent,
     added_to_codes,
     constants_of,
@@ -60,6 +68,18 @@ def _vector(P: Any) -> int:
     """
     grouped = P.GROUP > 0 and not _has_one_scale(P)
     return 8 if grouped and (P.SCALE != "float" or (P.ZEROS and P.GROUP < 64)) else 4
+
+
+@triton.constexpr_function
+def _starts_from_offset(P: Any) -> bool:
+    """Whether what is added to all codes, times x, is what the products of one token start from."""
+    return bool(P.ELEMENT == "uint4" and not P.ZEROS and _has_one_scale(P))
+
+
+@triton.constexpr_function
+def _column(step: int) -> int:
+    """Which column of a product of one token a step has."""
+    return step % TOKENS.value
 
 
 @triton.constexpr_function
@@ -138,13 +158,11 @@ def multiply_weight(
     codes, scales, zeros = loaded
     acc = tl.zeros((NUM_WARPS, ROWS, TOKENS), tl.float32)
     for i in tl.static_range(STEPS):
-        x = _load_tokens(x_ptr, x_rows, i, P, NUM_WARPS)
-        w = _dequantize(codes, scales, zeros, i, P, ROWS, NUM_WARPS, DTYPE)
+        x = _load_tokens(x_ptr, x_rows, i * (NUM_WARPS * SPAN), P, NUM_WARPS, 1)
+        w = _dequantize(codes, scales, zeros, i, P, ROWS, NUM_WARPS, DTYPE, False)
         if P.GROUP > 0 and _has_one_scale(P):
-            scale = tl.permute(number_of_scale(scales[i], P), (2, 3, 1, 0, 4))
             product = dot(w, x, tl.zeros_like(acc))
-            product = tl.reshape(product, (NUM_WARPS, ROWS // 8, 8, 4, TOKENS // 4)) * scale
-            acc += tl.reshape(product, (NUM_WARPS, ROWS, TOKENS))
+            acc += _times_scale(product, scales[i], P, ROWS, NUM_WARPS)
         else:
             acc = dot(w, x, acc)
     acc = tl.sum(acc, axis=0)
@@ -154,17 +172,60 @@ def multiply_weight(
 
 
 @triton.jit
-def _load_tokens(x_ptr, x_rows, step: tl.constexpr, P: tl.constexpr, NUM_WARPS: tl.constexpr):
-    """[NUM_WARPS, SPAN, TOKENS] for the tensor cores. A thread loads what it multiplies."""
+def multiply_token(loaded, x_ptr, P: tl.constexpr, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
+    """[ROWS] fp32, without the scales per row: `loaded` by `load_weight` times one token, x [K]."""
+    STEPS: tl.constexpr = _steps(P, NUM_WARPS)
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    codes, scales, zeros = loaded
+    acc = tl.zeros((NUM_WARPS, ROWS, TOKENS), tl.float32)
+    column = tl.arange(0, TOKENS)
+    x = ()
+    for i in tl.static_range(0, STEPS, TOKENS):
+        first = (i + column)[:, None, None, None, None] * (NUM_WARPS * SPAN)
+        x = x + (_load_tokens(x_ptr, column * 0, first, P, NUM_WARPS, TOKENS),)
+    start = tl.zeros_like(acc)
+    for i in tl.static_range(STEPS):
+        if _starts_from_offset(P) and _column(i) == 0:
+            # weights whose codes are 0, which Triton takes for loaded ones: it wants x as theirs
+            words = (codes[i].to(tl.uint32) >> 31 >> 1).to(tl.int32)
+            none = _dequantize((words,), scales, zeros, 0, P, ROWS, NUM_WARPS, DTYPE, True)
+            start = dot(none, x[i // TOKENS], tl.zeros_like(acc)) * (-(RAW + 8.0) / RAW)
+        w = _dequantize(codes, scales, zeros, i, P, ROWS, NUM_WARPS, DTYPE, _starts_from_offset(P))
+        product = dot(w, x[i // TOKENS], start)
+        if P.GROUP > 0 and _has_one_scale(P):
+            product = _times_scale(product, scales[i], P, ROWS, NUM_WARPS)
+        acc += tl.where(column[None, None, :] == _column(i), product, 0.0)
+    acc = tl.sum(tl.sum(acc, axis=2), axis=0)
+    if _exponent(P, DTYPE) != 0:
+        acc *= 1024.0  # 2^_POST
+    return acc
+
+
+@triton.jit
+def _times_scale(
+    product, scale, P: tl.constexpr, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr
+):  # fmt: skip
+    """product [NUM_WARPS, ROWS, TOKENS] times the one scale of each row, as `_load_side` has it."""
+    scale = tl.permute(number_of_scale(scale, P), (2, 3, 1, 0, 4))
+    product = tl.reshape(product, (NUM_WARPS, ROWS // 8, 8, 4, TOKENS // 4)) * scale
+    return tl.reshape(product, (NUM_WARPS, ROWS, TOKENS))
+
+
+@triton.jit
+def _load_tokens(x_ptr, rows, first, P: tl.constexpr, NUM_WARPS: tl.constexpr, STEPS: tl.constexpr):
+    """[NUM_WARPS, SPAN, TOKENS] for the tensor cores: of the rows `rows` [TOKENS] of x [any, K] the
+    columns of one step, from `first` on, or those of STEPS steps, `first` [TOKENS, 1, 1, 1, 1]. A
+    thread loads what it multiplies.
+    """
     # [TOKENS, thread, NUM_WARPS, 8 columns apart, neighbours]
     thread = tl.arange(0, 4)[None, :, None, None, None]
     warp = tl.arange(0, NUM_WARPS)[None, None, :, None, None]
     k = warp * SPAN + thread * 2
-    x_ptrs = x_ptr + x_rows.to(tl.int64)[:, None, None, None, None] * P.K + k
-    constant = step * NUM_WARPS * SPAN + tl.arange(0, SPAN // 8)[None, None, None, :, None] * 8
+    x_ptrs = x_ptr + rows.to(tl.int64)[:, None, None, None, None] * P.K + k
+    constant = first + tl.arange(0, SPAN // 8)[None, None, None, :, None] * 8
     constant += tl.arange(0, 2)[None, None, None, None, :]
     x_ptrs = tl.max_contiguous(x_ptrs + constant.to(tl.int64), [8, 16, 4, 1, 32])
-    inside = (k + constant < P.K) | _fills_steps(P.K, NUM_WARPS)
+    inside = (k + constant < P.K) | _fills_steps(P.K, NUM_WARPS * STEPS)
     x = tl.load(x_ptrs, mask=inside, other=0.0)
     VECTOR: tl.constexpr = _vector(P)
     x = tl.reshape(x, (TOKENS, 4, NUM_WARPS, SPAN // 4 // VECTOR, VECTOR))
@@ -174,9 +235,11 @@ def _load_tokens(x_ptr, x_rows, step: tl.constexpr, P: tl.constexpr, NUM_WARPS: 
 @triton.jit
 def _dequantize(
     codes, scales, zeros, step: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
-    NUM_WARPS: tl.constexpr, DTYPE: tl.constexpr,
+    NUM_WARPS: tl.constexpr, DTYPE: tl.constexpr, IS_RAW: tl.constexpr,
 ):  # fmt: skip
-    """[NUM_WARPS, ROWS, SPAN] in DTYPE, without a scale for all SPAN columns."""
+    """[NUM_WARPS, ROWS, SPAN] in DTYPE, without a scale for all SPAN columns. IS_RAW: of codes of 4
+    bits themselves and RAW.
+    """
     GROUPED: tl.constexpr = P.GROUP > 0 and not _has_one_scale(P)
     factors, added = constants_of(P, DTYPE)
     if GROUPED:
@@ -184,7 +247,7 @@ def _dequantize(
     if P.ZEROS:
         added = _by_words(added_to_codes(zeros[step], P, DTYPE), P, ROWS, NUM_WARPS)
     if P.CODES == 2:
-        w = numbers_of_words(codes[step], factors, added, P, DTYPE, GROUPED)
+        w = numbers_of_words(codes[step], factors, added, P, DTYPE, GROUPED, IS_RAW)
         # [8, NUM_WARPS, ROWS / 8, thread, 32 columns, neighbour, 8 columns, 16 columns]
         w = tl.reshape(w, (8, NUM_WARPS, ROWS // 8, 4, 4, 2, 2, 2))
         w = tl.permute(w, (1, 2, 0, 3, 4, 7, 6, 5))
@@ -192,7 +255,7 @@ def _dequantize(
         parts = ()
         for i in tl.static_range(2):
             own = (factors[i], factors[i]), (added[i], added[i])
-            part = numbers_of_words(codes[2 * step + i], own[0], own[1], P, DTYPE, GROUPED)
+            part = numbers_of_words(codes[2 * step + i], own[0], own[1], P, DTYPE, GROUPED, IS_RAW)
             parts = parts + (part,)
         # [8, NUM_WARPS, ROWS / 8, thread, 16 columns, neighbour, 8 columns, part]
         w = tl.reshape(tl.join(parts[0], parts[1]), (8, NUM_WARPS, ROWS // 8, 4, 4, 2, 2, 2))
