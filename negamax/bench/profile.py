@@ -49,6 +49,7 @@ OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     ("block-sparse prefill", ("_unite", "_sparse_prefill")),
+    ("add + norm + router", ("_norm_route",)),
     ("router", ("_route",)),
     ("slots of experts", ("_place_experts",)),
     ("experts, gate and up", ("_gate_up", "_packed_gate_up")),

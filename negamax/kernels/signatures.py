@@ -124,6 +124,36 @@ class Route(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+class PrepareNormRoute(Protocol):
+    def __call__(
+        self,
+        weight: Tensor,
+        eps: float,
+        gate: Tensor,
+        bias: Tensor,
+        /,
+        *,
+        quantize: bool = False,
+        gemma: bool = False,
+        scaling: float = 1.0,
+        shared: bool = False,
+    ) -> tuple[Prepared, Prepared]: ...
+
+
+class NormRoute(Protocol):
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        norm: Prepared,
+        router: Prepared,
+        /,
+        *,
+        top_k: int,
+        active: Tensor | None = None,
+    ) -> tuple[Hidden, Tensor, Tensor]: ...
+
+
 class PrepareNorm(Protocol):
     def __call__(
         self, weight: Tensor, eps: float, /, *, quantize: bool = False, gemma: bool = False
@@ -479,6 +509,7 @@ LINEAR: OpName[PrepareLinear, Linear] = OpName("gemm.linear")
 EXPERTS: OpName[PrepareExperts, Experts] = OpName("moe.experts")
 PLACE: OpName[None, PlaceExperts] = OpName("moe.place")
 ROUTE: OpName[PrepareRouter, Route] = OpName("moe.route")
+NORM_ROUTE: OpName[PrepareNormRoute, NormRoute] = OpName("moe.norm_route")
 DISPATCH: OpName[None, Dispatch] = OpName("dispatch.dispatch")
 COMBINE: OpName[None, Combine] = OpName("dispatch.combine")
 SWIGLU: OpName[None, ActivateMlp] = OpName("mlp.swiglu")

@@ -31,7 +31,8 @@ class RmsNorm:
     The residual stream and the norm are replicated on every rank, but for many rows on GPUs: there
     a rank keeps, from the first norm of a step to the last, its share of the rows
     (`kernels/collectives/triton.py`). `activation`: what the block behind wants beside the plain
-    activations. `gemma`: the weight is stored less 1.
+    activations. `gemma`: the weight is stored less 1. `prepared` is for kernels that do what
+    `norm.add_rms` does among other things.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class RmsNorm:
         self._complete = kernels[COMPLETE_RESIDUAL].run
         self.weight, self.eps = weight, eps
         quantize = activation == E4M3_GROUPS
-        self._norm = add_rms.prepare(weight, eps, quantize=quantize, gemma=gemma)
+        self.prepared = add_rms.prepare(weight, eps, quantize=quantize, gemma=gemma)
         self._sum_norm = sum_add_rms.prepare(weight, eps, quantize=quantize, gemma=gemma)
         self.slots = [WeightSlot(name, (width,), target=weight)]
 
@@ -60,7 +61,7 @@ class RmsNorm:
         residual.
         """
         if part.group.size == 1:
-            return self._add_rms(part.x, residual, self._norm)
+            return self._add_rms(part.x, residual, self.prepared)
         return self._sum_add_rms(part.x, residual, self._sum_norm, part.group)
 
     def complete(

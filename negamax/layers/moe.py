@@ -15,7 +15,8 @@ from negamax.kernels.activations import SILU, QuantizedActivations, SwiGlu
 from negamax.kernels.attention.metadata import StepTokens
 from negamax.kernels.formats import TensorFormat
 from negamax.kernels.registry import KernelTable
-from negamax.kernels.signatures import EXPERTS, QUANTIZE, ROUTE, ExpertWeights
+from negamax.kernels.signatures import ADD_RMS, EXPERTS, QUANTIZE, ROUTE, ExpertWeights
+from negamax.layers.basic import RmsNorm
 from negamax.layers.expert_dispatch import ExpertMap, expert_dispatch
 from negamax.layers.mlp import Mlp
 from negamax.layers.names import MlpNames, MoeNames
@@ -84,6 +85,7 @@ class SparseMoe:
         self._scaling, self._between = routed_scaling, activation
         self._is_shared = len(experts) > num_experts
         self._route_kernel = kernels[ROUTE]
+        self._norm_route = kernels.fusion(ADD_RMS, ROUTE)
         self.slots = [
             *self._allocate_router(names, hidden_size, weights),
             *self._allocate_experts(
@@ -207,6 +209,29 @@ class SparseMoe:
         """
         active = tokens.num_actual_tokens
         ids, weights = self._route_kernel.run(x, self._router, top_k=self.top_k, active=active)
+        return self._run_experts(x, ids, weights, tokens)
+
+    def behind(
+        self, norm: RmsNorm, part: Partial, residual: Tensor, tokens: StepTokens = ALL_TOKENS
+    ) -> Partial:
+        """The same for what `norm` makes of `part` and the residual [T, hidden], which it adds
+        to.
+        """
+        if self._norm_route is None or part.group.size > 1:
+            return self(norm(part, residual), tokens)
+        x, ids, weights = self._norm_route.run(
+            part.x, residual, norm.prepared, self._router,
+            top_k=self.top_k, active=tokens.num_actual_tokens,
+        )  # fmt: skip
+        return self._run_experts(x, ids, weights, tokens)
+
+    def _run_experts(
+        self,
+        x: Tensor | QuantizedActivations,
+        ids: Tensor,
+        weights: Tensor,
+        tokens: StepTokens,
+    ) -> Partial:
         if self._observed is not None:
             count = min(len(ids), len(self._observed))
             self._observed[:count].copy_(ids[:count, : self.top_k])

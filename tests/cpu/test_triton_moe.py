@@ -14,9 +14,10 @@ from torch import Tensor
 
 from negamax.kernels.activations import SwiGlu
 from negamax.kernels.formats import E4M3_BLOCKS, E4M3_GROUPS, PLAIN, TensorFormat
-from negamax.kernels.moe import tiles
+from negamax.kernels.moe import tiles, triton_norm_route
 from negamax.kernels.moe import triton as kernels
 from negamax.kernels.moe import triton_prefill as prefill
+from negamax.kernels.norm.triton import add_rms
 from negamax.kernels.platform import CPU
 from negamax.kernels.quantize.triton import quantize
 from negamax.kernels.registry import KernelTable, gpu_kernels, resolve
@@ -64,6 +65,28 @@ def test_few_tokens_are_routed_over_the_logits_of_the_call_before() -> None:
     first = kernels.route(x, kernels.prepare_gate(*router), top_k=2)
     assert all(torch.equal(one, other) for one, other in zip(again, first, strict=True))
     assert prepared.flag.tolist() == [2]
+
+
+@pytest.mark.parametrize("gemma", [False, True])
+def test_norm_and_router_in_one_launch_round_as_one_after_the_other(gemma: bool) -> None:
+    """Over the logits of the call before; 5 tokens take two launches."""
+    generator = torch.Generator().manual_seed(6)
+    hidden, weight = 1160, torch.randn(1160, generator=generator).bfloat16()
+    gate = torch.randn(4, hidden, generator=generator), torch.randn(4, generator=generator)
+    prepared = triton_norm_route.prepare(weight, 1e-6, *gate, gemma=gemma)
+    router = kernels.prepare_gate(*gate)
+    for num_tokens in (1, 2, 5, 2):
+        x = torch.randn(num_tokens, hidden, generator=generator).bfloat16()
+        residual = torch.randn(num_tokens, hidden, generator=generator).bfloat16()
+        added = residual.clone()
+        normed, *choices = triton_norm_route.norm_route(x, residual, *prepared, top_k=2)
+        expected = add_rms(x, added, prepared[0])
+        assert torch.equal(residual, added)
+        assert (normed != expected).float().mean() < 0.02  # the sum of squares' last bit
+        ids, weights = kernels.route(normed, router, top_k=2)
+        assert torch.equal(choices[0], ids)
+        torch.testing.assert_close(choices[1], weights, rtol=1e-5, atol=1e-6)
+    assert prepared[1].flag.tolist() == [3] and router.flag.tolist() == [3]
 
 
 def test_pieces_of_the_gate_add_up_to_it_exactly() -> None:

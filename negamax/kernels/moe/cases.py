@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from negamax.kernels.activations import SILU, SwiGlu
 from negamax.kernels.float_formats import mxfp8
 from negamax.kernels.formats import E4M3_BLOCKS, TensorFormat
 from negamax.kernels.gemm.cases import fp8_weight, stored_weight
+from negamax.kernels.norm import cases as norm_cases
 from negamax.kernels.op import AnyKernel, Case, Cost, num_bytes, randn
 from negamax.kernels.quantize import spec as quantize
 from negamax.kernels.weight_only import cases as weight_only
@@ -21,6 +23,7 @@ _LONG = (8192,)  # of formats whose activations may be rounded
 _PACKED_WIDTHS = (1536, 384)
 _WIDTHS = (1536, 768, 384)  # MiniMax-M2's experts whole, and cut for two and four ranks
 _M3_WIDTHS = (768, 384)  # MiniMax-M3's cut for four and eight ranks
+_M3_NORM_ROUTE: dict[str, Any] = {"scaling": 2.0, "shared": True, "gemma": True}
 M3 = {"activation": SwiGlu(alpha=1.702, limit=7.0, beta=1.0), "shared": True}
 
 
@@ -66,6 +69,77 @@ def route_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case
         )
         for num_tokens in _TOKENS
     ]
+
+
+def norm_route_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """One or two tokens and more, one part and several, odd widths, rows of padding; then for FP8,
+    as Gemma has it, and with a shared expert. The bias decides: roundings choose no other expert.
+    """
+    return [
+        _norm_route_case(*sizes, dtype=dtype, generator=generator, bias=30.0, **numbers)
+        for sizes, numbers in (
+            (((0, 64), 0, 4, 2), {}),
+            (((1, 256), 1, 8, 2), {}),
+            (((2, 1160), 2, 3, 2), {}),  # more columns than a program reads at once
+            (((2, 136), 1, 9, 6), {}),
+            (((2, 200), 2, 2, 1), {}),  # fewer programs than tokens
+            (((3, 37), 3, 8, 2), {}),
+            (((9, 64), 7, 8, 2), {}),
+            (((2, 3, 64), 2, 8, 2), {}),
+            (((0, 128), 0, 4, 2), {"quantize": True}),
+            (((2, 1152), 2, 8, 2), {"quantize": True}),
+            (((2, 384), 1, 8, 2), {"quantize": True, **_M3_NORM_ROUTE}),
+            (((2, 72), 2, 5, 5), _M3_NORM_ROUTE),
+        )
+    ]
+
+
+def norm_route_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """MiniMax-M2's and MiniMax-M3's, one or two tokens and beyond."""
+    return [
+        _norm_route_case(
+            (num_tokens, hidden), num_tokens, *sizes, dtype=dtype, generator=generator, bias=1.0,
+            quantize=quantize, **numbers,
+        )
+        for hidden, sizes, numbers in (
+            (3072, (256, 8), {}),
+            (6144, (128, 4), _M3_NORM_ROUTE),
+        )
+        for num_tokens in (1, 2, 4)
+        for quantize in (False, True)
+    ]  # fmt: skip
+
+
+def _norm_route_case(
+    shape: tuple[int, ...],
+    active: int,
+    num_experts: int,
+    top_k: int,
+    *,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    bias: float,
+    **numbers: Any,
+) -> Case:
+    """x of `shape`, of which `active` rows are no padding."""
+    of_norm = norm_cases.made(
+        shape,
+        dtype,
+        generator,
+        quantize=bool(numbers.pop("quantize", False)),
+        gemma=bool(numbers.pop("gemma", False)),
+    )
+    wide = partial(randn, dtype=torch.float32, generator=generator)
+    tensors = {
+        **of_norm.tensors,
+        "gate": wide(num_experts, shape[-1], scale=shape[-1] ** -0.5),
+        "bias": wide(num_experts, scale=bias),
+        "active": torch.tensor([active], dtype=torch.int32, device=generator.device),
+    }
+    label = (
+        f"{of_norm.label} experts={num_experts} top_k={top_k}{' shared' * ('shared' in numbers)}"
+    )
+    return Case(label, tensors, {**of_norm.numbers, "top_k": top_k, **numbers})
 
 
 def place_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
@@ -338,8 +412,32 @@ def apply_route(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
         active=t.get("active"),
         top_k=case.numbers["top_k"],
     )
+    return _by_number(ids, weights)
+
+
+def _by_number(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     order = ids.argsort(dim=-1, stable=True)
     return ids.gather(1, order), weights.gather(1, order)
+
+
+def apply_norm_route(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
+    """The norm, the residual, and of the choices what `apply_route` returns."""
+    t, numbers = case.tensors, case.numbers
+    residual = t["residual"].clone()
+    router = {name: numbers[name] for name in ("scaling", "shared") if name in numbers}
+    prepared = kernel.prepare(
+        t["weight"],
+        numbers["eps"],
+        t["gate"],
+        t["bias"],
+        quantize=norm_cases.quantizes(kernel, case),
+        gemma=numbers["gemma"],
+        **router,
+    )
+    out, ids, weights = kernel.run(
+        t["x"], residual, *prepared, top_k=numbers["top_k"], active=t["active"]
+    )
+    return (*norm_cases.case_outputs(out, case), residual, *_by_number(ids, weights))
 
 
 def apply_place(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
@@ -370,6 +468,15 @@ def route_cost(case: Case) -> Cost:
     return Cost(
         num_bytes=num_bytes(t["x"], t["gate"], t["bias"]),
         flops=2 * t["x"].shape[0] * t["gate"].numel(),
+    )
+
+
+def norm_route_cost(case: Case) -> Cost:
+    """Those of the norm and of the products."""
+    t, norm = case.tensors, norm_cases.cost(case)
+    return Cost(
+        num_bytes=norm.num_bytes + num_bytes(t["gate"], t["bias"]),
+        flops=norm.flops + 2 * t["residual"].shape[0] * t["gate"].numel(),
     )
 
 

@@ -21,8 +21,10 @@ from torch import Tensor
 from negamax.kernels.activations import SILU, Hidden, SwiGlu, unquantized
 from negamax.kernels.formats import PLAIN, StoredWeight
 from negamax.kernels.moe import cases
+from negamax.kernels.norm.spec import WIDE_ERROR, NormWeight, add_rms
+from negamax.kernels.norm.spec import prepare as prepare_norm
 from negamax.kernels.op import Kernel, Op, rounding_tolerance
-from negamax.kernels.signatures import EXPERTS, PLACE, ROUTE
+from negamax.kernels.signatures import EXPERTS, NORM_ROUTE, PLACE, ROUTE
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,36 @@ def complete(
         return ids, weights
     padding = (torch.arange(ids.shape[0], device=ids.device) >= active).unsqueeze(-1)
     return ids.masked_fill(padding, -1), weights.masked_fill(padding, 0.0)
+
+
+def prepare_norm_route(
+    weight: Tensor,
+    eps: float,
+    gate: Tensor,
+    bias: Tensor,
+    *,
+    quantize: bool = False,
+    gemma: bool = False,
+    scaling: float = 1.0,
+    shared: bool = False,
+) -> tuple[NormWeight, Router]:
+    """The norm and the router, each as its own op prepares it."""
+    norm = prepare_norm(weight, eps, quantize=quantize, gemma=gemma)
+    return norm, Router(gate, bias, scaling=scaling, shared=shared)
+
+
+def norm_route(
+    x: Tensor,
+    residual: Tensor,
+    norm: NormWeight,
+    router: Router,
+    *,
+    top_k: int,
+    active: Tensor | None = None,
+) -> tuple[Hidden, Tensor, Tensor]:
+    """`add_rms`, then `route` of what it returns: that, ids and weights."""
+    normed = add_rms(x, residual, norm)
+    return normed, *route(normed, router, top_k=top_k, active=active)
 
 
 def place(ids: Tensor, positions: Tensor, slots: Tensor, copies: Tensor, counts: Tensor) -> Tensor:
@@ -152,6 +184,18 @@ OPS = (
         cost=cases.route_cost,
         wide=cases.route_full_size,
         wide_error=1e-5,
+    ),
+    Op(
+        name=NORM_ROUTE,
+        sequence=("norm.add_rms", "moe.route"),
+        summary="the norm before the experts, and their choice",
+        reference=Kernel(NORM_ROUTE, "reference", norm_route, prepare_norm_route),
+        cases=cases.norm_route_small,
+        apply=cases.apply_norm_route,
+        tolerance=rounding_tolerance(scale=2.0, reason="as norm.add_rms"),
+        cost=cases.norm_route_cost,
+        wide=cases.norm_route_full_size,
+        wide_error=WIDE_ERROR,
     ),
     Op(
         name=PLACE,

@@ -21,6 +21,9 @@ ROUTE_MAX_TILES = 4096
 ROUTE_SMALL_M_MAX_M = 4  # up to here the router multiplies on the CUDA cores
 ROUTE_SMALL_M_BLOCK_N = 2
 ROUTE_SMALL_M_WARPS = 4  # for rows of up to 4096 values
+NORM_ROUTE_MAX_M = 2  # up to here the norm before it is in its launch,
+NORM_ROUTE_WARPS = 4  # for rows of up to 4096 values, with
+NORM_ROUTE_THREAD_WORDS = 4  # 4-byte words of one load of a thread
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class Tiles:
         return ExpertTiles(tile, tile, repeat_n=8 if fp8 else 1)
 
     def packed_gemv(self, *, M: int, gate_up: Packing, down: Packing) -> ExpertTiles | None:
-        """For one token and weights of 4 bits, of which every program's part fits into registers;
+        """For few tokens and weights of 4 bits, of which every program's part fits into registers;
         else None.
         """
         return None
@@ -149,16 +152,23 @@ class H200(Tiles):
         return ExpertTiles(gate_up, Tile(64, 128, 128, num_warps=4, num_stages=3), repeat_n=8)
 
     def packed_gemv(self, *, M: int, gate_up: Packing, down: Packing) -> ExpertTiles | None:
-        """One token and 4 bits, but for NVFP4. A thread has up to 384 bytes: 96 registers."""
+        """4 bits, but for NVFP4: one token, and up to 4 where codes have neither zero points nor
+        scales of small groups. A thread has up to 384 bytes, or 192, of 16 rows.
+        """
         row_bytes = [each.K_PACKED // each.CODES for each in (gate_up, down)]
         is_measured = {gate_up.CODES, down.CODES} == {2} and gate_up.SCALE != "e5m3"
-        if M > 1 or not is_measured or max(row_bytes) > 3072:
+        is_plain = gate_up.ELEMENT == "uint4" and not gate_up.ZEROS and gate_up.GROUP % 128 == 0
+        if not is_measured or max(row_bytes) > 3072 or (4 if is_plain else 1) < M:
             return None
         first, second = (_power_of_two(-(-each // 384)) for each in row_bytes)
+        if not is_plain:
+            return ExpertTiles(
+                Tile(8, 8, 1, num_warps=2 * first), Tile(8, 16, 1, num_warps=2 * second)
+            )
         other = Tile(8, 16, 1, num_warps=second, maxnreg=128)
-        if gate_up.ELEMENT == "uint4":
-            other = Tile(8, 16, 1, num_warps=max(1, second // 2))
-        return ExpertTiles(Tile(8, 8, 1, num_warps=first, maxnreg=128), other)
+        if M == 1:
+            other = Tile(8, 16, 1, num_warps=2 * second, maxnreg=80)
+        return ExpertTiles(Tile(8, 16, 1, num_warps=first, maxnreg=168), other)
 
     def packed(self, *, M: int, gate_up: Packing) -> ExpertTiles:
         """Three programs of 168 registers share a multiprocessor, or four of 128."""

@@ -42,7 +42,7 @@ from negamax.kernels.formats import (
     reads_packed,
     reads_w8a8,
 )
-from negamax.kernels.moe import tiles
+from negamax.kernels.moe import tiles, triton_norm_route
 from negamax.kernels.moe.triton_decode import experts_gemv, experts_small_m
 from negamax.kernels.moe.triton_packed_gemv import experts_packed_gemv
 from negamax.kernels.moe.triton_place import place
@@ -53,7 +53,7 @@ from negamax.kernels.moe.triton_w8a8 import experts_w8a8
 from negamax.kernels.op import W8A8, WEIGHT_ONLY, Kernel
 from negamax.kernels.platform import Feature
 from negamax.kernels.quantize.native import to_native
-from negamax.kernels.signatures import EXPERTS, PLACE, ROUTE
+from negamax.kernels.signatures import EXPERTS, NORM_ROUTE, PLACE, ROUTE
 from negamax.kernels.weight_only.layout import pack
 
 # one object per shape: launches compare it, which takes 0.3 us unless it is the same
@@ -154,6 +154,14 @@ KERNELS = (
         route,
         partial(prepare_gate, spin_wait=False),
         requires=_GPU,
+        dtypes=_DTYPES,
+    ),
+    Kernel(
+        NORM_ROUTE,
+        "triton",
+        triton_norm_route.norm_route,
+        triton_norm_route.prepare,
+        requires=_GPU | {Feature.SPIN_WAIT},
         dtypes=_DTYPES,
     ),
     Kernel(PLACE, "triton", place, requires=_GPU, dtypes=_DTYPES),

@@ -37,7 +37,7 @@ from negamax.kernels.moe import tiles
 
 # what one launch of `_route_large_m_kernel` adds to a counter; at least the programs of a tile
 _ROUND = tl.constexpr(1024)
-_GROUP = tl.constexpr(32)  # experts that `_topk_of_token` ranks together
+_GROUP = tl.constexpr(32)  # experts that `topk_of_token` ranks together
 _VECTOR = tl.constexpr(8)  # bf16 values of one load of a thread
 
 
@@ -82,7 +82,7 @@ def _topk_of_tokens(
 
 
 @triton.jit
-def _experts_in_groups(NUM_EXPERTS: tl.constexpr):
+def experts_in_groups(NUM_EXPERTS: tl.constexpr):
     """0, 1, ... up to a power of 2, as [groups, _GROUP]: a group is one expert per thread of a
     warp, where there are as many.
     """
@@ -92,7 +92,7 @@ def _experts_in_groups(NUM_EXPERTS: tl.constexpr):
 
 
 @triton.jit
-def _topk_of_token(
+def topk_of_token(
     logits, bias, expert, topk_ids_ptr, topk_weights_ptr, token, num_active,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCALING: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
@@ -138,7 +138,7 @@ def _topk_of_token(
 
 
 @triton.jit
-def _load_gate(ptrs, k, mask, GATE_SIZE: tl.constexpr):
+def load_gate(ptrs, k, mask, GATE_SIZE: tl.constexpr):
     """hi, mid and lo of a tile of the gate."""
     hi = tl.load(ptrs + k, mask=mask, other=0.0)
     mid = tl.load(ptrs + GATE_SIZE + k, mask=mask, other=0.0)
@@ -149,6 +149,22 @@ def _load_gate(ptrs, k, mask, GATE_SIZE: tl.constexpr):
 def _gate_sum(parts):
     """The gate in fp32."""
     return (parts[0].to(tl.float32) + parts[1].to(tl.float32)) + parts[2].to(tl.float32)
+
+
+@triton.jit
+def store_logits(
+    logits_ptr, sums, flag, first_n, M,
+    NUM_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Columns first_n .. first_n + BLOCK_N - 1 of the logits of M tokens with their flag. `sums`:
+    what each thread has of them, BLOCK_N tensors [threads] for each of BLOCK_M tokens.
+    """
+    logits = sum_over_threads(sums, BLOCK_M * BLOCK_N)
+    i = tl.arange(0, BLOCK_M * BLOCK_N)
+    offs_n = first_n + i % BLOCK_N
+    logits_ptrs = logits_ptr + i // BLOCK_N * NUM_EXPERTS + offs_n
+    inside = (i // BLOCK_N < M) & (offs_n < NUM_EXPERTS)
+    tl.store(logits_ptrs, with_flag(logits.to(tl.int32, bitcast=True), flag), mask=inside)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -195,8 +211,8 @@ def _route_small_m_kernel(
         k = step * BLOCK_K + offs_k
         for row in tl.static_range(BLOCK_N):
             row_ptr = gate_ptr + tl.minimum(first_n + row, NUM_EXPERTS - 1) * HIDDEN
-            parts += (_load_gate(row_ptr, k, k < HIDDEN, GATE_SIZE),)
-    expert = _experts_in_groups(NUM_EXPERTS)
+            parts += (load_gate(row_ptr, k, k < HIDDEN, GATE_SIZE),)
+    expert = experts_in_groups(NUM_EXPERTS)
     bias = tl.load(bias_ptr + expert, mask=expert < NUM_EXPERTS, other=0.0)
     wait_then_launch_dependents(PDL)
     # volatile, as x is: else ptxas puts it off until it is needed
@@ -216,21 +232,16 @@ def _route_small_m_kernel(
                 product = gate[step * BLOCK_N + row] * x[m * STEPS + step].to(tl.float32)
                 acc += tl.sum(product, axis=1)
             sums += (acc,)
-    logits = sum_over_threads(sums, BLOCK_M * BLOCK_N)
-    i = tl.arange(0, BLOCK_M * BLOCK_N)
-    offs_n = first_n + i % BLOCK_N
-    logits_ptrs = logits_ptr + i // BLOCK_N * NUM_EXPERTS + offs_n
-    inside = (i // BLOCK_N < M) & (offs_n < NUM_EXPERTS)
-    tl.store(logits_ptrs, with_flag(logits.to(tl.int32, bitcast=True), flag), mask=inside)
+    store_logits(logits_ptr, sums, flag, first_n, M, NUM_EXPERTS, BLOCK_M, BLOCK_N)
     first_m, step_m = tl.program_id(0), tl.num_programs(0)
     if not PARALLEL_TOPK:
         first_m, step_m = tl.where(first_m == step_m - 1, 0, M), 1
     for m in range(first_m, M, step_m):
         num_active = tl.load(num_active_ptr)
         payload = poll(logits_ptr, m * NUM_EXPERTS + expert, flag, expert < NUM_EXPERTS, None)
-        _topk_of_token(payload.to(tl.float32, bitcast=True), bias, expert, topk_ids_ptr,
-                       topk_weights_ptr, m, num_active,
-                       NUM_EXPERTS, TOP_K, SCALING, SHARED)  # fmt: skip
+        topk_of_token(payload.to(tl.float32, bitcast=True), bias, expert, topk_ids_ptr,
+                      topk_weights_ptr, m, num_active,
+                      NUM_EXPERTS, TOP_K, SCALING, SHARED)  # fmt: skip
         if m == M - 1:
             tl.store(flag_ptr, flag)  # all programs have read it: their logits have arrived
 
@@ -302,7 +313,7 @@ def _route_large_m_kernel(
         for step in tl.static_range(STEPS):
             k = first_k + step * BLOCK_K + offs_k
             inside = (offs_n < NUM_EXPERTS)[:, None] & (k < HIDDEN)[None, :]
-            parts = parts + (_load_gate(gate_ptrs, k[None, :], inside, GATE_SIZE),)
+            parts = parts + (load_gate(gate_ptrs, k[None, :], inside, GATE_SIZE),)
         wait_then_launch_dependents(PDL)
         for step in tl.static_range(STEPS):
             k = first_k + step * BLOCK_K + offs_k
@@ -317,14 +328,14 @@ def _route_large_m_kernel(
             k = start + offs_k
             k_inside = (k < HIDDEN)[None, :] | EVEN_K
             inside = (offs_n < NUM_EXPERTS)[:, None] & k_inside
-            parts = _load_gate(gate_ptrs, k[None, :], inside, GATE_SIZE)
+            parts = load_gate(gate_ptrs, k[None, :], inside, GATE_SIZE)
             inside = (offs_m < M)[:, None] & k_inside
             x_ptrs = x_ptr + offs_m[:, None] * HIDDEN + k[None, :]
             acc = _gate_product(parts, tl.load(x_ptrs, mask=inside, other=0.0), acc)
     out_ptrs = partials_ptr + (split * M + offs_m)[None, :] * NUM_EXPERTS + offs_n[:, None]
     tl.store(out_ptrs, acc, mask=(offs_n < NUM_EXPERTS)[:, None] & (offs_m < M)[None, :])
     EXPERTS_POW2: tl.constexpr = triton.next_power_of_2(NUM_EXPERTS)
-    expert = _experts_in_groups(NUM_EXPERTS) if TOPK_M == 1 else tl.arange(0, EXPERTS_POW2)
+    expert = experts_in_groups(NUM_EXPERTS) if TOPK_M == 1 else tl.arange(0, EXPERTS_POW2)
     bias = tl.load(bias_ptr + expert, mask=expert < NUM_EXPERTS, other=0.0)
     num_active = tl.load(num_active_ptr)
     tl.debug_barrier()
@@ -349,8 +360,8 @@ def _route_large_m_kernel(
                     logits += tl.load(
                         row_ptrs, mask=expert < NUM_EXPERTS, other=0.0, cache_modifier=".cg"
                     )
-                _topk_of_token(logits, bias, expert, topk_ids_ptr, topk_weights_ptr, m, num_active,
-                               NUM_EXPERTS, TOP_K, SCALING, SHARED)  # fmt: skip
+                topk_of_token(logits, bias, expert, topk_ids_ptr, topk_weights_ptr, m, num_active,
+                              NUM_EXPERTS, TOP_K, SCALING, SHARED)  # fmt: skip
             else:
                 _topk_of_tokens(partials_ptr, bias, topk_ids_ptr, topk_weights_ptr,
                                 m + tl.arange(0, TOPK_M), M, num_active,
@@ -403,6 +414,16 @@ def prepare_gate(
     )
 
 
+def empty_choices(M: int, prepared: PreparedGate, *, top_k: int) -> tuple[Tensor, Tensor]:
+    """topk_ids and topk_weights of M tokens, not yet written."""
+    assert top_k <= _GROUP.value, f"top {top_k}: a group of experts is smaller"
+    shape, device = (M, top_k + prepared.shared), prepared.bias.device
+    return (
+        torch.empty(shape, dtype=torch.int32, device=device),
+        torch.empty(shape, dtype=torch.float32, device=device),
+    )
+
+
 def route(
     x: Tensor | QuantizedActivations,
     prepared: PreparedGate,
@@ -425,13 +446,10 @@ def _route_rows(
     x: Tensor, prepared: PreparedGate, *, top_k: int, active: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     (M, hidden), num_experts, device = x.shape, prepared.bias.shape[0], x.device
-    choices = top_k + prepared.shared
-    topk_ids = torch.empty(M, choices, dtype=torch.int32, device=device)
-    topk_weights = torch.empty(M, choices, dtype=torch.float32, device=device)
+    topk_ids, topk_weights = empty_choices(M, prepared, top_k=top_k)
     if M == 0:
         return topk_ids, topk_weights
     assert x.is_contiguous()
-    assert top_k <= _GROUP.value, f"top {top_k}: a group of experts is smaller"
     inputs = (
         x,
         prepared.gate_bf16x3,

@@ -19,12 +19,12 @@ def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     shapes: tuple[tuple[int, ...], ...] = (
         (0, 64), (1, 256), (7, 37), (11, 3072), (0, 8, 64), (1, 8, 256), (5, 3, 136), (3, 1, 200),
     )  # fmt: skip
-    cases = [_case(shape, dtype, generator) for shape in shapes]
+    cases = [made(shape, dtype, generator) for shape in shapes]
     cases += [
-        _case(shape, dtype, generator, quantize=True) for shape in ((0, 128), (3, 384), (2, 3, 256))
+        made(shape, dtype, generator, quantize=True) for shape in ((0, 128), (3, 384), (2, 3, 256))
     ]
     return cases + [
-        _case(shape, dtype, generator, quantize=quantize, gemma=True)
+        made(shape, dtype, generator, quantize=quantize, gemma=True)
         for shape, quantize in (((3, 37), False), ((2, 3, 256), True))
     ]
 
@@ -37,16 +37,16 @@ def full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
         (1, 3072), (1, 8, 3072), (16, 8, 3072), (100, 3072), (8192, 3072),
     )  # fmt: skip
     return [
-        _case(shape, dtype, generator, quantize=quantize)
+        made(shape, dtype, generator, quantize=quantize)
         for shape in shapes
         for quantize in (False, True)
     ] + [
-        _case(shape, dtype, generator, quantize=True, gemma=True)
+        made(shape, dtype, generator, quantize=True, gemma=True)
         for shape in ((1, 6144), (16, 5, 6144), (8192, 5, 6144))
     ]
 
 
-def _case(
+def made(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     generator: torch.Generator,
@@ -54,6 +54,7 @@ def _case(
     quantize: bool = False,
     gemma: bool = False,
 ) -> Case:
+    """The case of x of `shape`, [T, width] or [T, P, width]."""
     num_tokens, width = shape[0], shape[-1]
     normal = partial(randn, dtype=dtype, generator=generator)
     tensors = {
@@ -69,13 +70,17 @@ def _case(
     return Case(label, tensors, {"eps": 1e-6, "quantize": quantize, "gemma": gemma})
 
 
+def quantizes(kernel: AnyKernel, case: Case) -> bool:
+    """Whether the norm gives FP8: the case asks for it and the kernel is one for GPUs."""
+    return case.numbers["quantize"] and Feature.TRITON in kernel.requires
+
+
 def prepare_case(kernel: AnyKernel, case: Case) -> Any:
-    """The norm of a case; with FP8 where the case asks for it and the kernel is one for GPUs."""
-    quantize = case.numbers["quantize"] and Feature.TRITON in kernel.requires
+    """The norm of a case."""
     return kernel.prepare(
         case.tensors["weight"],
         case.numbers["eps"],
-        quantize=quantize,
+        quantize=quantizes(kernel, case),
         gemma=case.numbers["gemma"],
     )
 

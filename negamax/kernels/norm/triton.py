@@ -30,7 +30,7 @@ from negamax.kernels.quantize.native import empty_e4m3
 from negamax.kernels.quantize.triton import e4m3_max
 from negamax.kernels.signatures import ADD_RMS
 
-_GROUP_WORDS: tl.constexpr = tl.constexpr(GROUP // 2)
+GROUP_WORDS: tl.constexpr = tl.constexpr(GROUP // 2)
 # a scale's lower bound, far above what fp32 cannot invert
 _TINY: tl.constexpr = tl.constexpr(1e-30)
 
@@ -109,6 +109,20 @@ def add_parts(fetched, PARTS: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def scale_row(even, odd, inverse, weight_words, GEMMA: tl.constexpr, DTYPE: tl.constexpr):
+    """What a norm makes of fp32 values of a row with `inverse`, 1 / the root of their mean square:
+    times the weight, as words.
+    """
+    even, odd = even * inverse, odd * inverse
+    if not GEMMA:
+        even, odd = unpack(pack_pair(even, odd, DTYPE), DTYPE)
+    weight_even, weight_odd = unpack(weight_words, DTYPE)
+    if GEMMA:
+        weight_even, weight_odd = 1.0 + weight_even, 1.0 + weight_odd
+    return pack_pair(even * weight_even, odd * weight_odd, DTYPE)
+
+
+@triton.jit
 def normalise(
     x_even,  # [BLOCK] fp32 holding DTYPE values, 0 where masked
     x_odd,
@@ -132,13 +146,7 @@ def normalise(
     tl.store(as_words(residual) + at, total, mask=mask)
     even, odd = unpack(total, DTYPE)
     inverse = tl.rsqrt(tl.sum(even * even + odd * odd, axis=0) / (2 * WORDS) + eps)
-    even, odd = even * inverse, odd * inverse
-    if not GEMMA:
-        even, odd = unpack(pack_pair(even, odd, DTYPE), DTYPE)
-    weight_even, weight_odd = unpack(weight_words, DTYPE)
-    if GEMMA:
-        weight_even, weight_odd = 1.0 + weight_even, 1.0 + weight_odd
-    return pack_pair(even * weight_even, odd * weight_odd, DTYPE)
+    return scale_row(even, odd, inverse, weight_words, GEMMA, DTYPE)
 
 
 @triton.jit
@@ -147,9 +155,9 @@ def quantise(normed, BLOCK: tl.constexpr, DTYPE: tl.constexpr, E4M3: tl.constexp
     e4m3.
     """
     even, odd = unpack(normed, DTYPE)
-    groups: tl.constexpr = BLOCK // _GROUP_WORDS
-    even = tl.reshape(even, [groups, _GROUP_WORDS])
-    odd = tl.reshape(odd, [groups, _GROUP_WORDS])
+    groups: tl.constexpr = BLOCK // GROUP_WORDS
+    even = tl.reshape(even, [groups, GROUP_WORDS])
+    odd = tl.reshape(odd, [groups, GROUP_WORDS])
     largest = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), axis=1)
     scale = tl.where(largest > 0, tl.maximum(largest / e4m3_max(E4M3), _TINY), 1.0)
     factor = (1.0 / scale)[:, None]
@@ -164,9 +172,9 @@ def store_quantised(values, scales, row, scale, in_order, WORDS: tl.constexpr, B
     """Write what `quantise` made of a row as row `row` (int64) of values [T, 2 * WORDS] and scales
     [T, WORDS / 64].
     """
-    group = tl.arange(0, BLOCK // _GROUP_WORDS)
+    group = tl.arange(0, BLOCK // GROUP_WORDS)
     tl.store(
-        scales + row * (WORDS // _GROUP_WORDS) + group, scale, mask=group < WORDS // _GROUP_WORDS
+        scales + row * (WORDS // GROUP_WORDS) + group, scale, mask=group < WORDS // GROUP_WORDS
     )
     column = tl.max_contiguous(tl.arange(0, 2 * BLOCK), 4)
     tl.store(values + row * (2 * WORDS) + column, in_order, mask=column < 2 * WORDS)

@@ -94,7 +94,7 @@ class DecoderLayer:
         [T, hidden] in place; the experts' output.
         """
         x = self.attention(hidden, metadata, kv)
-        return self.moe(self._post_norm(x, residual), metadata.step_tokens)
+        return self.moe.behind(self._post_norm, x, residual, metadata.step_tokens)
 
 
 def build(

@@ -80,10 +80,10 @@ class DecoderLayer:
         """hidden [T, hidden] from `input_norm`. The attention's output is added to `residual`
         [T, hidden] in place; the output of the MLP or the experts.
         """
-        x = self._post_norm(self.attention(hidden, metadata, kv), residual)
+        x = self.attention(hidden, metadata, kv)
         if isinstance(self.mlp, SparseMoe):
-            return self.mlp(x, metadata.step_tokens)
-        return self.mlp(x)
+            return self.mlp.behind(self._post_norm, x, residual, metadata.step_tokens)
+        return self.mlp(self._post_norm(x, residual))
 
 
 def _attention(

@@ -1,0 +1,252 @@
+"""The norm before the experts and the router, for one or two tokens in one launch.
+
+    residual [M, 2 * WORDS] += x; its norm [M, 2 * WORDS], with `quantize` also in FP8
+    logits of the norm -> topk_ids, topk_weights, as `triton_route.py` has them
+
+Every program of the router reads all of the tokens anyway. Here each reads what their norm is made
+from, and norms them for itself; a launch and a way through memory are saved. What is read is
+changed by one program, once the logits of all have arrived.
+
+Rows are words of two columns, as in `norm/triton.py`, and so are those of the gate.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from negamax.kernels import platform
+from negamax.kernels.activations import Hidden
+from negamax.kernels.collectives.triton_ll import poll
+from negamax.kernels.launch.ptx import INTERPRETED, pack_pair
+from negamax.kernels.launch.tile import warps_of_row
+from negamax.kernels.launch.triton import launch_options, wait_then_launch_dependents
+from negamax.kernels.moe import tiles
+from negamax.kernels.moe.triton_route import (
+    PreparedGate,
+    empty_choices,
+    experts_in_groups,
+    load_gate,
+    prepare_gate,
+    route,
+    store_logits,
+    topk_of_token,
+)
+from negamax.kernels.norm import triton as norms
+from negamax.kernels.norm.spec import NormWeight
+from negamax.kernels.norm.triton import (
+    GROUP_WORDS,
+    as_words,
+    quantise,
+    scale_row,
+    store_quantised,
+    unpack,
+)
+
+
+@triton.jit
+def _gate_words(parts):
+    """Even and odd columns of the gate in fp32."""
+    hi_even, hi_odd = unpack(parts[0], tl.bfloat16)
+    mid_even, mid_odd = unpack(parts[1], tl.bfloat16)
+    low_even, low_odd = unpack(parts[2], tl.bfloat16)
+    return (hi_even + mid_even) + low_even, (hi_odd + mid_odd) + low_odd
+
+
+@triton.jit
+def _sums_over_threads(rows, NUM: tl.constexpr):
+    """A tuple of NUM (1 or 2) tensors [threads] -> a tuple of their sums, by one reduction."""
+    if NUM == 1:
+        sums = (tl.sum(rows[0], 0),)
+    else:
+        first, second = tl.split(tl.sum(tl.join(rows[0], rows[1]), 0))
+        sums = (first, second)
+    return sums
+
+
+@triton.jit
+def _of_row(words, m, step: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Step `step` of row m, of `words` of all rows."""
+    found = words[step]
+    for row in tl.static_range(1, BLOCK_M):
+        found = tl.where(m == row, words[row * STEPS + step], found)
+    return found
+
+
+@triton.jit(do_not_specialize=["M"])
+def _norm_route_kernel(
+    x_ptr,  # [M, 2 * WORDS]
+    residual_ptr,  # [M, 2 * WORDS], changed in place
+    weight_ptr,  # [2 * WORDS]
+    out_ptr,  # [M, 2 * WORDS], written; likewise
+    values_ptr,  # [M, 2 * WORDS] e4m3 and
+    scales_ptr,  # [M, 2 * WORDS / 128] fp32, not touched unless QUANTIZE
+    eps,
+    gate_ptr,  # from here on as in `_route_small_m_kernel`
+    bias_ptr,
+    num_active_ptr,
+    logits_ptr,
+    flag_ptr,
+    topk_ids_ptr,
+    topk_weights_ptr,
+    M,
+    WORDS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SCALING: tl.constexpr,
+    SHARED: tl.constexpr,  # 0 or 1
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # words, threads of a program * THREAD_WORDS
+    THREAD_WORDS: tl.constexpr,  # of one load of a thread
+    QUANTIZE: tl.constexpr,
+    GEMMA: tl.constexpr,
+    PARALLEL_TOPK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`_route_small_m_kernel`, each program of which norms the rows before it multiplies them.
+
+        program    all                             NUM_PROGRAMS - 1 - m    m, once all logits are
+        writes     logits of its BLOCK_N experts   the norm of row m       there: residual row m,
+                                                                           the experts of token m
+
+    Whose logits of a row have arrived has read the row, so that its residual may be changed. In the
+    interpreter the last program does it for all rows.
+    """
+    GATE_SIZE: tl.constexpr = NUM_EXPERTS * WORDS
+    STEPS: tl.constexpr = triton.cdiv(WORDS, BLOCK_K)
+    dtype: tl.constexpr = residual_ptr.dtype.element_ty
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    first_n = program * BLOCK_N
+    thread = tl.arange(0, BLOCK_K // THREAD_WORDS)
+    offs_k = (thread * THREAD_WORDS)[:, None] + tl.arange(0, THREAD_WORDS)[None, :]
+    parts, weight, gate = (), (), ()
+    for step in tl.static_range(STEPS):
+        k = step * BLOCK_K + offs_k
+        for row in tl.static_range(BLOCK_N):
+            row_ptr = as_words(gate_ptr) + tl.minimum(first_n + row, NUM_EXPERTS - 1) * WORDS
+            parts += (load_gate(row_ptr, k, k < WORDS, GATE_SIZE),)
+        weight += (tl.load(as_words(weight_ptr) + k, mask=k < WORDS, other=0),)
+    expert = experts_in_groups(NUM_EXPERTS)
+    bias = tl.load(bias_ptr + expert, mask=expert < NUM_EXPERTS, other=0.0)
+    wait_then_launch_dependents(PDL)
+    # volatile: see `fetch_parts`
+    flag = tl.load(flag_ptr, volatile=True) + 1
+    x, residual = (), ()
+    for m in tl.static_range(BLOCK_M):
+        for step in tl.static_range(STEPS):
+            k = step * BLOCK_K + offs_k
+            at, inside = m * WORDS + k, (k < WORDS) & (m < M)
+            x += (tl.load(as_words(x_ptr) + at, mask=inside, other=0, volatile=True),)
+            residual += (tl.load(as_words(residual_ptr) + at, mask=inside, other=0, volatile=True),)
+    for i in tl.static_range(STEPS * BLOCK_N):
+        gate += (_gate_words(parts[i]),)
+    totals, squares = (), ()
+    for m in tl.static_range(BLOCK_M):
+        acc = tl.zeros((BLOCK_K // THREAD_WORDS,), tl.float32)
+        for step in tl.static_range(STEPS):
+            x_even, x_odd = unpack(x[m * STEPS + step], dtype)
+            even, odd = unpack(residual[m * STEPS + step], dtype)
+            total = pack_pair(even + x_even, odd + x_odd, dtype)
+            totals += (total,)
+            even, odd = unpack(total, dtype)
+            acc += tl.sum(even * even + odd * odd, axis=1)
+        squares += (acc,)
+    squares = _sums_over_threads(squares, BLOCK_M)
+    normed, sums = (), ()
+    for m in tl.static_range(BLOCK_M):
+        inverse = tl.rsqrt(squares[m] / (2 * WORDS) + eps)
+        for step in tl.static_range(STEPS):
+            even, odd = unpack(totals[m * STEPS + step], dtype)
+            normed += (scale_row(even, odd, inverse, weight[step], GEMMA, dtype),)
+        for row in tl.static_range(BLOCK_N):
+            acc = tl.zeros((BLOCK_K // THREAD_WORDS,), tl.float32)
+            for step in tl.static_range(STEPS):
+                even, odd = unpack(normed[m * STEPS + step], dtype)
+                values = gate[step * BLOCK_N + row]
+                acc += tl.sum(values[0] * even + values[1] * odd, axis=1)
+            sums += (acc,)
+    store_logits(logits_ptr, sums, flag, first_n, M, NUM_EXPERTS, BLOCK_M, BLOCK_N)
+    for m in range(num_programs - 1 - program, M, num_programs):
+        for step in tl.static_range(STEPS):
+            words = _of_row(normed, m, step, STEPS, BLOCK_M)
+            k = step * BLOCK_K + offs_k
+            tl.store(as_words(out_ptr) + m * WORDS + k, words, mask=k < WORDS)
+            if QUANTIZE:
+                first = m * WORDS + step * BLOCK_K
+                scale, in_order = quantise(
+                    tl.reshape(words, [BLOCK_K]), BLOCK_K, dtype, values_ptr.dtype.element_ty
+                )
+                store_quantised(values_ptr + 2 * first, scales_ptr + first // GROUP_WORDS, 0, scale,
+                                in_order, WORDS - step * BLOCK_K, BLOCK_K)  # fmt: skip
+    first_m, step_m = program, num_programs
+    if not PARALLEL_TOPK:
+        first_m, step_m = tl.where(program == num_programs - 1, 0, M), 1
+    for m in range(first_m, M, step_m):
+        num_active = tl.load(num_active_ptr)
+        payload = poll(logits_ptr, m * NUM_EXPERTS + expert, flag, expert < NUM_EXPERTS, None)
+        for step in tl.static_range(STEPS):
+            k = step * BLOCK_K + offs_k
+            words = _of_row(totals, m, step, STEPS, BLOCK_M)
+            tl.store(as_words(residual_ptr) + m * WORDS + k, words, mask=k < WORDS)
+        topk_of_token(payload.to(tl.float32, bitcast=True), bias, expert, topk_ids_ptr,
+                      topk_weights_ptr, m, num_active,
+                      NUM_EXPERTS, TOP_K, SCALING, SHARED)  # fmt: skip
+        if m == M - 1:
+            tl.store(flag_ptr, flag)  # all programs have read it: their logits have arrived
+
+
+def prepare(
+    weight: Tensor,
+    eps: float,
+    gate: Tensor,
+    bias: Tensor,
+    *,
+    quantize: bool = False,
+    gemma: bool = False,
+    scaling: float = 1.0,
+    shared: bool = False,
+) -> tuple[NormWeight, PreparedGate]:
+    """The norm and the router as `norm.add_rms` and `moe.route` prepare them here."""
+    return (
+        norms.prepare(weight, eps, quantize=quantize, gemma=gemma),
+        prepare_gate(gate, bias, scaling=scaling, shared=shared),
+    )
+
+
+def norm_route(
+    x: Tensor,
+    residual: Tensor,
+    norm: NormWeight,
+    router: PreparedGate,
+    *,
+    top_k: int,
+    active: Tensor | None = None,
+) -> tuple[Hidden, Tensor, Tensor]:
+    """residual += x (or the sum of its parts), in place -> its norm, topk_ids and topk_weights.
+
+    More tokens, parts, and rows of no whole words take two launches.
+    """
+    M, hidden = residual.shape
+    if not 0 < M <= tiles.NORM_ROUTE_MAX_M or x.dim() != 2 or hidden % 2:
+        normed = norms.add_rms(x, residual, norm)
+        return normed, *route(normed, router, top_k=top_k, active=active)
+    num_experts, device = router.bias.shape[0], x.device
+    topk_ids, topk_weights = empty_choices(M, router, top_k=top_k)
+    written = norms.outputs(residual, norm)
+    assert x.is_contiguous() and residual.is_contiguous(), "rows are read as they lie in memory"
+    block_n = tiles.ROUTE_SMALL_M_BLOCK_N
+    num_warps = warps_of_row(hidden, measured=tiles.NORM_ROUTE_WARPS)
+    thread_words = tiles.NORM_ROUTE_THREAD_WORDS
+    _norm_route_kernel[(triton.cdiv(num_experts, block_n),)](
+        x, residual, norm.weight, *written, norm.eps,
+        router.gate_bf16x3, router.bias, router.all_active if active is None else active,
+        router.logits, router.flag, topk_ids, topk_weights, M,
+        WORDS=hidden // 2, NUM_EXPERTS=num_experts, TOP_K=top_k, SCALING=router.scaling,
+        SHARED=int(router.shared), BLOCK_M=triton.next_power_of_2(M), BLOCK_N=block_n,
+        BLOCK_K=num_warps * platform.platform_of(device).warp_size * thread_words,
+        THREAD_WORDS=thread_words, QUANTIZE=norm.quantize, GEMMA=norm.gemma,
+        PARALLEL_TOPK=not INTERPRETED, num_warps=num_warps, **launch_options(device),
+    )  # fmt: skip
+    return norms.result(*written, norm), topk_ids, topk_weights
