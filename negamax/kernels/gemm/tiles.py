@@ -176,7 +176,7 @@ class H200(Tiles):
         if M > 1:
             return Tile(8, 32, 1, num_warps=warps)
         maxnreg = None if row_bytes == 1536 and not is_nvfp4 else 128
-        if packing.ELEMENT == "uint4" and not packing.ZEROS and packing.GROUP % 128 == 0:
+        if packing.ELEMENT == "uint4" and packing.GROUP % 128 == 0:
             maxnreg = 96
         return Tile(8, 16, 1, num_warps=max(4, warps), maxnreg=maxnreg)
 

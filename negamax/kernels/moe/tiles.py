@@ -152,23 +152,26 @@ class H200(Tiles):
         return ExpertTiles(gate_up, Tile(64, 128, 128, num_warps=4, num_stages=3), repeat_n=8)
 
     def packed_gemv(self, *, M: int, gate_up: Packing, down: Packing) -> ExpertTiles | None:
-        """4 bits, but for NVFP4: one token, and up to 4 where codes have neither zero points nor
-        scales of small groups. A thread has up to 384 bytes, or 192, of 16 rows.
+        """4 bits, but for NVFP4: one token, and up to 4 with scales of 128 codes or more.
+        A thread has up to 384 bytes, or 192, of 16 rows.
         """
         row_bytes = [each.K_PACKED // each.CODES for each in (gate_up, down)]
         is_measured = {gate_up.CODES, down.CODES} == {2} and gate_up.SCALE != "e5m3"
-        is_plain = gate_up.ELEMENT == "uint4" and not gate_up.ZEROS and gate_up.GROUP % 128 == 0
-        if not is_measured or max(row_bytes) > 3072 or (4 if is_plain else 1) < M:
+        is_integer = gate_up.ELEMENT == "uint4" and gate_up.GROUP % 128 == 0
+        if not is_measured or max(row_bytes) > 3072 or (4 if is_integer else 1) < M:
             return None
         first, second = (_power_of_two(-(-each // 384)) for each in row_bytes)
-        if not is_plain:
+        if M == 1 and (gate_up.ZEROS or not is_integer):
             return ExpertTiles(
                 Tile(8, 8, 1, num_warps=2 * first), Tile(8, 16, 1, num_warps=2 * second)
             )
+        tile = Tile(8, 16, 1, num_warps=first, maxnreg=168)
+        if gate_up.ZEROS:  # which take registers
+            tile = Tile(8, 8, 1, num_warps=first, maxnreg=128)
         other = Tile(8, 16, 1, num_warps=second, maxnreg=128)
         if M == 1:
             other = Tile(8, 16, 1, num_warps=2 * second, maxnreg=80)
-        return ExpertTiles(Tile(8, 16, 1, num_warps=first, maxnreg=168), other)
+        return ExpertTiles(tile, other)
 
     def packed(self, *, M: int, gate_up: Packing) -> ExpertTiles:
         """Three programs of 168 registers share a multiprocessor, or four of 128."""

@@ -18,7 +18,8 @@ is the last of the top_k. The experts compute
 Weights of 4 and 8 bits take the last two ways, with one function for their tiles
 (`triton_packed.py`); those of 8 bits whose method rounds activations, too, take the last one with
 products of 8 bits (`triton_w8a8.py`). Some of 4 bits have a way of their own at one to four tokens
-(`triton_packed_gemv.py`).
+(`triton_packed_gemv.py`). At one or two tokens the norm in front of the router is in its launch
+(`triton_norm_route.py`).
 
 Each expert's gate and up lie in one weight [2 * width, hidden], gate rows first. FP8 weights have a
 scale per 128 x 128; h is then FP8 too, with a scale per pair and 128 columns (but in gemv). Tile
