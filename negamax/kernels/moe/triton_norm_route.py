@@ -111,8 +111,8 @@ def _norm_route_kernel(
         writes     logits of its BLOCK_N experts   the norm of row m       there: residual row m,
                                                                            the experts of token m
 
-    Whose logits of a row have arrived has read the row, so that its residual may be changed. In the
-    interpreter the last program does it for all rows.
+    A program whose logits of a row have arrived has read the row: with those of all, its residual
+    may be changed. In the interpreter the last program does it for all rows.
     """
     GATE_SIZE: tl.constexpr = NUM_EXPERTS * WORDS
     STEPS: tl.constexpr = triton.cdiv(WORDS, BLOCK_K)
