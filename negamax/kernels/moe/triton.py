@@ -165,6 +165,14 @@ KERNELS = (
         requires=_GPU | {Feature.SPIN_WAIT},
         dtypes=_DTYPES,
     ),
+    Kernel(
+        NORM_ROUTE,
+        "triton_two_launches",
+        triton_norm_route.norm_route,
+        partial(triton_norm_route.prepare, spin_wait=False),
+        requires=_GPU,
+        dtypes=_DTYPES,
+    ),
     Kernel(PLACE, "triton", place, requires=_GPU, dtypes=_DTYPES),
     Kernel(EXPERTS, "triton", experts, prepare_experts, requires=_GPU, dtypes=_DTYPES),
     Kernel(

@@ -207,11 +207,12 @@ def prepare(
     gemma: bool = False,
     scaling: float = 1.0,
     shared: bool = False,
+    spin_wait: bool = True,
 ) -> tuple[NormWeight, PreparedGate]:
     """The norm and the router as `norm.add_rms` and `moe.route` prepare them here."""
     return (
         norms.prepare(weight, eps, quantize=quantize, gemma=gemma),
-        prepare_gate(gate, bias, scaling=scaling, shared=shared),
+        prepare_gate(gate, bias, scaling=scaling, shared=shared, spin_wait=spin_wait),
     )
 
 
@@ -226,10 +227,12 @@ def norm_route(
 ) -> tuple[Hidden, Tensor, Tensor]:
     """residual += x (or the sum of its parts), in place -> its norm, topk_ids and topk_weights.
 
-    More tokens, parts, and rows of no whole words take two launches.
+    More tokens, parts, rows of no whole words, and programs that may not wait for each other take
+    two launches.
     """
     M, hidden = residual.shape
-    if not 0 < M <= tiles.NORM_ROUTE_MAX_M or x.dim() != 2 or hidden % 2:
+    is_few = router.spin_wait and 0 < M <= tiles.NORM_ROUTE_MAX_M
+    if not is_few or x.dim() != 2 or hidden % 2:
         normed = norms.add_rms(x, residual, norm)
         return normed, *route(normed, router, top_k=top_k, active=active)
     num_experts, device = router.bias.shape[0], x.device
