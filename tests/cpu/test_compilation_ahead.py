@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 # what a program may have of a multiprocessor's shared memory
 SHARED_KIB = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64, "gfx950": 160}
 # every so manieth case, others for each architecture
-SAMPLE = {"sm_80": 160, "sm_89": 160, "sm_90": 60, "sm_100": 160, "gfx942": 60, "gfx950": 160}
+SAMPLE = {"sm_80": 160, "sm_89": 160, "sm_90": 59, "sm_100": 160, "gfx942": 60, "gfx950": 160}
 
 
 def compiled(every: dict[str, int]) -> dict[str, list[dict[str, Any]]]:
@@ -47,6 +47,9 @@ def check(arch: str, found: list[dict[str, Any]]) -> None:
     assert [entry for entry in found if "error" in entry] == []
     assert [entry for entry in kernels if entry["shared_memory"] > most] == []
     assert [entry for entry in kernels if not entry["fused"]] == []  # products and sums
+    # of few tokens: what a thread multiplies it has loaded itself, as Triton of any version sees it
+    few = [entry for entry in kernels if entry["kernel"].endswith("_gemv_kernel")]
+    assert [entry for entry in few if entry["shared_memory"] > 8192] == []
     refused = {entry["refused"] for entry in found if "refused" in entry}
     assert all("dequantised" in words or "FP8 KV cache" in words for words in refused)
     assert arch in ("sm_80", "gfx942") or not refused

@@ -42,6 +42,8 @@ from negamax.kernels.weight_only.triton import (
 TOKENS = tl.constexpr(8)  # the short side of the tensor cores' smallest product
 SPAN = tl.constexpr(128)  # columns of a warp in a step
 _WORDS = tl.constexpr(16)  # of a row in a fragment
+# From 3.7 on Triton gives a thread two neighbouring columns of products of 16 bits, before four.
+_NEIGHBOURS = 2 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7) else 4
 
 
 @triton.constexpr_function
@@ -63,11 +65,12 @@ def _fills_steps(columns: int, NUM_WARPS: int) -> bool:
 
 @triton.constexpr_function
 def _vector(P: Any) -> int:
-    """Neighbouring columns of the tensor cores that a thread has, as Triton chooses them: twice as
-    many where scales of a byte are converted with the codes.
+    """Neighbouring columns of the tensor cores that a thread has, as Triton chooses them: eight
+    where scales of a byte are converted with the codes.
     """
     grouped = P.GROUP > 0 and not _has_one_scale(P)
-    return 8 if grouped and (P.SCALE != "float" or (P.ZEROS and P.GROUP < 64)) else 4
+    has_bytes = grouped and (P.SCALE != "float" or (P.ZEROS and P.GROUP < 64))
+    return 8 if has_bytes else _NEIGHBOURS
 
 
 @triton.constexpr_function
@@ -106,9 +109,8 @@ def load_weight(w, rows, num_rows, P: tl.constexpr, NUM_WARPS: tl.constexpr):
     span = tl.arange(0, NUM_WARPS)[None, :, None, None] * PARTS
     q_ptrs = w[0] + rows.to(tl.int64)[:, None, :, None] * row_words + span * span_words
     q_ptrs += tl.arange(0, _WORDS)[None, None, None, :]
-    # Triton lays threads, then warps, along the dimensions of the longest contiguous runs first,
-    # then along the first ones
-    q_ptrs = tl.max_contiguous(q_ptrs, [1, 1, 1, 4])
+    # Triton lays threads, then warps, along the dimensions of the longest contiguous runs first
+    q_ptrs = tl.max_contiguous(q_ptrs, [4, 2, 1, 16])
     codes, scales, zeros = (), (), ()
     for i in tl.static_range(STEPS * PARTS):
         first = i // PARTS * NUM_WARPS * PARTS + i % PARTS
@@ -118,9 +120,9 @@ def load_weight(w, rows, num_rows, P: tl.constexpr, NUM_WARPS: tl.constexpr):
     if P.GROUP > 0:
         for step in tl.static_range(STEPS):
             offsets, inside = _side_offsets(rows, num_rows, step, P, NUM_WARPS)
-            scales = scales + (_load_side(w[1] + offsets, inside),)
+            scales = scales + (_load_side(w[1], offsets, inside),)
             if P.ZEROS:
-                zeros = zeros + (_load_side(w[2] + offsets, inside),)
+                zeros = zeros + (_load_side(w[2], offsets, inside),)
     return codes, scales, zeros
 
 
@@ -138,11 +140,11 @@ def _side_offsets(rows, num_rows, step: tl.constexpr, P: tl.constexpr, NUM_WARPS
 
 
 @triton.jit
-def _load_side(ptrs, inside):
+def _load_side(ptr, offsets, inside):
     """Scales or zero points. The order of the dimensions is said as in `load_weight`; nothing is a
     multiple of more than 1, so that no load takes several.
     """
-    ptrs = tl.multiple_of(tl.max_contiguous(ptrs, [16, 8, 4, 2, 1]), [1, 1, 1, 1, 1])
+    ptrs = tl.multiple_of(tl.max_contiguous(ptr + offsets, [16, 8, 4, 2, 1]), [1, 1, 1, 1, 1])
     return tl.load(ptrs, mask=inside, other=0)
 
 
