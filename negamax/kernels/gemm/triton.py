@@ -148,7 +148,9 @@ def _load_fragment(ptrs, i: tl.constexpr, K: tl.constexpr, NUM_WARPS: tl.constex
     """Step i of the K columns of the rows at `ptrs`; in the last one some warps may have none."""
     BLOCK_K: tl.constexpr = NUM_WARPS * _BLOCK
     inside = (_fragment_columns(NUM_WARPS) < K - i * BLOCK_K) | ((i + 1) * BLOCK_K <= K)
-    return tl.load(ptrs + i * BLOCK_K, mask=inside, other=0.0)
+    # Triton lays threads, then warps, along the dimensions of the longest contiguous runs first
+    ptrs = tl.max_contiguous(ptrs + i * BLOCK_K, [16, 8, 4, 2, _BLOCK // 2])
+    return tl.load(ptrs, mask=inside, other=0.0)
 
 
 @triton.jit
