@@ -42,8 +42,8 @@ from negamax.kernels.weight_only.triton import (
 TOKENS = tl.constexpr(8)  # the short side of the tensor cores' smallest product
 SPAN = tl.constexpr(128)  # columns of a warp in a step
 _WORDS = tl.constexpr(16)  # of a row in a fragment
-# From 3.7 on Triton gives a thread two neighbouring columns of products of 16 bits, before four.
-_NEIGHBOURS = 2 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7) else 4
+# From 3.8 on Triton gives a thread two neighbouring columns of products of 16 bits, before four.
+_NEIGHBOURS = 2 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8) else 4
 
 
 @triton.constexpr_function
