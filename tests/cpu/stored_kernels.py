@@ -40,7 +40,7 @@ def unpacked(packed: PackedWeight) -> Tensor:
     assert codes.shape[1] == own.K_PACKED
     scale = zero = None
     if own.GROUP:
-        scale = packed.scales.t()
+        scale = _groups(packed.scales, packed)
         if own.SCALE == "e8m0":
             scale = scale.view(torch.float8_e8m0fnu)
         elif own.SCALE == "e5m3":
@@ -50,7 +50,7 @@ def unpacked(packed: PackedWeight) -> Tensor:
     elif own.ELEMENT == "int8":
         codes = codes.view(torch.int8)
     elif own.ELEMENT != "e2m1":
-        zero = packed.zeros.t() if own.ZEROS else None
+        zero = _groups(packed.zeros, packed) if own.ZEROS else None
         shift = 0 if own.ZEROS else 8
         codes = codes if own.ZEROS else codes.float() - shift
     scale = torch.ones(1, 1) if scale is None else scale
@@ -60,6 +60,12 @@ def unpacked(packed: PackedWeight) -> Tensor:
     if own.ROW_SCALE:
         numbers = numbers * packed.row_scale[:, None]
     return numbers[:, : own.K]
+
+
+def _groups(each: Tensor, packed: PackedWeight) -> Tensor:
+    """Scales or zero points as [rows, groups]."""
+    groups = each.transpose(0, 1).reshape(packed.num_rows, -1)
+    return groups[:, : -(-packed.packing.K_PACKED // packed.packing.GROUP)]
 
 
 def dequantized(weight: StoredWeight) -> Tensor:

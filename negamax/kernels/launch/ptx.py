@@ -55,6 +55,17 @@ def pack_pair(even, odd, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def take_bytes(words, selector):
+    """On NVIDIA GPUs: of each word the four bytes that the hexadecimal digits of its selector name,
+    the lowest one first; 4 stands for 0.
+    """
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [words, selector], dtype=tl.int32, is_pure=True,
+        pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def e4m3_to_fp16(x):
     """e4m3fn values as fp16, before the tile goes to shared memory (what has side effects stays
     where it is): the tensor cores take values of adjacent keys together, which would be gathered
@@ -79,26 +90,24 @@ def fast_log(x):
 
 @triton.jit
 def unpack_words(
-    q, factors, added, ELEMENT: tl.constexpr, SCALED: tl.constexpr, ZEROS: tl.constexpr,
+    q, factor, added, ELEMENT: tl.constexpr, SCALED: tl.constexpr, ZEROS: tl.constexpr,
     IS_RAW: tl.constexpr,
 ):  # fmt: skip
     """Codes of packed weights as bf16, on NVIDIA GPUs: of each word of q all its codes, in their
     order (8 of "uint4" and "e2m1", else 4), plus `added` (uint4: and 128, if IS_RAW 128 alone;
-    uint8: less 128; others: not at all), times `factors` where SCALED. Both have a word each for
-    the first and for the second half of the codes: a number twice, in bf16. The portable form
-    stands in `weight_only/triton.py`.
+    uint8: less 128; others: not at all), times `factor` where SCALED. Both are two numbers in bf16,
+    for the first and for the second half of the codes. The portable form stands in
+    `weight_only/triton.py`.
     """
     if ELEMENT == "uint4" or ELEMENT == "e2m1":
         return tl.inline_asm_elementwise(
-            unpacking(ELEMENT, SCALED, ZEROS, IS_RAW), "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r,r",
-            [q, factors[0], factors[1], added[0], added[1]], (tl.bfloat16,) * 8, is_pure=True,
-            pack=1,
+            unpacking(ELEMENT, SCALED, ZEROS, IS_RAW), "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
+            [q, factor, added], (tl.bfloat16,) * 8, is_pure=True, pack=1,
         )  # fmt: skip
     else:
         return tl.inline_asm_elementwise(
-            unpacking(ELEMENT, SCALED, ZEROS, IS_RAW), "=h,=h,=h,=h,r,r,r,r,r",
-            [q, factors[0], factors[1], added[0], added[1]], (tl.bfloat16,) * 4, is_pure=True,
-            pack=1,
+            unpacking(ELEMENT, SCALED, ZEROS, IS_RAW), "=h,=h,=h,=h,r,r,r",
+            [q, factor, added], (tl.bfloat16,) * 4, is_pure=True, pack=1,
         )  # fmt: skip
 
 
@@ -114,8 +123,9 @@ _E2M1 = (
 
 @triton.constexpr_function
 def unpacking(ELEMENT: str, SCALED: bool, ZEROS: bool, IS_RAW: bool) -> str:
-    """A word -> its codes in bf16: PTX with the operands out (8 or 4), q, factor, factor, added,
-    added. Bits of e2m1 and e4m3 come where bf16 has its own: times 2^-126 and 2^-120.
+    """A word -> its codes in bf16: PTX with the operands out (8 or 4), q, factor, added. Bits of e2m1
+    and e4m3 come where bf16 has its own: times 2^-126 and 2^-120. A half of a word twice, as a
+    factor or as what is added, takes no instruction: products have such operands.
     """
     pairs = 4 if ELEMENT in ("uint4", "e2m1") else 2
     word, factor = f"${2 * pairs}", 2 * pairs + 1
@@ -140,8 +150,10 @@ def unpacking(ELEMENT: str, SCALED: bool, ZEROS: bool, IS_RAW: bool) -> str:
             lines.append("lop3.b32 a, a, 0x00800080, 0x43004300, 0xEA;")
             lines.append("mov.b32 b, 0xBF80BF80; fma.rn.bf16x2 c, a, b, c;")
         if (ELEMENT == "uint4" or ZEROS) and not IS_RAW:
-            lines.append(f"mov.b32 b, 0x3F803F80; fma.rn.bf16x2 c, c, b, ${factor + 2 + half};")
+            lines.append(f"mov.b32 {{h0, h1}}, ${factor + 1}; mov.b32 a, {{h{half}, h{half}}};")
+            lines.append("mov.b32 b, 0x3F803F80; fma.rn.bf16x2 c, c, b, a;")
         if SCALED:
-            lines.append(f"mov.b32 b, 0x80008000; fma.rn.bf16x2 c, c, ${factor + half}, b;")
+            lines.append(f"mov.b32 {{h0, h1}}, ${factor}; mov.b32 a, {{h{half}, h{half}}};")
+            lines.append("mov.b32 b, 0x80008000; fma.rn.bf16x2 c, c, a, b;")
         lines.append(f"mov.b32 {{${2 * pair}, ${2 * pair + 1}}}, c;")
-    return "{ .reg .b32 q, a, b, c; " + " ".join(lines) + " }"
+    return "{ .reg .b32 q, a, b, c; .reg .b16 h0, h1; " + " ".join(lines) + " }"

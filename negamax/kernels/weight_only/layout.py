@@ -7,9 +7,10 @@ A `PackedWeight` holds matrices [..., N, K] below each other, as R rows of codes
              columns 2j, 2j + 1, 2j + 8 and 2j + 9; so a word is of 16 columns, in 4 bits of 32.
              4 bits: [K / 128, R, 64], a span of all rows after the other, so that a tile is read
              in long runs. 8 bits: [R, K], since tensor cores of 8 bits read it, too.
-    scales   [groups, R] as the checkpoint has them: those of neighbouring rows lie together. E4M3
+    scales   [K / 128, R, groups of 128 columns] as the checkpoint has them, those of larger groups
+             [groups, R, 1]. Bytes of groups of 16 and 32 columns are read as words of 32 bits. E4M3
              with a wider exponent and no sign: E5M3, of which no number is subnormal
-    zeros    [groups, R] unsigned integers
+    zeros    likewise, unsigned integers
     row_scale [R] fp32: scales per row, or of the scales
 
 K is filled up to a multiple of 64 bytes. Signed codes of 4 bits are stored with 8
@@ -29,6 +30,7 @@ from negamax.kernels.formats import StoredWeight
 
 PackedTensors = tuple[Tensor, Tensor, Tensor, Tensor]
 SPAN_BYTES = 64
+SIDE_COLUMNS = 128  # of a row, whose scales, and whose zero points, lie together
 # of the bytes of a span of 8 bits, as [2, 2, 2, 4, 2], the order in which they are stored: those of
 # a pair are two bytes apart
 AXES = (3, 0, 1, 4, 2)
@@ -55,6 +57,11 @@ class Packing:
     ZEROS: bool  # zero points per group; else 0, of uint4 8, stands for 0
     ROW_SCALE: bool
 
+    @property
+    def IN_WORDS(self) -> bool:  # noqa: N802
+        """Whether scales are read as words, of four each."""
+        return self.SCALE != "float" and 4 * self.GROUP <= SIDE_COLUMNS
+
 
 @dataclass(frozen=True)
 class PackedWeight:
@@ -73,8 +80,9 @@ class PackedWeight:
 
     @property
     def tensors(self) -> PackedTensors:
-        """One argument of the kernels, `qweight` in words."""
-        return self.qweight.view(torch.int32), self.scales, self.zeros, self.row_scale
+        """One argument of the kernels, in words what they read as such."""
+        scales = self.scales.view(torch.int32) if self.packing.IN_WORDS else self.scales
+        return self.qweight.view(torch.int32), scales, self.zeros, self.row_scale
 
 
 def packed_rows(
@@ -85,9 +93,9 @@ def packed_rows(
     rows = slice(matrix * num_rows, (matrix + 1) * num_rows)
     found = [qweight[..., rows, :]]
     if packing.GROUP:
-        found.append(scales[:, rows])
+        found.append(scales[:, rows, :])
     if packing.ZEROS:
-        found.append(zeros[:, rows])
+        found.append(zeros[:, rows, :])
     if packing.ROW_SCALE:
         found.append(row_scale[rows])
     return found
@@ -110,9 +118,9 @@ def pack(weight: StoredWeight) -> PackedWeight:
         rows = slice(index * part.num_rows, (index + 1) * part.num_rows)
         packed.qweight[..., rows, :] = part.qweight
         if part.packing.GROUP:
-            packed.scales[:, rows] = part.scales
+            packed.scales[:, rows, :] = part.scales
         if part.packing.ZEROS:
-            packed.zeros[:, rows] = part.zeros
+            packed.zeros[:, rows, :] = part.zeros
         if part.packing.ROW_SCALE:
             packed.row_scale[rows] = part.row_scale
     assert packed is not None, "no matrix"
@@ -121,13 +129,15 @@ def pack(weight: StoredWeight) -> PackedWeight:
 
 def _room(part: PackedWeight, count: int) -> PackedWeight:
     """Memory for `count` matrices like `part`."""
-    own, (*spans, rows, width) = part.packing, part.qweight.shape
-    qweight = part.qweight.new_empty(*spans, count * rows, width)
-    scales, zeros = (
-        each.new_empty(len(each), count * rows) if has else qweight
-        for each, has in ((part.scales, own.GROUP), (part.zeros, own.ZEROS))
-    )
-    row_scale = part.row_scale.new_empty(count * rows) if own.ROW_SCALE else qweight
+    own, rows = part.packing, count * part.num_rows
+
+    def room(each: Tensor) -> Tensor:
+        return each.new_empty(*each.shape[:-2], rows, each.shape[-1])
+
+    qweight = room(part.qweight)
+    scales = room(part.scales) if own.GROUP else qweight
+    zeros = room(part.zeros) if own.ZEROS else qweight
+    row_scale = part.row_scale.new_empty(rows) if own.ROW_SCALE else qweight
     return PackedWeight(qweight, scales, zeros, row_scale, own)
 
 
@@ -155,12 +165,13 @@ def _pack(codes: Codes, *, bits: int) -> PackedWeight:
         scales = _by_group(scale, codes, N)
         scales = F.pad(scales, (0, 0, 0, -(-filled // group) - len(scales)))
         scales = _widened(scales, group, "float32") if kind == "float" else scales
+        scales = _by_row(scales, group)
     else:
         row_scale = _by_group(scale.float(), codes, N)[0]
     zeros = None if zero_point is None else _by_group(zero_point, codes, N)
     if zeros is not None and scales is not None:
-        zeros = F.pad(zeros, (0, 0, 0, len(scales) - len(zeros)))
-        zeros = _widened(zeros, group, "int32")
+        zeros = F.pad(zeros, (0, 0, 0, -(-filled // group) - len(zeros)))
+        zeros = _by_row(_widened(zeros, group, "int32"), group)
     packing = Packing(
         element, per_byte, K, filled, group, kind, zeros is not None, row_scale is not None
     )
@@ -209,14 +220,20 @@ def _held(scale: Tensor) -> tuple[str, Tensor]:
 
 
 def _widened(each: Tensor, group: int, widest: str) -> Tensor:
-    """In 4 bytes where there is one for 128 columns or more, at least in 2 where for 64: copies to
-    shared memory that go on while a program computes take 4 bytes of a thread, and a thread of a
-    tile of 128 x 128 has those of one row.
+    """In 4 bytes at least for 128 columns of a row: copies to shared memory that go on while a
+    program computes take as many of a thread, and a thread of a tile of 128 x 128 has one row.
     """
     size = min(4, 4 * group // 128)
     if each.itemsize >= size:
         return each
     return each.to(getattr(torch, widest if size == 4 else "int16"))
+
+
+def _by_row(each: Tensor, group: int) -> Tensor:
+    """[groups, N] -> [K / 128, N, groups of 128 columns]"""
+    count = max(1, SIDE_COLUMNS // group)
+    each = F.pad(each, (0, 0, 0, -len(each) % count))
+    return each.view(-1, count, each.shape[1]).transpose(1, 2).contiguous()
 
 
 def _unsigned(codes: Codes, *, bits: int) -> tuple[str, Tensor, Tensor | None]:

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from triton.language.target_info import is_cuda
 
-from negamax.kernels.launch.ptx import INTERPRETED, pack_pair, unpack_words
+from negamax.kernels.launch.ptx import INTERPRETED, pack_pair, take_bytes, unpack_words
 from negamax.kernels.launch.triton import dot
 from negamax.kernels.weight_only import layout
 
@@ -32,6 +32,7 @@ _POST = 10
 _E5M3 = tl.constexpr((127 - layout.E5M3_BIAS) << 23)  # what the bits of e5m3 lack in fp32
 _TWICE = tl.constexpr(0x00010001)
 _BYTES = tl.constexpr(layout.SPAN_BYTES)
+_SIDE = tl.constexpr(layout.SIDE_COLUMNS)
 RAW = tl.constexpr(128.0)  # what codes of 4 bits are too large as they are unpacked
 _COLUMNS = tl.constexpr(64)  # of a product: with more, more unpacked weights fill registers
 
@@ -77,6 +78,7 @@ def multiply(
     SPAN: tl.constexpr = _BYTES * P.CODES
     SPANS: tl.constexpr = BLOCK_K // SPAN
     PRODUCTS: tl.constexpr = P.CODES  # in a span
+    PARTS_OF_SIDE: tl.constexpr = 2 // P.CODES  # spans that lie beside the same scales
     ONE_SCALE: tl.constexpr = _has_one_scale(P, BLOCK_K)
     GROUPED: tl.constexpr = P.GROUP > 0 and not ONE_SCALE
     columns = tl.arange(0, _COLUMNS)
@@ -85,20 +87,22 @@ def multiply(
     for step in tl.range(start, stop, num_stages=NUM_STAGES):
         first_k = step * BLOCK_K
         if ONE_SCALE:
-            scale = _load_side(w[1], first, rows, inside, num_rows, first_k, P, BLOCK_K)
+            scale = _load_side(w[1], first, rows, inside, num_rows, first_k, P, BLOCK_K, False)
             product = tl.zeros_like(acc)
         elif GROUPED:
-            scale = _load_side(w[1], first, q_rows, q_inside, num_rows, first_k, P, BLOCK_K)
+            scale = _load_side(w[1], first, q_rows, q_inside, num_rows, first_k, P, BLOCK_K,
+                               P.IN_WORDS)  # fmt: skip
         if P.ZEROS:
-            zero = _load_side(w[2], first, q_rows, q_inside, num_rows, first_k, P, BLOCK_K)
+            zero = _load_side(w[2], first, q_rows, q_inside, num_rows, first_k, P, BLOCK_K, False)
         for i in tl.static_range(SPANS):
             q = _load_words(w, first, q_rows, q_inside, num_rows, first_k + i * SPAN, P)
             factors, added = constants_of(P, DTYPE)
             if GROUPED:
-                factor = factor_of_scale(_of_span(scale, i, SPANS), P, DTYPE)
-                factors = _by_words(factor, P, ROWS)
+                own = _of_span(scale, i, SPANS, P, P.IN_WORDS)
+                factors = _for_threads(factors_of_scales(own, i % PARTS_OF_SIDE, P, DTYPE))
             if P.ZEROS:
-                added = _by_words(added_to_codes(_of_span(zero, i, SPANS), P, DTYPE), P, ROWS)
+                own = _of_span(zero, i, SPANS, P, False)
+                added = _for_threads(added_to_codes(own, i % PARTS_OF_SIDE, P, DTYPE))
             q = _of_products(q, P)
             factors = _of_products(factors[0], P), _of_products(factors[1], P)
             added = _of_products(added[0], P), _of_products(added[1], P)
@@ -173,15 +177,20 @@ def _in_places(numbers, P: tl.constexpr, ROWS: tl.constexpr, NUM_WARPS: tl.const
 
 
 @triton.jit
-def _load_side(ptr, first, rows, inside, num_rows, k, P: tl.constexpr, BLOCK_K: tl.constexpr):
+def _load_side(
+    ptr, first, rows, inside, num_rows, k, P: tl.constexpr, BLOCK_K: tl.constexpr,
+    IN_WORDS: tl.constexpr,
+):  # fmt: skip
     """Scales or zero points of the columns k .. k + BLOCK_K - 1 of the rows `first` + `rows`
-    [BLOCK_N], where `inside`, of a packed weight of `num_rows`, as stored: [BLOCK_N, groups].
-    Loaded together: less than 4 bytes of a thread are not pipelined.
+    [BLOCK_N], where `inside`, of a packed weight of `num_rows`, as stored: [BLOCK_N, entries].
     """
-    groups = tl.arange(0, max(1, BLOCK_K // P.GROUP))
-    fits = (k + groups * P.GROUP < P.K_PACKED) | (P.K_PACKED % BLOCK_K == 0)
-    ptr += first + k // P.GROUP * num_rows
-    offsets = rows[:, None] + groups[None, :] * num_rows
+    COLUMNS: tl.constexpr = max(P.GROUP, _SIDE)
+    ENTRIES: tl.constexpr = side_entries(P, IN_WORDS)
+    offs = tl.arange(0, max(1, BLOCK_K // COLUMNS) * ENTRIES)
+    fits = (k + offs // ENTRIES * COLUMNS < P.K_PACKED) | (P.K_PACKED % BLOCK_K == 0)
+    ptr += (first + k // COLUMNS * num_rows) * ENTRIES
+    offsets = (rows[:, None] + (offs // ENTRIES)[None, :] * num_rows) * ENTRIES
+    offsets += (offs % ENTRIES)[None, :]
     return tl.load(ptr + offsets, mask=inside[:, None] & fits[None, :], other=0)
 
 
@@ -206,17 +215,12 @@ def strides(num_rows, P: tl.constexpr):
 
 
 @triton.jit
-def _of_span(each, i: tl.constexpr, SPANS: tl.constexpr):
-    """Of scales [ROWS, groups] of 1, 2 or 4 spans those of one, [ROWS, groups of a span]."""
-    ROWS: tl.constexpr = each.shape[0]
-    GROUPS: tl.constexpr = each.shape[1]
-    ALL: tl.constexpr = max(GROUPS, SPANS)
-    if GROUPS > 1 and SPANS > 1:
-        each = tl.broadcast_to(each[:, :, None], (ROWS, GROUPS, ALL // GROUPS))
-        each = tl.reshape(each, (ROWS, ALL))
-        if SPANS == 4:
-            each = _half(each, i // 2)
-        each = _half(each, i % 2)
+def _of_span(each, i: tl.constexpr, SPANS: tl.constexpr, P: tl.constexpr, IN_WORDS: tl.constexpr):
+    """Of what `_load_side` has loaded beside SPANS spans what lies beside one, [BLOCK_N, entries]:
+    those of 128 columns.
+    """
+    if each.shape[1] > side_entries(P, IN_WORDS):  # of 256
+        each = _half(each, i // (SPANS // 2))
     return each
 
 
@@ -255,49 +259,81 @@ def _bits_of_scale(P: Any, DTYPE: Any) -> int:
     return (_exponent(P, DTYPE) + (0 if P.SCALE == "e8m0" else 127 - layout.E5M3_BIAS)) << 7
 
 
+@triton.constexpr_function
+def side_entries(P: Any, IN_WORDS: bool) -> int:
+    """Scales or zero points of a row that lie together, or their words."""
+    groups: int = max(1, layout.SIDE_COLUMNS // P.GROUP)
+    return groups // 4 if IN_WORDS else groups
+
+
 @triton.jit
-def factor_of_scale(scale, P: tl.constexpr, DTYPE: tl.constexpr):
-    """What codes are multiplied by: for `unpack_words` twice in bf16, else in fp32."""
-    if not _by_pairs(DTYPE):
-        factor = number_of_scale(scale, P)
-    elif P.SCALE == "float":
-        factor = scale.to(tl.float32) * _factor(P, DTYPE)
-        factor = pack_pair(factor, factor, tl.bfloat16)
-    else:
+def factors_of_scales(scale, part: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr):
+    """What codes are multiplied by: see `_beside_words`. scale [N, entries], as stored."""
+    if P.IN_WORDS and _by_pairs(DTYPE):
         ONE: tl.constexpr = 1 << 7 if P.SCALE == "e8m0" else 1 << 4
-        factor = scale.to(tl.int32) * (ONE * _TWICE) + _bits_of_scale(P, DTYPE) * _TWICE
-    return factor
-
-
-@triton.jit
-def added_to_codes(zero, P: tl.constexpr, DTYPE: tl.constexpr):
-    """What codes with these zero points are added to, in the same form."""
-    added = _offset(P, DTYPE) - zero.to(tl.float32)
-    if _by_pairs(DTYPE):
-        added = pack_pair(added, added, tl.bfloat16)
-    return added
-
-
-@triton.jit
-def _by_words(each, P: tl.constexpr, ROWS: tl.constexpr):
-    """What stands beside groups of columns, [ROWS, groups of a span], beside the words,
-    [ROWS, 16]: for the first and for the second half of their codes.
-    """
-    GROUPS: tl.constexpr = each.shape[1]
-    RUNS: tl.constexpr = 4 * P.CODES  # of 16 columns
-    runs = tl.broadcast_to(each[:, :, None], (ROWS, GROUPS, RUNS // GROUPS))
-    if P.CODES == 2:  # a word has codes of two neighbouring runs
-        first, second = tl.split(tl.reshape(runs, (ROWS, 4, 2)))
+        words = scale
+        if scale.shape[1] == 2 and P.CODES == 1:
+            words = _half(scale, part)
+        words = _repeated(words, 4)
+        run = tl.arange(0, 4)[None, :] * P.CODES + 4 * part
+        first, second = run * 16 // P.GROUP % 4, (run + P.CODES - 1) * 16 // P.GROUP % 4
+        pair = take_bytes(words, 0x4040 + first + second * 0x100)  # the bytes, and 0 over them
+        pair = pair * ONE + _bits_of_scale(P, DTYPE) * _TWICE
+        factors = (pair, pair)
     else:
-        first = tl.reshape(runs, (ROWS, 4))
-        second = first
-    return _for_threads(first, ROWS), _for_threads(second, ROWS)
+        if P.IN_WORDS:
+            N: tl.constexpr = scale.shape[0]
+            GROUPS: tl.constexpr = side_entries(P, False)
+            byte = scale[:, :, None] >> (tl.arange(0, 4) * 8)[None, None, :]
+            scale = tl.reshape(byte & 0xFF, (N, GROUPS))
+        factors = _beside_words(number_of_scale(scale, P) * _factor(P, DTYPE), part, P, DTYPE)
+    return factors
 
 
 @triton.jit
-def _for_threads(each, ROWS: tl.constexpr):
-    """[ROWS, words of a thread] -> [ROWS, 16], alike for the four threads."""
-    return tl.reshape(tl.broadcast_to(each[:, None, :], (ROWS, 4, 4)), (ROWS, 16))
+def added_to_codes(zero, part: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr):
+    """What codes with the zero points [N, entries] are added to: see `_beside_words`."""
+    return _beside_words(_offset(P, DTYPE) - zero.to(tl.float32), part, P, DTYPE)
+
+
+@triton.jit
+def _beside_words(number, part: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr):
+    """Numbers [N, groups of 128 columns] in fp32, beside the four words that a thread has of a
+    span, which is the `part`th of these columns: [N, 4] for the first and for the second half of
+    their codes; for `unpack_words` both in one, in bf16.
+    """
+    ARE_ALIKE: tl.constexpr = P.GROUP >= 16 * P.CODES  # the two halves
+    if _by_pairs(DTYPE) and ARE_ALIKE:
+        number = pack_pair(number, number, tl.bfloat16)
+    runs = _repeated(number, 8)  # of 16 columns
+    if P.CODES == 2:  # a word has codes of two neighbouring runs
+        first, second = tl.split(tl.reshape(runs, (number.shape[0], 4, 2)))
+    else:
+        first = _half(runs, part)
+        second = first
+    if _by_pairs(DTYPE) and not ARE_ALIKE:
+        first = pack_pair(first, second, tl.bfloat16)
+    return first, second
+
+
+@triton.jit
+def _repeated(each, COLUMNS: tl.constexpr):
+    """[N, any] -> [N, COLUMNS], each entry several times in a row."""
+    N: tl.constexpr = each.shape[0]
+    OWN: tl.constexpr = each.shape[1]
+    return tl.reshape(tl.broadcast_to(each[:, :, None], (N, OWN, COLUMNS // OWN)), (N, COLUMNS))
+
+
+@triton.jit
+def _for_threads(each):
+    """[N, 4] beside the words of a thread -> [N, 16], alike for the four threads; both of `each`."""
+    return _for_each_thread(each[0]), _for_each_thread(each[1])
+
+
+@triton.jit
+def _for_each_thread(each):
+    N: tl.constexpr = each.shape[0]
+    return tl.reshape(tl.broadcast_to(each[:, None, :], (N, 4, 4)), (N, 16))
 
 
 @triton.jit
@@ -324,7 +360,7 @@ def numbers_of_words(
     ZEROS: tl.constexpr = P.ZEROS
     SCALED: tl.constexpr = GROUPED or _exponent(P, DTYPE) != 0
     if _by_pairs(DTYPE):
-        n = unpack_words(q, factors, added, ELEMENT, SCALED, ZEROS, IS_RAW)
+        n = unpack_words(q, factors[0], added[0], ELEMENT, SCALED, ZEROS, IS_RAW)
     else:
         n = ()
         for i in tl.static_range(4 * P.CODES):

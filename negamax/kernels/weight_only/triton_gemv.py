@@ -33,9 +33,10 @@ from negamax.kernels.weight_only.triton import (
     _exponent,
     added_to_codes,
     constants_of,
-    factor_of_scale,
+    factors_of_scales,
     number_of_scale,
     numbers_of_words,
+    side_entries,
     strides,
 )
 
@@ -69,8 +70,8 @@ def _vector(P: Any) -> int:
     where scales of a byte are converted with the codes.
     """
     grouped = P.GROUP > 0 and not _has_one_scale(P)
-    has_bytes = grouped and (P.SCALE != "float" or (P.ZEROS and P.GROUP < 64))
-    return 8 if has_bytes else _NEIGHBOURS
+    is_byte = (P.SCALE != "float" and not P.IN_WORDS) or (P.ZEROS and P.GROUP < 64)
+    return 8 if grouped and is_byte else _NEIGHBOURS
 
 
 @triton.constexpr_function
@@ -83,12 +84,6 @@ def _starts_from_offset(P: Any) -> bool:
 def _column(step: int) -> int:
     """Which column of a product of one token a step has."""
     return step % TOKENS.value
-
-
-@triton.constexpr_function
-def _groups(P: Any) -> int:
-    """Scales for the columns of a warp in a step."""
-    return max(1, SPAN.value // P.GROUP)
 
 
 @triton.jit
@@ -119,32 +114,30 @@ def load_weight(w, rows, num_rows, P: tl.constexpr, NUM_WARPS: tl.constexpr):
         codes = codes + (tl.load(q_span, mask=inside, other=0, cache_modifier=".cg"),)
     if P.GROUP > 0:
         for step in tl.static_range(STEPS):
-            offsets, inside = _side_offsets(rows, num_rows, step, P, NUM_WARPS)
-            scales = scales + (_load_side(w[1], offsets, inside),)
+            scales = scales + (_load_side(w[1], rows, num_rows, step, P, NUM_WARPS, P.IN_WORDS),)
             if P.ZEROS:
-                zeros = zeros + (_load_side(w[2], offsets, inside),)
+                zeros = zeros + (_load_side(w[2], rows, num_rows, step, P, NUM_WARPS, False),)
     return codes, scales, zeros
 
 
 @triton.jit
-def _side_offsets(rows, num_rows, step: tl.constexpr, P: tl.constexpr, NUM_WARPS: tl.constexpr):
-    """Where scales and zero points stand, [4, 8, NUM_WARPS, ROWS / 8, groups], and whether they do:
-    for each thread those of the codes that it has, so that they need not be passed on.
+def _load_side(
+    ptr, rows, num_rows, step: tl.constexpr, P: tl.constexpr, NUM_WARPS: tl.constexpr,
+    IN_WORDS: tl.constexpr,
+):  # fmt: skip
+    """Scales or zero points of a step as stored, [4, 8, NUM_WARPS, ROWS / 8, entries]: for each
+    thread those of the codes that it has, so that they need not be passed on.
     """
-    GROUPS: tl.constexpr = _groups(P)
+    ENTRIES: tl.constexpr = side_entries(P, IN_WORDS)
     k = (step * NUM_WARPS + tl.arange(0, NUM_WARPS))[None, None, :, None, None] * SPAN
     k += tl.arange(0, 4)[:, None, None, None, None] * 0
-    k += tl.arange(0, GROUPS)[None, None, None, None, :] * (SPAN // GROUPS)
-    offsets = k // P.GROUP * num_rows + rows[None, :, None, :, None]
-    return offsets, (k < P.K_PACKED) | _fills_steps(P.K_PACKED, NUM_WARPS)
-
-
-@triton.jit
-def _load_side(ptr, offsets, inside):
-    """Scales or zero points. The order of the dimensions is said as in `load_weight`; nothing is a
-    multiple of more than 1, so that no load takes several.
-    """
-    ptrs = tl.multiple_of(tl.max_contiguous(ptr + offsets, [16, 8, 4, 2, 1]), [1, 1, 1, 1, 1])
+    offsets = k // max(P.GROUP, SPAN) * num_rows + rows[None, :, None, :, None]
+    ptrs = ptr + (offsets * ENTRIES + tl.arange(0, ENTRIES)[None, None, None, None, :])
+    # the order of the dimensions is said as in `load_weight`, and that what lies together is loaded
+    # at once
+    ptrs = tl.max_contiguous(ptrs, [16, 8, 4, 2, 32])
+    ptrs = tl.multiple_of(ptrs, [1, 1, 1, 1, ENTRIES * ptr.dtype.element_ty.primitive_bitwidth // 8])
+    inside = (k < P.K_PACKED) | _fills_steps(P.K_PACKED, NUM_WARPS)
     return tl.load(ptrs, mask=inside, other=0)
 
 
@@ -244,21 +237,22 @@ def _dequantize(
     """
     GROUPED: tl.constexpr = P.GROUP > 0 and not _has_one_scale(P)
     factors, added = constants_of(P, DTYPE)
-    if GROUPED:
-        factors = _by_words(factor_of_scale(scales[step], P, DTYPE), P, ROWS, NUM_WARPS)
-    if P.ZEROS:
-        added = _by_words(added_to_codes(zeros[step], P, DTYPE), P, ROWS, NUM_WARPS)
+    parts = ()
+    for i in tl.static_range(2 // P.CODES):
+        if GROUPED:
+            found = factors_of_scales(_as_rows(scales[step]), i, P, DTYPE)
+            factors = _by_words(found, ROWS, NUM_WARPS)
+        if P.ZEROS:
+            found = added_to_codes(_as_rows(zeros[step]), i, P, DTYPE)
+            added = _by_words(found, ROWS, NUM_WARPS)
+        words = codes[step * (2 // P.CODES) + i]
+        part = numbers_of_words(words, factors, added, P, DTYPE, GROUPED, IS_RAW)
+        parts = parts + (part,)
     if P.CODES == 2:
-        w = numbers_of_words(codes[step], factors, added, P, DTYPE, GROUPED, IS_RAW)
         # [8, NUM_WARPS, ROWS / 8, thread, 32 columns, neighbour, 8 columns, 16 columns]
-        w = tl.reshape(w, (8, NUM_WARPS, ROWS // 8, 4, 4, 2, 2, 2))
+        w = tl.reshape(parts[0], (8, NUM_WARPS, ROWS // 8, 4, 4, 2, 2, 2))
         w = tl.permute(w, (1, 2, 0, 3, 4, 7, 6, 5))
     else:
-        parts = ()
-        for i in tl.static_range(2):
-            own = (factors[i], factors[i]), (added[i], added[i])
-            part = numbers_of_words(codes[2 * step + i], own[0], own[1], P, DTYPE, GROUPED, IS_RAW)
-            parts = parts + (part,)
         # [8, NUM_WARPS, ROWS / 8, thread, 16 columns, neighbour, 8 columns, part]
         w = tl.reshape(tl.join(parts[0], parts[1]), (8, NUM_WARPS, ROWS // 8, 4, 4, 2, 2, 2))
         w = tl.permute(w, (1, 2, 0, 3, 7, 4, 6, 5))
@@ -268,18 +262,19 @@ def _dequantize(
 
 
 @triton.jit
-def _by_words(each, P: tl.constexpr, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
-    """[4, 8, NUM_WARPS, ROWS / 8, groups] beside words, [8, NUM_WARPS, ROWS / 8, 16]: of 4 bits
-    for the halves of their codes, of 8 bits for the two fragments.
-    """
-    GROUPS: tl.constexpr = each.shape[4]
-    each = tl.permute(each, (1, 2, 3, 0, 4))[:, :, :, :, :, None]
-    each = tl.broadcast_to(each, (8, NUM_WARPS, ROWS // 8, 4, GROUPS, 8 // GROUPS))
-    if P.CODES == 2:
-        each = tl.reshape(each, (8, NUM_WARPS, ROWS // 8, 4, 4, 2))
-    else:
-        each = tl.reshape(each, (8, NUM_WARPS, ROWS // 8, 4, 2, 4))
-        each = tl.permute(each, (0, 1, 2, 3, 5, 4))
-    first, second = tl.split(each)
-    shape: tl.constexpr = (8, NUM_WARPS, ROWS // 8, _WORDS)
-    return tl.reshape(first, shape), tl.reshape(second, shape)
+def _by_words(each, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
+    """[4 * 8 * NUM_WARPS * ROWS / 8, 4], two of them, beside words, [8, NUM_WARPS, ROWS / 8, 16]."""
+    return _in_fragment(each[0], ROWS, NUM_WARPS), _in_fragment(each[1], ROWS, NUM_WARPS)
+
+
+@triton.jit
+def _in_fragment(each, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
+    each = tl.permute(tl.reshape(each, (4, 8, NUM_WARPS, ROWS // 8, 4)), (1, 2, 3, 0, 4))
+    return tl.reshape(each, (8, NUM_WARPS, ROWS // 8, _WORDS))
+
+
+@triton.jit
+def _as_rows(each):
+    """[4, 8, NUM_WARPS, ROWS / 8, entries] -> [any, entries]"""
+    ENTRIES: tl.constexpr = each.shape[4]
+    return tl.reshape(each, (each.numel // ENTRIES, ENTRIES))
