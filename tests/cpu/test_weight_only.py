@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 import triton_support  # noqa: F401  (the interpreter, before any kernel)
 from kernel_contract import check
 from stored_kernels import unpacked
+from triton import jit
 
 from negamax.kernels import platform
 from negamax.kernels.codes import Codes
@@ -151,7 +153,12 @@ def _run_ptx(code: str, inputs: dict[int, int]) -> dict[str, int]:
             low, high, whole = (part.strip("{ }") for part in rest.split(","))
             registers[low], registers[high] = read(whole) & 0xFFFF, read(whole) >> 16
             continue
-        out, *operands = (part.strip() for part in rest.split(","))
+        out, operand = (part.strip() for part in rest.split(",", 1))
+        if operand.startswith("{"):
+            low, high = operand.strip("{ }").split(", ")
+            registers[out] = read(low) | read(high) << 16
+            continue
+        operands = [part.strip() for part in operand.split(",")]
         registers[out] = _OPS[op](*(read(operand) for operand in operands)) & _MASK
     return registers
 
@@ -183,9 +190,9 @@ _OPS: dict[str, Callable[..., int]] = {
 }
 
 
-def _pair(value: float) -> int:
-    bits = int(torch.tensor(value).to(torch.bfloat16).view(torch.int16)) & 0xFFFF
-    return bits | bits << 16
+def _pair(*values: float) -> int:
+    first, second = torch.tensor(values).to(torch.bfloat16).view(torch.int16).tolist()
+    return first & 0xFFFF | (second & 0xFFFF) << 16
 
 
 @pytest.mark.parametrize(
@@ -202,11 +209,13 @@ def test_ptx_makes_of_every_byte_what_its_codes_stand_for(
     per_byte = 2 if element in ("uint4", "e2m1") else 1
     P = Packing(element, per_byte, 128, 128, 32 if zeros or scaled else 0, "float", zeros, False)
     exponent = triton._exponent(P, torch.bfloat16)
-    scale, zero = (1.5 if scaled else 1.0), (5.0 if zeros else 0.0)
-    added = _pair(triton._offset(P, torch.bfloat16) - zero)
-    factor = _pair(scale * 2.0**exponent)
+    scales, zero_points = (1.5, 0.75) if scaled else (1.0, 1.0), (5.0, 3.0) if zeros else (0.0, 0.0)
+    added = _pair(*(triton._offset(P, torch.bfloat16) - zero for zero in zero_points))
+    factor = _pair(*(scale * 2.0**exponent for scale in scales))
     left = 2.0 ** (triton._POST if exponent else 0)
     count = 4 * per_byte
+    scale = torch.tensor(scales).repeat_interleave(count // 2)
+    zero = torch.tensor(zero_points).repeat_interleave(count // 2)
     # every code in every place
     generator = torch.Generator().manual_seed(0)
     codes = torch.stack([torch.randperm(256, generator=generator) for _ in range(count)], 1)
@@ -226,8 +235,48 @@ def test_ptx_makes_of_every_byte_what_its_codes_stand_for(
         for number, value in enumerate(own):
             for bit, place in enumerate(bits[number // 2]):
                 word |= (value >> bit & 1) << (place + number % 2 * 16) % 32
-        done = _run_ptx(code, dict(enumerate((word, factor, factor, added, added), count)))
+        done = _run_ptx(code, dict(enumerate((word, factor, added), count)))
         found = torch.tensor([done[f"${number}"] for number in range(count)])
         numbers = found.to(torch.int32).to(torch.int16).view(torch.bfloat16).float() * left
         finite = want.isfinite()  # E4M3 has NaNs, which no loaded weight is
         assert torch.equal(numbers[finite], want[finite]), own
+
+
+@jit
+def _factors_kernel(scale_ptr, first_ptr, second_ptr, P: tl.constexpr, PART: tl.constexpr,
+                    ENTRIES: tl.constexpr):  # fmt: skip
+    rows, columns = tl.arange(0, 16)[:, None], tl.arange(0, 4)[None, :]
+    scale = tl.load(scale_ptr + rows * ENTRIES + tl.arange(0, ENTRIES)[None, :])
+    first, second = triton.factors_of_scales(scale, PART, P, tl.bfloat16)
+    tl.store(first_ptr + rows * 4 + columns, first)
+    tl.store(second_ptr + rows * 4 + columns, second)
+
+
+@pytest.mark.parametrize("kind", ["e8m0", "e5m3", "float"])
+@pytest.mark.parametrize("group", [16, 32, 64, 128])
+@pytest.mark.parametrize(("element", "part"), [("e2m1", 0), ("e4m3", 0), ("e4m3", 1)])
+def test_factors_of_a_word_are_two_in_bf16(
+    element: str, part: int, group: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes = 2 if element == "e2m1" else 1
+    P = Packing(element, codes, 128, 128, group, kind, False, False)
+    scale = torch.randint(100, 130, (16, 128 // group), dtype=torch.uint8, generator=_generator())
+    number = scale.float() / 64
+    if kind == "e8m0":
+        number = 2.0 ** (scale.float() - 127)
+    elif kind == "e5m3":
+        number = (1 + (scale & 7) / 8) * 2.0 ** (scale.float().div(8).floor() - 23)
+    runs = number.repeat_interleave(group // 16, 1)
+    own = runs[:, 4 * part : 4 * part + 4]
+    expected = (runs[:, ::2], runs[:, 1::2]) if codes == 2 else (own, own)
+    held = (number if kind == "float" else scale).contiguous()
+    held = held.view(torch.int32) if P.IN_WORDS else held
+    for by_pairs in (False, True):
+        monkeypatch.setattr(triton, "_by_pairs", lambda DTYPE, by_pairs=by_pairs: by_pairs)
+        found = torch.empty(2, 16, 4, dtype=torch.int32 if by_pairs else torch.float32)
+        _factors_kernel[(1,)](held, found[0], found[1], P=P, PART=part, ENTRIES=held.shape[1])
+        exponent = triton._exponent(P, torch.bfloat16)
+        both = found
+        if by_pairs:
+            both = found[0].view(torch.bfloat16).view(16, 4, 2).permute(2, 0, 1).float()
+        assert torch.equal(both, torch.stack(expected) * 2.0**exponent)

@@ -56,13 +56,20 @@ def pack_pair(even, odd, DTYPE: tl.constexpr):
 
 @triton.jit
 def take_bytes(words, selector):
-    """On NVIDIA GPUs: of each word the four bytes that the hexadecimal digits of its selector name,
-    the lowest one first; 4 stands for 0.
+    """Of each word the four bytes that the hexadecimal digits of its selector name, the lowest one
+    first; 4 stands for 0.
     """
-    return tl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [words, selector], dtype=tl.int32, is_pure=True,
-        pack=1,
-    )  # fmt: skip
+    if not INTERPRETED and is_cuda():
+        taken = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [words, selector], dtype=tl.int32, is_pure=True,
+            pack=1,
+        )  # fmt: skip
+    else:
+        taken = words & 0
+        for i in tl.static_range(4):
+            digit = (selector >> (4 * i)) & 0xF
+            taken |= tl.where(digit < 4, (words >> (digit % 4 * 8)) & 0xFF, 0) << (8 * i)
+    return taken
 
 
 @triton.jit
@@ -123,9 +130,9 @@ _E2M1 = (
 
 @triton.constexpr_function
 def unpacking(ELEMENT: str, SCALED: bool, ZEROS: bool, IS_RAW: bool) -> str:
-    """A word -> its codes in bf16: PTX with the operands out (8 or 4), q, factor, added. Bits of e2m1
-    and e4m3 come where bf16 has its own: times 2^-126 and 2^-120. A half of a word twice, as a
-    factor or as what is added, takes no instruction: products have such operands.
+    """A word -> its codes in bf16: PTX with the operands out (8 or 4), q, factor, added. Bits of
+    e2m1 and e4m3 come where bf16 has its own: times 2^-126 and 2^-120. One half of factor or added
+    for both of a product takes no instruction: its operands may be such.
     """
     pairs = 4 if ELEMENT in ("uint4", "e2m1") else 2
     word, factor = f"${2 * pairs}", 2 * pairs + 1

@@ -58,7 +58,7 @@ class Packing:
     ROW_SCALE: bool
 
     @property
-    def IN_WORDS(self) -> bool:  # noqa: N802
+    def IN_WORDS(self) -> bool:
         """Whether scales are read as words, of four each."""
         return self.SCALE != "float" and 4 * self.GROUP <= SIDE_COLUMNS
 

@@ -326,7 +326,7 @@ def _repeated(each, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _for_threads(each):
-    """[N, 4] beside the words of a thread -> [N, 16], alike for the four threads; both of `each`."""
+    """[N, 4] beside the words of a thread, two of them -> [N, 16], alike for the four threads."""
     return _for_each_thread(each[0]), _for_each_thread(each[1])
 
 

@@ -135,8 +135,8 @@ def _load_side(
     ptrs = ptr + (offsets * ENTRIES + tl.arange(0, ENTRIES)[None, None, None, None, :])
     # the order of the dimensions is said as in `load_weight`, and that what lies together is loaded
     # at once
-    ptrs = tl.max_contiguous(ptrs, [16, 8, 4, 2, 32])
-    ptrs = tl.multiple_of(ptrs, [1, 1, 1, 1, ENTRIES * ptr.dtype.element_ty.primitive_bitwidth // 8])
+    SIZE: tl.constexpr = ENTRIES * ptr.dtype.element_ty.primitive_bitwidth // 8
+    ptrs = tl.multiple_of(tl.max_contiguous(ptrs, [16, 8, 4, 2, 32]), [1, 1, 1, 1, SIZE])
     inside = (k < P.K_PACKED) | _fills_steps(P.K_PACKED, NUM_WARPS)
     return tl.load(ptrs, mask=inside, other=0)
 
@@ -263,7 +263,7 @@ def _dequantize(
 
 @triton.jit
 def _by_words(each, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
-    """[4 * 8 * NUM_WARPS * ROWS / 8, 4], two of them, beside words, [8, NUM_WARPS, ROWS / 8, 16]."""
+    """[4 * 8 * NUM_WARPS * ROWS / 8, 4], two of them -> [8, NUM_WARPS, ROWS / 8, 16]."""
     return _in_fragment(each[0], ROWS, NUM_WARPS), _in_fragment(each[1], ROWS, NUM_WARPS)
 
 
