@@ -165,17 +165,14 @@ class H200(Tiles):
         return 4 * programs > 3 * self.multiprocessors
 
     def packed_gemv(self, *, M: int, packing: Packing) -> Tile | None:
-        """4 bits: up to 4 tokens, with the scales of NVFP4 one. A thread has up to 384 bytes: 96
-        registers.
-        """
+        """4 bits: up to 4 tokens. A thread has up to 384 bytes: 96 registers."""
         row_bytes = packing.K_PACKED // packing.CODES
-        is_nvfp4 = packing.SCALE == "e5m3"
-        if packing.CODES == 1 or row_bytes > 6144 or (1 if is_nvfp4 else 4) < M:
+        if packing.CODES == 1 or row_bytes > 6144 or M > 4:
             return None
         warps = _power_of_two(-(-row_bytes // 384))
         if M > 1:
             return Tile(8, 32, 1, num_warps=warps)
-        maxnreg = None if row_bytes == 1536 and not is_nvfp4 else 128
+        maxnreg = None if row_bytes == 1536 and packing.SCALE != "e5m3" else 128
         if packing.ELEMENT == "uint4" and packing.GROUP % 128 == 0:
             maxnreg = 96
         return Tile(8, 16, 1, num_warps=max(4, warps), maxnreg=maxnreg)

@@ -205,7 +205,8 @@ def experts_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
         _weight_only_experts_case(
             stored, num_tokens, 96, 72, 5, 2, 1, 3, dtype=dtype, generator=generator
         )
-        for stored, num_tokens in zip(weight_only.FORMATS[:4], (3, 26, 1, 8), strict=True)
+        for stored, num_tokens in zip((*weight_only.FORMATS[:4], weight_only.FORMATS[1]),
+                                      (3, 26, 1, 8, 2), strict=True)
     ] + [
         _weight_only_experts_case(
             stored, 26, 160, 200, 5, 2, 1, 3, dtype=dtype, generator=generator

@@ -152,25 +152,24 @@ class H200(Tiles):
         return ExpertTiles(gate_up, Tile(64, 128, 128, num_warps=4, num_stages=3), repeat_n=8)
 
     def packed_gemv(self, *, M: int, gate_up: Packing, down: Packing) -> ExpertTiles | None:
-        """4 bits, but for NVFP4: one token, and up to 4 with scales of 128 codes or more.
-        A thread has up to 384 bytes, or 192, of 16 rows.
+        """4 bits: up to 4 tokens; one where less than 128 codes share a scale of 16 bits. A thread
+        has up to 384 bytes of gate and up, 192 where scales or zero points take registers, too; of
+        down 192.
         """
         row_bytes = [each.K_PACKED // each.CODES for each in (gate_up, down)]
-        is_measured = {gate_up.CODES, down.CODES} == {2} and gate_up.SCALE != "e5m3"
-        is_integer = gate_up.ELEMENT == "uint4" and gate_up.GROUP % 128 == 0
-        if not is_measured or max(row_bytes) > 3072 or (4 if is_integer else 1) < M:
+        has_few_scales = gate_up.GROUP % 128 == 0
+        max_m = 4 if has_few_scales or gate_up.SCALE != "float" else 1
+        if {gate_up.CODES, down.CODES} != {2} or max(row_bytes) > 3072 or max_m < M:
             return None
         first, second = (_power_of_two(-(-each // 384)) for each in row_bytes)
-        if M == 1 and (gate_up.ZEROS or not is_integer):
-            return ExpertTiles(
-                Tile(8, 8, 1, num_warps=2 * first), Tile(8, 16, 1, num_warps=2 * second)
-            )
-        tile = Tile(8, 16, 1, num_warps=first, maxnreg=168)
-        if gate_up.ZEROS:  # which take registers
-            tile = Tile(8, 8, 1, num_warps=first, maxnreg=128)
-        other = Tile(8, 16, 1, num_warps=second, maxnreg=128)
-        if M == 1:
-            other = Tile(8, 16, 1, num_warps=2 * second, maxnreg=80)
+        is_light = has_few_scales and not gate_up.ZEROS
+        rows, maxnreg = (16, 168) if is_light else (8, 128)
+        tile = Tile(8, rows, 1, num_warps=first, maxnreg=maxnreg)
+        if M > 1:
+            return ExpertTiles(tile, Tile(8, 16, 1, num_warps=second, maxnreg=128))
+        if not is_light and gate_up.SCALE != "e5m3":
+            tile = Tile(8, rows, 1, num_warps=2 * first)
+        other = Tile(8, 16, 1, num_warps=2 * second, maxnreg=80 if is_light else None)
         return ExpertTiles(tile, other)
 
     def packed(self, *, M: int, gate_up: Packing) -> ExpertTiles:
@@ -184,7 +183,7 @@ class H200(Tiles):
             rows, stages = (32, 8) if gate_up.CODES == 2 else (64, 6)
             tile = Tile(16, rows, 128, num_warps=4, num_stages=stages, maxnreg=168)
             return ExpertTiles(tile, replace(tile, block_n=2 * rows))
-        maxnreg = {"uint4": 128, "e2m1": 168}.get(gate_up.ELEMENT)
+        maxnreg = 128 if gate_up.CODES == 2 else None
         return ExpertTiles(
             Tile(16, 64, 128, num_warps=4, num_stages=4, maxnreg=168),
             Tile(16, 128, 128, num_warps=4, num_stages=3, maxnreg=maxnreg),

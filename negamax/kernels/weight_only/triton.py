@@ -184,6 +184,7 @@ def _load_side(
     """Scales or zero points of the columns k .. k + BLOCK_K - 1 of the rows `first` + `rows`
     [BLOCK_N], where `inside`, of a packed weight of `num_rows`, as stored: [BLOCK_N, entries].
     """
+    tl.static_assert(BLOCK_K == _SIDE or BLOCK_K == 2 * _SIDE)  # what `_of_span` takes apart
     COLUMNS: tl.constexpr = max(P.GROUP, _SIDE)
     ENTRIES: tl.constexpr = side_entries(P, IN_WORDS)
     offs = tl.arange(0, max(1, BLOCK_K // COLUMNS) * ENTRIES)
@@ -313,6 +314,7 @@ def _beside_words(number, part: tl.constexpr, P: tl.constexpr, DTYPE: tl.constex
         second = first
     if _by_pairs(DTYPE) and not ARE_ALIKE:
         first = pack_pair(first, second, tl.bfloat16)
+        second = first
     return first, second
 
 
