@@ -31,7 +31,7 @@ OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("tokens to experts and back", ("_dispatch_kernel", "_combine_kernel")),
     ("add + norm", ("_add_rms", "_sum_parts")),
     ("embedding + norms of a draft", ("_embed_norms",)),
-    ("token placement", ("_locate_kernel",)),
+    ("token placement", ("_locate_kernel", "_place_kernel", "_embed_kernel", "_store_kernel")),
     ("QK norm + rope + KV write", ("_qk_norm", "_head_norm", "_sums_kernel", "_rope_write")),
     ("attention", ("_decode", "_prefill", "reduce_kernel")),
     ("attention plan", ("_plan_decode",)),
@@ -78,7 +78,7 @@ OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("sampling", ("_tile_argmax", "_row_argmax", "_strip_max", "_draw_leading")),
     (
         "verification of drafts",
-        ("_assemble_kernel", "_count_accepted", "_advance_rows", "_record_guess"),
+        ("_count_accepted", "_advance_rows", "_record_guess"),
     ),
     ("all-gather", ("_all_gather_kernel",)),
     ("NCCL", ("nccl",)),

@@ -36,6 +36,7 @@ from negamax.kernels.platform import Feature, Platform
 from negamax.kernels.quantize import spec as quantize
 from negamax.kernels.sampling import spec as sampling
 from negamax.kernels.signatures import EXPERTS, LINEAR
+from negamax.kernels.steps import spec as steps
 
 OPS: dict[OpName[Any, Any], Op[Any, Any]] = {
     op.name: op
@@ -51,6 +52,7 @@ OPS: dict[OpName[Any, Any], Op[Any, Any]] = {
         *quantize.OPS,
         *sampling.OPS,
         *drafts.OPS,
+        *steps.OPS,
         *collectives.OPS,
         *dispatch.OPS,
     )
@@ -86,11 +88,12 @@ def gpu_kernels() -> tuple[AnyKernel, ...]:
     from negamax.kernels.norm import triton as norm_triton
     from negamax.kernels.quantize import triton as quantize_triton
     from negamax.kernels.sampling import triton as sampling_triton
+    from negamax.kernels.steps import triton as steps_triton
 
     families = (
         attention_triton, block_sparse_triton, cache_shards_triton, collectives_triton,
         dispatch_triton, drafts_triton, gemm_triton, kvcache_triton, mlp_triton, moe_triton,
-        norm_triton, quantize_triton, sampling_triton,
+        norm_triton, quantize_triton, sampling_triton, steps_triton,
     )  # fmt: skip
     return (
         *(kernel for family in families for kernel in family.KERNELS),

@@ -391,19 +391,40 @@ class MergePartials(Protocol):
     ) -> Hidden: ...
 
 
-class AssembleDrafts(Protocol):
+class PlaceTokens(Protocol):
     def __call__(
         self,
-        token_slots: Tensor,
-        positions: Tensor,
-        places: Tensor,
+        columns: Tensor,
+        num_computed: Tensor,
         tokens: Tensor,
-        drafts: Tensor,
+        drafts: Tensor | None,
         /,
         *,
         padding_slot: int,
+        places: Tensor,
         token_ids: Tensor,
         ends: Tensor,
+        words: Tensor,
+    ) -> None: ...
+
+
+class EmbedTokens(Protocol):
+    def __call__(
+        self, token_ids: Tensor, table: Tensor, /, *, first_id: int
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class StoreTokens(Protocol):
+    def __call__(
+        self,
+        token_ids: Tensor,
+        slots: Tensor,
+        ends: Tensor,
+        /,
+        *,
+        tokens: Tensor,
+        num_computed: Tensor | None,
+        out: Tensor,
     ) -> None: ...
 
 
@@ -473,8 +494,9 @@ class Pick(Protocol):
         /,
         *,
         first_id: int,
-        temperature: Tensor,
+        filters: Tensor,
         seeds: Tensor,
+        slots: Tensor,
         positions: Tensor,
         group: Collective | None = None,
     ) -> Tensor: ...
@@ -489,6 +511,7 @@ class DrawLeading(Protocol):
         first_id: int,
         filters: Tensor,
         seeds: Tensor,
+        slots: Tensor,
         positions: Tensor,
         otherwise: Tensor,
         group: Collective | None = None,
@@ -547,7 +570,9 @@ PARTIAL_SPARSE_PREFILL: OpName[PrepareBlockSparse, AttendToOwnBlocks] = OpName(
 MERGE_PARTIALS: OpName[None, MergePartials] = OpName("cache_shards.merge")
 LOCATE: OpName[None, Locate] = OpName("kvcache.locate")
 QUANTIZE: OpName[None, Quantize] = OpName("quantize.activations")
-ASSEMBLE_DRAFTS: OpName[None, AssembleDrafts] = OpName("drafts.assemble")
+PLACE_TOKENS: OpName[None, PlaceTokens] = OpName("steps.place")
+EMBED_TOKENS: OpName[None, EmbedTokens] = OpName("steps.embed")
+STORE_TOKENS: OpName[None, StoreTokens] = OpName("steps.store")
 COUNT_ACCEPTED: OpName[None, CountAccepted] = OpName("drafts.count_accepted")
 ADVANCE_ROWS: OpName[None, AdvanceRows] = OpName("drafts.advance_rows")
 RECORD_GUESS: OpName[None, RecordGuess] = OpName("drafts.record_guess")

@@ -18,6 +18,7 @@ from negamax.config.model_spec import ModelSpec
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.registry import KernelTable
+from negamax.kernels.signatures import EMBED_TOKENS
 from negamax.layers.attention import AttentionKind, KvCaches, prepare_attention
 from negamax.layers.basic import RmsNorm, VocabEmbedding, VocabHead
 from negamax.layers.names import DecoderNames
@@ -82,7 +83,7 @@ class Decoder:
         if context.layout.is_first_stage:
             self.embedding = VocabEmbedding(names.embedding, vocab_shape, weights=weights, **shared)
             slots += self.embedding.slots
-        self._group = context.attention_group
+        self._group, self._embed = context.attention_group, kernels[EMBED_TOKENS].run
         self.is_first_stage = context.layout.is_first_stage
         self.is_last_stage = context.layout.is_last_stage
         shared |= {"kernels": kernels, "weights": weights}
@@ -140,8 +141,8 @@ class Decoder:
         """token_ids [T] int64 -> what enters the first layer, and a residual [T, hidden] of
         zeros.
         """
-        x = self.embedding(token_ids)
-        return x, torch.zeros_like(x.x)
+        x, residual = self._embed(token_ids, self.embedding.table, first_id=self.vocab_range.start)
+        return Partial(x, self._group), residual
 
     def stage(
         self,

@@ -75,12 +75,12 @@ class BatchLayout:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Positions of T tokens of S sequences, on the device; all are int64."""
+    """Positions of T tokens of S sequences, on the device; int64, or where said int32."""
 
     token_slots: Tensor  # [T]
     slots: Tensor  # [S]
     positions: Tensor  # [T]
-    seq_lens: Tensor  # [S] tokens including this step
+    seq_lens: Tensor  # [S] tokens including this step; this and the next one may be int32
     query_starts: Tensor  # [S + 1]
 
     @classmethod
@@ -172,27 +172,11 @@ def build_batch_layout(
     )
 
 
-def place(
-    columns: Tensor,
-    requests: RequestState,
-    *,
-    num_tokens: int,
-    num_seqs: int,
-    out: Tensor | None = None,
-) -> StepInputs:
-    """The step whose `StepColumns` stand in `columns` one behind the other; positions and lengths
-    are written to `out`, where given.
-    """
-    size = num_tokens + num_seqs
-    places = torch.add(requests.num_computed[columns[:size]], columns[size : 2 * size], out=out)
-    return StepInputs.of(columns, places, num_tokens, num_seqs)
-
-
 def metadata_of(
     inputs: StepInputs, requests: RequestState, *, active: Tensor | None = None, **host: Any
 ) -> AttentionMetadata:
-    """Where the tokens of the step `inputs` stand. `active` [1]: the tokens that are no padding;
-    `host`: what the host knows of the step (see `AttentionMetadata`).
+    """Where the tokens of the step `inputs` stand. `active` [1] int32: the tokens that are no
+    padding; `host`: what the host knows of the step (see `AttentionMetadata`).
     """
     return AttentionMetadata(
         positions=inputs.positions,
@@ -201,7 +185,7 @@ def metadata_of(
         block_table_indices=inputs.slots,
         seq_lens=inputs.seq_lens.int(),
         query_starts=inputs.query_starts.int(),
-        num_actual_tokens=None if active is None else active.int(),
+        num_actual_tokens=active,
         **host,
     )
 
@@ -215,7 +199,9 @@ def build(
     columns = layout.columns
     (packed,) = upload([np.concatenate(columns)], requests.tokens.device)
     num_tokens, num_seqs = len(columns.token_slots), len(columns.slots)
-    inputs = place(packed, requests, num_tokens=num_tokens, num_seqs=num_seqs)
+    size = num_tokens + num_seqs
+    places = requests.num_computed[packed[:size]] + packed[size : 2 * size]
+    inputs = StepInputs.of(packed, places, num_tokens, num_seqs)
     metadata = metadata_of(
         inputs,
         requests,

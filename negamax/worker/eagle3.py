@@ -96,6 +96,9 @@ class Eagle3Proposer(Proposer):
         rows = max(self._config.max_num_seqs, self._config.cudagraph_size) + 1
         self._starts = torch.arange(rows, dtype=torch.int32, device=device)
         self._zeros = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._greedy = torch.zeros(
+            1, 4, device=device
+        )  # the filters of every row that is not drawn
         return f"; draft of {self.num_draft_tokens} tokens: {summary}"
 
     def use_caches(self, caches: Sequence[KvCaches]) -> None:
@@ -145,20 +148,17 @@ class Eagle3Proposer(Proposer):
         model, logits = self._model, self._model.local_logits(hidden)
         if not self._draws:
             zeros = self._zeros[: len(slots)]
-            temperature = zeros.view(torch.float32)[: len(slots)]
             return self._pick(
-                logits, first_id=model.vocab_range.start, temperature=temperature, seeds=zeros,
-                positions=zeros, group=self._group,
+                logits, first_id=model.vocab_range.start, filters=self._greedy, seeds=self._zeros,
+                slots=zeros, positions=zeros, group=self._group,
             )  # fmt: skip
         # noise belongs to the target's ids
-        logits, filters = model.of_all_tokens(logits), requests.sampling[slots]
+        logits = model.of_all_tokens(logits)
         shared = {
-            "seeds": requests.seeds[slots], "positions": lengths + place, "group": self._group,
+            "first_id": 0, "filters": requests.sampling, "seeds": requests.seeds, "slots": slots,
+            "positions": lengths + place, "group": self._group,
         }  # fmt: skip
-        picked = self._pick(logits, first_id=0, temperature=filters[:, 0], **shared)
-        drawn: Tensor = self._draw_leading(
-            logits, first_id=0, filters=filters, otherwise=picked, **shared
-        )
+        drawn: Tensor = self._draw_leading(logits, otherwise=self._pick(logits, **shared), **shared)
         return drawn
 
     def _single_tokens(

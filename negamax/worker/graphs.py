@@ -24,8 +24,9 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,10 +37,11 @@ from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.signatures import (
     ADVANCE_ROWS,
-    ASSEMBLE_DRAFTS,
     COUNT_ACCEPTED,
     DRAW_LEADING,
     PICK,
+    PLACE_TOKENS,
+    STORE_TOKENS,
 )
 from negamax.layers.attention import KvCaches
 from negamax.models.decoder import Decoder
@@ -49,7 +51,6 @@ from negamax.worker.batch import (
     StepColumns,
     StepInputs,
     metadata_of,
-    place,
 )
 from negamax.worker.device import Graph, GraphPool, Runtime, upload
 from negamax.worker.proposer import Proposer, TokenStates
@@ -89,7 +90,8 @@ class StepGraphs:
         """`proposer`: guesses draft tokens behind each step."""
         self.shapes, self._model, self._kv, self._requests = shapes, model, kv, requests
         self._pick, self._draw_leading = kernels[PICK].run, kernels[DRAW_LEADING].run
-        self._assemble = kernels[ASSEMBLE_DRAFTS].run
+        self._place_tokens = kernels[PLACE_TOKENS].run
+        self._store_tokens = kernels[STORE_TOKENS].run
         self._count_accepted = kernels[COUNT_ACCEPTED].run
         self._advance_rows = kernels[ADVANCE_ROWS].run
         self._group, self._runtime, self._proposer = group, runtime, proposer
@@ -111,6 +113,12 @@ class StepGraphs:
             dtype=torch.int64,
             device=device,
         )
+        # of the sequences as int32: lengths, where queries start, and the number of tokens
+        self._words = torch.zeros(
+            max(2 * shape.num_seqs + 2 for shape in every), dtype=torch.int32, device=device
+        )
+        # of the tokens: which they are, and where they end (0: padding)
+        self._token_ids, self._ends = torch.zeros(2, num_tokens, dtype=torch.int64, device=device)
         # of decodes
         self._query_starts = torch.arange(num_sampled + 1, dtype=torch.int32, device=device)
         states = (num_tokens, model.spec.hidden_size)
@@ -131,10 +139,8 @@ class StepGraphs:
             token_ids=torch.zeros(num_sampled, dtype=torch.int64, device=device),
             num_accepted=torch.zeros(num_sampled, dtype=torch.int64, device=device),
         )
-        # of a step with drafts: its tokens, where its samples land (0: padding), its rows' drafts
-        self._token_ids = torch.zeros(num_sampled, dtype=torch.int64, device=device)
-        self._ends = torch.zeros(num_sampled, dtype=torch.int64, device=device)
-        # of its rows: tokens that are known behind it, and the last of its tokens that is right
+        # of the rows of a step with drafts: tokens that are known behind it, the last of its tokens
+        # that is right, and its drafts
         self._lengths, self._last_tokens = torch.zeros(
             2, num_sampled, dtype=torch.int64, device=device
         )
@@ -226,7 +232,7 @@ class StepGraphs:
             columns.token_slots.tolist(),
             bounds.tolist(),
             self._columns[:num_samples],
-            self._ends_of(shape)[:num_samples],
+            self._ends[:num_samples],
         )
 
     def draw(self, shape: StepShape) -> None:
@@ -290,65 +296,57 @@ class StepGraphs:
 
     def _run_layers(self, shape: StepShape, kv: Sequence[KvCaches]) -> None:
         """A step of any mix. Results are copied out, so that other graphs may use its memory."""
-        inputs, requests = self._place(shape), self._requests
+        inputs = self._place(shape)
+        seq_lens, query_starts, active = self._words_of(shape)
         metadata = metadata_of(
-            inputs,
-            requests,
-            active=self._active(shape),
+            replace(inputs, seq_lens=seq_lens, query_starts=query_starts),
+            self._requests,
+            active=active,
             num_decodes=0,
             host_seq_lens=(),
             host_query_lens=(),
         )
-        token_ids = requests.tokens[inputs.token_slots, inputs.positions].long()
-        hidden = self._forward(token_ids, metadata, kv)
+        hidden = self._forward(shape, metadata, kv)
         self.buffers.hidden[: shape.num_tokens].copy_(hidden)
 
     def _run_decodes(self, shape: StepShape, kv: Sequence[KvCaches]) -> None:
         """A step of decodes, from their tokens to what follows sampling."""
-        inputs, requests = self._place(shape), self._requests
-        slots, positions = inputs.token_slots, inputs.positions
+        requests = self._requests
         if shape.num_drafts:
-            self._drafts_of(shape).copy_(requests.drafts[inputs.slots, : shape.num_drafts])
-            token_ids = self._token_ids[: shape.num_tokens]
-            self._assemble(
-                slots,
-                positions,
-                self._columns[shape.num_tokens + shape.num_seqs :][: shape.num_tokens],
-                requests.tokens,
-                requests.drafts,
-                padding_slot=requests.padding_slot,
-                token_ids=token_ids,
-                ends=self._ends_of(shape),
-            )
-        else:
-            token_ids = requests.tokens[slots, positions].long()
-        metadata = self._decode_metadata(shape)
-        hidden = self._forward(token_ids, metadata, kv)
+            slots = self._inputs(shape).slots
+            self._drafts_of(shape).copy_(requests.drafts[slots, : shape.num_drafts])
+        inputs, metadata = self._place(shape), self._decode_metadata(shape)
+        hidden = self._forward(shape, metadata, kv)
         if not self._model.is_last_stage:
             self.buffers.hidden[: shape.num_tokens].copy_(hidden)
             requests.num_computed[inputs.slots] = inputs.seq_lens
             return
         picked = self._pick(
             self._model.local_logits(hidden, out=self.buffers.logits[: shape.num_tokens]),
-            first_id=self._model.vocab_range.start,
-            temperature=requests.sampling[slots, 0],
-            seeds=requests.seeds[slots],
-            positions=self._ends_of(shape),
-            group=self._group,
+            **self._draws(shape),
         )
         self._store(shape, picked if self._proposer is None else self._drawn(shape, picked))
         self._finish(shape, metadata)
 
     def _forward(
-        self, token_ids: Tensor, metadata: AttentionMetadata, kv: Sequence[KvCaches]
+        self, shape: StepShape, metadata: AttentionMetadata, kv: Sequence[KvCaches]
     ) -> Tensor:
-        entering = self.buffers.entering
-        streams = [buffer[: len(token_ids)] for buffer in self.buffers.residuals]
         hidden, _ = self._model.forward(
-            token_ids, metadata, kv, capture=self._layers, out=streams,
-            entering=None if entering is None else entering[: len(token_ids)],
+            self._token_ids[: shape.num_tokens], metadata, kv, capture=self._layers,
+            out=self.residuals(shape.num_tokens), entering=self.entering(shape),
         )  # fmt: skip
         return hidden
+
+    def _draws(self, shape: StepShape) -> dict[str, Any]:
+        """What the tokens of the step's rows are drawn by."""
+        return {
+            "first_id": self._model.vocab_range.start,
+            "filters": self._requests.sampling,
+            "seeds": self._requests.seeds,
+            "slots": self._columns[: shape.num_tokens],
+            "positions": self._ends[: shape.num_tokens],
+            "group": self._group,
+        }
 
     def _draw(self, shape: StepShape) -> None:
         """What `draw` replays, behind the step."""
@@ -356,26 +354,17 @@ class StepGraphs:
 
     def _drawn(self, shape: StepShape, otherwise: Tensor) -> Tensor:
         """The tokens of the step's rows with a small top_k, those of others as given."""
-        requests, slots = self._requests, self._columns[: shape.num_tokens]
-        token_ids: Tensor = self._draw_leading(
-            self.buffers.logits[: shape.num_tokens],
-            first_id=self._model.vocab_range.start,
-            filters=requests.sampling[slots],
-            seeds=requests.seeds[slots],
-            positions=self._ends_of(shape),
-            otherwise=otherwise,
-            group=self._group,
-        )
+        logits = self.buffers.logits[: shape.num_tokens]
+        token_ids: Tensor = self._draw_leading(logits, otherwise=otherwise, **self._draws(shape))
         return token_ids
 
     def _finish(self, shape: StepShape, metadata: AttentionMetadata | None = None) -> None:
-        """What follows sampling: which drafts are right, how long the rows are now, and what may
-        come next. It may be repeated. `metadata` of the step, where it is at hand.
+        """What follows sampled tokens: which drafts are right, how long rows are now, what
+        may come next. It may be repeated. `metadata` of the step, where it is at hand.
         """
         requests, (num_tokens, num_seqs) = self._requests, shape[:2]
         inputs, num_drafts = self._inputs(shape), shape.num_drafts
         if self._proposer is None:
-            requests.num_computed[inputs.slots] = inputs.seq_lens
             return
         if num_drafts:
             firsts, counts = inputs.query_starts[:-1], self._counts(shape)
@@ -394,42 +383,40 @@ class StepGraphs:
             )  # fmt: skip
         else:
             lengths, ends = inputs.seq_lens + 1, inputs.query_starts[:-1]
-            requests.num_computed[inputs.slots] = inputs.seq_lens
-        residuals = [residual[:num_tokens] for residual in self.buffers.residuals]
-        states = TokenStates(metadata or self._decode_metadata(shape), residuals)
+        states = TokenStates(metadata or self._decode_metadata(shape), self.residuals(num_tokens))
         requests.drafts[inputs.slots, :num_drafts] = self._proposer.propose(
             states, inputs.slots, lengths, ends, requests, num_drafts
         )
 
     def _place(self, shape: StepShape) -> StepInputs:
-        num_tokens, num_seqs = shape[:2]
-        return place(
-            self._columns,
-            self._requests,
-            num_tokens=num_tokens,
-            num_seqs=num_seqs,
-            out=self._places[: num_tokens + num_seqs],
-        )
+        """Find the step's tokens, and where they stand."""
+        requests, (num_tokens, num_seqs) = self._requests, shape[:2]
+        self._place_tokens(
+            self._columns, requests.num_computed, requests.tokens,
+            requests.drafts if shape.is_sampled and shape.num_drafts else None,
+            padding_slot=requests.padding_slot,
+            places=self._places[: num_tokens + num_seqs],
+            token_ids=self._token_ids[:num_tokens],
+            ends=self._ends[:num_tokens],
+            words=self._words[: 2 * num_seqs + 2],
+        )  # fmt: skip
+        return self._inputs(shape)
 
     def _inputs(self, shape: StepShape) -> StepInputs:
         """What `_place` has made, of where the step began."""
         return StepInputs.of(self._columns, self._places, shape.num_tokens, shape.num_seqs)
 
-    def _active(self, shape: StepShape) -> Tensor:
-        """[1] int64, the tokens that are no padding."""
-        first = sum(_widths(shape)) - 1
-        return self._columns[first : first + 1]
+    def _words_of(self, shape: StepShape) -> tuple[Tensor, ...]:
+        """Lengths [S], where queries start [S + 1], and the tokens that are no padding [1]; int32
+        all.
+        """
+        parts = shape.num_seqs, shape.num_seqs + 1, 1
+        return self._words[: sum(parts)].split(parts)
 
     def _counts(self, shape: StepShape) -> Tensor:
         """[rows] int64, tokens of each."""
         first = 2 * shape.num_tokens + shape.num_seqs
         return self._columns[first : first + shape.num_seqs]
-
-    def _ends_of(self, shape: StepShape) -> Tensor:
-        """[T] int64, of decodes: where what is sampled lands."""
-        if shape.num_drafts:
-            return self._ends[: shape.num_tokens]
-        return self._inputs(shape).seq_lens
 
     def _drafts_of(self, shape: StepShape) -> Tensor:
         """[rows, drafts] int64"""
@@ -440,20 +427,22 @@ class StepGraphs:
         run.
         """
         inputs, num_tokens = self._inputs(shape), shape.num_tokens
+        seq_lens, _, active = self._words_of(shape)
+        runs = None
+        if shape.num_drafts:
+            runs = DecodeRuns(inputs.slots, seq_lens, inputs.query_starts)
+            seq_lens = self._ends[:num_tokens].int()
         alone = StepInputs(
             inputs.token_slots,
             inputs.token_slots,
             inputs.positions,
-            self._ends_of(shape),
+            seq_lens,
             self._query_starts[: num_tokens + 1],
         )
-        runs = None
-        if shape.num_drafts:
-            runs = DecodeRuns(inputs.slots, inputs.seq_lens.int(), inputs.query_starts)
         return metadata_of(
             alone,
             self._requests,
-            active=self._active(shape),
+            active=active,
             num_decodes=num_tokens,
             max_decode_run=shape.max_query_len,
             decode_runs=runs,
@@ -462,10 +451,16 @@ class StepGraphs:
         )
 
     def _store(self, shape: StepShape, token_ids: Tensor) -> None:
-        """The chosen tokens, to where the next step and the host find them."""
-        tokens, slots = self._requests.tokens, self._columns[: shape.num_tokens]
-        tokens[slots, self._ends_of(shape)] = token_ids.clamp_min(0).to(tokens.dtype)
-        self.buffers.token_ids[: len(slots)].copy_(token_ids)
+        """The chosen tokens, to where the next step and the host find them, and the new lengths of
+        rows without drafts.
+        """
+        requests, num_tokens = self._requests, shape.num_tokens
+        self._store_tokens(
+            token_ids, self._columns[:num_tokens], self._ends[:num_tokens],
+            tokens=requests.tokens,
+            num_computed=None if shape.num_drafts else requests.num_computed,
+            out=self.buffers.token_ids[:num_tokens],
+        )  # fmt: skip
 
 
 def _widths(shape: StepShape) -> list[int]:

@@ -112,31 +112,25 @@ class Sampler:
         picked: Tensor | None,
         masks: RowBitmasks | None,
     ) -> Tensor:
-        requests, slots = self._requests, inputs.slots_device
+        requests = self._requests
         early = None
         if masks is not None:
             reporting = requests.logprob_slots
             early = masks.of([i for i, slot in enumerate(inputs.slots) if slot not in reporting])
         if early is not None:
             early.apply(logits, first_id=self._first_id)
-        options = {"first_id": self._first_id, "group": self._group}
+        options = {
+            "first_id": self._first_id,
+            "filters": requests.sampling,
+            "seeds": requests.seeds,
+            "slots": inputs.slots_device,
+            "positions": inputs.positions_device,
+            "group": self._group,
+        }
         if picked is None:
-            picked = self._kernels[PICK].run(
-                logits,
-                temperature=requests.sampling[slots, 0],
-                seeds=requests.seeds[slots],
-                positions=inputs.positions_device,
-                **options,
-            )
+            picked = self._kernels[PICK].run(logits, **options)
         if not requests.filtered_slots.isdisjoint(inputs.slots):
-            picked = self._kernels[DRAW_LEADING].run(
-                logits,
-                filters=requests.sampling[slots],
-                seeds=requests.seeds[slots],
-                positions=inputs.positions_device,
-                otherwise=picked,
-                **options,
-            )
+            picked = self._kernels[DRAW_LEADING].run(logits, otherwise=picked, **options)
         return picked
 
     def _choose_gathered(
@@ -186,12 +180,13 @@ class Sampler:
 
     def _by_noise(self, logits: Tensor, inputs: SampleInputs) -> Tensor:
         """The GPU's choice, the same as on shards."""
-        requests, slots = self._requests, inputs.slots_device
+        requests = self._requests
         token_ids: Tensor = self._kernels[PICK].run(
             logits,
             first_id=0,
-            temperature=requests.sampling[slots, 0],
-            seeds=requests.seeds[slots],
+            filters=requests.sampling,
+            seeds=requests.seeds,
+            slots=inputs.slots_device,
             positions=inputs.positions_device,
         )
         filtered = [i for i, slot in enumerate(inputs.slots) if slot in requests.filtered_slots]

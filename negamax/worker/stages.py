@@ -162,8 +162,8 @@ class Stage:
 
     def keep(self, token_ids: Tensor, num_accepted: Tensor | None = None) -> None:
         """On the last stage: the sampled tokens [S] int64 of the step, in the order of its samples,
-        and how many draft tokens [R] int64 of each sampled row are right, where it has any.
-        `token_ids` must stay as it is.
+        and how many draft tokens [R] int64 of each sampled row are right, where it has any. Both
+        must stay as they are until `give_back`.
         """
         self._sampled = token_ids, num_accepted
 
@@ -179,7 +179,7 @@ class Stage:
         if plan.num_proposed:
             slots = indices(_sampled_slots(plan), token_ids.device)
             parts.append(self._requests.drafts[slots, : plan.num_proposed].flatten())
-        message = torch.cat(parts) if len(parts) > 1 else token_ids
+        message = torch.cat(parts)  # a copy: what was kept may be written while it is on its way
         for link in self._links.sampled:
             link.send(message)
 

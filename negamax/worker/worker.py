@@ -525,7 +525,7 @@ class Worker:
         if sampled is not None or drops:
             graphs.finish(shape, token_ids)
         num_accepted = buffers.num_accepted[: len(plan.slots)] if has_drafts else None
-        self._stage.keep(token_ids.clone(), num_accepted)
+        self._stage.keep(token_ids, num_accepted)
         verification = None
         if num_accepted is not None:
             verification = Verification(

@@ -114,7 +114,7 @@ def test_decode_shares_sequences_out_and_leaves_padding_zero(
         got = kernels.decode(q, k_cache, v_cache, plan, kv_scales=scales)
         assert isinstance(got, QuantizedActivations)
         assert relative_error(got.hidden, want) < 5e-3
-        assert all((parts == -1).all() for parts in plan.workspaces.values())
+        assert all((parts == -1).all() for parts in triton_decode_plan.WORKSPACES.values())
         for padding in (row for row, length in enumerate(lengths) if length == 0):
             assert not got.hidden[padding].any()
             assert torch.equal(got.scale[padding], torch.ones(heads))
@@ -167,7 +167,7 @@ def test_draft_tokens_read_the_keys_of_their_sequence_once(
         got = kernels.decode(q, k_cache, v_cache, plan, kv_scales=(0.5, 2.0))
         assert isinstance(got, QuantizedActivations)
         assert relative_error(got.hidden, want) < 5e-3
-        assert all((parts == -1).all() for parts in plan.workspaces.values())
+        assert all((parts == -1).all() for parts in triton_decode_plan.WORKSPACES.values())
         assert not got.hidden[sum(counts) :].any()
         assert torch.equal(got.scale[sum(counts) :], torch.ones(5, kv_heads * group))
 

@@ -4,18 +4,14 @@ CPU, in few launches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-import triton_support  # noqa: F401  before the kernels
 from model_support import random_weights
 from test_triton_model import SPEC, gpu_model, kernel_table, use_few_programs
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from triton.runtime.interpreter import InterpretedFunction
+from triton_support import launches
 
 from negamax.config.eagle3 import DraftModel, read_spec
 from negamax.config.speculation import SpeculationConfig
@@ -35,8 +31,8 @@ HERE = torch.device("cpu")
 NUM_DRAFTS = 3
 LENGTHS, COUNTS = [20, 7], [4, 2]  # tokens of two requests, and how many of them run
 PASS = [  # of one token of each row
-    "_locate", "_plan_decode", "_embed_norms", "_split_k", "_rope_write", "aten::full", "_decode",
-    "_split_k", "_add_rms", "_split_k", "_swiglu", "_split_k", "_add_rms", "_split_k",
+    "_locate", "_plan_decode", "_embed_norms", "_split_k", "_rope_write", "_decode", "_split_k",
+    "_add_rms", "_split_k", "_swiglu", "_split_k", "_add_rms", "_split_k",
     "_tile_argmax", "_row_argmax", "_record_guess",
 ]  # fmt: skip
 
@@ -90,31 +86,6 @@ class Guessing:
         lengths = torch.tensor(LENGTHS) + 1
         with torch.inference_mode():
             return self.proposer.propose(states, slots, lengths, ends, self.requests, num_tokens)
-
-
-@contextmanager
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What would be launched on a GPU."""
-    names: list[str] = []
-
-    class Watching(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            name = func.name()
-            if not func.is_view and "empty" not in name:
-                names.append(name)
-            return func(*args, **(kwargs or {}))
-
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        names.append(self.fn.__name__.removesuffix("_kernel"))
-        with _disable_current_modes():
-            return original(self, *args, **kwargs)
-
-    original = InterpretedFunction.run
-    with monkeypatch.context() as patch, Watching():
-        patch.setattr(InterpretedFunction, "run", run)
-        yield names
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import triton_support  # noqa: F401  before the kernels
 from graph_support import RepeatedSteps, runtime
 from m2_checkpoints import to_fp8
 from model_support import random_weights
 from test_triton_model import SPEC, errors, gpu_model, kernel_table, use_few_programs
 from torch import Tensor
+from triton_support import launches
 
 from negamax.kernels.drafts import triton as drafts
 from negamax.layers.attention import KvCaches
@@ -170,6 +170,11 @@ def test_captured_steps_compute_what_the_same_kernels_compute_alone(
         assert pool.num_replays == 2 + 2 * 3 + 2
         captured.requests.tokens.copy_(alone.requests.tokens)  # what `draw` has chosen
         assert_alike(alone, captured)
+        with launches(monkeypatch) as names:
+            graphs.replay(shape)
+        assert names[:4] == ["_place", "_embed", "_locate", "_plan_decode"]
+        assert names[-3:] == ["_tile_argmax", "_row_argmax", "_store"]
+        assert not any(name.startswith("aten") for name in names)
 
 
 def test_a_captured_step_verifies_drafts_and_proposes_the_next(

@@ -16,8 +16,9 @@ def pick_inputs(rows: int, vocab: int, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
         "logits": torch.randn(rows, vocab, generator=generator),
-        "temperature": torch.tensor([1.0, 0.0, 0.7] * rows)[:rows],
+        "filters": torch.tensor([1.0, 0.0, 0.7] * rows)[:rows, None].repeat(1, 4),
         "seeds": torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator),
+        "slots": torch.randperm(rows, generator=generator),
         "positions": torch.arange(rows) * 7,
     }
 
@@ -61,8 +62,9 @@ def test_equal_scores_on_two_ranks_take_the_lower_id() -> None:
         got = kernels.pick(
             logits,
             first_id=40 * rank,
-            temperature=torch.zeros(1),
+            filters=torch.zeros(1, 4),
             seeds=zeros,
+            slots=zeros,
             positions=zeros,
             group=Group(ranks, rank),
         )
@@ -80,8 +82,9 @@ def test_a_rank_with_broken_logits_breaks_the_row_everywhere() -> None:
     got = kernels.pick(
         logits,
         first_id=0,
-        temperature=torch.ones(1),
+        filters=torch.ones(1, 4),
         seeds=zeros,
+        slots=zeros,
         positions=zeros,
         group=Group(ranks, 0),
     )
@@ -94,7 +97,7 @@ def test_kernel_and_definition_make_the_same_noise() -> None:
     """
     inputs = pick_inputs(40, 700, seed=6)
     inputs["logits"].zero_()
-    inputs["temperature"].fill_(1.0)
+    inputs["filters"].fill_(1.0)
     assert torch.equal(
         kernels.pick(**inputs, first_id=123_456), spec.pick(**inputs, first_id=123_456)
     )
@@ -171,8 +174,9 @@ def test_pick_follows_the_distribution() -> None:
         tokens = spec.pick(
             logits.expand(n, 50),
             first_id=0,
-            temperature=torch.full((n,), 0.7),
+            filters=torch.full((n, 4), 0.7),
             seeds=seeds,
+            slots=torch.arange(n),
             positions=positions,
         )
         frequency = torch.bincount(tokens, minlength=50) / n
@@ -187,6 +191,7 @@ def leading_inputs(rows: int, vocab: int, seed: int) -> dict[str, torch.Tensor]:
             [[1.0, 40, 0.95, 0.0], [0.7, 5, 1.0, 0.1], [0.0, 40, 1.0, 0.0]] * rows
         )[:rows],
         "seeds": torch.arange(rows) * 12_345,
+        "slots": torch.randperm(rows, generator=generator),
         "positions": torch.arange(rows) * 7,
         "otherwise": torch.full((rows,), 4),
     }
@@ -224,7 +229,8 @@ def test_ranks_exchange_their_leading_tokens_and_agree(monkeypatch: pytest.Monke
         got = kernels.draw_leading(**slices[rank], first_id=150 * rank, group=Group(ranks, rank))
         assert torch.equal(got, expected), rank
         # the greedy row exchanged nothing
-        assert ranks.epochs[rank].tolist() == [1, 1, 0] + [0] * 5
+        drawn = (inputs["filters"][inputs["slots"], 0] > 0).int().tolist()
+        assert ranks.epochs[rank].tolist() == drawn + [0] * 5
 
 
 @pytest.mark.parametrize("seed", [0, 3, -5, 2**63 - 1])

@@ -10,8 +10,9 @@ import dataclasses
 import functools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy
@@ -21,6 +22,7 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("in this run Triton compiles its kernels for the GPU", allow_module_level=True)
 
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton import language
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
@@ -331,3 +333,28 @@ class ThreadGroup:
 
     def all_gather(self, tensor: torch.Tensor, *, dim: int) -> torch.Tensor:
         return torch.cat(self._threads.say(self.rank, tensor), dim=dim)
+
+
+@contextmanager
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What would be launched on a GPU."""
+    names: list[str] = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            name = func.name()
+            if not func.is_view and "empty" not in name:
+                names.append(name)
+            return func(*args, **(kwargs or {}))
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        names.append(self.fn.__name__.removesuffix("_kernel"))
+        with _disable_current_modes():
+            return original(self, *args, **kwargs)
+
+    original = interpreter.InterpretedFunction.run
+    with monkeypatch.context() as patch, Watching():
+        patch.setattr(interpreter.InterpretedFunction, "run", run)
+        yield names

@@ -377,8 +377,9 @@ def picks(context: ParallelContext, device: torch.device) -> Findings:
         logits = torch.randn(num_rows, VOCAB, generator=generator, device=device) * 3
         logits[0, 5] = logits[0, VOCAB - 9] = 100.0
         rest = {
-            "temperature": (torch.arange(num_rows, device=device) % 3).float(),
+            "filters": (torch.arange(num_rows, device=device) % 3).float()[:, None].repeat(1, 4),
             "seeds": torch.arange(num_rows, device=device) * 12_345,
+            "slots": torch.arange(num_rows, device=device).flip(0),
             "positions": torch.arange(num_rows, device=device) + 17,
         }
         if num_rows > 2:
@@ -392,7 +393,7 @@ def picks(context: ParallelContext, device: torch.device) -> Findings:
         leading = {
             "filters": torch.tensor([1.0, 40.0, 0.95, 0.0], device=device).repeat(num_rows, 1),
             "otherwise": torch.zeros(num_rows, dtype=torch.int64, device=device),
-            **{name: rest[name] for name in ("seeds", "positions")},
+            **{name: rest[name] for name in ("seeds", "slots", "positions")},
         }
         leading["filters"][1::4, 1] = 0.0
         want = spec.draw_leading(logits, first_id=0, **leading)
@@ -566,8 +567,9 @@ def times(context: ParallelContext, device: torch.device) -> Findings:
     for num_rows in (1, 16, 100):
         logits = torch.randn(num_rows, VOCAB // group.size, device=device)
         rest = {
-            "temperature": torch.ones(num_rows, device=device),
+            "filters": torch.ones(num_rows, 4, device=device),
             "seeds": torch.arange(num_rows, device=device),
+            "slots": torch.arange(num_rows, device=device),
             "positions": torch.arange(num_rows, device=device),
         }
         pick = microseconds(
@@ -580,8 +582,7 @@ def times(context: ParallelContext, device: torch.device) -> Findings:
         }
         leading |= {
             "otherwise": rest["seeds"],
-            "seeds": rest["seeds"],
-            "positions": rest["positions"],
+            **{name: rest[name] for name in ("seeds", "slots", "positions")},
         }
 
         def draw(logits: torch.Tensor = logits, leading: dict[str, torch.Tensor] = leading) -> None:

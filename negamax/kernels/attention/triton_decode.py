@@ -34,6 +34,7 @@ from negamax.kernels.attention.triton_decode_plan import (
     DecodePlan,
     load_sequence,
     with_length,
+    workspace,
 )
 from negamax.kernels.attention.triton_decode_reduce import finish_split, reduce_kernel
 from negamax.kernels.attention.triton_decode_runs import (
@@ -339,9 +340,7 @@ def launch_decode(
     assert block_m <= MAX_ROWS, (
         f"{shape.group} query heads per KV head: more than the {MAX_ROWS} rows of a reduction"
     )
-    partials = plan.workspace(
-        shape.kv_heads * plan.programs * partial_rows * (block_d + 4), q.device
-    )
+    partials = workspace(shape.kv_heads * plan.programs * partial_rows * (block_d + 4), q.device)
     launch = tiles_for(q.device).decode_launch(
         k_cache.element_size(), block_m=block_m, split_kv=plan.split_kv
     )

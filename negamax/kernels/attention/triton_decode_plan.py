@@ -17,7 +17,8 @@ hundred short ones; the lengths stay on the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import threading
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,8 @@ from negamax.kernels import platform
 from negamax.kernels.attention.metadata import AttentionMetadata, DecodeRuns, PagedShape
 from negamax.kernels.attention.tiles import DECODE, decode_programs
 from negamax.kernels.attention.triton_decode_runs import queries_per_program
+from negamax.kernels.launch.ptx import wait_for_predecessor
+from negamax.kernels.launch.triton import launch_options
 
 SEQUENCE_WORDS = tl.constexpr(8)
 WORK_WORDS = tl.constexpr(16)
@@ -38,9 +41,7 @@ EMPTY = tl.constexpr(-1)  # a word of the workspace that holds no part of a part
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """The work of each program, and the workspace for partial results; all layers of a step share
-    both.
-    """
+    """The work of each program, which all layers of a step share."""
 
     queries: AttentionMetadata
     shape: PagedShape
@@ -52,15 +53,20 @@ class DecodePlan:
     reduce_later: bool  # by a second launch
     runs: DecodeRuns | None  # None: of the plan's sequences each has one query
     num_queries: int  # of a sequence that a program attends with
-    workspaces: dict[int, Tensor] = field(default_factory=dict)  # by size; made for the first layer
 
-    def workspace(self, words: int, device: torch.device) -> Tensor:
-        """[words] int32, EMPTY between launches."""
-        if words not in self.workspaces:
-            self.workspaces[words] = torch.full(
-                (words,), EMPTY.value, dtype=torch.int32, device=device
-            )
-        return self.workspaces[words]
+
+# by thread, device and size; graphs hold them, so they stay
+WORKSPACES: dict[tuple[int, torch.device, int], Tensor] = {}
+
+
+def workspace(words: int, device: torch.device) -> Tensor:
+    """[words] int32 for partial results, EMPTY between launches, all of one thread."""
+    key = threading.get_ident(), device, triton.next_power_of_2(words)
+    if key not in WORKSPACES:
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        assert not capturing, "what a graph captures has run before"
+        WORKSPACES[key] = torch.full((key[2],), EMPTY.value, dtype=torch.int32, device=device)
+    return WORKSPACES[key][:words]
 
 
 class Sequence(NamedTuple):
@@ -148,8 +154,10 @@ def _plan_decode_kernel(
     BLOCK_N: tl.constexpr,
     MIN_TILES: tl.constexpr,
     PROGRAMS_POW2: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (1,): one program writes `sequences` and `work`, _BLOCK_S sequences at a time."""
+    wait_for_predecessor(PDL)  # layers read what this writes without waiting for it
     program = tl.arange(0, PROGRAMS_POW2)
     for word in tl.static_range(3):
         # no work
@@ -235,6 +243,7 @@ def plan_splits(
             MIN_TILES=DECODE.min_tiles,
             PROGRAMS_POW2=triton.next_power_of_2(most),
             num_warps=4,
+            **launch_options(device),
         )
     return Splits(sequences, work, programs, split_kv)
 

@@ -1,1 +1,1 @@
-"""Steps that verify draft tokens: what they run, and how many drafts are right."""
+"""How many draft tokens of a step are right, and what a draft model's pass reads."""

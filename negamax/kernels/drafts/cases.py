@@ -10,39 +10,6 @@ from torch import Tensor
 from negamax.kernels.op import AnyKernel, Case, Cost, num_bytes, randn
 
 
-def assemble_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """One token; rows with all drafts, with fewer and with none, before padding."""
-    draw, cases = partial(torch.randint, generator=generator), []
-    for counts, padding in (([1], 0), ([4, 2, 1, 4], 5), ([3] * 70, 0)):
-        rows = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-        starts = draw(0, 30, (len(counts),))
-        places = torch.cat([torch.arange(count) for count in counts])
-        none, slot = torch.zeros(padding, dtype=torch.int64), len(counts)
-        tensors = {
-            "token_slots": torch.cat([rows, none + slot]),
-            "positions": torch.cat([starts[rows] + places, none]),
-            "places": torch.cat([places, none]),
-            "tokens": draw(0, 1000, (slot + 1, 40), dtype=torch.int32),
-            "drafts": draw(-1, 1000, (slot + 1, 3)),
-        }
-        label = f"T={len(rows)} rows={slot} padding={padding}"
-        cases.append(Case(label, tensors, {"padding_slot": slot}))
-    return cases
-
-
-def apply_assemble(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """Tokens and ends of the step, and all known tokens."""
-    inputs = {**case.tensors, "tokens": case.tensors["tokens"].clone()}
-    token_ids, ends = (torch.empty_like(inputs["positions"]) for _ in range(2))
-    kernel.run(*inputs.values(), **case.numbers, token_ids=token_ids, ends=ends)
-    return token_ids, ends, inputs["tokens"]
-
-
-def assemble_cost(case: Case) -> Cost:
-    """Slots, positions and places read, tokens and ends written."""
-    return Cost(num_bytes=5 * num_bytes(case.tensors["positions"]), flops=0)
-
-
 def count_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     """All right, none, some; fewer than there is room for; missing ones; rows of padding."""
     draw, cases = partial(torch.randint, generator=generator), []

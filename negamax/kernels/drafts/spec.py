@@ -1,6 +1,6 @@
-"""The ends of a step that verifies draft tokens, defined in PyTorch: which tokens it runs, and how
-many drafts of each row are what was sampled in their places. And the ends of a draft model's pass:
-what it reads, and where the next one stands.
+"""The end of a step that verifies draft tokens, defined in PyTorch: how many drafts of each row are
+what was sampled in their places. And both ends of a draft model's pass: what it reads, and where
+the next one stands.
 """
 
 from __future__ import annotations
@@ -13,29 +13,10 @@ from negamax.kernels.norm.spec import WIDE_ERROR, NormWeight, rms
 from negamax.kernels.op import FLOAT_DTYPES, Kernel, Op, Tolerance, rounding_tolerance
 from negamax.kernels.signatures import (
     ADVANCE_ROWS,
-    ASSEMBLE_DRAFTS,
     COUNT_ACCEPTED,
     EMBED_NORMS,
     RECORD_GUESS,
 )
-
-
-def assemble(
-    token_slots: Tensor,  # [T] int64
-    positions: Tensor,  # [T] int64
-    places: Tensor,  # [T] int64; 0: the last known token of its slot, p: draft p - 1
-    tokens: Tensor,  # [slots, width] int32 or int64, written at the positions
-    drafts: Tensor,  # [slots, K] int64, -1: there is none
-    *,
-    padding_slot: int,
-    token_ids: Tensor,  # [T] int64, written: what the step runs; 0 where there is no draft
-    ends: Tensor,  # [T] int64, written: positions + 1; 0 in the padding slot
-) -> None:
-    """Put the drafts of a step behind the known tokens of their slots."""
-    torch.mul(positions + 1, token_slots != padding_slot, out=ends)
-    guessed = drafts[token_slots, (places - 1).clamp_min(0)].clamp_min(0)
-    token_ids.copy_(guessed.where(places > 0, tokens[token_slots, positions].long()))
-    tokens[token_slots, positions] = token_ids.to(tokens.dtype)
 
 
 def count_accepted(
@@ -120,15 +101,6 @@ def embed_norms(
 _EXACT = dict.fromkeys(FLOAT_DTYPES, Tolerance(0.0, 0.0, "integers"))
 
 OPS = (
-    Op(
-        name=ASSEMBLE_DRAFTS,
-        summary="the tokens of a step with drafts",
-        reference=Kernel(ASSEMBLE_DRAFTS, "reference", assemble),
-        cases=cases.assemble_small,
-        apply=cases.apply_assemble,
-        tolerance=_EXACT,
-        cost=cases.assemble_cost,
-    ),
     Op(
         name=COUNT_ACCEPTED,
         summary="how many drafts of each row are right",

@@ -1,5 +1,5 @@
-"""The ends of a step with drafts and of a draft's pass on the GPU, in one launch each instead of a
-dozen of PyTorch: a program per token, or one per row.
+"""The end of a step with drafts and both ends of a draft's pass on the GPU, in one launch each
+instead of a dozen of PyTorch: a program per token, or one per row.
 """
 
 from __future__ import annotations
@@ -18,55 +18,10 @@ from negamax.kernels.op import FLOAT_DTYPES, Kernel
 from negamax.kernels.platform import Feature
 from negamax.kernels.signatures import (
     ADVANCE_ROWS,
-    ASSEMBLE_DRAFTS,
     COUNT_ACCEPTED,
     EMBED_NORMS,
     RECORD_GUESS,
 )
-
-
-@triton.jit(do_not_specialize=["padding_slot"])
-def _assemble_kernel(
-    token_slots,  # [T] int64, as are positions and places
-    positions,
-    places,
-    tokens,  # [slots, width], read and written
-    drafts,  # [slots, K] int64
-    token_ids,  # [T] int64, written
-    ends,  # [T] int64, written
-    padding_slot,
-    width,
-    room,  # K
-):
-    """Grid (T,). No program reads what another one writes, but for equal values of padding."""
-    token = tl.program_id(0).to(tl.int64)
-    slot, position = tl.load(token_slots + token), tl.load(positions + token)
-    place = tl.load(places + token)
-    known = tokens + slot * width + position
-    guess = tl.load(drafts + slot * room + tl.maximum(place - 1, 0), mask=place > 0, other=0)
-    token_id = tl.load(known, mask=place == 0, other=0).to(tl.int64) + tl.maximum(guess, 0)
-    tl.store(token_ids + token, token_id)
-    tl.store(known, token_id.to(tokens.dtype.element_ty))
-    tl.store(ends + token, tl.where(slot == padding_slot, 0, position + 1))
-
-
-def assemble(
-    token_slots: Tensor,
-    positions: Tensor,
-    places: Tensor,
-    tokens: Tensor,
-    drafts: Tensor,
-    *,
-    padding_slot: int,
-    token_ids: Tensor,
-    ends: Tensor,
-) -> None:
-    """As the definition."""
-    columns = (token_slots, positions, places, tokens, drafts, token_ids, ends)
-    assert all(column.is_contiguous() for column in columns)
-    _assemble_kernel[(len(positions),)](
-        *columns, padding_slot, tokens.shape[1], drafts.shape[1], num_warps=1
-    )
 
 
 @triton.jit(do_not_specialize=["num_sampled", "stride"])
@@ -292,7 +247,6 @@ def embed_norms(
 
 _GPU = frozenset({Feature.TRITON})
 KERNELS = (
-    Kernel(ASSEMBLE_DRAFTS, "triton", assemble, requires=_GPU, dtypes=FLOAT_DTYPES),
     Kernel(COUNT_ACCEPTED, "triton", count_accepted, requires=_GPU, dtypes=FLOAT_DTYPES),
     Kernel(ADVANCE_ROWS, "triton", advance_rows, requires=_GPU, dtypes=FLOAT_DTYPES),
     Kernel(RECORD_GUESS, "triton", record_guess, requires=_GPU, dtypes=FLOAT_DTYPES),

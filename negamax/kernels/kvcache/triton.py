@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from negamax.kernels.launch.ptx import wait_for_predecessor
+from negamax.kernels.launch.triton import launch_options
 from negamax.kernels.op import Kernel
 from negamax.kernels.platform import Feature
 from negamax.kernels.signatures import LOCATE
@@ -29,7 +31,9 @@ def _locate_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROTARY: tl.constexpr,
     ROTARY_POW2: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_predecessor(PDL)  # layers read what this writes without waiting for it
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token)
     table = tables + tl.load(token_slots + token) * table_stride
@@ -74,6 +78,7 @@ def locate(
             ROTARY=rotary_dim,
             ROTARY_POW2=triton.next_power_of_2(rotary_dim),
             num_warps=1,
+            **launch_options(device),
         )
     return cos, sin, slot_mapping
 

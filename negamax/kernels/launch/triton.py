@@ -16,9 +16,9 @@ A kernel that is launched with `launch_options`
   it alone, so all that came earlier has ended only because each of them waited in turn;
 - waits before it reads what a kernel has computed, and before it writes anything at all: memory it
   writes may still be read by its predecessors, of which several may be running;
-- may read before the wait what no kernel since the last ordinary launch has written: weights, and
-  whatever the step prepared ahead of its first layer (PyTorch launches all its kernels in the
-  ordinary way).
+- may read before the wait what no kernel since the last ordinary launch has written, such as
+  weights (PyTorch launches all its kernels in the ordinary way), and whatever the step prepared
+  ahead of its first layer: kernels that prepare it wait, but let nobody start before their end.
 
 Elsewhere, and in Triton's interpreter, PDL is False and none of this is compiled.
 """

@@ -21,7 +21,7 @@ def pick_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     logits[0, 7], logits[1, 299], logits[2] = torch.nan, torch.inf, -torch.inf
     logits[3, :299] = -torch.inf
     logits[4, 5] = logits[4, 250] = 50.0
-    broken.tensors["temperature"][4] = 0.0
+    broken.tensors["filters"][broken.tensors["slots"][4], 0] = 0.0
     tie = _pick_case(2, 4500, generator, label="a tie of two tiles")
     tie.tensors["logits"] = logits = _inside_longer_rows(tie.tensors["logits"])
     logits[1, 4200] = logits[1, 4400] = logits[1, 30] = 50.0
@@ -38,11 +38,10 @@ def pick_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]
 
 
 def _pick_case(rows: int, vocab: int, generator: torch.Generator, *, label: str = "") -> Case:
-    """Every third row is greedy."""
+    """Every third slot is greedy."""
     tensors = _rows(rows, vocab, generator)
-    temperature = 0.5 + torch.rand(rows, generator=generator, device=generator.device)
-    temperature[1::3] = 0.0
-    tensors["temperature"] = temperature
+    tensors["filters"] = 0.5 + torch.rand(rows + 2, 4, generator=generator, device=generator.device)
+    tensors["filters"][1::3, 0] = 0.0
     return Case(label or f"R={rows} V={vocab}", tensors, {"first_id": 1000, "group": None})
 
 
@@ -59,7 +58,7 @@ def leading_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     ties = _leading_case(8, 300, generator, label="ties at top_k")
     ties.tensors["logits"] = _inside_longer_rows(ties.tensors["logits"])
     ties.tensors["logits"][:, [3, 100, 290]] = 50.0
-    ties.tensors["filters"] = torch.tensor([[1.0, 2.0, 1.0, 0.0]]).repeat(8, 1)
+    ties.tensors["filters"] = torch.tensor([[1.0, 2.0, 1.0, 0.0]]).repeat(10, 1)
     return [*(_leading_case(*size, generator) for size in sizes), broken, ties]
 
 
@@ -73,10 +72,10 @@ def leading_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Ca
 
 
 def _leading_case(rows: int, vocab: int, generator: torch.Generator, *, label: str = "") -> Case:
-    """Every third row is not to be drawn: it is greedy, has no top_k, or one that is too large."""
-    device = generator.device
-    uniform = partial(torch.rand, rows, generator=generator, device=device)
-    top_k = torch.randint(1, CANDIDATES + 1, (rows,), generator=generator, device=device).float()
+    """Every third slot is not to be drawn: it is greedy, has no top_k, or one that is too large."""
+    device, slots = generator.device, rows + 2
+    uniform = partial(torch.rand, slots, generator=generator, device=device)
+    top_k = torch.randint(1, CANDIDATES + 1, (slots,), generator=generator, device=device).float()
     filters = torch.stack((0.5 + uniform(), top_k, 0.5 + 0.5 * uniform(), 0.1 * uniform()), dim=1)
     filters[2::9, 0], filters[5::9, 1], filters[8::9, 1] = 0.0, 0.0, CANDIDATES + 1
     tensors = {
@@ -88,12 +87,14 @@ def _leading_case(rows: int, vocab: int, generator: torch.Generator, *, label: s
 
 
 def _rows(rows: int, vocab: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Logits, and what a row's random numbers are computed from."""
-    draw = partial(torch.randint, size=(rows,), generator=generator, device=generator.device)
+    """Logits of some of `rows` + 2 slots, and what a row's random numbers are computed from."""
+    device = generator.device
+    draw = partial(torch.randint, generator=generator, device=device)
     return {
         "logits": randn(rows, vocab, dtype=torch.float32, generator=generator, scale=3.0),
-        "seeds": draw(-(2**63), 2**63 - 1),
-        "positions": draw(0, 200_000),
+        "seeds": draw(-(2**63), 2**63 - 1, (rows + 2,)),
+        "slots": torch.randperm(rows + 2, generator=generator, device=device)[:rows],
+        "positions": draw(0, 200_000, (rows,)),
     }
 
 

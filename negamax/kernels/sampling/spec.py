@@ -77,8 +77,9 @@ def pick(
     logits: Tensor,  # [R, V of this rank] fp32
     *,
     first_id: int,  # the token of the first column
-    temperature: Tensor,  # [R] fp32; 0: the most likely token
-    seeds: Tensor,  # [R] int64
+    filters: Tensor,  # [slots, 4] fp32, of which the temperature counts; 0: the most likely token
+    seeds: Tensor,  # [slots] int64
+    slots: Tensor,  # [R] int64, of each row
     positions: Tensor,  # [R] int64
     group: Collective | None = None,  # the ranks that hold the vocabulary; None: this one alone
 ) -> Tensor:  # [R] int64
@@ -89,12 +90,13 @@ def pick(
     infinity.
     """
     ids = first_id + torch.arange(logits.shape[1], device=logits.device)
-    keys = noise.row_keys(seeds, positions)
+    temperature = filters[slots, :1]
+    keys = noise.row_keys(seeds[slots], positions)
     exponentials = noise.exponentials(
         noise.token_bits((keys[0].unsqueeze(1), keys[1].unsqueeze(1)), ids)
     )
-    noisy = (logits / temperature.unsqueeze(1)).clamp_max(noise.LARGEST_SCORE) - exponentials.log()
-    scores = torch.where(temperature.unsqueeze(1) > 0, noisy, logits)
+    noisy = (logits / temperature).clamp_max(noise.LARGEST_SCORE) - exponentials.log()
+    scores = torch.where(temperature > 0, noisy, logits)
     broken = logits.isnan() | (logits == torch.inf)
     scores = scores.masked_fill(broken, torch.inf)
     return best_of_ranks(*largest(scores, ids), group)
@@ -124,8 +126,9 @@ def draw_leading(
     logits: Tensor,  # [R, V of this rank] fp32
     *,
     first_id: int,  # the token of the first column
-    filters: Tensor,  # [R, 4] fp32: temperature, top_k, top_p, min_p
-    seeds: Tensor,  # [R] int64
+    filters: Tensor,  # [slots, 4] fp32: temperature, top_k, top_p, min_p
+    seeds: Tensor,  # [slots] int64
+    slots: Tensor,  # [R] int64, of each row
     positions: Tensor,  # [R] int64
     otherwise: Tensor,  # [R] int64
     group: Collective | None = None,  # the ranks that hold the vocabulary; None: this one alone
@@ -145,7 +148,7 @@ def draw_leading(
             values[:, :CANDIDATES],
             group.all_gather(ids, dim=1).gather(1, order[:, :CANDIDATES]),
         )
-    temperature, top_k, top_p, min_p = filters.unbind(1)
+    temperature, top_k, top_p, min_p = filters[slots].unbind(1)
     drawn = draw_from(
         values,
         ids,
@@ -153,7 +156,7 @@ def draw_leading(
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
-        uniforms=noise.uniforms(seeds, positions),
+        uniforms=noise.uniforms(seeds[slots], positions),
     )
     drawn = drawn.where(values[:, 0].isfinite(), -1)
     return drawn.where((temperature > 0) & (top_k >= 1) & (top_k <= CANDIDATES), otherwise)

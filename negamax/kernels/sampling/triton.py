@@ -42,7 +42,7 @@ _SMALL_UNIFORM = tl.constexpr(noise.SMALL_UNIFORM)
 _LARGEST_SCORE = tl.constexpr(noise.LARGEST_SCORE)
 # One value a row, wherever they begin: else a kernel is compiled anew, under load, for columns that
 # a graph never had.
-_ROW_VALUES = ("temperature", "filters", "seeds", "positions", "otherwise")
+_ROW_VALUES = ("slots", "positions", "otherwise")
 
 
 @triton.jit
@@ -77,8 +77,9 @@ def exponentials(bits):
 @triton.jit(do_not_specialize_on_alignment=_ROW_VALUES)
 def _tile_argmax_kernel(
     logits,  # [R, V] fp32, rows `stride` apart
-    temperature,  # [R] fp32
-    seeds,  # [R] int64
+    filters,  # [slots, 4] fp32
+    seeds,  # [slots] int64
+    slots,  # [R] int64
     positions,  # [R] int64
     scores,  # [R, tiles] fp32, written: the best of each tile,
     ids,  # [R, tiles] int32, and its token
@@ -92,21 +93,22 @@ def _tile_argmax_kernel(
     tile = tl.program_id(0)
     row = tl.program_id(1)
     column = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+    slot = tl.load(slots + row)
+    temp, seed = tl.load(filters + slot * 4), tl.load(seeds + slot)
     launch_dependents_then_wait(PDL)
-    temp = tl.load(temperature + row)
     score = tl.load(
         logits + row.to(tl.int64) * stride + column, mask=column < vocab, other=-_INFINITY
     )
     broken = (score != score) | (score == _INFINITY)
     if temp > 0:
-        low_key, high_key = row_keys(tl.load(seeds + row), tl.load(positions + row))
+        low_key, high_key = row_keys(seed, tl.load(positions + row))
         bits = token_bits(low_key, high_key, (first_id + column).to(tl.uint32))
         score = tl.minimum(score * (1 / temp), _LARGEST_SCORE) - fast_log(exponentials(bits))
     score = tl.where(broken, _INFINITY, score)
     best = tl.max(score, axis=0)
-    slot = row * tl.num_programs(0) + tile
-    tl.store(scores + slot, best)
-    tl.store(ids + slot, tl.min(tl.where(score == best, first_id + column, _NO_ID), axis=0))
+    to = row * tl.num_programs(0) + tile
+    tl.store(scores + to, best)
+    tl.store(ids + to, tl.min(tl.where(score == best, first_id + column, _NO_ID), axis=0))
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -157,8 +159,9 @@ def pick(
     logits: Tensor,  # [R, V of this rank] fp32, the last dimension contiguous
     *,
     first_id: int,
-    temperature: Tensor,  # [R] fp32
-    seeds: Tensor,  # [R] int64
+    filters: Tensor,  # [slots, 4] fp32
+    seeds: Tensor,  # [slots] int64
+    slots: Tensor,  # [R] int64
     positions: Tensor,  # [R] int64
     group: Collective | None = None,
 ) -> Tensor:  # [R] int64
@@ -170,7 +173,7 @@ def pick(
     if num_rows == 0:
         return out
     assert logits.stride(1) == 1 and all(
-        column.is_contiguous() for column in (temperature, seeds, positions)
+        column.is_contiguous() for column in (filters, seeds, slots, positions)
     )
     sizes = tiles.tiles_for(logits.device)
     num_tiles = triton.cdiv(vocab, sizes.pick_block)
@@ -178,7 +181,7 @@ def pick(
     ids = torch.empty((num_rows, num_tiles), dtype=torch.int32, device=logits.device)
     options = launch_options(logits.device)
     _tile_argmax_kernel[(num_tiles, num_rows)](
-        logits, temperature, seeds, positions, scores, ids, logits.stride(0), vocab, first_id,
+        logits, filters, seeds, slots, positions, scores, ids, logits.stride(0), vocab, first_id,
         BLOCK_V=sizes.pick_block,
         num_warps=4, **options,
     )  # fmt: skip
@@ -249,16 +252,17 @@ def _top_places(key, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _draws_from_leading(filters, row, COUNT: tl.constexpr):
-    """Whether the leading COUNT tokens are all that the row may be drawn from."""
-    temp, top_k = tl.load(filters + row * 4), tl.load(filters + row * 4 + 1)
+def _draws_from_leading(filters, slot, COUNT: tl.constexpr):
+    """Whether the leading COUNT tokens are all that the row of `slot` may be drawn from."""
+    temp, top_k = tl.load(filters + slot * 4), tl.load(filters + slot * 4 + 1)
     return (temp > 0) & (top_k >= 1) & (top_k <= COUNT)
 
 
 @triton.jit(do_not_specialize_on_alignment=_ROW_VALUES)
 def _strip_max_kernel(
     logits,  # [R, V] fp32, rows `stride` apart
-    filters,  # [R, 4] fp32
+    filters,  # [slots, 4] fp32
+    slots,  # [R] int64
     largest,  # [R, strips] int32, written: the largest `_sortable` of every STRIP logits
     stride,
     vocab,
@@ -271,8 +275,9 @@ def _strip_max_kernel(
     """Grid (tiles, R): BLOCK_V logits of a row."""
     tile, row = tl.program_id(0), tl.program_id(1)
     column = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+    slot = tl.load(slots + row)
     launch_dependents_then_wait(PDL)
-    if _draws_from_leading(filters, row, COUNT):
+    if _draws_from_leading(filters, slot, COUNT):
         value = tl.load(
             logits + row.to(tl.int64) * stride + column, mask=column < vocab, other=-_INFINITY
         )
@@ -335,8 +340,9 @@ def _draw(key, filters, uniform, COUNT: tl.constexpr):
 def _draw_leading_kernel(
     logits,  # [R, V] fp32, rows `stride` apart
     largest,  # [R, strips] int32
-    filters,  # [R, 4] fp32
-    seeds,  # [R] int64
+    filters,  # [slots, 4] fp32
+    seeds,  # [slots] int64
+    slots,  # [R] int64
     positions,  # [R] int64
     otherwise,  # [R] int64
     chosen,  # [R, 3, COUNT] int32, written: the leading strips, keys and tokens
@@ -360,9 +366,10 @@ def _draw_leading_kernel(
     nothing else of the row is read.
     """
     row = tl.program_id(0)
+    slot = tl.load(slots + row)
     launch_dependents_then_wait(PDL)
     drawn = tl.load(otherwise + row)
-    if _draws_from_leading(filters, row, COUNT):
+    if _draws_from_leading(filters, slot, COUNT):
         entry = tl.arange(0, COUNT)
         chosen += row * (3 * COUNT)
         strip = tl.arange(0, BLOCK)
@@ -388,8 +395,8 @@ def _draw_leading_kernel(
         tl.store(chosen + 2 * COUNT + place, token, mask=place < COUNT)
         tl.debug_barrier()
         key = tl.load(chosen + COUNT + entry, cache_modifier=".cg").to(tl.uint32, bitcast=True)
-        _, high_key = row_keys(tl.load(seeds + row), tl.load(positions + row))
-        winner = _draw(key, filters + row * 4, (high_key >> 8).to(tl.float32) * (2.0**-24), COUNT)
+        _, high_key = row_keys(tl.load(seeds + slot), tl.load(positions + row))
+        winner = _draw(key, filters + slot * 4, (high_key >> 8).to(tl.float32) * (2.0**-24), COUNT)
         token = tl.load(chosen + 2 * COUNT + tl.maximum(winner, 0), cache_modifier=".cg")
         drawn = tl.where(winner < 0, -1, token).to(tl.int64)
     tl.store(out + row, drawn)
@@ -399,8 +406,9 @@ def draw_leading(
     logits: Tensor,  # [R, V of this rank] fp32, the last dimension contiguous
     *,
     first_id: int,
-    filters: Tensor,  # [R, 4] fp32: temperature, top_k, top_p, min_p
-    seeds: Tensor,  # [R] int64
+    filters: Tensor,  # [slots, 4] fp32: temperature, top_k, top_p, min_p
+    seeds: Tensor,  # [slots] int64
+    slots: Tensor,  # [R] int64
     positions: Tensor,  # [R] int64
     otherwise: Tensor,  # [R] int64
     group: Collective | None = None,
@@ -418,6 +426,7 @@ def draw_leading(
             first_id=first_id,
             filters=filters,
             seeds=seeds,
+            slots=slots,
             positions=positions,
             otherwise=otherwise,
             group=group,
@@ -425,7 +434,7 @@ def draw_leading(
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
         return out
-    columns = (filters, seeds, positions, otherwise)
+    columns = (filters, seeds, slots, positions, otherwise)
     assert logits.stride(1) == 1 and all(column.is_contiguous() for column in columns)
     sizes, strip = tiles.tiles_for(logits.device), tiles.strip(vocab)
     strips = triton.cdiv(vocab, strip)
@@ -435,6 +444,7 @@ def draw_leading(
     _strip_max_kernel[(triton.cdiv(vocab, sizes.strip_block), num_rows)](
         logits,
         filters,
+        slots,
         largest,
         logits.stride(0),
         vocab,
@@ -445,8 +455,8 @@ def draw_leading(
     )
     region = None if peers is None else peers.pick
     _draw_leading_kernel[(num_rows,)](
-        logits, largest, filters, seeds, positions, otherwise, chosen, out, logits.stride(0), vocab,
-        strips, first_id,
+        logits, largest, filters, seeds, slots, positions, otherwise, chosen, out, logits.stride(0),
+        vocab, strips, first_id,
         out if region is None else region.addresses,
         out if region is None else region.flags,
         0 if peers is None else peers.rank,

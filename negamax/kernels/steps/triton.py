@@ -1,0 +1,193 @@
+"""Both ends of a step on the GPU, in a launch for each op instead of some of PyTorch. With few rows
+these take as long as a launch and a chain of loads, each of which waits for the one before it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from negamax.kernels.launch.ptx import launch_dependents
+from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
+from negamax.kernels.norm import tiles
+from negamax.kernels.norm.triton import as_words
+from negamax.kernels.op import FLOAT_DTYPES, Kernel
+from negamax.kernels.platform import Feature
+from negamax.kernels.signatures import EMBED_TOKENS, PLACE_TOKENS, STORE_TOKENS
+from negamax.kernels.steps import spec
+
+_BLOCK = 128  # entries of a program
+
+
+@triton.jit(do_not_specialize=["num_tokens", "size", "num_words", "padding_slot"])
+def _place_kernel(
+    columns,  # see `spec.place`
+    num_computed,  # [slots] int64
+    tokens,  # [slots, width], with drafts written
+    drafts,  # [slots, room] int64, or None
+    places,  # [size] int64, written, as are
+    token_ids,  # [num_tokens] int64,
+    ends,  # [num_tokens] int64 and
+    words,  # [num_words] int32
+    num_tokens,
+    size,  # num_tokens and sequences
+    num_words,
+    padding_slot,
+    width,
+    room,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (blocks,): some entries of `places` and what belongs to them, or of the columns behind
+    `size` of them.
+
+    No program reads what another one writes, but for equal values of padding. The first kernel of a
+    graph: there is nothing to wait for.
+    """
+    launch_dependents(PDL)
+    at = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    live, is_token = at < size, at < num_tokens
+    slot = tl.load(columns + at, mask=live, other=0)
+    offset = tl.load(columns + size + at, mask=live, other=0)
+    place = tl.load(num_computed + slot, mask=live, other=0) + offset
+    tl.store(places + at, place, mask=live)
+    word = at - num_tokens
+    tl.store(words + word, place.to(tl.int32), mask=live & (word >= 0))
+    more = tl.load(columns + size + at, mask=(at >= size) & (word < num_words), other=0)
+    tl.store(words + word, more.to(tl.int32), mask=(at >= size) & (word < num_words))
+    known = tokens + slot * width + place
+    if drafts is None:
+        token_id = tl.load(known, mask=is_token, other=0).to(tl.int64)
+    else:
+        token_id = tl.load(known, mask=is_token & (offset == 0), other=0).to(tl.int64)
+        guess = tl.load(drafts + slot * room + offset - 1, mask=is_token & (offset > 0), other=0)
+        token_id += tl.maximum(guess, 0)
+        tl.store(known, token_id.to(tokens.dtype.element_ty), mask=is_token)
+    tl.store(token_ids + at, token_id, mask=is_token)
+    tl.store(ends + at, tl.where(slot == padding_slot, 0, place + 1), mask=is_token)
+
+
+def place(
+    columns: Tensor,
+    num_computed: Tensor,
+    tokens: Tensor,
+    drafts: Tensor | None,
+    *,
+    padding_slot: int,
+    places: Tensor,
+    token_ids: Tensor,
+    ends: Tensor,
+    words: Tensor,
+) -> None:
+    """As the definition."""
+    written = (places, token_ids, ends, words)
+    assert all(tensor.is_contiguous() for tensor in (columns, num_computed, tokens, *written))
+    num_tokens, size = len(token_ids), len(places)
+    _place_kernel[(triton.cdiv(num_tokens + len(words), _BLOCK),)](
+        columns, num_computed, tokens, drafts, *written, num_tokens, size, len(words),
+        padding_slot, tokens.shape[1], 0 if drafts is None else drafts.shape[1],
+        BLOCK=_BLOCK,
+        PDL=launch_options(columns.device)["PDL"],
+        num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows", "first_id"])
+def _embed_kernel(
+    token_ids,  # [T] int64
+    table,  # [num_rows, 2 * WORDS]
+    out,  # [2, T, 2 * WORDS], written: embeddings, and zeros
+    num_rows,
+    first_id,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (T,): one row."""
+    row, count = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    index = tl.arange(0, BLOCK)
+    mask = index < WORDS
+    to = as_words(out) + row * WORDS + index
+    launch_dependents_then_wait(PDL)
+    tl.store(to + count.to(tl.int64) * WORDS, tl.zeros_like(index), mask=mask)
+    token = tl.load(token_ids + row) - (first_id - 1)
+    token = tl.minimum(tl.maximum(token, 0), num_rows - 1)
+    tl.store(to, tl.load(as_words(table) + token * WORDS + index, mask=mask), mask=mask)
+
+
+def embed(token_ids: Tensor, table: Tensor, *, first_id: int) -> tuple[Tensor, Tensor]:
+    """As the definition."""
+    num_tokens, (num_rows, width) = len(token_ids), table.shape
+    if width % 2:  # no whole words
+        return spec.embed(token_ids, table, first_id=first_id)
+    assert token_ids.is_contiguous() and table.is_contiguous()
+    out = table.new_empty(2, num_tokens, width)
+    if num_tokens:
+        _embed_kernel[(num_tokens,)](
+            token_ids, table, out, num_rows, first_id,
+            WORDS=width // 2,
+            BLOCK=triton.next_power_of_2(width // 2),
+            num_warps=tiles.num_warps(table.device, width),
+            **launch_options(table.device),
+        )  # fmt: skip
+    return out[0], out[1]
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _store_kernel(
+    token_ids,  # [T] int64, as are slots and ends
+    slots,
+    ends,
+    tokens,  # [slots, width], written, as are
+    num_computed,  # [slots] int64, or None, and
+    out,  # [T] int64
+    num_tokens,
+    width,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (blocks,): some of the tokens."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = at < num_tokens
+    launch_dependents_then_wait(PDL)
+    slot, end = tl.load(slots + at, mask=live, other=0), tl.load(ends + at, mask=live, other=0)
+    token_id = tl.load(token_ids + at, mask=live, other=0)
+    known = tl.maximum(token_id, 0).to(tokens.dtype.element_ty)
+    tl.store(tokens + slot * width + end, known, mask=live)
+    if num_computed is not None:
+        tl.store(num_computed + slot, end, mask=live)
+    tl.store(out + at, token_id, mask=live)
+
+
+def store(
+    token_ids: Tensor,
+    slots: Tensor,
+    ends: Tensor,
+    *,
+    tokens: Tensor,
+    num_computed: Tensor | None,
+    out: Tensor,
+) -> None:
+    """As the definition."""
+    assert all(tensor.is_contiguous() for tensor in (token_ids, slots, ends, tokens, out))
+    if len(slots):
+        _store_kernel[(triton.cdiv(len(slots), _BLOCK),)](
+            token_ids, slots, ends, tokens, num_computed, out, len(slots), tokens.shape[1],
+            BLOCK=_BLOCK, num_warps=4, **launch_options(slots.device),
+        )  # fmt: skip
+
+
+_GPU = frozenset({Feature.TRITON})
+KERNELS = (
+    Kernel(PLACE_TOKENS, "triton", place, requires=_GPU, dtypes=FLOAT_DTYPES),
+    Kernel(
+        EMBED_TOKENS,
+        "triton",
+        embed,
+        requires=_GPU,
+        dtypes=(torch.bfloat16, torch.float16),
+    ),
+    Kernel(STORE_TOKENS, "triton", store, requires=_GPU, dtypes=FLOAT_DTYPES),
+)
