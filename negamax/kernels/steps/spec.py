@@ -46,7 +46,7 @@ def embed(token_ids: Tensor, table: Tensor, *, first_id: int) -> tuple[Tensor, T
     """The rows of table [n + 2, width], whose second one is token `first_id` and whose first and
     last stand for all others, for token_ids [T] int64; and a residual of zeros, [T, width] both.
     """
-    rows = (token_ids - (first_id - 1)).clamp_(0, len(table) - 1)
+    rows = (token_ids - (first_id - 1)).clamp(0, len(table) - 1)
     x = table.index_select(0, rows)
     return x, torch.zeros_like(x)
 
