@@ -81,9 +81,7 @@ class RmsNorm:
 
 
 class VocabEmbedding:
-    """Token embedding, its rows split over `group`; a token's vector is zero on the ranks that do
-    not hold its row.
-    """
+    """The weight of the token embedding, its rows split over `group`: `steps.embed` reads it."""
 
     def __init__(
         self,
@@ -94,7 +92,7 @@ class VocabEmbedding:
         group: Collective,
         weights: WeightFormat,
     ) -> None:
-        self._rows, self._group = rows, group
+        self._group = group
         # A row of zeros at either end takes the tokens of the other ranks.
         self._weight = torch.zeros(
             len(rows) + 2, shape[1], dtype=weights.dtype, device=weights.device
@@ -108,19 +106,13 @@ class VocabEmbedding:
         """This rank's rows, between two rows of zeros: [rows + 2, hidden]."""
         return self._weight
 
-    def __call__(self, token_ids: Tensor) -> Partial:
-        """token_ids [T] int64 -> [T, hidden]."""
-        local = (token_ids - (self._rows.start - 1)).clamp_(0, len(self._rows) + 1)
-        return Partial(self._weight.index_select(0, local), self._group)
-
     def whole(self) -> VocabEmbedding:
         """The same with all rows on this rank: itself, or a copy where ranks split them."""
         if self._group.size == 1:
             return self
         other = copy(self)
         rows = self._group.all_gather(self._weight[1:-1].contiguous(), dim=0)
-        other._weight, other._rows = F.pad(rows, (0, 0, 1, 1)), range(len(rows))
-        other._group = SingleRank()
+        other._weight, other._group = F.pad(rows, (0, 0, 1, 1)), SingleRank()
         return other
 
     def with_rows(self, change: Callable[[Tensor], Tensor]) -> VocabEmbedding:

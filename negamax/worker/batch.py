@@ -75,12 +75,12 @@ class BatchLayout:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Positions of T tokens of S sequences, on the device; int64, or where said int32."""
+    """Positions of T tokens of S sequences, on the device; int64, the last two may be int32."""
 
     token_slots: Tensor  # [T]
     slots: Tensor  # [S]
     positions: Tensor  # [T]
-    seq_lens: Tensor  # [S] tokens including this step; this and the next one may be int32
+    seq_lens: Tensor  # [S] tokens including this step
     query_starts: Tensor  # [S + 1]
 
     @classmethod

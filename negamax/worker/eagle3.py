@@ -96,9 +96,7 @@ class Eagle3Proposer(Proposer):
         rows = max(self._config.max_num_seqs, self._config.cudagraph_size) + 1
         self._starts = torch.arange(rows, dtype=torch.int32, device=device)
         self._zeros = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._greedy = torch.zeros(
-            1, 4, device=device
-        )  # the filters of every row that is not drawn
+        self._greedy = torch.zeros(1, 4, device=device)  # filters of all rows
         return f"; draft of {self.num_draft_tokens} tokens: {summary}"
 
     def use_caches(self, caches: Sequence[KvCaches]) -> None:
@@ -154,10 +152,8 @@ class Eagle3Proposer(Proposer):
             )  # fmt: skip
         # noise belongs to the target's ids
         logits = model.of_all_tokens(logits)
-        shared = {
-            "first_id": 0, "filters": requests.sampling, "seeds": requests.seeds, "slots": slots,
-            "positions": lengths + place, "group": self._group,
-        }  # fmt: skip
+        drawn_by = requests.drawn_by(slots, lengths + place)
+        shared = {"first_id": 0, "group": self._group, **drawn_by}
         drawn: Tensor = self._draw_leading(logits, otherwise=self._pick(logits, **shared), **shared)
         return drawn
 

@@ -45,13 +45,7 @@ from negamax.kernels.signatures import (
 )
 from negamax.layers.attention import KvCaches
 from negamax.models.decoder import Decoder
-from negamax.worker.batch import (
-    Column,
-    SampleInputs,
-    StepColumns,
-    StepInputs,
-    metadata_of,
-)
+from negamax.worker.batch import Column, SampleInputs, StepColumns, StepInputs, metadata_of
 from negamax.worker.device import Graph, GraphPool, Runtime, upload
 from negamax.worker.proposer import Proposer, TokenStates
 from negamax.worker.request_state import RequestState
@@ -113,7 +107,7 @@ class StepGraphs:
             dtype=torch.int64,
             device=device,
         )
-        # of the sequences as int32: lengths, where queries start, and the number of tokens
+        # see `_words_of`
         self._words = torch.zeros(
             max(2 * shape.num_seqs + 2 for shape in every), dtype=torch.int32, device=device
         )
@@ -323,7 +317,7 @@ class StepGraphs:
             return
         picked = self._pick(
             self._model.local_logits(hidden, out=self.buffers.logits[: shape.num_tokens]),
-            **self._draws(shape),
+            **self._drawn_by(shape),
         )
         self._store(shape, picked if self._proposer is None else self._drawn(shape, picked))
         self._finish(shape, metadata)
@@ -337,16 +331,11 @@ class StepGraphs:
         )  # fmt: skip
         return hidden
 
-    def _draws(self, shape: StepShape) -> dict[str, Any]:
+    def _drawn_by(self, shape: StepShape) -> dict[str, Any]:
         """What the tokens of the step's rows are drawn by."""
-        return {
-            "first_id": self._model.vocab_range.start,
-            "filters": self._requests.sampling,
-            "seeds": self._requests.seeds,
-            "slots": self._columns[: shape.num_tokens],
-            "positions": self._ends[: shape.num_tokens],
-            "group": self._group,
-        }
+        size, first_id = shape.num_tokens, self._model.vocab_range.start
+        drawn_by = self._requests.drawn_by(self._columns[:size], self._ends[:size])
+        return {"first_id": first_id, "group": self._group, **drawn_by}
 
     def _draw(self, shape: StepShape) -> None:
         """What `draw` replays, behind the step."""
@@ -355,17 +344,18 @@ class StepGraphs:
     def _drawn(self, shape: StepShape, otherwise: Tensor) -> Tensor:
         """The tokens of the step's rows with a small top_k, those of others as given."""
         logits = self.buffers.logits[: shape.num_tokens]
-        token_ids: Tensor = self._draw_leading(logits, otherwise=otherwise, **self._draws(shape))
+        token_ids: Tensor = self._draw_leading(logits, otherwise=otherwise, **self._drawn_by(shape))
         return token_ids
 
     def _finish(self, shape: StepShape, metadata: AttentionMetadata | None = None) -> None:
-        """What follows sampled tokens: which drafts are right, how long rows are now, what
-        may come next. It may be repeated. `metadata` of the step, where it is at hand.
+        """With a proposer what follows sampling: which drafts are right, how long rows with drafts
+        are now, and what may come next. It may be repeated. `metadata` of the step, where it is at
+        hand.
         """
-        requests, (num_tokens, num_seqs) = self._requests, shape[:2]
-        inputs, num_drafts = self._inputs(shape), shape.num_drafts
         if self._proposer is None:
             return
+        requests, (num_tokens, num_seqs) = self._requests, shape[:2]
+        inputs, num_drafts = self._inputs(shape), shape.num_drafts
         if num_drafts:
             firsts, counts = inputs.query_starts[:-1], self._counts(shape)
             verified = self.buffers.token_ids[:num_tokens], self._drafts_of(shape), firsts
@@ -407,8 +397,8 @@ class StepGraphs:
         return StepInputs.of(self._columns, self._places, shape.num_tokens, shape.num_seqs)
 
     def _words_of(self, shape: StepShape) -> tuple[Tensor, ...]:
-        """Lengths [S], where queries start [S + 1], and the tokens that are no padding [1]; int32
-        all.
+        """Lengths [S], where queries start [S + 1], and the number of tokens that are no padding
+        [1], all int32.
         """
         parts = shape.num_seqs, shape.num_seqs + 1, 1
         return self._words[: sum(parts)].split(parts)

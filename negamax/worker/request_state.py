@@ -112,6 +112,12 @@ class RequestState:
             rows, places, values = upload((slots, columns, blocks), self._device)
             self.block_tables[rows, places] = values.to(self.block_tables.dtype)
 
+    def drawn_by(self, slots: Tensor, positions: Tensor) -> dict[str, Tensor]:
+        """What kernels draw the tokens of rows by: those of `slots` at `positions`, [R] int64."""
+        return {
+            "filters": self.sampling, "seeds": self.seeds, "slots": slots, "positions": positions,
+        }  # fmt: skip
+
     def advance(self, slots: Tensor, counts: Tensor) -> None:
         """Count so many more tokens of `slots` as computed, on the device. [R] int64 both."""
         self.num_computed.index_add_(0, slots, counts)

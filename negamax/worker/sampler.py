@@ -119,14 +119,8 @@ class Sampler:
             early = masks.of([i for i, slot in enumerate(inputs.slots) if slot not in reporting])
         if early is not None:
             early.apply(logits, first_id=self._first_id)
-        options = {
-            "first_id": self._first_id,
-            "filters": requests.sampling,
-            "seeds": requests.seeds,
-            "slots": inputs.slots_device,
-            "positions": inputs.positions_device,
-            "group": self._group,
-        }
+        drawn_by = requests.drawn_by(inputs.slots_device, inputs.positions_device)
+        options = {"first_id": self._first_id, "group": self._group, **drawn_by}
         if picked is None:
             picked = self._kernels[PICK].run(logits, **options)
         if not requests.filtered_slots.isdisjoint(inputs.slots):
@@ -181,14 +175,8 @@ class Sampler:
     def _by_noise(self, logits: Tensor, inputs: SampleInputs) -> Tensor:
         """The GPU's choice, the same as on shards."""
         requests = self._requests
-        token_ids: Tensor = self._kernels[PICK].run(
-            logits,
-            first_id=0,
-            filters=requests.sampling,
-            seeds=requests.seeds,
-            slots=inputs.slots_device,
-            positions=inputs.positions_device,
-        )
+        drawn_by = requests.drawn_by(inputs.slots_device, inputs.positions_device)
+        token_ids: Tensor = self._kernels[PICK].run(logits, first_id=0, **drawn_by)
         filtered = [i for i, slot in enumerate(inputs.slots) if slot in requests.filtered_slots]
         for index, drawn in self._draws(logits, inputs, filtered):
             token_ids[index] = drawn.where(token_ids[index] != BROKEN, BROKEN)

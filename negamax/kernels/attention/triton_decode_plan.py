@@ -55,12 +55,14 @@ class DecodePlan:
     num_queries: int  # of a sequence that a program attends with
 
 
-# by thread, device and size; graphs hold them, so they stay
+# by thread, device and words; captured graphs write them, so they stay
 WORKSPACES: dict[tuple[int, torch.device, int], Tensor] = {}
 
 
 def workspace(words: int, device: torch.device) -> Tensor:
-    """[words] int32 for partial results, EMPTY between launches, all of one thread."""
+    """[words] int32 for partial results, EMPTY between launches, which share it. Those of two
+    threads may run at once, so each thread has its own.
+    """
     key = threading.get_ident(), device, triton.next_power_of_2(words)
     if key not in WORKSPACES:
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -157,7 +159,7 @@ def _plan_decode_kernel(
     PDL: tl.constexpr,
 ):
     """Grid (1,): one program writes `sequences` and `work`, _BLOCK_S sequences at a time."""
-    wait_for_predecessor(PDL)  # layers read what this writes without waiting for it
+    wait_for_predecessor(PDL)  # and nobody starts early: layers read this before they wait
     program = tl.arange(0, PROGRAMS_POW2)
     for word in tl.static_range(3):
         # no work

@@ -33,7 +33,7 @@ def _locate_kernel(
     ROTARY_POW2: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_predecessor(PDL)  # layers read what this writes without waiting for it
+    wait_for_predecessor(PDL)  # and nobody starts early: layers read this before they wait
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token)
     table = tables + tl.load(token_slots + token) * table_stride

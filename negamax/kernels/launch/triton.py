@@ -17,8 +17,9 @@ A kernel that is launched with `launch_options`
 - waits before it reads what a kernel has computed, and before it writes anything at all: memory it
   writes may still be read by its predecessors, of which several may be running;
 - may read before the wait what no kernel since the last ordinary launch has written, such as
-  weights (PyTorch launches all its kernels in the ordinary way), and whatever the step prepared
-  ahead of its first layer: kernels that prepare it wait, but let nobody start before their end.
+  weights (PyTorch launches all its kernels in the ordinary way), and in a layer whatever the step
+  prepared ahead of the first one: the last kernels that prepare it let nobody start before their
+  end.
 
 Elsewhere, and in Triton's interpreter, PDL is False and none of this is compiled.
 """

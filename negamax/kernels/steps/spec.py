@@ -24,8 +24,8 @@ def place(
     ends: Tensor,  # [T] int64, written: positions + 1; 0 in the padding slot
     words: Tensor,  # [S + M] int32, written: lengths, and the M columns behind end_offsets
 ) -> None:
-    """Where the T tokens of S sequences stand, and which they are. With drafts offset p of a slot
-    is its draft p - 1, for p above 0, and goes behind its known tokens.
+    """Where the T tokens of S sequences stand, and which they are. With drafts the token at offset
+    p > 0 of a slot is its draft p - 1, which is written behind its known tokens.
     """
     size, num_tokens = len(places), len(token_ids)
     torch.add(num_computed[columns[:size]], columns[size : 2 * size], out=places)

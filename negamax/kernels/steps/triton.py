@@ -1,5 +1,5 @@
-"""Both ends of a step on the GPU, in a launch for each op instead of some of PyTorch. With few rows
-these take as long as a launch and a chain of loads, each of which waits for the one before it.
+"""Both ends of a step on the GPU, a launch for each op, where PyTorch takes several. With few rows
+an op takes as long as a launch and a chain of loads, each of which waits for the one before it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def _place_kernel(
     """Grid (blocks,): some entries of `places` and what belongs to them, or of the columns behind
     `size` of them.
 
-    No program reads what another one writes, but for equal values of padding. The first kernel of a
-    graph: there is nothing to wait for.
+    No program reads what another one writes, but for equal values of padding. It is launched in the
+    ordinary way, so there is nothing to wait for.
     """
     launch_dependents(PDL)
     at = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)

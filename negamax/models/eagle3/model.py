@@ -25,7 +25,7 @@ from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.formats import Axis, Dim, Role, StoredTensor
 from negamax.kernels.registry import OPS, KernelTable
 from negamax.kernels.rope.spec import signed_frequencies
-from negamax.kernels.signatures import DECODE, EMBED_NORMS, PREFILL, ROPE_WRITE
+from negamax.kernels.signatures import DECODE, EMBED_NORMS, EMBED_TOKENS, PREFILL, ROPE_WRITE
 from negamax.layers.attention import (
     GroupedQueryKind,
     GroupedQueryStep,
@@ -172,6 +172,7 @@ class _Layer:
         self._hidden_norm = others[0] if others else None
         self._is_residual_normed = spec.norm_before_residual
         self._embed_norms = kernels.fusion(*OPS[EMBED_NORMS].sequence)
+        self._embed_tokens = kernels[EMBED_TOKENS].run
         self.slots = [*self._attention.slots, *self._mlp.slots]
         self.slots += [slot for norm in norms for slot in norm.slots]
 
@@ -201,7 +202,8 @@ class _Layer:
             norm = self._input_norm
             joined = fused.run(token_ids, embed.table, hidden, norm.weight, weight, eps=norm.eps)
         else:
-            joined = torch.cat([_plain_norm(self._input_norm, embed(token_ids).x), hidden], dim=-1)
+            embedded, _ = self._embed_tokens(token_ids, embed.table, first_id=0)
+            joined = torch.cat([_plain_norm(self._input_norm, embedded), hidden], dim=-1)
         return joined, residual
 
     def enter(self, x: Partial, residual: Tensor) -> Tensor:
