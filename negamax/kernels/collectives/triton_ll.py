@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from negamax.kernels.launch.ptx import agree
+
 # between two looks at the abort flag, which is host memory: about a millisecond
 _SPINS = tl.constexpr(1024)
 
@@ -55,7 +57,7 @@ def _any_missing(word, flag, mask):
     bits (two instructions a word, and this is what a rank does last before it goes on).
     """
     differs = tl.where(mask, (word >> 32).to(tl.int32) ^ flag.to(tl.int32), 0)
-    return tl.max(differs.to(tl.uint32, bitcast=True)) != 0
+    return tl.max(agree(differs).to(tl.uint32, bitcast=True)) != 0
 
 
 @triton.jit
@@ -67,7 +69,8 @@ def _timed_out(control, since, is_first):
     since = tl.where(is_first, clock, since)
     if clock - since > tl.load(control + 1):
         tl.store(control + 2, 1)
-    return tl.load(control + 2, volatile=True) != 0, since
+    is_aborted = tl.load(control + 2 + tl.arange(0, 1), volatile=True) != 0
+    return tl.max(agree(is_aborted.to(tl.int32))), since
 
 
 @triton.jit

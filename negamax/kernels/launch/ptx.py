@@ -9,9 +9,14 @@ import triton.language as tl
 from triton.language.target_info import cuda_capability_geq, is_cuda
 
 try:
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevice
+    from triton.language.extra.cuda import (
+        gdc_launch_dependents,
+        gdc_wait,
+        libdevice,
+        num_threads,
+    )
 except ImportError:  # Triton as built for ROCm
-    gdc_launch_dependents = gdc_wait = libdevice = None
+    gdc_launch_dependents = gdc_wait = libdevice = num_threads = None
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
@@ -28,6 +33,25 @@ def wait_for_predecessor(PDL: tl.constexpr):
     """Wait until the kernel before this one in the stream has ended."""
     if PDL:
         gdc_wait()
+
+
+@triton.jit
+def agree(x):
+    """`x` (int32) as all threads that hold it have it: if there are fewer elements than threads, 1
+    everywhere if that of any thread is not 0, else 0.
+
+    Triton lets several threads hold an element, each of which has loaded it by itself, and assumes
+    that they have the same. Of memory that others write at the same time they have not; a reduction
+    then tells of one of them, and another goes on with what it has.
+    """
+    if not INTERPRETED and is_cuda():
+        if x.numel < num_threads():
+            x = tl.inline_asm_elementwise(
+                "{ .reg .pred own, any; setp.ne.u32 own, $1, 0; "
+                "bar.red.or.pred any, 0, own; selp.u32 $0, 1, 0, any; }",
+                "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+    return x
 
 
 @triton.jit
