@@ -50,6 +50,7 @@ def check(arch: str, found: list[dict[str, Any]]) -> None:
     # of few tokens: what a thread multiplies it has loaded itself, as Triton of any version sees it
     few = [entry for entry in kernels if entry["kernel"].endswith("_gemv_kernel")]
     assert [entry for entry in few if entry["shared_memory"] > 8192] == []
+    assert [entry for entry in kernels if entry["torn"]] == []
     refused = {entry["refused"] for entry in found if "refused" in entry}
     assert all("dequantised" in words or "FP8 KV cache" in words for words in refused)
     assert arch in ("sm_80", "gfx942") or not refused

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from negamax.bench.bindings import bind, copy_case, map_tensors, tensors_of
 from negamax.kernels.formats import PLAIN
-from negamax.kernels.op import Case, Kernel, Op
+from negamax.kernels.moe import triton_norm_route
+from negamax.kernels.op import Case, Kernel, Op, randn
 from negamax.kernels.registry import OPS, gpu_kernels
 
 KERNELS = (
@@ -215,6 +216,50 @@ def test_experts_with_uneven_loads(kernel: Kernel, choice: str) -> None:
             if problem:
                 problems.append(f"{case.label}, {when}: {problem}")
     assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("calls", [(1, 4, 2), (1, 4), (2, 4), (1, 2)])
+@pytest.mark.parametrize(
+    ("hidden", "experts", "top_k", "of_m3"), [(3072, 256, 8, False), (6144, 128, 4, True)]
+)
+@torch.inference_mode()
+def test_a_router_never_takes_the_words_of_the_call_before(
+    hidden: int, experts: int, top_k: int, of_m3: bool, calls: tuple[int, ...]
+) -> None:
+    """One router, calls of different tokens behind each other: equal calls, equal bits."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    numbers = {"gemma": True, "scaling": 2.0, "shared": True} if of_m3 else {}
+    norm, router = triton_norm_route.prepare(
+        randn(hidden, dtype=torch.bfloat16, generator=generator, scale=0.2),
+        1e-6,
+        randn(experts, hidden, dtype=torch.float32, generator=generator, scale=hidden**-0.5),
+        randn(experts, dtype=torch.float32, generator=generator),
+        **numbers,
+    )
+    x = {M: randn(M, hidden, dtype=torch.bfloat16, generator=generator) for M in calls}
+    residual = {M: randn(M, hidden, dtype=torch.bfloat16, generator=generator) for M in calls}
+    order = [calls[i % len(calls)] for i in range(120)]
+    residuals = [residual[M].clone() for M in order]
+
+    def run() -> list[tuple[Tensor, Tensor]]:
+        for M, own in zip(order, residuals, strict=True):
+            own.copy_(residual[M])
+        return [
+            triton_norm_route.norm_route(x[M], own, norm, router, top_k=top_k)[1:]
+            for M, own in zip(order, residuals, strict=True)
+        ]
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    expected: dict[int, list[Tensor]] = {}
+    for _ in range(30):
+        graph.replay()
+        for M, choice in zip(order, found, strict=True):
+            first = expected.setdefault(M, [tensor.clone() for tensor in choice])
+            assert all(map(torch.equal, choice, first))
 
 
 def bits(tensor: Tensor) -> Tensor:

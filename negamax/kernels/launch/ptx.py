@@ -44,7 +44,7 @@ def agree(x):
     that they have the same. Of memory that others write at the same time they have not; a reduction
     then tells of one of them, and another goes on with what it has.
     """
-    if not INTERPRETED and is_cuda():
+    if not INTERPRETED and is_cuda():  # noqa: SIM102  (ROCm has no `num_threads`)
         if x.numel < num_threads():
             x = tl.inline_asm_elementwise(
                 "{ .reg .pred own, any; setp.ne.u32 own, $1, 0; "
