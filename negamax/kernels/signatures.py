@@ -42,6 +42,7 @@ class Linear(Protocol):
         *,
         out_dtype: torch.dtype | None = None,
         out: Tensor | None = None,
+        in_parts: bool = False,
     ) -> Tensor: ...
 
 

@@ -205,7 +205,9 @@ class Attention:
     def __call__(
         self, x: Tensor | QuantizedActivations, metadata: AttentionMetadata, kv: KvCaches
     ) -> Partial:
-        """x [T, hidden] -> [T, hidden]; the tokens' keys and values are in `kv` afterwards."""
+        """x [T, hidden] -> [T, hidden], or parts of it; the tokens' keys and values are in `kv`
+        afterwards.
+        """
         step: GroupedQueryStep = metadata.prepared[GroupedQueryKind.name]
         qkv, k_cache, v_cache, scales = self._qkv(x), kv["k"], kv["v"], self.kv_scales.of(kv)
         if self._fused is not None:  # what follows, in one launch
@@ -221,7 +223,8 @@ class Attention:
             q = q.to(qkv.dtype)
         if step.exchange is not None:
             step.exchange((k_cache, v_cache))
-        return self._out(self._attend(q, step, kv, num_decodes=metadata.num_decodes))
+        attended = self._attend(q, step, kv, num_decodes=metadata.num_decodes)
+        return self._out(attended, in_parts=True)
 
     def _attend(
         self, q: Tensor, step: GroupedQueryStep, kv: KvCaches, *, num_decodes: int

@@ -211,8 +211,8 @@ class BlockSparseAttention:
     def __call__(
         self, x: Tensor | QuantizedActivations, metadata: AttentionMetadata, kv: KvCaches
     ) -> Partial:
-        """x [T, hidden] -> [T, hidden]; the tokens' keys, values and index keys are in `kv`
-        afterwards.
+        """x [T, hidden] -> [T, hidden], or parts of it; the tokens' keys, values and index keys are
+        in `kv` afterwards.
         """
         step: BlockSparseStep = metadata.prepared[BlockSparseKind.name]
         k, v, index, scales = kv["k"], kv["v"], kv["index"], self.kv_scales.of(kv)
@@ -229,7 +229,7 @@ class BlockSparseAttention:
         ):
             if plan is not None:
                 parts.append(attend(q[tokens], k, v, choice.of(tokens), plan, kv_scales=scales))
-        return self._out(concatenate(parts))
+        return self._out(concatenate(parts), in_parts=True)
 
     def _choose(self, index_q: Tensor, index: Tensor, step: BlockSparseStep) -> BlockChoice:
         if step.merge is None:

@@ -144,6 +144,9 @@ class RowParallel(_Linear):
         self._group = group
         self.slots = self._matrix.slots(name, shape, region=(range(shape[0]), columns))
 
-    def __call__(self, x: Tensor | QuantizedActivations) -> Partial:
-        """x [T, in of this rank] -> [T, out]."""
-        return Partial(self._run(x, self._weight, out_dtype=None, out=None), self._group)
+    def __call__(self, x: Tensor | QuantizedActivations, *, in_parts: bool = False) -> Partial:
+        """x [T, in of this rank] -> [T, out]; where `in_parts` allows it also parts of that,
+        [T, P, out], as norms add them up.
+        """
+        out = self._run(x, self._weight, out_dtype=None, out=None, in_parts=in_parts)
+        return Partial(out, self._group)

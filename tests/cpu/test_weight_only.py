@@ -25,6 +25,7 @@ from negamax.kernels.formats import (
     TensorFormat,
     e4m3_blocks,
 )
+from negamax.kernels.gemm import triton_packed
 from negamax.kernels.gemm.cases import fp8_weight
 from negamax.kernels.gemm.triton_packed_gemv import gemv
 from negamax.kernels.launch import ptx
@@ -121,17 +122,33 @@ def test_layers_choose_by_their_columns(hidden: int, wanted: ActivationFormat | 
 
 
 @pytest.mark.parametrize("stored", cases.SMALL_FORMATS, ids=lambda stored: stored.name)
-@pytest.mark.parametrize(("num_tokens", "columns", "num_warps"), [(5, 456, 2), (1, 1096, 1)])
+@pytest.mark.parametrize(
+    ("num_tokens", "columns", "num_warps", "split_k"),
+    [(5, 456, 2, 1), (1, 1096, 1, 1), (3, 456, 1, 2), (1, 1096, 1, 4)],
+)
 def test_few_tokens_are_multiplied_as_the_weight_reads(
-    num_tokens: int, columns: int, num_warps: int, stored: TensorFormat
+    num_tokens: int, columns: int, num_warps: int, split_k: int, stored: TensorFormat
 ) -> None:
     weight = _stored(stored, 40, columns)  # rows and columns that no program fills; 9 steps
     x = torch.randn(num_tokens, columns, generator=_generator()).to(torch.bfloat16)
-    out = torch.full((num_tokens, 40), torch.nan, dtype=torch.bfloat16)
+    out = torch.full((num_tokens, split_k, 40), torch.nan, dtype=torch.bfloat16)
+    tile = Tile(8, 32, 1, num_warps=num_warps, split_k=split_k)
     with torch.inference_mode():
-        gemv(x, layout.pack(weight), out, Tile(8, 32, 1, num_warps=num_warps))
+        gemv(x, layout.pack(weight), out, tile)
     expected = x.float() @ stored.dequantize(weight.tensors).t()
-    assert (out.float() - expected).norm() <= 4e-3 * expected.norm()
+    assert (out.float().sum(1) - expected).norm() <= 4e-3 * expected.norm()
+
+
+@pytest.mark.parametrize(("num_tokens", "num_parts"), [(0, 2), (1, 2), (4, 2), (5, 1)])
+def test_parts_come_where_the_caller_adds_them_up(num_tokens: int, num_parts: int) -> None:
+    prepared = triton_packed.prepare(_stored(cases.INT4, 8, 3584))
+    x = torch.randn(num_tokens, 3584, generator=_generator()).to(torch.bfloat16)
+    whole, out = triton_packed.linear(x, prepared), x.new_empty(num_tokens, 8)
+    parts = triton_packed.linear(x, prepared, in_parts=True)
+    assert triton_packed.linear(x, prepared, out=out, in_parts=True).equal(whole)
+    assert parts.shape == ((num_tokens, num_parts, 8) if num_parts > 1 else whole.shape)
+    added = parts.float().view(num_tokens, num_parts, 8).sum(1)
+    assert (added - whole.float()).norm() <= 6e-3 * whole.float().norm()
 
 
 # --- PTX -----------------------------------------------------------------------------------------

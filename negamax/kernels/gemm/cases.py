@@ -4,6 +4,8 @@ what they cost.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -69,6 +71,9 @@ def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
             (70, 200 if number == 0 or stored.activation else 128, 136),
         )
     ]
+    for num_tokens, stored in zip((3, 1, 1), weight_only.FORMATS[:3], strict=True):
+        case = weight_only_case(stored, num_tokens, 3584, 24, dtype=dtype, generator=generator)
+        cases.append(replace(case, label=f"{case.label} in parts", numbers={"in_parts": True}))
     return cases + [
         fp8_case(*sizes, dtype=dtype, generator=generator)
         for sizes in (
@@ -185,11 +190,12 @@ def stored_weight(case: Case, name: str) -> StoredWeight:
 
 
 def apply(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """The product, with the activations that the kernel wants."""
+    """The product, with the activations that the kernel wants; parts of it added up."""
     x: Hidden = case.tensors["x"]
     if kernel.activation is not None:
         x = quantize.quantize_activations(case.tensors["x"])
-    return (kernel.run(x, kernel.prepare(stored_weight(case, "weight")), **case.numbers),)
+    out = kernel.run(x, kernel.prepare(stored_weight(case, "weight")), **case.numbers)
+    return (out if out.dim() == 2 else out.sum(1, dtype=torch.float32).to(out.dtype),)
 
 
 def cost(case: Case) -> Cost:

@@ -56,6 +56,7 @@ def linear(
     *,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    in_parts: bool = False,
 ) -> Tensor:
     """x [T, in], weight from `pack` -> [T, out] in `out_dtype` (None: that of x), in `out` where
     given.
@@ -107,6 +108,7 @@ def blas_linear(
     *,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    in_parts: bool = False,
 ) -> Tensor:
     """x [T, in] fp32, weight [out, in] fp32 -> [T, out] in `out_dtype` (None: fp32)."""
     x = unquantized(x)

@@ -21,9 +21,11 @@ def linear(
     *,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    in_parts: bool = False,
 ) -> Tensor:
     """x [T, in], weight [out, in] -> [T, out] in `out_dtype` (None: that of x), in `out` where
-    given. Of FP8 activations the plain form counts.
+    given. Of FP8 activations the plain form counts. With `in_parts` kernels may return parts of the
+    sums, [T, P, out], each rounded.
     """
     values = unquantized(x)
     dtype = out_dtype or values.dtype

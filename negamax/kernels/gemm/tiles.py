@@ -84,9 +84,9 @@ class Tiles:
             block_m, 64, 128, num_warps=4, num_stages=2, split_k=self._splits(M, N, K, block_m)
         )
 
-    def packed_gemv(self, *, M: int, packing: Packing) -> Tile | None:
+    def packed_gemv(self, *, M: int, packing: Packing, in_parts: bool) -> Tile | None:
         """For few tokens and weights of 4 and 8 bits, of which every program's part fits into
-        registers; else None.
+        registers; else None. `in_parts`: columns may be split, and nobody adds up the parts.
         """
         return None
 
@@ -164,17 +164,19 @@ class H200(Tiles):
         """Whether so many programs leave less than a quarter of the multiprocessors idle."""
         return 4 * programs > 3 * self.multiprocessors
 
-    def packed_gemv(self, *, M: int, packing: Packing) -> Tile | None:
+    def packed_gemv(self, *, M: int, packing: Packing, in_parts: bool) -> Tile | None:
         """4 bits: up to 4 tokens. A thread has up to 384 bytes: 96 registers."""
         row_bytes = packing.K_PACKED // packing.CODES
         if packing.CODES == 1 or row_bytes > 6144 or M > 4:
             return None
         warps = _power_of_two(-(-row_bytes // 384))
+        if in_parts and warps > 4:
+            if M > 1:
+                return Tile(8, 32, 1, num_warps=4, split_k=4)
+            return Tile(8, 16, 1, num_warps=4, split_k=4, maxnreg=128)
         if M > 1:
             return Tile(8, 32, 1, num_warps=warps)
         maxnreg = None if row_bytes == 1536 and packing.SCALE != "e5m3" else 128
-        if packing.ELEMENT == "uint4" and packing.GROUP % 128 == 0:
-            maxnreg = 96
         return Tile(8, 16, 1, num_warps=max(4, warps), maxnreg=maxnreg)
 
     def w8a8(self, *, M: int, N: int) -> Tile:

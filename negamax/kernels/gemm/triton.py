@@ -372,6 +372,7 @@ def linear(
     *,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    in_parts: bool = False,
 ) -> Tensor:
     """x [M, K] -> x W^T [M, N] in `out_dtype` (None: that of the plain activations), rounded once
     from fp32 sums.

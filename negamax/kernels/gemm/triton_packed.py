@@ -109,18 +109,23 @@ def linear(
     *,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    in_parts: bool = False,
 ) -> Tensor:
-    """x [M, K] -> x W^T [M, N] in `out_dtype` (None: that of x), rounded once from fp32 sums."""
+    """x [M, K] -> x W^T [M, N] in `out_dtype` (None: that of x), rounded once from fp32 sums; with
+    `in_parts` and few tokens parts of it [M, P, N], each rounded.
+    """
     x, weight = unquantized(x).contiguous(), prepared.weight
     packing: Packing = weight.packing
     M, N = x.shape[0], weight.num_rows
+    sizes = tiles.tiles_for(x.device)
+    few = sizes.packed_gemv(M=M, packing=packing, in_parts=in_parts and out is None)
     if out is None:
-        out = x.new_empty((M, N), dtype=out_dtype or x.dtype)
+        shape = (M, few.split_k, N) if few and few.split_k > 1 else (M, N)
+        out = x.new_empty(shape, dtype=out_dtype or x.dtype)
     if M == 0:
         return out
-    sizes = tiles.tiles_for(x.device)
-    if tile := sizes.packed_gemv(M=M, packing=packing):
-        gemv(x, weight, out, tile)
+    if few:
+        gemv(x, weight, out, few)
         return out
     tile = sizes.packed(M=M, N=N, K=packing.K)
     grid = (triton.cdiv(N, tile.block_n) * triton.cdiv(M, tile.block_m), tile.split_k)

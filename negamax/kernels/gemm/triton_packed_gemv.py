@@ -25,34 +25,35 @@ from negamax.kernels.weight_only.triton_gemv import (
 def _packed_gemv_kernel(
     x_ptr,  # [M, K]
     w,  # tensors of a `PackedWeight`
-    out_ptr,  # [M, N]
+    out_ptr,  # [M, SPLIT_K, N]
     M,
     N,
     P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     NUM_WARPS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
     ONE_TOKEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[:, BLOCK_N], over all of K.
+    """out[:, split, BLOCK_N], over the columns of one of SPLIT_K programs.
 
-    grid: N / BLOCK_N
+    grid: N / BLOCK_N, SPLIT_K
     """
     launch_dependents(PDL)  # this early: what the next kernel loads first is a weight, too
-    first_n = tl.program_id(0) * BLOCK_N
+    first_n, split = tl.program_id(0) * BLOCK_N, tl.program_id(1) if SPLIT_K > 1 else 0
     rows = tl.minimum(first_n + fragment_rows(BLOCK_N), N - 1)
-    loaded = load_weight(w, rows, N, P, NUM_WARPS)
+    loaded = load_weight(w, rows, N, P, NUM_WARPS, split, SPLIT_K)
     wait_for_predecessor(PDL)
     offs_n = first_n + tl.arange(0, BLOCK_N)
     if ONE_TOKEN:
-        acc = multiply_token(loaded, x_ptr, P, BLOCK_N, NUM_WARPS)
-        out_ptrs, inside = out_ptr + offs_n, offs_n < N
+        acc = multiply_token(loaded, x_ptr, P, BLOCK_N, NUM_WARPS, split, SPLIT_K)
+        out_ptrs, inside = out_ptr + split * N + offs_n, offs_n < N
         if P.ROW_SCALE:
             acc *= tl.load(w[3] + offs_n, mask=offs_n < N, other=0.0)
     else:
         offs_m = tl.arange(0, TOKENS)
-        acc = multiply_weight(loaded, x_ptr, offs_m % M, P, BLOCK_N, NUM_WARPS)
-        out_ptrs = out_ptr + offs_m[None, :] * N + offs_n[:, None]
+        acc = multiply_weight(loaded, x_ptr, offs_m % M, P, BLOCK_N, NUM_WARPS, split, SPLIT_K)
+        out_ptrs = out_ptr + (offs_m[None, :] * SPLIT_K + split) * N + offs_n[:, None]
         inside = (offs_m < M)[None, :] & (offs_n < N)[:, None]
         if P.ROW_SCALE:
             acc *= tl.load(w[3] + offs_n, mask=offs_n < N, other=0.0)[:, None]
@@ -60,11 +61,11 @@ def _packed_gemv_kernel(
 
 
 def gemv(x: Tensor, weight: PackedWeight, out: Tensor, tile: Tile) -> None:
-    """x [M, K], M at most TOKENS -> out [M, N]."""
-    M, N = out.shape
-    _packed_gemv_kernel[(triton.cdiv(N, tile.block_n),)](
+    """x [M, K], M at most TOKENS -> out [M, N], or [M, split_k, N]: parts of the sums, rounded."""
+    M, N = len(out), weight.num_rows
+    _packed_gemv_kernel[(triton.cdiv(N, tile.block_n), tile.split_k)](
         x, weight.tensors, out, M, N,
-        P=weight.packing, BLOCK_N=tile.block_n, NUM_WARPS=tile.num_warps,
+        P=weight.packing, BLOCK_N=tile.block_n, NUM_WARPS=tile.num_warps, SPLIT_K=tile.split_k,
         ONE_TOKEN=M == 1, num_warps=tile.num_warps,
         **launch_options(x.device, maxnreg=tile.maxnreg),
     )  # fmt: skip

@@ -80,6 +80,7 @@ def linear(
     *,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    in_parts: bool = False,
 ) -> Tensor:
     """x [M, K] -> x W^T [M, N] in `out_dtype` (None: that of x), rounded once from exact (int8) or
     fp32 sums. From tiles.SPLIT_K_MAX_M + 1 tokens on x is rounded before.
@@ -87,7 +88,7 @@ def linear(
     x, weight = unquantized(x).contiguous(), prepared.weight
     M, N = x.shape[0], weight.num_rows
     if M <= tiles.SPLIT_K_MAX_M:
-        return triton_packed.linear(x, prepared, out_dtype=out_dtype, out=out)
+        return triton_packed.linear(x, prepared, out_dtype=out_dtype, out=out, in_parts=in_parts)
     if out is None:
         out = x.new_empty((M, N), dtype=out_dtype or x.dtype)
     q, scale = round_activations(x, weight.packing)

@@ -55,6 +55,7 @@ def _has_one_scale(P: Any) -> bool:
 
 @triton.constexpr_function
 def _steps(P: Any, NUM_WARPS: int) -> int:
+    """Of so many warps that share the columns."""
     return -(-P.K_PACKED // (SPAN.value * NUM_WARPS))
 
 
@@ -93,43 +94,57 @@ def fragment_rows(ROWS: tl.constexpr):
 
 
 @triton.jit
-def load_weight(w, rows, num_rows, P: tl.constexpr, NUM_WARPS: tl.constexpr):
+def load_weight(
+    w, rows, num_rows, P: tl.constexpr, NUM_WARPS: tl.constexpr, split=0, SPLIT_K: tl.constexpr = 1
+):
     """The rows `rows` [8, ROWS / 8], in the order of `fragment_rows`, of a packed weight that has
-    `num_rows`: fragments, scales and zero points of all steps, as stored.
+    `num_rows`: fragments, scales and zero points of all steps, as stored. Of SPLIT_K programs that
+    share the columns, this is number `split`.
     """
-    STEPS: tl.constexpr = _steps(P, NUM_WARPS)
+    WARPS: tl.constexpr = NUM_WARPS * SPLIT_K
+    STEPS: tl.constexpr = _steps(P, WARPS)
     PARTS: tl.constexpr = 2 // P.CODES  # fragments of a step
-    EVEN: tl.constexpr = _fills_steps(P.K_PACKED, NUM_WARPS)
+    EVEN: tl.constexpr = _fills_steps(P.K_PACKED, WARPS)
     row_words, span_words = strides(num_rows, P)
-    span = tl.arange(0, NUM_WARPS)[None, :, None, None] * PARTS
+    span = _warps(split, NUM_WARPS)[None, :, None, None] * PARTS
     q_ptrs = w[0] + rows.to(tl.int64)[:, None, :, None] * row_words + span * span_words
     q_ptrs += tl.arange(0, _WORDS)[None, None, None, :]
     # Triton lays threads, then warps, along the dimensions of the longest contiguous runs first
     q_ptrs = tl.max_contiguous(q_ptrs, [4, 2, 1, 16])
     codes, scales, zeros = (), (), ()
     for i in tl.static_range(STEPS * PARTS):
-        first = i // PARTS * NUM_WARPS * PARTS + i % PARTS
+        first = i // PARTS * WARPS * PARTS + i % PARTS
         inside = ((span + first) * (SPAN // PARTS) < P.K_PACKED) | EVEN
         q_span = q_ptrs + first * span_words
         codes = codes + (tl.load(q_span, mask=inside, other=0, cache_modifier=".cg"),)
     if P.GROUP > 0:
         for step in tl.static_range(STEPS):
-            scales = scales + (_load_side(w[1], rows, num_rows, step, P, NUM_WARPS, P.IN_WORDS),)
+            side = rows, num_rows, step, P, NUM_WARPS, split, SPLIT_K
+            scales = scales + (_load_side(w[1], *side, P.IN_WORDS),)
             if P.ZEROS:
-                zeros = zeros + (_load_side(w[2], rows, num_rows, step, P, NUM_WARPS, False),)
+                zeros = zeros + (_load_side(w[2], *side, False),)
     return codes, scales, zeros
 
 
 @triton.jit
+def _warps(split, NUM_WARPS: tl.constexpr):
+    """[NUM_WARPS]: numbers of the warps of program `split` among all that share the columns, which
+    are those of their spans in the first step.
+    """
+    return split * NUM_WARPS + tl.arange(0, NUM_WARPS)
+
+
+@triton.jit
 def _load_side(
-    ptr, rows, num_rows, step: tl.constexpr, P: tl.constexpr, NUM_WARPS: tl.constexpr,
-    IN_WORDS: tl.constexpr,
+    ptr, rows, num_rows, step: tl.constexpr, P: tl.constexpr, NUM_WARPS: tl.constexpr, split,
+    SPLIT_K: tl.constexpr, IN_WORDS: tl.constexpr,
 ):  # fmt: skip
     """Scales or zero points of a step as stored, [4, 8, NUM_WARPS, ROWS / 8, entries]: for each
     thread those of the codes that it has, so that they need not be passed on.
     """
     ENTRIES: tl.constexpr = side_entries(P, IN_WORDS)
-    k = (step * NUM_WARPS + tl.arange(0, NUM_WARPS))[None, None, :, None, None] * SPAN
+    WARPS: tl.constexpr = NUM_WARPS * SPLIT_K
+    k = (step * WARPS + _warps(split, NUM_WARPS))[None, None, :, None, None] * SPAN
     k += tl.arange(0, 4)[:, None, None, None, None] * 0
     offsets = k // max(P.GROUP, SPAN) * num_rows + rows[None, :, None, :, None]
     ptrs = ptr + (offsets * ENTRIES + tl.arange(0, ENTRIES)[None, None, None, None, :])
@@ -137,23 +152,25 @@ def _load_side(
     # at once
     SIZE: tl.constexpr = ENTRIES * ptr.dtype.element_ty.primitive_bitwidth // 8
     ptrs = tl.multiple_of(tl.max_contiguous(ptrs, [16, 8, 4, 2, 32]), [1, 1, 1, 1, SIZE])
-    inside = (k < P.K_PACKED) | _fills_steps(P.K_PACKED, NUM_WARPS)
+    inside = (k < P.K_PACKED) | _fills_steps(P.K_PACKED, WARPS)
     return tl.load(ptrs, mask=inside, other=0)
 
 
 @triton.jit
 def multiply_weight(
-    loaded, x_ptr, x_rows, P: tl.constexpr, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr
-):
+    loaded, x_ptr, x_rows, P: tl.constexpr, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr, split=0,
+    SPLIT_K: tl.constexpr = 1,
+):  # fmt: skip
     """[ROWS, TOKENS] fp32, without the scales per row: `loaded` by `load_weight` times the rows
-    `x_rows` [TOKENS] of x [any, K].
+    `x_rows` [TOKENS] of x [any, K]; over the columns of one of SPLIT_K programs, as loaded.
     """
-    STEPS: tl.constexpr = _steps(P, NUM_WARPS)
+    WARPS: tl.constexpr = NUM_WARPS * SPLIT_K
+    STEPS: tl.constexpr = _steps(P, WARPS)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     codes, scales, zeros = loaded
     acc = tl.zeros((NUM_WARPS, ROWS, TOKENS), tl.float32)
     for i in tl.static_range(STEPS):
-        x = _load_tokens(x_ptr, x_rows, i * (NUM_WARPS * SPAN), P, NUM_WARPS, 1)
+        x = _load_tokens(x_ptr, x_rows, i * (WARPS * SPAN), P, NUM_WARPS, 1, split, SPLIT_K)
         w = _dequantize(codes, scales, zeros, i, P, ROWS, NUM_WARPS, DTYPE, False)
         if P.GROUP > 0 and _has_one_scale(P):
             product = dot(w, x, tl.zeros_like(acc))
@@ -167,17 +184,24 @@ def multiply_weight(
 
 
 @triton.jit
-def multiply_token(loaded, x_ptr, P: tl.constexpr, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
-    """[ROWS] fp32, without the scales per row: `loaded` by `load_weight` times one token, x [K]."""
-    STEPS: tl.constexpr = _steps(P, NUM_WARPS)
+def multiply_token(
+    loaded, x_ptr, P: tl.constexpr, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr, split=0,
+    SPLIT_K: tl.constexpr = 1,
+):  # fmt: skip
+    """[ROWS] fp32, without the scales per row: `loaded` by `load_weight` times one token, x [K];
+    over the columns of one of SPLIT_K programs, as loaded.
+    """
+    WARPS: tl.constexpr = NUM_WARPS * SPLIT_K
+    STEPS: tl.constexpr = _steps(P, WARPS)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     codes, scales, zeros = loaded
     acc = tl.zeros((NUM_WARPS, ROWS, TOKENS), tl.float32)
     column = tl.arange(0, TOKENS)
     x = ()
     for i in tl.static_range(0, STEPS, TOKENS):
-        first = (i + column)[:, None, None, None, None] * (NUM_WARPS * SPAN)
-        x = x + (_load_tokens(x_ptr, column * 0, first, P, NUM_WARPS, TOKENS),)
+        first = (i + column)[:, None, None, None, None] * (WARPS * SPAN)
+        tokens = _load_tokens(x_ptr, column * 0, first, P, NUM_WARPS, TOKENS, split, SPLIT_K)
+        x = x + (tokens,)
     start = tl.zeros_like(acc)
     for i in tl.static_range(STEPS):
         if _starts_from_offset(P) and _column(i) == 0:
@@ -207,20 +231,23 @@ def _times_scale(
 
 
 @triton.jit
-def _load_tokens(x_ptr, rows, first, P: tl.constexpr, NUM_WARPS: tl.constexpr, STEPS: tl.constexpr):
+def _load_tokens(
+    x_ptr, rows, first, P: tl.constexpr, NUM_WARPS: tl.constexpr, STEPS: tl.constexpr, split,
+    SPLIT_K: tl.constexpr,
+):  # fmt: skip
     """[NUM_WARPS, SPAN, TOKENS] for the tensor cores: of the rows `rows` [TOKENS] of x [any, K] the
     columns of one step, from `first` on, or those of STEPS steps, `first` [TOKENS, 1, 1, 1, 1]. A
     thread loads what it multiplies.
     """
     # [TOKENS, thread, NUM_WARPS, 8 columns apart, neighbours]
     thread = tl.arange(0, 4)[None, :, None, None, None]
-    warp = tl.arange(0, NUM_WARPS)[None, None, :, None, None]
+    warp = _warps(split, NUM_WARPS)[None, None, :, None, None]
     k = warp * SPAN + thread * 2
     x_ptrs = x_ptr + rows.to(tl.int64)[:, None, None, None, None] * P.K + k
     constant = first + tl.arange(0, SPAN // 8)[None, None, None, :, None] * 8
     constant += tl.arange(0, 2)[None, None, None, None, :]
     x_ptrs = tl.max_contiguous(x_ptrs + constant.to(tl.int64), [8, 16, 4, 1, 32])
-    inside = (k + constant < P.K) | _fills_steps(P.K, NUM_WARPS * STEPS)
+    inside = (k + constant < P.K) | _fills_steps(P.K, NUM_WARPS * SPLIT_K * STEPS)
     x = tl.load(x_ptrs, mask=inside, other=0.0)
     VECTOR: tl.constexpr = _vector(P)
     x = tl.reshape(x, (TOKENS, 4, NUM_WARPS, SPAN // 4 // VECTOR, VECTOR))
