@@ -85,27 +85,31 @@ def norm_route_small(dtype: torch.dtype, generator: torch.Generator) -> list[Cas
             (((2, 200), 2, 2, 1), {}),  # fewer programs than tokens
             (((3, 37), 3, 8, 2), {}),
             (((9, 64), 7, 8, 2), {}),
+            (((1, 4, 264), 1, 3, 2), {}),
             (((2, 3, 64), 2, 8, 2), {}),
+            (((2, 5, 64), 1, 4, 2), {}),  # more parts than in one launch
             (((0, 128), 0, 4, 2), {"quantize": True}),
             (((2, 1152), 2, 8, 2), {"quantize": True}),
             (((2, 384), 1, 8, 2), {"quantize": True, **_M3_NORM_ROUTE}),
+            (((2, 2, 1152), 2, 2, 1), {"quantize": True, **_M3_NORM_ROUTE}),
             (((2, 72), 2, 5, 5), _M3_NORM_ROUTE),
         )
     ]
 
 
 def norm_route_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M2's and MiniMax-M3's, one or two tokens and beyond."""
+    """MiniMax-M2's and MiniMax-M3's, one or two tokens and beyond, as one part or two."""
     return [
         _norm_route_case(
-            (num_tokens, hidden), num_tokens, *sizes, dtype=dtype, generator=generator, bias=1.0,
-            quantize=quantize, **numbers,
+            (num_tokens, *parts, hidden), num_tokens, *sizes, dtype=dtype, generator=generator,
+            bias=1.0, quantize=quantize, **numbers,
         )
         for hidden, sizes, numbers in (
             (3072, (256, 8), {}),
             (6144, (128, 4), _M3_NORM_ROUTE),
         )
         for num_tokens in (1, 2, 4)
+        for parts in ((), (2,))
         for quantize in (False, True)
     ]  # fmt: skip
 

@@ -21,7 +21,8 @@ ROUTE_MAX_TILES = 4096
 ROUTE_SMALL_M_MAX_M = 4  # up to here the router multiplies on the CUDA cores
 ROUTE_SMALL_M_BLOCK_N = 2
 ROUTE_SMALL_M_WARPS = 4  # for rows of up to 4096 values
-NORM_ROUTE_MAX_M = 2  # up to here the norm before it is in its launch,
+NORM_ROUTE_MAX_M = 2  # up to here the norm before it is in its launch, which
+NORM_ROUTE_MAX_PARTS = 4  # adds up so many parts of its input at most,
 NORM_ROUTE_WARPS = 4  # for rows of up to 4096 values, with
 NORM_ROUTE_THREAD_WORDS = 4  # 4-byte words of one load of a thread
 

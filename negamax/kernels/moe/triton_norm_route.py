@@ -1,6 +1,7 @@
 """The norm before the experts and the router, for one or two tokens in one launch.
 
-    residual [M, 2 * WORDS] += x; its norm [M, 2 * WORDS], with `quantize` also in FP8
+    residual [M, 2 * WORDS] += x [M, PARTS, 2 * WORDS], its parts summed
+    its norm [M, 2 * WORDS], with `quantize` also in FP8
     logits of the norm -> topk_ids, topk_weights, as `triton_route.py` has them
 
 Every program of the router reads all of the tokens anyway. Here each reads what their norm is made
@@ -37,7 +38,10 @@ from negamax.kernels.norm import triton as norms
 from negamax.kernels.norm.spec import NormWeight
 from negamax.kernels.norm.triton import (
     GROUP_WORDS,
+    add_parts,
     as_words,
+    fetch_parts,
+    num_parts,
     quantise,
     scale_row,
     store_quantised,
@@ -76,7 +80,7 @@ def _of_row(words, m, step: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.const
 
 @triton.jit(do_not_specialize=["M"])
 def _norm_route_kernel(
-    x_ptr,  # [M, 2 * WORDS]
+    x_ptr,  # [M, PARTS, 2 * WORDS]
     residual_ptr,  # [M, 2 * WORDS], changed in place
     weight_ptr,  # [2 * WORDS]
     out_ptr,  # [M, 2 * WORDS], written; likewise
@@ -91,6 +95,7 @@ def _norm_route_kernel(
     topk_ids_ptr,
     topk_weights_ptr,
     M,
+    PARTS: tl.constexpr,
     WORDS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -138,7 +143,7 @@ def _norm_route_kernel(
         for step in tl.static_range(STEPS):
             k = step * BLOCK_K + offs_k
             at, inside = m * WORDS + k, (k < WORDS) & (m < M)
-            x += (tl.load(as_words(x_ptr) + at, mask=inside, other=0, volatile=True),)
+            x += (fetch_parts(x_ptr, tl.full((), m, tl.int64), k, inside, PARTS, WORDS),)
             residual += (tl.load(as_words(residual_ptr) + at, mask=inside, other=0, volatile=True),)
     for i in tl.static_range(STEPS * BLOCK_N):
         gate += (_gate_words(parts[i]),)
@@ -146,7 +151,7 @@ def _norm_route_kernel(
     for m in tl.static_range(BLOCK_M):
         acc = tl.zeros((BLOCK_K // THREAD_WORDS,), tl.float32)
         for step in tl.static_range(STEPS):
-            x_even, x_odd = unpack(x[m * STEPS + step], dtype)
+            x_even, x_odd = add_parts(x[m * STEPS + step], PARTS, dtype)
             even, odd = unpack(residual[m * STEPS + step], dtype)
             total = pack_pair(even + x_even, odd + x_odd, dtype)
             totals += (total,)
@@ -227,12 +232,12 @@ def norm_route(
 ) -> tuple[Hidden, Tensor, Tensor]:
     """residual += x (or the sum of its parts), in place -> its norm, topk_ids and topk_weights.
 
-    More tokens, parts, rows of no whole words, and programs that may not wait for each other take
-    two launches.
+    More tokens, more parts, rows of no whole words, and programs that may not wait for each other
+    take two launches.
     """
-    M, hidden = residual.shape
-    is_few = router.spin_wait and 0 < M <= tiles.NORM_ROUTE_MAX_M
-    if not is_few or x.dim() != 2 or hidden % 2:
+    (M, hidden), parts = residual.shape, num_parts(x)
+    is_few = 0 < M <= tiles.NORM_ROUTE_MAX_M and 0 < parts <= tiles.NORM_ROUTE_MAX_PARTS
+    if not (is_few and router.spin_wait) or hidden % 2:
         normed = norms.add_rms(x, residual, norm)
         return normed, *route(normed, router, top_k=top_k, active=active)
     num_experts, device = router.bias.shape[0], x.device
@@ -246,8 +251,9 @@ def norm_route(
         x, residual, norm.weight, *written, norm.eps,
         router.gate_bf16x3, router.bias, router.all_active if active is None else active,
         router.logits, router.flag, topk_ids, topk_weights, M,
-        WORDS=hidden // 2, NUM_EXPERTS=num_experts, TOP_K=top_k, SCALING=router.scaling,
-        SHARED=int(router.shared), BLOCK_M=triton.next_power_of_2(M), BLOCK_N=block_n,
+        PARTS=parts, WORDS=hidden // 2, NUM_EXPERTS=num_experts, TOP_K=top_k,
+        SCALING=router.scaling, SHARED=int(router.shared), BLOCK_M=triton.next_power_of_2(M),
+        BLOCK_N=block_n,
         BLOCK_K=num_warps * platform.platform_of(device).warp_size * thread_words,
         THREAD_WORDS=thread_words, QUANTIZE=norm.quantize, GEMMA=norm.gemma,
         PARALLEL_TOPK=not INTERPRETED, num_warps=num_warps, **launch_options(device),
