@@ -164,12 +164,13 @@ class H200(Tiles):
             return None
         first, second = (_power_of_two(-(-each // 384)) for each in row_bytes)
         is_light = has_few_scales and not gate_up.ZEROS
-        rows, maxnreg = (16, 168) if is_light else (8, 128)
-        tile = Tile(8, rows, 1, num_warps=first, maxnreg=maxnreg)
         if M > 1:
+            rows, maxnreg = (16, 168) if is_light else (8, 128)
+            tile = Tile(8, rows, 1, num_warps=first, maxnreg=maxnreg)
             return ExpertTiles(tile, Tile(8, 16, 1, num_warps=second, maxnreg=128))
-        if not is_light and gate_up.SCALE != "e5m3":
-            tile = Tile(8, rows, 1, num_warps=2 * first)
+        tile = Tile(8, 8, 1, num_warps=2 * first)
+        if is_light or gate_up.SCALE == "e5m3":
+            tile = Tile(8, 8, 1, num_warps=first, maxnreg=128)
         other = Tile(8, 16, 1, num_warps=2 * second, maxnreg=80 if is_light else None)
         return ExpertTiles(tile, other)
 

@@ -119,10 +119,13 @@ def load_weight(
         codes = codes + (tl.load(q_span, mask=inside, other=0, cache_modifier=".cg"),)
     if P.GROUP > 0:
         for step in tl.static_range(STEPS):
-            side = rows, num_rows, step, P, NUM_WARPS, split, SPLIT_K
-            scales = scales + (_load_side(w[1], *side, P.IN_WORDS),)
+            stored = _load_side(
+                w[1], rows, num_rows, step, P, NUM_WARPS, split, SPLIT_K, P.IN_WORDS
+            )
+            scales = scales + (stored,)
             if P.ZEROS:
-                zeros = zeros + (_load_side(w[2], *side, False),)
+                stored = _load_side(w[2], rows, num_rows, step, P, NUM_WARPS, split, SPLIT_K, False)
+                zeros = zeros + (stored,)
     return codes, scales, zeros
 
 
