@@ -139,7 +139,7 @@ def test_few_tokens_are_multiplied_as_the_weight_reads(
     assert (out.float().sum(1) - expected).norm() <= 4e-3 * expected.norm()
 
 
-@pytest.mark.parametrize(("num_tokens", "num_parts"), [(0, 2), (1, 2), (4, 2), (5, 1)])
+@pytest.mark.parametrize(("num_tokens", "num_parts"), [(0, 4), (1, 4), (4, 4), (5, 1)])
 def test_parts_come_where_the_caller_adds_them_up(num_tokens: int, num_parts: int) -> None:
     prepared = triton_packed.prepare(_stored(cases.INT4, 8, 3584))
     x = torch.randn(num_tokens, 3584, generator=_generator()).to(torch.bfloat16)
