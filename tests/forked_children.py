@@ -34,7 +34,7 @@ from negamax.config.nodes import KEY_VARIABLE
 
 PRELOADED = (
     "negamax.worker.worker", "negamax.text.grammar.matcher", "torch.distributed",
-    "negamax.engine.core.setup", "negamax.engine.core.topology",
+    "negamax.engine.core.setup", "negamax.engine.core.planned_sizes",
     "negamax.cli.main", "negamax.api.server",
 )  # fmt: skip
 # modules that start children when they are the main program

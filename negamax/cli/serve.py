@@ -49,7 +49,7 @@ def command(*, engine: EngineOptions, server: ServerOptions) -> None:
 
 
 def _serve(engine_options: EngineOptions, server_options: ServerOptions, *, started: float) -> None:
-    from negamax.engine.core.topology import with_planned_sizes
+    from negamax.engine.core.planned_sizes import with_planned_sizes
     from negamax.engine.nodes.ray_launcher import check_installed
 
     check_installed(engine_options)

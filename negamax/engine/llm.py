@@ -17,9 +17,9 @@ from negamax.config.eplb import IN_ORDER
 from negamax.config.nodes import MASTER_PORT, MP
 from negamax.config.options import EngineOptions
 from negamax.engine.client.output import ChoiceStream, RequestOutput, admit
+from negamax.engine.core.planned_sizes import with_planned_sizes
 from negamax.engine.core.setup import start_loop
 from negamax.engine.core.source import locate
-from negamax.engine.core.topology import with_planned_sizes
 from negamax.engine.wire import EngineStats
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.step import SequenceUpdate, TokenLogprobs

@@ -26,8 +26,8 @@ from negamax.config.families import bundled_spec
 from negamax.config.kv_cache import block_bytes, with_holders, with_index_dtype
 from negamax.config.model_spec import ModelSpec
 from negamax.config.options import EngineOptions
+from negamax.engine.core.planned_sizes import with_planned_sizes
 from negamax.engine.core.setup import start_loop
-from negamax.engine.core.topology import with_planned_sizes
 from negamax.models.memory import ModelWeights, weight_bytes
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split, possible_splits
