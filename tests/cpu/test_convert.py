@@ -16,18 +16,15 @@ from typing import Any
 
 import pytest
 import torch
-from m2_checkpoints import TINY, random_tensors, save_sharded, tiny_spec
-from model_support import random_weights
+from conversion_support import FILES, KV_SCALE, SIZES, conversion, loaded, stored, write_source
+from m2_checkpoints import TINY, random_tensors, tiny_spec
 from quantized_writers import WRITERS, write
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError, ConfigError, ResourceError
-from negamax.checkpoint.loader import fill
-from negamax.checkpoint.plan import plan_load
-from negamax.checkpoint.reader import CheckpointReader, read_entries
+from negamax.checkpoint.reader import CheckpointReader
 from negamax.cli.main import main
-from negamax.config.families import read_spec
 from negamax.config.json_file import read_json_object
 from negamax.config.quantization import PROVENANCE
 from negamax.convert import convert as converting
@@ -36,40 +33,7 @@ from negamax.convert.source import Source
 from negamax.convert.targets import TARGETS, target_of
 from negamax.convert.verify import compare
 from negamax.convert.writer import TensorFile
-from negamax.kernels.platform import CPU
-from negamax.kernels.registry import resolve
-from negamax.models.registry import build_model
-from negamax.parallel.collectives import SingleRank
-from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
-from tests import tiny_m3
-
-SIZES = {
-    **TINY, "hidden_size": 256, "intermediate_size": 128, "head_dim": 64, "num_local_experts": 2,
-    "vocab_size": 64,
-}  # fmt: skip
-FILES = ["model-00000-of-00009.safetensors", "model-00001-of-00009.safetensors"]
-KV_SCALE = "model.layers.1.self_attn.k_proj.k_scale"
-
-
-def write_source(folder: Path, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Path:
-    """A checkpoint as others publish it: plain, badly sorted, with a KV scale."""
-    folder.mkdir(parents=True, exist_ok=True)
-    sizes = {**SIZES, **changes}
-    spec = tiny_spec(**sizes)
-    tensors = random_tensors(spec, dtype=dtype)
-    for name in tensors:
-        if name.endswith(("gate.weight", "correction_bias")):
-            tensors[name] = tensors[name].float()
-    tensors[KV_SCALE] = torch.tensor(0.25)
-    tensors["model.layers.1.self_attn.q_scale"] = torch.tensor(0.5)
-    save_sharded(folder, tensors, names=FILES)
-    names = {"architectures": [spec.architecture], "model_type": "minimax_m2", "dtype": "bfloat16"}
-    (folder / "config.json").write_text(json.dumps({**names, **sizes}))
-    (folder / "tokenizer.json").write_text("{}")
-    (folder / "chat_template.jinja").write_text("x")
-    (folder / "hf_quant_config.json.bak").write_text("")
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +49,6 @@ def converted(bf16: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     for name, folder in folders.items():
         convert(conversion(bf16, folder, name))
     return folders
-
-
-def conversion(source: Path, destination: Path, to: str, **options: Any) -> Conversion:
-    options = {"allow_lossy": True, **options}
-    return Conversion(str(source), source, destination, target_of(to), **options)
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -374,158 +333,6 @@ def test_destinations_that_will_not_do_are_refused(
     monkeypatch.setattr(converting, "_SPARE_BYTES", 2**60)
     with pytest.raises(ResourceError, match=r"needs \d+\.\d GiB of disk, .* are free"):
         convert(conversion(bf16, tmp_path / "out", "int8"))
-
-
-def loaded(
-    folder: Path,
-    layout: ParallelLayout,
-    *,
-    split: bool = False,
-    sharded_index: bool = False,
-    dtype: torch.dtype = torch.float32,
-) -> dict[str, Tensor]:
-    """The parameters of a rank by the first slot that fills each."""
-    one = SingleRank()
-    spec = read_spec(read_json_object(folder / "config.json"), folder)
-    if sharded_index:
-        spec = spec.with_sharded_index()
-    model = build_model(
-        spec,
-        context=ParallelContext(layout, attention_group=one, expert_group=one, world=one),
-        dtype=dtype,
-        device=torch.device("cpu"),
-        kernels=resolve(platform=CPU, dtype=dtype),
-    )
-    slots = model.weight_slots()
-    targets = {name: slot.target for name, slot in slots.items() if slot.target is not None}
-    fill(slots, plan_load(slots, spec, folder, layout if split else None))
-    return targets
-
-
-def stored(folder: Path) -> dict[str, bytes]:
-    """All tensors, to the bit."""
-    return {
-        name: tensor.flatten().view(torch.uint8).numpy().tobytes()
-        for file in folder.glob("*.safetensors")
-        for name, tensor in load_file(file).items()
-    }
-
-
-@pytest.mark.parametrize("to", [None, "fp8-block", "int4"])
-@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (4, 1), (2, 2), (4, 2)])
-def test_split_for_ranks_each_loads_what_it_would_have_loaded(
-    to: str | None, tp: int, ep: int, bf16: Path, converted: dict[str, Path], tmp_path: Path
-) -> None:
-    """The width of an expert is 128, so that every split cuts its blocks and groups."""
-    whole = converted[to or "fp8-channel"]
-    source = whole if to is None else bf16
-    target = None if to is None else target_of(to)
-    out = tmp_path / "out"
-    convert(Conversion(str(source), source, out, target, tp=tp, ep=ep))
-    assert not any(one.error for one in compare(Source(whole), out))
-    for rank in range(tp):
-        layout = ParallelLayout(rank=rank, tp=tp, ep=ep)
-        expected = loaded(whole, layout, split=False)
-        found = loaded(out, layout, split=True)
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    files = [path.stat().st_size for path in out.glob("model-rank-0-*.safetensors")]
-    all_files = [path.stat().st_size for path in whole.glob("*.safetensors")]
-    most = 0.95 if to else 0.65  # a scale per row cuts nothing
-    assert len(files) == 3 and sum(files) < most * sum(all_files)
-    with pytest.raises(CheckpointError, match=rf"split for --tensor-parallel-size {tp}, --expert"):
-        read_entries(out)
-    convert(Conversion("x", out, tmp_path / "joined", None))
-    assert stored(tmp_path / "joined") == stored(whole)
-    assert not list((tmp_path / "joined").glob("model-rank-*"))
-
-
-def test_a_split_m3_loads_however_its_index_keys_are_held(tmp_path: Path) -> None:
-    """A rank that holds a shard of them has the index queries of all heads."""
-    sizes = {"intermediate_size": 24, "shared_intermediate_size": 24, "dense_intermediate_size": 24}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "index_n_heads": 2}
-    config = tiny_m3.text_config(5, vocab_size=96, **sizes, **heads)
-    spec, whole, out = read_spec(config), tmp_path / "whole", tmp_path / "out"
-    whole.mkdir()
-    (whole / "config.json").write_text(json.dumps(config))
-    save_file(random_weights(spec, 0), whole / "model.safetensors")
-    convert(Conversion("x", whole, out, None, tp=2))
-    with pytest.raises(ConfigError, match="fp8-neuron is a layout of MiniMax-M2; x is MiniMaxM3"):
-        convert(Conversion("x", whole, tmp_path / "neuron", target_of("fp8-neuron")))
-    for rank, sharded_index in ((0, False), (1, False), (1, True)):
-        expected, found = (
-            loaded(folder, ParallelLayout(rank=rank, tp=2), split=folder is out,
-                   sharded_index=sharded_index)
-            for folder in (whole, out)
-        )  # fmt: skip
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
-def test_what_is_split_is_split_for_others_and_converted(
-    bf16: Path, converted: dict[str, Path], tmp_path: Path
-) -> None:
-    for name, target, tp in (("two", None, 2), ("four", None, 4), ("int8", "int8", 1)):
-        source = tmp_path / "two" if name != "two" else bf16
-        to = target_of(target) if target else None
-        convert(Conversion("x", source, tmp_path / name, to, tp=tp))
-    convert(Conversion("x", bf16, tmp_path / "at once", None, tp=4))
-    for rank in range(4):
-        layout = ParallelLayout(rank=rank, tp=4)
-        found, expected = (
-            loaded(tmp_path / name, layout, split=True) for name in ("four", "at once")
-        )
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert stored(tmp_path / "int8") == stored(converted["int8"])
-    with pytest.raises(ConfigError, match="split for as many ranks already"):
-        convert(Conversion("x", tmp_path / "two", tmp_path / "out", None, tp=2))
-
-
-@pytest.mark.parametrize(
-    ("broken", "message"),
-    [
-        ("index", r"split for 2 ranks and has no model-rank-1"),
-        ("file", r"names 3 files of which 1 are missing: model-rank-1-part-00000"),
-        ("sizes", r"metadata \{'rank': 0\}, which are not the sizes"),
-        ("part", r"parts of model.layers.0.* in model-rank-0.*, model-rank-1.* do not make one"),
-    ],
-)
-def test_what_lacks_the_parts_of_a_rank_is_not_joined(
-    broken: str, message: str, bf16: Path, tmp_path: Path
-) -> None:
-    out, others = tmp_path / "out", tmp_path / "others"
-    convert(Conversion("x", bf16, out, None, tp=2))
-    indices = [f"model-rank-{rank}.safetensors.index.json" for rank in (0, 1)]
-    if broken == "index":
-        (out / indices[1]).unlink()
-    elif broken == "file":
-        (out / "model-rank-1-part-00000.safetensors").unlink()
-    elif broken == "sizes":
-        index = json.loads((out / indices[0]).read_text())
-        (out / indices[0]).write_text(json.dumps({**index, "metadata": {"rank": 0}}))
-    else:  # the rank's file of another split
-        convert(Conversion("x", bf16, others, None, tp=4))
-        part = "model-rank-{}-part-00000.safetensors"
-        shutil.copy(others / part.format(3), out / part.format(1))
-    with pytest.raises(CheckpointError, match=message):
-        convert(Conversion("x", out, tmp_path / "joined", None))
-
-
-def test_parts_hold_the_shares_of_whole_blocks_too(bf16: Path, tmp_path: Path) -> None:
-    """A GPU that keeps blocks cuts the width of experts at blocks, in shares that differ."""
-    source = write_source(tmp_path / "source", intermediate_size=640)
-    convert(Conversion("x", source, tmp_path / "out", target_of("fp8-block"), tp=4))
-    for rank in range(4):
-        layout = ParallelLayout(rank=rank, tp=4)
-        share = layout.experts.width(640, unit=128).part
-        entries = read_entries(tmp_path / "out", layout)
-        name = "model.layers.0.block_sparse_moe.experts.1"
-        for entry, dim in ((entries[f"{name}.w1.weight"], 0), (entries[f"{name}.w2.weight"], 1)):
-            assert entry.part is not None
-            held = entry.part[dim]
-            assert entry.shape[dim] == 640 and held.start % 128 == 0
-            assert held.start <= share.start and share.stop <= held.stop
-            beyond = [range(size) for size in entry.shape]
-            with pytest.raises(CheckpointError, match="convert the checkpoint again"):
-                entry.within(tuple(beyond))
 
 
 def test_values_that_are_none_are_refused(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import httpx
 import openai
 import pytest
 
+from tests.e2e.bench_command import Bench
 from tests.e2e.browser import Browser, browsing
 from tests.e2e.chat_page import begin
 from tests.e2e.scripted_server import NAME, Script, scripted
@@ -25,8 +26,8 @@ from tests.forked_children import start
 
 MODEL = "nano"
 OF_ALL_FAMILIES = (
-    "test_acceptance_suite", "test_api_chat", "test_api_completions", "test_api_generate",
-    "test_api_messages", "test_api_responses", "test_api_stop_strings",
+    "test_acceptance_suite", "test_acceptance_tools", "test_api_chat", "test_api_completions",
+    "test_api_generate", "test_api_messages", "test_api_responses", "test_api_stop_strings",
 )  # fmt: skip
 # What these say of tags, of blocks of 16 tokens, of the window and of images holds for nano alone;
 # `test_nano_m3_server.py` has their like.
@@ -225,6 +226,11 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 def http(server: Server) -> Iterator[httpx.Client]:
     with server.http() as client:
         yield client
+
+
+@pytest.fixture
+def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Bench:
+    return Bench(tmp_path, capsys)
 
 
 @pytest.fixture(scope="session")

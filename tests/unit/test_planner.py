@@ -5,7 +5,6 @@ and measured elsewhere.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -26,13 +25,11 @@ from negamax.config.families import bundled_spec
 from negamax.config.kv_cache import block_bytes, with_holders, with_index_dtype
 from negamax.config.model_spec import ModelSpec
 from negamax.config.options import EngineOptions
-from negamax.engine.core.planned_sizes import with_planned_sizes
-from negamax.engine.core.setup import start_loop
 from negamax.models.memory import ModelWeights, weight_bytes
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split, possible_splits
 from negamax.planner.cost import Workload
-from negamax.planner.gpus import GIB, GPUS, MEASURED, find_gpu, visible_devices, visible_gpus
+from negamax.planner.gpus import GIB, GPUS, MEASURED, find_gpu
 from negamax.planner.plan import Candidate, Hardware, Plan, make_plan
 from negamax.planner.topology import GPU_RESERVE, Topology, topologies
 from negamax.quantization import online
@@ -451,111 +448,6 @@ def test_the_page_compares_with_what_was_measured() -> None:
     assert rows == expected
 
 
-@pytest.fixture
-def gpu_name() -> str:
-    return "NVIDIA H200"
-
-
-@pytest.fixture
-def four_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_name: str) -> None:
-    """A driver's tool that knows four GPUs, the second with less memory than the others."""
-    rows = [f"{n}, GPU-{n}aaaaaaa-0000, {gpu_name}, {143_771 - 1000 * (n == 1)}" for n in range(4)]
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\n" + "".join(f"echo '{row}'\n" for row in rows), encoding="utf-8")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-
-
-@pytest.mark.usefixtures("four_gpus")
-@pytest.mark.parametrize(
-    ("visible", "count"),
-    [(None, 4), ("0,2", 2), ("", 0), ("GPU-3aaaaaaa", 1), ("1,7,2", 1), ("-1", 0)],
-)
-def test_gpus_of_this_machine_are_those_that_cuda_sees(
-    visible: str | None, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    found = visible_gpus()
-    assert [gpu.name for gpu in found] == ["H200"] * count
-    if visible in (None, "1,7,2"):
-        assert min(gpu.memory for gpu in found) == MEASURED.memory - 1000 * 2**20
-
-
-@pytest.mark.usefixtures("four_gpus")
-def test_a_performance_mode_chooses_sizes_where_none_is_given() -> None:
-    model = {"model": "minimax-m2", "load_format": "synthetic"}
-    for mode in ("latency", "interactivity", "throughput"):
-        options = with_planned_sizes(EngineOptions(**model, performance_mode=mode))
-        layout = ParallelLayout.of(options.parallel)
-        assert layout.world_size == 4 and options.load_format == "synthetic"
-        assert mode == "throughput" or layout.tp == 4
-        assert options.num_replicas == 1
-    for own in (
-        {"performance_mode": "balanced"},
-        {"performance_mode": "latency", "tensor_parallel_size": 2},
-        {"performance_mode": "latency", "device": "cpu"},
-    ):
-        options = EngineOptions(**model, **own)
-        assert with_planned_sizes(options) is options
-    options = EngineOptions(
-        **model, performance_mode="throughput", speculative_config={"model": "nano-draft"},
-        kv_cache_dtype="fp8", max_model_len=4096,
-    )  # fmt: skip
-    assert ParallelLayout.of(with_planned_sizes(options).parallel).world_size == 4
-    own = EngineOptions(**model, performance_mode="latency", num_replicas=2)
-    assert with_planned_sizes(own, one_engine=False) is own
-    large = {"model": "minimax-m3", "load_format": "synthetic", "performance_mode": "latency"}
-    with pytest.raises(ConfigError, match="no split over 4 x H200 holds one request of 1048576"):
-        with_planned_sizes(EngineOptions(**large))
-    # holds one only with a shard of the index keys on each rank, which the options have to say
-    large |= {"model": "minimax-m3-mxfp8", "kv_cache_dtype": "fp8", "index_cache_dtype": "fp8"}
-    with pytest.raises(ConfigError, match="no split over 4 x H200 holds one request of 1048576"):
-        with_planned_sizes(EngineOptions(**large))
-    options = with_planned_sizes(EngineOptions(**large, index_cache_sharding="on"))
-    assert options.tensor_parallel_size == 4
-    with pytest.raises(ConfigError, match="--performance-mode is 'fast'; allowed: balanced, "):
-        EngineOptions("nano", performance_mode="fast")
-
-
-@pytest.mark.usefixtures("four_gpus")
-def test_a_performance_mode_of_a_server_uses_all_gpus() -> None:
-    options = EngineOptions("nano", performance_mode="throughput", max_model_len=2048)
-    for one_engine, gpus in ((True, {1, 2, 4}), (False, {4})):
-        chosen = with_planned_sizes(options, one_engine=one_engine)
-        num_ranks = ParallelLayout.of(chosen.parallel).world_size
-        assert num_ranks * chosen.num_replicas in gpus
-        assert one_engine == (chosen.num_replicas == 1)
-
-
-@pytest.mark.usefixtures("four_gpus")
-def test_gpus_that_can_be_given_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert visible_devices() == ["0", "1", "2", "3"]
-    for variable, names in (("2, 0", ["2", "0"]), ("1,7,2", ["1"]), ("", []), ("-1", [])):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
-        assert visible_devices() == names
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,7")
-    assert visible_devices() == ["1", "7"]
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert visible_devices() is None
-
-
-@pytest.mark.usefixtures("four_gpus")
-@pytest.mark.parametrize("gpu_name", ["NVIDIA Abacus"])
-def test_gpus_that_are_not_known_are_named(
-    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    assert main(["plan", "minimax-m2"]) == 2
-    assert "--gpu is 'NVIDIA Abacus'; known: A100-40GB" in capsys.readouterr().err
-    assert main(["plan", "minimax-m2", "--gpus", "4", "--gpu", "H200"]) == 0
-    options = EngineOptions("minimax-m2", load_format="synthetic", performance_mode="latency")
-    with caplog.at_level("WARNING", logger="negamax"):
-        assert with_planned_sizes(options) is options
-    assert "latency chooses no parallel size: --gpu is 'NVIDIA Abacus'" in caplog.text
-
-
 ROWS = re.findall(
     r"^\| [^|]+ \| `(M[23]\S* --.+?)` \| (.+) \|$",
     (RESULTS.parent / "parallelism.md").read_text(encoding="utf-8"),
@@ -601,16 +493,6 @@ def test_the_page_says_when_prompts_shared_out_are_answered() -> None:
         for label in ("2 x TP8", "PCP2 TP8", "PP2 TP8"):
             each = next(one for one in plan.candidates if one.topology.label == label)
             assert f"{each.prompt_seconds:.2f} s" in said
-
-
-def test_throughput_doubles_the_sequences_of_a_step() -> None:
-    found = {}
-    for mode in ("balanced", "throughput"):
-        options = EngineOptions("nano", script="agents", device="cpu", performance_mode=mode)
-        loop, info = start_loop(options)
-        loop.shutdown()
-        found[mode] = info.max_num_seqs
-    assert found == {"balanced": 64, "throughput": 128}
 
 
 def test_the_page_predicts_what_was_not_measured_yet() -> None:

@@ -1,0 +1,157 @@
+"""`negamax convert` for so many ranks: each loads from its own files what it would have loaded from
+all of them, and the parts can be joined, split for others and converted again.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conversion_support import conversion, loaded, stored, write_source
+from model_support import random_weights
+from safetensors.torch import save_file
+
+from negamax.base.errors import CheckpointError, ConfigError
+from negamax.checkpoint.reader import read_entries
+from negamax.config.families import read_spec
+from negamax.convert.convert import Conversion, convert
+from negamax.convert.source import Source
+from negamax.convert.targets import target_of
+from negamax.convert.verify import compare
+from negamax.parallel.layout import ParallelLayout
+from tests import tiny_m3
+
+
+@pytest.fixture(scope="module")
+def bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_source(tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture(scope="module")
+def converted(bf16: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The source in the formats that are split here."""
+    root = tmp_path_factory.mktemp("converted")
+    folders = {name: root / name for name in ("fp8-channel", "fp8-block", "int4", "int8")}
+    for name, folder in folders.items():
+        convert(conversion(bf16, folder, name))
+    return folders
+
+
+@pytest.mark.parametrize("to", [None, "fp8-block", "int4"])
+@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (4, 1), (2, 2), (4, 2)])
+def test_split_for_ranks_each_loads_what_it_would_have_loaded(
+    to: str | None, tp: int, ep: int, bf16: Path, converted: dict[str, Path], tmp_path: Path
+) -> None:
+    """The width of an expert is 128, so that every split cuts its blocks and groups."""
+    whole = converted[to or "fp8-channel"]
+    source = whole if to is None else bf16
+    target = None if to is None else target_of(to)
+    out = tmp_path / "out"
+    convert(Conversion(str(source), source, out, target, tp=tp, ep=ep))
+    assert not any(one.error for one in compare(Source(whole), out))
+    for rank in range(tp):
+        layout = ParallelLayout(rank=rank, tp=tp, ep=ep)
+        expected = loaded(whole, layout, split=False)
+        found = loaded(out, layout, split=True)
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    files = [path.stat().st_size for path in out.glob("model-rank-0-*.safetensors")]
+    all_files = [path.stat().st_size for path in whole.glob("*.safetensors")]
+    most = 0.95 if to else 0.65  # a scale per row cuts nothing
+    assert len(files) == 3 and sum(files) < most * sum(all_files)
+    with pytest.raises(CheckpointError, match=rf"split for --tensor-parallel-size {tp}, --expert"):
+        read_entries(out)
+    convert(Conversion("x", out, tmp_path / "joined", None))
+    assert stored(tmp_path / "joined") == stored(whole)
+    assert not list((tmp_path / "joined").glob("model-rank-*"))
+
+
+def test_a_split_m3_loads_however_its_index_keys_are_held(tmp_path: Path) -> None:
+    """A rank that holds a shard of them has the index queries of all heads."""
+    sizes = {"intermediate_size": 24, "shared_intermediate_size": 24, "dense_intermediate_size": 24}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "index_n_heads": 2}
+    config = tiny_m3.text_config(5, vocab_size=96, **sizes, **heads)
+    spec, whole, out = read_spec(config), tmp_path / "whole", tmp_path / "out"
+    whole.mkdir()
+    (whole / "config.json").write_text(json.dumps(config))
+    save_file(random_weights(spec, 0), whole / "model.safetensors")
+    convert(Conversion("x", whole, out, None, tp=2))
+    with pytest.raises(ConfigError, match="fp8-neuron is a layout of MiniMax-M2; x is MiniMaxM3"):
+        convert(Conversion("x", whole, tmp_path / "neuron", target_of("fp8-neuron")))
+    for rank, sharded_index in ((0, False), (1, False), (1, True)):
+        expected, found = (
+            loaded(folder, ParallelLayout(rank=rank, tp=2), split=folder is out,
+                   sharded_index=sharded_index)
+            for folder in (whole, out)
+        )  # fmt: skip
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_what_is_split_is_split_for_others_and_converted(
+    bf16: Path, converted: dict[str, Path], tmp_path: Path
+) -> None:
+    for name, target, tp in (("two", None, 2), ("four", None, 4), ("int8", "int8", 1)):
+        source = tmp_path / "two" if name != "two" else bf16
+        to = target_of(target) if target else None
+        convert(Conversion("x", source, tmp_path / name, to, tp=tp))
+    convert(Conversion("x", bf16, tmp_path / "at once", None, tp=4))
+    for rank in range(4):
+        layout = ParallelLayout(rank=rank, tp=4)
+        found, expected = (
+            loaded(tmp_path / name, layout, split=True) for name in ("four", "at once")
+        )
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert stored(tmp_path / "int8") == stored(converted["int8"])
+    with pytest.raises(ConfigError, match="split for as many ranks already"):
+        convert(Conversion("x", tmp_path / "two", tmp_path / "out", None, tp=2))
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("index", r"split for 2 ranks and has no model-rank-1"),
+        ("file", r"names 3 files of which 1 are missing: model-rank-1-part-00000"),
+        ("sizes", r"metadata \{'rank': 0\}, which are not the sizes"),
+        ("part", r"parts of model.layers.0.* in model-rank-0.*, model-rank-1.* do not make one"),
+    ],
+)
+def test_what_lacks_the_parts_of_a_rank_is_not_joined(
+    broken: str, message: str, bf16: Path, tmp_path: Path
+) -> None:
+    out, others = tmp_path / "out", tmp_path / "others"
+    convert(Conversion("x", bf16, out, None, tp=2))
+    indices = [f"model-rank-{rank}.safetensors.index.json" for rank in (0, 1)]
+    if broken == "index":
+        (out / indices[1]).unlink()
+    elif broken == "file":
+        (out / "model-rank-1-part-00000.safetensors").unlink()
+    elif broken == "sizes":
+        index = json.loads((out / indices[0]).read_text())
+        (out / indices[0]).write_text(json.dumps({**index, "metadata": {"rank": 0}}))
+    else:  # the rank's file of another split
+        convert(Conversion("x", bf16, others, None, tp=4))
+        part = "model-rank-{}-part-00000.safetensors"
+        shutil.copy(others / part.format(3), out / part.format(1))
+    with pytest.raises(CheckpointError, match=message):
+        convert(Conversion("x", out, tmp_path / "joined", None))
+
+
+def test_parts_hold_the_shares_of_whole_blocks_too(bf16: Path, tmp_path: Path) -> None:
+    """A GPU that keeps blocks cuts the width of experts at blocks, in shares that differ."""
+    source = write_source(tmp_path / "source", intermediate_size=640)
+    convert(Conversion("x", source, tmp_path / "out", target_of("fp8-block"), tp=4))
+    for rank in range(4):
+        layout = ParallelLayout(rank=rank, tp=4)
+        share = layout.experts.width(640, unit=128).part
+        entries = read_entries(tmp_path / "out", layout)
+        name = "model.layers.0.block_sparse_moe.experts.1"
+        for entry, dim in ((entries[f"{name}.w1.weight"], 0), (entries[f"{name}.w2.weight"], 1)):
+            assert entry.part is not None
+            held = entry.part[dim]
+            assert entry.shape[dim] == 640 and held.start % 128 == 0
+            assert held.start <= share.start and share.stop <= held.stop
+            beyond = [range(size) for size in entry.shape]
+            with pytest.raises(CheckpointError, match="convert the checkpoint again"):
+                entry.within(tuple(beyond))

@@ -1,0 +1,318 @@
+"""`negamax bench serve` against a server that fails in every way, or none, and bad input."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from itertools import islice
+from typing import Any
+
+import pytest
+
+from negamax.bench.serve import arrivals
+from negamax.bench.serve_options import BenchOptions
+from tests.e2e.bench_command import Bench
+from tests.e2e.faulty_server import STREAM, chunk, faulty_server, good_stream, text_chunk, whole
+
+SMALL = (
+    "--num-prompts",
+    "4",
+    "--num-warmups",
+    "0",
+    "--input-len",
+    "8",
+    "--output-len",
+    "6",
+    "--max-concurrency",
+    "1",
+)
+
+
+def test_every_kind_of_failure_is_counted_and_the_good_answers_are_measured(bench: Bench) -> None:
+    async def fault(writer: asyncio.StreamWriter, number: int) -> None:
+        answers = [
+            good_stream(),
+            whole(500, {"error": {"message": "kaput"}}),
+            whole(429, {"error": {"message": "full"}}, headers="retry-after: 7\r\n"),
+            STREAM + text_chunk("x"),
+            STREAM + chunk({"error": {"message": "engine died"}}) + b"0\r\n\r\n",
+            b"nonsense\r\n\r\n",
+            b"",
+            whole(200, {"choices": []}),
+            good_stream(),
+            STREAM + chunk("{broken") + b"0\r\n\r\n",
+        ]
+        writer.write(answers[number])
+        if number in (3, 6):
+            writer.close()
+
+    with faulty_server(fault) as server:
+        found = bench(f"http://127.0.0.1:{server.port}", *SMALL, "--num-prompts", "10")
+    assert bench.code == 0
+    assert (found["completed"], found["failed"], found["output_lens"][0]) == (2, 8, 6)
+    assert found["failures"] == {
+        "connection closed before the answer ended": 2,
+        "HTTP 500": 1,
+        "HTTP 429": 1,
+        "error in the stream": 1,
+        "malformed HTTP answer: Expected HTTP/, RTSP/ or ICE/": 1,
+        "no event stream but nothing": 1,
+        "unreadable chunk": 1,
+    }
+    assert found["failure_examples"]["HTTP 429"] == "Retry-After 7: full"
+    assert found["errors"][1] == "HTTP 500" and found["ttfts"][1] is None
+    assert re.search(r"HTTP 500: +1\n    kaput", bench.out)
+
+
+def test_exit_code_is_one_when_every_request_fails(bench: Bench) -> None:
+    async def fault(writer: asyncio.StreamWriter, number: int) -> None:
+        writer.write(whole(503, {"error": {"message": "draining"}}))
+
+    with faulty_server(fault) as server:
+        found = bench(f"http://127.0.0.1:{server.port}", *SMALL)
+    assert bench.code == 1
+    assert found["failed"] == 4
+    assert "Serving Benchmark Result" in bench.out
+    assert bench.err.strip() == "negamax: error: all 4 requests failed: HTTP 503 (4)"
+
+
+def test_without_usage_chunks_are_counted_and_that_is_said(bench: Bench) -> None:
+    async def fault(writer: asyncio.StreamWriter, number: int) -> None:
+        writer.write(good_stream(5, usage=False))
+
+    with faulty_server(fault) as server:
+        found = bench(f"http://127.0.0.1:{server.port}", *SMALL)
+    assert found["output_lens"] == [5] * 4
+    assert found["input_lens"] == [8] * 4  # of the token ids that were sent
+    assert "counted as chunks for 4 requests" in bench.out
+    assert found["total_cached_tokens"] is None and "Cached" not in bench.out
+
+
+def test_connections_are_kept_and_a_stale_one_is_replaced_without_a_failure(bench: Bench) -> None:
+    async def fault(writer: asyncio.StreamWriter, number: int) -> None:
+        if number == 2:
+            writer.close()  # just as the kept connection is used again
+        else:
+            writer.write(good_stream())
+
+    with faulty_server(fault) as server:
+        found = bench(f"http://127.0.0.1:{server.port}", *SMALL)
+        assert found["failed"] == 0
+        assert server.connections == 2
+        assert server.bodies[2] == server.bodies[3]  # sent again
+        assert [body["max_tokens"] for body in server.bodies] == [6] * 5
+        assert [body["stream_options"] for body in server.bodies] == [{"include_usage": True}] * 5
+
+
+def test_requests_are_sent_when_the_rate_says(bench: Bench) -> None:
+    async def fault(writer: asyncio.StreamWriter, number: int) -> None:
+        writer.write(good_stream())
+
+    options = (
+        "--num-prompts",
+        "8",
+        "--max-concurrency",
+        "8",
+        "--request-rate",
+        "10",
+        "--seed",
+        "3",
+    )
+    with faulty_server(fault) as server:
+        found = bench(f"http://127.0.0.1:{server.port}", *SMALL, *options)
+    due = list(islice(arrivals(BenchOptions(request_rate=10.0, seed=3)), 8))
+    late = [sent - planned for sent, planned in zip(found["start_times"], due, strict=True)]
+    assert due[-1] > 0.2 and all(-0.02 < seconds < 60 for seconds in late)
+
+
+def test_silence_ends_with_the_request_timeout(bench: Bench) -> None:
+    async def fault(writer: asyncio.StreamWriter, number: int) -> None:
+        if number:
+            writer.write(good_stream())
+        else:
+            writer.write(STREAM + text_chunk("x"))
+            await writer.drain()
+            await asyncio.sleep(3600)
+
+    with faulty_server(fault) as server:
+        found = bench(f"http://127.0.0.1:{server.port}", *SMALL, "--request-timeout", "1.5")
+    # on a machine that stands still the others may be as late
+    assert set(found["failures"]) == {"no end within 1.5 s"}
+
+
+def test_times_are_those_of_the_arrivals(bench: Bench) -> None:
+    async def fault(writer: asyncio.StreamWriter, number: int) -> None:
+        await asyncio.sleep(0.1)
+        writer.write(STREAM + text_chunk("a"))
+        for _ in range(3):
+            await asyncio.sleep(0.05)
+            writer.write(text_chunk("bc"))
+        writer.write(text_chunk("", "length") + chunk("[DONE]") + b"0\r\n\r\n")
+
+    def are_those_of_the_arrivals(found: dict[str, Any]) -> bool:
+        return all(
+            0.09 < first < total - 0.14
+            and len(gaps) == 3
+            and 0.14 < sum(gaps) <= total - first + 1e-6
+            for first, gaps, total in zip(
+                found["ttfts"], found["itls"], found["latencies"], strict=True
+            )
+        )
+
+    with faulty_server(fault) as server:
+        url, options = f"http://127.0.0.1:{server.port}", (*SMALL, "--max-concurrency", "4")
+        # once at least: what arrives while the machine stands still arrives together
+        assert any(are_those_of_the_arrivals(bench(url, *options)) for _ in range(10))
+
+
+def test_a_failed_turn_ends_a_live_session_and_the_rest_counts_as_not_sent(bench: Bench) -> None:
+    async def fault(writer: asyncio.StreamWriter, number: int) -> None:
+        writer.write(whole(500, {"error": "no"}) if number > 3 else good_stream())
+
+    options = (
+        "--dataset-name",
+        "agent",
+        "--agent-history",
+        "live",
+        "--agent-turns",
+        "4",
+        "--num-prompts",
+        "4",
+        "--num-warmups",
+        "0",
+    )
+    with faulty_server(fault) as server:
+        found = bench(f"http://127.0.0.1:{server.port}", *options, "--agent-system-len", "200")
+    assert found["completed"] + found["failed"] == 4
+    assert found["failures"] == {
+        "HTTP 500": 1,
+        "not sent: an earlier turn of the session failed": 1,
+    }
+    assert found["start_times"][-1] is None
+
+
+def test_interrupt_shows_what_was_measured() -> None:
+    async def fault(writer: asyncio.StreamWriter, number: int) -> None:
+        if number < 2:
+            writer.write(good_stream())
+        else:
+            await asyncio.sleep(3600)
+
+    with faulty_server(fault) as server:
+        command = [
+            sys.executable,
+            "-m",
+            "negamax",
+            "bench",
+            "serve",
+            "--port",
+            str(server.port),
+            *SMALL,
+        ]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            deadline = time.monotonic() + 120
+            while len(server.bodies) < 3 and time.monotonic() < deadline:
+                time.sleep(0.05)
+            while process.poll() is None:
+                # again where it came in the moment before the command began to wait, in which
+                # Python does not notice it
+                os.kill(process.pid, signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(20)
+            out, err = process.communicate()
+    assert process.returncode == 130, err
+    assert "Successful requests:                     2" in out
+    assert re.search(r"interrupted: +1\n", out)
+
+
+# The command line
+
+
+def test_the_client_starts_without_torch() -> None:
+    modules = (
+        "negamax.cli.bench_serve, negamax.bench.serve, negamax.bench.serve_report, "
+        "negamax.bench.plots"
+    )
+    code = (
+        f"import sys, {modules}; assert not {{'torch', 'numpy', 'matplotlib'}} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_no_server_is_one_line_and_exit_code_one(bench: Bench) -> None:
+    bench("http://127.0.0.1:9", "--num-prompts", "1")
+    assert bench.code == 1
+    assert "http://127.0.0.1:9 does not answer: connection refused" in bench.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--request-rate", "0"), "--request-rate is 0; allowed: above 0"),
+        (("--request-rate", "nan"), "--request-rate is nan; allowed: above 0"),
+        (("--num-prompts", "0"), "--num-prompts is '0'; allowed: numbers from 1"),
+        (("--max-concurrency", "0"), "--max-concurrency is '0'; allowed: numbers from 1"),
+        (("--random-range-ratio", "1"), "--random-range-ratio is 1; allowed: 0 up to"),
+        (("--max-concurrency", "1,2", "--num-prompts", "4,4,4"), "--num-prompts has 3 numbers"),
+        (("--dataset-name", "sonnet"), "--dataset-name is 'sonnet'; allowed: random"),
+        (("--dataset-name", "mmmu"), "the models served here read text only"),
+        (("--backend", "sglang", "--random-range-ratio", "1.1"), "allowed: 0 to 1"),
+        (("--dataset-name", "sharegpt"), "--dataset-name sharegpt needs a file"),
+        (("--dataset-name", "sharegpt", "--dataset-path", "/nowhere"), "cannot be read"),
+        (("--backend", "tensorrt"), "--backend is 'tensorrt'; allowed"),
+        (("--endpoint", "/generate"), "--endpoint is '/generate'; allowed"),
+        (
+            ("--endpoint", "/v1/chat/completions", "--prompt-format", "ids"),
+            "needs a route that takes token ids",
+        ),
+        (
+            ("--dataset-name", "agent", "--endpoint", "/v1/completions"),
+            "agent sessions are conversations",
+        ),
+        (("--goodput", "ttft"), "--goodput has 'ttft'; allowed"),
+        (("--goodput", "ttft:500", "tpot:-1"), "--goodput has 'tpot:-1'; allowed"),
+        (("--percentile-metrics", "ttft,speed"), "--percentile-metrics has 'speed'; allowed"),
+        (("--metric-percentiles", "99,101"), "--metric-percentiles is '99,101'; allowed"),
+        (("--extra-body", "[]"), "--extra-body is a JSON list; an object is needed"),
+        (("--header", "x"), "--header is 'x'; allowed: NAME=VALUE"),
+        (("nano",), "unexpected argument 'nano'"),
+        (("--request-rat", "5"), "no such option: --request-rat"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_two(
+    bench: Bench, options: tuple[str, ...], message: str
+) -> None:
+    async def fault(writer: asyncio.StreamWriter, number: int) -> None:
+        writer.write(good_stream())
+
+    with faulty_server(fault) as server:
+        bench(f"http://127.0.0.1:{server.port}", *options)
+    assert bench.code == 2
+    assert message in bench.err and bench.err.count("\n") == 1
+
+
+def test_key_headers_and_extra_fields_reach_the_server(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fault(writer: asyncio.StreamWriter, number: int) -> None:
+        writer.write(good_stream())
+
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-from-environment")
+    sent = ("--header", "x-team=a b", "--extra-body", '{"top_k": 3}', "--top-p", "0.5")
+    with faulty_server(fault) as server:
+        bench(f"http://127.0.0.1:{server.port}/prefix", *SMALL, *sent)
+        assert server.headers[0].startswith("POST /prefix/v1/completions HTTP/1.1\r\n")
+        assert "authorization: Bearer sk-from-environment" in server.headers[0]
+        assert "x-team: a b" in server.headers[0]
+        assert (server.bodies[0]["top_k"], server.bodies[0]["top_p"]) == (3, 0.5)
+        assert "temperature" not in server.bodies[0]
+        bench(f"http://127.0.0.1:{server.port}", *SMALL, "--api-key", "sk-given")
+        assert "Bearer sk-given" in server.headers[-1]

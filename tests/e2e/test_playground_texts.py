@@ -1,0 +1,344 @@
+"""What the chat page makes of texts, in a headless Chromium: of hostile ones, Markdown and formulas,
+and of those that are long or arrive in pieces.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from tests.e2e.browser import Browser
+from tests.e2e.chat_page import ask
+from tests.e2e.scripted_server import Script, call
+from tests.speed import is_linear
+
+HOSTILE = """<script>window.hit = 1</script><img src=x onerror="window.hit = 2"><iframe srcdoc="<script>parent.hit=3</script>">
+</iframe><svg onload=window.hit=4><style>body{display:none}</style><a href="javascript:window.hit=5">x</a>
+
+[a](javascript:window.hit=6) [b]( JaVaScRiPt:window.hit=7) [c](data:text/html,<script>hit=8</script>) [d](//evil.example/)
+[e](https://evil.example/"onmouseover="window.hit=9) ![f](https://evil.example/beacon.png) <javascript:alert(1)>
+[g](vbscript:x) [h](java\tscript:x) [i](&#106;avascript:x) [[j](javascript:x)](javascript:y) <https://ok.example/"><img src=x>
+
+```"><img src=x onerror=window.hit=10>
+</code></pre><script>window.hit = 11</script>
+```
+
+| <b>t</b> | <img src=x onerror=hit=12> |
+|---|---|
+| [k](javascript:x) | </td><script>hit=13</script> |
+"""
+
+
+def test_hostile_text_does_nothing(page: Browser, script: Script) -> None:
+    pieces = call('x"><img src=x onerror=hit=20>', json.dumps({"a": HOSTILE}))
+    script.steps = [
+        {"reasoning_content": HOSTILE},
+        {"content": HOSTILE},
+        *pieces,
+        {"error": {"message": HOSTILE, "code": "<b>"}},
+    ]
+    ask(page, HOSTILE)
+    time.sleep(0.3)  # for what would load or run
+    assert page.run(
+        "return [window.hit, document.title, getComputedStyle(document.body).display]"
+    ) == [
+        None,
+        "scripted · Negamax",
+        "grid",
+    ]
+    tags = page.run(
+        "return [...new Set([...document.querySelectorAll('#messages *')].map((e) => "
+        "e.tagName.toLowerCase()))]"
+    )
+    assert not {
+        "script",
+        "img",
+        "iframe",
+        "svg",
+        "style",
+        "object",
+        "embed",
+        "link",
+        "form",
+        "base",
+    } & set(tags)
+    names = page.run(
+        "return [...document.querySelectorAll('#messages *')].flatMap((e) => e.getAttributeNames())"
+    )
+    assert not [
+        name
+        for name in names
+        if name.startswith("on") or name in ("style", "src", "srcdoc", "srcset", "action")
+    ]
+    links = page.run(
+        "return [...document.querySelectorAll('#messages a')].map((a) => [a.protocol, a.rel, "
+        "a.host])"
+    )
+    assert {(protocol, rel) for protocol, rel, _ in links} == {
+        ("https:", "noopener noreferrer nofollow")
+    }
+    assert {host for *_, host in links} == {"evil.example", "ok.example"}
+    origin = page.run("return location.origin")
+    assert [
+        request["url"]
+        for request in page.requests
+        if not request["url"].startswith((origin, "about:"))
+    ] == []
+    assert page.problems == []
+
+
+def test_the_policy_stops_what_would_slip_through(page: Browser, script: Script) -> None:
+    with pytest.raises(AssertionError, match="TrustedHTML"):
+        page.run("document.querySelector('#messages').innerHTML = '<b>x</b>'")
+    with pytest.raises(AssertionError, match="TrustedScript"):
+        page.run("document.querySelector('#messages').setAttribute('onclick', 'window.hit = 1')")
+    page.run(
+        "const i = document.createElement('img'); i.src = 'https://evil.example/'; "
+        "document.body.append(i)"
+    )
+    assert (
+        page.run("return fetch('https://evil.example/').then(() => 'sent', () => 'blocked')")
+        == "blocked"
+    )
+    assert any("Content Security Policy" in problem for problem in page.problems)
+
+
+MARKDOWN = {
+    "**b** *i* ***bi*** ~~d~~": "<p><strong>b</strong> <em>i</em> <em><strong>bi</strong></em> "
+    "<del>d</del></p>",
+    "`a*b*` snake_case_name": "<p><code>a*b*</code> snake_case_name</p>",
+    "2 * 3 * 4 and **open": "<p>2 * 3 * 4 and **open</p>",
+    "``a`b`` \\*x\\*": "<p><code>a`b</code> *x*</p>",
+    "# One #\ntext\n- a\n  - b\n    c\n- d": "<h2>One</h2><p>text</p><ul><li>a<ul><li>b<br>c</li></ul></li><li>d</li></ul>",
+    "3. x\n4. y\n\nin\n1999. z": '<ol start="3"><li>x</li><li>y</li></ol><p>in<br>1999. z</p>',
+    "> q\n> **r**\n\n---": "<blockquote><p>q<br><strong>r</strong></p></blockquote><hr>",
+    "<b>&amp;</b>": "<p>&lt;b&gt;&amp;&lt;/b&gt;</p>",
+    "a|b\n-|-:\n1|2\\|3": '<table><thead><tr><th class="left">a</th><th '
+    'class="right">b</th></tr></thead><tbody><tr>'
+    '<td class="left">1</td><td class="right">2|3</td></tr></tbody></table>',
+    "```py\na = `1`\n\n# no\n": "<pre>py:a = `1`\n\n# no</pre>",
+    "- a\n\n  ```\n  x\n  ```\n- b": "<ul><li><p>a</p><pre>text:x</pre></li><li><p>b</p></li></ul>",
+    "[t](https://e.example/a_(b)) https://e.example/c.": "<p><a "
+    'href="https://e.example/a_(b)">t</a> '
+    '<a href="https://e.example/c">https://e.example/c</a>.</p>',
+}
+PLAIN = """
+  const { renderMarkdown } = await import('/playground/markdown.js');
+  const box = document.createElement('div');
+  box.append(renderMarkdown(text));
+  for (const code of box.querySelectorAll('.code')) {
+    const pre = document.createElement('pre');
+    pre.textContent = `${code.querySelector('span').textContent}:${code.querySelector('code').textContent}`;
+    code.replaceWith(pre);
+  }
+  for (const table of box.querySelectorAll('.table')) table.replaceWith(table.firstChild);
+  for (const link of box.querySelectorAll('a')) for (const name of ['title', 'target', 'rel']) link.removeAttribute(name);
+  return box.innerHTML;
+"""
+
+
+def test_markdown_becomes_the_elements_it_means(page: Browser, script: Script) -> None:
+    assert {text: page.run(PLAIN, text=text) for text in MARKDOWN} == MARKDOWN
+
+
+FORMULAS = {
+    "a \\(x_1\\) b": "<p>a <x>x_1</x> b</p>",
+    "so:\n\\[\nx\n= 1\n\\]\nthen": "<p>so:</p><d>x\n= 1</d><p>then</p>",
+    "$$\na\n$$\n$$b$$": "<d>a</d><d>b</d>",
+    "**So** \\[\nx\n\\] where": "<p><strong>So</strong> <d>x</d> where</p>",
+    "costs $5 and $10, or $x$": "<p>costs $5 and $10, or <x>x</x></p>",
+    "`\\(a\\)` \\\\(b\\\\) \\$5 \\(open": "<p><code>\\(a\\)</code> \\(b\\) $5 (open</p>",
+    "\\[open\n\n*on*": "<p>\\[open</p><p><em>on</em></p>",
+    "> \\[\n> x\n> \\]\nafter": "<blockquote><d>x</d></blockquote><p>after</p>",
+    "- a\n  \\[\n  x\n  \\]": "<ul><li>a<d>x</d></li></ul>",
+    "|a|\n|-|\n|$x$<br>y|": "<table><thead><tr><th "
+    'class="left">a</th></tr></thead><tbody><tr><td '
+    'class="left"><x>x</x><br>y'
+    "</td></tr></tbody></table>",
+    "$\\nosuch$": '<p><code class="formula source">\\nosuch</code></p>',
+}
+FORMULA_SOURCES = PLAIN.replace(
+    "return box.innerHTML",
+    """
+  for (const shown of box.querySelectorAll('.formula:not(.source)')) {
+    const source = document.createElement(shown.classList.contains('display') ? 'd' : 'x');
+    source.textContent = shown.querySelector('annotation').textContent;
+    shown.replaceWith(source);
+  }
+  for (const source of box.querySelectorAll('.formula.source')) source.removeAttribute('title');
+  return box.innerHTML""",
+)
+
+
+def test_formulas_are_found_and_prices_are_none(page: Browser, script: Script) -> None:
+    assert {text: page.run(FORMULA_SOURCES, text=text) for text in FORMULAS} == FORMULAS
+
+
+def test_formulas_are_laid_out_and_code_has_colours(page: Browser, script: Script) -> None:
+    script.steps = [
+        {
+            "content": "\\[\\frac{a}{b_1}\\]\n\n```python\ndef f(x):\n    return 'a' + "
+            "1\n```\n\n```nosuch\nx\n```"
+        }
+    ]
+    ask(page, "One")
+    fraction = page.run(
+        """
+        const [over, under] = document.querySelector('.formula mfrac').children;
+        return under.getBoundingClientRect().top - over.getBoundingClientRect().top;
+        """
+    )
+    assert fraction > 8  # the denominator stands below the numerator
+    colours = page.run(
+        "return [...document.querySelectorAll('.code code')].map((e) => [...e.children].map((c) "
+        "=> c.className))"
+    )
+    assert colours == [
+        [
+            "hljs-keyword",
+            "hljs-title function_",
+            "hljs-params",
+            "hljs-keyword",
+            "hljs-string",
+            "hljs-number",
+        ],
+        [],
+    ]
+    assert page.problems == []
+
+
+def test_a_growing_text_ends_as_the_whole_one_would(page: Browser, script: Script) -> None:
+    link = "[a][1]\n\n[1]: https://e.example/\n\nb"
+    for text in (*MARKDOWN, *FORMULAS, link, "\n\n".join((*MARKDOWN, *FORMULAS))):
+        same = page.run(
+            """
+            const { MarkdownView, renderMarkdown } = await import('/playground/markdown.js');
+            const [grown, whole] = [document.createElement('div'), document.createElement('div')];
+            const view = new MarkdownView(grown);
+            for (let end = 1; end <= text.length; end += 1) view.show(text.slice(0, end));
+            view.show(text, true);
+            whole.append(renderMarkdown(text));
+            return grown.innerHTML === whole.innerHTML;
+            """,
+            text=text,
+        )
+        assert same, text
+
+
+def test_a_long_answer_streams_smoothly(page: Browser, script: Script) -> None:
+    """80,000 characters, about 20,000 tokens: what is shown does not make the next piece slower."""
+    part = (
+        "## Step\n\nSome **bold** text with `code` and \\\\(x_1 + y\\\\), as long as paragraphs "
+        "are.\n\n1. One\n   - two\n\n"
+        "```python\ndef f(x):\n    return x + 1\n```\n\n|a|b|\n|-|-|\n|1|2|\n\n"
+    )
+    page.call("Performance.enable", timeDomain="threadTicks")
+    early, late = page.run(
+        """
+        const { MarkdownView } = await import('/playground/markdown.js');
+        const view = new MarkdownView(document.querySelector('#messages'));
+        const text = part.repeat(80000 / part.length);
+        const spent = [];
+        for (let end = 0; end <= text.length; end += 64) {
+          const start = performance.now();
+          view.show(text.slice(0, end));
+          spent.push(performance.now() - start);
+        }
+        const median = (list) => list.sort((a, b) => a - b)[list.length >> 1];
+        return [median(spent.slice(0, 250)), median(spent.slice(-250))];
+        """,
+        part=part,
+    )
+    assert late < 4 * early + 1  # ms, the median of a piece of 64 characters
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [
+            "[",
+            "![",
+            "](",
+            "[a](",
+            "([",
+            "[a]",
+            "[a]: b\n",
+            "<https://",
+            "https://",
+            "www.",
+            "a@",
+            "h",
+        ],
+        ["*a ", "**a ", "_a", "*", "*a_", "~~", "a_", "`", "` `` ", "\\", "&"],
+        ["> ", ">\n", "  - ", "- a\n", "1. a\n", "- ", "-", "#", "# a\n", "\n", "\t"],
+        [
+            "|",
+            "a|b\n",
+            "|-",
+            "```a",
+            "```\n",
+            "$",
+            "$a ",
+            "$$",
+            "$$ ",
+            "\\(",
+            "\\[",
+            "\\[\n",
+            "$$\n",
+            "\\(a\\) ",
+        ],
+    ],
+)
+def test_no_text_freezes_the_page(page: Browser, script: Script, pieces: list[str]) -> None:
+    page.call("Performance.enable", timeDomain="threadTicks")
+    for piece in pieces:
+
+        def seconds(size: int, piece: str = piece) -> float:
+            before = cpu_seconds_of(page)
+            page.run(
+                """
+                const { renderMarkdown } = await import('/playground/markdown.js');
+                const text = piece.repeat(size / piece.length);
+                renderMarkdown(`a ${text} b`);
+                renderMarkdown(text);
+                """,
+                piece=piece,
+                size=size,
+            )
+            return cpu_seconds_of(page) - before
+
+        assert is_linear(seconds, 20_000), piece
+
+
+def cpu_seconds_of(page: Browser) -> float:
+    """Seconds that the page has spent on a processor."""
+    metrics = {
+        metric["name"]: metric["value"] for metric in page.call("Performance.getMetrics")["metrics"]
+    }
+    return float(metrics["TaskDuration"])
+
+
+def test_events_may_be_cut_anywhere(page: Browser, script: Script) -> None:
+    text = (
+        'data: {"a": "\u00e9\U0001f600"}\r\n\r\n: note\n\ndata: 1\ndata: 2\n\nevent: '
+        "x\ndata:3\n\ndata: [DONE]\n\ndata: 4\n\n"
+    )
+    wrong = page.run(
+        """
+        const { serverEvents } = await import('/playground/stream.js');
+        const bytes = new TextEncoder().encode(text);
+        const wrong = [];
+        for (let cut = 0; cut <= bytes.length; cut += 1) {
+          const parts = [bytes.slice(0, cut), bytes.slice(cut)];
+          const body = new ReadableStream({ start(c) { parts.forEach((p) => p.length && c.enqueue(p)); c.close() } });
+          const events = [];
+          for await (const event of serverEvents(body)) events.push(event);
+          if (JSON.stringify(events) !== JSON.stringify(['{"a": "\u00e9\U0001f600"}', '1\\n2', '3'])) wrong.push([cut, events]);
+        }
+        return wrong;
+        """,
+        text=text,
+    )
+    assert wrong == []

@@ -1,0 +1,13 @@
+"""A chat request as the tests of its fields send it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from negamax.api.openai.chat_schema import ChatRequest
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return ChatRequest.parse({"messages": HELLO, **fields})
