@@ -13,7 +13,8 @@ import signal
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
-from functools import cache, partial
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,7 +30,8 @@ sys.dont_write_bytecode = False
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 TESTS = Path(__file__).parent
-LONG_FIRST = ("install", "gpu", "dist", "attacks", "e2e", "cpu", "checks", "unit")
+WAITING = ("install", "gpu", "dist", "attacks", "e2e")  # now and then, for processes of theirs
+COMPUTING = ("cpu", "checks", "unit")
 # What a machine may lack. A test that skips for another reason fails.
 MAY_SKIP = re.compile(
     "PyTorch finds no GPU here|needs two GPUs|needs . GPUs"
@@ -78,13 +80,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks, and the files that take long first, so that all workers end together: those of a
-    folder by their size.
+    """Marks, and an order in which the processor is busy until all workers end together: files that
+    wait alternate with files that compute; of each, those that take long first, by folder and size.
     """
     for item in items:
-        item.add_marker(getattr(pytest.mark, _folder(item)))
-    size = cache(lambda path: path.stat().st_size)
-    items.sort(key=lambda item: (LONG_FIRST.index(_folder(item)), -size(item.path)))
+        item.add_marker(getattr(pytest.mark, _folder(item.path)))
+    size = {path: path.stat().st_size for path in {item.path for item in items}}
+    place: dict[Path, float] = {}
+    for folders in (WAITING, COMPUTING):
+        files = [path for path in size if _folder(path) in folders]
+        files.sort(key=lambda path: (folders.index(_folder(path)), -size[path]))
+        sums = list(accumulate((size[path] for path in files), initial=0))
+        place |= {path: before / sums[-1] for path, before in zip(files, sums, strict=False)}
+    items.sort(key=lambda item: place[item.path])
 
 
 @pytest.fixture(autouse=True)
@@ -114,8 +122,8 @@ def pytest_collection() -> Generator[None, object, object]:
         forked_children.environment()  # libraries that were imported have set variables
 
 
-def _folder(item: pytest.Item) -> str:
-    return Path(item.path).relative_to(TESTS).parts[0]
+def _folder(path: Path) -> str:
+    return path.relative_to(TESTS).parts[0]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -82,7 +82,12 @@ def with_index_dtype(caches: KvCacheSpecs, dtype: str) -> KvCacheSpecs:
 def with_holders(caches: KvCacheSpecs, holders: int) -> KvCacheSpecs:
     """`caches`, those of keys and values shared out over as many ranks with copies of a head."""
     return [
-        [cache if cache.replicated else replace(cache, holders=holders) for cache in layer]
+        [
+            cache
+            if cache.replicated or cache.holders == holders
+            else replace(cache, holders=holders)
+            for cache in layer
+        ]
         for layer in caches
     ]
 

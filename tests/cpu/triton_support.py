@@ -109,18 +109,19 @@ def _unwrap_by_type(value: Any) -> Any:
 language.core._unwrap_if_constexpr = _unwrap_by_type
 
 _init_block_type, _init_tensor = language.block_type.__init__, language.tensor.__init__
-_block_types: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+_types_of_shapes: dict[tuple[str, int], dict[str, Any]] = {}
 _shapes: dict[tuple[int, ...], Any] = {}
 
 
 def _init_block_type_once(self: Any, element_ty: Any, shape: Any) -> None:
-    key = element_ty.name, tuple([_unwrap_by_type(size) for size in shape])
-    if key in _block_types:
-        self.__dict__ = _block_types[key]
-    else:
+    known = _types_of_shapes.get((element_ty.name, id(shape)))  # which is one of `_shapes`
+    if known is None:
+        key = tuple([_unwrap_by_type(size) for size in shape])
         _init_block_type(self, element_ty, shape)
-        self.shape = _shapes.setdefault(key[1], self.shape)
-        _block_types[key] = self.__dict__
+        self.shape = _shapes.setdefault(key, self.shape)
+        place = element_ty.name, id(self.shape)
+        known = _types_of_shapes.setdefault(place, self.__dict__)
+    self.__dict__ = known
 
 
 def _init_tensor_of_known_type(self: Any, handle: Any, type: Any) -> None:
@@ -139,10 +140,45 @@ def _broadcast_where_shapes_differ(self: Any, left: Any, right: Any) -> tuple[An
     return _broadcast(self, left, right)
 
 
+_TENSOR, _NUMBERS = language.tensor, {int, float, bool}
+MOST_CONSTANTS = 4096
+_HALF = {language.float16, language.bfloat16}  # are divided in float32
+_operands = TritonSemantic.binary_op_type_checking_impl
+_constants: dict[tuple[Any, ...], Any] = {}  # numbers as tensors, by what they are met with
+
+
+def _operands_of_known_types(
+    self: Any, left: Any, right: Any, *flags: bool, **more: bool
+) -> tuple[Any, Any]:
+    """As Triton's own, which works out for each operation what becomes of two types: nothing, where
+    they are equal. A number becomes the same tensor each time, to which nobody can write.
+    """
+    if type(left) is not _TENSOR or more:
+        return _operands(self, left, right, *flags, **more)
+    if type(right) is _TENSOR:
+        scalar = left.type.scalar
+        is_kept = type(scalar) is language.dtype and not (flags[3:] == (True,) and scalar in _HALF)
+        if scalar is right.type.scalar and is_kept:
+            return _broadcast_where_shapes_differ(self, left, right)
+    elif type(right) in _NUMBERS:
+        key = (left.type.name, type(right), right, flags)
+        if (constant := _constants.get(key)) is not None:
+            return left, constant
+        found = _operands(self, left, right, *flags)
+        if found[0] is left:
+            found[1].handle.data.flags.writeable = False
+            if len(_constants) == MOST_CONSTANTS:
+                _constants.clear()
+            _constants[key] = found[1]
+        return found
+    return _operands(self, left, right, *flags)
+
+
 language.block_type.__init__ = _init_block_type_once
 language.tensor.__init__ = _init_tensor_of_known_type
 _broadcast = TritonSemantic.broadcast_impl_value
 TritonSemantic.broadcast_impl_value = _broadcast_where_shapes_differ
+TritonSemantic.binary_op_type_checking_impl = _operands_of_known_types
 
 _reduce = interpreter.ReduceOps.apply_impl
 
