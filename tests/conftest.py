@@ -30,7 +30,7 @@ sys.dont_write_bytecode = False
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 TESTS = Path(__file__).parent
-WAITING = ("install", "gpu", "dist", "attacks", "e2e")  # now and then, for processes of theirs
+WAITING = ("dist", "attacks", "e2e", "install", "gpu")  # now and then, for processes of theirs
 COMPUTING = ("cpu", "checks", "unit")
 # What a machine may lack. A test that skips for another reason fails.
 MAY_SKIP = re.compile(
@@ -81,7 +81,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks, and an order in which the processor is busy until all workers end together: files that
-    wait alternate with files that compute; of each, those that take long first, by folder and size.
+    wait alternate with files that compute, the last of which are short and, in the gate, by
+    themselves. Of each, those that take long come first, by folder and size.
     """
     for item in items:
         item.add_marker(getattr(pytest.mark, _folder(item.path)))
