@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import multiprocessing
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +27,7 @@ os.environ |= {"TRITON_INTERPRET": "0", "TRITON_DISABLE_LINE_INFO": "1"}
 import torch
 import triton
 from torch import Tensor
+from torn_words import reads_torn_words
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -98,27 +97,6 @@ def reason_against(platform: platforms.Platform, case: Case) -> str | None:
     return None
 
 
-def reads_torn_words(compiled: Any) -> bool:
-    """Whether a kernel for NVIDIA GPUs polls words, some of which several threads hold, without
-    asking all of these threads (`launch.ptx.agree`).
-    """
-    if "ptx" not in compiled.asm or "bar.red.or.pred" in compiled.asm["ptx"]:
-        return False
-    ir = compiled.asm["ttgir"]
-    held = {}  # by all threads together, of each dimension of a layout
-    for name, layout in re.findall(r"^(#\w+) = #ttg\.blocked<\{(.*?)\}>", ir, re.M):
-        numbers = dict(re.findall(r"(\w+) = \[([\d, ]*)\]", layout))
-        keys = ("sizePerThread", "threadsPerWarp", "warpsPerCTA")
-        each = zip(*(map(int, numbers[key].split(",")) for key in keys), strict=True)
-        held[name] = list(map(math.prod, each))
-    polled = r"tt\.load .*isVolatile = true.*: tensor<([\dx]+)x!tt\.ptr<i64>, (#\w+)>"
-    return any(
-        size < threads
-        for shape, name in re.findall(polled, ir)
-        for size, threads in zip(map(int, shape.split("x")), held.get(name, ()), strict=False)
-    )
-
-
 def described(error: BaseException) -> str:
     """The end of what an error says, and of what it came from: Triton's own words stand there."""
     while error.__cause__ is not None:
@@ -165,7 +143,7 @@ def compile_for(
                     kernel=kernel.fn.__name__,
                     shared_memory=found.shared,
                     fused=found.enable_fp_fusion,
-                    torn=reads_torn_words(compiled),
+                    torn=reads_torn_words(compiled.asm),
                 )
 
         return run

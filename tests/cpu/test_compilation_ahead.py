@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torn_words import reads_torn_words
 
 pytest.importorskip("triton")
 
@@ -70,3 +71,26 @@ def test_a_sample_compiles(arch: str, sample: dict[str, list[dict[str, Any]]]) -
 @pytest.mark.parametrize("arch", SAMPLE)
 def test_everything_compiles(arch: str) -> None:
     check(arch, compiled({arch: 1})[arch])
+
+
+@pytest.mark.parametrize(
+    ("polled", "agreements", "torn"),
+    [
+        (["64x!tt.ptr<i64>, #words"], 0, True),
+        (["64x!tt.ptr<i64>, #words"], 1, False),
+        (["1x!tt.ptr<i64>, #words", "64x!tt.ptr<i64>, #words"], 1, True),
+        (["1x!tt.ptr<i64>, #words", "64x!tt.ptr<i64>, #words"], 2, False),
+        (["1x!tt.ptr<i64>, #words", "256x!tt.ptr<i64>, #words"], 1, False),
+        (["256x!tt.ptr<i64>, #other"], 0, True),  # who holds what is not known
+    ],
+)
+def test_each_load_that_threads_share_needs_an_agreement(
+    polled: list[str], agreements: int, torn: bool
+) -> None:
+    """Also where another load of the kernel has one, as the look at the abort flag always has."""
+    layout = "sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = [8], order = [0]"
+    lines = [f"#words = #ttg.blocked<{{{layout}}}>"]
+    lines += [f"%w = tt.load %p, %m {{isVolatile = true}} : tensor<{each}>" for each in polled]
+    lines += ['%a = tt.elementwise_inline_asm "bar.red.or.pred any, 0, own;"'] * agreements
+    assert reads_torn_words({"ptx": "", "ttgir": "\n".join(lines)}) is torn
+    assert not reads_torn_words({"ttgir": "\n".join(lines)})  # of an AMD GPU

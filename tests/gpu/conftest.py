@@ -13,7 +13,7 @@ import torch
 HERE = Path(__file__).parent
 KERNELS_ONLY = find_spec("msgspec") is None  # the engine cannot be imported then
 ENGINE_TESTS = ["test_lost_ranks.py", *(f"test_gpu_{name}.py" for name in (
-    "data_parallel", "engine", "every_format", "formats", "model", "pipeline",
+    "data_parallel", "determinism", "engine", "every_format", "formats", "model", "pipeline",
     "replicas"))]  # fmt: skip
 collect_ignore = ENGINE_TESTS if KERNELS_ONLY else []
 

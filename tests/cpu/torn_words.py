@@ -1,0 +1,35 @@
+"""A static check of compiled kernels: what several threads poll at once."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+_POLLED = r"tt\.load .*isVolatile = true.*: tensor<([\dx]+)x!tt\.ptr<i64>, (#\w+)>"
+_LAYOUT = r"^(#\w+) = #ttg\.blocked<\{(.*?)\}>"
+
+
+def reads_torn_words(code: Mapping[str, str]) -> bool:
+    """Whether a kernel for NVIDIA GPUs polls words, some of which several threads hold, without
+    asking all of these threads (`launch.ptx.agree`), once for each of these loads. `code`: what
+    Triton has made of it, by the kind of code.
+    """
+    if "ptx" not in code:
+        return False
+    return code["ttgir"].count("bar.red.or.pred") < sum(_are_shared(code["ttgir"]))
+
+
+def _are_shared(ir: str) -> Iterator[bool]:
+    """Of each polled load: whether several threads may hold the same word."""
+    held = {}  # by all threads together, of each dimension of a layout
+    for name, layout in re.findall(_LAYOUT, ir, re.M):
+        numbers = dict(re.findall(r"(\w+) = \[([\d, ]*)\]", layout))
+        keys = ("sizePerThread", "threadsPerWarp", "warpsPerCTA")
+        each = zip(*(map(int, numbers[key].split(",")) for key in keys), strict=True)
+        held[name] = list(map(math.prod, each))
+    for shape, name in re.findall(_POLLED, ir):
+        sizes = [int(size) for size in shape.split("x")]
+        yield name not in held or any(
+            size < threads for size, threads in zip(sizes, held[name], strict=True)
+        )
