@@ -94,3 +94,23 @@ def test_each_load_that_threads_share_needs_an_agreement(
     lines += ['%a = tt.elementwise_inline_asm "bar.red.or.pred any, 0, own;"'] * agreements
     assert reads_torn_words({"ptx": "", "ttgir": "\n".join(lines)}) is torn
     assert not reads_torn_words({"ttgir": "\n".join(lines)})  # of an AMD GPU
+
+
+def exchanges(*worlds: int) -> list[dict[str, Any]]:
+    """What `compile_exchanges.py` says of kernels of so many ranks."""
+    script = Path(__file__).with_name("compile_exchanges.py")
+    done = subprocess.run(
+        [sys.executable, str(script), *map(str, worlds)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("world", [4, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 8))])
+def test_ranks_never_take_a_word_of_the_call_before(world: int) -> None:
+    kernels = exchanges(world)
+    assert len({entry["kernel"] for entry in kernels if entry["polls"]}) == 8
+    assert [entry for entry in kernels if entry["torn"]] == []
