@@ -154,8 +154,8 @@ class H200(Tiles):
 
     def packed_gemv(self, *, M: int, gate_up: Packing, down: Packing) -> ExpertTiles | None:
         """4 bits: up to 4 tokens; one where less than 128 codes share a scale of 16 bits. A thread
-        has up to 384 bytes of gate and up, 192 where scales or zero points take registers, too; of
-        down 192.
+        has up to 384 bytes of gate and up, at one token and where scales or zero points take
+        registers, too, 192; of down 192.
         """
         row_bytes = [each.K_PACKED // each.CODES for each in (gate_up, down)]
         has_few_scales = gate_up.GROUP % 128 == 0
