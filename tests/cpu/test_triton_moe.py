@@ -5,22 +5,27 @@ interpreter.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 import triton_support  # noqa: F401  before the kernels
+from kernel_contract import check
 from stored_kernels import random_stored
 from torch import Tensor
 
 from negamax.kernels.activations import SwiGlu
 from negamax.kernels.formats import E4M3_BLOCKS, E4M3_GROUPS, PLAIN, TensorFormat
-from negamax.kernels.moe import tiles, triton_norm_route
+from negamax.kernels.launch.tile import Tile
+from negamax.kernels.moe import cases, tiles, triton_norm_route
 from negamax.kernels.moe import triton as kernels
 from negamax.kernels.moe import triton_prefill as prefill
 from negamax.kernels.norm.triton import add_rms
 from negamax.kernels.platform import CPU
 from negamax.kernels.quantize.triton import quantize
 from negamax.kernels.registry import KernelTable, gpu_kernels, resolve
+from negamax.kernels.signatures import EXPERTS
+from negamax.kernels.weight_only.cases import INT4
 from negamax.layers.moe import SparseMoe
 from negamax.models.minimax_m3 import names
 from negamax.parallel.context import ParallelContext
@@ -110,6 +115,21 @@ def test_pairs_of_many_chunks_are_sorted_by_expert_and_then_by_number(
     expected = torch.where(mine, flat, 7).argsort(stable=True)  # those of none of ours last
     assert torch.equal(order, expected.int())
     assert counts.tolist() == [(flat == expert).sum().item() for expert in range(2, 7)]
+
+
+def test_the_last_tile_of_an_expert_is_as_small_as_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    tile = tiles.ExpertTiles(*(Tile(64, 32, 128, num_warps=4, num_stages=2) for _ in range(2)))
+    monkeypatch.setattr(tiles.Tiles, "packed", lambda self, **sizes: tile)
+    monkeypatch.setattr(tiles, "SMALL_M_MAX_M", 4)
+    counts = {0: 64 + 16, 1: 64 + 17, 2: 64 + 33, 4: 1, 5: 128, 7: 9}  # 7: of another rank
+    ids = torch.cat([torch.full((count,), expert) for expert, count in counts.items()])
+    generator = torch.Generator().manual_seed(9)
+    ids = ids[torch.randperm(len(ids), generator=generator)].int()[:, None]
+    (kernel,) = (each for each in gpu_kernels() if each.op == EXPERTS and each.reads(INT4))
+    case = cases._weight_only_experts_case(
+        INT4, len(ids), 128, 40, 8, 1, 0, 7, dtype=torch.bfloat16, generator=generator
+    )
+    check(kernel, replace(case, tensors=case.tensors | {"ids": ids}), torch.bfloat16)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from negamax.kernels.formats import (
     TensorFormat,
     e4m3_blocks,
 )
-from negamax.kernels.gemm import triton_packed
+from negamax.kernels.gemm import tiles, triton_packed
 from negamax.kernels.gemm.cases import fp8_weight
 from negamax.kernels.gemm.triton_packed_gemv import gemv
 from negamax.kernels.launch import ptx
@@ -36,6 +36,7 @@ from negamax.kernels.registry import KernelTable, gpu_kernels, resolve
 from negamax.kernels.signatures import EXPERTS, LINEAR
 from negamax.kernels.weight_only import cases, layout, triton
 from negamax.kernels.weight_only.layout import Packing
+from negamax.kernels.weight_only.triton_dequantize import dequantize
 from negamax.layers.linear import ColumnParallel, Part
 from negamax.layers.moe import SparseMoe
 from negamax.models.minimax_m2 import names
@@ -151,6 +152,37 @@ def test_parts_come_where_the_caller_adds_them_up(num_tokens: int, num_parts: in
     assert (added - whole.float()).norm() <= 6e-3 * whole.float().norm()
 
 
+@pytest.mark.parametrize("stored", cases.SMALL_FORMATS, ids=lambda stored: stored.name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_dequantised_weight_is_what_its_format_says(
+    dtype: torch.dtype, stored: TensorFormat
+) -> None:
+    weight = _stored(stored, 70, 424)  # rows and columns that no program fills
+    with torch.inference_mode():
+        found = dequantize(layout.pack(weight), dtype)
+    expected = stored.dequantize(weight.tensors)
+    rounding = torch.finfo(dtype).eps  # once, or twice by half of it
+    torch.testing.assert_close(found.float(), expected, rtol=rounding, atol=1e-6)
+
+
+@pytest.mark.parametrize("stored", cases.SMALL_FORMATS, ids=lambda stored: stored.name)
+@pytest.mark.parametrize("min_m", [4, 1 << 30])
+def test_many_tokens_are_multiplied_as_the_weight_reads(
+    min_m: int, stored: TensorFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By cuBLAS, and in tiles of more tokens than two sums of products have registers for."""
+    monkeypatch.setattr(tiles.Tiles, "dequantized_min_m", lambda self, packing: min_m)
+    monkeypatch.setattr(
+        tiles.H200, "packed", lambda self, **sizes: Tile(128, 64, 128, num_warps=4, num_stages=2)
+    )
+    weight = _stored(stored, 70, 424)
+    x = torch.randn(130, 424, generator=_generator()).to(torch.bfloat16)
+    with torch.inference_mode():
+        found = triton_packed.linear(x, triton_packed.prepare(weight)).float()
+    expected = x.float() @ stored.dequantize(weight.tensors).t()
+    assert (found - expected).norm() <= 4e-3 * expected.norm()
+
+
 # --- PTX -----------------------------------------------------------------------------------------
 
 
@@ -225,7 +257,7 @@ def test_ptx_makes_of_every_byte_what_its_codes_stand_for(
     monkeypatch.setattr(triton, "_by_pairs", lambda DTYPE: True)
     per_byte = 2 if element in ("uint4", "e2m1") else 1
     P = Packing(element, per_byte, 128, 128, 32 if zeros or scaled else 0, "float", zeros, False)
-    exponent = triton._exponent(P, torch.bfloat16)
+    exponent = triton.exponent(P, torch.bfloat16)
     scales, zero_points = (1.5, 0.75) if scaled else (1.0, 1.0), (5.0, 3.0) if zeros else (0.0, 0.0)
     added = _pair(*(triton._offset(P, torch.bfloat16) - zero for zero in zero_points))
     factor = _pair(*(scale * 2.0**exponent for scale in scales))
@@ -292,7 +324,7 @@ def test_factors_of_a_word_are_two_in_bf16(
         monkeypatch.setattr(triton, "_by_pairs", lambda DTYPE, by_pairs=by_pairs: by_pairs)
         found = torch.empty(2, 16, 4, dtype=torch.int32 if by_pairs else torch.float32)
         _factors_kernel[(1,)](held, found[0], found[1], P=P, PART=part, ENTRIES=held.shape[1])
-        exponent = triton._exponent(P, torch.bfloat16)
+        exponent = triton.exponent(P, torch.bfloat16)
         both = found
         if by_pairs:
             both = found[0].view(torch.bfloat16).view(16, 4, 2).permute(2, 0, 1).float()

@@ -84,11 +84,15 @@ class Tiles:
             block_m, 64, 128, num_warps=4, num_stages=2, split_k=self._splits(M, N, K, block_m)
         )
 
-    def packed_gemv(self, *, M: int, packing: Packing, in_parts: bool) -> Tile | None:
+    def packed_gemv(self, *, M: int, N: int, packing: Packing, in_parts: bool) -> Tile | None:
         """For few tokens and weights of 4 and 8 bits, of which every program's part fits into
         registers; else None. `in_parts`: columns may be split, and nobody adds up the parts.
         """
         return None
+
+    def dequantized_min_m(self, packing: Packing) -> int:
+        """From how many tokens on packed weights are dequantised for cuBLAS."""
+        return 256 if packing.CODES == 1 else 300
 
     def w8a8(self, *, M: int, N: int) -> Tile:
         """For products of 8 bits with 8 bits, a scale per row and token. Not measured."""
@@ -164,10 +168,18 @@ class H200(Tiles):
         """Whether so many programs leave less than a quarter of the multiprocessors idle."""
         return 4 * programs > 3 * self.multiprocessors
 
-    def packed_gemv(self, *, M: int, packing: Packing, in_parts: bool) -> Tile | None:
-        """4 bits: up to 4 tokens. A thread has up to 384 bytes: 96 registers."""
+    def packed_gemv(self, *, M: int, N: int, packing: Packing, in_parts: bool) -> Tile | None:
+        """Up to 4 tokens; one with weights of 8 bits that do not fit into the registers of all
+        multiprocessors at once. A thread has up to 384 bytes of 4 bits: 96 registers.
+        """
         row_bytes = packing.K_PACKED // packing.CODES
-        if packing.CODES == 1 or row_bytes > 6144 or M > 4:
+        if M > 4:
+            return None
+        if packing.CODES == 1:
+            if row_bytes <= 6144 and N * row_bytes <= 8192 * 3072:
+                return Tile(8, 16, 1, num_warps=4)
+            return Tile(8, 8, 1, num_warps=8) if M == 1 and row_bytes <= 8192 else None
+        if row_bytes > 6144:
             return None
         warps = _power_of_two(-(-row_bytes // 384))
         if in_parts and warps > 4:

@@ -1,9 +1,10 @@
 """Products with packed weights of 4 and 8 bits in Triton: out[M, N] = x[M, K] w[N, K]^T.
 
-One kernel, but for a few tokens (`triton_packed_gemv.py`). A tile of w, dequantised in registers,
-is the tall operand of the tensor cores and the tokens are the short one, so that each weight is
-unpacked once for up to 128 tokens. What a weight is unpacked to, and what that costs:
-`kernels/weight_only/triton.py`. Tile sizes: `tiles.py`.
+One kernel, but for a few tokens (`triton_packed_gemv.py`), and for many, where the weight is
+dequantised for cuBLAS. A tile of w, dequantised in registers, is the tall operand of the tensor
+cores and the tokens are the short one, so that each weight is unpacked once for up to 128 tokens.
+What a weight is unpacked to, and what that costs: `kernels/weight_only/triton.py`. Tile sizes:
+`tiles.py`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from negamax.kernels.platform import Feature
 from negamax.kernels.signatures import LINEAR
 from negamax.kernels.weight_only.layout import PackedWeight, Packing, pack
 from negamax.kernels.weight_only.triton import multiply
+from negamax.kernels.weight_only.triton_dequantize import dequantize
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def linear(
     packing: Packing = weight.packing
     M, N = x.shape[0], weight.num_rows
     sizes = tiles.tiles_for(x.device)
-    few = sizes.packed_gemv(M=M, packing=packing, in_parts=in_parts and out is None)
+    few = sizes.packed_gemv(M=M, N=N, packing=packing, in_parts=in_parts and out is None)
     if out is None:
         shape = (M, few.split_k, N) if few and few.split_k > 1 else (M, N)
         out = x.new_empty(shape, dtype=out_dtype or x.dtype)
@@ -127,6 +129,8 @@ def linear(
     if few:
         gemv(x, weight, out, few)
         return out
+    if sizes.dequantized_min_m(packing) <= M and out.dtype == x.dtype:
+        return torch.mm(x, dequantize(weight, x.dtype).t(), out=out)
     tile = sizes.packed(M=M, N=N, K=packing.K)
     grid = (triton.cdiv(N, tile.block_n) * triton.cdiv(M, tile.block_m), tile.split_k)
     partials = out

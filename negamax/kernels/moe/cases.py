@@ -19,7 +19,7 @@ from negamax.kernels.quantize import spec as quantize
 from negamax.kernels.weight_only import cases as weight_only
 
 _TOKENS = (1, 4, 16, 64, 100, 1000)
-_LONG = (8192,)  # of formats whose activations may be rounded
+_LONG = 8192  # for other tiles, or with rounded activations
 _PACKED_WIDTHS = (1536, 384)
 _WIDTHS = (1536, 768, 384)  # MiniMax-M2's experts whole, and cut for two and four ranks
 _M3_WIDTHS = (768, 384)  # MiniMax-M3's cut for four and eight ranks
@@ -328,7 +328,7 @@ def experts_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Ca
         for stored in weight_only.FORMATS
         for width in _PACKED_WIDTHS
         for weights in (_weight_only_experts(stored, 256, 3072, width, generator),)
-        for num_tokens in (*_TOKENS, *(_LONG if stored.activation else ()))
+        for num_tokens in (*_TOKENS, _LONG)
     ] + [
         _m3_case(
             stored, num_tokens, 6144, width, 128, 4,

@@ -80,8 +80,8 @@ class Tiles:
         return ExpertTiles(tile, tile, repeat_n=8 if fp8 else 1)
 
     def packed_gemv(self, *, M: int, gate_up: Packing, down: Packing) -> ExpertTiles | None:
-        """For few tokens and weights of 4 bits, of which every program's part fits into registers;
-        else None.
+        """For few tokens and weights of which every program's part fits into registers; else
+        None.
         """
         return None
 
@@ -110,10 +110,37 @@ _ROUTE = (
 )
 
 
+def _tall(
+    block_m: int, *, num_warps: int, num_stages: int, maxnreg: int | None = None
+) -> ExpertTiles:
+    """64 gate rows and as many up rows, 128 of down."""
+    tile = Tile(block_m, 64, 128, num_warps=num_warps, num_stages=num_stages, maxnreg=maxnreg)
+    return ExpertTiles(tile, replace(tile, block_n=128))
+
+
+# Packed weights and many tokens, by their scales: up to so many tokens the first. Two programs with
+# tiles of 128 tokens share a multiprocessor where scales and codes leave room for their tokens in
+# shared memory; elsewhere one of twice as many tokens and warps is better.
+_PACKED_LARGE_M = {
+    "float": (2048, _tall(64, num_warps=4, num_stages=4), _tall(128, num_warps=4, num_stages=3)),
+    "e8m0": (
+        2048,
+        _tall(64, num_warps=4, num_stages=3, maxnreg=168),
+        _tall(128, num_warps=4, num_stages=3),
+    ),
+    "e5m3": (
+        4096,
+        _tall(64, num_warps=4, num_stages=3, maxnreg=168),
+        _tall(256, num_warps=8, num_stages=3),
+    ),
+    "8 bits": (2048, _tall(64, num_warps=4, num_stages=3), _tall(256, num_warps=8, num_stages=3)),
+}
+
+
 class H200(Tiles):
     """Measured at the shapes of MiniMax-M2 (hidden 3072, 256 experts, top 8). Those of MiniMax-M3
-    (6144, 128, top 4 and a shared expert) were not: what follows from twice the columns is that
-    each program has as many of them.
+    (6144, 128, top 4 and a shared expert) were with packed weights of 8 bits alone: elsewhere what
+    follows from twice the columns is that each program has as many of them.
     """
 
     def route(self, M: int, *, hidden: int) -> RouteTile:
@@ -153,14 +180,18 @@ class H200(Tiles):
         return ExpertTiles(gate_up, Tile(64, 128, 128, num_warps=4, num_stages=3), repeat_n=8)
 
     def packed_gemv(self, *, M: int, gate_up: Packing, down: Packing) -> ExpertTiles | None:
-        """4 bits: up to 4 tokens; one where less than 128 codes share a scale of 16 bits. A thread
-        has up to 384 bytes of gate and up, at one token and where scales or zero points take
-        registers, too, 192; of down 192.
+        """Up to 4 tokens; one where less than 128 codes of 4 bits share a scale of 16 bits, two
+        with rows of more than 3,072 bytes. A thread has up to 384 bytes of gate and up, at one
+        token of 4 bits and where scales or zero points take registers, too, 192; of down 192.
         """
+        if gate_up.CODES != down.CODES:
+            return None
         row_bytes = [each.K_PACKED // each.CODES for each in (gate_up, down)]
+        if gate_up.CODES == 1:
+            return self._bytes_gemv(M, *row_bytes)
         has_few_scales = gate_up.GROUP % 128 == 0
         max_m = 4 if has_few_scales or gate_up.SCALE != "float" else 1
-        if {gate_up.CODES, down.CODES} != {2} or max(row_bytes) > 3072 or max_m < M:
+        if max(row_bytes) > 3072 or max_m < M:
             return None
         first, second = (_power_of_two(-(-each // 384)) for each in row_bytes)
         is_light = has_few_scales and not gate_up.ZEROS
@@ -174,13 +205,22 @@ class H200(Tiles):
         other = Tile(8, 16, 1, num_warps=2 * second, maxnreg=80 if is_light else None)
         return ExpertTiles(tile, other)
 
+    def _bytes_gemv(self, M: int, gate_up: int, down: int) -> ExpertTiles | None:
+        """For weights of 8 bits, with so many bytes in a row."""
+        if gate_up <= 3072 and down <= 1536 and M <= 4:
+            tile = Tile(8, 8, 1, num_warps=4, maxnreg=168)
+            return ExpertTiles(tile, Tile(8, 16, 1, num_warps=4, maxnreg=128))
+        if gate_up <= 6144 and down <= 3072 and M <= 2:
+            tile = Tile(8, 4, 1, num_warps=8, maxnreg=128)
+            return ExpertTiles(tile, Tile(8, 16, 1, num_warps=8, maxnreg=128))
+        return None
+
     def packed(self, *, M: int, gate_up: Packing) -> ExpertTiles:
         """Three programs of 168 registers share a multiprocessor, or four of 128."""
         if M > SMALL_M_MAX_M:
-            return ExpertTiles(
-                Tile(64, 64, 128, num_warps=4, num_stages=4),
-                Tile(64, 128, 128, num_warps=4, num_stages=4),
-            )
+            kind = "8 bits" if gate_up.CODES == 1 else gate_up.SCALE
+            most, few, many = _PACKED_LARGE_M[kind]
+            return few if most >= M else many
         if M == 1:  # few programs: more of each one's weight is on its way
             rows, stages = (32, 8) if gate_up.CODES == 2 else (64, 6)
             tile = Tile(16, rows, 128, num_warps=4, num_stages=stages, maxnreg=168)

@@ -46,6 +46,7 @@ from negamax.kernels.formats import (
 from negamax.kernels.moe import tiles, triton_norm_route
 from negamax.kernels.moe.triton_decode import experts_gemv, experts_small_m
 from negamax.kernels.moe.triton_packed_gemv import experts_packed_gemv
+from negamax.kernels.moe.triton_packed_prefill import experts_packed_large_m
 from negamax.kernels.moe.triton_place import place
 from negamax.kernels.moe.triton_prefill import experts_large_m
 from negamax.kernels.moe.triton_route import prepare_gate, route
@@ -116,6 +117,8 @@ def experts(
         assert gate_up is not None and down is not None
         if tile := sizes.packed_gemv(M=M, gate_up=gate_up, down=down):
             return experts_packed_gemv(unquantized(x), *chosen, tile, first=first, count=count)
+        run = experts_small_m if M <= tiles.SMALL_M_MAX_M else experts_packed_large_m
+        return run(x, *chosen, first=first, count=count)
     elif sizes.gemv_max_m(constants.WIDTH) >= M:
         return experts_gemv(unquantized(x), *chosen, first=first, count=count)
     run = experts_small_m if M <= tiles.SMALL_M_MAX_M else experts_large_m

@@ -26,7 +26,6 @@ from negamax.kernels.activations import QuantizedActivations, model_dtype
 from negamax.kernels.launch.triton import dot, launch_options, wait_then_launch_dependents
 from negamax.kernels.mlp.triton import swiglu
 from negamax.kernels.moe import tiles
-from negamax.kernels.moe.triton_packed import packed_down, packed_gate_up
 from negamax.kernels.moe.triton_shared import (
     BLOCK,
     PreparedExperts,
@@ -34,7 +33,6 @@ from negamax.kernels.moe.triton_shared import (
     group_scale,
     operands,
 )
-from negamax.kernels.weight_only.layout import PackedTensors
 
 
 @triton.jit
@@ -210,24 +208,19 @@ def _gate_up_large_m_kernel(
     places, offs_n = begin + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
     valid = places < end
     tokens = tl.load(sorted_token_ids_ptr + places, mask=valid, other=0) // TOP_K
-    if E.PACKED:
-        y = tl.trans(packed_gate_up(x_ptr, w, expert, num_experts, first_n, tokens, valid,
-                                    E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,
-                                    NUM_WARPS))  # fmt: skip
-    else:
-        x_ptrs = x_ptr + tokens.to(tl.int64)[:, None] * E.HIDDEN + tl.arange(0, BLOCK_K)[None, :]
-        row = expert * (2 * E.WIDTH)
-        w_scale_ptr += (expert * (2 * E.WIDTH // BLOCK) + first_n // BLOCK) * (E.HIDDEN // BLOCK)
-        gate = _product(x_ptrs, x_scale_ptr, w, w_scale_ptr, tokens, valid,
-                        row + first_n, row + E.WIDTH - 1,
-                        E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
-        row += E.WIDTH
-        w_scale_ptr += (E.WIDTH // BLOCK) * (E.HIDDEN // BLOCK)
-        up = _product(x_ptrs, x_scale_ptr, w, w_scale_ptr, tokens, valid,
-                      row + first_n, row + E.WIDTH - 1,
-                      E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
-        ACTIVATION: tl.constexpr = E.ACTIVATION
-        y = swiglu(gate, up, ACTIVATION)
+    x_ptrs = x_ptr + tokens.to(tl.int64)[:, None] * E.HIDDEN + tl.arange(0, BLOCK_K)[None, :]
+    row = expert * (2 * E.WIDTH)
+    w_scale_ptr += (expert * (2 * E.WIDTH // BLOCK) + first_n // BLOCK) * (E.HIDDEN // BLOCK)
+    gate = _product(x_ptrs, x_scale_ptr, w, w_scale_ptr, tokens, valid,
+                    row + first_n, row + E.WIDTH - 1,
+                    E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+    row += E.WIDTH
+    w_scale_ptr += (E.WIDTH // BLOCK) * (E.HIDDEN // BLOCK)
+    up = _product(x_ptrs, x_scale_ptr, w, w_scale_ptr, tokens, valid,
+                  row + first_n, row + E.WIDTH - 1,
+                  E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+    ACTIVATION: tl.constexpr = E.ACTIVATION
+    y = swiglu(gate, up, ACTIVATION)
     if E.FP8:
         scale = group_scale(y, 1, h_ptr.dtype.element_ty)
         h_scale_ptrs = h_scale_ptr + places * (E.WIDTH // BLOCK_N) + first_n // BLOCK_N
@@ -306,18 +299,11 @@ def _down_large_m_kernel(
     pairs = tl.load(sorted_token_ids_ptr + places, mask=valid, other=0)
     topk_weight = tl.load(topk_weights_ptr + pairs, mask=valid, other=0.0)
     h_ptrs = h_ptr + places.to(tl.int64)[:, None] * E.WIDTH + offs_k[None, :]
-    if not E.PACKED:
-        w_ptr += expert.to(tl.int64) * (E.HIDDEN * E.WIDTH)
-        w_ptrs = w_ptr + offs_n[:, None] * E.WIDTH + offs_k[None, :]
-        w_scale_ptr += expert * (E.HIDDEN // BLOCK * K_BLOCKS)
+    w_ptr += expert.to(tl.int64) * (E.HIDDEN * E.WIDTH)
+    w_ptrs = w_ptr + offs_n[:, None] * E.WIDTH + offs_k[None, :]
+    w_scale_ptr += expert * (E.HIDDEN // BLOCK * K_BLOCKS)
     out_ptrs = out_ptr + pairs.to(tl.int64)[:, None] * E.HIDDEN + offs_n[None, :]
-    if E.PACKED:
-        acc = tl.trans(packed_down(h_ptr, w_ptr, expert, num_experts, first_n, places, valid,
-                                   E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,
-                                   NUM_WARPS))  # fmt: skip
-        out = (acc * topk_weight[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptrs, out, mask=valid[:, None] & (offs_n < E.HIDDEN)[None, :])
-    elif RESIDENT:
+    if RESIDENT:
         hs, h_scales = (), ()
         for step in tl.static_range(STEPS):
             hs = hs + (tl.load(h_ptrs + step * BLOCK_K, mask=valid[:, None], other=0.0),)
@@ -378,17 +364,13 @@ def experts_large_m(
     q, scale = operands(x, prepared)
     num_pairs = num_tokens * top_k
     sizes = tiles.tiles_for(device)
-    tile = (
-        sizes.packed(M=num_tokens, gate_up=E.GATE_UP)
-        if E.PACKED
-        else sizes.large_m(width=E.WIDTH, fp8=E.FP8)
-    )
+    tile = sizes.large_m(width=E.WIDTH, fp8=E.FP8)
     gate_up, down = tile.gate_up, tile.down
     sorted_token_ids, expert_counts = sort_pairs(topk_ids, first=first, count=count)
     h, h_scale = empty_intermediate(num_pairs, q, E.WIDTH)
     shared = {"E": E, "EXPERTS_POW2": triton.next_power_of_2(count), **launch_options(device)}
-    w: Tensor | PackedTensors | TensorDescriptor = prepared.gate_up
-    if isinstance(w, Tensor) and E.FP8:
+    w: Tensor | TensorDescriptor = prepared.gate_up
+    if E.FP8:
         w = TensorDescriptor.from_tensor(w.view(-1, E.HIDDEN), [gate_up.block_n, gate_up.block_k])
     # an upper bound: each expert may waste one tile
     tiles_m = min(num_pairs, num_pairs // gate_up.block_m + count)

@@ -29,12 +29,14 @@ from negamax.kernels.launch.triton import dot
 from negamax.kernels.weight_only import layout
 
 _POST = 10
+POST_FACTOR = tl.constexpr(2.0**_POST)
 _E5M3 = tl.constexpr((127 - layout.E5M3_BIAS) << 23)  # what the bits of e5m3 lack in fp32
 _TWICE = tl.constexpr(0x00010001)
-_BYTES = tl.constexpr(layout.SPAN_BYTES)
+BYTES = tl.constexpr(layout.SPAN_BYTES)
 _SIDE = tl.constexpr(layout.SIDE_COLUMNS)
 RAW = tl.constexpr(128.0)  # what codes of 4 bits are too large as they are unpacked
-_COLUMNS = tl.constexpr(64)  # of a product: with more, more unpacked weights fill registers
+COLUMNS = tl.constexpr(64)  # of a product: with more, more unpacked weights fill registers
+_ONE_SCALE_MAX_M = tl.constexpr(64)  # with more tokens two sums of products do not fit in registers
 
 
 @triton.constexpr_function
@@ -44,7 +46,7 @@ def _by_pairs(DTYPE: Any) -> bool:
 
 
 @triton.constexpr_function
-def _exponent(P: Any, DTYPE: Any) -> int:
+def exponent(P: Any, DTYPE: Any) -> int:
     """By which power of two codes are multiplied beside their scales."""
     lack = {"e2m1": 126 - _POST, "e4m3": 120 - _POST}.get(P.ELEMENT, 0)
     return lack if _by_pairs(DTYPE) else 0
@@ -53,7 +55,7 @@ def _exponent(P: Any, DTYPE: Any) -> int:
 @triton.constexpr_function
 def _factor(P: Any, DTYPE: Any) -> float:
     """That power."""
-    return 2.0 ** _exponent(P, DTYPE)
+    return 2.0 ** exponent(P, DTYPE)
 
 
 @triton.jit
@@ -71,57 +73,46 @@ def multiply(
     """
     ROWS: tl.constexpr = PARTS * BLOCK_N
     rows, inside = _rows(tl.arange(0, ROWS), left, BLOCK_N, APART)
-    order = _order_of_loads(ROWS, NUM_WARPS)
+    order = order_of_loads(ROWS, NUM_WARPS)
     q_rows, q_inside = _rows(order, left, BLOCK_N, APART)
     DTYPE: tl.constexpr = x_rows.dtype.element_ty
     EVEN: tl.constexpr = P.K % BLOCK_K == 0
-    SPAN: tl.constexpr = _BYTES * P.CODES
+    SPAN: tl.constexpr = BYTES * P.CODES
     SPANS: tl.constexpr = BLOCK_K // SPAN
     PRODUCTS: tl.constexpr = P.CODES  # in a span
-    PARTS_OF_SIDE: tl.constexpr = 2 // P.CODES  # spans that lie beside the same scales
-    ONE_SCALE: tl.constexpr = _has_one_scale(P, BLOCK_K)
+    ONE_SCALE: tl.constexpr = _has_one_scale(P, BLOCK_K) and BLOCK_M <= _ONE_SCALE_MAX_M
     GROUPED: tl.constexpr = P.GROUP > 0 and not ONE_SCALE
-    columns = tl.arange(0, _COLUMNS)
+    columns = tl.arange(0, COLUMNS)
     x_ptrs = x_rows[None, :] + columns[:, None]
     acc = tl.zeros((ROWS, BLOCK_M), tl.float32)
     for step in tl.range(start, stop, num_stages=NUM_STAGES):
         first_k = step * BLOCK_K
+        scale, zero = None, None
         if ONE_SCALE:
-            scale = _load_side(w[1], first, rows, inside, num_rows, first_k, P, BLOCK_K, False)
+            scale = load_side(w[1], first, rows, inside, num_rows, first_k, P, BLOCK_K, False)
             product = tl.zeros_like(acc)
         elif GROUPED:
-            scale = _load_side(w[1], first, q_rows, q_inside, num_rows, first_k, P, BLOCK_K,
+            scale = load_side(w[1], first, q_rows, q_inside, num_rows, first_k, P, BLOCK_K,
                                P.IN_WORDS)  # fmt: skip
         if P.ZEROS:
-            zero = _load_side(w[2], first, q_rows, q_inside, num_rows, first_k, P, BLOCK_K, False)
+            zero = load_side(w[2], first, q_rows, q_inside, num_rows, first_k, P, BLOCK_K, False)
         for i in tl.static_range(SPANS):
-            q = _load_words(w, first, q_rows, q_inside, num_rows, first_k + i * SPAN, P)
-            factors, added = constants_of(P, DTYPE)
-            if GROUPED:
-                own = _of_span(scale, i, SPANS, P, P.IN_WORDS)
-                factors = _for_threads(factors_of_scales(own, i % PARTS_OF_SIDE, P, DTYPE))
-            if P.ZEROS:
-                own = _of_span(zero, i, SPANS, P, False)
-                added = _for_threads(added_to_codes(own, i % PARTS_OF_SIDE, P, DTYPE))
-            q = _of_products(q, P)
-            factors = _of_products(factors[0], P), _of_products(factors[1], P)
-            added = _of_products(added[0], P), _of_products(added[1], P)
+            k = first_k + i * SPAN
+            q = load_words(w, first, q_rows, q_inside, num_rows, k, P)
+            factors, added = beside_products(scale, zero, i, SPANS, P, DTYPE, GROUPED)
+            q = of_products(q, P)
             for j in tl.static_range(PRODUCTS):
-                k = first_k + i * SPAN + j * _COLUMNS
-                numbers = numbers_of_words(q[j], (factors[0][j], factors[1][j]),
-                                           (added[0][j], added[1][j]), P, DTYPE,
-                                           GROUPED)  # fmt: skip
-                weight = _in_places(numbers, P, ROWS, NUM_WARPS)
-                here = valid[None, :] & ((columns < P.K - k)[:, None] | EVEN)
-                x = tl.load(x_ptrs + k, mask=here, other=0.0)
+                weight = operand(q[j], factors[j], added[j], P, DTYPE, GROUPED, ROWS, NUM_WARPS)
+                here = valid[None, :] & ((columns < P.K - k - j * COLUMNS)[:, None] | EVEN)
+                x = tl.load(x_ptrs + k + j * COLUMNS, mask=here, other=0.0)
                 if ONE_SCALE:
                     product = dot(weight, x, product)
                 else:
                     acc = dot(weight, x, acc)
         if ONE_SCALE:
             acc += product * number_of_scale(scale, P)
-    if _exponent(P, DTYPE) != 0:
-        acc *= 1024.0  # 2^_POST
+    if exponent(P, DTYPE) != 0:
+        acc *= POST_FACTOR
     if P.ROW_SCALE:
         acc *= tl.load(w[3] + first + rows, mask=inside, other=0.0)[:, None]
     return acc
@@ -136,7 +127,7 @@ def _rows(offs, left, BLOCK_N: tl.constexpr, APART: tl.constexpr):
 
 
 @triton.jit
-def _order_of_loads(ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
+def order_of_loads(ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
     """[ROWS] the rows of a tile in the order in which they are loaded: the tensor cores have 16
     rows in a warp, which has eight of them in a register.
     """
@@ -147,9 +138,50 @@ def _order_of_loads(ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
 
 
 @triton.jit
-def _of_products(each, P: tl.constexpr):
+def beside_products(
+    scale, zero, i: tl.constexpr, SPANS: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr,
+    GROUPED: tl.constexpr,
+):  # fmt: skip
+    """For each product of the `i`th of SPANS spans the factors and what is added, as
+    `numbers_of_words` takes them, of scales and zero points as `load_side` has them for all spans;
+    scales only where GROUPED.
+    """
+    PART: tl.constexpr = i % (2 // P.CODES)  # of the spans that lie beside the same scales
+    factors, added = constants_of(P, DTYPE)
+    if GROUPED:
+        own = _of_span(scale, i, SPANS, P, P.IN_WORDS)
+        factors = _for_threads(factors_of_scales(own, PART, P, DTYPE))
+    if P.ZEROS:
+        own = _of_span(zero, i, SPANS, P, False)
+        added = _for_threads(added_to_codes(own, PART, P, DTYPE))
+    return _pairs_of_products(factors, P), _pairs_of_products(added, P)
+
+
+@triton.jit
+def _pairs_of_products(each, P: tl.constexpr):
+    """Two of what stands beside the words of a span -> two for each product."""
+    first, second = of_products(each[0], P), of_products(each[1], P)
+    if P.CODES == 1:
+        pairs = ((first[0], second[0]),)
+    else:
+        pairs = ((first[0], second[0]), (first[1], second[1]))
+    return pairs
+
+
+@triton.jit
+def operand(
+    q, factors, added, P: tl.constexpr, DTYPE: tl.constexpr, GROUPED: tl.constexpr,
+    ROWS: tl.constexpr, NUM_WARPS: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, COLUMNS] in DTYPE: what the words of a product stand for."""
+    numbers = numbers_of_words(q, factors, added, P, DTYPE, GROUPED)
+    return _in_places(numbers, P, ROWS, NUM_WARPS)
+
+
+@triton.jit
+def of_products(each, P: tl.constexpr):
     """What stands beside the words of a span, [ROWS, 16], or is one for all, [1, 1]; as a tuple of
-    what stands beside those of each _COLUMNS columns, [ROWS, 16 / CODES].
+    what stands beside those of each COLUMNS columns, [ROWS, 16 / CODES].
     """
     ROWS: tl.constexpr = each.shape[0]
     if P.CODES == 1:
@@ -165,7 +197,7 @@ def _of_products(each, P: tl.constexpr):
 
 @triton.jit
 def _in_places(numbers, P: tl.constexpr, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
-    """[ROWS, _COLUMNS]: rows as loaded and columns as in words come to their places."""
+    """[ROWS, COLUMNS]: rows as loaded and columns as in words come to their places."""
     WARPS: tl.constexpr = min(NUM_WARPS, ROWS // 16)
     TILES: tl.constexpr = ROWS // (16 * WARPS)
     numbers = tl.reshape(numbers, (TILES, 2, WARPS, 8, 4, 2, 2, 2, 2))
@@ -173,11 +205,11 @@ def _in_places(numbers, P: tl.constexpr, ROWS: tl.constexpr, NUM_WARPS: tl.const
         numbers = tl.permute(numbers, (0, 2, 1, 3, 5, 8, 7, 4, 6))
     else:  # [.., thread, 32 columns, 16 columns, neighbour, 8 columns]
         numbers = tl.permute(numbers, (0, 2, 1, 3, 5, 6, 8, 4, 7))
-    return tl.reshape(numbers, (ROWS, _COLUMNS))
+    return tl.reshape(numbers, (ROWS, COLUMNS))
 
 
 @triton.jit
-def _load_side(
+def load_side(
     ptr, first, rows, inside, num_rows, k, P: tl.constexpr, BLOCK_K: tl.constexpr,
     IN_WORDS: tl.constexpr,
 ):  # fmt: skip
@@ -196,28 +228,28 @@ def _load_side(
 
 
 @triton.jit
-def _load_words(w, first, rows, inside, num_rows, k, P: tl.constexpr):
+def load_words(w, first, rows, inside, num_rows, k, P: tl.constexpr):
     """The words of the same rows and of the columns from k on, [BLOCK_N, 16]. The pointer has what
     all threads share, so that offsets of one thread differ by constants, which the loads hold.
     """
     row_words, span_words = strides(num_rows, P)
-    q_ptr = w[0] + first.to(tl.int64) * row_words + k // (_BYTES * P.CODES) * span_words
-    offsets = rows[:, None] * row_words + tl.arange(0, _BYTES // 4)[None, :]
+    q_ptr = w[0] + first.to(tl.int64) * row_words + k // (BYTES * P.CODES) * span_words
+    offsets = rows[:, None] * row_words + tl.arange(0, BYTES // 4)[None, :]
     return tl.load(q_ptr + offsets, mask=inside[:, None] & (k < P.K_PACKED), other=0)
 
 
 @triton.jit
 def strides(num_rows, P: tl.constexpr):
     """Words from a row, and from a span, to the next."""
-    row, span = P.K_PACKED // 4, tl.full((), _BYTES // 4, tl.int64)
+    row, span = P.K_PACKED // 4, tl.full((), BYTES // 4, tl.int64)
     if P.CODES == 2:
-        row, span = _BYTES // 4, num_rows.to(tl.int64) * (_BYTES // 4)
+        row, span = BYTES // 4, num_rows.to(tl.int64) * (BYTES // 4)
     return row, span
 
 
 @triton.jit
 def _of_span(each, i: tl.constexpr, SPANS: tl.constexpr, P: tl.constexpr, IN_WORDS: tl.constexpr):
-    """Of what `_load_side` has loaded beside SPANS spans what lies beside one, [BLOCK_N, entries]:
+    """Of what `load_side` has loaded beside SPANS spans what lies beside one, [BLOCK_N, entries]:
     those of 128 columns.
     """
     if each.shape[1] > side_entries(P, IN_WORDS):  # of 256
@@ -257,7 +289,7 @@ def _bits_of_scale(P: Any, DTYPE: Any) -> int:
     """What is added to the bits of scales in e8m0 and e5m3, where bf16 has its own, for `_factor`
     times them.
     """
-    return (_exponent(P, DTYPE) + (0 if P.SCALE == "e8m0" else 127 - layout.E5M3_BIAS)) << 7
+    return (exponent(P, DTYPE) + (0 if P.SCALE == "e8m0" else 127 - layout.E5M3_BIAS)) << 7
 
 
 @triton.constexpr_function
@@ -360,7 +392,7 @@ def numbers_of_words(
     """
     ELEMENT: tl.constexpr = P.ELEMENT  # Triton 3.6 takes a field for a tensor
     ZEROS: tl.constexpr = P.ZEROS
-    SCALED: tl.constexpr = GROUPED or _exponent(P, DTYPE) != 0
+    SCALED: tl.constexpr = GROUPED or exponent(P, DTYPE) != 0
     if _by_pairs(DTYPE):
         n = unpack_words(q, factors[0], added[0], ELEMENT, SCALED, ZEROS, IS_RAW)
     else:

@@ -29,10 +29,11 @@ import triton.language as tl
 
 from negamax.kernels.launch.triton import dot
 from negamax.kernels.weight_only.triton import (
+    POST_FACTOR,
     RAW,
-    _exponent,
     added_to_codes,
     constants_of,
+    exponent,
     factors_of_scales,
     number_of_scale,
     numbers_of_words,
@@ -181,8 +182,8 @@ def multiply_weight(
         else:
             acc = dot(w, x, acc)
     acc = tl.sum(acc, axis=0)
-    if _exponent(P, DTYPE) != 0:
-        acc *= 1024.0  # 2^_POST
+    if exponent(P, DTYPE) != 0:
+        acc *= POST_FACTOR
     return acc
 
 
@@ -218,8 +219,8 @@ def multiply_token(
             product = _times_scale(product, scales[i], P, ROWS, NUM_WARPS)
         acc += tl.where(column[None, None, :] == _column(i), product, 0.0)
     acc = tl.sum(tl.sum(acc, axis=2), axis=0)
-    if _exponent(P, DTYPE) != 0:
-        acc *= 1024.0  # 2^_POST
+    if exponent(P, DTYPE) != 0:
+        acc *= POST_FACTOR
     return acc
 
 
