@@ -75,6 +75,7 @@ OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     ("activation quantisation", ("_quantize_kernel", "_round_kernel")),
+    ("dequantised weights", ("_dequantize_kernel",)),
     ("sampling", ("_tile_argmax", "_row_argmax", "_strip_max", "_draw_leading")),
     ("verification of drafts", ("_count_accepted", "_advance_rows", "_record_guess")),
     ("all-gather", ("_all_gather_kernel",)),

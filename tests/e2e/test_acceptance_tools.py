@@ -218,7 +218,7 @@ def test_packets_of_a_long_string_argument_grow_and_are_never_huge(client: opena
     """
     properties = {
         "path": {"type": "string", "maxLength": 9},
-        "content": {"type": "string", "minLength": 300, "maxLength": 350},
+        "content": {"type": "string", "minLength": 600, "maxLength": 650},
     }
     parameters = {
         "type": "object",
@@ -233,12 +233,12 @@ def test_packets_of_a_long_string_argument_grow_and_are_never_huge(client: opena
         tools=[write],
         tool_choice="required",
         parallel_tool_calls=False,
-        max_tokens=900,
+        max_tokens=1500,
     )
     pieces = [
         piece for c in chunks for choice in c.choices for piece in choice.delta.tool_calls or ()
     ]
     sizes = [len(piece.function.arguments) for piece in pieces if piece.function.arguments]
-    assert len(sizes) > 5 and max(sizes) <= 200
+    assert len(sizes) > 5 and max(sizes) <= 200  # of one burst there would be four
     ((_, arguments),) = joined_calls(chunks)
-    assert len(json.loads(arguments)["content"]) >= 300
+    assert len(json.loads(arguments)["content"]) >= 600
