@@ -293,6 +293,7 @@ class Scheduler:
                 num_accepted = result.num_accepted.get(row, 0)
                 end += num_accepted
                 self._give_back(sequence, num_drafts, num_accepted)
+                self._count_drafts(sequence, result.num_guessed.get(row, num_drafts), num_accepted)
             if sequence.finished:
                 continue
             if errors and row in errors:
@@ -436,6 +437,11 @@ class Scheduler:
         """
         sequence.num_computed -= num_drafts - num_accepted
         sequence.num_total -= num_drafts - num_accepted
+
+    def _count_drafts(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
+        """A committed row had so many draft tokens; one without any guess is none with drafts."""
+        if not num_drafts:
+            return
         rows, tokens, right = sequence.drafts
         sequence.drafts = rows + 1, tokens + num_drafts, right + num_accepted
         self.draft_rows += 1

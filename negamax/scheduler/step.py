@@ -153,6 +153,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     idle_seconds: float = 0.0  # that the GPU had nothing to do before it
     # [layers, experts] int64: how often each was chosen on all ranks, if the plan asks for it
     expert_counts: bytes = b""
+    # by row index of the plan: draft tokens that were guessed, of rows where some are missing
+    num_guessed: dict[int, int] = {}
 
 
 class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -22,6 +22,8 @@ SEARCHED_TOKENS = 32768
 class NgramProposer(Proposer):
     """A proposer without a model. It reads tokens only, which all ranks have."""
 
+    has_gaps = True
+
     def __init__(self, config: SpeculationConfig, *, max_model_len: int) -> None:
         self.num_draft_tokens = config.num_speculative_tokens
         self._least, self._most = config.prompt_lookup_min, config.prompt_lookup_max

@@ -41,6 +41,7 @@ class Proposer(Protocol):
 
     num_draft_tokens: int  # at a time, at most
     capture: tuple[int, ...] = ()  # layers whose residual stream it reads
+    has_gaps: bool = False  # whether guesses may be missing
 
     def load(self, target: Decoder, context: ParallelContext, device: torch.device) -> str:
         """Fill the weights that it has of its own, behind those of the model whose tokens it

@@ -34,6 +34,7 @@ def run_rows_separately(plan: StepPlan, bitmask: PendingBitmask, run: RunStep) -
         _by_row([result.errors for result in results]),
         _by_row([result.num_accepted for result in results]),
         _by_row([result.proposed for result in results]),
+        num_guessed=_by_row([result.num_guessed for result in results]),
     )
 
 

@@ -58,11 +58,20 @@ class Verification:
     num_drafts: list[int]  # [S]
     first_samples: list[int]  # [S] index of each row's first sample among all of the step
     num_accepted: HostTensor  # [S] int64
+    drafts: HostTensor | None = None  # [S, K] int64, -1: missing; None: none is
 
     def accepted(self) -> dict[int, int]:
         """How many drafts were right, by row of the plan with drafts. Waits for the device."""
         columns = zip(self.rows, self.num_drafts, self.num_accepted.read().tolist(), strict=True)
         return {row: right for row, num_drafts, right in columns if num_drafts}
+
+    def guessed(self) -> dict[int, int]:
+        """How many drafts there were, by row of the plan, where some are missing."""
+        if self.drafts is None:
+            return {}
+        columns = zip(self.rows, self.num_drafts, self.drafts.read().tolist(), strict=True)
+        counts = [(row, most, sum(one >= 0 for one in of[:most])) for row, most, of in columns]
+        return {row: count for row, most, count in counts if count < most}
 
     def dropped(self) -> set[int]:
         """The samples of the step that follow a wrong draft."""

@@ -55,13 +55,14 @@ class StepOutput:
     def result(self) -> StepResult:
         """Wait for the numbers and put them together."""
         token_ids: list[int] = [] if self.token_ids is None else self.token_ids.read().tolist()
-        rows, logprobs, num_accepted = self.sampled_rows, {}, {}
+        rows, logprobs, num_accepted, num_guessed = self.sampled_rows, {}, {}, {}
         if self.sampled is not None and self.sampled.logprobs is not None:
             logprobs = dict(
                 zip(self.sampled.logprob_rows, self.sampled.logprobs.read(), strict=True)
             )
         if self.verification is not None:
             num_accepted, dropped = self.verification.accepted(), self.verification.dropped()
+            num_guessed = self.verification.guessed()
             kept = [i for i in range(len(token_ids)) if i not in dropped]
             rows, token_ids = [rows[i] for i in kept], [token_ids[i] for i in kept]
             logprobs = {place: logprobs[i] for place, i in enumerate(kept) if i in logprobs}
@@ -89,6 +90,7 @@ class StepOutput:
             device_seconds,
             idle_seconds,
             b"" if self.expert_counts is None else expert_bytes(self.expert_counts),
+            num_guessed,
         )
 
 

@@ -476,8 +476,9 @@ class Worker:
         columns = slots, num_scheduled - num_drafts, firsts, num_drafts, ends
         slot, offset, first, count, end = upload(columns, self._device)
         drafts, seeds = self._requests.drafts[slot], self._requests.seeds[slot]
+        has_gaps = self._proposer.has_gaps
         if num_drafts.any():
-            bitmask.drop_drafts(drafts, plan)
+            has_gaps |= bitmask.drop_drafts(drafts, plan)
         lengths = self._requests.num_computed[slot] + offset
         accepted = self._proposer.accept(token_ids, drafts, first, count, seeds, lengths)
         lengths = lengths + accepted + 1
@@ -489,7 +490,11 @@ class Worker:
             return None
         self._stage.keep(token_ids, accepted)
         return Verification(
-            rows.tolist(), num_drafts.tolist(), firsts.tolist(), HostTensor(accepted)
+            rows.tolist(),
+            num_drafts.tolist(),
+            firsts.tolist(),
+            HostTensor(accepted),
+            HostTensor(drafts) if has_gaps else None,
         )
 
     def _replay_decodes(
@@ -528,11 +533,14 @@ class Worker:
         self._stage.keep(token_ids, num_accepted)
         verification = None
         if num_accepted is not None:
+            has_gaps = drops or (self._proposer is not None and self._proposer.has_gaps)
+            verified = graphs.drafts(shape, len(plan.slots))
             verification = Verification(
                 list(range(len(plan.slots))),
                 plan.num_draft_tokens,
                 columns.query_starts[:-1].tolist(),
                 HostTensor(num_accepted),
+                HostTensor(verified) if has_gaps else None,
             )
         output = StepOutput(
             plan.step_id, rows, HostTensor(token_ids), sampled, verification=verification

@@ -19,6 +19,7 @@ from negamax import LLM, SamplingParams
 from negamax.config.grammar import Grammar, Marker, Reasoning
 from negamax.engine.grammar import manager, process, wire
 from negamax.engine.grammar.request_grammar import RequestGrammar
+from negamax.scheduler.group import GroupScheduler
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import GrammarRow, SequenceUpdate
 from negamax.text.formats.minimax_m2 import MINIMAX_M2, M2Calls
@@ -207,16 +208,27 @@ def test_masks_that_come_too_late_void_the_drafts_of_their_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     late: list[int] = []
-    bitmask_of = manager.GrammarManager.bitmask
+    voided: set[tuple[int, int]] = set()  # step and row
+    uncounted: set[tuple[int, int]] = set()
+    bitmask_of, commit = manager.GrammarManager.bitmask, GroupScheduler.commit
 
     def counted(self: Any, step_id: int, rows: Any, *, may_wait: bool) -> Any:
         # every third step waits for its masks
         monkeypatch.setattr(manager, "GRACE_SECONDS", 9.0 if step_id % 3 == 0 else -1.0)
         found = bitmask_of(self, step_id, rows, may_wait=may_wait)
         late.extend(row.num_drafts for row in rows if row.row in found[0].postponed)
+        voided.update(
+            (step_id, row.row) for row in rows if row.row in found[0].postponed and row.num_drafts
+        )
         return found
 
+    def noted(self: GroupScheduler, plans: Any, results: Any, **options: Any) -> Any:
+        for one in results:
+            uncounted.update((one.step_id, row) for row, num in one.num_guessed.items() if not num)
+        return commit(self, plans, results, **options)
+
     monkeypatch.setattr(manager.GrammarManager, "bitmask", counted)
+    monkeypatch.setattr(GroupScheduler, "commit", noted)
     monkeypatch.setattr(manager, "ALONE_SECONDS", -1.0)
     before = verified(llm)
     for kind in (RANDOM, ALWAYS_RIGHT):
@@ -224,6 +236,7 @@ def test_masks_that_come_too_late_void_the_drafts_of_their_rows(
         assert answers(llm) == expected
     assert sum(late) > 30 and verified(llm)[1] > before[1] + 100
     run_out(llm)
+    assert voided and voided <= uncounted  # they are no drafts to those who count
 
 
 def test_steps_that_do_not_overlap_and_choices_of_one_prompt(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import graph_support
 import pytest
 import torch
 
@@ -88,3 +89,48 @@ def test_texts_are_the_same_and_take_fewer_steps() -> None:
     assert found == expected
     assert accepted > 0.3
     assert texts(speculative_config=config | {"adaptive": True})[0] == expected
+
+
+def counted(text: list[int], prompt_len: int, most: int) -> tuple[list[int], list[int]]:
+    """Of rows with guesses that make `text`: their number, their guesses and right ones; and right
+    ones by place.
+    """
+    num_known, totals, places = prompt_len + 1, [0, 0, 0], [0] * most
+    while num_known < len(text):
+        guesses = searched(text[:num_known], 1, 4, most, WINDOW)[: len(text) - 1 - num_known]
+        right = 0
+        for guess, token in zip(guesses, text[num_known:], strict=False):
+            if guess != token:
+                break
+            places[right] += 1
+            right += 1
+        num_guessed = sum(guess >= 0 for guess in guesses)
+        for i, number in enumerate((num_guessed > 0, num_guessed, right)):
+            totals[i] += number
+        num_known += right + 1
+    return totals, places
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_guesses_are_counted_where_there_are_some(
+    captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a search in plain Python finds them; a row without a match has no drafts."""
+    if captured:
+        pool = graph_support.RepeatedSteps()
+        graph_support.install(monkeypatch, graph_support.runtime(pool, is_asynchronous=True))
+        graph_support.watch_reads(monkeypatch)
+    config = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False,
+              "prompt_lookup_min": 1, "prompt_lookup_max": 4}  # fmt: skip
+    options: dict[str, Any] = {"max_model_len": WINDOW, "num_threads": 1, "show_progress": False}
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    prompt = [300, 301, 302, 303, 304]
+    with LLM("nano", enable_overlap=False, speculative_config=config, **options) as llm:
+        outputs = list(llm.stream(prompt, params))
+        stats = llm.stats()
+    text = prompt + [token for output in outputs for token in output.token_ids]
+    totals, places = counted(text, len(prompt), 3)
+    assert [stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens] == totals
+    assert list(stats.accepted_per_position) == places
+    assert outputs[-1].drafts == tuple(totals)
+    assert 0 < totals[0] < len(outputs) - 3 and 0 < totals[2] < totals[1]
