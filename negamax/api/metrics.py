@@ -139,7 +139,7 @@ class ServerMetrics(Collector):
                 yield self.measured.histograms[key].family(name, text, model_name=self._model_name)
         yield from self._server_counters()
         yield from self._engines()
-        yield from self._speculation()
+        yield self._accepted(ranks)
         yield from self._experts()
         yield from self._cache_info()
 
@@ -283,17 +283,14 @@ class ServerMetrics(Collector):
             metric.add_metric([self._model_name, rank], value(stats))
         return metric
 
-    def _speculation(self) -> Iterator[Metric]:
-        accepted = {
-            str(position): float(count)
-            for position, count in enumerate(self._engine.stats.accepted_per_position)
-        }
-        yield self._labelled(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Accepted by position.",
-            "position",
-            accepted,
-        )
+    def _accepted(self, ranks: Sequence[tuple[str, RankStats]]) -> Metric:
+        labels = ["model_name", "engine", "position"]
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        metric = CounterMetricFamily(name, "Accepted by position.", labels=labels)
+        for rank, stats in ranks:
+            for position, count in enumerate(stats.accepted_per_position):
+                metric.add_metric([self._model_name, rank, str(position)], count)
+        return metric
 
     def _experts(self) -> Iterator[Metric]:
         found = self._engine.stats.experts

@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -95,7 +95,8 @@ class RankStats(msgspec.Struct, frozen=True, array_like=True):
     generated_tokens: int
     num_drafts: int = 0  # speculation: how often tokens were proposed,
     num_draft_tokens: int = 0  # how many,
-    num_accepted_tokens: int = 0  # and how many of them were right
+    num_accepted_tokens: int = 0  # and how many of them were right,
+    accepted_per_position: tuple[int, ...] = ()  # by position in the draft
 
 
 class EngineStats(RankStats, frozen=True, array_like=True):
@@ -103,7 +104,6 @@ class EngineStats(RankStats, frozen=True, array_like=True):
 
     device_seconds: float = 0.0  # a GPU's time in steps
     idle_seconds: float = 0.0  # and between them
-    accepted_per_position: tuple[int, ...] = ()  # the same by position in the draft
     prefill_tokens: int = 0  # prompt tokens that were computed, in rows of more than one
     experts: ExpertStats | None = None  # None: they are not counted
     at: float = 0.0  # monotonic seconds: steps and beats come by ways of their own
@@ -124,16 +124,9 @@ def sum_of(parts: Sequence[EngineStats]) -> EngineStats:
     """The statistics of several engines together, without those of ranks; of one, as they are."""
     if len(parts) == 1:
         return parts[0]
-    numbers = {
-        name: sum(getattr(part, name) for part in parts)
-        for name in EngineStats.__struct_fields__
-        if name not in ("accepted_per_position", "at", "experts", "ranks")
-    }
     experts = [part.experts for part in parts if part.experts is not None]
-    accepted = itertools.zip_longest(*(part.accepted_per_position for part in parts), fillvalue=0)
     return EngineStats(
-        **numbers,
-        accepted_per_position=tuple(map(sum, accepted)),
+        **_sums(EngineStats, parts),
         experts=ExpertStats.of(experts) if experts else None,
         at=max((part.at for part in parts), default=0.0),
     )
@@ -144,11 +137,19 @@ def sum_of_same(parts: Sequence[EngineStats]) -> EngineStats:
     if len(parts) == 1:
         return parts[0]
     ranks = zip(*(part.ranks for part in parts if part.ranks), strict=True)
-    sums = [
-        RankStats(*map(sum, zip(*map(msgspec.structs.astuple, same), strict=True)))
-        for same in ranks
-    ]
-    return msgspec.structs.replace(sum_of(parts), ranks=tuple(sums))
+    sums = tuple(RankStats(**_sums(RankStats, same)) for same in ranks)
+    return msgspec.structs.replace(sum_of(parts), ranks=sums)
+
+
+def _sums(kind: type[RankStats], parts: Sequence[RankStats]) -> dict[str, Any]:
+    """The fields of `kind` that can be added up, of all `parts` together."""
+    accepted = itertools.zip_longest(*(part.accepted_per_position for part in parts), fillvalue=0)
+    numbers = {
+        name: sum(getattr(part, name) for part in parts)
+        for name in kind.__struct_fields__
+        if name not in ("accepted_per_position", "at", "experts", "ranks")
+    }
+    return {**numbers, "accepted_per_position": tuple(map(sum, accepted))}
 
 
 def without_gauges(stats: EngineStats) -> EngineStats:

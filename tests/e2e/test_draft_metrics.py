@@ -68,6 +68,9 @@ def test_drafts_are_counted_and_synthetic_ones_called_so(
     assert samples[f"{counts}_draft_tokens_total", None] == pytest.approx(2 * drafts, abs=8)
     assert samples[f"{counts}_accepted_tokens_total", None] == pytest.approx(drafts, abs=8)
     position = f"{counts}_accepted_tokens_per_pos_total"
+    # as its counterparts, to be divided by them
+    labels = {f'{position}{{engine="0",model_name="nano",position="{place}"}}' for place in (0, 1)}
+    assert labels == {line.split()[0] for line in text.splitlines() if line.startswith(position)}
     assert samples[position, "0"] == pytest.approx(drafts, abs=8)
     assert samples[position, "1"] == 0
     assert samples["sglang:spec_accept_length", None] == pytest.approx(2.0, abs=0.1)

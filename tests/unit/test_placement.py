@@ -262,7 +262,10 @@ def test_server_ends_when_no_replica_is_left() -> None:
 
 def test_sums_go_on_where_an_engine_that_died_had_them() -> None:
     def stats(tokens: int) -> EngineStats:
-        ranks = tuple(RankStats(1, 0, 50, 20, 3, 0, 5, 0, tokens + at) for at in range(2))
+        ranks = tuple(
+            RankStats(1, 0, 50, 20, 3, 0, 5, 0, tokens + at, accepted_per_position=(tokens, at))
+            for at in range(2)
+        )
         return EngineStats(
             2, 1, 100, 40, 3, 0, 10, 0, 2 * tokens + 1, accepted_per_position=(tokens,), at=1.0,
             ranks=ranks,
@@ -282,6 +285,7 @@ def test_sums_go_on_where_an_engine_that_died_had_them() -> None:
         again = engine.replicas[1].stats
         assert [rank.generated_tokens for rank in again.by_rank] == [107, 109]
         assert [rank.num_running for rank in again.by_rank] == [1, 1]
+        assert [rank.accepted_per_position for rank in again.by_rank] == [(107, 0), (107, 2)]
         assert engine.stats.generated_tokens == 217
         assert engine.stats.accepted_per_position == (107,)
 

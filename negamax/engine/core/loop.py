@@ -215,6 +215,7 @@ class EngineLoop:
                 num_drafts=rank.draft_rows,
                 num_draft_tokens=rank.draft_tokens,
                 num_accepted_tokens=sum(rank.accepted_per_position),
+                accepted_per_position=tuple(rank.accepted_per_position),
             )
             for number, rank in enumerate(ranks)
         )
