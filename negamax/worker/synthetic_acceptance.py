@@ -15,7 +15,8 @@ from negamax.parallel.context import ParallelContext
 from negamax.worker.proposer import Proposer, TokenStates
 from negamax.worker.request_state import RequestState
 
-_DRAWS = 2**16
+# seeds that follow each other, as those of a request's choices, begin far from each other
+_DRAWS, _SEED_STEP = 2**16, 40503
 # of SplitMix64 (Steele, Lea, Flood 2014), as signed numbers
 _STEP, _MIX = -0x61C8864680B583EB, (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 
@@ -68,7 +69,8 @@ class SyntheticAcceptance(Proposer):
         """As many as a number from 0 to 1 is below rates, which all ranks draw alike: of a table,
         from the seed of a request and where it stands.
         """
-        return torch.minimum(self._counts[(seeds + lengths) & (_DRAWS - 1)], num_drafts)
+        places = (seeds * _SEED_STEP + lengths) & (_DRAWS - 1)
+        return torch.minimum(self._counts[places], num_drafts)
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:

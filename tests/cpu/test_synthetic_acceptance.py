@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from negamax import LLM, SamplingParams
-from negamax.worker.synthetic_acceptance import uniform
+from negamax.config.speculation import SpeculationConfig
+from negamax.worker.ngram import NgramProposer
+from negamax.worker.synthetic_acceptance import SyntheticAcceptance, uniform
 
 
 def test_numbers_are_spread_evenly_over_seeds_and_positions() -> None:
@@ -23,6 +25,26 @@ def test_numbers_are_spread_evenly_over_seeds_and_positions() -> None:
         counts = torch.histc(drawn.float(), bins=16, min=0.0, max=1.0)
         assert (counts - 256).abs().max() < 5 * 16  # standard deviations
         assert abs(torch.corrcoef(torch.stack((drawn[1:], drawn[:-1])))[0, 1]) < 0.08
+
+
+def test_requests_whose_seeds_follow_each_other_are_not_right_together() -> None:
+    """As the choices of one request: 64 of 129 tokens have the mean of many draws, not of one."""
+    rates = (0.8, 0.45, 0.25)
+    proposer = SyntheticAcceptance(
+        NgramProposer(SpeculationConfig("ngram"), max_model_len=64), rates
+    )
+    parts: Any = None  # of a model, which there is none
+    proposer.load(parts, parts, torch.device("cpu"))
+    for first in range(0, 2000, 100):
+        lengths, end, right, rows = torch.full((64,), 1000), 1129, 0, 0
+        while (runs := lengths < end).any():
+            seeds = first + torch.arange(64)[runs]
+            accepted = proposer.accept(
+                parts, parts, parts, torch.full_like(seeds, 3), seeds, lengths[runs]
+            )
+            lengths[runs] += accepted + 1
+            right, rows = right + int(accepted.sum()), rows + len(seeds)
+        assert right / rows == pytest.approx(sum(rates), abs=0.08)
 
 
 @pytest.mark.parametrize("is_captured", [True, False])
