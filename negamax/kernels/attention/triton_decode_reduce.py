@@ -62,11 +62,15 @@ def _reduce(partials, slot, row, start, count, m_i, l_i, acc, C: tl.constexpr):
     warp reads all, one a lane, and waits for itself; so the results come first.
     """
     PARTIALS: tl.constexpr = 32 // row.shape[0]
+    BLOCK_D: tl.constexpr = C.BLOCK_D
     column = tl.arange(0, C.BLOCK_D)
     for first in range(start, count, PARTIALS):
         index = first + tl.arange(0, PARTIALS)
         partial = partials + (slot + index) * (C.PARTIAL_ROWS * (C.BLOCK_D + 4))
         result_at = partial[None, :, None] + row[:, None, None] * C.BLOCK_D + column[None, None, :]
+        # Triton lays threads, then warps, along the dimensions of the longest contiguous runs first:
+        # warps along rows, of which each else has all
+        result_at = tl.max_contiguous(result_at, [2, 1, BLOCK_D])
         lse_at = partial[None, :] + C.PARTIAL_ROWS * C.BLOCK_D + row[:, None]
         live = (index < count)[None, :] & (row < C.QUERIES * C.GROUP)[:, None]
         result = tl.load(result_at, mask=live[:, :, None], other=0, volatile=True)
