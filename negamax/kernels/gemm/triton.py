@@ -144,11 +144,18 @@ def _fragment_columns(NUM_WARPS: tl.constexpr):
 
 
 @triton.jit
+def _fragment_ptrs(rows, NUM_WARPS: tl.constexpr):
+    """The first step of the rows at `rows`."""
+    # Triton lays threads, then warps, along the dimensions of the longest contiguous runs first
+    return tl.max_contiguous(rows + _fragment_columns(NUM_WARPS), [16, 8, 4, 2, _BLOCK // 2])
+
+
+@triton.jit
 def _load_fragment(ptrs, i: tl.constexpr, K: tl.constexpr, NUM_WARPS: tl.constexpr):
     """Step i of the K columns of the rows at `ptrs`; in the last one some warps may have none."""
     BLOCK_K: tl.constexpr = NUM_WARPS * _BLOCK
     inside = (_fragment_columns(NUM_WARPS) < K - i * BLOCK_K) | ((i + 1) * BLOCK_K <= K)
-    # Triton lays threads, then warps, along the dimensions of the longest contiguous runs first
+    # as above; for i = 0 Triton drops this, with the sum
     ptrs = tl.max_contiguous(ptrs + i * BLOCK_K, [16, 8, 4, 2, _BLOCK // 2])
     return tl.load(ptrs, mask=inside, other=0.0)
 
@@ -196,7 +203,7 @@ def _small_m_kernel(
     offs_m = tl.arange(0, BLOCK_M)
     warp = tl.arange(0, NUM_WARPS)
     w_rows = tl.minimum(first_n + _fragment_rows(BLOCK_N), N - 1).to(tl.int64)
-    w_ptrs = w_ptr + w_rows * K + _fragment_columns(NUM_WARPS)
+    w_ptrs = _fragment_ptrs(w_ptr + w_rows * K, NUM_WARPS)
     w_scale_ptrs = w_scale_ptr + (first_n // _BLOCK) * K_BLOCKS + warp
     w, w_scale = (), ()
     for i in tl.static_range(STEPS):
@@ -206,7 +213,7 @@ def _small_m_kernel(
     wait_for_predecessor(PDL)
     # rows past M wrap around: many reads of one row would wait for each other, and masks take
     # registers
-    x_ptrs = x_ptr + _fragment_rows(BLOCK_M) % M * K + _fragment_columns(NUM_WARPS)
+    x_ptrs = _fragment_ptrs(x_ptr + _fragment_rows(BLOCK_M) % M * K, NUM_WARPS)
     x_scale_ptrs = x_scale_ptr + (offs_m % M)[None, :] * K_BLOCKS + warp[:, None]
     acc = tl.zeros((NUM_WARPS, BLOCK_N, BLOCK_M), tl.float32)
     for i in tl.static_range(STEPS):
