@@ -52,9 +52,9 @@ def _gate_up_gemv_kernel(
         w of the pair's expert  gate [BLOCK_N, HIDDEN] and up [BLOCK_N, HIDDEN], all loaded first
         x of the pair's token   [HIDDEN]              ->  h[pair, BLOCK_N]
 
-    Tiles of w are [BLOCK_K / 16, BLOCK_N, 16], not rows first: Triton lays the threads of a warp
-    along the first axis, so they read neighbouring vectors of one row, and a thread uses what it
-    has of x for all its rows.
+    Tiles of w are [BLOCK_K / 16, BLOCK_N, 16], not rows first, and `max_contiguous` has Triton lay
+    the threads of a warp along the first axis, so they read neighbouring vectors of one row, and a
+    thread uses what it has of x for all its rows.
     """
     EVEN: tl.constexpr = E.HIDDEN % BLOCK_K == 0 and E.WIDTH % BLOCK_N == 0
     VECTORS: tl.constexpr = BLOCK_K // _VECTOR
@@ -78,8 +78,10 @@ def _gate_up_gemv_kernel(
         k = step * BLOCK_K + offs_k
         inside = (offs_n < E.WIDTH)[None, :, None] & (k < E.HIDDEN)[:, None, :]
         w_ptrs = w_ptr + offs_n[None, :, None] * E.HIDDEN + k[:, None, :]
+        w_ptrs = tl.max_contiguous(w_ptrs, [2, 1, _VECTOR])
+        up_ptrs = tl.max_contiguous(w_ptrs + E.WIDTH * E.HIDDEN, [2, 1, _VECTOR])
         gates = gates + (tl.load(w_ptrs, mask=inside | EVEN, other=0.0),)
-        ups = ups + (tl.load(w_ptrs + E.WIDTH * E.HIDDEN, mask=inside | EVEN, other=0.0),)
+        ups = ups + (tl.load(up_ptrs, mask=inside | EVEN, other=0.0),)
         xs = xs + (tl.load(x_ptr + k, mask=(k < E.HIDDEN) | EVEN, other=0.0),)
         if E.FP8:
             block = (step * BLOCK_K + vector * _VECTOR) // BLOCK
@@ -154,7 +156,8 @@ def _down_gemv_kernel(
         k = first_k[:, None] + inner[None, :]
         inside = (offs_n < E.HIDDEN)[None, :, None] & (k < E.WIDTH)[:, None, :]
         inside = is_local[:, None, None] & (inside | EVEN)
-        ws = ws + (tl.load(w_ptr + k[:, None, :], mask=inside, other=0.0),)
+        w_ptrs = tl.max_contiguous(w_ptr + k[:, None, :], [2, 1, _VECTOR])
+        ws = ws + (tl.load(w_ptrs, mask=inside, other=0.0),)
         if E.FP8:
             w_scale_ptrs = w_scale_ptr + first_k // BLOCK
             scale = tl.load(w_scale_ptrs, mask=is_local & (first_k < E.WIDTH), other=0.0)
