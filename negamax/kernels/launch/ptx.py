@@ -79,6 +79,18 @@ def pack_pair(even, odd, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def in_registers(x):
+    """`x` of 16 bits as if it had been computed. Of a transposed tile that is loaded for several
+    products Triton 3.8 keeps a copy in shared memory, beside the one in registers.
+    """
+    if not INTERPRETED and is_cuda():
+        x = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2
+        )
+    return x
+
+
+@triton.jit
 def take_bytes(words, selector):
     """Of each word the four bytes that the hexadecimal digits of its selector name, the lowest one
     first; 4 stands for 0.

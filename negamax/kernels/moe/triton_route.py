@@ -26,7 +26,7 @@ from negamax.kernels import platform
 from negamax.kernels.activations import QuantizedActivations, ShardedActivations, unquantized
 from negamax.kernels.collectives.triton import gather_rows
 from negamax.kernels.collectives.triton_ll import poll, with_flag
-from negamax.kernels.launch.ptx import INTERPRETED
+from negamax.kernels.launch.ptx import INTERPRETED, in_registers
 from negamax.kernels.launch.tile import warps_of_row
 from negamax.kernels.launch.triton import (
     launch_options,
@@ -248,15 +248,15 @@ def _route_small_m_kernel(
 
 @triton.jit
 def _gate_product(parts, x, acc):
-    """acc [experts, tokens] + gate [experts, columns] x [tokens, columns]^T. The
-    products of bf16 are exact, and the tensor cores add up in fp32; other activations (and the
-    interpreter) take fp32 products.
+    """acc [experts, tokens] + gate [experts, columns] x [columns, tokens]. The products of bf16 are
+    exact, and the tensor cores add up in fp32; other activations (and the interpreter) take fp32
+    products.
     """
     if INTERPRETED or x.dtype != tl.bfloat16:
-        acc = tl.dot(_gate_sum(parts), tl.trans(x).to(tl.float32), acc, input_precision="ieee")
+        acc = tl.dot(_gate_sum(parts), x.to(tl.float32), acc, input_precision="ieee")
     else:
-        small = tl.dot(parts[2], tl.trans(x)) + tl.dot(parts[1], tl.trans(x))
-        acc += small + tl.dot(parts[0], tl.trans(x))
+        small = tl.dot(parts[2], x) + tl.dot(parts[1], x)
+        acc += small + tl.dot(parts[0], x)
     return acc
 
 
@@ -321,7 +321,7 @@ def _route_large_m_kernel(
             x_ptrs = x_ptr + offs_m[:, None] * HIDDEN + k[None, :]
             xs = xs + (tl.load(x_ptrs, mask=inside, other=0.0),)
         for step in tl.static_range(STEPS):
-            acc = _gate_product(parts[step], xs[step], acc)
+            acc = _gate_product(parts[step], in_registers(tl.trans(xs[step])), acc)
     else:
         wait_then_launch_dependents(PDL)
         for start in tl.range(first_k, first_k + STEPS * BLOCK_K, BLOCK_K, num_stages=NUM_STAGES):
@@ -331,7 +331,8 @@ def _route_large_m_kernel(
             parts = load_gate(gate_ptrs, k[None, :], inside, GATE_SIZE)
             inside = (offs_m < M)[:, None] & k_inside
             x_ptrs = x_ptr + offs_m[:, None] * HIDDEN + k[None, :]
-            acc = _gate_product(parts, tl.load(x_ptrs, mask=inside, other=0.0), acc)
+            x = tl.load(x_ptrs, mask=inside, other=0.0)
+            acc = _gate_product(parts, tl.trans(x), acc)
     out_ptrs = partials_ptr + (split * M + offs_m)[None, :] * NUM_EXPERTS + offs_n[:, None]
     tl.store(out_ptrs, acc, mask=(offs_n < NUM_EXPERTS)[:, None] & (offs_m < M)[None, :])
     EXPERTS_POW2: tl.constexpr = triton.next_power_of_2(NUM_EXPERTS)
