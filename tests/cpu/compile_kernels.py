@@ -14,8 +14,9 @@ import argparse
 import json
 import multiprocessing
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from operator import methodcaller
@@ -104,6 +105,14 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error)[-600:]}"
 
 
+def spilled_bytes(code: Mapping[str, Any]) -> int:
+    """What a thread of a kernel for NVIDIA GPUs keeps in memory, for want of registers: its stack,
+    of which the ELF file that ptxas writes says the size.
+    """
+    found = re.search(rb"\x04\x11\x08\x00.{4}(.{4})", code.get("cubin", b""), re.DOTALL)
+    return int.from_bytes(found[1], "little") if found else 0
+
+
 def compile_for(
     platform: platforms.Platform, cases: list[tuple[Op, Case]], *, quiet: bool = False
 ) -> None:
@@ -142,6 +151,7 @@ def compile_for(
                 report(
                     kernel=kernel.fn.__name__,
                     shared_memory=found.shared,
+                    spilled=spilled_bytes(compiled.asm),
                     fused=found.enable_fp_fusion,
                     torn=reads_torn_words(compiled.asm),
                 )

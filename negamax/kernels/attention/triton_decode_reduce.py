@@ -68,7 +68,7 @@ def _reduce(partials, slot, row, start, count, m_i, l_i, acc, C: tl.constexpr):
         index = first + tl.arange(0, PARTIALS)
         partial = partials + (slot + index) * (C.PARTIAL_ROWS * (C.BLOCK_D + 4))
         result_at = partial[None, :, None] + row[:, None, None] * C.BLOCK_D + column[None, None, :]
-        # Triton lays threads, then warps, along the dimensions of the longest contiguous runs first:
+        # threads, then warps, are laid along the dimensions of the longest contiguous runs first:
         # warps along rows, of which each else has all
         result_at = tl.max_contiguous(result_at, [2, 1, BLOCK_D])
         lse_at = partial[None, :] + C.PARTIAL_ROWS * C.BLOCK_D + row[:, None]
