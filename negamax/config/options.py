@@ -153,6 +153,9 @@ class EngineOptions:
             log_format=log.FORMATS,
             distributed_executor_backend=LAUNCHERS,
         )
+        for name in ("speculative_config", "eplb_config"):
+            if not isinstance(value := getattr(self, name), dict | None):
+                raise ConfigError(f"{_flag(name)} is {value!r}; allowed: an object, {{key: value}}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(
                 f"--gpu-memory-utilization is {self.gpu_memory_utilization}; allowed: above 0, "

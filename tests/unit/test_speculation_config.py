@@ -103,9 +103,10 @@ def test_keys_that_change_no_token_have_no_effect_and_are_named() -> None:
         ({**SYNTHETIC, "synthetic_acceptance_length": 4.5}, "allowed: 1 to 4"),
         ({**SYNTHETIC, "synthetic_acceptance_rates": [1, 0.5, 0.6]}, "none above the one before"),
         ({**SYNTHETIC, "synthetic_acceptance_rates": [1, 0.5]}, "3 numbers from 0 to 1"),
+        ('{"method": "ngram"}', "allowed: an object"),
     ],
 )  # fmt: skip
-def test_what_is_refused_names_value_limit_and_remedy(fields: dict[str, Any], words: str) -> None:
+def test_what_is_refused_names_value_limit_and_remedy(fields: Any, words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         EngineOptions("nano", speculative_config=fields, tensor_parallel_size=4)
     assert words in str(refused.value)
