@@ -17,6 +17,7 @@ ends with an error.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -68,7 +69,7 @@ class RequestState:
         index_dtype = torch.int64 if device.type == "cpu" else torch.int32
         # One column more than the window: the last sampled token of a full sequence is written but
         # never run.
-        self.tokens = torch.zeros(num_rows, max_model_len + 1, dtype=index_dtype, device=device)
+        self.tokens = _zeros(num_rows, max_model_len + 1, dtype=index_dtype, device=device)
         # what was proposed to follow the known tokens of each slot, -1: nothing
         self.drafts = torch.full((num_rows, num_draft_tokens), -1, dtype=torch.int64, device=device)
         self.block_tables = torch.zeros(num_rows, max_blocks, dtype=index_dtype, device=device)
@@ -273,6 +274,17 @@ class RequestState:
         self.sampling[row.slot] = upload_floats(
             (params.temperature, params.top_k, params.top_p, params.min_p), self._device
         )
+
+
+def _zeros(rows: int, columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[rows, columns]; on a CPU memory is taken where they are written, so that long rows of short
+    sequences take little.
+    """
+    if device.type != "cpu":
+        return torch.zeros(rows, columns, dtype=dtype, device=device)
+    num_bytes = rows * columns * dtype.itemsize
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(rows, columns)
 
 
 def _state(row: NewRow, blocked: list[int], *, device: torch.device) -> SlotState:

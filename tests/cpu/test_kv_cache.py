@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +19,7 @@ from negamax.models.memory import dequantized, weight_bytes
 from negamax.parallel.layout import ParallelLayout
 from negamax.worker import device, kv_cache
 from negamax.worker.config import WorkerConfig
+from negamax.worker.request_state import RequestState
 
 GIB = 2**30
 
@@ -104,6 +107,21 @@ def test_a_window_that_does_not_fit_is_refused_with_the_numbers(budget: int, rem
         and f"{max(0, budget) / GIB:.2f} GiB are available" in text
         and remedy in text
     )
+
+
+def test_requests_that_are_short_take_no_memory_of_a_long_window() -> None:
+    window, before = 2**20, resident_bytes()
+    requests = RequestState(
+        256, window, max_blocks=window // 128, eos_token_ids=(), device=torch.device("cpu")
+    )
+    requests.tokens[:, :1000] += 7
+    assert requests.tokens[200, 990:1010].tolist() == [7] * 10 + [0] * 10
+    assert requests.tokens.nbytes > 2 * GIB and resident_bytes() - before < GIB
+
+
+def resident_bytes() -> int:
+    """Main memory that this process takes now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def test_devices_and_dtypes_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
