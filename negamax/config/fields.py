@@ -93,7 +93,10 @@ def number(value: object, *, name: str) -> float:
     """`value` of field `name`. Errors: `ConfigError` where it is no number."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         refuse(name, value, "a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        refuse(name, value, "a number that a float holds")
 
 
 def optional_token(value: object, *, name: str) -> int | None:

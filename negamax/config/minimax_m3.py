@@ -229,7 +229,7 @@ def read_vision(config: Mapping[str, Any]) -> MiniMaxM3Spec:
         refuse("text_config", text, "an object, which describes the text model")
     for name, allowed in (("architectures", TEXT_ARCHITECTURES), ("model_type", TEXT_TYPES)):
         value = text.get(name)
-        only = value[0] if name == "architectures" and value and len(value) == 1 else value
+        only = value[0] if isinstance(value, list) and len(value) == 1 else value
         if value is not None and only not in allowed:
             refuse(f"text_config.{name}", value, ", ".join(allowed))
     fields.check_fixed(config, {"tie_word_embeddings": False})

@@ -281,6 +281,7 @@ def test_models_without_sparse_layers_shared_experts_or_dense_layers() -> None:
         ("swiglu_beta", 0.0, r"1\.0"),
         ("swiglu_limit", 0.0, "a finite number above 0"),
         ("swiglu_alpha", "1.7", "a number"),
+        ("swiglu_alpha", 10**400, "a number that a float holds"),
         ("routed_scaling_factor", -1.0, "a finite number above 0"),
         ("n_shared_experts", 2, "0 or 1"),
         ("n_shared_experts", True, "0 or 1"),
@@ -365,6 +366,8 @@ def test_missing_size_of_sparse_attention_is_not_guessed(field: str) -> None:
     [
         ({"text_config": None}, "text_config is None; supported: an object"),
         ({"text_config": text(architectures=["Other"])}, r"text_config\.architectures is"),
+        ({"text_config": text(architectures=True)}, r"text_config\.architectures is True"),
+        ({"text_config": text(architectures={"a": 1})}, r"text_config\.architectures is"),
         ({"text_config": text(model_type="llama")}, r"text_config\.model_type is 'llama'"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
     ],
