@@ -101,6 +101,23 @@ def test_think_tags_count_only_as_tokens_when_ids_are_known_but_markers_as_text_
     assert [call.name for call in output.tool_calls] == ["ping"]
 
 
+@pytest.mark.parametrize("key", ["pair", "pairs", "any"])
+def test_the_place_of_an_item_says_what_it_is(key: str) -> None:
+    pair = {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}]}
+    schemas = {
+        "pair": pair, "pairs": {"type": "array", "items": pair},
+        "any": {"anyOf": [pair, {"type": "object"}]},
+    }  # fmt: skip
+    tool = {"name": "f", "parameters": {"properties": schemas}}
+    items = f"{M}<item>3{M}</item>{M}<item>05{M}</item>"
+    if key == "pairs":
+        items = f"{M}<item>{items}{M}</item>" * 2
+    text = f'{M}<tool_call>\n{M}<invoke name="f">{M}<{key}>{items}{M}</{key}>{END}'
+    (call,) = one_shot(text, [tool], format=MINIMAX_M3).tool_calls
+    expected = [3, "05"]
+    assert json.loads(call.arguments) == {key: [expected] * 2 if key == "pairs" else expected}
+
+
 def test_a_quoted_call_is_not_made() -> None:
     """An agent that writes a file about its own format must not run what it writes."""
     quoted = (

@@ -220,9 +220,10 @@ def test_members_and_items_are_found_at_every_depth_of_a_recursive_schema() -> N
     }
     view = ToolSchemas([tool("f", schema)]).arguments("f").member("root")
     assert view.types == {"object", "null"}
-    deeper = view.member("children").item
+    deeper = view.member("children").item(0)
     assert deeper.member("value").types == {"integer"}
-    assert deeper.member("children").item is deeper.member("children").item.member("children").item
+    again = deeper.member("children").item(1)
+    assert again is again.member("children").item(2)
 
 
 @pytest.mark.parametrize(
@@ -236,8 +237,18 @@ def test_members_and_items_are_found_at_every_depth_of_a_recursive_schema() -> N
 )
 def test_items_of_every_way_to_write_an_array(schema: dict[str, Any]) -> None:
     view = ToolSchemas([tool("f", {"properties": {"x": schema}})]).arguments("f").member("x")
-    assert view.item.types == {"integer"}
+    assert view.item(0).types == {"integer"}
     assert "array" in view.types
+
+
+@pytest.mark.parametrize("first", ["items", "prefixItems"])
+def test_items_whose_place_says_what_they_are(first: str) -> None:
+    schema = {"type": "array", first: [{"type": "integer"}, {"type": "string"}]}
+    others = {"items": {"type": "boolean"}} if first == "prefixItems" else {}
+    parameters = {"properties": {"x": schema | others}}
+    view = ToolSchemas([tool("f", parameters)]).arguments("f").member("x")
+    found = [view.item(place).types for place in range(4)]
+    assert found == [{"integer"}, {"string"}, *[{"boolean"} if others else set()] * 2]
 
 
 @pytest.mark.parametrize(
@@ -254,7 +265,7 @@ def test_items_of_every_way_to_write_an_array(schema: dict[str, Any]) -> None:
 )
 def test_missing_schemas_mean_text(tools: list[dict[str, Any]] | None) -> None:
     arguments = ToolSchemas(tools).arguments("f")
-    assert arguments.member("x").types == arguments.member("x").item.types == frozenset()
+    assert arguments.member("x").types == arguments.member("x").item(0).types == frozenset()
     assert not arguments.lists_members
     assert not ToolSchemas(tools).declares("g")
 

@@ -72,6 +72,7 @@ class _Element:
     # openers in the text that are data, and so are their closers
     quoted: list[str] = field(default_factory=list)
     names: set[str] = field(default_factory=set)  # of its members so far
+    num_children: int = 0
     values: list[_Value] = field(default_factory=list)  # that wait
     is_written: bool = False  # its opening bracket is out
     may_be_over: bool = False  # a closer with another name stands after its last child
@@ -255,14 +256,14 @@ class ElementArguments:
             container = self._open[-1]
         container.may_be_over = False
         if container.shape is _Shape.ARRAY:
-            schema = container.schema.item
+            schema = container.schema.item(container.num_children)
             # members of an object whose item tag is missing
             if name != ITEM and schema.lists(name):
                 self._push(ITEM, schema, shape=_Shape.OBJECT).is_implied = True
                 self._begin(name)
                 return
         elif container.shape is _Shape.TREE and name == ITEM:
-            schema = container.schema.item
+            schema = container.schema.item(container.num_children)
         else:
             schema = container.schema.member(name)
         self._push(name, schema)
@@ -273,6 +274,7 @@ class ElementArguments:
         may_repeat = container.shape is _Shape.OBJECT and len(self._open) > 1 and not schema.types
         waits = container.is_collected or may_repeat
         key = None if container.shape is _Shape.ARRAY else name
+        container.num_children += 1
         self._open.append(_Element(name, key, schema, waits=waits, is_collected=waits, shape=shape))
         return self._open[-1]
 
@@ -351,7 +353,7 @@ def _text_value(element: _Element) -> _Value:
     types = element.schema.types
     value = _text_json(text, types)
     if text and "array" in types and "string" not in types and not value.startswith("["):
-        return _Value(element.name, value, _text_json(text, element.schema.item.types))
+        return _Value(element.name, value, _text_json(text, element.schema.item(0).types))
     return _Value(element.name, value, value)
 
 

@@ -94,16 +94,16 @@ class ValueSchema:
         self._listed: dict[str, list[Any]] = {}
         self._members: dict[str, ValueSchema] = {}  # of listed names that were asked for
         self._others: list[Any] = []
-        self._items: list[Any] = []
+        self._arrays: list[tuple[list[Any], Any]] = []  # schemas of the first items, of the others
         for node in _walk(schemas, root=root):
             properties = node.get("properties")
             if isinstance(properties, Mapping):
                 for key, schema in properties.items():
                     self._listed.setdefault(key, []).append(schema)
             self._others.append(node.get("additionalProperties"))
-            for keyword in ("items", "prefixItems"):
-                items = node.get(keyword)
-                self._items.extend(items if isinstance(items, list) else [items])
+            items, first = node.get("items"), node.get("prefixItems")
+            first = next((given for given in (first, items) if isinstance(given, list)), [])
+            self._arrays.append((first, items))
 
     @property
     def lists_members(self) -> bool:
@@ -125,10 +125,11 @@ class ValueSchema:
     def _other(self) -> ValueSchema:
         return self._view(self._others)
 
-    @functools.cached_property
-    def item(self) -> ValueSchema:
-        """The schema of the items of an array."""
-        return self._view(self._items)
+    def item(self, place: int) -> ValueSchema:
+        """The schema of the item at `place` of an array."""
+        return self._view(
+            [first[place] if place < len(first) else others for first, others in self._arrays]
+        )
 
     def _view(self, schemas: list[Any]) -> ValueSchema:
         schemas = [schema for schema in schemas if isinstance(schema, Mapping)]
