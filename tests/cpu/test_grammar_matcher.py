@@ -511,6 +511,19 @@ def test_m3_calls_nest_their_values(arguments: str, good: bool) -> None:
     assert takes(grammar, text) is good
 
 
+@pytest.mark.parametrize(("length", "good"), [(64, True), (65, False)])
+def test_m3_gives_no_name_of_its_own_that_no_reader_takes_for_a_tag(
+    length: int, good: bool
+) -> None:
+    free = {"name": "put", "strict": True, "parameters": {"properties": {"to": {"type": "object"}}}}
+    grammar = tool_grammar([free], M3Calls(), choice="required")
+    assert grammar is not None
+    name = "k" * length
+    to = f"@<to>@<{name}>v@</{name}>@</to>"
+    text = m3(f'@<tool_call>\n@<invoke name="put">{to}@</invoke>\n@</tool_call>')
+    assert takes(grammar, text) is good
+
+
 HALF_CHARACTERS = {i for i in range(VOCAB_SIZE) if "\ufffd" in TOKENIZER.token_text(i)}
 
 

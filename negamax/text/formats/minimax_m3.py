@@ -238,7 +238,7 @@ class M3Calls(CallStyle):
         return sequence([const(f"{MARKER}<{key}>"), value, const(f"{MARKER}</{key}>")])
 
     def any_argument(self, value: Format) -> Format:
-        name = {"type": "regex", "pattern": "[A-Za-z_][A-Za-z0-9_.-]*"}
+        name = {"type": "regex", "pattern": "[A-Za-z_][A-Za-z0-9_.-]{0,63}"}
         return sequence(
             [
                 const(f"{MARKER}<"),
