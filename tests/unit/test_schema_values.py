@@ -197,13 +197,14 @@ def test_parameters_are_found_in_branches_and_references() -> None:
         "oneOf": [{"properties": {"number": {"type": "number"}}}, {"$ref": "#/$defs/named"}],
         "properties": {"id": {"type": "string"}},
         "additionalProperties": {"type": "boolean"},
+        "patternProperties": {"^n_": {"type": "null"}},
         "$defs": {"named": {"properties": {"names": {"type": "array"}, "id": {"type": "integer"}}}},
     }
     arguments = ToolSchemas([tool("f", schema)]).arguments("f")
     assert arguments.member("number").types == {"number"}
     assert arguments.member("names").types == {"array"}
     assert arguments.member("id").types == {"string", "integer"}
-    assert arguments.member("other").types == {"boolean"}
+    assert arguments.member("other").types == {"boolean", "null"}
     assert arguments.lists_members
     assert arguments.lists("names")
     assert not arguments.lists("other")

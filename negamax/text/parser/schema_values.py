@@ -101,6 +101,8 @@ class ValueSchema:
                 for key, schema in properties.items():
                     self._listed.setdefault(key, []).append(schema)
             self._others.append(node.get("additionalProperties"))
+            patterns = node.get("patternProperties")
+            self._others.extend(patterns.values() if isinstance(patterns, Mapping) else ())
             items, first = node.get("items"), node.get("prefixItems")
             first = next((given for given in (first, items) if isinstance(given, list)), [])
             self._arrays.append((first, items))
@@ -115,7 +117,7 @@ class ValueSchema:
         return name in self._listed
 
     def member(self, name: str) -> ValueSchema:
-        """The schema of the member `name`: its own, or that of additional ones."""
+        """The schema of the member `name`: its own, or that of all that are not listed."""
         view = self._members.get(name)
         if view is None and name in self._listed:
             view = self._members[name] = self._view(self._listed[name])
