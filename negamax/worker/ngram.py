@@ -2,9 +2,10 @@
 that what followed them there will follow again.
 
 The longest match counts, of matches of one length the earliest, as in vLLM. Only the last
-`SEARCHED_TOKENS` are searched: a step's work is then the same for every sequence, whatever its
-length, and one of a million tokens costs no more than its neighbours. A table of n-grams by their
-hash would search all, but would have to take in what the prefix cache brings without a step.
+`SEARCHED_TOKENS` are searched, on a CPU no more than the longest sequence of the step has: the work
+is then the same for every sequence, and one of a million tokens costs no more than its neighbours.
+A table of n-grams by their hash would search all, but would have to take in what the prefix cache
+brings without a step.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class NgramProposer(Proposer):
         if not num_tokens:
             return lengths.new_empty(len(lengths), 0)
         lengths = lengths.clamp_max(tokens.shape[1])  # of a row of padding it may be any
+        if tokens.device.type == "cpu":  # a GPU alone knows them
+            width = min(width, max(lengths.tolist(), default=width))
         begins = (lengths - width).clamp_min(0)
         # [R, width] of the tokens before lengths; where a sequence is shorter, others behind them
         searched = tokens.flatten().unfold(0, width, 1)[slots * tokens.shape[1] + begins]

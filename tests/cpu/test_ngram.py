@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import graph_support
 import pytest
@@ -14,6 +15,7 @@ from negamax.config.speculation import SpeculationConfig
 from negamax.worker import ngram
 from negamax.worker.ngram import NgramProposer
 from negamax.worker.request_state import RequestState
+from tests.speed import is_quick
 
 WINDOW = 64
 
@@ -59,6 +61,18 @@ def test_the_search_is_that_of_plain_python(
     ]
     assert found.tolist() == expected
     assert any(row[0] >= 0 for row in expected) and any(row[-1] < 0 for row in expected)
+
+
+def test_short_sequences_are_searched_quickly_however_long_the_window() -> None:
+    config, window = SpeculationConfig("ngram", 3), ngram.SEARCHED_TOKENS
+    proposer = NgramProposer(config, max_model_len=window)
+    state = RequestState(64, window, max_blocks=1, eos_token_ids=(), device=torch.device("cpu"))
+    slots, lengths, states = torch.arange(64), torch.full((64,), 200), cast(Any, None)
+    propose = partial(proposer.propose, states, slots, lengths, lengths, state, 3)
+    assert propose().tolist() == [[0, 0, 0]] * 64
+    assert is_quick(propose, 0.005)
+    none = torch.empty(0, dtype=torch.int64)
+    assert proposer.propose(states, none, none, none, state, 3).shape == (0, 3)
 
 
 def texts(**options: Any) -> tuple[list[list[int]], float]:
