@@ -45,7 +45,7 @@ class NgramProposer(Proposer):
             return lengths.new_empty(len(lengths), 0)
         lengths = lengths.clamp_max(tokens.shape[1])  # of a row of padding it may be any
         if tokens.device.type == "cpu":  # a GPU alone knows them
-            width = min(width, max(lengths.tolist(), default=width))
+            width = min(width, max([1, *lengths.tolist()]))
         begins = (lengths - width).clamp_min(0)
         # [R, width] of the tokens before lengths; where a sequence is shorter, others behind them
         searched = tokens.flatten().unfold(0, width, 1)[slots * tokens.shape[1] + begins]

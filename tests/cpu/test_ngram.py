@@ -73,6 +73,8 @@ def test_short_sequences_are_searched_quickly_however_long_the_window() -> None:
     assert is_quick(propose, 0.005)
     none = torch.empty(0, dtype=torch.int64)
     assert proposer.propose(states, none, none, none, state, 3).shape == (0, 3)
+    padding = torch.zeros(1, dtype=torch.int64)  # its length may be any
+    assert proposer.propose(states, padding, padding, padding, state, 3).tolist() == [[-1] * 3]
 
 
 def texts(**options: Any) -> tuple[list[list[int]], float]:
