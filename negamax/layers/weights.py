@@ -224,6 +224,8 @@ class MatrixWeight:
             ]
         assert region is None or region == self.format.enclose(region, shape), f"{name}: {region}"
         module = name.removesuffix(PLAIN.values.name)
+        # what other ranks keep may be stored otherwise
+        all_held = source.tensors if region is None else self.format.tensors
         return [
             WeightSlot(
                 module + tensor.name,
@@ -237,7 +239,7 @@ class MatrixWeight:
                 compared=shape if tensor.known and region else None,
                 copies=_copies(tensor, held, region) if region and tensor != held else (),
             )
-            for tensor, held in zip(source.tensors, self.format.tensors, strict=True)
+            for tensor, held in zip(source.tensors, all_held, strict=True)
             if tensor.is_kept or not source.is_online
         ]
 

@@ -143,6 +143,31 @@ def test_a_layer_in_bf16_that_is_described_as_fp4_is_taken_for_what_it_is_or_ref
         load(tmp_path, layout)
 
 
+def test_a_rank_keeps_its_experts_as_stored_beside_another_rank_with_one_in_bf16(
+    tmp_path: Path,
+) -> None:
+    plain = write(tmp_path, CONFIG, TENSORS, WRITERS["modelopt-nvfp4"])
+    expert, file = "model.layers.0.block_sparse_moe.experts.0", tmp_path / "model.safetensors"
+    stored = {k: t for k, t in load_file(file).items() if not k.startswith(f"{expert}.")}
+    own = {key: plain[key].bfloat16() for key in plain if key.startswith(f"{expert}.")}
+    save_file({**stored, **own}, file)
+    path = tmp_path / "hf_quant_config.json"
+    described = json.loads(path.read_text())
+    described["quantization"]["exclude_modules"].append(f"{expert}*")
+    path.write_text(json.dumps(described))
+    kept = []
+    for rank in range(2):
+        layout = ParallelLayout(rank=rank, tp=2, ep=2)
+        model, found, report = load(tmp_path, layout, kernels=KEEPING)
+        name = f"{expert}.w1.weight"
+        assert model.weight_slots()[name].needed is (rank == 0)
+        if rank == 0:
+            assert torch.equal(found[name], own[name].float())
+        kept.append(report.num_kept)
+    # of the two layers, one of which is dequantised on rank 0, two experts each
+    assert kept[1] - kept[0] == 2 * 3
+
+
 @pytest.mark.parametrize(
     ("name", "part", "message"),
     [
