@@ -26,6 +26,7 @@ _SPECIAL_BITS = {
     torch.float16: (torch.int16, 0x7C00),
     torch.float8_e4m3fn: (torch.uint8, 0x7F),
 }
+_POWERS = (torch.uint8, torch.float8_e8m0fnu)  # of two, by their exponents
 
 
 @dataclass
@@ -104,7 +105,7 @@ def broken_scale(
     """Whether `values`, on the CPU, read from `entry`, hold a scale that is none."""
     if values.numel() == 0:
         return None
-    if values.dtype is not torch.uint8:
+    if values.dtype not in _POWERS:
         lowest, highest = torch.aminmax(_numbers(values))
         if lowest.item() > 0 and highest.item() < torch.inf:
             return None
@@ -122,11 +123,12 @@ def _numbers(values: Tensor) -> Tensor:
 
 def _no_scales(values: Tensor, *, may_be_negative: bool) -> Tensor:
     """True where `values` cannot be scales. Those of fp16 and FP8 may have been rounded to 0, but
-    not all of them; those of uint8 are powers of two by their exponents, of which 255 is NaN. None
+    not all of them. Of powers of two not all are the least, as bytes of 0 are, and 255 is NaN. None
     of a real weight is above 2^10, and bf16 times 2^116, as kernels hold them, ends at 2^11.
     """
-    if values.dtype is torch.uint8:
-        return values > 127 + 10
+    if values.dtype in _POWERS:
+        exponents = values.view(torch.uint8)
+        return exponents > 127 + 10 if bool(exponents.any()) else exponents == 0
     numbers = _numbers(values)
     broken = ~numbers.isfinite()
     if not may_be_negative:
