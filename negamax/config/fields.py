@@ -131,7 +131,8 @@ def token_ids(value: object, *, name: str) -> tuple[int, ...]:
 
 def dtype(config: Mapping[str, Any], *, notes: list[str]) -> str:
     """The dtype of the unquantised weights. Errors: `ConfigError`."""
-    value = config.get("dtype", config.get("torch_dtype"))
+    value = config.get("dtype")
+    value = config.get("torch_dtype") if value is None else value
     if value is None:
         notes.append("config.json names no dtype: float32 is assumed")
         return "float32"

@@ -308,6 +308,7 @@ def test_dtype_in_both_spellings() -> None:
     bare = without("torch_dtype")
     assert read_spec({**bare, "dtype": "float16"}).dtype == "float16"
     assert read_spec({**bare, "torch_dtype": "torch.float32"}).dtype == "float32"
+    assert read_spec({**bare, "dtype": None, "torch_dtype": "bfloat16"}).dtype == "bfloat16"
     unnamed = read_spec({**bare, "dtype": None})
     assert unnamed.dtype == "float32" and "float32 is assumed" in unnamed.notes[0]
 
