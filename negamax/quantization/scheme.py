@@ -187,7 +187,8 @@ _MATRIX, _MATRICES = re.compile(r"(?<=\.)w[123]$"), {w: name for name, w in _PRO
 
 @cache
 def _tells_experts(pattern: re.Pattern[str]) -> bool:
-    return re.search(r"experts|(?:gate|up|down)_proj", pattern.pattern) is not None
+    """Whether it names experts or, alone or among others in parentheses, their projections."""
+    return re.search(r"experts|(?:gate|up|down)(?:[|\w]*\))*_proj", pattern.pattern) is not None
 
 
 def canonical(name: str) -> str:

@@ -63,6 +63,10 @@ def test_a_module_lies_in_a_name(module: str, name: str, within: bool) -> None:
         (GATE, "language_model.model.layers.10.mlp.gate", True),
         (GATE, "model.layers.10", False),
         (EXPERT, "re:.*gate$", False),
+        (EXPERT, r"re:.*mlp.*\.(gate_up|gate|up|down)_proj$", True),
+        (EXPERT, r"re:.*(down|up)_proj$", False),
+        (EXPERT, "re:.*(q|k|v|o)_proj$", False),
+        (EXPERT, "re:.*_proj$", False),  # where experts have w1, it is said of attention
         (SHARED, r"re:.*mlp\.shared_experts\.gate_up_proj$", True),
         (QUERY, "model.layers.10.self_attn.qkv_proj", True),
     ],
