@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
@@ -34,7 +35,7 @@ class WeightKind:
     """Weights of a model that differ in nothing but their layer."""
 
     weight: WeightSpec  # the first of them
-    stored: TensorFormat  # in the checkpoint
+    stored: TensorFormat  # in the checkpoint; `PLAIN` for experts stored in several
     layers: tuple[int | None, ...]  # of each of them; None: outside the layers
 
 
@@ -44,9 +45,16 @@ class ModelWeights:
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
         scheme, names = detect(spec.quantization), names_of(spec)
+        weights = [(each, _stored(each, scheme)) for each in names.weights(spec)]
+        experts = defaultdict[int | None, list[TensorFormat]](list)  # by layer
+        for weight, stored in weights:
+            if weight.used is not None:
+                experts[names.layer_of(weight.name)].append(stored)
         found: dict[Hashable, tuple[WeightSpec, TensorFormat, list[int | None]]] = {}
-        for weight in names.weights(spec):
-            layer, stored = names.layer_of(weight.name), _stored(weight, scheme)
+        for weight, stored in weights:
+            layer = names.layer_of(weight.name)
+            if weight.used is not None and not all(map(stored.is_held_as, experts[layer])):
+                stored = PLAIN  # multiplied as one: all are dequantised at load
             place = weight.name.replace(f".{layer}.", ".*.", 1)
             first = found.setdefault((place, weight.shape, stored), (weight, stored, []))
             first[2].append(layer)
@@ -112,12 +120,12 @@ def expert_padding(
     """What each rank computes and holds for nothing where `layout` cuts the width of experts, in
     words; None: nothing.
     """
-    weights = names_of(spec).weights(spec)
-    experts = next((each for each in weights if each.used is not None and each.splits), None)
-    if experts is None or experts.splits is None:
+    kinds = (kind for kind in ModelWeights(spec).kinds if kind.weight.used is not None)
+    kind = next((each for each in kinds if each.weight.splits), None)
+    if kind is None or kind.weight.splits is None:
         return None
-    stored, width = _stored(experts, detect(spec.quantization)), experts.shape[experts.splits.value]
-    ranks = layout.stage_size
+    experts, stored, ranks = kind.weight, kind.stored, layout.stage_size
+    width = experts.shape[kind.weight.splits.value]
 
     def room(ep: int) -> tuple[int, int]:
         """Columns of an expert that a rank has room for, and their unit."""

@@ -8,13 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 from model_support import build, tiny_config
+from stored_kernels import keeping_stored
 from transformers import MiniMaxM3VLConfig
 
 from negamax.config.families import read_spec
 from negamax.config.model_spec import ModelSpec
 from negamax.config.quantization import QuantizationSpec
+from negamax.kernels.platform import CPU
+from negamax.kernels.registry import resolve
 from negamax.models.family import names_of
-from negamax.models.memory import dequantized, read_bytes, weight_bytes
+from negamax.models.memory import dequantized, expert_padding, read_bytes, weight_bytes
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 from tests import tiny_m3
@@ -88,6 +91,30 @@ def test_bytes_of_a_rank_are_those_of_its_slots(
     )
     name = str(dtype).removeprefix("torch.")
     assert weight_bytes(spec, dtype=name, kept=dequantized, layout=layout) == held
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_experts_that_no_kernel_takes_together_count_as_they_are_held(bits: int) -> None:
+    """AutoRound's recipes give single matrices other bits."""
+    described = {
+        "quant_method": "auto-round", "bits": 4, "group_size": 8, "sym": True,
+        "extra_config": {r".*layers\.0\.mlp\.experts\.\d+\.down_proj": {"bits": bits}},
+    }  # fmt: skip
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "head_dim": 16}
+    config = {**tiny_config(3, intermediate_size=48, **sizes), "quantization_config": described}
+    spec = read_spec(config)
+    kernels = keeping_stored(resolve(platform=CPU, dtype=torch.float32))
+    slots = build(spec, loaded=False, kernels=kernels).weight_slots()
+    held = sum(
+        math.prod(map(len, slot.region)) * slot.dtype.itemsize
+        for slot in slots.values()
+        if slot.dtype is not None and not slot.optional
+    )
+    is_kept = "model.layers.0.block_sparse_moe.experts.0.w1.qweight" in slots
+    assert is_kept is (bits == 4)
+    assert weight_bytes(spec, dtype="float32") == held
+    cut = ParallelLayout(tp=12)
+    assert (expert_padding(spec, layout=cut) is None) is not is_kept
 
 
 def test_many_tokens_read_all_weights_but_the_embedding() -> None:
