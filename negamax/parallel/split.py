@@ -37,13 +37,19 @@ def check_split(layout: ParallelLayout, spec: ModelSpec, *, gpus: int | None = N
         possible = list(possible_splits(spec, most=most))
         cut = [each.tensor_parallel_size for each in possible if not each.enable_expert_parallel]
         whole = [
-            each.tensor_parallel_size for each in possible if each.tensor_parallel_size not in cut
+            each.tensor_parallel_size
+            for each in possible
+            if each.enable_expert_parallel
+            and (layout.ep > 1 or each.tensor_parallel_size not in cut)
         ]
         hint = f"use --tensor-parallel-size {', '.join(map(str, cut))}"
+        hint += " without expert parallelism" if layout.ep > 1 else ""
         if whole:
             hint += f", or {', '.join(map(str, whole))} with --enable-expert-parallel"
         hint += f" beside --pipeline-parallel-size {stages}" if stages > 1 else ""
-        hint += " without --prefill-context-parallel-size" if layout.cp > 1 else ""
+        sizes = {"--prefill-context-parallel-size": layout.cp, "--data-parallel-size": layout.dp}
+        others = [name for name, size in sizes.items() if size > 1]
+        hint += f" without {' and '.join(others)}" if others else ""
         hint += ", or --device cpu" if gpus is not None else ""
         raise ConfigError(error.message, hint=hint) from None
     _check_cache_ranks(layout, spec)

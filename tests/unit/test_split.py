@@ -96,6 +96,15 @@ def test_fp8_weights_are_split_over_as_many_ranks_as_others() -> None:
     assert str(caught.value) == (
         "8 ranks need 8 GPUs, 6 are there (use --tensor-parallel-size 1, 2, 4, or --device cpu)"
     )
+    six = replace(ODD, intermediate_size=1536)
+    for layout, words in (
+        (ParallelLayout(tp=4, ep=4), "1, 2, 4, 8 without expert parallelism, or 2 with --enable-"),
+        (ParallelLayout(dp=4, ep=4), "2 with --enable-expert-parallel without --data-parallel-"),
+        (ParallelLayout(tp=3, dp=2), "1, 2, 4, 8 without --data-parallel-size, or --device cpu"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            check_split(layout, six, gpus=8)
+        assert words in str(caught.value)
     with pytest.raises(ConfigError, match=r"size 1, 2, 4, or 3, 6 with --enable-expert"):
         check_split(ParallelLayout(tp=5), replace(ODD, num_heads=12, num_kv_heads=1), gpus=12)
 
