@@ -1,6 +1,6 @@
 """Method "modelopt", NVIDIA's Model Optimizer: one algorithm for all modules but those excluded, or
-(MIXED_PRECISION) one for each module that is listed. The fields stand in config.json, or under
-"quantization" in hf_quant_config.json.
+(MIXED_PRECISION) one for each module that is listed; or null, where at most the KV cache has
+scales. The fields stand in config.json, or under "quantization" in hf_quant_config.json.
 
 Most of its algorithms round activations, too. Kernels may do so with FP8 per matrix or row, a scale
 per token; elsewhere activations stay in the compute dtype.
@@ -73,11 +73,12 @@ def read(spec: QuantizationSpec) -> Scheme:
         check_fields(spec, {}, beside=("producer", "quant_method", "quantization"))
         spec = QuantizationSpec(spec.method, dict(inner), spec.source)
     algorithm = _upper(spec.fields.get("quant_algo"))
+    is_plain = algorithm is None and "quant_algo" in spec.fields
     spec = replace(spec, fields={**spec.fields, "quant_algo": algorithm})
     check_fields(
         spec,
         {
-            "quant_algo": (*ALGORITHMS, _MIXED),
+            "quant_algo": (*ALGORITHMS, _MIXED, *((None,) if is_plain else ())),
             "kv_cache_quant_algo": (None, "FP8"),
             "has_zero_point": (None, False),
             "pre_quant_scale": (None, False),
@@ -89,6 +90,8 @@ def read(spec: QuantizationSpec) -> Scheme:
         ),
     )  # fmt: skip
     check_kv_cache(spec, "kv_cache_scheme")
+    if is_plain:
+        return Scheme((), lambda _: PLAIN)
     excluded = (*module_list(spec, "exclude_modules"), *module_list(spec, "ignore"))
     if algorithm != _MIXED:
         stored = _format(replace(spec, fields={**_group_size(spec), **spec.fields}))

@@ -279,9 +279,18 @@ def test_an_export_stands_for_what_its_numbers_give(name: str, tmp_path: Path) -
         torch.testing.assert_close(values, plain[key][part], rtol=1e-6, atol=0)
 
 
-def test_a_cache_alone_has_scales(tmp_path: Path) -> None:
-    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
-    description = compressed([], "dense", kv_cache_scheme={**scheme, "symmetric": True})
+CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        compressed([], "dense", kv_cache_scheme=CACHE),
+        {**modelopt(""), "quant_algo": None, "kv_cache_scheme": CACHE},
+    ],
+    ids=["llm-compressor", "modelopt"],
+)
+def test_a_cache_alone_has_scales(tmp_path: Path, description: dict[str, Any]) -> None:
     stored = {**TENSORS, "model.layers.0.self_attn.k_scale": torch.tensor([0.25]).bfloat16()}
     (tmp_path / "config.json").write_text(
         json.dumps({**CONFIG, "quantization_config": description})
