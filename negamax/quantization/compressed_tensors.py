@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache, partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from negamax.config.quantization import QuantizationSpec
@@ -85,17 +86,25 @@ def read(spec: QuantizationSpec) -> Scheme:
         return Scheme((), lambda _: PLAIN)
     if not isinstance(groups, Mapping) or not groups:
         refuse(spec, "config_groups", groups, "an object of groups")
-    targets = [_group(spec, f"config_groups.{name}", group) for name, group in groups.items()]
+    read_groups = [_group(spec, f"config_groups.{name}", group) for name, group in groups.items()]
+    by_class = next((stored for names, stored in read_groups if "Linear" in names), PLAIN)
+    # a name goes before a pattern, and these go by the alphabet, as in compressed-tensors
+    targets = sorted(
+        ((name, stored) for names, stored in read_groups for name in names),
+        key=lambda each: each[0] if each[0].startswith("re:") else "",
+    )
+    by_name = [
+        (tuple(name for name, _ in alike), stored)
+        for (_, stored), alike in groupby(targets, key=lambda e: (e[0].startswith("re:"), e[1]))
+    ]
     ignored = module_list(spec, "ignore")
 
     def format_of(module: str) -> TensorFormat:
         if matches(module, ignored):
             return PLAIN
-        by_name = (stored for names, stored in targets if matches(module, names))
-        by_class = (stored for names, stored in targets if "Linear" in names)
-        return next(by_name, next(by_class, PLAIN))
+        return next((stored for names, stored in by_name if matches(module, names)), by_class)
 
-    return Scheme(tuple(dict.fromkeys(stored for _, stored in targets)), format_of)
+    return Scheme(tuple(dict.fromkeys(stored for _, stored in read_groups)), format_of)
 
 
 def _check_transforms(spec: QuantizationSpec) -> None:

@@ -126,6 +126,40 @@ def test_each_module_has_the_format_that_its_tool_says() -> None:
     }  # fmt: skip
 
 
+def test_of_overlapping_groups_of_compressed_tensors_the_nearest_target_counts() -> None:
+    """A name before a pattern, patterns by the alphabet, the class last, in whichever order groups
+    are written.
+    """
+    targets = {
+        "packed_int4_channel": ["Linear"],
+        "packed_int4_group_32": [r"re:.*mlp\..*(gate|up|down)_proj$"],
+        "packed_int4_group_64": [r"re:.*layers\.(2|3)\.mlp\..*(gate|up|down)_proj$"],
+        "packed_int4_group_128": ["model.layers.3.mlp.experts.7.down_proj"],
+    }
+    groups = {}
+    for number, (name, modules) in enumerate(targets.items()):
+        size = name.rpartition("_")[2]
+        weights: dict[str, Any] = (
+            {"strategy": "channel", "group_size": None}
+            if size == "channel"
+            else {"group_size": int(size)}
+        )
+        (group,) = compressed(**weights)["config_groups"].values()
+        groups[f"group_{number}"] = {**group, "targets": modules}
+    scheme = detect(
+        QuantizationSpec("compressed-tensors", {**compressed(), "config_groups": groups})
+    )
+    assert scheme is not None
+    layers = "model.layers.{}.block_sparse_moe.experts.{}.w2"
+    for module, wanted in {
+        layers.format(3, 7): "packed_int4_group_128",
+        layers.format(3, 6): "packed_int4_group_64",
+        layers.format(4, 7): "packed_int4_group_32",
+        ATTENTION: "packed_int4_channel",
+    }.items():
+        assert scheme.format_of(module).name == wanted, module
+
+
 def test_activations_may_be_rounded_where_the_method_rounds_them() -> None:
     tokens = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 
