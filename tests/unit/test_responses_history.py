@@ -162,8 +162,21 @@ def test_a_call_that_was_cut_is_left_out_unless_it_has_a_result() -> None:
     )
 
 
-def test_calls_that_ran_elsewhere_are_passed_over() -> None:
-    made = history(USER, {"type": "web_search_call", "id": "ws"}, said("Found."))
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("web_search_call",),
+        ("mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "mcp_call"),
+        ("tool_search_call", "tool_search_output"),
+        ("computer_call", "computer_call_output"),
+        ("program", "program_output"),
+        ("compaction",),
+        ("context_compaction",),
+    ],
+    ids=" ".join,
+)
+def test_calls_that_ran_elsewhere_are_passed_over(kinds: tuple[str, ...]) -> None:
+    made = history(USER, *({"type": kind, "id": kind} for kind in kinds), said("Found."))
     assert [message["role"] for message in made.messages] == ["user", "assistant"]
 
 

@@ -16,13 +16,14 @@ from negamax.text.messages import unseen_note
 _ROLES = ("user", "assistant", "system", "developer")
 _CALLS = ("function_call", "custom_tool_call")
 _RESULTS = ("function_call_output", "custom_tool_call_output")
+# what other servers' models and their own tools leave in a history
 _PASSED_OVER = (
-    "web_search_call",
-    "file_search_call",
-    "image_generation_call",
-    "code_interpreter_call",
-    "compaction",
-)
+    "web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call",
+    "computer_call", "computer_call_output", "program", "program_output",
+    "tool_search_call", "tool_search_output",
+    "mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response",
+    "compaction", "context_compaction",
+)  # fmt: skip
 
 
 def history_of(
