@@ -345,6 +345,9 @@ def test_errors_have_anthropics_shape(claude: anthropic.Anthropic, http: httpx.C
 
     invalid = "invalid_request_error"
     assert "messages" in refused(400, invalid)
+    removal = {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "Read"}}
+    only_changes = [{"role": "system", "content": [removal]}]
+    assert "messages is empty" in refused(400, invalid, messages=only_changes)
     assert "max_tokens" in error_of(
         http.post("/v1/messages", json={"model": MODEL, "messages": QUESTION}), 400, invalid
     )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from request_support import HELLO, chat
 
+from negamax.api.anthropic.messages_schema import CountRequest
 from negamax.api.openai.chat_schema import ChatRequest
 from negamax.api.openai.completions_schema import CompletionRequest
 from negamax.api.schemas.thinking import ReasoningPlace, ThinkingChoice
@@ -178,6 +179,71 @@ def test_tools_of_instructions_are_offered_too() -> None:
     for wrong in ("x", [5], [{"function": {}}]):
         with pytest.raises(InvalidRequestError, match=r"messages\[0\]\.tools"):
             _ = ChatRequest.parse({"messages": [{**messages[0], "tools": wrong}]}).offered_tools
+
+
+def _message_tool(name: str, **more: Any) -> dict[str, Any]:
+    return {"name": name, "input_schema": {"type": "object"}, **more}
+
+
+def _change(kind: str, **tool: Any) -> dict[str, Any]:
+    block = {"type": f"tool_{kind}", "tool": {"type": "tool_reference", **tool}}
+    return {"role": "system", "content": [block]}
+
+
+def _defined(tool: object) -> dict[str, Any]:
+    return _change("addition", type="tool_definition", definition=tool)
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ([_defined(_message_tool("c"))], ["a", "b", "c"]),
+        ([_change("removal", name="a")], ["b"]),
+        ([_change("removal", name="a"), _change("addition", name="a")], ["b", "a"]),
+        ([_defined(_message_tool("c")), _change("removal", name="c")], ["a", "b"]),
+        ([_defined({"type": "web_search_20250305", "name": "web_search"})], ["a", "b"]),
+        ([_change("addition", name="unknown"), _change("removal", name="unknown")], ["a", "b"]),
+        (
+            [_change("removal", type="mcp_toolset_reference", mcp_server_name="home")],
+            ["a", "b"],
+        ),
+    ],
+    ids=["added", "removed", "back", "added and removed", "of a server", "unknown", "of MCP"],
+)
+def test_messages_change_tools_between_turns(
+    changes: list[dict[str, Any]], names: list[str]
+) -> None:
+    tools = [_message_tool("a"), _message_tool("b")]
+    body = {"model": "nano", "messages": [*HELLO, *changes], "tools": tools}
+    offered = CountRequest.parse(body).offered_tools or []
+    assert [tool["function"]["name"] for tool in offered] == names
+
+
+def test_a_tool_that_is_defined_again_is_the_latest() -> None:
+    again = _defined(_message_tool("a", description="Newer."))
+    body = {"model": "nano", "messages": [*HELLO, again], "tools": [_message_tool("a")]}
+    (tool,) = CountRequest.parse(body).offered_tools or []
+    assert tool["function"]["description"] == "Newer."
+
+
+@pytest.mark.parametrize(
+    ("tool", "place"),
+    [
+        (None, "messages[1].content[0].tool"),
+        ({"type": "tool_definition"}, "messages[1].content[0].tool.definition"),
+        (
+            {"type": "tool_definition", "definition": {"name": "c"}},
+            "messages[1].content[0].tool.definition.input_schema",
+        ),
+    ],
+    ids=str,
+)
+def test_a_wrong_change_of_tools_is_named_by_its_place(tool: object, place: str) -> None:
+    change = {"role": "system", "content": [{"type": "tool_addition", "tool": tool}]}
+    request = CountRequest.parse({"model": "nano", "messages": [*HELLO, change]})
+    with pytest.raises(InvalidRequestError) as error:
+        _ = request.offered_tools
+    assert error.value.param == place
 
 
 def test_tool_choice_none_hides_the_tools() -> None:

@@ -161,6 +161,11 @@ def test_blocks_of_other_servers_are_passed_over() -> None:
             {"type": "redacted_thinking", "data": "opaque"},
             {"type": "server_tool_use", "id": "srv_1", "name": "web_search", "input": {}},
             {"type": "web_search_tool_result", "tool_use_id": "srv_1", "content": []},
+            {"type": "mcp_tool_listing", "mcp_server_name": "home", "tools": []},
+            {"type": "mcp_tool_use", "id": "mcp_1", "server_name": "home", "name": "f"},
+            {"type": "mcp_tool_result", "tool_use_id": "mcp_1", "content": []},
+            {"type": "fallback", "from": {"model": "a"}, "to": {"model": "b"}},
+            {"type": "compaction", "content": None},
             text("Found"),
             text(" it."),
         ),
@@ -170,6 +175,20 @@ def test_blocks_of_other_servers_are_passed_over() -> None:
         "content": "Found it.",
         "reasoning_content": "",
     }
+
+
+def test_a_summary_of_another_server_is_text() -> None:
+    made = history(user(text("Go")), assistant({"type": "compaction", "content": "A."}, text("B.")))
+    assert made.messages[1]["content"] == "A.\n\nB."
+
+
+def test_changes_of_tools_are_no_text() -> None:
+    removal = {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "Read"}}
+    made = history(user(text("Go")), {"role": "system", "content": [removal, text("No reading.")]})
+    assert made.messages == [
+        {"role": "user", "content": "Go"},
+        {"role": "system", "content": "No reading."},
+    ]
 
 
 def test_documents_with_text_are_text() -> None:

@@ -145,7 +145,7 @@ def _turn(
     family = context.chat_format.family
     history = history_of(params.messages, system=params.system, thoughts=thoughts, family=family)
     tools = params.offered_tools
-    last = history.messages[-1]
+    last = history.messages[-1] if history.messages else {"role": "system"}
     is_answer = last["role"] == "assistant" and "tool_calls" not in last
     continues = is_answer and bool(last["content"] or last.get("reasoning_content"))
     return Turn(

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from negamax.api.anthropic.messages_schema import TOOL_CHANGES
 from negamax.api.common.history import AssistantParts, HiddenThought, History, part_texts
 from negamax.api.common.thought_signature import HiddenThoughts
 from negamax.api.schemas.request_model import refuse, shown
@@ -15,6 +16,14 @@ from negamax.text.formats.family import ChatFamily
 from negamax.text.messages import unseen_note
 
 _ROLES = ("user", "assistant", "system")
+# blocks of the assistant that another server wrote, which alone can read them
+_PASSED_OVER = (
+    "redacted_thinking",
+    "server_tool_use",
+    "mcp_tool_use",
+    "mcp_tool_listing",
+    "fallback",
+)
 # Claude Code begins its system prompt with a line that changes with every request: no prefix could
 # be cached behind it.
 _BILLING_LINE = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*(?:\n|\Z)")
@@ -34,7 +43,8 @@ def history_of(
     - Neighbouring messages of one role are one turn. In a user's turn the tool results come first.
       A text that is one `<system-reminder>` beside tool results belongs to them; it would hide the
       thinking of the loop as a user message.
-    - System messages further on stay in place, as in chat completions.
+    - System messages further on stay in place, as in chat completions. Changes of tools within them
+      are read with the tools.
     - Thinking becomes reasoning, whatever its signature; hidden thinking is taken out of its
       signature where the prompt shows it.
     Errors: `InvalidRequestError` naming the place of what cannot be shown to the model.
@@ -46,9 +56,10 @@ def history_of(
             _add_assistant(history, blocks, family)
         elif role == "system":
             for place, block in blocks:
-                history.add(
-                    {"role": "system", "content": _text(block, place)}, place=_message_of(place)
-                )
+                if block.get("type") not in TOOL_CHANGES:
+                    history.add(
+                        {"role": "system", "content": _text(block, place)}, place=_message_of(place)
+                    )
         else:
             _add_user(history, blocks, family)
     history.reveal(thoughts)
@@ -134,8 +145,11 @@ def _add_assistant(history: History, blocks: Blocks, family: ChatFamily | None) 
             case "thinking":
                 thought = _string(block, "thinking", place)
                 parts.add_reasoning(thought or HiddenThought(_string(block, "signature", place)))
-            case "redacted_thinking" | "server_tool_use":
-                pass  # of another server, which alone can read it
+            case "compaction":  # a summary by another server; null where that failed
+                summary = _string(block, "content", place)
+                parts.add_text(summary and f"{summary}\n\n", is_apart=True)
+            case str() if kind in _PASSED_OVER:
+                pass
             case "tool_use":
                 parts.add_call(block.get("id"), block.get("name"), block.get("input"))
             case str() if kind.endswith("_tool_result"):

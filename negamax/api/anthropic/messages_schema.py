@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, NoReturn
 
 import msgspec
@@ -30,6 +30,7 @@ _THINKING = {
     "between_tools": "adaptive",
 }
 _DISPLAYS = ("summarized", "omitted")
+TOOL_CHANGES = ("tool_addition", "tool_removal")  # blocks of system messages
 THREAD_UNSUPPORTED = "thread_unsupported_request"  # the code of Anthropic's API
 _CHOICES = {"auto": "auto", "any": "required", "tool": "function", "none": "none"}
 
@@ -111,12 +112,13 @@ class CountRequest(TurnRequest):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        """The tools that the model is shown, as chat completions have them; tools that run on
-        Anthropic's servers, and those without a schema, are left out."""
-        check_tool_count(len(self.tools or ()))
+        """The tools that the model is shown, as chat completions have them, after all changes
+        within the conversation; tools that run on Anthropic's servers, and those without a schema,
+        are left out."""
+        tools = self._tools_in_effect()
+        check_tool_count(len(tools))
         offered = []
-        for index, tool in enumerate(self.tools or ()):
-            where = f"tools[{index}]"
+        for where, tool in tools:
             if "input_schema" not in tool:
                 if tool.get("type") in (None, "custom"):
                     refuse(f"{where}.input_schema", "is required and missing")
@@ -133,6 +135,29 @@ class CountRequest(TurnRequest):
         if self.tool_choice is not None and self.tool_choice.type == "none":
             return None
         return offered or None
+
+    def _tools_in_effect(self) -> list[tuple[str, dict[str, Any]]]:
+        """The declared tools, each with its place in the request, as the changes in system messages
+        leave them."""
+        declared = [(f"tools[{index}]", tool) for index, tool in enumerate(self.tools or ())]
+        changes = list(_tool_changes(self.messages))
+        if not changes:
+            return declared
+        known = {_name_or(where, tool): (where, tool) for where, tool in declared}
+        in_effect = dict(known)
+        for where, kind, change in changes:
+            name = _name_or(where, change)
+            if kind == "tool_removal":
+                in_effect.pop(name, None)
+            elif change.get("type") != "tool_definition":
+                in_effect |= {name: known[name]} if name in known else {}
+            else:
+                where, tool = f"{where}.definition", change.get("definition")
+                if not isinstance(tool, dict):
+                    refuse(where, f"must be a tool; got {shown(tool)}")
+                name = _name_or(where, tool)
+                known[name] = in_effect[name] = (where, tool)
+        return list(in_effect.values())
 
     def call_choice(self, tools: list[dict[str, Any]] | None) -> CallChoice:
         """Which of the offered tools must be called."""
@@ -171,6 +196,26 @@ class CountRequest(TurnRequest):
                 "output_config.format", f"type {shown(form.get('type'))}; allowed: 'json_schema'"
             )
         return form_grammar("json_schema", form.get("schema"), param="output_config.format.schema")
+
+
+def _tool_changes(
+    messages: list[dict[str, Any]],
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """The changes of tools in system messages: the place, the type of the block, and its tool."""
+    for index, message in enumerate(messages):
+        content = message.get("content") if message.get("role") == "system" else None
+        for number, block in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(block, dict) and block.get("type") in TOOL_CHANGES:
+                where, tool = f"messages[{index}].content[{number}].tool", block.get("tool")
+                if not isinstance(tool, dict):
+                    refuse(where, f"must be a reference or a definition; got {shown(tool)}")
+                yield where, block["type"], tool
+
+
+def _name_or(place: str, tool: Mapping[str, Any]) -> str:
+    """The name of a tool; its place, where it has none."""
+    name = tool.get("name")
+    return name if isinstance(name, str) else place
 
 
 class MessagesRequest(CountRequest):
