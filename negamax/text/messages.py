@@ -54,7 +54,7 @@ def normalize_messages(
     - A later one stays in its place as a note (`system_note`): at the end of the tool result before
       it, else as a user message. The templates would drop it silently; moving it to the start would
       change the whole prompt and lose its cached prefix; and a user message within a tool loop
-      would hide the thinking of that loop.
+      would hide the thinking of that loop. One without text, as of settings alone, is left out.
     - Content null or missing is "". Text parts of every known type become parts of type text, and
       so do images, documents, recordings and videos: each becomes a note (`unseen_note`), but for
       what models of `family` could see.
@@ -367,11 +367,13 @@ def _place_instructions(messages: list[dict[str, Any]], *, has_root: bool) -> li
             _attach(notes, placed)
             placed.append(message)
             continue
-        note = system_note(plain_text(message["content"]))
+        text = plain_text(message["content"])
+        if not text.strip():
+            continue
         if placed[-1]["role"] == "tool":
-            notes.append(note)
+            notes.append(system_note(text))
         else:
-            placed.append({"role": "user", "content": note})
+            placed.append({"role": "user", "content": system_note(text)})
     _attach(notes, placed)
     return placed
 

@@ -60,6 +60,12 @@ def test_later_instructions_stay_in_their_place() -> None:
     )
 
 
+@pytest.mark.parametrize("content", [None, "", "\n", [], [text("")]], ids=repr)
+def test_later_instructions_without_text_are_left_out(content: Any) -> None:
+    for before in ([user("x")], [user("x"), ai("", call()), result("1")]):
+        assert normalize_messages([*before, system(content)]) == normalize_messages(before)
+
+
 def test_note_after_tool_results_stands_in_the_last_result() -> None:
     loop = [
         user("x"),
