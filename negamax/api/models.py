@@ -23,6 +23,7 @@ def models_router(context: ApiContext) -> APIRouter:
             created_at=datetime.datetime.fromtimestamp(context.started, datetime.UTC).isoformat(),
             root=context.engine.info.model,
             max_model_len=context.engine.info.max_model_len,
+            max_input_tokens=context.engine.info.max_model_len,
         )
         for name in context.model_names
     ]

@@ -395,6 +395,7 @@ def test_models_are_listed_for_both_kinds_of_clients(
         "model",
         MODEL,
     ) and model.created_at.year > 2000
+    assert model.max_input_tokens == 4096
     assert claude.models.retrieve(MODEL).id == client.models.retrieve(MODEL).id == MODEL
 
 

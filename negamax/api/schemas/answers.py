@@ -101,6 +101,7 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     created: int  # when the server started, in seconds since 1970
     root: str  # what the model was loaded from
     max_model_len: int  # tokens of the context, answer included
+    max_input_tokens: int  # the same, for Anthropic's clients
     owned_by: str = "negamax"  # who serves it
     parent: str | None = None  # of an adapter, which this server has none of
 
