@@ -342,7 +342,9 @@ def _check_place(conversion: Conversion) -> None:
 def _check_content(destination: Path) -> None:
     """Errors: `ConfigError` for a folder with other content than the beginning of a conversion."""
     if destination.is_dir() and not (destination / Record.NAME).exists():
-        found = sorted(path.name for path in destination.iterdir())
+        names = (path.name for path in destination.iterdir())
+        # the record's first write may have been cut off
+        found = sorted(name for name in names if not name.startswith(Record.NAME))
         if found:
             raise ConfigError(
                 f"DST {destination} has other content: {first_names(found)}",

@@ -396,6 +396,24 @@ def test_a_disk_that_becomes_full_costs_the_file_that_was_being_written(
     assert stored(tmp_path / "out") == stored(converted["int8"])
 
 
+def test_a_disk_that_was_full_at_the_beginning_costs_nothing(
+    bf16: Path, converted: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does a kill there: what the record was about to be is no other content."""
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    out = tmp_path / "out"
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ResourceError, match="run the same command again"):
+        convert(conversion(bf16, out, "int8"))
+    monkeypatch.undo()
+    assert [path.name for path in out.iterdir()] == ["negamax_conversion.json.partial"]
+    convert(conversion(bf16, out, "int8"))
+    assert contents(out) == contents(converted["int8"])
+
+
 def test_what_would_be_rounded_twice_is_refused_before_its_weights_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
