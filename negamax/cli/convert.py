@@ -13,7 +13,7 @@ from rich.table import Table
 
 from negamax import __version__
 from negamax.base import log
-from negamax.base.errors import ConfigError
+from negamax.base.errors import ConfigError, NegamaxError
 from negamax.base.progress import Progress, format_bytes
 from negamax.checkpoint.hub import resolve_model
 from negamax.checkpoint.split import is_split
@@ -128,6 +128,7 @@ def command(
 
     conversion = conversion_of(resolve_model(source, revision, download_dir, hub, check=check))
     # torch: seconds of import, not needed for a refusal
+    from negamax.checkpoint.reader import first_names
     from negamax.convert.convert import convert
     from negamax.convert.verify import compare
 
@@ -139,9 +140,12 @@ def command(
         with Progress("comparing", unit=format_bytes) as progress:
             differences = compare(checkpoint, conversion.destination, progress=progress)
         _show(differences)
-        limit = target.limit if target else 0.0
-        if any(one.error > limit for one in differences):
-            raise typer.Exit(1)
+        if damaged := [one.name for one in differences if one.error > one.limit(target)]:
+            raise NegamaxError(
+                f"{len(damaged)} weights are farther off than their format explains: "
+                f"{first_names(damaged)}",
+                hint=f"remove {destination} and convert again",
+            )
 
 
 def _show(differences: list[Difference]) -> None:

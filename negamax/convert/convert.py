@@ -96,6 +96,7 @@ def convert(conversion: Conversion, *, progress: ShowProgress | None = None) -> 
     _check_place(conversion)
     others = _other_than_there(destination, identity)
     if others == []:
+        Source(destination)  # raises where files of it are missing or cut off
         logger.info("%s is there already, converted from the same source", destination)
         return source
     if others:

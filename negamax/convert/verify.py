@@ -15,6 +15,7 @@ from torch import Tensor
 
 from negamax.base.progress import ShowProgress
 from negamax.convert.source import Source, Weight
+from negamax.convert.targets import TARGETS, Target
 from negamax.convert.threads import in_order
 from negamax.kernels.formats import PLAIN
 
@@ -25,17 +26,24 @@ _NUMBERED = re.compile(r"(?<=\.)\d+(?=\.)")
 @dataclass(frozen=True)
 class Difference:
     """How much one weight W has changed: |W' - W| / |W| by the Frobenius norm (0 for zeros that
-    stay zeros), and its new format.
+    stay zeros), its new format, and whether that and its dtype are those of before.
     """
 
     name: str
     format: str
     error: float
+    is_copy: bool
 
     @property
     def kind(self) -> str:
         """The name without the numbers of layer and expert."""
         return _NUMBERED.sub("*", self.name)
+
+    def limit(self, target: Target | None) -> float:
+        """The largest error that the conversion to `target` explains."""
+        if target is None or self.is_copy:
+            return 0.0
+        return TARGETS["bf16"].limit if self.format == PLAIN.name else target.limit
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,9 @@ def compare(
                 parts = [next(norms) for _ in _parts(one, other)]
                 size, changed = (math.hypot(*numbers) for numbers in zip(*parts, strict=True))
                 error = changed / size if size else changed
-                found.append(Difference(one.name, other.format.name, error))
+                stored = [(each.format, each.move.entries[0].dtype) for each in (one, other)]
+                is_copy = stored[0] == stored[1]
+                found.append(Difference(one.name, other.format.name, error, is_copy))
                 done += one.num_bytes
                 if progress:
                     progress(done, total)

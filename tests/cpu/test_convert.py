@@ -510,3 +510,22 @@ def test_the_command_says_what_it_does_and_compares(
     assert main(["convert", str(out), str(tmp_path / "b"), "--to", "int8"]) == 2
     assert "--allow-lossy" in capsys.readouterr().err
     assert main(["convert", str(out), str(tmp_path / "b"), "--to", "int9"]) == 2
+
+
+def test_a_comparison_finds_one_value_that_has_changed_where_nothing_is_rounded(
+    bf16: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, name = tmp_path / "out", "model.embed_tokens.weight"
+    line = ["convert", str(bf16), str(out), "--to", "int4", "--verify"]
+    assert main(line) == 0
+    file = out / "model-00002-of-00003.safetensors"
+    tensors = load_file(file)
+    tensors[name][3, 5] += 1
+    save_file(tensors, file, {"format": "pt"})
+    assert main(line) == 1
+    assert f"1 weights are farther off than their format explains: {name}" in (
+        capsys.readouterr().err
+    )
+    file.unlink()
+    assert main(line[:-1]) == 2
+    assert f"1 are missing: {file.name}" in capsys.readouterr().err
