@@ -22,7 +22,6 @@ from negamax.base.log import get_logger
 from negamax.base.progress import ShowProgress, format_bytes
 from negamax.checkpoint.identity import commit_of, identity_of
 from negamax.checkpoint.reader import INDEX_NAME, first_names
-from negamax.checkpoint.split import RANK_INDEX_NAME
 from negamax.config import minimax_m2
 from negamax.config.families import family_of, read_spec
 from negamax.config.json_file import read_json_object
@@ -41,10 +40,10 @@ from negamax.quantization.detect import detect
 logger = get_logger(__name__)
 
 # What describes the stored weights of the source alone.
-_NOT_CARRIED = ("config.json", INDEX_NAME, "hf_quant_config.json", Record.NAME)
-_NOT_CARRIED_PREFIXES = (
-    "quant_model_description", "quant_model_weight",  # of ModelSlim
-    RANK_INDEX_NAME.partition("{")[0],
+_NOT_CARRIED = (
+    "config.json", "*.index.json", Record.NAME, "hf_quant_config.json",
+    "quant_model_description*",  # of ModelSlim
+    "quantize_config.json", "quant_config.json", "quantization_config.json",  # GPTQ, AWQ, AutoRound
 )  # fmt: skip
 _CARRIED = (".json", ".jinja", ".txt", ".model")
 _SPARE_BYTES = 64 * 2**20  # of disk: tokenizer, index, the file system's own
@@ -402,7 +401,7 @@ def _carry_files(folder: Path, destination: Path, *, description: str | None) ->
     for path in sorted(folder.iterdir()):
         name = path.name
         is_text = path.suffix in _CARRIED or name.upper().startswith(("LICENSE", "NOTICE"))
-        is_own = name in _NOT_CARRIED or name.startswith(_NOT_CARRIED_PREFIXES)
+        is_own = any(map(path.match, _NOT_CARRIED))
         is_kept = name == description and name not in ("config.json", INDEX_NAME)
         if path.is_file() and is_text and (is_kept or not is_own):
             shutil.copyfile(path, destination / path.name)
@@ -418,6 +417,7 @@ def _carry_rotation(folder: Path, destination: Path, name: str) -> None:
 
 def _config(source: Source, conversion: Conversion, identity: Mapping[str, Any]) -> dict[str, Any]:
     config = family_of(source.spec.architecture).own_config(source.config)
+    config.pop("auto_map", None)  # it names code, which is not carried over
     target = conversion.target
     kept = source.spec.quantization
     if target is None and kept is not None and kept.source == INDEX_NAME:

@@ -198,6 +198,24 @@ def test_what_is_beside_the_weights_is_carried_over(bf16: Path, converted: dict[
     assert "quantization_config" not in plain and plain["dtype"] == "bfloat16"
 
 
+def test_code_and_what_describes_the_weights_of_the_source_stay_behind(tmp_path: Path) -> None:
+    """Other engines look for code that config.json names, and take an old description for true."""
+    source = write_source(tmp_path / "source")
+    config = read_json_object(source / "config.json")
+    config["auto_map"] = {"AutoConfig": "configuration_minimax_m2.MiniMaxM2Config"}
+    (source / "config.json").write_text(json.dumps(config))
+    left = (
+        "configuration_minimax_m2.py", "pytorch_model.bin", "pytorch_model.bin.index.json",
+        "quantize_config.json", "quant_config.json", "quantization_config.json",
+    )  # fmt: skip
+    for name in (*left, "tokenizer_config.json"):
+        (source / name).write_text("{}")
+    convert(conversion(source, tmp_path / "out", "int8"))
+    found = {path.name for path in (tmp_path / "out").iterdir()}
+    assert "tokenizer_config.json" in found and not found & set(left)
+    assert "auto_map" not in read_json_object(tmp_path / "out" / "config.json")
+
+
 def test_neuron_has_the_names_files_and_scales_of_its_preprocessing(
     converted: dict[str, Path], tmp_path: Path
 ) -> None:
