@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from negamax.base import env
-from negamax.base.errors import EngineDeadError, NegamaxError
+from negamax.base.errors import ConfigError, EngineDeadError, NegamaxError
 from negamax.scheduler.request import SamplingParams
 from negamax.text.parser.events import ParserEvent
 
@@ -240,6 +240,8 @@ def talk(session: ChatSession, view: ChatView) -> None:
                 line = input(prompt if interactive else "")
             except EOFError:
                 return
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"standard input is no {error.encoding.upper()}") from None
             except KeyboardInterrupt:
                 if not interactive:
                     return

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,6 +11,7 @@ from negamax.base import log
 from negamax.base.errors import ConfigError
 from negamax.cli.engine_options import with_engine_options
 from negamax.cli.explain import with_explanation
+from negamax.cli.lines import print_json, read_text
 from negamax.cli.loading import check_sampling, loading
 from negamax.config.options import EngineOptions
 from negamax.scheduler.request import SamplingParams
@@ -96,7 +95,7 @@ def command(
 ) -> None:
     """Print what the model writes."""
     log.setup(engine.log_level, engine.log_format)
-    prompts = [*(texts or ()), *(prompt or ())] or [sys.stdin.read()]
+    prompts = [*(texts or ()), *(prompt or ())] or [read_text()]
     if not all(prompts):
         raise ConfigError("the prompt is empty", hint="give a PROMPT, or pipe text in")
     sampling = SamplingParams(
@@ -146,4 +145,4 @@ def _print(prompt: str, generation: Generation, *, as_json: bool) -> None:
                 "cached_tokens": generation.num_cached_tokens,
             },
         }
-        print(json.dumps(fields, ensure_ascii=False))
+        print_json(fields)

@@ -4,6 +4,7 @@ code.
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ app.add_typer(bench.app, name="bench")
 
 _BAD_VALUE = re.compile(r"Invalid value for ((?:'[^']+'(?: / )?)+): (.*)")
 _UNKNOWN_COMMAND = re.compile(r"No such command '(.*?)'\.")
-_MISSING = re.compile(r"Missing argument '(.*)'\.")
+_MISSING = re.compile(r"Missing (?:argument|option) '(.*)'\.")
 _SURPLUS = re.compile(r"Got unexpected extra argument\(s\) \((.*)\)")
 
 
@@ -61,6 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     standard error.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    # what the locale cannot say ends no command
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding.lower() != "utf-8":
+        sys.stdout.reconfigure(errors="backslashreplace")
     commands = _commands()
     resolved = Resolved(given)
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +10,7 @@ import typer
 
 from negamax.base.errors import ConfigError
 from negamax.cli.flags import completion
+from negamax.cli.lines import print_json, read_text
 from negamax.cli.tools_file import read_tools
 from negamax.text.detokenizer import TextPiece
 from negamax.text.formats.registry import FAMILIES
@@ -69,7 +69,7 @@ def command(
         in_reasoning=FAMILIES[format].always_thinks or thinking_mode == "enabled",
         tag_ids=None,
     )
-    text = _read_text()
+    text = read_text()
     size = stream or max(1, len(text))
     events: list[ParserEvent] = []
     for start in range(0, len(text), size):
@@ -82,25 +82,8 @@ def command(
             {"name": call.name, "arguments": _arguments(call)} for call in output.tool_calls
         ],
     }
-    sys.stdout.buffer.write(_encoded(answer) + b"\n")
-    sys.stdout.flush()
+    print_json(answer)
 
 
 def _arguments(call: ParsedToolCall) -> Any:
     return json.loads(call.arguments) if call.is_whole else call.arguments
-
-
-def _encoded(answer: Any) -> bytes:
-    try:
-        return json.dumps(answer, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # an escaped lone surrogate in an argument
-        return json.dumps(answer).encode()
-
-
-def _read_text() -> str:
-    try:
-        return sys.stdin.buffer.read().decode()
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"standard input is no UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}"
-        ) from None

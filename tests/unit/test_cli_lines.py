@@ -1,12 +1,18 @@
-"""Long lines of text in a terminal."""
+"""Long lines of text in a terminal, and text that the locale cannot say."""
 
 from __future__ import annotations
 
+import io
+import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from negamax.cli.lines import print_line
+from negamax.base.errors import ConfigError
+from negamax.cli.chat_session import talk
+from negamax.cli.lines import print_json, print_line, read_text
+from negamax.cli.main import main
 
 TEXT = "  ok    hub   /a/folder/that-is-not-broken, 60 GiB free"
 
@@ -21,3 +27,38 @@ def test_lines_break_between_words_in_a_terminal_only(
     print_line(TEXT, indent=14)
     first, second = TEXT[:43].rstrip(), " " * 14 + TEXT[43:].lstrip()
     assert capsys.readouterr().out == f"{first}\n{second}\n"
+
+
+def locale_of(encoding: str, monkeypatch: pytest.MonkeyPatch, text: bytes = b"") -> io.BytesIO:
+    """Standard input with `text`, and what is written to standard output."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text), encoding))
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding))
+    return written
+
+
+def test_what_is_for_programs_is_utf_8_in_any_locale(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = locale_of("ascii", monkeypatch, "世界 😀".encode())
+    print("first")
+    print_json({"text": read_text(), "broken": "\udcff"})
+    print_json({"text": "世界 😀"})
+    first, broken, whole = written.getvalue().splitlines()
+    assert first == b"first" and whole.decode() == '{"text": "世界 😀"}'
+    assert json.loads(broken) == {"text": "世界 😀", "broken": "\udcff"}
+
+
+def test_what_the_locale_cannot_say_ends_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = locale_of("ascii", monkeypatch)
+    assert main(["--version"]) == 0
+    print("世 é")
+    sys.stdout.flush()
+    assert written.getvalue().endswith(b"\\u4e16 \\xe9\n")
+
+
+def test_input_that_is_no_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    locale_of("utf-8", monkeypatch, b"hi \xff")
+    with pytest.raises(ConfigError, match="standard input is no UTF-8: byte 3 is 0xff"):
+        read_text()
+    locale_of("utf-8", monkeypatch, b"hi \xff")
+    with pytest.raises(ConfigError, match="standard input is no UTF-8"):
+        talk(SimpleNamespace(awaited_call=None), SimpleNamespace(is_interactive=False))

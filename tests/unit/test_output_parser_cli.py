@@ -97,7 +97,7 @@ def test_what_utf8_cannot_say_is_escaped(run: Run, tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (["--format", "m4"], "--format is 'm4'; allowed: m2, m3"),
-        ([], "Missing option '--format'"),
+        ([], "--format is missing"),
         (["--format", "m3", "--stream", "0"], "--stream is '0'"),
         (["--format", "m3", "--stream", "x"], "--stream is 'x'"),
         (
