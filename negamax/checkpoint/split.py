@@ -22,9 +22,11 @@ def is_split(folder: Path) -> bool:
 
 
 def ranks_of(folder: Path) -> list[ParallelLayout]:
-    """The ranks that a split checkpoint is for. Errors: `CheckpointError` where its index does not
-    say so.
+    """The ranks that a checkpoint is split for; none where it is whole. Errors: `CheckpointError`
+    where its index does not say so.
     """
+    if not is_split(folder):
+        return []
     path = folder / RANK_INDEX_NAME.format(0)
     said = read_json_object(path).get("metadata")
     sizes = said if isinstance(said, dict) else {}

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from negamax.base.errors import ConfigError
+from negamax.checkpoint.split import ranks_of
 from negamax.cli.bench_options import MAX_COUNT, parse_counts
 from negamax.cli.flags import completion, parse_count
 from negamax.cli.lines import print_line
@@ -19,6 +20,7 @@ from negamax.config.embedded import QUOTED_NAMES
 from negamax.config.families import bundled_names, published_name
 from negamax.config.model_spec import ModelSpec
 from negamax.config.options import KV_CACHE_DTYPES, EngineOptions
+from negamax.parallel.layout import ParallelLayout
 from negamax.planner.cost import Workload
 from negamax.planner.gpus import GIB, GPUS, MEASURED, MEASURED_RANKS, find_gpu, visible_gpus
 from negamax.planner.plan import LIMITS, Candidate, Hardware, Plan, Refused, make_plan
@@ -155,7 +157,7 @@ def command(
         max_model_len=max_model_len,
         gpu_memory_utilization=gpu_memory_utilization,
     )
-    spec = _spec(engine)
+    spec, ranks = _model(engine)
     lengths = _lengths(input_len, output_len, engine, spec)
     workloads = [Workload(count, *lengths) for count in counts]
     plan = make_plan(
@@ -165,6 +167,7 @@ def command(
         kv_dtype=kv_cache_dtype,
         index_dtype=index_cache_dtype,
         max_model_len=engine.max_model_len,
+        split_for=ranks,
     )
     if as_json:
         print(json.dumps(_document(plan, engine, spec), indent=2))
@@ -215,16 +218,19 @@ def _lengths(
     return prompt, answer
 
 
-def _spec(engine: EngineOptions) -> ModelSpec:
-    """The model; of a hub's no weights are fetched. Errors: `ConfigError`."""
+def _model(engine: EngineOptions) -> tuple[ModelSpec, list[ParallelLayout]]:
+    """The model, and the ranks that its files are split for; of a hub's no weights are fetched.
+    Errors: `ConfigError`.
+    """
     from negamax.engine.core.source import locate
     from negamax.quantization.names import quantized
 
-    spec = locate(replace(engine, load_format="synthetic", quantization=None)).spec
+    source = locate(replace(engine, load_format="synthetic", quantization=None))
+    spec = source.spec
     quantization, _ = quantized(
         engine.quantization, spec.quantization, is_drawn=_is_bundled(engine.model)
     )
-    return replace(spec, quantization=quantization)
+    return replace(spec, quantization=quantization), ranks_of(source.tokenizer_folder)
 
 
 def _is_bundled(model: str) -> bool:

@@ -11,6 +11,7 @@ from functools import cached_property
 from negamax.base.errors import ConfigError
 from negamax.config.model_spec import ModelSpec
 from negamax.config.options import STEP_LIMITS, EngineOptions
+from negamax.parallel.layout import ParallelLayout
 from negamax.planner.chunks import chunks, even_times
 from negamax.planner.cost import Costs, Model, Workload, tokens_per_second
 from negamax.planner.gpus import GIB, GpuModel
@@ -125,12 +126,14 @@ def make_plan(
     index_dtype: str = "auto",
     max_model_len: int | None = None,
     one_engine: bool = False,
+    split_for: Sequence[ParallelLayout] = (),
 ) -> Plan:
     """All topologies of `spec` on `hardware`. `workloads` differ in their concurrency, which grows.
     `max_model_len` must fit; None: one request of the workloads must, and the window is what fits,
     up to the model's. Errors: `ConfigError` where the model has no such window. With `one_engine`,
     GPUs that a topology leaves over stay idle. Index keys, where the model has any, are sharded
     over ranks that share out a KV cache, and where no request that must fit does otherwise.
+    `split_for`: the ranks that the checkpoint's files are for, where they are split.
     """
     if max_model_len is not None and max_model_len > spec.max_position_embeddings:
         raise ConfigError(
@@ -150,6 +153,11 @@ def make_plan(
     for topology in topologies(hardware.gpus, per_node=hardware.per_node, kv_heads=heads):
         topology = replace(topology, replicas=1) if one_engine else topology
         try:
+            if split_for and topology.layout not in split_for:
+                raise ConfigError(
+                    f"the checkpoint is split for --tensor-parallel-size {split_for[0].tp}, "
+                    f"--expert-parallel-size {split_for[0].ep}"
+                )
             topology.check(spec, per_node=hardware.per_node)
             gpu.platform.check(fp8_cache=plain.kv_dtype.startswith("fp8"))
             model, memory = _fit(plain, sharded, topology, hardware, least)

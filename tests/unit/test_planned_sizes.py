@@ -4,13 +4,16 @@ where none is given.
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from negamax.base.errors import ConfigError
 from negamax.cli.main import main
+from negamax.config.embedded import EMBEDDED
 from negamax.config.options import EngineOptions
 from negamax.engine.core.planned_sizes import with_planned_sizes
 from negamax.engine.core.setup import start_loop
@@ -48,6 +51,25 @@ def test_gpus_of_this_machine_are_those_that_cuda_sees(
     assert [gpu.name for gpu in found] == ["H200"] * count
     if visible in (None, "1,7,2"):
         assert min(gpu.memory for gpu in found) == MEASURED.memory - 1000 * 2**20
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_files_that_are_split_are_planned_for_the_ranks_that_they_are_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A server starts with no others."""
+    folder = tmp_path / "split"
+    shutil.copytree(EMBEDDED["nano"], folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    sizes = {"tensor_parallel_size": 2, "expert_parallel_size": 2, "rank": 0}
+    index = folder / "model-rank-0.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": sizes, "weight_map": {}}))
+    assert main(["plan", str(folder), "--gpus", "4", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert [each["topology"] for each in plan["topologies"]] == ["2 x TP2 EP2"]
+    reason = "split for --tensor-parallel-size 2, --expert-parallel-size 2"
+    assert plan["refused"] and all(reason in each["reason"] for each in plan["refused"])
+    chosen = with_planned_sizes(EngineOptions(str(folder), performance_mode="latency"))
+    assert (chosen.tensor_parallel_size, chosen.enable_expert_parallel) == (2, True)
 
 
 @pytest.mark.usefixtures("four_gpus")

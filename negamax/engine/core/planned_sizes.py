@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 
 from negamax.base.errors import ConfigError
 from negamax.base.log import get_logger
+from negamax.checkpoint.split import ranks_of
 from negamax.config.options import EngineOptions
 from negamax.config.parallel import ParallelOptions
 from negamax.engine.core.source import locate
@@ -48,7 +49,8 @@ def with_planned_sizes(options: EngineOptions, *, one_engine: bool = True) -> En
     smallest = min(gpus, key=lambda gpu: gpu.memory)
     # nothing is loaded for that
     drawn = replace(options, load_format="synthetic", speculative_config=None)
-    spec = locate(drawn).spec
+    source = locate(drawn)
+    spec, is_read = source.spec, options.load_format != "synthetic"
     context_length = options.max_model_len or spec.max_position_embeddings
     plan = make_plan(
         spec,
@@ -58,6 +60,7 @@ def with_planned_sizes(options: EngineOptions, *, one_engine: bool = True) -> En
         index_dtype=options.index_cache_dtype,
         max_model_len=context_length,
         one_engine=one_engine,
+        split_for=ranks_of(source.tokenizer_folder) if is_read else (),
     )
     plan = replace(
         plan,
