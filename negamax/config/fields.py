@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any, NoReturn
 
 from negamax.base.errors import ConfigError
-from negamax.config.quantization import read_quantization
+from negamax.config.quantization import PROVENANCE, read_quantization
 
 # Sizes that every model has, by their names in `ModelSpec`: always present in a real config, so a
 # missing one is an error and not a default.
@@ -25,7 +25,7 @@ _SIZES = {
 }
 _COMMON = {
     *_SIZES, "architectures", "bos_token_id", "dtype", "eos_token_id", "quantization_config",
-    "torch_dtype",
+    "torch_dtype", PROVENANCE,
 }  # fmt: skip
 DTYPES = ("bfloat16", "float16", "float32")
 MAX_SIZE = 2**31 - 1

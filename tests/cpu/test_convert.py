@@ -26,6 +26,7 @@ from torch import Tensor
 from negamax.base.errors import CheckpointError, ConfigError, ResourceError
 from negamax.checkpoint.reader import CheckpointReader
 from negamax.cli.main import main
+from negamax.config.families import read_spec
 from negamax.config.json_file import read_json_object
 from negamax.config.quantization import PROVENANCE
 from negamax.convert import convert as converting
@@ -194,6 +195,7 @@ def test_what_is_beside_the_weights_is_carried_over(bf16: Path, converted: dict[
     assert config["quantization_config"]["weight_block_size"] == [128, 128]
     made = config[PROVENANCE]
     assert made["source"] == str(bf16) and made["to"] == "fp8-block" and made["source_digest"]
+    assert not any(PROVENANCE in note for note in read_spec(config).notes)  # which it knows
     plain = read_json_object(converted["bf16"] / "config.json")
     assert "quantization_config" not in plain and plain["dtype"] == "bfloat16"
 
