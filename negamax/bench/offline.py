@@ -234,15 +234,16 @@ def summarize(repeats: Sequence[Repeat], *, num_requests: int, input_len: int) -
 
     prefill, tpot = median(lambda r: r.prefill_seconds), median(lambda r: r.tpot)
     measured = sum(r.busy + r.idle for r in repeats)
+    is_found = tpot > 0  # a few tokens can take less than prefills differ by
     return {
         "concurrency": num_requests,
         "ttft_ms_median": 1e3 * median(lambda r: statistics.median(r.ttft)),
         "ttft_ms_max": 1e3 * median(lambda r: r.ttft[-1]),
         "prefill_seconds": prefill,
         "prefill_tokens_per_second": num_requests * input_len / prefill,
-        "tpot_ms": 1e3 * tpot,
+        "tpot_ms": 1e3 * tpot if is_found else None,
         "tpot_in_batch_ms": 1e3 * median(lambda r: r.tpot_in_batch),
-        "decode_tokens_per_second": num_requests / tpot,
+        "decode_tokens_per_second": num_requests / tpot if is_found else None,
         "step_ms_median": 1e3 * median(lambda r: r.step_median),
         "step_ms_p99": 1e3 * median(lambda r: r.step_p99),
         "gpu_idle_share": sum(r.idle for r in repeats) / measured if measured else None,
@@ -254,11 +255,12 @@ def summarize(repeats: Sequence[Repeat], *, num_requests: int, input_len: int) -
 
 
 def _progress(run: dict[str, Any]) -> str:
-    words = [
-        f"concurrency {run['concurrency']}: prefill {run['prefill_seconds']:.3f} s",
-        f"{run['tpot_ms']:.2f} ms per token and request",
-        f"{run['decode_tokens_per_second']:.0f} tokens/s",
-    ]
+    words = [f"concurrency {run['concurrency']}: prefill {run['prefill_seconds']:.3f} s"]
+    if run["tpot_ms"] is None:
+        words.append("--output-len is too short to time its tokens")
+    else:
+        words.append(f"{run['tpot_ms']:.2f} ms per token and request")
+        words.append(f"{run['decode_tokens_per_second']:.0f} tokens/s")
     if run["cached_tokens"]:
         words.append(
             f"{run['cached_tokens']} prompt tokens came from the prefix cache, so the prefill "

@@ -34,7 +34,7 @@ def plot_offline(file: Path, results: Sequence[Mapping[str, Any]]) -> None:
     first = results[0]
     axes = figure.add_subplot()
     for result in results:
-        runs = result["runs"]
+        runs = [run for run in result["runs"] if run["tpot_ms"] is not None]
         axes.plot(
             [run["concurrency"] for run in runs],
             [run["tpot_ms"] for run in runs],

@@ -105,7 +105,8 @@ def add_limits(result: dict[str, Any], spec: ModelSpec, *, bytes_per_second: flo
         )
         seconds = num_bytes / bytes_per_second
         run["limit_tpot_ms"] = 1e3 * seconds
-        run["share_of_limit"] = 1e3 * seconds / run["tpot_ms"]
+        if run["tpot_ms"] is not None:
+            run["share_of_limit"] = 1e3 * seconds / run["tpot_ms"]
 
 
 def read_baseline(file: Path, conditions: Mapping[str, Any]) -> Run:
@@ -133,7 +134,8 @@ def add_comparison(result: dict[str, Any], baseline: Run) -> None:
     for run in result["runs"]:
         other = others.get(run["concurrency"])
         if other is not None:
-            run["times_faster_decode"] = other["tpot_ms"] / run["tpot_ms"]
+            if None not in (other["tpot_ms"], run["tpot_ms"]):
+                run["times_faster_decode"] = other["tpot_ms"] / run["tpot_ms"]
             run["times_faster_prefill"] = other["prefill_seconds"] / run["prefill_seconds"]
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from negamax.base.errors import ConfigError
 from negamax.bench.offline import OfflineWorkload, Repeat, conditions, summarize
-from negamax.bench.report import add_limits, read_baseline
+from negamax.bench.report import add_comparison, add_limits, read_baseline
 from negamax.bench.workload import RandomPrompts, decode_batch, run_batch
 from negamax.cli.main import main
 from negamax.config.options import EngineOptions
@@ -224,6 +224,14 @@ def test_summary_takes_medians_and_the_idle_share_of_all_repeats() -> None:
     assert summary["tpot_ms"] == 20.0 and summary["decode_tokens_per_second"] == 150.0
     assert summary["ttft_ms_median"] == 200.0 and summary["ttft_ms_max"] == 600.0
     assert summary["gpu_idle_share"] == pytest.approx(0.1)
+    # prefills that differed by more than the tokens took say nothing of these
+    short = summarize(
+        [repeat(2.0, tpot, 0.1) for tpot in (-0.01, 0.0)], num_requests=3, input_len=9
+    )
+    assert short["tpot_ms"] is short["decode_tokens_per_second"] is None
+    result = {"engine": "negamax", "runs": [short]}
+    add_comparison(result, {"engine": "negamax", "runs": [summary]})
+    assert "times_faster_decode" not in short and short["times_faster_prefill"] == 1.0
 
 
 def test_limit_counts_the_kv_cache_in_its_own_dtype() -> None:
