@@ -28,7 +28,7 @@ WEIGHTS_ONLY = (
     "quark-mxfp4",
 )  # fmt: skip
 ROUNDED = ("compressed-fp8-channel", "int8", "modelopt-fp8", "modelslim-dynamic", "quark-int8")
-DEGREES = (1, 4)
+DEGREES = (1, 2, 4)
 _TEXTS = (
     "tokenizer.json",
     "tokenizer_config.json",

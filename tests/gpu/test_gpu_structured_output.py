@@ -26,6 +26,9 @@ POINT = Grammar(
         }
     ),
 )
+DRAFT: dict[str, object] = {
+    "method": "eagle3", "model": "nano-draft", "num_speculative_tokens": 3, "adaptive": False,
+}  # fmt: skip
 WAYS: tuple[dict[str, object], ...] = (
     {"temperature": 0.0},
     {"temperature": 1.0},  # the checkpoint's top_k and top_p: drawn from the leading tokens
@@ -36,9 +39,10 @@ WAYS: tuple[dict[str, object], ...] = (
 )
 
 
+@pytest.mark.parametrize("draft", [None, DRAFT], ids=["no drafts", "drafts"])
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_every_way_of_sampling_follows_the_grammar_and_leaves_other_rows_alone(
-    enforce_eager: bool,
+    enforce_eager: bool, draft: dict[str, object] | None
 ) -> None:
     held = [
         SamplingParams(seed=i, max_tokens=60, grammar=NAME, **way) for i, way in enumerate(WAYS)
@@ -50,6 +54,7 @@ def test_every_way_of_sampling_follows_the_grammar_and_leaves_other_rows_alone(
         "nano",
         device="cuda",
         enforce_eager=enforce_eager,
+        speculative_config=draft,
         max_num_seqs=32,
         max_num_batched_tokens=512,
     ) as llm:

@@ -1,0 +1,52 @@
+"""Drafts on a GPU: steps that verify them as graphs and eager, on one rank and two; greedy answers
+are those without drafts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_gpu_engine import AGREEMENT, GREEDY, agreement, answers, prompts
+
+from negamax import LLM
+
+EAGLE3 = {"method": "eagle3", "num_speculative_tokens": 3, "adaptive": False}
+# options of the engine, and those of the draft
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "always three": ({}, EAGLE3),
+    "adaptive": ({}, {**EAGLE3, "adaptive": True}),
+    "seven": ({}, {**EAGLE3, "num_speculative_tokens": 7}),
+    "eager": ({"enforce_eager": True}, EAGLE3),
+    "chunked": ({"max_num_batched_tokens": 48}, EAGLE3),
+    "fp8 cache": ({"kv_cache_dtype": "fp8"}, EAGLE3),
+    "head in fp8": ({}, {**EAGLE3, "draft_lm_head_quantization": "fp8"}),
+    "n-grams": ({}, {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2}),
+    "two ranks": ({"tensor_parallel_size": 2}, EAGLE3),
+}
+
+
+@pytest.fixture(scope="module")
+def without() -> dict[str, list[list[int]]]:
+    return {model: answers(model, device="cuda") for model in ("nano", "nano-m3")}
+
+
+@pytest.mark.parametrize("model", ["nano", "nano-m3"])
+@pytest.mark.parametrize("way", WAYS)
+def test_answers_are_those_without_drafts(
+    without: dict[str, list[list[int]]], model: str, way: str
+) -> None:
+    options, draft = WAYS[way]
+    if torch.cuda.device_count() < options.get("tensor_parallel_size", 1):
+        pytest.skip("needs 2 GPUs")
+    if draft["method"] == "eagle3":
+        draft = {**draft, "model": f"{model}-draft"}
+    with LLM(model, device="cuda", speculative_config=draft, **options) as llm:
+        made = [each.outputs[0].token_ids for each in llm.generate(prompts(llm), GREEDY)]
+        stats = llm._loop.stats()
+    share = agreement(without[model], made)
+    length = 1 + stats.num_accepted_tokens / max(1, stats.num_drafts)
+    print(f"agreement of {model}, {way}: {share:.4f}, {length:.2f} tokens per step with drafts")
+    assert share >= (0.97 if "kv_cache_dtype" in options else AGREEMENT)
+    assert length > (2.5 if draft.get("adaptive") is False else 1.2)
