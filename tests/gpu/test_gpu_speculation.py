@@ -4,6 +4,7 @@ are those without drafts.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -27,16 +28,14 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def without() -> dict[str, list[list[int]]]:
-    return {model: answers(model, device="cuda") for model in ("nano", "nano-m3")}
+@cache
+def without(model: str) -> list[list[int]]:
+    return answers(model, device="cuda")
 
 
 @pytest.mark.parametrize("model", ["nano", "nano-m3"])
 @pytest.mark.parametrize("way", WAYS)
-def test_answers_are_those_without_drafts(
-    without: dict[str, list[list[int]]], model: str, way: str
-) -> None:
+def test_answers_are_those_without_drafts(model: str, way: str) -> None:
     options, draft = WAYS[way]
     if torch.cuda.device_count() < options.get("tensor_parallel_size", 1):
         pytest.skip("needs 2 GPUs")
@@ -45,7 +44,7 @@ def test_answers_are_those_without_drafts(
     with LLM(model, device="cuda", speculative_config=draft, **options) as llm:
         made = [each.outputs[0].token_ids for each in llm.generate(prompts(llm), GREEDY)]
         stats = llm._loop.stats()
-    share = agreement(without[model], made)
+    share = agreement(without(model), made)
     length = 1 + stats.num_accepted_tokens / max(1, stats.num_drafts)
     print(f"agreement of {model}, {way}: {share:.4f}, {length:.2f} tokens per step with drafts")
     assert share >= (0.97 if "kv_cache_dtype" in options else AGREEMENT)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from negamax.kernels.attention.cases import paged_caches
+from negamax.kernels.attention.cases import paged_caches, run_metadata
 from negamax.kernels.attention.metadata import attention_metadata
 from negamax.kernels.block_sparse.choice import (
     NO_BLOCK,
@@ -159,6 +159,12 @@ _DECODE = (
     ((5, 130, 1, 520), (1, 1, 1, 1), (2, 3, 16, 32, 32, 3, 0, 1)),
     ((333, 32, 31), (1, 1, 1), (2, 2, 20, 16, 16, 4, 1, 2)),
 )
+# The same of rows with drafts, each token a decode, with padding behind them.
+_RUNS = (
+    ((150, 140, 65, 1), (4, 2, 4, 1), (2, 2, 16, 32, 16, 3, 0, 1)),
+    ((333, 32, 31, 200, 90), (3, 1, 4, 4, 2), (1, 4, 32, 16, 16, 4, 1, 2)),
+)
+_MAX_RUN = 4
 _PREFILL = (
     ((1,), (1,), (1, 1, 8, 16, 16, 2, 0, 1)),
     ((70,), (70,), (1, 3, 32, 16, 16, 1, 0, 1)),
@@ -168,21 +174,32 @@ _PREFILL = (
 
 
 def select_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """Fewer blocks than are chosen, more; cache blocks of several sparse ones; keys in FP8."""
+    """Fewer blocks than are chosen, more; cache blocks of several sparse ones; keys in FP8; rows
+    with drafts.
+    """
     small = (*_DECODE, *_PREFILL)
+    cases = (
+        *((case, None, 0) for case in small),
+        (small[-1], FP8, 0),
+        *((case, None, _MAX_RUN) for case in _RUNS),
+    )
     return [
         _select_case(
-            dtype, generator, lengths, counts, _shape(sizes), width=sizes[2], cache_dtype=cache
+            dtype, generator, lengths, counts, _shape(sizes),
+            width=sizes[2], cache_dtype=cache, max_run=max_run,
         )
-        for (lengths, counts, sizes), cache in (*((case, None) for case in small), (small[-1], FP8))
-    ]
+        for (lengths, counts, sizes), cache, max_run in cases
+    ]  # fmt: skip
 
 
 def decode_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """As `select_small`, one query per sequence."""
+    """As `select_small`, one query per sequence, or a row with drafts."""
+    cases = (*((case, 0) for case in _DECODE), *((case, _MAX_RUN) for case in _RUNS))
     return [
-        _attention_case(dtype, generator, lengths, counts, _shape(sizes), width=sizes[2])
-        for lengths, counts, sizes in _DECODE
+        _attention_case(
+            dtype, generator, lengths, counts, _shape(sizes), width=sizes[2], max_run=max_run
+        )
+        for (lengths, counts, sizes), max_run in cases
     ]
 
 
@@ -209,6 +226,7 @@ _DECODE_FULL = (
     (_LONG, FP8),
     ([2100] * 100, FP8),
 )
+_RUNS_FULL = ([32_000, 128_001, 777, 2100], [4, 4, 2, 3])
 _PREFILL_FULL = (
     ([1000] * 4, [1000] * 4, None),
     ([32_000, 2049, 777], [300, 1, 777], None),
@@ -226,7 +244,10 @@ def select_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Cas
     return [
         _select_case(dtype, generator, lengths, counts, M3, cache_dtype=cache)
         for lengths, counts, cache in (*decodes, *_PREFILL_FULL)
-    ] + [_select_case(dtype, generator, [32_000] * 4, [1] * 4, M3_WHOLE)]
+    ] + [
+        _select_case(dtype, generator, [32_000] * 4, [1] * 4, M3_WHOLE),
+        _select_case(dtype, generator, *_RUNS_FULL, M3, max_run=_MAX_RUN),
+    ]
 
 
 def select_shard_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
@@ -302,7 +323,10 @@ def decode_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Cas
     return [
         _attention_case(dtype, generator, lengths, [1] * len(lengths), M3, cache_dtype=cache)
         for lengths, cache in _DECODE_FULL
-    ] + [_attention_case(dtype, generator, [32_000] * 4, [1] * 4, M3_WHOLE)]
+    ] + [
+        _attention_case(dtype, generator, [32_000] * 4, [1] * 4, M3_WHOLE),
+        _attention_case(dtype, generator, *_RUNS_FULL, M3, max_run=_MAX_RUN),
+    ]
 
 
 def prefill_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
@@ -322,17 +346,21 @@ def _select_case(
     *,
     width: int = 128,
     cache_dtype: torch.dtype | None = None,
+    max_run: int = 0,
 ) -> Case:
-    """Index queries of the last `counts` tokens of each sequence."""
+    """Index queries of the last `counts` tokens of each sequence; `max_run`: as `run_metadata`."""
     one_head = SparseShape(1, shape.kv_heads, shape.block_size, shape.block_size, 1)
     caches = paged_caches(cache_dtype or dtype, generator, lengths, shape=one_head, head_dim=width)
     tensors = {
-        "index_q": randn(sum(counts), shape.kv_heads, width, dtype=dtype, generator=generator),
+        "index_q": randn(
+            max_run * len(lengths) or sum(counts), shape.kv_heads, width,
+            dtype=dtype, generator=generator,
+        ),
         "index_cache": caches["k_cache"],
         "block_tables": caches["block_tables"],
-    }
-    numbers = {"lengths": tuple(lengths), "counts": tuple(counts), "shape": shape}
-    return Case(_label(lengths, counts, shape, width, cache_dtype or dtype), tensors, numbers)
+    }  # fmt: skip
+    label = _label(lengths, counts, shape, width, cache_dtype or dtype, max_run=max_run)
+    return Case(label, tensors, _numbers(lengths, counts, shape, max_run=max_run))
 
 
 def _attention_case(
@@ -344,35 +372,48 @@ def _attention_case(
     *,
     width: int = 128,
     cache_dtype: torch.dtype | None = None,
+    max_run: int = 0,
 ) -> Case:
     """Queries of the last `counts` tokens of each sequence, and blocks chosen at random; a cache in
-    FP8 has scales other than 1.
+    FP8 has scales other than 1; `max_run`: as `run_metadata`.
     """
-    heads = shape.kv_heads * shape.group
+    heads, num_queries = shape.kv_heads * shape.group, max_run * len(lengths) or sum(counts)
     tensors = {
-        "q": randn(sum(counts), heads, width, dtype=dtype, generator=generator),
+        "q": randn(num_queries, heads, width, dtype=dtype, generator=generator),
         **paged_caches(cache_dtype or dtype, generator, lengths, shape=shape, head_dim=width),
     }
     num_blocks = -(-max(lengths) // shape.sparse_block_size)
     scores = randn(
-        sum(counts), shape.kv_heads, num_blocks, dtype=torch.float32, generator=generator
+        num_queries, shape.kv_heads, num_blocks, dtype=torch.float32, generator=generator
     )
-    positions = _positions(lengths, counts).to(scores.device)
+    positions = _positions(lengths, counts, num_queries).to(scores.device)
     tensors["ids"] = choose(scores, positions, shape)
-    tables = tensors["block_tables"].repeat_interleave(
-        torch.tensor(counts, device=scores.device), dim=0, output_size=sum(counts)
-    )
-    tensors["pages"] = pages_of(tensors["ids"], tables, shape)
-    numbers: dict[str, Any] = {"lengths": tuple(lengths), "counts": tuple(counts), "shape": shape}
+    rows = [row for row, count in enumerate(counts) for _ in range(count)]
+    rows += [0] * (num_queries - len(rows))
+    tensors["pages"] = pages_of(tensors["ids"], tensors["block_tables"][rows], shape)
+    numbers = _numbers(lengths, counts, shape, max_run=max_run)
     if cache_dtype == FP8:
         numbers["kv_scales"] = (0.5, 2.0)
-    return Case(_label(lengths, counts, shape, width, cache_dtype or dtype), tensors, numbers)
+    label = _label(lengths, counts, shape, width, cache_dtype or dtype, max_run=max_run)
+    return Case(label, tensors, numbers)
 
 
-def _positions(lengths: Sequence[int], counts: Sequence[int]) -> Tensor:
-    """The positions of the last `counts` tokens of each sequence."""
+def _numbers(
+    lengths: Sequence[int], counts: Sequence[int], shape: SparseShape, *, max_run: int = 0
+) -> dict[str, Any]:
+    numbers: dict[str, Any] = {"lengths": tuple(lengths), "counts": tuple(counts), "shape": shape}
+    return numbers | {"max_run": max_run} if max_run else numbers
+
+
+def _positions(
+    lengths: Sequence[int], counts: Sequence[int], num_queries: int | None = None
+) -> Tensor:
+    """The positions of the last `counts` tokens of each sequence; -1 of padding behind them, where
+    there are more queries.
+    """
     parts = [torch.arange(n - count, n) for n, count in zip(lengths, counts, strict=True)]
-    return torch.cat(parts)
+    padding = torch.full(((num_queries or sum(counts)) - sum(counts),), -1)
+    return torch.cat((*parts, padding))
 
 
 def _label(
@@ -381,6 +422,8 @@ def _label(
     shape: SparseShape,
     width: int,
     dtype: torch.dtype,
+    *,
+    max_run: int = 0,
 ) -> str:
     tokens = (
         f"lengths={list(lengths)}"
@@ -388,7 +431,8 @@ def _label(
         else f"{len(lengths)} sequences of {sum(lengths)} tokens"
     )
     return (
-        f"{tokens} queries={sum(counts)} kv_heads={shape.kv_heads} group={shape.group} "
+        f"{tokens} queries={sum(counts)}{' with drafts' if max_run else ''} "
+        f"kv_heads={shape.kv_heads} group={shape.group} "
         f"width={width} block_size={shape.block_size} top {shape.topk_blocks} of "
         f"{shape.sparse_block_size} {dtype}"
     )
@@ -397,6 +441,11 @@ def _label(
 def plan_of(kernel: AnyKernel, case: Case, *, dtype: torch.dtype) -> Any:
     """What the kernel prepares."""
     n = case.numbers
+    if "max_run" in n:
+        queries = run_metadata(
+            case.tensors["block_tables"], n["lengths"], n["counts"], max_run=n["max_run"]
+        )
+        return kernel.prepare(queries, n["shape"], dtype=dtype)
     is_decode = [count == 1 for count in n["counts"]]
     queries = attention_metadata(
         case.tensors["block_tables"],
@@ -421,7 +470,8 @@ def apply_select_shard(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
     keys = kernel.run(
         t["index_q"], t["index_cache"], plan_of(kernel, case, dtype=t["index_q"].dtype)
     ).squeeze(0)
-    positions = _positions(case.numbers["lengths"], case.numbers["counts"]).to(keys.device)
+    n = case.numbers
+    positions = _positions(n["lengths"], n["counts"], len(keys)).to(keys.device)
     is_none = (keys < NO_KEY + 2**32) | (positions < shape.dense_tokens).view(-1, 1, 1)
     blocks = (NO_BLOCK - (keys & NO_BLOCK)).masked_fill(is_none, -1)
     return (blocks.sort(dim=-1).values,)

@@ -128,8 +128,10 @@ def _scored(
     ends = list(accumulate(counts))
     for sequence, (length, count, end) in enumerate(zip(lengths, counts, ends, strict=True)):
         first = max(length - count, shape.dense_tokens)
+        if length <= first:
+            continue
         num_blocks = _padded_blocks(length, shape.block_size)
-        if count == 1 and length > first:
+        if count == 1:
             decodes.setdefault(num_blocks, []).append((sequence, end - 1))
             continue
         step = max(1, _SCORES // (num_blocks * shape.block_size * shape.kv_heads))

@@ -97,6 +97,8 @@ def plan_sparse_decode(
         block_table_indices=rows,
         seq_lens=lengths,
         num_decodes=num_rows,
+        max_decode_run=1,  # no two of these sequences have the same keys
+        decode_runs=None,
         # bounds, which also say that keys and block tables are new in each layer
         host_seq_lens=(shape.dense_tokens,) * num_rows,
         host_query_lens=(1,) * num_rows,
