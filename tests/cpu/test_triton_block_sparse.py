@@ -111,9 +111,11 @@ def chosen(
     return first
 
 
-@pytest.mark.parametrize(("dtype", "groups"), [(torch.bfloat16, 512), (FP8, 64)])
+@pytest.mark.parametrize(
+    ("dtype", "groups", "heads"), [(torch.bfloat16, 512, 1), (FP8, 64, 1), (torch.bfloat16, 32, 3)]
+)
 def test_decodes_choose_among_hundreds_of_blocks_and_leave_padding_empty(
-    dtype: torch.dtype, groups: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, groups: int, heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sequence of more blocks than are compared at once, one of few, one that is not scored; a
     query that is no number, and those that score all blocks alike.
@@ -121,17 +123,19 @@ def test_decodes_choose_among_hundreds_of_blocks_and_leave_padding_empty(
     monkeypatch.setattr(triton_select_decode, "_NUM_GROUPS", tl.constexpr(groups))
     lengths = [4805, 1, 130, 40, 300, 300, 4805]
     cache, tables = paged(lengths, heads=1, dtype=dtype)
-    index_q = torch.randn(7, 1, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    shape = replace(SHAPE, kv_heads=heads)
+    index_q = torch.randn(7, heads, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
     index_q[4], index_q[5:] = torch.nan, 0
     queries = attention_metadata(tables, lengths, [1] * 7, num_decodes=7)
-    want = spec.select(index_q.float(), cache, spec.plan(queries, SHAPE, dtype=index_q.dtype))
+    want = spec.select(index_q.float(), cache, spec.plan(queries, shape, dtype=index_q.dtype))
     queries.seq_lens[1] = 0  # padding
-    got = chosen(captured(queries), index_q, cache, SHAPE)
+    got = chosen(captured(queries), index_q, cache, shape)
     for row in (0, 2, 3):
         assert torch.equal(got.ids[row], want.ids[row])
         assert torch.equal(got.pages[row], want.pages[row])
     alike = [[-1, -1, -1], [0, 1, 18], [0, 1, 18], [0, 1, 300]]
-    assert got.ids[[1, 4, 5, 6], 0].tolist() == alike
+    for head in range(heads):
+        assert got.ids[[1, 4, 5, 6], head].tolist() == alike
     assert not got.pages[1].any()
 
 

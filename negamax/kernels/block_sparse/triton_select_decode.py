@@ -38,6 +38,7 @@ from negamax.kernels.block_sparse.tiles import tiles_for
 from negamax.kernels.block_sparse.triton_choice import (
     NO_BLOCK,
     NO_KEY,
+    NO_SCORE,
     choice_constants,
     highest,
     last_block,
@@ -54,6 +55,7 @@ MOST_QUERIES = 8  # of a sequence that are scored together
 _FEW = tl.constexpr(256)  # blocks; up to here some index queries choose at a time
 _NUM_GROUPS = tl.constexpr(512)  # of blocks, where there are more
 _MOST_ROWS = tl.constexpr(4)  # index queries that choose at a time
+_MOST_MEMBERS = tl.constexpr(16)  # of each group that are read at a time, those of all rows
 
 
 class Queries(NamedTuple):
@@ -219,9 +221,10 @@ def _load_order(scores, row, i, numbers, num_scored, last, width, C: tl.constexp
         is_block = i < num_scored
         block = tl.load(numbers + i // C.PER_BLOCK, mask=is_block, other=0)
         block = tl.where(is_block, block * C.PER_BLOCK + i % C.PER_BLOCK, NO_BLOCK)
+    # Other programs wrote them, so not through the first-level cache. What lies behind the last
+    # block counts for nothing, so that words are read some at a time.
     score_at = scores + row.to(tl.int64) * width + i
-    # other programs wrote them, so not through the first-level cache
-    score = tl.load(score_at, mask=block <= last, other=0.0, cache_modifier=".cg")
+    score = tl.load(score_at, mask=(i < width) & (last >= 0), other=0.0, cache_modifier=".cg")
     return score_order(score, block, last, C), block
 
 
@@ -252,29 +255,34 @@ def _choose_of_few(
 
 @triton.jit
 def _choose_of_many(
-    scores, table, numbers, num_scored, width, queries, ids, pages, start, GROUP: tl.constexpr,
-    C: tl.constexpr,
+    scores, table, numbers, num_scored, width, queries, ids, pages, start, ROWS: tl.constexpr,
+    GROUP: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """The choice of one index query among any number of blocks: GROUP neighbours are a group, and
-    the TOPK best blocks are in the TOPK groups with the best ones.
+    """The choice of ROWS index queries among any number of blocks: GROUP neighbours are a group,
+    and the TOPK best blocks are in the TOPK groups with the best ones.
     """
-    row, is_there, last = _rows_of(queries, start, 1, C)
-    group, member = tl.arange(0, _NUM_GROUPS)[None, :], tl.arange(0, GROUP)[None, None, :]
-    order, _ = _load_order(
-        scores, row[:, None, None], group[:, :, None] * GROUP + member, numbers, num_scored,
-        last[:, None, None], width, C,
-    )  # fmt: skip
-    chosen = highest(tl.max(order, axis=2), C.TOPK)
+    row, is_there, last = _rows_of(queries, start, ROWS, C)
+    MEMBERS: tl.constexpr = min(GROUP, _MOST_MEMBERS // ROWS)
+    group, member = tl.arange(0, _NUM_GROUPS)[None, :], tl.arange(0, MEMBERS)[None, None, :]
+    best = tl.full([ROWS, _NUM_GROUPS], NO_SCORE, tl.int32)
+    for start_member in range(0, GROUP, MEMBERS):
+        order, _ = _load_order(
+            scores, row[:, None, None], group[:, :, None] * GROUP + start_member + member,
+            numbers, num_scored, last[:, None, None], width, C,
+        )  # fmt: skip
+        best = tl.maximum(best, tl.max(order, axis=2))
+    chosen = highest(best, C.TOPK)
     place = tl.cumsum(chosen.to(tl.int32), axis=1) - 1
     first = ids + row.to(tl.int64)[:, None] * C.TOPK  # which holds the groups for a moment
     tl.store(first + place, group.to(ids.dtype.element_ty), mask=chosen)
     tl.debug_barrier()
     column = tl.arange(0, C.TOPK_POW2)[None, :]
     is_group = column < tl.sum(chosen.to(tl.int32), axis=1)[:, None]
+    member = tl.arange(0, GROUP)[None, None, :]
     group = tl.load(first + column, mask=is_group, other=0, cache_modifier=".cg").to(tl.int32)
     tl.debug_barrier()
     i = tl.where(is_group[:, :, None], group[:, :, None] * GROUP + member, NO_BLOCK)
-    i = tl.reshape(i, [1, C.TOPK_POW2 * GROUP])
+    i = tl.reshape(i, [ROWS, C.TOPK_POW2 * GROUP])
     order, block = _load_order(
         scores, row[:, None], i, numbers, num_scored, last[:, None], width, C
     )
@@ -294,10 +302,11 @@ def _choose(
                 scores, table, numbers, num_scored, width, queries, ids, pages, start, ROWS, C
             )
     else:
-        for start in range(0, num_rows):
+        for start in range(0, num_rows, ROWS):
             _choose_of_many(
-                scores, table, numbers, num_scored, width, queries, ids, pages, start, GROUP, C
-            )
+                scores, table, numbers, num_scored, width, queries, ids, pages, start, ROWS, GROUP,
+                C,
+            )  # fmt: skip
 
 
 @triton.jit
