@@ -212,19 +212,22 @@ def _score_blocks(
 
 
 @triton.jit
-def _load_order(scores, row, i, numbers, num_scored, last, width, C: tl.constexpr):
+def _load_order(
+    scores, row, i, numbers, num_scored, last, width, C: tl.constexpr, IN_RUNS: tl.constexpr = False
+):
     """`score_order` of the `num_scored` scored blocks at `i` for the index queries `row`, of one
-    shape, and their numbers; NO_BLOCK where there are no more.
+    shape, and their numbers; NO_BLOCK where there are no more. IN_RUNS: `i` has runs of neighbours,
+    which are read together, what is behind the last block, too.
     """
     block = i
     if C.RANKS > 1:
         is_block = i < num_scored
         block = tl.load(numbers + i // C.PER_BLOCK, mask=is_block, other=0)
         block = tl.where(is_block, block * C.PER_BLOCK + i % C.PER_BLOCK, NO_BLOCK)
-    # Other programs wrote them, so not through the first-level cache. What lies behind the last
-    # block counts for nothing, so that words are read some at a time.
+    mask = (i < width) & (last >= 0) if IN_RUNS else block <= last
+    # other programs wrote them, so not through the first-level cache
     score_at = scores + row.to(tl.int64) * width + i
-    score = tl.load(score_at, mask=(i < width) & (last >= 0), other=0.0, cache_modifier=".cg")
+    score = tl.load(score_at, mask=mask, other=0.0, cache_modifier=".cg")
     return score_order(score, block, last, C), block
 
 
@@ -263,14 +266,22 @@ def _choose_of_many(
     """
     row, is_there, last = _rows_of(queries, start, ROWS, C)
     MEMBERS: tl.constexpr = min(GROUP, _MOST_MEMBERS // ROWS)
-    group, member = tl.arange(0, _NUM_GROUPS)[None, :], tl.arange(0, MEMBERS)[None, None, :]
-    best = tl.full([ROWS, _NUM_GROUPS], NO_SCORE, tl.int32)
-    for start_member in range(0, GROUP, MEMBERS):
+    group, member = tl.arange(0, _NUM_GROUPS)[None, :], tl.arange(0, GROUP)[None, None, :]
+    if ROWS == 1:  # without a loop: it is longer than what it repeats
         order, _ = _load_order(
-            scores, row[:, None, None], group[:, :, None] * GROUP + start_member + member,
-            numbers, num_scored, last[:, None, None], width, C,
+            scores, row[:, None, None], group[:, :, None] * GROUP + member, numbers, num_scored,
+            last[:, None, None], width, C,
         )  # fmt: skip
-        best = tl.maximum(best, tl.max(order, axis=2))
+        best = tl.max(order, axis=2)
+    else:
+        part = tl.arange(0, MEMBERS)[None, None, :]
+        best = tl.full([ROWS, _NUM_GROUPS], NO_SCORE, tl.int32)
+        for begin in range(0, GROUP, MEMBERS):
+            order, _ = _load_order(
+                scores, row[:, None, None], group[:, :, None] * GROUP + begin + part, numbers,
+                num_scored, last[:, None, None], width, C, IN_RUNS=True,
+            )  # fmt: skip
+            best = tl.maximum(best, tl.max(order, axis=2))
     chosen = highest(best, C.TOPK)
     place = tl.cumsum(chosen.to(tl.int32), axis=1) - 1
     first = ids + row.to(tl.int64)[:, None] * C.TOPK  # which holds the groups for a moment
@@ -278,13 +289,12 @@ def _choose_of_many(
     tl.debug_barrier()
     column = tl.arange(0, C.TOPK_POW2)[None, :]
     is_group = column < tl.sum(chosen.to(tl.int32), axis=1)[:, None]
-    member = tl.arange(0, GROUP)[None, None, :]
     group = tl.load(first + column, mask=is_group, other=0, cache_modifier=".cg").to(tl.int32)
     tl.debug_barrier()
     i = tl.where(is_group[:, :, None], group[:, :, None] * GROUP + member, NO_BLOCK)
     i = tl.reshape(i, [ROWS, C.TOPK_POW2 * GROUP])
     order, block = _load_order(
-        scores, row[:, None], i, numbers, num_scored, last[:, None], width, C
+        scores, row[:, None], i, numbers, num_scored, last[:, None], width, C, IN_RUNS=ROWS > 1
     )
     store_highest(order, block, row, row % C.HEADS, table, is_there, ids, pages, C)
 
@@ -302,9 +312,11 @@ def _choose(
                 scores, table, numbers, num_scored, width, queries, ids, pages, start, ROWS, C
             )
     else:
-        for start in range(0, num_rows, ROWS):
+        # of fewer, each alone: only four together were measured to be faster
+        MANY: tl.constexpr = ROWS if ROWS == _MOST_ROWS else 1
+        for start in range(0, num_rows, MANY):
             _choose_of_many(
-                scores, table, numbers, num_scored, width, queries, ids, pages, start, ROWS, GROUP,
+                scores, table, numbers, num_scored, width, queries, ids, pages, start, MANY, GROUP,
                 C,
             )  # fmt: skip
 
