@@ -136,11 +136,11 @@ def _plan_queries_kernel(
 def plan_select_decode(metadata: AttentionMetadata, shape: SparseShape) -> SelectDecodePlan:
     """One query per sequence, or up to MOST_QUERIES. Reads the lengths on the device only."""
     num_seqs, device = metadata.seq_lens.shape[0], metadata.seq_lens.device
-    # Those of one sequence may be several "sequences" of one query each; without counts, that is
-    # while a graph is captured, only in steps with drafts.
+    # Those of one sequence may be several "sequences" of one query each; while a graph is captured
+    # it is known how many.
     is_single = metadata.positions.shape[0] == num_seqs
-    may_follow = metadata.max_decode_run > 1 or not metadata.is_captured
-    merge = MOST_QUERIES if is_single and may_follow else 1
+    longest = metadata.max_decode_run if metadata.is_captured else MOST_QUERIES
+    merge = min(MOST_QUERIES, longest) if is_single else 1
     queries = torch.empty(num_seqs, 4, dtype=torch.int32, device=device)
     scored, arrivals = torch.empty(2, num_seqs, dtype=torch.int32, device=device).unbind()
     if num_seqs:

@@ -23,6 +23,7 @@ _LONG = 8192  # for other tiles, or with rounded activations
 _PACKED_WIDTHS = (1536, 384)
 _WIDTHS = (1536, 768, 384)  # MiniMax-M2's experts whole, and cut for two and four ranks
 _M3_WIDTHS = (768, 384)  # MiniMax-M3's cut for four and eight ranks
+_M3_PACKED_WIDTHS = (1536,)  # and for two, which hold it in 4 bits
 _M3_NORM_ROUTE: dict[str, Any] = {"scaling": 2.0, "shared": True, "gemma": True}
 M3 = {"activation": SwiGlu(alpha=1.702, limit=7.0, beta=1.0), "shared": True}
 
@@ -302,8 +303,8 @@ def _fp8_experts_case(
 
 
 def experts_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """MiniMax-M2's experts in FP8 and packed, and MiniMax-M3's in FP8 and MXFP8; the cases of a
-    width share them.
+    """MiniMax-M2's experts in FP8 and packed, and MiniMax-M3's in FP8, MXFP8 and int4; the cases of
+    a width share them.
     """
     cases = [
         Case(
@@ -334,8 +335,10 @@ def experts_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Ca
             stored, num_tokens, 6144, width, 128, 4,
             dtype=dtype, generator=generator, weights=weights,
         )
-        for stored in (E4M3_BLOCKS, mxfp8())
-        for width in _M3_WIDTHS
+        for stored, widths in (
+            (E4M3_BLOCKS, _M3_WIDTHS), (mxfp8(), _M3_WIDTHS), (weight_only.INT4, _M3_PACKED_WIDTHS),
+        )
+        for width in widths
         for weights in (_stored_experts(stored, 129, 6144, width, generator),)
         for num_tokens in _TOKENS
     ]  # fmt: skip
