@@ -5,6 +5,10 @@ For each batch size: a short batch that is not timed, and one in which the exper
 batch that generates one token, whose time is the prefill time; and a batch that generates
 `output_len` tokens. The time per output token is the difference of the two over `output_len - 1`,
 so steps that mix prompts with generation are counted in it.
+
+With `cached_prompts` the second batch has the prompts of the first, which the prefix cache holds,
+and its tokens are timed from its last first token on: what a step takes behind long contexts, which
+are read once.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from negamax.base.errors import ConfigError
 from negamax.bench.drafts import NO_DRAFTS, DraftCounts
 from negamax.bench.group import Group, label, sizes
 from negamax.bench.report import environment
-from negamax.bench.workload import BatchTimes, RandomPrompts, run_batch
+from negamax.bench.workload import RandomPrompts, run_batch
 from negamax.config.options import EngineOptions
 from negamax.engine.core.loop import EngineLoop
 from negamax.engine.core.setup import start_loop
@@ -50,6 +54,7 @@ class OfflineWorkload:
     repeat: int = 1
     seed: int = 0
     count_experts: bool = True  # in a batch of its own that is not timed
+    cached_prompts: bool = False  # tokens are timed behind prompts of the prefix cache
 
     def __post_init__(self) -> None:
         for flag, value, low in (
@@ -88,6 +93,7 @@ def conditions(options: EngineOptions, workload: OfflineWorkload) -> dict[str, A
         **sizes(options),
         "input_len": workload.input_len,
         "output_len": workload.output_len,
+        "cached_prompts": workload.cached_prompts,
     }
 
 
@@ -97,8 +103,14 @@ def run(
     """Start an engine, measure every batch size, stop it; the document that `--json` writes. `say`
     gets lines of progress.
 
-    Errors: `ConfigError` where the batches do not fit the engine.
+    Errors: `ConfigError` where the batches do not fit the engine, or it has no prefix cache for
+    `cached_prompts`.
     """
+    if workload.cached_prompts and not options.enable_prefix_caching:
+        raise ConfigError(
+            "--cached-prompts finds prompts in the prefix cache, which is off",
+            hint="leave out one of --cached-prompts and --no-enable-prefix-caching",
+        )
     started = time.perf_counter()
     loop, info = start_loop(options)
     start_seconds = time.perf_counter() - started
@@ -142,7 +154,9 @@ def _measure_all(
     prompts = RandomPrompts(info, seed=workload.seed, **filters)
     runs = []
     for num_requests in workload.concurrency:
-        distinct = _warm_up(loop, prompts, workload, group, num_requests=num_requests)
+        distinct = None
+        if not workload.cached_prompts:
+            distinct = _warm_up(loop, prompts, workload, group, num_requests=num_requests)
         repeats = [
             _measure(loop, prompts, workload, num_requests=num_requests)
             for _ in range(workload.repeat)
@@ -198,29 +212,36 @@ def _warm_up(
 def _measure(
     loop: EngineLoop, prompts: RandomPrompts, workload: OfflineWorkload, *, num_requests: int
 ) -> Repeat:
-    def batch(output_len: int) -> BatchTimes:
-        return run_batch(
-            loop, prompts.batch(num_requests, input_len=workload.input_len, output_len=output_len)
-        )
+    size = {"input_len": workload.input_len, "output_len": workload.output_len}
+    first = prompts.batch(num_requests, **size)
 
     def drafts() -> DraftCounts:
         return DraftCounts.of_stats(loop.stats(), prompts.speculation)
 
-    prefill, before = batch(1), drafts()
-    full = batch(workload.output_len)
+    prefill = run_batch(loop, prompts.again(first, output_len=1))
+    if workload.cached_prompts:
+        run_batch(loop, prompts.again(first, output_len=WARM_UP_TOKENS))
+        second = prompts.again(first, output_len=workload.output_len)
+    else:
+        second = prompts.batch(num_requests, **size)
+    before = drafts()
+    full = run_batch(loop, second)
     steps = sorted(full.steps)
     decoded = workload.output_len - 1
+    tpot_in_batch = (full.seconds - full.ttft[-1]) / decoded
+    tpot = (full.seconds - prefill.seconds) / decoded
     return Repeat(
         prefill_seconds=prefill.seconds,
         ttft=full.ttft,
         total_seconds=full.seconds,
-        tpot=(full.seconds - prefill.seconds) / decoded,
-        tpot_in_batch=(full.seconds - full.ttft[-1]) / decoded,
+        tpot=tpot_in_batch if workload.cached_prompts else tpot,
+        tpot_in_batch=tpot_in_batch,
         step_median=statistics.median(steps),
         step_p99=steps[int(0.99 * (len(steps) - 1))],
         busy=full.busy,
         idle=full.idle,
-        cached_tokens=prefill.cached_tokens + full.cached_tokens,
+        cached_tokens=prefill.cached_tokens
+        + (0 if workload.cached_prompts else full.cached_tokens),
         preemptions=prefill.preemptions + full.preemptions,
         drafts=drafts().since(before),
     )

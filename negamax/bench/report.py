@@ -115,7 +115,11 @@ def read_baseline(file: Path, conditions: Mapping[str, Any]) -> Run:
     """
     try:
         results = json.loads(file.read_text(encoding="utf-8"))["results"]
-        described = [{key: other[key] for key in conditions} for other in results]
+        # results of before do not say that their prompts were not cached
+        described = [
+            {key: {"cached_prompts": False, **other}[key] for key in conditions}
+            for other in results
+        ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"--compare: {file} holds no results of `negamax bench offline` ({error!r})"

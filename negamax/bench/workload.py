@@ -8,6 +8,8 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from itertools import count, pairwise
 
+import msgspec
+
 from negamax.base.errors import ConfigError, EngineError
 from negamax.engine.client.output import admit
 from negamax.engine.core.loop import EngineLoop
@@ -64,6 +66,20 @@ class RandomPrompts:
             )
         return [self._request(input_len, output_len) for _ in range(num_requests)]
 
+    def again(self, requests: list[GenerateRequest], *, output_len: int) -> list[GenerateRequest]:
+        """The same prompts, with another number of tokens."""
+        return [
+            msgspec.structs.replace(
+                request,
+                request_id=self._next_id(),
+                sampling=msgspec.structs.replace(request.sampling, max_tokens=output_len),
+            )
+            for request in requests
+        ]
+
+    def _next_id(self) -> str:
+        return f"bench-{next(self._numbers)}"
+
     def _request(self, input_len: int, output_len: int) -> GenerateRequest:
         prompt = tuple(self._random.choices(range(self._info.vocab_size), k=input_len))
         sampling = SamplingParams(
@@ -75,7 +91,7 @@ class RandomPrompts:
             **self._filters,
         )
         return GenerateRequest(
-            request_id=f"bench-{next(self._numbers)}",
+            request_id=self._next_id(),
             prompt_token_ids=prompt,
             sampling=admit(prompt, sampling, info=self._info),
         )

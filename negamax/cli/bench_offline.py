@@ -59,6 +59,15 @@ def command(
             rich_help_panel=WORKLOAD,
         ),
     ] = False,
+    cached_prompts: Annotated[
+        bool,
+        typer.Option(
+            "--cached-prompts",
+            help="Read the prompts once, and time tokens behind what the prefix cache has of them: "
+            "for long contexts.",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = False,
     json_file: JsonFile = None,
     compare: Annotated[
         Path | None,
@@ -100,6 +109,7 @@ def command(
         repeat=repeat,
         seed=engine.seed,
         count_experts=not no_distinct_experts,
+        cached_prompts=cached_prompts,
     )
     baseline = (
         None

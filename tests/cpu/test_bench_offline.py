@@ -13,15 +13,17 @@ from typing import Any
 import pytest
 
 from negamax.base.errors import ConfigError
+from negamax.bench import offline
 from negamax.bench.offline import OfflineWorkload, Repeat, conditions, summarize
 from negamax.bench.report import add_comparison, add_limits, read_baseline
-from negamax.bench.workload import RandomPrompts, decode_batch, run_batch
+from negamax.bench.workload import BatchTimes, RandomPrompts, decode_batch, run_batch
 from negamax.cli.main import main
 from negamax.config.options import EngineOptions
 from negamax.engine.core.loop import EngineLoop
 from negamax.engine.core.setup import start_loop
 from negamax.engine.core.source import locate
 from negamax.engine.wire import ModelInfo
+from negamax.scheduler.request import GenerateRequest
 
 OPTIONS = EngineOptions(model="nano", num_threads=1, device="cpu")
 FLAGS = ("nano", "--num-threads", "1", "--device", "cpu", "--input-len", "40", "--output-len", "6")
@@ -108,6 +110,31 @@ def test_results_can_be_compared_with_those_of_the_same_conditions_only(
     file.write_text("{}")
     with pytest.raises(ConfigError, match="holds no results"):
         read_baseline(file, conditions(OPTIONS, workload))
+
+
+def test_tokens_are_timed_behind_prompts_that_are_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, batches = tmp_path / "out.json", list[list[GenerateRequest]]()
+
+    def run(loop: EngineLoop, requests: list[GenerateRequest], **rest: Any) -> BatchTimes:
+        batches.append(requests)
+        return run_batch(loop, requests, **rest)
+
+    monkeypatch.setattr(offline, "run_batch", run)
+    flags = ("--concurrency", "2", "--cached-prompts", "--repeat", "2", "--json", str(file))
+    assert main(["bench", "offline", *FLAGS, *flags]) == 0
+    lengths = [[request.sampling.max_tokens for request in batch] for batch in batches]
+    assert lengths == [[1, 1], [8, 8], [6, 6]] * 2
+    prompts = [[request.prompt_token_ids for request in batch] for batch in batches]
+    assert prompts[0] == prompts[1] == prompts[2] != prompts[3] == prompts[4] == prompts[5]
+    (result,) = json.loads(file.read_text())["results"]
+    (run_of_two,) = result["runs"]
+    assert result["cached_prompts"] and run_of_two["cached_tokens"] == 0
+    for repeat in run_of_two["repeats"]:
+        assert repeat["tpot"] == repeat["tpot_in_batch"] > 0
+    assert main(["bench", "offline", *FLAGS, *flags, "--no-enable-prefix-caching"]) == 2
+    assert "prefix cache, which is off" in capsys.readouterr().err
 
 
 def test_batches_that_cannot_run_together_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
