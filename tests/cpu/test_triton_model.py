@@ -65,12 +65,16 @@ def kernel_table() -> KernelTable:
 
 
 def gpu_model(
-    weights: Mapping[str, Tensor], *, keep_quantized: bool, spec: ModelSpec = SPEC
+    weights: Mapping[str, Tensor],
+    *,
+    keep_quantized: bool,
+    spec: ModelSpec = SPEC,
+    context: ParallelContext | None = None,
 ) -> Decoder:
     kernels, device = kernel_table(), torch.device("cpu")
     model = build_model(
         spec,
-        context=ParallelContext.single(),
+        context=context or ParallelContext.single(),
         dtype=torch.bfloat16,
         device=device,
         kernels=kernels,

@@ -1,0 +1,374 @@
+"""Captured steps of a GPU's kernels, through Triton's interpreter, against eager steps of the
+definitions: rows of several lengths with drafts and without, in front of padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from graph_support import RepeatedSteps, runtime
+from m2_checkpoints import to_fp8
+from model_support import build, random_weights
+from test_triton_eagle3 import draft_spec, worker_config
+from test_triton_model import SPEC as M2_FP8
+from test_triton_model import errors, gpu_model, kernel_table, use_few_programs
+from test_triton_model_m3 import TEXT
+from torch import Tensor
+from transformers import MiniMaxM3VLConfig
+from triton_support import ThreadGroup, Threads
+
+from negamax.config.eagle3 import DraftModel
+from negamax.config.families import read_spec
+from negamax.config.kv_cache import KvCacheSpecs, with_holders
+from negamax.config.model_spec import ModelSpec
+from negamax.config.speculation import SpeculationConfig
+from negamax.kernels.drafts.spec import count_accepted
+from negamax.kernels.kvcache.spec import FP8
+from negamax.kernels.platform import CPU
+from negamax.kernels.quantize.spec import dequantize_block
+from negamax.kernels.registry import OPS, KernelTable
+from negamax.layers.attention import KvCaches
+from negamax.models.decoder import Decoder
+from negamax.parallel.collectives import SingleRank
+from negamax.parallel.context import ParallelContext
+from negamax.parallel.layout import ParallelLayout
+from negamax.scheduler.request import SamplingParams
+from negamax.scheduler.step import NewRow, StepPlan
+from negamax.worker import batch, kv_cache
+from negamax.worker.batch import StepColumns
+from negamax.worker.eagle3 import Eagle3Proposer
+from negamax.worker.graphs import StepGraphs
+from negamax.worker.proposer import Proposer, TokenStates
+from negamax.worker.request_state import RequestState
+from negamax.worker.step_shapes import DRAFTS, ROWS, TOKENS, StepShape
+
+HERE = torch.device("cpu")
+LENGTHS = (70, 5, 97, 33, 48, 20)  # known tokens of the rows
+NUM_DRAFTS = 2
+BLOCK_SIZE, ROW_BLOCKS = 32, 4
+NUM_BLOCKS = len(LENGTHS) * ROW_BLOCKS
+# slots, tokens of each, and how many of these are drafts
+Step = tuple[list[int], list[int], list[int]]
+ONES: Step = ([3, 0, 5], [1, 1, 1], [0, 0, 0])
+MANY: Step = ([4, 2, 0, 1, 3], [1, 3, 3, 2, 3], [0, 2, 2, 1, 2])
+MIX: Step = ([2, 0, 3], [3, 1, 3], [2, 0, 0])
+STEPS = (
+    ONES,
+    ([1], [3], [2]),
+    ([4, 0], [3, 2], [2, 1]),
+    ([5, 2, 0], [1, 3, 2], [0, 2, 1]),
+    ([2, 4, 1, 0], [3, 2, 1, 3], [2, 1, 0, 2]),
+    MANY,
+    ([0, 1, 2, 3, 4, 5], [3] * 6, [2] * 6),
+    MIX,
+)
+
+
+def shapes_of(steps: Sequence[Step]) -> dict[str, list[StepShape]]:
+    """What is captured for `steps`."""
+    sizes = {2 if len(step[0]) <= 2 else 6 for step in steps if max(step[2])}
+    return {
+        ROWS: [StepShape.of_decodes(4, 0)] if ONES in steps else [],
+        DRAFTS: [StepShape.of_decodes(size, NUM_DRAFTS) for size in sorted(sizes)],
+        TOKENS: [StepShape.of_mix(8, 8)] if MIX in steps else [],
+    }
+
+
+def m3(**fields: object) -> ModelSpec:
+    config = MiniMaxM3VLConfig(text_config=TEXT | fields).to_dict()
+    return read_spec({**config, "dtype": "bfloat16"})
+
+
+M2 = replace(M2_FP8, quantization=None)
+M3 = m3(num_attention_heads=4, num_key_value_heads=2, index_n_heads=2)
+SPARSE = m3(
+    num_attention_heads=4, num_hidden_layers=1, layer_types=["minimax_m3_sparse"],
+    mlp_layer_types=["dense"],
+)  # fmt: skip
+SHARDED = replace(
+    SPARSE, num_kv_heads=2, sparse=replace(SPARSE.sparse, index_heads=2)
+).with_sharded_index()
+SPARSE_FP8 = replace(SPARSE, quantization=M2_FP8.quantization)
+
+
+class Unchanging(Proposer):
+    """Guesses what it has guessed before."""
+
+    num_draft_tokens = NUM_DRAFTS
+
+    def propose(
+        self,
+        states: TokenStates,
+        slots: Tensor,
+        lengths: Tensor,
+        ends: Tensor,
+        requests: RequestState,
+        num_tokens: int,
+    ) -> Tensor:
+        return requests.drafts[slots, :num_tokens]
+
+
+def rows(spec: ModelSpec) -> RequestState:
+    """The requests, whose last known tokens have not run, with drafts behind them."""
+    draw = torch.Generator().manual_seed(1)
+    requests = RequestState(
+        len(LENGTHS), BLOCK_SIZE * ROW_BLOCKS, max_blocks=ROW_BLOCKS, eos_token_ids=(), device=HERE,
+        num_draft_tokens=NUM_DRAFTS,
+    )  # fmt: skip
+    requests.set_spare_block(NUM_BLOCKS)
+    blocks = torch.randperm(NUM_BLOCKS, generator=draw).view(-1, ROW_BLOCKS).tolist()
+    greedy = SamplingParams(
+        temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, max_tokens=9, seed=0
+    )
+    for slot, length in enumerate(LENGTHS):
+        known = torch.randint(0, spec.vocab_size, (length,), generator=draw).tolist()
+        requests._assign(NewRow(slot, known, length - 1, length - 1, blocks[slot], greedy))
+    # what a chunk of a prompt runs is known already
+    for slot, length in enumerate(LENGTHS):
+        requests.tokens[slot, length : length + NUM_DRAFTS].random_(
+            0, spec.vocab_size, generator=draw
+        )
+    requests.drafts[: len(LENGTHS)].random_(0, spec.vocab_size, generator=draw)
+    return requests
+
+
+def whole_caches(caches: KvCacheSpecs, dtype: torch.dtype) -> list[KvCaches]:
+    """Keys and values at random, of all blocks and heads; large values, so that they matter."""
+    draw = torch.Generator().manual_seed(2)
+    kv = kv_cache.allocate(
+        caches, NUM_BLOCKS + 1, block_size=BLOCK_SIZE, dtype=dtype, ranks=1, device=HERE
+    )
+    for layer in kv:
+        for name, cache in layer.items():
+            drawn = torch.randn(cache.shape, generator=draw) * (3 if name == "v" else 1)
+            cache.copy_(drawn.bfloat16())
+    return kv
+
+
+def own_caches(spec: ModelSpec, dtype: torch.dtype, layout: ParallelLayout) -> list[KvCaches]:
+    """The part of them that the rank `layout` holds."""
+    whole, view, parts = whole_caches(spec.kv_caches(), dtype), layout.attention, []
+    specs = with_holders(spec.kv_caches(), view.cache_size)
+    for caches, layer in zip(specs, whole, strict=True):
+        part = {}
+        for cache in caches:
+            stored = layer[cache.name].view(torch.uint8)
+            if cache.is_sharded:
+                stored = stored[view.rank :: view.size]
+            elif not cache.replicated:
+                stored = stored[:, view.kv_heads(stored.shape[1])]
+                if cache.holders > 1:
+                    own = stored[view.cache_rank :: view.cache_size]
+                    stored = torch.cat([torch.full_like(own[:1], 60), own])
+            part[cache.name] = stored.contiguous().view(layer[cache.name].dtype)
+        parts.append(part)
+    return parts
+
+
+@dataclass(frozen=True)
+class Case:
+    """`error`: ||logits - expected|| / ||expected|| of a token at most."""
+
+    spec: ModelSpec
+    cache_dtype: torch.dtype = torch.bfloat16
+    steps: Sequence[Step] = (MANY, MIX)
+    layout: ParallelLayout = ParallelContext.single().layout
+    error: float = 0.03
+    others: float = 0.0  # share of a step's tokens that may choose a block whose score is as good
+
+    def weights(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """As they are stored, and what they stand for."""
+        drawn = random_weights(self.spec, 3)
+        if self.spec.quantization is None:
+            return drawn, drawn
+        stored = to_fp8(drawn)
+        return stored, {
+            name: dequantize_block(tensor, stored[name + "_scale_inv"])
+            if tensor.dtype == torch.float8_e4m3fn
+            else tensor
+            for name, tensor in stored.items()
+            if not name.endswith("_scale_inv")
+        }
+
+
+def plan_of(step: Step) -> StepPlan:
+    slots, counts, num_drafts = step
+    return StepPlan(0, [], [], [], slots, counts, num_drafts, [True] * len(slots))
+
+
+def is_mix(step: Step) -> bool:
+    """Whether it runs more than a generated token of some row, and its drafts."""
+    return step[1] != [1 + num_drafts for num_drafts in step[2]]
+
+
+def layout_of(step: Step, requests: RequestState) -> batch.BatchLayout:
+    return batch.build_batch_layout(
+        plan_of(step), requests, generated_apart=False, drafts_apart=not is_mix(step)
+    )
+
+
+def definitions() -> KernelTable:
+    kernels = [op.reference for op in OPS.values()]
+    return KernelTable.of(kernels, platform=CPU, dtype=torch.float32)
+
+
+def eager(
+    model: Decoder,
+    requests: RequestState,
+    kv: list[KvCaches],
+    step: Step,
+    *,
+    capture: Sequence[int] = (),
+) -> tuple[Tensor, TokenStates]:
+    """The logits of the step's tokens, where these stand, and the streams that are captured."""
+    requests.place_drafts(plan_of(step))
+    token_ids, metadata = batch.build(layout_of(step, requests), requests)
+    hidden, residuals = model.forward(token_ids, metadata, kv, capture=capture)
+    return model.local_logits(hidden), TokenStates(metadata, residuals)
+
+
+@torch.inference_mode()
+def expected(case: Case, weights: dict[str, Tensor]) -> list[Tensor]:
+    """The logits of all tokens of each step."""
+    model, requests = build(case.spec, weights, kernels=definitions()), rows(case.spec)
+    dtype = torch.float32 if case.cache_dtype == torch.bfloat16 else case.cache_dtype
+    kv, known, found = whole_caches(case.spec.kv_caches(), dtype), requests.tokens.clone(), []
+    for step in case.steps:
+        requests.tokens.copy_(known)
+        found.append(eager(model, requests, kv, step)[0])
+    return found
+
+
+@torch.inference_mode()
+def captured(case: Case, weights: dict[str, Tensor], context: ParallelContext) -> list[Tensor]:
+    """The same from captured steps, of the vocabulary of one rank."""
+    model = gpu_model(weights, keep_quantized=True, spec=case.spec, context=context)
+    requests, pool = rows(case.spec), RepeatedSteps()
+    graphs = StepGraphs(
+        shapes_of(case.steps),
+        model,
+        own_caches(case.spec, case.cache_dtype, context.layout),
+        requests,
+        kernels=kernel_table(),
+        group=context.attention_group,
+        runtime=runtime(pool),
+        proposer=Unchanging(),
+    )
+    for kind in [kind for kind, shapes in graphs.shapes.items() if shapes]:
+        graphs.capture(kind, pool, lambda *_: None)
+    began, known, found = requests.num_computed.clone(), requests.tokens.clone(), []
+    for step in case.steps:
+        requests.num_computed.copy_(began)
+        requests.tokens.copy_(known)
+        slots, counts, num_drafts = step
+        if is_mix(step):
+            requests.place_drafts(plan_of(step))
+            columns = layout_of(step, requests).columns
+            shape = graphs.find(sum(counts), len(slots))
+        else:
+            columns = StepColumns.of_decodes(slots, counts)
+            shape = graphs.find_decodes(len(slots), max(num_drafts))
+        assert shape is not None
+        graphs.prepare(shape, columns)
+        buffers = graphs.replay(shape)
+        logits = model.local_logits(buffers.hidden) if is_mix(step) else buffers.logits
+        found.append(logits[: sum(counts)].clone())
+    return found
+
+
+CHOICES: dict[str, Any] = {"error": 0.1, "others": 0.1}
+CASES = {
+    "m2": Case(M2, steps=STEPS),
+    "m2, fp8": Case(M2_FP8, FP8, error=0.15),
+    "m2, caches shared out": Case(M2, layout=ParallelLayout(tp=2, dcp=2)),
+    "m3": Case(M3, steps=STEPS, **CHOICES),
+    "m3, fp8": Case(SPARSE_FP8, FP8, error=0.2, others=0.3),
+    "m3, caches shared out": Case(SPARSE, layout=ParallelLayout(tp=2, dcp=2), **CHOICES),
+    "m3, index keys shared out": Case(SHARDED, layout=ParallelLayout(tp=2), **CHOICES),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_captured_rows_are_those_of_the_definition(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_few_programs(monkeypatch)
+    case = CASES[name]
+    stored, plain = case.weights()
+    threads = Threads(case.layout.tp)
+
+    def rank_code(rank: int) -> list[Tensor]:
+        group = ThreadGroup(threads, rank, memory=None) if threads.world > 1 else SingleRank()
+        layout = replace(case.layout, rank=rank)
+        return captured(case, stored, ParallelContext(layout, *[group] * 3, cache_group=group))
+
+    parts = threads.run(rank_code)
+    found = [torch.cat(of_step, dim=1) for of_step in zip(*parts, strict=True)]
+    for step, got, want in zip(case.steps, found, expected(case, plain), strict=True):
+        of_tokens = sorted(errors(got, want))
+        others = int(case.others * len(of_tokens))
+        assert of_tokens[-1 - others] < case.error, (step, of_tokens)
+
+
+def draft_of(target: Decoder, kernels: KernelTable) -> Eagle3Proposer:
+    """A draft model that reads what enters the layers of `target` and what leaves them."""
+    layers = tuple(range(target.spec.num_layers + 1))
+    draft = DraftModel(replace(draft_spec(), aux_layers=layers), None)
+    speculation = SpeculationConfig(method="eagle3", num_speculative_tokens=NUM_DRAFTS)
+    config = replace(
+        worker_config(draft), spec=target.spec, max_num_seqs=len(LENGTHS), speculation=speculation
+    )
+    proposer = Eagle3Proposer(config, draft, kernels=kernels)
+    proposer.load(target, ParallelContext.single(), HERE)
+    proposer.use_caches(whole_caches(draft.spec.kv_caches(), kernels.dtype))
+    return proposer
+
+
+@torch.inference_mode()
+def test_a_draft_model_guesses_behind_captured_rows_what_it_guesses_by_definition(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of two rows the first draft is right."""
+    use_few_programs(monkeypatch)
+    weights, _ = Case(M3).weights()
+    slots, counts, num_drafts = (torch.tensor(column) for column in MANY)
+    firsts = counts.cumsum(0) - counts
+    model, requests, table = build(M3, weights, kernels=definitions()), rows(M3), definitions()
+    proposer, kv = draft_of(model, table), whole_caches(M3.kv_caches(), table.dtype)
+    known, capture = requests.tokens.clone(), proposer.capture
+    sampled = eager(model, requests, kv, MANY)[0].argmax(-1)
+    requests.drafts[slots[1:3], 0] = sampled[firsts[1:3]]
+    drafts = requests.drafts.clone()
+    requests.tokens.copy_(known)
+    logits, states = eager(model, requests, kv, MANY, capture=capture)
+    sampled = logits.argmax(-1)
+    accepted = count_accepted(sampled, drafts[slots], firsts, num_drafts)
+    assert accepted.tolist() == [0, 1, 1, 0, 0]
+    requests.tokens[states.slots, states.positions + 1] = sampled
+    lengths = requests.num_computed[slots] + accepted + 2
+    guesses = proposer.propose(states, slots, lengths, firsts + accepted, requests, NUM_DRAFTS)
+
+    model = gpu_model(weights, keep_quantized=False, spec=M3)
+    requests, pool = rows(M3), RepeatedSteps()
+    graphs = StepGraphs(
+        shapes_of([MANY]),
+        model,
+        whole_caches(M3.kv_caches(), torch.bfloat16),
+        requests,
+        kernels=kernel_table(),
+        group=SingleRank(),
+        runtime=runtime(pool),
+        proposer=draft_of(model, kernel_table()),
+    )
+    graphs.capture(DRAFTS, pool, lambda *_: None)
+    requests.drafts.copy_(drafts)
+    shape = graphs.find_decodes(len(slots), NUM_DRAFTS)
+    assert shape is not None
+    graphs.prepare(shape, StepColumns.of_decodes(*MANY[:2]))
+    buffers = graphs.replay(shape)
+    assert torch.equal(buffers.num_accepted[: len(slots)], accepted)
+    assert torch.equal(requests.drafts[slots], guesses)
