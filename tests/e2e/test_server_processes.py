@@ -118,7 +118,7 @@ def test_every_process_answers_and_finds_what_the_others_keep(several: Server) -
             with several.http() as http:
                 assert http.get(f"/v1/responses/{kept['id']}").json() == kept
                 items = http.get(f"/v1/responses/{kept['id']}/input_items").json()["data"]
-                assert items[0]["content"] == "Hello"
+                assert items[0]["content"] == [{"type": "input_text", "text": "Hello"}]
                 going_on = {
                     "input": "And?",
                     "previous_response_id": kept["id"],

@@ -143,13 +143,14 @@ class InputTokenCount(Struct, frozen=True):
 
 
 class ItemList(Struct, frozen=True, kw_only=True):
-    """The input items of a response."""
+    """A page of the input items of a response."""
 
     object: str = "list"  # what it is
-    data: list[JsonObject]  # the items as they were sent
-    first_id: str | None  # the id of the first, if it has one
-    last_id: str | None  # the id of the last, if it has one
-    has_more: bool = False  # the list is always whole
+    # the items, each with an `id` that is always the same, and texts as lists of parts
+    data: list[JsonObject]
+    first_id: str | None  # the id of the first; null where there are none
+    last_id: str | None  # the id of the last, for `after` of the next page
+    has_more: bool  # whether there are items after the last
 
 
 class StreamEvent(Struct, frozen=True, kw_only=True):

@@ -23,10 +23,10 @@ from negamax.api.errors import error_of, json_response
 from negamax.api.http.request_body import decode_request, receive
 from negamax.api.http.sse import while_connected
 from negamax.api.openai.response_events import ResponseEventWriter
+from negamax.api.openai.response_input_items import page_of
 from negamax.api.openai.response_items_schema import (
     DeletedResponse,
     InputTokenCount,
-    ItemList,
     ReasoningEcho,
     ResponseAnswer,
     TextEcho,
@@ -83,10 +83,13 @@ def responses_router(context: ApiContext) -> APIRouter:
 
     @router.get("/v1/responses/{response_id}/input_items")
     async def input_items(request: Request, response_id: str) -> Response:
-        """What the request of a kept response sent."""
-        items = decoded(responses.kept(response_id, tenant_of(request)).turn.input_items)
-        ids = [item.get("id") for item in items]
-        return json_response(ItemList(data=items, first_id=ids[0], last_id=ids[-1]))
+        """What the request of a kept response sent, in pages: `order`, `limit`, `after`."""
+        kept = responses.kept(response_id, tenant_of(request))
+        items, query = kept.turn.input_items, request.query_params
+        page = await off_loop(
+            lambda: page_of(decoded(items), query, response_id=response_id), num_bytes=len(items)
+        )
+        return json_response(page)
 
     @router.delete("/v1/responses/{response_id}")
     async def delete(request: Request, response_id: str) -> Response:

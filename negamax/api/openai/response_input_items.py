@@ -1,0 +1,119 @@
+"""The input items of a kept response as OpenAI lists them: whole, each with an id, in pages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from negamax.api.openai.response_items_schema import ItemList
+from negamax.api.openai.response_store import Item
+from negamax.api.schemas.request_model import refuse, shown
+
+MAX_PAGE = 100  # items, as at OpenAI
+_DEFAULT_PAGE = 20
+_ORDERS = ("asc", "desc")
+# of ids, by the type of item; those that are not here have no `status` of their own
+_ID_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
+_TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+def page_of(
+    items: Sequence[Mapping[str, Any]], query: Mapping[str, str], *, response_id: str
+) -> ItemList:
+    """The page of the input `items` of a response that `query` asks for by `order` (default: the
+    last item first), `limit` and `after`. Errors: `InvalidRequestError`.
+    """
+    order, limit, after = query.get("order", "desc"), query.get("limit"), query.get("after")
+    if order not in _ORDERS:
+        refuse("order", f"{shown(order)}; allowed: {', '.join(map(repr, _ORDERS))}")
+    size = _DEFAULT_PAGE
+    if limit is not None:
+        size = int(limit) if limit.isascii() and limit.isdigit() and len(limit) < 10 else 0
+        if not 1 <= size <= MAX_PAGE:
+            refuse("limit", f"{shown(limit)}; allowed: 1 to {MAX_PAGE}")
+    ids = _ids_of(items, response_id)
+    numbers = list(range(len(items)))
+    if order == "desc":
+        numbers.reverse()
+    begin = 0
+    if after is not None:
+        if after not in ids:
+            refuse("after", f"{shown(after)} is not the id of an input item of this response")
+        begin = numbers.index(ids.index(after)) + 1
+    page = numbers[begin : begin + size]
+    return ItemList(
+        data=[_listed(items[number], ids[number]) for number in page],
+        first_id=ids[page[0]] if page else None,
+        last_id=ids[page[-1]] if page else None,
+        has_more=begin + size < len(items),
+    )
+
+
+def _ids_of(items: Sequence[Mapping[str, Any]], response_id: str) -> list[str]:
+    """An id for each item: its own, or, where it has none or one before it has the same, one made
+    of its place and the id of the response, which also says whose it is."""
+    ids: dict[str, None] = {}  # in their order
+    for number, item in enumerate(items):
+        item_id = item.get("id")
+        if not isinstance(item_id, str) or not item_id or item_id in ids:
+            prefix = _ID_PREFIXES.get(item.get("type", "message"), "item")
+            item_id = f"{prefix}_{number:04x}{response_id.removeprefix('resp_')}"
+        ids[item_id] = None
+    return list(ids)
+
+
+def _listed(item: Mapping[str, Any], item_id: str) -> Item:
+    """The item with what clients may leave out of it."""
+    kind = item.get("type", "message")
+    listed: Item = {**item, "type": kind, "id": item_id}
+    if kind in _ID_PREFIXES and not isinstance(item.get("status"), str):
+        listed["status"] = "completed"
+    match kind:
+        case "message":
+            listed["content"] = _content(item)
+        case "reasoning" if not isinstance(item.get("summary"), list):
+            listed["summary"] = []
+        case "function_call" if not isinstance(item.get("arguments"), str):
+            listed["arguments"] = _json(item.get("arguments") or {})
+        case "function_call_output" | "custom_tool_call_output":
+            output = item.get("output")
+            listed["output"] = (
+                [_part(part, "input_text") for part in output]
+                if isinstance(output, list)
+                else output
+                if isinstance(output, str)
+                else _json(output)
+            )
+    return listed
+
+
+def _content(item: Mapping[str, Any]) -> list[Any]:
+    """The parts of a message."""
+    content = item.get("content")
+    kind = "output_text" if item.get("role") == "assistant" else "input_text"
+    if isinstance(content, list):
+        return [_part(part, kind) for part in content]
+    return [_part({"text": content or ""}, kind)]
+
+
+def _part(part: Any, text_kind: str) -> Any:
+    """A part of a message or a result; one of text gets the type of its place."""
+    if not isinstance(part, dict):
+        return part
+    kind = part.get("type", "text")
+    if kind in _TEXT_PARTS:
+        more = {"annotations": []} if text_kind == "output_text" else {}
+        return {**more, **part, "type": text_kind}
+    return {"detail": "auto", **part} if kind == "input_image" else part
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
