@@ -113,6 +113,13 @@ def test_logprobs_of_prompt_and_answer_stand_in_one_row(client: openai.OpenAI) -
     assert answer.usage and logprobs and logprobs.tokens
     assert len(logprobs.tokens) == answer.usage.prompt_tokens + 4
     assert "".join(logprobs.tokens).startswith(PROMPT)
+    assert logprobs.token_logprobs and logprobs.top_logprobs
+    assert logprobs.token_logprobs[0] is logprobs.top_logprobs[0] is None
+    # 0: of each token its own alone
+    for token, logprob, top in zip(
+        logprobs.tokens[1:], logprobs.token_logprobs[1:], logprobs.top_logprobs[1:], strict=True
+    ):
+        assert top == {token: logprob}
 
 
 def test_same_seed_gives_the_same_texts_and_choices_differ(client: openai.OpenAI) -> None:

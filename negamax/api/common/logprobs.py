@@ -79,13 +79,14 @@ class TextLogprobWriter:
         self._taken = TextLogprobs([], [], [], [])
 
     def push(self, entry: TokenLogprobs) -> None:
-        """Add a token with its probabilities; the chosen token is always among the top ones."""
-        top = dict(zip(entry.top_ids, entry.top_logprobs, strict=True))
-        top.setdefault(entry.token_id, entry.logprob)
-        texts = {
-            self._text(token_id): max(logprob, LEAST_LOGPROB) for token_id, logprob in top.items()
-        }
-        self._add(entry.token_id, max(entry.logprob, LEAST_LOGPROB), texts)
+        """Add a token with its probabilities; the chosen token is always among the top ones. Of
+        several with the same text (parts of a character) there is the chosen one, or the likeliest.
+        """
+        chosen, texts = max(entry.logprob, LEAST_LOGPROB), dict[str, float]()
+        for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
+            texts.setdefault(self._text(token_id), max(logprob, LEAST_LOGPROB))
+        texts[self._text(entry.token_id)] = chosen
+        self._add(entry.token_id, chosen, texts)
 
     def push_first(self, token_id: int) -> None:
         """Add the first token of a prompt, which nothing comes before."""

@@ -110,7 +110,7 @@ def _part(part: Any, text_kind: str) -> Any:
         return part
     kind = part.get("type", "text")
     if kind in _TEXT_PARTS:
-        more = {"annotations": []} if text_kind == "output_text" else {}
+        more: Item = {"annotations": []} if text_kind == "output_text" else {}
         return {**more, **part, "type": text_kind}
     return {"detail": "auto", **part} if kind == "input_image" else part
 
