@@ -193,6 +193,40 @@ def test_sdk_stream_of_a_call_adds_up_and_its_result_is_answered(
 
 
 @pytest.mark.parametrize(
+    "tool",
+    [
+        {"type": "bash_20250124", "name": "bash"},
+        {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"},
+        {"type": "memory_20250818", "name": "memory"},
+    ],
+    ids=lambda tool: tool["name"],
+)
+def test_calls_of_tools_without_a_schema_are_the_clients_to_run(
+    claude: anthropic.Anthropic, tool: Any
+) -> None:
+    options: dict[str, Any] = {
+        "model": MODEL,
+        "max_tokens": 400,
+        "tools": [{**tool, "strict": True}],
+        "tool_choice": {"type": "tool", "name": tool["name"]},
+        "thinking": {"type": "disabled"},
+        "extra_body": GREEDY,
+    }
+    messages: list[Any] = [{"role": "user", "content": "List the files."}]
+    answer = claude.messages.create(messages=messages, **options)
+    call = answer.content[-1]
+    assert call.type == "tool_use" and call.name == tool["name"]
+    assert answer.stop_reason == "tool_use" and isinstance(call.input["command"], str)
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "a.txt"}
+    messages += [
+        {"role": "assistant", "content": answer.content},
+        {"role": "user", "content": [result]},
+    ]
+    options["tool_choice"] = {"type": "auto"}
+    assert claude.messages.create(messages=messages, **options).usage.input_tokens
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         {},

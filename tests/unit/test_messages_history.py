@@ -117,6 +117,29 @@ def test_inline_system_messages_stay_in_their_place() -> None:
     assert [message["role"] for message in made.messages] == ["user", "system", "user"]
 
 
+def system(words: str | None = None, **fields: Any) -> dict[str, Any]:
+    return {"role": "system", **fields} | ({} if words is None else {"content": words})
+
+
+def test_a_system_message_may_be_there_until_the_user_writes_again() -> None:
+    passing = system("Today only.", clear_at="next_user_message")
+    made = history(user(text("A")), passing, assistant(text("B")))
+    assert [message["content"] for message in made.messages] == ["A", "Today only.", "B"]
+    made = history(user(text("A")), passing, assistant(text("B")), user(text("C")))
+    assert [message["content"] for message in made.messages] == ["A", "B", "C"]
+    made = history(user(text("A")), system("Always.", clear_at="never"), user(text("C")))
+    assert [message["content"] for message in made.messages] == ["A", "Always.", "C"]
+
+
+def test_a_system_message_may_be_no_text_but_an_effort() -> None:
+    effort = system(output_config={"effort": "high"})
+    made = history(user(text("A")), effort, user(text("B")))
+    assert [message["role"] for message in made.messages] == ["user"]
+    for empty in (system(), system(output_config={})):
+        with pytest.raises(InvalidRequestError, match=r"messages\[1\].content"):
+            history(user(text("A")), empty)
+
+
 def test_failed_results_say_so_and_images_in_results_end_no_session() -> None:
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}
     made = history(
@@ -133,6 +156,21 @@ def test_failed_results_say_so_and_images_in_results_end_no_session() -> None:
     assert contents[:2] == ["Error: no such file", "<tool_use_error>cancelled</tool_use_error>"]
     assert contents[2].startswith("a picture:\n[an image")
     assert contents[3] == "Error"
+
+
+def test_tabs_of_a_browser_are_text() -> None:
+    tabs = [
+        {"tab_id": "1", "title": "News", "url": "https://a.example", "active": True},
+        {"tab_id": "2", "title": "", "url": ""},
+    ]
+    made = history(
+        user(text("Go")),
+        assistant(call(1)),
+        user(result(1, [text("done"), {"type": "browser_state", "tabs": tabs}])),
+    )
+    assert made.messages[2]["content"] == (
+        "done\n[the tab 1 News https://a.example, which is active]\n[the tab 2]"
+    )
 
 
 @pytest.mark.parametrize(
@@ -210,6 +248,11 @@ def test_documents_with_text_are_text() -> None:
         (user({"type": "text"}), "messages[0].content[0].text"),
         (assistant({"type": "magic"}), "messages[0].content[0]"),
         (user(text("x"), result(1, [{"type": "magic"}])), "messages[0].content[1].content[0]"),
+        (
+            user(text("x"), result(1, [{"type": "browser_state"}])),
+            "messages[0].content[1].content[0].tabs",
+        ),
+        ({"role": "system", "content": "x", "clear_at": "noon"}, "messages[0].clear_at"),
     ],
     ids=str,
 )

@@ -16,6 +16,7 @@ from negamax.text.formats.family import ChatFamily
 from negamax.text.messages import unseen_note
 
 _ROLES = ("user", "assistant", "system")
+_CLEAR_AT = ("never", "next_user_message")
 # blocks of the assistant that another server wrote, which alone can read them
 _PASSED_OVER = (
     "redacted_thinking",
@@ -84,17 +85,40 @@ def _turns(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Blocks]
     """Runs of messages of one role, as their blocks."""
     run: Blocks = []
     last: str | None = None
+    last_user = max((i for i, one in enumerate(messages) if one.get("role") == "user"), default=-1)
     for index, message in enumerate(messages):
         place, role = f"messages[{index}]", message.get("role")
         if role not in _ROLES:
             refuse(f"{place}.role", f"{shown(role)}; allowed: {', '.join(map(repr, _ROLES))}")
+        blocks = _blocks_of(message, place)
+        if not blocks or (_ends_with_user(message, place) and index < last_user):
+            continue
         if last is not None and role != last:
             yield last, run
             run = []
         last = role
-        run += _blocks(message.get("content"), place)
+        run += blocks
     if last is not None:
         yield last, run
+
+
+def _blocks_of(message: Mapping[str, Any], place: str) -> Blocks:
+    """The blocks of a message; a system message that only sets the effort has none."""
+    content = message.get("content")
+    if content is None and message.get("role") == "system" and message.get("output_config"):
+        return []
+    return _blocks(content, place)
+
+
+def _ends_with_user(message: Mapping[str, Any], place: str) -> bool:
+    """Whether a message is shown only until the user writes again."""
+    clear_at = message.get("clear_at")
+    if clear_at not in (None, *_CLEAR_AT):
+        refuse(
+            f"{place}.clear_at",
+            f"{shown(clear_at)}; allowed: {', '.join(map(repr, _CLEAR_AT))}",
+        )
+    return clear_at == "next_user_message" and message.get("role") == "system"
 
 
 def _blocks(content: object, place: str) -> Blocks:
@@ -212,6 +236,8 @@ def _result(block: Mapping[str, Any], place: str, family: ChatFamily | None) -> 
             match part.get("type"):
                 case "text":
                     texts.append(_text(part, where))
+                case "browser_state":
+                    texts.append(_tabs_text(part, where))
                 case "tool_reference":
                     texts.append(f"[the tool {part.get('tool_name')}]")
                 case kind:
@@ -230,6 +256,19 @@ def _result(block: Mapping[str, Any], place: str, family: ChatFamily | None) -> 
     if block.get("is_error") is True and not is_marked:
         return f"Error: {text}" if text else "Error"
     return text
+
+
+def _tabs_text(block: Mapping[str, Any], place: str) -> str:
+    """The tabs of a browser that the client runs."""
+    tabs = block.get("tabs")
+    if not isinstance(tabs, list) or not all(isinstance(tab, dict) for tab in tabs):
+        refuse(f"{place}.tabs", f"must be a list of objects; got {shown(tabs)}")
+    lines = []
+    for tab in tabs:
+        names = (tab.get(name) for name in ("tab_id", "title", "url"))
+        line = " ".join(str(name) for name in names if name)
+        lines.append(f"[the tab {line}{', which is active' if tab.get('active') else ''}]")
+    return "\n".join(lines)
 
 
 def _text(block: Mapping[str, Any], place: str) -> str:

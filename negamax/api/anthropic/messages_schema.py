@@ -9,6 +9,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import AfterValidator, Field
 
+from negamax.api.anthropic.client_tools import with_schema
 from negamax.api.schemas.request_model import RequestModel, one_of, refuse, shown
 from negamax.api.schemas.sampled_request import StopStrings, TurnRequest, check_messages
 from negamax.api.schemas.structure import form_grammar
@@ -29,7 +30,7 @@ _THINKING = {
     "adaptive": "adaptive",
     "between_tools": "adaptive",
 }
-_DISPLAYS = ("summarized", "omitted")
+_DISPLAYS = ("summarized", "omitted", "updates")
 TOOL_CHANGES = ("tool_addition", "tool_removal")  # blocks of system messages
 THREAD_UNSUPPORTED = "thread_unsupported_request"  # the code of Anthropic's API
 _CHOICES = {"auto": "auto", "any": "required", "tool": "function", "none": "none"}
@@ -54,7 +55,7 @@ class ThinkingConfig(RequestModel):
     type: Annotated[str, one_of("thinking.type", tuple(_THINKING))]
     # tokens of thinking after which it is closed; 0: none
     budget_tokens: Annotated[int, Field(ge=0)] | None = None
-    # this server never summarises
+    # omitted: only within the signature; the others: as it is, this server never summarises
     display: Annotated[str, one_of("thinking.display", _DISPLAYS)] = "summarized"
 
 
@@ -113,14 +114,15 @@ class CountRequest(TurnRequest):
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
         """The tools that the model is shown, as chat completions have them, after all changes
-        within the conversation; tools that run on Anthropic's servers, and those without a schema,
-        are left out."""
+        within the conversation. Those that clients run and that have no schema of their own get
+        that of their type; tools that run on Anthropic's servers are left out."""
         tools = self._tools_in_effect()
         check_tool_count(len(tools))
         offered = []
-        for where, tool in tools:
-            if "input_schema" not in tool:
-                if tool.get("type") in (None, "custom"):
+        for where, declared in tools:
+            tool = declared if "input_schema" in declared else with_schema(declared)
+            if tool is None:
+                if declared.get("type") in (None, "custom"):
                     refuse(f"{where}.input_schema", "is required and missing")
                 continue
             check_function(tool, where=where, schema_field="input_schema")
@@ -178,7 +180,8 @@ class CountRequest(TurnRequest):
             else _THINKING[self.thinking.type]
         )
         budget = None if self.thinking is None else self.thinking.budget_tokens
-        return ThinkingChoice(mode=mode, effort=self.output_config.effort, budget=budget)
+        effort = _latest_effort(self.messages) or self.output_config.effort
+        return ThinkingChoice(mode=mode, effort=effort, budget=budget)
 
     @property
     def hides_thinking(self) -> bool:
@@ -210,6 +213,23 @@ def _tool_changes(
                 if not isinstance(tool, dict):
                     refuse(where, f"must be a reference or a definition; got {shown(tool)}")
                 yield where, block["type"], tool
+
+
+def _latest_effort(messages: list[dict[str, Any]]) -> str | None:
+    """The effort in `output_config` of the last system message that has one."""
+    effort = None
+    for index, message in enumerate(messages):
+        config = message.get("output_config") if message.get("role") == "system" else None
+        if config is None:
+            continue
+        place = f"messages[{index}].output_config"
+        if not isinstance(config, dict):
+            refuse(place, f"must be an object; got {shown(config)}")
+        given = config.get("effort")
+        if given is not None and given not in EFFORTS:
+            refuse(f"{place}.effort", f"{shown(given)}; allowed: {', '.join(map(repr, EFFORTS))}")
+        effort = given or effort
+    return effort
 
 
 def _name_or(place: str, tool: Mapping[str, Any]) -> str:
