@@ -27,7 +27,8 @@ from tests.forked_children import start
 MODEL = "nano"
 OF_ALL_FAMILIES = (
     "test_acceptance_suite", "test_acceptance_tools", "test_api_chat", "test_api_completions",
-    "test_api_generate", "test_api_messages", "test_api_responses", "test_api_stop_strings",
+    "test_api_generate", "test_api_messages", "test_api_responses", "test_api_responses_items",
+    "test_api_stop_strings",
 )  # fmt: skip
 # What these say of tags, of blocks of 16 tokens, of the window and of images holds for nano alone;
 # `test_nano_m3_server.py` has their like.

@@ -213,36 +213,6 @@ def test_kept_response_is_fetched_gone_on_from_and_deleted(
     assert error.value.code == "previous_response_not_found"
 
 
-def test_input_items_hold_in_strict_clients(server: Server) -> None:
-    sent: Any = [
-        {"role": "developer", "content": "Be brief."},
-        {"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]},
-        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "A call."}]},
-        {"role": "assistant", "content": "One moment."},
-        {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": "{}"},
-        {
-            "type": "function_call_output",
-            "call_id": "call_1",
-            "output": [{"type": "input_text", "text": "a"}],
-        },
-        {"type": "custom_tool_call", "call_id": "call_2", "name": "g", "input": "x"},
-        {"type": "custom_tool_call_output", "call_id": "call_2", "output": "b"},
-    ]
-    kinds = [item.get("type", "message") for item in sent]
-    with openai.OpenAI(
-        base_url=f"{server.url}/v1",
-        api_key="unused",
-        max_retries=0,
-        _strict_response_validation=True,
-    ) as strict:
-        response = strict.responses.create(model=MODEL, input=sent, max_output_tokens=4)
-        assert strict.responses.retrieve(response.id) == response
-        items = list(strict.responses.input_items.list(response.id, order="asc", limit=3))
-        assert [item.type for item in items] == kinds
-        again = list(strict.responses.input_items.list(response.id))
-        assert [item.id for item in again] == [item.id for item in reversed(items)]
-
-
 def test_input_tokens_are_those_that_a_response_counts(client: openai.OpenAI) -> None:
     question: dict[str, Any] = {
         "model": MODEL,

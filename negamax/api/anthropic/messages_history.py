@@ -178,6 +178,8 @@ def _add_assistant(history: History, blocks: Blocks, family: ChatFamily | None) 
                 parts.add_call(block.get("id"), block.get("name"), block.get("input"))
             case str() if kind.endswith("_tool_result"):
                 pass  # of a tool that ran on another server
+            case "document" | "search_result" if shown_text := _document_text(block):
+                parts.add_text(shown_text, is_apart=True)
             case _ if note := unseen_note(kind, family, place=place):
                 parts.add_text(note, is_apart=True)
             case _:

@@ -13,7 +13,12 @@ from negamax.api.anthropic.client_tools import with_schema
 from negamax.api.schemas.request_model import RequestModel, one_of, refuse, shown
 from negamax.api.schemas.sampled_request import StopStrings, TurnRequest, check_messages
 from negamax.api.schemas.structure import form_grammar
-from negamax.api.schemas.thinking import EFFORTS, ThinkingChoice, template_switch
+from negamax.api.schemas.thinking import (
+    EFFORTS,
+    ThinkingChoice,
+    check_effort,
+    template_switch,
+)
 from negamax.api.schemas.tools import (
     CallChoice,
     call_choice,
@@ -226,9 +231,7 @@ def _latest_effort(messages: list[dict[str, Any]]) -> str | None:
         if not isinstance(config, dict):
             refuse(place, f"must be an object; got {shown(config)}")
         given = config.get("effort")
-        if given is not None and given not in EFFORTS:
-            refuse(f"{place}.effort", f"{shown(given)}; allowed: {', '.join(map(repr, EFFORTS))}")
-        effort = given or effort
+        effort = effort if given is None else check_effort(given, f"{place}.effort")
     return effort
 
 

@@ -23,6 +23,7 @@ from negamax.api.common.thought_signature import ThoughtSigner
 from negamax.api.common.turns import BlockAnswerWriter, StartedTurn
 from negamax.api.errors import logged_failure
 from negamax.api.http.sse import named_event
+from negamax.api.openai.client_tools import CLIENT_TOOLS, call_item
 from negamax.api.openai.response_items_schema import (
     CustomCallItem,
     FunctionCallItem,
@@ -194,29 +195,40 @@ class ResponseEventWriter(BlockAnswerWriter[ResponseAnswer]):
                     return CustomCallItem(
                         item_id, status, call_id, name, _custom_input(text), namespace
                     )
-                return FunctionCallItem(item_id, status, call_id, name, text, namespace)
+                typed = (
+                    call_item(name, text, item_id=item_id, status=status, call_id=call_id)
+                    if self._has_own_item(block)
+                    else None
+                )
+                return typed or FunctionCallItem(item_id, status, call_id, name, text, namespace)
 
     def _events_of(self, event: BlockEvent) -> Iterator[Any]:
         """The events of a stream for an event of a block."""
         block = event.block
         self._read_logprobs()
         match event:
-            case BlockOpened():
-                item = self._item(block, "in_progress", is_empty=True)
-                kind = "response.output_item.added"
-                yield ItemEvent(
-                    type=kind, sequence_number=self._next(), output_index=block.index, item=item
-                )
+            case BlockOpened() if not self._has_own_item(block):
+                yield self._added(block, is_empty=True)
                 yield from self._opened(block)
             case BlockGrew(_, text):
                 yield from self._grew(block, text)
             case BlockClosed():
+                if self._has_own_item(block):  # what it is, is known at the end
+                    yield self._added(block, is_empty=False)
                 yield from self._closed(block)
                 item = self._item(block, "completed" if block.is_whole else "incomplete")
                 kind = "response.output_item.done"
                 yield ItemEvent(
                     type=kind, sequence_number=self._next(), output_index=block.index, item=item
                 )
+
+    def _added(self, block: Block, *, is_empty: bool) -> ItemEvent:
+        return ItemEvent(
+            type="response.output_item.added",
+            sequence_number=self._next(),
+            output_index=block.index,
+            item=self._item(block, "in_progress", is_empty=is_empty),
+        )
 
     def _opened(self, block: Block) -> Iterator[Struct]:
         if block.kind is not BlockKind.CALL:
@@ -244,7 +256,7 @@ class ResponseEventWriter(BlockAnswerWriter[ResponseAnswer]):
                     logprobs=logprobs,
                 )
             # the input of others is text within JSON, known at the end
-            case BlockKind.CALL if not self._is_custom(block):
+            case BlockKind.CALL if not (self._is_custom(block) or self._has_own_item(block)):
                 yield self._text(block, "response.function_call_arguments.delta", delta=text)
 
     def _closed(self, block: Block) -> Iterator[Struct]:
@@ -272,6 +284,8 @@ class ResponseEventWriter(BlockAnswerWriter[ResponseAnswer]):
                 given = _custom_input(text)
                 yield self._text(block, "response.custom_tool_call_input.delta", delta=given)
                 yield self._text(block, "response.custom_tool_call_input.done", input=given)
+            case BlockKind.CALL if self._has_own_item(block):
+                pass
             case BlockKind.CALL:
                 assert block.call is not None
                 tool = self._tools.get(block.call.name)
@@ -280,9 +294,17 @@ class ResponseEventWriter(BlockAnswerWriter[ResponseAnswer]):
                     block, "response.function_call_arguments.done", arguments=text, name=name
                 )
 
-    def _is_custom(self, block: Block) -> bool:
+    def _kind(self, block: Block) -> str | None:
+        """The kind of the declared tool that a block calls."""
         tool = None if block.call is None else self._tools.get(block.call.name)
-        return tool is not None and tool.is_custom
+        return None if tool is None else tool.kind
+
+    def _is_custom(self, block: Block) -> bool:
+        return self._kind(block) == "custom"
+
+    def _has_own_item(self, block: Block) -> bool:
+        """Whether calls of the tool are items of a type of their own."""
+        return self._kind(block) in CLIENT_TOOLS
 
     def _text(self, block: Block, kind: str, **fields: Any) -> TextEvent:
         number = self._next()

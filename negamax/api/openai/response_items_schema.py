@@ -59,7 +59,35 @@ class CustomCallItem(Item, frozen=True, tag="custom_tool_call"):
     namespace: str | UnsetType = UNSET  # of the tool, where it has one
 
 
-OutputItem = ReasoningItem | MessageItem | FunctionCallItem | CustomCallItem
+class LocalEnvironment(Struct, frozen=True, tag="local", tag_field="type"):
+    """Where a shell runs: at the client."""
+
+
+class ShellCallItem(Item, frozen=True, tag="shell_call"):
+    call_id: str  # what the shell_call_output names
+    action: JsonObject  # `commands`, `timeout_ms`, `max_output_length`
+    environment: LocalEnvironment = LocalEnvironment()  # where it runs
+
+
+class LocalShellCallItem(Item, frozen=True, tag="local_shell_call"):
+    call_id: str  # what the local_shell_call_output names in `id`
+    action: JsonObject  # `command`, `working_directory`, `timeout_ms`
+
+
+class ApplyPatchCallItem(Item, frozen=True, tag="apply_patch_call"):
+    call_id: str  # what the apply_patch_call_output names
+    operation: JsonObject  # `type`, `path`, `diff`
+
+
+OutputItem = (
+    ReasoningItem
+    | MessageItem
+    | FunctionCallItem
+    | CustomCallItem
+    | ShellCallItem
+    | LocalShellCallItem
+    | ApplyPatchCallItem
+)
 
 
 class InputTokensDetails(Struct, frozen=True):

@@ -22,6 +22,7 @@ from negamax.api.common.turns import Turn, start_turn, turn_conversation, turn_p
 from negamax.api.errors import error_of, json_response
 from negamax.api.http.request_body import decode_request, receive
 from negamax.api.http.sse import while_connected
+from negamax.api.openai.item_settings import with_settings
 from negamax.api.openai.response_events import ResponseEventWriter
 from negamax.api.openai.response_input_items import page_of
 from negamax.api.openai.response_items_schema import (
@@ -165,7 +166,9 @@ class _Responses:
                 f"{params.top_logprobs}; allowed: 0 to {context.engine.info.max_logprobs}",
             )
         tenant = tenant_of(request)
-        parent, given, turn, num_bytes = await self._prepare(params, tenant, num_bytes=num_bytes)
+        parent, given, in_effect, turn, num_bytes = await self._prepare(
+            params, tenant, num_bytes=num_bytes
+        )
         blank = self._blank(params, model=model, turn=turn)
         keep = partial(
             self._keep, tenant=tenant, parent=parent, input_items=msgspec.json.encode(given)
@@ -187,7 +190,7 @@ class _Responses:
         )
         writer = ResponseEventWriter(
             started,
-            params,
+            in_effect,
             blank,
             new_id=partial(context.server_rank.new_id, num_bytes=16),
             signer=self._signer,
@@ -212,21 +215,25 @@ class _Responses:
     ) -> InputTokenCount:
         """Count the tokens of a request's prompt."""
         self._context.model_name(params.model)
-        _, _, turn, num_bytes = await self._prepare(params, tenant_of(request), num_bytes=num_bytes)
+        _, _, _, turn, num_bytes = await self._prepare(
+            params, tenant_of(request), num_bytes=num_bytes
+        )
         prompt = await turn_prompt(self._context, request, turn, params, num_bytes=num_bytes)
         return InputTokenCount(len(prompt.token_ids))
 
     async def _prepare(
         self, params: ResponsesRequest, tenant: str, *, num_bytes: int
-    ) -> tuple[KeptTurn | None, list[Item], Turn, int]:
-        """What a request goes on from, its own items, what they ask for together, and how many
-        bytes that is.
+    ) -> tuple[KeptTurn | None, list[Item], ResponsesRequest, Turn, int]:
+        """What a request goes on from, its own items, the request as all items change it, what they
+        ask for together, and how many bytes that is.
         """
         parent = self._parent(params.previous_response_id, tenant)
         given, num_bytes = await self._given(params, tenant, num_bytes=num_bytes)
         num_bytes += 0 if parent is None else parent.total_bytes
-        turn = await off_loop(lambda: self._turn(params, parent, given), num_bytes=num_bytes)
-        return parent, given, turn, num_bytes
+        in_effect, turn = await off_loop(
+            lambda: self._turn(params, parent, given), num_bytes=num_bytes
+        )
+        return parent, given, in_effect, turn, num_bytes
 
     def delete(self, response_id: str, tenant: str) -> None:
         """Forget a response; one that runs ends. Errors: `NotFoundError`."""
@@ -320,7 +327,8 @@ class _Responses:
         references = {
             index: item.get("id")
             for index, item in enumerate(params.input)
-            if item.get("type") == "item_reference"
+            if item.get("type", "item_reference" if item.keys() == {"id"} else None)
+            == "item_reference"
         }
         found = await self._items(
             {item_id for item_id in references.values() if isinstance(item_id, str)}, tenant
@@ -352,13 +360,16 @@ class _Responses:
             found |= await self._context.peers.ask(_ITEMS, asked, of=owner)
         return found
 
-    def _turn(self, params: ResponsesRequest, parent: KeptTurn | None, given: list[Item]) -> Turn:
+    def _turn(
+        self, params: ResponsesRequest, parent: KeptTurn | None, given: list[Item]
+    ) -> tuple[ResponsesRequest, Turn]:
         earlier = [] if parent is None else parent.conversation()
         items = [("previous_response_id", item) for item in earlier]
         items += [
             ("input" if isinstance(params.input, str) else f"input[{i}]", item)
             for i, item in enumerate(given)
         ]
+        params = with_settings(params, items)
         thoughts = self._context.hidden_thoughts(self._signer)
         history = history_of(
             items,
@@ -367,7 +378,7 @@ class _Responses:
             family=self._context.chat_format.family,
         )
         tools, calls = params.choice()
-        return Turn(
+        turn = Turn(
             conversation=turn_conversation(params, history.messages, tools, params.thinking_choice),
             places=history.places,
             calls=calls,
@@ -380,6 +391,7 @@ class _Responses:
                 logprobs=params.num_logprobs,
             ),
         )
+        return params, turn
 
     def _blank(self, params: ResponsesRequest, *, model: str, turn: Turn) -> ResponseAnswer:
         """The response before anything is answered."""

@@ -8,21 +8,25 @@ from typing import Any
 
 from negamax.api.common.history import AssistantParts, HiddenThought, History, part_texts
 from negamax.api.common.thought_signature import HiddenThoughts
+from negamax.api.openai.client_tools import CALLS as CLIENT_CALLS
+from negamax.api.openai.client_tools import RESULTS as CLIENT_RESULTS
+from negamax.api.openai.client_tools import call_arguments, result_text
+from negamax.api.openai.item_settings import SETTINGS
 from negamax.api.openai.responses_schema import CUSTOM_INPUT, shown_name
 from negamax.api.schemas.request_model import refuse, shown
 from negamax.text.formats.family import ChatFamily
 from negamax.text.messages import unseen_note
 
 _ROLES = ("user", "assistant", "system", "developer")
-_CALLS = ("function_call", "custom_tool_call")
-_RESULTS = ("function_call_output", "custom_tool_call_output")
+_CALLS = ("function_call", "custom_tool_call", *CLIENT_CALLS)
+_RESULTS = ("function_call_output", "custom_tool_call_output", *CLIENT_RESULTS)
 # what other servers' models and their own tools leave in a history
 _PASSED_OVER = (
     "web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call",
     "computer_call", "computer_call_output", "program", "program_output",
     "tool_search_call", "tool_search_output",
     "mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response",
-    "compaction", "context_compaction",
+    "compaction", "context_compaction", *SETTINGS,
 )  # fmt: skip
 
 
@@ -46,11 +50,18 @@ def history_of(
         history.add({"role": "system", "content": instructions}, place="instructions")
     parts: AssistantParts | None = None
     parts_place = ""
-    answered = {item.get("call_id") for _, item in items if item.get("type") in _RESULTS}
+    local_calls = {
+        item["id"]: item.get("call_id")
+        for _, item in items
+        if item.get("type") == "local_shell_call" and isinstance(item.get("id"), str)
+    }
+    results = (_result_of(item, local_calls) for _, item in items if item.get("type") in _RESULTS)
+    answered = {call_id for call_id in results if isinstance(call_id, str)}
     for place, item in items:
         kind = item.get("type", "message")
         is_cut = kind in _CALLS and item.get("status") == "incomplete"
-        if is_cut and item.get("call_id") not in answered:
+        call_id = item.get("call_id")
+        if is_cut and isinstance(call_id, str | None) and call_id not in answered:
             continue
         is_assistants = kind in ("reasoning", *_CALLS) or (
             kind == "message" and item.get("role") == "assistant"
@@ -63,7 +74,7 @@ def history_of(
             if parts is not None:
                 history.add_assistant(parts, place=parts_place)
                 parts = None
-            history.add(_message(item, place), place=place)
+            history.add(_message(item, place, local_calls), place=place)
     if parts is not None:
         history.add_assistant(parts, place=parts_place)
     history.reveal(thoughts)
@@ -77,6 +88,9 @@ def _add_part(
     match item.get("type", "message"):
         case "reasoning":
             parts.add_reasoning(_reasoning(item))
+        case str() as kind if kind in CLIENT_CALLS:
+            arguments = call_arguments(item, place)
+            parts.add_call(item.get("call_id"), CLIENT_CALLS[kind], arguments)
         case "function_call":
             parts.add_call(item.get("call_id"), _called_name(item), item.get("arguments"))
         case "custom_tool_call":
@@ -91,14 +105,26 @@ def _called_name(item: Mapping[str, Any]) -> Any:
     return shown_name(item.get("namespace"), item.get("name"))
 
 
-def _message(item: Mapping[str, Any], place: str) -> dict[str, Any]:
+def _result_of(item: Mapping[str, Any], local_calls: Mapping[Any, Any]) -> Any:
+    """The id of the call that a result is of; `local_calls` has those of local shells by the ids of
+    their items, which their results may name instead."""
+    call_id, item_id = item.get("call_id"), item.get("id")
+    if call_id is not None or item.get("type") != "local_shell_call_output":
+        return call_id
+    return local_calls.get(item_id, item_id) if isinstance(item_id, str) else None
+
+
+def _message(item: Mapping[str, Any], place: str, local_calls: Mapping[Any, Any]) -> dict[str, Any]:
     """An item of anyone else; its content is checked with the other messages."""
     kind = item.get("type", "message")
     if kind in _RESULTS:
-        output = item.get("output")
+        output = result_text(item, place) if kind in CLIENT_RESULTS else item.get("output")
         if isinstance(output, dict):  # not a list of parts: the value itself
             output = json.dumps(output, ensure_ascii=False)
-        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
+        call_id = _result_of(item, local_calls)
+        return {"role": "tool", "tool_call_id": call_id, "content": output}
+    if kind == "compaction_trigger":
+        refuse(f"{place}.type", f"{kind!r}: the server writes no summaries; ask for one")
     if kind != "message":
         allowed = ("message", "reasoning", *_CALLS, *_RESULTS, "item_reference")
         refuse(f"{place}.type", f"{shown(kind)}; allowed: {', '.join(map(repr, allowed))}")

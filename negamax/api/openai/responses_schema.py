@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, StringConstraints
 
+from negamax.api.openai.client_tools import CLIENT_TOOLS, is_run_by_client
 from negamax.api.schemas.request_model import RequestModel, at_most, one_of, refuse, shown
 from negamax.api.schemas.sampled_request import MAX_MESSAGES, StopStrings, TurnRequest
 from negamax.api.schemas.structure import form_grammar
@@ -40,12 +41,12 @@ _SUMMARIES = ("auto", "concise", "detailed", "none")
 @dataclass(frozen=True, slots=True)
 class DeclaredTool:
     """A tool that the client runs, and how the model is shown it: as a function, of one text for a
-    custom tool.
+    custom tool. `kind`: "function", "custom", or a type of `CLIENT_TOOLS`.
     """
 
     name: str
     namespace: str | None
-    is_custom: bool
+    kind: str
     as_function: dict[str, Any]
 
     @property
@@ -120,7 +121,8 @@ class ResponsesRequest(TurnRequest):
     # reasoning included; left out: the rest of the context
     max_output_tokens: int | None = Field(default=None, ge=1)
     stop: StopStrings = Field(default_factory=list)  # an extension
-    # functions and custom tools, also in namespaces; other types have no effect; at most 1,024
+    # functions and custom tools, also in namespaces, shell, local_shell, apply_patch; other types
+    # have no effect; at most 1,024
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] = "auto"  # auto, none, required, a tool, or allowed_tools
     parallel_tool_calls: bool = True  # false: at most one call
@@ -143,23 +145,8 @@ class ResponsesRequest(TurnRequest):
 
     @cached_property
     def declared_tools(self) -> list[DeclaredTool]:
-        """The tools that the model can be shown: functions, custom tools, and both of them from
-        namespaces. Tools that run on OpenAI's servers are left out."""
-        declared: list[DeclaredTool] = []
-        for index, tool in enumerate(self.tools or ()):
-            where = f"tools[{index}]"
-            if tool.get("type") != "namespace":
-                declared += _declared(tool, where=where, namespace=None)
-                continue
-            namespace, inner = tool.get("name"), tool.get("tools")
-            if not isinstance(namespace, str) or not isinstance(inner, list):
-                refuse(where, "must have a name and a list of tools")
-            for number, entry in enumerate(inner):
-                if not isinstance(entry, dict):
-                    refuse(f"{where}.tools[{number}]", f"must be an object; got {shown(entry)}")
-                declared += _declared(entry, where=f"{where}.tools[{number}]", namespace=namespace)
-        check_tool_count(len(declared))
-        return declared
+        """The tools that the model can be shown."""
+        return declared_tools([(f"tools[{i}]", tool) for i, tool in enumerate(self.tools or ())])
 
     def choice(self) -> tuple[list[dict[str, Any]] | None, CallChoice]:
         """The tools that the model is shown, as chat completions have them, and which of them may
@@ -170,7 +157,9 @@ class ResponsesRequest(TurnRequest):
         if isinstance(mode, dict):
             kind = mode.get("type")
             if kind == "allowed_tools":
-                mode, names = allowed_tools(mode, may_run_elsewhere=True)
+                mode, names = allowed_tools(
+                    mode, may_run_elsewhere=True, named_by_type=CLIENT_TOOLS
+                )
                 allowed = {}
                 for called, place in names.items():
                     known = [
@@ -185,6 +174,8 @@ class ResponsesRequest(TurnRequest):
                     "function",
                     described.get("name") if isinstance(described, dict) else None,
                 )
+            elif kind in CLIENT_TOOLS:
+                mode, name = "function", kind
             else:
                 mode = str(kind)
         if mode not in ("auto", "none", "required", "function") or (
@@ -193,7 +184,7 @@ class ResponsesRequest(TurnRequest):
             refuse(
                 "tool_choice",
                 f"{shown(mode)}; allowed: 'auto', 'none', 'required', a function, a custom tool, "
-                f"allowed_tools",
+                f"{', '.join(CLIENT_TOOLS)}, allowed_tools",
             )
         tools = None if mode == "none" else [tool.as_function for tool in declared] or None
         name = next(
@@ -240,9 +231,33 @@ class ResponsesRequest(TurnRequest):
         return self.reasoning.summary not in (None, "none")
 
 
+def declared_tools(placed: Sequence[tuple[str, dict[str, Any]]]) -> list[DeclaredTool]:
+    """Those of the tools, which come with their places, that the model can be shown: functions,
+    custom tools, both of them from namespaces, shells and patches that clients run. Tools that run
+    on OpenAI's servers are left out."""
+    declared: list[DeclaredTool] = []
+    for where, tool in placed:
+        if tool.get("type") != "namespace":
+            declared += _declared(tool, where=where, namespace=None)
+            continue
+        namespace, inner = tool.get("name"), tool.get("tools")
+        if not isinstance(namespace, str) or not isinstance(inner, list):
+            refuse(where, "must have a name and a list of tools")
+        for number, entry in enumerate(inner):
+            if not isinstance(entry, dict):
+                refuse(f"{where}.tools[{number}]", f"must be an object; got {shown(entry)}")
+            declared += _declared(entry, where=f"{where}.tools[{number}]", namespace=namespace)
+    check_tool_count(len(declared))
+    return declared
+
+
 def _declared(tool: dict[str, Any], *, where: str, namespace: str | None) -> list[DeclaredTool]:
     """The tool, or nothing where it does not run at the client."""
     kind = tool.get("type")
+    if isinstance(kind, str) and is_run_by_client(tool):
+        description, schema = CLIENT_TOOLS[kind]
+        function = function_tool(kind, description=description, parameters=schema, is_strict=False)
+        return [DeclaredTool(kind, None, kind, function)]
     if kind not in ("function", "custom"):
         if not isinstance(kind, str):
             refuse(
@@ -261,4 +276,4 @@ def _declared(tool: dict[str, Any], *, where: str, namespace: str | None) -> lis
         parameters=_CUSTOM_PARAMETERS if is_custom else described.get("parameters"),
         is_strict=not is_custom and described.get("strict") is True,
     )
-    return [DeclaredTool(described["name"], namespace, is_custom, function)]
+    return [DeclaredTool(described["name"], namespace, kind, function)]

@@ -31,6 +31,13 @@ class ReasoningPlace(enum.Enum):
     NOWHERE = "left out"
 
 
+def check_effort(value: object, place: str) -> str:
+    """The effort that stands at `place` of a request. Errors: `InvalidRequestError`."""
+    if not isinstance(value, str) or value not in EFFORTS:
+        refuse(place, f"{shown(value)}; allowed: {', '.join(map(repr, EFFORTS))}")
+    return value
+
+
 @dataclass(frozen=True, slots=True)
 class ThinkingChoice:
     """What a request says about thinking; None: nothing, so the model's own way. `budget` is in

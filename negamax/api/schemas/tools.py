@@ -3,7 +3,7 @@ and a schema; and which of them a `tool_choice` allows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,13 +54,16 @@ def function_tool(
 
 
 def allowed_tools(
-    choice: Mapping[str, Any], *, may_run_elsewhere: bool = False
+    choice: Mapping[str, Any],
+    *,
+    may_run_elsewhere: bool = False,
+    named_by_type: Collection[str] = (),
 ) -> tuple[str, dict[str, str]]:
     """The mode in a `tool_choice` of the type "allowed_tools", in the shape of chat completions or
     of Responses, and the names of its tools, each with its place in the request.
 
     `may_run_elsewhere`: tools that are neither functions nor custom tools are passed over, as where
-    they are declared.
+    they are declared, but for those of the types `named_by_type`, which are their names.
     """
     field, described = "tool_choice", choice
     if "allowed_tools" in choice:
@@ -79,6 +82,9 @@ def allowed_tools(
         if not isinstance(tool, Mapping):
             refuse(where, f"must be an object with a type and a name; got {shown(tool)}")
         kind = tool.get("type", "function")
+        if isinstance(kind, str) and kind in named_by_type:
+            names.setdefault(kind, f"{where}.type")
+            continue
         if kind not in ("function", "custom"):
             if may_run_elsewhere and isinstance(kind, str):
                 continue
