@@ -149,7 +149,8 @@ def call_choice(
     if not tools:
         refuse(
             "tool_choice",
-            "asks for a call, but there are no tools to call; send tools, or use 'auto'",
+            "asks for a call, but there are no tools to call; send tools that the client runs, "
+            "or use 'auto'",
         )
     if mode == "required":
         return CallChoice("required", parallel=parallel, allowed=may_call)

@@ -1,0 +1,192 @@
+"""Requests made of the types in the packages of OpenAI and Anthropic: every field, item, block and
+tool alone. What is refused stands here, with the reason why it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from anthropic.types.beta import (
+    beta_content_block_param,
+    beta_system_message_param,
+    beta_tool_union_param,
+)
+from anthropic.types.beta import message_create_params as anthropic_request
+from openai.types.responses import response_create_params as openai_request
+from openai.types.responses import response_input_item_param, tool_param
+from typed_values import hints_of, objects_in, variants
+
+from negamax.api.anthropic import messages_history
+from negamax.api.anthropic.messages_schema import MessagesRequest
+from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
+from negamax.api.openai import responses_history
+from negamax.api.openai.item_settings import with_settings
+from negamax.api.openai.responses_schema import ResponsesRequest
+from negamax.base.errors import InvalidRequestError
+from negamax.text.messages import normalize_messages
+
+THOUGHTS = HiddenThoughts(ThoughtSigner("nano"), context_length=100, shows_earlier=False)
+HELLO = {"role": "user", "content": "Hello"}
+# the calls and results that items belong to
+CALL_OF = {
+    "function_call_output": {"type": "function_call", "name": "look", "arguments": "{}"},
+    "custom_tool_call_output": {"type": "custom_tool_call", "name": "look", "input": "x"},
+    "shell_call_output": {"type": "shell_call", "action": {"commands": ["ls"]}},
+    "local_shell_call_output": {"type": "local_shell_call", "id": "item_1", "action": {}},
+    "apply_patch_call_output": {"type": "apply_patch_call", "operation": {}},
+}
+
+
+def answer_openai(**fields: Any) -> None:
+    """What the server reads of a request before the model does."""
+    params = ResponsesRequest.parse({"input": [HELLO], **fields})
+    placed = [(f"input[{index}]", item) for index, item in enumerate(params.input)]
+    params = with_settings(params, placed)
+    made = responses_history.history_of(placed, instructions=None, thoughts=THOUGHTS)
+    normalize_messages(made.messages)
+    _ = params.choice(), params.thinking_choice, params.grammar
+
+
+def answer_anthropic(**fields: Any) -> None:
+    """The same of Anthropic's API."""
+    body = {"model": "nano", "max_tokens": 4, "messages": [HELLO], **fields}
+    params = MessagesRequest.parse(body)
+    made = messages_history.history_of(params.messages, system=params.system, thoughts=THOUGHTS)
+    normalize_messages(made.messages)
+    _ = params.call_choice(params.offered_tools), params.thinking_choice, params.grammar
+
+
+def refused(answer: Callable[..., None], requests: list[tuple[str, dict[str, Any]]]) -> set[str]:
+    """The names of the requests that get a 400; anything else that goes wrong is an error here."""
+    names = set()
+    for name, fields in requests:
+        try:
+            answer(**fields)
+        except InvalidRequestError:
+            names.add(name)
+    return names
+
+
+def fields_of(request: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Requests with one field each, those of the objects in it included."""
+    required = ("model", "messages", "input", "max_tokens")
+    alone = [
+        (name, {name: fields[name]})
+        for fields in variants(request)
+        for name in fields
+        if name not in required
+    ]
+    inner = [
+        (name, {name: value})
+        for name, hint in hints_of(request).items()
+        if name not in (*required, "tools", "system") and "Iterable" not in str(hint)
+        for kind in objects_in(hint)
+        for value in variants(kind)
+    ]
+    return alone + inner
+
+
+def test_fields_of_openai() -> None:
+    # no conversations, no templates of prompts; no call is forced where there are no tools
+    assert refused(answer_openai, fields_of(openai_request.ResponseCreateParamsBase)) == {
+        "conversation", "prompt", "tool_choice",
+    }  # fmt: skip
+
+
+def test_fields_of_anthropic() -> None:
+    # no summaries, no other servers, no conversations; no call is forced where there are no tools
+    assert refused(answer_anthropic, fields_of(anthropic_request.MessageCreateParamsBase)) == {
+        "compaction", "mcp_servers", "thread", "tool_choice",
+    }  # fmt: skip
+
+
+def test_input_items_of_openai() -> None:
+    requests = []
+    for kind in objects_in(response_input_item_param.ResponseInputItemParam):
+        for item in variants(kind):
+            name = item.get("type", "message")
+            items = [HELLO, item]
+            if name in CALL_OF:
+                items.insert(1, {**CALL_OF[name], "call_id": "call_1"})
+            elif f"{name}_output" in CALL_OF:
+                number = {"id": item.get("id")} if name == "local_shell_call" else {}
+                result = {"type": f"{name}_output", "call_id": "call_1", "output": "x"}
+                items.append(result | number)
+            name = name if "call_id" in item or name != "function_call_output" else "no call_id"
+            requests.append(
+                (name if "role" in item or "type" in item else "reference", {"input": items})
+            )
+    assert len(requests) > 150
+    # references are read before; a result must say of which call it is; no summaries
+    assert refused(answer_openai, requests) == {
+        "reference", "item_reference", "no call_id", "compaction_trigger",
+    }  # fmt: skip
+
+
+def test_tools_of_openai() -> None:
+    requests = [
+        (kind.__name__, {"tools": [tool]})
+        for kind in objects_in(tool_param.ToolParam)
+        for tool in variants(kind)
+    ]
+    assert len(requests) > 80
+    assert refused(answer_openai, requests) == set()
+
+
+def test_tools_of_anthropic() -> None:
+    requests = [
+        (kind.__name__, {"tools": [tool]})
+        for kind in objects_in(beta_tool_union_param.BetaToolUnionParam)
+        for tool in variants(kind)
+    ]
+    assert len(requests) > 150
+    assert refused(answer_anthropic, requests) == set()
+
+
+def test_system_messages_of_anthropic() -> None:
+    effort = {"role": "system", "output_config": {"effort": "low"}}
+    messages = [effort, *variants(beta_system_message_param.BetaSystemMessageParam)]
+    requests = [
+        (
+            "content" if message.keys() & {"content"} else str(message),
+            {"messages": [HELLO, message]},
+        )
+        for message in messages
+    ]
+    # without anything to say
+    assert refused(answer_anthropic, requests) == {
+        str({"role": "system", **fields})
+        for fields in (
+            {}, {"clear_at": "next_user_message"}, {"clear_at": "never"}, {"output_config": {}},
+        )
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_blocks_of_anthropic(role: str) -> None:
+    requests = []
+    for kind in objects_in(beta_content_block_param.BetaContentBlockParam):
+        for block in variants(kind):
+            name = block["type"]
+            message = {
+                "role": role,
+                "content": [{**block, "id": "call_1"} if "id" in block else block],
+            }
+            call = {"type": "tool_use", "id": "call_1", "name": "look", "input": {}}
+            result = {"type": "tool_result", "tool_use_id": "call_1", "content": "x"}
+            messages = [HELLO, message]
+            if name == "tool_result":
+                messages.insert(1, {"role": "assistant", "content": [call]})
+            elif name == "tool_use":
+                messages.append({"role": "user", "content": [result]})
+            requests.append((name, {"messages": messages}))
+    not_here = refused(answer_anthropic, requests)
+    if role == "assistant":
+        assert not_here == {"tool_addition", "tool_removal", "tool_result"}
+    else:
+        assert {name for name in not_here if not name.endswith("_tool_result")} == {
+            "thinking", "redacted_thinking", "tool_use", "server_tool_use", "mcp_tool_use",
+            "mcp_tool_listing", "fallback", "compaction", "tool_addition", "tool_removal",
+        }  # fmt: skip
