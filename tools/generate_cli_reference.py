@@ -43,7 +43,9 @@ enable-prefix-caching = false
 ends. Switches have a `--no-` form, underscores count as dashes, names that nearly fit are
 suggested, and `negamax --install-completion` teaches the shell. Numbers may have units: `128k` is
 128,000, `128K` is 131,072, and `auto` is the default; sizes are in bytes, or with `K`, `M`, `G`
-(thousands) and `Ki`, `Mi`, `Gi`. A refusal is one line on standard error, and exit code 2.
+(thousands) and `Ki`, `Mi`, `Gi`. A refusal is one line on standard error, and exit code 2;
+so is output that cannot be written. Where nobody reads the output any more, as behind `| head`, the
+exit code is 141.
 """
 FOREIGN = """## Options of vLLM and SGLang
 

@@ -196,5 +196,8 @@ class ResourceError(ConfigError):
             )
         if error.errno in (errno.EMFILE, errno.ENFILE):
             return cls("too many files are open", hint="raise the limit, as with ulimit -n 65536")
+        if error.errno == errno.EBADF and error.filename is None:
+            hint = "redirect it, as with </dev/null or >/dev/null"
+            return cls("standard input or standard output is closed", hint=hint)
         what = f"{error.filename}: " if error.filename is not None else ""
         return cls(f"{what}{error.strerror or error}")

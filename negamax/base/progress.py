@@ -44,8 +44,9 @@ class Progress(AbstractContextManager["Progress"]):
         """
         self._what = what if rank is None else f"rank {rank}: {what}"
         self._unit = unit
-        self._on_terminal = sys.stderr.isatty() and not log.settings().endswith("json")
-        self._enabled = enabled and not (self._on_terminal and rank)
+        is_terminal = sys.stderr is not None and sys.stderr.isatty()
+        self._on_terminal = is_terminal and not log.settings().endswith("json")
+        self._enabled = enabled and sys.stderr is not None and not (self._on_terminal and rank)
         self._began = time.monotonic()
         self._next = self._began + (PATIENCE_SECONDS if self._on_terminal else LOG_SECONDS)
         self._is_drawn = False

@@ -75,7 +75,7 @@ def _fetch(
         allow_patterns=list(patterns),
         ignore_patterns=list(ignored),
         # a terminal gets the hub's own bars
-        tqdm_class=None if sys.stderr.isatty() else _logged_bar(),
+        tqdm_class=None if sys.stderr is not None and sys.stderr.isatty() else _logged_bar(),
     )
     return Path(folder)
 

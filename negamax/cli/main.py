@@ -4,8 +4,10 @@ code.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -15,6 +17,7 @@ import typer
 
 from negamax import __version__
 from negamax.base.errors import NegamaxError, ResourceError
+from negamax.base.standard_streams import drop_unwritable
 from negamax.cli import bench, chat, convert, doctor, generate, parse, plan, serve
 from negamax.cli.examples import epilog
 from negamax.cli.resolve import Resolved, find_command, resolve
@@ -58,10 +61,23 @@ def root(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the process's exit code. 2: the command was refused, in one line on
-    standard error.
+    """Run the command line; the process's exit code. 2: the command was refused, or its output
+    could not be written, in one line on standard error; 141: nobody reads the output any more.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = _run(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit) as end:
+        if not isinstance(end, OSError) and not isinstance(end.__context__, OSError):
+            raise
+        code = 128 + signal.SIGPIPE  # as of programs that the signal ends; Typer has its own
+    except OSError as error:
+        code = _fail(ResourceError.of_system(error))
+    drop_unwritable()
+    return code
+
+
+def _run(given: list[str]) -> int:
     # what the locale cannot say ends no command
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding.lower() != "utf-8":
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -78,17 +94,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _show_whole_names()
         result = commands.main(words, "negamax", standalone_mode=False, obj=resolved)
     except NegamaxError as error:
-        return _fail(" ".join(str(error).split()), error.exit_code)
+        return _fail(error)
     except typer.TyperException as error:
-        return _fail(_one_line(error.format_message(), resolved, commands), error.exit_code)
+        message = _one_line(error.format_message(), resolved, commands)
+        return _say(message, error.exit_code)
     except typer.Abort:
         return 130
-    except BrokenPipeError:
-        sys.stderr.close()  # whoever read our output is gone; nothing is left to say
-        return 1
-    except OSError as error:
-        refusal = ResourceError.of_system(error)
-        return _fail(" ".join(str(refusal).split()), refusal.exit_code)
     return result if isinstance(result, int) else 0
 
 
@@ -111,8 +122,13 @@ def _show_whole_names() -> None:
     rich_utils.highlighter = Wrapping()
 
 
-def _fail(message: str, code: int) -> int:
-    print(f"negamax: error: {message}", file=sys.stderr)
+def _fail(error: NegamaxError) -> int:
+    return _say(" ".join(str(error).split()), error.exit_code)
+
+
+def _say(message: str, code: int) -> int:
+    with contextlib.suppress(OSError):
+        print(f"negamax: error: {message}", file=sys.stderr)
     return code
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from typing import TYPE_CHECKING
 
 from negamax.base import log
 from negamax.base.imports import large_imports
+from negamax.base.standard_streams import drop_unwritable
 from negamax.cli.engine_options import with_engine_options
 from negamax.cli.explain import with_explanation
 from negamax.cli.server_options import with_server_options
@@ -85,7 +84,4 @@ def _announce(line: str) -> None:
         print(line, flush=True)
     except OSError as error:
         logger.warning("standard output cannot be written (%s): %s", error.strerror, line)
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        # what is left in the buffer must go somewhere at the end
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        drop_unwritable()

@@ -1,0 +1,68 @@
+"""Commands whose standard input, output or error is closed, or breaks off."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.e2e.conftest import MODEL
+from tests.e2e.test_cli_commands import FAST
+
+PLAN = ("plan", MODEL, "--gpus", "1", "--gpu", "h200")
+PARSE = ("parse", "--format", "m2")
+GENERATE = ("generate", MODEL, "Hi", "--max-tokens", "2", "--raw", *FAST)
+CLOSED = (
+    "negamax: error: standard input or standard output is closed (redirect it, as with </dev/null "
+    "or >/dev/null)\n"
+)
+
+
+def redirected(redirection: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """What becomes of a command that a shell starts."""
+    command = ("sh", "-c", f'exec "$@" {redirection}', "sh", sys.executable, "-m", "negamax")
+    return subprocess.run(
+        [*command, *arguments], input="Hi", capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.parametrize("command", [PLAN, PARSE, ("--version",), ("serve", "--help"), ("doctor",)])
+def test_output_that_is_closed_is_refused(command: tuple[str, ...]) -> None:
+    done = redirected(">&-", *command)
+    assert (done.returncode, done.stderr) == (2, CLOSED)
+
+
+@pytest.mark.parametrize("command", [PARSE, ("generate", MODEL), ("chat", MODEL, *FAST)])
+def test_input_that_is_closed_is_refused_where_it_is_read(command: tuple[str, ...]) -> None:
+    done = redirected("<&-", *command)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", CLOSED)
+
+
+@pytest.mark.parametrize("command", [PLAN, PARSE, GENERATE])
+def test_commands_run_where_no_message_can_be_written(command: tuple[str, ...]) -> None:
+    done = redirected("2>&-", *command)
+    assert done.returncode == 0
+    assert done.stdout == redirected("", *command).stdout != ""
+
+
+def test_refusals_that_cannot_be_written_keep_their_exit_code() -> None:
+    done = redirected("2>&-", "plan", MODEL)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert redirected("2>/dev/full", "plan", MODEL).returncode == 2
+
+
+def test_output_that_nobody_reads_ends_a_command_as_the_signal_would() -> None:
+    nobody, output = os.pipe()
+    os.close(nobody)
+    command = [sys.executable, "-m", "negamax", *PLAN]
+    done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(output)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_output_to_a_full_disk_is_refused_once() -> None:
+    done = redirected(">/dev/full", *PLAN)
+    assert (done.returncode, done.stderr) == (2, "negamax: error: No space left on device\n")
