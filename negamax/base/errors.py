@@ -8,6 +8,7 @@ of ours and is reported as an internal error.
 from __future__ import annotations
 
 import errno
+from pathlib import Path
 
 
 class NegamaxError(Exception):
@@ -177,6 +178,14 @@ class CheckpointError(ConfigError):
     """A checkpoint with missing, surplus, truncated or mis-shaped files or tensors (exit code
     2).
     """
+
+    @classmethod
+    def of_file(cls, path: Path, error: OSError) -> CheckpointError:
+        """The error of a file that the system does not read."""
+        hint = "download the file again"
+        if error.errno in (errno.EACCES, errno.EPERM):
+            hint = "let this user read it, as with chmod, or run as another user"
+        return cls(f"{path} cannot be read: {error.strerror or error}", hint=hint)
 
 
 class ResourceError(ConfigError):

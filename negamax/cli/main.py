@@ -78,8 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(given: list[str]) -> int:
-    # what the locale cannot say ends no command
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding.lower() != "utf-8":
+    # what the locale cannot say, and a path that is no text, end no command
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     commands = _commands()
     resolved = Resolved(given)

@@ -23,7 +23,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
         if path.stat().st_size > MAX_BYTES:
             raise CheckpointError(f"{path} has {path.stat().st_size} bytes; allowed: {MAX_BYTES}")
         value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError, OSError) as error:
+    except OSError as error:
+        raise CheckpointError.of_file(path, error) from error
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} cannot be read as JSON: {error}", hint="download the file again"
         ) from error

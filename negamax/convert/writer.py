@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError
+from negamax.base.unicode import valid_unicode
 from negamax.checkpoint.reader import SAFETENSORS_NAMES, read_header
 from negamax.config.json_file import read_json_object
 
@@ -161,7 +162,7 @@ def write_json(path: Path, value: Any) -> None:
     """All of it, or what was there before."""
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+        file.write(valid_unicode(json.dumps(value, indent=2, ensure_ascii=False)) + "\n")
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)

@@ -349,7 +349,9 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing", hint=_REMEDY) from error
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise CheckpointError.of_file(path, error) from error
+    except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} cannot be read: {error}", hint=_REMEDY) from error
 
 

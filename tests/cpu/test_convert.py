@@ -11,6 +11,8 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -530,6 +532,17 @@ def test_the_command_says_what_it_does_and_compares(
     assert main(["convert", str(out), str(tmp_path / "b"), "--to", "int8"]) == 2
     assert "--allow-lossy" in capsys.readouterr().err
     assert main(["convert", str(out), str(tmp_path / "b"), "--to", "int9"]) == 2
+
+
+def test_a_path_that_is_no_text_is_written_to_and_read(bf16: Path, tmp_path: Path) -> None:
+    out, again = os.fsdecode(os.fsencode(tmp_path) + b"/\xff"), tmp_path / "again"
+    line = [sys.executable, "-m", "negamax", "convert", str(bf16), out, "--to", "fp8-channel"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{tmp_path}/\\udcff: {bf16} as FP8")
+    made = json.loads((Path(out) / "config.json").read_bytes().decode())
+    assert "\ufffd' --to fp8-channel" in made[PROVENANCE]["command"]
+    assert main(["convert", out, str(again), "--to", "bf16"]) == 0
 
 
 def test_a_comparison_finds_one_value_that_has_changed_where_nothing_is_rounded(
