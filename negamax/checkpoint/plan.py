@@ -25,6 +25,7 @@ from negamax.checkpoint.reader import (
     SAFETENSORS_NAMES,
     TensorEntry,
     first_names,
+    lost_files,
     read_entries,
 )
 from negamax.config.model_spec import ModelSpec
@@ -208,6 +209,7 @@ def plan_tensors(
         elif not slot.optional:
             problems.missing |= dict.fromkeys(absent)
     problems.unknown = {name: source for name, source in found.items() if name not in used}
+    problems.lost_files = lost_files(entry.file for entry in entries.values())
     problems.check(slots, names, num_layers=num_layers, num_found=len(moves))
     moves.sort(key=lambda move: (move.layer, *_position(move)))
     skips = {reason: tuple(those) for reason, those in skipped.items()}
@@ -396,6 +398,7 @@ class _Problems:
     misfits: dict[str, tuple[str, str]] = field(default_factory=dict)  # tensor -> message, hint
     missing: dict[str, None] = field(default_factory=dict)  # names, in order
     unknown: Mapping[str, Source] = field(default_factory=dict)  # by the name of their place
+    lost_files: str | None = None
 
     def check(
         self,
@@ -436,6 +439,8 @@ class _Problems:
             hint = next(filter(None, hints), _OTHER_MODEL)
             if not num_found:
                 hint = "these are the weights of another model than config.json says"
+            if self.lost_files and (self.missing or hint == _INCOMPLETE):
+                hint = f"{self.lost_files}: finish the download"
             raise CheckpointError("; ".join(texts), hint=hint)
 
     def _layers(self, surplus: list[str], names: WeightNames, num_layers: int) -> str:
@@ -467,10 +472,12 @@ def _check_tensor(
     else:
         dtypes = (*stored.dtypes, *(() if slot.stored else stored.also))
         held = slot.source.made_of or slot.source
-        allowed, hint = tuple(SAFETENSORS_NAMES[dtype] for dtype in dtypes), _UNLISTED
+        allowed = tuple(SAFETENSORS_NAMES[dtype] for dtype in dtypes)
+        hint = "export the checkpoint again" if held is PLAIN else _UNLISTED
         if entry.dtype in (SAFETENSORS_NAMES[dtype] for dtype in stored.also):
             hint = 'set "fmt": "float8_e4m3fnuz" in the quantization_config of config.json'
-        what = f"tensor {entry.name} has dtype {entry.dtype}; {held.name} is stored in"
+        who = "supported:" if held is PLAIN else f"{held.name} is stored in"
+        what = f"tensor {entry.name} has dtype {entry.dtype}; {who}"
     expected = _shape(slot, stored)
     if entry.dtype not in allowed:
         problems.misfits.setdefault(entry.name, (f"{what} {', '.join(allowed)}", hint))

@@ -12,7 +12,7 @@ import os
 import re
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from io import FileIO
@@ -32,7 +32,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 100 * 10**6  # the limit of the format
 
-_SHARD_OF = re.compile(r"-of-\d+\.safetensors$")
+_SHARD_OF = re.compile(r"-of-(\d+)\.safetensors$")
 _ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2,
     "U16": 2,
@@ -176,8 +176,10 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
                 if not count:
                     raise EOFError(f"it ends at byte {start + done}")
                 done += count
-        except (OSError, EOFError) as error:
+        except EOFError as error:
             raise CheckpointError(f"{file} cannot be read: {error}", hint=_AGAIN) from error
+        except OSError as error:
+            raise CheckpointError.of_file(file, error) from error
 
     def _open(self, file: Path) -> FileIO:
         if getattr(self._thread, "file", None) != file:
@@ -238,7 +240,9 @@ def read_header(file: Path) -> list[TensorEntry]:
             _entry(file, name, value, *parts.get(name, ()), begin=8 + header_bytes)
             for name, value in header.items()
         ]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
+    except OSError as error:
+        raise CheckpointError.of_file(file, error) from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{file} has a header that cannot be read: {error!r}", hint=_AGAIN
         ) from error
@@ -284,10 +288,14 @@ def _find_files(folder: Path, layout: ParallelLayout) -> tuple[list[Path], dict[
             raise CheckpointError(
                 f"{index_path} has no weight_map from tensor names to file names", hint=_AGAIN
             )
+        index = {name: file.removeprefix("./") for name, file in index.items()}
         names = sorted(set(index.values()))
         outside = [name for name in names if Path(name).name != name]
         if outside:
-            raise CheckpointError(f"{index_path} names a file outside the folder: {outside[0]!r}")
+            raise CheckpointError(
+                f"{index_path} names a file of another folder: {outside[0]!r}",
+                hint="weights are read from files beside the index alone",
+            )
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise CheckpointError(
@@ -317,14 +325,17 @@ def _find_files(folder: Path, layout: ParallelLayout) -> tuple[list[Path], dict[
         found = sorted(
             path.name
             for path in folder.iterdir()
-            if path.suffix in (".bin", ".pt", ".pth", ".gguf")
+            if path.suffix in (".bin", ".pt", ".pth", ".gguf", ".safetensors")
         )
+        hint = "finish the download, or use --load-format synthetic"
+        if any(name.endswith(".safetensors") for name in found):
+            hint = f"copy {INDEX_NAME} of these files here, or give them such names"
+        elif found:
+            hint = "only safetensors weights are read"
         raise CheckpointError(
             f"{folder} has no model.safetensors, no {INDEX_NAME} and no model-*.safetensors"
             + (f"; it has {first_names(found)}" if found else ""),
-            hint="only safetensors weights are read"
-            if found
-            else "finish the download, or use --load-format synthetic",
+            hint=hint,
         )
     return files, None
 
@@ -387,6 +398,17 @@ def _entry(
             raise ValueError(f"{name} of shape {list(whole)} has no part {list(map(_span, part))}")
         shape = tuple(whole)
     return TensorEntry(name, file, str(dtype), shape, begin + start, end - start, part)
+
+
+def lost_files(files: Iterable[Path]) -> str | None:
+    """How many of a set of `files` there are, where their names speak of more; None: all. Some sets
+    were never as large as that.
+    """
+    names = {file.name for file in files}
+    sizes = {int(match[1]) for match in map(_SHARD_OF.search, names) if match}
+    if len(sizes) != 1 or len(names) >= max(sizes):
+        return None
+    return f"there are {len(names)} of the {max(sizes)} files that their names speak of"
 
 
 def first_names(names: list[str]) -> str:

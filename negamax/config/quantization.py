@@ -44,12 +44,17 @@ def read_quantization(
     Errors: `ConfigError`, `CheckpointError` for what is no such description.
     """
     found = config.get("quantization_config")
-    if found is not None:
+    if found is not None and found != {}:
         if not isinstance(found, Mapping):
             raise ConfigError(
                 f"model config: quantization_config is {found!r}; supported: an object or null"
             )
-        spec = QuantizationSpec(str(found.get("quant_method")), dict(found))
+        if not (method := found.get("quant_method")):
+            raise ConfigError(
+                f"model config: quantization_config says no method: quant_method is {method!r}",
+                hint="add it, or take quantization_config out where nothing is quantised",
+            )
+        spec = QuantizationSpec(str(method), dict(found))
         is_neuron = folder is not None and spec.method == "fp8" and _is_neuron(folder)
         return _neuron(spec, folder) if is_neuron and folder is not None else spec
     for name, method in SIDE_FILES.items():

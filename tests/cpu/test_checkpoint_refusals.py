@@ -5,6 +5,10 @@ and shapes say it already.
 from __future__ import annotations
 
 import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,6 +27,8 @@ from torch import Tensor
 
 from negamax.base.errors import CheckpointError
 from negamax.checkpoint.loader import load_weights
+from negamax.checkpoint.reader import CheckpointReader, read_entries, read_header
+from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.formats import E4M3_BLOCKS
 from negamax.layers.weights import WeightSlot, slots_by_name
@@ -338,7 +344,8 @@ def test_index_and_files_must_agree(tmp_path: Path) -> None:
             {**weight_map, "x": "model-00003.safetensors"},
             r"1 are missing: model-00003\.safetensors .finish",
         ),
-        ({**weight_map, "x": "../secret.safetensors"}, r"outside the folder: '\.\./secret"),
+        ({**weight_map, "x": "../secret.safetensors"}, r"of another folder: '\.\./secret"),
+        ({**weight_map, "x": "sub/a.safetensors"}, r"'sub/a\.safetensors' \(weights are read"),
         ({**weight_map, "x": 3}, "no weight_map"),
         ({}, "no weight_map"),
     ]:
@@ -352,6 +359,72 @@ def test_index_and_files_must_agree(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be read as JSON"):
         load(tmp_path)
+
+
+def test_an_index_may_say_that_files_are_beside_it(tmp_path: Path) -> None:
+    files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    tensors = random_tensors(SPEC)
+    save_sharded(tmp_path, tensors, names=files)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    write_index(tmp_path, {name: f"./{file}" for name, file in index.items()})
+    assert read_entries(tmp_path).keys() == tensors.keys()
+    load(tmp_path)
+
+
+def test_shards_without_an_index_that_are_not_all_there_are_counted(tmp_path: Path) -> None:
+    files = [f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3)]
+    save_sharded(tmp_path, random_tensors(SPEC), names=files, with_index=False)
+    load(tmp_path)
+    (tmp_path / files[1]).unlink()
+    with pytest.raises(CheckpointError, match=r"are missing from .* \(there are 2 of the 3 files"):
+        load(tmp_path)
+
+
+def test_shards_of_other_names_need_an_index(tmp_path: Path) -> None:
+    save_sharded(
+        tmp_path, random_tensors(SPEC), names=["a.safetensors", "b.safetensors"], with_index=False
+    )
+    with pytest.raises(
+        CheckpointError,
+        match=r"it has a\.safetensors, b\.safetensors \(copy model\.safetensors\.in",
+    ):
+        load(tmp_path)
+
+
+def test_files_that_may_not_be_read_need_no_download() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        save_single(Path(folder), random_tensors(SPEC))
+        weights, config = Path(folder) / "model.safetensors", Path(folder) / "config.json"
+        config.write_text("{}")
+        (entry, *_) = read_header(weights)
+        reads: list[Callable[[], object]] = [
+            lambda: read_header(weights),
+            lambda: CheckpointReader().read(entry),
+            lambda: read_json_object(config),
+        ]
+        for read in reads:
+            read()
+        weights.chmod(0)
+        config.chmod(0)
+        with _as_another_user():
+            for read in reads:
+                with pytest.raises(CheckpointError) as caught:
+                    read()
+                assert "cannot be read: Permission denied" in caught.value.message
+                assert "chmod" in str(caught.value) and "download" not in str(caught.value)
+
+
+@contextmanager
+def _as_another_user() -> Iterator[None]:
+    """Where this is root, who may read everything."""
+    if is_root := os.geteuid() == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
 
 
 def test_tensor_in_two_files_is_refused(tmp_path: Path) -> None:

@@ -249,7 +249,8 @@ def test_a_draft_without_weights_is_drawn(
         (lambda t: t.pop("lm_head.weight"), "missing from the checkpoint: lm_head.weight"),
         (lambda t: t.update(extra=torch.ones(2)), "1 tensor is not part of this model: extra"),
         (lambda t: t.update({"fc.weight": torch.ones(32, 64)}), "fc.weight has shape [32, 64]"),
-        (lambda t: t.update(d2t=t["d2t"].int()), "d2t has dtype I32"),
+        (lambda t: t.update(d2t=t["d2t"].float()), "d2t has dtype F32; supported: I64, I32"),
+        (lambda t: t.update(d2t=t["d2t"].int() + 60), "tensor d2t gives 40 tokens"),
         (lambda t: t.update(d2t=t["d2t"] + 60), "tensor d2t gives 40 tokens"),
         (lambda t: t["t2d"].logical_not_(), "tensor t2d marks 56 tokens of the model, and d2t"),
         (lambda t: t.update(t2d=t["t2d"][1:]), "t2d has shape [95]"),
@@ -270,6 +271,21 @@ def test_files_of_a_draft_are_checked_as_those_of_a_model(
         engine(folder, draft)
     assert words in caught.value.message
     assert caught.value.message.startswith(f"draft {draft}: ")
+
+
+def test_offsets_of_32_bits_are_read_as_those_of_64(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, tensors, draft = make_draft("plain", tmp_path)
+    seen = tiny_draft.watch(monkeypatch.setattr)
+    with engine(folder, draft) as llm:
+        outputs(llm)
+    guesses = seen[:]
+    seen.clear()
+    tiny_draft.save(config, tensors | {"d2t": tensors["d2t"].int()}, Path(draft))
+    with engine(folder, draft) as llm:
+        outputs(llm)
+    assert seen == guesses != []
 
 
 def test_memory_that_a_draft_takes_is_counted_and_refused_with_numbers(

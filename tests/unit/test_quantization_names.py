@@ -12,7 +12,7 @@ import pytest
 from negamax.base.errors import ConfigError
 from negamax.config.embedded import EMBEDDED
 from negamax.config.options import EngineOptions
-from negamax.config.quantization import QuantizationSpec
+from negamax.config.quantization import QuantizationSpec, read_quantization
 from negamax.engine.core.source import locate
 from negamax.kernels.formats import PLAIN
 from negamax.quantization.detect import METHODS, detect
@@ -92,6 +92,13 @@ def test_a_checkpoint_is_checked_when_it_is_located(tmp_path: Path) -> None:
     found = locate(EngineOptions(model=str(tmp_path), quantization="int8-per-channel-weight-only"))
     scheme = detect(found.spec.quantization)
     assert scheme is not None and [stored.name for stored in scheme.formats] == ["int8_channel"]
+
+
+def test_a_description_that_says_nothing_is_none_and_one_without_a_method_is_refused() -> None:
+    assert read_quantization({"quantization_config": {}}) is None
+    for fields in ({"bits": 4}, {"quant_method": None}, {"quant_method": ""}):
+        with pytest.raises(ConfigError, match=r"quant_method is (None|'') \(add it, or take"):
+            read_quantization({"quantization_config": fields})
 
 
 def test_mxfp8_becomes_blocks_where_that_is_asked() -> None:

@@ -46,7 +46,7 @@ from negamax.parallel.layout import shard
 from negamax.quantization.scheme import WeightFormat
 
 _ALONE = SingleRank()
-_OFFSETS = StoredTensor(names.D2T, Role.PERMUTATION, ("int64",), (Dim(Axis.ROWS),))
+_OFFSETS = StoredTensor(names.D2T, Role.PERMUTATION, ("int64", "int32"), (Dim(Axis.ROWS),))
 _MARKS = StoredTensor(names.T2D, Role.PERMUTATION, ("bool",), (Dim(Axis.ROWS),))
 
 
