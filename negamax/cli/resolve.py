@@ -19,7 +19,7 @@ from negamax.base.errors import ConfigError
 from negamax.cli import config_file
 from negamax.cli.flags import Flag, Kind
 from negamax.cli.foreign_flags import TABLE, Foreign
-from negamax.cli.foreign_rules import VALUES, Translation
+from negamax.cli.foreign_rules import Translation
 from negamax.cli.launchers import launched
 from negamax.cli.words import (
     HELP,
@@ -32,6 +32,7 @@ from negamax.cli.words import (
     split,
     with_model,
 )
+from negamax.config.foreign_values import own_value
 from negamax.config.nodes import KEY_VARIABLE
 
 PREFIX = "NEGAMAX_"
@@ -270,5 +271,4 @@ def _words(item: Given, names: OptionNames) -> tuple[str, ...]:
     option, is_opposite = names.own[item.name].option, names.own[item.name].is_opposite
     if option.kind is Kind.SWITCH:
         return (option.flag,) if item.is_set != is_opposite else ()
-    renamed = VALUES.get(option.name, {})
-    return tuple(f"{option.flag}={renamed.get(value, value)}" for value in item.values)
+    return tuple(f"{option.flag}={own_value(option.name, value)}" for value in item.values)

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from negamax.base.errors import ConfigError, EngineError, InvalidRequestError, UnavailableError
 from negamax.config.eplb import IN_ORDER
+from negamax.config.foreign_values import own_value
 from negamax.config.nodes import MASTER_PORT, MP
 from negamax.config.options import EngineOptions
 from negamax.engine.client.output import ChoiceStream, RequestOutput, admit
@@ -65,7 +66,8 @@ class Generation:
 
 class LLM:
     """A model in this process. The keywords are the fields of `EngineOptions`, which says what each
-    means, and `chat_template`, a file that replaces the checkpoint's template.
+    means, and `chat_template`, a file that replaces the checkpoint's template. Values may be
+    vLLM's, such as `dtype="half"`.
 
     Usable as a context manager; `shutdown` frees the worker threads or processes. Not thread-safe.
     Errors: `ConfigError` and `ResourceError` for a model or options that cannot work here.
@@ -142,9 +144,11 @@ class LLM:
                 f"--num-replicas is {num_replicas}, and this is one engine",
                 hint="leave it out, or use `negamax serve`",
             )
-        self._options = with_planned_sizes(
-            EngineOptions(**{option.name: given[option.name] for option in fields(EngineOptions)})
-        )
+        options = {option.name: given[option.name] for option in fields(EngineOptions)}
+        for name, value in options.items():
+            if isinstance(value, str):
+                options[name] = own_value(name, value)
+        self._options = with_planned_sizes(EngineOptions(**options))
         source = locate(self._options)
         self.tokenizer = Tokenizer.from_folder(source.tokenizer_folder)
         template = None if chat_template is None else Path(chat_template)

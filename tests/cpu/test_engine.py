@@ -394,6 +394,31 @@ def test_options_that_cannot_work_are_refused_with_numbers(
         LLM(str(folder), **options)
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (
+            {"dtype": "float", "load_format": "dummy"},
+            {"dtype": "float32", "load_format": "synthetic"},
+        ),
+        (
+            {"dtype": "half", "load_format": "hf"},
+            {"dtype": "float16", "load_format": "safetensors"},
+        ),
+        ({"dtype": "bf16", "quantization": "None"}, {"dtype": "bfloat16"}),
+    ],
+)
+def test_values_may_have_the_names_of_vllm(
+    folder: Path, theirs: dict[str, Any], ours: dict[str, Any]
+) -> None:
+    outputs = []
+    for options in (theirs, ours):
+        with LLM(str(folder), num_kv_blocks=8, block_size=4, num_threads=1, **options) as engine:
+            (made,) = engine.generate([prompt(1)], GREEDY)
+            outputs.append(made.outputs[0].token_ids)
+    assert outputs[0] == outputs[1] != []
+
+
 def test_a_model_larger_than_the_memory_is_refused() -> None:
     with pytest.raises(ResourceError, match="GiB"):
         LLM("minimax-m2", load_format="synthetic", max_model_len=128)
