@@ -23,7 +23,8 @@ from negamax.config.options import KV_CACHE_DTYPES, EngineOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.planner.cost import Workload
 from negamax.planner.gpus import GIB, GPUS, MEASURED, MEASURED_RANKS, find_gpu, visible_gpus
-from negamax.planner.plan import LIMITS, Candidate, Hardware, Plan, Refused, make_plan
+from negamax.planner.plan import Candidate, Hardware, Plan, Refused, make_plan
+from negamax.planner.topology import LIMITS
 
 HELP = """Show how MODEL may be split over GPUs: memory, predicted times, the command to type.
 

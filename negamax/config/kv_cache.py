@@ -137,6 +137,11 @@ def block_bytes(caches: KvCacheSpecs, block_size: int, *, dtype: str, ranks: int
     )
 
 
+def slot_bytes(context_length: int, block_size: int, *, item: int) -> int:
+    """Bytes of a request slot: the ids of its tokens and of its blocks, `item` bytes each."""
+    return item * (context_length + 1 + -(-context_length // block_size))
+
+
 def choose_block_size(caches: KvCacheSpecs, asked: int | None, *, default: int) -> int:
     """The block size `asked` for, or the least one from `default` on that all caches can be cut
     into. Errors: `ConfigError` where they cannot be cut as asked.

@@ -6,19 +6,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from negamax.base.errors import ConfigError
 from negamax.config.model_spec import ModelSpec
-from negamax.config.options import STEP_LIMITS, EngineOptions
+from negamax.config.options import EngineOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.planner.chunks import chunks, even_times
 from negamax.planner.cost import Costs, Model, Workload, tokens_per_second
 from negamax.planner.gpus import GIB, GpuModel
-from negamax.planner.topology import LEAST_TOKENS, Fit, Topology, fit, topologies
+from negamax.planner.topology import LEAST_TOKENS, LIMITS, Fit, Topology, fit, topologies
 
 TIE = 0.05  # by which predictions of times per token are off
-LIMITS = STEP_LIMITS["cuda"]  # of each data-parallel rank
 
 
 @dataclass(frozen=True)
@@ -125,15 +124,18 @@ def make_plan(
     kv_dtype: str = "auto",
     index_dtype: str = "auto",
     max_model_len: int | None = None,
+    max_num_seqs: int | None = None,
     one_engine: bool = False,
     split_for: Sequence[ParallelLayout] = (),
 ) -> Plan:
     """All topologies of `spec` on `hardware`. `workloads` differ in their concurrency, which grows.
     `max_model_len` must fit; None: one request of the workloads must, and the window is what fits,
-    up to the model's. Errors: `ConfigError` where the model has no such window. With `one_engine`,
-    GPUs that a topology leaves over stay idle. Index keys, where the model has any, are sharded
-    over ranks that share out a KV cache, and where no request that must fit does otherwise.
-    `split_for`: the ranks that the checkpoint's files are for, where they are split.
+    up to the model's. Errors: `ConfigError` where the model has no such window. Each data-parallel
+    rank has slots for `max_num_seqs` requests; None: for as many as run at a time, and the default
+    at least. With `one_engine`, GPUs that a topology leaves over stay idle. Index keys, where the
+    model has any, are sharded over ranks that share out a KV cache, and where no request that must
+    fit does otherwise. `split_for`: the ranks that the checkpoint's files are for, where they are
+    split.
     """
     if max_model_len is not None and max_model_len > spec.max_position_embeddings:
         raise ConfigError(
@@ -160,12 +162,20 @@ def make_plan(
                 )
             topology.check(spec, per_node=hardware.per_node)
             gpu.platform.check(fp8_cache=plain.kv_dtype.startswith("fp8"))
-            model, memory = _fit(plain, sharded, topology, hardware, least)
+            share = -(-workloads[-1].concurrency // (topology.replicas * topology.dp))
+            fitting = partial(
+                fit,
+                layout=topology.layout,
+                budget=hardware.budget,
+                longest=max_model_len or max_length,
+                max_num_seqs=max_num_seqs or max(LIMITS.max_num_seqs, share),
+            )
+            model, memory = _fit(plain, sharded, topology, fitting, least)
             _check_room(hardware, memory, least)
         except ConfigError as error:
             refused.append(Refused(topology, error.message))
             continue
-        context_length = max_model_len or min(memory.tokens, max_length)
+        context_length = max_model_len or memory.window
         candidates.append(_candidate(model, hardware, topology, memory, context_length, workloads))
     plan = Plan(hardware, tuple(workloads), tuple(candidates), tuple(refused))
     ordered = sorted(candidates, key=plan._request_seconds)
@@ -173,28 +183,33 @@ def make_plan(
 
 
 def _fit(
-    plain: Model, sharded: Model, topology: Topology, hardware: Hardware, num_tokens: int
+    plain: Model,
+    sharded: Model,
+    topology: Topology,
+    fitting: Callable[[Model], Fit],
+    num_tokens: int,
 ) -> tuple[Model, Fit]:
     """The model as it runs, its index keys sharded or not, and what a GPU holds of it."""
     model = sharded if topology.dcp > 1 else plain
-    memory = fit(model, topology.layout, budget=hardware.budget)
-    if memory.tokens < num_tokens and topology.dcp == 1 and topology.tp > 1 and topology.cp == 1:
-        found = fit(sharded, topology.layout, budget=hardware.budget)
-        if found.tokens >= num_tokens:
+    memory = fitting(model)
+    if memory.window < num_tokens and topology.dcp == 1 and topology.tp > 1 and topology.cp == 1:
+        found = fitting(sharded)
+        if found.window >= num_tokens:
             return sharded, found
     return model, memory
 
 
 def _check_room(hardware: Hardware, memory: Fit, num_tokens: int) -> None:
     """Errors: `ConfigError` with how much is missing for one request of `num_tokens`."""
-    missing = num_tokens * memory.token - memory.room
+    missing = num_tokens * (memory.token + memory.slots) - memory.room
     if missing > 0:
         needed = (hardware.gpu.memory * hardware.utilization + missing) / hardware.utilization
         raise ConfigError(
-            f"{_gib(memory.weights)} of weights and {_gib(num_tokens * memory.token)} of cache for "
-            f"{num_tokens} tokens are {_gib(missing)} more per GPU than --gpu-memory-utilization "
+            f"{_gib(memory.weights)} of weights, {_gib(num_tokens * memory.token)} of cache for "
+            f"{num_tokens} tokens and {_gib(num_tokens * memory.slots)} of request slots are "
+            f"{_gib(missing)} more per GPU than --gpu-memory-utilization "
             f"{hardware.utilization:g} leaves; fits in {_gib(needed)} per GPU"
-            + (f", or with --max-model-len {memory.tokens}" if memory.tokens > LEAST_TOKENS else "")
+            + (f", or with --max-model-len {memory.window}" if memory.window > LEAST_TOKENS else "")
         )
 
 

@@ -6,17 +6,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from negamax.base.errors import ConfigError
-from negamax.config.kv_cache import block_bytes, with_holders
+from negamax.config.kv_cache import block_bytes, slot_bytes, with_holders
 from negamax.config.model_spec import ModelSpec
+from negamax.config.options import STEP_LIMITS
 from negamax.config.parallel import ParallelOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split
 from negamax.planner.cost import Model
 from negamax.planner.gpus import GIB
 
-# Beside weights and cache on each GPU: a step's workspace, CUDA graphs, the driver. The engine
-# measures it; on an H200 with the default sizes of a step it is 7.0 GiB.
-GPU_RESERVE = 15 * GIB // 2
+# Beside weights, cache and request slots on each GPU: a step's workspace, CUDA graphs, the driver.
+# The engine measures it; on an H200 with the default sizes of a step it is 6.8 GiB.
+GPU_RESERVE = 73 * GIB // 10
+LIMITS = STEP_LIMITS["cuda"]  # of each data-parallel rank
 LEAST_TOKENS = 8192  # of KV cache, for a model to be called usable
 
 
@@ -144,17 +146,34 @@ class Fit:
     """What a GPU holds, in bytes; of the stage that has least room for its cache."""
 
     weights: int
-    room: int  # for the cache; below 0: missing
+    room: int  # for the cache and the request slots; below 0: missing
     token: int  # of cache
+    slots: int  # of all request slots, for each token of the window
+    longest: int  # window that is asked for
+
+    @property
+    def window(self) -> int:
+        """Tokens of the longest request."""
+        return min(self.longest, max(0, self.room) // (self.token + self.slots))
 
     @property
     def tokens(self) -> int:
         """Tokens of cache in one data-parallel rank."""
-        return max(0, self.room) // self.token
+        return max(0, self.room - self.window * self.slots) // self.token
 
 
-def fit(model: Model, layout: ParallelLayout, *, budget: int) -> Fit:
-    """What the GPUs of `layout` hold that may use `budget` bytes each."""
+def fit(
+    model: Model,
+    layout: ParallelLayout,
+    *,
+    budget: int,
+    longest: int,
+    max_num_seqs: int = LIMITS.max_num_seqs,
+) -> Fit:
+    """What the GPUs of `layout` hold that may use `budget` bytes each, with slots for
+    `max_num_seqs` requests of up to `longest` tokens.
+    """
+    slots = slot_bytes(longest, LIMITS.block_size, item=4) * (max_num_seqs + 1)
     found = []
     for stage in (layout.of_rank(rank) for rank in range(0, layout.world_size, layout.stage_size)):
         held = model.weights.on_rank(dtype=model.dtype, kept=model.kept, layout=stage)
@@ -162,5 +181,6 @@ def fit(model: Model, layout: ParallelLayout, *, budget: int) -> Fit:
         layers = stage.layers(model.weights.spec.num_layers)
         caches = with_holders(model.caches[layers.start : layers.stop], layout.dcp)
         token = block_bytes(caches, 1, dtype=model.kv_dtype, ranks=layout.tp)
-        found.append(Fit(weights, budget - GPU_RESERVE - weights, token))
+        room = budget - GPU_RESERVE - weights
+        found.append(Fit(weights, room, token, -(-slots // longest), longest))
     return min(found, key=lambda each: each.tokens or each.room)

@@ -16,7 +16,7 @@ from negamax.base import env
 from negamax.base.errors import ConfigError, ResourceError
 from negamax.base.log import get_logger
 from negamax.config.eagle3 import Eagle3Spec
-from negamax.config.kv_cache import KvCacheSpec, KvCacheSpecs, block_bytes
+from negamax.config.kv_cache import KvCacheSpec, KvCacheSpecs, block_bytes, slot_bytes
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.registry import KernelTable
 from negamax.layers.attention import KvCaches
@@ -208,7 +208,7 @@ def check_rows_fit(config: WorkerConfig, *, device: torch.device) -> None:
     for all ranks of a CPU.
     """
     item = 8 if device.type == "cpu" else 4
-    per_row = item * (config.max_model_len + 1 + -(-config.max_model_len // config.block_size))
+    per_row = slot_bytes(config.max_model_len, config.block_size, item=item)
     free = (
         env.available_memory() // config.num_cpu_ranks
         if device.type == "cpu"

@@ -12,7 +12,13 @@ import torch
 
 from negamax.base.errors import ConfigError, ResourceError
 from negamax.config.families import bundled_spec
-from negamax.config.kv_cache import KvCacheSpec, block_bytes, check_index_options, choose_block_size
+from negamax.config.kv_cache import (
+    KvCacheSpec,
+    block_bytes,
+    check_index_options,
+    choose_block_size,
+    slot_bytes,
+)
 from negamax.config.speculation import SpeculationConfig
 from negamax.models.family import INT8_CACHE, names_of
 from negamax.models.memory import dequantized, weight_bytes
@@ -122,6 +128,13 @@ def test_requests_that_are_short_take_no_memory_of_a_long_window() -> None:
 def resident_bytes() -> int:
     """Main memory that this process takes now."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def test_bytes_of_request_slots_are_those_of_their_tensors() -> None:
+    cpu = torch.device("cpu")
+    state = RequestState(3, 1000, max_blocks=63, eos_token_ids=(), device=cpu)
+    held = state.tokens.nbytes + state.block_tables.nbytes
+    assert 4 * slot_bytes(1000, 16, item=state.tokens.itemsize) == held
 
 
 def test_devices_and_dtypes_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,11 @@ def test_a_performance_mode_chooses_sizes_where_none_is_given() -> None:
     large |= {"model": "minimax-m3-mxfp8", "kv_cache_dtype": "fp8", "index_cache_dtype": "fp8"}
     with pytest.raises(ConfigError, match="no split over 4 x H200 holds one request of 1048576"):
         with_planned_sizes(EngineOptions(**large))
-    options = with_planned_sizes(EngineOptions(**large, index_cache_sharding="on"))
+    large |= {"index_cache_sharding": "on"}
+    with pytest.raises(ConfigError, match="no split over 4 x H200 holds one request of 1048576"):
+        with_planned_sizes(EngineOptions(**large))
+    # and only without the slots of 256 requests beside it
+    options = with_planned_sizes(EngineOptions(**large, max_num_seqs=64))
     assert options.tensor_parallel_size == 4
     with pytest.raises(ConfigError, match="--performance-mode is 'fast'; allowed: balanced, "):
         EngineOptions("nano", performance_mode="fast")

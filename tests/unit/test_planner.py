@@ -75,11 +75,14 @@ def counted(
     *,
     kv_dtype: str = "bfloat16",
     shards_index: bool = False,
+    longest: int | None = None,
 ) -> tuple[int, int, int]:
     """Of the stage that has room for the fewest tokens: these, its bytes of weights on a rank, and
-    of cache for a token.
+    of cache for a token. Beside the cache are 257 request slots of as many tokens as the `longest`
+    request has, or fewer if no such request fits.
     """
     found = []
+    longest = longest or spec.max_position_embeddings
     spec = spec.with_sharded_index() if shards_index or layout.dcp > 1 else spec
     for stage in map(layout.of_rank, range(0, layout.world_size, layout.stage_size)):
         weights = bytes_on_rank(spec, stage)
@@ -87,7 +90,10 @@ def counted(
         caches = with_index_dtype(spec.kv_caches(), "bfloat16")[layers.start : layers.stop]
         caches = with_holders(caches, layout.dcp)
         token = block_bytes(caches, 1, dtype=kv_dtype, ranks=layout.tp)
-        found.append(((budget - weights) // token, weights, token))
+        slots = 257 * 4 + 257 * 4 // 64 + 1
+        room = budget - weights
+        window = min(longest, room // (token + slots))
+        found.append(((room - slots * window) // token, weights, token))
     return min(found)
 
 
@@ -109,7 +115,9 @@ def test_what_is_offered_is_accepted_and_what_is_refused_is_not(
         layout = ParallelLayout.of(options)
         check_split(layout, spec, gpus=each.topology.ranks)
         assert each.topology.gpus <= gpus
-        tokens, *bytes_each = counted(spec, layout, budget, shards_index=each.shards_index)
+        tokens, *bytes_each = counted(
+            spec, layout, budget, shards_index=each.shards_index, longest=window
+        )
         assert [each.memory.weights, each.memory.token] == bytes_each
         assert each.context_length <= tokens == each.memory.tokens
         assert window in (None, each.context_length)
@@ -120,7 +128,8 @@ def test_what_is_offered_is_accepted_and_what_is_refused_is_not(
             check_split(layout, spec, gpus=topology.ranks)
         except ConfigError:
             continue
-        assert counted(spec, layout, budget)[0] < (8192 if window is None else window), refused
+        tokens = counted(spec, layout, budget, longest=window)[0]
+        assert tokens < (8192 if window is None else window), refused
     found = {each.topology for each in (*plan.candidates, *plan.refused)}
     for splits in possible_splits(spec, most=gpus):
         ranks = splits.tensor_parallel_size
@@ -145,6 +154,7 @@ def test_a_shard_that_does_not_fit_comes_with_what_is_missing() -> None:
     plan = planned(M2, 4, gpu="H100")
     (two,) = {each.reason for each in plan.refused if each.topology == Topology(2, replicas=2)}
     missing = weight_bytes(M2, dtype="bfloat16", layout=ParallelLayout(tp=2)) + 8192 * 31 * 4096
+    missing += 8192 * (257 * 4 + 257 * 4 // 64 + 1)
     missing -= int(81_559 * 2**20 * 0.92) - GPU_RESERVE
     assert f"are {missing / GIB:.1f} GiB more per GPU" in two
     fitting = float(two.partition("fits in ")[2].split()[0])
@@ -238,7 +248,7 @@ def test_ranks_that_share_out_a_cache_hold_most_tokens() -> None:
     found = {each.topology: each for each in plan.candidates}
     plain, shared_out = found[Topology(8)], found[Topology(8, dcp=2)]
     assert (plain.memory.token, shared_out.memory.token) == (29_952, 9_504)
-    assert shared_out.cache_tokens == max(each.cache_tokens for each in plan.candidates) > 7_800_000
+    assert shared_out.cache_tokens == max(each.cache_tokens for each in plan.candidates) > 7_700_000
     assert shared_out.predictions[0].token_seconds > plain.predictions[0].token_seconds
     (line,) = commands(shared_out, EngineOptions("minimax-m3-mxfp8"), M3, hardware)
     assert "--decode-context-parallel-size 2" in line and "--index-cache-sharding on" in line
@@ -273,7 +283,8 @@ def test_for_the_longest_requests_sharing_out_the_cache_is_best() -> None:
         assert plan.fastest.topology == Topology(8, dcp=2)
         assert plan.fastest.context_length == (asked or spec.max_position_embeddings)
     reasons = {each.topology: each.reason for each in make_plan(plain, hardware, [long]).refused}
-    assert "of cache for 908000 tokens are 16.2 GiB more per GPU" in reasons[Topology(8)]
+    words = "of cache for 908000 tokens and 0.9 GiB of request slots are 16.9 GiB more per GPU"
+    assert words in reasons[Topology(8)]
 
 
 def test_requests_beyond_the_cache_wait() -> None:

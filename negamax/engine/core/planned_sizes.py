@@ -59,6 +59,7 @@ def with_planned_sizes(options: EngineOptions, *, one_engine: bool = True) -> En
         kv_dtype=options.kv_cache_dtype,
         index_dtype=options.index_cache_dtype,
         max_model_len=context_length,
+        max_num_seqs=options.sequences_per_step("cuda"),
         one_engine=one_engine,
         split_for=ranks_of(source.tokenizer_folder) if is_read else (),
     )
@@ -71,7 +72,7 @@ def with_planned_sizes(options: EngineOptions, *, one_engine: bool = True) -> En
         raise ConfigError(
             f"--performance-mode is {mode}: no split over {len(gpus)} x {smallest.name} holds one "
             f"request of {context_length} tokens",
-            hint="lower --max-model-len; `negamax plan` says what fits",
+            hint="lower --max-model-len or --max-num-seqs; `negamax plan` says what fits",
         )
     logger.info(
         "--performance-mode %s: %s on %d of %d GPUs, as if %s were given",

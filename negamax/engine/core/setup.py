@@ -120,9 +120,7 @@ def _worker_config(
         draft = with_own_parts(draft, spec, source.weights_folder)
     if device == "cpu":
         env.settle_cpu_products()
-    limits = STEP_LIMITS[device]
-    is_throughput = options.performance_mode == "throughput"  # twice as many, as in vLLM
-    max_num_seqs = options.max_num_seqs or limits.max_num_seqs * (2 if is_throughput else 1)
+    limits, max_num_seqs = STEP_LIMITS[device], options.sequences_per_step(device)
     block_size = choose_block_size(spec.kv_caches(), options.block_size, default=limits.block_size)
     options.parallel.check_interleave(block_size)
     return WorkerConfig(
