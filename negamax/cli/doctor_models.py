@@ -152,8 +152,8 @@ def _on_gpus(model: str, spec: ModelSpec, gpus: Sequence[Gpu]) -> ModelVerdict:
         return ModelVerdict(model, False, "", f"{need}; it takes {hint}")
     command = f"negamax serve {model}" + (f" --tensor-parallel-size {size}" if size > 1 else "")
     command += " --enable-expert-parallel" if best.enable_expert_parallel else ""
-    if fits(best).window < spec.max_position_embeddings:
-        command += f" --max-model-len {fits(best).window // 1024 * 1024}"
+    if fits(best).context_length < spec.max_position_embeddings:
+        command += f" --max-model-len {fits(best).context_length // 1024 * 1024}"
     stored = "bf16" if spec.quantization is None else spec.quantization.method.upper()
     held = "as stored" if kept or spec.quantization is None else "dequantised to bf16"
     detail = f"{stored} {held}, {_gib(fits(best).weights)} of weights per GPU"

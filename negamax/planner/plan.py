@@ -175,7 +175,7 @@ def make_plan(
         except ConfigError as error:
             refused.append(Refused(topology, error.message))
             continue
-        context_length = max_model_len or memory.window
+        context_length = max_model_len or memory.context_length
         candidates.append(_candidate(model, hardware, topology, memory, context_length, workloads))
     plan = Plan(hardware, tuple(workloads), tuple(candidates), tuple(refused))
     ordered = sorted(candidates, key=plan._request_seconds)
@@ -192,9 +192,14 @@ def _fit(
     """The model as it runs, its index keys sharded or not, and what a GPU holds of it."""
     model = sharded if topology.dcp > 1 else plain
     memory = fitting(model)
-    if memory.window < num_tokens and topology.dcp == 1 and topology.tp > 1 and topology.cp == 1:
+    if (
+        memory.context_length < num_tokens
+        and topology.dcp == 1
+        and topology.tp > 1
+        and topology.cp == 1
+    ):
         found = fitting(sharded)
-        if found.window >= num_tokens:
+        if found.context_length >= num_tokens:
             return sharded, found
     return model, memory
 
@@ -209,7 +214,11 @@ def _check_room(hardware: Hardware, memory: Fit, num_tokens: int) -> None:
             f"{num_tokens} tokens and {_gib(num_tokens * memory.slots)} of request slots are "
             f"{_gib(missing)} more per GPU than --gpu-memory-utilization "
             f"{hardware.utilization:g} leaves; fits in {_gib(needed)} per GPU"
-            + (f", or with --max-model-len {memory.window}" if memory.window > LEAST_TOKENS else "")
+            + (
+                f", or with --max-model-len {memory.context_length}"
+                if memory.context_length > LEAST_TOKENS
+                else ""
+            )
         )
 
 

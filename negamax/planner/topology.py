@@ -152,14 +152,14 @@ class Fit:
     longest: int  # window that is asked for
 
     @property
-    def window(self) -> int:
+    def context_length(self) -> int:
         """Tokens of the longest request."""
         return min(self.longest, max(0, self.room) // (self.token + self.slots))
 
     @property
     def tokens(self) -> int:
         """Tokens of cache in one data-parallel rank."""
-        return max(0, self.room - self.window * self.slots) // self.token
+        return max(0, self.room - self.context_length * self.slots) // self.token
 
 
 def fit(
