@@ -10,11 +10,13 @@ counted, in the file.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError
+from negamax.checkpoint.holes import check_zeros
 from negamax.checkpoint.reader import CheckpointReader, TensorEntry
 
 _MAX_NAMED = 5
@@ -29,19 +31,28 @@ _SPECIAL_BITS = {
 _POWERS = (torch.uint8, torch.float8_e8m0fnu)  # of two, by their exponents
 
 
+class _Part(NamedTuple):
+    """What was written of a tensor, or of several."""
+
+    sources: tuple[TensorEntry, ...]
+    matrix: str | None
+    dtype: torch.dtype
+    exponent: Tensor  # the largest, [] integer
+
+
 @dataclass
 class FiniteCheck:
     """Gathers what was written. Single writer: the loader."""
 
-    _entries: list[tuple[TensorEntry, ...]] = field(default_factory=list)
-    _flags: list[Tensor] = field(default_factory=list)
+    _parts: list[_Part] = field(default_factory=list)
     _scales: dict[str, BrokenScale] = field(default_factory=dict)
 
-    def add(self, values: Tensor, *sources: TensorEntry) -> None:
-        """Look at `values`, made from the tensors `sources` of the checkpoint, without waiting."""
+    def add(self, values: Tensor, *sources: TensorEntry, matrix: str | None = None) -> None:
+        """Look at `values`, made from the tensors `sources` of the checkpoint, without waiting.
+        `matrix`: the name of that of which they are a part.
+        """
         if values.numel() and values.dtype in _SPECIAL_BITS:
-            self._entries.append(sources)
-            self._flags.append(_some_not_finite(values))
+            self._parts.append(_Part(sources, matrix, values.dtype, _largest_exponent(values)))
 
     def add_scale(self, scale: BrokenScale) -> None:
         """Name it in the end."""
@@ -49,16 +60,19 @@ class FiniteCheck:
 
     def finish(self, reader: CheckpointReader) -> None:
         """Errors: `CheckpointError` naming the tensors with such values, how many, and the
-        first.
+        first; those of `check_zeros`.
         """
-        by_device: dict[torch.device, list[int]] = {}
-        for number, flag in enumerate(self._flags):
-            by_device.setdefault(flag.device, []).append(number)
+        alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for number, part in enumerate(self._parts):
+            alike.setdefault((part.exponent.device, part.dtype), []).append(number)
         broken: list[int] = []
-        for numbers in by_device.values():
-            stacked = torch.stack([self._flags[number] for number in numbers])
-            flags = stacked.tolist()  # host-sync: once, after the last tensor
-            broken += [number for number, flag in zip(numbers, flags, strict=True) if flag]
+        zero: set[int] = set()
+        for (_, dtype), numbers in alike.items():
+            stacked = torch.stack([self._parts[number].exponent for number in numbers])
+            exponents = stacked.tolist()  # host-sync: once, after the last tensor
+            special = _SPECIAL_BITS[dtype][1]
+            broken += [n for n, bits in zip(numbers, exponents, strict=True) if bits == special]
+            zero |= {n for n, bits in zip(numbers, exponents, strict=True) if bits == 0}
         texts = []
         if self._scales:
             found = [scale.describe(reader) for scale in list(self._scales.values())[:_MAX_NAMED]]
@@ -67,10 +81,12 @@ class FiniteCheck:
                 f"the checkpoint has scales that are 0, negative, huge, NaN or infinite: {names}"
             )
             broken = [
-                n for n in broken if not self._scales.keys() & {e.name for e in self._entries[n]}
+                n
+                for n in broken
+                if not self._scales.keys() & {e.name for e in self._parts[n].sources}
             ]
         if broken:
-            found = [_describe(reader, self._entries[n]) for n in sorted(broken)[:_MAX_NAMED]]
+            found = [_describe(reader, self._parts[n].sources) for n in sorted(broken)[:_MAX_NAMED]]
             names = _some(found, len(broken))
             texts.append(f"the checkpoint has values that are NaN or infinite: {names}")
         if texts:
@@ -79,6 +95,10 @@ class FiniteCheck:
                 hint="download the files again; if they are complete, the checkpoint itself is "
                 "broken",
             )
+        others = {part.matrix for n, part in enumerate(self._parts) if n not in zero} | {None}
+        empty = (self._parts[n] for n in sorted(zero))
+        zeros = {str(one.matrix): one.sources[0] for one in empty if one.matrix not in others}
+        check_zeros(reader, zeros)
 
 
 @dataclass(frozen=True)
@@ -145,10 +165,12 @@ def not_finite(values: Tensor) -> Tensor:
     return (values.view(bits) & special) == special
 
 
-def _some_not_finite(values: Tensor) -> Tensor:
-    """[] bool. As `not_finite(values).any()`, and several times as fast."""
+def _largest_exponent(values: Tensor) -> Tensor:
+    """[] integer: the bits of it, all of them where a value is not finite, and 0 where all are 0.
+    Several times as fast as `not_finite(values).any()`.
+    """
     bits, special = _SPECIAL_BITS[values.dtype]
-    return (values.view(bits) & special).amax() == special
+    return (values.view(bits) & special).amax()
 
 
 def _describe(reader: CheckpointReader, sources: tuple[TensorEntry, ...]) -> str:

@@ -119,7 +119,12 @@ def fill(
             # A GPU has many scales of a few numbers each; they are copied as they are.
             stored = move.slot.stored
             looked_at = part.tensor if stored and stored.role is not Role.VALUES else written
-            check.add(looked_at if part.plain is None else part.plain, *move.entries)
+            is_matrix = move.is_of_values and len(move.slot.shape) == 2
+            check.add(
+                looked_at if part.plain is None else part.plain,
+                *move.entries,
+                matrix=move.slot.name if is_matrix else None,
+            )
             done += move.num_bytes
             if progress:
                 progress(done, total)

@@ -209,6 +209,40 @@ def test_fp8_bytes_that_are_no_number_are_found_in_weights_that_are_dequantised_
         load_weights(Kept(FP8_SPEC).weight_slots(), FP8_SPEC, tmp_path)
 
 
+LARGE = tiny_spec(vocab_size=96, hidden_size=256, intermediate_size=64)
+
+
+@pytest.mark.parametrize(("first", "last"), [(0.5, 1.0), (0.3, 0.6), (0.0, 0.4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_file_with_a_hole_is_refused(
+    tmp_path: Path, first: float, last: float, dtype: torch.dtype
+) -> None:
+    save_single(tmp_path, random_tensors(LARGE, dtype=dtype))
+    load(tmp_path, LARGE)
+    file = tmp_path / "model.safetensors"
+    data, begin = bytearray(file.read_bytes()), min(each.offset for each in read_header(file))
+    size = len(data) - begin
+    start, stop = begin + int(first * size), begin + int(last * size)
+    data[start:stop] = bytes(stop - start)
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"safetensors has a hole: .*weight is zeros alone"):
+        load(tmp_path, LARGE)
+
+
+def test_zeros_that_may_be_meant_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = random_tensors(LARGE)
+    experts = [name for name in tensors if ".layers.1." in name and ".experts.2." in name]
+    for name in (*experts, "model.layers.0.self_attn.q_norm.weight"):
+        tensors[name].zero_()
+    tensors["model.embed_tokens.weight"][40:] = 0
+    tensors["model.layers.0.block_sparse_moe.e_score_correction_bias"].zero_()
+    load(save_single(tmp_path, tensors), LARGE)
+    (line,) = (record.getMessage() for record in caplog.records if "zeros" in record.msg)
+    assert line.startswith("3 matrices are zeros alone: ") and all(name in line for name in experts)
+
+
 def test_every_broken_tensor_is_reported_at_once_and_a_flood_is_cut(tmp_path: Path) -> None:
     tensors = random_tensors(SPEC)
     for expert in range(4):

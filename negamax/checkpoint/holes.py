@@ -1,0 +1,74 @@
+"""Holes in files: zeros where a download that was broken off has left space for weights.
+
+Formats with scales refuse them, since no scale is 0. Plain matrices of nothing but zeros may be
+meant, as experts that were pruned. No hole ends where tensors do, though: a tensor beside it is
+zeros at that end alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from negamax.base.errors import CheckpointError
+from negamax.base.log import get_logger
+from negamax.checkpoint.reader import CheckpointReader, TensorEntry, first_names, read_header
+
+logger = get_logger(__name__)
+
+_EDGE_BYTES = 4096  # at the end of a tensor
+_CHUNK_BYTES = 2**20
+_MOST_LOOKED_AT = 100
+
+
+def check_zeros(reader: CheckpointReader, zeros: Mapping[str, TensorEntry]) -> None:
+    """Warn of matrices that are zeros alone, by name, with the tensor that each is read from.
+
+    Errors: `CheckpointError` where they lie in a hole.
+    """
+    for name, entry in list(zeros.items())[:_MOST_LOOKED_AT]:
+        if (torn := _torn(reader, entry)) is not None:
+            raise CheckpointError(
+                f"{entry.file} has a hole: {name} is zeros alone, and so is an end of {torn.name}",
+                hint="download the file again",
+            )
+    if zeros:
+        logger.warning(
+            "%d matrices are zeros alone: %s; unless that is meant, download their files again",
+            len(zeros), first_names(list(zeros)),
+        )  # fmt: skip
+
+
+def _torn(reader: CheckpointReader, entry: TensorEntry) -> TensorEntry | None:
+    """The tensor in which the zeros around `entry` begin or end; None: they do so between two."""
+    entries = sorted(read_header(entry.file), key=lambda each: each.offset)
+    place = [each.name for each in entries].index(entry.name)
+    for others, is_before in ((entries[:place][::-1], True), (entries[place + 1 :], False)):
+        beside = _first_with_values(reader, others)
+        if beside is None or beside.num_bytes < 2 * _EDGE_BYTES:
+            continue
+        end = beside.offset + beside.num_bytes
+        start = end - _EDGE_BYTES if is_before else beside.offset
+        if _is_zero(reader, beside, start, start + _EDGE_BYTES):
+            return beside
+    return None
+
+
+def _first_with_values(
+    reader: CheckpointReader, entries: Sequence[TensorEntry]
+) -> TensorEntry | None:
+    for each in entries:
+        if not _is_zero(reader, each, each.offset, each.offset + each.num_bytes):
+            return each
+    return None
+
+
+def _is_zero(reader: CheckpointReader, entry: TensorEntry, start: int, stop: int) -> bool:
+    """Whether the bytes of its file from `start` to `stop` are zeros."""
+    for at in range(start, stop, _CHUNK_BYTES):
+        data = torch.empty(min(_CHUNK_BYTES, stop - at), dtype=torch.uint8)
+        reader.read_into(data, entry.file, at)
+        if data.any():
+            return False
+    return True
