@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from negamax.parallel.layout import ParallelLayout, share
 from negamax.quantization.detect import detect
 from negamax.quantization.scheme import Scheme
 
+_NUMBERED_EXPERT = re.compile(r"experts\W{1,6}\d")  # in a description, as text or as a pattern
 ONE_RANK = ParallelLayout()
 Kept = Callable[[TensorFormat], bool]  # whether matrices of a format are kept as stored
 
@@ -46,10 +48,14 @@ class ModelWeights:
         self.spec = spec
         scheme, names = detect(spec.quantization), names_of(spec)
         weights = [(each, _stored(each, scheme)) for each in names.weights(spec)]
-        experts = defaultdict[int | None, list[TensorFormat]](list)  # by layer
-        for weight, stored in weights:
+        experts = defaultdict[int | None, set[TensorFormat]](set)  # by layer
+        described = "" if spec.quantization is None else str(spec.quantization.fields)
+        differ = _NUMBERED_EXPERT.search(described) is not None
+        for weight, _ in weights:
             if weight.used is not None:
-                experts[names.layer_of(weight.name)].append(stored)
+                numbers = range(weight.count if differ else 1)
+                found_in = (_stored(weight, scheme, expert) for expert in numbers)
+                experts[names.layer_of(weight.name)].update(found_in)
         found: dict[Hashable, tuple[WeightSpec, TensorFormat, list[int | None]]] = {}
         for weight, stored in weights:
             layer = names.layer_of(weight.name)
@@ -209,9 +215,9 @@ def _bytes_on_rank(
     return here * stored.bytes_per_weight((held[0], held[1]))
 
 
-def _stored(weight: WeightSpec, scheme: Scheme | None) -> TensorFormat:
-    """The format of the matrices `weight` in the checkpoint; the head is never held in one."""
+def _stored(weight: WeightSpec, scheme: Scheme | None, expert: int = 0) -> TensorFormat:
+    """The format of a matrix of `weight` in the checkpoint; the head is never held in one."""
     in_full = weight.dtype or weight.is_table or weight.is_head
     if scheme is None or in_full or len(weight.shape) != 2:
         return PLAIN
-    return scheme.format_of(weight.name.replace("*", "0").removesuffix(".weight"))
+    return scheme.format_of(weight.name.replace("*", str(expert)).removesuffix(".weight"))

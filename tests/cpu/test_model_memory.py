@@ -93,12 +93,18 @@ def test_bytes_of_a_rank_are_those_of_its_slots(
     assert weight_bytes(spec, dtype=name, kept=dequantized, layout=layout) == held
 
 
+@pytest.mark.parametrize("expert", [r"\d+", "[23]", "(2|3)", "3"])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_experts_that_no_kernel_takes_together_count_as_they_are_held(bits: int) -> None:
+def test_experts_that_no_kernel_takes_together_count_as_they_are_held(
+    bits: int, expert: str
+) -> None:
     """AutoRound's recipes give single matrices other bits."""
+    name = rf".*layers\.0\.mlp\.experts\.{expert}\.down_proj"
+    if expert == "3":
+        name = "model.layers.0.mlp.experts.3.down_proj"
     described = {
         "quant_method": "auto-round", "bits": 4, "group_size": 8, "sym": True,
-        "extra_config": {r".*layers\.0\.mlp\.experts\.\d+\.down_proj": {"bits": bits}},
+        "extra_config": {name: {"bits": bits}},
     }  # fmt: skip
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "head_dim": 16}
     config = {**tiny_config(3, intermediate_size=48, **sizes), "quantization_config": described}
