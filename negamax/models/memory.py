@@ -6,7 +6,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from negamax.config.eagle3 import Eagle3Spec
 from negamax.config.kv_cache import ELEMENT_BYTES
@@ -37,8 +37,20 @@ class WeightKind:
     """Weights of a model that differ in nothing but their layer."""
 
     weight: WeightSpec  # the first of them
-    stored: TensorFormat  # in the checkpoint; `PLAIN` for experts stored in several
+    formats: tuple[TensorFormat, ...]  # in the checkpoint, of each expert; one: of all
+    # of all matrices of each expert of the layer, which are multiplied as one; (): no experts
+    joined: tuple[frozenset[TensorFormat], ...]
     layers: tuple[int | None, ...]  # of each of them; None: outside the layers
+
+    def stored(self, layout: ParallelLayout) -> TensorFormat:
+        """The format of those on a rank; `PLAIN` where its experts are stored in several: all are
+        dequantised at load.
+        """
+        is_one = len(self.formats) == 1
+        here = range(1) if is_one else layout.experts.experts(self.weight.count)
+        stored = self.formats[here.start]
+        others = frozenset[TensorFormat]().union(*self.joined[here.start : here.stop])
+        return stored if all(map(stored.is_held_as, others)) else PLAIN
 
 
 class ModelWeights:
@@ -47,26 +59,28 @@ class ModelWeights:
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
         scheme, names = detect(spec.quantization), names_of(spec)
-        weights = [(each, _stored(each, scheme)) for each in names.weights(spec)]
-        experts = defaultdict[int | None, set[TensorFormat]](set)  # by layer
         described = "" if spec.quantization is None else str(spec.quantization.fields)
         differ = _NUMBERED_EXPERT.search(described) is not None
-        for weight, _ in weights:
-            if weight.used is not None:
-                numbers = range(weight.count if differ else 1)
-                found_in = (_stored(weight, scheme, expert) for expert in numbers)
-                experts[names.layer_of(weight.name)].update(found_in)
-        found: dict[Hashable, tuple[WeightSpec, TensorFormat, list[int | None]]] = {}
-        for weight, stored in weights:
-            layer = names.layer_of(weight.name)
-            if weight.used is not None and not all(map(stored.is_held_as, experts[layer])):
-                stored = PLAIN  # multiplied as one: all are dequantised at load
-            place = weight.name.replace(f".{layer}.", ".*.", 1)
-            first = found.setdefault((place, weight.shape, stored), (weight, stored, []))
-            first[2].append(layer)
-        self.kinds = [
-            WeightKind(weight, stored, (*layers,)) for weight, stored, layers in found.values()
-        ]
+        weights = []
+        experts = defaultdict[int | None, list[tuple[TensorFormat, ...]]](list)  # by layer
+        for weight in names.weights(spec):
+            is_routed, layer = weight.used is not None, names.layer_of(weight.name)
+            numbers = range(weight.count if is_routed and differ else 1)
+            formats = tuple(_stored(weight, scheme, number) for number in numbers)
+            weights.append((weight, layer, formats))
+            if is_routed:
+                experts[layer].append(formats)
+        joined = {
+            layer: tuple(map(frozenset, zip(*each, strict=True))) for layer, each in experts.items()
+        }
+        found: dict[Hashable, WeightKind] = {}
+        layers = defaultdict[Hashable, list[int | None]](list)
+        for weight, layer, formats in weights:
+            beside = joined[layer] if weight.used is not None else ()
+            key = weight.name.replace(f".{layer}.", ".*.", 1), weight.shape, formats, beside
+            found.setdefault(key, WeightKind(weight, formats, beside, ()))
+            layers[key].append(layer)
+        self.kinds = [replace(kind, layers=tuple(layers[key])) for key, kind in found.items()]
 
     def on_rank(
         self, *, dtype: str, kept: Kept = as_stored, layout: ParallelLayout = ONE_RANK
@@ -80,8 +94,9 @@ class ModelWeights:
             outside = layout.is_first_stage if is_table else layout.is_last_stage
             count = sum(outside if each is None else each in layers for each in kind.layers)
             if count:
+                stored = kind.stored(layout)
                 num_bytes = _bytes_on_rank(
-                    kind.weight, kind.stored, dtype=dtype, kept=kept, layout=layout
+                    kind.weight, stored, dtype=dtype, kept=kept, layout=layout
                 )
                 yield kind, count, count * num_bytes
 
@@ -130,7 +145,7 @@ def expert_padding(
     kind = next((each for each in kinds if each.weight.splits), None)
     if kind is None or kind.weight.splits is None:
         return None
-    experts, stored, ranks = kind.weight, kind.stored, layout.stage_size
+    experts, stored, ranks = kind.weight, kind.stored(layout), layout.stage_size
     width = experts.shape[kind.weight.splits.value]
 
     def room(ep: int) -> tuple[int, int]:

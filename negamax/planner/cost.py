@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from negamax.config.kv_cache import KvCacheSpecs, block_bytes, with_holders, with_index_dtype
 from negamax.config.model_spec import ModelSpec
-from negamax.kernels.formats import E4M3_BLOCKS, PLAIN, is_kept
+from negamax.kernels.formats import E4M3_BLOCKS, PLAIN, TensorFormat, is_kept
 from negamax.kernels.platform import Feature
 from negamax.models.memory import Kept, ModelWeights, WeightKind, hit_share
 from negamax.parallel.layout import ParallelLayout
@@ -129,7 +129,7 @@ class Costs:
         ]
         self._held = [
             [
-                _Held(kind, count, num_bytes, *self._rates(kind))
+                _Held(kind, count, num_bytes, *self._rates(kind, kind.stored(stage)))
                 for kind, count, num_bytes in model.weights.on_rank(
                     dtype=model.dtype, kept=model.kept, layout=stage
                 )
@@ -245,9 +245,9 @@ class Costs:
         operations = 2.0 * held.count * weight.num_elements * rows / ranks
         return max(hit * held.num_bytes / held.read, operations / held.rate)
 
-    def _rates(self, kind: WeightKind) -> tuple[float, float]:
+    def _rates(self, kind: WeightKind, stored: TensorFormat) -> tuple[float, float]:
         """Bytes and operations per second of products with matrices of a kind."""
-        gpu, stored, is_expert = self._gpu, kind.stored, kind.weight.used is not None
+        gpu, is_expert = self._gpu, kind.weight.used is not None
         full = READ_SHARE * gpu.bandwidth
         if stored is PLAIN or not self._model.kept(stored):
             return full, (EXPERTS_BF16 if is_expert else DENSE_BF16) * gpu.bf16

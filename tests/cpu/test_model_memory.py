@@ -123,6 +123,28 @@ def test_experts_that_no_kernel_takes_together_count_as_they_are_held(
     assert (expert_padding(spec, layout=cut) is None) is not is_kept
 
 
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_each_rank_counts_the_experts_that_it_has(rank: int) -> None:
+    """Of eight on four ranks: the second has 8 bits in one of its two, the last in both."""
+    described = {
+        "quant_method": "auto-round", "bits": 4, "group_size": 8, "sym": True,
+        "extra_config": {r".*\.experts\.[267]\.": {"bits": 8}},
+    }  # fmt: skip
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 64}
+    config = tiny_config(3, intermediate_size=48, hidden_size=64, head_dim=16, **sizes)
+    spec = read_spec({**config, "quantization_config": described})
+    layout = ParallelLayout(rank, tp=4, ep=4)
+    context = replace(ParallelContext.single(), layout=layout)
+    kernels = keeping_stored(resolve(platform=CPU, dtype=torch.float32))
+    model = build(spec, loaded=False, context=context, kernels=kernels)
+    held = sum(
+        math.prod(map(len, slot.region)) * slot.dtype.itemsize
+        for slot in model.weight_slots().values()
+        if slot.dtype is not None and not slot.optional
+    )
+    assert weight_bytes(spec, dtype="float32", layout=layout) == held
+
+
 def test_many_tokens_read_all_weights_but_the_embedding() -> None:
     table = SPEC.vocab_size * SPEC.hidden_size * 2
     everything = weight_bytes(SPEC, dtype="bfloat16") - table
