@@ -280,6 +280,7 @@ def run(module: str, arguments: list[str]) -> None:
     if module != "negamax":  # of the package `__main__` runs
         sys.modules.pop(module, None)
     sys.argv = [module, *arguments]
+    sys.stdout = os.fdopen(1, "w", closefd=False)  # what the former was may have been no pipe
     code: str | int | None = None
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
