@@ -11,6 +11,7 @@ from typing import Any
 
 from negamax.base import log
 from negamax.base.errors import ConfigError
+from negamax.base.unicode import valid_unicode
 from negamax.config.eplb import COUNTED, FIXED, IN_ORDER, MOVED, RECORDER_MODES, EplbConfig
 from negamax.config.key_file import check_keys
 from negamax.config.nodes import LAUNCHERS, MASTER_PORT, MP, RAY, NodeOptions
@@ -153,6 +154,12 @@ class EngineOptions:
             log_format=log.FORMATS,
             distributed_executor_backend=LAUNCHERS,
         )
+        for name, value in vars(self).items():  # which other processes and clients are told
+            if isinstance(value, str) and valid_unicode(value) != value:
+                raise ConfigError(
+                    f"{_flag(name)} is {value!r}, which is no UTF-8",
+                    hint="rename the file or folder, or make a link to it",
+                )
         for name in ("speculative_config", "eplb_config"):
             if not isinstance(value := getattr(self, name), dict | None):
                 raise ConfigError(f"{_flag(name)} is {value!r}; allowed: an object, {{key: value}}")

@@ -126,6 +126,12 @@ def test_speculation_that_is_refused() -> None:
         parsed("nano", "--speculative-algorithm", "NEXTN")
 
 
+def test_names_that_are_no_text_are_refused() -> None:
+    for name in ("model", "download_dir", "weight_cache"):
+        with pytest.raises(ConfigError, match=r"-\w+ is 'm\\udcff', which is no UTF-8"):
+            EngineOptions(**{"model": "nano", name: "m\udcff"})
+
+
 def test_model_may_be_given_as_an_option() -> None:
     assert (
         parsed("--model", "x").model
