@@ -204,8 +204,14 @@ def test_unsupported_quantisation_is_refused_by_name(field: str, value: Any) -> 
         detect(read_spec(changed(quantization_config=quantization)).quantization)
 
 
-@pytest.mark.parametrize("method", ["bitsandbytes", "int4", None])
-def test_unknown_quantisation_methods_are_refused_by_name(method: str | None) -> None:
+@pytest.mark.parametrize("description", [{"quant_method": None}, {"bits": 4}])
+def test_a_description_without_a_method_is_refused(description: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="says no method: quant_method is None"):
+        read_spec(changed(quantization_config=description))
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "int4"])
+def test_unknown_quantisation_methods_are_refused_by_name(method: str) -> None:
     spec = read_spec(changed(quantization_config={"quant_method": method}))
     with pytest.raises(ConfigError, match=rf"by '{method}', says its config.json"):
         detect(spec.quantization)
