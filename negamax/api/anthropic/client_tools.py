@@ -24,6 +24,14 @@ _VIEW_RANGE = {
     "items": {"type": "integer"},
     "description": "view: the first and the last line to show, counted from 1; -1: to the end.",
 }
+_EDITS: dict[str, dict[str, Any]] = {
+    "file_text": _FILE_TEXT,
+    "old_str": _OLD_STR,
+    "new_str": _NEW_STR,
+    "insert_line": _INSERT_LINE,
+    "insert_text": _INSERT_TEXT,
+    "view_range": _VIEW_RANGE,
+}
 
 
 def _command(*commands: str) -> dict[str, Any]:
@@ -71,12 +79,7 @@ _EDITOR = (
         "path",
         command=_command("view", "create", "str_replace", "insert"),
         path=_PATH,
-        file_text=_FILE_TEXT,
-        old_str=_OLD_STR,
-        new_str=_NEW_STR,
-        insert_line=_INSERT_LINE,
-        insert_text=_INSERT_TEXT,
-        view_range=_VIEW_RANGE,
+        **_EDITS,
     ),
 )
 _MEMORY = (
@@ -91,12 +94,7 @@ _MEMORY = (
             "type": "string",
             "description": "Path from /memories on; all commands but rename have one.",
         },
-        file_text=_FILE_TEXT,
-        old_str=_OLD_STR,
-        new_str=_NEW_STR,
-        insert_line=_INSERT_LINE,
-        insert_text=_INSERT_TEXT,
-        view_range=_VIEW_RANGE,
+        **_EDITS,
         old_path={"type": "string", "description": "rename: the path that there is."},
         new_path={"type": "string", "description": "rename: the path to be."},
     ),

@@ -139,7 +139,8 @@ def plan_select_decode(metadata: AttentionMetadata, shape: SparseShape) -> Selec
     # Those of one sequence may be several "sequences" of one query each; while a graph is captured
     # it is known how many.
     is_single = metadata.positions.shape[0] == num_seqs
-    longest = metadata.max_decode_run if metadata.is_captured else MOST_QUERIES
+    unknown = MOST_QUERIES if num_seqs > 1 else 1
+    longest = metadata.max_decode_run if metadata.is_captured else unknown
     merge = min(MOST_QUERIES, longest) if is_single else 1
     queries = torch.empty(num_seqs, 4, dtype=torch.int32, device=device)
     scored, arrivals = torch.empty(2, num_seqs, dtype=torch.int32, device=device).unbind()
@@ -265,15 +266,15 @@ def _choose_of_many(
     and the TOPK best blocks are in the TOPK groups with the best ones.
     """
     row, is_there, last = _rows_of(queries, start, ROWS, C)
-    MEMBERS: tl.constexpr = min(GROUP, _MOST_MEMBERS // ROWS)
     group, member = tl.arange(0, _NUM_GROUPS)[None, :], tl.arange(0, GROUP)[None, None, :]
-    if ROWS == 1:  # without a loop: it is longer than what it repeats
+    if ROWS == 1:
         order, _ = _load_order(
             scores, row[:, None, None], group[:, :, None] * GROUP + member, numbers, num_scored,
             last[:, None, None], width, C,
         )  # fmt: skip
         best = tl.max(order, axis=2)
     else:
+        MEMBERS: tl.constexpr = min(GROUP, _MOST_MEMBERS // ROWS)
         part = tl.arange(0, MEMBERS)[None, None, :]
         best = tl.full([ROWS, _NUM_GROUPS], NO_SCORE, tl.int32)
         for begin in range(0, GROUP, MEMBERS):
