@@ -37,6 +37,7 @@ _M3_SHAPES = {
     "M3 gate_up TP4": (6144, 6144),  # of a dense layer
     "M3 down TP4": (3072, 6144),
 }
+_M3_PACKED_SHAPES = {"M3 qkv TP2": (6144, 4992), "M3 o_proj TP2": (4096, 6144)}
 _M2_TOKENS = (1, 3, 16, 63, 128, 301, 1024, 8192)
 _PACKED_TOKENS = (1, 16, 64, 1024)
 _LONG = (8192,)  # of formats whose activations may be rounded
@@ -94,7 +95,7 @@ def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 def full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
     """MiniMax-M2's projections with FP8 and packed weights, and its head with plain ones;
-    MiniMax-M3's projections with FP8 weights.
+    MiniMax-M3's projections with FP8 weights, and in int4 on two ranks.
     """
     cases = [
         fp8_case(n, inputs, outputs, dtype=dtype, generator=generator, label=label)
@@ -106,6 +107,13 @@ def full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
         for stored in weight_only.FORMATS
         for label, (inputs, outputs) in _M2_SHAPES.items()
         for n in (*_PACKED_TOKENS, *(_LONG if stored.activation else ()))
+    ]
+    cases += [
+        weight_only_case(
+            weight_only.INT4, n, inputs, outputs, dtype=dtype, generator=generator, label=label
+        )
+        for label, (inputs, outputs) in _M3_PACKED_SHAPES.items()
+        for n in (1, 16, 64, 100)
     ]
     for label, rows in _HEAD_ROWS.items():
         weight = randn(rows, 3072, dtype=dtype, generator=generator, scale=3072**-0.5)

@@ -142,7 +142,8 @@ class H200(Tiles):
 
     def packed(self, *, M: int, N: int, K: int) -> Tile:
         """Up to 128 tokens K is split into runs of 1,536 columns or more, where the tiles leave a
-        quarter of the multiprocessors idle.
+        quarter of the multiprocessors idle: in two, where that fills them, before tokens are split
+        (beyond 32).
         """
         tiles_n = -(-N // 64)
         if M > 128:
@@ -152,8 +153,13 @@ class H200(Tiles):
             split_k = _at_most_four(2 * self.multiprocessors // programs)
             return Tile(128, 64, 128, num_warps=4, num_stages=3, split_k=split_k)
         if M <= 16:
-            split_k = _at_most_four(2 * self.multiprocessors // tiles_n)
+            programs = 5 * self.multiprocessors // 2 if tiles_n <= self.multiprocessors else tiles_n
+            split_k = _at_most_four(programs // tiles_n)
             return Tile(16, 64, 256, num_warps=4, num_stages=3, split_k=split_k)
+        fill_half = self._are_filled(2 * tiles_n) and not self._are_filled(tiles_n)
+        if M > 32 and K >= 3072 and fill_half:
+            block_m, block_k = (64, 256) if M <= 64 else (128, 128)
+            return Tile(block_m, 64, block_k, num_warps=4, num_stages=3, split_k=2)
         largest_of_32 = 32 if self._are_filled(tiles_n) else 64
         block_m = 32 if largest_of_32 >= M else 64
         split_k = 1

@@ -143,7 +143,7 @@ def linear(
         P=packing, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         SPLIT_K=tile.split_k, GROUP_M=tiles.GROUP_M,
         NUM_STAGES=tile.num_stages, NUM_WARPS=tile.num_warps, num_warps=tile.num_warps,
-        **launch_options(x.device),
+        **launch_options(x.device, starts_early=False),
     )  # fmt: skip
     return out
 

@@ -48,6 +48,7 @@ class ExpertTiles:
     choices: int = 1
     repeat_n: int = 1  # large_m: tiles that a program of down computes one after another
     resident: bool = False  # large_m: h stays in shared memory (FP8, narrow experts)
+    starts_early: bool = True  # packed gemv: see `launch_options`
 
 
 class Tiles:
@@ -180,9 +181,10 @@ class H200(Tiles):
         return ExpertTiles(gate_up, Tile(64, 128, 128, num_warps=4, num_stages=3), repeat_n=8)
 
     def packed_gemv(self, *, M: int, gate_up: Packing, down: Packing) -> ExpertTiles | None:
-        """Up to 4 tokens; one where less than 128 codes of 4 bits share a scale of 16 bits, two
-        with rows of more than 3,072 bytes. A thread has up to 384 bytes of gate and up, at one
-        token of 4 bits and where scales or zero points take registers, too, 192; of down 192.
+        """Up to 4 tokens, two with rows of more than 1,536 bytes (8 bits: 3,072); one where less
+        than 128 codes of 4 bits share a scale of 16 bits. A thread has up to 384 bytes of gate and
+        up, 192 at one token of 4 bits, with the longer rows, and where scales or zero points take
+        registers, too; of down 192.
         """
         if gate_up.CODES != down.CODES:
             return None
@@ -190,20 +192,24 @@ class H200(Tiles):
         if gate_up.CODES == 1:
             return self._bytes_gemv(M, *row_bytes)
         has_few_scales = gate_up.GROUP % 128 == 0
-        max_m = 4 if has_few_scales or gate_up.SCALE != "float" else 1
+        has_long_rows = max(row_bytes) > 1536
+        max_m = 1
+        if has_few_scales or gate_up.SCALE != "float":
+            max_m = 2 if has_long_rows else 4
         if max(row_bytes) > 3072 or max_m < M:
             return None
         first, second = (_power_of_two(-(-each // 384)) for each in row_bytes)
         is_light = has_few_scales and not gate_up.ZEROS
         if M > 1:
-            rows, maxnreg = (16, 168) if is_light else (8, 128)
+            rows, maxnreg = (16, 168) if is_light and not has_long_rows else (8, 128)
             tile = Tile(8, rows, 1, num_warps=first, maxnreg=maxnreg)
-            return ExpertTiles(tile, Tile(8, 16, 1, num_warps=second, maxnreg=128))
+            other = Tile(8, 16, 1, num_warps=second, maxnreg=128)
+            return ExpertTiles(tile, other, starts_early=not has_long_rows)
         tile = Tile(8, 8, 1, num_warps=2 * first)
         if is_light or gate_up.SCALE == "e5m3":
             tile = Tile(8, 8, 1, num_warps=first, maxnreg=128)
         other = Tile(8, 16, 1, num_warps=2 * second, maxnreg=80 if is_light else None)
-        return ExpertTiles(tile, other)
+        return ExpertTiles(tile, other, starts_early=not has_long_rows)
 
     def _bytes_gemv(self, M: int, gate_up: int, down: int) -> ExpertTiles | None:
         """For weights of 8 bits, with so many bytes in a row."""

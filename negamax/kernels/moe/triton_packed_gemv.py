@@ -127,11 +127,11 @@ def experts_packed_gemv(
     _packed_gate_up_gemv_kernel[(M * top_k * triton.cdiv(E.WIDTH, gate_up.block_n),)](
         x, topk_ids, prepared.gate_up, h, first, count, E=E, TOP_K=top_k,
         BLOCK_N=gate_up.block_n, NUM_WARPS=gate_up.num_warps, num_warps=gate_up.num_warps,
-        **launch_options(x.device, maxnreg=gate_up.maxnreg),
+        **launch_options(x.device, maxnreg=gate_up.maxnreg, starts_early=tile.starts_early),
     )  # fmt: skip
     _packed_down_gemv_kernel[(M * top_k * triton.cdiv(E.HIDDEN, down.block_n),)](
         h, topk_ids, topk_weights, prepared.down, out, first, count, E=E,
         BLOCK_N=down.block_n, NUM_WARPS=down.num_warps, num_warps=down.num_warps,
-        **launch_options(x.device, maxnreg=down.maxnreg),
+        **launch_options(x.device, maxnreg=down.maxnreg, starts_early=tile.starts_early),
     )  # fmt: skip
     return out
