@@ -26,6 +26,7 @@ KERNELS = (
     else []
 )
 SEEDS = (0, 1, 2)
+MANY_CASES = 40  # of more, which mostly take time to compile, each seed has a part
 # share of whole numbers (chosen experts, tokens) that a near tie may turn at full width
 OTHER_CHOICES = 1e-3
 # never part of a graph
@@ -150,6 +151,8 @@ def test_kernel_computes_its_op_at_full_width(kernel: Kernel, seed: int) -> None
     cases = [case for case in op.wide(torch.bfloat16, generator) if kernel.reads(case.stored)]
     if not cases:
         pytest.skip(f"{op.name} has no wide cases")
+    if len(cases) > MANY_CASES:
+        cases = cases[SEEDS.index(seed) :: len(SEEDS)]
     while cases:
         case = cases.pop(0)
         expected = op.apply(op.reference, case.upcast())
