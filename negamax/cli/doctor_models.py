@@ -27,7 +27,7 @@ from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import possible_splits
 from negamax.planner.cost import Model
 from negamax.planner.gpus import GIB, MEASURED_RANKS
-from negamax.planner.topology import GPU_RESERVE, LEAST_TOKENS, Fit, fit
+from negamax.planner.topology import LEAST_TOKENS, Fit, fit, gpu_reserve
 from negamax.quantization.detect import detect
 
 _EMBEDDED_BYTES = GIB  # of main memory, for an embedded model
@@ -136,7 +136,7 @@ def _on_gpus(model: str, spec: ModelSpec, gpus: Sequence[Gpu]) -> ModelVerdict:
     size = best.tensor_parallel_size
     if tokens < LEAST_TOKENS:
         share = EngineOptions.gpu_memory_utilization
-        per_gpu = min(int(gpu.total_bytes * share) for gpu in gpus) - GPU_RESERVE
+        per_gpu = min(int(gpu.total_bytes * share) for gpu in gpus) - gpu_reserve(spec.hidden_size)
         fitting = (
             splits.tensor_parallel_size
             for splits in possible_splits(spec, most=64)

@@ -15,11 +15,16 @@ from negamax.parallel.split import check_split
 from negamax.planner.cost import Model
 from negamax.planner.gpus import GIB
 
-# Beside weights, cache and request slots on each GPU: a step's workspace, CUDA graphs, the driver.
-# The engine measures it; on an H200 with the default sizes of a step it is 6.8 GiB.
-GPU_RESERVE = 73 * GIB // 10
 LIMITS = STEP_LIMITS["cuda"]  # of each data-parallel rank
 LEAST_TOKENS = 8192  # of KV cache, for a model to be called usable
+
+
+def gpu_reserve(hidden_size: int) -> int:
+    """Bytes on each GPU beside weights, cache and request slots: a step's workspace, CUDA graphs,
+    the driver. The engine measures it: on H200 with steps of the default sizes 5.8 to 6.8 GiB for
+    MiniMax-M2 (hidden 3072), 8.8 to 9.8 for MiniMax-M3 (6144). This is somewhat more.
+    """
+    return (46 * GIB + 27 * GIB * hidden_size // 3072) // 10
 
 
 @dataclass(frozen=True)
@@ -181,6 +186,6 @@ def fit(
         layers = stage.layers(model.weights.spec.num_layers)
         caches = with_holders(model.caches[layers.start : layers.stop], layout.dcp)
         token = block_bytes(caches, 1, dtype=model.kv_dtype, ranks=layout.tp)
-        room = budget - GPU_RESERVE - weights
+        room = budget - gpu_reserve(model.weights.spec.hidden_size) - weights
         found.append(Fit(weights, room, token, -(-slots // longest), longest))
     return min(found, key=lambda each: each.tokens or each.room)

@@ -105,7 +105,8 @@ def test_a_performance_mode_chooses_sizes_where_none_is_given() -> None:
     large |= {"index_cache_sharding": "on"}
     with pytest.raises(ConfigError, match="no split over 4 x H200 holds one request of 1048576"):
         with_planned_sizes(EngineOptions(**large))
-    # and only without the slots of 256 requests beside it
+    # and only with more of the memory, and without the slots of 256 requests beside it
+    large |= {"gpu_memory_utilization": 0.95}
     options = with_planned_sizes(EngineOptions(**large, max_num_seqs=64))
     assert options.tensor_parallel_size == 4
     with pytest.raises(ConfigError, match="--performance-mode is 'fast'; allowed: balanced, "):
