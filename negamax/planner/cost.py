@@ -32,9 +32,9 @@ from negamax.planner.gpus import MEASURED, GpuModel
 # Shares of the vendor's figures. Copies, and products in FP8 blocks or unquantised, reach 4.25 of
 # 4.8 TB/s; weight-only products of other formats less, by the bits of their elements.
 READ_SHARE = 4.25 / 4.8
-WEIGHT_ONLY_SHARES = {8: 0.80, 4: 0.72}
+WEIGHT_ONLY_SHARES = {8: 0.85, 4: 0.80}
 DENSE_FP8, EXPERTS_FP8 = 1100 / 1979, 640 / 1979
-DENSE_BF16, EXPERTS_BF16, WEIGHT_ONLY = 0.75, 0.40, 0.36
+DENSE_BF16, EXPERTS_BF16, WEIGHT_ONLY = 0.75, 0.40, 0.52
 ATTENTION_SHARE = 280 / 989
 # A layer without bytes: nine kernels that wait for one another, their rows, work on activations.
 # One or two rows on one rank take eight by now, some 1 us less than was fitted.
