@@ -276,13 +276,13 @@ def test_for_the_longest_requests_sharing_out_the_cache_is_best() -> None:
     hardware, long = Hardware(MEASURED, 8), Workload(1, 900_000, 8000)
     plain = bundled_spec("minimax-m3")
     for spec, load, asked in (
-        (M3, long, None), (plain, long, None), (plain, Workload(1), 1_000_000),
+        (M3, long, None), (plain, Workload(1), 1_000_000), (plain, long, None),
     ):  # fmt: skip
         plan = make_plan(spec, hardware, [load], max_model_len=asked)
         assert plan.fastest is plan.busiest is not None
         assert plan.fastest.topology == Topology(8, dcp=2)
         assert plan.fastest.context_length == (asked or spec.max_position_embeddings)
-    reasons = {each.topology: each.reason for each in make_plan(plain, hardware, [long]).refused}
+    reasons = {each.topology: each.reason for each in plan.refused}
     words = "of cache for 908000 tokens and 0.9 GiB of request slots are 19.6 GiB more per GPU"
     assert words in reasons[Topology(8)]
 
@@ -500,8 +500,15 @@ def test_the_page_says_when_prompts_shared_out_are_answered() -> None:
             each = next(one for one in plan.candidates if one.topology.label == label)
             assert f"{each.prompt_seconds:.2f} s with {label}" in said
             assert f"{1e3 * each.predictions[0].token_seconds:.1f}" in said
-        plan = make_plan(spec, Hardware(MEASURED, 16, nodes=2), [load], kv_dtype="fp8")
-        for label in ("2 x TP8", "PCP2 TP8", "PP2 TP8"):
+        # of the hundreds of ways to split over 16 GPUs only these are calculated
+        named = {
+            "2 x TP8": ParallelLayout(tp=8),
+            "PCP2 TP8": ParallelLayout(tp=8, cp=2),
+            "PP2 TP8": ParallelLayout(tp=8, pp=2),
+        }
+        machines = Hardware(MEASURED, 16, nodes=2)
+        plan = make_plan(spec, machines, [load], kv_dtype="fp8", split_for=[*named.values()])
+        for label in named:
             each = next(one for one in plan.candidates if one.topology.label == label)
             assert f"{each.prompt_seconds:.2f} s" in said
 
