@@ -57,14 +57,16 @@ class RepeatedStep:
 
 
 class RepeatedSteps:
-    """A `GraphPool`."""
+    """A `GraphPool`. `runs_captured`: a step runs when it is captured, too, with padding alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, runs_captured: bool = True) -> None:
+        self._runs_captured = runs_captured
         self.num_graphs = self.num_replays = 0
 
     def capture(self, step: Callable[[], None]) -> RepeatedStep:
         self.num_graphs += 1
-        step()
+        if self._runs_captured:
+            step()
         return RepeatedStep(self, step)
 
     def num_bytes(self) -> int:

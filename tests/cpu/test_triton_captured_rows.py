@@ -247,7 +247,8 @@ def expected(case: Case, weights: dict[str, Tensor]) -> list[Tensor]:
 def captured(case: Case, weights: dict[str, Tensor], context: ParallelContext) -> list[Tensor]:
     """The same from captured steps, of the vocabulary of one rank."""
     model = gpu_model(weights, keep_quantized=True, spec=case.spec, context=context)
-    requests, pool = rows(case.spec), RepeatedSteps()
+    # Padding alone runs with the plain caches; here it stands behind the rows of each step.
+    requests, pool = rows(case.spec), RepeatedSteps(runs_captured=case.steps is STEPS)
     graphs = StepGraphs(
         shapes_of(case.steps),
         model,
@@ -353,7 +354,7 @@ def test_a_draft_model_guesses_behind_captured_rows_what_it_guesses_by_definitio
     guesses = proposer.propose(states, slots, lengths, firsts + accepted, requests, NUM_DRAFTS)
 
     model = gpu_model(weights, keep_quantized=False, spec=M3)
-    requests, pool = rows(M3), RepeatedSteps()
+    requests, pool = rows(M3), RepeatedSteps(runs_captured=False)
     graphs = StepGraphs(
         shapes_of([MANY]),
         model,
