@@ -69,15 +69,19 @@ class Engine:
         self, steps: int, curve: Curve, *, slower: Callable[[int], float] = lambda _: 1,
         is_timed: bool = True,
     ) -> None:  # fmt: skip
+        draw = self.rng.random
         for _ in range(steps):
             drafts = self.policy.choose(self.rows)
             self.chosen.append(drafts)
+            alike = [0] * (1 + drafts)  # rows, by how many of their drafts are right
             for _ in range(self.rows):
                 right = 0
-                while right < drafts and self.rng.random() < curve[right]:
+                while right < drafts and draw() < curve[right]:
                     right += 1
-                self.policy.add_rows(1, drafts, right)
-                self.tokens += 1 + right
+                alike[right] += 1
+            for right, rows in enumerate(alike):
+                self.policy.add_rows(rows, drafts, right)
+                self.tokens += rows * (1 + right)
             noise = self.rng.gauss(-(self.noise**2) / 2, self.noise)
             took = seconds(self.rows, drafts) * slower(len(self.chosen)) * math.exp(noise)
             self.seconds += took
