@@ -175,10 +175,11 @@ def test_captured_steps_guess_the_same(
     pool = graph_support.RepeatedSteps()
     graph_support.install(monkeypatch, graph_support.runtime(pool, is_asynchronous=True))
     graph_support.watch_reads(monkeypatch)  # which keeps what is read from being overwritten
-    with engine(folder, None) as llm:
+    sizes = {"max_num_seqs": len(PROMPTS), "max_num_batched_tokens": sum(map(len, PROMPTS))}
+    with engine(folder, None, **sizes) as llm:
         without = outputs(llm)
     seen = tiny_draft.watch(monkeypatch.setattr)
-    with engine(folder, draft) as llm:
+    with engine(folder, draft, **sizes) as llm:
         assert outputs(llm) == without
     assert count_wrong(seen, target, without, config, tensors) == 0
     assert pool.num_replays > 0

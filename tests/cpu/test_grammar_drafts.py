@@ -299,7 +299,8 @@ def test_no_launch_waits_for_the_drafts_of_rows_under_grammars(
 ) -> None:
     """As a GPU runs steps, with and without captured ones; some masks are late."""
     reads = graph_support.watch_reads(monkeypatch)
-    sizes, chosen = SIZES | {"dtype": "float32", "max_num_seqs": 4}, slice(15, None, -3)
+    sizes = SIZES | {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    chosen = slice(15, None, -3)
     expected: list[list[int]] = []
     for pool in (None, None, graph_support.RepeatedSteps()):
         graph_support.install(monkeypatch, graph_support.runtime(pool, is_asynchronous=True))

@@ -138,7 +138,8 @@ def test_guesses_are_counted_where_there_are_some(
         graph_support.watch_reads(monkeypatch)
     config = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False,
               "prompt_lookup_min": 1, "prompt_lookup_max": 4}  # fmt: skip
-    options: dict[str, Any] = {"max_model_len": WINDOW, "num_threads": 1, "show_progress": False}
+    options: dict[str, Any] = {"max_model_len": WINDOW, "num_threads": 1, "show_progress": False,
+                               "max_num_seqs": 2, "max_num_batched_tokens": 32}  # fmt: skip
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     prompt = [300, 301, 302, 303, 304]
     with LLM("nano", enable_overlap=False, speculative_config=config, **options) as llm:

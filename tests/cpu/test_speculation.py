@@ -150,13 +150,16 @@ def reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> li
 def test_no_launch_waits_for_the_drafts_of_the_step_before(
     folder: Path, options: str, reads: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with engine(folder, **OPTIONS[options]) as llm:
+    # no larger steps are captured than all together make
+    sizes = {"max_num_seqs": len(PROMPTS), "max_num_batched_tokens": sum(map(len, PROMPTS))}
+    sizes |= OPTIONS[options]
+    with engine(folder, **sizes) as llm:
         expected = answers(llm)
     assert reads == []
     columns = zip(PARAMS, PROMPTS, expected, strict=True)
     known = {(params.seed or 0, tuple(tokens)): answer[0] for params, tokens, answer in columns}
     drafts.install(monkeypatch.setattr, drafts.KnowingProposer(RANDOM, known))
-    with engine(folder, **OPTIONS[options]) as llm:
+    with engine(folder, **sizes) as llm:
         assert answers(llm) == expected
         requests = llm._loop._executor._worker._requests  # type: ignore[attr-defined]
         assert llm.stats().num_accepted_tokens > 50
