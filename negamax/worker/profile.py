@@ -55,8 +55,10 @@ def peak_bytes(
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    tables = torch.arange(len(counts) * blocks_each, dtype=torch.int32, device=device).view(
-        len(counts), blocks_each
+    # as wide as those of requests, for which kernels are compiled
+    tables = requests.block_tables.new_zeros(len(counts), requests.block_tables.shape[1])
+    tables[:, :blocks_each] = torch.arange(tables.shape[0] * blocks_each, device=device).view(
+        -1, blocks_each
     )
     metadata = attention_metadata(tables, counts, counts)
     token_ids = torch.randint(0, config.spec.vocab_size, (num_tokens,), device=device)

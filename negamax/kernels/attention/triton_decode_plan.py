@@ -144,7 +144,10 @@ def _tiles_per_program(
     return low, total
 
 
-@triton.jit(do_not_specialize=["num_seqs", "programs", "split_kv"])
+@triton.jit(
+    do_not_specialize=["num_seqs", "programs", "split_kv"],
+    do_not_specialize_on_alignment=["seq_lens", "block_table_indices"],
+)
 def _plan_decode_kernel(
     seq_lens,  # [S] int32
     block_table_indices,  # [S] int64

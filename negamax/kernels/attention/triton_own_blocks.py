@@ -31,7 +31,9 @@ class OwnBlocks:
     keys: Tensor  # [S] int32, of the sequence
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(
+    do_not_specialize=["rank"], do_not_specialize_on_alignment=["block_table_indices", "lengths"]
+)
 def _own_blocks_kernel(
     tables,  # [slots, table_stride] int32
     block_table_indices,  # [S] int64

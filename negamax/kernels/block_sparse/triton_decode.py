@@ -32,7 +32,10 @@ class SparseDecodePlan:
     paged: DecodePlan
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_seqs"],
+    do_not_specialize_on_alignment=["positions", "seq_lens", "query_starts"],
+)
 def _count_keys_kernel(
     positions,  # [T] int64
     seq_lens,  # [S] int32

@@ -98,7 +98,16 @@ def _follows(seq_lens, block_table_indices, seq, num_seqs):
     )
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit(
+    do_not_specialize=["num_seqs"],
+    do_not_specialize_on_alignment=[
+        "seq_lens",
+        "block_table_indices",
+        "query_starts",
+        "scored",
+        "arrivals",
+    ],
+)
 def _plan_queries_kernel(
     seq_lens,  # [S] int32
     block_table_indices,  # [S] int64
@@ -322,7 +331,7 @@ def _choose(
             )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["arrivals"])
 def _select_decode_kernel(
     index_q,  # [T, HEADS, DIM]
     cache,  # [blocks, 1, PER_BLOCK * BLOCK, DIM]
