@@ -59,6 +59,10 @@ class ExpertRecorder:
         self._counting_ranks = torch.tensor(counting, device=device)
         self._gather()  # connections are made now, not under load
 
+    def reset(self) -> None:
+        """Count anew: what ran before the first request was nobody's."""
+        self._counts.zero_()
+
     def counts(self) -> HostTensor:
         """[layers, experts] int64 of all ranks, each of which must call this."""
         everyone = self._gather()[self._counting_ranks]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,6 +105,20 @@ class Sampler:
                 return Sampled(picked, [], None)
         return self._choose_gathered(logits, inputs, members, picked=picked, masks=masks)
 
+    def launch_all(self, logits: Tensor, inputs: SampleInputs) -> None:
+        """Launch what choosing from `logits` may launch, on the shards and from whole rows, which
+        are those of padding.
+        """
+        options = self._shard_options(inputs)
+        picked = self._kernels[PICK].run(logits, **options)
+        self._kernels[DRAW_LEADING].run(logits, otherwise=picked, **options)
+        self._by_noise(self._group.all_gather(logits, dim=-1), inputs)
+
+    def _shard_options(self, inputs: SampleInputs) -> dict[str, Any]:
+        """What the rows are chosen by on the shards."""
+        drawn_by = self._requests.drawn_by(inputs.slots_device, inputs.positions_device)
+        return {"first_id": self._first_id, "group": self._group, **drawn_by}
+
     def _choose_on_shards(
         self,
         logits: Tensor,
@@ -119,8 +134,7 @@ class Sampler:
             early = masks.of([i for i, slot in enumerate(inputs.slots) if slot not in reporting])
         if early is not None:
             early.apply(logits, first_id=self._first_id)
-        drawn_by = requests.drawn_by(inputs.slots_device, inputs.positions_device)
-        options = {"first_id": self._first_id, "group": self._group, **drawn_by}
+        options = self._shard_options(inputs)
         if picked is None:
             picked = self._kernels[PICK].run(logits, **options)
         if not requests.filtered_slots.isdisjoint(inputs.slots):

@@ -35,6 +35,7 @@ from negamax.worker.device import (
     runtime_of,
     upload,
 )
+from negamax.worker.eager_steps import launch_eager_steps
 from negamax.worker.expert_weights import load_recorder
 from negamax.worker.grammar_bitmask import PendingBitmask, WaitForBitmask
 from negamax.worker.graphs import StepGraphs
@@ -112,6 +113,16 @@ class Worker:
             self._experts = load_recorder(config, model, context, device)
             self._debug_commands = DebugCommands(model, config, self._experts, device=device)
             num_blocks = self._allocate_caches(cache_dtype)
+            if self._runtime.graph_pool is not None:
+                launch_eager_steps(
+                    model,
+                    self._kv,
+                    config,
+                    self._requests,
+                    self._sampler,
+                    self._proposer,
+                    context=context,
+                )
             self._graphs, graph_summary = capture_graphs(
                 config,
                 model=model,
@@ -122,6 +133,8 @@ class Worker:
                 runtime=self._runtime,
                 proposer=self._proposer,
             )
+            if self._experts is not None:
+                self._experts.reset()
         # whose residual streams the proposer reads
         self._layers = self._proposer.capture if self._proposer else ()
         self._ended: torch.cuda.Event | None = None  # of the step before

@@ -4,6 +4,7 @@ generate beside chunks of prompts, whatever their sampling asks for.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import graph_support
@@ -15,6 +16,8 @@ from negamax.config.grammar import Grammar
 from negamax.engine.core.loop import EngineLoop
 from negamax.engine.grammar import manager
 from negamax.scheduler.step import SequenceUpdate
+from negamax.worker import eager_steps, worker
+from negamax.worker.eagle3 import Eagle3Proposer
 
 LONG: dict[str, Any] = {"max_tokens": 10, "ignore_eos": True}
 PARAMS = [
@@ -90,3 +93,36 @@ def test_captured_steps_give_what_eager_ones_give(options: str, pool: RepeatedSt
     assert answers(enforce_eager=False) == expected
     assert steps[0] == steps[1]
     assert pool.num_replays >= steps[1]
+
+
+def test_steps_before_the_first_request_change_nothing(
+    pool: RepeatedSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that a GPU launches so that its kernels are there; and they leave nothing behind."""
+    options: dict[str, Any] = {
+        "max_num_seqs": 5, "max_num_batched_tokens": 40, "max_model_len": 64, "block_size": 4,
+        "expert_distribution_recorder_mode": "stat",
+        "speculative_config": {"method": "eagle3", "model": "nano-draft"},
+    }  # fmt: skip
+    counts: list[int] = []
+
+    def launch(*args: Any, **named: Any) -> None:
+        propose = Eagle3Proposer.propose
+        with monkeypatch.context() as patch:
+            patch.setattr(eager_steps, "warming_up", lambda _context: nullcontext())
+            patch.setattr(
+                Eagle3Proposer,
+                "propose",
+                lambda *those: (counts.append(len(those[2])), propose(*those))[1],
+            )
+            eager_steps.launch_eager_steps(*args, **named)
+
+    def answers() -> list[list[int]]:
+        with LLM("nano", device="cpu", num_threads=1, **options) as llm:
+            found = llm.generate(PROMPTS[:6], PARAMS[:6])
+            return [output.token_ids for one in found for output in one.outputs]
+
+    expected = answers()
+    monkeypatch.setattr(worker, "launch_eager_steps", launch)
+    assert answers() == expected
+    assert max(counts) == 5 and min(counts) == 1

@@ -1,0 +1,142 @@
+"""Steps launched kernel by kernel before the first request, so that none of them is the first to
+launch a form of a kernel.
+
+A form is compiled and loaded at its first launch, which takes up to a second on all ranks, and all
+requests wait. Which form it is depends on how many tokens, decodes and sampled rows a step has.
+Captured steps have launched theirs when they are replayed; not so what a proposer does behind the
+layers of a mix, a mix with long decodes, and rows that are sampled from all logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from negamax.layers.attention import KvCaches
+from negamax.models.decoder import Decoder
+from negamax.parallel.context import ParallelContext
+from negamax.worker.batch import BatchLayout, StepColumns, sample_inputs
+from negamax.worker.config import WorkerConfig
+from negamax.worker.device import indices
+from negamax.worker.proposer import Proposer, TokenStates
+from negamax.worker.request_state import RequestState
+from negamax.worker.sampler import Sampler
+from negamax.worker.step_shapes import TOKENS, capture_sizes
+from negamax.worker.token_shares import share_tokens
+from negamax.worker.warmup import warming_up, warmup_layers
+
+# rows of a step whose logits are taken, or `max_num_seqs`: where drafts are verified or prompts are
+# scored there may be more, for which kernels have no forms of their own
+_MOST_LOGITS = 128
+# tokens of a sequence beyond which kernels have no forms of their own either
+_LONG = 16_384
+
+
+@torch.inference_mode()
+def launch_eager_steps(
+    model: Decoder,
+    caches: Sequence[KvCaches],
+    config: WorkerConfig,
+    requests: RequestState,
+    sampler: Sampler,
+    proposer: Proposer | None,
+    *,
+    context: ParallelContext,
+) -> None:
+    """Compile, then launch what steps of every shape launch, of the first layers alone. Their
+    tokens stand in the row of padding.
+    """
+    layers = warmup_layers(model.layers, config.kv_caches)
+    entering = None
+    if not model.is_first_stage:
+        shape = config.max_num_batched_tokens, config.spec.hidden_size
+        entering = requests.tokens.new_zeros(shape, dtype=model.dtype)
+
+    def launch_all() -> None:
+        for num_decodes, num_prompt_tokens, num_computed in step_sizes(config):
+            requests.num_computed[requests.padding_slot] = num_computed
+            layout = _layout(
+                num_decodes,
+                _cut(num_prompt_tokens, config.max_model_len),
+                slot=requests.padding_slot,
+                num_computed=num_computed,
+            )
+            _launch(
+                layout, model, caches[:layers], requests, sampler, proposer,
+                context=context, entering=entering, most_rows=config.max_num_seqs,
+            )  # fmt: skip
+        requests.num_computed[requests.padding_slot] = 0
+
+    with warming_up(context):
+        launch_all()
+    launch_all()
+
+
+def step_sizes(config: WorkerConfig) -> Iterator[tuple[int, int, int]]:
+    """Decodes and prompt tokens of each step, one of them or both, and tokens in front of them."""
+    most = config.max_num_batched_tokens
+    num_drafts = config.speculation.num_speculative_tokens if config.speculation else 0
+    # those of a row are decodes of their own
+    most_rows = min(config.max_num_seqs * (1 + num_drafts), most)
+    powers = {1 << power for power in range(most.bit_length())}
+    rows = sorted({*(power for power in powers if power < most_rows), most_rows})
+    tokens = capture_sizes(TOKENS, most)
+    # (products in FP8 go another way where the number of tokens is odd)
+    sizes = sorted({*powers, *tokens, *(size - 1 for size in tokens if size > 1)})
+    yield from ((num_rows, 0, 0) for num_rows in rows)
+    yield from ((0, size, 0) for size in sizes)
+    yield from ((num_rows, num_rows + 1, 0) for num_rows in rows if 2 * num_rows < most)
+    long = min(config.max_model_len, _LONG) - 1
+    yield from ((num_rows, 1, long) for num_rows in rows if num_rows < most)
+
+
+def _cut(num_tokens: int, longest: int) -> list[int]:
+    """`num_tokens` as lengths of up to `longest`."""
+    rest = num_tokens % longest
+    return [longest] * (num_tokens // longest) + ([rest] if rest else [])
+
+
+def _layout(num_decodes: int, prompts: list[int], *, slot: int, num_computed: int) -> BatchLayout:
+    """So many decodes, and `prompts` of so many tokens, all of them in `slot`."""
+    counts = [1] * num_decodes + prompts
+    columns = StepColumns.of_decodes([slot] * len(counts), counts)
+    bounds = columns.end_offsets + num_computed
+    return BatchLayout(num_decodes, columns, bounds, [], [], [], [], [])
+
+
+def _launch(
+    layout: BatchLayout,
+    model: Decoder,
+    caches: Sequence[KvCaches],
+    requests: RequestState,
+    sampler: Sampler,
+    proposer: Proposer | None,
+    *,
+    context: ParallelContext,
+    entering: Tensor | None,
+    most_rows: int,
+) -> None:
+    """One step, from its tokens to what is proposed behind them."""
+    share = share_tokens(layout, requests, context.context_group)
+    token_ids, metadata = share.build()
+    if entering is not None:
+        entering = entering[: len(token_ids)].zero_()
+    capture = proposer.capture if proposer else ()
+    hidden, streams = model.forward(token_ids, metadata, caches, capture=capture, entering=entering)
+    if not model.is_last_stage:
+        return
+    columns = layout.columns
+    slots, last = columns.slots.tolist(), (columns.query_starts[1:] - 1).tolist()
+    logits = model.local_logits(share.gather(hidden)[: max(most_rows, _MOST_LOGITS)])
+    sampler.launch_all(logits[:1], sample_inputs(slots[:1], [1], requests))
+    if proposer is None or not capture:
+        return
+    # (the first layers alone leave fewer streams)
+    streams += [hidden] * (len(capture) - len(streams))
+    states = TokenStates(share.describe_all(metadata), [share.gather(one) for one in streams])
+    ends = indices(last[:most_rows], token_ids.device)
+    slots = indices(slots[:most_rows], token_ids.device)
+    lengths = states.positions[ends] + 2
+    proposer.propose(states, slots, lengths, ends, requests, proposer.num_draft_tokens)
