@@ -1,0 +1,361 @@
+"""Which kernels an engine launches while it serves that it had not launched when it was ready, on
+an H200 that is not here: `python tests/cpu/late_kernels.py CASE ...`. For each case one JSON object
+on standard output.
+
+The engine itself runs, rank 0 of its ranks alone, on tensors without memory (PyTorch's "meta"
+device): a launch notes by what Triton tells the forms of a kernel apart, and a captured step is
+one that has been run. Every token is 0.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+# first: it says that nothing is interpreted
+from compile_kernels import META, PLATFORMS, Driver  # isort: skip
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import compute_cache_key
+
+from negamax import LLM, SamplingParams
+from negamax.config.grammar import Grammar
+from negamax.engine.core import executor, setup
+from negamax.kernels import platform as platforms
+from negamax.kernels.peers import PeerMemory, PeerRegion, ShardRegion
+from negamax.kernels.signatures import CANDIDATES
+from negamax.parallel import symmetric
+from negamax.parallel.collectives import SingleRank
+from negamax.parallel.context import ParallelContext
+from negamax.scheduler import scheduler
+from negamax.scheduler.draft_length import FixedDraftLength
+from negamax.worker import eagle3, kv_cache, sampler, speculation, startup, worker
+from negamax.worker import step_output as outputs
+from negamax.worker.config import WorkerConfig
+from negamax.worker.device import Runtime
+from negamax.worker.step_shapes import LONGEST_DECODE
+
+PLATFORM = PLATFORMS["sm_90"]
+ATEN = torch.library.Library("aten", "IMPL")  # what it is told holds as long as it lives
+
+
+def eagle3_draft(model: str, layers: list[int], count: int = 3, **fields: Any) -> dict[str, Any]:
+    """`--speculative-config` of a draft that reads what enters `layers`."""
+    own = {"model": model, "eagle_aux_hidden_state_layer_ids": layers}
+    return {"method": "eagle3", "num_speculative_tokens": count, **own, **fields}
+
+
+M2 = {"model": "minimax-m2", "num_hidden_layers": 3}
+M3 = {"model": "minimax-m3", "num_hidden_layers": 4}
+M2_DRAFT = eagle3_draft("minimax-m2.5-eagle3", [1, 2, 3])
+M3_DRAFT = eagle3_draft("minimax-m3-eagle3", [1, 2, 4])
+SMALL = {"max_num_batched_tokens": 1024, "max_num_seqs": 24}
+CASES: dict[str, dict[str, Any]] = {
+    "M2": {**M2, **SMALL, "max_cudagraph_capture_size": 8},
+    "M2, drafts": {
+        **M2, "tensor_parallel_size": 4, "kv_cache_dtype": "fp8", "speculative_config": M2_DRAFT,
+    },
+    "M2, eager": {**M2, "tensor_parallel_size": 2, "enforce_eager": True},
+    "M2, n-grams": {
+        **M2, "quantization": "int4", "max_model_len": 20_000,
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+    },
+    "M2, short window": {**M2, "tensor_parallel_size": 8, "max_model_len": 3000},
+    "M3": {**M3, "tensor_parallel_size": 8, "max_cudagraph_capture_size": 8},
+    "M3, drafts": {
+        **M3, **SMALL, "tensor_parallel_size": 2, "quantization": "fp8",
+        "speculative_config": {**M3_DRAFT, "num_speculative_tokens": 2},
+    },
+    "M3, 4 bits, drafts": {
+        **M3, "tensor_parallel_size": 2, "quantization": "int4", "speculative_config": M3_DRAFT,
+    },
+    "M3, FP8 cache, drafts that are drawn": {
+        **M3, "tensor_parallel_size": 4, "quantization": "fp8", "kv_cache_dtype": "fp8",
+        "index_cache_dtype": "fp8",
+        "speculative_config": eagle3_draft(
+            "minimax-m3-eagle3-gqa", [1, 2, 4], 2, adaptive=False,
+            draft_sample_method="probabilistic", draft_lm_head_quantization="fp8",
+        ),
+    },
+    "M3, sharded index": {
+        **M3, "tensor_parallel_size": 8, "quantization": "int4", "index_cache_sharding": "on",
+        "enable_expert_parallel": True, "max_model_len": 33_333, "speculative_config": M3_DRAFT,
+    },
+    "M3, shared cache": {
+        **M3, "tensor_parallel_size": 8, "decode_context_parallel_size": 2, "quantization": "mxfp8",
+        "speculative_config": M3_DRAFT,
+    },
+}  # fmt: skip
+
+
+@dataclass
+class Launches:
+    """Forms of kernels, each with when it was launched first, by name and Triton's key."""
+
+    when: str = ""
+    compiled: set[tuple[str, str]] = field(default_factory=set)  # before any was launched
+    forms: dict[tuple[str, str], tuple[str, dict[str, Any]]] = field(default_factory=dict)
+
+    def note(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        """In place of `JITFunction.run`."""
+        _, keys, _, _, bind = kernel.device_caches[0]
+        bound, forms, options = bind(*args, **options, debug=False, instrumentation_mode="")
+        form = kernel.fn.__name__, compute_cache_key(keys, forms, options)
+        if warmup:
+            self.compiled.add(form)
+        elif form not in self.forms:
+            parts = {name: of[1] for name, of in zip(bound, forms, strict=True)}
+            self.forms[form] = self.when, {**parts, "options": options}
+
+    def late(self) -> list[str]:
+        """Those since `when` was set: how each differs from the form that is the most like it."""
+        found = []
+        early = [(name, parts) for (name, _), (when, parts) in self.forms.items() if not when]
+        for (name, _), (when, parts) in self.forms.items():
+            if when:
+                others = [list(_differences(of, parts)) for known, of in early if known == name]
+                found.append(f"{name}, {when}: {', '.join(min(others, key=len, default=['new']))}")
+        return found
+
+    def alone(self) -> list[str]:
+        """Kernels that the start has compiled one by one."""
+        early = {form for form, (when, _) in self.forms.items() if not when}
+        return sorted(name for name, _ in early - self.compiled)
+
+
+def _differences(known: Mapping[str, Any], parts: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in parts.items():
+        before = known[name]
+        if before != value and hasattr(value, "_asdict") and type(before) is type(value):
+            yield from _differences(before._asdict(), value._asdict())
+        elif before != value:
+            yield f"{name} was {before!r} and is {value!r}"
+
+
+class Group:
+    """Rank 0 of `size`, whose others are not there."""
+
+    rank = 0
+
+    def __init__(self, config: WorkerConfig, num_draft_tokens: int) -> None:
+        self.size = world = config.layout.world_size
+        hidden, most = config.spec.hidden_size, config.max_num_batched_tokens
+        samples = config.max_num_seqs * (1 + num_draft_tokens)
+
+        def region(rows: int, words: int) -> PeerRegion:
+            flags = torch.empty(rows, dtype=torch.int32, device=META)
+            return PeerRegion(_int64(world + 1), flags, rows, words)
+
+        shards, (_, words) = None, symmetric._shard_words(most, hidden, world)
+        if words:
+            shards = ShardRegion(
+                _int64(world), _int64(world), _int64(words).view(torch.uint8),
+                min(most, symmetric.SHARD_ROWS), hidden // 2, lambda: None,
+            )  # fmt: skip
+        reduced = region(min(symmetric.REDUCE_ROWS, max(most, samples)), -(-hidden // 2))
+        leading = region(samples, 2 * CANDIDATES)
+        self.peers = PeerMemory(0, world, reduced, region(most, 2), leading, shards=shards)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor.contiguous()
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        return tensor[: len(tensor) // self.size].contiguous()
+
+    def all_gather(self, tensor: Tensor, *, dim: int) -> Tensor:
+        return torch.cat([tensor] * self.size, dim=dim)
+
+
+def _int64(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.int64, device=META)
+
+
+def open_context(config: WorkerConfig, _device: object, num_draft_tokens: int) -> ParallelContext:
+    """In place of `startup.open_context`."""
+    layout = config.layout
+    if layout.world_size == 1:
+        return ParallelContext.single()
+    group, alone = Group(config, num_draft_tokens), SingleRank()
+    sharing: Any = alone
+    if layout.dcp > 1:
+        sharing = SimpleNamespace(
+            size=layout.dcp, rank=0, peers=None,
+            all_gather=lambda tensor, *, dim: torch.cat([tensor] * layout.dcp, dim=dim),
+        )  # fmt: skip
+    return ParallelContext(
+        layout, attention_group=group, expert_group=group if layout.experts.size > 1 else alone,
+        world=group, cache_group=sharing,
+    )  # fmt: skip
+
+
+class HostTensor:
+    """Zeros, in place of what would come from the device."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+    def read(self) -> Tensor:
+        return self._tensor
+
+
+class Pool:
+    """A `GraphPool`."""
+
+    def capture(self, step: Callable[[], None]) -> Any:
+        step()
+        return SimpleNamespace(replay=lambda: None)
+
+    def num_bytes(self) -> int:
+        return 0
+
+
+class Clockless(Runtime):
+    """There is no GPU to ask for the time."""
+
+    def record_event(self) -> None:
+        return None
+
+    def release_memory(self) -> None:
+        return None
+
+
+class AnyDraftLength(FixedDraftLength):
+    """Now this, now that number."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._most, self._rng = num_tokens, random.Random(3)
+
+    def choose(self, num_rows: int) -> int:
+        return self._rng.randint(0, self._most)
+
+
+def fill(slots: Mapping[str, Any], *_args: Any, **_options: Any) -> None:
+    """Weights without memory have been written."""
+    for slot in slots.values():
+        if not slot.optional:
+            slot._target, slot.written = None, True
+
+
+def load_weights(model: Any, *_args: Any, **_options: Any) -> str:
+    """In place of `loading.load_weights`."""
+    fill(model.weight_slots())
+    model.finish_loading()
+    return ""
+
+
+def install() -> None:
+    """Have engines of this process take the GPU's way without one."""
+    driver.set_active(Driver(GPUTarget("cuda", 90, PLATFORM.warp_size)))
+    platforms.platform_of = worker.platform_of = lambda _device: PLATFORM  # type: ignore
+    setup.find_device = lambda _name: ("cuda", 8)
+    executor.start_executor = setup.start_executor = executor.InProcessExecutor  # type: ignore
+    worker.take_device = lambda _config: META
+    worker.runtime_of = lambda _device: Clockless(
+        is_asynchronous=True, graph_pool=Pool, is_batch_invariant=False, samples_on_shards=True
+    )
+    worker.open_context = startup.open_context = open_context
+    worker.load_weights, eagle3.fill_synthetic = load_weights, fill
+    kv_cache.check_weights_fit = kv_cache.check_rows_fit = lambda *_, **__: None
+    for module in (outputs, sampler, speculation, worker):
+        module.HostTensor = HostTensor  # type: ignore
+    scheduler.FixedDraftLength = AnyDraftLength  # type: ignore
+    for name in ("empty_cache", "max_memory_allocated", "memory_allocated", "synchronize"):
+        setattr(torch.cuda, name, lambda *_: 0)
+    torch.cuda.reset_peak_memory_stats = lambda *_: None
+    # what asks for the values of tensors that have none
+    ATEN.impl("_local_scalar_dense", lambda _: 0, "Meta")
+    for method, without in (
+        ("clamp_", lambda tensor, *_: tensor),
+        ("tolist", lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype).tolist()),
+        ("unique", lambda tensor: tensor),
+    ):
+        setattr(Tensor, method, _unless_meta(getattr(Tensor, method), without))
+    Tensor.pin_memory = lambda tensor: tensor  # type: ignore
+    # (15 s of imports, for a decorator that does nothing)
+    compiler: Any = ModuleType("torch._dynamo")
+    compiler.disable = lambda function, recursive=True, **_: function
+    sys.modules["torch._dynamo"] = compiler
+
+
+def _unless_meta(method: Callable[..., Any], without: Callable[..., Any]) -> Callable[..., Any]:
+    def chosen(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        if tensor.is_meta:
+            return without(tensor, *args)
+        return method(tensor, *args, **options)
+
+    return chosen
+
+
+def serve(llm: LLM, launches: Launches, *, most_tokens: int, longest: int) -> None:
+    """Steps of all sorts, for sequences of up to `longest` tokens."""
+    rng = random.Random(1)
+
+    def run(when: str, lengths: list[int], **params: Any) -> None:
+        launches.when = when
+        greedy = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
+        prompts = [[rng.randint(100, 9000) for _ in range(length)] for length in lengths]
+        llm.generate(prompts, SamplingParams(**(greedy | params)))
+
+    chunks = (most_tokens // 2 - 5, most_tokens, most_tokens + 77, 2 * most_tokens + 5)
+    for length in (1, 7, 16, 100, 333, 1000, *chunks):
+        if length + 40 < longest:
+            run(f"a prompt of {length} tokens", [length])
+    run("two prompts", [33, 300])
+    run("many prompts", [20 + 3 * i for i in range(24)], max_tokens=12)
+    run("few decodes", [5, 40, 9], max_tokens=12)
+    prompt = [rng.randint(100, 9000) for _ in range(700)]
+    for when in ("a prompt", "a cached prefix"):
+        launches.when = when
+        llm.generate([prompt, [*prompt, 7, 8, 9]], SamplingParams(max_tokens=3, ignore_eos=True))
+    for params in (
+        {"temperature": 1.0}, {"temperature": 1.0, "top_k": 5}, {"temperature": 1.0, "top_p": 0.9},
+        {"temperature": 1.0, "min_p": 0.1}, {"frequency_penalty": 0.5}, {"logprobs": 3},
+        {"prompt_logprobs": 2}, {"logit_bias": {5: 1.0}}, {"min_tokens": 2},
+        {"grammar": Grammar(kind="regex", text=r"[\s\S]{9}")},
+    ):  # fmt: skip
+        run(f"{params}", [50, 3, 7, 4], max_tokens=6, **params)  # type: ignore[arg-type]
+    worker.LONGEST_DECODE = 0  # from now on, steps with decodes are eager
+    for number in range(12):
+        most, count = rng.choice((3, 20, 300, 3000)), rng.choice((2, 5, 9, 40, 70))
+        lengths = [rng.randint(1, min(most, longest - 60)) for _ in range(count)]
+        run(f"mix {number}", lengths, max_tokens=rng.choice((3, 20)))
+    worker.LONGEST_DECODE = LONGEST_DECODE
+
+
+def watch(case: str) -> dict[str, Any]:
+    """What is found in `case`."""
+    launches = Launches()
+    triton.JITFunction.run = lambda *args, **options: launches.note(*args, **options)
+    options = {"max_model_len": 32_768, "max_num_seqs": 64, **CASES[case]}
+    llm = LLM(
+        load_format="synthetic", num_kv_blocks=4000, log_level="error", show_progress=False,
+        num_threads=1, **options,
+    )  # fmt: skip
+    with llm:
+        most = options.get("max_num_batched_tokens", 8192)
+        launches.when = "first"
+        serve(llm, launches, most_tokens=most, longest=options["max_model_len"])
+    return {
+        "case": case, "forms": len(launches.forms), "late": launches.late(),
+        "alone": launches.alone(),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """A line for each case."""
+    install()
+    for case in sys.argv[1:] or CASES:
+        print(json.dumps(watch(case)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
