@@ -144,6 +144,7 @@ def _tiles_per_program(
     return low, total
 
 
+# (columns of a part of a step begin anywhere)
 @triton.jit(
     do_not_specialize=["num_seqs", "programs", "split_kv"],
     do_not_specialize_on_alignment=["seq_lens", "block_table_indices"],

@@ -31,6 +31,7 @@ class OwnBlocks:
     keys: Tensor  # [S] int32, of the sequence
 
 
+# (columns of a part of a step begin anywhere)
 @triton.jit(
     do_not_specialize=["rank"], do_not_specialize_on_alignment=["block_table_indices", "lengths"]
 )

@@ -121,6 +121,7 @@ def _last_own_key(held, position, is_row, C: tl.constexpr):
     return before * C.BLOCK_SIZE + rest - 1
 
 
+# (columns of a part of a step begin anywhere)
 @triton.jit(do_not_specialize_on_alignment=["block_table_indices"])
 def _prefill_kernel(
     q,  # [T, KV_HEADS * GROUP, DIM]

@@ -32,6 +32,7 @@ class SparseDecodePlan:
     paged: DecodePlan
 
 
+# (columns of a part of a step begin anywhere)
 @triton.jit(
     do_not_specialize=["num_tokens", "num_seqs"],
     do_not_specialize_on_alignment=["positions", "seq_lens", "query_starts"],

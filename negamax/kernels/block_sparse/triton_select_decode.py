@@ -98,6 +98,7 @@ def _follows(seq_lens, block_table_indices, seq, num_seqs):
     )
 
 
+# (columns of a part of a step begin anywhere)
 @triton.jit(
     do_not_specialize=["num_seqs"],
     do_not_specialize_on_alignment=[
@@ -331,6 +332,7 @@ def _choose(
             )  # fmt: skip
 
 
+# (columns of a part of a step begin anywhere)
 @triton.jit(do_not_specialize_on_alignment=["arrivals"])
 def _select_decode_kernel(
     index_q,  # [T, HEADS, DIM]

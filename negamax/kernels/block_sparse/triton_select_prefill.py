@@ -139,6 +139,7 @@ def _best_blocks(index_q, cache, table, numbers, tile, begin, end, C: tl.constex
     return _merge(best, order, slot_block, C)
 
 
+# (columns of a part of a step begin anywhere)
 @triton.jit(do_not_specialize_on_alignment=["block_table_indices"])
 def _select_prefill_kernel(
     index_q,  # [T, HEADS, DIM]
@@ -193,6 +194,7 @@ def _select_prefill_kernel(
             tl.store(keys + at * C.TOPK_POW2 + column, best, mask=is_there[:, None])
 
 
+# (columns of a part of a step begin anywhere)
 @triton.jit(do_not_specialize_on_alignment=["block_table_indices"])
 def _merge_splits_kernel(
     tables,
