@@ -1,7 +1,6 @@
-"""Steps launched kernel by kernel before the first request, so that none of them is the first to
-launch a form of a kernel.
+"""Compiles what steps launch kernel by kernel, before the first request.
 
-A form is compiled and loaded at its first launch, which takes up to a second on all ranks, and all
+A form of a kernel is compiled at its first launch, which takes up to a second on all ranks, and all
 requests wait. Which form it is depends on how many tokens, decodes and sampled rows a step has.
 Captured steps have launched theirs when they are replayed; not so what a proposer does behind the
 layers of a mix, a mix with long decodes, and rows that are sampled from all logits.
@@ -35,7 +34,7 @@ _LONG = 16_384
 
 
 @torch.inference_mode()
-def launch_eager_steps(
+def compile_eager_steps(
     model: Decoder,
     caches: Sequence[KvCaches],
     config: WorkerConfig,
@@ -45,7 +44,7 @@ def launch_eager_steps(
     *,
     context: ParallelContext,
 ) -> None:
-    """Compile, then launch what steps of every shape launch, of the first layers alone. Their
+    """Compile what steps of every shape launch, by the first layers alone; none of it runs. Their
     tokens stand in the row of padding.
     """
     layers = warmup_layers(model.layers, config.kv_caches)
@@ -53,8 +52,7 @@ def launch_eager_steps(
     if not model.is_first_stage:
         shape = config.max_num_batched_tokens, config.spec.hidden_size
         entering = requests.tokens.new_zeros(shape, dtype=model.dtype)
-
-    def launch_all() -> None:
+    with warming_up(context):
         for num_decodes, num_prompt_tokens, num_computed in step_sizes(config):
             requests.num_computed[requests.padding_slot] = num_computed
             layout = _layout(
@@ -67,11 +65,7 @@ def launch_eager_steps(
                 layout, model, caches[:layers], requests, sampler, proposer,
                 context=context, entering=entering, most_rows=config.max_num_seqs,
             )  # fmt: skip
-        requests.num_computed[requests.padding_slot] = 0
-
-    with warming_up(context):
-        launch_all()
-    launch_all()
+    requests.num_computed[requests.padding_slot] = 0
 
 
 def step_sizes(config: WorkerConfig) -> Iterator[tuple[int, int, int]]:

@@ -35,7 +35,7 @@ from negamax.worker.device import (
     runtime_of,
     upload,
 )
-from negamax.worker.eager_steps import launch_eager_steps
+from negamax.worker.eager_steps import compile_eager_steps
 from negamax.worker.expert_weights import load_recorder
 from negamax.worker.grammar_bitmask import PendingBitmask, WaitForBitmask
 from negamax.worker.graphs import StepGraphs
@@ -114,7 +114,7 @@ class Worker:
             self._debug_commands = DebugCommands(model, config, self._experts, device=device)
             num_blocks = self._allocate_caches(cache_dtype)
             if self._runtime.graph_pool is not None:
-                launch_eager_steps(
+                compile_eager_steps(
                     model,
                     self._kv,
                     config,

@@ -122,7 +122,7 @@ def install(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> None:
     monkeypatch.setattr(worker, "runtime_of", lambda _device: runtime)
     monkeypatch.setattr(worker, "resolve", lambda *, platform, dtype: kernels(dtype))
     monkeypatch.setattr(worker, "peak_bytes", lambda *_args, **_options: 0)
-    monkeypatch.setattr(worker, "launch_eager_steps", lambda *_args, **_options: None)
+    monkeypatch.setattr(worker, "compile_eager_steps", lambda *_args, **_options: None)
     monkeypatch.setattr(startup, "warming_up", nullcontext)
 
 

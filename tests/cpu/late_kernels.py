@@ -1,5 +1,5 @@
-"""Which kernels an engine launches while it serves that it had not launched when it was ready, on
-an H200 that is not here: `python tests/cpu/late_kernels.py CASE ...`. For each case one JSON object
+"""Which kernels an engine launches while it serves that were not compiled when it was ready, on an
+H200 that is not here: `python tests/cpu/late_kernels.py CASE ...`. For each case one JSON object
 on standard output.
 
 The engine itself runs, rank 0 of its ranks alone, on tensors without memory (PyTorch's "meta"
@@ -117,11 +117,14 @@ class Launches:
             self.forms[form] = self.when, {**parts, "options": options}
 
     def late(self) -> list[str]:
-        """Those since `when` was set: how each differs from the form that is the most like it."""
+        """Those since `when` was set that had not been compiled: how each differs from the form
+        that is the most like it.
+        """
         found = []
         early = [(name, parts) for (name, _), (when, parts) in self.forms.items() if not when]
-        for (name, _), (when, parts) in self.forms.items():
-            if when:
+        for form, (when, parts) in self.forms.items():
+            name = form[0]
+            if when and form not in self.compiled:
                 others = [list(_differences(of, parts)) for known, of in early if known == name]
                 found.append(f"{name}, {when}: {', '.join(min(others, key=len, default=['new']))}")
         return found

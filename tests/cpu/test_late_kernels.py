@@ -1,5 +1,5 @@
-"""An engine that is ready has compiled and launched, in every form, all kernels that it launches
-while it serves: one that is compiled under load holds up all requests.
+"""An engine that is ready has compiled, in every form, all kernels that it launches while it
+serves: one that is compiled under load holds up all requests.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def test_captured_steps_give_what_eager_ones_give(options: str, pool: RepeatedSt
 def test_steps_before_the_first_request_change_nothing(
     pool: RepeatedSteps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that a GPU launches so that its kernels are there; and they leave nothing behind."""
+    """Those that a GPU compiles its kernels by, run; they leave nothing behind."""
     options: dict[str, Any] = {
         "max_num_seqs": 5, "max_num_batched_tokens": 40, "max_model_len": 64, "block_size": 4,
         "expert_distribution_recorder_mode": "stat",
@@ -115,7 +115,7 @@ def test_steps_before_the_first_request_change_nothing(
                 "propose",
                 lambda *those: (counts.append(len(those[2])), propose(*those))[1],
             )
-            eager_steps.launch_eager_steps(*args, **named)
+            eager_steps.compile_eager_steps(*args, **named)
 
     def answers() -> list[list[int]]:
         with LLM("nano", device="cpu", num_threads=1, **options) as llm:
@@ -123,6 +123,6 @@ def test_steps_before_the_first_request_change_nothing(
             return [output.token_ids for one in found for output in one.outputs]
 
     expected = answers()
-    monkeypatch.setattr(worker, "launch_eager_steps", launch)
+    monkeypatch.setattr(worker, "compile_eager_steps", launch)
     assert answers() == expected
     assert max(counts) == 5 and min(counts) == 1
