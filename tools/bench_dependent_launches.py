@@ -3,11 +3,11 @@
     python tools/bench_dependent_launches.py --model minimax-m2 --quantization int4 \
         --num-hidden-layers 14 --rows 1 4 16 [--kv-cache-dtype fp8] [--json FILE]
 
-A step is captured as it is, and for each of its kernels twice more: launched behind the kernel in
-front of it, with the next one still early (`behind`), and like any other kernel (`plain`). These
-graphs of one process are replayed in turns; each figure is the median of the rounds, beside that of
-the step as it is. Steps at the limit of the GPU's power differ by a tenth among themselves: look at
-the ranges.
+A step is captured as it is, and for each of its kernels twice more, in the other ways of these:
+started before the kernel in front has ended (`early`), behind it, with the next one still early
+(`behind`), and like any other kernel (`plain`). These graphs of one process are replayed in turns;
+each figure is the median of the rounds, beside that of the step as it is. Steps at the limit of the
+GPU's power differ by a tenth among themselves: look at the ranges.
 """
 
 from __future__ import annotations
@@ -35,18 +35,20 @@ CONTEXT, TOKENS = 1000, 24
 ROUNDS, ROUND_SECONDS = 7, 0.1
 AS_IS = "as it is"
 # whether the next kernel may start early, and whether this one does
-WAYS = {"behind": (True, False), "plain": (False, False)}
+WAYS = {"early": (True, True), "behind": (True, False), "plain": (False, False)}
 
 
 @contextmanager
-def launches_of(kernel: str, way: str, seen: set[str]) -> Iterator[None]:
-    """Inside, launches of `kernel` are of `way`; `seen` gets the names of dependent ones."""
+def launches_of(kernel: str, way: str, seen: dict[str, tuple[bool, bool]]) -> Iterator[None]:
+    """Inside, launches of `kernel` are of `way`; `seen` gets the names of dependent ones, and how
+    they are launched.
+    """
     launch = JITFunction.run
 
     def run(function: JITFunction, *args: Any, **kwargs: Any) -> Any:
         name = function.fn.__name__
         if kwargs.get("PDL"):
-            seen.add(name)
+            seen[name] = True, kwargs.get("launch_pdl", False)
             if name == kernel:
                 kwargs["PDL"], kwargs["launch_pdl"] = WAYS[way]
         return launch(function, *args, **kwargs)
@@ -66,7 +68,8 @@ class Variants:
         shape = graphs.find_decodes(num_rows)
         pool_of = graphs._runtime.graph_pool
         assert shape is not None and pool_of is not None, "no graph of so many rows"
-        pool, captured, seen = pool_of(), graphs._graphs[shape], set[str]()
+        pool, captured = pool_of(), graphs._graphs[shape]
+        seen: dict[str, tuple[bool, bool]] = {}
 
         def variant(kernel: str, way: str) -> Any:
             step = graphs._steps(shape, graphs._kv)[0]
@@ -78,16 +81,16 @@ class Variants:
 
         made = {AS_IS: variant("", AS_IS)}
         for kernel in sorted(seen):
-            made |= {f"{kernel} {way}": variant(kernel, way) for way in WAYS}
+            others = [way for way, launched in WAYS.items() if launched != seen[kernel]]
+            made |= {f"{kernel} {way}": variant(kernel, way) for way in others}
         self.microseconds = {name: [] for name in made}
         seconds = self._seconds(graphs, num_rows, repeats=repeats)
         assert seconds is not None
+        repeats = max(3, int(ROUND_SECONDS / seconds))
         for _ in range(ROUNDS):
             for name, graph in made.items():
                 graphs._graphs[shape] = [graph]
-                taken = self._seconds(
-                    graphs, num_rows, repeats=max(3, int(ROUND_SECONDS / seconds))
-                )
+                taken = self._seconds(graphs, num_rows, repeats=repeats)
                 assert taken is not None
                 self.microseconds[name].append(1e6 * taken)
         graphs._graphs[shape] = captured

@@ -24,7 +24,7 @@ from negamax.worker.request_state import RequestState
 from negamax.worker.sampler import Sampler
 from negamax.worker.step_shapes import TOKENS, capture_sizes
 from negamax.worker.token_shares import share_tokens
-from negamax.worker.warmup import warming_up, warmup_layers
+from negamax.worker.warmup import cut, warming_up, warmup_layers
 
 # rows of a step whose logits are taken, or `max_num_seqs`: where drafts are verified or prompts are
 # scored there may be more, for which kernels have no forms of their own
@@ -57,7 +57,7 @@ def compile_eager_steps(
             requests.num_computed[requests.padding_slot] = num_computed
             layout = _layout(
                 num_decodes,
-                _cut(num_prompt_tokens, config.max_model_len),
+                cut(num_prompt_tokens, config.max_model_len),
                 slot=requests.padding_slot,
                 num_computed=num_computed,
             )
@@ -84,12 +84,6 @@ def step_sizes(config: WorkerConfig) -> Iterator[tuple[int, int, int]]:
     yield from ((num_rows, num_rows + 1, 0) for num_rows in rows if 2 * num_rows < most)
     long = min(config.max_model_len, _LONG) - 1
     yield from ((num_rows, 1, long) for num_rows in rows if num_rows < most)
-
-
-def _cut(num_tokens: int, longest: int) -> list[int]:
-    """`num_tokens` as lengths of up to `longest`."""
-    rest = num_tokens % longest
-    return [longest] * (num_tokens // longest) + ([rest] if rest else [])
 
 
 def _layout(num_decodes: int, prompts: list[int], *, slot: int, num_computed: int) -> BatchLayout:

@@ -16,7 +16,7 @@ from negamax.worker.config import WorkerConfig
 from negamax.worker.kv_cache import allocate
 from negamax.worker.proposer import Proposer, TokenStates
 from negamax.worker.request_state import RequestState
-from negamax.worker.warmup import warming_up, warmup_layers
+from negamax.worker.warmup import cut, warming_up, warmup_layers
 
 logger = get_logger(__name__)
 
@@ -39,9 +39,7 @@ def peak_bytes(
     """
     num_tokens, block_size = config.max_num_batched_tokens, config.block_size
     length = min(num_tokens, config.max_model_len)
-    counts = [length] * (num_tokens // length) + (
-        [num_tokens % length] if num_tokens % length else []
-    )
+    counts = cut(num_tokens, length)
     blocks_each = -(-length // block_size)
     kv = allocate(
         config.kv_caches,

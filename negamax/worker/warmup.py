@@ -30,6 +30,12 @@ def warmup_layers(layers: Sequence[object], caches: KvCacheSpecs) -> int:
     return max(2, *(sorts.index(sort) + 1 for sort in sorts))
 
 
+def cut(num_tokens: int, longest: int) -> list[int]:
+    """`num_tokens` as lengths of up to `longest`."""
+    rest = num_tokens % longest
+    return [longest] * (num_tokens // longest) + ([rest] if rest else [])
+
+
 @contextmanager
 def warming_up(context: ParallelContext) -> Iterator[None]:
     """Inside, Triton kernels that are launched do not run: results are whatever is in memory. All

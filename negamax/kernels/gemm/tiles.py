@@ -153,8 +153,9 @@ class H200(Tiles):
             split_k = _at_most_four(2 * self.multiprocessors // programs)
             return Tile(128, 64, 128, num_warps=4, num_stages=3, split_k=split_k)
         if M <= 16:
-            programs = 5 * self.multiprocessors // 2 if tiles_n <= self.multiprocessors else tiles_n
-            split_k = _at_most_four(programs // tiles_n)
+            split_k = 1
+            if tiles_n <= self.multiprocessors:
+                split_k = _at_most_four(5 * self.multiprocessors // (2 * tiles_n))
             return Tile(16, 64, 256, num_warps=4, num_stages=3, split_k=split_k)
         fill_half = self._are_filled(2 * tiles_n) and not self._are_filled(tiles_n)
         if M > 32 and K >= 3072 and fill_half:

@@ -22,9 +22,9 @@ A kernel that is launched with `launch_options`
   end.
 
 A kernel that loads nothing before the wait gains a microsecond by an early start, and may lose
-more: its programs go to multiprocessors where the kernel before it has left room, several to one
-and none to another, and stay there. With `starts_early=False` it is launched behind the kernel
-before it, and the next one may still start early.
+more, most likely since its programs go to multiprocessors where the kernel before it has left room,
+several to one and none to another, and stay there. With `starts_early=False` it is launched behind
+the kernel before it, and the next one may still start early.
 
 Elsewhere, and in Triton's interpreter, PDL is False and none of this is compiled.
 """

@@ -43,8 +43,8 @@ def _place_kernel(
     """Grid (blocks,): some entries of `places` and what belongs to them, or of the columns behind
     `size` of them.
 
-    No program reads what another one writes, but for equal values of padding. It is launched in the
-    ordinary way, so there is nothing to wait for.
+    No program reads what another one writes, but for equal values of padding. It starts behind the
+    kernel in front, so there is nothing to wait for.
     """
     launch_dependents(PDL)
     at = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
@@ -89,8 +89,8 @@ def place(
         columns, num_computed, tokens, drafts, *written, num_tokens, size, len(words),
         padding_slot, tokens.shape[1], 0 if drafts is None else drafts.shape[1],
         BLOCK=_BLOCK,
-        PDL=launch_options(columns.device)["PDL"],
         num_warps=4,
+        **launch_options(columns.device, starts_early=False),
     )  # fmt: skip
 
 
