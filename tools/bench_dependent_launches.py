@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from bench_rank_share import become_share
 from triton import JITFunction
 
 from negamax.bench.workload import RandomPrompts, run_batch
@@ -136,11 +137,13 @@ def main() -> None:
     parser.add_argument("--model", default="minimax-m2")
     parser.add_argument("--quantization")
     parser.add_argument("--num-hidden-layers", type=int, default=14)
+    parser.add_argument("--ranks", type=int, default=1, help="the share of one of so many")
     parser.add_argument("--kv-cache-dtype", default="fp8")
     parser.add_argument("--index-cache-dtype", default="auto")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--json", type=Path)
     words = parser.parse_args()
+    become_share(words.ranks)
     options = EngineOptions(
         model=words.model, load_format="synthetic", quantization=words.quantization,
         num_hidden_layers=words.num_hidden_layers, kv_cache_dtype=words.kv_cache_dtype,

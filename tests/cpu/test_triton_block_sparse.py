@@ -112,15 +112,26 @@ def chosen(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "groups", "heads"), [(torch.bfloat16, 512, 1), (FP8, 64, 1), (torch.bfloat16, 32, 3)]
+    ("dtype", "heads", "constants"),
+    [
+        (torch.bfloat16, 1, {}),
+        (FP8, 3, {"_FEW": 64}),
+        (torch.bfloat16, 2, {"_FEW": 128, "MOST_SCORES": 512}),
+        (FP8, 1, {"MOST_COMPARED": 256, "_NUM_GROUPS": 64}),
+        (torch.bfloat16, 3, {"MOST_COMPARED": 256, "_NUM_GROUPS": 32}),
+    ],
 )
 def test_decodes_choose_among_hundreds_of_blocks_and_leave_padding_empty(
-    dtype: torch.dtype, groups: int, heads: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, heads: int, constants: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sequence of more blocks than are compared at once, one of few, one that is not scored; a
-    query that is no number, and those that score all blocks alike.
+    """A sequence of hundreds of blocks, which are compared at once or in groups, one of few, one
+    that is not scored; a query that is no number, and those that score all blocks alike.
     """
-    monkeypatch.setattr(triton_select_decode, "_NUM_GROUPS", tl.constexpr(groups))
+    for name, value in constants.items():
+        of_kernels = name.startswith("_")
+        monkeypatch.setattr(
+            triton_select_decode, name, tl.constexpr(value) if of_kernels else value
+        )
     lengths = [4805, 1, 130, 40, 300, 300, 4805]
     cache, tables = paged(lengths, heads=1, dtype=dtype)
     shape = replace(SHAPE, kv_heads=heads)

@@ -344,8 +344,8 @@ def launch_decode(
     launch = tiles_for(q.device).decode_launch(
         k_cache.element_size(), block_m=block_m, split_kv=plan.split_kv
     )
-    options = launch_options(q.device, maxnreg=launch.maxnreg)
-    parallel = plan.split_kv and not plan.reduce_later and options["PDL"]
+    options = launch_options(q.device, maxnreg=launch.maxnreg, dependent=plan.dependent)
+    parallel = plan.split_kv and not plan.reduce_later and launch_options(q.device)["PDL"]
     constants = AttentionConstants(
         KV_HEADS=shape.kv_heads,
         GROUP=shape.group,

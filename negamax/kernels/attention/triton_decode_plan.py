@@ -53,6 +53,7 @@ class DecodePlan:
     reduce_later: bool  # by a second launch
     runs: DecodeRuns | None  # None: of the plan's sequences each has one query
     num_queries: int  # of a sequence that a program attends with
+    dependent: bool = True  # the launch, see `launch_options`
 
 
 # by thread, device and words; captured graphs write them, so they stay

@@ -239,7 +239,7 @@ def select_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Cas
     """MiniMax-M3's slice: decodes, drafts and prefills."""
     decodes = (
         (lengths, [1] * len(lengths), cache)
-        for lengths, cache in (*_DECODE_FULL, ([1_000_000], FP8))
+        for lengths, cache in (*_DECODE_FULL, ([48_000, 200_001], FP8), ([1_000_000], FP8))
     )
     return [
         _select_case(dtype, generator, lengths, counts, M3, cache_dtype=cache)

@@ -1,5 +1,5 @@
-"""Sizes of the Triton kernels of block-sparse attention by architecture. Estimates, but for the
-stages of `H200.select_decode`. Nothing is tuned at run time.
+"""Sizes of the Triton kernels of block-sparse attention by architecture. Estimates, but for those
+of `H200` for decodes. Nothing is tuned at run time.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ class Tiles:
         """For index keys of `cache_bytes` per element."""
         return Launch(num_warps=4, num_stages=2 if cache_bytes == 1 else 1)
 
+    def decode_is_dependent(self, num_tokens: int, *, kv_heads: int) -> bool:
+        """Whether attention starts before the choice has ended (see `launch_options`)."""
+        return True
+
     def select_block_m(self, rows: int) -> int:
         """Index queries per program of a prefill that has `rows` of them."""
         return 64
@@ -43,6 +47,12 @@ class H200(Tiles):
 
     def select_decode(self, cache_bytes: int) -> Launch:
         return Launch(num_warps=4, num_stages=3 if cache_bytes > 1 else 4)
+
+    def decode_is_dependent(self, num_tokens: int, *, kv_heads: int) -> bool:
+        """Programs that wait on the multiprocessors slow down a choice of few tokens. With two KV
+        heads it gains less than it costs where nothing is chosen.
+        """
+        return kv_heads > 1 or num_tokens > 4
 
     def select_block_m(self, rows: int) -> int:
         return 64 if rows <= 1024 else 128

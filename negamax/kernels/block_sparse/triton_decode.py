@@ -20,6 +20,7 @@ from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
 from negamax.kernels.attention.triton_decode import decode
 from negamax.kernels.attention.triton_decode_plan import DecodePlan, plan_decode
 from negamax.kernels.block_sparse.choice import BlockChoice, SparseShape
+from negamax.kernels.block_sparse.tiles import tiles_for
 
 _TOKENS = 128  # of a program that counts keys
 
@@ -115,7 +116,8 @@ def plan_sparse_decode(
         quantize=quantize,
         reduce_later=reduce_later,
     )
-    return SparseDecodePlan(shape, paged)
+    dependent = tiles_for(device).decode_is_dependent(num_tokens, kv_heads=shape.kv_heads)
+    return SparseDecodePlan(shape, replace(paged, dependent=dependent))
 
 
 def sparse_decode(

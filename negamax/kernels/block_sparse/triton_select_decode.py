@@ -10,8 +10,9 @@ sequence to arrive chooses.
     programs                 |  program 7  |  program 8  | ...       -> scores [T * HEADS, width]
     the last one to arrive                                           -> ids, pages
 
-Of many blocks it looks first for the groups of blocks with the highest scores. A sequence of TOPK
-blocks at most is not scored at all.
+Scores of few blocks are sorted, those of more compared with bounds. Of many blocks it looks first
+for the groups of blocks with the highest scores. A sequence of TOPK blocks at most is not scored at
+all.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from negamax.kernels.block_sparse.triton_choice import (
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 
 MOST_QUERIES = 8  # of a sequence that are scored together
+MOST_COMPARED, MOST_SCORES = 2048, 4096  # blocks, and scores of some index queries, at once
 _FEW = tl.constexpr(256)  # blocks; up to here some index queries choose at a time
 _NUM_GROUPS = tl.constexpr(512)  # of blocks, where there are more
 _MOST_ROWS = tl.constexpr(4)  # index queries that choose at a time
@@ -268,6 +270,24 @@ def _choose_of_few(
 
 
 @triton.jit
+def _choose_of_some(
+    scores, table, numbers, num_scored, width, queries, ids, pages, num_rows, ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """The choice of all `num_rows` index queries, ROWS at a time, where there are so many blocks
+    that BLOCKS is the next power of two.
+    """
+    if (num_scored > BLOCKS // 2) & (num_scored <= BLOCKS):
+        for start in range(0, num_rows, ROWS):
+            row, is_there, last = _rows_of(queries, start, ROWS, C)
+            i = tl.arange(0, BLOCKS)[None, :] + row[:, None] * 0
+            order, block = _load_order(
+                scores, row[:, None], i, numbers, num_scored, last[:, None], width, C, IN_RUNS=True
+            )
+            store_highest(order, block, row, row % C.HEADS, table, is_there, ids, pages, C)
+
+
+@triton.jit
 def _choose_of_many(
     scores, table, numbers, num_scored, width, queries, ids, pages, start, ROWS: tl.constexpr,
     GROUP: tl.constexpr, C: tl.constexpr,
@@ -313,16 +333,25 @@ def _choose_of_many(
 @triton.jit
 def _choose(
     scores, table, numbers, num_scored, width, queries, ids, pages, ROWS: tl.constexpr,
-    GROUP: tl.constexpr, C: tl.constexpr,
+    COMPARED: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """The choice of all index queries of `queries` from their scores."""
+    """The choice of all index queries of `queries` from their scores. The time it takes grows with
+    the scores that are compared, so each number of them has code of its own.
+    """
     num_rows = queries.count * C.HEADS
     if num_scored <= _FEW:
         for start in range(0, num_rows, ROWS):
             _choose_of_few(
                 scores, table, numbers, num_scored, width, queries, ids, pages, start, ROWS, C
             )
-    else:
+    elif num_scored <= COMPARED:
+        for level in tl.static_range(1, 4):
+            if (_FEW << level) <= COMPARED:
+                _choose_of_some(
+                    scores, table, numbers, num_scored, width, queries, ids, pages, num_rows, ROWS,
+                    _FEW << level, C,
+                )  # fmt: skip
+    elif GROUP > 0:
         # of fewer, each alone: only four together were measured to be faster
         MANY: tl.constexpr = ROWS if ROWS == _MOST_ROWS else 1
         for start in range(0, num_rows, MANY):
@@ -350,7 +379,8 @@ def _select_decode_kernel(
     table_stride,
     width,
     ROWS: tl.constexpr,  # index queries whose blocks are chosen at a time
-    GROUP: tl.constexpr,
+    COMPARED: tl.constexpr,  # blocks at most that are compared at once
+    GROUP: tl.constexpr,  # neighbours in a group, where there may be more; else 0
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -393,8 +423,9 @@ def _select_decode_kernel(
                 tl.debug_barrier()
                 tl.store(arrivals + seq, 0)
                 _choose(
-                    scores, table, numbers, num_scored, width, query, ids, pages, ROWS, GROUP, C
-                )
+                    scores, table, numbers, num_scored, width, query, ids, pages, ROWS, COMPARED,
+                    GROUP, C,
+                )  # fmt: skip
         tile = until
         seq += 1
 
@@ -418,6 +449,9 @@ def select_decode(
         plan.scores[size] = torch.empty(size, dtype=torch.float32, device=device)
     most_rows = plan.most_queries * heads
     launch = tiles_for(device).select_decode(index_cache.element_size())
+    rows = min(_MOST_ROWS.value, triton.next_power_of_2(most_rows))
+    compared = min(MOST_COMPARED, MOST_SCORES // rows, triton.next_power_of_2(width))
+    group = triton.next_power_of_2(triton.cdiv(width, _NUM_GROUPS.value))
     _select_decode_kernel[(plan.splits.programs,)](
         index_q,
         index_cache,
@@ -433,8 +467,9 @@ def select_decode(
         tables.shape[1],
         tables.stride(0),
         width,
-        ROWS=min(_MOST_ROWS.value, triton.next_power_of_2(most_rows)),
-        GROUP=triton.next_power_of_2(triton.cdiv(width, _NUM_GROUPS.value)),
+        ROWS=rows,
+        COMPARED=compared,
+        GROUP=group if width > compared else 0,
         C=choice_constants(shape, dim, index_q.dtype, index_cache.dtype, rows=most_rows),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,

@@ -24,7 +24,8 @@ A kernel that is launched with `launch_options`
 A kernel that loads nothing before the wait gains a microsecond by an early start, and may lose
 more, most likely since its programs go to multiprocessors where the kernel before it has left room,
 several to one and none to another, and stay there. With `starts_early=False` it is launched behind
-the kernel before it, and the next one may still start early.
+the kernel before it, and the next one may still start early; with `dependent=False` that may not,
+either: these are ordinary launches.
 
 Elsewhere, and in Triton's interpreter, PDL is False and none of this is compiled.
 """
@@ -52,15 +53,19 @@ triton.knobs.language.default_fp_fusion = True
 
 @cache
 def launch_options(
-    device: torch.device, *, maxnreg: int | None = None, starts_early: bool = True
+    device: torch.device,
+    *,
+    maxnreg: int | None = None,
+    starts_early: bool = True,
+    dependent: bool = True,
 ) -> dict[str, Any]:
     """What a kernel with a parameter `PDL: tl.constexpr` is launched with on `device`, besides its
-    own arguments. `maxnreg`: per thread at most, where that can be said. `starts_early`: before the
-    kernel in front of it has ended, see above.
+    own arguments. `maxnreg`: per thread at most, where that can be said. `starts_early` and
+    `dependent`: see above.
     """
     here = platform.platform_of(device)
     options: dict[str, Any] = {"PDL": False}
-    if Feature.PDL in here.features:
+    if dependent and Feature.PDL in here.features:
         options = {"PDL": True, "launch_pdl": starts_early}
     if maxnreg is not None and here.vendor == "nvidia":
         options["maxnreg"] = maxnreg

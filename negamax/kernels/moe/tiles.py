@@ -48,7 +48,7 @@ class ExpertTiles:
     choices: int = 1
     repeat_n: int = 1  # large_m: tiles that a program of down computes one after another
     resident: bool = False  # large_m: h stays in shared memory (FP8, narrow experts)
-    starts_early: bool = True  # packed gemv: see `launch_options`
+    starts_early: bool = True  # packed gemv: gate and up do, see `launch_options`
 
 
 class Tiles:
@@ -86,7 +86,7 @@ class Tiles:
         """
         return None
 
-    def packed(self, *, M: int, gate_up: Packing) -> ExpertTiles:
+    def packed(self, *, M: int, width: int, gate_up: Packing) -> ExpertTiles:
         """For weights of 4 and 8 bits, at any M. Not measured."""
         block_m = 16 if M <= SMALL_M_MAX_M else 64
         return ExpertTiles(
@@ -218,11 +218,16 @@ class H200(Tiles):
             return ExpertTiles(tile, Tile(8, 16, 1, num_warps=4, maxnreg=128))
         if gate_up <= 6144 and down <= 3072 and M <= 2:
             tile = Tile(8, 4, 1, num_warps=8, maxnreg=128)
-            return ExpertTiles(tile, Tile(8, 16, 1, num_warps=8, maxnreg=128))
+            warps = _power_of_two(-(-down // 384))
+            other = Tile(8, 16, 1, num_warps=warps, maxnreg=128)
+            return ExpertTiles(tile, other, starts_early=False)
         return None
 
-    def packed(self, *, M: int, gate_up: Packing) -> ExpertTiles:
-        """Three programs of 168 registers share a multiprocessor, or four of 128."""
+    def packed(self, *, M: int, width: int, gate_up: Packing) -> ExpertTiles:
+        """Three programs of 168 registers share a multiprocessor, or four of 128. Narrow experts of
+        wide hidden states have few programs: these have half the rows, up to where not their number
+        but the GPU's power is the limit.
+        """
         if M > SMALL_M_MAX_M:
             kind = "8 bits" if gate_up.CODES == 1 else gate_up.SCALE
             most, few, many = _PACKED_LARGE_M[kind]
@@ -231,11 +236,11 @@ class H200(Tiles):
             rows, stages = (32, 8) if gate_up.CODES == 2 else (64, 6)
             tile = Tile(16, rows, 128, num_warps=4, num_stages=stages, maxnreg=168)
             return ExpertTiles(tile, replace(tile, block_n=2 * rows))
+        tile = Tile(16, 64, 128, num_warps=4, num_stages=4, maxnreg=168)
+        if gate_up.CODES == 1 and gate_up.K > _MEASURED_HIDDEN and width <= 768 and M <= 48:
+            tile = Tile(16, 32, 256, num_warps=4, num_stages=3, maxnreg=168)
         maxnreg = 128 if gate_up.CODES == 2 else None
-        return ExpertTiles(
-            Tile(16, 64, 128, num_warps=4, num_stages=4, maxnreg=168),
-            Tile(16, 128, 128, num_warps=4, num_stages=3, maxnreg=maxnreg),
-        )
+        return ExpertTiles(tile, Tile(16, 128, 128, num_warps=4, num_stages=3, maxnreg=maxnreg))
 
     def w8a8(self) -> ExpertTiles:
         gate_up = Tile(64, 128, 128, num_warps=4, num_stages=4)

@@ -562,7 +562,7 @@ def experts_small_m(
     num_pairs = num_tokens * top_k
     sizes = tiles.tiles_for(device)
     tile = (
-        sizes.packed(M=num_tokens, gate_up=E.GATE_UP)
+        sizes.packed(M=num_tokens, width=E.WIDTH, gate_up=E.GATE_UP)
         if E.PACKED
         else sizes.small_m(M=num_tokens, width=E.WIDTH, fp8=E.FP8)
     )

@@ -132,6 +132,6 @@ def experts_packed_gemv(
     _packed_down_gemv_kernel[(M * top_k * triton.cdiv(E.HIDDEN, down.block_n),)](
         h, topk_ids, topk_weights, prepared.down, out, first, count, E=E,
         BLOCK_N=down.block_n, NUM_WARPS=down.num_warps, num_warps=down.num_warps,
-        **launch_options(x.device, maxnreg=down.maxnreg, starts_early=tile.starts_early),
+        **launch_options(x.device, maxnreg=down.maxnreg),
     )  # fmt: skip
     return out

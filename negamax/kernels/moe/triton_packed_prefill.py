@@ -164,7 +164,7 @@ def experts_packed_large_m(
     x = unquantized(x)
     assert x.is_contiguous() and E.GATE_UP is not None
     num_pairs = num_tokens * top_k
-    tile = tiles.tiles_for(device).packed(M=num_tokens, gate_up=E.GATE_UP)
+    tile = tiles.tiles_for(device).packed(M=num_tokens, width=E.WIDTH, gate_up=E.GATE_UP)
     gate_up, down = tile.gate_up, tile.down
     sorted_token_ids, expert_counts = sort_pairs(topk_ids, first=first, count=count)
     h = x.new_empty(num_pairs, E.WIDTH)

@@ -1,0 +1,138 @@
+"""What one rank of a tensor-parallel group takes, on a single GPU, without the exchanges.
+
+    python tools/bench_rank_share.py --ranks 4 --model minimax-m3-mxfp8 --kv-cache-dtype fp8 \
+        --index-cache-dtype fp8 1000x65:1,4,16,64,100 131072x65:4 [--drafts 2.83] [--json FILE]
+
+A bundled spec is built with the heads, widths and vocabulary that one of `--ranks` ranks has, so
+all layers of a model that needs several GPUs run on one, with the kernels, shapes and bytes of a
+rank. What is missing is what ranks tell each other (two sums over the ranks a layer, the sampler's
+candidates, an exchange of index keys where those are shared out); norms are those of one GPU. The
+answers mean nothing.
+
+A workload is INPUTxOUTPUT:REQUESTS[,REQUESTS ...]. Prompts of more than one step are read once, and
+their tokens timed behind the prefix cache. With `--drafts LENGTH` each is timed without drafts and
+with always three, of which so many are accepted, by chance, that a step gives LENGTH tokens. (Their
+`fc`, of which a rank has a part, is whole.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from negamax.bench import offline
+from negamax.bench.group import Group
+from negamax.config import eagle3
+from negamax.config.families import FAMILIES
+from negamax.config.model_spec import ModelSpec
+from negamax.config.options import EngineOptions
+from negamax.engine.core.setup import start_loop
+from negamax.parallel.layout import ParallelLayout
+from negamax.scheduler.draft_length import FixedDraftLength
+
+CUT = ("num_heads", "num_kv_heads", "vocab_size", "draft_vocab_size", "intermediate_size",
+       "expert_width", "shared_width", "dense_width")  # fmt: skip
+NUM_DRAFTS = 3
+DRAFTS = {"minimax-m2": "minimax-m2.5-eagle3", "minimax-m3": "minimax-m3-eagle3"}
+ONE_STEP = 8192  # tokens
+
+
+def share_of(spec: ModelSpec, ranks: int) -> ModelSpec:
+    """What one of `ranks` ranks has of it; a KV head that several have is whole."""
+    names = {each.name for each in fields(spec)}
+    sizes = {name: getattr(spec, name) for name in CUT if name in names}
+    wrong = [name for name, size in sizes.items() if size % ranks and name != "num_kv_heads"]
+    if wrong:
+        raise SystemExit(f"{ranks} ranks do not divide {', '.join(wrong)} of this model")
+    changed: dict[str, Any] = {name: max(1, size // ranks) for name, size in sizes.items()}
+    if sparse := getattr(spec, "sparse", None):
+        heads = max(1, sparse.index_heads // ranks)
+        changed["sparse"] = replace(sparse, index_heads=heads)
+    return replace(spec, bos_token_id=0, eos_token_ids=(1,), **changed)
+
+
+def become_share(ranks: int) -> None:
+    """From here on, bundled specs of this process are what one of `ranks` ranks has."""
+    for family in (*FAMILIES.values(), eagle3.FAMILY):
+        specs = family.bundled
+        assert isinstance(specs, dict)
+        specs |= {name: share_of(spec, ranks) for name, spec in specs.items()}
+
+
+def workload(text: str) -> offline.OfflineWorkload:
+    """Of INPUTxOUTPUT:REQUESTS,..."""
+    lengths, requests = text.split(":")
+    input_len, output_len = map(int, lengths.split("x"))
+    concurrency = tuple(map(int, requests.split(",")))
+    return offline.OfflineWorkload(input_len, output_len, concurrency)
+
+
+def bench(
+    options: EngineOptions, workloads: list[offline.OfflineWorkload], draft_lengths: list[int]
+) -> list[dict[str, Any]]:
+    """The runs of all workloads, as in the document of `negamax bench offline`."""
+    started = time.perf_counter()
+    loop, info = start_loop(options)
+    tokens = info.num_kv_blocks * info.block_size
+    print(f"ready after {time.perf_counter() - started:.1f} s, a cache of {tokens:,} tokens")
+    (rank,), runs = loop._scheduler.ranks, []
+    try:
+        for number, each in enumerate(workloads):
+            is_long = each.input_len > ONE_STEP
+            for length in draft_lengths:
+                # where prompts are read once, they are the same for all numbers of drafts
+                seed = 2 * number + (length > 0 and not is_long)
+                seeded = replace(each, seed=seed, cached_prompts=is_long, count_experts=not length)
+                if len(draft_lengths) > 1:
+                    rank._draft_length = FixedDraftLength(length)
+                print(f"{each.input_len} + {each.output_len} tokens, {length} drafts", flush=True)
+                group = Group(ParallelLayout.of(options.parallel))
+                found = offline._measure_all(loop, info, seeded, group, say=print)
+                runs += [run | {"input_len": each.input_len, "drafts": length} for run in found]
+    finally:
+        loop.shutdown()
+    return runs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("workloads", type=workload, nargs="+")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--model", default="minimax-m2")
+    parser.add_argument("--quantization")
+    parser.add_argument("--num-hidden-layers", type=int)
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--index-cache-dtype", default="auto")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.92)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--drafts", type=float, metavar="LENGTH")
+    parser.add_argument("--json", type=Path)
+    words = vars(parser.parse_args())
+    workloads, ranks, file = (words.pop(name) for name in ("workloads", "ranks", "json"))
+    length, draft_lengths = words.pop("drafts"), [0]
+    if length is not None:
+        family = words["model"][: len("minimax-m2")]
+        words["speculative_config"] = {
+            "method": "eagle3", "model": DRAFTS[family], "num_speculative_tokens": NUM_DRAFTS,
+            "rejection_sample_method": "synthetic", "synthetic_acceptance_length": length,
+        }  # fmt: skip
+        draft_lengths.append(NUM_DRAFTS)
+    longest = max(each.input_len + each.output_len for each in workloads)
+    most = max(max(each.concurrency) for each in workloads)
+    become_share(ranks)
+    options = EngineOptions(
+        load_format="synthetic", max_model_len=longest, max_num_seqs=most, **words
+    )
+    runs = bench(options, workloads, draft_lengths)
+    if file:
+        file.write_text(json.dumps({"ranks": ranks, "options": asdict(options), "runs": runs}))
+
+
+if __name__ == "__main__":
+    main()
