@@ -206,9 +206,10 @@ def test_a_step_of_decodes_and_prompts_chooses_for_both(
 def test_ranks_choose_from_their_shards_what_one_chooses_from_all_index_keys(
     queries: tuple[int, ...], is_captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of more blocks than are compared at once, of few, of too few to be scored; a query that
-    scores all blocks alike; the last token is padding.
+    """Of hundreds of blocks, in groups or compared at once, of few, of too few to be scored; a
+    query that scores all blocks alike; the last token is padding.
     """
+    monkeypatch.setattr(triton_select_decode, "MOST_COMPARED", 512 if is_captured else 256)
     few = replace(platform.CPU, multiprocessors=8)
     monkeypatch.setattr(platform, "platform_of", lambda device: few)
     lengths = (9700, 130, 40, 300) if max(queries) == 1 else (90, 330, 20, 200)
