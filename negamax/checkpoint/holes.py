@@ -22,6 +22,17 @@ _CHUNK_BYTES = 2**20
 _MOST_LOOKED_AT = 100
 
 
+def zeros_among(
+    reader: CheckpointReader, matrices: Mapping[str, TensorEntry]
+) -> dict[str, TensorEntry]:
+    """Those of zeros alone; of the others the beginning is read."""
+    return {
+        name: entry
+        for name, entry in matrices.items()
+        if _is_zero(reader, entry, entry.offset, entry.offset + entry.num_bytes)
+    }
+
+
 def check_zeros(reader: CheckpointReader, zeros: Mapping[str, TensorEntry]) -> None:
     """Warn of matrices that are zeros alone, by name, with the tensor that each is read from.
 
@@ -66,9 +77,11 @@ def _first_with_values(
 
 def _is_zero(reader: CheckpointReader, entry: TensorEntry, start: int, stop: int) -> bool:
     """Whether the bytes of its file from `start` to `stop` are zeros."""
-    for at in range(start, stop, _CHUNK_BYTES):
-        data = torch.empty(min(_CHUNK_BYTES, stop - at), dtype=torch.uint8)
-        reader.read_into(data, entry.file, at)
+    size = _EDGE_BYTES
+    while start < stop:
+        data = torch.empty(min(size, stop - start), dtype=torch.uint8)
+        reader.read_into(data, entry.file, start)
         if data.any():
             return False
+        start, size = start + size, _CHUNK_BYTES
     return True

@@ -20,6 +20,7 @@ from typing import Any
 from negamax.base.errors import ConfigError, ResourceError
 from negamax.base.log import get_logger
 from negamax.base.progress import ShowProgress, format_bytes
+from negamax.checkpoint.holes import check_zeros, zeros_among
 from negamax.checkpoint.identity import commit_of, identity_of
 from negamax.checkpoint.reader import INDEX_NAME, first_names
 from negamax.config import minimax_m2
@@ -167,6 +168,8 @@ def _run(
         if step in finished:
             done += sum(piece.source_bytes for piece in step.pieces)
             continue
+        with source.reader() as reader:
+            check_zeros(reader, zeros_among(reader, source.matrices_of_layer(step.layer)))
         for piece in _write(step, source):
             done += piece.source_bytes
             if progress:
@@ -178,6 +181,7 @@ def _run(
 class _Step:
     """A layer, or what stands around them: a file for each rank."""
 
+    layer: int | None
     pieces: list[Piece]
     files: list[tuple[Path, Shard]]
 
@@ -199,7 +203,9 @@ def _plan(source: Source, conversion: Conversion) -> list[_Step]:
             )
         return [
             _Step(
-                list(neuron_pieces(source, layer, target)), [(folder / file_name(layer), Shard())]
+                layer,
+                list(neuron_pieces(source, layer, target)),
+                [(folder / file_name(layer), Shard())],
             )
             for layer in layers
         ]
@@ -207,6 +213,7 @@ def _plan(source: Source, conversion: Conversion) -> list[_Step]:
     shards = shards_of(source.spec, quantization, tp=conversion.tp, ep=conversion.ep)
     return [
         _Step(
+            layer,
             list(pieces(source, layer, target)),
             [(folder / shard.file_name(number, len(layers)), shard) for shard in shards],
         )

@@ -184,6 +184,14 @@ class Source:
         """Its weights."""
         return [weight for weight in self.weights if weight.layer == layer]
 
+    def matrices_of_layer(self, layer: int | None) -> dict[str, TensorEntry]:
+        """The plain ones, each with the tensor that it is read from."""
+        return {
+            weight.name: weight.move.entries[0]
+            for weight in self.of_layer(layer)
+            if weight.format is PLAIN and len(weight.spec.shape) == 2
+        }
+
     @property
     def formats(self) -> tuple[TensorFormat, ...]:
         """Other than plain, in which weights are stored."""

@@ -379,6 +379,26 @@ def test_values_that_are_none_are_refused(tmp_path: Path) -> None:
         convert(conversion(source, tmp_path / "out", "fp8-block"))
 
 
+@pytest.mark.parametrize("to", ["int8", "bf16", "fp8-neuron"])
+def test_a_file_with_a_hole_is_refused_and_zeros_that_may_be_meant_are_named(
+    to: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = write_source(tmp_path / "source", torch.float32)
+    file = source / FILES[0]
+    tensors = load_file(file)
+    pruned = [name for name in tensors if ".experts.1." in name]
+    save_file(tensors | {name: torch.zeros_like(tensors[name]) for name in pruned}, file)
+    convert(conversion(source, tmp_path / "done", to))
+    lines = [record.getMessage() for record in caplog.records if "zeros alone" in record.msg]
+    assert lines and all(any(name in line for line in lines) for name in pruned)
+    save_file(tensors, file)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"00000-of-00009.safetensors has a hole: "):
+        convert(conversion(source, tmp_path / "begun", to))
+
+
 def test_weights_that_are_exchanged_are_another_source(tmp_path: Path) -> None:
     """Those of another training have the same names, shapes and description."""
     source = write_source(tmp_path / "source")
