@@ -1,7 +1,7 @@
 """What the dependent launch of each kernel is worth in whole decode steps, on one GPU.
 
     python tools/bench_dependent_launches.py --model minimax-m2 --quantization int4 \
-        --num-hidden-layers 14 --rows 1 4 16 [--kv-cache-dtype fp8] [--json FILE]
+        --num-hidden-layers 14 --rows 1 4 16 [--kv-cache-dtype fp8] [--ranks 4] [--json FILE]
 
 A step is captured as it is, and for each of its kernels twice more, in the other ways of these:
 started before the kernel in front has ended (`early`), behind it, with the next one still early
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--model", default="minimax-m2")
     parser.add_argument("--quantization")
     parser.add_argument("--num-hidden-layers", type=int, default=14)
-    parser.add_argument("--ranks", type=int, default=1, help="the share of one of so many")
+    parser.add_argument("--ranks", type=int, default=1, help="what one of so many ranks has")
     parser.add_argument("--kv-cache-dtype", default="fp8")
     parser.add_argument("--index-cache-dtype", default="auto")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])

@@ -48,7 +48,7 @@ class ExpertTiles:
     choices: int = 1
     repeat_n: int = 1  # large_m: tiles that a program of down computes one after another
     resident: bool = False  # large_m: h stays in shared memory (FP8, narrow experts)
-    starts_early: bool = True  # packed gemv: gate and up do, see `launch_options`
+    starts_early: bool = True  # packed gemv: of gate and up, see `launch_options`
 
 
 class Tiles:
