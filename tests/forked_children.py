@@ -30,7 +30,7 @@ import pytest
 
 from negamax.base import env, log, process
 from negamax.base.imports import large_imports
-from negamax.config.nodes import KEY_VARIABLE
+from negamax.options.nodes import KEY_VARIABLE
 
 PRELOADED = (
     "negamax.worker.worker", "negamax.text.grammar.matcher", "torch.distributed",

@@ -25,9 +25,9 @@ from bench_rank_share import become_share
 from triton import JITFunction
 
 from negamax.bench.workload import RandomPrompts, run_batch
-from negamax.config.options import EngineOptions
 from negamax.engine.core.setup import start_loop
 from negamax.kernels.launch.triton import compiling
+from negamax.options.engine import EngineOptions
 from negamax.worker.batch import StepColumns
 from negamax.worker.config import DECODE_SECONDS
 from negamax.worker.graphs import StepGraphs

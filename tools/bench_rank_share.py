@@ -29,8 +29,8 @@ from negamax.bench.group import Group
 from negamax.config import eagle3
 from negamax.config.families import FAMILIES
 from negamax.config.model_spec import ModelSpec
-from negamax.config.options import EngineOptions
 from negamax.engine.core.setup import start_loop
+from negamax.options.engine import EngineOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.scheduler.draft_length import FixedDraftLength
 

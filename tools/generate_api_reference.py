@@ -46,7 +46,7 @@ from negamax.api.schemas import answers
 from negamax.api.schemas.request_model import RequestModel
 from negamax.api.sglang import generate_schema as native_generate
 from negamax.base.errors import InvalidRequestError
-from negamax.config.options import ServerOptions
+from negamax.options.server import ServerOptions
 from negamax.scheduler.request import SamplingParams
 
 PAGE = Path(__file__).parents[1] / "docs" / "api-reference.md"

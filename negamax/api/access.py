@@ -12,9 +12,9 @@ from starlette.types import Scope
 
 from negamax.api.playground import browser_key
 from negamax.base.errors import AuthenticationError, ConfigError, ForbiddenError
-from negamax.config.key_file import keys_of_file
-from negamax.config.options import ServerOptions
 from negamax.engine.client.open_request import Owner
+from negamax.options.key_file import keys_of_file
+from negamax.options.server import ServerOptions
 
 _ALL = "*"
 _Headers = Sequence[tuple[bytes, bytes]]

@@ -45,11 +45,12 @@ from negamax.base import env
 from negamax.base.addresses import resolve_host
 from negamax.base.errors import ConfigError, EngineDeadError, ResourceError
 from negamax.base.log import get_logger
-from negamax.config.options import EngineOptions, ServerOptions
 from negamax.engine.client.connection import ENGINE_MODULE
 from negamax.engine.client.engine_client import AsyncEngine
 from negamax.engine.client.restarts import Supervision
 from negamax.engine.client.supervisor import EngineSupervisor
+from negamax.options.engine import EngineOptions
+from negamax.options.server import ServerOptions
 
 logger = get_logger(__name__)
 

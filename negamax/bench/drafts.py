@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from negamax.config.speculation import SpeculationConfig
 from negamax.engine.wire import EngineStats
+from negamax.options.speculation import SpeculationConfig
 
 _PREFIX = "vllm:spec_decode_num_"
 _POSITION = re.compile(r"[0-9]{1,3}")

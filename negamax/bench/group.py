@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from negamax.config.options import EngineOptions
+from negamax.options.engine import EngineOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.worker.config import DebugResult
 

@@ -27,11 +27,11 @@ from negamax.bench.drafts import NO_DRAFTS, DraftCounts
 from negamax.bench.group import Group, label, sizes
 from negamax.bench.report import environment
 from negamax.bench.workload import RandomPrompts, run_batch
-from negamax.config.options import EngineOptions
 from negamax.engine.core.loop import EngineLoop
 from negamax.engine.core.setup import start_loop
 from negamax.engine.core.source import locate
 from negamax.engine.wire import ModelInfo
+from negamax.options.engine import EngineOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.worker.config import DECODE_SECONDS, DISTINCT_EXPERTS, OBSERVE_ROUTING
 

@@ -15,10 +15,10 @@ import msgspec
 
 from negamax.bench.report import environment
 from negamax.bench.workload import RandomPrompts, decode_batch
-from negamax.config.options import EngineOptions
 from negamax.engine.core.loop import EngineLoop
 from negamax.engine.core.setup import start_loop
 from negamax.engine.core.source import locate
+from negamax.options.engine import EngineOptions
 from negamax.worker.config import START_PROFILE, STOP_PROFILE, KernelTime
 
 SCHEMA = "negamax-bench-profile/1"

@@ -37,7 +37,7 @@ def resolve_model(
     """The folder of `model`; a hub model is downloaded first, as far as files of it are missing.
 
     `revision` is a branch, tag or commit and only means something for a hub id; `download_dir`
-    replaces the hub's own cache; `source` is one of `config.options.SOURCES`. Of a hub model the
+    replaces the hub's own cache; `source` is one of `options.engine.SOURCES`. Of a hub model the
     weights are fetched last, if at all, and only where `check` takes the folder with the others.
 
     Errors: those of `check`; `ConfigError` for a name that is none of the three, an unknown or

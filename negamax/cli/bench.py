@@ -19,7 +19,7 @@ from negamax.cli.bench_options import JsonFile
 from negamax.cli.engine_options import with_engine_options
 from negamax.cli.examples import epilog
 from negamax.cli.flags import completion
-from negamax.config.options import EngineOptions
+from negamax.options.engine import EngineOptions
 
 _SUITES = ("nano-math", "nano-tools", *(f"nano-retrieval-{size}" for size in ("2k", "4k", "8k")))
 

@@ -9,7 +9,7 @@ import typer
 from negamax.base.errors import EngineError
 from negamax.cli.bench_options import JsonFile, parse_counts
 from negamax.cli.flags import completion
-from negamax.config.options import DEVICES, DTYPES
+from negamax.options.engine import DEVICES, DTYPES
 
 HELP = (
     "Time every kernel at the sizes of the real models (CPU: small ones), with cold caches, "

@@ -15,7 +15,7 @@ from negamax.base.errors import ConfigError
 from negamax.cli.bench_options import OUTPUT, WORKLOAD, JsonFile, parse_counts, picture
 from negamax.cli.engine_options import with_engine_options
 from negamax.cli.explain import with_explanation
-from negamax.config.options import EngineOptions
+from negamax.options.engine import EngineOptions
 
 HELP = (
     "Time batches of random prompts: prefill, time to first token, time per output token, and "

@@ -11,7 +11,7 @@ from negamax.base import log
 from negamax.cli.bench_options import OUTPUT, WORKLOAD, JsonFile, parse_counts
 from negamax.cli.engine_options import with_engine_options
 from negamax.cli.explain import with_explanation
-from negamax.config.options import EngineOptions
+from negamax.options.engine import EngineOptions
 
 HELP = (
     "Record the kernels of decode steps (CPU: operators) and print microseconds and launches "

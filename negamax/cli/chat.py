@@ -19,7 +19,7 @@ from negamax.cli.explain import with_explanation
 from negamax.cli.loading import check_sampling, loading
 from negamax.cli.tools_file import read_tools
 from negamax.config.embedded import QUOTED_NAMES
-from negamax.config.options import EngineOptions
+from negamax.options.engine import EngineOptions
 from negamax.scheduler.request import SamplingParams
 
 HELP = (

@@ -10,9 +10,9 @@ from typing import Any
 from negamax.api.common.choice_reader import ChoiceReader, ReadingRules
 from negamax.api.common.conversation import Conversation, PromptBuilder
 from negamax.cli.chat_session import TokenCounts
-from negamax.config.options import EngineOptions
 from negamax.engine.client.output import RequestOutput
 from negamax.engine.client.supervisor import EngineSupervisor
+from negamax.options.engine import EngineOptions
 from negamax.scheduler.request import SamplingParams
 from negamax.text.chat_format import ChatFormat
 from negamax.text.parser.events import ParserEvent

@@ -19,9 +19,9 @@ from negamax.checkpoint.hub import resolve_model
 from negamax.checkpoint.split import is_split
 from negamax.cli.flags import completion
 from negamax.config.embedded import QUOTED_NAMES
-from negamax.config.options import SOURCES
-from negamax.config.parallel import ParallelOptions
 from negamax.convert.targets import TARGETS, target_of
+from negamax.options.engine import SOURCES
+from negamax.options.parallel import ParallelOptions
 
 if TYPE_CHECKING:
     from negamax.convert.convert import Conversion

@@ -15,7 +15,7 @@ from negamax.cli import doctor_checks as checks
 from negamax.cli.doctor_checks import Check
 from negamax.cli.doctor_models import Gpu, Machine, ModelVerdict, verdicts
 from negamax.cli.lines import print_line
-from negamax.config.options import ServerOptions
+from negamax.options.server import ServerOptions
 
 HELP = "Look at this machine: versions, GPUs, caches, ports, and which models it can serve."
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from negamax import __version__
 from negamax.base import env
-from negamax.config.options import ServerOptions
+from negamax.options.server import ServerOptions
 from negamax.planner.gpus import GIB
 
 Status = Literal["ok", "info", "warn", "fail"]

@@ -12,8 +12,6 @@ from negamax.config.embedded import EMBEDDED
 from negamax.config.families import bundled_names, bundled_spec, published_name
 from negamax.config.minimax_m2 import MiniMaxM2Spec
 from negamax.config.model_spec import ModelSpec
-from negamax.config.options import EngineOptions
-from negamax.config.parallel import ParallelOptions
 from negamax.kernels.formats import is_kept
 from negamax.kernels.platform import Platform, nvidia
 from negamax.models.memory import (
@@ -23,6 +21,8 @@ from negamax.models.memory import (
     expert_padding,
     weight_bytes,
 )
+from negamax.options.engine import EngineOptions
+from negamax.options.parallel import ParallelOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import possible_splits
 from negamax.planner.cost import Model

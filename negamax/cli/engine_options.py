@@ -15,9 +15,7 @@ from negamax.base import env, log
 from negamax.base.errors import ConfigError
 from negamax.cli.flags import Flag, chosen_fields, flag_parameters, parameter
 from negamax.config.embedded import QUOTED_NAMES
-from negamax.config.eplb import RECORDER_MODES
-from negamax.config.nodes import LAUNCHERS
-from negamax.config.options import (
+from negamax.options.engine import (
     DEVICES,
     DTYPES,
     INDEX_CACHE_SHARDINGS,
@@ -27,7 +25,9 @@ from negamax.config.options import (
     SOURCES,
     EngineOptions,
 )
-from negamax.config.parallel import ALL2ALL_BACKENDS
+from negamax.options.eplb import RECORDER_MODES
+from negamax.options.nodes import LAUNCHERS
+from negamax.options.parallel import ALL2ALL_BACKENDS
 
 MODEL, MEMORY, PARALLEL, LOGS = "Model", "Batching and memory", "Parallelism", "Logs"
 SPECULATION, NODES = "Speculation", "Several machines"

@@ -13,7 +13,7 @@ from negamax.cli.engine_options import with_engine_options
 from negamax.cli.explain import with_explanation
 from negamax.cli.lines import print_json, read_text
 from negamax.cli.loading import check_sampling, loading
-from negamax.config.options import EngineOptions
+from negamax.options.engine import EngineOptions
 from negamax.scheduler.request import SamplingParams
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from negamax.base import env
 from negamax.base.errors import ConfigError
 from negamax.cli.words import Given
-from negamax.config.nodes import RAY
+from negamax.options.nodes import RAY
 
 # The ways to say that Ray starts the other nodes: options and their values.
 _BY_RAY: tuple[tuple[str, tuple[str, ...]], ...] = (

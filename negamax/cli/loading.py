@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from negamax.base.progress import CLEAR_LINE
-from negamax.config.options import EngineOptions
+from negamax.options.engine import EngineOptions
 from negamax.scheduler.request import SamplingParams
 
 _ANY_VOCABULARY = 2**31  # the model's size is not known yet

@@ -19,7 +19,7 @@ from negamax.cli.lines import print_line
 from negamax.config.embedded import QUOTED_NAMES
 from negamax.config.families import bundled_names, published_name
 from negamax.config.model_spec import ModelSpec
-from negamax.config.options import KV_CACHE_DTYPES, EngineOptions
+from negamax.options.engine import KV_CACHE_DTYPES, EngineOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.planner.cost import Workload
 from negamax.planner.gpus import GIB, GPUS, MEASURED, MEASURED_RANKS, find_gpu, visible_gpus

@@ -32,8 +32,8 @@ from negamax.cli.words import (
     split,
     with_model,
 )
-from negamax.config.foreign_values import own_value
-from negamax.config.nodes import KEY_VARIABLE
+from negamax.options.foreign_values import own_value
+from negamax.options.nodes import KEY_VARIABLE
 
 PREFIX = "NEGAMAX_"
 _BOOLEANS = {

@@ -11,7 +11,8 @@ from negamax.base.standard_streams import drop_unwritable
 from negamax.cli.engine_options import with_engine_options
 from negamax.cli.explain import with_explanation
 from negamax.cli.server_options import with_server_options
-from negamax.config.options import EngineOptions, ServerOptions
+from negamax.options.engine import EngineOptions
+from negamax.options.server import ServerOptions
 
 if TYPE_CHECKING:
     from negamax.engine.client.engine_client import AsyncEngine

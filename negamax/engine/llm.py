@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any, cast
 
 from negamax.base.errors import ConfigError, EngineError, InvalidRequestError, UnavailableError
-from negamax.config.eplb import IN_ORDER
-from negamax.config.foreign_values import own_value
-from negamax.config.nodes import MASTER_PORT, MP
-from negamax.config.options import EngineOptions
 from negamax.engine.client.output import ChoiceStream, RequestOutput, admit
 from negamax.engine.core.planned_sizes import with_planned_sizes
 from negamax.engine.core.setup import start_loop
 from negamax.engine.core.source import locate
 from negamax.engine.wire import EngineStats
+from negamax.options.engine import EngineOptions
+from negamax.options.eplb import IN_ORDER
+from negamax.options.foreign_values import own_value
+from negamax.options.nodes import MASTER_PORT, MP
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.step import SequenceUpdate, TokenLogprobs
 from negamax.text.chat_format import ChatFormat, may_call

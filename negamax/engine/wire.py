@@ -13,8 +13,8 @@ import msgspec
 
 from negamax.base.parent_watch import ParentPulse
 from negamax.config.generation import SamplingDefaults
-from negamax.config.options import EngineOptions
-from negamax.config.speculation import SpeculationConfig
+from negamax.options.engine import EngineOptions
+from negamax.options.speculation import SpeculationConfig
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import SequenceUpdate
 

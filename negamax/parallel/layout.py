@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from negamax.base.errors import ConfigError
-from negamax.config.parallel import ParallelOptions
+from negamax.options.parallel import ParallelOptions
 
 
 @dataclass(frozen=True)

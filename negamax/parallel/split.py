@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from negamax.base.errors import ConfigError
 from negamax.config.model_spec import ModelSpec
-from negamax.config.parallel import ParallelOptions
+from negamax.options.parallel import ParallelOptions
 from negamax.parallel.layout import ParallelLayout, shard
 
 

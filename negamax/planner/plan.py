@@ -10,7 +10,7 @@ from functools import cached_property, partial
 
 from negamax.base.errors import ConfigError
 from negamax.config.model_spec import ModelSpec
-from negamax.config.options import EngineOptions
+from negamax.options.engine import EngineOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.planner.chunks import chunks, even_times
 from negamax.planner.cost import Costs, Model, Workload, tokens_per_second

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from negamax.base.errors import ConfigError
 from negamax.config.kv_cache import block_bytes, slot_bytes, with_holders
 from negamax.config.model_spec import ModelSpec
-from negamax.config.options import STEP_LIMITS
-from negamax.config.parallel import ParallelOptions
+from negamax.options.engine import STEP_LIMITS
+from negamax.options.parallel import ParallelOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split
 from negamax.planner.cost import Model

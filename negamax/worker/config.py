@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from negamax.config.eagle3 import DraftModel
-from negamax.config.eplb import FIXED
 from negamax.config.families import family_of
 from negamax.config.kv_cache import KvCacheSpecs, with_holders, with_index_dtype
 from negamax.config.model_spec import ModelSpec
-from negamax.config.speculation import SpeculationConfig
+from negamax.options.eplb import FIXED
+from negamax.options.speculation import SpeculationConfig
 from negamax.parallel.layout import ParallelLayout
 
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from negamax.base.errors import EngineDeadError
-from negamax.config.eplb import FIXED, MOVED
 from negamax.kernels.signatures import ExpertWeights
 from negamax.layers.expert_dispatch import ExpertMap
 from negamax.layers.moe import mixtures
 from negamax.models.decoder import Decoder
+from negamax.options.eplb import FIXED, MOVED
 from negamax.parallel.context import ParallelContext
 from negamax.scheduler.step import ExpertMove, ExpertStep
 from negamax.worker.config import WorkerConfig

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from negamax.config.speculation import SpeculationConfig
+from negamax.options.speculation import SpeculationConfig
 from negamax.worker.proposer import Proposer, TokenStates
 from negamax.worker.request_state import RequestState
 

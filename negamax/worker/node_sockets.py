@@ -15,7 +15,7 @@ from zmq.utils import z85
 
 from negamax.base import env
 from negamax.base.errors import ResourceError
-from negamax.config.nodes import KEY_VARIABLE
+from negamax.options.nodes import KEY_VARIABLE
 
 _TCP = "tcp://"
 

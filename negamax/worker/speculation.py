@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from negamax.config.speculation import NGRAM, SpeculationConfig
 from negamax.kernels.registry import KernelTable
+from negamax.options.speculation import NGRAM, SpeculationConfig
 from negamax.worker.config import WorkerConfig
 from negamax.worker.device import HostTensor
 from negamax.worker.proposer import Proposer

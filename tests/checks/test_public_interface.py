@@ -22,7 +22,7 @@ def test_keywords_of_llm_are_the_engines_options() -> None:
     """The same names, types and defaults in the same order."""
     options = [
         (node.target.id, ast.unparse(node.annotation), ast.unparse(node.value))
-        for node in definition("config/options.py", "EngineOptions").body
+        for node in definition("options/engine.py", "EngineOptions").body
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value
     ]
     (init,) = [

@@ -18,11 +18,11 @@ from negamax.bench.offline import OfflineWorkload, Repeat, conditions, summarize
 from negamax.bench.report import add_comparison, add_limits, read_baseline
 from negamax.bench.workload import BatchTimes, RandomPrompts, decode_batch, run_batch
 from negamax.cli.main import main
-from negamax.config.options import EngineOptions
 from negamax.engine.core.loop import EngineLoop
 from negamax.engine.core.setup import start_loop
 from negamax.engine.core.source import locate
 from negamax.engine.wire import ModelInfo
+from negamax.options.engine import EngineOptions
 from negamax.scheduler.request import GenerateRequest
 
 OPTIONS = EngineOptions(model="nano", num_threads=1, device="cpu")

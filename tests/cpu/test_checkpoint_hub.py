@@ -178,7 +178,7 @@ def test_a_complete_cache_that_others_own_is_used_offline_and_left_as_it_is(
 LOCATE = """
 import sys
 from negamax.base.errors import NegamaxError
-from negamax.config.options import EngineOptions
+from negamax.options.engine import EngineOptions
 from negamax.engine.core.source import locate
 options = EngineOptions("lab/model", download_dir=sys.argv[1], load_format=sys.argv[2])
 try:

@@ -19,9 +19,9 @@ from negamax.config.kv_cache import (
     choose_block_size,
     slot_bytes,
 )
-from negamax.config.speculation import SpeculationConfig
 from negamax.models.family import INT8_CACHE, names_of
 from negamax.models.memory import dequantized, weight_bytes
+from negamax.options.speculation import SpeculationConfig
 from negamax.parallel.layout import ParallelLayout
 from negamax.worker import device, kv_cache
 from negamax.worker.config import WorkerConfig

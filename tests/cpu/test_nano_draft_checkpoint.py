@@ -17,11 +17,11 @@ from negamax.bench.drafts import DraftCounts
 from negamax.cli.main import main
 from negamax.config.embedded import EMBEDDED_DRAFTS
 from negamax.config.grammar import Grammar, Marker, Reasoning
-from negamax.config.options import EngineOptions
 from negamax.engine.core.setup import _worker_config
 from negamax.engine.core.source import locate
 from negamax.evals import nano_math, nano_tools
 from negamax.evals.accuracy import SUITES, SuiteResult, run_suite
+from negamax.options.engine import EngineOptions
 from negamax.text.formats.minimax_m2 import MINIMAX_M2, M2Calls
 from negamax.text.grammar.tool_calls import tool_grammar
 from tests.tiny_draft import as_speculators

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from negamax import LLM
 from negamax.config.embedded import EMBEDDED
 from negamax.config.families import read_spec
-from negamax.config.options import EngineOptions
 from negamax.engine.core.source import locate
 from negamax.evals import accuracy
 from negamax.evals.accuracy import run_suite
+from negamax.options.engine import EngineOptions
 
 FOLDER = EMBEDDED["nano-m3"]
 SIZE_LIMIT = 12_000_000

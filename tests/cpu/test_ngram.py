@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from negamax import LLM, SamplingParams
-from negamax.config.speculation import SpeculationConfig
+from negamax.options.speculation import SpeculationConfig
 from negamax.worker import ngram
 from negamax.worker.ngram import NgramProposer
 from negamax.worker.request_state import RequestState

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from negamax import LLM, SamplingParams
-from negamax.config.speculation import SpeculationConfig
+from negamax.options.speculation import SpeculationConfig
 from negamax.worker.ngram import NgramProposer
 from negamax.worker.synthetic_acceptance import SyntheticAcceptance, uniform
 

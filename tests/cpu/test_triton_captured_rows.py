@@ -25,7 +25,6 @@ from negamax.config.eagle3 import DraftModel
 from negamax.config.families import read_spec
 from negamax.config.kv_cache import KvCacheSpecs, with_holders
 from negamax.config.model_spec import ModelSpec
-from negamax.config.speculation import SpeculationConfig
 from negamax.kernels.drafts.spec import count_accepted
 from negamax.kernels.kvcache.spec import FP8
 from negamax.kernels.platform import CPU
@@ -33,6 +32,7 @@ from negamax.kernels.quantize.spec import dequantize_block
 from negamax.kernels.registry import OPS, KernelTable
 from negamax.layers.attention import KvCaches
 from negamax.models.decoder import Decoder
+from negamax.options.speculation import SpeculationConfig
 from negamax.parallel.collectives import SingleRank
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout

@@ -14,10 +14,10 @@ from torch import Tensor
 from triton_support import launches
 
 from negamax.config.eagle3 import DraftModel, read_spec
-from negamax.config.speculation import SpeculationConfig
 from negamax.kernels.attention.cases import run_metadata
 from negamax.kernels.platform import CPU
 from negamax.kernels.registry import KernelTable, resolve
+from negamax.options.speculation import SpeculationConfig
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 from negamax.worker import kv_cache

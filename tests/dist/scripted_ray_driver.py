@@ -8,9 +8,9 @@ import sys
 import msgspec
 
 from negamax.base import env
-from negamax.config.nodes import KEY_VARIABLE
-from negamax.config.options import EngineOptions
 from negamax.engine.nodes.ray_launcher import Failed, Placed
+from negamax.options.engine import EngineOptions
+from negamax.options.nodes import KEY_VARIABLE
 
 
 def main(fd: int) -> None:

@@ -32,8 +32,8 @@ from test_data_parallel_engine import (
 
 from negamax import LLM, SamplingParams
 from negamax.base import process
-from negamax.config.nodes import KEY_VARIABLE
 from negamax.evals import nano_retrieval
+from negamax.options.nodes import KEY_VARIABLE
 from tests import tiny, tiny_draft, tiny_m3
 from tools.load.machines import Agent, NoMachinesError, machines
 

@@ -16,10 +16,10 @@ from negamax import LLM, SamplingParams
 from negamax.base import process
 from negamax.bench.group import Group
 from negamax.config.grammar import Grammar
-from negamax.config.options import EngineOptions
 from negamax.engine.core.source import locate
 from negamax.engine.llm import Generation
 from negamax.models.memory import expected_distinct_experts
+from negamax.options.engine import EngineOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.worker.config import DECODE_SECONDS, DISTINCT_EXPERTS, OBSERVE_ROUTING
 from tests import tiny, tiny_m3

@@ -18,13 +18,13 @@ import pytest
 
 from negamax import LLM
 from negamax.base.errors import ResourceError
-from negamax.config.nodes import KEY_VARIABLE, MASTER_PORT
-from negamax.config.options import EngineOptions
 from negamax.engine.core import executor
 from negamax.engine.core.source import locate
 from negamax.engine.nodes import wire
 from negamax.engine.nodes.facts import facts_of
 from negamax.engine.nodes.group import NodeGroup
+from negamax.options.engine import EngineOptions
+from negamax.options.nodes import KEY_VARIABLE, MASTER_PORT
 from negamax.parallel.layout import ParallelLayout
 from tests.dist.nodes import (
     COMMON,

@@ -16,11 +16,11 @@ import pytest
 import zmq
 
 from negamax.base.errors import ResourceError
-from negamax.config.nodes import KEY_VARIABLE, NodeOptions
 from negamax.engine.nodes import wire
 from negamax.engine.nodes.datagrams import Datagrams
 from negamax.engine.nodes.facts import differences
 from negamax.engine.nodes.group import NodeGroup
+from negamax.options.nodes import KEY_VARIABLE, NodeOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.worker.config import MachineShare
 from negamax.worker.node_sockets import connect

@@ -15,8 +15,8 @@ import pytest
 
 from negamax import LLM
 from negamax.base.errors import ConfigError, ResourceError
-from negamax.config.nodes import KEY_VARIABLE, NodeOptions
 from negamax.engine.nodes.group import NodeGroup
+from negamax.options.nodes import KEY_VARIABLE, NodeOptions
 from negamax.parallel.layout import ParallelLayout
 from tests.dist.nodes import (
     COMMON,

@@ -13,11 +13,11 @@ import zmq
 
 from negamax.base import env
 from negamax.base.errors import ConfigError, ResourceError
-from negamax.config.nodes import KEY_VARIABLE, MP, NodeOptions
-from negamax.config.options import EngineOptions
 from negamax.engine.nodes import ray_launcher, wire
 from negamax.engine.nodes.agent import Agent
 from negamax.engine.nodes.ray_launcher import RayLauncher
+from negamax.options.engine import EngineOptions
+from negamax.options.nodes import KEY_VARIABLE, MP, NodeOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.worker.config import MachineShare, RankAddresses
 from negamax.worker.node_sockets import bind

@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 
 from negamax import LLM, SamplingParams
-from negamax.config.options import EngineOptions
 from negamax.engine.nodes.ray_driver import Driver
+from negamax.options.engine import EngineOptions
 from tests.ports import free_port
 
 if find_spec("ray") is None:

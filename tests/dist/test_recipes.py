@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from negamax.config.nodes import KEY_VARIABLE
+from negamax.options.nodes import KEY_VARIABLE
 from tests.dist.nodes import FLOAT32, PROMPTS
 from tools.load.machines import Agent, NoMachinesError, machines
 from tools.load.server import Server, serving

@@ -11,8 +11,8 @@ import torch
 from test_gpu_engine import AGREEMENT, GREEDY, agreement, answers_of_m3, mixed_run, prompts
 
 from negamax import LLM
-from negamax.config.options import EngineOptions
 from negamax.engine.core.setup import start_loop
+from negamax.options.engine import EngineOptions
 
 # (`decode_context_parallel_size` is a part of the tensor-parallel one)
 SIZES = (

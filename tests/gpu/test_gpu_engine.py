@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from negamax import LLM, SamplingParams
-from negamax.config.options import EngineOptions
 from negamax.engine.core.loop import EngineLoop
 from negamax.engine.core.setup import start_loop
 from negamax.evals import nano_math, nano_retrieval, nano_tools
 from negamax.evals.accuracy import run_suite
+from negamax.options.engine import EngineOptions
 from negamax.scheduler.request import GenerateRequest
 
 AGREEMENT = 0.995  # of the tokens of greedy answers

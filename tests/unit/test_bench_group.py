@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from negamax.bench.group import Group, label, sizes
-from negamax.config.options import EngineOptions
+from negamax.options.engine import EngineOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.worker.config import DebugResult
 

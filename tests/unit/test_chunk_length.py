@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from negamax import LLM
-from negamax.config.options import EngineOptions
 from negamax.engine.core.source import locate
+from negamax.options.engine import EngineOptions
 from negamax.planner.chunks import LEAST_SHARE, chunks, even_times
 from negamax.planner.cost import Costs, Model, Workload
 from negamax.planner.gpus import MEASURED

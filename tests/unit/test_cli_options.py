@@ -12,7 +12,7 @@ from negamax.base.errors import ConfigError
 from negamax.cli.engine_options import with_engine_options
 from negamax.cli.flags import parse_bytes
 from negamax.cli.resolve import resolve
-from negamax.config.options import EngineOptions
+from negamax.options.engine import EngineOptions
 
 
 def parsed(*arguments: str, **defaults: Any) -> EngineOptions:

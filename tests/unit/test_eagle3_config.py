@@ -13,9 +13,9 @@ from negamax.base.errors import ConfigError
 from negamax.config import families
 from negamax.config.eagle3 import FAMILY, Eagle3Spec, read_spec
 from negamax.config.families import bundled_spec
-from negamax.config.options import EngineOptions
 from negamax.engine.core.source import locate
 from negamax.models.memory import draft_bytes, weight_bytes
+from negamax.options.engine import EngineOptions
 
 # thoughtworks/MiniMax-M2.5-Eagle3, as SpecForge writes it
 M2: dict[str, Any] = {

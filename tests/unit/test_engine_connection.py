@@ -13,11 +13,11 @@ import pytest
 import zmq
 
 from negamax.base.errors import ConfigError
-from negamax.config.options import EngineOptions
 from negamax.engine import wire
 from negamax.engine.client import connection
 from negamax.engine.client.connection import EngineChannel, EngineConnection
 from negamax.engine.core.process import Outbox
+from negamax.options.engine import EngineOptions
 from tools.load.stub_engine import Novelist, StubEngine
 
 OPTIONS = EngineOptions("nano")

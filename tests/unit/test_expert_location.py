@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from negamax.base.errors import ConfigError
-from negamax.config.options import EngineOptions
 from negamax.engine.core.expert_balancer import ExpertBalancer
 from negamax.engine.core.expert_location import place_experts
+from negamax.options.engine import EngineOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.scheduler.expert_placement import rank_loads
 

@@ -26,7 +26,7 @@ def test_script_on_the_cpu_starts_without_torch() -> None:
     code = """
 import sys
 sys.modules["torch"] = None
-from negamax.config.options import EngineOptions
+from negamax.options.engine import EngineOptions
 from negamax.engine.core.setup import start_loop
 loop, info = start_loop(EngineOptions(model="nano", script="agents", device="cpu"))
 loop.shutdown()

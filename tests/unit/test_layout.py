@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from negamax.base.errors import ConfigError
-from negamax.config.parallel import ParallelOptions
+from negamax.options.parallel import ParallelOptions
 from negamax.parallel.layout import ParallelLayout, share
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from negamax.base.errors import ConfigError
-from negamax.config.options import EngineOptions
-from negamax.config.parallel import ParallelOptions
+from negamax.options.engine import EngineOptions
+from negamax.options.parallel import ParallelOptions
 from negamax.parallel.layout import ParallelLayout
 
 

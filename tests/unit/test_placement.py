@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from negamax import LLM
 from negamax.base.errors import ConfigError, EngineDeadError, UnavailableError
 from negamax.base.shared_numbers import SharedNumbers
-from negamax.config.options import EngineOptions
 from negamax.engine import wire
 from negamax.engine.client.connection import EngineChannel
 from negamax.engine.client.engine_client import AsyncEngine, SharedQueue
@@ -24,6 +23,7 @@ from negamax.engine.client.open_request import OpenRequest
 from negamax.engine.client.placement import NUM_COLUMNS, PrefixTable, ReplicaLoad, tags_of
 from negamax.engine.client.replica_options import check_same_device, replica_options
 from negamax.engine.wire import EngineStats, RankStats
+from negamax.options.engine import EngineOptions
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.scheduler import ROW_COST
 from negamax.scheduler.step import SequenceUpdate

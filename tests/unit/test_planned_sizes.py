@@ -14,9 +14,9 @@ import pytest
 from negamax.base.errors import ConfigError
 from negamax.cli.main import main
 from negamax.config.embedded import EMBEDDED
-from negamax.config.options import EngineOptions
 from negamax.engine.core.planned_sizes import with_planned_sizes
 from negamax.engine.core.setup import start_loop
+from negamax.options.engine import EngineOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.planner.gpus import MEASURED, visible_devices, visible_gpus
 

@@ -11,10 +11,10 @@ import pytest
 
 from negamax.base.errors import ConfigError
 from negamax.config.embedded import EMBEDDED
-from negamax.config.options import EngineOptions
 from negamax.config.quantization import QuantizationSpec, read_quantization
 from negamax.engine.core.source import locate
 from negamax.kernels.formats import PLAIN
+from negamax.options.engine import EngineOptions
 from negamax.quantization.detect import METHODS, detect
 from negamax.quantization.names import check_name, quantized
 

@@ -13,10 +13,10 @@ import typer
 from negamax.base.errors import ConfigError, ResourceError
 from negamax.cli.main import app, main
 from negamax.cli.resolve import resolve
-from negamax.config.options import EngineOptions
 from negamax.engine.nodes import ray_launcher
 from negamax.engine.nodes.placement import ClusterNode, Placement, Resources, placement_of
 from negamax.engine.nodes.ray_driver import find_cluster, with_whole_paths
+from negamax.options.engine import EngineOptions
 
 GROUP: Any = typer.main.get_command(app)
 RAY = {"distributed_executor_backend": "ray"}

@@ -8,11 +8,11 @@ import pytest
 
 from negamax.base.errors import ConfigError
 from negamax.config.embedded import EMBEDDED
-from negamax.config.options import EngineOptions
 from negamax.engine.core import setup
 from negamax.engine.core.scripted_executor import ScriptedExecutor
 from negamax.engine.core.setup import start_loop
 from negamax.engine.grammar.manager import GrammarManager
+from negamax.options.engine import EngineOptions
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import GrammarBitmask, NewRow, StepPlan
 from negamax.text.chat_template import ChatTemplate

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from negamax.base.errors import ConfigError
-from negamax.config.options import EngineOptions
-from negamax.config.speculation import SpeculationConfig
+from negamax.options.engine import EngineOptions
+from negamax.options.speculation import SpeculationConfig
 
 EAGLE3 = {"method": "eagle3", "model": "folder"}
 NGRAM = {"method": "ngram"}

@@ -15,8 +15,8 @@ from negamax.base.errors import ConfigError
 from negamax.config import families
 from negamax.config.eagle3 import read_spec
 from negamax.config.families import bundled_spec
-from negamax.config.options import EngineOptions
 from negamax.engine.core.source import ModelSource, locate
+from negamax.options.engine import EngineOptions
 from tests.tiny_draft import as_speculators
 
 CONFIG = as_speculators(M2, verifier="MiniMaxAI/MiniMax-M2.5", speculative_tokens=5)

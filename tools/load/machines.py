@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from negamax.config.nodes import MASTER_PORT
+from negamax.options.nodes import MASTER_PORT
 
 ROOT = Path(__file__).resolve().parents[2]
 EMULATOR = Path(__file__).with_name("link_emulator.py")

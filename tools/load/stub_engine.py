@@ -22,10 +22,10 @@ from typing import Protocol
 import zmq
 
 from negamax.base.process import exit_with_parent
-from negamax.config.options import EngineOptions
 from negamax.engine import wire
 from negamax.engine.core.process import Outbox, listen
 from negamax.engine.core.source import ModelSource, locate
+from negamax.options.engine import EngineOptions
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import SequenceUpdate
 from negamax.text.tokenizer import Tokenizer

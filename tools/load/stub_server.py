@@ -8,7 +8,8 @@ import argparse
 
 from negamax.api import server
 from negamax.base import log
-from negamax.config.options import EngineOptions, ServerOptions
+from negamax.options.engine import EngineOptions
+from negamax.options.server import ServerOptions
 
 
 def main() -> None:

@@ -28,10 +28,10 @@ from negamax.api.schemas.request_model import nearest, shown
 from negamax.api.schemas.sampled_request import EngineRequest
 from negamax.api.tracing import RequestTracer
 from negamax.base.errors import InvalidRequestError, NotFoundError
-from negamax.config.options import ServerOptions
 from negamax.engine.client.engine_client import AsyncEngine
 from negamax.engine.client.open_request import Observer, OpenRequest
 from negamax.engine.client.output import TextReader
+from negamax.options.server import ServerOptions
 from negamax.scheduler.request import SamplingParams
 from negamax.text.chat_format import ChatFormat
 

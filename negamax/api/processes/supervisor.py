@@ -21,10 +21,11 @@ from negamax.base.errors import EngineDeadError
 from negamax.base.log import get_logger
 from negamax.base.parent_watch import ParentPulse
 from negamax.base.silence import Silence
-from negamax.config.options import EngineOptions, ServerOptions
 from negamax.engine.client.connection import BEAT_TIMEOUT_SECONDS
 from negamax.engine.client.restarts import RestartPolicy, Supervision
 from negamax.engine.wire import EngineAddress, ModelInfo
+from negamax.options.engine import EngineOptions
+from negamax.options.server import ServerOptions
 
 logger = get_logger(__name__)
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 import msgspec
 
 from negamax.base.parent_watch import ParentPulse
-from negamax.config.options import EngineOptions, ServerOptions
 from negamax.engine.wire import ModelInfo
+from negamax.options.engine import EngineOptions
+from negamax.options.server import ServerOptions
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):

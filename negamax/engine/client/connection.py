@@ -20,8 +20,8 @@ from negamax.base.errors import ConfigError, EngineDeadError
 from negamax.base.log import get_logger
 from negamax.base.parent_watch import ParentPulse
 from negamax.base.private_folder import PrivateFolder
-from negamax.config.options import EngineOptions
 from negamax.engine import wire
+from negamax.options.engine import EngineOptions
 
 logger = get_logger(__name__)
 

@@ -15,8 +15,6 @@ import msgspec
 
 from negamax.base.errors import EngineDeadError, UnavailableError
 from negamax.base.shared_numbers import SharedNumbers
-from negamax.config.options import EngineOptions
-from negamax.config.parallel import ParallelOptions
 from negamax.engine import wire
 from negamax.engine.client.admission import NUM_COLUMNS as QUEUE_COLUMNS
 from negamax.engine.client.admission import Admission, prefill_tokens
@@ -32,6 +30,8 @@ from negamax.engine.client.placement import (
 )
 from negamax.engine.client.replica import Replica
 from negamax.engine.core.source import locate
+from negamax.options.engine import EngineOptions
+from negamax.options.parallel import ParallelOptions
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.tokenizer import Tokenizer

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from negamax.base import log
 from negamax.base.errors import ConfigError
-from negamax.config.options import EngineOptions
 from negamax.engine.wire import ModelInfo
+from negamax.options.engine import EngineOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.planner.gpus import visible_devices
 

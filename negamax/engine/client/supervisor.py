@@ -18,12 +18,12 @@ import msgspec
 from negamax.base.crash_dump import CrashDumps
 from negamax.base.log import get_logger
 from negamax.base.parent_watch import ParentPulse
-from negamax.config.options import EngineOptions
 from negamax.engine.client.connection import ENGINE_MODULE, EngineConnection
 from negamax.engine.client.engine_client import AsyncEngine
 from negamax.engine.client.replica_options import check_same_device, replica_options
 from negamax.engine.client.restarts import RestartPolicy, Supervision
 from negamax.engine.wire import AbortServer, EngineAddress, ModelInfo
+from negamax.options.engine import EngineOptions
 from negamax.scheduler import crash_details
 from negamax.scheduler.request import GenerateRequest
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from negamax.base.errors import ConfigError
 from negamax.base.log import get_logger
-from negamax.config.options import EngineOptions
+from negamax.options.engine import EngineOptions
 from negamax.planner.chunks import even_times
 from negamax.planner.cost import Costs, Model
 from negamax.planner.gpus import MEASURED, GpuModel, visible_gpus

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from negamax.base.errors import InvalidRequestError
 from negamax.base.log import get_logger
-from negamax.config.eplb import EplbConfig
 from negamax.engine.wire import ExpertDump, ExpertStats
+from negamax.options.eplb import EplbConfig
 from negamax.parallel.layout import ParallelLayout
 from negamax.scheduler.expert_placement import best_placement, next_moves, rank_loads
 from negamax.scheduler.step import ExpertMove, ExpertStep

@@ -14,8 +14,8 @@ from typing import Annotated
 import msgspec
 
 from negamax.base.errors import ConfigError
-from negamax.config.eplb import IN_ORDER
 from negamax.config.model_spec import ModelSpec
+from negamax.options.eplb import IN_ORDER
 from negamax.parallel.layout import ParallelLayout
 from negamax.scheduler.expert_placement import best_placement
 

@@ -11,9 +11,9 @@ from dataclasses import fields, replace
 from negamax.base.errors import ConfigError
 from negamax.base.log import get_logger
 from negamax.checkpoint.split import ranks_of
-from negamax.config.options import EngineOptions
-from negamax.config.parallel import ParallelOptions
 from negamax.engine.core.source import locate
+from negamax.options.engine import EngineOptions
+from negamax.options.parallel import ParallelOptions
 from negamax.planner.cost import Workload
 from negamax.planner.gpus import visible_gpus
 from negamax.planner.plan import Candidate, Hardware, make_plan

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from negamax.config.options import EngineOptions
 from negamax.engine.core.source import ModelSource
+from negamax.options.engine import EngineOptions
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import GrammarBitmask, NewRow, StepPlan, StepResult, TokenLogprobs
 from negamax.text.chat_template import ChatTemplate

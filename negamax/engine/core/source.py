@@ -15,9 +15,9 @@ from negamax.config.families import bundled_names, bundled_spec, family_of, read
 from negamax.config.generation import GenerationDefaults, SamplingDefaults, read_generation_defaults
 from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
-from negamax.config.options import EngineOptions
 from negamax.config.quantization import read_quantization
-from negamax.config.speculation import EAGLE3, SpeculationConfig
+from negamax.options.engine import EngineOptions
+from negamax.options.speculation import EAGLE3, SpeculationConfig
 from negamax.quantization import online
 from negamax.quantization.detect import detect
 from negamax.quantization.names import check_name, quantized

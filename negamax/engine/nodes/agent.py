@@ -19,8 +19,6 @@ from negamax.base.errors import ConfigError
 from negamax.base.log import get_logger
 from negamax.base.private_folder import PrivateFolder
 from negamax.base.silence import Silence
-from negamax.config.nodes import KEY_VARIABLE, NodeOptions
-from negamax.config.options import EngineOptions
 from negamax.engine.core.local_ranks import LocalRanks
 from negamax.engine.core.rank_watch import LocalWatch
 from negamax.engine.core.setup import find_device, num_threads_of
@@ -30,6 +28,8 @@ from negamax.engine.nodes.datagrams import Datagrams
 from negamax.engine.nodes.facts import facts_of
 from negamax.engine.nodes.health import NodeHealth
 from negamax.engine.nodes.neighbours import Neighbours
+from negamax.options.engine import EngineOptions
+from negamax.options.nodes import KEY_VARIABLE, NodeOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split
 from negamax.worker.config import MachineShare

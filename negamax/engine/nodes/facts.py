@@ -11,8 +11,8 @@ import msgspec
 
 import negamax
 from negamax.base import env
-from negamax.config.options import EngineOptions
 from negamax.engine.core.source import ModelSource
+from negamax.options.engine import EngineOptions
 
 # options that each node may have its own of
 _OWN = frozenset(

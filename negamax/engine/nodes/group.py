@@ -22,11 +22,11 @@ from negamax.base.errors import ResourceError
 from negamax.base.log import get_logger
 from negamax.base.private_folder import PrivateFolder
 from negamax.base.silence import Silence
-from negamax.config.nodes import KEY_VARIABLE, NodeOptions
 from negamax.engine.core.executor import MultiProcessExecutor
 from negamax.engine.nodes import network, wire
 from negamax.engine.nodes.datagrams import Address, Datagrams
 from negamax.engine.nodes.facts import differences
+from negamax.options.nodes import KEY_VARIABLE, NodeOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.worker.config import MachineShare, RankAddresses, WorkerConfig
 from negamax.worker.node_sockets import bind, has_key, tcp_endpoint

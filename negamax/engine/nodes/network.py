@@ -12,7 +12,7 @@ from pathlib import Path
 
 from negamax.base import env
 from negamax.base.errors import ConfigError, ResourceError
-from negamax.config.nodes import NodeOptions
+from negamax.options.nodes import NodeOptions
 
 # of other libraries, in this order; NCCL may say "=eth0", and both may list several
 _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

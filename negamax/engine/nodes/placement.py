@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from negamax.base.errors import ConfigError, ResourceError
-from negamax.config.nodes import MOST_NODES
-from negamax.config.options import EngineOptions
+from negamax.options.engine import EngineOptions
+from negamax.options.nodes import MOST_NODES
 
 _SHOWN_NODES = 16  # in a refusal
 

@@ -10,8 +10,8 @@ import msgspec
 
 from negamax.base import env, log
 from negamax.base.errors import NegamaxError
-from negamax.config.nodes import KEY_VARIABLE
-from negamax.config.options import EngineOptions
+from negamax.options.engine import EngineOptions
+from negamax.options.nodes import KEY_VARIABLE
 
 # by these Ray shows an actor its GPUs
 DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")

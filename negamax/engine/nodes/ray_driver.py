@@ -26,10 +26,10 @@ from negamax.base import env, log
 from negamax.base.errors import ConfigError, NegamaxError, ResourceError
 from negamax.base.log import get_logger
 from negamax.base.process import exit_now
-from negamax.config.options import EngineOptions
 from negamax.engine.nodes.placement import ClusterNode, Placement, Resources, placement_of
 from negamax.engine.nodes.ray_agent import ActorPlace, RayAgent, carried_variables
 from negamax.engine.nodes.ray_launcher import CONNECT_SECONDS, Failed, FromDriver, Placed, planned
+from negamax.options.engine import EngineOptions
 from negamax.worker.rank_process import LOOPBACK
 
 logger = get_logger("negamax.engine.nodes.ray_driver")  # also where it is __main__

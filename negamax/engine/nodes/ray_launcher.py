@@ -16,8 +16,8 @@ import msgspec
 from negamax.base import env, process
 from negamax.base.errors import ConfigError, ResourceError
 from negamax.base.log import get_logger
-from negamax.config.nodes import KEY_VARIABLE, MP, RAY
-from negamax.config.options import EngineOptions
+from negamax.options.engine import EngineOptions
+from negamax.options.nodes import KEY_VARIABLE, MP, RAY
 
 logger = get_logger(__name__)
 

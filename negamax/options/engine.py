@@ -1,22 +1,18 @@
-"""Every option of the engine and the server, as frozen dataclasses. Flags, TOML and Python use the
-same names.
-
-This module is pure: it describes and checks values; it reads no file and no environment.
-"""
+"""The engine's options: how a model is loaded and run."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from negamax.base import log
 from negamax.base.errors import ConfigError
 from negamax.base.unicode import valid_unicode
-from negamax.config.eplb import COUNTED, FIXED, IN_ORDER, MOVED, RECORDER_MODES, EplbConfig
-from negamax.config.key_file import check_keys
-from negamax.config.nodes import LAUNCHERS, MASTER_PORT, MP, RAY, NodeOptions
-from negamax.config.parallel import ALL2ALL_BACKENDS, ParallelOptions
-from negamax.config.speculation import SpeculationConfig
+from negamax.options.checks import check_choices, check_least, check_within, flag_of
+from negamax.options.eplb import COUNTED, FIXED, IN_ORDER, MOVED, RECORDER_MODES, EplbConfig
+from negamax.options.nodes import LAUNCHERS, MASTER_PORT, MP, RAY, NodeOptions
+from negamax.options.parallel import ALL2ALL_BACKENDS, ParallelOptions
+from negamax.options.speculation import SpeculationConfig
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 SOURCES = ("auto", "huggingface", "modelscope")
@@ -26,10 +22,8 @@ KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
 INDEX_CACHE_SHARDINGS = ("auto", "on", "off")
 # "balanced": sizes as they are given; latency is what vLLM calls interactivity
 PERFORMANCE_MODES = ("balanced", "interactivity", "latency", "throughput")
-MAX_API_SERVERS = 64
 MAX_REPLICAS = 64
 MAX_PLACEMENT_SECONDS = 86400.0
-SCHEDULING_POLICIES = ("fcfs", "priority")
 MAX_THREADS = 1024
 
 
@@ -112,13 +106,13 @@ class EngineOptions:
     # neighbouring tokens that lie on the same one of them; default: those of a block
     cp_kv_cache_interleave_size: int | None = None
     enable_eplb: bool = False  # experts move between ranks as they are chosen
-    eplb_config: dict[str, Any] | None = None  # when, with the keys of vLLM's (config/eplb.py)
+    eplb_config: dict[str, Any] | None = None  # when, with the keys of vLLM's (options/eplb.py)
     # "stat": how often each expert is chosen is counted, as it is with enable_eplb
     expert_distribution_recorder_mode: str = "off"
     # where experts lie at start: "trivial" (in order), or JSON, in a file or as it is, with how
     # often each was chosen or where each lies (engine/core/expert_location.py)
     init_expert_location: str = IN_ORDER
-    # over how many machines the ranks are spread, and where these meet (config/nodes.py)
+    # over how many machines the ranks are spread, and where these meet (options/nodes.py)
     nnodes: int = 1
     node_rank: int = 0
     master_addr: str | None = None
@@ -127,7 +121,7 @@ class EngineOptions:
     allow_cross_node_tp: bool = False
     distributed_executor_backend: str = MP  # "ray": it chooses the machines and starts the agents
     ray_placement_timeout: float = 60.0  # seconds that Ray may take to have room
-    # who guesses tokens ahead, with the keys of vLLM's (config/speculation.py)
+    # who guesses tokens ahead, with the keys of vLLM's (options/speculation.py)
     speculative_config: dict[str, Any] | None = None
     # CPU threads per rank; default: the cores (from three up: less one) shared out
     num_threads: int | None = None
@@ -139,7 +133,7 @@ class EngineOptions:
     crash_dump_dir: str | None = None  # default: under XDG_STATE_HOME; "none": no dumps
 
     def __post_init__(self) -> None:
-        _check_choices(
+        check_choices(
             self,
             source=SOURCES,
             dtype=DTYPES,
@@ -157,19 +151,21 @@ class EngineOptions:
         for name, value in vars(self).items():  # which other processes and clients are told
             if isinstance(value, str) and valid_unicode(value) != value:
                 raise ConfigError(
-                    f"{_flag(name)} is {value!r}, which is no UTF-8",
+                    f"{flag_of(name)} is {value!r}, which is no UTF-8",
                     hint="rename the file or folder, or make a link to it",
                 )
         for name in ("speculative_config", "eplb_config"):
             if not isinstance(value := getattr(self, name), dict | None):
-                raise ConfigError(f"{_flag(name)} is {value!r}; allowed: an object, {{key: value}}")
+                raise ConfigError(
+                    f"{flag_of(name)} is {value!r}; allowed: an object, {{key: value}}"
+                )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(
                 f"--gpu-memory-utilization is {self.gpu_memory_utilization}; allowed: above 0, "
                 f"at most 1"
             )
         self._check_weights()
-        _check_least(
+        check_least(
             self,
             max_cudagraph_capture_size=1,
             max_model_len=2,
@@ -183,11 +179,11 @@ class EngineOptions:
             max_logprobs=0,
         )
         self._check_parallel()
-        _within("--num-threads", self.num_threads, 1, MAX_THREADS)
-        _within("--seed", self.seed, -(2**63), 2**63 - 1)
+        check_within("--num-threads", self.num_threads, 1, MAX_THREADS)
+        check_within("--seed", self.seed, -(2**63), 2**63 - 1)
 
     def _check_weights(self) -> None:
-        _check_least(self, num_hidden_layers=1)
+        check_least(self, num_hidden_layers=1)
         if self.num_hidden_layers is not None and self.load_format != "synthetic":
             raise ConfigError(
                 "--num-hidden-layers leaves layers of a checkpoint out; it is for synthetic "
@@ -212,7 +208,7 @@ class EngineOptions:
                 hint="add --enable-expert-parallel, with more than one rank",
             )
         self.nodes.check(parallel)
-        _within("--num-replicas", self.num_replicas, 1, MAX_REPLICAS)
+        check_within("--num-replicas", self.num_replicas, 1, MAX_REPLICAS)
         if not 0.0 < self.ray_placement_timeout <= MAX_PLACEMENT_SECONDS:
             raise ConfigError(
                 f"--ray-placement-timeout is {self.ray_placement_timeout}; allowed: above 0, at "
@@ -307,125 +303,3 @@ class EngineOptions:
         return SpeculationConfig.read(
             self.speculative_config, tensor_parallel_size=self.tensor_parallel_size
         )
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """How the HTTP server answers. Times are in seconds."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    node_health_port: int | None = None  # of nodes without the API, for probes; None: none
-    api_server_count: int = 1  # processes that answer HTTP, in front of the same engines
-    served_model_name: tuple[str, ...] = ()  # default: the model's own name
-    api_keys: tuple[str, ...] = ()  # any of them opens every route; none: no key is asked for
-    api_key_file: str | None = None  # of further ones, one per line
-    # opens every route, and alone those that act on the requests of all
-    admin_api_key: str | None = None
-    allow_unauthenticated: bool = False  # listen on more than this machine without a key
-    allowed_origins: tuple[str, ...] = ()  # of web pages that may call the server (CORS); "*": all
-    # further names in the Host header, where no key is asked for; "*": all
-    allowed_hosts: tuple[str, ...] = ()
-    ssl_certfile: str | None = None
-    ssl_keyfile: str | None = None
-    chat_template: str | None = None  # file that replaces the checkpoint's template
-    # for requests that do not set them
-    default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    allow_special_tokens_in_text: bool = False  # what a conversation says may become control tokens
-    tool_call_parser: str = "auto"  # names: text.formats
-    reasoning_parser: str = "auto"
-    scheduling_policy: str = "fcfs"  # "priority": requests may say how urgent they are
-    max_body_bytes: int = 32 * 2**20
-    # of one server process; default: half of all it may have
-    max_connections_per_address: int | None = None
-    # from arrival to the last token; a request may ask for less
-    request_timeout: float | None = None
-    drain_timeout: float = 30.0  # that open requests get after SIGTERM
-    # a client that does not read what is sent is cut off after this
-    slow_client_timeout: float = 60.0
-    # tokens of a stream that are sent together; a request may ask for another number
-    stream_interval: int = 1
-    # of comments in a stream that has nothing to say; 0: none
-    sse_keep_alive_interval: float = 15.0
-    # of one engine within engine_restart_window; after that it stays dead, and the server ends
-    # unless another one is left
-    max_engine_restarts: int = 3
-    engine_restart_window: float = 600.0
-    engine_hang_timeout: float = 300.0  # that the engine's loop may stand still while there is work
-    enable_log_requests: bool = False  # a line when a request begins and one when it ends
-    max_log_len: int = 256  # characters of a prompt in these lines
-    enable_access_log: bool = False  # a line per HTTP request
-    log_stats: bool = True  # a line every log_stats_interval while the engine is busy
-    log_stats_interval: float = 10.0
-    otlp_traces_endpoint: str | None = None  # of an OpenTelemetry collector, OTLP over HTTP
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port is {self.port}; allowed: 0 to 65535 (0 picks a free one)")
-        if self.node_health_port is not None and not 0 <= self.node_health_port <= 65535:
-            raise ConfigError(
-                f"--node-health-port is {self.node_health_port}; allowed: 0 to 65535 (0 picks a "
-                f"free one)"
-            )
-        if not 1 <= self.api_server_count <= MAX_API_SERVERS:
-            raise ConfigError(
-                f"--api-server-count is {self.api_server_count}; allowed: 1 to {MAX_API_SERVERS}"
-            )
-        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
-            missing = "--ssl-keyfile" if self.ssl_keyfile is None else "--ssl-certfile"
-            raise ConfigError(
-                f"{missing} is missing; TLS needs a certificate and its key", hint=f"add {missing}"
-            )
-        keys = self.api_keys if self.admin_api_key is None else (*self.api_keys, self.admin_api_key)
-        check_keys(keys)
-        if self.admin_api_key is not None and self.admin_api_key in self.api_keys:
-            raise ConfigError(
-                "--admin-api-key is one of the API keys, which are for everybody else",
-                hint="give a key of its own",
-            )
-        _check_choices(self, scheduling_policy=SCHEDULING_POLICIES)
-        _check_least(
-            self,
-            max_body_bytes=1024,
-            max_connections_per_address=1,
-            max_engine_restarts=0,
-            stream_interval=1,
-            max_log_len=0,
-        )
-        for name in (
-            "log_stats_interval", "request_timeout", "slow_client_timeout", "engine_restart_window",
-            "engine_hang_timeout",
-        ):  # fmt: skip
-            seconds = getattr(self, name)
-            # NaN fails the comparison and is refused
-            if seconds is not None and not 0.0 < seconds < float("inf"):
-                raise ConfigError(f"{_flag(name)} is {seconds}; allowed: seconds above 0")
-        for name in ("sse_keep_alive_interval", "drain_timeout"):
-            seconds = getattr(self, name)
-            if not 0.0 <= seconds < float("inf"):
-                raise ConfigError(f"{_flag(name)} is {seconds}; allowed: 0 seconds or more")
-
-
-def _flag(field: str) -> str:
-    return f"--{field.replace('_', '-')}"
-
-
-def _check_choices(options: object, **allowed: tuple[str, ...]) -> None:
-    for name, values in allowed.items():
-        if getattr(options, name) not in values:
-            raise ConfigError(
-                f"{_flag(name)} is {getattr(options, name)!r}; allowed: {', '.join(values)}"
-            )
-
-
-def _check_least(options: object, **least: int) -> None:
-    """The least values of whole numbers, where they are given."""
-    for name, low in least.items():
-        value = getattr(options, name)
-        if value is not None and value < low:
-            raise ConfigError(f"{_flag(name)} is {value}; allowed: {low} or more")
-
-
-def _within(flag: str, value: int | None, low: int, high: int) -> None:
-    if value is not None and not low <= value <= high:
-        raise ConfigError(f"{flag} is {value}; allowed: {low} to {high}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from negamax.base.errors import ConfigError
-from negamax.config.parallel import ParallelOptions
+from negamax.options.parallel import ParallelOptions
 
 MASTER_PORT = 29501  # as in vLLM
 MOST_NODES = 64
