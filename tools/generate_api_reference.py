@@ -34,17 +34,17 @@ from pydantic import TypeAdapter, ValidationError
 
 from negamax import api
 from negamax.api import server
-from negamax.api.anthropic import messages_schema as messages
-from negamax.api.openai import chat_schema as chat
-from negamax.api.openai import completions_schema as completions
-from negamax.api.openai import response_items_schema as response_items
-from negamax.api.openai import responses_schema as responses
-from negamax.api.openai import tokens_schema as tokens
+from negamax.api.dialects.chat import schema as chat
+from negamax.api.dialects.completions import schema as completions
+from negamax.api.dialects.generate import schema as native_generate
+from negamax.api.dialects.messages import schema as messages
+from negamax.api.dialects.responses import items as response_items
+from negamax.api.dialects.responses import schema as responses
+from negamax.api.dialects.tokens import schema as tokens
 from negamax.api.processes.peers import PeerClient
 from negamax.api.processes.server_rank import ServerRank
 from negamax.api.schemas import answers
 from negamax.api.schemas.request_model import RequestModel
-from negamax.api.sglang import generate_schema as native_generate
 from negamax.base.errors import InvalidRequestError
 from negamax.options.server import ServerOptions
 from negamax.scheduler.request import SamplingParams
@@ -68,7 +68,8 @@ answers a field is always there unless it is said that it may be absent. Errors 
 _ALIASES = {"sampling_seed": "seed", "min_new_tokens": "min_tokens"}
 _SERVER_LIMITED = frozenset({"logprobs", "prompt_logprobs"})  # by --max-logprobs
 
-_SHARED = "negamax.api.schemas."  # modules of the dialects' own schemas end in _schema
+_SHARED = "negamax.api.schemas."
+_OWN = (".schema", ".items")  # modules with the schemas of a dialect
 
 Schema = type[RequestModel] | type[msgspec.Struct]
 
@@ -313,7 +314,7 @@ def _check_routes(
 def _check_schemas(listed: set[Schema]) -> None:
     """Every schema that is not only a base of others is on the page."""
     for info in pkgutil.walk_packages(api.__path__, f"{api.__name__}."):
-        if not (info.name.endswith("_schema") or info.name.startswith(_SHARED)):
+        if not (info.name.endswith(_OWN) or info.name.startswith(_SHARED)):
             continue
         module = importlib.import_module(info.name)
         for value in vars(module).values():

@@ -21,9 +21,15 @@ from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 
 from negamax import __version__
-from negamax.api.anthropic.messages import messages_router
 from negamax.api.auth import AuthMiddleware, is_loopback
 from negamax.api.common.context import ApiContext
+from negamax.api.dialects.chat.routes import chat_router
+from negamax.api.dialects.completions.routes import completions_router
+from negamax.api.dialects.generate.expert_distribution import expert_distribution_router
+from negamax.api.dialects.generate.routes import native_router
+from negamax.api.dialects.messages.routes import messages_router
+from negamax.api.dialects.responses.routes import responses_router
+from negamax.api.dialects.tokens.routes import tokens_router
 from negamax.api.errors import HANDLERS, ErrorMiddleware
 from negamax.api.health import health_router
 from negamax.api.http.lifecycle import Signals
@@ -31,16 +37,10 @@ from negamax.api.http.listening import Acceptor, ConnectionLimits, TlsFiles
 from negamax.api.http.protocol import protocol_class
 from negamax.api.load_report import log_load
 from negamax.api.models import models_router
-from negamax.api.openai.chat_completions import chat_router
-from negamax.api.openai.completions import completions_router
-from negamax.api.openai.responses import responses_router
-from negamax.api.openai.tokens import tokens_router
 from negamax.api.openapi import document
 from negamax.api.playground import playground_router
 from negamax.api.processes.server_rank import ServerRank
 from negamax.api.processes.supervisor import ServerSupervisor, bound_to
-from negamax.api.sglang.expert_distribution import expert_distribution_router
-from negamax.api.sglang.generate import native_router
 from negamax.base import env
 from negamax.base.addresses import resolve_host
 from negamax.base.errors import ConfigError, EngineDeadError, ResourceError

@@ -18,11 +18,11 @@ import pytest
 from starlette.requests import Request
 
 import negamax
-from negamax.api.anthropic.messages_history import history_of
 from negamax.api.common.conversation import Conversation, PromptBuilder
 from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
+from negamax.api.dialects.chat.schema import ChatRequest
+from negamax.api.dialects.messages.history import history_of
 from negamax.api.http.request_body import BodyLimits, read_request
-from negamax.api.openai.chat_schema import ChatRequest
 from negamax.base.errors import InvalidRequestError
 from negamax.text.chat_format import ChatFormat
 from negamax.text.chat_template import ChatTemplate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 
-from negamax.api.sglang.growing_json import BYTES_PER_SECOND
+from negamax.api.dialects.generate.growing_json import BYTES_PER_SECOND
 from tests.attacks.neighbour import unnoticed
 from tests.e2e.conftest import Server
 

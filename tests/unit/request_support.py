@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from negamax.api.openai.chat_schema import ChatRequest
+from negamax.api.dialects.chat.schema import ChatRequest
 
 HELLO = [{"role": "user", "content": "Hello"}]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from negamax.api.openai.chat_schema import ChatRequest
-from negamax.api.openai.responses_schema import ResponsesRequest
+from negamax.api.dialects.chat.schema import ChatRequest
+from negamax.api.dialects.responses.schema import ResponsesRequest
 from negamax.api.schemas.tools import CallChoice
 from negamax.base.errors import InvalidRequestError
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from negamax.api.common.answering import AnswerWriter, Choice
+from negamax.api.common.answer import AnswerWriter, Choice
 from negamax.api.common.choice_reader import PlainReader
 from negamax.base.errors import EngineError
 from negamax.engine.client.output import RequestOutput

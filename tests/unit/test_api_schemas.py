@@ -13,19 +13,19 @@ import pytest
 from pydantic import ValidationError
 from request_support import HELLO, chat
 
-from negamax.api.anthropic.messages_schema import CountRequest, MessagesRequest
-from negamax.api.openai.chat_schema import (
+from negamax.api.dialects.chat.schema import (
     ChatChunkChoice,
     ChatRequest,
     Delta,
     FunctionCall,
     ToolCall,
 )
-from negamax.api.openai.completions_schema import CompletionRequest
-from negamax.api.openai.responses_schema import ResponsesRequest
+from negamax.api.dialects.completions.schema import CompletionRequest
+from negamax.api.dialects.generate.schema import NativeRequest
+from negamax.api.dialects.messages.schema import CountRequest, MessagesRequest
+from negamax.api.dialects.responses.schema import ResponsesRequest
 from negamax.api.schemas.answers import encode
 from negamax.api.schemas.request_model import FOREIGN_FIELDS, RequestModel
-from negamax.api.sglang.generate_schema import NativeRequest
 from negamax.base.errors import InvalidRequestError
 from tests.speed import is_quick
 

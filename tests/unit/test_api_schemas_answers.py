@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from request_support import HELLO, chat
 
-from negamax.api.anthropic.messages_schema import CountRequest
-from negamax.api.openai.chat_schema import ChatRequest
-from negamax.api.openai.completions_schema import CompletionRequest
+from negamax.api.dialects.chat.schema import ChatRequest
+from negamax.api.dialects.completions.schema import CompletionRequest
+from negamax.api.dialects.messages.schema import CountRequest
 from negamax.api.schemas.thinking import ReasoningPlace, ThinkingChoice
 from negamax.base.errors import InvalidRequestError
 from negamax.text.chat_template import ChatTemplate

@@ -18,12 +18,12 @@ from openai.types.responses import response_create_params as openai_request
 from openai.types.responses import response_input_item_param, tool_param
 from typed_values import hints_of, objects_in, variants
 
-from negamax.api.anthropic import messages_history
-from negamax.api.anthropic.messages_schema import MessagesRequest
 from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
-from negamax.api.openai import responses_history
-from negamax.api.openai.item_settings import with_settings
-from negamax.api.openai.responses_schema import ResponsesRequest
+from negamax.api.dialects.messages import history as messages_history
+from negamax.api.dialects.messages.schema import MessagesRequest
+from negamax.api.dialects.responses import history as responses_history
+from negamax.api.dialects.responses.item_settings import with_settings
+from negamax.api.dialects.responses.schema import ResponsesRequest
 from negamax.base.errors import InvalidRequestError
 from negamax.text.messages import normalize_messages
 

@@ -10,7 +10,7 @@ import pytest
 from message_support import ai, user
 from text_support import make_tokenizer
 
-from negamax.api.common.answering import without_tokens
+from negamax.api.common.answer import without_tokens
 from negamax.api.common.choice_reader import ChoiceReader, ReadingRules, new_call_id
 from negamax.api.common.conversation import ChatPrompt, Conversation, PromptBuilder
 from negamax.api.schemas.thinking import ReasoningPlace, ThinkingChoice

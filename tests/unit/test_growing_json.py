@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import msgspec
 
-from negamax.api.sglang.growing_json import BYTES_PER_SECOND, GrowingList, RepeatPacing
+from negamax.api.dialects.generate.growing_json import BYTES_PER_SECOND, GrowingList, RepeatPacing
 
 
 def test_list_is_what_was_appended() -> None:

@@ -9,7 +9,7 @@ import pytest
 from anthropic.types import tool_union_param
 from anthropic.types.beta import BetaMemoryTool20250818Command, beta_tool_union_param
 
-from negamax.api.anthropic.messages_schema import CountRequest
+from negamax.api.dialects.messages.schema import CountRequest
 from negamax.base.errors import InvalidRequestError
 
 HELLO = [{"role": "user", "content": "Hi"}]

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from negamax.api.anthropic.messages_history import history_of
 from negamax.api.common.history import History
 from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
+from negamax.api.dialects.messages.history import history_of
 from negamax.api.schemas.answers import error_answer, message_error
 from negamax.base.errors import ContextLengthError, InvalidRequestError
 from negamax.text.formats.minimax_m3 import MINIMAX_M3_FAMILY

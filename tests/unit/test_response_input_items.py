@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from negamax.api.openai.response_input_items import page_of
+from negamax.api.dialects.responses.input_items import page_of
 from negamax.base.errors import InvalidRequestError
 
 RESPONSE = "resp_" + "ab" * 23 + "07"

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 
-from negamax.api.openai.response_store import KeptResponse, KeptTurn, ResponseStore
+from negamax.api.dialects.responses.store import KeptResponse, KeptTurn, ResponseStore
 
 
 def kept(parent: KeptTurn | None, number: int, *, size: int = 10) -> KeptResponse:

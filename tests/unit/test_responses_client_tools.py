@@ -12,10 +12,10 @@ import pytest
 
 from negamax.api.common.history import History
 from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
-from negamax.api.openai.client_tools import CLIENT_TOOLS, call_item
-from negamax.api.openai.item_settings import with_settings
-from negamax.api.openai.responses_history import history_of
-from negamax.api.openai.responses_schema import ResponsesRequest
+from negamax.api.dialects.responses.client_tools import CLIENT_TOOLS, call_item
+from negamax.api.dialects.responses.history import history_of
+from negamax.api.dialects.responses.item_settings import with_settings
+from negamax.api.dialects.responses.schema import ResponsesRequest
 from negamax.base.errors import InvalidRequestError
 from negamax.text.messages import normalize_messages
 

@@ -10,7 +10,7 @@ import pytest
 
 from negamax.api.common.history import History
 from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
-from negamax.api.openai.responses_history import history_of
+from negamax.api.dialects.responses.history import history_of
 from negamax.base.errors import InvalidRequestError
 from negamax.text.formats.minimax_m3 import MINIMAX_M3_FAMILY
 from negamax.text.messages import normalize_messages

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from negamax.api.access import salt_of
-from negamax.api.common.answering import start_source
+from negamax.api.common.answer import start_source
 from negamax.api.common.context import ApiContext
 from negamax.api.common.conversation import off_loop
-from negamax.api.common.turns import constrained
+from negamax.api.common.turn import constrained
 from negamax.api.schemas.sampled_request import EngineRequest
 from negamax.config.grammar import Grammar
 from negamax.engine.client.open_request import OpenRequests

@@ -101,6 +101,14 @@ def shown(value: object) -> str:
     return text[:_SHOWN_CHARS]
 
 
+def check_token_ids(values: list[Any], where: str) -> list[int]:
+    """Refuse what is no integer among `values`, which stand at `where` in the request."""
+    for index, value in enumerate(values):
+        if type(value) is not int:
+            refuse(f"{where}[{index}]", f"must be a token id; got {shown(value)}")
+    return values
+
+
 def nearest(name: str, known: frozenset[str] | list[str]) -> str:
     """' Did you mean X?' for the known name closest to `name`, or an empty string."""
     matches = difflib.get_close_matches(name[:_SHOWN_CHARS], sorted(known), n=1)

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
 
 from negamax.api.schemas.request_model import nearest, refuse, shown
 
@@ -40,6 +42,27 @@ def check_function(
     for key, kind in (("description", str), (schema_field, dict)):
         if not isinstance(function.get(key), kind | None):
             refuse(f"{where}.{key}", f"must be a JSON {'string' if kind is str else 'object'}")
+
+
+def check_function_tools(
+    tools: list[dict[str, Any]], *, field: str = "tools"
+) -> list[dict[str, Any]]:
+    """Checks what the prompt and the parser rely on; the rest of a tool goes to the template as the
+    client wrote it.
+    """
+    check_tool_count(len(tools), field=field)
+    for index, tool in enumerate(tools):
+        where = f"{field}[{index}]"
+        if tool.get("type", "function") != "function":
+            refuse(f"{where}.type", f"{shown(tool['type'])}; allowed: 'function'")
+        function = tool.get("function")
+        if not isinstance(function, dict):
+            refuse(f"{where}.function", f"must be an object with a name; got {shown(function)}")
+        check_function(function, where=f"{where}.function")
+    return tools
+
+
+Tools = Annotated[list[dict[str, Any]], AfterValidator(check_function_tools)]
 
 
 def function_tool(

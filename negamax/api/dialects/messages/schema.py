@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import AfterValidator, Field
 
-from negamax.api.anthropic.client_tools import with_schema
+from negamax.api.dialects.messages.client_tools import with_schema
 from negamax.api.schemas.request_model import RequestModel, one_of, refuse, shown
 from negamax.api.schemas.sampled_request import StopStrings, TurnRequest, check_messages
 from negamax.api.schemas.structure import form_grammar

@@ -11,16 +11,13 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, Struct, UnsetType
 
 from negamax.api.access import names_of, salt_of
-from negamax.api.common.answering import AnswerWriter, Choice, respond
+from negamax.api.common.answer import AnswerWriter, Choice, respond
 from negamax.api.common.choice_reader import ChoiceReader
 from negamax.api.common.context import FINGERPRINT, ApiContext
 from negamax.api.common.conversation import Conversation, off_loop
 from negamax.api.common.logprobs import chat_logprobs, prompt_logprobs
-from negamax.api.common.turns import StartedTurn, Turn, start_turn
-from negamax.api.errors import json_response
-from negamax.api.http.request_body import read_request
-from negamax.api.http.sse import DONE, event
-from negamax.api.openai.chat_schema import (
+from negamax.api.common.turn import StartedTurn, Turn, start_turn
+from negamax.api.dialects.chat.schema import (
     ChatAnswer,
     ChatChoice,
     ChatChunk,
@@ -33,6 +30,9 @@ from negamax.api.openai.chat_schema import (
     RenderedPrompt,
     ToolCall,
 )
+from negamax.api.errors import json_response
+from negamax.api.http.request_body import read_request
+from negamax.api.http.sse import DONE, event
 from negamax.api.openapi import json_body
 from negamax.api.schemas.answers import ChatLogprob, ChatLogprobs, PromptLogprobs, Usage
 from negamax.api.schemas.request_model import refuse

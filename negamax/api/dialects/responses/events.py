@@ -20,11 +20,9 @@ from negamax.api.common.blocks import (
 )
 from negamax.api.common.content_logprobs import ContentLogprobs
 from negamax.api.common.thought_signature import ThoughtSigner
-from negamax.api.common.turns import BlockAnswerWriter, StartedTurn
-from negamax.api.errors import logged_failure
-from negamax.api.http.sse import named_event
-from negamax.api.openai.client_tools import CLIENT_TOOLS, call_item
-from negamax.api.openai.response_items_schema import (
+from negamax.api.common.turn import BlockAnswerWriter, StartedTurn
+from negamax.api.dialects.responses.client_tools import CLIENT_TOOLS, call_item
+from negamax.api.dialects.responses.items import (
     CustomCallItem,
     FunctionCallItem,
     IncompleteDetails,
@@ -45,7 +43,13 @@ from negamax.api.openai.response_items_schema import (
     SummaryText,
     TextEvent,
 )
-from negamax.api.openai.responses_schema import CUSTOM_INPUT, ENCRYPTED_REASONING, ResponsesRequest
+from negamax.api.dialects.responses.schema import (
+    CUSTOM_INPUT,
+    ENCRYPTED_REASONING,
+    ResponsesRequest,
+)
+from negamax.api.errors import logged_failure
+from negamax.api.http.sse import named_event
 from negamax.api.schemas.answers import ChatLogprob
 
 _ID_PREFIXES = {BlockKind.REASONING: "rs", BlockKind.CONTENT: "msg", BlockKind.CALL: "fc"}

@@ -22,28 +22,12 @@ from negamax.api.schemas.thinking import (
 )
 from negamax.api.schemas.tools import (
     CallChoice,
+    Tools,
     allowed_tools,
     call_choice,
-    check_function,
-    check_tool_count,
+    check_function_tools,
 )
 from negamax.text.messages import INSTRUCTION_ROLES
-
-
-def _check_tools(tools: list[dict[str, Any]], *, field: str = "tools") -> list[dict[str, Any]]:
-    """Checks what the prompt and the parser rely on; the rest of a tool goes to the template as the
-    client wrote it.
-    """
-    check_tool_count(len(tools), field=field)
-    for index, tool in enumerate(tools):
-        where = f"{field}[{index}]"
-        if tool.get("type", "function") != "function":
-            refuse(f"{where}.type", f"{shown(tool['type'])}; allowed: 'function'")
-        function = tool.get("function")
-        if not isinstance(function, dict):
-            refuse(f"{where}.function", f"must be an object with a name; got {shown(function)}")
-        check_function(function, where=f"{where}.function")
-    return tools
 
 
 def _check_tool_choice(choice: object) -> object:
@@ -81,9 +65,6 @@ def _check_modalities(modalities: list[str]) -> list[str]:
     if modalities != ["text"]:
         refuse("modalities", "this model writes text only; allowed: ['text']")
     return modalities
-
-
-Tools = Annotated[list[dict[str, Any]], AfterValidator(lambda tools: _check_tools(tools))]
 
 
 class Thinking(RequestModel):
@@ -183,7 +164,7 @@ class ChatRequest(StructuredRequest):
                     isinstance(tool, dict) for tool in brought
                 ):
                     refuse(f"messages[{index}].tools", "must be a list of tools")
-                tools += _check_tools(brought, field=f"messages[{index}].tools")
+                tools += check_function_tools(brought, field=f"messages[{index}].tools")
         return tools or None
 
     def call_choice(self, tools: list[dict[str, Any]] | None) -> CallChoice:

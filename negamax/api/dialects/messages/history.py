@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from negamax.api.anthropic.messages_schema import TOOL_CHANGES
 from negamax.api.common.history import AssistantParts, HiddenThought, History, part_texts
 from negamax.api.common.thought_signature import HiddenThoughts
+from negamax.api.dialects.messages.schema import TOOL_CHANGES
 from negamax.api.schemas.request_model import refuse, shown
 from negamax.text.formats.family import ChatFamily
 from negamax.text.messages import unseen_note

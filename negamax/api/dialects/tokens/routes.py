@@ -13,15 +13,15 @@ from msgspec import UNSET
 from negamax.api.access import salt_of
 from negamax.api.common.context import ApiContext
 from negamax.api.common.conversation import Conversation, off_loop
-from negamax.api.errors import json_response
-from negamax.api.http.request_body import read_request
-from negamax.api.openai.tokens_schema import (
+from negamax.api.dialects.tokens.schema import (
     DetokenizeAnswer,
     DetokenizeRequest,
     TokenizeAnswer,
     TokenizeRequest,
     TokenizerInfo,
 )
+from negamax.api.errors import json_response
+from negamax.api.http.request_body import read_request
 from negamax.api.openapi import json_body
 from negamax.api.schemas.request_model import refuse
 from negamax.api.schemas.thinking import ThinkingChoice, other_variables, template_switch

@@ -8,10 +8,9 @@ from typing import Annotated, Any, ClassVar
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import AfterValidator, PlainValidator, WithJsonSchema
 
-from negamax.api.openai.chat_schema import Tools
-from negamax.api.openai.completions_schema import check_token_ids
-from negamax.api.schemas.request_model import RequestModel, refuse, shown
+from negamax.api.schemas.request_model import RequestModel, check_token_ids, refuse, shown
 from negamax.api.schemas.sampled_request import check_messages, check_template_kwargs
+from negamax.api.schemas.tools import Tools
 
 MAX_TEXTS = 1024
 _LIST_OF_IDS = {"type": "array", "items": {"type": "integer"}}

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from starlette.requests import Request
 
 from negamax.api.access import salt_of
-from negamax.api.common.answering import AnswerWriter, Choice, ResponseT, start_source
+from negamax.api.common.answer import AnswerWriter, Choice, ResponseT, start_source
 from negamax.api.common.blocks import Block, BlockEvent, BlockWriter
 from negamax.api.common.choice_reader import ChoiceReader, ReadingRules
 from negamax.api.common.context import ApiContext

@@ -6,8 +6,8 @@ from fastapi import APIRouter, Request, Response
 
 from negamax.api.access import check_admin
 from negamax.api.common.context import ApiContext
+from negamax.api.dialects.generate.schema import ExpertDistribution, ExpertPlaces
 from negamax.api.errors import json_response
-from negamax.api.sglang.generate_schema import ExpertDistribution, ExpertPlaces
 
 
 def expert_distribution_router(context: ApiContext) -> APIRouter:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from negamax.api.openai.responses_schema import ResponsesRequest, declared_tools
+from negamax.api.dialects.responses.schema import ResponsesRequest, declared_tools
 from negamax.api.schemas.request_model import refuse, shown
 from negamax.api.schemas.thinking import check_effort
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from negamax.api.common.history import AssistantParts, HiddenThought, History, part_texts
 from negamax.api.common.thought_signature import HiddenThoughts
-from negamax.api.openai.client_tools import CALLS as CLIENT_CALLS
-from negamax.api.openai.client_tools import RESULTS as CLIENT_RESULTS
-from negamax.api.openai.client_tools import call_arguments, result_text
-from negamax.api.openai.item_settings import SETTINGS
-from negamax.api.openai.responses_schema import CUSTOM_INPUT, shown_name
+from negamax.api.dialects.responses.client_tools import CALLS as CLIENT_CALLS
+from negamax.api.dialects.responses.client_tools import RESULTS as CLIENT_RESULTS
+from negamax.api.dialects.responses.client_tools import call_arguments, result_text
+from negamax.api.dialects.responses.item_settings import SETTINGS
+from negamax.api.dialects.responses.schema import CUSTOM_INPUT, shown_name
 from negamax.api.schemas.request_model import refuse, shown
 from negamax.text.formats.family import ChatFamily
 from negamax.text.messages import unseen_note

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from negamax.api.openai.response_items_schema import (
+from negamax.api.dialects.responses.items import (
     ApplyPatchCallItem,
     JsonObject,
     LocalShellCallItem,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field, PlainValidator, WithJsonSchema
 
 from negamax.api.schemas.answers import CompletionAnswer, PromptLogprobs, TextLogprobs, Usage
-from negamax.api.schemas.request_model import refuse, shown
+from negamax.api.schemas.request_model import check_token_ids, refuse, shown
 from negamax.api.schemas.sampled_request import MAX_PROMPTS
 from negamax.api.schemas.structure import StructuredRequest
 
@@ -50,14 +50,6 @@ def _as_prompts(value: object) -> list[Prompt]:
                 f"prompt[{index}]", f"must be a string or a list of token ids; got {shown(part)}"
             )
     return prompts
-
-
-def check_token_ids(values: list[Any], where: str) -> list[int]:
-    """Refuse what is no integer among `values`, which stand at `where` in the request."""
-    for index, value in enumerate(values):
-        if type(value) is not int:
-            refuse(f"{where}[{index}]", f"must be a token id; got {shown(value)}")
-    return values
 
 
 class CompletionRequest(StructuredRequest):

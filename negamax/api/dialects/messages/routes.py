@@ -13,8 +13,28 @@ from fastapi import APIRouter, Request, Response
 from msgspec import Struct
 from msgspec.structs import replace
 
-from negamax.api.anthropic.messages_history import history_of
-from negamax.api.anthropic.messages_schema import (
+from negamax.api.common.answer import respond
+from negamax.api.common.blocks import (
+    Block,
+    BlockClosed,
+    BlockEvent,
+    BlockGrew,
+    BlockKind,
+    BlockOpened,
+)
+from negamax.api.common.context import ApiContext
+from negamax.api.common.conversation import off_loop
+from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
+from negamax.api.common.turn import (
+    BlockAnswerWriter,
+    StartedTurn,
+    Turn,
+    start_turn,
+    turn_conversation,
+    turn_prompt,
+)
+from negamax.api.dialects.messages.history import history_of
+from negamax.api.dialects.messages.schema import (
     NO_INPUT,
     BlockDelta,
     BlockStart,
@@ -38,26 +58,6 @@ from negamax.api.anthropic.messages_schema import (
     ThinkingTokens,
     TokenCount,
     ToolUseBlock,
-)
-from negamax.api.common.answering import respond
-from negamax.api.common.blocks import (
-    Block,
-    BlockClosed,
-    BlockEvent,
-    BlockGrew,
-    BlockKind,
-    BlockOpened,
-)
-from negamax.api.common.context import ApiContext
-from negamax.api.common.conversation import off_loop
-from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
-from negamax.api.common.turns import (
-    BlockAnswerWriter,
-    StartedTurn,
-    Turn,
-    start_turn,
-    turn_conversation,
-    turn_prompt,
 )
 from negamax.api.errors import json_response, logged_failure
 from negamax.api.http.request_body import read_request

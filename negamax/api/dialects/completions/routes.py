@@ -11,14 +11,14 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from negamax.api.access import names_of
-from negamax.api.common.answering import AnswerWriter, Choice, respond
+from negamax.api.common.answer import AnswerWriter, Choice, respond
 from negamax.api.common.choice_reader import PlainReader
 from negamax.api.common.context import FINGERPRINT, ApiContext
 from negamax.api.common.logprobs import TextLogprobWriter, prompt_logprobs
 from negamax.api.common.plain_prompts import PlainPrompt, start_prompts
+from negamax.api.dialects.completions.schema import CompletionRequest, TextAnswer, TextChoice
 from negamax.api.http.request_body import read_request
 from negamax.api.http.sse import DONE, event
-from negamax.api.openai.completions_schema import CompletionRequest, TextAnswer, TextChoice
 from negamax.api.openapi import json_body
 from negamax.api.schemas.answers import PromptLogprobs, TextLogprobs, Usage
 from negamax.engine.client.open_request import OpenRequests

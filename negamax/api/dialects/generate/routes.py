@@ -17,17 +17,13 @@ from msgspec import UNSET
 
 from negamax import __version__
 from negamax.api.access import check_admin, is_admin, tenant_of
-from negamax.api.common.answering import AnswerWriter, Choice, respond
+from negamax.api.common.answer import AnswerWriter, Choice, respond
 from negamax.api.common.choice_reader import PlainReader
 from negamax.api.common.context import ApiContext
 from negamax.api.common.logprobs import LEAST_LOGPROB
 from negamax.api.common.plain_prompts import PlainPrompt, start_prompts
-from negamax.api.errors import json_response
-from negamax.api.http.request_body import read_request
-from negamax.api.http.sse import event
-from negamax.api.openapi import json_body
-from negamax.api.schemas.request_model import refuse
-from negamax.api.sglang.generate_schema import (
+from negamax.api.dialects.generate.growing_json import GrowingList, RepeatPacing
+from negamax.api.dialects.generate.schema import (
     AbortRequest,
     LogprobEntry,
     MetaInfo,
@@ -38,7 +34,11 @@ from negamax.api.sglang.generate_schema import (
     NativeServerInfo,
     NumAborted,
 )
-from negamax.api.sglang.growing_json import GrowingList, RepeatPacing
+from negamax.api.errors import json_response
+from negamax.api.http.request_body import read_request
+from negamax.api.http.sse import event
+from negamax.api.openapi import json_body
+from negamax.api.schemas.request_model import refuse
 from negamax.base.errors import InvalidRequestError
 from negamax.engine.client.engine_client import AsyncEngine
 from negamax.engine.client.open_request import OpenRequests

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, StringConstraints
 
-from negamax.api.openai.client_tools import CLIENT_TOOLS, is_run_by_client
+from negamax.api.dialects.responses.client_tools import CLIENT_TOOLS, is_run_by_client
 from negamax.api.schemas.request_model import RequestModel, at_most, one_of, refuse, shown
 from negamax.api.schemas.sampled_request import MAX_MESSAGES, StopStrings, TurnRequest
 from negamax.api.schemas.structure import form_grammar

@@ -18,23 +18,29 @@ from negamax.api.common.content_logprobs import ContentLogprobs
 from negamax.api.common.context import ApiContext
 from negamax.api.common.conversation import off_loop
 from negamax.api.common.thought_signature import ThoughtSigner
-from negamax.api.common.turns import Turn, start_turn, turn_conversation, turn_prompt
-from negamax.api.errors import error_of, json_response
-from negamax.api.http.request_body import decode_request, receive
-from negamax.api.http.sse import while_connected
-from negamax.api.openai.item_settings import with_settings
-from negamax.api.openai.response_events import ResponseEventWriter
-from negamax.api.openai.response_input_items import page_of
-from negamax.api.openai.response_items_schema import (
+from negamax.api.common.turn import Turn, start_turn, turn_conversation, turn_prompt
+from negamax.api.dialects.responses.events import ResponseEventWriter
+from negamax.api.dialects.responses.history import history_of
+from negamax.api.dialects.responses.input_items import page_of
+from negamax.api.dialects.responses.item_settings import with_settings
+from negamax.api.dialects.responses.items import (
     DeletedResponse,
     InputTokenCount,
     ReasoningEcho,
     ResponseAnswer,
     TextEcho,
 )
-from negamax.api.openai.response_store import Item, KeptResponse, KeptTurn, ResponseStore, decoded
-from negamax.api.openai.responses_history import history_of
-from negamax.api.openai.responses_schema import ResponsesRequest
+from negamax.api.dialects.responses.schema import ResponsesRequest
+from negamax.api.dialects.responses.store import (
+    Item,
+    KeptResponse,
+    KeptTurn,
+    ResponseStore,
+    decoded,
+)
+from negamax.api.errors import error_of, json_response
+from negamax.api.http.request_body import decode_request, receive
+from negamax.api.http.sse import while_connected
 from negamax.api.openapi import json_body
 from negamax.api.schemas.answers import encode
 from negamax.api.schemas.request_model import refuse, shown

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from negamax.api.openai.response_items_schema import ItemList
-from negamax.api.openai.response_store import Item
+from negamax.api.dialects.responses.items import ItemList
+from negamax.api.dialects.responses.store import Item
 from negamax.api.schemas.request_model import refuse, shown
 
 MAX_PAGE = 100  # items, as at OpenAI

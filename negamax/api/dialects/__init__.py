@@ -1,0 +1,1 @@
+"""One folder per API dialect: `schema`, `routes`, and where it needs them `history` and others."""

@@ -1,1 +1,0 @@
-"""OpenAI's routes: chat completions, completions, responses, tokens."""
