@@ -21,6 +21,9 @@ def __getattr__(name: str) -> Any:
     needs and no more.
     """
     if name == "LLM":
+        from negamax.base import env
+
+        env.set_openmp_defaults()  # before torch is imported
         from negamax.engine.llm import LLM
 
         return LLM

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 
+from negamax.base import env
 from negamax.base.imports import large_imports
 from negamax.base.standard_streams import open_missing
 
@@ -14,6 +15,7 @@ from negamax.base.standard_streams import open_missing
 def main() -> int:
     """Run the command line; the process's exit code. 130: Ctrl-C, also while it is imported."""
     open_missing()
+    env.set_openmp_defaults()
     try:
         try:
             with large_imports():

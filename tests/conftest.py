@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["SSL_CERT_DIR"] = folder
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    env.settle_cpu_products()
+    env.set_batch_invariant_gemms()
     if config.pluginmanager.has_plugin("hypothesispytest"):
         from hypothesis import HealthCheck, settings
 

@@ -53,13 +53,24 @@ def set_variable(name: str, value: str) -> None:
     os.environ[name] = value
 
 
-def settle_cpu_products() -> None:
-    """Have the CPU's libraries compute a row the same way however many there are (decision 3),
-    unless somebody has set their variables. They look once, at their first product: later this has
-    no effect.
+def set_openmp_defaults() -> None:
+    """Let OpenMP threads sleep at barriers instead of spinning, unless the user chose otherwise.
 
-    With AMX, oneDNN's bf16 rows of more than 256 numbers depend on their count from 33 on; so do
-    MKL's in fp32 on Intel. Other makers' processors keep what they have.
+    Spinning threads take the cores from the threads they wait for as soon as the machine has other
+    work. libgomp reads these variables when PyTorch loads it, so call this before importing torch;
+    child processes inherit them. A spin count of 1000 lasts a few microseconds.
+    """
+    if not any(map(get, ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"))):
+        set_variable("OMP_WAIT_POLICY", "PASSIVE")
+        set_variable("GOMP_SPINCOUNT", "1000")
+
+
+def set_batch_invariant_gemms() -> None:
+    """Make the CPU's GEMM libraries compute a row alike in every batch (decision 3), unless the
+    user set their variables. They read them at their first GEMM; later calls have no effect.
+
+    With AMX, oneDNN's bf16 results for rows of more than 256 numbers depend on the batch size from
+    33 rows up; so do MKL's fp32 results on Intel. Processors of other makers need no setting.
     """
     set_default("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     if _is_intel():

@@ -119,7 +119,7 @@ def _worker_config(
             logger.warning("%s", doubt)
         draft = with_own_parts(draft, spec, source.weights_folder)
     if device == "cpu":
-        env.settle_cpu_products()
+        env.set_batch_invariant_gemms()
     limits, max_num_seqs = STEP_LIMITS[device], options.sequences_per_step(device)
     block_size = choose_block_size(spec.kv_caches(), options.block_size, default=limits.block_size)
     options.parallel.check_interleave(block_size)

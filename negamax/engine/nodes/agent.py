@@ -347,7 +347,7 @@ def run_agent(
     device, gpus = find_device(options.device)
     check_split(layout, source.spec, gpus=None if gpus is None else gpus * layout.nodes)
     if device == "cpu":
-        env.settle_cpu_products()
+        env.set_batch_invariant_gemms()
     share = MachineShare(
         folder=None if source.weights_folder is None else str(source.weights_folder),
         draft_folder=source.draft.folder if source.draft else None,

@@ -50,6 +50,7 @@ class RayAgent:
                 env.set_variable(name, value)
             else:
                 env.set_default(name, value)
+        env.set_openmp_defaults()
         chosen = msgspec.json.decode(options, type=EngineOptions)
         log.setup(chosen.log_level, chosen.log_format)
         from negamax.engine.nodes.agent import run_agent  # behind the variables, which it reads

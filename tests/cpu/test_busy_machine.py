@@ -1,0 +1,51 @@
+"""Other work on the machine slows the engine down in proportion, and does not stall it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+# Prints the time of a token beside two spinning processes, as a multiple of that without them.
+SCRIPT = """
+import subprocess, sys, time
+from negamax import LLM, SamplingParams
+
+llm = LLM("nano", num_threads=2, show_progress=False)
+params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+
+def measure():
+    started = time.perf_counter()
+    llm.generate("Count to a hundred.", params)
+    return time.perf_counter() - started
+
+measure()
+ratios = []
+for _ in range(4):
+    alone = measure()
+    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        ratios.append(measure() / alone)
+    finally:
+        for process in spinning:
+            process.kill()
+            process.wait()
+print(min(ratios))
+"""
+
+
+def test_openmp_threads_do_not_spin_at_barriers() -> None:
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("OMP_", "GOMP_", "KMP_"))
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=240,
+    )
+    assert float(result.stdout.split()[-1]) <= 4
