@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest -m "$(GATE)"
 # Everything else in the versions that were tested together.
 INSTALL := $(BIN)/python tools/install.py -c constraints.txt
 
-.PHONY: demo serve test test-full attack fault-table test-install lint types contracts statements
+.PHONY: demo serve test test-full attack fault-table test-install lint types contracts
 .PHONY: docs check compile-oldest sbom constraints clean
 
 demo: $(VENV)/.demo   ## start the embedded model, chat with thinking, call a tool, stop
@@ -57,13 +57,10 @@ types: $(VENV)/.dev
 contracts: $(VENV)/.dev
 	$(BIN)/lint-imports
 
-statements: $(VENV)/.dev  ## statements per room against the last release; fails where one has grown
-	$(BIN)/python tools/count_statements.py
-
 docs: $(VENV)/.docs   ## the rendered documentation, in build/site; every link is checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-check: lint types contracts statements docs test-install test
+check: lint types contracts docs test-install test
 
 sbom:                 ## the components of the wheel's environment, CycloneDX, in build/
 	rm -rf build/sbom
