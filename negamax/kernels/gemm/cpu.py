@@ -3,7 +3,7 @@
 oneDNN's linear with a weight that was put into its blocked layout at load. Measured on two Zen 4
 cores, one row, [256 -> 1536], weights not in cache: bf16 25 us, F.linear 46 us; fp32 90 us,
 F.linear 184 us. For fp32 the layout must not be the one chosen for a single row; with AMX rows are
-alike only as `env.set_batch_invariant_gemms` has it. PyTorch carries oneDNN; the two ops used are those
+alike only after `env.set_batch_invariant_gemms`. PyTorch carries oneDNN; the two ops used are those
 its own compiler emits for CPU linears.
 
 oneDNN compiles a kernel for every count of rows and every weight shape: 0.6 ms and 0.56 MiB of heap
