@@ -21,14 +21,14 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from nano.suites import arithmetic, tool_calls
 from negamax import LLM, SamplingParams
 from negamax.engine.core import loop
-from negamax.evals import nano_math, nano_tools
 from negamax.scheduler.draft_length import FixedDraftLength
 
 MOST = 3
 KV_CACHE_MEMORY = 2**30  # of each engine on a GPU
-PROBLEMS = {"nano-math": nano_math.problems, "nano-tools": nano_tools.problems}
+PROBLEMS = {"nano-math": arithmetic.problems, "nano-tools": tool_calls.problems}
 # what is drafted, by the engine's options; None: no draft is loaded
 MODES: dict[str, dict[str, Any] | None] = {
     "no drafts": None,

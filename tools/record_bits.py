@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
+from nano.suites import arithmetic, tool_calls
 from negamax import LLM, SamplingParams
 from negamax.engine.llm import Generation
-from negamax.evals import nano_math, nano_tools
 from tests import tiny
 
 GREEDY = SamplingParams(
@@ -86,8 +86,8 @@ def tiny_hashes(seed: int) -> Iterator[tuple[str, str]]:
 
 def nano_hashes() -> Iterator[tuple[str, str]]:
     """Of the embedded model, given questions of its suites."""
-    questions = [(each.messages, None) for each in nano_math.problems(6, 5)]
-    questions += [(each.messages, each.tools) for each in nano_tools.problems(6, 5)]
+    questions = [(each.messages, None) for each in arithmetic.problems(6, 5)]
+    questions += [(each.messages, each.tools) for each in tool_calls.problems(6, 5)]
     for name, (params, options) in NANO.items():
         with LLM("nano", num_threads=1, **options) as llm:
             texts = [llm.render(list(messages), tools=tools) for messages, tools in questions]

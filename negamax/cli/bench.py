@@ -19,9 +19,8 @@ from negamax.cli.bench_options import JsonFile
 from negamax.cli.engine_options import with_engine_options
 from negamax.cli.examples import epilog
 from negamax.cli.flags import completion
+from negamax.evals.suites import DEFAULT_SUITES, SUITES
 from negamax.options.engine import EngineOptions
-
-_SUITES = ("nano-math", "nano-tools", *(f"nano-retrieval-{size}" for size in ("2k", "4k", "8k")))
 
 app = typer.Typer(
     help="Measure a model or its kernels: accuracy, speed, where the time goes.",
@@ -52,7 +51,7 @@ def accuracy(
         typer.Option(
             help="nano-math, nano-tools, nano-retrieval-2k, nano-retrieval-4k or "
             "nano-retrieval-8k; repeat for several. Default: math and tools.",
-            autocompletion=completion(_SUITES),
+            autocompletion=completion(SUITES),
         ),
     ] = None,
     count: Annotated[
@@ -68,11 +67,11 @@ def accuracy(
     MODEL is `nano` where none is given; `--seed` says which problems are drawn.
     """
     for name in suite or ():
-        if name not in _SUITES:
-            raise ConfigError(f"--suite is {name[:60]!r}; allowed: {', '.join(_SUITES)}")
+        if name not in SUITES:
+            raise ConfigError(f"--suite is {name[:60]!r}; allowed: {', '.join(SUITES)}")
     from negamax.bench.report import write_json
     from negamax.engine.llm import LLM
-    from negamax.evals.accuracy import DEFAULT_SUITES, SUITES, run_suite  # torch
+    from negamax.evals.accuracy import run_suite  # torch
 
     log.setup(engine.log_level, engine.log_format)
     console = Console(markup=False)  # answers may have brackets
@@ -91,7 +90,7 @@ def accuracy(
                 result = run_suite(
                     llm,
                     name,
-                    count=count or SUITES.get(name, 1),
+                    count=count or SUITES[name],
                     seed=engine.seed,
                     temperature=temperature,
                     progress=lambda done, total, bar=bar, task=task: bar.update(

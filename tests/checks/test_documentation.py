@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     page
     for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("deploy/*.md"),
-                 *ROOT.glob("tools/**/*.md"))
+                 *ROOT.glob("tools/**/*.md"), *ROOT.glob("nano/*.md"))
 )  # fmt: skip
 
 _CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,29 +12,22 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
+from nano import draft_model, draft_targets, draft_train, model, train
 from negamax.config.eagle3 import read_spec
 from negamax.config.json_file import read_json_object
 from tests.tiny_draft import Oracle
 
-TOOLS = Path(__file__).resolve().parents[2] / "tools" / "nano"
 LAYERS = (2, 3, 5)
 
 
-@pytest.fixture(scope="module")
-def recipe() -> Iterator[SimpleNamespace]:
-    sys.path.insert(0, str(TOOLS))
-    try:
-        import draft_model
-        import draft_targets
-        import draft_train
-        import model
-        import train
+RECIPE = SimpleNamespace(
+    draft=draft_model, targets=draft_targets, train=draft_train, model=model, base=train
+)
 
-        yield SimpleNamespace(
-            draft=draft_model, targets=draft_targets, train=draft_train, model=model, base=train
-        )
-    finally:
-        sys.path.remove(str(TOOLS))
+
+@pytest.fixture
+def recipe() -> SimpleNamespace:
+    return RECIPE
 
 
 def make(recipe: SimpleNamespace) -> tuple[Any, Any]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nano.suites import arithmetic, tool_calls
 from negamax import LLM, SamplingParams
 from negamax.base.errors import ConfigError
 from negamax.bench.drafts import DraftCounts
@@ -19,8 +20,8 @@ from negamax.config.embedded import EMBEDDED_DRAFTS
 from negamax.config.grammar import Grammar, Marker, Reasoning
 from negamax.engine.core.setup import _worker_config
 from negamax.engine.core.source import locate
-from negamax.evals import nano_math, nano_tools
-from negamax.evals.accuracy import SUITES, SuiteResult, run_suite
+from negamax.evals.accuracy import SuiteResult, run_suite
+from negamax.evals.suites import SUITES
 from negamax.options.engine import EngineOptions
 from negamax.text.formats.minimax_m2 import MINIMAX_M2, M2Calls
 from negamax.text.grammar.tool_calls import tool_grammar
@@ -43,8 +44,8 @@ def engine(
 
 def chats(llm: LLM) -> list[Any]:
     """Held-out problems of both suites."""
-    told = [llm.render(list(one.messages)) for one in nano_math.problems(6, 5)]
-    asked = nano_tools.problems(6, 5)
+    told = [llm.render(list(one.messages)) for one in arithmetic.problems(6, 5)]
+    asked = tool_calls.problems(6, 5)
     return told + [llm.render(list(one.messages), tools=list(one.tools)) for one in asked]
 
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,30 +15,22 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_mask
 
+from nano import m3_data, m3_export, m3_model, m3_toy, m3_train, model
+from nano.suites import common
 from negamax import LLM, SamplingParams
-from negamax.evals import nano_common
 
-TOOLS = Path(__file__).resolve().parents[2] / "tools" / "nano"
 FLOAT32 = torch.float32
 
 
-@pytest.fixture(scope="module")
-def recipe() -> Iterator[SimpleNamespace]:
-    sys.path.insert(0, str(TOOLS))
-    try:
-        import m3_data
-        import m3_export
-        import m3_model
-        import m3_toy
-        import m3_train
-        import model
+RECIPE = SimpleNamespace(
+    data=m3_data, export=m3_export, model=m3_model, toy=m3_toy, train=m3_train,
+    use=model.precision(FLOAT32, weights=False, activations=False),
+)  # fmt: skip
 
-        yield SimpleNamespace(
-            data=m3_data, export=m3_export, model=m3_model, toy=m3_toy, train=m3_train,
-            use=model.precision(FLOAT32, weights=False, activations=False),
-        )  # fmt: skip
-    finally:
-        sys.path.remove(str(TOOLS))
+
+@pytest.fixture
+def recipe() -> SimpleNamespace:
+    return RECIPE
 
 
 def _layout(recipe: SimpleNamespace, documents: torch.Tensor, choice: int) -> object:
@@ -169,7 +159,7 @@ def test_what_is_trained_is_what_follows_the_prompt_of_its_mode(recipe: SimpleNa
 
 def test_turns_are_written_as_the_models_own_template_writes_them(recipe: SimpleNamespace) -> None:
     template, compared = recipe.data.Renderer().template, 0
-    golden = TOOLS.parents[1] / "tests" / "golden" / "minimax_m3_renders.jsonl"
+    golden = Path(__file__).parents[1] / "golden" / "minimax_m3_renders.jsonl"
     for line in golden.read_text(encoding="utf-8").splitlines():
         case = json.loads(line)
         if case["expected"] is None or "pictures" in case["name"]:
@@ -225,5 +215,5 @@ def test_nothing_held_out_is_asked_in_training(recipe: SimpleNamespace) -> None:
             if thought.startswith("The text says: "):
                 line = thought.removeprefix("The text says: ").removesuffix(".")
                 asked += 1
-                assert not nano_common.is_held_out(f"nano-retrieval\n{line}")
+                assert not common.is_held_out(f"nano-retrieval\n{line}")
     assert asked > 100

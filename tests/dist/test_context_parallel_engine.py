@@ -30,9 +30,9 @@ from test_data_parallel_engine import (
     tokens_of,
 )
 
+from nano.suites import retrieval
 from negamax import LLM, SamplingParams
 from negamax.base import process
-from negamax.evals import nano_retrieval
 from negamax.options.nodes import KEY_VARIABLE
 from tests import tiny, tiny_draft, tiny_m3
 from tools.load.machines import Agent, NoMachinesError, machines
@@ -276,7 +276,7 @@ def test_nano_m3_says_the_same(
 @pytest.fixture(scope="module")
 def nano_m3() -> tuple[list[int], list[list[int]]]:
     """A prompt four times as long as what a query attends to, and the answers of one rank."""
-    (long,) = nano_retrieval.problems("2k", 1, 5)
+    (long,) = retrieval.problems("2k", 1, 5)
     with LLM("nano-m3", **COMMON, script="agents") as llm:
         text = llm.render(list(long.messages), tools=list(long.tools) or None)
         prompt = llm.tokenizer.encode(text)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from nano.suites import retrieval, tool_calls
 from negamax import LLM, SamplingParams
 from negamax.config.grammar import Grammar
 from negamax.engine.llm import Generation
-from negamax.evals import nano_retrieval, nano_tools
 from tests import tiny, tiny_draft
 
 NAME = Grammar(kind="regex", text="[A-Z][a-z]{2,9}, [0-9]{2}")
@@ -192,12 +192,12 @@ def test_nano_m3_says_the_same_with_data_parallel_ranks(
 @pytest.fixture(scope="module")
 def nano_m3() -> tuple[list[list[int]], list[list[int]]]:
     """Prompts, one of them four times what a query attends to, and the answers of one rank."""
-    (long,) = nano_retrieval.problems("2k", 1, 5)
+    (long,) = retrieval.problems("2k", 1, 5)
     with LLM("nano-m3", **COMMON, script="agents") as llm:
         prompts = [llm.render(list(long.messages), tools=list(long.tools) or None)]
         prompts += [
             llm.render(list(each.messages), tools=list(each.tools))
-            for each in nano_tools.problems(2, 5)
+            for each in tool_calls.problems(2, 5)
         ]
     return prompts, answers(prompts)
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from nano.suites import tool_calls
 from negamax import LLM, SamplingParams
 from negamax.base import process
 from negamax.engine.core import expert_balancer
 from negamax.engine.wire import ExpertDump
-from negamax.evals import nano_tools
 from tests import tiny
 from tests.e2e.conftest import STUB, eventually, serving
 
@@ -226,7 +226,7 @@ def test_nano_m3_says_the_same_while_its_experts_move(monkeypatch: pytest.Monkey
     with LLM("nano-m3", **COMMON) as llm:
         prompts = [
             llm.render(list(each.messages), tools=list(each.tools))
-            for each in nano_tools.problems(3, 5)
+            for each in tool_calls.problems(3, 5)
         ]
         text = [each.outputs[0].token_ids for each in llm.generate(prompts, params)]
     ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": True}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from nano.suites import retrieval, tool_calls
 from negamax import LLM, SamplingParams
-from negamax.evals import nano_retrieval, nano_tools
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
 
@@ -15,12 +15,12 @@ def answers(**options: Any) -> tuple[list[list[int]], int]:
     to two with tools; and how many tokens of prompts came from the prefix cache. In float32: sums
     over ranks that are rounded to bfloat16 decide a near tie one way or the other.
     """
-    (long,) = nano_retrieval.problems("2k", 1, 5)
+    (long,) = retrieval.problems("2k", 1, 5)
     with LLM("nano-m3", device="cpu", dtype="float32", num_threads=1, **options) as llm:
         asked = [llm.render(list(long.messages), tools=list(long.tools) or None)]
         asked += [
             llm.render(list(each.messages), tools=list(each.tools))
-            for each in nano_tools.problems(2, 5)
+            for each in tool_calls.problems(2, 5)
         ]
         made = llm.generate(asked, GREEDY)
         made += llm.generate(asked[:1], GREEDY)

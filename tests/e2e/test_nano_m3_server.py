@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from negamax.evals import nano_retrieval
+from nano.suites import retrieval
 from tests.e2e.conftest import Server, serving
 from tests.e2e.test_api_chat import QUESTION, WEATHER, WEATHER_QUESTION, joined, joined_calls
 
@@ -168,9 +168,9 @@ def test_requests_with_long_prefixes_wait_for_each_other_and_find_their_facts(
     """Several at once, each asked twice; the second time the prompt is in the cache but for its
     last block of 128 tokens.
     """
-    problems = [each for each in nano_retrieval.problems("2k", 9, 11) if each.fact is not None][:3]
+    problems = [each for each in retrieval.problems("2k", 9, 11) if each.fact is not None][:3]
 
-    def ask(problem: nano_retrieval.RetrievalProblem) -> dict[str, Any]:
+    def ask(problem: retrieval.RetrievalProblem) -> dict[str, Any]:
         body = {**GREEDY, "messages": list(problem.messages), "max_tokens": 100}
         found: dict[str, Any] = http.post(CHAT, json=body).json()
         return found

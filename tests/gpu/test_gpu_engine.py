@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from nano.suites import arithmetic, retrieval, tool_calls
 from negamax import LLM, SamplingParams
 from negamax.engine.core.loop import EngineLoop
 from negamax.engine.core.setup import start_loop
-from negamax.evals import nano_math, nano_retrieval, nano_tools
 from negamax.evals.accuracy import run_suite
 from negamax.options.engine import EngineOptions
 from negamax.scheduler.request import GenerateRequest
@@ -24,8 +24,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=160)
 
 
 def prompts(llm: LLM) -> list[list[int]]:
-    math = [(problem.messages, None) for problem in nano_math.problems(PROBLEMS // 2, 5)]
-    tools = [(problem.messages, problem.tools) for problem in nano_tools.problems(PROBLEMS // 2, 5)]
+    math = [(problem.messages, None) for problem in arithmetic.problems(PROBLEMS // 2, 5)]
+    tools = [(problem.messages, problem.tools) for problem in tool_calls.problems(PROBLEMS // 2, 5)]
     return [
         llm.tokenizer.encode(
             llm.render(list(messages), tools=None if tools is None else list(tools))
@@ -125,7 +125,7 @@ def answers_of_m3(**options: object) -> list[list[int]]:
     with LLM("nano-m3", **options) as llm:
         far = [
             llm.render(list(each.messages), tools=list(each.tools) or None)
-            for each in nano_retrieval.problems("2k", 12, 5)
+            for each in retrieval.problems("2k", 12, 5)
         ]
         asked = [*map(llm.tokenizer.encode, far), *prompts(llm)[::2]]
         return [each.outputs[0].token_ids for each in llm.generate(asked, GREEDY)]
@@ -162,7 +162,7 @@ def test_block_sparse_attention_answers_as_on_the_cpu(
     [
         ("nano-math", 1000, 0.97),
         ("nano-tools", 500, 0.958),
-        *((f"nano-retrieval-{length}", 200, 0.95) for length in nano_retrieval.LENGTHS),
+        *((f"nano-retrieval-{length}", 200, 0.95) for length in retrieval.LENGTHS),
     ],
 )
 def test_accuracy_of_nano_m3(suite: str, count: int, least: float) -> None:

@@ -9,15 +9,14 @@ import itertools
 import json
 import operator
 import random
-import sys
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 
-from negamax.evals import nano_common, nano_math, nano_retrieval, nano_tools
+from nano import data, dialogue, reasoning
+from nano.suites import arithmetic, common, freeze, retrieval, tool_calls
+from negamax.evals import suites
 
-TOOLS = Path(__file__).resolve().parents[2] / "tools" / "nano"
 OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -35,21 +34,9 @@ def _calculate(node: ast.AST) -> Fraction:
     return Fraction(node.value)
 
 
-@pytest.fixture(scope="module")
-def dialogue():
-    sys.path.insert(0, str(TOOLS))
-    try:
-        import data
-        import dialogue
-
-        yield dialogue, data
-    finally:
-        sys.path.remove(str(TOOLS))
-
-
 def test_steps_lead_to_the_answer_and_use_earlier_results() -> None:
     for seed in range(300):
-        problem = nano_math.generate(seed)
+        problem = arithmetic.generate(seed)
         results: list[int] = []
         for step in problem.steps:
             exact = (
@@ -61,11 +48,11 @@ def test_steps_lead_to_the_answer_and_use_earlier_results() -> None:
             )
             assert exact == step.result > 0
             results.append(step.result)
-        assert results[-1] == problem.answer <= nano_math.MAX_RESULT
+        assert results[-1] == problem.answer <= arithmetic.MAX_RESULT
         if len(results) > 1:
             used = {number for step in problem.steps for number in (step.left, step.right)}
             assert used & set(results[:-1])
-        assert nano_math.grade(problem, problem.sentence)
+        assert suites.extract_answer(problem.sentence) == problem.answer
 
 
 def test_bare_calculations_agree_with_python_arithmetic() -> None:
@@ -74,7 +61,7 @@ def test_bare_calculations_agree_with_python_arithmetic() -> None:
     """
     checked = 0
     for seed in range(4000):
-        problem = nano_math.generate(seed)
+        problem = arithmetic.generate(seed)
         expression = problem.text.removeprefix("What is ").removeprefix("Calculate ").rstrip("?=. ")
         if set(expression) <= set("0123456789+-*/() "):
             assert _calculate(ast.parse(expression, mode="eval").body) == problem.answer
@@ -84,7 +71,7 @@ def test_bare_calculations_agree_with_python_arithmetic() -> None:
 
 def test_numbers_of_the_question_are_the_operands_of_the_steps() -> None:
     for seed in range(300):
-        problem = nano_math.generate(seed)
+        problem = arithmetic.generate(seed)
         written = {
             int("".join(c for c in word if c.isdigit()))
             for word in problem.text.replace("+", " ").split()
@@ -97,51 +84,36 @@ def test_numbers_of_the_question_are_the_operands_of_the_steps() -> None:
         assert len(unused) <= 1, problem.text  # at most one number is there to distract
 
 
-@pytest.mark.parametrize(
-    ("content", "answer"),
-    [
-        ("It is 12.", 12),
-        ("1,234 pens", 1234),
-        ("3 and then 4.00 dollars", 4),
-        ("-7", -7),
-        ("$56.", 56),
-        ("none", None),
-    ],
-)
-def test_last_integer_of_the_answer_counts(content: str, answer: int | None) -> None:
-    assert nano_math.extract_answer(content) == answer
-
-
 def test_seeds_are_reproducible_and_pinned() -> None:
-    assert nano_math.generate(7) == nano_math.generate(7)
-    assert nano_tools.generate(7) == nano_tools.generate(7)
+    assert arithmetic.generate(7) == arithmetic.generate(7)
+    assert tool_calls.generate(7) == tool_calls.generate(7)
     assert (
-        nano_math.generate(1).text
+        arithmetic.generate(1).text
         == "A zoo has 45 seats and 38 are taken. How many seats are free?"
     )
-    assert nano_tools.generate(3).calls == (
-        nano_tools.Call("shell", {"line": "tail -n 66 process_branch61.pdf"}),
+    assert tool_calls.generate(3).calls == (
+        tool_calls.Call("shell", {"line": "tail -n 66 process_branch61.pdf"}),
     )
 
 
 def test_suites_are_distinct_and_held_out() -> None:
-    math, tools = nano_math.problems(60, seed=3), nano_tools.problems(40, seed=3)
+    math, tools = arithmetic.problems(60, seed=3), tool_calls.problems(40, seed=3)
     assert (
-        len({nano_common.normalise(problem.text) for problem in math})
+        len({common.normalise(problem.text) for problem in math})
         == 60
-        == sum(map(nano_math.held_out, math))
+        == sum(map(arithmetic.held_out, math))
     )
-    assert len(tools) == 40 == sum(map(nano_tools.held_out, tools))
+    assert len(tools) == 40 == sum(map(tool_calls.held_out, tools))
 
 
 def test_one_sixteenth_is_held_out() -> None:
-    share = sum(nano_math.held_out(nano_math.generate(seed)) for seed in range(6000)) / 6000
+    share = sum(arithmetic.held_out(arithmetic.generate(seed)) for seed in range(6000)) / 6000
     assert abs(share - 1 / 16) < 0.012
 
 
 def test_schemas_fit_the_expected_arguments() -> None:
     for seed in range(300):
-        problem = nano_tools.generate(seed)
+        problem = tool_calls.generate(seed)
         functions = {tool["function"]["name"]: tool["function"] for tool in problem.tools}
         assert len(functions) == len(problem.tools) <= 4
         for call in problem.calls:
@@ -165,45 +137,26 @@ def test_schemas_fit_the_expected_arguments() -> None:
 
 def test_string_values_stand_in_the_request() -> None:
     for seed in range(300):
-        problem = nano_tools.generate(seed)
+        problem = tool_calls.generate(seed)
         for call in problem.calls:
             for value in call.arguments.values():
                 for item in value if isinstance(value, list) else [value]:
                     assert isinstance(item, bool) or str(item) in problem.text
 
 
-def test_grading_is_strict_about_names_order_values_and_types() -> None:
-    problem = nano_tools.ToolProblem(
-        (), (), (nano_tools.Call("f", {"n": 1, "ok": True}), nano_tools.Call("g", {}))
-    )
-    assert nano_tools.grade(problem, [("f", {"ok": True, "n": 1}), ("g", {})])
-    for wrong in (
-        [("g", {}), ("f", {"n": 1, "ok": True})],
-        [("f", {"n": 1, "ok": True})],
-        [("f", {"n": "1", "ok": True}), ("g", {})],
-        [("f", {"n": True, "ok": True}), ("g", {})],
-        [("f", {"n": 1, "ok": True, "x": 2}), ("g", {})],
-        [("h", {"n": 1, "ok": True}), ("g", {})],
-    ):
-        assert not nano_tools.grade(problem, wrong)
-
-
-def test_training_mixture_never_shows_a_held_out_problem(
-    dialogue, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_mixture_never_shows_a_held_out_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every problem drawn while the mixture is built is either refused or free for training."""
-    turns, data = dialogue
     shown: list[str] = []
     refused = 0
-    original = nano_math.held_out
+    original = arithmetic.held_out
 
-    def watch(problem: nano_math.MathProblem) -> bool:
+    def watch(problem: arithmetic.MathProblem) -> bool:
         nonlocal refused
         refused += original(problem)
         shown.extend([] if original(problem) else [problem.text.lower()])
         return original(problem)
 
-    monkeypatch.setattr(turns.nano_math, "held_out", watch)
+    monkeypatch.setattr(dialogue.arithmetic, "held_out", watch)
     rng = random.Random(11)
     asked = [
         message["content"].lower()
@@ -212,16 +165,15 @@ def test_training_mixture_never_shows_a_held_out_problem(
         if message["role"] == "user"
     ]
     assert refused > 5 and len(shown) > 100
-    suite = [nano_common.normalise(problem.text) for problem in nano_math.problems(200, seed=0)]
-    assert not set(suite) & {nano_common.normalise(text) for text in asked}
+    suite = [common.normalise(problem.text) for problem in arithmetic.problems(200, seed=0)]
+    assert not set(suite) & {common.normalise(text) for text in asked}
 
 
-def test_reasoning_shows_only_true_arithmetic(dialogue) -> None:
-    turns, _ = dialogue
+def test_reasoning_shows_only_true_arithmetic() -> None:
     checked = 0
     for seed in range(300):
-        problem = nano_math.generate(seed)
-        lines = turns.reasoning.explain(problem.steps).replace(",", " ").split()
+        problem = arithmetic.generate(seed)
+        lines = reasoning.explain(problem.steps).replace(",", " ").split()
         for word in lines:
             parts = word.split("=")
             if len(parts) > 1 and parts[0] and set(word) <= set("0123456789+-*="):
@@ -234,35 +186,37 @@ def test_reasoning_shows_only_true_arithmetic(dialogue) -> None:
     assert checked > 500
 
 
-@pytest.mark.parametrize("length", nano_retrieval.LENGTHS)
+@pytest.mark.parametrize("length", retrieval.LENGTHS)
 def test_retrieval_asks_for_one_thing_that_the_prompt_says_once(length: str) -> None:
-    problems = nano_retrieval.problems(length, 30)
-    assert problems == nano_retrieval.problems(length, 30)
-    assert problems != nano_retrieval.problems(length, 30, seed=1)
+    problems = retrieval.problems(length, 30)
+    assert problems == retrieval.problems(length, 30)
+    assert problems != retrieval.problems(length, 30, seed=1)
     assert {problem.fact is None for problem in problems} == {True, False}
     for problem in problems:
         prompt = "\n".join(message["content"] for message in problem.messages)
         prompt += json.dumps(problem.tools)
-        size = nano_retrieval.LENGTHS[length]
-        assert 0.8 * size < nano_retrieval.estimated_tokens(prompt) < 1.15 * size
-        assert not nano_retrieval.grade(problem, "It is 4711.", [])
+        size = retrieval.LENGTHS[length]
+        assert 0.8 * size < retrieval.estimated_tokens(prompt) < 1.15 * size
         if problem.fact is None:
             (call,) = problem.calls
             declared = [tool["function"]["name"] for tool in problem.tools]
             assert declared.count(call.name) == 1
-            assert nano_retrieval.is_request_held_out(problem.messages[-1]["content"])
-            assert nano_retrieval.grade(problem, "", [(call.name, call.arguments)])
-            assert not nano_retrieval.grade(problem, "", [(call.name, {"a": 1})])
+            assert retrieval.is_request_held_out(problem.messages[-1]["content"])
         else:
             assert problem.fact.is_held_out
             assert prompt.count(problem.fact.subject) == 1
-            assert nano_retrieval.grade(problem, problem.fact.answer, [])
-            assert not nano_retrieval.grade(problem, prompt, [])  # recited, not found
 
 
 def test_a_fact_is_said_once_and_its_answer_says_nothing_else() -> None:
     for style in ("sentences", "settings"):
-        text, facts = nano_retrieval.draw_facts(random.Random(style), 4000, style=style)
+        text, facts = retrieval.draw_facts(random.Random(style), 4000, style=style)
         for fact in facts:
             assert text.count(fact.subject) == 1, fact
             assert fact.value in fact.line and fact.value in fact.answer
+
+
+@pytest.mark.parametrize("suite", suites.SUITES)
+def test_generators_draw_the_frozen_problems(suite: str) -> None:
+    drawn = freeze.draw_problems(suite, 8)
+    frozen = suites.load_problems(suite, 8)
+    assert [suites.Problem(suite, **json.loads(json.dumps(each))) for each in drawn] == frozen

@@ -1,0 +1,89 @@
+"""Held-out problems with exact answers: the frozen suites of `negamax bench accuracy`."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from negamax.base.errors import InvalidRequestError
+
+FOLDER = Path(__file__).parent / "problems"
+# name -> number of problems
+SUITES = {
+    "nano-math": 1000,
+    "nano-tools": 500,
+    "nano-retrieval-2k": 200,
+    "nano-retrieval-4k": 200,
+    "nano-retrieval-8k": 200,
+}
+DEFAULT_SUITES = ("nano-math", "nano-tools")  # the others need a context length of up to 8,192
+_MAX_ANSWER_CHARS = 200  # a longer answer recites the text instead of finding the value
+
+Calls = Sequence[tuple[str, dict[str, Any]]]  # names and arguments, in order
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A conversation with its declared tools, and either the expected answer or the calls."""
+
+    suite: str
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    answer: str = ""
+    calls: list[dict[str, Any]] | None = None
+
+    @property
+    def expected(self) -> str:
+        return self.answer if self.calls is None else json.dumps(self.calls, ensure_ascii=False)
+
+    def is_solved_by(self, content: str, calls: Calls) -> bool:
+        """Whether the calls equal the expected ones (names, order, values and JSON types), or the
+        text without calls holds the answer: as its last integer (arithmetic) or as a word of a
+        short text (retrieval).
+        """
+        if self.calls is not None:
+            expected = [(each["name"], each["arguments"]) for each in self.calls]
+            return _canonical(calls) == _canonical(expected)
+        if calls:
+            return False
+        if self.suite == "nano-math":
+            return extract_answer(content) == int(self.answer)
+        return len(content) <= _MAX_ANSWER_CHARS and self.answer in re.findall(r"\w+", content)
+
+
+def load_problems(suite: str, count: int, seed: int = 0) -> list[Problem]:
+    """Load `count` problems of a suite: the first ones for seed 0, else a sample by `seed`.
+
+    Errors: `InvalidRequestError` for an unknown suite or more problems than it has.
+    """
+    if suite not in SUITES:
+        raise InvalidRequestError(
+            f"no accuracy suite is called {suite!r}; known: {', '.join(SUITES)}", param="suite"
+        )
+    if count > SUITES[suite]:
+        raise InvalidRequestError(
+            f"{count} problems of {suite} were asked for; it has {SUITES[suite]}", param="count"
+        )
+    import lzma  # missing from some builds of Python
+
+    with lzma.open(FOLDER / f"{suite}.jsonl.xz", "rt", encoding="utf-8") as file:
+        found = [Problem(suite, **json.loads(line)) for line in file]
+    return random.Random(seed).sample(found, count) if seed else found[:count]
+
+
+def extract_answer(content: str) -> int | None:
+    """The last integer of a text, thousands separators allowed; None where there is none."""
+    numbers = re.findall(r"-?\d[\d,]*(?:\.0+(?!\d))?", content)
+    if not numbers:
+        return None
+    digits = re.sub(r"\.0+$", "", numbers[-1].rstrip(",")).replace(",", "")
+    return int(digits)
+
+
+def _canonical(calls: Calls) -> list[tuple[str, str]]:
+    return [(name, json.dumps(arguments, sort_keys=True)) for name, arguments in calls]
