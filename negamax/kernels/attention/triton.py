@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-
 from negamax.kernels.attention.spec import HeadNorm, prepare_qk_norm
 from negamax.kernels.attention.triton_decode import decode
 from negamax.kernels.attention.triton_decode_plan import plan_decode
@@ -18,7 +16,7 @@ from negamax.kernels.attention.triton_head_norm import head_norm_rope_write
 from negamax.kernels.attention.triton_prefill import plan_prefill, prefill
 from negamax.kernels.attention.triton_qk_norm import qk_norm_rope_write
 from negamax.kernels.attention.triton_rope import rope_write
-from negamax.kernels.op import Kernel
+from negamax.kernels.launch.triton import triton_kernel
 from negamax.kernels.platform import Feature
 from negamax.kernels.signatures import (
     DECODE,
@@ -28,42 +26,13 @@ from negamax.kernels.signatures import (
     ROPE_WRITE,
 )
 
-_GPU = frozenset({Feature.TRITON})
-_DTYPES = (torch.bfloat16, torch.float16)
-
 KERNELS = (
-    Kernel(
-        QK_NORM_ROPE_WRITE,
-        "triton",
-        qk_norm_rope_write,
-        prepare_qk_norm,
-        requires=_GPU,
-        dtypes=_DTYPES,
+    triton_kernel(QK_NORM_ROPE_WRITE, qk_norm_rope_write, prepare_qk_norm),
+    triton_kernel(HEAD_NORM_ROPE_WRITE, head_norm_rope_write, HeadNorm),
+    triton_kernel(ROPE_WRITE, rope_write),
+    triton_kernel(DECODE, decode, plan_decode, requires={Feature.SPIN_WAIT}),
+    triton_kernel(
+        DECODE, decode, partial(plan_decode, reduce_later=True), provider="triton_two_launches"
     ),
-    Kernel(
-        HEAD_NORM_ROPE_WRITE,
-        "triton",
-        head_norm_rope_write,
-        HeadNorm,
-        requires=_GPU,
-        dtypes=_DTYPES,
-    ),
-    Kernel(ROPE_WRITE, "triton", rope_write, requires=_GPU, dtypes=_DTYPES),
-    Kernel(
-        DECODE,
-        "triton",
-        decode,
-        plan_decode,
-        requires=_GPU | {Feature.SPIN_WAIT},
-        dtypes=_DTYPES,
-    ),
-    Kernel(
-        DECODE,
-        "triton_two_launches",
-        decode,
-        partial(plan_decode, reduce_later=True),
-        requires=_GPU,
-        dtypes=_DTYPES,
-    ),
-    Kernel(PREFILL, "triton", prefill, plan_prefill, requires=_GPU, dtypes=_DTYPES),
+    triton_kernel(PREFILL, prefill, plan_prefill),
 )

@@ -26,7 +26,7 @@ from negamax.kernels.block_sparse.triton_select_prefill import (
     select_prefill,
 )
 from negamax.kernels.block_sparse.triton_shard import merge_shards, plan_merge_shards
-from negamax.kernels.op import Kernel
+from negamax.kernels.launch.triton import triton_kernel
 from negamax.kernels.platform import Feature
 from negamax.kernels.signatures import (
     BLOCK_SPARSE_DECODE,
@@ -36,9 +36,6 @@ from negamax.kernels.signatures import (
     BLOCK_SPARSE_SELECT,
     BLOCK_SPARSE_SELECT_SHARD,
 )
-
-_GPU = frozenset({Feature.TRITON})
-_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -93,60 +90,18 @@ def _select(index_q: Tensor, index_cache: Tensor, plan: SelectPlan, *to: Tensor)
 
 
 KERNELS = (
-    Kernel(
-        BLOCK_SPARSE_NORM_ROPE_WRITE,
-        "triton",
-        sparse_norm_rope_write,
-        SparseHeadNorm,
-        requires=_GPU,
-        dtypes=_DTYPES,
+    triton_kernel(BLOCK_SPARSE_NORM_ROPE_WRITE, sparse_norm_rope_write, SparseHeadNorm),
+    triton_kernel(BLOCK_SPARSE_SELECT, select, plan_select),
+    triton_kernel(BLOCK_SPARSE_SELECT_SHARD, select_shard, plan_select),
+    triton_kernel(BLOCK_SPARSE_MERGE_SHARDS, merge_shards, plan_merge_shards),
+    triton_kernel(
+        BLOCK_SPARSE_DECODE, sparse_decode, plan_sparse_decode, requires={Feature.SPIN_WAIT}
     ),
-    Kernel(
-        BLOCK_SPARSE_SELECT,
-        "triton",
-        select,
-        plan_select,
-        requires=_GPU,
-        dtypes=_DTYPES,
-    ),
-    Kernel(
-        BLOCK_SPARSE_SELECT_SHARD,
-        "triton",
-        select_shard,
-        plan_select,
-        requires=_GPU,
-        dtypes=_DTYPES,
-    ),
-    Kernel(
-        BLOCK_SPARSE_MERGE_SHARDS,
-        "triton",
-        merge_shards,
-        plan_merge_shards,
-        requires=_GPU,
-        dtypes=_DTYPES,
-    ),
-    Kernel(
+    triton_kernel(
         BLOCK_SPARSE_DECODE,
-        "triton",
-        sparse_decode,
-        plan_sparse_decode,
-        requires=_GPU | {Feature.SPIN_WAIT},
-        dtypes=_DTYPES,
-    ),
-    Kernel(
-        BLOCK_SPARSE_DECODE,
-        "triton_two_launches",
         sparse_decode,
         partial(plan_sparse_decode, reduce_later=True),
-        requires=_GPU,
-        dtypes=_DTYPES,
+        provider="triton_two_launches",
     ),
-    Kernel(
-        BLOCK_SPARSE_PREFILL,
-        "triton",
-        sparse_prefill,
-        plan_sparse_prefill,
-        requires=_GPU,
-        dtypes=_DTYPES,
-    ),
+    triton_kernel(BLOCK_SPARSE_PREFILL, sparse_prefill, plan_sparse_prefill),
 )

@@ -33,7 +33,7 @@ from negamax.kernels.block_sparse.triton_prefill import (
 from negamax.kernels.cache_shards.partials import PartialResults
 from negamax.kernels.cache_shards.triton_merge import merge_partials
 from negamax.kernels.cache_shards.triton_own_choice import own_choice
-from negamax.kernels.op import Kernel
+from negamax.kernels.launch.triton import triton_kernel
 from negamax.kernels.platform import Feature
 from negamax.kernels.signatures import (
     MERGE_PARTIALS,
@@ -43,9 +43,6 @@ from negamax.kernels.signatures import (
     PARTIAL_SPARSE_DECODE,
     PARTIAL_SPARSE_PREFILL,
 )
-
-_GPU = frozenset({Feature.TRITON})
-_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -242,54 +239,21 @@ def partial_sparse_prefill(
 
 
 KERNELS = (
-    Kernel(OWN_ROWS, "triton", own_rows, requires=_GPU, dtypes=_DTYPES),
-    Kernel(
-        PARTIAL_DECODE,
-        "triton",
-        partial_decode,
-        plan_partial_decode,
-        requires=_GPU | {Feature.SPIN_WAIT},
-        dtypes=_DTYPES,
+    triton_kernel(OWN_ROWS, own_rows),
+    *(
+        kernel
+        for op, run, plan in (
+            (PARTIAL_DECODE, partial_decode, plan_partial_decode),
+            (PARTIAL_SPARSE_DECODE, partial_sparse_decode, plan_sparse_decode),
+        )
+        for kernel in (
+            triton_kernel(op, run, plan, requires={Feature.SPIN_WAIT}),
+            triton_kernel(
+                op, run, partial(plan, reduce_later=True), provider="triton_two_launches"
+            ),
+        )
     ),
-    Kernel(
-        PARTIAL_DECODE,
-        "triton_two_launches",
-        partial_decode,
-        partial(plan_partial_decode, reduce_later=True),
-        requires=_GPU,
-        dtypes=_DTYPES,
-    ),
-    Kernel(
-        PARTIAL_PREFILL,
-        "triton",
-        partial_prefill,
-        plan_partial_prefill,
-        requires=_GPU,
-        dtypes=_DTYPES,
-    ),
-    Kernel(
-        PARTIAL_SPARSE_DECODE,
-        "triton",
-        partial_sparse_decode,
-        plan_sparse_decode,
-        requires=_GPU | {Feature.SPIN_WAIT},
-        dtypes=_DTYPES,
-    ),
-    Kernel(
-        PARTIAL_SPARSE_DECODE,
-        "triton_two_launches",
-        partial_sparse_decode,
-        partial(plan_sparse_decode, reduce_later=True),
-        requires=_GPU,
-        dtypes=_DTYPES,
-    ),
-    Kernel(
-        PARTIAL_SPARSE_PREFILL,
-        "triton",
-        partial_sparse_prefill,
-        plan_partial_sparse_prefill,
-        requires=_GPU,
-        dtypes=_DTYPES,
-    ),
-    Kernel(MERGE_PARTIALS, "triton", merge_partials, requires=_GPU, dtypes=_DTYPES),
+    triton_kernel(PARTIAL_PREFILL, partial_prefill, plan_partial_prefill),
+    triton_kernel(PARTIAL_SPARSE_PREFILL, partial_sparse_prefill, plan_partial_sparse_prefill),
+    triton_kernel(MERGE_PARTIALS, merge_partials),
 )

@@ -36,7 +36,7 @@ from negamax.kernels.collectives import spec, tiles
 from negamax.kernels.collectives.triton_ll import peer_base, peer_bases, poll, push, with_flag
 from negamax.kernels.launch.ptx import pack_pair
 from negamax.kernels.launch.tile import warps_of_row
-from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
+from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options, triton_kernel
 from negamax.kernels.norm import triton as norm_kernels
 from negamax.kernels.norm.spec import NormWeight
 from negamax.kernels.norm.triton import (
@@ -50,9 +50,7 @@ from negamax.kernels.norm.triton import (
     unpack,
     word_indices,
 )
-from negamax.kernels.op import Kernel
 from negamax.kernels.peers import Collective, PeerMemory, ShardRegion
-from negamax.kernels.platform import Feature
 from negamax.kernels.signatures import ALL_REDUCE_ADD_RMS, COMPLETE_RESIDUAL
 
 
@@ -496,17 +494,7 @@ def gather_rows(first: Tensor, second: Tensor, x: ShardedActivations) -> tuple[T
     return region.own(begin, shape, first.dtype), region.own(begin + size, shape, second.dtype)
 
 
-_GPU = frozenset({Feature.TRITON})
-_DTYPES = (torch.bfloat16, torch.float16)
-
 KERNELS = (
-    Kernel(
-        ALL_REDUCE_ADD_RMS,
-        "triton",
-        all_reduce_add_rms,
-        norm_kernels.prepare,
-        requires=_GPU,
-        dtypes=_DTYPES,
-    ),
-    Kernel(COMPLETE_RESIDUAL, "triton", complete_residual, requires=_GPU, dtypes=_DTYPES),
+    triton_kernel(ALL_REDUCE_ADD_RMS, all_reduce_add_rms, norm_kernels.prepare),
+    triton_kernel(COMPLETE_RESIDUAL, complete_residual),
 )

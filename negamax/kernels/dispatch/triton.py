@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -32,11 +31,9 @@ from negamax.kernels.collectives.triton_ll import peer_base, peer_bases, poll, w
 from negamax.kernels.dispatch import spec
 from negamax.kernels.dispatch.expert_ranges import ExpertRanges
 from negamax.kernels.launch.ptx import pack_pair
-from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
+from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options, triton_kernel
 from negamax.kernels.norm.triton import as_words, num_parts, sum_parts, word_indices
-from negamax.kernels.op import Kernel
 from negamax.kernels.peers import Collective, PeerRegion
-from negamax.kernels.platform import Feature
 from negamax.kernels.signatures import COMBINE, DISPATCH
 
 
@@ -225,10 +222,4 @@ def _constants(
     return ExchangeConstants(group.size, region.rows, region.words, experts.count, top_k, block_k)
 
 
-_GPU = frozenset({Feature.TRITON})
-_DTYPES = (torch.bfloat16, torch.float16)
-
-KERNELS = (
-    Kernel(DISPATCH, "triton", dispatch, requires=_GPU, dtypes=_DTYPES),
-    Kernel(COMBINE, "triton", combine, requires=_GPU, dtypes=_DTYPES),
-)
+KERNELS = (triton_kernel(DISPATCH, dispatch), triton_kernel(COMBINE, combine))

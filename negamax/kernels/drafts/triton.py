@@ -11,11 +11,10 @@ from torch import Tensor
 
 from negamax.kernels.drafts import spec
 from negamax.kernels.launch.ptx import pack_pair
-from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
+from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options, triton_kernel
 from negamax.kernels.norm import tiles
 from negamax.kernels.norm.triton import as_words, unpack, word_indices
-from negamax.kernels.op import FLOAT_DTYPES, Kernel
-from negamax.kernels.platform import Feature
+from negamax.kernels.op import FLOAT_DTYPES
 from negamax.kernels.signatures import (
     ADVANCE_ROWS,
     COUNT_ACCEPTED,
@@ -245,16 +244,9 @@ def embed_norms(
     return out
 
 
-_GPU = frozenset({Feature.TRITON})
 KERNELS = (
-    Kernel(COUNT_ACCEPTED, "triton", count_accepted, requires=_GPU, dtypes=FLOAT_DTYPES),
-    Kernel(ADVANCE_ROWS, "triton", advance_rows, requires=_GPU, dtypes=FLOAT_DTYPES),
-    Kernel(RECORD_GUESS, "triton", record_guess, requires=_GPU, dtypes=FLOAT_DTYPES),
-    Kernel(
-        EMBED_NORMS,
-        "triton",
-        embed_norms,
-        requires=_GPU,
-        dtypes=(torch.bfloat16, torch.float16),
-    ),
+    triton_kernel(COUNT_ACCEPTED, count_accepted, dtypes=FLOAT_DTYPES),
+    triton_kernel(ADVANCE_ROWS, advance_rows, dtypes=FLOAT_DTYPES),
+    triton_kernel(RECORD_GUESS, record_guess, dtypes=FLOAT_DTYPES),
+    triton_kernel(EMBED_NORMS, embed_norms),
 )

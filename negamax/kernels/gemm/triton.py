@@ -46,9 +46,10 @@ from negamax.kernels.launch.triton import (
     launch_dependents_then_wait,
     launch_options,
     sum_over_threads,
+    triton_kernel,
     wait_then_launch_dependents,
 )
-from negamax.kernels.op import AnyKernel, Kernel
+from negamax.kernels.op import AnyKernel
 from negamax.kernels.platform import Feature
 from negamax.kernels.quantize.native import to_native
 from negamax.kernels.quantize.triton import quantize
@@ -487,13 +488,11 @@ def _split_k(
     )  # fmt: skip
 
 
-_GPU = frozenset({Feature.TRITON})
-_DTYPES = (torch.bfloat16, torch.float16)
 KERNELS: tuple[AnyKernel, ...] = (
-    Kernel(LINEAR, "triton", linear, prepare, requires=_GPU, dtypes=_DTYPES),
-    Kernel(
-        LINEAR, "triton", linear, prepare, requires=_GPU | {Feature.FP8},
-        dtypes=_DTYPES, reads=reads_e4m3_blocks, activation=E4M3_GROUPS, columns=GROUP,
+    triton_kernel(LINEAR, linear, prepare),
+    triton_kernel(
+        LINEAR, linear, prepare, requires={Feature.FP8}, reads=reads_e4m3_blocks,
+        activation=E4M3_GROUPS, columns=GROUP,
     ),
     *triton_w8a8.KERNELS,
     *triton_packed.KERNELS,

@@ -20,9 +20,8 @@ from negamax.kernels.activations import Hidden, unquantized
 from negamax.kernels.formats import StoredWeight, reads_packed
 from negamax.kernels.gemm import tiles
 from negamax.kernels.gemm.triton_packed_gemv import gemv
-from negamax.kernels.launch.triton import launch_options, wait_then_launch_dependents
-from negamax.kernels.op import WEIGHT_ONLY, AnyKernel, Kernel
-from negamax.kernels.platform import Feature
+from negamax.kernels.launch.triton import launch_options, triton_kernel, wait_then_launch_dependents
+from negamax.kernels.op import WEIGHT_ONLY
 from negamax.kernels.signatures import LINEAR
 from negamax.kernels.weight_only.layout import PackedWeight, Packing, pack
 from negamax.kernels.weight_only.triton import multiply
@@ -148,9 +147,4 @@ def linear(
     return out
 
 
-KERNELS: tuple[AnyKernel, ...] = (
-    Kernel(
-        LINEAR, WEIGHT_ONLY, linear, prepare, requires=frozenset({Feature.TRITON}),
-        dtypes=(torch.bfloat16, torch.float16), reads=reads_packed,
-    ),
-)  # fmt: skip
+KERNELS = (triton_kernel(LINEAR, linear, prepare, provider=WEIGHT_ONLY, reads=reads_packed),)

@@ -20,8 +20,8 @@ from negamax.kernels.activations import Hidden, unquantized
 from negamax.kernels.formats import E4M3, reads_w8a8
 from negamax.kernels.gemm import tiles, triton_packed
 from negamax.kernels.gemm.triton_packed import PreparedPackedLinear
-from negamax.kernels.launch.triton import launch_options, wait_then_launch_dependents
-from negamax.kernels.op import W8A8, AnyKernel, Kernel
+from negamax.kernels.launch.triton import launch_options, triton_kernel, wait_then_launch_dependents
+from negamax.kernels.op import W8A8
 from negamax.kernels.platform import Feature
 from negamax.kernels.signatures import LINEAR
 from negamax.kernels.weight_only.triton_rounding import (
@@ -104,10 +104,10 @@ def linear(
     return out
 
 
-KERNELS: tuple[AnyKernel, ...] = tuple(
-    Kernel(
-        LINEAR, W8A8, linear, triton_packed.prepare, requires=frozenset({Feature.TRITON, *needs}),
-        dtypes=(torch.bfloat16, torch.float16), reads=partial(reads_w8a8, element=element),
+KERNELS = tuple(
+    triton_kernel(
+        LINEAR, linear, triton_packed.prepare, provider=W8A8, requires=needs,
+        reads=partial(reads_w8a8, element=element),
     )
     for element, needs in (("int8", {Feature.INT8}), (E4M3, {Feature.FP8, Feature.E4M3FN}))
 )  # fmt: skip

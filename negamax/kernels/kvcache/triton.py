@@ -10,9 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from negamax.kernels.launch.ptx import wait_for_predecessor
-from negamax.kernels.launch.triton import launch_options
-from negamax.kernels.op import Kernel
-from negamax.kernels.platform import Feature
+from negamax.kernels.launch.triton import launch_options, triton_kernel
 from negamax.kernels.signatures import LOCATE
 
 
@@ -83,12 +81,4 @@ def locate(
     return cos, sin, slot_mapping
 
 
-KERNELS = (
-    Kernel(
-        LOCATE,
-        "triton",
-        locate,
-        requires=frozenset({Feature.TRITON}),
-        dtypes=(torch.bfloat16, torch.float16),
-    ),
-)
+KERNELS = (triton_kernel(LOCATE, locate),)

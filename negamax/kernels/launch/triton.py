@@ -32,7 +32,7 @@ Elsewhere, and in Triton's interpreter, PDL is False and none of this is compile
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
@@ -45,10 +45,26 @@ import triton.language as tl
 
 from negamax.kernels import platform
 from negamax.kernels.launch.ptx import INTERPRETED, launch_dependents, wait_for_predecessor
+from negamax.kernels.op import Kernel, OpName, P, R
 from negamax.kernels.platform import Feature
 
 # Triton's default may change; without it the kernels' last bits and speed are others
 triton.knobs.language.default_fp_fusion = True
+
+
+def triton_kernel(
+    op: OpName[P, R],
+    run: R,
+    prepare: P = None,  # type: ignore[assignment]  # of the ops whose `P` is None
+    *,
+    provider: str = "triton",
+    requires: Iterable[Feature] = (),
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16),
+    **fields: Any,
+) -> Kernel[P, R]:
+    """A provider of `op` for GPUs that have the features `requires`."""
+    needs = frozenset({Feature.TRITON, *requires})
+    return Kernel(op, provider, run, prepare, requires=needs, dtypes=dtypes, **fields)
 
 
 @cache

@@ -14,9 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from negamax.kernels.activations import GROUP, QuantizedActivations, SwiGlu
-from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
-from negamax.kernels.op import Kernel
-from negamax.kernels.platform import Feature
+from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options, triton_kernel
 from negamax.kernels.quantize.native import empty_e4m3
 from negamax.kernels.quantize.triton import e4m3_max
 from negamax.kernels.signatures import SWIGLU
@@ -95,12 +93,4 @@ def run(
     return QuantizedActivations(out, q, scale) if quantize else out
 
 
-KERNELS = (
-    Kernel(
-        SWIGLU,
-        "triton",
-        run,
-        requires=frozenset({Feature.TRITON}),
-        dtypes=(torch.bfloat16, torch.float16),
-    ),
-)
+KERNELS = (triton_kernel(SWIGLU, run),)

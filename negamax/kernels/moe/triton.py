@@ -43,6 +43,7 @@ from negamax.kernels.formats import (
     reads_packed,
     reads_w8a8,
 )
+from negamax.kernels.launch.triton import triton_kernel
 from negamax.kernels.moe import tiles, triton_norm_route
 from negamax.kernels.moe.triton_decode import experts_gemv, experts_small_m
 from negamax.kernels.moe.triton_packed_gemv import experts_packed_gemv
@@ -52,7 +53,7 @@ from negamax.kernels.moe.triton_prefill import experts_large_m
 from negamax.kernels.moe.triton_route import prepare_gate, route
 from negamax.kernels.moe.triton_shared import ExpertConstants, PreparedExperts
 from negamax.kernels.moe.triton_w8a8 import experts_w8a8
-from negamax.kernels.op import W8A8, WEIGHT_ONLY, Kernel
+from negamax.kernels.op import W8A8, WEIGHT_ONLY
 from negamax.kernels.platform import Feature
 from negamax.kernels.quantize.native import to_native
 from negamax.kernels.signatures import EXPERTS, NORM_ROUTE, PLACE, ROUTE
@@ -141,73 +142,35 @@ def experts_rounded(
     return run(x, topk_ids, topk_weights, prepared, first=first, count=count)
 
 
-_GPU = frozenset({Feature.TRITON})
-_DTYPES = (torch.bfloat16, torch.float16)
 KERNELS = (
-    Kernel(
-        ROUTE,
-        "triton",
-        route,
-        prepare_gate,
-        requires=_GPU | {Feature.SPIN_WAIT},
-        dtypes=_DTYPES,
+    triton_kernel(ROUTE, route, prepare_gate, requires={Feature.SPIN_WAIT}),
+    triton_kernel(
+        ROUTE, route, partial(prepare_gate, spin_wait=False), provider="triton_last_arrival"
     ),
-    Kernel(
-        ROUTE,
-        "triton_last_arrival",
-        route,
-        partial(prepare_gate, spin_wait=False),
-        requires=_GPU,
-        dtypes=_DTYPES,
-    ),
-    Kernel(
+    triton_kernel(
         NORM_ROUTE,
-        "triton",
         triton_norm_route.norm_route,
         triton_norm_route.prepare,
-        requires=_GPU | {Feature.SPIN_WAIT},
-        dtypes=_DTYPES,
+        requires={Feature.SPIN_WAIT},
     ),
-    Kernel(
+    triton_kernel(
         NORM_ROUTE,
-        "triton_two_launches",
         triton_norm_route.norm_route,
         partial(triton_norm_route.prepare, spin_wait=False),
-        requires=_GPU,
-        dtypes=_DTYPES,
+        provider="triton_two_launches",
     ),
-    Kernel(PLACE, "triton", place, requires=_GPU, dtypes=_DTYPES),
-    Kernel(EXPERTS, "triton", experts, prepare_experts, requires=_GPU, dtypes=_DTYPES),
-    Kernel(
-        EXPERTS,
-        "triton",
-        experts,
-        prepare_experts,
-        requires=_GPU | {Feature.FP8},
-        dtypes=_DTYPES,
-        reads=reads_e4m3_blocks,
-        activation=E4M3_GROUPS,
-        columns=GROUP,
+    triton_kernel(PLACE, place),
+    triton_kernel(EXPERTS, experts, prepare_experts),
+    triton_kernel(
+        EXPERTS, experts, prepare_experts, requires={Feature.FP8}, reads=reads_e4m3_blocks,
+        activation=E4M3_GROUPS, columns=GROUP,
     ),
     *(
-        Kernel(
-            EXPERTS,
-            W8A8,
-            experts_rounded,
-            prepare_packed,
-            requires=_GPU | needs,
-            dtypes=_DTYPES,
+        triton_kernel(
+            EXPERTS, experts_rounded, prepare_packed, provider=W8A8, requires=needs,
             reads=partial(reads_w8a8, element=element),
         )
         for element, needs in (("int8", {Feature.INT8}), (E4M3, {Feature.FP8, Feature.E4M3FN}))
     ),
-    Kernel(
-        EXPERTS,
-        WEIGHT_ONLY,
-        experts,
-        prepare_packed,
-        requires=_GPU,
-        dtypes=_DTYPES,
-        reads=reads_packed,
-    ),
-)
+    triton_kernel(EXPERTS, experts, prepare_packed, provider=WEIGHT_ONLY, reads=reads_packed),
+)  # fmt: skip

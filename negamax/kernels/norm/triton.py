@@ -21,11 +21,9 @@ from torch import Tensor
 
 from negamax.kernels.activations import GROUP, QuantizedActivations
 from negamax.kernels.launch.ptx import pack_pair
-from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
+from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options, triton_kernel
 from negamax.kernels.norm import spec, tiles
 from negamax.kernels.norm.spec import NormWeight
-from negamax.kernels.op import Kernel
-from negamax.kernels.platform import Feature
 from negamax.kernels.quantize.native import empty_e4m3
 from negamax.kernels.quantize.triton import e4m3_max
 from negamax.kernels.signatures import ADD_RMS
@@ -289,13 +287,4 @@ def add_rms(x: Tensor, residual: Tensor, norm: NormWeight) -> Tensor | Quantized
     return result(*written, norm)
 
 
-KERNELS = (
-    Kernel(
-        ADD_RMS,
-        "triton",
-        add_rms,
-        prepare,
-        requires=frozenset({Feature.TRITON}),
-        dtypes=(torch.bfloat16, torch.float16),
-    ),
-)
+KERNELS = (triton_kernel(ADD_RMS, add_rms, prepare),)

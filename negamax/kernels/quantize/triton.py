@@ -11,7 +11,7 @@ from torch import Tensor
 
 from negamax.kernels.activations import GROUP, QuantizedActivations
 from negamax.kernels.formats import E4M3_MAX
-from negamax.kernels.op import AnyKernel, Kernel
+from negamax.kernels.launch.triton import triton_kernel
 from negamax.kernels.platform import Feature
 from negamax.kernels.quantize.native import native_e4m3
 from negamax.kernels.signatures import QUANTIZE
@@ -64,12 +64,4 @@ def quantize(x: Tensor) -> QuantizedActivations:
     return QuantizedActivations(x, q, scale)
 
 
-KERNELS: tuple[AnyKernel, ...] = (
-    Kernel(
-        QUANTIZE,
-        "triton",
-        quantize,
-        requires=frozenset({Feature.TRITON, Feature.FP8}),
-        dtypes=(torch.bfloat16, torch.float16),
-    ),
-)
+KERNELS = (triton_kernel(QUANTIZE, quantize, requires={Feature.FP8}),)

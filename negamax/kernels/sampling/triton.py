@@ -22,10 +22,8 @@ from torch import Tensor
 
 from negamax.kernels.collectives.triton_ll import peer_base, poll, push
 from negamax.kernels.launch.ptx import fast_log
-from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
-from negamax.kernels.op import Kernel
+from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options, triton_kernel
 from negamax.kernels.peers import Collective
-from negamax.kernels.platform import Feature
 from negamax.kernels.sampling import noise, spec, tiles
 from negamax.kernels.signatures import DRAW_LEADING, PICK
 
@@ -469,13 +467,4 @@ def draw_leading(
     return out
 
 
-KERNELS = tuple(
-    Kernel(
-        op,
-        "triton",
-        run,
-        requires=frozenset({Feature.TRITON}),
-        dtypes=(torch.bfloat16, torch.float16),
-    )
-    for op, run in ((PICK, pick), (DRAW_LEADING, draw_leading))
-)
+KERNELS = (triton_kernel(PICK, pick), triton_kernel(DRAW_LEADING, draw_leading))

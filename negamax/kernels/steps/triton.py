@@ -4,17 +4,15 @@ an op takes as long as a launch and a chain of loads, each of which waits for th
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from negamax.kernels.launch.ptx import launch_dependents
-from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
+from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options, triton_kernel
 from negamax.kernels.norm import tiles
 from negamax.kernels.norm.triton import as_words
-from negamax.kernels.op import FLOAT_DTYPES, Kernel
-from negamax.kernels.platform import Feature
+from negamax.kernels.op import FLOAT_DTYPES
 from negamax.kernels.signatures import EMBED_TOKENS, PLACE_TOKENS, STORE_TOKENS
 from negamax.kernels.steps import spec
 
@@ -179,15 +177,8 @@ def store(
         )  # fmt: skip
 
 
-_GPU = frozenset({Feature.TRITON})
 KERNELS = (
-    Kernel(PLACE_TOKENS, "triton", place, requires=_GPU, dtypes=FLOAT_DTYPES),
-    Kernel(
-        EMBED_TOKENS,
-        "triton",
-        embed,
-        requires=_GPU,
-        dtypes=(torch.bfloat16, torch.float16),
-    ),
-    Kernel(STORE_TOKENS, "triton", store, requires=_GPU, dtypes=FLOAT_DTYPES),
+    triton_kernel(PLACE_TOKENS, place, dtypes=FLOAT_DTYPES),
+    triton_kernel(EMBED_TOKENS, embed),
+    triton_kernel(STORE_TOKENS, store, dtypes=FLOAT_DTYPES),
 )
