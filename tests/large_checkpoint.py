@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from negamax.checkpoint.reader import INDEX_NAME
-from negamax.config.families import bundled_spec
 from negamax.convert.convert import Conversion, convert
 from negamax.convert.source import Source
 from negamax.convert.targets import target_of
 from negamax.convert.verify import compare
 from negamax.convert.writer import Planned, TensorFile
 from negamax.kernels.formats import E4M3_GROUP
-from negamax.models.family import WeightSpec, names_of
+from negamax.models.family import WeightSpec
+from negamax.models.registry import bundled_spec, names_of
 from tests.tiny import NANO, TOKENIZER_FILES
 
 # Normally distributed, as large as blocks of FP8 are; of a length that no row is a multiple of.

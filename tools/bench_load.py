@@ -32,13 +32,12 @@ from negamax.base.progress import Progress, format_bytes
 from negamax.checkpoint.loader import fill
 from negamax.checkpoint.plan import plan_load
 from negamax.checkpoint.stream import THREADS
-from negamax.config.families import bundled_spec
 from negamax.config.model_spec import ModelSpec
 from negamax.config.quantization import QuantizationSpec
 from negamax.kernels.platform import platform_of
 from negamax.kernels.registry import resolve
-from negamax.models.family import names_of
-from negamax.models.registry import build_model, empty_slots
+from negamax.models.build import build_model, empty_slots
+from negamax.models.registry import bundled_spec, names_of
 from negamax.parallel.collectives import SingleRank
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout

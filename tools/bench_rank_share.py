@@ -26,10 +26,10 @@ from typing import Any
 
 from negamax.bench import offline
 from negamax.bench.group import Group
-from negamax.config import eagle3
-from negamax.config.families import FAMILIES
 from negamax.config.model_spec import ModelSpec
 from negamax.engine.core.setup import start_loop
+from negamax.models.eagle3 import config as eagle3
+from negamax.models.registry import FAMILIES
 from negamax.options.engine import EngineOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.scheduler.draft_length import FixedDraftLength

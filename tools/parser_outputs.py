@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from negamax.models.minimax_m2.chat import MINIMAX_M2
+from negamax.models.minimax_m3.chat import MARKER, MINIMAX_M3
 from negamax.text.detokenizer import TextPiece
-from negamax.text.formats.minimax_m2 import MINIMAX_M2
-from negamax.text.formats.minimax_m3 import MARKER, MINIMAX_M3
 from negamax.text.parser.events import ParsedOutput, collect
 from negamax.text.parser.output_format import OutputFormat
 from negamax.text.parser.output_parser import OutputParser, Thinking

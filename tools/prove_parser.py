@@ -36,9 +36,9 @@ from parser_outputs import (
     pieces,
 )
 
+from negamax.models.minimax_m2.chat import MINIMAX_M2
+from negamax.models.minimax_m3.chat import MARKER, MINIMAX_M3
 from negamax.text.detokenizer import TextPiece
-from negamax.text.formats.minimax_m2 import MINIMAX_M2
-from negamax.text.formats.minimax_m3 import MARKER, MINIMAX_M3
 from negamax.text.parser.events import (
     ContentDelta,
     ParsedOutput,

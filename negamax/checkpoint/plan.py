@@ -31,7 +31,8 @@ from negamax.checkpoint.reader import (
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.formats import PLAIN, Axis, Region, Role, StoredTensor, TensorFormat
 from negamax.layers.weights import WeightSlot
-from negamax.models.family import Placement, WeightNames, names_of
+from negamax.models.family import Placement, WeightNames
+from negamax.models.registry import names_of
 from negamax.parallel.layout import ParallelLayout
 
 PLAIN_DTYPES = ("BF16", "F16", "F32")

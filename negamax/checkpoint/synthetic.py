@@ -23,7 +23,8 @@ from negamax.config.model_spec import ModelSpec
 from negamax.kernels.formats import E4M3_MAX, PLAIN, Role, StoredTensor, reads_e4m3_blocks
 from negamax.kernels.weight_only.draw import draw
 from negamax.layers.weights import WeightSlot
-from negamax.models.family import Initializer, init_of
+from negamax.models.family import Initializer
+from negamax.models.registry import init_of
 
 # Of E4M3 values in blocks, which reach up to 448, and of the scales of the blocks relative to the
 # mean scale. How other formats are drawn: `weight_only/draw.py`.

@@ -12,9 +12,9 @@ from negamax.api.common.conversation import Conversation, PromptBuilder
 from negamax.cli.chat_session import TokenCounts
 from negamax.engine.client.output import RequestOutput
 from negamax.engine.client.supervisor import EngineSupervisor
+from negamax.models.chat_format import ChatFormat
 from negamax.options.engine import EngineOptions
 from negamax.scheduler.request import SamplingParams
-from negamax.text.chat_format import ChatFormat
 from negamax.text.parser.events import ParserEvent
 
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 
 from negamax.base.errors import ConfigError
 from negamax.config.embedded import EMBEDDED
-from negamax.config.families import bundled_names, bundled_spec, published_name
-from negamax.config.minimax_m2 import MiniMaxM2Spec
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.formats import is_kept
 from negamax.kernels.platform import Platform, nvidia
@@ -21,6 +19,8 @@ from negamax.models.memory import (
     expert_padding,
     weight_bytes,
 )
+from negamax.models.minimax_m2.config import MiniMaxM2Spec
+from negamax.models.registry import bundled_names, bundled_spec, published_name
 from negamax.options.engine import EngineOptions
 from negamax.options.parallel import ParallelOptions
 from negamax.parallel.layout import ParallelLayout

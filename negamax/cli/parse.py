@@ -12,8 +12,8 @@ from negamax.base.errors import ConfigError
 from negamax.cli.flags import completion
 from negamax.cli.lines import print_json, read_text
 from negamax.cli.tools_file import read_tools
+from negamax.models.registry import CHAT_FAMILIES
 from negamax.text.detokenizer import TextPiece
-from negamax.text.formats.registry import FAMILIES
 from negamax.text.parser.events import ParsedToolCall, ParserEvent, collect
 from negamax.text.parser.output_parser import OutputParser
 
@@ -34,7 +34,7 @@ def command(
     format: Annotated[
         str,
         typer.Option(
-            "--format", help="m2 (M2 to M2.7) or m3.", autocompletion=completion(FAMILIES)
+            "--format", help="m2 (M2 to M2.7) or m3.", autocompletion=completion(CHAT_FAMILIES)
         ),
     ],
     tools: Annotated[
@@ -57,16 +57,16 @@ def command(
     ] = None,
 ) -> None:
     """Print reasoning, content and tool calls."""
-    if format not in FAMILIES:
-        raise ConfigError(f"--format is {format!r}; allowed: {', '.join(FAMILIES)}")
+    if format not in CHAT_FAMILIES:
+        raise ConfigError(f"--format is {format!r}; allowed: {', '.join(CHAT_FAMILIES)}")
     if thinking_mode not in THINKING_MODES:
         raise ConfigError(
             f"--thinking-mode is {thinking_mode!r}; allowed: {', '.join(THINKING_MODES)}"
         )
     parser = OutputParser(
-        FAMILIES[format].output,
+        CHAT_FAMILIES[format].output,
         tools=read_tools(tools) if tools is not None else None,
-        in_reasoning=FAMILIES[format].always_thinks or thinking_mode == "enabled",
+        in_reasoning=CHAT_FAMILIES[format].always_thinks or thinking_mode == "enabled",
         tag_ids=None,
     )
     text = read_text()

@@ -17,8 +17,8 @@ from negamax.cli.bench_options import MAX_COUNT, parse_counts
 from negamax.cli.flags import completion, parse_count
 from negamax.cli.lines import print_line
 from negamax.config.embedded import QUOTED_NAMES
-from negamax.config.families import bundled_names, published_name
 from negamax.config.model_spec import ModelSpec
+from negamax.models.registry import bundled_names, published_name
 from negamax.options.engine import KV_CACHE_DTYPES, EngineOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.planner.cost import Workload

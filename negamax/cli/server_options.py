@@ -14,9 +14,9 @@ import typer
 from negamax.base.errors import ConfigError
 from negamax.cli.engine_options import LOGS
 from negamax.cli.flags import Flag, chosen_fields, flag_parameters, json_object, parameter
+from negamax.models.chat_format import REASONING_PARSERS, TOOL_CALL_PARSERS, check_parsers
 from negamax.options.key_file import keys_of_file
 from negamax.options.server import SCHEDULING_POLICIES, ServerOptions
-from negamax.text.chat_format import REASONING_PARSERS, TOOL_CALL_PARSERS, check_parsers
 
 KEY_VARIABLE = "NEGAMAX_API_KEY"
 SERVER, FORMAT, SECURITY, LIMITS = "Server", "Chat format", "Access", "Limits and supervision"

@@ -1,12 +1,10 @@
-"""What a model is: the frozen `ModelSpec`, what every model has; and `ModelFamily`, what Negamax
-must know of an architecture to run its checkpoints.
-"""
+"""The sizes and constants that every model has: the frozen `ModelSpec`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from negamax.config.fields import MAX_SIZE, refuse
 from negamax.config.kv_cache import KvCacheSpec, KvCacheSpecs
@@ -88,23 +86,3 @@ class ModelSpec:
     def expert_sizes(self) -> tuple[int, int] | None:
         """How many experts a layer has, and their width; None in a model without."""
         return None
-
-
-@dataclass(frozen=True)
-class ModelFamily:
-    """An architecture. `package` holds the modules `names`, `init` and `model`, which are imported
-    when first needed: where a config is read, there need be no torch.
-    """
-
-    architecture: str  # in `architectures` of config.json
-    model_types: tuple[str, ...]  # any of them in config.json
-    package: str
-    spec: type[ModelSpec]
-    read_spec: Callable[[Mapping[str, Any]], ModelSpec]  # of a parsed config.json
-    # fields of `SamplingDefaults`, for checkpoints without a generation_config.json
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    # config.json of the part of a checkpoint that is read
-    own_config: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
-    # specs of published models by short names, to build them without a checkpoint
-    bundled: Mapping[str, ModelSpec] = field(default_factory=dict)
-    embedded: str = "nano"  # the embedded checkpoint whose tokenizer these borrow

@@ -23,8 +23,6 @@ from negamax.base.progress import ShowProgress, format_bytes
 from negamax.checkpoint.holes import check_zeros, zeros_among
 from negamax.checkpoint.identity import commit_of, identity_of
 from negamax.checkpoint.reader import INDEX_NAME, first_names
-from negamax.config import minimax_m2
-from negamax.config.families import family_of, read_spec
 from negamax.config.json_file import read_json_object
 from negamax.config.quantization import PROVENANCE, rotation_file
 from negamax.convert.layout import Piece, is_other_e4m3, pieces
@@ -35,7 +33,8 @@ from negamax.convert.targets import Target
 from negamax.convert.threads import in_order
 from negamax.convert.writer import Planned, Record, TensorFile, differences, write_json
 from negamax.kernels.formats import PLAIN, TensorFormat
-from negamax.models.family import names_of
+from negamax.models.minimax_m2 import config as minimax_m2
+from negamax.models.registry import family_of, names_of, read_spec
 from negamax.quantization.detect import detect
 
 logger = get_logger(__name__)

@@ -23,7 +23,7 @@ from negamax.convert.writer import Planned
 from negamax.kernels.formats import PLAIN, Region, TensorFormat
 from negamax.kernels.platform import CPU
 from negamax.kernels.registry import resolve
-from negamax.models.registry import empty_slots
+from negamax.models.build import empty_slots
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split
 

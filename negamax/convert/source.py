@@ -22,13 +22,13 @@ from negamax.checkpoint.reader import (
     read_entries,
 )
 from negamax.checkpoint.split import ranks_of
-from negamax.config.families import read_spec
 from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
 from negamax.convert.joined import JoiningReader, join
 from negamax.kernels.formats import PLAIN, Role, TensorFormat
 from negamax.layers.weights import WeightSlot
-from negamax.models.family import WeightSpec, names_of
+from negamax.models.family import WeightSpec
+from negamax.models.registry import names_of, read_spec
 from negamax.parallel.layout import ParallelLayout
 from negamax.quantization.detect import detect
 

@@ -18,13 +18,13 @@ from negamax.engine.core.planned_sizes import with_planned_sizes
 from negamax.engine.core.setup import start_loop
 from negamax.engine.core.source import locate
 from negamax.engine.wire import EngineStats
+from negamax.models.chat_format import ChatFormat, may_call
 from negamax.options.engine import EngineOptions
 from negamax.options.eplb import IN_ORDER
 from negamax.options.foreign_values import own_value
 from negamax.options.nodes import MASTER_PORT, MP
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.step import SequenceUpdate, TokenLogprobs
-from negamax.text.chat_format import ChatFormat, may_call
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.detokenizer import TextPiece
 from negamax.text.escaping import unescaped

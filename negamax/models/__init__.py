@@ -1,3 +1,4 @@
-"""Model families, a folder each: the model, written straight from top to bottom, the names of its
-checkpoints and its synthetic weights.
+"""Model families: a folder with `config`, `names`, `chat`, `model` and `init`, and a registry line.
+
+Only `model.py`, `decoder.py` and `build.py` import torch.
 """

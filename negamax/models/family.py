@@ -1,21 +1,44 @@
-"""What the folder of a model family says without torch: the names of its checkpoints, what a model
-consists of, and how synthetic weights are drawn.
+"""What a model family declares: `ModelFamily`, and the types of its modules `names` and `init`.
+
+Imports no torch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from importlib import import_module
-from typing import Protocol, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from negamax.config.families import family_of
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.formats import Axis
+from negamax.text.chat_family import ChatFamily
 
 # A reason to skip tensors.
 INT8_CACHE = "scales of keys and values in int8, which are cached in another dtype"
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """An architecture and its folder, the `package`.
+
+    The modules `names`, `init` and `model` of the package are imported on first use: only `model`
+    imports torch.
+    """
+
+    architecture: str  # in `architectures` of config.json
+    model_types: tuple[str, ...]  # any of them in config.json
+    package: str
+    spec: type[ModelSpec]
+    read_spec: Callable[[Mapping[str, Any]], ModelSpec]  # from a parsed config.json
+    chat: ChatFamily | None = None  # how it reads prompts and writes answers; None: not known
+    # fields of `SamplingDefaults`, for checkpoints without a generation_config.json
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    # config.json of the part of a checkpoint that is read
+    own_config: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    # specs of published models by short names, to build them without a checkpoint
+    bundled: Mapping[str, ModelSpec] = field(default_factory=dict)
+    embedded: str = "nano"  # the embedded checkpoint whose tokenizer these borrow
 
 
 @dataclass(frozen=True)
@@ -88,13 +111,3 @@ class Init(Protocol):
 
     def draw(self, name: str, spec: ModelSpec) -> Initializer:
         """How the slot `name` is filled without a checkpoint."""
-
-
-def names_of(spec: ModelSpec) -> WeightNames:
-    """The names of the checkpoints of `spec`'s family."""
-    return cast(WeightNames, import_module(f"{family_of(spec.architecture).package}.names"))
-
-
-def init_of(spec: ModelSpec) -> Init:
-    """The synthetic weights of `spec`'s family."""
-    return cast(Init, import_module(f"{family_of(spec.architecture).package}.init"))

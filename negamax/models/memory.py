@@ -8,11 +8,12 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 
-from negamax.config.eagle3 import Eagle3Spec
 from negamax.config.kv_cache import ELEMENT_BYTES
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.formats import PLAIN, Axis, TensorFormat
-from negamax.models.family import WeightSpec, names_of
+from negamax.models.eagle3.config import Eagle3Spec
+from negamax.models.family import WeightSpec
+from negamax.models.registry import names_of
 from negamax.parallel.layout import ParallelLayout, share
 from negamax.quantization.detect import detect
 from negamax.quantization.scheme import Scheme

@@ -1,60 +1,141 @@
-"""From a spec to a model on this rank."""
+"""The table of model families. A folder `models/<family>/` and a line here add one.
+
+Imports no torch: `models/build.py` makes models.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
+from typing import Any, cast
 
-import torch
-
-from negamax.config.families import family_of
+from negamax.base.errors import ConfigError
+from negamax.config.fields import refuse
 from negamax.config.model_spec import ModelSpec
-from negamax.kernels.registry import KernelTable
-from negamax.layers.weights import WeightSlot
-from negamax.models.decoder import Decoder
-from negamax.parallel.collectives import SingleRank
-from negamax.parallel.context import ParallelContext
-from negamax.parallel.layout import ParallelLayout
-from negamax.quantization.detect import detect
-from negamax.quantization.scheme import WeightFormat
+from negamax.config.quantization import SIDE_FILES, read_quantization
+from negamax.models.eagle3 import config as eagle3
+from negamax.models.family import Init, ModelFamily, WeightNames
+from negamax.models.minimax_m2 import config as minimax_m2
+from negamax.models.minimax_m3 import config as minimax_m3
+from negamax.text.chat_family import ChatFamily
+
+FAMILIES = {
+    family.architecture: family
+    for family in (
+        minimax_m2.FAMILY,
+        *minimax_m3.FAMILIES,
+    )
+}
+DRAFTS = {eagle3.FAMILY.architecture: eagle3.FAMILY}  # draft models
+# The chat formats by their short names ("m2", "m3").
+CHAT_FAMILIES: Mapping[str, ChatFamily] = {
+    family.chat.call_style.name: family.chat
+    for family in FAMILIES.values()
+    if family.chat is not None
+}
+CALL_STYLES = {name: family.call_style for name, family in CHAT_FAMILIES.items()}
+TOKEN_TAGS = frozenset[str]().union(*(family.token_tags for family in CHAT_FAMILIES.values()))
 
 
-def build_model(
-    spec: ModelSpec,
-    *,
-    context: ParallelContext,
-    dtype: torch.dtype,
-    device: torch.device,
-    kernels: KernelTable,
-    keep_quantized: bool = True,
-) -> Decoder:
-    """This rank's part of the model, weights not yet written.
+def family_of(architecture: str) -> ModelFamily:
+    """The family of `architecture`. Errors: `ConfigError` listing those there are."""
+    if architecture in DRAFTS:
+        return DRAFTS[architecture]
+    if architecture not in FAMILIES:
+        raise ConfigError(
+            f"architecture {architecture!r} is not supported; supported: "
+            f"{', '.join(sorted(FAMILIES))}"
+        )
+    return FAMILIES[architecture]
 
-    `keep_quantized`: hold matrices as the checkpoint stores them where a kernel reads that; else
-    all are dequantised at load. Errors: `ConfigError` for an unknown architecture, or sizes that
-    cannot be split as `context.layout` says.
+
+def model_types_like(architecture: str) -> list[str]:
+    """What files name as model_type of models that are built like those of `architecture`."""
+    package = family_of(architecture).package
+    families = (family for family in FAMILIES.values() if family.package == package)
+    return list(dict.fromkeys(name for family in families for name in family.model_types))
+
+
+def read_spec(config: Mapping[str, Any], folder: Path | None = None) -> ModelSpec:
+    """The spec of a parsed config.json, whose `architectures` or `model_type` name the family;
+    `folder` may hold other files that say how weights are quantised.
+
+    Errors: `IsDraft` for that of a draft; `ConfigError` with the field, the value found and the
+    values allowed.
     """
-    family = family_of(spec.architecture)
-    weights = WeightFormat(dtype, device, detect(spec.quantization), keep_quantized)
-    code = import_module(f"{family.package}.model")
-    model: Decoder = code.build(spec, context=context, weights=weights, kernels=kernels)
-    return model
+    eagle3.check_no_draft(config)
+    architectures, model_type = config.get("architectures"), config.get("model_type")
+    if architectures is None and model_type is None:
+        raise ConfigError(
+            f"config.json names neither architectures nor model_type; supported: "
+            f"{', '.join(sorted(FAMILIES))}"
+        )
+    found = [
+        family
+        for family in FAMILIES.values()
+        if architectures in (None, [family.architecture], (family.architecture,))
+    ]
+    if not found:
+        allowed = " or ".join(f"[{name!r}]" for name in sorted(FAMILIES))
+        refuse("architectures", architectures, allowed)
+    of_type = [family for family in found if model_type in (None, *family.model_types)]
+    if not of_type:
+        types = dict.fromkeys(name for family in found for name in family.model_types)
+        refuse("model_type", model_type, " or ".join(map(repr, types)))
+    spec = of_type[0].read_spec(config)
+    # config.json, also where it says so of its text model, goes before the files beside it
+    described = read_quantization(config, folder)
+    is_beside = described is None or described.source in SIDE_FILES
+    quantization = (spec.quantization or described) if is_beside else described
+    return replace(spec, quantization=quantization)
 
 
-def empty_slots(
-    spec: ModelSpec,
-    layout: ParallelLayout,
-    *,
-    dtype: torch.dtype,
-    kernels: KernelTable,
-    keep_quantized: bool = True,
-) -> dict[str, WeightSlot]:
-    """The weight slots of the same model on the rank `layout`, whose parameters take no memory:
-    for a plan of what is to be loaded. Errors: as above.
+def bundled_spec(name: str) -> ModelSpec:
+    """The spec of a published model by its short `name`, to build it without a checkpoint.
+
+    Errors: `ConfigError` listing the known names.
     """
-    one = SingleRank()
-    context = ParallelContext(layout, attention_group=one, expert_group=one, world=one)
-    device = torch.device("meta")
-    return build_model(
-        spec, context=context, dtype=dtype, device=device, kernels=kernels,
-        keep_quantized=keep_quantized,
-    ).weight_slots()  # fmt: skip
+    for family in FAMILIES.values():
+        if name.lower() in family.bundled:
+            return family.bundled[name.lower()]
+    raise ConfigError(
+        f"no bundled model spec is called {name!r}; known: {', '.join(bundled_names())}"
+    )
+
+
+def published_name(name: str) -> str:
+    """The hub id of the bundled model `name`."""
+    return f"MiniMaxAI/MiniMax-{name.lower().removeprefix('minimax-').upper()}"
+
+
+def bundled_names() -> tuple[str, ...]:
+    """What `bundled_spec` knows."""
+    return tuple(name for family in FAMILIES.values() for name in family.bundled)
+
+
+def names_of(spec: ModelSpec) -> WeightNames:
+    """Import the weight names of `spec`'s family."""
+    return cast(WeightNames, import_module(f"{family_of(spec.architecture).package}.names"))
+
+
+def init_of(spec: ModelSpec) -> Init:
+    """Import the synthetic weights of `spec`'s family."""
+    return cast(Init, import_module(f"{family_of(spec.architecture).package}.init"))
+
+
+def chat_family_of(model: str) -> ChatFamily:
+    """Find the chat format of a model, by the architecture or model_type in config.json.
+
+    Errors: `ConfigError` for a model whose family has none.
+    """
+    plain = model.lower().replace("_", "").replace("-", "")
+    for family in CHAT_FAMILIES.values():
+        if family.output.name.replace("_", "") in plain:
+            return family
+    known = " and ".join(family.title for family in CHAT_FAMILIES.values())
+    raise ConfigError(
+        f"no parser is known for {model!r}; known: {known}",
+        hint="name one with --tool-call-parser and --reasoning-parser, or none",
+    )

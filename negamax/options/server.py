@@ -36,7 +36,7 @@ class ServerOptions:
     # for requests that do not set them
     default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     allow_special_tokens_in_text: bool = False  # what a conversation says may become control tokens
-    tool_call_parser: str = "auto"  # names: text.formats
+    tool_call_parser: str = "auto"  # names: models/<family>/chat.py
     reasoning_parser: str = "auto"
     scheduling_policy: str = "fcfs"  # "priority": requests may say how urgent they are
     max_body_bytes: int = 32 * 2**20

@@ -9,15 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from negamax.base.errors import InvalidRequestError
-from negamax.text.formats.family import ChatFamily
-from negamax.text.formats.registry import FAMILIES
+from negamax.text.chat_family import ChatFamily
 from negamax.text.parser.schema_values import parse_json
 
 INSTRUCTION_ROLES = ("root", "system", "developer")
 ROLES = (*INSTRUCTION_ROLES, "user", "assistant", "tool")
-THINK_TAGS = tuple(
-    (family.output.think_open, family.output.think_close) for family in FAMILIES.values()
-)
+# The tags of reasoning that clients leave in the content: those of all families in the registry.
+THINK_TAGS = (("<think>", "</think>"), ("<mm:think>", "</mm:think>"))
 
 _QUOTES = tuple("`'\"“‘«")
 

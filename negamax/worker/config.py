@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from negamax.config.eagle3 import DraftModel
-from negamax.config.families import family_of
 from negamax.config.kv_cache import KvCacheSpecs, with_holders, with_index_dtype
 from negamax.config.model_spec import ModelSpec
+from negamax.models.eagle3.config import DraftModel
+from negamax.models.registry import family_of
 from negamax.options.eplb import FIXED
 from negamax.options.speculation import SpeculationConfig
 from negamax.parallel.layout import ParallelLayout

@@ -22,7 +22,6 @@ from negamax.checkpoint.loader import fill
 from negamax.checkpoint.plan import plan_load
 from negamax.checkpoint.quarot import read_rotation
 from negamax.checkpoint.synthetic import fill_synthetic
-from negamax.config.eagle3 import DraftModel, Eagle3Spec, of_draft
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.signatures import DRAW_LEADING, PICK, RECORD_GUESS
@@ -31,6 +30,7 @@ from negamax.layers.partial import Partial
 from negamax.layers.weights import WeightSlot
 from negamax.models.decoder import Decoder
 from negamax.models.eagle3 import names
+from negamax.models.eagle3.config import DraftModel, Eagle3Spec, of_draft
 from negamax.models.eagle3.model import Eagle3Draft, build
 from negamax.parallel.collectives import SingleRank
 from negamax.parallel.context import ParallelContext

@@ -15,11 +15,11 @@ from torch import Tensor
 from negamax.base import env
 from negamax.base.errors import ConfigError, ResourceError
 from negamax.base.log import get_logger
-from negamax.config.eagle3 import Eagle3Spec
 from negamax.config.kv_cache import KvCacheSpec, KvCacheSpecs, block_bytes, slot_bytes
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.registry import KernelTable
 from negamax.layers.attention import KvCaches
+from negamax.models.eagle3.config import Eagle3Spec
 from negamax.models.family import INT8_CACHE
 from negamax.models.memory import draft_bytes, expert_padding, weight_bytes
 from negamax.parallel.layout import ParallelLayout

@@ -16,8 +16,8 @@ from negamax.checkpoint.synthetic import fill_synthetic
 from negamax.checkpoint.weight_cache import load_cached
 from negamax.kernels.registry import KernelTable
 from negamax.layers.weights import WeightSlot
+from negamax.models.build import empty_slots
 from negamax.models.decoder import Decoder
-from negamax.models.registry import empty_slots
 from negamax.worker import kv_cache
 from negamax.worker.config import WorkerConfig
 

@@ -18,7 +18,7 @@ from negamax.checkpoint.plan import LoadPlan
 from negamax.kernels.platform import platform_of
 from negamax.kernels.registry import resolve
 from negamax.layers.kv_scales import describe_kv_scales
-from negamax.models.registry import build_model
+from negamax.models.build import build_model
 from negamax.quantization.detect import detect
 from negamax.scheduler.step import StepPlan, StepResult, StepSize
 from negamax.worker import batch as batches

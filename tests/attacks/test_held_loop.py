@@ -24,7 +24,7 @@ from negamax.api.dialects.chat.schema import ChatRequest
 from negamax.api.dialects.messages.history import history_of
 from negamax.api.http.request_body import BodyLimits, read_request
 from negamax.base.errors import InvalidRequestError
-from negamax.text.chat_format import ChatFormat
+from negamax.models.chat_format import ChatFormat
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.tokenizer import Tokenizer
 from tests.speed import is_quick, slowness

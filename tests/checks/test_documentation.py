@@ -19,7 +19,7 @@ import yaml
 
 from negamax.cli.main import app
 from negamax.cli.resolve import find_command, resolve
-from negamax.config.families import bundled_names
+from negamax.models.registry import bundled_names
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(

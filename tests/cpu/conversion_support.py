@@ -13,13 +13,13 @@ from torch import Tensor
 
 from negamax.checkpoint.loader import fill
 from negamax.checkpoint.plan import plan_load
-from negamax.config.families import read_spec
 from negamax.config.json_file import read_json_object
 from negamax.convert.convert import Conversion
 from negamax.convert.targets import target_of
 from negamax.kernels.platform import CPU
 from negamax.kernels.registry import resolve
-from negamax.models.registry import build_model
+from negamax.models.build import build_model
+from negamax.models.registry import read_spec
 from negamax.parallel.collectives import SingleRank
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout

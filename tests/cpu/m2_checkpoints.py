@@ -11,10 +11,10 @@ from block_fp8 import quantize_block
 from safetensors.torch import save_file
 from torch import Tensor
 
-from negamax.config.families import read_spec
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.formats import PLAIN
 from negamax.layers.weights import WeightSlot, slots_by_name
+from negamax.models.registry import read_spec
 from negamax.quantization.detect import detect
 from negamax.quantization.scheme import WeightFormat
 

@@ -14,8 +14,8 @@ from model_support import PagedRun, build
 
 from negamax import SamplingParams
 from negamax.checkpoint.loader import load_weights
-from negamax.config.families import read_spec
 from negamax.engine.llm import Generation
+from negamax.models.registry import read_spec
 
 NUM_TOKENS = 48
 TOLERANCE = 1e-4

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from negamax.config.kv_cache import with_holders
-from negamax.config.minimax_m2 import ARCHITECTURE
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.attention.metadata import attention_metadata
 from negamax.kernels.platform import CPU
 from negamax.kernels.registry import KernelTable, resolve
+from negamax.models.build import build_model
 from negamax.models.decoder import Decoder
-from negamax.models.registry import build_model
+from negamax.models.minimax_m2.config import ARCHITECTURE
 from negamax.parallel.context import ParallelContext
 from negamax.worker import kv_cache
 

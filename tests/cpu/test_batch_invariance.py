@@ -13,8 +13,8 @@ import pytest
 import torch
 from model_support import PagedRun, build, random_weights, tiny_config
 
-from negamax.config.families import read_spec
 from negamax.config.model_spec import ModelSpec
+from negamax.models.registry import read_spec
 
 # Wide enough for the library's blocked code paths, small enough for a second.
 SIZES = {

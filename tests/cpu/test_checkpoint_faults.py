@@ -30,13 +30,13 @@ from torch import Tensor
 from negamax.base.errors import CheckpointError
 from negamax.checkpoint.loader import load_weights
 from negamax.checkpoint.plan import plan_load
-from negamax.config.families import read_spec
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.formats import PLAIN, Role
 from negamax.kernels.platform import CPU, nvidia
 from negamax.kernels.registry import resolve
 from negamax.layers.weights import WeightSlot
-from negamax.models.registry import empty_slots
+from negamax.models.build import empty_slots
+from negamax.models.registry import read_spec
 from negamax.parallel.layout import ParallelLayout
 from negamax.quantization.detect import detect
 

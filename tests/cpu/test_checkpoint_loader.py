@@ -30,16 +30,16 @@ from torch import Tensor
 from negamax.base.errors import CheckpointError
 from negamax.checkpoint.loader import fill, load_weights
 from negamax.checkpoint.plan import plan_load
-from negamax.config.families import bundled_spec, read_spec
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.platform import CPU
 from negamax.kernels.quantize.spec import dequantize_block
 from negamax.kernels.registry import resolve
 from negamax.layers.kv_scales import describe_kv_scales
 from negamax.layers.weights import WeightSlot, slots_by_name
+from negamax.models.build import build_model
 from negamax.models.decoder import Decoder
 from negamax.models.minimax_m2.names import layer_of, place
-from negamax.models.registry import build_model
+from negamax.models.registry import bundled_spec, read_spec
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 from negamax.worker.config import WorkerConfig

@@ -20,7 +20,6 @@ from torch import Tensor
 from negamax.base.errors import CheckpointError
 from negamax.checkpoint.loader import CheckpointReport, load_weights
 from negamax.checkpoint.synthetic import fill_synthetic
-from negamax.config.families import bundled_spec
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.formats import (
     E4M3_BLOCKS,
@@ -39,6 +38,7 @@ from negamax.layers.moe import SparseMoe
 from negamax.layers.weights import MatrixWeight, WeightSlot, slots_by_name
 from negamax.models.memory import weight_bytes
 from negamax.models.minimax_m2 import names
+from negamax.models.registry import bundled_spec
 from negamax.parallel.collectives import SingleRank
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout

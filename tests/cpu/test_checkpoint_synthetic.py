@@ -14,13 +14,12 @@ from model_support import PagedRun, build, tiny_config
 from stored_kernels import dequantized
 
 from negamax.checkpoint.synthetic import fill_synthetic
-from negamax.config.families import read_spec
 from negamax.config.model_spec import ModelSpec
 from negamax.layers.moe import mixtures
 from negamax.layers.weights import MatrixWeight, slots_by_name
 from negamax.models.decoder import Decoder
-from negamax.models.family import init_of
 from negamax.models.minimax_m2.init import ATTENTION_GAIN
+from negamax.models.registry import init_of, read_spec
 from negamax.quantization import online
 from negamax.quantization.detect import detect
 from negamax.quantization.scheme import WeightFormat

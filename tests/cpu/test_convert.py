@@ -28,7 +28,6 @@ from torch import Tensor
 from negamax.base.errors import CheckpointError, ConfigError, ResourceError
 from negamax.checkpoint.reader import CheckpointReader
 from negamax.cli.main import main
-from negamax.config.families import read_spec
 from negamax.config.json_file import read_json_object
 from negamax.config.quantization import PROVENANCE
 from negamax.convert import convert as converting
@@ -37,6 +36,7 @@ from negamax.convert.source import Source
 from negamax.convert.targets import TARGETS, target_of
 from negamax.convert.verify import compare
 from negamax.convert.writer import TensorFile
+from negamax.models.registry import read_spec
 from negamax.parallel.layout import ParallelLayout
 
 

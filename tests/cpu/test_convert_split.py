@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 
 from negamax.base.errors import CheckpointError, ConfigError
 from negamax.checkpoint.reader import read_entries
-from negamax.config.families import read_spec
 from negamax.convert.convert import Conversion, convert
 from negamax.convert.source import Source
 from negamax.convert.targets import target_of
 from negamax.convert.verify import compare
+from negamax.models.registry import read_spec
 from negamax.parallel.layout import ParallelLayout
 from tests import tiny_m3
 

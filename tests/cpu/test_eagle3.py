@@ -18,7 +18,7 @@ from transformers import MiniMaxM2ForCausalLM
 from negamax import LLM, SamplingParams
 from negamax.base import env
 from negamax.base.errors import CheckpointError, ResourceError
-from negamax.config.eagle3 import FAMILY, read_spec
+from negamax.models.eagle3.config import FAMILY, read_spec
 from negamax.models.memory import draft_bytes, weight_bytes
 from negamax.scheduler.draft_length import FixedDraftLength
 from negamax.worker import kv_cache

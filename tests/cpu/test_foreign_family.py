@@ -20,14 +20,14 @@ from torch import Tensor
 from negamax import LLM, SamplingParams
 from negamax.base.errors import ConfigError
 from negamax.checkpoint.synthetic import fill_synthetic
-from negamax.config import families
 from negamax.config.kv_cache import block_bytes
 from negamax.kernels.platform import CPU
 from negamax.kernels.registry import resolve
+from negamax.models import registry
+from negamax.models.build import build_model
 from negamax.models.decoder import Decoder
-from negamax.models.family import names_of
 from negamax.models.memory import expected_distinct_experts, weight_bytes
-from negamax.models.registry import build_model
+from negamax.models.registry import names_of
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 from negamax.worker.warmup import warmup_layers
@@ -36,13 +36,13 @@ from negamax.worker.warmup import warmup_layers
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(families.FAMILIES, FAMILY.architecture, FAMILY)
+        patch.setitem(registry.FAMILIES, FAMILY.architecture, FAMILY)
         yield
 
 
 @pytest.fixture(scope="module")
 def spec(registered: None) -> ForeignSpec:
-    spec = families.read_spec(CONFIG)
+    spec = registry.read_spec(CONFIG)
     assert isinstance(spec, ForeignSpec) and spec.notes == ()
     return spec
 

@@ -24,7 +24,7 @@ from negamax import LLM
 from negamax.config.grammar import Grammar
 from negamax.engine.grammar import wire
 from negamax.engine.grammar.client import GrammarClient
-from negamax.text.formats.minimax_m2 import MINIMAX_M2, M2Calls
+from negamax.models.minimax_m2.chat import MINIMAX_M2, M2Calls
 from negamax.text.grammar.tool_calls import tool_grammar
 
 TOOL = {

@@ -19,11 +19,11 @@ from negamax import LLM, SamplingParams
 from negamax.config.grammar import Grammar, Marker, Reasoning
 from negamax.engine.grammar import manager, process, wire
 from negamax.engine.grammar.request_grammar import RequestGrammar
+from negamax.models.minimax_m2.chat import MINIMAX_M2, M2Calls
+from negamax.models.registry import CALL_STYLES
 from negamax.scheduler.group import GroupScheduler
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import GrammarRow, SequenceUpdate
-from negamax.text.formats.minimax_m2 import MINIMAX_M2, M2Calls
-from negamax.text.formats.registry import CALL_STYLES
 from negamax.text.grammar.reasoning_gate import ReasoningGate
 from negamax.text.grammar.structural_tag import structural_tag
 from negamax.text.grammar.tool_calls import tool_grammar

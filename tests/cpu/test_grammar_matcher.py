@@ -13,9 +13,9 @@ import pytest
 
 from negamax.base.errors import InvalidRequestError
 from negamax.config.grammar import Grammar, Marker, Reasoning
-from negamax.text.formats.minimax_m2 import MINIMAX_M2, M2Calls
-from negamax.text.formats.minimax_m3 import MINIMAX_M3, M3Calls
-from negamax.text.formats.registry import CALL_STYLES, TOKEN_TAGS
+from negamax.models.minimax_m2.chat import MINIMAX_M2, M2Calls
+from negamax.models.minimax_m3.chat import MINIMAX_M3, M3Calls
+from negamax.models.registry import CALL_STYLES, TOKEN_TAGS
 from negamax.text.grammar.matcher import GrammarCompiler, GrammarMatcher, Mask
 from negamax.text.grammar.structural_tag import structural_tag
 from negamax.text.grammar.tool_calls import CallStyle, tool_grammar

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from negamax.base.errors import ConfigError, ResourceError
-from negamax.config.families import bundled_spec
 from negamax.config.kv_cache import (
     KvCacheSpec,
     block_bytes,
@@ -19,8 +18,9 @@ from negamax.config.kv_cache import (
     choose_block_size,
     slot_bytes,
 )
-from negamax.models.family import INT8_CACHE, names_of
+from negamax.models.family import INT8_CACHE
 from negamax.models.memory import dequantized, weight_bytes
+from negamax.models.registry import bundled_spec, names_of
 from negamax.options.speculation import SpeculationConfig
 from negamax.parallel.layout import ParallelLayout
 from negamax.worker import device, kv_cache

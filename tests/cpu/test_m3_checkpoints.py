@@ -21,15 +21,14 @@ from torch import Tensor
 
 from negamax.checkpoint.loader import CheckpointReport, fill, load_weights
 from negamax.checkpoint.plan import plan_load
-from negamax.config.families import read_spec
 from negamax.config.model_spec import ModelSpec
 from negamax.convert.convert import Conversion, convert
 from negamax.convert.targets import target_of
 from negamax.kernels.platform import CPU
 from negamax.kernels.registry import KernelTable, resolve
 from negamax.models.decoder import Decoder
-from negamax.models.family import names_of
 from negamax.models.memory import dequantized, weight_bytes
+from negamax.models.registry import names_of, read_spec
 from negamax.parallel.collectives import SingleRank
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout

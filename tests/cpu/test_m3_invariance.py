@@ -11,8 +11,8 @@ import pytest
 import torch
 from model_support import PagedRun, build, random_weights
 
-from negamax.config.families import read_spec
 from negamax.kernels.registry import OPS
+from negamax.models.registry import read_spec
 from tests import tiny_m3
 
 BLOCK, DENSE = 16, 64  # tokens of a block, and of all that are chosen

@@ -30,11 +30,11 @@ from transformers.cache_utils import DynamicLayer
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLSparseCacheLayer
 
 from negamax import LLM
-from negamax.config.families import read_spec
 from negamax.config.kv_cache import with_index_dtype
 from negamax.kernels.block_sparse import cpu as block_sparse_cpu
 from negamax.kernels.block_sparse.choice import BlockChoice
 from negamax.kernels.registry import OPS
+from negamax.models.registry import read_spec
 from negamax.worker import kv_cache
 from negamax.worker.warmup import warmup_layers
 from tests import drafts, tiny, tiny_m3

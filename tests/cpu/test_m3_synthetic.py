@@ -8,10 +8,10 @@ import torch
 from model_support import PagedRun, build
 
 from negamax.checkpoint.synthetic import fill_synthetic
-from negamax.config.families import read_spec
-from negamax.config.minimax_m3 import MiniMaxM3Spec
 from negamax.layers.moe import mixtures
+from negamax.models.minimax_m3.config import MiniMaxM3Spec
 from negamax.models.minimax_m3.init import SHARED_GAIN
+from negamax.models.registry import read_spec
 
 PATTERN = [0, 0] + [1] * 10
 SPEC = read_spec(

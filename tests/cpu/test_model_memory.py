@@ -11,13 +11,12 @@ from model_support import build, tiny_config
 from stored_kernels import keeping_stored
 from transformers import MiniMaxM3VLConfig
 
-from negamax.config.families import read_spec
 from negamax.config.model_spec import ModelSpec
 from negamax.config.quantization import QuantizationSpec
 from negamax.kernels.platform import CPU
 from negamax.kernels.registry import resolve
-from negamax.models.family import names_of
 from negamax.models.memory import dequantized, expert_padding, read_bytes, weight_bytes
+from negamax.models.registry import names_of, read_spec
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 from tests import tiny_m3

@@ -13,8 +13,8 @@ from model_support import PagedRun, build, random_weights, tiny_config
 from safetensors.torch import load_file
 from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
 
-from negamax.config.families import read_spec
 from negamax.kernels.registry import OPS
+from negamax.models.registry import read_spec
 
 NUM_CONFIGS = 24
 

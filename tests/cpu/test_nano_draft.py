@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from nano import draft_model, draft_targets, draft_train, model, train
-from negamax.config.eagle3 import read_spec
 from negamax.config.json_file import read_json_object
+from negamax.models.eagle3.config import read_spec
 from tests.tiny_draft import Oracle
 
 LAYERS = (2, 3, 5)

@@ -22,8 +22,8 @@ from negamax.engine.core.setup import _worker_config
 from negamax.engine.core.source import locate
 from negamax.evals.accuracy import SuiteResult, run_suite
 from negamax.evals.suites import SUITES
+from negamax.models.minimax_m2.chat import MINIMAX_M2, M2Calls
 from negamax.options.engine import EngineOptions
-from negamax.text.formats.minimax_m2 import MINIMAX_M2, M2Calls
 from negamax.text.grammar.tool_calls import tool_grammar
 from tests.tiny_draft import as_speculators
 

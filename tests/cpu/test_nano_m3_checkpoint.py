@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from negamax import LLM
 from negamax.config.embedded import EMBEDDED
-from negamax.config.families import read_spec
 from negamax.engine.core.source import locate
 from negamax.evals import accuracy
 from negamax.evals.accuracy import run_suite
+from negamax.models.registry import read_spec
 from negamax.options.engine import EngineOptions
 
 FOLDER = EMBEDDED["nano-m3"]

@@ -10,11 +10,11 @@ import torch
 from model_support import PagedRun, build, random_weights, tiny_config
 from torch import Tensor
 
-from negamax.config.families import read_spec
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.layers.attention import KvCaches
 from negamax.models.decoder import Decoder
+from negamax.models.registry import read_spec
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 from tests import tiny_m3

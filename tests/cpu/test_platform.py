@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from negamax.base.errors import ConfigError
-from negamax.config.families import bundled_spec
 from negamax.kernels.float_formats import nvfp4
 from negamax.kernels.formats import E4M3_BLOCKS, PLAIN, is_kept
 from negamax.kernels.launch.triton import launch_options
 from negamax.kernels.platform import CPU, Feature, nvidia, platform_of
 from negamax.kernels.registry import OPS, resolve
+from negamax.models.registry import bundled_spec
 from negamax.worker.device import check_platform, choose_dtype
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn

@@ -17,7 +17,6 @@ from published_layouts import PUBLISHED as PUBLISHED_M2
 from published_m3 import PUBLISHED_M3
 
 from negamax.checkpoint.plan import plan_load
-from negamax.config.families import bundled_spec
 from negamax.config.model_spec import ModelSpec
 from negamax.config.quantization import read_quantization
 from negamax.kernels.formats import is_kept
@@ -25,8 +24,9 @@ from negamax.kernels.platform import CPU, Platform, nvidia
 from negamax.kernels.registry import resolve
 from negamax.layers.weights import WeightSlot
 from negamax.models import spellings
+from negamax.models.build import empty_slots
 from negamax.models.memory import expert_padding, weight_bytes
-from negamax.models.registry import empty_slots
+from negamax.models.registry import bundled_spec
 from negamax.parallel.layout import ParallelLayout
 
 PUBLISHED = {**PUBLISHED_M2, **PUBLISHED_M3}

@@ -21,11 +21,11 @@ from torch import Tensor
 from negamax.base.errors import CheckpointError
 from negamax.checkpoint.loader import CheckpointReport, fill
 from negamax.checkpoint.plan import plan_load
-from negamax.config.families import read_spec
 from negamax.convert.convert import Conversion, convert
 from negamax.kernels.platform import CPU
 from negamax.kernels.registry import KernelTable, resolve
 from negamax.models.decoder import Decoder
+from negamax.models.registry import read_spec
 from negamax.parallel.collectives import SingleRank
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout

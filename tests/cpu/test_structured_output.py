@@ -24,7 +24,7 @@ from grammar_support import (
 
 from negamax import LLM, SamplingParams
 from negamax.config.grammar import Grammar
-from negamax.text.formats.minimax_m2 import MINIMAX_M2, M2Calls
+from negamax.models.minimax_m2.chat import MINIMAX_M2, M2Calls
 from negamax.text.grammar.tool_calls import tool_grammar
 
 SEEDS = range(20)

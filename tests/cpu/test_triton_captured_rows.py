@@ -21,8 +21,6 @@ from torch import Tensor
 from transformers import MiniMaxM3VLConfig
 from triton_support import ThreadGroup, Threads
 
-from negamax.config.eagle3 import DraftModel
-from negamax.config.families import read_spec
 from negamax.config.kv_cache import KvCacheSpecs, with_holders
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.drafts.spec import count_accepted
@@ -32,6 +30,8 @@ from negamax.kernels.quantize.spec import dequantize_block
 from negamax.kernels.registry import OPS, KernelTable
 from negamax.layers.attention import KvCaches
 from negamax.models.decoder import Decoder
+from negamax.models.eagle3.config import DraftModel
+from negamax.models.registry import read_spec
 from negamax.options.speculation import SpeculationConfig
 from negamax.parallel.collectives import SingleRank
 from negamax.parallel.context import ParallelContext

@@ -14,7 +14,6 @@ from m2_checkpoints import FP8_CONFIG, to_fp8
 from model_support import PagedRun, build, random_weights, tiny_config
 from torch import Tensor
 
-from negamax.config.families import read_spec
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.formats import PLAIN
@@ -25,8 +24,9 @@ from negamax.kernels.platform import CPU
 from negamax.kernels.quantize.spec import dequantize_block
 from negamax.kernels.registry import KernelTable, gpu_kernels
 from negamax.layers.moe import mixtures
+from negamax.models.build import build_model
 from negamax.models.decoder import Decoder
-from negamax.models.registry import build_model
+from negamax.models.registry import read_spec
 from negamax.parallel.context import ParallelContext
 from negamax.quantization import online
 from negamax.quantization.detect import detect

@@ -14,7 +14,6 @@ from stored_kernels import random_stored
 from torch import Tensor
 from triton_support import ThreadGroup, Threads
 
-from negamax.config.families import read_spec
 from negamax.kernels.activations import QuantizedActivations, ShardedActivations, unquantized
 from negamax.kernels.collectives import tiles
 from negamax.kernels.collectives import triton as kernels
@@ -29,8 +28,9 @@ from negamax.kernels.platform import CPU
 from negamax.kernels.quantize.spec import quantize_activations
 from negamax.kernels.registry import KernelTable, gpu_kernels
 from negamax.layers.moe import SparseMoe
+from negamax.models.build import build_model
 from negamax.models.minimax_m2 import names
-from negamax.models.registry import build_model
+from negamax.models.registry import read_spec
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 from negamax.quantization.compressed_tensors import packed

@@ -11,7 +11,7 @@ sys.path.append(str(Path(__file__).parents[1] / "cpu"))
 
 from foreign_family.config import FAMILY
 
-from negamax.config.families import FAMILIES
+from negamax.models.registry import FAMILIES
 from negamax.worker import rank_process
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.multiprocessing
 
-PRELOADED = ["torch", "negamax.parallel.context", "negamax.models.registry", "model_support"]
+PRELOADED = ["torch", "negamax.parallel.context", "negamax.models.build", "model_support"]
 
 
 def run_ranks(rank: Callable[..., None], *args: Any, world: int) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from negamax.base import process
-from negamax.config.families import bundled_spec
 from negamax.engine.core import executor
 from negamax.engine.core.executor import MultiProcessExecutor
+from negamax.models.registry import bundled_spec
 from negamax.parallel.layout import ParallelLayout
 from negamax.scheduler.step import StepPlan
 from negamax.worker.config import RankAddresses, WorkerConfig

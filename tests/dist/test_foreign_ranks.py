@@ -17,11 +17,11 @@ from foreign_family.config import FAMILY, read_spec
 
 from negamax import LLM, SamplingParams
 from negamax.base import process
-from negamax.config import families
+from negamax.models import registry
 
 
 def test_two_ranks_give_what_one_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(families.FAMILIES, FAMILY.architecture, FAMILY)
+    monkeypatch.setitem(registry.FAMILIES, FAMILY.architecture, FAMILY)
     spawn = process.spawn
 
     def spawn_knowing(_module: str, *args: str) -> subprocess.Popen[bytes]:

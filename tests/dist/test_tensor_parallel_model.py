@@ -25,13 +25,13 @@ from negamax.base.errors import ConfigError
 from negamax.checkpoint.loader import load_weights
 from negamax.checkpoint.synthetic import fill_synthetic
 from negamax.checkpoint.weight_cache import load_cached
-from negamax.config.families import read_spec
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.platform import CPU
 from negamax.kernels.registry import resolve
 from negamax.layers.weights import WeightSlot
+from negamax.models.build import build_model
 from negamax.models.decoder import Decoder
-from negamax.models.registry import build_model
+from negamax.models.registry import read_spec
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 

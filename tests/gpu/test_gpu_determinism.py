@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from negamax.checkpoint.synthetic import fill_synthetic
-from negamax.config.families import bundled_spec
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.platform import platform_of
 from negamax.kernels.registry import KernelTable, resolve
+from negamax.models.build import build_model
 from negamax.models.decoder import Decoder
-from negamax.models.registry import build_model
+from negamax.models.registry import bundled_spec
 from negamax.parallel.collectives import SingleRank
 from negamax.parallel.context import ParallelContext
 from negamax.quantization import online

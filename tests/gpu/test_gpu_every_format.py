@@ -29,14 +29,14 @@ from test_neuron_checkpoint import preprocessed
 
 from negamax.base.errors import CheckpointError
 from negamax.checkpoint.loader import load_weights
-from negamax.config.families import read_spec
 from negamax.kernels.formats import PLAIN
 from negamax.kernels.op import W8A8, WEIGHT_ONLY, OpName
 from negamax.kernels.platform import CPU, platform_of
 from negamax.kernels.registry import OPS, KernelTable, resolve
 from negamax.kernels.signatures import EXPERTS, LINEAR, QUANTIZE
+from negamax.models.build import build_model
 from negamax.models.decoder import Decoder
-from negamax.models.registry import build_model
+from negamax.models.registry import read_spec
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 from negamax.worker.warmup import warming_up

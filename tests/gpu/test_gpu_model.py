@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from negamax.config.families import bundled_spec
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.attention.metadata import attention_metadata
 from negamax.kernels.formats import E4M3_BLOCKS
 from negamax.kernels.platform import CPU, platform_of
 from negamax.kernels.quantize.spec import dequantize_block
 from negamax.kernels.registry import OPS, KernelTable, resolve
+from negamax.models.build import build_model
 from negamax.models.decoder import Decoder
-from negamax.models.registry import build_model
+from negamax.models.registry import bundled_spec
 from negamax.parallel.context import ParallelContext
 from negamax.worker.kv_cache import allocate
 

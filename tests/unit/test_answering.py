@@ -12,7 +12,7 @@ from negamax.api.common.answer import AnswerWriter, Choice
 from negamax.api.common.choice_reader import PlainReader
 from negamax.base.errors import EngineError
 from negamax.engine.client.output import RequestOutput
-from negamax.text.chat_format import ChatFormat
+from negamax.models.chat_format import ChatFormat
 from negamax.text.parser.events import ParserEvent
 
 FORMAT = ChatFormat.of_model("minimax_m2")

@@ -10,8 +10,8 @@ import pytest
 
 from negamax.base.errors import ConfigError
 from negamax.cli.bench_options import parse_counts
-from negamax.config.families import bundled_spec
 from negamax.models.memory import expected_distinct_experts
+from negamax.models.registry import bundled_spec
 from negamax.planner.floor import step_bytes
 
 M2 = bundled_spec("minimax-m2")

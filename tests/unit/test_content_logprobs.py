@@ -14,8 +14,8 @@ from negamax.api.common.blocks import BlockGrew, BlockKind, BlockWriter
 from negamax.api.common.choice_reader import StartedCall
 from negamax.api.common.content_logprobs import ContentLogprobs
 from negamax.api.schemas.answers import ChatLogprob
+from negamax.models.chat_format import ChatFormat
 from negamax.scheduler.step import TokenLogprobs
-from negamax.text.chat_format import ChatFormat
 from negamax.text.detokenizer import Detokenizer
 from negamax.text.parser.events import ParserEvent, ToolCallStart
 from negamax.text.parser.packets import Packets

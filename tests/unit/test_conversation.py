@@ -16,7 +16,7 @@ from negamax.api.common.conversation import ChatPrompt, Conversation, PromptBuil
 from negamax.api.schemas.thinking import ReasoningPlace, ThinkingChoice
 from negamax.base.errors import EngineError, InvalidRequestError
 from negamax.engine.client.output import RequestOutput
-from negamax.text.chat_format import ChatFormat
+from negamax.models.chat_format import ChatFormat
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.detokenizer import TextPiece
 from negamax.text.parser.events import ParserEvent, ReasoningDelta, ToolCallStart, collect

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from negamax.base.errors import ConfigError
-from negamax.config import families
-from negamax.config.eagle3 import FAMILY, Eagle3Spec, read_spec
-from negamax.config.families import bundled_spec
 from negamax.engine.core.source import locate
+from negamax.models import registry
+from negamax.models.eagle3.config import FAMILY, Eagle3Spec, read_spec
 from negamax.models.memory import draft_bytes, weight_bytes
+from negamax.models.registry import bundled_spec
 from negamax.options.engine import EngineOptions
 
 # thoughtworks/MiniMax-M2.5-Eagle3, as SpecForge writes it
@@ -163,7 +163,7 @@ def test_a_draft_is_found_by_its_bundled_name_or_its_folder(tmp_path: Path) -> N
 @pytest.mark.parametrize("config", [M2, M3])
 def test_a_draft_is_no_model_to_serve(config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="is a draft: it guesses the tokens of another model"):
-        families.read_spec(config)
+        registry.read_spec(config)
 
 
 def test_the_head_alone_may_be_fp8() -> None:

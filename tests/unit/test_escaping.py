@@ -16,7 +16,7 @@ from text_support import CONTROL, make_tokenizer
 from negamax.api.common.conversation import ChatPrompt, Conversation, PromptBuilder
 from negamax.base.errors import InvalidRequestError
 from negamax.config.embedded import EMBEDDED
-from negamax.text.chat_format import ChatFormat
+from negamax.models.chat_format import ChatFormat
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.tokenizer import Tokenizer
 from tests.speed import cpu_seconds, is_linear

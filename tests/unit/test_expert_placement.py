@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from negamax.base.errors import CheckpointError, ConfigError, InvalidRequestError
 from negamax.checkpoint import split
 from negamax.checkpoint.split import RANK_INDEX_NAME
-from negamax.config.families import bundled_spec
 from negamax.engine.core.expert_balancer import COUNT_STEPS, ExpertBalancer
 from negamax.models.memory import weight_bytes
+from negamax.models.registry import bundled_spec
 from negamax.options.engine import EngineOptions
 from negamax.options.eplb import EplbConfig
 from negamax.parallel.layout import ParallelLayout

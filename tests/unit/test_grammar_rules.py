@@ -11,10 +11,10 @@ import pytest
 
 from negamax.base.errors import InvalidRequestError
 from negamax.config.grammar import MAX_NESTING, MAX_TEXT_BYTES, Grammar, Marker, Reasoning
+from negamax.models.minimax_m2.chat import M2Calls
+from negamax.models.minimax_m3.chat import M3Calls
+from negamax.models.registry import CALL_STYLES
 from negamax.scheduler.request import SamplingParams
-from negamax.text.formats.minimax_m2 import M2Calls
-from negamax.text.formats.minimax_m3 import M3Calls
-from negamax.text.formats.registry import CALL_STYLES
 from negamax.text.grammar.json_schema import MAX_BYTES, MAX_NODES, Budget, prepared, resolve
 from negamax.text.grammar.structural_tag import content_format, structural_tag
 from negamax.text.grammar.tool_calls import CallStyle, tool_grammar

@@ -12,9 +12,9 @@ from message_support import Message, ai, call, result, system, text, user
 from template_support import m2_template, m3_template
 
 from negamax.base.errors import InvalidRequestError
+from negamax.models.minimax_m2.chat import MINIMAX_M2_FAMILY
+from negamax.models.minimax_m3.chat import MINIMAX_M3_FAMILY
 from negamax.text.chat_template import ChatTemplate
-from negamax.text.formats.minimax_m2 import MINIMAX_M2_FAMILY
-from negamax.text.formats.minimax_m3 import MINIMAX_M3_FAMILY
 from negamax.text.messages import (
     normalize_messages,
     plain_text,

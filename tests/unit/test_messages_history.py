@@ -15,7 +15,7 @@ from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
 from negamax.api.dialects.messages.history import history_of
 from negamax.api.schemas.answers import error_answer, message_error
 from negamax.base.errors import ContextLengthError, InvalidRequestError
-from negamax.text.formats.minimax_m3 import MINIMAX_M3_FAMILY
+from negamax.models.minimax_m3.chat import MINIMAX_M3_FAMILY
 from negamax.text.messages import normalize_messages
 
 SIGNER = ThoughtSigner("nano")

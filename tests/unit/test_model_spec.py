@@ -13,16 +13,15 @@ import msgspec
 import pytest
 
 from negamax.base.errors import CheckpointError, ConfigError
-from negamax.config.families import bundled_names, bundled_spec, read_spec
 from negamax.config.generation import (
     GenerationDefaults,
     SamplingDefaults,
     read_generation_defaults,
 )
 from negamax.config.json_file import read_json_object
-from negamax.config.minimax_m2 import FAMILY
 from negamax.config.model_spec import ModelSpec
-from negamax.models.family import names_of
+from negamax.models.minimax_m2.config import FAMILY
+from negamax.models.registry import bundled_names, bundled_spec, names_of, read_spec
 from negamax.quantization.detect import detect
 
 # The fields of MiniMax-M2's own config.json.

@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from negamax.base.errors import ConfigError
-from negamax.config.families import bundled_spec, read_spec
 from negamax.config.kv_cache import (
     block_bytes,
     choose_block_size,
@@ -21,9 +20,9 @@ from negamax.config.kv_cache import (
     shards_index,
     with_holders,
 )
-from negamax.config.minimax_m3 import MiniMaxM3Spec
-from negamax.models.family import names_of
 from negamax.models.memory import weight_bytes
+from negamax.models.minimax_m3.config import MiniMaxM3Spec
+from negamax.models.registry import bundled_spec, names_of, read_spec
 from negamax.parallel.layout import ParallelLayout
 
 PATTERN = [0] * 3 + [1] * 57

@@ -21,10 +21,10 @@ from negamax.base.errors import ConfigError
 from negamax.cli.main import app, main
 from negamax.cli.plan import commands
 from negamax.cli.resolve import resolve
-from negamax.config.families import bundled_spec
 from negamax.config.kv_cache import block_bytes, with_holders, with_index_dtype
 from negamax.config.model_spec import ModelSpec
 from negamax.models.memory import ModelWeights, weight_bytes
+from negamax.models.registry import bundled_spec
 from negamax.options.engine import EngineOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split, possible_splits

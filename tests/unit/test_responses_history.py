@@ -12,7 +12,7 @@ from negamax.api.common.history import History
 from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
 from negamax.api.dialects.responses.history import history_of
 from negamax.base.errors import InvalidRequestError
-from negamax.text.formats.minimax_m3 import MINIMAX_M3_FAMILY
+from negamax.models.minimax_m3.chat import MINIMAX_M3_FAMILY
 from negamax.text.messages import normalize_messages
 
 SIGNER = ThoughtSigner("nano")

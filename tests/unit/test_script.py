@@ -12,11 +12,11 @@ from negamax.engine.core import setup
 from negamax.engine.core.scripted_executor import ScriptedExecutor
 from negamax.engine.core.setup import start_loop
 from negamax.engine.grammar.manager import GrammarManager
+from negamax.models.minimax_m2.chat import MINIMAX_M2
 from negamax.options.engine import EngineOptions
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import GrammarBitmask, NewRow, StepPlan
 from negamax.text.chat_template import ChatTemplate
-from negamax.text.formats.minimax_m2 import MINIMAX_M2
 from negamax.text.script import ScriptedAnswers, new_messages, read_script
 from negamax.text.tokenizer import Tokenizer
 

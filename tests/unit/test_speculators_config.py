@@ -12,10 +12,10 @@ import pytest
 from test_eagle3_config import M2, M3
 
 from negamax.base.errors import ConfigError
-from negamax.config import families
-from negamax.config.eagle3 import read_spec
-from negamax.config.families import bundled_spec
 from negamax.engine.core.source import ModelSource, locate
+from negamax.models import registry
+from negamax.models.eagle3.config import read_spec
+from negamax.models.registry import bundled_spec
 from negamax.options.engine import EngineOptions
 from tests.tiny_draft import as_speculators
 
@@ -197,4 +197,4 @@ def test_a_draft_alone_stands_for_its_verifier(tmp_path: Path) -> None:
 
 def test_it_is_no_model_to_serve() -> None:
     with pytest.raises(ConfigError, match="'eagle3' is a draft: it guesses the tokens of another"):
-        families.read_spec(CONFIG)
+        registry.read_spec(CONFIG)

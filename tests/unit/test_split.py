@@ -11,10 +11,9 @@ import pytest
 
 from negamax.base.errors import CheckpointError, ConfigError
 from negamax.checkpoint import split
-from negamax.config.families import bundled_names, bundled_spec
 from negamax.config.model_spec import ModelSpec
-from negamax.models.family import names_of
 from negamax.models.memory import dequantized, expert_padding, weight_bytes
+from negamax.models.registry import bundled_names, bundled_spec, names_of
 from negamax.options.parallel import ParallelOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split, possible_splits

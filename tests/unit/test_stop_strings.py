@@ -16,9 +16,9 @@ from test_choice_stream import EOS, TOKENIZER, info
 from negamax.api.common.choice_reader import ChoiceReader, ReadingRules
 from negamax.api.common.conversation import ChatPrompt
 from negamax.engine.client.output import ChoiceStream
+from negamax.models.chat_format import ChatFormat
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import SequenceUpdate
-from negamax.text.chat_format import ChatFormat
 from negamax.text.detokenizer import TextPiece
 from negamax.text.parser.events import ParsedOutput, ParserEvent, collect
 from negamax.text.parser.output_format import OutputFormat

@@ -14,7 +14,7 @@ from negamax.api.common.conversation import ChatPrompt
 from negamax.api.schemas.thinking import ReasoningPlace
 from negamax.base.errors import EngineError
 from negamax.engine.client.output import RequestOutput
-from negamax.text.chat_format import ChatFormat
+from negamax.models.chat_format import ChatFormat
 from negamax.text.detokenizer import TextPiece
 from negamax.text.parser.events import ContentDelta, ParserEvent, ReasoningDelta, ToolCallStart
 from negamax.text.parser.output_parser import Thinking

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from negamax.api.common.blocks import Block, BlockKind
 from negamax.api.common.logprobs import chat_logprobs
 from negamax.api.schemas.answers import ChatLogprob
+from negamax.models.chat_format import ChatFormat
 from negamax.scheduler.step import TokenLogprobs
-from negamax.text.chat_format import ChatFormat
 from negamax.text.parser.output_parser import Thinking
 from negamax.text.tokenizer import Tokenizer
 

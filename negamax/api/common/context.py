@@ -31,9 +31,9 @@ from negamax.base.errors import InvalidRequestError, NotFoundError
 from negamax.engine.client.engine_client import AsyncEngine
 from negamax.engine.client.open_request import Observer, OpenRequest
 from negamax.engine.client.output import TextReader
+from negamax.models.chat_format import ChatFormat
 from negamax.options.server import ServerOptions
 from negamax.scheduler.request import SamplingParams
-from negamax.text.chat_format import ChatFormat
 
 FINGERPRINT = f"negamax-{__version__}"
 Ping = tuple[bytes, float]  # an event, and the seconds of silence after which it is sent

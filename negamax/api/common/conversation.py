@@ -21,7 +21,7 @@ from negamax.api.schemas.thinking import (
 )
 from negamax.base.errors import ContextLengthError, InvalidRequestError
 from negamax.base.pieces import num_chars
-from negamax.text.chat_format import ChatFormat, ReasoningState
+from negamax.models.chat_format import ChatFormat, ReasoningState
 from negamax.text.encoding_cache import EncodingCache
 from negamax.text.escaping import unescaped
 from negamax.text.messages import is_unseen, normalize_messages, plain_text

@@ -28,9 +28,9 @@ from negamax.base.errors import AbortedError, InvalidRequestError
 from negamax.config.grammar import Grammar
 from negamax.engine.client.open_request import OpenRequests
 from negamax.engine.client.output import RequestOutput
+from negamax.models.chat_format import ChatFormat, ReasoningState, may_call
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import TokenLogprobs
-from negamax.text.chat_format import ChatFormat, ReasoningState, may_call
 from negamax.text.grammar.tool_calls import tool_grammar
 from negamax.text.parser.events import ParserEvent
 

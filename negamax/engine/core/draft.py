@@ -7,10 +7,10 @@ from pathlib import Path
 
 from negamax.base.errors import ConfigError
 from negamax.checkpoint.reader import read_entries
-from negamax.config.eagle3 import DraftModel, of_draft
 from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
 from negamax.config.quantization import rotation_file
+from negamax.models.eagle3.config import DraftModel, of_draft
 from negamax.models.eagle3.names import EMBEDDING, HEAD, respelled
 
 

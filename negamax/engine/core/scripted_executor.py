@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from negamax.engine.core.source import ModelSource
+from negamax.models.registry import chat_family_of
 from negamax.options.engine import EngineOptions
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import GrammarBitmask, NewRow, StepPlan, StepResult, TokenLogprobs
 from negamax.text.chat_template import ChatTemplate
-from negamax.text.formats.registry import family_of
 from negamax.text.script import Script, ScriptedAnswers
 from negamax.text.tokenizer import Tokenizer
 from negamax.worker.config import DebugCommand, DebugResult, WorkerReady
@@ -48,7 +48,7 @@ class ScriptedExecutor:
             script,
             tokenizer=Tokenizer.from_folder(template_folder),
             template=template,
-            output_format=family_of(source.spec.architecture).output,
+            output_format=chat_family_of(source.spec.architecture).output,
             eos_token_id=self._eos,
         )
         self._step_seconds = 1.0 / script.tokens_per_second

@@ -11,7 +11,6 @@ from negamax.base import env
 from negamax.base.crash_dump import CrashDumps
 from negamax.base.errors import ConfigError
 from negamax.base.log import get_logger
-from negamax.config.families import model_types_like
 from negamax.config.kv_cache import check_index_options, choose_block_size, shards_index
 from negamax.config.model_spec import ModelSpec
 from negamax.engine.core.chunk_length import choose_chunk_length
@@ -26,6 +25,7 @@ from negamax.engine.nodes.facts import facts_of
 from negamax.engine.nodes.group import start_on_nodes
 from negamax.engine.nodes.ray_launcher import RayLauncher
 from negamax.engine.wire import ModelInfo
+from negamax.models.registry import model_types_like
 from negamax.options.engine import STEP_LIMITS, EngineOptions
 from negamax.options.eplb import FIXED
 from negamax.options.nodes import RAY

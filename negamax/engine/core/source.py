@@ -8,14 +8,14 @@ from pathlib import Path
 
 from negamax.base.errors import ConfigError
 from negamax.checkpoint.hub import resolve_model
-from negamax.config import eagle3
-from negamax.config.eagle3 import DraftModel, Eagle3Spec, IsDraft, of_draft
 from negamax.config.embedded import EMBEDDED
-from negamax.config.families import bundled_names, bundled_spec, family_of, read_spec
 from negamax.config.generation import GenerationDefaults, SamplingDefaults, read_generation_defaults
 from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
 from negamax.config.quantization import read_quantization
+from negamax.models.eagle3 import config as eagle3
+from negamax.models.eagle3.config import DraftModel, Eagle3Spec, IsDraft, of_draft
+from negamax.models.registry import bundled_names, bundled_spec, family_of, read_spec
 from negamax.options.engine import EngineOptions
 from negamax.options.speculation import EAGLE3, SpeculationConfig
 from negamax.quantization import online

@@ -30,7 +30,7 @@ from negamax.config.grammar import Grammar, Reasoning
 from negamax.engine.grammar import wire
 from negamax.engine.grammar.fair_threads import FairThreads
 from negamax.engine.grammar.masks import Mask, allows
-from negamax.text.formats.registry import CALL_STYLES, TOKEN_TAGS
+from negamax.models.registry import CALL_STYLES, TOKEN_TAGS
 from negamax.text.grammar.structural_tag import structural_tag
 from negamax.text.tokenizer import Tokenizer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from negamax.config.eagle3 import Eagle3Spec
+from negamax.models.eagle3.config import Eagle3Spec
 from negamax.models.family import Initializer
 
 

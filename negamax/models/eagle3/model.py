@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError
-from negamax.config.eagle3 import Eagle3Spec
 from negamax.config.model_spec import ModelSpec
 from negamax.kernels.activations import SILU, concatenate
 from negamax.kernels.attention.metadata import AttentionMetadata
@@ -40,6 +39,7 @@ from negamax.layers.partial import Partial
 from negamax.layers.weights import WeightSlot, slots_by_name
 from negamax.models.decoder import Decoder
 from negamax.models.eagle3 import names
+from negamax.models.eagle3.config import Eagle3Spec
 from negamax.parallel.collectives import SingleRank
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import shard

@@ -7,9 +7,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from negamax.config.eagle3 import Eagle3Spec
 from negamax.kernels.formats import Axis
 from negamax.layers.names import MlpNames
+from negamax.models.eagle3.config import Eagle3Spec
 from negamax.models.family import Placement, WeightSpec
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"

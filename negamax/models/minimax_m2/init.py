@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 
-from negamax.config.minimax_m2 import MiniMaxM2Spec
 from negamax.models.family import Initializer
+from negamax.models.minimax_m2.config import MiniMaxM2Spec
 
 # MiniMax's own selection biases are 4.7 to 9.5. A spread of 0.02 would already make some experts 40
 # % likelier than others.

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from negamax.config.minimax_m2 import MiniMaxM2Spec
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.formats import ActivationFormat
@@ -19,6 +18,7 @@ from negamax.layers.moe import SparseMoe
 from negamax.layers.partial import Partial
 from negamax.models.decoder import Decoder
 from negamax.models.minimax_m2 import names
+from negamax.models.minimax_m2.config import MiniMaxM2Spec
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.scheme import WeightFormat
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from negamax.config.minimax_m2 import MiniMaxM2Spec
 from negamax.kernels.formats import Axis
 from negamax.models.family import WeightSpec
+from negamax.models.minimax_m2.config import MiniMaxM2Spec
 from negamax.models.spellings import DECODER as DECODER
 from negamax.models.spellings import attention as attention
 from negamax.models.spellings import layer_of as layer_of

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 
-from negamax.config.minimax_m3 import MiniMaxM3Spec
 from negamax.models.family import Initializer
 from negamax.models.minimax_m2.init import ATTENTION_GAIN
+from negamax.models.minimax_m3.config import MiniMaxM3Spec
 
 ROUTER_BIAS = Initializer(std=0.0005, mean=7.0)
 NORM = Initializer(std=0.05)  # a norm multiplies by 1 + w

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from negamax.config.minimax_m3 import MiniMaxM3Spec
 from negamax.kernels.activations import QuantizedActivations, SwiGlu
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.block_sparse.choice import IndexShard, SparseShape
@@ -24,6 +23,7 @@ from negamax.layers.moe import SparseMoe
 from negamax.layers.partial import Partial
 from negamax.models.decoder import Decoder
 from negamax.models.minimax_m3 import names
+from negamax.models.minimax_m3.config import MiniMaxM3Spec
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.scheme import WeightFormat
 

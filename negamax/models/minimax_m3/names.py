@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from negamax.config.minimax_m3 import MiniMaxM3Spec
 from negamax.kernels.formats import Axis
 from negamax.layers.names import IndexerNames, MlpNames, MoeNames
 from negamax.models import spellings
 from negamax.models.family import WeightSpec
+from negamax.models.minimax_m3.config import MiniMaxM3Spec
 from negamax.models.spellings import DECODER as DECODER
 from negamax.models.spellings import attention as attention
 from negamax.models.spellings import layer_of as layer_of

@@ -2,5 +2,5 @@
 second with a mixture of experts and with attention to few selected keys, which it finds by a third
 cache of another width. Norms of queries and keys run over each head by itself.
 
-What stands here is all that a family adds (but for its line in `config/families.py`).
+What stands here is all that a family adds (but for its line in `models/registry.py`).
 """

@@ -8,7 +8,8 @@ from typing import Any
 
 from negamax.config import fields
 from negamax.config.kv_cache import KvCacheSpec, KvCacheSpecs
-from negamax.config.model_spec import ModelFamily, ModelSpec
+from negamax.config.model_spec import ModelSpec
+from negamax.models.family import ModelFamily
 
 INDEX_BLOCK = 4  # tokens
 

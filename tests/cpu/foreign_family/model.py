@@ -262,7 +262,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
 def build(
     spec: ForeignSpec, *, context: ParallelContext, weights: WeightFormat, kernels: KernelTable
 ) -> Decoder:
-    """See `models/registry.py`."""
+    """See `models/build.py`."""
     shared = {"kernels": kernels, "weights": weights}
     view = context.layout.attention
     kv_heads = len(view.kv_heads(spec.num_kv_heads))

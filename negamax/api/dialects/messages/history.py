@@ -12,7 +12,7 @@ from negamax.api.common.history import AssistantParts, HiddenThought, History, p
 from negamax.api.common.thought_signature import HiddenThoughts
 from negamax.api.dialects.messages.schema import TOOL_CHANGES
 from negamax.api.schemas.request_model import refuse, shown
-from negamax.text.formats.family import ChatFamily
+from negamax.text.chat_family import ChatFamily
 from negamax.text.messages import unseen_note
 
 _ROLES = ("user", "assistant", "system")

@@ -14,7 +14,7 @@ from negamax.api.dialects.responses.client_tools import call_arguments, result_t
 from negamax.api.dialects.responses.item_settings import SETTINGS
 from negamax.api.dialects.responses.schema import CUSTOM_INPUT, shown_name
 from negamax.api.schemas.request_model import refuse, shown
-from negamax.text.formats.family import ChatFamily
+from negamax.text.chat_family import ChatFamily
 from negamax.text.messages import unseen_note
 
 _ROLES = ("user", "assistant", "system", "developer")

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from negamax.config.grammar import refuse_grammar
-from negamax.text.formats.family import ChatFamily
+from negamax.text.chat_family import ChatFamily
 from negamax.text.grammar.tag_formats import Format, const, sequence
 from negamax.text.grammar.tool_calls import CallStyle, count
 from negamax.text.parser.element_arguments import ElementArguments

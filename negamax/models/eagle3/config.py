@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from negamax.base.errors import CheckpointError, ConfigError
-from negamax.config import fields, speculators
+from negamax.config import fields
 from negamax.config.fields import refuse
-from negamax.config.model_spec import ModelFamily, ModelSpec
+from negamax.config.model_spec import ModelSpec
+from negamax.models.eagle3 import speculators
+from negamax.models.family import ModelFamily
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM")

@@ -21,9 +21,9 @@ from typing import Any, Literal
 
 from negamax.base.errors import ConfigError
 from negamax.config.grammar import Marker, Reasoning
+from negamax.models.registry import CHAT_FAMILIES, chat_family_of
+from negamax.text.chat_family import ChatFamily
 from negamax.text.chat_template import ChatTemplate
-from negamax.text.formats.family import ChatFamily
-from negamax.text.formats.registry import FAMILIES, family_of
 from negamax.text.grammar.tool_calls import CallStyle
 from negamax.text.parser.output_format import OutputFormat
 from negamax.text.parser.output_parser import OutputParser, Thinking
@@ -31,13 +31,15 @@ from negamax.text.tokenizer import Tokenizer
 
 AUTO, NONE = "auto", "none"
 
-_ANY = next(iter(FAMILIES.values()))  # where nothing is read by it
-_TOOL_CALL_FAMILIES = {name: family for family in FAMILIES.values() for name in family.parser_names}
+_ANY = next(iter(CHAT_FAMILIES.values()))  # where nothing is read by it
+_TOOL_CALL_FAMILIES = {
+    name: family for family in CHAT_FAMILIES.values() for name in family.parser_names
+}
 _REASONING_FAMILIES = {
     **{name: (family, Thinking.SPLIT) for name, family in _TOOL_CALL_FAMILIES.items()},
     **{
         name: (family, Thinking.APPEND)
-        for family in FAMILIES.values()
+        for family in CHAT_FAMILIES.values()
         for name in family.append_names
     },
 }
@@ -195,7 +197,7 @@ def _chosen(
     named = of_calls or of_reasoning
     if named is None and AUTO not in (tool_call_parser, reasoning_parser):
         named = _ANY
-    return named or family_of(model), thinking
+    return named or chat_family_of(model), thinking
 
 
 def _check_name(flag: str, name: str, allowed: Sequence[str]) -> None:

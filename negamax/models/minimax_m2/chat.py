@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from negamax.config.grammar import Marker, refuse_grammar
-from negamax.text.formats.family import ChatFamily
+from negamax.text.chat_family import ChatFamily
 from negamax.text.grammar.json_schema import Budget
 from negamax.text.grammar.tag_formats import Format, const, marker, newlines, sequence
 from negamax.text.grammar.tool_calls import NAME, CallStyle

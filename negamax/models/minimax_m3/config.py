@@ -16,8 +16,10 @@ from negamax.base.errors import ConfigError
 from negamax.config import fields
 from negamax.config.fields import refuse
 from negamax.config.kv_cache import KvCacheSpec, KvCacheSpecs
-from negamax.config.model_spec import ModelFamily, ModelSpec
+from negamax.config.model_spec import ModelSpec
 from negamax.config.quantization import QuantizationSpec
+from negamax.models.family import ModelFamily
+from negamax.models.minimax_m3.chat import MINIMAX_M3_FAMILY
 
 T = TypeVar("T")
 
@@ -454,6 +456,7 @@ _FAMILY = ModelFamily(
     spec=MiniMaxM3Spec,
     read_spec=read_vision,
     own_config=text_config,
+    chat=MINIMAX_M3_FAMILY,
     sampling={"temperature": 1.0, "top_p": 0.95, "top_k": 40},
     bundled={"minimax-m3": _M3, "minimax-m3-mxfp8": replace(_M3, quantization=_MXFP8)},
     embedded="nano-m3",

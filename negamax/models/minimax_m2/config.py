@@ -13,8 +13,10 @@ from typing import Any, ClassVar
 
 from negamax.config import fields
 from negamax.config.fields import refuse
-from negamax.config.model_spec import ModelFamily, ModelSpec
+from negamax.config.model_spec import ModelSpec
 from negamax.config.quantization import QuantizationSpec
+from negamax.models.family import ModelFamily
+from negamax.models.minimax_m2.chat import MINIMAX_M2_FAMILY
 
 ARCHITECTURE = "MiniMaxM2ForCausalLM"
 
@@ -188,6 +190,7 @@ FAMILY = ModelFamily(
     package="negamax.models.minimax_m2",
     spec=MiniMaxM2Spec,
     read_spec=read_spec,
+    chat=MINIMAX_M2_FAMILY,
     sampling={"temperature": 1.0, "top_p": 0.95, "top_k": 40},
     bundled=_BUNDLED,
 )

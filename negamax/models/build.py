@@ -1,0 +1,60 @@
+"""From a spec to a model on this rank."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import torch
+
+from negamax.config.model_spec import ModelSpec
+from negamax.kernels.registry import KernelTable
+from negamax.layers.weights import WeightSlot
+from negamax.models.decoder import Decoder
+from negamax.models.registry import family_of
+from negamax.parallel.collectives import SingleRank
+from negamax.parallel.context import ParallelContext
+from negamax.parallel.layout import ParallelLayout
+from negamax.quantization.detect import detect
+from negamax.quantization.scheme import WeightFormat
+
+
+def build_model(
+    spec: ModelSpec,
+    *,
+    context: ParallelContext,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: KernelTable,
+    keep_quantized: bool = True,
+) -> Decoder:
+    """This rank's part of the model, weights not yet written.
+
+    `keep_quantized`: hold matrices as the checkpoint stores them where a kernel reads that; else
+    all are dequantised at load. Errors: `ConfigError` for an unknown architecture, or sizes that
+    cannot be split as `context.layout` says.
+    """
+    family = family_of(spec.architecture)
+    weights = WeightFormat(dtype, device, detect(spec.quantization), keep_quantized)
+    code = import_module(f"{family.package}.model")
+    model: Decoder = code.build(spec, context=context, weights=weights, kernels=kernels)
+    return model
+
+
+def empty_slots(
+    spec: ModelSpec,
+    layout: ParallelLayout,
+    *,
+    dtype: torch.dtype,
+    kernels: KernelTable,
+    keep_quantized: bool = True,
+) -> dict[str, WeightSlot]:
+    """The weight slots of the same model on the rank `layout`, whose parameters take no memory:
+    for a plan of what is to be loaded. Errors: as above.
+    """
+    one = SingleRank()
+    context = ParallelContext(layout, attention_group=one, expert_group=one, world=one)
+    device = torch.device("meta")
+    return build_model(
+        spec, context=context, dtype=dtype, device=device, kernels=kernels,
+        keep_quantized=keep_quantized,
+    ).weight_slots()  # fmt: skip

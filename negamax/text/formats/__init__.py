@@ -1,1 +1,0 @@
-"""The model families: one file each, and the table of them."""
