@@ -1,8 +1,8 @@
 """Children of tests, forked from a process that has imported what they need: PyTorch, the worker,
 the grammars' compiler, the server. That is one to two seconds of work for each of them otherwise.
 
-Forked are the children that `negamax.base.process.spawn` starts, and the programs of `start`, whose
-own children are forked, too. What is to have another environment starts as it does for users.
+Children of `negamax.base.supervision.spawn` and programs of `start` are forked, and so are their
+children. What is to have another environment starts as it does for users.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 import pytest
 
-from negamax.base import env, log, process
+from negamax.base import env, log, supervision
 from negamax.base.imports import large_imports
 from negamax.options.nodes import KEY_VARIABLE
 
@@ -60,9 +60,9 @@ PR_SET_CHILD_SUBREAPER = 36
 
 @pytest.fixture(scope="session", autouse=sys.platform == "linux")
 def forked_children() -> Iterator[None]:
-    """Has `process.spawn` fork, as long as a child is to have the environment of this run."""
+    """Has `supervision.spawn` fork, as long as a child is to have the environment of this run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process, "spawn", partial(_spawn, process.spawn, of_this_run))
+        patch.setattr(supervision, "spawn", partial(_spawn, supervision.spawn, of_this_run))
         yield
 
 
@@ -101,7 +101,7 @@ def _spawn(
     pass_fds: Sequence[int] = (),
     variables: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """As `process.spawn`, which is `spawn`."""
+    """As `supervision.spawn`, which is `spawn`."""
     wanted = env.for_child(**{log.CHILD_VARIABLE: log.settings()} | dict(variables or {}))
     if not source().has_environment(wanted):
         return spawn(module, *args, own_group=own_group, pass_fds=pass_fds, variables=variables)
@@ -269,7 +269,7 @@ def main(fd: int) -> None:
                 continue
             requests.close()
             of_this_run = cache(partial(Source, ours, environment()))
-            process.spawn = partial(_spawn, process.spawn, of_this_run)
+            supervision.spawn = partial(_spawn, supervision.spawn, of_this_run)
             sys.modules["tests.forked_children"] = sys.modules["__main__"]
         become(request, fds)
         run(module, arguments)
@@ -289,7 +289,7 @@ def run(module: str, arguments: list[str]) -> None:
     if isinstance(code, str):
         sys.exit(code)
     sys.stdout.flush()
-    process.exit_now(code or 0)
+    supervision.exit_now(code or 0)
 
 
 if __name__ == "__main__":

@@ -45,9 +45,9 @@ from negamax.base import env
 from negamax.base.addresses import resolve_host
 from negamax.base.errors import ConfigError, EngineDeadError, ResourceError
 from negamax.base.log import get_logger
+from negamax.base.supervision import SupervisionLimits
 from negamax.engine.client.connection import ENGINE_MODULE
 from negamax.engine.client.engine_client import AsyncEngine
-from negamax.engine.client.restarts import Supervision
 from negamax.engine.client.supervisor import EngineSupervisor
 from negamax.options.engine import EngineOptions
 from negamax.options.server import ServerOptions
@@ -283,7 +283,7 @@ async def _start_engine(
     return await EngineSupervisor.run(
         await AsyncEngine.create(engine_options, chat_template=template, queue=server_rank.queue),
         engine_options,
-        supervision=Supervision(
+        limits=SupervisionLimits(
             max_restarts=server_options.max_engine_restarts,
             restart_window=server_options.engine_restart_window,
             hang_timeout=server_options.engine_hang_timeout,

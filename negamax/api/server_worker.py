@@ -23,8 +23,7 @@ from negamax.api.processes.server_rank import ServerRank
 from negamax.api.server import HttpServer, event_loop, settle_garbage_collection
 from negamax.base import log
 from negamax.base.log import get_logger
-from negamax.base.parent_watch import watch_parent
-from negamax.base.process import exit_now
+from negamax.base.supervision import exit_now, watch_parent
 from negamax.engine.client.connection import EngineChannel
 from negamax.engine.client.engine_client import AsyncEngine
 from negamax.engine.wire import EngineAddress
@@ -40,7 +39,7 @@ _CONNECT_SECONDS = 5.0
 
 def main() -> None:
     """Serve until the first process says to end. Signals that ask to end or to reload are the
-    first process's business, see `base.process.exit_with_parent`."""
+    first process's business, see `base.supervision.exit_with_parent`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     log.setup_as_parent()
@@ -83,7 +82,7 @@ async def _serve() -> None:
     loop = asyncio.get_running_loop()
     watch_parent(
         begin.parent,
-        tell=lambda reason: loop.call_soon_threadsafe(worker.leave, server, reason),
+        report=lambda reason: loop.call_soon_threadsafe(worker.leave, server, reason),
     )
     following = asyncio.create_task(worker.follow(reader, server))
     settle_garbage_collection()

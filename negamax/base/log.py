@@ -1,7 +1,7 @@
 """Logging set-up: one line per event on standard error, so that stdout stays data.
 
 The processes of a server log alike: a child takes the settings that its parent gives it through
-an environment variable (`base.process.spawn`).
+an environment variable (`base.supervision.spawn`).
 """
 
 from __future__ import annotations

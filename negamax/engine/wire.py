@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from negamax.base.parent_watch import ParentPulse
+from negamax.base.supervision import ParentPulse
 from negamax.config.generation import SamplingDefaults
 from negamax.options.engine import EngineOptions
 from negamax.options.speculation import SpeculationConfig
@@ -250,7 +250,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
     num_rounds: int  # of the loop since the start
     is_idle: bool  # the loop waits for a message
     stats: EngineStats
-    rank: int = 0  # the rank process that has given no sign of life for the longest time,
+    rank: int = 0  # the rank process that has sent no heartbeat for the longest time,
     rank_silence: float = 0.0  # and for how many seconds
 
 

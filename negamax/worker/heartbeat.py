@@ -9,8 +9,8 @@ import time
 from typing import TYPE_CHECKING
 
 from negamax.base.log import get_logger
-from negamax.base.process import exit_now
 from negamax.base.shared_numbers import SharedNumbers
+from negamax.base.supervision import exit_now
 
 if TYPE_CHECKING:
     from negamax.parallel.poll_control import PollControl

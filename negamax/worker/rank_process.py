@@ -29,8 +29,8 @@ from negamax.base.crash_dump import CrashDumps
 from negamax.base.errors import EngineDeadError, NegamaxError
 from negamax.base.imports import large_imports
 from negamax.base.log import get_logger
-from negamax.base.process import exit_now, exit_with_parent
 from negamax.base.shared_numbers import SharedNumbers
+from negamax.base.supervision import exit_now, exit_with_parent
 from negamax.scheduler import crash_details
 from negamax.scheduler.step import GrammarBitmask, RowFailures, StepPlan, StepResult
 from negamax.worker.config import DebugCommand, WorkerReady, decode_config

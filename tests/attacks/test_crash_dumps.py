@@ -85,7 +85,7 @@ def test_a_step_that_fails_as_a_whole_leaves_one_dump(tmp_path: Path) -> None:
     from negamax import LLM, SamplingParams
 
     with LLM("nano", num_threads=1, crash_dump_dir=str(tmp_path), show_progress=False) as llm:
-        worker = llm._loop._executor._worker  # type: ignore[attr-defined]
+        worker = llm._loop.executor._worker  # type: ignore[attr-defined]
 
         def fails(*_: object) -> None:
             raise RuntimeError("out of memory")

@@ -90,7 +90,7 @@ def test_server_whose_every_process_was_stopped_goes_on(two: Server) -> None:
         time.sleep(0.2)
     time.sleep(1)
     assert [two.process.pid, *children_of(two)] == family
-    assert "gives no sign of life" not in two.log
+    assert "sends no heartbeat" not in two.log
 
 
 def test_leader_that_stands_still_is_ended_by_its_children(two: Server) -> None:
@@ -109,11 +109,11 @@ def test_leader_that_stands_still_is_ended_by_its_children(two: Server) -> None:
     assert done == "data: [DONE]"
     told = json.loads(error.removeprefix("data: "))["error"]
     assert told["type"] == "service_unavailable_error"
-    assert "the first server process gives no sign of life" in told["message"]
+    assert "the first server process sends no heartbeat" in told["message"]
     assert ended - stopped > HANG_SECONDS - 1
     assert two.process.wait(120) == -signal.SIGKILL
     assert eventually(lambda: not any(map(is_alive, family)))
-    assert f"gives no sign of life for {HANG_SECONDS} s and is killed" in two.log
+    assert f"sends no heartbeat for {HANG_SECONDS} s and is killed" in two.log
 
 
 def test_server_of_one_process_is_ended_by_its_engine(tmp_path: Path) -> None:
@@ -126,4 +126,4 @@ def test_server_of_one_process_is_ended_by_its_engine(tmp_path: Path) -> None:
         server.process.kill()
         assert ended and server.process.returncode == -signal.SIGKILL
         assert eventually(lambda: not is_alive(engine))
-        assert "gives no sign of life" in server.log and "Traceback" not in server.log
+        assert "sends no heartbeat" in server.log and "Traceback" not in server.log

@@ -192,7 +192,7 @@ def test_a_command_between_steps_is_not_part_of_their_times(
         return commit(*given, seconds=seconds)
 
     monkeypatch.setattr(loop._scheduler, "commit", noted)
-    monkeypatch.setattr(loop._executor, "run_debug_command", lambda command: time.sleep(pause))
+    monkeypatch.setattr(loop.executor, "run_debug_command", lambda command: time.sleep(pause))
     requests = RandomPrompts(info, seed=5, temperature=0.0).batch(1, input_len=10, output_len=4)
     run_batch(loop, requests, on_decode=lambda: loop.run_debug_command("none"))
     assert len(found) >= 4 and statistics.median(found) < pause / 2

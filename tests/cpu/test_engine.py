@@ -288,7 +288,7 @@ def test_a_request_whose_numbers_break_fails_alone(folder: Path) -> None:
                 collected[update.request_id] += update.token_ids
                 reasons[update.request_id] = update.finish_reason
             if not poisoned:
-                worker = engine._loop._executor._worker  # type: ignore[attr-defined]
+                worker = engine._loop.executor._worker  # type: ignore[attr-defined]
                 block = int(worker._requests.block_tables[0, 0])
                 with torch.inference_mode():
                     worker._kv[0]["k"][block] = float("nan")
@@ -321,7 +321,7 @@ def test_a_step_that_raises_is_repeated_row_by_row(
                 reasons[update.request_id] = update.finish_reason
             steps += 1
             if steps == 3:
-                worker = engine._loop._executor._worker  # type: ignore[attr-defined]
+                worker = engine._loop.executor._worker  # type: ignore[attr-defined]
                 forward = worker._model.forward
 
                 def raising(

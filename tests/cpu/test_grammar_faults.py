@@ -133,7 +133,7 @@ def test_a_row_that_fails_is_run_apart_with_the_masks_of_the_others_intact(llm: 
     prompts = ["A person:", "Once", "letters:"]
     expected = [completion.token_ids for completion in outputs(llm, prompts, params)]
     requests = admitted(llm, prompts, params)
-    worker = llm._loop._executor._worker  # type: ignore[attr-defined]
+    worker = llm._loop.executor._worker  # type: ignore[attr-defined]
     run = worker._run
 
     def failing(plan: Any, masks: Any) -> Any:

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from negamax import LLM, SamplingParams
-from negamax.base import process
+from negamax.base import supervision
 from negamax.config.grammar import Grammar
 from negamax.scheduler.step import SequenceUpdate
 
@@ -73,7 +73,7 @@ def test_a_process_is_given_up_when_it_is_stopped_for_long_not_when_it_is_seen_s
     client = llm._loop._grammars.start()
     since = client._heard = time.monotonic() - 2.0
     os.kill(client._process.pid, signal.SIGSTOP)
-    while not process.is_stopped(client._process.pid):
+    while not client._process.is_stopped:
         time.sleep(0.01)
     started = time.monotonic()
     assert not client.is_silent(since)
@@ -85,14 +85,14 @@ def test_a_process_is_given_up_when_it_is_stopped_for_long_not_when_it_is_seen_s
 def test_a_process_that_can_open_no_file_costs_its_requests_and_not_the_engine(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spawn = process.spawn
+    spawn = supervision.spawn
 
     def without_files(module: str, *args: str, **options: Any) -> Any:
         child = spawn(module, *args, **options)
         resource.prlimit(child.pid, resource.RLIMIT_NOFILE, (3, 3))
         return child
 
-    monkeypatch.setattr(process, "spawn", without_files)
+    monkeypatch.setattr(supervision, "spawn", without_files)
     refused, free = drive(llm, [YES, SamplingParams(max_tokens=20, ignore_eos=True)], seconds=200.0)
     assert refused.finish_reason == "error" and "grammar process" in (refused.error or "")
     assert free.finish_reason == "length"

@@ -62,7 +62,7 @@ def test_steps_of_all_lengths_are_timed_and_answers_are_the_same(
     def run(runtime: Runtime, config: dict[str, Any] | None) -> tuple[list[list[int]], Any]:
         graph_support.install(monkeypatch, runtime)
         with LLM(folder, **OPTIONS | {"speculative_config": config}) as llm:
-            ready = llm._loop._executor.ready
+            ready = llm._loop.executor.ready
             return answers(llm), ready.step_seconds
 
     def runtime(kind: type[Runtime]) -> Runtime:

@@ -66,7 +66,7 @@ def test_the_mean_is_what_was_asked_for(is_captured: bool, monkeypatch: pytest.M
         stats = llm.stats()
         assert llm.info.speculation is not None
         assert llm.info.speculation.synthetic_acceptance_length == 2.5
-        assert "SYNTHETIC ACCEPTANCE of 2.50" in llm._loop._executor.ready.load_summary
+        assert "SYNTHETIC ACCEPTANCE of 2.50" in llm._loop.executor.ready.load_summary
     assert stats.num_drafts > 200
     shares = [count / stats.num_drafts for count in stats.accepted_per_position]
     # (at the end of a request a row has fewer drafts)

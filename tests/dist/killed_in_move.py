@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from negamax.base import process
+from negamax.base import supervision
 from negamax.engine.core.process import main
 from negamax.worker import rank_process
 from negamax.worker.expert_weights import MovableExperts
@@ -41,14 +41,14 @@ def die_in_move(mark: Path) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) == 2:
-        spawn = process.spawn
+        spawn = supervision.spawn
 
         @functools.wraps(spawn)
         def spawn_these(module: str, *args: str, **options: Any) -> Any:
             is_rank = module == "negamax.worker.rank_process"
             return spawn(MODULE if is_rank else module, *args, **options)
 
-        process.spawn = spawn_these
+        supervision.spawn = spawn_these
         sys.exit(main(sys.argv[1]))
     if sys.argv[2] == "1":
         die_in_move(Path(os.environ["KILLED_IN_MOVE"]))

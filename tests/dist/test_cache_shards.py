@@ -18,7 +18,7 @@ from m3_support import GREEDY, PARAMS, check, prompts_of
 from test_m3_ranks import sizes_of
 
 from negamax import LLM, SamplingParams
-from negamax.base import process
+from negamax.base import supervision
 from tests import tiny, tiny_draft, tiny_m3
 
 TWO: dict[str, Any] = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
@@ -118,18 +118,18 @@ def test_captured_steps_and_drafts_leave_the_text_as_it_is(
         }  # fmt: skip
     prompts = [[5, 6, 7, 8, 9] * 30, [5, 6, 7, 8, 9] * 3, [11, 12, 13] * 20, [33]]
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    spawn = process.spawn
+    spawn = supervision.spawn
 
     def captured(_module: str, *args: str) -> subprocess.Popen[bytes]:
         return spawn("tests.dist.captured_rank", *args)
 
-    monkeypatch.setattr(process, "spawn", captured)
+    monkeypatch.setattr(supervision, "spawn", captured)
     found = []
     for more in ({}, ranks):
         with LLM(str(folder), **options, **more) as llm:
             made = [*llm.generate(prompts, params), *llm.generate(prompts[:1], params)]
             stats = llm.stats()
-            children = getattr(llm._loop._executor, "_processes", [])
+            children = getattr(llm._loop.executor, "_processes", [])
         assert made[-1].num_cached_tokens > 100
         assert [child.poll() for child in children] == [0] * len(children)  # and replayed steps
         counts = stats.num_draft_tokens, stats.num_accepted_tokens

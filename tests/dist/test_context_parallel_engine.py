@@ -32,7 +32,7 @@ from test_data_parallel_engine import (
 
 from nano.suites import retrieval
 from negamax import LLM, SamplingParams
-from negamax.base import process
+from negamax.base import supervision
 from negamax.options.nodes import KEY_VARIABLE
 from tests import tiny, tiny_draft, tiny_m3
 from tools.load.machines import Agent, NoMachinesError, machines
@@ -58,14 +58,14 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=["pcp2", "dp2-pcp2"],
 )
 def ranks(counted: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
-    spawn = process.spawn
+    spawn = supervision.spawn
 
     def counting(_module: str, *args: str) -> subprocess.Popen[bytes]:
         return spawn("tests.dist.counting_rank", *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COUNTED_TOKENS", str(counted))
-        patch.setattr(process, "spawn", counting)
+        patch.setattr(supervision, "spawn", counting)
         llm = nano(**request.param)
     with llm:
         yield llm
@@ -240,12 +240,12 @@ def test_captured_steps_run_all_tokens_on_every_rank(
     replicas: int, tiny_m2: Path, preempted: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, where small steps are replayed and not shared out."""
-    spawn = process.spawn
+    spawn = supervision.spawn
 
     def captured(_module: str, *args: str) -> subprocess.Popen[bytes]:
         return spawn("tests.dist.captured_rank", *args)
 
-    monkeypatch.setattr(process, "spawn", captured)
+    monkeypatch.setattr(supervision, "spawn", captured)
     ranks = {"prefill_context_parallel_size": 2, "data_parallel_size": replicas}
     options = {"max_num_batched_tokens": 80, "max_num_seqs": 5, **ranks}
     assert tokens_of(tiny_m2, SHARED[:6], SHORT, **options)[0] == preempted

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from negamax import LLM, SamplingParams
-from negamax.base import process
+from negamax.base import supervision
 from negamax.bench.group import Group
 from negamax.config.grammar import Grammar
 from negamax.engine.core.source import locate
@@ -183,12 +183,12 @@ def test_captured_steps_of_data_ranks_on_stages(
         SamplingParams(temperature=1.0, seed=5, top_k=5, max_tokens=16, logprobs=1),
     ]
     limits = {**COMMON, "max_num_batched_tokens": 24, "max_num_seqs": 5}
-    spawn = process.spawn
+    spawn = supervision.spawn
 
     def captured(_module: str, *args: str) -> subprocess.Popen[bytes]:
         return spawn("tests.dist.captured_rank", *args)
 
-    monkeypatch.setattr(process, "spawn", captured)
+    monkeypatch.setattr(supervision, "spawn", captured)
     texts = []
     for stages in (1, 2):
         layout = {"data_parallel_size": 2, "pipeline_parallel_size": stages}
@@ -196,6 +196,6 @@ def test_captured_steps_of_data_ranks_on_stages(
             texts.append(tokens(llm.generate(prompts, params)))
             time.sleep(0.3)  # without a plan
             assert tokens(llm.generate(prompts[1:2], params[1])) == texts[0][1:2]
-            children = llm._loop._executor._processes  # type: ignore[attr-defined]
+            children = llm._loop.executor._processes  # type: ignore[attr-defined]
         assert [child.poll() for child in children] == [0] * len(children)  # and replayed steps
     assert texts[0] == texts[1]

@@ -120,9 +120,9 @@ TO_NODE_1, TO_NODE_0 = [(0, 1)], [(1, 0)]
 BOTH = TO_NODE_1 + TO_NODE_0
 # The ways that are cut, and what node 0 says of it.
 CUTS = (
-    (BOTH, "node 1 .* gives no sign of life for 2|node 0 was not heard for 2.* on node 1"),
+    (BOTH, "node 1 .* sends no heartbeat for 2|node 0 was not heard for 2.* on node 1"),
     (TO_NODE_1, r"node 0 was not heard for 2.* on node 1 \(.*\)"),
-    (TO_NODE_0, r"node 1 \(.*\) gives no sign of life for 2"),
+    (TO_NODE_0, r"node 1 \(.*\) sends no heartbeat for 2"),
 )
 
 
@@ -277,7 +277,7 @@ def test_three_far_machines_in_any_order(
     options = (*FLOAT32, "-pp", "3", "--nnodes", "3")
     agents = {2: Agent(network, 2, *options)}
     faults: tuple[tuple[Callable[[], object], str], ...] = (
-        (lambda: agents[2].signal(signal.SIGSTOP), "node 2 .* no sign of life"),
+        (lambda: agents[2].signal(signal.SIGSTOP), "node 2 .* no heartbeat"),
         (lambda: network.set_links(source=0, target=1, cut=True), "node 0 .* on node 1|rank 1"),
         (lambda: network.set_links(source=2, target=1, cut=True), "node 2 .* on node 1"),
     )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from negamax import LLM, SamplingParams
-from negamax.base import process
+from negamax.base import supervision
 from tests import tiny, tiny_draft
 
 SIZES: dict[str, Any] = {
@@ -49,12 +49,12 @@ def test_ranks_guess_as_plain_pytorch(
     tiny.save(target, tmp_path / "model")
     sizes = {"vocab_size": 96, "hidden_size": 32}
     config, tensors, draft = tiny_draft.make(variant, tmp_path / "draft", ids=[1, 2, 3], **sizes)
-    spawn = process.spawn
+    spawn = supervision.spawn
 
     def noting(_module: str, *args: str) -> subprocess.Popen[bytes]:
         return spawn("tests.dist.drafted_rank", *args, str(tmp_path))
 
-    monkeypatch.setattr(process, "spawn", noting)
+    monkeypatch.setattr(supervision, "spawn", noting)
 
     def texts(**options: Any) -> list[list[int]]:
         with LLM(

@@ -152,7 +152,7 @@ def test_a_rank_that_cannot_start_is_reported_and_nothing_is_left_running(
 def test_a_first_rank_that_fails_in_a_step_ends_and_is_noticed(two_ranks: LLM) -> None:
     """The rank that reports results has a thread for it, which must not keep a failed process
     alive. The last test of these two ranks."""
-    executor = two_ranks._loop._executor
+    executor = two_ranks._loop.executor
     executor._sockets[0].send(PLAN + b"\xc1")  # no MessagePack: decoding raises in the rank
     with pytest.raises(EngineDeadError, match="rank 0 ended with exit code 1"):
         executor.receive()

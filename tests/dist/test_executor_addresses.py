@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from negamax.base import process
+from negamax.base import supervision
 from negamax.engine.core import executor
 from negamax.engine.core.executor import MultiProcessExecutor
 from negamax.models.registry import bundled_spec
@@ -38,12 +38,12 @@ def test_plans_reach_the_ranks_of_their_replica(
     local: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = ParallelLayout(tp=2, dp=2)
-    spawn = process.spawn
+    spawn = supervision.spawn
 
     def recording(_module: str, *args: str) -> subprocess.Popen[bytes]:
         return spawn("tests.dist.recording_rank", *args)
 
-    monkeypatch.setattr(process, "spawn", recording)
+    monkeypatch.setattr(supervision, "spawn", recording)
     monkeypatch.setattr(executor, "SHUTDOWN_SECONDS", 120.0)
     config = WorkerConfig(
         bundled_spec("minimax-m2"), (1,), None, layout, "cpu", "float32", "auto", **SIZES,
@@ -66,4 +66,4 @@ def test_plans_reach_the_ranks_of_their_replica(
             ]
     finally:
         ranks.shutdown()
-    assert [child.poll() for child in ranks._processes] == [0] * 4
+    assert [child.exit_code for child in ranks._processes] == [0] * 4

@@ -17,7 +17,7 @@ import torch
 
 from nano.suites import tool_calls
 from negamax import LLM, SamplingParams
-from negamax.base import process
+from negamax.base import supervision
 from negamax.engine.core import expert_balancer
 from negamax.engine.wire import ExpertDump
 from tests import tiny
@@ -203,17 +203,17 @@ def test_drafts_and_captured_steps_find_the_experts(
     of_one_rank: tuple[list[list[int]], ExpertDump],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    spawn = process.spawn
+    spawn = supervision.spawn
 
     def captured(_module: str, *args: str) -> subprocess.Popen[bytes]:
         return spawn("tests.dist.captured_rank", *args)
 
-    monkeypatch.setattr(process, "spawn", captured)
+    monkeypatch.setattr(supervision, "spawn", captured)
     drafts = {"method": "ngram", "num_speculative_tokens": 2, "adaptive": False}
     ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
     with balancing(skewed, copies=2, **ranks, speculative_config=drafts) as llm:
         assert tokens_of(llm) == of_one_rank[0]
-        experts, children = llm.stats().experts, llm._loop._executor._processes  # type: ignore[attr-defined]
+        experts, children = llm.stats().experts, llm._loop.executor._processes  # type: ignore[attr-defined]
     assert experts is not None and experts.num_moved >= 5
     assert [child.poll() for child in children] == [0, 0]  # and replayed steps
 

@@ -16,18 +16,18 @@ from foreign_family.checkpoint import CONFIG, random_tensors, save
 from foreign_family.config import FAMILY, read_spec
 
 from negamax import LLM, SamplingParams
-from negamax.base import process
+from negamax.base import supervision
 from negamax.models import registry
 
 
 def test_two_ranks_give_what_one_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry.FAMILIES, FAMILY.architecture, FAMILY)
-    spawn = process.spawn
+    spawn = supervision.spawn
 
     def spawn_knowing(_module: str, *args: str) -> subprocess.Popen[bytes]:
         return spawn("tests.dist.foreign_rank", *args)
 
-    monkeypatch.setattr(process, "spawn", spawn_knowing)
+    monkeypatch.setattr(supervision, "spawn", spawn_knowing)
     folder = str(save(random_tensors(read_spec(CONFIG)), tmp_path))
     prompts = [list(range(3, 3 + length)) for length in (5, 40)]
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1)

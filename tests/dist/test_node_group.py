@@ -108,7 +108,7 @@ class Setting:
 
 def silence(words: str) -> float:
     """The seconds that node 0 tells of: more than its limit, on a machine that stands still."""
-    match = re.search(r"gives no sign of life for (\d+\.\d) s", words)
+    match = re.search(r"sends no heartbeat for (\d+\.\d) s", words)
     assert match, words
     return float(match[1])
 

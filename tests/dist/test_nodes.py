@@ -74,7 +74,7 @@ def test_data_parallel_ranks_on_two_machines_and_one_stands_still(
             assert tokens(llm) == expected
             # of a request on each of the two ranks
             stop = lambda: agent.signal(signal.SIGSTOP)  # noqa: E731
-            assert seconds_until_noticed(llm, stop, "node 1 .* no sign of life") < NOTICED_SECONDS
+            assert seconds_until_noticed(llm, stop, "node 1 .* no heartbeat") < NOTICED_SECONDS
             agent.signal(signal.SIGCONT)
             agent.wait_for("the ranks end")
         finally:
@@ -108,7 +108,7 @@ def test_agents_wait_for_the_next_engine_and_end_with_the_last(
             else:
                 second.signal(signal.SIGSTOP)
 
-        assert seconds_until_noticed(llm, lose, "node 2 .* no sign of life") < NOTICED_SECONDS
+        assert seconds_until_noticed(llm, lose, "node 2 .* no heartbeat") < NOTICED_SECONDS
         if not isinstance(network, Machines):
             second.signal(signal.SIGCONT)
         llm._loop.shutdown(restarts=True)

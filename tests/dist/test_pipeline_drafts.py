@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from negamax import LLM, SamplingParams
-from negamax.base import process
+from negamax.base import supervision
 from negamax.config.grammar import Grammar
 from negamax.engine.core import executor
 from negamax.engine.llm import Generation
@@ -54,7 +54,7 @@ def known(params: list[SamplingParams], made: list[Generation]) -> str:
 @pytest.fixture
 def knowing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
     """Have the ranks guess the right tokens, wrong ones and none, at random, of what is known."""
-    spawn = process.spawn
+    spawn = supervision.spawn
 
     def install(of: str) -> None:
         file = tmp_path / "known.json"
@@ -65,7 +65,7 @@ def knowing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], 
                 return spawn(module, *args)
             return spawn("tests.dist.drafting_rank", *args, str(file))
 
-        monkeypatch.setattr(process, "spawn", drafting)
+        monkeypatch.setattr(supervision, "spawn", drafting)
 
     return install
 
@@ -168,14 +168,14 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the ranks replay captured steps, as on a GPU: the host learns later than the device how
     far a row is.
     """
-    spawn = process.spawn
+    spawn = supervision.spawn
 
     def started(module: str, *args: str) -> subprocess.Popen[bytes]:
         if not module.endswith("rank_process"):
             return spawn(module, *args)
         return spawn("tests.dist.captured_rank", *args)
 
-    monkeypatch.setattr(process, "spawn", started)
+    monkeypatch.setattr(supervision, "spawn", started)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_captured_steps_with_drafts(
     with LLM(name, **limits, pipeline_parallel_size=2, speculative_config=drafts) as llm:
         assert words(llm.generate(prompts, params)) == expected
         stats = llm.stats()
-        children = llm._loop._executor._processes  # type: ignore[attr-defined]
+        children = llm._loop.executor._processes  # type: ignore[attr-defined]
     assert [child.poll() for child in children] == [0, 0]  # and replayed steps
     assert stats.num_draft_tokens > 60
     assert stats.num_accepted_tokens > share * stats.num_draft_tokens

@@ -18,7 +18,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from negamax import LLM, SamplingParams
-from negamax.base import log, process
+from negamax.base import log, supervision
 from negamax.base.errors import ConfigError, EngineDeadError
 from negamax.config.grammar import Grammar
 from negamax.engine.core import executor
@@ -148,11 +148,11 @@ def test_stages_that_wait_for_a_mask_can_be_stopped(
     two_stages._loop._scheduler.add(request)
     plans = two_stages._loop._scheduler.plan()
     assert plans is not None and plans[0].grammar_rows == [0]
-    ranks = two_stages._loop._executor
+    ranks = two_stages._loop.executor
     ranks.launch(plans)  # and never any masks
     time.sleep(1.0)
     two_stages.shutdown()
-    assert all(child.poll() in (0, 1) for child in ranks._processes)  # type: ignore[attr-defined]
+    assert all(child.exit_code in (0, 1) for child in ranks._processes)  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")
@@ -220,12 +220,12 @@ def test_captured_steps_of_stages_give_the_text_of_one_stage(
         SamplingParams(temperature=1.0, seed=4, max_tokens=20, ignore_eos=True),
         SamplingParams(temperature=1.0, seed=5, top_k=5, max_tokens=16, logprobs=1),
     ]
-    spawn = process.spawn
+    spawn = supervision.spawn
 
     def captured(_module: str, *args: str) -> subprocess.Popen[bytes]:
         return spawn("tests.dist.captured_rank", *args)
 
-    monkeypatch.setattr(process, "spawn", captured)
+    monkeypatch.setattr(supervision, "spawn", captured)
     limits = {"dtype": "float32", "max_num_batched_tokens": 24, "max_num_seqs": 5}
     texts = []
     for stages in (1, 2):
@@ -233,8 +233,8 @@ def test_captured_steps_of_stages_give_the_text_of_one_stage(
             texts.append(tokens(llm.generate(prompts, params)))
             time.sleep(0.3)  # without a plan
             assert tokens(llm.generate(prompts, params)) == texts[0]
-            children = llm._loop._executor._processes  # type: ignore[attr-defined]
-        assert [child.poll() for child in children] == [0] * len(children)  # and replayed steps
+            children = llm._loop.executor._processes  # type: ignore[attr-defined]
+        assert [child.exit_code for child in children] == [0] * len(children)  # and replayed steps
     assert texts[0] == texts[1]
 
 
@@ -255,11 +255,11 @@ def test_what_cannot_be_split_is_refused(m2: str, options: dict[str, Any], words
 
 def test_a_killed_stage_is_noticed(m2: str) -> None:
     with model(m2, pipeline_parallel_size=2) as llm:
-        ranks = llm._loop._executor
+        ranks = llm._loop.executor
         os.kill(ranks._processes[1].pid, signal.SIGKILL)  # type: ignore[attr-defined]
         with pytest.raises(EngineDeadError, match="rank 1 ended with exit code -9"):
             llm.generate([[5, 6, 7]], SamplingParams(max_tokens=5))
-    assert all(child.poll() is not None for child in ranks._processes)  # type: ignore[attr-defined]
+    assert all(child.exit_code is not None for child in ranks._processes)  # type: ignore[attr-defined]
 
 
 def test_a_stage_with_the_wrong_tensors_is_refused_by_name(m2: str, tmp_path: Path) -> None:

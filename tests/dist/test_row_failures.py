@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from negamax import LLM, SamplingParams
-from negamax.base import process
+from negamax.base import supervision
 from tests import row_faults
 from tests.row_faults import FAULTS, PROMPT_MARK, asking
 
@@ -40,13 +40,13 @@ def two_context_ranks() -> Iterator[LLM]:
 
 @contextmanager
 def faulty_ranks(**ranks: int) -> Iterator[LLM]:
-    spawn = process.spawn
+    spawn = supervision.spawn
 
     def faulty(_module: str, *args: str) -> subprocess.Popen[bytes]:
         return spawn("tests.dist.faulty_rank", *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process, "spawn", faulty)
+        patch.setattr(supervision, "spawn", faulty)
         with LLM("nano", device="cpu", num_threads=1, max_model_len=512, **ranks) as llm:
             yield llm
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from negamax import LLM, SamplingParams
-from negamax.base import process
+from negamax.base import supervision
 from negamax.config.grammar import Grammar
 
 LETTERS = Grammar(kind="regex", text="[a-z ]{30,40}")
@@ -46,14 +46,14 @@ def test_two_ranks_with_drafts_say_what_they_say_without(
     known = [[params.seed, prompt, output] for params, prompt, output in columns]
     file = tmp_path / "known.json"
     file.write_text(json.dumps(known))
-    spawn = process.spawn
+    spawn = supervision.spawn
 
     def drafting(module: str, *args: str) -> subprocess.Popen[bytes]:
         if not module.endswith("rank_process"):
             return spawn(module, *args)
         return spawn("tests.dist.drafting_rank", *args, str(file))
 
-    monkeypatch.setattr(process, "spawn", drafting)
+    monkeypatch.setattr(supervision, "spawn", drafting)
     found, _, accepted = answers()
     assert found == expected
     assert accepted > 40

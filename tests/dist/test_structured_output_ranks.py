@@ -81,8 +81,8 @@ def test_ranks_that_wait_for_masks_can_be_stopped(
     llm._loop._scheduler.add(request)
     plans = llm._loop._scheduler.plan()
     assert plans is not None and plans[0].grammar_rows == [0]
-    ranks = llm._loop._executor
+    ranks = llm._loop.executor
     ranks.launch(plans)  # and never any masks
     time.sleep(1.0)
     llm.shutdown()
-    assert all(child.poll() in (0, 1) for child in ranks._processes)  # type: ignore[attr-defined]  # nobody was killed
+    assert all(child.exit_code in (0, 1) for child in ranks._processes)  # type: ignore[attr-defined]  # nobody was killed

@@ -7,13 +7,11 @@ from __future__ import annotations
 import json
 import resource
 import shutil
-import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from negamax.base import process
+from negamax.base.supervision import Supervised
 from negamax.cli.main import main
 from negamax.config.embedded import EMBEDDED
 from tests.e2e.conftest import MODEL, eventually
@@ -84,14 +82,14 @@ def test_too_few_files_may_be_open() -> None:
 def test_children_do_not_inherit_api_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NEGAMAX_API_KEY", "OPENAI_API_KEY", "NEGAMAX_OTHER"):
         monkeypatch.setenv(name, "secret-value")
-    child: subprocess.Popen[bytes] = process.spawn("code")
+    child = Supervised("code")
     try:
         environ = Path(f"/proc/{child.pid}/environ")  # empty until the child has begun
         assert eventually(lambda: bool(environ.read_bytes()))
         inherited = environ.read_bytes().split(b"\0")
     finally:
-        child.send_signal(signal.SIGKILL)
-        process.stop(child, timeout=5.0)
+        child.kill()
+        child.reap()
     assert [word for word in inherited if b"secret-value" in word] == [
         b"NEGAMAX_OTHER=secret-value"
     ]

@@ -55,7 +55,7 @@ def test_a_killed_stage_leaves_nobody_waiting(victim: int) -> None:
     options = {"pipeline_parallel_size": 2}
     skip_without(options)
     llm = LLM("nano", device="cuda", max_num_seqs=8, max_model_len=2048, **options)
-    executor = llm._loop._executor
+    executor = llm._loop.executor
     assert isinstance(executor, MultiProcessExecutor)
     process = executor._processes[victim]
     threading.Timer(0.5, os.kill, (process.pid, signal.SIGKILL)).start()
@@ -65,6 +65,6 @@ def test_a_killed_stage_leaves_nobody_waiting(victim: int) -> None:
     began = time.monotonic()
     llm.shutdown()
     seconds = time.monotonic() - began
-    print(f"the ranks ended after {seconds:.2f} s: {[p.returncode for p in executor._processes]}")
-    assert all(child.poll() is not None for child in executor._processes)
+    print(f"the ranks ended after {seconds:.2f} s: {[p.exit_code for p in executor._processes]}")
+    assert all(child.exit_code is not None for child in executor._processes)
     assert seconds < 8  # the survivor may have to be killed, after five

@@ -92,7 +92,7 @@ def test_rank_whose_peer_was_killed_stops_waiting_and_ends_by_itself() -> None:
 
     sampling = SamplingParams(temperature=0.0, max_tokens=1900, ignore_eos=True)
     llm = LLM("nano", device="cuda", tensor_parallel_size=2, max_num_seqs=8, max_model_len=2048)
-    executor = llm._loop._executor
+    executor = llm._loop.executor
     assert isinstance(executor, MultiProcessExecutor)
     survivor, victim = executor._processes
     threading.Timer(0.5, os.kill, (victim.pid, signal.SIGKILL)).start()
@@ -101,6 +101,6 @@ def test_rank_whose_peer_was_killed_stops_waiting_and_ends_by_itself() -> None:
     began = time.monotonic()
     llm.shutdown()
     seconds = time.monotonic() - began
-    print(f"the other rank ended with {survivor.returncode} after {seconds:.2f} s")
-    assert survivor.returncode == 1  # by itself: nobody had to kill it
+    print(f"the other rank ended with {survivor.exit_code} after {seconds:.2f} s")
+    assert survivor.exit_code == 1  # by itself: nobody had to kill it
     assert seconds < 3

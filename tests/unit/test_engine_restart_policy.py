@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from negamax.engine.client.restarts import RestartPolicy, Supervision
+from negamax.base.supervision import RestartPolicy, SupervisionLimits
 
 
 def test_first_restart_is_at_once_and_the_next_ones_wait_longer_and_longer() -> None:
-    policy = RestartPolicy(Supervision(max_restarts=8, restart_window=600.0))
-    assert [policy.died(float(second)) for second in range(8)] == [
+    policy = RestartPolicy(SupervisionLimits(max_restarts=8, restart_window=600.0))
+    assert [policy.note_death(float(second)) for second in range(8)] == [
         0.0,
         1.0,
         2.0,
@@ -17,15 +17,15 @@ def test_first_restart_is_at_once_and_the_next_ones_wait_longer_and_longer() -> 
         30.0,
         30.0,
     ]
-    assert policy.died(8.0) is None
+    assert policy.note_death(8.0) is None
 
 
 def test_deaths_are_forgotten_after_the_window() -> None:
-    policy = RestartPolicy(Supervision(max_restarts=1, restart_window=600.0))
-    assert policy.died(0.0) == 0.0
-    assert policy.died(600.0) == 0.0
-    assert policy.died(1199.0) is None
+    policy = RestartPolicy(SupervisionLimits(max_restarts=1, restart_window=600.0))
+    assert policy.note_death(0.0) == 0.0
+    assert policy.note_death(600.0) == 0.0
+    assert policy.note_death(1199.0) is None
 
 
 def test_without_restarts_the_first_death_is_the_last() -> None:
-    assert RestartPolicy(Supervision(max_restarts=0)).died(0.0) is None
+    assert RestartPolicy(SupervisionLimits(max_restarts=0)).note_death(0.0) is None

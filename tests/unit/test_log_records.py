@@ -86,7 +86,7 @@ def test_record_says_how_a_request_ended(
 def test_child_logs_as_its_parent(level: str, log_format: str, replica: int | None) -> None:
     """With the number of its replica, which its own children would have, too."""
     parent = (
-        "from negamax.base import log; from negamax.base.process import spawn;"
+        "from negamax.base import log; from negamax.base.supervision import spawn;"
         f"log.setup({level!r}, {log_format!r});"
         f"number = {{log.CHILD_VARIABLE: log.settings({replica})}};"
         "spawn('tests.unit.test_log_records', variables=number).wait()"

@@ -10,7 +10,7 @@ from negamax.engine.nodes.neighbours import Neighbours
 
 def test_who_was_heard_and_is_not_any_more_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("negamax.base.silence.time.monotonic", lambda: now)
+    monkeypatch.setattr("negamax.base.supervision.time.monotonic", lambda: now)
     neighbours = Neighbours("s", {2: ("10.0.0.3", 1), 3: ("10.0.0.4", 1)})
 
     def pass_seconds(seconds: float) -> str | None:

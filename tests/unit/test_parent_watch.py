@@ -1,4 +1,4 @@
-"""A parent that gives no sign of life any more, watched by a child."""
+"""A parent that sends no heartbeat any more, watched by a child."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from negamax.base.shared_numbers import SharedNumbers
 HANG_SECONDS = 2.2  # twice what one look may count
 CHILD = """
 import sys, time
-from negamax.base.parent_watch import ParentPulse, watch_parent
+from negamax.base.supervision import ParentPulse, watch_parent
 def tell(reason): print(reason, flush=True)
-watch_parent(ParentPulse(int(sys.argv[1]), sys.argv[2], float(sys.argv[3])), tell=tell)
+watch_parent(ParentPulse(int(sys.argv[1]), sys.argv[2], float(sys.argv[3])), report=tell)
 time.sleep(120)
 """
 PARENT = """
@@ -47,7 +47,7 @@ def test_a_parent_in_an_endless_loop_is_killed_after_the_reason_was_told(tmp_pat
     assert words == "went on"
     with parent.stdout as output:
         told = output.readline()
-        assert told == f"the first server process gives no sign of life for {HANG_SECONDS:g} s\n"
+        assert told == f"the first server process sends no heartbeat for {HANG_SECONDS:g} s\n"
         assert parent.wait(120) == -9
         # the children have a second to tell their clients
         assert time.monotonic() - float(last_pulse) > HANG_SECONDS + 0.9

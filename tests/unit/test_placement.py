@@ -228,7 +228,7 @@ def test_dead_and_silent_replicas_get_nothing_while_others_answer() -> None:
         assert engine.num_open == 6
         channels[0].last_beat = 0.0
         assert ask(engine, prompt(30), "better than nothing")[1] == 0
-        with pytest.raises(UnavailableError, match="the engine gives no sign of life"):
+        with pytest.raises(UnavailableError, match="the engine sends no heartbeat"):
             engine.check_responsive()
         again = Channel()
         run(engine, 1, again)

@@ -133,8 +133,8 @@ def test_a_mask_that_allows_nothing_costs_its_row_and_not_the_step() -> None:
     ]
     counts = [len(prompt)] * 2
     plan = StepPlan(7, rows, [], [], [0, 1], counts, [0, 0], [True, True], [0])
-    step = loop._executor.launch([plan])
-    loop._executor.send_bitmask(GrammarBitmask(7, [0], [0], [bytes(-(-info.vocab_size // 8))]))
+    step = loop.executor.launch([plan])
+    loop.executor.send_bitmask(GrammarBitmask(7, [0], [0], [bytes(-(-info.vocab_size // 8))]))
     (result,) = step.results()
     assert list(result.errors) == [0] and len(result.token_ids) == 2
     loop.shutdown()

@@ -21,7 +21,7 @@ from typing import Protocol
 
 import zmq
 
-from negamax.base.process import exit_with_parent
+from negamax.base.supervision import exit_with_parent
 from negamax.engine import wire
 from negamax.engine.core.process import Outbox, listen
 from negamax.engine.core.source import ModelSource, locate

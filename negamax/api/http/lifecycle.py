@@ -86,7 +86,7 @@ class Lifecycle:
         """
         pulse = self._pulses.row(0)[0]
         if self._index and pulse and time.monotonic() - pulse > _SILENT_SECONDS:
-            message = "the first server process gives no sign of life"
+            message = "the first server process sends no heartbeat"
             raise UnavailableError(message, code="server_process_silent", retry_after=1.0)
 
     def run_in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -5,24 +5,25 @@ again when they die.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
 import socket
-import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
 
 from negamax.api.processes import wire
 from negamax.api.processes.server_rank import ServerRank
-from negamax.base import process
 from negamax.base.errors import EngineDeadError
 from negamax.base.log import get_logger
-from negamax.base.parent_watch import ParentPulse
-from negamax.base.silence import Silence
+from negamax.base.supervision import (
+    ParentPulse,
+    RestartPolicy,
+    Supervised,
+    SupervisionLimits,
+    stop_children,
+)
 from negamax.engine.client.connection import BEAT_TIMEOUT_SECONDS
-from negamax.engine.client.restarts import RestartPolicy, Supervision
 from negamax.engine.wire import EngineAddress, ModelInfo
 from negamax.options.engine import EngineOptions
 from negamax.options.server import ServerOptions
@@ -31,7 +32,7 @@ logger = get_logger(__name__)
 
 SERVER_WORKER_MODULE = "negamax.api.server_worker"
 _POLL_SECONDS = 0.05
-_RESTARTS = Supervision(max_restarts=3)  # of one process
+_RESTARTS = SupervisionLimits(max_restarts=3)  # of one process
 _END_SECONDS = 7.0  # for processes to end after `Abort`
 
 
@@ -63,7 +64,7 @@ class ServerSupervisor:
         self.pulse = ParentPulse(os.getpid(), str(rank.supervisor_pulse), self._hang_seconds)
         # the state of each engine, for a new process
         self._engine_messages: dict[int, wire.EngineMessage] = {}
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._processes: dict[int, Supervised] = {}
         self._is_ending = False
         self._end: asyncio.Task[None] | None = None
         self._watchers = [
@@ -73,7 +74,7 @@ class ServerSupervisor:
     @property
     def num_running(self) -> int:
         """Processes that have not ended."""
-        return sum(process.poll() is None for process in self._processes.values())
+        return sum(child.exit_code is None for child in self._processes.values())
 
     async def ready(self) -> None:
         """Wait until all of them serve, or are to end. Errors: `EngineDeadError`."""
@@ -121,10 +122,7 @@ class ServerSupervisor:
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
-        for ending in self._processes.values():
-            ending.kill()
-            ending.wait()
-            _close(ending)
+        stop_children(list(self._processes.values()), timeout=0.0)
         shutil.rmtree(self._rank.folder, ignore_errors=True)
 
     async def _supervise(self, index: int) -> None:
@@ -136,27 +134,27 @@ class ServerSupervisor:
             except OSError as error:
                 self._fail(f"server process {index} cannot be started: {error}")
                 return
-            silence = Silence()
-            while running.poll() is None:
+            was_killed = False
+            while running.exit_code is None:
                 await asyncio.sleep(_POLL_SECONDS)
                 has_served = has_served or self._rank.socket_of(index).exists()
-                if silence.seconds(self._rank.pulses.row(index)[0]) > self._hang_seconds:
+                if running.silence() > self._hang_seconds and not was_killed:
                     logger.error(
-                        "server process %d gives no sign of life for %g s and is killed",
+                        "server process %d sends no heartbeat for %g s and is killed",
                         index,
                         self._hang_seconds,
                     )
                     running.kill()
-                    silence = Silence()
+                    was_killed = True
             if self._is_ending:
                 return
-            _close(self._processes.pop(index))
-            reason = f"server process {index} ended with exit code {running.returncode}"
+            self._processes.pop(index).reap()
+            reason = f"server process {index} ended with exit code {running.exit_code}"
             self._rank.clear(index)
             self._rank.socket_of(index).unlink(missing_ok=True)
             if self.on_death is not None:
                 self.on_death(index)
-            pause = policy.died(time.monotonic()) if has_served else None
+            pause = policy.note_death(time.monotonic()) if has_served else None
             if pause is None:
                 self._fail(reason)
                 return
@@ -168,11 +166,14 @@ class ServerSupervisor:
         if not self.failed.done():
             self.failed.set_result(reason)
 
-    def _spawn(self, index: int) -> subprocess.Popen[bytes]:
+    def _spawn(self, index: int) -> Supervised:
         """Start a process with a listening socket of its own, and send it the engine's state."""
         with bound_to(self._listener.getsockname(), family=self._listener.family) as listener:
-            running = process.spawn(
-                SERVER_WORKER_MODULE, own_group=True, pass_fds=(listener.fileno(),)
+            running = Supervised(
+                SERVER_WORKER_MODULE,
+                own_group=True,
+                pass_fds=(listener.fileno(),),
+                heartbeat=self._rank.pulses.row(index),
             )
             begin = wire.Begin(
                 index=index,
@@ -182,9 +183,9 @@ class ServerSupervisor:
                 engine=self._engine_options,
                 server=self._server_options,
             )
-        _send(running, begin)
+        running.send(wire.encoder.encode(begin))
         for message in self._engine_messages.values():
-            _send(running, message)
+            running.send(wire.encoder.encode(message))
         return running
 
     def _tell_of_engine(self, message: wire.EngineMessage) -> None:
@@ -193,7 +194,7 @@ class ServerSupervisor:
 
     def _send_all(self, message: wire.ServerMessage) -> None:
         for running in self._processes.values():
-            _send(running, message)
+            running.send(wire.encoder.encode(message))
 
 
 def bound_to(address: Any, *, family: int) -> socket.socket:
@@ -209,21 +210,6 @@ def bound_to(address: Any, *, family: int) -> socket.socket:
         bound.close()
         raise
     return bound
-
-
-def _send(running: subprocess.Popen[bytes], message: wire.ServerMessage) -> None:
-    """A line; lines are few and short, so the pipe has room for them. One that has ended needs
-    none.
-    """
-    assert running.stdin is not None
-    with contextlib.suppress(OSError):
-        running.stdin.write(wire.encoder.encode(message) + b"\n")
-
-
-def _close(ended: subprocess.Popen[bytes]) -> None:
-    """Give back what belonged to a process that has ended."""
-    assert ended.stdin is not None
-    ended.stdin.close()
 
 
 async def _answers(path: str) -> bool:

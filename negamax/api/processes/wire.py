@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import msgspec
 
-from negamax.base.parent_watch import ParentPulse
+from negamax.base.supervision import ParentPulse
 from negamax.engine.wire import ModelInfo
 from negamax.options.engine import EngineOptions
 from negamax.options.server import ServerOptions

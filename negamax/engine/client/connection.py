@@ -1,5 +1,5 @@
 """The engine process seen from the server processes: the sockets to and from it, and, for the
-server that started it, its start, its signs of life and its end.
+server that started it, its start, its heartbeats and its end.
 
 Sockets are read as soon as they have something, without a task in between: a step's frame is handed
 on in the callback that found it.
@@ -15,11 +15,10 @@ from collections.abc import Callable, Mapping
 import msgspec
 import zmq
 
-from negamax.base import process
 from negamax.base.errors import ConfigError, EngineDeadError
 from negamax.base.log import get_logger
-from negamax.base.parent_watch import ParentPulse
 from negamax.base.private_folder import PrivateFolder
+from negamax.base.supervision import ParentPulse, Silence, Supervised, stop_children
 from negamax.engine import wire
 from negamax.options.engine import EngineOptions
 
@@ -198,9 +197,7 @@ class EngineConnection:
         self.channel = EngineChannel(self.address, 0, receive=receive, failed=self.ended.set_result)
         self._start = wire.Start(options, num_servers, parent)
         self._hang_seconds = hang_seconds
-        self._process = process.spawn(
-            module, self.address.folder, own_group=True, variables=variables
-        )
+        self._process = Supervised(module, self.address.folder, own_group=True, variables=variables)
         self._watch: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
 
@@ -209,7 +206,7 @@ class EngineConnection:
         """The exit code of the process. Negative: the number of the signal that ended it; None: it
         lives.
         """
-        return self._process.poll()
+        return self._process.exit_code
 
     async def handshake(self) -> wire.ModelInfo:
         """Send the options, wait for the engine's word, and begin to receive.
@@ -247,10 +244,9 @@ class EngineConnection:
         self.channel.fail("the engine was stopped")
         self.channel.stop_reading()
         if not kill:
-            await asyncio.to_thread(process.stop, self._process, timeout=SHUTDOWN_SECONDS)
-        await asyncio.to_thread(process.end_group, self._process)
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+            await asyncio.to_thread(stop_children, [self._process], timeout=SHUTDOWN_SECONDS)
+        await asyncio.to_thread(self._process.kill_group)
+        self._process.reap()
         self.channel.close()
         self._folder.remove()
 
@@ -260,7 +256,7 @@ class EngineConnection:
         """
         while not holds():
             await asyncio.sleep(_START_POLL_SECONDS)
-            code = self._process.poll()
+            code = self._process.exit_code
             if code is not None and not await self._hears(holds):
                 raise EngineDeadError(
                     f"the engine process ended with exit code {code} while starting"
@@ -270,7 +266,7 @@ class EngineConnection:
         """Whether what the process said before its end comes, for which a thread of this process
         must have its turn. One that was killed had no time to say anything.
         """
-        was_killed = self._process.returncode < 0
+        was_killed = (self._process.exit_code or 0) < 0
         deadline = time.monotonic() + (0.0 if was_killed else _LAST_WORDS_SECONDS)
         while not (found := is_heard()) and time.monotonic() < deadline:
             await asyncio.sleep(_START_POLL_SECONDS)
@@ -280,10 +276,10 @@ class EngineConnection:
         """Notice an engine that died without a word, and one that lives and does nothing."""
         channel = self.channel
         beat_seconds = min(BEAT_TIMEOUT_SECONDS, self._hang_seconds)
-        last = time.monotonic()
+        beats, progress = Silence(), Silence()
         while channel.is_open:
             await asyncio.sleep(_WATCH_SECONDS)
-            code = self._process.poll()
+            code = self._process.exit_code
             if code is not None:
 
                 def has_failed() -> bool:
@@ -293,14 +289,11 @@ class EngineConnection:
                 await self._hears(has_failed)
                 channel.fail(f"the engine process ended with exit code {code}")
                 return
-            now = time.monotonic()
-            # this process itself stood still: the engine's signs are waiting to be read
-            if now - last > 4 * _WATCH_SECONDS:
-                channel.last_beat = channel.last_progress = now
-            last = now
-            if now - channel.last_beat > beat_seconds:
-                channel.fail(f"the engine process hangs: no sign of life for {beat_seconds:g} s")
+            beat_silence = beats.seconds(channel.last_beat)
+            progress_silence = progress.seconds(channel.last_progress)
+            if beat_silence > beat_seconds:
+                channel.fail(f"the engine process hangs: no heartbeat for {beat_seconds:g} s")
             elif channel.rank_silence > beat_seconds:
-                channel.fail(f"rank {channel.rank} hangs: no sign of life for {beat_seconds:g} s")
-            elif now - channel.last_progress > self._hang_seconds:
+                channel.fail(f"rank {channel.rank} hangs: no heartbeat for {beat_seconds:g} s")
+            elif progress_silence > self._hang_seconds:
                 channel.fail(f"the engine hangs: no step ended within {self._hang_seconds:g} s")

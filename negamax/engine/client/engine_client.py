@@ -150,14 +150,14 @@ class AsyncEngine:
         return self.info.data_parallel_size * len(self.replicas)
 
     def check_responsive(self) -> None:
-        """Refuse while of every engine that runs, it or one of its ranks has given no sign of life
+        """Refuse while of every engine that runs, it or one of its ranks has sent no heartbeat
         in the last seconds: `UnavailableError`.
         """
         self.check_alive()
         silences = [replica.silence for replica in self.replicas if replica.alive]
         if None not in silences:
             raise UnavailableError(
-                f"{silences[0]} gives no sign of life", code="engine_silent", retry_after=1.0
+                f"{silences[0]} sends no heartbeat", code="engine_silent", retry_after=1.0
             )
 
     @property

@@ -18,7 +18,7 @@ from negamax.engine.client.placement import ReplicaLoad
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import SequenceUpdate
 
-_RESPONSIVE_SECONDS = 0.7  # without a sign of life: some beats
+_RESPONSIVE_SECONDS = 0.7  # without a heartbeat: some beats
 
 State = Literal["ok", "silent", "restarting", "failed"]
 
@@ -66,7 +66,7 @@ class Replica:
 
     @property
     def silence(self) -> str | None:
-        """The process of a running engine that has given no sign of life lately; None: there is
+        """The process of a running engine that has sent no heartbeat lately; None: there is
         none.
         """
         assert self._channel is not None

@@ -17,11 +17,10 @@ import msgspec
 
 from negamax.base.crash_dump import CrashDumps
 from negamax.base.log import get_logger
-from negamax.base.parent_watch import ParentPulse
+from negamax.base.supervision import ParentPulse, RestartPolicy, SupervisionLimits
 from negamax.engine.client.connection import ENGINE_MODULE, EngineConnection
 from negamax.engine.client.engine_client import AsyncEngine
 from negamax.engine.client.replica_options import check_same_device, replica_options
-from negamax.engine.client.restarts import RestartPolicy, Supervision
 from negamax.engine.wire import AbortServer, EngineAddress, ModelInfo
 from negamax.options.engine import EngineOptions
 from negamax.scheduler import crash_details
@@ -51,7 +50,7 @@ class _Servers:
     count: int
     listener: EngineListener | None
     parent: ParentPulse | None
-    supervision: Supervision
+    limits: SupervisionLimits
     module: str  # what an engine process runs
 
 
@@ -73,7 +72,7 @@ class EngineSupervisor:
         """Engines for this process alone, which are not started again when they die. Errors: those
         of `run`, and of `AsyncEngine.create`."""
         engine = await AsyncEngine.create(options)
-        return await cls.run(engine, options, supervision=Supervision(), module=ENGINE_MODULE)
+        return await cls.run(engine, options, limits=SupervisionLimits(), module=ENGINE_MODULE)
 
     @classmethod
     async def run(
@@ -81,7 +80,7 @@ class EngineSupervisor:
         engine: AsyncEngine,
         options: EngineOptions,
         *,
-        supervision: Supervision,
+        limits: SupervisionLimits,
         module: str,
         num_servers: int = 1,
         listener: EngineListener | None = None,
@@ -92,7 +91,7 @@ class EngineSupervisor:
         runs; it ends this process, too, where the pulse of `parent`, which is this process, stands
         still. Errors: `ConfigError` and its kin, with the message of whatever refused to start;
         nothing is left running then."""
-        servers = _Servers(engine, num_servers, listener, parent, supervision, module)
+        servers = _Servers(engine, num_servers, listener, parent, limits, module)
         supervisor = cls(options, servers)
         starts = [asyncio.create_task(each.start()) for each in supervisor._engines]
         try:
@@ -171,7 +170,7 @@ class _SupervisedEngine:
             self._options,
             num_servers=servers.count,
             receive=self._client.receive,
-            hang_seconds=servers.supervision.hang_timeout,
+            hang_seconds=servers.limits.hang_timeout,
             module=servers.module,
             parent=servers.parent,
             variables=self._variables,
@@ -191,11 +190,11 @@ class _SupervisedEngine:
         """Wait for the engine's end, again and again: fail what was open, start it anew, or give
         up.
         """
-        servers, policy = self._servers, RestartPolicy(self._servers.supervision)
+        servers, policy = self._servers, RestartPolicy(self._servers.limits)
         assert self._connection is not None
         reason = self._name + await asyncio.shield(self._connection.ended)
         while True:
-            pause = policy.died(time.monotonic())
+            pause = policy.note_death(time.monotonic())
             open_requests = self._client.open_requests()
             self._lost(reason, ready_in=self._start_seconds + (pause or 0.0))
             await asyncio.to_thread(self._dump_crash, reason, open_requests)

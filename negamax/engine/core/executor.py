@@ -17,7 +17,6 @@ from negamax.base.errors import ConfigError, EngineDeadError, ResourceError
 from negamax.base.log import get_logger
 from negamax.base.private_folder import PrivateFolder
 from negamax.engine.core.local_ranks import LocalRanks, Machine
-from negamax.engine.core.rank_watch import JointWatch, RankWatch
 from negamax.engine.core.row_failures import RowFailureLog
 from negamax.parallel.layout import ParallelLayout
 from negamax.scheduler.draft_length import StepSeconds
@@ -71,8 +70,12 @@ class Executor(Protocol):
         """Ask every rank between steps; their answers, rank by rank."""
         ...
 
-    def watch_ranks(self) -> RankWatch | None:
-        """A watch of the rank processes, for a thread of its own; None: there are none."""
+    def death(self) -> str | None:
+        """How the first dead rank process ended; None: all run, or there are none."""
+        ...
+
+    def longest_silence(self) -> tuple[int, float]:
+        """As `Machine.longest_silence`; (0, 0.0) without rank processes."""
         ...
 
     def shutdown(self, *, restarts: bool = False) -> None:
@@ -102,8 +105,11 @@ class InProcessExecutor:
     def run_debug_command(self, command: DebugCommand) -> list[DebugResult]:
         return [self._thread.submit(self._worker.run_debug_command, command).result()]
 
-    def watch_ranks(self) -> None:
+    def death(self) -> None:
         return None
+
+    def longest_silence(self) -> tuple[int, float]:
+        return 0, 0.0
 
     def shutdown(self, *, restarts: bool = False) -> None:
         if not self._closed:
@@ -213,11 +219,15 @@ class MultiProcessExecutor:
                 return failures.complete(self._results.decode(frame[1:]))
             failures.add(msgspec.msgpack.decode(frame[1:], type=RowFailures))
 
-    def watch_ranks(self) -> RankWatch:
-        return JointWatch([machine.watch() for machine in self._machines])
+    def death(self) -> str | None:
+        return next((death for machine in self._machines if (death := machine.death())), None)
+
+    def longest_silence(self) -> tuple[int, float]:
+        silences = [machine.longest_silence() for machine in self._machines]
+        return max(silences, key=lambda silence: silence[1])
 
     def shutdown(self, *, restarts: bool = False) -> None:
-        if self.watch_ranks().death() is not None:
+        if self.death() is not None:
             for machine in self._machines:  # the others may wait for it
                 machine.abort()
         for machine in self._machines:
@@ -274,9 +284,7 @@ class MultiProcessExecutor:
             try:
                 socket.send(frame, zmq.NOBLOCK)
             except zmq.Again:
-                raise EngineDeadError(
-                    self.watch_ranks().death() or f"rank {rank} has hung up"
-                ) from None
+                raise EngineDeadError(self.death() or f"rank {rank} has hung up") from None
 
     def _receive(self, socket: zmq.Socket[bytes], poller: zmq.Poller) -> bytes:
         """The next frame of `socket`. Errors: `EngineDeadError` where a rank ends before it
@@ -313,7 +321,7 @@ class MultiProcessExecutor:
             for socket in sockets:  # what a rank sent before its end counts
                 if socket in ready:
                     return socket
-            death = self.watch_ranks().death()
+            death = self.death()
             if death is not None:
                 raise EngineDeadError(death)
 

@@ -23,7 +23,6 @@ from negamax.base.errors import (
 from negamax.base.log import get_logger
 from negamax.engine.core.executor import Executor, StepHandle
 from negamax.engine.core.expert_balancer import ExpertBalancer
-from negamax.engine.core.rank_watch import RankWatch
 from negamax.engine.grammar.manager import GrammarManager
 from negamax.engine.grammar.request_grammar import RequestGrammar
 from negamax.engine.nodes.ray_launcher import RayLauncher
@@ -64,7 +63,7 @@ class EngineLoop:
         launcher: RayLauncher | None = None,
     ) -> None:
         self._scheduler = scheduler
-        self._executor = executor
+        self.executor = executor
         self._grammars = grammars
         self._overlap = overlap
         self._experts = experts
@@ -139,7 +138,7 @@ class EngineLoop:
             plans = [msgspec.structs.replace(plan, experts=directed) for plan in plans]
         if plans is not None:
             self._last_plans.append(plans)
-            launched = _InFlight(plans, self._executor.launch(plans), time.monotonic())
+            launched = _InFlight(plans, self.executor.launch(plans), time.monotonic())
             self._admitted.extend(
                 (request_id, launched.started) for request_id in self._scheduler.take_admitted()
             )
@@ -239,7 +238,7 @@ class EngineLoop:
         for figures nothing else may be running. The answer of each rank.
         """
         try:
-            return self._executor.run_debug_command(DebugCommand(name, argument))
+            return self.executor.run_debug_command(DebugCommand(name, argument))
         finally:
             self._committed_at = time.monotonic()  # steps under way did not take that long
 
@@ -247,24 +246,20 @@ class EngineLoop:
         """Write down what ran when `error` was raised."""
         self._crash_dumps.write(reason, details=self._crash_details, error=error)
 
-    def watch_ranks(self) -> RankWatch | None:
-        """A watch of the rank processes, for a thread of its own; None: there are none."""
-        return self._executor.watch_ranks()
-
     def shutdown(self, *, restarts: bool = False) -> None:
         """Stop the grammar process and the executor, and give back what Ray has reserved.
         `restarts`: another engine will be started in its place.
         """
         self._grammars.shutdown()
         try:
-            self._executor.shutdown(restarts=restarts)
+            self.executor.shutdown(restarts=restarts)
         finally:
             if self._launcher is not None:
                 self._launcher.close()
 
     def _crash_details(self) -> dict[str, Any]:
         return {
-            "ready": dataclasses.asdict(self._executor.ready),
+            "ready": dataclasses.asdict(self.executor.ready),
             "stats": msgspec.structs.asdict(self.stats()),
             "requests": crash_details.of_sequences(self._scheduler.sequences()),
             "opening_grammars": list(self._grammars.opening_ids()),
@@ -328,7 +323,7 @@ class EngineLoop:
                 bitmask, ended_here = self._grammars.bitmask(
                     plan.step_id, rank.grammar_rows(plan), may_wait=may_wait
                 )
-                self._executor.send_bitmask(bitmask, dp_rank=dp_rank)
+                self.executor.send_bitmask(bitmask, dp_rank=dp_rank)
                 rank.postpone(plan, bitmask.postponed)
                 ended += ended_here
         updates: list[SequenceUpdate] = []

@@ -26,8 +26,7 @@ from negamax.base.crash_dump import CrashDumps
 from negamax.base.errors import EngineDeadError, InvalidRequestError, NegamaxError, ResourceError
 from negamax.base.imports import large_imports
 from negamax.base.log import get_logger
-from negamax.base.parent_watch import watch_parent
-from negamax.base.process import exit_now, exit_with_parent
+from negamax.base.supervision import exit_now, exit_with_parent, watch_parent
 from negamax.engine import wire
 from negamax.engine.core.loop import EngineLoop
 
@@ -235,12 +234,12 @@ class Pulse:
         stop = threading.Event()
 
         def beat() -> None:
-            watch = self._loop.watch_ranks()
+            executor = self._loop.executor
             next_beat = 0.0
             with Outbox(context, address, num_servers=num_servers, linger=0) as outbox:
-                while not stop.wait(wire.BEAT_SECONDS if watch is None else LOOK_SECONDS):
-                    rank, silence = (0, 0.0) if watch is None else watch.longest_silence()
-                    death = None if watch is None else watch.death()
+                while not stop.wait(LOOK_SECONDS):
+                    rank, silence = executor.longest_silence()
+                    death = executor.death()
                     if death is not None:
                         # the loop has not noticed: it waits for something else
                         if not stop.wait(LAST_STEP_SECONDS):

@@ -78,8 +78,11 @@ class ScriptedExecutor:
     def run_debug_command(self, command: DebugCommand) -> list[DebugResult]:
         return [DebugResult()]
 
-    def watch_ranks(self) -> None:
+    def death(self) -> None:
         return None
+
+    def longest_silence(self) -> tuple[int, float]:
+        return 0, 0.0
 
     def shutdown(self, *, restarts: bool = False) -> None:
         self._rows.clear()

@@ -8,13 +8,13 @@ import time
 import msgspec
 import zmq
 
-from negamax.base import process
 from negamax.base.private_folder import PrivateFolder
+from negamax.base.supervision import Supervised
 from negamax.engine.grammar import wire
 
 RECONNECT_MS = 10  # between attempts to reach the process
 START_SECONDS = 60.0  # until its first answer
-SILENT_SECONDS = 10.0  # without a sign of life while it has something to do: beyond hope
+SILENT_SECONDS = 10.0  # without a heartbeat while it has something to do: beyond hope
 STOPPED_SECONDS = 1.0  # the same, of which the system says each time that it is stopped
 LOOK_SECONDS = 0.1  # of silence after which the system is asked
 
@@ -37,7 +37,7 @@ class GrammarClient:
             self.socket.reconnect_ivl = RECONNECT_MS
             # not bound: a socket without a peer would block whoever sends
             self.socket.connect(address)
-            self._process = process.spawn("negamax.engine.grammar.process", address)
+            self._process = Supervised("negamax.engine.grammar.process", address)
         except (OSError, zmq.ZMQError):
             self._clear_away()
             raise
@@ -48,17 +48,17 @@ class GrammarClient:
 
     @property
     def is_alive(self) -> bool:
-        return self._process.poll() is None
+        return self._process.exit_code is None
 
     def is_silent(self, since: float) -> bool:
-        """Whether it gives no sign of life although it has had something to do `since` then
+        """Whether it sends no heartbeat although it has had something to do `since` then
         (monotonic seconds).
         """
         now = time.monotonic()
         seconds = now - max(since, self._heard)
         if seconds > (SILENT_SECONDS if self._is_ready else START_SECONDS):
             return True
-        if seconds < LOOK_SECONDS or not process.is_stopped(self._process.pid):
+        if seconds < LOOK_SECONDS or not self._process.is_stopped:
             self._stopped = None
             return False
         if self._stopped is None:
@@ -84,9 +84,7 @@ class GrammarClient:
     def kill(self) -> None:
         """End the process at once, whatever it is doing."""
         self._process.kill()
-        self._process.wait()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        self._process.reap()
         self._clear_away()
 
     def _clear_away(self) -> None:

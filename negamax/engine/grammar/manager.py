@@ -337,7 +337,7 @@ class GrammarManager:
                 self._lose(client, "the grammar process ended while it served this request")
             elif (asked := self._unanswered(client)) is not None and client.is_silent(asked):
                 self._lose(
-                    client, "the grammar process gave no sign of life while it served this request"
+                    client, "the grammar process sent no heartbeat while it served this request"
                 )
 
     def _handle(self, message: wire.FromGrammars, client: GrammarClient) -> None:

@@ -25,7 +25,7 @@ from negamax.base import env, log
 from negamax.base.errors import InvalidRequestError
 from negamax.base.imports import large_imports
 from negamax.base.log import get_logger
-from negamax.base.process import exit_now, exit_with_parent
+from negamax.base.supervision import exit_now, exit_with_parent
 from negamax.config.grammar import Grammar, Reasoning
 from negamax.engine.grammar import wire
 from negamax.engine.grammar.fair_threads import FairThreads
@@ -48,7 +48,7 @@ SLOW_SECONDS = 0.02
 MAX_STUCK = 8  # threads of one kind that may be replaced
 MEMORY_SHARE = 1 / 4  # of the main memory, that this process may take
 POLL_MS = 2  # while something is being worked out
-BEAT_SECONDS = 0.5  # between signs of life, while something is being worked out
+BEAT_SECONDS = 0.5  # between heartbeats, while something is being worked out
 
 _NOT_INSTALLED = "structured output needs the package xgrammar, which cannot be imported here"
 

@@ -18,9 +18,8 @@ from negamax.base import env
 from negamax.base.errors import ConfigError
 from negamax.base.log import get_logger
 from negamax.base.private_folder import PrivateFolder
-from negamax.base.silence import Silence
+from negamax.base.supervision import Silence
 from negamax.engine.core.local_ranks import LocalRanks
-from negamax.engine.core.rank_watch import LocalWatch
 from negamax.engine.core.setup import find_device, num_threads_of
 from negamax.engine.core.source import locate
 from negamax.engine.nodes import network, wire
@@ -81,7 +80,6 @@ class Agent:
         self._folder: PrivateFolder | None = None
         self._session = ""  # of node 0, until it knows that the ranks have ended
         self._ranks: LocalRanks | None = None
-        self._watch: LocalWatch | None = None
         self._death: str | None = None  # why the ranks were ended here
         self._num_sent = 0
         self._last_heartbeat = 0
@@ -159,7 +157,7 @@ class Agent:
         """End the ranks once node 0 is silent for too long; then look for it now and then."""
         seconds = self._silence.seconds(self._num_received)
         if self._ranks is not None and seconds > wire.SILENCE_SECONDS:
-            logger.error("node 0 gives no sign of life for %.1f s: the ranks end", seconds)
+            logger.error("node 0 sends no heartbeat for %.1f s: the ranks end", seconds)
             self._death = f"node 0 was not heard for {seconds:.1f} s"
             self._report()  # node 0 may still receive it
             self._end_ranks(death=self._death)
@@ -182,7 +180,7 @@ class Agent:
     def _what_is_missing(self) -> str:
         """Why this node is not ready, for probes: from another thread."""
         options = self._options
-        if self._watch is not None:
+        if self._ranks is not None:
             return ""
         return f"waiting for node 0 at {options.master_addr}:{options.master_port}"
 
@@ -263,8 +261,8 @@ class Agent:
         agents.
         """
         node = self._options.node_rank
-        rank, silence = (0, 0.0) if self._watch is None else self._watch.longest_silence()
-        death = self._death or (None if self._watch is None else self._watch.death())
+        rank, silence = (0, 0.0) if self._ranks is None else self._ranks.longest_silence()
+        death = self._death or (None if self._ranks is None else self._ranks.death())
         death = death or self._neighbours.lost()
         self._num_sent += 1
         beat = wire.AgentHeartbeat(
@@ -303,9 +301,9 @@ class Agent:
         ranks = range(start.first_rank, start.last_rank + 1)
         addresses = replace(start.addresses, beats=f"{self._folder.path}/beats")
         logger.info("starting rank %s", ", ".join(map(str, ranks)))
-        self._ranks = LocalRanks(ranks, addresses)
-        self._ranks.start()
-        self._watch = self._ranks.watch()
+        ranks_here = LocalRanks(ranks, addresses)
+        ranks_here.start()
+        self._ranks = ranks_here
         self._logged = ""
 
     def _leave_session(self) -> None:
@@ -325,7 +323,7 @@ class Agent:
             self._is_stopped |= not self._waits_again
         if self._folder is not None:
             self._folder.remove()
-        self._ranks = self._watch = self._folder = None
+        self._ranks = self._folder = None
         self._death = death
         if death is None:
             self._session = ""

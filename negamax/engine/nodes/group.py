@@ -21,7 +21,7 @@ from zmq.utils.monitor import parse_monitor_message
 from negamax.base.errors import ResourceError
 from negamax.base.log import get_logger
 from negamax.base.private_folder import PrivateFolder
-from negamax.base.silence import Silence
+from negamax.base.supervision import Silence
 from negamax.engine.core.executor import MultiProcessExecutor
 from negamax.engine.nodes import network, wire
 from negamax.engine.nodes.datagrams import Address, Datagrams
@@ -84,7 +84,7 @@ class _Node:
         if now < self.disconnected_at + 2 * wire.DISCONNECTED_SECONDS:
             limit = wire.DISCONNECTED_SECONDS
         if silence > limit:
-            return f"{self.name} gives no sign of life for {silence:.1f} s"
+            return f"{self.name} sends no heartbeat for {silence:.1f} s"
         if stall > wire.STALL_SECONDS:
             return f"{self.name} is heard over UDP, and for {stall:.1f} s not over TCP"
         return None
@@ -203,7 +203,6 @@ class NodeGroup:
         self._thread.start()
 
     def config_of(self, rank: int, config: WorkerConfig) -> WorkerConfig:
-        """See `Machine`."""
         layout = config.layout.of_rank(rank)
         join = self._nodes[layout.node - 1].join
         assert join is not None
@@ -214,19 +213,12 @@ class NodeGroup:
 
     @property
     def alarms(self) -> Sequence[IO[bytes]]:
-        """See `Machine`."""
         return [self._alarm[1]]
 
-    def watch(self) -> NodeGroup:
-        """See `Machine`. Any thread may ask."""
-        return self
-
     def death(self) -> str | None:
-        """See `RankWatch`."""
         return next((node.death for node in self._nodes if node.death is not None), None)
 
     def longest_silence(self) -> tuple[int, float]:
-        """See `RankWatch`."""
         node = max(self._nodes, key=lambda each: each.rank_silence)
         return node.rank, node.rank_silence
 
@@ -234,7 +226,6 @@ class NodeGroup:
         """See `Machine`. Agents do that themselves before they end their ranks."""
 
     def expect_end(self) -> None:
-        """See `Machine`."""
         self._is_ending = True
 
     def stop(self, *, timeout: float, restarts: bool) -> None:

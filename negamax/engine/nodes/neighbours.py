@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from negamax.base.silence import Silence
+from negamax.base.supervision import Silence
 from negamax.engine.nodes import wire
 
 

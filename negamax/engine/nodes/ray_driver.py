@@ -25,7 +25,7 @@ import msgspec
 from negamax.base import env, log
 from negamax.base.errors import ConfigError, NegamaxError, ResourceError
 from negamax.base.log import get_logger
-from negamax.base.process import exit_now
+from negamax.base.supervision import exit_now
 from negamax.engine.nodes.placement import ClusterNode, Placement, Resources, placement_of
 from negamax.engine.nodes.ray_agent import ActorPlace, RayAgent, carried_variables
 from negamax.engine.nodes.ray_launcher import CONNECT_SECONDS, Failed, FromDriver, Placed, planned

@@ -7,15 +7,15 @@ from __future__ import annotations
 import os
 import secrets
 import select
-import time
 from dataclasses import replace
 from importlib.util import find_spec
 
 import msgspec
 
-from negamax.base import env, process
+from negamax.base import env
 from negamax.base.errors import ConfigError, ResourceError
 from negamax.base.log import get_logger
+from negamax.base.supervision import Supervised
 from negamax.options.engine import EngineOptions
 from negamax.options.nodes import KEY_VARIABLE, MP, RAY
 
@@ -68,11 +68,10 @@ class RayLauncher:
         env.set_default(KEY_VARIABLE, secrets.token_hex(32))  # the agents are told it
         reader, writer = os.pipe()
         self._messages = os.fdopen(reader, "rb", 0)  # `select` knows of no buffer
-        self._process = process.spawn(DRIVER_MODULE, str(writer), own_group=True, pass_fds=[writer])
+        self._driver = Supervised(DRIVER_MODULE, str(writer), own_group=True, pass_fds=[writer])
         os.close(writer)
         try:
-            assert self._process.stdin is not None
-            self._process.stdin.write(msgspec.json.encode(options) + b"\n")
+            self._driver.send(msgspec.json.encode(options))
             placed = self._receive(options.ray_placement_timeout + CONNECT_SECONDS)
         except BaseException:
             self.close()
@@ -88,11 +87,8 @@ class RayLauncher:
 
     def close(self) -> None:
         """Give the machines back, and wait a while for what Ray has started to end."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        deadline = time.monotonic() + _CLOSE_SECONDS
-        while self._process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.02)
+        self._driver.pipe.close()
+        self._driver.wait(_CLOSE_SECONDS)
         self._messages.close()
 
     def _receive(self, seconds: float) -> Placed:
