@@ -1,21 +1,32 @@
-"""What the rendered documentation needs beside the files in docs/: links to other files of the
-repository lead to the repository, and the decisions are listed without being named one by one."""
+"""Hooks of MkDocs: pages generated from the code, and links that leave docs/."""
 
 from __future__ import annotations
 
 import re
-from pathlib import PurePosixPath
+import sys
+from pathlib import Path, PurePosixPath
 from posixpath import normpath
 from typing import Any
+
+from mkdocs.structure.files import File
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tools import api_reference, cli_reference
 
 _LINK = re.compile(r"\]\(((?:\.\./)+[^)\s]*|results/[^)\s]*|\.\./results/[^)\s]*)\)")
 _DOCS = PurePosixPath("docs")
 
 
+def on_files(files: Any, *, config: Any) -> Any:
+    """Add the reference pages."""
+    for page in (api_reference, cli_reference):
+        files.append(File.generated(config, page.PAGE, content=page.render()))
+    return files
+
+
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """Turn relative links that leave docs/, and links to raw results, into links to the
-    repository.
-    """
+    """Make links that leave docs/, and links to raw results, lead to the repository."""
     folder = _DOCS / PurePosixPath(page.file.src_uri).parent
 
     def outside(match: re.Match[str]) -> str:

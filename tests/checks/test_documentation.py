@@ -20,6 +20,7 @@ import yaml
 from negamax.cli.main import app
 from negamax.cli.resolve import find_command, resolve
 from negamax.models.registry import bundled_names
+from tools import api_reference, cli_reference
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -28,15 +29,24 @@ PAGES = sorted(
                  *ROOT.glob("tools/**/*.md"), *ROOT.glob("nano/*.md"))
 )  # fmt: skip
 
+# Pages of the built site only: the other pages of docs/ may link to them.
+GENERATED = {ROOT / "docs" / page.PAGE: page.render for page in (api_reference, cli_reference)}
+
 _CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#{1,6} +(.*?) *$", re.MULTILINE)
 
 
 @cache
+def read(page: Path) -> str:
+    """The text of a page, rendered if `make docs` generates it."""
+    return GENERATED[page]() if page in GENERATED else page.read_text(encoding="utf-8")
+
+
+@cache
 def anchors(page: Path) -> frozenset[str]:
     """The anchors that a rendered page has for its headings."""
-    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    text = re.sub(r"```.*?```", "", read(page), flags=re.DOTALL)
     slugs: list[str] = []
     for heading in _HEADING.findall(text):
         words = re.sub(r"\]\([^)]*\)|[`*\[]", "", heading).lower()
@@ -45,15 +55,18 @@ def anchors(page: Path) -> frozenset[str]:
     return frozenset(slugs)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "page", [*PAGES, *GENERATED], ids=lambda page: page.relative_to(ROOT).as_posix()
+)
 def test_links_lead_somewhere(page: Path) -> None:
     broken = []
-    for link in _LINK.findall(_CODE.sub("", page.read_text(encoding="utf-8"))):
+    for link in _LINK.findall(_CODE.sub("", read(page))):
         if re.match(r"[a-z]+:", link):
             continue
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
-        is_there = target.exists() and target.is_relative_to(ROOT)
+        is_generated = target in GENERATED and page.is_relative_to(ROOT / "docs")
+        is_there = is_generated or (target.exists() and target.is_relative_to(ROOT))
         if not is_there or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
             broken.append(link)
     assert broken == []

@@ -13,7 +13,6 @@ WIDTH = 100
 KINDS = ("c", "h", "js", "mjs", "css", "html", "jinja", "toml", "yaml", "yml", "conf", "sh", "md")
 NAMES = ("Makefile", "run", "Dockerfile")
 OTHERS = re.compile(r"(^|/)vendor/")  # as their authors wrote them
-GENERATED = ("docs/api-reference.md", "docs/cli.md")
 _FENCED = re.compile(r"^( *)```.*?^\1```", re.DOTALL | re.MULTILINE)
 _TARGET = re.compile(r"\]\([^)\s]+\)|<?https?://\S+")
 
@@ -27,7 +26,6 @@ def files() -> list[str]:
         for name in listed
         if (name.rpartition(".")[2] in KINDS or Path(name).name in NAMES)
         and not OTHERS.search(name)
-        and name not in GENERATED
         and (ROOT / name).is_file()
     ]
 
