@@ -1,13 +1,13 @@
-"""Shared by the tests of the output parser: the full-size proof's own generators and checks, and
-short ways to parse.
-"""
+"""Short ways to parse, for the tests of the output parser."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
+
+import parser_outputs as outputs
+import parser_proof as proof
+from parser_outputs import parse
 
 from negamax.models.minimax_m2.chat import MINIMAX_M2
 from negamax.models.minimax_m3.chat import MARKER, MINIMAX_M3
@@ -15,12 +15,6 @@ from negamax.text.detokenizer import TextPiece
 from negamax.text.parser.events import ParsedOutput, ParserEvent
 from negamax.text.parser.output_format import OutputFormat
 from negamax.text.parser.output_parser import OutputParser
-
-sys.path.append(str(Path(__file__).parents[2] / "tools"))
-
-import parser_outputs as outputs
-import prove_parser as proof
-from parser_outputs import parse
 
 __all__ = [
     "MARKER",

@@ -43,7 +43,7 @@ from negamax.text.tokenizer import Tokenizer
 CASES = proof.read_cases(proof.CASE_FILES)
 TAG_IDS = {"<think>": 50, "</think>": 51, "<minimax:tool_call>": 52, "</minimax:tool_call>": 53}
 TOOLS = outputs.TOOLS
-GENERATED = 80  # per format; the full size is `python tools/prove_parser.py`
+SEEDS = st.integers(0, 2**32)
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.id for case in CASES])
@@ -61,6 +61,11 @@ class TestCases:
         rng = random.Random(case.id)
         places = range(rng.randint(1, 8), len(case.text), 8)
         proof.check_readings(case, rng, tools=case.tools, places=places)
+
+    @pytest.mark.full
+    def test_every_reading_gives_the_same_when_cut_at_each_place(self, case: proof.Case) -> None:
+        places = range(1, len(case.text))
+        proof.check_readings(case, random.Random(case.id), tools=case.tools, places=places)
 
     def test_from_token_ids_to_the_parsed_answer(self, case: proof.Case) -> None:
         tokenizer = TOKENIZERS[case.format.name]
@@ -100,10 +105,20 @@ TOKENIZERS = {"minimax_m2": make_tokenizer(), "minimax_m3": make_m3_tokenizer()}
 
 
 @pytest.mark.parametrize("format", [MINIMAX_M2, MINIMAX_M3], ids=["m2", "m3"])
-@pytest.mark.parametrize("group", range(4))
-def test_generated_outputs_read_the_same_in_pieces(format: OutputFormat, group: int) -> None:
-    for number in range(group, GENERATED, 4):
-        proof.check_generated(format, f"gate/{number}", all_places=False)
+@settings(max_examples=80, deadline=None)
+@given(seed=SEEDS)
+def test_generated_outputs_read_the_same_in_pieces(format: OutputFormat, seed: int) -> None:
+    proof.check_generated(format, random.Random(seed), all_places=False)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("format", [MINIMAX_M2, MINIMAX_M3], ids=["m2", "m3"])
+@settings(max_examples=1500, deadline=None)
+@given(seed=SEEDS)
+def test_generated_outputs_read_the_same_when_cut_at_each_place(
+    format: OutputFormat, seed: int
+) -> None:
+    proof.check_generated(format, random.Random(seed), all_places=True)
 
 
 FRAGMENTS = [

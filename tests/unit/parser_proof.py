@@ -1,27 +1,13 @@
-"""Proof that the output parser gives the same answer however its text arrives, and in linear time.
-
-    python tools/prove_parser.py [--outputs 5000] [--seed 0] [--jobs 1] [--cases FILE ...]
-
-Cases (recorded texts with expected answers) and generated outputs, half of each format, are read
-whole and then in pieces: cut in two at every place, one character at a time, at random, one token
-at a time with token ids, several tokens at once. Every reading must give the same answer, call
-events in order and arguments in valid JSON, but those of a call that was cut in none; so must its
-packets, which must also keep to their sizes. Valid outputs are also ended at every place: their
-calls must be whole or cut, and what is cut a beginning of what is whole. Then outputs of 1 MB are
-timed, whole and in pieces of 4 characters. Exit code 1: something differed, or took over a second
-of CPU time.
-"""
+"""Properties of the output parser: each way of cutting a text gives the same answer, and events
+are well-formed."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import re
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,13 +39,11 @@ from negamax.text.parser.output_format import OutputFormat
 from negamax.text.parser.output_parser import OutputParser
 from negamax.text.parser.packets import MAX_CHARS, Packets
 
-ROOT = Path(__file__).resolve().parents[1]
 CASE_FILES = tuple(
-    ROOT / "tests" / "golden" / name
+    Path(__file__).parents[1] / "golden" / name
     for name in ("parser_cases.jsonl", "minimax_m2_outputs.jsonl", "minimax_m3_outputs.jsonl")
 )
 FORMATS = {"m2": MINIMAX_M2, "m3": MINIMAX_M3}
-MEGABYTE = 1_000_000
 _MARKED_THINK_TAG = re.compile(rf"{re.escape(MARKER)}\s*</?mm:think>")
 
 # Policy cases in which we choose otherwise, and why; docs/parsing.md tells more.
@@ -182,10 +166,8 @@ def check_readings(
     *,
     tools: Sequence[dict[str, Any]],
     places: Iterable[int],
-) -> int:
-    """Read a text in pieces, in every way; returns the number of readings. `places`: where it is
-    cut in two.
-    """
+) -> None:
+    """Read a text in pieces in each way; `places` are those where it is cut in two."""
     text, format = source.text, source.format
     whole = parse(format, text, tools=tools, in_reasoning=source.in_reasoning)
     by_text = [
@@ -217,7 +199,6 @@ def check_readings(
             [[piece.text for piece in chunk] for chunk in chunks],
         )
     check_packets(steps, whole)
-    return len(by_text) + len(by_token)
 
 
 def reads_otherwise_by_token(format: OutputFormat, text: str, whole: ParsedOutput) -> bool:
@@ -244,11 +225,8 @@ def check_packets(steps: Iterable[Sequence[ParserEvent]], whole: ParsedOutput) -
     )
 
 
-def check_generated(format: OutputFormat, seed: str, *, all_places: bool) -> int:
-    """Generate one output, check what it must be read as if that is known, and read it in
-    pieces.
-    """
-    rng = random.Random(f"{format.name} {seed}")
+def check_generated(format: OutputFormat, rng: random.Random, *, all_places: bool) -> None:
+    """Generate an output, check its known answer if it has one, and read it in pieces."""
     output = generate(format, rng)
     if output.expected is not None:
         whole = parse(format, output.text, tools=TOOLS, in_reasoning=output.in_reasoning)
@@ -258,7 +236,7 @@ def check_generated(format: OutputFormat, seed: str, *, all_places: bool) -> int
     places = range(1, length) if all_places else rng.sample(range(length), min(5, length))
     if output.expected is not None:
         check_ended_early(output, places)
-    return check_readings(output, rng, tools=TOOLS, places=places)
+    check_readings(output, rng, tools=TOOLS, places=places)
 
 
 def check_ended_early(output: GeneratedOutput, places: Iterable[int]) -> None:
@@ -355,76 +333,3 @@ def seconds_to_read(format: OutputFormat, text: str, *, size: int) -> float:
         parser.feed(chunk)
     parser.finish()
     return time.process_time() - start
-
-
-def _prove_case(case: Case) -> tuple[int, str]:
-    try:
-        if case.id not in OTHER_CHOICE:
-            check_expected(
-                case,
-                parse(case.format, case.text, tools=case.tools, in_reasoning=case.in_reasoning),
-            )
-        return check_readings(
-            case, random.Random(case.id), tools=case.tools, places=range(1, len(case.text))
-        ), ""
-    except AssertionError as error:
-        return 0, f"case {case.id}: {error}"
-
-
-def _prove_generated(job: tuple[str, str]) -> tuple[int, str]:
-    try:
-        return check_generated(FORMATS[job[0]], job[1], all_places=True), ""
-    except AssertionError as error:
-        return 0, f"generated {job[0]} {job[1]}: {error}"
-
-
-def _report(what: str, results: Iterable[tuple[int, str]]) -> bool:
-    num_read = num_texts = 0
-    faults = []
-    start = time.perf_counter()
-    for count, fault in results:
-        num_texts += 1
-        num_read += count
-        faults += [fault] if fault else []
-    print(
-        f"{what}: {num_texts} texts, {num_read} readings, {len(faults)} differ, "
-        f"{time.perf_counter() - start:.0f} s"
-    )
-    for fault in faults[:10]:
-        print(f"  {fault[:2000]}")
-    return not faults
-
-
-def main() -> int:
-    options = argparse.ArgumentParser(
-        description="Prove that streaming equals reading whole, in linear time."
-    )
-    options.add_argument(
-        "--outputs", type=int, default=5000, help="generated outputs, half of each format"
-    )
-    options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--jobs", type=int, default=1, help="processes")
-    options.add_argument(
-        "--cases", type=Path, nargs="*", default=CASE_FILES, help="files with recorded cases"
-    )
-    given = options.parse_args()
-    cases = read_cases(given.cases)
-    jobs = [
-        ("m2" if number % 2 else "m3", f"{given.seed}/{number}") for number in range(given.outputs)
-    ]
-    chosen = [case.id for case in cases if case.id in OTHER_CHOICE]
-    print(f"{len(cases)} cases; in {len(chosen)} we choose otherwise: {', '.join(chosen) or '-'}")
-    with ProcessPoolExecutor(given.jobs) as pool:
-        is_proven = _report("cases", pool.map(_prove_case, cases, chunksize=4))
-        is_proven &= _report("generated", pool.map(_prove_generated, jobs, chunksize=20))
-    print(f"{'1 MB of':<22}{'whole':>9}{'by 4':>9}  CPU seconds")
-    for name, (format, text) in long_outputs(MEGABYTE).items():
-        whole, parts = (seconds_to_read(format, text, size=size) for size in (len(text), 4))
-        is_slow = max(whole, parts) > 1.0
-        is_proven &= not is_slow
-        print(f"{name:<22}{whole:>9.3f}{parts:>9.3f}{'  too slow' if is_slow else ''}")
-    return 0 if is_proven else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
