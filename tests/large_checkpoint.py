@@ -25,7 +25,7 @@ from negamax.convert.source import Source
 from negamax.convert.targets import target_of
 from negamax.convert.verify import compare
 from negamax.convert.writer import Planned, TensorFile
-from negamax.kernels.formats import E4M3_GROUP
+from negamax.formats.floats import E4M3_GROUP
 from negamax.models.family import WeightSpec
 from negamax.models.registry import bundled_spec, names_of
 from tests.tiny import NANO, TOKENIZER_FILES

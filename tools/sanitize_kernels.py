@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 from negamax.bench.bindings import map_tensors
-from negamax.kernels.formats import PLAIN
+from negamax.formats.floats import PLAIN
 from negamax.kernels.registry import OPS, gpu_kernels
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from negamax.base.errors import ConfigError
 from negamax.bench.bindings import Call, bind, copy_case, tensors_of
 from negamax.bench.report import environment, gpu_seconds
-from negamax.kernels.formats import PLAIN
+from negamax.formats.floats import PLAIN
 from negamax.kernels.op import FLOAT_DTYPES, AnyKernel, Case, Cost, Kernel, Op
 from negamax.kernels.platform import platform_of
 from negamax.kernels.registry import OPS, resolve

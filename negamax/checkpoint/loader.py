@@ -22,7 +22,7 @@ from negamax.checkpoint.plan import LoadPlan, Move, plan_load
 from negamax.checkpoint.reader import CheckpointReader, first_names
 from negamax.checkpoint.stream import PIECE_BYTES, THREADS, read_parts
 from negamax.config.model_spec import ModelSpec
-from negamax.kernels.formats import Role
+from negamax.formats.tensor_format import Role
 from negamax.layers.weights import WeightSlot
 
 logger = get_logger(__name__)

@@ -29,7 +29,9 @@ from negamax.checkpoint.reader import (
     read_entries,
 )
 from negamax.config.model_spec import ModelSpec
-from negamax.kernels.formats import PLAIN, Axis, Region, Role, StoredTensor, TensorFormat
+from negamax.formats.floats import PLAIN
+from negamax.formats.tensor_format import Axis, Region, Role, StoredTensor, TensorFormat
+from negamax.kernels.quantize.stored import check_entries
 from negamax.layers.weights import WeightSlot
 from negamax.models.family import Placement, WeightNames
 from negamax.models.registry import names_of
@@ -59,8 +61,8 @@ class Source:
     def check(
         self, stored: StoredTensor, found: Tensor, part: tuple[range, ...], shape: tuple[int, int]
     ) -> None:
-        """As `stored.check`, of what was read for a matrix of `shape`."""
-        stored.check(found, part, self.matrix or shape, name=self.entry.name)
+        """Call `check_entries` for what was read of a matrix of `shape`."""
+        check_entries(stored, found, part, self.matrix or shape, name=self.entry.name)
 
     def num_bytes(self, part: tuple[range, ...]) -> int:
         """Of the part `part`."""

@@ -24,7 +24,9 @@ from torch import Tensor
 from negamax.checkpoint.finite import BrokenScale, broken_scale
 from negamax.checkpoint.plan import Move, Source
 from negamax.checkpoint.reader import CheckpointReader, Span
-from negamax.kernels.formats import PLAIN, Role, StoredTensor
+from negamax.formats.floats import PLAIN
+from negamax.formats.tensor_format import Role, StoredTensor
+from negamax.kernels.quantize.stored import dequantize, encode
 
 THREADS = 8
 BUFFERS = 16
@@ -209,7 +211,7 @@ class _Stream:
 
     def _dequantize(self, move: Move, there: list[_Found]) -> list[Part]:
         """In a thread."""
-        plain = move.slot.source.dequantize(_kept(move, there))
+        plain = dequantize(move.slot.source, _kept(move, there))
         part = self._held(_within(plain, move.slot.region, move.read_region))
         return [Part(move, part, _broken(there))]
 
@@ -221,7 +223,7 @@ class _Stream:
 
 
 def _kept(move: Move, there: Sequence[_Found]) -> dict[str, Tensor]:
-    """The tensors that the values of a matrix depend on. Errors: as `StoredTensor.check`."""
+    """The tensors that the values of a matrix depend on. Errors: as `check_entries`."""
     tensors = {}
     for wanted, tensor, _ in there:
         stored, part = wanted.stored, wanted.stored.part(move.read_region)
@@ -238,16 +240,16 @@ def _broken(there: Sequence[_Found]) -> list[BrokenScale]:
 def _quantize(moves: Sequence[Move], there: Sequence[_Found]) -> list[Part]:
     """The parts of all tensors that a matrix is quantised to."""
     source, device = moves[0].slot.source, moves[0].slot.device
-    assert source.quantize is not None and source.made_of is not None
+    assert source.made_of is not None
     tensors = {name: tensor.to(device) for name, tensor in _kept(moves[0], there).items()}
     plain = tensors[PLAIN.values.name]
-    plain = plain if source.made_of is PLAIN else source.made_of.dequantize(tensors)
-    made = source.quantize(plain.float())
+    plain = plain if source.made_of is PLAIN else dequantize(source.made_of, tensors)
+    made = encode(source, plain.float())
     parts = []
     for move in moves:
         slot, whole = move.slot, move.read_region
         if slot.stored is None:
-            found = _within(slot.source.dequantize(made), slot.matrix_region, whole)
+            found = _within(dequantize(slot.source, made), slot.matrix_region, whole)
         else:
             region, outer = slot.stored.part(slot.matrix_region), slot.stored.part(whole)
             found = _within(made[slot.stored.name], region, outer)

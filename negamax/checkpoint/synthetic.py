@@ -20,7 +20,10 @@ from torch import Tensor
 
 from negamax.checkpoint.loader import ShowProgress
 from negamax.config.model_spec import ModelSpec
-from negamax.kernels.formats import E4M3_MAX, PLAIN, Role, StoredTensor, reads_e4m3_blocks
+from negamax.formats.floats import E4M3_MAX, PLAIN
+from negamax.formats.readable import reads_e4m3_blocks
+from negamax.formats.tensor_format import Role, StoredTensor
+from negamax.kernels.quantize.stored import known_entries
 from negamax.kernels.weight_only.draw import draw
 from negamax.layers.weights import WeightSlot
 from negamax.models.family import Initializer
@@ -98,7 +101,7 @@ def _stored(
     """One tensor of matrices whose elements have the standard deviation `std`."""
     source = slots[0].source
     if stored.known is not None:
-        known = stored.known(slots[0].matrix_shape)
+        known = known_entries(stored, slots[0].matrix_shape)
         return known.expand(len(slots), *known.shape)
     if not reads_e4m3_blocks(source):
         shape = (len(slots), *slots[0].shape)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from negamax.base.errors import ConfigError
 from negamax.config.embedded import EMBEDDED
 from negamax.config.model_spec import ModelSpec
-from negamax.kernels.formats import is_kept
-from negamax.kernels.platform import Platform, nvidia
+from negamax.formats.platform import Platform, nvidia
+from negamax.formats.readable import is_kept
 from negamax.models.memory import (
     ModelWeights,
     as_stored,

@@ -32,7 +32,8 @@ from negamax.convert.source import Source, is_linear
 from negamax.convert.targets import Target
 from negamax.convert.threads import in_order
 from negamax.convert.writer import Planned, Record, TensorFile, differences, write_json
-from negamax.kernels.formats import PLAIN, TensorFormat
+from negamax.formats.floats import PLAIN
+from negamax.formats.tensor_format import TensorFormat
 from negamax.models.minimax_m2 import config as minimax_m2
 from negamax.models.registry import family_of, names_of, read_spec
 from negamax.quantization.detect import detect

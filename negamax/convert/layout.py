@@ -17,7 +17,9 @@ from negamax.checkpoint.reader import SAFETENSORS_NAMES, CheckpointReader, Tenso
 from negamax.convert.source import Source, Weight
 from negamax.convert.targets import Target
 from negamax.convert.writer import Planned
-from negamax.kernels.formats import E4M3, E4M3_FNUZ, PLAIN, Axis, TensorFormat
+from negamax.formats.floats import E4M3, E4M3_FNUZ, PLAIN
+from negamax.formats.tensor_format import Axis, TensorFormat
+from negamax.kernels.quantize.stored import encode
 from negamax.quantization.scheme import Scheme
 
 _DTYPES = {spelled: getattr(torch, name) for name, spelled in SAFETENSORS_NAMES.items()}
@@ -107,14 +109,11 @@ def _plain(weight: Weight, *, to_bf16: bool) -> Piece:
 
 
 def _quantized(weight: Weight, stored: TensorFormat) -> Piece:
-    quantize = stored.quantize
-    assert quantize is not None, f"{stored.name} is only read"
-
     is_e4m3 = is_other_e4m3(weight.format, stored) or weight.format == stored
 
     def make(read: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         plain = weight.dequantize(read)
-        made = _other_e4m3(read, stored) if is_e4m3 else quantize(plain)
+        made = _other_e4m3(read, stored) if is_e4m3 else encode(stored, plain)
         return {f"{weight.module}.{name}": tensor for name, tensor in made.items()}
 
     planned = tuple(
@@ -185,8 +184,7 @@ def _with_common_scale(
     rows, columns = weight.shape
     below = torch.zeros(1, columns)
     below[0, 0] = max(one.abs().max() for one in plain)
-    assert stored.quantize is not None
-    made = stored.quantize(torch.cat((plain[weights.index(weight)], below)))
+    made = encode(stored, torch.cat((plain[weights.index(weight)], below)))
     region = range(rows), range(columns)
     return {
         f"{weight.module}.{tensor.name}": made[tensor.name][
@@ -199,6 +197,5 @@ def _with_common_scale(
 @cache
 def _dtypes(stored: TensorFormat) -> tuple[torch.dtype, ...]:
     """The dtypes of the tensors that its quantiser makes."""
-    assert stored.quantize is not None
-    made = stored.quantize(torch.zeros(stored.unit(Axis.ROWS), stored.unit(Axis.COLUMNS)))
+    made = encode(stored, torch.zeros(stored.unit(Axis.ROWS), stored.unit(Axis.COLUMNS)))
     return tuple(made[tensor.name].dtype for tensor in stored.tensors)

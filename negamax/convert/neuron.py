@@ -20,7 +20,8 @@ from negamax.convert.layout import Piece, pieces
 from negamax.convert.source import Source, Weight
 from negamax.convert.targets import Target
 from negamax.convert.writer import Planned
-from negamax.kernels.formats import E4M3_BLOCKS, E4M3_GROUP, E4M3_MAX, PLAIN
+from negamax.formats.floats import E4M3_BLOCKS, E4M3_GROUP, E4M3_MAX, PLAIN
+from negamax.kernels.quantize.stored import encode
 from negamax.quantization.neuron import LARGEST, NEURON_BLOCKS
 
 _EXPERT = re.compile(r"(.*\.block_sparse_moe\.)experts\.(\d+)\.(w1|w2|w3)\.weight")
@@ -119,8 +120,7 @@ def _transposed(weight: Weight, tensors: Mapping[str, Tensor]) -> Mapping[str, T
         return tensors
     if weight.format == E4M3_BLOCKS:
         return _rescaled(tensors)
-    assert NEURON_BLOCKS.quantize is not None
-    return NEURON_BLOCKS.quantize(weight.dequantize(tensors))
+    return encode(NEURON_BLOCKS, weight.dequantize(tensors))
 
 
 def _rescaled(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

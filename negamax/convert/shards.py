@@ -20,8 +20,9 @@ from negamax.config.model_spec import ModelSpec
 from negamax.config.quantization import QuantizationSpec
 from negamax.convert.layout import Piece
 from negamax.convert.writer import Planned
-from negamax.kernels.formats import PLAIN, Region, TensorFormat
-from negamax.kernels.platform import CPU
+from negamax.formats.floats import PLAIN
+from negamax.formats.platform import CPU
+from negamax.formats.tensor_format import Region, TensorFormat
 from negamax.kernels.registry import resolve
 from negamax.models.build import empty_slots
 from negamax.parallel.layout import ParallelLayout

@@ -25,7 +25,9 @@ from negamax.checkpoint.split import ranks_of
 from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
 from negamax.convert.joined import JoiningReader, join
-from negamax.kernels.formats import PLAIN, Role, TensorFormat
+from negamax.formats.floats import PLAIN
+from negamax.formats.tensor_format import Role, TensorFormat
+from negamax.kernels.quantize.stored import dequantize
 from negamax.layers.weights import WeightSlot
 from negamax.models.family import WeightSpec
 from negamax.models.registry import names_of, read_spec
@@ -120,7 +122,7 @@ class Weight:
         else:
             kept = {one.name for one in self.format.tensors if one.is_kept}
             read = {name: tensor for name, tensor in tensors.items() if name in kept}
-            plain = self.format.dequantize(read)
+            plain = dequantize(self.format, read)
         if not math.isfinite(plain.sum().item()):
             names = ", ".join(entry.name for entry in self.move.entries)
             raise CheckpointError(

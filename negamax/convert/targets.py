@@ -12,8 +12,7 @@ from typing import Any
 
 from negamax.base.errors import ConfigError
 from negamax.config.quantization import QuantizationSpec
-from negamax.kernels.float_formats import MX_GROUP
-from negamax.kernels.formats import E4M3, E4M3_FNUZ, E4M3_GROUP
+from negamax.formats.floats import E4M3, E4M3_FNUZ, E4M3_GROUP, MX_GROUP
 from negamax.quantization.detect import detect
 from negamax.quantization.scheme import Scheme
 

@@ -17,7 +17,7 @@ from negamax.base.progress import ShowProgress
 from negamax.convert.source import Source, Weight
 from negamax.convert.targets import TARGETS, Target
 from negamax.convert.threads import in_order
-from negamax.kernels.formats import PLAIN
+from negamax.formats.floats import PLAIN
 
 _PART_ELEMENTS = 2**18  # of a plain matrix, such as the embedding, at a time
 _NUMBERED = re.compile(r"(?<=\.)\d+(?=\.)")

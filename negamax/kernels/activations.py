@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from negamax.kernels.formats import E4M3_GROUP
+from negamax.formats.floats import E4M3_GROUP
 
 if TYPE_CHECKING:
     from negamax.kernels.peers import Collective

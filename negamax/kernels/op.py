@@ -14,8 +14,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from negamax.kernels.formats import PLAIN, ActivationFormat, TensorFormat, is_plain
-from negamax.kernels.platform import Feature
+from negamax.formats.floats import PLAIN, is_plain
+from negamax.formats.platform import Feature
+from negamax.formats.tensor_format import ActivationFormat, TensorFormat
 
 P = TypeVar("P")
 R = TypeVar("R")

@@ -1,148 +1,19 @@
-"""What this machine's processors are, asked once, and what is known not to run on them.
-
-Imports no torch until a device is asked for.
-"""
+"""The platform of a device that PyTorch sees."""
 
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass
-from enum import StrEnum
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from negamax.base.errors import ConfigError
+import torch
 
-if TYPE_CHECKING:
-    import torch
-
-
-class Feature(StrEnum):
-    """What a kernel may need of a device (`Kernel.requires`)."""
-
-    CPU = "cpu"  # kernels of the host: oneDNN, native functions
-    TRITON = "triton"  # a GPU for which Triton compiles
-    BF16 = "bf16"  # tensor cores multiply bf16
-    INT8 = "int8"  # and int8
-    FP8 = "fp8"  # and e4m3, of whichever form
-    E4M3FN = "e4m3fn"  # in the form in which checkpoints are stored; else e4m3fnuz
-    SPIN_WAIT = "spin_wait"  # a program may wait for what others of its launch write
-    PEER_MEMORY = "peer_memory"  # a kernel writes the memory of other GPUs
-    PDL = "pdl"  # programmatic dependent launch
-    TMA = "tma"  # tensor memory accelerator
-    CUBLAS_BLOCK_FP8 = "cublas_block_fp8"  # cuBLAS multiplies FP8 with scales per block
-
-
-# from which compute capability on an NVIDIA GPU has a feature
-_NVIDIA = {
-    Feature.SPIN_WAIT: (7, 0),
-    Feature.PEER_MEMORY: (7, 0),
-    Feature.BF16: (8, 0),
-    Feature.INT8: (8, 0),
-    Feature.FP8: (8, 9),
-    Feature.E4M3FN: (8, 9),
-    Feature.PDL: (9, 0),
-    Feature.TMA: (9, 0),
-}
-_AMD = {
-    "gfx90a": frozenset({Feature.BF16}),
-    "gfx942": frozenset({Feature.BF16, Feature.FP8}),
-    "gfx950": frozenset({Feature.BF16, Feature.FP8, Feature.E4M3FN}),
-}
-MEASURED_ARCHS = ("sm_90",)  # kernels were tested, and tiles chosen, on H200
-
-
-@dataclass(frozen=True)
-class Platform:
-    """One kind of device."""
-
-    vendor: str  # "cpu", "nvidia", "amd"
-    name: str
-    arch: str  # "cpu", "sm_90", "gfx942"
-    warp_size: int
-    multiprocessors: int
-    shared_memory: int  # bytes per multiprocessor
-    features: frozenset[Feature]
-
-    @property
-    def capability(self) -> tuple[int, int]:
-        """NVIDIA's (major, minor)."""
-        assert self.vendor == "nvidia", self
-        return divmod(int(self.arch.removeprefix("sm_")), 10)
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether tests and measurements of the kernels were made on such a device."""
-        return self.vendor == "cpu" or self.arch in MEASURED_ARCHS
-
-    @property
-    def label(self) -> str:
-        """The device in words."""
-        if self.vendor == "cpu":
-            return self.name
-        if self.vendor == "amd":
-            return f"{self.name} ({self.arch})"
-        return f"{self.name} (compute capability {self.capability[0]}.{self.capability[1]})"
-
-    def missing(self, requires: frozenset[Feature]) -> list[str]:
-        """What of `requires` this device lacks, by name."""
-        return sorted(requires - self.features)
-
-    def check(self, *, fp8_cache: bool) -> None:
-        """Refuse what does not run here. Errors: `ConfigError` naming the device and what does."""
-        if self.vendor == "amd":
-            raise ConfigError(
-                f"{self.label}: AMD GPUs (ROCm) are not supported yet",
-                hint="use an NVIDIA GPU of compute capability 9.0, or --device cpu",
-            )
-        if self.vendor != "cpu":
-            self.check_arithmetic(fp8_cache=fp8_cache)
-
-    def check_arithmetic(self, *, fp8_cache: bool) -> None:
-        """Refuse a GPU that lacks arithmetic. Errors: `ConfigError` naming it."""
-        if Feature.BF16 not in self.features:
-            raise ConfigError(
-                f"{self.label} has no bfloat16 arithmetic; 8.0 or higher is needed",
-                hint="use another GPU, or --device cpu",
-            )
-        if fp8_cache and Feature.E4M3FN not in self.features:
-            raise ConfigError(
-                f"{self.label} has no FP8 KV cache; 8.9 or higher is needed",
-                hint="drop --kv-cache-dtype",
-            )
-
-
-# Its warps and multiprocessors are those of Triton's interpreter, which plays a small GPU.
-CPU = Platform("cpu", "CPU", "cpu", 32, 2, 2**20, frozenset({Feature.CPU}))
-
-
-def nvidia(
-    capability: tuple[int, int], *, name: str, multiprocessors: int = 132, shared_memory: int = 0
-) -> Platform:
-    """An NVIDIA GPU of this compute capability; `shared_memory` in bytes per multiprocessor."""
-    features = {feature for feature, least in _NVIDIA.items() if capability >= least}
-    if capability == (9, 0):
-        features.add(Feature.CUBLAS_BLOCK_FP8)
-    arch = f"sm_{capability[0]}{capability[1]}"
-    return Platform(
-        "nvidia", name, arch, 32, multiprocessors, shared_memory,
-        frozenset({Feature.TRITON, *features}),
-    )  # fmt: skip
-
-
-def amd(arch: str, *, name: str, multiprocessors: int, shared_memory: int) -> Platform:
-    """An AMD GPU of this architecture ("gfx942")."""
-    features = _AMD.get(arch, frozenset())
-    return Platform(
-        "amd", name, arch, 64, multiprocessors, shared_memory, features | {Feature.TRITON}
-    )
+from negamax.formats.platform import CPU, Platform, amd, nvidia
 
 
 @cache
 def platform_of(device: torch.device) -> Platform:
-    """The platform of `device`, asked once."""
-    import torch
-
+    """Return the platform of `device`; it is asked once."""
     if device.type != "cuda":
         return CPU
     found = torch.cuda.get_device_properties(device)
@@ -157,10 +28,10 @@ def platform_of(device: torch.device) -> Platform:
 
 
 def cpu_computes_bf16() -> bool:
-    """Whether this CPU multiplies bf16 by instructions of its own. oneDNN also takes bf16 on
-    AVX-512 without them, and is then slower than in fp32 (docs/performance.md)."""
-    import torch
+    """Return whether this CPU has bf16 instructions.
 
+    oneDNN also multiplies bf16 on AVX-512 without them, slower than fp32 (docs/performance.md).
+    """
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
     return (

@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+from negamax.formats.floats import PLAIN
+from negamax.formats.platform import Feature, Platform
+from negamax.formats.tensor_format import TensorFormat
 from negamax.kernels.attention import cpu as attention_cpu
 from negamax.kernels.attention import spec as attention
 from negamax.kernels.block_sparse import cpu as block_sparse_cpu
@@ -19,7 +22,6 @@ from negamax.kernels.cache_shards import spec as cache_shards
 from negamax.kernels.collectives import spec as collectives
 from negamax.kernels.dispatch import spec as dispatch
 from negamax.kernels.drafts import spec as drafts
-from negamax.kernels.formats import PLAIN, TensorFormat
 from negamax.kernels.gemm import cpu as gemm_cpu
 from negamax.kernels.gemm import spec as gemm
 from negamax.kernels.kvcache import cpu as kvcache_cpu
@@ -32,7 +34,6 @@ from negamax.kernels.native import rows as native_rows
 from negamax.kernels.norm import cpu as norm_cpu
 from negamax.kernels.norm import spec as norm
 from negamax.kernels.op import WEIGHT_ONLY, AnyKernel, Kernel, Op, OpName, P, R
-from negamax.kernels.platform import Feature, Platform
 from negamax.kernels.quantize import spec as quantize
 from negamax.kernels.sampling import spec as sampling
 from negamax.kernels.signatures import EXPERTS, LINEAR

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from negamax.formats.tensor_format import StoredWeight
     from negamax.kernels.activations import Hidden, QuantizedActivations, SwiGlu
     from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
     from negamax.kernels.block_sparse.choice import BlockChoice, IndexShard, SparseShape
     from negamax.kernels.cache_shards.partials import PartialResults
     from negamax.kernels.dispatch.expert_ranges import ExpertRanges
-    from negamax.kernels.formats import StoredWeight
     from negamax.kernels.peers import Collective
 
 Prepared = Any  # what a provider's `prepare` made: for its own `run` alone

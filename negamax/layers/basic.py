@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from negamax.formats.floats import E4M3_GROUPS
+from negamax.formats.tensor_format import ActivationFormat
 from negamax.kernels.activations import QuantizedActivations
-from negamax.kernels.formats import E4M3_GROUPS, ActivationFormat
 from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.signatures import ADD_RMS, ALL_REDUCE_ADD_RMS, COMPLETE_RESIDUAL

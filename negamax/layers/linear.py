@@ -11,8 +11,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from negamax.formats.tensor_format import Axis
 from negamax.kernels.activations import QuantizedActivations
-from negamax.kernels.formats import Axis
 from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.signatures import LINEAR, Prepared

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from negamax.formats.floats import E4M3_GROUPS
 from negamax.kernels.activations import QuantizedActivations, SwiGlu
-from negamax.kernels.formats import E4M3_GROUPS
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.signatures import SWIGLU
 from negamax.layers.linear import ColumnParallel, Part, RowParallel

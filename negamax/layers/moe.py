@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from negamax.formats.tensor_format import TensorFormat
 from negamax.kernels.activations import SILU, QuantizedActivations, SwiGlu
 from negamax.kernels.attention.metadata import StepTokens
-from negamax.kernels.formats import TensorFormat
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.signatures import ADD_RMS, EXPERTS, QUANTIZE, ROUTE, ExpertWeights
 from negamax.layers.basic import RmsNorm

@@ -10,15 +10,10 @@ import torch
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError
-from negamax.kernels.formats import (
-    PLAIN,
-    Axis,
-    Region,
-    StoredTensor,
-    StoredWeight,
-    TensorFormat,
-)
+from negamax.formats.floats import PLAIN
+from negamax.formats.tensor_format import Axis, Region, StoredTensor, StoredWeight, TensorFormat
 from negamax.kernels.op import Kernel, OpName, P, R
+from negamax.kernels.quantize.stored import check_entries
 from negamax.kernels.registry import KernelTable
 from negamax.quantization.scheme import WeightFormat
 
@@ -135,7 +130,7 @@ class WeightSlot:
                 f"{' or '.join(self.stored.dtypes)}"
             )
         if self.stored is not None and self._compared is not None:
-            self.stored.check(part, self.region, matrix or self._compared, name=self.name)
+            check_entries(self.stored, part, self.region, matrix or self._compared, name=self.name)
         target, self._target = self._target, None
         self.written = True
         if target is None:

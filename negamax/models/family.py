@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from negamax.config.model_spec import ModelSpec
-from negamax.kernels.formats import Axis
+from negamax.formats.tensor_format import Axis
 from negamax.text.chat_family import ChatFamily
 
 # A reason to skip tensors.

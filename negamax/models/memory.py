@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 from negamax.config.kv_cache import ELEMENT_BYTES
 from negamax.config.model_spec import ModelSpec
-from negamax.kernels.formats import PLAIN, Axis, TensorFormat
+from negamax.formats.floats import PLAIN
+from negamax.formats.tensor_format import Axis, TensorFormat
 from negamax.models.eagle3.config import Eagle3Spec
 from negamax.models.family import WeightSpec
 from negamax.models.registry import names_of

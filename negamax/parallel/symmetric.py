@@ -16,9 +16,10 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
 from negamax.base.log import get_logger
+from negamax.formats.platform import Feature
 from negamax.kernels.collectives import tiles
 from negamax.kernels.peers import PeerMemory, PeerRegion, ShardRegion
-from negamax.kernels.platform import Feature, platform_of
+from negamax.kernels.platform import platform_of
 from negamax.kernels.signatures import CANDIDATES
 from negamax.parallel.poll_control import PollControl
 

@@ -23,8 +23,10 @@ from typing import NamedTuple
 
 from negamax.config.kv_cache import KvCacheSpecs, block_bytes, with_holders, with_index_dtype
 from negamax.config.model_spec import ModelSpec
-from negamax.kernels.formats import E4M3_BLOCKS, PLAIN, TensorFormat, is_kept
-from negamax.kernels.platform import Feature
+from negamax.formats.floats import E4M3_BLOCKS, PLAIN
+from negamax.formats.platform import Feature
+from negamax.formats.readable import is_kept
+from negamax.formats.tensor_format import TensorFormat
 from negamax.models.memory import Kept, ModelWeights, WeightKind, hit_share
 from negamax.parallel.layout import ParallelLayout
 from negamax.planner.gpus import MEASURED, GpuModel

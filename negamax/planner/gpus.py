@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from negamax.base import env
 from negamax.base.errors import ConfigError
-from negamax.kernels.platform import Platform, amd, nvidia
+from negamax.formats.platform import Platform, amd, nvidia
 
 MIB, GIB = 2**20, 2**30
 _VISIBLE = "CUDA_VISIBLE_DEVICES"

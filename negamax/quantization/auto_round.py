@@ -8,16 +8,18 @@ import re
 from collections.abc import Callable, Mapping
 
 from negamax.config.quantization import QuantizationSpec
-from negamax.kernels.float_formats import (
+from negamax.formats.floats import (
     MX_GROUP,
     NVFP4_GROUP,
     PER_MATRIX,
+    PLAIN,
     fp8,
     mxfp4,
     mxfp8,
     nvfp4,
+    with_rounded_activations,
 )
-from negamax.kernels.formats import PLAIN, ROWS, TensorFormat, with_rounded_activations
+from negamax.formats.tensor_format import ROWS, TensorFormat
 from negamax.quantization.awq import awq
 from negamax.quantization.fp8 import fp8_blocks
 from negamax.quantization.gptq import gptq

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING
 
 from negamax.config.quantization import QuantizationSpec
-from negamax.kernels.formats import (
+from negamax.formats.floats import PLAIN
+from negamax.formats.tensor_format import (
     COLUMNS,
     FLOATS,
-    PLAIN,
     ROWS,
     Axis,
+    CodePacking,
     Dim,
     Role,
     StoredTensor,
@@ -28,11 +27,6 @@ from negamax.quantization.integers import (
 )
 from negamax.quantization.scheme import Scheme, check_fields, is_within, module_list
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from negamax.kernels.codes import Codes
-
 _VERSIONS = (None, "gemm", "GEMM")
 _WORD = Dim(Axis.ROWS, 8)  # eight numbers of 4 bits
 
@@ -44,19 +38,6 @@ def awq(size: int) -> TensorFormat:
     """
     group = group_dim(size)
 
-    def unpack(tensors: Mapping[str, Tensor]) -> Codes:
-        from negamax.kernels.codes import Codes
-        from negamax.kernels.packed import AWQ_ORDER, unpack
-
-        scale = tensors["scales"].mT
-        values = unpack(tensors["qweight"], 4, order=AWQ_ORDER).mT[..., : scale.shape[-2], :]
-        return Codes(
-            values,
-            scale,
-            (1, values.shape[-1] if size == -1 else size),
-            zero_point=unpack(tensors["qzeros"], 4, order=AWQ_ORDER).mT[..., : scale.shape[-2], :],
-        )
-
     return TensorFormat(
         f"awq_uint4_{group_name(size)}",
         "uint4",
@@ -65,7 +46,7 @@ def awq(size: int) -> TensorFormat:
             StoredTensor("qzeros", Role.ZERO_POINT, ("int32",), (group, _WORD)),
             StoredTensor("scales", Role.SCALE, FLOATS, (group, ROWS)),
         ),
-        unpack,
+        CodePacking.AWQ_WORDS,
         regroup=None if size == -1 else awq,
     )
 

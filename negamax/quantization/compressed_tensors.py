@@ -12,31 +12,34 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from negamax.config.quantization import QuantizationSpec
-from negamax.kernels.float_formats import (
+from negamax.formats.floats import (
     MX_GROUP,
     NVFP4_GROUP,
     PER_MATRIX,
     PER_ROW,
+    PLAIN,
     fp8,
     mxfp4,
     mxfp8,
     nvfp4,
     with_input_scale,
+    with_rounded_activations,
 )
-from negamax.kernels.formats import (
+from negamax.formats.tensor_format import (
     COLUMNS,
     FLOATS,
-    PLAIN,
     ROWS,
     Axis,
+    CodePacking,
     Dim,
+    Known,
     Role,
+    Rounding,
     StoredTensor,
     TensorFormat,
-    with_rounded_activations,
 )
 from negamax.quantization.fp8 import fp8_blocks
 from negamax.quantization.integers import (
@@ -55,11 +58,6 @@ from negamax.quantization.scheme import (
     module_list,
     refuse,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from negamax.kernels.codes import Codes
 
 _GROUP_ORDERS = ("group", "dynamic", True)  # columns belong to groups by a stored order
 
@@ -225,7 +223,7 @@ def packed(
         StoredTensor("weight_packed", Role.VALUES, ("int32",), (ROWS, Dim(Axis.COLUMNS, word))),
         StoredTensor("weight_scale", Role.SCALE, FLOATS, (ROWS, group)),
         StoredTensor(
-            "weight_shape", Role.SHAPE, ("int64", "int32"), (Dim(Axis.FIXED, 2),), known=_shape
+            "weight_shape", Role.SHAPE, ("int64", "int32"), (Dim(Axis.FIXED, 2),), known=Known.SHAPE
         ),
     ]
     if not symmetric:
@@ -236,58 +234,16 @@ def packed(
         order = group_index("weight_g_idx", size, is_stored_order=True, optional=False)
         tensors.append(order)
 
-    def unpack(tensors: Mapping[str, Tensor]) -> Codes:
-        import torch
-
-        from negamax.kernels.codes import Codes
-        from negamax.kernels.packed import unpack
-
-        values = unpack(tensors["weight_packed"], bits)
-        scale, zero_point = tensors["weight_scale"], None
-        if symmetric:
-            values = values.sub_(1 << bits - 1).view(torch.int8)
-        else:
-            zero_point = unpack(tensors["weight_zero_point"], bits, axis=-2)
-            zero_point = zero_point[..., : values.shape[-2], :]
-        return Codes(
-            values,
-            scale,
-            (1, values.shape[-1] if size == -1 else size),
-            zero_point=zero_point,
-            group_of=tensors.get("weight_g_idx"),
-        )
-
-    def quantize(matrix: Tensor) -> Mapping[str, Tensor]:
-        import torch
-
-        from negamax.kernels.packed import pack
-        from negamax.kernels.quantizers import to_integers
-
-        columns = matrix.shape[1] if size == -1 else size
-        codes = to_integers(matrix, bits, columns, scale_dtype=torch.bfloat16)
-        assert codes.scale is not None
-        return {
-            "weight_packed": pack(codes.values.int() + (1 << bits - 1), bits),
-            "weight_scale": codes.scale,
-            "weight_shape": torch.tensor(matrix.shape),
-        }
-
     element = f"int{bits}" if symmetric else f"uint{bits}"
     order_name = "_act_order" if is_stored_order else ""
     return TensorFormat(
         f"packed_{element}_{group_name(size)}{order_name}",
         element,
         tuple(tensors),
-        unpack,
-        quantize if symmetric and not is_stored_order else None,
+        CodePacking.WORDS,
+        rounding=Rounding() if symmetric and not is_stored_order else None,
         regroup=None if size == -1 else lambda columns: packed(bits, columns, symmetric=symmetric),
     )
-
-
-def _shape(shape: tuple[int, int]) -> Tensor:
-    import torch
-
-    return torch.tensor(shape)
 
 
 def _read_packed(weights: QuantizationSpec) -> TensorFormat:
@@ -315,18 +271,6 @@ def int8(size: int) -> TensorFormat:
     """number * scale of each row and `size` columns (-1: all)."""
     group = group_dim(size)
 
-    def unpack(tensors: Mapping[str, Tensor]) -> Codes:
-        from negamax.kernels.codes import Codes
-
-        values = tensors["weight"]
-        columns = values.shape[-1] if size == -1 else size
-        return Codes(values, tensors["weight_scale"], (1, columns))
-
-    def quantize(matrix: Tensor) -> Mapping[str, Tensor]:
-        from negamax.kernels.quantizers import to_integers
-
-        return to_integers(matrix, 8, matrix.shape[1]).tensors("weight", "weight_scale")
-
     return TensorFormat(
         f"int8_{group_name(size)}",
         "int8",
@@ -334,8 +278,7 @@ def int8(size: int) -> TensorFormat:
             StoredTensor("weight", Role.VALUES, ("int8",), (ROWS, COLUMNS)),
             StoredTensor("weight_scale", Role.SCALE, FLOATS, (ROWS, group)),
         ),
-        unpack,
-        quantize if size == -1 else None,
+        rounding=Rounding() if size == -1 else None,
         regroup=None if size == -1 else int8,
     )
 

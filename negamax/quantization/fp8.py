@@ -10,17 +10,16 @@ from __future__ import annotations
 from typing import Any
 
 from negamax.config.quantization import QuantizationSpec
-from negamax.kernels.float_formats import PER_MATRIX, fp8
-from negamax.kernels.formats import (
+from negamax.formats.floats import (
     E4M3,
     E4M3_BLOCKS,
     E4M3_FNUZ,
+    PER_MATRIX,
     PLAIN,
-    Axis,
-    Dim,
-    TensorFormat,
+    fp8,
     with_rounded_activations,
 )
+from negamax.formats.tensor_format import Axis, Dim, TensorFormat
 from negamax.quantization.scheme import Scheme, check_fields, is_within, module_list, refuse
 
 _FNUZ = (E4M3_FNUZ, "e4m3fnuz")

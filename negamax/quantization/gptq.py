@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from negamax.config.quantization import QuantizationSpec
-from negamax.kernels.formats import (
+from negamax.formats.floats import PLAIN
+from negamax.formats.tensor_format import (
     FLOATS,
-    PLAIN,
     ROWS,
     Axis,
+    CodePacking,
     Dim,
     Role,
     StoredTensor,
@@ -33,11 +33,6 @@ from negamax.quantization.integers import (
 )
 from negamax.quantization.scheme import Scheme, check_fields, is_within, refuse, spellings
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from negamax.kernels.codes import Codes
-
 _VERSIONS = {None: 1, "gptq": 1, "gptq_v2": 2}
 
 
@@ -49,20 +44,6 @@ def gptq(bits: int, size: int, *, version: int, is_stored_order: bool = False) -
     """
     group, word = group_dim(size), 32 // bits
 
-    def unpack(tensors: Mapping[str, Tensor]) -> Codes:
-        from negamax.kernels.codes import Codes
-        from negamax.kernels.packed import unpack
-
-        values = unpack(tensors["qweight"], bits, axis=-2).mT
-        zero_point = unpack(tensors["qzeros"], bits).mT[..., : values.shape[-2], :]
-        return Codes(
-            values,
-            tensors["scales"].mT,
-            (1, values.shape[-1] if size == -1 else size),
-            zero_point=zero_point + 1 if version == 1 else zero_point,
-            group_of=tensors.get("g_idx"),
-        )
-
     order = "_act_order" if is_stored_order else ""
     return TensorFormat(
         f"gptq_v{version}_uint{bits}_{group_name(size)}{order}",
@@ -73,7 +54,8 @@ def gptq(bits: int, size: int, *, version: int, is_stored_order: bool = False) -
             StoredTensor("scales", Role.SCALE, FLOATS, (group, ROWS)),
             group_index("g_idx", size, is_stored_order=is_stored_order, optional=True),
         ),
-        unpack,
+        CodePacking.WORDS,
+        zero_offset=1 if version == 1 else 0,
         regroup=None if size == -1 else lambda columns: gptq(bits, columns, version=version),
     )
 

@@ -7,26 +7,22 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, wraps
-from typing import TYPE_CHECKING, ParamSpec
+from typing import ParamSpec
 
 from negamax.config.quantization import QuantizationSpec
-from negamax.kernels.formats import (
+from negamax.formats.tensor_format import (
     COLUMNS,
     FLOATS,
     ONE,
     ROWS,
     Axis,
     Dim,
+    Known,
     Role,
     StoredTensor,
     TensorFormat,
 )
 from negamax.quantization.scheme import refuse
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from negamax.kernels.codes import Codes
 
 P = ParamSpec("P")
 
@@ -104,32 +100,15 @@ def group_index(name: str, size: int, *, is_stored_order: bool, optional: bool) 
         ("int32", "int64"),
         (COLUMNS,),
         optional=optional and not is_stored_order,
-        known=None if is_stored_order else in_order(size),
-        limit=lambda shape: group_dim(size).size(shape),
+        known=None if is_stored_order else Known.GROUPS_IN_ORDER,
+        group=size,
     )
-
-
-def in_order(size: int) -> Callable[[tuple[int, int]], Tensor]:
-    """The groups of the columns of a matrix where each group is `size` that follow each other."""
-
-    def groups(shape: tuple[int, int]) -> Tensor:
-        import torch
-
-        return torch.arange(shape[1]) // (shape[1] if size == -1 else size)
-
-    return groups
 
 
 def int8_rows(name: str, *others: StoredTensor, scale: Dim = ROWS) -> TensorFormat:
     """number * weight_scale of each row, or (`scale` ONE) of the matrix. `others` are stored beside
     them and change nothing.
     """
-
-    def unpack(tensors: Mapping[str, Tensor]) -> Codes:
-        from negamax.kernels.codes import Codes
-
-        values = tensors["weight"]
-        return Codes(values, tensors["weight_scale"].reshape(*values.shape[:-2], -1, 1))
 
     return TensorFormat(
         name,
@@ -139,5 +118,4 @@ def int8_rows(name: str, *others: StoredTensor, scale: Dim = ROWS) -> TensorForm
             StoredTensor("weight_scale", Role.SCALE, FLOATS, (scale,)),
             *others,
         ),
-        unpack,
     )

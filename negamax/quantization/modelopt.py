@@ -13,26 +13,20 @@ from dataclasses import replace
 from typing import Any
 
 from negamax.config.quantization import QuantizationSpec
-from negamax.kernels.float_formats import (
+from negamax.formats.floats import (
+    E4M3_GROUP,
     MX_GROUP,
     NVFP4_GROUP,
     PER_MATRIX,
+    PLAIN,
     fp8,
     mxfp4,
     mxfp8,
     nvfp4,
     with_input_scale,
-)
-from negamax.kernels.formats import (
-    E4M3_GROUP,
-    ONE,
-    PLAIN,
-    ROWS,
-    Axis,
-    Dim,
-    TensorFormat,
     with_rounded_activations,
 )
+from negamax.formats.tensor_format import ONE, ROWS, Axis, Dim, TensorFormat
 from negamax.quantization.integers import int8_rows
 from negamax.quantization.scheme import (
     Scheme,

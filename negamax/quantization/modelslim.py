@@ -9,31 +9,26 @@ head that was trained for the model before must know (`checkpoint/quarot.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING
 
 from negamax.config.quantization import QuantizationSpec
-from negamax.kernels.formats import (
+from negamax.formats.floats import PLAIN, with_rounded_activations
+from negamax.formats.tensor_format import (
     COLUMNS,
     FLOATS,
     ONE,
-    PLAIN,
     ROWS,
     Axis,
+    CodePacking,
     Dim,
+    GlobalScale,
+    Known,
     Role,
     StoredTensor,
     TensorFormat,
-    with_rounded_activations,
 )
 from negamax.quantization.integers import group_dim, group_name, group_size
 from negamax.quantization.scheme import Scheme, canonical, check_fields, refuse
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from negamax.kernels.codes import Codes
 
 _INT8 = StoredTensor("weight", Role.VALUES, ("int8",), (ROWS, COLUMNS))
 # Of activations that are rounded with scales found before.
@@ -48,14 +43,11 @@ _DEQ_SCALE = StoredTensor("deq_scale", Role.ACTIVATION, ("float32", "int64"), (R
 def _scales(size: int) -> tuple[StoredTensor, StoredTensor]:
     dims = ROWS, group_dim(size)
 
-    def zeros(shape: tuple[int, int]) -> Tensor:
-        import torch
-
-        return torch.zeros([dim.size(shape) for dim in dims])
-
     return (
         StoredTensor("weight_scale", Role.SCALE, FLOATS, dims),
-        StoredTensor("weight_offset", Role.ZERO_POINT, FLOATS, dims, optional=True, known=zeros),
+        StoredTensor(
+            "weight_offset", Role.ZERO_POINT, FLOATS, dims, optional=True, known=Known.ZEROS
+        ),
     )
 
 
@@ -63,31 +55,13 @@ def _scales(size: int) -> tuple[StoredTensor, StoredTensor]:
 def int8(size: int, *, is_static: bool) -> TensorFormat:
     """number * weight_scale of each row and `size` columns (-1: all)."""
 
-    def unpack(tensors: Mapping[str, Tensor]) -> Codes:
-        from negamax.kernels.codes import Codes
-
-        values = tensors["weight"]
-        columns = values.shape[-1] if size == -1 else size
-        return Codes(values, tensors["weight_scale"], (1, columns))
-
     static = (*_STATIC, _INPUT_SCALE, _DEQ_SCALE) if is_static else ()
     return TensorFormat(
         f"modelslim_int8_{group_name(size)}{'_static' if is_static else ''}",
         "int8",
         (_INT8, *_scales(size), *static),
-        unpack,
         regroup=None if size == -1 else lambda columns: int8(columns, is_static=is_static),
     )
-
-
-def _unpack_deq_scale(tensors: Mapping[str, Tensor]) -> Codes:
-    import torch
-
-    from negamax.kernels.codes import Codes
-
-    scale = tensors["deq_scale"]  # for fp16 models the bits of fp32
-    scale = scale.int().view(torch.float32) if scale.dtype is torch.int64 else scale
-    return Codes(tensors["weight"], (scale / tensors["input_scale"]).unsqueeze(-1))
 
 
 # deq_scale is input_scale * weight_scale, and the latter is not stored.
@@ -100,18 +74,8 @@ INT8_DEQ_SCALE = TensorFormat(
         StoredTensor("input_scale", Role.SCALE, FLOATS, (ONE,), level=2),
         *_STATIC,
     ),
-    _unpack_deq_scale,
+    global_scale=GlobalScale.IS_INCLUDED,
 )
-
-
-def _unpack_int4(tensors: Mapping[str, Tensor]) -> Codes:
-    import torch
-
-    from negamax.kernels.codes import Codes
-
-    pairs = tensors["weight"]
-    values = torch.stack((pairs << 4 >> 4, pairs >> 4), -2).flatten(-3, -2)
-    return Codes(values, tensors["weight_scale"])
 
 
 @cache
@@ -127,7 +91,7 @@ def int4(parts: int) -> TensorFormat:
             *_scales(-1),
             StoredTensor("scale_bias", Role.ACTIVATION, FLOATS, (ROWS, Dim(Axis.FIXED, parts))),
         ),
-        _unpack_int4,
+        CodePacking.ROW_PAIRS,
     )
 
 

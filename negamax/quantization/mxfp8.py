@@ -7,8 +7,7 @@ Activations stay in the compute dtype, where the method would round them to MXFP
 from __future__ import annotations
 
 from negamax.config.quantization import QuantizationSpec
-from negamax.kernels.float_formats import MX_GROUP, mxfp8
-from negamax.kernels.formats import E4M3, PLAIN
+from negamax.formats.floats import E4M3, MX_GROUP, PLAIN, mxfp8
 from negamax.quantization.scheme import Scheme, check_fields, is_within, module_list
 
 MXFP8 = mxfp8(scale_name="weight_scale_inv")

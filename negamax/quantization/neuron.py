@@ -9,57 +9,22 @@ index. `negamax convert` writes one under this name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
 from negamax.config.quantization import QuantizationSpec
-from negamax.kernels.formats import (
+from negamax.formats.floats import E4M3, E4M3_GROUP, PLAIN
+from negamax.formats.tensor_format import (
     COLUMNS,
-    E4M3,
-    E4M3_GROUP,
     ONE,
-    PLAIN,
     ROWS,
     Axis,
     Dim,
     Role,
+    Rounding,
     StoredTensor,
     TensorFormat,
 )
 from negamax.quantization.scheme import Scheme, check_fields, is_within, module_list
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from negamax.kernels.codes import Codes
-
 LARGEST = 240.0
-_BLOCK = E4M3_GROUP, E4M3_GROUP
-
-
-def _unpack_rows(tensors: Mapping[str, Tensor]) -> Codes:
-    from negamax.kernels.codes import Codes
-
-    return Codes(tensors["weight"], tensors["scale"])
-
-
-def _quantize_rows(matrix: Tensor) -> Mapping[str, Tensor]:
-    from negamax.kernels.quantizers import to_e4m3
-
-    return to_e4m3(matrix, (1, matrix.shape[1]), largest=LARGEST).tensors("weight", "scale")
-
-
-def _unpack_blocks(tensors: Mapping[str, Tensor]) -> Codes:
-    from negamax.kernels.codes import Codes
-
-    return Codes(tensors["weight"].mT.contiguous(), tensors["scale"].mT.contiguous(), _BLOCK)
-
-
-def _quantize_blocks(matrix: Tensor) -> Mapping[str, Tensor]:
-    from negamax.kernels.quantizers import to_e4m3
-
-    codes = to_e4m3(matrix, _BLOCK, largest=LARGEST).tensors("weight", "scale")
-    return {name: tensor.T.contiguous() for name, tensor in codes.items()}
 
 
 NEURON_ROWS = TensorFormat(
@@ -69,8 +34,7 @@ NEURON_ROWS = TensorFormat(
         StoredTensor("weight", Role.VALUES, (E4M3,), (ROWS, COLUMNS)),
         StoredTensor("scale", Role.SCALE, ("float32",), (ROWS, ONE)),
     ),
-    _unpack_rows,
-    _quantize_rows,
+    rounding=Rounding(LARGEST),
 )
 NEURON_BLOCKS = TensorFormat(
     "fp8_e4m3_240_block_128x128_transposed",
@@ -84,15 +48,8 @@ NEURON_BLOCKS = TensorFormat(
             (Dim(Axis.COLUMNS, E4M3_GROUP), Dim(Axis.ROWS, E4M3_GROUP)),
         ),
     ),
-    _unpack_blocks,
-    _quantize_blocks,
+    rounding=Rounding(LARGEST),
 )
-
-
-def _unpack_transposed(tensors: Mapping[str, Tensor]) -> Codes:
-    from negamax.kernels.codes import Codes
-
-    return Codes(tensors["weight"].mT.contiguous(), tensors["scale"].unsqueeze(-1))
 
 
 NEURON_EXPERT_ROWS = TensorFormat(
@@ -102,7 +59,6 @@ NEURON_EXPERT_ROWS = TensorFormat(
         StoredTensor("weight", Role.VALUES, (E4M3,), (COLUMNS, ROWS)),
         StoredTensor("scale", Role.SCALE, ("float32",), (ROWS,)),
     ),
-    _unpack_transposed,
 )
 
 

@@ -8,23 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING
 
 from negamax.config.quantization import QuantizationSpec
-from negamax.kernels.float_formats import mxfp4, nvfp4
-from negamax.kernels.formats import (
+from negamax.formats.floats import (
     E4M3_BLOCKS,
-    E4M3_GROUP,
     PLAIN,
-    TensorFormat,
+    mxfp4,
+    nvfp4,
     with_rounded_activations,
 )
+from negamax.formats.tensor_format import Rounding, TensorFormat
 from negamax.quantization.compressed_tensors import INT8_CHANNEL, STRATEGIES, packed
 from negamax.quantization.mxfp8 import MXFP8
 from negamax.quantization.scheme import Scheme, is_within
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # Names of `--quantization` -> how the matrices are held.
 _FORMATS: Mapping[str, TensorFormat] = {
@@ -87,16 +83,8 @@ def with_blocks(scheme: Scheme) -> Scheme:
 def _blocks(stored: TensorFormat) -> TensorFormat:
     if not _is_mxfp8(stored):
         return stored
-    return replace(E4M3_BLOCKS, made_of=stored, quantize=_quantize_blocks)
+    return replace(E4M3_BLOCKS, made_of=stored, rounding=Rounding(to_powers=True))
 
 
 def _is_mxfp8(stored: TensorFormat) -> bool:
     return stored.name == MXFP8.name
-
-
-def _quantize_blocks(matrix: Tensor) -> Mapping[str, Tensor]:
-    from negamax.kernels.quantizers import to_e4m3_powers
-
-    codes = to_e4m3_powers(matrix, E4M3_GROUP, rows=E4M3_GROUP)
-    found = codes.tensors("weight", "weight_scale_inv")
-    return {**found, "weight_scale_inv": found["weight_scale_inv"].float()}

@@ -7,36 +7,29 @@ token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from negamax.config.quantization import QuantizationSpec
-from negamax.kernels.float_formats import (
+from negamax.formats.floats import (
     MX_GROUP,
     NVFP4_GROUP,
     PER_MATRIX,
+    PLAIN,
     fp8,
     mxfp4,
     nvfp4,
     with_input_scale,
-)
-from negamax.kernels.formats import (
-    FLOATS,
-    ONE,
-    PLAIN,
-    ROWS,
-    Role,
-    StoredTensor,
-    TensorFormat,
     with_rounded_activations,
 )
+from negamax.formats.tensor_format import FLOATS, ONE, ROWS, Known, Role, StoredTensor, TensorFormat
 from negamax.quantization.integers import int8_rows
 from negamax.quantization.scheme import Scheme, check_fields, is_within, module_list, refuse
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 _E4M3, _CACHE = "fp8_e4m3", "kv_cache_quant_config"
 _MXFP4 = {
@@ -169,7 +162,7 @@ def int8(*, is_static: bool, by_row: bool = True) -> TensorFormat:
     numbers = ("int8", "int32", *FLOATS)
     dim = ROWS if by_row else ONE
     zero_point = StoredTensor(
-        "weight_zero_point", Role.ZERO_POINT, numbers, (dim,), optional=True, known=_zeros(by_row)
+        "weight_zero_point", Role.ZERO_POINT, numbers, (dim,), optional=True, known=Known.ZEROS
     )
     activations = (
         StoredTensor("input_scale", Role.ACTIVATION, FLOATS, (ONE,), optional=True),
@@ -177,12 +170,3 @@ def int8(*, is_static: bool, by_row: bool = True) -> TensorFormat:
     )
     name = f"quark_int8_{'channel' if by_row else 'tensor'}{'_static' if is_static else ''}"
     return int8_rows(name, zero_point, *(activations if is_static else ()), scale=dim)
-
-
-def _zeros(by_row: bool) -> Callable[[tuple[int, int]], Tensor]:
-    def zeros(shape: tuple[int, int]) -> Tensor:
-        import torch
-
-        return torch.zeros(shape[0] if by_row else 1)
-
-    return zeros

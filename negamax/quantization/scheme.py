@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from negamax.base.errors import ConfigError
 from negamax.config import fields
 from negamax.config.quantization import QuantizationSpec
-from negamax.kernels.formats import PLAIN, TensorFormat
+from negamax.formats.floats import PLAIN
+from negamax.formats.tensor_format import TensorFormat
 
 if TYPE_CHECKING:
     import torch

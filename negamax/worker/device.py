@@ -20,7 +20,8 @@ from torch import Tensor
 from negamax.base.errors import ConfigError
 from negamax.base.log import get_logger
 from negamax.config.model_spec import ModelSpec
-from negamax.kernels.platform import Platform, cpu_computes_bf16
+from negamax.formats.platform import Platform
+from negamax.kernels.platform import cpu_computes_bf16
 from negamax.options.engine import DEVICES
 
 logger = get_logger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from negamax.kernels.formats import E4M3_MAX
+from negamax.formats.floats import E4M3_MAX
 
 
 def scale_shape(rows: int, columns: int, *, block: tuple[int, int] = (128, 128)) -> tuple[int, int]:

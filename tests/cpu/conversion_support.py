@@ -16,7 +16,7 @@ from negamax.checkpoint.plan import plan_load
 from negamax.config.json_file import read_json_object
 from negamax.convert.convert import Conversion
 from negamax.convert.targets import target_of
-from negamax.kernels.platform import CPU
+from negamax.formats.platform import CPU
 from negamax.kernels.registry import resolve
 from negamax.models.build import build_model
 from negamax.models.registry import read_spec

@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from negamax.formats.platform import CPU
 from negamax.kernels.attention.metadata import AttentionMetadata, DecodeRuns
 from negamax.kernels.op import Kernel
-from negamax.kernels.platform import CPU
 from negamax.kernels.registry import OPS, KernelTable, resolve
 from negamax.kernels.signatures import (
     BLOCK_SPARSE_DECODE,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from negamax.kernels.formats import PLAIN
+from negamax.formats.floats import PLAIN
 from negamax.kernels.op import FLOAT_DTYPES, AnyKernel, Case, Op
 from negamax.kernels.registry import OPS
 

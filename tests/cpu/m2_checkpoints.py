@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from negamax.config.model_spec import ModelSpec
-from negamax.kernels.formats import PLAIN
+from negamax.formats.floats import PLAIN
 from negamax.layers.weights import WeightSlot, slots_by_name
 from negamax.models.registry import read_spec
 from negamax.quantization.detect import detect

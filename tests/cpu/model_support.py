@@ -13,8 +13,8 @@ from torch import Tensor
 
 from negamax.config.kv_cache import with_holders
 from negamax.config.model_spec import ModelSpec
+from negamax.formats.platform import CPU
 from negamax.kernels.attention.metadata import attention_metadata
-from negamax.kernels.platform import CPU
 from negamax.kernels.registry import KernelTable, resolve
 from negamax.models.build import build_model
 from negamax.models.decoder import Decoder

@@ -9,9 +9,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from negamax.kernels.codes import Codes
-from negamax.kernels.formats import StoredWeight, TensorFormat, is_plain, plain, reads_packed
+from negamax.formats.floats import is_plain, plain
+from negamax.formats.readable import reads_packed
+from negamax.formats.tensor_format import StoredWeight, TensorFormat
 from negamax.kernels.op import AnyKernel
+from negamax.kernels.quantize.codes import Codes
+from negamax.kernels.quantize.stored import dequantize, encode
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.signatures import EXPERTS, LINEAR
 from negamax.kernels.weight_only import layout
@@ -75,10 +78,10 @@ def dequantized(weight: StoredWeight) -> Tensor:
         whole = unpacked(pack(weight))
         return whole.view(*lead, -1, whole.shape[1])
     if not lead:
-        return weight.format.dequantize(weight.tensors)
+        return dequantize(weight.format, weight.tensors)
     return torch.stack(
         [
-            weight.format.dequantize({name: t[index] for name, t in weight.tensors.items()})
+            dequantize(weight.format, {name: t[index] for name, t in weight.tensors.items()})
             for index in range(lead[0])
         ]
     )
@@ -100,8 +103,8 @@ def keeping_stored(table: KernelTable) -> KernelTable:
 def random_stored(stored: TensorFormat, shape: tuple[int, int], *, seed: int) -> dict[str, Tensor]:
     """Tensors of a matrix of `shape`: of random numbers, or any codes and scales around 1."""
     generator = torch.Generator().manual_seed(seed)
-    if stored.quantize is not None:
-        return dict(stored.quantize(torch.randn(shape, generator=generator)))
+    if stored.rounding is not None:
+        return dict(encode(stored, torch.randn(shape, generator=generator)))
     tensors = {}
     for tensor in stored.tensors:
         if not tensor.is_kept:

@@ -17,9 +17,10 @@ from negamax.bench import kernels
 from negamax.bench.bindings import bind, copy_case, map_tensors, tensors_of
 from negamax.bench.kernels import Ceilings, cases, time_kernel
 from negamax.cli.main import main
-from negamax.kernels.formats import E4M3_BLOCKS, StoredWeight
+from negamax.formats.floats import E4M3_BLOCKS
+from negamax.formats.platform import CPU
+from negamax.formats.tensor_format import StoredWeight
 from negamax.kernels.op import Case, Cost
-from negamax.kernels.platform import CPU
 from negamax.kernels.registry import OPS, gpu_kernels, resolve
 from negamax.kernels.weight_only.cases import E4M3_CHANNEL
 

@@ -11,8 +11,10 @@ import pytest
 import torch
 from block_fp8 import quantize_block, scale_shape
 
-from negamax.kernels.formats import E4M3_BLOCKS, reads_e4m3_blocks
+from negamax.formats.floats import E4M3_BLOCKS
+from negamax.formats.readable import reads_e4m3_blocks
 from negamax.kernels.quantize.spec import OPS, dequantize_block
+from negamax.kernels.quantize.stored import dequantize
 
 FP8 = torch.float8_e4m3fn
 
@@ -147,7 +149,7 @@ def test_weights_are_dequantised_at_load_as_the_op_defines_to_the_bit(
     )
     scale = torch.rand(scale_shape(rows, columns), generator=generator) * 1e5
     stored = {"weight": codes, "weight_scale_inv": scale}
-    actual, expected = E4M3_BLOCKS.dequantize(stored), dequantize_block(codes, scale)
+    actual, expected = dequantize(E4M3_BLOCKS, stored), dequantize_block(codes, scale)
     assert torch.equal(actual.isnan(), expected.isnan())
     assert torch.equal(
         actual.nan_to_num().view(torch.int32), expected.nan_to_num().view(torch.int32)

@@ -31,8 +31,9 @@ from negamax.base.errors import CheckpointError
 from negamax.checkpoint.loader import load_weights
 from negamax.checkpoint.plan import plan_load
 from negamax.config.model_spec import ModelSpec
-from negamax.kernels.formats import PLAIN, Role
-from negamax.kernels.platform import CPU, nvidia
+from negamax.formats.floats import PLAIN
+from negamax.formats.platform import CPU, nvidia
+from negamax.formats.tensor_format import Role
 from negamax.kernels.registry import resolve
 from negamax.layers.weights import WeightSlot
 from negamax.models.build import empty_slots

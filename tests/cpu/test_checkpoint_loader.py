@@ -31,7 +31,7 @@ from negamax.base.errors import CheckpointError
 from negamax.checkpoint.loader import fill, load_weights
 from negamax.checkpoint.plan import plan_load
 from negamax.config.model_spec import ModelSpec
-from negamax.kernels.platform import CPU
+from negamax.formats.platform import CPU
 from negamax.kernels.quantize.spec import dequantize_block
 from negamax.kernels.registry import resolve
 from negamax.layers.kv_scales import describe_kv_scales

@@ -28,7 +28,7 @@ from negamax.base.errors import CheckpointError
 from negamax.checkpoint.loader import load_weights
 from negamax.checkpoint.plan import plan_load
 from negamax.config.model_spec import ModelSpec
-from negamax.kernels.platform import nvidia
+from negamax.formats.platform import nvidia
 from negamax.kernels.registry import resolve
 from negamax.models.build import empty_slots
 from negamax.models.registry import read_spec

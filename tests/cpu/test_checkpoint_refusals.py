@@ -30,7 +30,7 @@ from negamax.checkpoint.loader import load_weights
 from negamax.checkpoint.reader import CheckpointReader, read_entries, read_header
 from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
-from negamax.kernels.formats import E4M3_BLOCKS
+from negamax.formats.floats import E4M3_BLOCKS
 from negamax.layers.weights import WeightSlot, slots_by_name
 
 SPEC = tiny_spec()

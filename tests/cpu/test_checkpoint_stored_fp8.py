@@ -21,14 +21,9 @@ from negamax.base.errors import CheckpointError
 from negamax.checkpoint.loader import CheckpointReport, load_weights
 from negamax.checkpoint.synthetic import fill_synthetic
 from negamax.config.model_spec import ModelSpec
-from negamax.kernels.formats import (
-    E4M3_BLOCKS,
-    E4M3_GROUPS,
-    E4M3_MAX,
-    PLAIN,
-    StoredWeight,
-    reads_e4m3_blocks,
-)
+from negamax.formats.floats import E4M3_BLOCKS, E4M3_GROUPS, E4M3_MAX, PLAIN
+from negamax.formats.readable import reads_e4m3_blocks
+from negamax.formats.tensor_format import StoredWeight
 from negamax.kernels.op import Kernel
 from negamax.kernels.platform import platform_of
 from negamax.kernels.quantize.spec import dequantize_block

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from negamax.kernels.codes import E2M1_VALUES, Codes
+from negamax.kernels.quantize.codes import E2M1_VALUES, Codes
 
 ROWS, COLUMNS = 6, 20
 VALUES = {

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from negamax.formats.floats import E4M3_BLOCKS, mxfp8, plain
+from negamax.formats.platform import CPU
+from negamax.formats.tensor_format import StoredWeight, TensorFormat
 from negamax.kernels.activations import SwiGlu
 from negamax.kernels.attention.metadata import StepTokens
-from negamax.kernels.float_formats import mxfp8
-from negamax.kernels.formats import E4M3_BLOCKS, StoredWeight, TensorFormat, plain
 from negamax.kernels.moe.cases import fp8_experts
 from negamax.kernels.moe.triton import prepare_experts, prepare_packed
 from negamax.kernels.moe.triton_shared import PreparedExperts
-from negamax.kernels.platform import CPU
 from negamax.kernels.registry import resolve
 from negamax.kernels.signatures import EXPERTS as EXPERTS_OP
 from negamax.kernels.signatures import PLACE

@@ -13,10 +13,11 @@ import torch
 from stored_kernels import dequantized, keeping_stored, random_stored
 from torch import Tensor
 
-from negamax.kernels.float_formats import mxfp4, mxfp8, nvfp4
-from negamax.kernels.formats import E4M3_BLOCKS, Axis, StoredWeight, TensorFormat
-from negamax.kernels.formats import plain as as_plain
-from negamax.kernels.platform import CPU
+from negamax.formats.floats import E4M3_BLOCKS, mxfp4, mxfp8, nvfp4
+from negamax.formats.floats import plain as as_plain
+from negamax.formats.platform import CPU
+from negamax.formats.tensor_format import Axis, StoredWeight, TensorFormat
+from negamax.kernels.quantize.stored import dequantize
 from negamax.kernels.registry import OPS, resolve
 from negamax.kernels.signatures import EXPERTS, ROUTE
 from negamax.layers.moe import SparseMoe
@@ -75,7 +76,7 @@ class Model:
             ]
             for expert in range(num_experts + shared)
         ]
-        self.plain = [[stored.dequantize(part) for part in parts] for parts in self.experts]
+        self.plain = [[dequantize(stored, part) for part in parts] for parts in self.experts]
         generator = torch.Generator().manual_seed(1)
         self.x = torch.randn(TOKENS, self.hidden, generator=generator) / self.hidden
         self.gate = torch.randn(num_experts, self.hidden, generator=generator)

@@ -9,8 +9,10 @@ import torch
 from float_layouts import LAYOUTS, e4m3_fnuz
 from torch import Tensor
 
-from negamax.kernels import float_formats as formats
-from negamax.kernels.formats import E4M3_GROUP, ONE, ROWS, Axis, Dim, TensorFormat
+from negamax.formats import floats as formats
+from negamax.formats.floats import E4M3_GROUP
+from negamax.formats.tensor_format import ONE, ROWS, Axis, Dim, TensorFormat
+from negamax.kernels.quantize.stored import dequantize, encode
 from negamax.layers.weights import MatrixWeight
 from negamax.quantization.scheme import Scheme, WeightFormat
 
@@ -51,7 +53,7 @@ def test_every_entry_is_what_its_bits_say(name: str) -> None:
     assert {t.name: t.shape(plain.shape) or (1,) for t in stored.tensors} == {
         key: tuple(tensor.shape) or (1,) for key, tensor in tensors.items()
     }
-    got = stored.dequantize(kept(stored, tensors))
+    got = dequantize(stored, kept(stored, tensors))
     assert got.dtype == torch.float32
     assert torch.allclose(got, expected, rtol=1e-6, atol=0)
     assert (got - plain).abs().max() < plain.abs().max() / 6  # the writer writes this matrix
@@ -72,7 +74,7 @@ def test_matrices_held_together_are_each_what_it_is_alone(name: str) -> None:
     for expert in range(2):
         for number, first in enumerate((0, rows)):
             tensors, _ = layout.write(matrix(2 * expert + number, rows, columns) * 10.0**expert)
-            alone = stored.dequantize(kept(stored, tensors))
+            alone = dequantize(stored, kept(stored, tensors))
             expected[expert, first : first + rows] = alone
             region = (range(rows), range(columns))
             where = (expert, first)
@@ -82,20 +84,19 @@ def test_matrices_held_together_are_each_what_it_is_alone(name: str) -> None:
                 if slot.needed:
                     slot.write(tensor.reshape(slot.shape))
     weight = held.take()
-    assert torch.equal(weight.format.dequantize(weight.tensors), expected)
+    assert torch.equal(dequantize(weight.format, weight.tensors), expected)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_quantised_is_stored_as_others_store_it(name: str) -> None:
     stored, plain = FORMATS[name], matrix(2)
     theirs = kept(stored, LAYOUTS[name].write(plain)[0])
-    assert stored.quantize is not None
-    tensors = dict(stored.quantize(plain))
+    tensors = dict(encode(stored, plain))
     assert {key: (t.shape or (1,)) for key, t in tensors.items()} == {
         key: (t.shape or (1,)) for key, t in theirs.items()
     }
     error, other = (
-        (stored.dequantize(each) - plain).norm() / plain.norm() for each in (tensors, theirs)
+        (dequantize(stored, each) - plain).norm() / plain.norm() for each in (tensors, theirs)
     )
     assert float(error) == pytest.approx(float(other), rel=0.02)
 
@@ -104,7 +105,7 @@ def test_both_spellings_of_an_exponent_are_the_same_bits() -> None:
     layout, stored = LAYOUTS["mxfp8"], FORMATS["mxfp8"]
     tensors, _ = layout.write(matrix(3))
     other = {**tensors, "weight_scale_inv": tensors["weight_scale_inv"].view(torch.float8_e8m0fnu)}
-    assert torch.equal(stored.dequantize(tensors), stored.dequantize(other))
+    assert torch.equal(dequantize(stored, tensors), dequantize(stored, other))
 
 
 def test_every_byte_of_fnuz_has_its_own_value() -> None:
@@ -112,5 +113,5 @@ def test_every_byte_of_fnuz_has_its_own_value() -> None:
     expected = torch.tensor([2 * e4m3_fnuz(byte) for byte in range(256)]).reshape(16, 16)
     for dtype in (torch.float8_e4m3fnuz, torch.float8_e4m3fn):
         tensors = {"weight": codes.view(dtype), "weight_scale_inv": torch.full((1, 1), 2.0)}
-        got = stored.dequantize(tensors)
+        got = dequantize(stored, tensors)
         assert torch.equal(got.nan_to_num(-1.0), expected.nan_to_num(-1.0))

@@ -21,7 +21,7 @@ from negamax import LLM, SamplingParams
 from negamax.base.errors import ConfigError
 from negamax.checkpoint.synthetic import fill_synthetic
 from negamax.config.kv_cache import block_bytes
-from negamax.kernels.platform import CPU
+from negamax.formats.platform import CPU
 from negamax.kernels.registry import resolve
 from negamax.models import registry
 from negamax.models.build import build_model

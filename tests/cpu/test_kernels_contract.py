@@ -10,8 +10,8 @@ import pytest
 import torch
 from kernel_contract import cases, check, contract_id, contracts
 
+from negamax.formats.platform import CPU
 from negamax.kernels.op import Kernel
-from negamax.kernels.platform import CPU
 from negamax.kernels.registry import KERNELS, OPS, resolve
 
 

@@ -24,7 +24,7 @@ from negamax.checkpoint.plan import plan_load
 from negamax.config.model_spec import ModelSpec
 from negamax.convert.convert import Conversion, convert
 from negamax.convert.targets import target_of
-from negamax.kernels.platform import CPU
+from negamax.formats.platform import CPU
 from negamax.kernels.registry import KernelTable, resolve
 from negamax.models.decoder import Decoder
 from negamax.models.memory import dequantized, weight_bytes

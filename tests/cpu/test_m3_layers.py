@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import MiniMaxM3VLTextConfig
 from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as oracle
 
+from negamax.formats.platform import CPU
 from negamax.kernels import registry
 from negamax.kernels.activations import SwiGlu
 from negamax.kernels.op import AnyKernel
-from negamax.kernels.platform import CPU
 from negamax.kernels.signatures import SWIGLU
 from negamax.layers.basic import RmsNorm
 from negamax.layers.mlp import Mlp

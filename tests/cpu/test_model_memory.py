@@ -13,7 +13,7 @@ from transformers import MiniMaxM3VLConfig
 
 from negamax.config.model_spec import ModelSpec
 from negamax.config.quantization import QuantizationSpec
-from negamax.kernels.platform import CPU
+from negamax.formats.platform import CPU
 from negamax.kernels.registry import resolve
 from negamax.models.memory import dequantized, expert_padding, read_bytes, weight_bytes
 from negamax.models.registry import names_of, read_spec

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from negamax.kernels.formats import plain
+from negamax.formats.floats import plain
 from negamax.kernels.gemm import cpu
 
 MAX_SIZES = 80
@@ -19,7 +19,7 @@ MAX_GROWTH_MIB = 100.0  # measured: 45; with a kernel for each of the 700 counts
 GROWTH = """
 import torch
 from pathlib import Path
-from negamax.kernels.formats import plain
+from negamax.formats.floats import plain
 from negamax.kernels.gemm import cpu
 
 def resident():

@@ -24,7 +24,8 @@ from torch import Tensor
 from negamax.base.errors import CheckpointError
 from negamax.checkpoint.loader import load_weights
 from negamax.config.model_spec import ModelSpec
-from negamax.kernels.formats import PLAIN
+from negamax.formats.floats import PLAIN
+from negamax.kernels.quantize.stored import dequantize, encode
 from negamax.layers.weights import MatrixWeight, slots_by_name
 from negamax.quantization import online
 from negamax.quantization.detect import detect
@@ -67,8 +68,7 @@ def test_each_part_is_that_of_the_whole(
     assert scheme is not None
     (stored,) = scheme.formats
     plain = torch.randn(256, 384, generator=torch.Generator().manual_seed(1))
-    assert stored.quantize is not None
-    whole = stored.quantize(plain)
+    whole = encode(stored, plain)
     save_file({NAME: plain}, tmp_path / "model.safetensors")
     spec = tiny_spec()
     weights = WeightFormat(torch.float32, torch.device("cpu"), scheme)
@@ -78,7 +78,7 @@ def test_each_part_is_that_of_the_whole(
     found = held.take().tensors
     if not is_held:
         part = tuple(slice(each.start, each.stop) for each in region)
-        assert torch.equal(found["weight"], stored.dequantize(whole)[part])
+        assert torch.equal(found["weight"], dequantize(stored, whole)[part])
         return
     for tensor in stored.tensors:
         if tensor.is_kept:

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from negamax.base.errors import ConfigError
-from negamax.kernels.float_formats import nvfp4
-from negamax.kernels.formats import E4M3_BLOCKS, PLAIN, is_kept
+from negamax.formats.floats import E4M3_BLOCKS, PLAIN, nvfp4
+from negamax.formats.platform import CPU, Feature, nvidia
+from negamax.formats.readable import is_kept
 from negamax.kernels.launch.triton import launch_options
-from negamax.kernels.platform import CPU, Feature, nvidia, platform_of
+from negamax.kernels.platform import platform_of
 from negamax.kernels.registry import OPS, resolve
 from negamax.models.registry import bundled_spec
 from negamax.worker.device import check_platform, choose_dtype

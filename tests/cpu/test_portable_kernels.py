@@ -8,9 +8,9 @@ import pytest
 import torch
 from triton_support import MI300X
 
+from negamax.formats.floats import E4M3_BLOCKS, e4m3_blocks
 from negamax.kernels import platform
 from negamax.kernels.attention.metadata import PagedShape, attention_metadata
-from negamax.kernels.formats import E4M3_BLOCKS, e4m3_blocks
 from negamax.kernels.quantize.native import to_native
 from negamax.kernels.registry import OPS, resolve
 from negamax.kernels.signatures import ADD_RMS, DECODE, EXPERTS, LINEAR, QUANTIZE

@@ -19,8 +19,8 @@ from published_m3 import PUBLISHED_M3
 from negamax.checkpoint.plan import plan_load
 from negamax.config.model_spec import ModelSpec
 from negamax.config.quantization import read_quantization
-from negamax.kernels.formats import is_kept
-from negamax.kernels.platform import CPU, Platform, nvidia
+from negamax.formats.platform import CPU, Platform, nvidia
+from negamax.formats.readable import is_kept
 from negamax.kernels.registry import resolve
 from negamax.layers.weights import WeightSlot
 from negamax.models import spellings

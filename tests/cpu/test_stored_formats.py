@@ -22,7 +22,7 @@ from negamax.base.errors import CheckpointError
 from negamax.checkpoint.loader import CheckpointReport, fill
 from negamax.checkpoint.plan import plan_load
 from negamax.convert.convert import Conversion, convert
-from negamax.kernels.platform import CPU
+from negamax.formats.platform import CPU
 from negamax.kernels.registry import KernelTable, resolve
 from negamax.models.decoder import Decoder
 from negamax.models.registry import read_spec

@@ -13,12 +13,12 @@ from kernel_contract import cases, check, contract_id, contracts
 from torch import Tensor
 from triton_support import MI300X
 
+from negamax.formats.platform import Platform
 from negamax.kernels import platform
 from negamax.kernels.launch.tile import Tile
 from negamax.kernels.launch.triton import launch_options
 from negamax.kernels.moe import tiles as moe_tiles
 from negamax.kernels.op import AnyKernel
-from negamax.kernels.platform import Platform
 from negamax.kernels.quantize import spec as quantize_spec
 from negamax.kernels.quantize import triton as quantize
 from negamax.kernels.registry import gpu_kernels

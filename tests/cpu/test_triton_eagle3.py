@@ -13,8 +13,8 @@ from test_triton_model import SPEC, gpu_model, kernel_table, use_few_programs
 from torch import Tensor
 from triton_support import launches
 
+from negamax.formats.platform import CPU
 from negamax.kernels.attention.cases import run_metadata
-from negamax.kernels.platform import CPU
 from negamax.kernels.registry import KernelTable, resolve
 from negamax.models.eagle3.config import DraftModel, read_spec
 from negamax.options.speculation import SpeculationConfig

@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton_support  # noqa: F401  before the kernels
 
-from negamax.kernels.formats import e4m3_blocks, plain
+from negamax.formats.floats import e4m3_blocks, plain
 from negamax.kernels.gemm import cases, tiles
 from negamax.kernels.gemm import triton as kernels
 from negamax.kernels.quantize import spec as quantize_spec

@@ -15,13 +15,14 @@ from model_support import PagedRun, build, random_weights, tiny_config
 from torch import Tensor
 
 from negamax.config.model_spec import ModelSpec
+from negamax.formats.floats import PLAIN
+from negamax.formats.platform import CPU
 from negamax.kernels.attention.metadata import AttentionMetadata
-from negamax.kernels.formats import PLAIN
 from negamax.kernels.gemm import tiles as gemm_tiles
 from negamax.kernels.launch.tile import Tile
 from negamax.kernels.moe import tiles as moe_tiles
-from negamax.kernels.platform import CPU
 from negamax.kernels.quantize.spec import dequantize_block
+from negamax.kernels.quantize.stored import dequantize, encode
 from negamax.kernels.registry import KernelTable, gpu_kernels
 from negamax.layers.moe import mixtures
 from negamax.models.build import build_model
@@ -147,9 +148,8 @@ def test_packed_weights_give_the_logits_of_the_matrices_that_they_stand_for(
         if kept is PLAIN or tensor.dim() != 2:
             stored[key] = plain[key]
             continue
-        assert kept.quantize is not None
-        parts = kept.quantize(tensor)
-        plain[key] = kept.dequantize(parts)
+        parts = encode(kept, tensor)
+        plain[key] = dequantize(kept, parts)
         stored |= {f"{key.removesuffix('weight')}{part}": value for part, value in parts.items()}
     spec = replace(SPEC, quantization=online.spec(name))
     run = PagedRun(gpu_model(stored, keep_quantized=True, spec=spec), dtype=torch.bfloat16)

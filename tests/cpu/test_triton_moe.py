@@ -14,14 +14,16 @@ from kernel_contract import check
 from stored_kernels import random_stored
 from torch import Tensor
 
+from negamax.formats.floats import E4M3_BLOCKS, E4M3_GROUPS, PLAIN
+from negamax.formats.platform import CPU
+from negamax.formats.tensor_format import TensorFormat
 from negamax.kernels.activations import SwiGlu
-from negamax.kernels.formats import E4M3_BLOCKS, E4M3_GROUPS, PLAIN, TensorFormat
 from negamax.kernels.launch.tile import Tile
 from negamax.kernels.moe import cases, tiles, triton_norm_route
 from negamax.kernels.moe import triton as kernels
 from negamax.kernels.moe import triton_prefill as prefill
 from negamax.kernels.norm.triton import add_rms
-from negamax.kernels.platform import CPU
+from negamax.kernels.quantize.stored import dequantize
 from negamax.kernels.quantize.triton import quantize
 from negamax.kernels.registry import KernelTable, gpu_kernels, resolve
 from negamax.kernels.signatures import EXPERTS
@@ -156,7 +158,7 @@ def test_a_shared_expert_runs_among_the_others_or_beside_them(
             if form is PLAIN:
                 parts = {"weight": parts["weight"] * hidden**-0.5}
             stored |= {name.removesuffix("weight") + part: t for part, t in parts.items()}
-            plain[name] = form.dequantize(parts)
+            plain[name] = dequantize(form, parts)
 
     def moe(table: KernelTable, form: Callable[[str], TensorFormat] | None) -> SparseMoe:
         scheme = None if form is None else Scheme((routed,), form)

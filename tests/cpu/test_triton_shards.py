@@ -14,17 +14,18 @@ from stored_kernels import random_stored
 from torch import Tensor
 from triton_support import ThreadGroup, Threads
 
+from negamax.formats.floats import E4M3_BLOCKS, e4m3_blocks
+from negamax.formats.platform import CPU
+from negamax.formats.tensor_format import TensorFormat
 from negamax.kernels.activations import QuantizedActivations, ShardedActivations, unquantized
 from negamax.kernels.collectives import tiles
 from negamax.kernels.collectives import triton as kernels
-from negamax.kernels.formats import E4M3_BLOCKS, TensorFormat, e4m3_blocks
 from negamax.kernels.gemm import triton as gemm
 from negamax.kernels.gemm.cases import fp8_weight
 from negamax.kernels.launch.tile import Tile
 from negamax.kernels.moe import triton as moe
 from negamax.kernels.norm import triton as norm_kernels
 from negamax.kernels.norm.spec import NormWeight
-from negamax.kernels.platform import CPU
 from negamax.kernels.quantize.spec import quantize_activations
 from negamax.kernels.registry import KernelTable, gpu_kernels
 from negamax.layers.moe import SparseMoe

@@ -12,12 +12,14 @@ import torch
 import triton_support  # noqa: F401  (the interpreter, before any kernel)
 from torch import Tensor
 
+from negamax.formats.floats import PLAIN
+from negamax.formats.tensor_format import StoredWeight, TensorFormat
 from negamax.kernels import platform
-from negamax.kernels.formats import PLAIN, StoredWeight, TensorFormat
 from negamax.kernels.gemm import triton_w8a8
 from negamax.kernels.moe import tiles as moe_tiles
 from negamax.kernels.moe import triton as moe
 from negamax.kernels.op import W8A8, WEIGHT_ONLY
+from negamax.kernels.quantize.stored import dequantize
 from negamax.kernels.registry import resolve
 from negamax.kernels.signatures import EXPERTS, LINEAR
 from negamax.kernels.weight_only import cases, layout
@@ -102,6 +104,6 @@ def test_rounding_costs_what_its_element_is_known_for(stored: TensorFormat, erro
     whole, x = weight(stored, 130, 640), activations(65, 640)
     with torch.inference_mode():
         found = triton_w8a8.linear(x, triton_w8a8.triton_packed.prepare(whole)).float()
-    expected = x.float() @ stored.dequantize(whole.tensors).t()
+    expected = x.float() @ dequantize(stored, whole.tensors).t()
     size = (found - expected).norm() / expected.norm()
     assert error / 2 < size < error

@@ -15,16 +15,9 @@ from kernel_contract import check
 from stored_kernels import unpacked
 from triton import jit
 
+from negamax.formats.floats import E4M3_BLOCKS, E4M3_GROUPS, e4m3_blocks
+from negamax.formats.tensor_format import ActivationFormat, StoredWeight, TensorFormat
 from negamax.kernels import platform
-from negamax.kernels.codes import Codes
-from negamax.kernels.formats import (
-    E4M3_BLOCKS,
-    E4M3_GROUPS,
-    ActivationFormat,
-    StoredWeight,
-    TensorFormat,
-    e4m3_blocks,
-)
 from negamax.kernels.gemm import tiles, triton_packed
 from negamax.kernels.gemm.cases import fp8_weight
 from negamax.kernels.gemm.triton_packed_gemv import gemv
@@ -32,11 +25,13 @@ from negamax.kernels.launch import ptx
 from negamax.kernels.launch.tile import Tile
 from negamax.kernels.moe.cases import fp8_experts
 from negamax.kernels.op import WEIGHT_ONLY, Case, OpName
+from negamax.kernels.quantize.codes import Codes
+from negamax.kernels.quantize.stored import dequantize
 from negamax.kernels.registry import KernelTable, gpu_kernels, resolve
 from negamax.kernels.signatures import EXPERTS, LINEAR
 from negamax.kernels.weight_only import cases, layout, triton
 from negamax.kernels.weight_only.layout import Packing
-from negamax.kernels.weight_only.triton_dequantize import dequantize
+from negamax.kernels.weight_only.triton_dequantize import dequantize as dequantize_packed
 from negamax.layers.linear import ColumnParallel, Part
 from negamax.layers.moe import SparseMoe
 from negamax.models.minimax_m2 import names
@@ -60,7 +55,7 @@ def test_packed_weights_hold_the_codes_of_every_matrix(stored: TensorFormat) -> 
     weight = _stored(stored, 2, 5, 160)  # more than two spans of 64 columns, the last ragged
     packed = layout.pack(weight)
     each = [{name: t[index] for name, t in weight.tensors.items()} for index in (0, 1)]
-    expected = torch.cat([stored.dequantize(tensors) for tensors in each])
+    expected = torch.cat([dequantize(stored, tensors) for tensors in each])
     torch.testing.assert_close(unpacked(packed), expected, rtol=1e-6, atol=0)
     assert packed.qweight.shape == ((10, 192) if packed.packing.CODES == 1 else (2, 10, 64))
     held = sum(t.nbytes for t in packed.tensors[1:] if t is not packed.qweight)
@@ -79,7 +74,7 @@ def test_fp8_blocks_are_read_weight_only_where_nothing_multiplies_fp8(
     scale = torch.rand(2, 2, generator=_generator()) + 0.5
     weight = e4m3_blocks(values, scale)
     x = torch.randn(3, 256, generator=_generator()).to(torch.bfloat16)
-    expected = x.float() @ E4M3_BLOCKS.dequantize(weight.tensors).t()
+    expected = x.float() @ dequantize(E4M3_BLOCKS, weight.tensors).t()
     with torch.inference_mode():
         found = kernel.run(x, kernel.prepare(weight)).float()
     assert (found - expected).norm() <= 4e-3 * expected.norm()
@@ -136,7 +131,7 @@ def test_few_tokens_are_multiplied_as_the_weight_reads(
     tile = Tile(8, 32, 1, num_warps=num_warps, split_k=split_k)
     with torch.inference_mode():
         gemv(x, layout.pack(weight), out, tile)
-    expected = x.float() @ stored.dequantize(weight.tensors).t()
+    expected = x.float() @ dequantize(stored, weight.tensors).t()
     assert (out.float().sum(1) - expected).norm() <= 4e-3 * expected.norm()
 
 
@@ -159,8 +154,8 @@ def test_a_dequantised_weight_is_what_its_format_says(
 ) -> None:
     weight = _stored(stored, 70, 424)  # rows and columns that no program fills
     with torch.inference_mode():
-        found = dequantize(layout.pack(weight), dtype)
-    expected = stored.dequantize(weight.tensors)
+        found = dequantize_packed(layout.pack(weight), dtype)
+    expected = dequantize(stored, weight.tensors)
     rounding = torch.finfo(dtype).eps  # once, or twice by half of it
     torch.testing.assert_close(found.float(), expected, rtol=rounding, atol=1e-6)
 
@@ -179,7 +174,7 @@ def test_many_tokens_are_multiplied_as_the_weight_reads(
     x = torch.randn(130, 424, generator=_generator()).to(torch.bfloat16)
     with torch.inference_mode():
         found = triton_packed.linear(x, triton_packed.prepare(weight)).float()
-    expected = x.float() @ stored.dequantize(weight.tensors).t()
+    expected = x.float() @ dequantize(stored, weight.tensors).t()
     assert (found - expected).norm() <= 4e-3 * expected.norm()
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from negamax import LLM, SamplingParams
 from negamax.base.errors import CheckpointError, ConfigError
 from negamax.config.quantization import QuantizationSpec
-from negamax.kernels.formats import PLAIN, with_rounded_activations
+from negamax.formats.floats import PLAIN, with_rounded_activations
 from negamax.quantization.compressed_tensors import STRATEGIES
 from negamax.quantization.detect import detect
 from tests import tiny

@@ -26,7 +26,7 @@ from negamax.checkpoint.loader import load_weights
 from negamax.checkpoint.synthetic import fill_synthetic
 from negamax.checkpoint.weight_cache import load_cached
 from negamax.config.model_spec import ModelSpec
-from negamax.kernels.platform import CPU
+from negamax.formats.platform import CPU
 from negamax.kernels.registry import resolve
 from negamax.layers.weights import WeightSlot
 from negamax.models.build import build_model

@@ -29,9 +29,10 @@ from test_neuron_checkpoint import preprocessed
 
 from negamax.base.errors import CheckpointError
 from negamax.checkpoint.loader import load_weights
-from negamax.kernels.formats import PLAIN
+from negamax.formats.floats import PLAIN
+from negamax.formats.platform import CPU
 from negamax.kernels.op import W8A8, WEIGHT_ONLY, OpName
-from negamax.kernels.platform import CPU, platform_of
+from negamax.kernels.platform import platform_of
 from negamax.kernels.registry import OPS, KernelTable, resolve
 from negamax.kernels.signatures import EXPERTS, LINEAR, QUANTIZE
 from negamax.models.build import build_model

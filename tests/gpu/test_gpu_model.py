@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from negamax.config.model_spec import ModelSpec
+from negamax.formats.floats import E4M3_BLOCKS
+from negamax.formats.platform import CPU
 from negamax.kernels.attention.metadata import attention_metadata
-from negamax.kernels.formats import E4M3_BLOCKS
-from negamax.kernels.platform import CPU, platform_of
+from negamax.kernels.platform import platform_of
 from negamax.kernels.quantize.spec import dequantize_block
 from negamax.kernels.registry import OPS, KernelTable, resolve
 from negamax.models.build import build_model

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from negamax.bench.bindings import bind, copy_case, map_tensors, tensors_of
-from negamax.kernels.formats import PLAIN
+from negamax.formats.floats import PLAIN
 from negamax.kernels.moe import triton_norm_route
 from negamax.kernels.op import Case, Kernel, Op, randn
 from negamax.kernels.registry import OPS, gpu_kernels

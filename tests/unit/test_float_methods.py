@@ -11,16 +11,18 @@ import pytest
 
 from negamax.base.errors import ConfigError
 from negamax.config.quantization import QuantizationSpec
-from negamax.kernels.float_formats import PER_MATRIX, fp8, mxfp4, mxfp8, nvfp4, with_input_scale
-from negamax.kernels.formats import (
+from negamax.formats.floats import (
     E4M3_BLOCKS,
+    PER_MATRIX,
     PLAIN,
-    ROWS,
-    Axis,
-    Dim,
-    TensorFormat,
+    fp8,
+    mxfp4,
+    mxfp8,
+    nvfp4,
+    with_input_scale,
     with_rounded_activations,
 )
+from negamax.formats.tensor_format import ROWS, Axis, Dim, TensorFormat
 from negamax.quantization.detect import detect
 
 EXPERT = "model.layers.3.block_sparse_moe.experts.7.w1"

@@ -13,7 +13,7 @@ from negamax.base.errors import ConfigError
 from negamax.config.embedded import EMBEDDED
 from negamax.config.quantization import QuantizationSpec, read_quantization
 from negamax.engine.core.source import locate
-from negamax.kernels.formats import PLAIN
+from negamax.formats.floats import PLAIN
 from negamax.options.engine import EngineOptions
 from negamax.quantization.detect import METHODS, detect
 from negamax.quantization.names import check_name, quantized

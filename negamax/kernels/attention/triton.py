@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from negamax.formats.platform import Feature
 from negamax.kernels.attention.spec import HeadNorm, prepare_qk_norm
 from negamax.kernels.attention.triton_decode import decode
 from negamax.kernels.attention.triton_decode_plan import plan_decode
@@ -17,7 +18,6 @@ from negamax.kernels.attention.triton_prefill import plan_prefill, prefill
 from negamax.kernels.attention.triton_qk_norm import qk_norm_rope_write
 from negamax.kernels.attention.triton_rope import rope_write
 from negamax.kernels.launch.triton import triton_kernel
-from negamax.kernels.platform import Feature
 from negamax.kernels.signatures import (
     DECODE,
     HEAD_NORM_ROPE_WRITE,

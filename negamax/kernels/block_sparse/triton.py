@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from negamax.formats.platform import Feature
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.attention.triton_head_norm import sparse_norm_rope_write
 from negamax.kernels.block_sparse.choice import BlockChoice, SparseShape
@@ -27,7 +28,6 @@ from negamax.kernels.block_sparse.triton_select_prefill import (
 )
 from negamax.kernels.block_sparse.triton_shard import merge_shards, plan_merge_shards
 from negamax.kernels.launch.triton import triton_kernel
-from negamax.kernels.platform import Feature
 from negamax.kernels.signatures import (
     BLOCK_SPARSE_DECODE,
     BLOCK_SPARSE_MERGE_SHARDS,

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from negamax.formats.platform import Feature
 from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
 from negamax.kernels.attention.triton_decode import launch_decode
 from negamax.kernels.attention.triton_decode_plan import DecodePlan, plan_decode
@@ -34,7 +35,6 @@ from negamax.kernels.cache_shards.partials import PartialResults
 from negamax.kernels.cache_shards.triton_merge import merge_partials
 from negamax.kernels.cache_shards.triton_own_choice import own_choice
 from negamax.kernels.launch.triton import triton_kernel
-from negamax.kernels.platform import Feature
 from negamax.kernels.signatures import (
     MERGE_PARTIALS,
     OWN_ROWS,

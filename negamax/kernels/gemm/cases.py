@@ -9,16 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from negamax.formats.floats import E4M3_BLOCKS, E4M3_GROUP, E4M3_MAX, PLAIN, plain
+from negamax.formats.tensor_format import StoredWeight, TensorFormat
 from negamax.kernels.activations import Hidden
-from negamax.kernels.formats import (
-    E4M3_BLOCKS,
-    E4M3_GROUP,
-    E4M3_MAX,
-    PLAIN,
-    StoredWeight,
-    TensorFormat,
-    plain,
-)
 from negamax.kernels.op import AnyKernel, Case, Cost, num_bytes, randn
 from negamax.kernels.quantize import spec as quantize
 from negamax.kernels.weight_only import cases as weight_only

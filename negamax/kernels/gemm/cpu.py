@@ -28,8 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from negamax.formats.floats import plain
+from negamax.formats.tensor_format import StoredWeight
 from negamax.kernels.activations import Hidden, unquantized
-from negamax.kernels.formats import StoredWeight, plain
 from negamax.kernels.gemm.spec import into, keep
 from negamax.kernels.op import Kernel
 from negamax.kernels.rowwise import SAFE_ROWS_MULTIPLE

@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from negamax.formats.floats import PLAIN
+from negamax.formats.tensor_format import StoredWeight
 from negamax.kernels.activations import Hidden, unquantized
-from negamax.kernels.formats import PLAIN, StoredWeight
 from negamax.kernels.gemm import cases
 from negamax.kernels.op import Kernel, Op, rounding_tolerance
+from negamax.kernels.quantize.stored import dequantize
 from negamax.kernels.signatures import LINEAR
 
 
@@ -43,7 +45,7 @@ def keep(weight: StoredWeight) -> Tensor:
     """The values of a plain weight [out, in] as they are; of another its fp32 values."""
     if weight.format is PLAIN:
         return weight.values
-    return weight.format.dequantize(weight.tensors)
+    return dequantize(weight.format, weight.tensors)
 
 
 OPS = (

@@ -30,14 +30,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from negamax.formats.floats import E4M3_GROUPS, PLAIN
+from negamax.formats.platform import Feature
+from negamax.formats.readable import reads_e4m3_blocks
+from negamax.formats.tensor_format import StoredWeight
 from negamax.kernels import platform
 from negamax.kernels.activations import GROUP, QuantizedActivations, model_dtype, unquantized
-from negamax.kernels.formats import (
-    E4M3_GROUPS,
-    PLAIN,
-    StoredWeight,
-    reads_e4m3_blocks,
-)
 from negamax.kernels.gemm import cublas, tiles, triton_packed, triton_w8a8
 from negamax.kernels.launch.ptx import launch_dependents, wait_for_predecessor
 from negamax.kernels.launch.tile import Tile
@@ -50,7 +48,6 @@ from negamax.kernels.launch.triton import (
     wait_then_launch_dependents,
 )
 from negamax.kernels.op import AnyKernel
-from negamax.kernels.platform import Feature
 from negamax.kernels.quantize.native import to_native
 from negamax.kernels.quantize.triton import quantize
 from negamax.kernels.signatures import LINEAR

@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from negamax.formats.readable import reads_packed
+from negamax.formats.tensor_format import StoredWeight
 from negamax.kernels.activations import Hidden, unquantized
-from negamax.kernels.formats import StoredWeight, reads_packed
 from negamax.kernels.gemm import tiles
 from negamax.kernels.gemm.triton_packed_gemv import gemv
 from negamax.kernels.launch.triton import launch_options, triton_kernel, wait_then_launch_dependents

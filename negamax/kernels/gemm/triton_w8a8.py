@@ -16,13 +16,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from negamax.formats.floats import E4M3
+from negamax.formats.platform import Feature
+from negamax.formats.readable import reads_w8a8
 from negamax.kernels.activations import Hidden, unquantized
-from negamax.kernels.formats import E4M3, reads_w8a8
 from negamax.kernels.gemm import tiles, triton_packed
 from negamax.kernels.gemm.triton_packed import PreparedPackedLinear
 from negamax.kernels.launch.triton import launch_options, triton_kernel, wait_then_launch_dependents
 from negamax.kernels.op import W8A8
-from negamax.kernels.platform import Feature
 from negamax.kernels.signatures import LINEAR
 from negamax.kernels.weight_only.triton_rounding import (
     add_product,

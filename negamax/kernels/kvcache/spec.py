@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from negamax.kernels.formats import E4M3_MAX
+from negamax.formats.floats import E4M3_MAX
 from negamax.kernels.kvcache import cases
 from negamax.kernels.op import FLOAT_DTYPES, Kernel, Op, Tolerance
 from negamax.kernels.rope.spec import cos_sin

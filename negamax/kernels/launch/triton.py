@@ -43,10 +43,10 @@ import torch
 import triton
 import triton.language as tl
 
+from negamax.formats.platform import Feature
 from negamax.kernels import platform
 from negamax.kernels.launch.ptx import INTERPRETED, launch_dependents, wait_for_predecessor
 from negamax.kernels.op import Kernel, OpName, P, R
-from negamax.kernels.platform import Feature
 
 # Triton's default may change; without it the kernels' last bits and speed are others
 triton.knobs.language.default_fp_fusion = True

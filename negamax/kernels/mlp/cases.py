@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from negamax.formats.platform import Feature
 from negamax.kernels.activations import GROUP, SILU, QuantizedActivations, SwiGlu
 from negamax.kernels.op import AnyKernel, Case, Cost, num_bytes, randn
-from negamax.kernels.platform import Feature
 from negamax.kernels.quantize.cases import outputs
 
 M3 = SwiGlu(alpha=1.702, limit=7.0, beta=1.0)

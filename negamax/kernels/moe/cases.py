@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from negamax.formats.floats import E4M3_BLOCKS, mxfp8
+from negamax.formats.tensor_format import TensorFormat
 from negamax.kernels.activations import SILU, SwiGlu
-from negamax.kernels.float_formats import mxfp8
-from negamax.kernels.formats import E4M3_BLOCKS, TensorFormat
 from negamax.kernels.gemm.cases import fp8_weight, stored_weight
 from negamax.kernels.norm import cases as norm_cases
 from negamax.kernels.op import AnyKernel, Case, Cost, num_bytes, randn

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from negamax.formats.floats import plain
+from negamax.formats.tensor_format import StoredWeight
 from negamax.kernels.activations import SILU, Hidden, SwiGlu, unquantized
-from negamax.kernels.formats import StoredWeight, plain
 from negamax.kernels.mlp.cpu import swiglu
 from negamax.kernels.moe.spec import Router, complete
 from negamax.kernels.op import Kernel

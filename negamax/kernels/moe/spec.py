@@ -18,12 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from negamax.formats.floats import PLAIN
+from negamax.formats.tensor_format import StoredWeight
 from negamax.kernels.activations import SILU, Hidden, SwiGlu, unquantized
-from negamax.kernels.formats import PLAIN, StoredWeight
 from negamax.kernels.moe import cases
 from negamax.kernels.norm.spec import WIDE_ERROR, NormWeight, add_rms
 from negamax.kernels.norm.spec import prepare as prepare_norm
 from negamax.kernels.op import Kernel, Op, rounding_tolerance
+from negamax.kernels.quantize.stored import dequantize
 from negamax.kernels.signatures import EXPERTS, NORM_ROUTE, PLACE, ROUTE
 
 
@@ -145,7 +147,7 @@ def _values(weight: StoredWeight) -> Tensor:
         return weight.values
     count = len(weight.values)
     experts = ({name: t[index] for name, t in weight.tensors.items()} for index in range(count))
-    return torch.stack([weight.format.dequantize(tensors) for tensors in experts])
+    return torch.stack([dequantize(weight.format, tensors) for tensors in experts])
 
 
 def experts(

@@ -33,16 +33,11 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from negamax.formats.floats import E4M3, E4M3_GROUPS, PLAIN
+from negamax.formats.platform import Feature
+from negamax.formats.readable import reads_e4m3_blocks, reads_packed, reads_w8a8
+from negamax.formats.tensor_format import StoredWeight
 from negamax.kernels.activations import GROUP, SILU, QuantizedActivations, SwiGlu, unquantized
-from negamax.kernels.formats import (
-    E4M3,
-    E4M3_GROUPS,
-    PLAIN,
-    StoredWeight,
-    reads_e4m3_blocks,
-    reads_packed,
-    reads_w8a8,
-)
 from negamax.kernels.launch.triton import triton_kernel
 from negamax.kernels.moe import tiles, triton_norm_route
 from negamax.kernels.moe.triton_decode import experts_gemv, experts_small_m
@@ -54,7 +49,6 @@ from negamax.kernels.moe.triton_route import prepare_gate, route
 from negamax.kernels.moe.triton_shared import ExpertConstants, PreparedExperts
 from negamax.kernels.moe.triton_w8a8 import experts_w8a8
 from negamax.kernels.op import W8A8, WEIGHT_ONLY
-from negamax.kernels.platform import Feature
 from negamax.kernels.quantize.native import to_native
 from negamax.kernels.signatures import EXPERTS, NORM_ROUTE, PLACE, ROUTE
 from negamax.kernels.weight_only.layout import pack

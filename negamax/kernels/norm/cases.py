@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from negamax.formats.platform import Feature
 from negamax.kernels.activations import GROUP, QuantizedActivations
 from negamax.kernels.op import AnyKernel, Case, Cost, num_bytes, randn
-from negamax.kernels.platform import Feature
 from negamax.kernels.quantize.cases import outputs as quantized_outputs
 
 

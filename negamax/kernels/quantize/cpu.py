@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from negamax.kernels.formats import E4M3_GROUP
+from negamax.formats.floats import E4M3_GROUP
 
 _FP16_BITS = 0xBF80 - 2**16  # sign and value of an E4M3 byte shifted by 7, as an int16
 _E2M1_BITS = 0x8E00 - 2**16  # of a byte with E2M1 in its upper half, shifted by 5

@@ -7,9 +7,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from negamax.formats.platform import Feature
 from negamax.kernels import platform
 from negamax.kernels.activations import GROUP
-from negamax.kernels.platform import Feature
 
 
 def native_e4m3(device: torch.device) -> torch.dtype:

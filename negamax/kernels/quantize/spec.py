@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from negamax.formats.floats import E4M3_GROUP, E4M3_MAX
 from negamax.kernels.activations import GROUP, QuantizedActivations
-from negamax.kernels.formats import E4M3_GROUP, E4M3_MAX
 from negamax.kernels.op import Kernel, Op, rounding_tolerance
 from negamax.kernels.quantize import cases
 from negamax.kernels.signatures import QUANTIZE

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from negamax.formats.floats import E4M3_MAX
+from negamax.formats.platform import Feature
 from negamax.kernels.activations import GROUP, QuantizedActivations
-from negamax.kernels.formats import E4M3_MAX
 from negamax.kernels.launch.triton import triton_kernel
-from negamax.kernels.platform import Feature
 from negamax.kernels.quantize.native import native_e4m3
 from negamax.kernels.signatures import QUANTIZE
 

@@ -4,25 +4,20 @@ store integers in other orders; `Codes` are what all share.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from negamax.kernels.codes import Codes
-from negamax.kernels.float_formats import PER_ROW, fp8, mxfp4, mxfp8, nvfp4
-from negamax.kernels.formats import (
+from negamax.formats.floats import PER_ROW, fp8, mxfp4, mxfp8, nvfp4, with_rounded_activations
+from negamax.formats.tensor_format import (
     ONE,
     ROWS,
     Axis,
+    CodePacking,
     Dim,
     Role,
     StoredTensor,
     TensorFormat,
-    with_rounded_activations,
 )
-from negamax.kernels.packed import nibbles
 from negamax.kernels.weight_only.draw import draw
 
 
@@ -39,20 +34,8 @@ def _integers(
     ]
     if zeros:
         tensors.append(StoredTensor("zero_point", Role.ZERO_POINT, ("uint8",), (ROWS, groups)))
-    return TensorFormat(name, element, tuple(tensors), partial(_unpack, element, group))
-
-
-def _unpack(element: str, group: int, tensors: Mapping[str, Tensor]) -> Codes:
-    values = tensors["weight"]
-    if element == "uint4":
-        values = nibbles(values)
-        values = values if "zero_point" in tensors else values.view(torch.int8) - 8
-    return Codes(
-        values,
-        tensors["weight_scale"],
-        (1, group or values.shape[-1]),
-        zero_point=tensors.get("zero_point"),
-    )
+    packing = CodePacking.NIBBLES if element == "uint4" else CodePacking.ENTRIES
+    return TensorFormat(name, element, tuple(tensors), packing)
 
 
 INT4 = _integers("int4_group_128", "uint4", "bfloat16", 128)

@@ -9,7 +9,8 @@ import math
 import torch
 from torch import Tensor
 
-from negamax.kernels.formats import E2M1, E4M3, E4M3_MAX, Role, StoredTensor, TensorFormat
+from negamax.formats.floats import E2M1, E4M3, E4M3_MAX
+from negamax.formats.tensor_format import Role, StoredTensor, TensorFormat
 
 # Standard deviations of the numbers that `_values` draws
 _STD = {E2M1: 2.93, "uint4": 3.24, "int4": 3.24, "uint8": 73.9, "int8": 73.9, E4M3: 80.0}

@@ -25,8 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from negamax.kernels.codes import Codes
-from negamax.kernels.formats import StoredWeight
+from negamax.formats.tensor_format import StoredWeight
+from negamax.kernels.quantize.codes import Codes
+from negamax.kernels.quantize.stored import decode
 
 PackedTensors = tuple[Tensor, Tensor, Tensor, Tensor]
 SPAN_BYTES = 64
@@ -102,7 +103,7 @@ def packed_rows(
 
 
 def pack(weight: StoredWeight) -> PackedWeight:
-    """weight [N, K] or [count, N, K] in a format that `formats.reads_packed` accepts. One matrix
+    """weight [N, K] or [count, N, K] in a format that `reads_packed` accepts. One matrix
     after the other: their codes take a byte each.
     """
     lead = weight.values.shape[:-2]
@@ -111,7 +112,7 @@ def pack(weight: StoredWeight) -> PackedWeight:
     for index in range(lead.numel()):
         at = (index,) if lead else ()
         part = _pack(
-            weight.format.unpack({name: t[at] for name, t in weight.tensors.items()}), bits=bits
+            decode(weight.format, {name: t[at] for name, t in weight.tensors.items()}), bits=bits
         )
         if packed is None:
             packed = _room(part, lead.numel())

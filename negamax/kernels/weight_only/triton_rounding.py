@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from negamax.kernels.formats import E4M3_MAX
+from negamax.formats.floats import E4M3_MAX
 from negamax.kernels.launch.triton import launch_options, wait_then_launch_dependents
 from negamax.kernels.weight_only import layout
 from negamax.kernels.weight_only.layout import Packing

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from negamax.base.errors import CheckpointError
 from negamax.config.model_spec import ModelSpec
+from negamax.formats.tensor_format import Axis, Dim, Role, StoredTensor
 from negamax.kernels.activations import SILU, concatenate
 from negamax.kernels.attention.metadata import AttentionMetadata
-from negamax.kernels.formats import Axis, Dim, Role, StoredTensor
 from negamax.kernels.registry import OPS, KernelTable
 from negamax.kernels.rope.spec import signed_frequencies
 from negamax.kernels.signatures import DECODE, EMBED_NORMS, EMBED_TOKENS, PREFILL, ROPE_WRITE

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from negamax.kernels.formats import Axis
+from negamax.formats.tensor_format import Axis
 from negamax.layers.names import MlpNames
 from negamax.models.eagle3.config import Eagle3Spec
 from negamax.models.family import Placement, WeightSpec

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from negamax.formats.tensor_format import ActivationFormat
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention.metadata import AttentionMetadata
-from negamax.kernels.formats import ActivationFormat
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.rope.spec import signed_frequencies
 from negamax.layers.attention import Attention, GroupedQueryKind, KvCaches

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from negamax.kernels.formats import Axis
+from negamax.formats.tensor_format import Axis
 from negamax.models.family import WeightSpec
 from negamax.models.minimax_m2.config import MiniMaxM2Spec
 from negamax.models.spellings import DECODER as DECODER

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from negamax.kernels.formats import Axis
+from negamax.formats.tensor_format import Axis
 from negamax.layers.names import IndexerNames, MlpNames, MoeNames
 from negamax.models import spellings
 from negamax.models.family import WeightSpec

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from negamax.kernels.codes import E2M1_VALUES, Codes
-from negamax.kernels.formats import E4M3_MAX
+from negamax.formats.floats import E4M3_MAX
+from negamax.kernels.quantize.codes import E2M1_VALUES, Codes
 
 E2M1_MAX = E2M1_VALUES[-1]
 

@@ -1,11 +1,9 @@
-"""Formats as data: of which tensors a matrix is stored, and what each of their entries stands for.
+"""Formats as data: which tensors a checkpoint holds of a matrix, and what their entries mean.
 
-A `TensorFormat` lists the tensors that a checkpoint holds of one matrix [rows, columns]. Each
-dimension of such a tensor runs over the rows or the columns of the matrix, so many of them per
-entry. Shapes, shares of ranks and windows of fused matrices all follow from that, for the loader,
-the layers and synthetic weights alike. Kernels say which formats they read (`Kernel.reads`).
-
-Imports no torch: the commands ask formats for bytes before there is a device.
+A `TensorFormat` lists the tensors of one matrix [rows, columns]. Each dimension of such a tensor
+has one entry for a fixed number of the matrix's rows or columns. From that follow shapes, shards of
+ranks and parts of fused matrices, for the loader, the layers and synthetic weights alike.
+`kernels.quantize.stored` decodes and encodes the tensors.
 """
 
 from __future__ import annotations
@@ -16,13 +14,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from negamax.base.errors import CheckpointError
-from negamax.kernels.platform import Feature, Platform
-
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from negamax.kernels.codes import Codes
 
 ITEM_BYTES = {
     "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e4m3fnuz": 1,
@@ -30,6 +23,7 @@ ITEM_BYTES = {
 }  # fmt: skip
 
 Region = tuple[range, range]  # rows, columns of a matrix
+FLOATS = ("float32", "bfloat16", "float16")
 
 
 class Axis(Enum):
@@ -51,6 +45,40 @@ class Role(Enum):
     ACTIVATION = "activation"  # of the activations, which are not quantised: never read
 
 
+class Known(Enum):
+    """The entries of a tensor that a format fixes. The loader compares and does not keep it."""
+
+    ZEROS = "zeros"
+    SHAPE = "shape"  # of the matrix
+    GROUPS_IN_ORDER = "groups in order"  # the group of each column: c // `StoredTensor.group`
+
+
+class CodePacking(Enum):
+    """How the tensor of the values holds codes."""
+
+    ENTRIES = "one code per entry"
+    NIBBLES = "two columns per byte, the low half first"
+    ROW_PAIRS = "two rows per byte, the low half first"
+    WORDS = "32 / bits codes per int32 word, in order"
+    AWQ_WORDS = "8 codes of 4 bits per int32 word, in AutoAWQ's order"
+
+
+class GlobalScale(Enum):
+    """What the scale of level 2 does to the scales of level 1."""
+
+    MULTIPLIES = "multiplies"
+    DIVIDES = "divides"
+    IS_INCLUDED = "is included"  # they are stored times it: it is the scale of the activations
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How a plain matrix is quantized to a format."""
+
+    largest: float = 0.0  # what the largest magnitude of a block becomes; 0: the element's largest
+    to_powers: bool = False  # scales are powers of two
+
+
 @dataclass(frozen=True)
 class Dim:
     """A dimension with one entry for `unit` rows or columns; `FIXED` has `unit` entries."""
@@ -70,6 +98,9 @@ class Dim:
         return range(part.start // self.unit, -(-part.stop // self.unit))
 
 
+ROWS, COLUMNS, ONE = Dim(Axis.ROWS), Dim(Axis.COLUMNS), Dim(Axis.FIXED)
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """One tensor of a stored matrix."""
@@ -82,9 +113,8 @@ class StoredTensor:
     also: tuple[str, ...] = ()  # dtypes with other values, read where the matrix is dequantised
     level: int = 1  # 2: a scale of the scales
     optional: bool = False  # a checkpoint may lack it: one that is not kept
-    # What it must be for a matrix of a shape: it is compared with that, and not kept.
-    known: Callable[[tuple[int, int]], Tensor] | None = None
-    limit: Callable[[tuple[int, int]], int] | None = None  # its entries are from 0 to below it
+    known: Known | None = None
+    group: int = 0  # of a permutation: columns of a group, -1 for all
 
     @property
     def is_kept(self) -> bool:
@@ -99,28 +129,6 @@ class StoredTensor:
     def held(self) -> StoredTensor:
         """How a parameter holds it that is filled from several matrices: a number once per row."""
         return replace(self, dims=(Dim(Axis.ROWS),)) if self.is_number else self
-
-    def check(
-        self, found: Tensor, part: tuple[range, ...], shape: tuple[int, int], *, name: str
-    ) -> None:
-        """Errors: `CheckpointError` where `found`, the part `part` of the tensor `name`, is not
-        what is `known` of it, or beyond its `limit`.
-        """
-        limit = self.limit(shape) if self.limit is not None else 0
-        if limit and not ((found >= 0) & (found < limit)).all():
-            raise CheckpointError(
-                f"tensor {name} has entries from {found.min()} to {found.max()}; of {shape[0]} x "
-                f"{shape[1]} they are from 0 to {limit - 1}",
-                hint="the checkpoint itself is broken",
-            )
-        if self.known is not None:
-            expected = self.known(shape)[tuple(slice(each.start, each.stop) for each in part)]
-            if not (found == expected).all():
-                raise CheckpointError(
-                    f"tensor {name} is {_first(found)}; the {self.role.value} of {shape[0]} x "
-                    f"{shape[1]} is {_first(expected)}",
-                    hint="config.json and the weights are not of the same model",
-                )
 
     def shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
         """Its shape for a matrix of shape `shape`."""
@@ -144,10 +152,11 @@ class TensorFormat:
     name: str
     element: str  # of the matrix: "float8_e4m3fn", "uint4"
     tensors: tuple[StoredTensor, ...]  # the values first
-    # the tensors by their names -> the codes of the matrix, one per element
-    unpack: Callable[[Mapping[str, Tensor]], Codes]
-    # the inverse: a matrix [rows, columns] fp32 -> the tensors by their names; None: only read
-    quantize: Callable[[Tensor], Mapping[str, Tensor]] | None = field(default=None, compare=False)
+    packing: CodePacking = CodePacking.ENTRIES
+    zero_offset: int = 0  # stored zero points are too small by it
+    global_scale: GlobalScale = GlobalScale.MULTIPLIES
+    # how matrices are quantized to it; None: it is only read
+    rounding: Rounding | None = field(default=None, compare=False)
     # the same tensors with groups of so many columns; None: groups are what they are
     regroup: Callable[[int], TensorFormat] | None = field(default=None, compare=False)
     # how the method rounds what the matrix is multiplied with; None: not at all
@@ -163,9 +172,11 @@ class TensorFormat:
     def __hash__(self) -> int:
         return hash(self.name)  # of all fields it would take long, for each of 50,000 matrices
 
-    def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The tensors by their names -> the matrix [rows, columns] fp32."""
-        return self.unpack(tensors).dequantize()
+    def find(self, role: Role, *, level: int = 1) -> StoredTensor | None:
+        """Return the tensor of this role that is kept, if any."""
+        return next(
+            (t for t in self.tensors if (t.role, t.level) == (role, level) and t.is_kept), None
+        )
 
     @property
     def is_online(self) -> bool:
@@ -180,8 +191,10 @@ class TensorFormat:
     def is_held_as(self, other: TensorFormat) -> bool:
         """Whether the tensors have the same names, and those that are kept mean the same."""
         return (
-            (self.element, self.unpack, self.activation)
-            == (other.element, other.unpack, other.activation)
+            all(
+                getattr(self, name) == getattr(other, name)
+                for name in ("element", "packing", "zero_offset", "global_scale", "activation")
+            )
             and len(self.tensors) == len(other.tensors)
             and all(
                 own == its or (own.name == its.name and not own.is_kept and not its.is_kept)
@@ -296,141 +309,5 @@ class StoredWeight:
         return self.tensors[scale.name]
 
 
-def _first(numbers: Tensor) -> str:
-    """A few of them."""
-    shown = ", ".join(str(number) for number in numbers.flatten()[:6].tolist())
-    return f"[{shown}{', ...' if numbers.numel() > 6 else ''}]"
-
-
 def _enclose(part: range, unit: int, total: int) -> range:
     return range(part.start // unit * unit, min(-(-part.stop // unit) * unit, total))
-
-
-# --- plain ---------------------------------------------------------------------------------------
-
-ROWS, COLUMNS, ONE = Dim(Axis.ROWS), Dim(Axis.COLUMNS), Dim(Axis.FIXED)
-FLOATS = ("float32", "bfloat16", "float16")
-
-
-def _unpack_plain(tensors: Mapping[str, Tensor]) -> Codes:
-    from negamax.kernels.codes import Codes
-
-    return Codes(tensors["weight"])
-
-
-PLAIN = TensorFormat(
-    name="plain",
-    element="float",
-    tensors=(StoredTensor("weight", Role.VALUES, FLOATS, (ROWS, COLUMNS)),),
-    unpack=_unpack_plain,
-)
-
-
-def is_plain(stored: TensorFormat) -> bool:
-    """Whether the matrix is stored as it is, in whichever dtype of floating-point numbers."""
-    return stored is PLAIN
-
-
-def plain(weight: Tensor) -> StoredWeight:
-    """weight [..., N, K] in the dtype in which it is multiplied."""
-    return StoredWeight(PLAIN, {"weight": weight})
-
-
-# --- E4M3 with one scale for 128 x 128 -----------------------------------------------------------
-
-E4M3 = "float8_e4m3fn"
-E4M3_FNUZ = "float8_e4m3fnuz"  # of MI300: half the values of E4M3's bits, and 0x80 is NaN
-E4M3_MAX = 448.0  # its largest finite value; beyond it are only NaNs
-E4M3_GROUP = 128  # columns of activations, rows and columns of weights that share a scale
-E4M3_GROUPS = ActivationFormat(E4M3, E4M3_GROUP)
-E2M1 = "float4_e2m1"
-
-
-def _unpack_e4m3_blocks(tensors: Mapping[str, Tensor]) -> Codes:
-    from negamax.kernels.codes import Codes
-
-    block = (E4M3_GROUP, E4M3_GROUP)
-    return Codes(tensors["weight"], tensors["weight_scale_inv"], block)
-
-
-def _quantize_e4m3_blocks(matrix: Tensor) -> Mapping[str, Tensor]:
-    from negamax.kernels.quantizers import to_e4m3
-
-    codes = to_e4m3(matrix, (E4M3_GROUP, E4M3_GROUP))
-    return codes.tensors("weight", "weight_scale_inv")
-
-
-# The native format of the M2 family. In spite of its name `weight_scale_inv` multiplies. Blocks at
-# the lower and right edge may be ragged.
-E4M3_BLOCKS = TensorFormat(
-    name="fp8_e4m3_block_128x128",
-    element=E4M3,
-    tensors=(
-        StoredTensor("weight", Role.VALUES, (E4M3,), (ROWS, COLUMNS), also=(E4M3_FNUZ,)),
-        StoredTensor(
-            "weight_scale_inv",
-            Role.SCALE,
-            FLOATS,
-            (Dim(Axis.ROWS, E4M3_GROUP), Dim(Axis.COLUMNS, E4M3_GROUP)),
-        ),
-    ),
-    unpack=_unpack_e4m3_blocks,
-    quantize=_quantize_e4m3_blocks,
-)
-
-
-def reads_e4m3_blocks(stored: TensorFormat) -> bool:
-    """Whether a matrix is E4M3 values with one fp32 scale per block, by whichever names."""
-    return stored.element == E4M3 and [
-        (tensor.dtypes[0], tensor.dims) for tensor in stored.tensors if tensor.is_kept
-    ] == [(tensor.dtypes[0], tensor.dims) for tensor in E4M3_BLOCKS.tensors]
-
-
-def e4m3_blocks(values: Tensor, scale: Tensor) -> StoredWeight:
-    """values [..., N, K] e4m3, scale [..., ceil(N / 128), ceil(K / 128)] fp32."""
-    return StoredWeight(E4M3_BLOCKS, {"weight": values, "weight_scale_inv": scale})
-
-
-# --- 4 and 8 bits ---------------------------------------------------------------------------------
-
-_PACKED = ("uint4", "int4", E2M1, "uint8", "int8", E4M3)
-_PACKED_GROUPS = frozenset({16, 32, 64, 128})  # columns that share a scale
-
-
-def reads_packed(stored: TensorFormat) -> bool:
-    """Whether weight-only kernels take a matrix: 4 or 8 bits, a scale for each row and group of
-    columns, or for each row.
-    """
-    scales = [t for t in stored.tensors if t.role is Role.SCALE and t.level == 1]
-    groups = {dim.unit for t in scales for dim in t.dims if dim.axis is Axis.COLUMNS}
-    return (
-        stored.element in _PACKED
-        and not stored.permuted
-        and len(scales) == 1
-        and groups <= _PACKED_GROUPS
-    )
-
-
-def with_rounded_activations(stored: TensorFormat) -> TensorFormat:
-    """`stored`, int8 or E4M3 with scales per row or matrix, of a method that rounds activations to
-    the same element. Others as they are.
-    """
-    scales = [tensor for tensor in stored.tensors if tensor.role is Role.SCALE]
-    is_grouped = any(scale.axis(Axis.COLUMNS) is not None for scale in scales)
-    if is_grouped or stored.element not in ("int8", E4M3):
-        return stored
-    return replace(stored, activation=ActivationFormat(stored.element, 0))
-
-
-def reads_w8a8(stored: TensorFormat, *, element: str) -> bool:
-    """Whether a matrix of int8 or E4M3 and its activations are both rounded to `element`, with a
-    scale per row and per token.
-    """
-    return stored.activation == ActivationFormat(element, 0) and reads_packed(stored)
-
-
-def is_kept(stored: TensorFormat, platform: Platform) -> bool:
-    """Whether the kernels of `platform` read matrices of this format as they are stored. What has
-    no tensor cores for their element multiplies in the compute dtype: weight-only.
-    """
-    return Feature.TRITON in platform.features and stored.stacks and reads_packed(stored)

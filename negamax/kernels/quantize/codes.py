@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from negamax.kernels.formats import E4M3_GROUP
+from negamax.formats.floats import E4M3_GROUP
 from negamax.kernels.quantize.cpu import dequantize_block, e2m1_numbers, e4m3_numbers
 
 _E4M3 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)

@@ -1,0 +1,1 @@
+"""Formats of stored weights and kinds of devices, as data. Imports no torch."""

@@ -1,0 +1,163 @@
+"""Formats of plain, FP8 and FP4 values, under the names of the tools that write them.
+
+NVFP4 is E2M1 with an E4M3 scale per 16 columns and one number for the matrix; MXFP4 and MXFP8 are
+E2M1 and E4M3 with a power of two (E8M0) per 32 columns, as in the OCP Microscaling specification.
+Of two FP4 codes in a byte the low nibble is the even column.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from negamax.formats.tensor_format import (
+    COLUMNS,
+    FLOATS,
+    ONE,
+    ROWS,
+    ActivationFormat,
+    Axis,
+    CodePacking,
+    Dim,
+    GlobalScale,
+    Role,
+    Rounding,
+    StoredTensor,
+    StoredWeight,
+    TensorFormat,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+E4M3 = "float8_e4m3fn"
+E4M3_FNUZ = "float8_e4m3fnuz"  # of MI300: half the values of E4M3's bits, and 0x80 is NaN
+E4M3_MAX = 448.0  # its largest finite value; beyond it are only NaNs
+E4M3_GROUP = 128  # columns of activations, rows and columns of weights that share a scale
+E4M3_GROUPS = ActivationFormat(E4M3, E4M3_GROUP)
+E2M1 = "float4_e2m1"
+E8M0 = ("uint8", "float8_e8m0fnu")  # an exponent, in either spelling
+NVFP4_GROUP, MX_GROUP = 16, 32  # columns that share a scale
+PER_ROW, PER_MATRIX = (ROWS, ONE), (ONE,)
+# MI300's values reach 240. Half of 448 keeps the bits of E4M3 blocks.
+FNUZ_LARGEST = 224.0
+
+PLAIN = TensorFormat(
+    "plain", "float", (StoredTensor("weight", Role.VALUES, FLOATS, (ROWS, COLUMNS)),)
+)
+
+
+def is_plain(stored: TensorFormat) -> bool:
+    """Return whether the matrix is stored as it is, in any floating-point dtype."""
+    return stored is PLAIN
+
+
+def plain(weight: Tensor) -> StoredWeight:
+    """Wrap weight [..., N, K] in the dtype in which it is multiplied."""
+    return StoredWeight(PLAIN, {"weight": weight})
+
+
+def fp8(
+    name: str,
+    scale: tuple[Dim, ...],
+    *,
+    scale_name: str = "weight_scale",
+    input_scale: str | None = None,
+    fnuz: bool = False,
+) -> TensorFormat:
+    """E4M3 with a scale for each part that `scale` says.
+
+    `input_scale` names a scale of the activations. `fnuz`: the bits are MI300's, whichever of the
+    two dtypes the files say.
+    """
+    dtypes, also = ((E4M3_FNUZ, E4M3), ()) if fnuz else ((E4M3,), (E4M3_FNUZ,))
+    return TensorFormat(
+        name.replace("e4m3", "e4m3fnuz") if fnuz else name,
+        dtypes[0],
+        (
+            StoredTensor("weight", Role.VALUES, dtypes, (ROWS, COLUMNS), also),
+            StoredTensor(scale_name, Role.SCALE, FLOATS, scale),
+            *_input_scale(input_scale),
+        ),
+        rounding=Rounding(FNUZ_LARGEST if fnuz else E4M3_MAX),
+    )
+
+
+def with_input_scale(stored: TensorFormat, name: str) -> TensorFormat:
+    """Add a scale of the activations to `stored`; they stay in the compute dtype."""
+    return replace(stored, tensors=(*stored.tensors, *_input_scale(name)))
+
+
+def _input_scale(name: str | None) -> tuple[StoredTensor, ...]:
+    if name is None:
+        return ()
+    return (StoredTensor(name, Role.ACTIVATION, FLOATS, PER_MATRIX, optional=True),)
+
+
+# The native format of the M2 family. In spite of its name `weight_scale_inv` multiplies. Blocks at
+# the lower and right edge may be ragged.
+E4M3_BLOCKS = fp8(
+    "fp8_e4m3_block_128x128",
+    (Dim(Axis.ROWS, E4M3_GROUP), Dim(Axis.COLUMNS, E4M3_GROUP)),
+    scale_name="weight_scale_inv",
+)
+
+
+def e4m3_blocks(values: Tensor, scale: Tensor) -> StoredWeight:
+    """Wrap values [..., N, K] e4m3 and scale [..., ceil(N / 128), ceil(K / 128)] fp32."""
+    return StoredWeight(E4M3_BLOCKS, {"weight": values, "weight_scale_inv": scale})
+
+
+def mxfp8(*, scale_name: str = "weight_scale") -> TensorFormat:
+    """E4M3 with an E8M0 scale for 32 columns."""
+    values = StoredTensor("weight", Role.VALUES, (E4M3,), (ROWS, COLUMNS))
+    scales = StoredTensor(scale_name, Role.SCALE, E8M0, (ROWS, Dim(Axis.COLUMNS, MX_GROUP)))
+    return TensorFormat("mxfp8", E4M3, (values, scales), rounding=Rounding(to_powers=True))
+
+
+def mxfp4(*, values: str = "weight") -> TensorFormat:
+    """E2M1 with an E8M0 scale for 32 columns."""
+    tensors = (
+        StoredTensor(values, Role.VALUES, ("uint8",), (ROWS, Dim(Axis.COLUMNS, 2))),
+        StoredTensor("weight_scale", Role.SCALE, E8M0, (ROWS, Dim(Axis.COLUMNS, MX_GROUP))),
+    )
+    rounding = Rounding(to_powers=True)
+    return TensorFormat("mxfp4", E2M1, tensors, CodePacking.NIBBLES, rounding=rounding)
+
+
+def nvfp4(
+    *,
+    values: str = "weight",
+    global_scale: str = "weight_scale_2",
+    divides: bool = False,
+    input_scale: str | None = None,
+) -> TensorFormat:
+    """E2M1 with an E4M3 scale for 16 columns and one, `global_scale`, for the matrix, which
+    multiplies, or `divides`.
+    """
+    tensors = (
+        StoredTensor(values, Role.VALUES, ("uint8",), (ROWS, Dim(Axis.COLUMNS, 2))),
+        StoredTensor("weight_scale", Role.SCALE, (E4M3,), (ROWS, Dim(Axis.COLUMNS, NVFP4_GROUP))),
+        StoredTensor(global_scale, Role.SCALE, FLOATS, PER_MATRIX, level=2),
+        *_input_scale(input_scale),
+    )
+    return TensorFormat(
+        "nvfp4",
+        E2M1,
+        tensors,
+        CodePacking.NIBBLES,
+        global_scale=GlobalScale.DIVIDES if divides else GlobalScale.MULTIPLIES,
+        rounding=Rounding(),
+    )
+
+
+def with_rounded_activations(stored: TensorFormat) -> TensorFormat:
+    """Return `stored` for a method that rounds activations to the element of the weights.
+
+    That is int8 or E4M3 with scales per row or matrix. Other formats are returned as they are.
+    """
+    scales = [tensor for tensor in stored.tensors if tensor.role is Role.SCALE]
+    is_grouped = any(scale.axis(Axis.COLUMNS) is not None for scale in scales)
+    if is_grouped or stored.element not in ("int8", E4M3):
+        return stored
+    return replace(stored, activation=ActivationFormat(stored.element, 0))
