@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from negamax.base.errors import InvalidRequestError, OverloadedError
 from negamax.base.shared_numbers import SharedNumbers
-from negamax.engine.client.admission import NUM_COLUMNS, Admission, prefill_tokens
+from negamax.engine.client.admission import NUM_COLUMNS, Admission
 
 
 def admission(*, running: int = 2, waiting: int = 3, tokens: int | None = 1000) -> Admission:
@@ -227,8 +227,3 @@ def test_tenants_have_one_share_whichever_process_they_ask() -> None:
     assert fill_as(other, "anna", 20) == 2  # one of five is about to run
     numbers.clear(0)
     assert fill_as(other, "anna", 20) == 3
-
-
-def test_choices_count_their_prompt_where_they_cannot_share_it() -> None:
-    assert prefill_tokens(100, 3, shares_prompt=True) == [100, 1, 1]
-    assert prefill_tokens(100, 3, shares_prompt=False) == [100, 100, 100]

@@ -21,6 +21,7 @@ from negamax.base.errors import (
 )
 from negamax.engine.client.open_request import OpenRequest, OpenRequests, joined
 from negamax.engine.client.output import ChoiceStream, RequestOutput
+from negamax.engine.wire import AddRequest
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.step import SequenceUpdate, TokenLogprobs
 from tests.unit.test_choice_stream import IDS, TEXT, TOKENIZER, info
@@ -51,14 +52,14 @@ class Engine:
         self.aborted: list[str] = []
         self._refuses = refuses
 
-    def enter(self, generation: OpenRequest, requests: Sequence[GenerateRequest]) -> Engine:
+    def enter(self, request: OpenRequest) -> Engine:
         if self._refuses is not None:
             raise self._refuses
-        self.open |= {request.request_id for request in requests}
+        self.open |= {sequence.request_id for sequence in request.requests}
         return self
 
-    def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        self.submitted += [request.request_id for request in requests]
+    def send(self, *messages: AddRequest) -> None:
+        self.submitted += [message.request.request_id for message in messages]
 
     def leave(self, sequence_ids: Sequence[str], *, abort: bool) -> None:
         known = [sequence_id for sequence_id in sequence_ids if sequence_id in self.open]
@@ -106,6 +107,10 @@ def generation(
     )
 
 
+def taking(outputs: list[RequestOutput]) -> Callable[[int, RequestOutput], None]:
+    return lambda index, output: outputs.append(output)
+
+
 def give(to: OpenRequest, *updates: SequenceUpdate) -> None:
     for one in updates:
         to.push(one)
@@ -115,7 +120,7 @@ def test_outputs_come_in_the_call_that_brings_them_in_order_and_once() -> None:
     async def run() -> None:
         engine, watcher, taken = Engine(), Watcher(), list[RequestOutput]()
         request = generation(engine, watcher=watcher)
-        running = asyncio.create_task(request.run(taken.append))
+        running = asyncio.create_task(request.run(taking(taken)))
         await asyncio.sleep(0)
         assert engine.submitted == ["r/0"]
         for position, token_id in enumerate(IDS):
@@ -141,7 +146,7 @@ def test_outputs_have_as_many_tokens_as_were_asked_for(interval: int) -> None:
     async def run() -> None:
         engine, watcher, taken = Engine(), Watcher(), list[RequestOutput]()
         request = generation(engine, n=2, watcher=watcher, interval=interval)
-        running = asyncio.create_task(request.run(taken.append))
+        running = asyncio.create_task(request.run(taking(taken)))
         await asyncio.sleep(0)
         for position, token_id in enumerate(IDS):
             end = "length" if position == len(IDS) - 1 else None
@@ -170,7 +175,7 @@ def test_what_waits_for_more_tokens_is_handed_on_before_an_error() -> None:
     async def run() -> None:
         taken = list[RequestOutput]()
         request = generation(Engine(), interval=100)
-        running = asyncio.create_task(request.run(taken.append))
+        running = asyncio.create_task(request.run(taking(taken)))
         await asyncio.sleep(0)
         for token_id in IDS[:5]:
             give(request, update("r/0", [token_id]))
@@ -188,7 +193,7 @@ def test_pauses_join_what_arrives_and_lose_nothing(seed: int) -> None:
     async def run(rng: random.Random) -> None:
         engine, taken = Engine(), list[RequestOutput]()
         request = generation(engine, n=2)
-        running = asyncio.create_task(request.run(taken.append))
+        running = asyncio.create_task(request.run(taking(taken)))
         await asyncio.sleep(0)
         is_paused = False
         for position, token_id in enumerate(IDS):
@@ -235,7 +240,7 @@ def test_later_choices_are_sent_when_the_first_has_read_the_prompt() -> None:
     async def run() -> None:
         engine = Engine()
         request = generation(engine, n=3)
-        running = asyncio.create_task(request.run(lambda output: None))
+        running = asyncio.create_task(request.run(lambda index, output: None))
         await asyncio.sleep(0)
         assert engine.submitted == ["r/0"] and engine.open == {"r/0", "r/1", "r/2"}
         give(request, update("r/0", [IDS[0]]))
@@ -251,7 +256,7 @@ def test_later_choices_of_a_request_that_is_to_end_are_never_sent() -> None:
     async def run() -> None:
         engine, taken = Engine(), list[RequestOutput]()
         request = generation(engine, n=3)
-        running = asyncio.create_task(request.run(taken.append))
+        running = asyncio.create_task(request.run(taking(taken)))
         await asyncio.sleep(0)
         request.abort()
         give(request, update("r/0", [IDS[0]]))  # crossed with the abort
@@ -267,7 +272,7 @@ def test_a_stop_string_ends_the_choice_in_the_engine_too() -> None:
     async def run() -> None:
         engine, taken = Engine(), list[RequestOutput]()
         request = generation(engine, stop=("ships that pass",))
-        running = asyncio.create_task(request.run(taken.append))
+        running = asyncio.create_task(request.run(taking(taken)))
         await asyncio.sleep(0)
         give(request, update("r/0", list(IDS)))
         give(request, update("r/0", list(IDS)))  # crossed with our abort
@@ -282,7 +287,7 @@ def test_failure_comes_after_what_has_arrived_and_the_first_one_counts() -> None
     async def run() -> None:
         engine, watcher, taken = Engine(), Watcher(), list[RequestOutput]()
         request = generation(engine, watcher=watcher)
-        running = asyncio.create_task(request.run(taken.append))
+        running = asyncio.create_task(request.run(taking(taken)))
         await asyncio.sleep(0)
         request.pause()
         give(request, update("r/0", [IDS[0]]))
@@ -301,7 +306,9 @@ def test_deadline_ends_what_runs() -> None:
     async def run() -> None:
         engine = Engine()
         with pytest.raises(RequestTimeoutError):
-            await asyncio.wait_for(generation(engine, seconds=0.05).run(lambda output: None), 120)
+            await asyncio.wait_for(
+                generation(engine, seconds=0.05).run(lambda index, output: None), 120
+            )
         assert engine.aborted == ["r/0"] and not engine.open
 
     asyncio.run(run())
@@ -312,7 +319,7 @@ def test_a_user_that_fails_ends_its_own_request_and_hears_why() -> None:
         engine = Engine()
         request = generation(engine)
 
-        def broken(output: RequestOutput) -> None:
+        def broken(index: int, output: RequestOutput) -> None:
             raise EngineError("cannot be told")
 
         running = asyncio.create_task(request.run(broken))
@@ -356,7 +363,7 @@ def test_what_came_before_the_user_is_kept_for_it() -> None:
         await asyncio.sleep(0)
         give(request, update("r/0", [IDS[0]]), update("r/0", list(IDS[1:]), end="length"))
         await asyncio.wait_for(beginning, 120)
-        await asyncio.wait_for(request.run(taken.append), 120)
+        await asyncio.wait_for(request.run(taking(taken)), 120)
         assert "".join(output.text for output in taken) == TEXT and engine.submitted == ["r/0"]
 
     asyncio.run(run())

@@ -22,7 +22,7 @@ from negamax.engine.client.engine_client import AsyncEngine, SharedQueue
 from negamax.engine.client.open_request import OpenRequest
 from negamax.engine.client.placement import NUM_COLUMNS, PrefixTable, ReplicaLoad, tags_of
 from negamax.engine.client.replica_options import check_same_device, replica_options
-from negamax.engine.wire import EngineStats, RankStats
+from negamax.engine.wire import AddRequest, EngineStats, RankStats
 from negamax.options.engine import EngineOptions
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.scheduler import ROW_COST
@@ -77,10 +77,10 @@ def ask(
     request = engine.generate(
         tokens, SamplingParams(max_tokens=8), request_id=name, data_parallel_rank=rank
     )
-    place = engine.enter(request, request.requests)
-    request._place, request._has_started = place, True
-    place.submit(request.requests)
-    return request, place.index
+    replica = engine.enter(request)
+    request._replica, request._has_started = replica, True
+    replica.send(*map(AddRequest, request.requests))
+    return request, replica.index
 
 
 def in_loop(scene: Callable[[], Any]) -> None:
@@ -347,3 +347,14 @@ def test_number_of_replicas_has_limits(count: int) -> None:
         EngineOptions(model="nano", num_replicas=count)
     with pytest.raises(ConfigError, match="--num-replicas is 2, and this is one engine"):
         LLM("nano", num_replicas=2)
+
+
+def test_later_choices_compute_the_prompt_only_where_they_cannot_share_it() -> None:
+    def scene() -> None:
+        engine, _ = engine_of(1)
+        sampling = SamplingParams()
+        assert engine.prefill_tokens(100, sampling, num_choices=3) == [100, 1, 1]
+        scored = SamplingParams(prompt_logprobs=1)
+        assert engine.prefill_tokens(100, scored, num_choices=3) == [100, 100, 100]
+
+    in_loop(scene)

@@ -18,7 +18,7 @@ from negamax.api.errors import failure_event, json_response
 from negamax.api.http.sse import DONE, FIRST_OUTPUT_SECONDS, Write, first_output, while_connected
 from negamax.api.schemas.answers import CompletionTokensDetails, PromptTokensDetails, Usage
 from negamax.api.schemas.sampled_request import EngineRequest
-from negamax.engine.client.open_request import OpenRequests
+from negamax.engine.client.open_request import OpenRequest, OpenRequests
 from negamax.engine.client.output import RequestOutput
 from negamax.text.parser.events import ParserEvent
 from negamax.text.parser.packets import PacedPackets
@@ -36,6 +36,7 @@ class Choice:
     latest: RequestOutput | None = None  # its counts are those of the choice
 
 
+AnswerSource = OpenRequest | OpenRequests
 ChoiceT = TypeVar("ChoiceT", bound=Choice)
 ResponseT = TypeVar("ResponseT", bound=msgspec.Struct | Sequence[msgspec.Struct])
 Send = Callable[[ChoiceT, RequestOutput, list[ParserEvent]], object]
@@ -49,7 +50,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
 
     is_paced = False  # whether fragments of a stream are joined to a good size
 
-    def __init__(self, request_id: str, source: OpenRequests, choices: Sequence[ChoiceT]) -> None:
+    def __init__(self, request_id: str, source: AnswerSource, choices: Sequence[ChoiceT]) -> None:
         """`choices` are in the order of their prompts."""
         self.id = request_id
         self.source = source
@@ -149,7 +150,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
 
 
 async def start_source(
-    request: Request, params: EngineRequest, source: OpenRequests, *, has_grammar: bool
+    request: Request, params: EngineRequest, source: AnswerSource, *, has_grammar: bool
 ) -> None:
     """Wait for the first output of a stream: what fails before it still gets a status line of its
     own. A grammar is compiled first, and may be refused, however long that takes.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from negamax.api.access import salt_of
-from negamax.api.common.answer import start_source
+from negamax.api.common.answer import AnswerSource, start_source
 from negamax.api.common.context import ApiContext
 from negamax.api.common.conversation import off_loop
 from negamax.api.common.turn import constrained
@@ -39,7 +39,7 @@ async def start_prompts(
     *,
     num_bytes: int,
     arrival: float,
-) -> tuple[list[list[int]], OpenRequests]:
+) -> tuple[list[list[int]], AnswerSource]:
     """Check, tokenise and start `prompts`; their tokens, and what answers them. Errors: everything
     that can be refused, also what only the engine knows.
     """
@@ -73,7 +73,7 @@ async def start_prompts(
                 http=request,
             )
         )
-    source = OpenRequests(parts)
+    source = parts[0] if len(parts) == 1 else OpenRequests(parts)
     await start_source(
         request, params, source, has_grammar=any(one is not None for one in grammars)
     )

@@ -26,7 +26,7 @@ from negamax.api.schemas.thinking import ReasoningPlace, ThinkingChoice, other_v
 from negamax.api.schemas.tools import CallChoice
 from negamax.base.errors import AbortedError, InvalidRequestError
 from negamax.config.grammar import Grammar
-from negamax.engine.client.open_request import OpenRequests
+from negamax.engine.client.open_request import OpenRequest
 from negamax.engine.client.output import RequestOutput
 from negamax.models.chat_format import ChatFormat, ReasoningState, may_call
 from negamax.scheduler.request import SamplingParams
@@ -60,7 +60,7 @@ class StartedTurn:
 
     prompt: ChatPrompt
     readers: list[ChoiceReader]  # one for each choice
-    source: OpenRequests
+    source: OpenRequest
     is_prompt_only: bool
 
 
@@ -148,7 +148,7 @@ async def start_turn(
         ChoiceReader(chat_format, prompt=prompt, rules=rules, on_call=on_call)
         for _ in range(sampling.n)
     ]
-    generation = context.generate(
+    source = context.generate(
         prompt.token_ids,
         sampling,
         params,
@@ -159,7 +159,6 @@ async def start_turn(
         http=request,
         readers=None if turn.is_prompt_only else readers,
     )
-    source = OpenRequests([generation])
     await start_source(request, params, source, has_grammar=grammar is not None)
     return StartedTurn(prompt, readers, source, turn.is_prompt_only)
 

@@ -1,6 +1,4 @@
-"""How much may wait for the engine: sequences and prompt tokens, and when to come back. No clock of
-its own, no I/O.
-"""
+"""Limits on what waits for the engine: sequences, prompt tokens, shares of tenants. Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +10,10 @@ from negamax.base.shared_numbers import SharedNumbers
 
 _RATE_SECONDS = 20.0  # over which the rate of finished sequences is averaged
 _LONGEST_RETRY = 120.0  # seconds
-_POOLS_WAITING = 4  # default for the tokens that may wait: so many times what the KV cache holds
+_POOLS_WAITING = 4  # default for the tokens that may wait, in KV caches
 
-# Of the numbers that the server processes share: the totals, then for each group of tenants what
-# of it waits. Tenants whose names hash to the same group are counted as one.
+# Columns that the server processes share: totals, then what waits of each group of tenants. Tenants
+# whose names hash to the same group are counted as one.
 _GROUPS = 256
 _OPEN, _WAITING, _WAITING_TOKENS, _GROUP_WAITING = range(4)
 _GROUP_TOKENS = _GROUP_WAITING + _GROUPS
@@ -23,20 +21,17 @@ NUM_COLUMNS = _GROUP_TOKENS + _GROUPS
 
 
 class Admission:
-    """The sequences that are open, and whether more may come. Single writer: the engine's client.
+    """Counts open sequences and admits or refuses new ones. Single writer: the engine's client.
 
-    A sequence waits from `enter` until `start`, and is open until `leave`. Up to `max_running`
-    sequences run; beyond them `max_waiting` sequences of `max_waiting_tokens` prompt tokens in all
-    may wait. A prompt that would wait alone is taken whatever its length. Times are monotonic
-    seconds.
+    A sequence waits from `enter` until `start`, and is open until `leave`. `max_running` sequences
+    run; `max_waiting` more, of `max_waiting_tokens` prompt tokens together, may wait. A prompt that
+    would wait alone is admitted at any length. Times are monotonic seconds.
 
-    Where several tenants share the queue, none may hold more of it than it leaves free. So one of
-    them alone gets half, two that ask for all they can get a third each, and there is room for the
-    next one.
+    Of tenants that share the queue, none may hold more of it than it leaves free: one alone gets
+    half, two get a third each, and there is always room for the next one.
 
-    The limits are those of the engine. Where several server processes stand in front of it, each
-    counts its own sequences in its row of `numbers` and judges by the totals; requests that come to
-    several in the same moment may exceed a limit by their number.
+    Several server processes may share an engine. Each counts its sequences in its row of `numbers`
+    and compares the totals; simultaneous requests to several processes may exceed a limit.
     """
 
     def __init__(
@@ -49,8 +44,8 @@ class Admission:
         numbers: SharedNumbers | None = None,
         index: int = 0,
     ) -> None:
-        """`pool_tokens`: what the KV cache holds, for the default of `max_waiting_tokens`; `index`:
-        the row of this process.
+        """`pool_tokens`: capacity of the KV cache, for the default of `max_waiting_tokens`;
+        `index`: row of this process.
         """
         self._max_waiting = max_waiting
         self._given_waiting_tokens = max_waiting_tokens
@@ -64,7 +59,7 @@ class Admission:
         self._row[:] = [0.0] * NUM_COLUMNS
 
     def resize(self, *, max_running: int, pool_tokens: int) -> None:
-        """Set how many sequences the engines run, and how many tokens their KV caches hold."""
+        """Set the sequences that the engines run and the tokens that their KV caches hold."""
         self._max_running = max_running
         self._max_open = max_running + self._max_waiting
         self._max_waiting_tokens = self._given_waiting_tokens or _POOLS_WAITING * pool_tokens
@@ -76,20 +71,21 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that have not begun to run, of all server processes."""
+        """Sequences that wait, of all server processes."""
         return int(self._numbers.total(_WAITING))
 
     @property
     def waiting_tokens(self) -> int:
-        """Their prompt tokens."""
+        """Prompt tokens of sequences that wait."""
         return int(self._numbers.total(_WAITING_TOKENS))
 
     def check(
         self, num_sequences: int, num_tokens: int, *, now: float, sharer: str | None = None
     ) -> None:
-        """Refuse a request for `num_sequences` sequences with `num_tokens` prompt tokens in all:
-        `InvalidRequestError` where they never fit, `OverloadedError` where they do not fit now.
-        `sharer`: its tenant, if others have the same queue."""
+        """Refuse `num_sequences` sequences of `num_tokens` prompt tokens together:
+        `InvalidRequestError` if they never fit, `OverloadedError` if they do not fit now. `sharer`:
+        the tenant, if others share the queue.
+        """
         most = (
             self._max_open if sharer is None else self._max_running + (self._max_waiting + 1) // 2
         )
@@ -121,8 +117,9 @@ class Admission:
             self._check_share(sharer, num_sequences, num_tokens, now=now)
 
     def _check_share(self, tenant: str, num_sequences: int, num_tokens: int, *, now: float) -> None:
-        """Refuse what would give a tenant more of the queue than it leaves to others; one place it
-        may always have."""
+        """Refuse what would give a tenant more of the queue than it leaves free. One place is
+        always allowed.
+        """
         group = _group_of(tenant)
         held = int(self._numbers.total(_GROUP_WAITING + group))
         num_open = self.num_open
@@ -153,36 +150,36 @@ class Admission:
         )
 
     def retry_after(self, now: float) -> float:
-        """About how many seconds until what waits now has begun to run, 1 to 120."""
+        """Estimate the seconds, 1 to 120, until all that waits runs."""
         rate = self._rate_at(now)
         if not self._waiting or rate <= 0.0:
             return 1.0
         return min(max(1.0, len(self._waiting) / rate), _LONGEST_RETRY)
 
     def enter(self, sequence_id: str, num_tokens: int, *, tenant: str = "") -> None:
-        """A sequence of a tenant's was accepted; its prompt has `num_tokens` tokens to compute."""
+        """Count an admitted sequence with `num_tokens` prompt tokens to compute."""
         self._waiting[sequence_id] = num_tokens, tenant
         self._count_waiting(1, num_tokens, tenant)
-        self._tell()
+        self._publish()
 
     def start(self, sequence_id: str) -> None:
-        """A sequence began to run; ids that are not waiting are ignored."""
+        """Count a sequence as running; ids that do not wait are ignored."""
         if self._stop_waiting(sequence_id):
             self._running.add(sequence_id)
-            self._tell()
+            self._publish()
 
     def leave(self, sequence_id: str, *, now: float) -> None:
-        """A sequence is over, however it ended; ids that are not open are ignored."""
+        """Forget a sequence that is over; ids that are not open are ignored."""
         if sequence_id in self._running:
             self._running.remove(sequence_id)
             self._rate = self._rate_at(now) + 1.0 / _RATE_SECONDS
             self._rate_time = now
         else:
             self._stop_waiting(sequence_id)
-        self._tell()
+        self._publish()
 
     def _stop_waiting(self, sequence_id: str) -> bool:
-        """Whether the sequence waited until now."""
+        """Remove a sequence from the queue; whether it was there."""
         num_tokens, tenant = self._waiting.pop(sequence_id, (None, ""))
         if num_tokens is not None:
             self._count_waiting(-1, -num_tokens, tenant)
@@ -194,8 +191,8 @@ class Admission:
         self._row[_GROUP_WAITING + group] += num_sequences
         self._row[_GROUP_TOKENS + group] += num_tokens
 
-    def _tell(self) -> None:
-        """Let the other processes know."""
+    def _publish(self) -> None:
+        """Show the totals to the other processes."""
         self._row[_OPEN] = len(self._waiting) + len(self._running)
         self._row[_WAITING] = len(self._waiting)
 
@@ -205,10 +202,3 @@ class Admission:
 
 def _group_of(tenant: str) -> int:
     return zlib.crc32(tenant.encode()) % _GROUPS
-
-
-def prefill_tokens(num_tokens: int, num_choices: int, *, shares_prompt: bool) -> list[int]:
-    """The prompt tokens that each choice of a request has to compute, whose prompt has
-    `num_tokens`. With `shares_prompt` the later ones find what the first has computed in the prefix
-    cache."""
-    return [num_tokens, *[1 if shares_prompt else num_tokens] * (num_choices - 1)]

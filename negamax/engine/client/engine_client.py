@@ -1,6 +1,4 @@
-"""A server process's side of its engines: admits requests, says which engine is to answer them,
-and refuses what comes while none can.
-"""
+"""A server process's client of its engines: admits requests and chooses a replica for each."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from negamax.base.errors import EngineDeadError, UnavailableError
 from negamax.base.shared_numbers import SharedNumbers
 from negamax.engine import wire
 from negamax.engine.client.admission import NUM_COLUMNS as QUEUE_COLUMNS
-from negamax.engine.client.admission import Admission, prefill_tokens
+from negamax.engine.client.admission import Admission
 from negamax.engine.client.connection import EngineChannel
 from negamax.engine.client.open_request import NOBODY, Observer, OpenRequest, Owner
 from negamax.engine.client.output import ChoiceStream, TextReader, admit
@@ -39,7 +37,7 @@ from negamax.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class SharedQueue:
-    """What the server processes in front of the same engines know together."""
+    """Numbers that the server processes in front of the same engines share."""
 
     numbers: SharedNumbers  # of `Admission`
     loads: SharedNumbers  # of `ReplicaLoad`
@@ -49,7 +47,7 @@ class SharedQueue:
     def of(
         cls, num_replicas: int, *, num_servers: int = 1, folder: Path | None = None
     ) -> SharedQueue:
-        """In files of `folder`; None: for one process."""
+        """Use files in `folder`; None: serve one process."""
 
         def shared(name: str, num_columns: int, num_rows: int) -> SharedNumbers:
             path = None if folder is None else folder / name
@@ -62,18 +60,18 @@ class SharedQueue:
         )
 
     def clear(self, server: int) -> None:
-        """Server process `server` is gone, and nothing of it is open."""
+        """Forget what server process `server` had open: it is gone."""
         self.numbers.clear(server)
         self.loads.clear(server)
 
 
 class AsyncEngine:
-    """The client of the engines of a server, and the requests they are serving for this process.
-    Single writer: the event loop it was made on.
+    """The engines of a server, and the requests they run for this process. Single writer: the event
+    loop it was made on.
 
-    Engines come and go; `supervisor` sees to that. Where several server processes share them, each
-    has a client with an `index` of its own, and they count what is open together. A new request
-    goes to the replica where it costs least (`placement`), unless it names one.
+    The supervisor starts and replaces engines. Several server processes may share them: each has a
+    client with its own `index`, and they count open requests together. A request goes to the
+    replica where it costs least (`placement`), unless it names one.
     """
 
     def __init__(
@@ -89,7 +87,7 @@ class AsyncEngine:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.info: wire.ModelInfo  # what holds for every engine
-        # why all of them stay dead
+        # done once all engines stay dead: why
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         queue = queue or SharedQueue.of(options.num_replicas)
         self.admission = Admission(
@@ -123,12 +121,10 @@ class AsyncEngine:
         index: int = 0,
         queue: SharedQueue | None = None,
     ) -> AsyncEngine:
-        """A client without an engine, which finds (and if need be downloads) the model's tokenizer
-        and template.
+        """Create a client without an engine; find (or download) the model's tokenizer and template.
 
-        `chat_template` is a file that replaces the checkpoint's own; `queue` is shared by the
-        clients of the same engines, and `index` is the row of this one. Errors: `ConfigError` and
-        its kin.
+        `chat_template`: a file that replaces the checkpoint's; `queue`: shared by the clients of
+        the same engines; `index`: the row of this one. Errors: `ConfigError` and its subclasses.
         """
         source = await asyncio.to_thread(locate, options)
         return cls(
@@ -141,7 +137,7 @@ class AsyncEngine:
 
     @property
     def alive(self) -> bool:
-        """Whether requests can be served: an engine runs, and no end of it is known."""
+        """Whether an engine runs."""
         return self._stopped is None and any(replica.alive for replica in self.replicas)
 
     @property
@@ -150,9 +146,7 @@ class AsyncEngine:
         return self.info.data_parallel_size * len(self.replicas)
 
     def check_responsive(self) -> None:
-        """Refuse while of every engine that runs, it or one of its ranks has sent no heartbeat
-        in the last seconds: `UnavailableError`.
-        """
+        """Refuse while every running engine, or a rank of it, is silent: `UnavailableError`."""
         self.check_alive()
         silences = [replica.silence for replica in self.replicas if replica.alive]
         if None not in silences:
@@ -162,7 +156,7 @@ class AsyncEngine:
 
     @property
     def stats(self) -> wire.EngineStats:
-        """The latest statistics of all replicas together, as each has them."""
+        """The latest statistics of all replicas together."""
         return wire.sum_of([replica.stats for replica in self.replicas])
 
     @property
@@ -176,8 +170,8 @@ class AsyncEngine:
         return sum(len(replica.open) for replica in self.replicas)
 
     def check_alive(self) -> None:
-        """Refuse while no engine runs: `UnavailableError`, with the time after which to come back,
-        or `EngineDeadError` where none is to come.
+        """Refuse while no engine runs: `UnavailableError` with the time after which to retry, or
+        `EngineDeadError` if none will run again.
         """
         if self._stopped is not None:
             raise EngineDeadError(self._stopped, code="engine_dead")
@@ -187,17 +181,19 @@ class AsyncEngine:
             raise min(reasons, key=lambda reason: reason.retry_after or 0.0)
 
     def check_room(self, tokens: Sequence[int], *, owner: Owner) -> None:
-        """Refuse sequences with so many prompt tokens each: `InvalidRequestError` where they never
-        fit, `OverloadedError` where they do not fit now."""
+        """Refuse sequences with `tokens` of their prompts: `InvalidRequestError` if they never fit,
+        `OverloadedError` if they do not fit now.
+        """
         sharer = owner.tenant if owner.shares_queue else None
         self.admission.check(len(tokens), sum(tokens), now=time.monotonic(), sharer=sharer)
 
     def prefill_tokens(
         self, num_prompt_tokens: int, sampling: SamplingParams, *, num_choices: int
     ) -> list[int]:
-        """The prompt tokens that each of so many choices has to compute."""
+        """The prompt tokens that each choice computes; later ones may find them cached."""
         shares_prompt = self._options.enable_prefix_caching and sampling.prompt_logprobs is None
-        return prefill_tokens(num_prompt_tokens, num_choices, shares_prompt=shares_prompt)
+        others = 1 if shares_prompt else num_prompt_tokens
+        return [num_prompt_tokens, *[others] * (num_choices - 1)]
 
     def generate(
         self,
@@ -214,14 +210,13 @@ class AsyncEngine:
         readers: Sequence[TextReader] | None = None,
         owner: Owner = NOBODY,
     ) -> OpenRequest:
-        """Continue a prompt; the outputs of the `n` choices come interleaved as they are generated.
-        Run it, or close it.
+        """Admit a request to continue a prompt. Outputs of its `n` choices come interleaved. Run it
+        or close it.
 
-        `data_parallel_rank` is one of `num_ranks`, those of each replica behind each other; None:
-        any. `deadline` is a `time.monotonic()`, `interval` the tokens that outputs should have,
-        `readers` those of the choices that say where stop strings count (left out: everywhere).
-        Errors: `InvalidRequestError`, `ContextLengthError`, `OverloadedError`, `UnavailableError`;
-        of what it raises later `OpenRequest` tells.
+        `data_parallel_rank`: one of `num_ranks`, counted replica by replica; None: any. `deadline`:
+        a `time.monotonic()`. `interval`: tokens per output. `readers`: by choice, find stop
+        strings; None: they count everywhere. Errors: `InvalidRequestError`, `ContextLengthError`,
+        `OverloadedError`, `UnavailableError`; later ones are those of `OpenRequest`.
         """
         self.check_alive()
         sampling = admit(prompt_token_ids, sampling, info=self.info)
@@ -265,31 +260,32 @@ class AsyncEngine:
             observer=observer,
             interval=interval,
             owner=owner,
-            replica=replica,
+            replica_index=replica,
         )
 
-    def enter(self, generation: OpenRequest, requests: Sequence[GenerateRequest]) -> Replica:
-        """Take the sequences of a request in, which share a prompt: the replica they run on.
-        Errors: `UnavailableError`, `OverloadedError`; engines may have died, and other requests may
-        have come, since `generate`."""
+    def enter(self, request: OpenRequest) -> Replica:
+        """Choose the replica that runs a request and count its sequences as open. Errors:
+        `UnavailableError`, `OverloadedError`: engines may have died, and other requests may have
+        arrived, since `generate`.
+        """
         self.check_alive()
-        first = requests[0]
+        first = request.requests[0]
         tokens = self.prefill_tokens(
-            len(first.prompt_token_ids), first.sampling, num_choices=len(requests)
+            len(first.prompt_token_ids), first.sampling, num_choices=len(request.requests)
         )
-        self.check_room(tokens, owner=generation.owner)
-        replica, pending = self._place(first, named=generation.replica)
-        replica.enter(generation, requests, tokens, pending=pending)
+        self.check_room(tokens, owner=request.owner)
+        replica, pending = self._place(first, named=request.replica_index)
+        replica.enter(request, tokens, pending=pending)
         return replica
 
     def abort(self, is_meant: Callable[[Owner], bool]) -> int:
-        """End the open sequences that are meant, by their owners, with finish_reason "abort"; how
-        many there are, without those that were told to end before.
+        """End the open sequences whose owners are meant, with finish_reason "abort". Return how
+        many, without those that were told to end before.
         """
         return sum(replica.abort(is_meant) for replica in self.replicas if replica.alive)
 
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix caches, but for what running requests hold. Errors: those of
+        """Empty the prefix caches, except what running requests hold. Errors: as of
         `check_alive`.
         """
         self.check_alive()
@@ -298,15 +294,15 @@ class AsyncEngine:
             self._prefixes.discard(replica.index)
 
     async def record_experts(self, action: wire.RecordAction) -> list[wire.ExpertDump]:
-        """Begin or end to record how often each expert is chosen, or what each replica recorded.
-        Errors: those of `check_alive`; `InvalidRequestError` where nothing is counted or recorded.
+        """Start or stop counting how often each expert is chosen, or return what each replica
+        counted. Errors: those of `check_alive`; `InvalidRequestError` if nothing is counted.
         """
         self.check_alive()
         asked = (replica.record_experts(action, server=self._index) for replica in self.replicas)
         return [dump for dump in await asyncio.gather(*asked) if dump is not None]
 
     def on_engine_ready(self, replica: int, channel: EngineChannel, info: wire.ModelInfo) -> None:
-        """An engine is there."""
+        """Use a new engine of a replica."""
         self.replicas[replica].on_engine_ready(channel, info)
         num_blocks = info.num_kv_blocks * info.data_parallel_size
         self._prefixes.resize(replica, num_blocks=num_blocks)
@@ -321,26 +317,26 @@ class AsyncEngine:
         self._resize()
 
     def on_engine_lost(self, replica: int, reason: str, *, ready_in: float) -> None:
-        """An engine is gone: its open requests end with `EngineDeadError`. Another one is expected
-        in `ready_in` seconds.
+        """End the open requests of a dead engine with `EngineDeadError`; another one is expected in
+        `ready_in` seconds.
         """
         self.replicas[replica].on_engine_lost(reason, ready_in=ready_in)
         self._resize()
 
     def on_engine_failed(self, replica: int, reason: str) -> None:
-        """An engine stays dead."""
+        """Expect no other engine of a replica."""
         self.replicas[replica].on_engine_failed(reason)
         if all(each.has_failed for each in self.replicas):
             self.failed.set_result(reason)
 
     def stop(self, reason: str = "the engine was stopped") -> None:
-        """Take no more requests; every open one ends with `EngineDeadError`."""
+        """Take no more requests and end every open one with `EngineDeadError`."""
         self._stopped = reason
         for replica in self.replicas:
             replica.fail_open(reason)
 
     def _resize(self) -> None:
-        """Admit what the engines that run have room for."""
+        """Set the limits of admission to what the running engines have room for."""
         infos = [
             replica.info for replica in self.replicas if replica.alive and replica.info is not None
         ]
@@ -353,9 +349,9 @@ class AsyncEngine:
             )
 
     def _place(self, request: GenerateRequest, *, named: int | None) -> tuple[Replica, int]:
-        """Where a request costs least, or the replica it names, and how many tokens of its prompt
-        that one has to compute, as far as is known here. Errors: `UnavailableError`,
-        `EngineDeadError` for a named one that does not run.
+        """The replica where a request costs least, or the one it names, and the prompt tokens that
+        it probably has to compute there. Errors: `UnavailableError`, `EngineDeadError` for a named
+        replica that does not run.
         """
         if len(self.replicas) == 1:
             return self.replicas[0], 0  # there is nothing to compare

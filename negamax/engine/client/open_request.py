@@ -1,15 +1,12 @@
-"""A request in the engine, seen from the server: what it generates is handed on in the moment it
-arrives.
-"""
+"""Requests in the engine, seen from the server: each output is handed on the moment it arrives."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from msgspec.structs import replace
 
@@ -20,17 +17,25 @@ from negamax.base.errors import (
     UnavailableError,
 )
 from negamax.base.log import get_logger
+from negamax.engine import wire
 from negamax.engine.client.output import ChoiceStream, RequestOutput, joined_outputs
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.step import SequenceUpdate
 
+if TYPE_CHECKING:
+    from negamax.engine.client.engine_client import AsyncEngine
+    from negamax.engine.client.replica import Replica
+
 logger = get_logger(__name__)
+
+Take = Callable[[int, RequestOutput], object]  # index of the prompt, and its output
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose request it is, the names by which the client knows it, and whether other tenants have
-    the same queue."""
+    """The tenant of a request, the names that the client may call it, and whether other tenants
+    share the queue.
+    """
 
     tenant: str = ""
     names: frozenset[str] = frozenset()
@@ -41,7 +46,7 @@ NOBODY = Owner()
 
 
 class Observer(Protocol):
-    """Is told what happens to one request; it must not raise."""
+    """Receives what happens to one request. It must not raise."""
 
     def started(self, at: float) -> None:
         """The first of its sequences began to run at monotonic second `at`."""
@@ -50,52 +55,30 @@ class Observer(Protocol):
         """One of its choices gained tokens or ended."""
 
     def ended(self, error: BaseException | None) -> None:
-        """It is over; `error`: what ended it before its time."""
-
-
-class Host(Protocol):
-    """The engines, as a generation needs them."""
-
-    def enter(self, generation: OpenRequest, requests: Sequence[GenerateRequest]) -> Place:
-        """Take the sequences of a request in: where they run. Errors: `OverloadedError`,
-        `UnavailableError`.
-        """
-        ...
-
-
-class Place(Protocol):
-    """The engine that a generation is in."""
-
-    def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        """Send sequences that were taken in to the engine."""
-
-    def leave(self, sequence_ids: Sequence[str], *, abort: bool) -> None:
-        """Sequences that are over here; `abort`: the engine must be told."""
+        """It is over; `error`: what ended it early."""
 
 
 class OpenRequest:
-    """The choices of one request. Single user, in the engine's event loop: `run` to the end, or
+    """The choices of one prompt. Single user, in the engine's event loop: `run` to the end, or
     `close`.
 
-    The engine's side pushes updates in; no task stands between an update and `take`. While the user
-    pauses, what arrives is joined to one update per choice: a backlog costs the memory of its token
-    ids and no more. Outputs of fewer than `interval` tokens are joined, too, but for the first and
-    the last of a choice.
+    The replica pushes updates in; no task runs between an update and `take`. While the user pauses,
+    updates are joined to one per choice, so a backlog costs only the memory of its token ids.
+    Outputs of fewer than `interval` tokens are joined too, except the first and last of a choice.
     """
 
     __slots__ = (
         "_arrival",
         "_deadline",
         "_ended",
+        "_engine",
         "_failure",
         "_has_started",
-        "_host",
         "_interval",
         "_is_closed",
         "_is_paused",
         "_observer",
-        "_place",
-        "_requests",
+        "_replica",
         "_streams",
         "_take",
         "_timer",
@@ -104,12 +87,14 @@ class OpenRequest:
         "_waiting",
         "is_told_to_end",
         "owner",
-        "replica",
+        "prompt_index",
+        "replica_index",
+        "requests",
     )
 
     def __init__(
         self,
-        host: Host,
+        engine: AsyncEngine,
         requests: Sequence[GenerateRequest],
         streams: Mapping[str, ChoiceStream],
         *,
@@ -117,17 +102,19 @@ class OpenRequest:
         observer: Observer | None,
         interval: int = 1,
         owner: Owner = NOBODY,
-        replica: int | None = None,
+        replica_index: int | None = None,
     ) -> None:
-        """Nothing happens before `first_output` or `run`. `streams` by the ids of `requests`;
-        `deadline`: monotonic seconds; `replica`: the only one that may answer it.
+        """Nothing is sent before `first_output` or `run`. `requests`: one for each choice;
+        `streams`: by their ids; `deadline`: monotonic seconds; `replica_index`: the only replica
+        that may answer.
         """
         self.owner = owner
-        self.replica = replica
+        self.replica_index = replica_index
+        self.requests = requests
+        self.prompt_index = 0  # among prompts that are answered together
         self.is_told_to_end = False
-        self._host = host
-        self._place: Place | None = None  # once it has begun
-        self._requests = requests
+        self._engine = engine
+        self._replica: Replica | None = None  # once it has begun
         self._streams = dict(streams)  # those that go on
         self._deadline = deadline
         self._observer = observer
@@ -136,7 +123,7 @@ class OpenRequest:
         self._unsent: Sequence[GenerateRequest] = ()
         self._updates: dict[str, SequenceUpdate] = {}  # that wait to be handed on
         self._failure: Exception | None = None  # ends it after what has arrived
-        self._take: Callable[[RequestOutput], object] | None = None
+        self._take: Take | None = None
         self._is_paused = False
         self._arrival: asyncio.Future[None] | None = None
         self._ended: asyncio.Future[Exception | None] | None = None
@@ -144,20 +131,13 @@ class OpenRequest:
         self._has_started = self._is_closed = False
 
     @property
-    def requests(self) -> Sequence[GenerateRequest]:
-        """One for each choice."""
-        return self._requests
-
-    @property
     def sampling(self) -> SamplingParams:
         """The parameters of the first choice, with the model's defaults."""
-        return self._requests[0].sampling
+        return self.requests[0].sampling
 
     async def first_output(self) -> None:
-        """Send the request to the engine, and wait until something has come back.
-
-        Errors: those of the engine's door, and what ended the request before its first output; it
-        must be closed then.
+        """Send the request to the engine and wait for its first output. Errors: those of
+        `AsyncEngine.enter`, and what ended the request before its first output; close it then.
         """
         self._begin()
         if not self._updates and self._failure is None:
@@ -168,10 +148,10 @@ class OpenRequest:
         if not self._updates and self._failure is not None:
             raise self._failure
 
-    async def run(self, take: Callable[[RequestOutput], object]) -> None:
-        """Hand every output to `take`, until the last choice has ended. Errors: those of
-        `first_output` and of `take`, `EngineError`, `EngineDeadError`, `RequestTimeoutError`.
-        However this ends, nothing of the request is left in the engine.
+    async def run(self, take: Take) -> None:
+        """Hand every output to `take` until the last choice has ended. Nothing of the request is
+        left in the engine, however it ends. Errors: those of `first_output` and of `take`,
+        `EngineError`, `EngineDeadError`, `RequestTimeoutError`.
         """
         self._ended = asyncio.get_running_loop().create_future()
         self._take = take
@@ -187,16 +167,16 @@ class OpenRequest:
         self.close()
 
     def pause(self) -> None:
-        """Keep back what arrives."""
+        """Hold back what arrives."""
         self._is_paused = True
 
     def resume(self) -> None:
-        """Hand on again, at once what was kept back."""
+        """Hand on what was held back and what arrives."""
         self._is_paused = False
         self._hand_kept()
 
     def abort(self) -> None:
-        """The engine is told to end what it has of the request; end here what it has not."""
+        """End the choices that were not sent; the engine is told to end the others."""
         self.is_told_to_end = True
         unsent, self._unsent = self._unsent, ()
         for request in unsent:
@@ -210,8 +190,8 @@ class OpenRequest:
         self._take = None
         if self._timer is not None:
             self._timer.cancel()
-        if self._place is not None:
-            self._place.leave(list(self._streams), abort=True)
+        if self._replica is not None:
+            self._replica.leave(list(self._streams), abort=True)
         if self._observer is not None and self._has_started:
             self._observer.ended(error)
 
@@ -221,8 +201,9 @@ class OpenRequest:
             self._observer.started(at)
 
     def push(self, update: SequenceUpdate) -> None:
-        """Give an update, which now belongs to the generation, to the user; keep it while that one
-        pauses. Never raises: what fails here ends this request alone."""
+        """Hand an update, which now belongs to this request, to the user, or hold it back in a
+        pause. Never raises: an error here ends this request alone.
+        """
         if self._take is None or self._is_paused:
             earlier = self._updates.get(update.request_id)
             self._updates[update.request_id] = (
@@ -239,7 +220,7 @@ class OpenRequest:
             self._end(None)
 
     def fail(self, error: Exception) -> None:
-        """End the request with `error`, after what has arrived. The first error counts."""
+        """End the request with `error` after what has arrived. The first error counts."""
         if self._failure is None:
             self._failure = error
         self._announce()
@@ -250,7 +231,7 @@ class OpenRequest:
             self._arrival.set_result(None)
 
     def _hand_kept(self) -> None:
-        """Give what was kept to the user, and the error after it, unless it pauses."""
+        """Hand on what was held back, then the error, unless paused."""
         if self._take is None or self._is_paused:
             return
         updates, self._updates = self._updates, {}
@@ -266,10 +247,10 @@ class OpenRequest:
 
     def _hand(self, update: SequenceUpdate) -> None:
         _check_end(update)
-        assert self._place is not None
+        assert self._replica is not None
         if self._unsent:
             unsent, self._unsent = self._unsent, ()
-            self._place.submit(unsent)
+            self._replica.send(*map(wire.AddRequest, unsent))
         stream = self._streams.get(update.request_id)
         if stream is None or self._take is None:
             return  # an update that crossed with our abort
@@ -280,8 +261,8 @@ class OpenRequest:
             raise EngineError("the output could not be turned into text") from wrong
         if stream.finished:
             del self._streams[update.request_id]
-            # a stop string: the engine does not know it yet
-            self._place.leave([update.request_id], abort=update.finish_reason is None)
+            # the engine does not know stop strings
+            self._replica.leave([update.request_id], abort=update.finish_reason is None)
         if self._observer is not None:
             self._observer.gained(output)
         if self._interval > 1:
@@ -290,7 +271,7 @@ class OpenRequest:
             if self._is_short(output):
                 self._waiting[output.index] = output
                 return
-        self._take(output)
+        self._take(self.prompt_index, output)
 
     def _is_short(self, output: RequestOutput) -> bool:
         num_tokens = len(output.token_ids)
@@ -301,18 +282,18 @@ class OpenRequest:
         waiting, self._waiting = self._waiting, {}
         for output in waiting.values():
             if self._take is not None:
-                self._take(output)
+                self._take(self.prompt_index, output)
 
     def _begin(self) -> None:
-        """The first choice computes the prompt; the others follow with its first token and find it
-        in the prefix cache.
+        """Send the first choice. The others follow with its first token, to find the prompt in the
+        prefix cache.
         """
         if self._has_started:
             return
         self._has_started = True
-        self._place = self._host.enter(self, self._requests)
-        self._place.submit(self._requests[:1])
-        self._unsent = self._requests[1:]
+        self._replica = self._engine.enter(self)
+        self._replica.send(wire.AddRequest(self.requests[0]))
+        self._unsent = self.requests[1:]
         if self._deadline is not None:
             error = RequestTimeoutError(
                 "the request was not answered in time",
@@ -329,18 +310,15 @@ class OpenRequest:
 
 
 class OpenRequests:
-    """Requests that are answered together. Single user, as of `OpenRequest`."""
+    """Several prompts that are answered together. Single user, as of `OpenRequest`."""
 
     def __init__(self, parts: Sequence[OpenRequest]) -> None:
         self._parts = parts
+        for index, part in enumerate(parts):
+            part.prompt_index = index
 
     async def first_output(self) -> None:
-        """Send all, and wait until something has come back for one of them. Errors: as of
-        `OpenRequest.first_output`.
-        """
-        if len(self._parts) == 1:
-            await self._parts[0].first_output()
-            return
+        """Send all and wait for the first output of any. Errors: as of `OpenRequest`."""
         waits = [asyncio.ensure_future(part.first_output()) for part in self._parts]
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -349,32 +327,23 @@ class OpenRequests:
         finally:
             await _cancel(waits)
 
-    async def run(self, take: Callable[[int, RequestOutput], object]) -> None:
-        """As of `OpenRequest`; `take` gets the index of the part, too. The first error ends all."""
-        if len(self._parts) == 1:
-            await self._parts[0].run(functools.partial(take, 0))
-            return
-        runs = [
-            asyncio.ensure_future(part.run(functools.partial(take, index)))
-            for index, part in enumerate(self._parts)
-        ]
+    async def run(self, take: Take) -> None:
+        """As of `OpenRequest`. The first error ends all."""
+        runs = [asyncio.ensure_future(part.run(take)) for part in self._parts]
         try:
             await asyncio.gather(*runs)
         finally:
             await _cancel(runs)
 
     def pause(self) -> None:
-        """Keep back what arrives."""
         for part in self._parts:
             part.pause()
 
     def resume(self) -> None:
-        """Hand on again."""
         for part in self._parts:
             part.resume()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Abort what still runs."""
         for part in self._parts:
             part.close(error)
 

@@ -1,6 +1,4 @@
-"""One of the engines behind a server, as a server process sees it: whether it runs, what it has for
-this process, and what it has done.
-"""
+"""One of the engines behind a server, as one server process sees it."""
 
 from __future__ import annotations
 
@@ -24,12 +22,12 @@ State = Literal["ok", "silent", "restarting", "failed"]
 
 
 class Replica:
-    """An engine and the sequences it has for this process. Single writer: the event loop. The
-    engine comes and goes; its supervisor sees to that.
+    """An engine and the sequences it runs for this process. Single writer: the event loop. Its
+    supervisor starts the engine and replaces it when it dies.
     """
 
     def __init__(self, index: int, *, admission: Admission, load: ReplicaLoad) -> None:
-        """Replica `index` of the server's; no engine is there yet."""
+        """No engine runs yet."""
         self.index = index
         self.load = load
         self.info: wire.ModelInfo | None = None  # of the latest engine
@@ -59,16 +57,13 @@ class Replica:
 
     @property
     def state(self) -> State:
-        """In a word; `silence` says of whom."""
         if self.alive:
             return "ok" if self.silence is None else "silent"
         return "failed" if self._stays_dead else "restarting"
 
     @property
     def silence(self) -> str | None:
-        """The process of a running engine that has sent no heartbeat lately; None: there is
-        none.
-        """
+        """The process of the running engine that has sent no heartbeat lately; None: all have."""
         assert self._channel is not None
         if time.monotonic() - self._channel.last_beat >= _RESPONSIVE_SECONDS:
             return "the engine"
@@ -77,9 +72,7 @@ class Replica:
         return None
 
     def unavailable(self) -> EngineDeadError | UnavailableError:
-        """Why nothing can be asked of an engine that does not run, with the time after which to
-        come back.
-        """
+        """The error for requests while no engine runs, with the time after which to retry."""
         if self._stays_dead:
             return EngineDeadError(self._death, code="engine_dead")
         wait = max(1.0, self._next_ready - time.monotonic())
@@ -89,73 +82,57 @@ class Replica:
 
     @property
     def stats(self) -> wire.EngineStats:
-        """The latest statistics. Gauges are zero while no engine runs; counters go on where one
-        that died had them.
+        """The latest statistics. Gauges are zero while no engine runs; counters continue those of
+        engines that died.
         """
         latest = None if self._channel is None else self._channel.stats
         if latest is not None and not self.alive:
             latest = wire.without_gauges(latest)
         return wire.sum_of_same([part for part in (self._past, latest) if part is not None])
 
-    def enter(
-        self,
-        generation: OpenRequest,
-        requests: Sequence[GenerateRequest],
-        tokens: Sequence[int],
-        *,
-        pending: int,
-    ) -> None:
-        """Take in the sequences of a request, with the prompt tokens of each; `pending`: what is
-        to be computed of the first.
+    def enter(self, request: OpenRequest, tokens: Sequence[int], *, pending: int) -> None:
+        """Count the sequences of a request as open, each with its `tokens` of the prompt.
+        `pending`: prompt tokens that the first has to compute.
         """
-        for request, num_tokens in zip(requests, tokens, strict=True):
-            self.open[request.request_id] = generation
-            self._admission.enter(request.request_id, num_tokens, tenant=generation.owner.tenant)
-            self.load.enter(request.request_id, context=num_tokens, pending=pending)
+        for sequence, num_tokens in zip(request.requests, tokens, strict=True):
+            self.open[sequence.request_id] = request
+            self._admission.enter(sequence.request_id, num_tokens, tenant=request.owner.tenant)
+            self.load.enter(sequence.request_id, context=num_tokens, pending=pending)
             pending = 0
 
-    def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        """Send sequences that were taken in to the engine."""
-        for request in requests:
-            self.send(wire.AddRequest(request))
-
     def leave(self, sequence_ids: Sequence[str], *, abort: bool) -> None:
-        """Sequences that are over here; `abort`: the engine must be told."""
-        known = [
-            sequence_id
-            for sequence_id in sequence_ids
-            if self.open.pop(sequence_id, None) is not None
-        ]
+        """Forget sequences that are over; `abort`: end them in the engine too."""
+        known = [name for name in sequence_ids if self.open.pop(name, None) is not None]
         self._left(known)
         if abort and known and self._channel is not None:
             self.send(wire.AbortRequests(known))
 
     def abort(self, is_meant: Callable[[Owner], bool]) -> int:
-        """As of `AsyncEngine.abort`, of an engine that runs."""
+        """End open sequences, as of `AsyncEngine.abort`."""
         meant = {
-            sequence_id: generation
-            for sequence_id, generation in self.open.items()
-            if not generation.is_told_to_end and is_meant(generation.owner)
+            sequence_id: request
+            for sequence_id, request in self.open.items()
+            if not request.is_told_to_end and is_meant(request.owner)
         }
         if meant:
             self.send(wire.AbortRequests(list(meant)))
-            for generation in dict.fromkeys(meant.values()):
-                generation.abort()
+            for request in dict.fromkeys(meant.values()):
+                request.abort()
         return len(meant)
 
     def open_requests(self) -> list[GenerateRequest]:
         """The sequences that run or wait here."""
         return [
-            request
-            for generation in dict.fromkeys(self.open.values())
-            for request in generation.requests
-            if request.request_id in self.open
+            sequence
+            for request in dict.fromkeys(self.open.values())
+            for sequence in request.requests
+            if sequence.request_id in self.open
         ]
 
     async def record_experts(
         self, action: wire.RecordAction, *, server: int
     ) -> wire.ExpertDump | None:
-        """As of `AsyncEngine.record_experts`, which is of server process `server`."""
+        """As of `AsyncEngine.record_experts`; `server`: this server process."""
         if not self.alive:
             raise self.unavailable()
         self._num_records += 1
@@ -171,26 +148,27 @@ class Replica:
         return record.dump
 
     def _take_record(self, record: wire.ExpertRecord) -> None:
-        """The answer to a question about experts, whose asker may have gone."""
+        """Hand on an answer about experts, if its asker still waits."""
         asked = self._records.get(record.number)
         if asked is not None and not asked.done():
             asked.set_result(record)
 
-    def send(self, message: wire.ToEngine) -> None:
-        """Send to the engine, if there is one."""
+    def send(self, *messages: wire.ToEngine) -> None:
+        """Send to the engine; dropped while none runs."""
         if self._channel is not None:
-            self._channel.send(message)
+            for message in messages:
+                self._channel.send(message)
 
     def on_engine_ready(self, channel: EngineChannel, info: wire.ModelInfo) -> None:
-        """An engine is there."""
+        """Use the engine behind `channel`."""
         self.restart_count += self.info is not None
         self.info = info
         self._channel = channel
         channel.on_record = self._take_record
 
     def on_engine_lost(self, reason: str, *, ready_in: float) -> None:
-        """The engine is gone: every open request ends with `EngineDeadError`. Another one is
-        expected in `ready_in` seconds.
+        """End every open request with `EngineDeadError`; another engine is expected in `ready_in`
+        seconds.
         """
         self._death = reason
         self._next_ready = time.monotonic() + ready_in
@@ -199,35 +177,33 @@ class Replica:
         self.fail_open(reason)
 
     def on_engine_failed(self, reason: str) -> None:
-        """The engine stays dead."""
+        """Expect no other engine."""
         self._death = reason
         self._stays_dead = True
 
     def receive(self, steps: Sequence[wire.StepOutputs]) -> None:
-        """Take the steps that have arrived together; each sequence gets what they brought it in one
-        go.
-        """
+        """Hand steps that arrived together to their sequences, one update each."""
         for step in steps:
             for sequence_id, at in step.admitted:
-                generation = self.open.get(sequence_id)
-                if generation is not None:
+                request = self.open.get(sequence_id)
+                if request is not None:
                     self._admission.start(sequence_id)
-                    generation.started(at)
+                    request.started(at)
             if self.on_steps is not None:
                 self.on_steps(step.step_tokens)
         updates = steps[0].updates if len(steps) == 1 else _merged(steps)
         self.load.gained(updates)
         for update in updates:
-            generation = self.open.get(update.request_id)
-            if generation is not None:
-                generation.push(update)
+            request = self.open.get(update.request_id)
+            if request is not None:
+                request.push(update)
 
     def fail_open(self, reason: str) -> None:
-        """End every open request: the engine is gone."""
+        """End every open request with `EngineDeadError`."""
         open_requests, self.open = self.open, {}
         self._left(open_requests)
-        for generation in dict.fromkeys(open_requests.values()):
-            generation.fail(EngineDeadError(reason, code="engine_dead"))
+        for request in dict.fromkeys(open_requests.values()):
+            request.fail(EngineDeadError(reason, code="engine_dead"))
         for asked in self._records.values():
             if not asked.done():
                 asked.set_exception(EngineDeadError(reason, code="engine_dead"))

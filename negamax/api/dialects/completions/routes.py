@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from negamax.api.access import names_of
-from negamax.api.common.answer import AnswerWriter, Choice, respond
+from negamax.api.common.answer import AnswerSource, AnswerWriter, Choice, respond
 from negamax.api.common.choice_reader import PlainReader
 from negamax.api.common.context import FINGERPRINT, ApiContext
 from negamax.api.common.logprobs import TextLogprobWriter, prompt_logprobs
@@ -21,7 +21,6 @@ from negamax.api.http.request_body import read_request
 from negamax.api.http.sse import DONE, event
 from negamax.api.openapi import json_body
 from negamax.api.schemas.answers import PromptLogprobs, TextLogprobs, Usage
-from negamax.engine.client.open_request import OpenRequests
 from negamax.engine.client.output import RequestOutput
 from negamax.scheduler.request import SamplingParams
 from negamax.text.parser.events import ParserEvent
@@ -107,7 +106,7 @@ class _TextWriter(AnswerWriter[_Choice, TextAnswer]):
         self,
         context: ApiContext,
         params: CompletionRequest,
-        source: OpenRequests,
+        source: AnswerSource,
         choices: list[_Choice],
         *,
         answer_id: str,

@@ -17,7 +17,7 @@ from msgspec import UNSET
 
 from negamax import __version__
 from negamax.api.access import check_admin, is_admin, tenant_of
-from negamax.api.common.answer import AnswerWriter, Choice, respond
+from negamax.api.common.answer import AnswerSource, AnswerWriter, Choice, respond
 from negamax.api.common.choice_reader import PlainReader
 from negamax.api.common.context import ApiContext
 from negamax.api.common.logprobs import LEAST_LOGPROB
@@ -41,7 +41,6 @@ from negamax.api.openapi import json_body
 from negamax.api.schemas.request_model import refuse
 from negamax.base.errors import InvalidRequestError
 from negamax.engine.client.engine_client import AsyncEngine
-from negamax.engine.client.open_request import OpenRequests
 from negamax.engine.client.output import RequestOutput
 from negamax.engine.wire import ModelInfo
 from negamax.scheduler.request import SamplingParams
@@ -211,7 +210,7 @@ class _NativeWriter(AnswerWriter[_Choice, NativeAnswer | list[NativeAnswer]]):
         self,
         context: ApiContext,
         params: NativeRequest,
-        source: OpenRequests,
+        source: AnswerSource,
         choices: list[_Choice],
         *,
         prompts: list[list[int]],
