@@ -1,7 +1,7 @@
-"""Reading a checkpoint's config.json field by field: the parts that model families share.
+"""Read a checkpoint's config.json field by field: what all model families share.
 
-Nothing is guessed: a field whose value changes the computation is either supported, or refused by
-name with the value found and the values allowed.
+Nothing is guessed. A field whose value changes the computation is either supported or refused by
+name, with the value found and the values allowed.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 from negamax.base.errors import ConfigError
 from negamax.config.quantization import PROVENANCE, read_quantization
 
-# Sizes that every model has, by their names in `ModelSpec`: always present in a real config, so a
-# missing one is an error and not a default.
+# Sizes of every model, by their names in `ModelSpec`. A real config always has them, so a missing
+# one is an error and gets no default.
 _SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -23,29 +23,50 @@ _SIZES = {
     "head_dim": "head_dim",
     "max_position_embeddings": "max_position_embeddings",
 }
-_COMMON = {
-    *_SIZES, "architectures", "bos_token_id", "dtype", "eos_token_id", "quantization_config",
-    "torch_dtype", PROVENANCE,
+_ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_READ = {
+    *_SIZES, "architectures", "bos_token_id", "dtype", "eos_token_id", "model_type",
+    "partial_rotary_factor", "quantization_config", "rms_norm_eps", "rope_parameters",
+    "rope_scaling", "rope_theta", "rotary_dim", "torch_dtype", PROVENANCE,
+}  # fmt: skip
+# Without any influence on inference here.
+_IGNORED = {
+    "_name_or_path", "attention_dropout", "auto_map", "chunk_size_feed_forward", "id2label",
+    "initializer_range", "is_encoder_decoder", "label2id", "num_mtp_modules",
+    "num_nextn_predict_layers", "output_attentions", "output_hidden_states",
+    "output_router_logits", "pad_token_id", "problem_type", "return_dict", "router_aux_loss_coef",
+    "router_jitter_noise", "transformers_version", "use_cache", "use_mtp",
 }  # fmt: skip
 DTYPES = ("bfloat16", "float16", "float32")
 MAX_SIZE = 2**31 - 1
 
 
-def common(config: Mapping[str, Any], *, notes: list[str]) -> dict[str, Any]:
-    """What every config.json says of a model, as fields of `ModelSpec`. Errors: `ConfigError`."""
+def read_common(
+    config: Mapping[str, Any],
+    *,
+    default_theta: float,
+    rotates_fully: bool = False,
+    notes: list[str],
+) -> dict[str, Any]:
+    """Read what every config.json has, as fields of `ModelSpec`. Errors: `ConfigError`.
+
+    `rotates_fully`: all head dimensions rotate in this family; else that is noted as an assumption.
+    """
+    sizes = {name: read_size(config, key) for key, name in _SIZES.items()}
+    rope_notes: list[str] = [] if rotates_fully else notes
     return {
-        **{name: integer(config, key) for key, name in _SIZES.items()},
-        "dtype": dtype(config, notes=notes),
-        "bos_token_id": optional_token(config.get("bos_token_id"), name="bos_token_id"),
-        "eos_token_ids": token_ids(config.get("eos_token_id"), name="eos_token_id"),
+        **sizes,
+        "dtype": _read_dtype(config, notes=notes),
+        "bos_token_id": _read_one_token(config, "bos_token_id"),
+        "eos_token_ids": read_token_ids(config.get("eos_token_id"), name="eos_token_id"),
         "quantization": read_quantization(config),
+        "rms_norm_eps": read_number(config.get("rms_norm_eps", 1e-6), name="rms_norm_eps"),
+        **_read_rope(config, sizes["head_dim"], default_theta=default_theta, notes=rope_notes),
     }
 
 
 def check_fixed(config: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
-    """Errors: `ConfigError` for a field of `config` that is there with another value than the one
-    in `fixed`.
-    """
+    """Refuse a field that is present with another value than in `fixed`. Errors: `ConfigError`."""
     for name, only in fixed.items():
         value = config.get(name)
         if value is not None and (
@@ -57,7 +78,7 @@ def check_fixed(config: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
 def check_per_layer(
     config: Mapping[str, Any], per_layer: Mapping[str, Any], *, num_layers: int
 ) -> None:
-    """The same of lists with one entry per layer (or one value for all)."""
+    """Refuse lists with another value than in `per_layer`: an entry per layer, or one for all."""
     for name, only in per_layer.items():
         value = config.get(name)
         if value is None:
@@ -71,26 +92,29 @@ def check_per_layer(
 
 
 def note_unknown(config: Mapping[str, Any], known: Set[str], *, notes: list[str]) -> None:
-    """Note the fields of `config` that are neither `known` to the family nor common."""
-    unknown = sorted(str(key) for key in config if key not in known and key not in _COMMON)
+    """Note the fields of `config` that neither the family (`known`) nor all families know."""
+    unknown = sorted(str(key) for key in config if key not in known | _READ | _IGNORED)
     if unknown:
         notes.append(
             f"config.json fields that this version does not know and ignores: {', '.join(unknown)}"
         )
 
 
-def integer(config: Mapping[str, Any], name: str) -> int:
-    """Field `name`, which has no default. Errors: `ConfigError`."""
-    if config.get(name) is None:
-        raise ConfigError(f"config.json has no {name}; it is needed and has no default")
-    value = config[name]
+def read_size(config: Mapping[str, Any], name: str) -> int:
+    """Read an integer from 1 that has no default. Errors: `ConfigError`."""
+    value = _required(config, name)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_SIZE:
         refuse(name, value, f"an integer from 1 to {MAX_SIZE}")
     return value
 
 
-def number(value: object, *, name: str) -> float:
-    """`value` of field `name`. Errors: `ConfigError` where it is no number."""
+def read_required_number(config: Mapping[str, Any], name: str) -> float:
+    """Read a number that has no default. Errors: `ConfigError`."""
+    return read_number(_required(config, name), name=name)
+
+
+def read_number(value: object, *, name: str) -> float:
+    """Return `value` of field `name` as a float. Errors: `ConfigError` where it is no number."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         refuse(name, value, "a number")
     try:
@@ -99,16 +123,18 @@ def number(value: object, *, name: str) -> float:
         refuse(name, value, "a number that a float holds")
 
 
-def optional_token(value: object, *, name: str) -> int | None:
-    """`value` of field `name`, one id or null. Errors: `ConfigError`."""
-    ids = token_ids(value, name=name)
-    if len(ids) > 1:
-        refuse(name, value, "one token id or null")
-    return ids[0] if ids else None
+def read_token_ids(value: object, *, name: str) -> tuple[int, ...]:
+    """Return `value` of field `name` (null, an id, a list of ids) as ids. Errors: `ConfigError`."""
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list | tuple) else [value]
+    if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
+        refuse(name, value, "a token id, a list of token ids or null")
+    return tuple(dict.fromkeys(ids))
 
 
 def refuse(name: str, value: object, allowed: str) -> NoReturn:
-    """Errors: `ConfigError`, always, with the field, the value found and the values allowed."""
+    """Raise `ConfigError` with the field, the value found and the values allowed."""
     shown = repr(
         list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
     )
@@ -116,21 +142,21 @@ def refuse(name: str, value: object, allowed: str) -> NoReturn:
     raise ConfigError(f"model config: {name} is {shown}; supported: {allowed}")
 
 
-def token_ids(value: object, *, name: str) -> tuple[int, ...]:
-    """`value` of field `name` (null, one id or a list of ids) as a tuple. Errors: `ConfigError`."""
-    if value is None:
-        return ()
-    ids = value if isinstance(value, list | tuple) else [value]
-    if not all(
-        isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0
-        for token_id in ids
-    ):
-        refuse(name, value, "a token id, a list of token ids or null")
-    return tuple(dict.fromkeys(ids))
+def _required(config: Mapping[str, Any], name: str) -> Any:
+    if config.get(name) is None:
+        raise ConfigError(f"config.json has no {name}; it is required and has no default")
+    return config[name]
 
 
-def dtype(config: Mapping[str, Any], *, notes: list[str]) -> str:
-    """The dtype of the unquantised weights. Errors: `ConfigError`."""
+def _read_one_token(config: Mapping[str, Any], name: str) -> int | None:
+    ids = read_token_ids(config.get(name), name=name)
+    if len(ids) > 1:
+        refuse(name, config[name], "one token id or null")
+    return ids[0] if ids else None
+
+
+def _read_dtype(config: Mapping[str, Any], *, notes: list[str]) -> str:
+    """Read the dtype of the unquantized weights."""
     value = config.get("dtype")
     value = config.get("torch_dtype") if value is None else value
     if value is None:
@@ -142,10 +168,10 @@ def dtype(config: Mapping[str, Any], *, notes: list[str]) -> str:
     return name
 
 
-def rope(
-    config: Mapping[str, Any], *, head_dim: int, default_theta: float, notes: list[str]
-) -> tuple[float, int]:
-    """theta and rotary_dim, from MiniMax's own fields or from transformers' `rope_parameters`."""
+def _read_rope(
+    config: Mapping[str, Any], head_dim: int, *, default_theta: float, notes: list[str]
+) -> dict[str, Any]:
+    """Read rope_theta and rotary_dim: MiniMax's own fields or transformers' `rope_parameters`."""
     parameters: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         given = config.get(name)
@@ -156,39 +182,33 @@ def rope(
         for key in ("rope_type", "type"):
             if given.get(key) not in (None, "default"):
                 refuse(f"{name}.{key}", given[key], "'default' (no scaling)")
-        surplus = sorted(set(given) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"})
-        if surplus:
-            refuse(
-                f"{name}.{surplus[0]}",
-                given[surplus[0]],
-                "rope_type, rope_theta and partial_rotary_factor only",
-            )
+        if surplus := sorted(set(given) - _ROPE):
+            allowed = "rope_type, rope_theta and partial_rotary_factor only"
+            refuse(f"{name}.{surplus[0]}", given[surplus[0]], allowed)
         for key in ("rope_theta", "partial_rotary_factor"):
             found = _agree(parameters, given, name=key, inner=name)
             parameters |= {} if found is None else {key: found}
 
     theta = _agree(config, parameters, name="rope_theta")
-    rope_theta = number(default_theta if theta is None else theta, name="rope_theta")
+    rope_theta = read_number(default_theta if theta is None else theta, name="rope_theta")
     given_factor = _agree(config, parameters, name="partial_rotary_factor")
-    factor = None if given_factor is None else number(given_factor, name="partial_rotary_factor")
+    factor = (
+        None if given_factor is None else read_number(given_factor, name="partial_rotary_factor")
+    )
     if factor is not None and not 0.0 < factor <= 1.0:
         refuse("partial_rotary_factor", factor, "above 0, at most 1")
+    rotary_dim = head_dim if factor is None else int(head_dim * factor)
     if config.get("rotary_dim") is not None:
-        rotary_dim = integer(config, "rotary_dim")
+        rotary_dim = read_size(config, "rotary_dim")
         if factor is not None and round(head_dim * factor) != rotary_dim:
-            refuse(
-                "rotary_dim",
-                rotary_dim,
-                f"head_dim * partial_rotary_factor = {head_dim} * {factor}",
-            )
-        return rope_theta, rotary_dim
-    if factor is not None:
-        return rope_theta, int(head_dim * factor)
-    notes.append(
-        f"config.json has neither rotary_dim nor partial_rotary_factor: all {head_dim} head "
-        f"dimensions rotate"
-    )
-    return rope_theta, head_dim
+            allowed = f"head_dim * partial_rotary_factor = {head_dim} * {factor}"
+            refuse("rotary_dim", rotary_dim, allowed)
+    elif factor is None:
+        notes.append(
+            f"config.json has neither rotary_dim nor partial_rotary_factor: all {head_dim} head "
+            f"dimensions rotate"
+        )
+    return {"rope_theta": rope_theta, "rotary_dim": rotary_dim}
 
 
 def _agree(
@@ -198,9 +218,7 @@ def _agree(
     name: str,
     inner: str = "rope_parameters",
 ) -> object:
-    """Field `name` from `config` or from `parameters`, which field `inner` holds; refused where
-    both have it and differ.
-    """
+    """Return field `name` of `config` or of `parameters` (field `inner`); refuse two values."""
     outer, own = config.get(name), parameters.get(name)
     if outer is not None and own is not None and outer != own:
         refuse(name, outer, f"the value in {inner} ({own})")

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from negamax.base.errors import ConfigError
-from negamax.config.fields import token_ids
+from negamax.config.fields import read_token_ids
 from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
 
@@ -65,7 +65,7 @@ def read_generation_defaults(
         min_p=_number(config, "min_p", 0.0, low=0.0, high=1.0),
         repetition_penalty=_number(config, "repetition_penalty", 1.0, low=math.ulp(0.0), high=10.0),
     )
-    eos_token_ids = token_ids(
+    eos_token_ids = read_token_ids(
         config.get("eos_token_id"), name="generation_config.json: eos_token_id"
     )
     for token_id in eos_token_ids:

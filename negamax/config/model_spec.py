@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import ClassVar, Self
 
 from negamax.config.fields import MAX_SIZE, refuse
@@ -13,9 +14,9 @@ from negamax.config.quantization import QuantizationSpec
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """The sizes and constants of one model, as far as every model has them; a family adds its own.
+    """One model's sizes and constants; families add their own.
 
-    Errors: `ConfigError` for sizes that cannot belong together.
+    Errors: `ConfigError` for sizes that contradict each other.
     """
 
     architecture: str
@@ -25,13 +26,19 @@ class ModelSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    rotary_dim: int  # leading dimensions of each head that rotate
+    rope_theta: float
+    rms_norm_eps: float
     max_position_embeddings: int  # tokens
-    dtype: str  # of the unquantised weights: bfloat16, float16 or float32
+    dtype: str  # of the unquantized weights: bfloat16, float16 or float32
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     quantization: QuantizationSpec | None
     # for the log: what was ignored or assumed
     notes: tuple[str, ...] = field(default=(), compare=False)
+
+    # whether decode context parallelism can shard its KV caches
+    supports_dcp: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name in (
@@ -40,49 +47,67 @@ class ModelSpec:
         ):  # fmt: skip
             self.check_size(name)
         if self.num_heads % self.num_kv_heads:
-            refuse(
-                "num_key_value_heads",
-                self.num_kv_heads,
-                f"a divisor of num_attention_heads ({self.num_heads})",
-            )
+            divisor = f"a divisor of num_attention_heads ({self.num_heads})"
+            refuse("num_key_value_heads", self.num_kv_heads, divisor)
+        if not 2 <= self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
+            even = f"an even number from 2 to head_dim ({self.head_dim})"
+            refuse("rotary_dim", self.rotary_dim, even)
+        if not 0.0 < self.rms_norm_eps < 1.0:
+            refuse("rms_norm_eps", self.rms_norm_eps, "above 0 and below 1")
+        if not 1.0 < self.rope_theta < inf:
+            refuse("rope_theta", self.rope_theta, "a finite number above 1")
         bos = () if self.bos_token_id is None else (self.bos_token_id,)
         for token_id in (*self.eos_token_ids, *bos):
             if not 0 <= token_id < self.vocab_size:
-                refuse(
-                    "bos_token_id / eos_token_id",
-                    token_id,
-                    f"0 to vocab_size - 1 ({self.vocab_size - 1})",
-                )
-
-    # whether ranks with copies of a KV head may hold some blocks of its cache each
-    can_share_out_caches: ClassVar[bool] = False
+                allowed = f"0 to vocab_size - 1 ({self.vocab_size - 1})"
+                refuse("bos_token_id / eos_token_id", token_id, allowed)
 
     def check_size(self, name: str) -> None:
-        """Errors: `ConfigError` where field `name` is no size."""
+        """Refuse a field outside 1 to `MAX_SIZE`. Errors: `ConfigError`."""
         value = getattr(self, name)
         if not 1 <= value <= MAX_SIZE:
             refuse(name, value, f"1 to {MAX_SIZE}")
 
     def first_layers(self, num_layers: int) -> Self:
-        """The model of its first `num_layers` layers."""
+        """Return the model of the first `num_layers` layers."""
         return replace(self, num_layers=num_layers)
 
     def with_sharded_index(self) -> Self:
-        """The model as ranks run it that hold a shard of the index keys each, where it has any."""
+        """Return the model with its index keys sharded over the ranks, where it has any."""
         return self
 
     def kv_caches(self) -> KvCacheSpecs:
-        """The caches of each layer. Here: keys and values of full attention in all of them."""
+        """Return the caches of each layer; by default keys and values of full attention."""
         return [
             [KvCacheSpec(name, self.num_kv_heads, self.head_dim) for name in ("k", "v")]
         ] * self.num_layers
 
     def mlp_widths(self) -> Mapping[str, int]:
-        """What tensor parallelism cuts beside heads, vocabulary and experts: widths of MLPs, by
-        their names in messages.
+        """Return the widths that tensor parallelism splits, apart from heads, vocabulary and
+        experts, by their names in messages.
         """
         return {}
 
     def expert_sizes(self) -> tuple[int, int] | None:
-        """How many experts a layer has, and their width; None in a model without."""
+        """Return the number of experts of a layer and their width; None without experts."""
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeSpec(ModelSpec):
+    """A model with routed experts."""
+
+    expert_width: int
+    num_experts: int
+    experts_per_token: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("expert_width", "num_experts", "experts_per_token"):
+            self.check_size(name)
+        if self.experts_per_token > self.num_experts:
+            most = f"at most num_local_experts ({self.num_experts})"
+            refuse("num_experts_per_tok", self.experts_per_token, most)
+
+    def expert_sizes(self) -> tuple[int, int]:
+        return self.num_experts, self.expert_width

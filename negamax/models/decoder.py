@@ -19,8 +19,11 @@ from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.signatures import EMBED_TOKENS
-from negamax.layers.attention import AttentionKind, KvCaches, prepare_attention
+from negamax.layers.attention import Attention, AttentionKind, KvCaches, prepare_attention
 from negamax.layers.basic import RmsNorm, VocabEmbedding, VocabHead
+from negamax.layers.block_sparse_attention import BlockSparseAttention
+from negamax.layers.mlp import Mlp
+from negamax.layers.moe import SparseMoe
 from negamax.layers.names import DecoderNames
 from negamax.layers.partial import Partial
 from negamax.layers.weights import WeightSlot, slots_by_name
@@ -35,7 +38,7 @@ class Layer(Protocol):
     input_norm: RmsNorm
 
     def finish_loading(self) -> None:
-        """Put the weights into their kernels' layout."""
+        """Put the weights into the layout of their kernels."""
 
     def __call__(
         self,
@@ -44,9 +47,59 @@ class Layer(Protocol):
         metadata: AttentionMetadata,
         kv: KvCaches,
     ) -> Partial:
-        """hidden [T, hidden] from `input_norm`. All outputs but the last are added to `residual`
-        [T, hidden] in place; the last one.
+        """Run the layer on hidden [T, hidden], the output of `input_norm`.
+
+        Adds all outputs but the last to `residual` [T, hidden] in place; returns the last.
         """
+
+
+class DecoderLayer:
+    """Attention, and an MLP or experts, each after a norm; both add to the residual stream."""
+
+    def __init__(
+        self,
+        attention: Attention | BlockSparseAttention,
+        mlp: Mlp | SparseMoe,
+        hidden_size: int,
+        *,
+        norms: tuple[str, str],
+        eps: float,
+        gemma: bool = False,
+        weights: WeightFormat,
+        kernels: KernelTable,
+    ) -> None:
+        """`norms`: names of the norms before the attention and before the MLP."""
+        self.attention, self.mlp = attention, mlp
+        self.input_norm, self._post_norm = (
+            RmsNorm(
+                name,
+                hidden_size,
+                eps=eps,
+                activation=block.activation,
+                gemma=gemma,
+                kernels=kernels,
+                weights=weights,
+            )
+            for name, block in zip(norms, (attention, mlp), strict=True)
+        )
+        parts = (self.input_norm, attention, self._post_norm, mlp)
+        self.slots = [slot for part in parts for slot in part.slots]
+
+    def finish_loading(self) -> None:
+        self.attention.finish_loading()
+        self.mlp.finish_loading()
+
+    def __call__(
+        self,
+        hidden: Tensor | QuantizedActivations,
+        residual: Tensor,
+        metadata: AttentionMetadata,
+        kv: KvCaches,
+    ) -> Partial:
+        x = self.attention(hidden, metadata, kv)
+        if isinstance(self.mlp, SparseMoe):
+            return self.mlp.behind(self._post_norm, x, residual, metadata.step_tokens)
+        return self.mlp(self._post_norm(x, residual))
 
 
 class Decoder:

@@ -87,7 +87,7 @@ def _check_cache_ranks(layout: ParallelLayout, spec: ModelSpec) -> None:
     """Errors: `ConfigError` unless the ranks that share a cache have copies of the same KV head."""
     if layout.dcp == 1:
         return
-    if not spec.can_share_out_caches:
+    if not spec.supports_dcp:
         raise ConfigError(
             f"--decode-context-parallel-size is {layout.dcp}: ranks of {spec.architecture} hold "
             f"whole KV caches",

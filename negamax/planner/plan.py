@@ -151,7 +151,7 @@ def make_plan(
     longest = max(workload.tokens for workload in workloads)
     least = max_model_len or min(max(LEAST_TOKENS, longest), max_length)
     candidates, refused = [], []
-    heads = spec.num_kv_heads if spec.can_share_out_caches else None
+    heads = spec.num_kv_heads if spec.supports_dcp else None
     for topology in topologies(hardware.gpus, per_node=hardware.per_node, kv_heads=heads):
         topology = replace(topology, replicas=1) if one_engine else topology
         try:

@@ -85,9 +85,9 @@ def shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
             moe + "e_score_correction_bias": (spec.num_experts,),
         }
         for expert in range(spec.num_experts):
-            table[f"{moe}experts.{expert}.w1.weight"] = (spec.intermediate_size, hidden)
-            table[f"{moe}experts.{expert}.w2.weight"] = (hidden, spec.intermediate_size)
-            table[f"{moe}experts.{expert}.w3.weight"] = (spec.intermediate_size, hidden)
+            table[f"{moe}experts.{expert}.w1.weight"] = (spec.expert_width, hidden)
+            table[f"{moe}experts.{expert}.w2.weight"] = (hidden, spec.expert_width)
+            table[f"{moe}experts.{expert}.w3.weight"] = (spec.expert_width, hidden)
     return table
 
 

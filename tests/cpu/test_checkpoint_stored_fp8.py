@@ -107,7 +107,7 @@ class OneLayer:
         )  # fmt: skip
         self.moe = SparseMoe(
             names.moe(0), layer=0, hidden_size=spec.hidden_size,
-            width=spec.intermediate_size,
+            width=spec.expert_width,
             num_experts=spec.num_experts, top_k=spec.experts_per_token, **shared,
         )  # fmt: skip
         hidden, vocab = (spec.hidden_size,), (spec.vocab_size, spec.hidden_size)

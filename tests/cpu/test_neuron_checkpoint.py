@@ -106,7 +106,7 @@ def test_it_stands_for_the_weights_that_its_bytes_and_scales_give(tmp_path: Path
             part = tuple(slice(each.start, each.stop) for each in region)
             assert torch.equal(values, plain[name][part]), name
     scale = "layers.0.block_sparse_moe.expert_mlps.mlp_op.gate_up_proj.scale"
-    made[scale] = torch.ones(spec.num_experts, 2 * spec.intermediate_size)  # its mode per_row
+    made[scale] = torch.ones(spec.num_experts, 2 * spec.expert_width)  # its mode per_row
     save_file(made, tmp_path / "model_layer0.safetensors")
     with pytest.raises(CheckpointError, match=rf"{scale} has shape \[4, 512\]"):
         load(tmp_path, ParallelLayout())

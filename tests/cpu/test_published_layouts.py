@@ -23,7 +23,7 @@ from negamax.formats.platform import CPU, Platform, nvidia
 from negamax.formats.readable import is_kept
 from negamax.kernels.registry import resolve
 from negamax.layers.weights import WeightSlot
-from negamax.models import spellings
+from negamax.models import minimax_names as spellings
 from negamax.models.build import empty_slots
 from negamax.models.memory import expert_padding, weight_bytes
 from negamax.models.registry import bundled_spec

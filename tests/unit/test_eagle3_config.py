@@ -107,7 +107,7 @@ def test_layers_are_named_by_what_leaves_them_or_enters_them(
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": 2}}, "layer_ids is 2; supported: a"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 1, 58]}}, "a list of layers"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, "a list of layers"),
-        ({"rope_theta": None, "rope_parameters": {"partial_rotary_factor": 0.5}}, "supported: 1.0"),
+        ({"rope_theta": None, "rope_parameters": {"partial_rotary_factor": 0.5}}, "head_dim (128)"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], words: str) -> None:

@@ -41,7 +41,7 @@ SPECS = {
     "m2 in int4": replace(M2, quantization=online.spec("int4")),
     "m3": M3,
     # a width that few sizes cut, and a number of experts that fewer share
-    "odd": replace(M2, intermediate_size=1400, num_experts=6, experts_per_token=2, num_layers=5),
+    "odd": replace(M2, expert_width=1400, num_experts=6, experts_per_token=2, num_layers=5),
 }
 LOADS = (Workload(1), Workload(100))
 

@@ -20,7 +20,7 @@ from negamax.parallel.split import check_split, possible_splits
 
 M2 = bundled_spec("minimax-m2")
 # a width that few sizes cut, and a number of experts that fewer share
-ODD = replace(M2, intermediate_size=1400, num_experts=6, experts_per_token=2)
+ODD = replace(M2, expert_width=1400, num_experts=6, experts_per_token=2)
 
 
 def offered(error: ConfigError) -> list[ParallelOptions]:
@@ -95,7 +95,7 @@ def test_fp8_weights_are_split_over_as_many_ranks_as_others() -> None:
     assert str(caught.value) == (
         "8 ranks need 8 GPUs, 6 are there (use --tensor-parallel-size 1, 2, 4, or --device cpu)"
     )
-    six = replace(ODD, intermediate_size=1536)
+    six = replace(ODD, expert_width=1536)
     for layout, words in (
         (ParallelLayout(tp=4, ep=4), "1, 2, 4, 8 without expert parallelism, or 2 with --enable-"),
         (ParallelLayout(dp=4, ep=4), "2 with --enable-expert-parallel without --data-parallel-"),
@@ -140,7 +140,7 @@ def test_ranks_share_out_what_they_have_copies_of(
 
 
 def test_what_cannot_share_out_a_cache_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(M2), "can_share_out_caches", False)
+    monkeypatch.setattr(type(M2), "supports_dcp", False)
     with pytest.raises(ConfigError, match=r"ranks of MiniMaxM2ForCausalLM hold whole KV caches"):
         check_split(ParallelLayout(tp=16, dcp=2), M2)
 

@@ -1,8 +1,8 @@
-"""EAGLE3 draft models: the spec of one, read from its config.json as SpecForge, TorchSpec, vLLM and
-its speculators library write it, and the published ones.
+"""EAGLE3 draft models: the spec, its reader, and the published drafts.
 
-A draft reads the residual stream of some layers of the model whose tokens it guesses, its target.
-Layers are named by what enters them: layer L's is the stream behind L layers.
+The config.json of SpecForge, TorchSpec, vLLM and its speculators library are read. A draft reads
+the residual stream of some layers of its target, the model whose tokens it proposes. A layer is
+named by the stream that enters it: layer L's is the stream after L layers.
 """
 
 from __future__ import annotations
@@ -43,13 +43,8 @@ _SWITCHES = (
     "fc_norm", "norm_before_fc", "norm_output", "norm_before_residual", "attention_bias",
 )  # fmt: skip
 _READ = {
-    "draft_vocab_size", "intermediate_size", "model_type", "num_aux_hidden_states",
-    "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "target_hidden_size",
+    "draft_vocab_size", "intermediate_size", "num_aux_hidden_states", "target_hidden_size",
     "target_model_type", "target_num_hidden_layers", "eagle_config", _IDS, *_SWITCHES,
-}  # fmt: skip
-_IGNORED = {
-    "_name_or_path", "attention_dropout", "auto_map", "dtype", "initializer_range", "pad_token_id",
-    "partial_rotary_factor", "transformers_version", "use_cache",
 }  # fmt: skip
 
 
@@ -60,8 +55,6 @@ class Eagle3Spec(ModelSpec):
     draft_vocab_size: int  # tokens that it guesses
     target_hidden_size: int
     intermediate_size: int
-    rope_theta: float
-    rms_norm_eps: float
     # layers of the target whose input it reads; (): those of `default_layers`
     aux_layers: tuple[int, ...] = ()
     num_aux: int = NUM_AUX
@@ -85,12 +78,8 @@ class Eagle3Spec(ModelSpec):
             self.check_size(name)
         if self.draft_vocab_size > self.vocab_size:
             refuse("draft_vocab_size", self.draft_vocab_size, f"at most {self.vocab_size}")
-        if self.head_dim % 2:
-            refuse("head_dim", self.head_dim, "an even number")
-        if not 0.0 < self.rms_norm_eps < 1.0:
-            refuse("rms_norm_eps", self.rms_norm_eps, "above 0 and below 1")
-        if not 1.0 < self.rope_theta < float("inf"):
-            refuse("rope_theta", self.rope_theta, "a finite number above 1")
+        if self.rotary_dim != self.head_dim:
+            refuse("rotary_dim", self.rotary_dim, f"head_dim ({self.head_dim})")
         if self.aux_layers and len(self.aux_layers) != self.num_aux:
             refuse(_IDS, self.aux_layers, f"{self.num_aux} layers (num_aux_hidden_states)")
 
@@ -100,7 +89,6 @@ class Eagle3Spec(ModelSpec):
         return self.draft_vocab_size < self.vocab_size
 
     def mlp_widths(self) -> Mapping[str, int]:
-        """See `ModelSpec`."""
         return {
             "draft's intermediate_size": self.intermediate_size,
             "draft_vocab_size": self.draft_vocab_size,
@@ -220,15 +208,10 @@ def read_spec(config: Mapping[str, Any]) -> Eagle3Spec:
                " or ".join(f"[{name!r}]" for name in _ARCHITECTURES))  # fmt: skip
     if config.get("model_type") not in (None, *FAMILY.model_types):
         refuse("model_type", config["model_type"], " or ".join(map(repr, FAMILY.model_types)))
-    common = fields.common(config, notes=notes)
+    common = fields.read_common(config, default_theta=10_000.0, rotates_fully=True, notes=notes)
     fields.check_fixed(config, _FIXED)
     fields.check_per_layer(config, _PER_LAYER, num_layers=common["num_layers"])
-    rope_theta, rotary_dim = fields.rope(
-        config, head_dim=common["head_dim"], default_theta=10_000.0, notes=[]
-    )
-    if rotary_dim != common["head_dim"]:
-        refuse("partial_rotary_factor", rotary_dim / common["head_dim"], "1.0")
-    fields.note_unknown(config, {*_READ, *_IGNORED, *_FIXED, *_PER_LAYER}, notes=notes)
+    fields.note_unknown(config, {*_READ, *_FIXED, *_PER_LAYER}, notes=notes)
     layers = aux_layers(config.get(_IDS))
     optional = {
         "draft_vocab_size": common["vocab_size"],
@@ -240,7 +223,7 @@ def read_spec(config: Mapping[str, Any]) -> Eagle3Spec:
         refuse("target_model_type", target_type, "a text or null")
     switches: dict[str, Any] = {name: _switch(config, name) for name in _SWITCHES}
     sizes = {
-        name: fields.integer(config, name) if config.get(name) is not None else default
+        name: fields.read_size(config, name) if config.get(name) is not None else default
         for name, default in optional.items()
     }
     return Eagle3Spec(
@@ -249,12 +232,10 @@ def read_spec(config: Mapping[str, Any]) -> Eagle3Spec:
         draft_vocab_size=sizes["draft_vocab_size"],
         target_hidden_size=sizes["target_hidden_size"],
         num_aux=sizes["num_aux_hidden_states"],
-        intermediate_size=fields.integer(config, "intermediate_size"),
-        rope_theta=rope_theta,
-        rms_norm_eps=fields.number(config.get("rms_norm_eps", 1e-6), name="rms_norm_eps"),
+        intermediate_size=fields.read_size(config, "intermediate_size"),
         aux_layers=layers,
         target_model_type=target_type,
-        target_num_layers=fields.integer(config, target_layers)
+        target_num_layers=fields.read_size(config, target_layers)
         if config.get(target_layers) is not None
         else None,
         speculative_tokens=use.speculative_tokens,
@@ -279,7 +260,7 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
     if flat.get("num_key_value_heads") is None:
         flat["num_key_value_heads"] = heads
     if flat.get("head_dim") is None and isinstance(heads, int) and heads > 0:
-        flat["head_dim"] = fields.integer(flat, "hidden_size") // heads
+        flat["head_dim"] = fields.read_size(flat, "hidden_size") // heads
     return flat
 
 
@@ -320,6 +301,7 @@ def _entered_layers(ids: object) -> tuple[int, ...]:
 def _published(**own: Any) -> Eagle3Spec:
     common: dict[str, Any] = {
         "architecture": ARCHITECTURE, "vocab_size": 200_064, "num_layers": 1, "head_dim": 128,
+        "rotary_dim": 128,
         "max_position_embeddings": 196_608, "dtype": "bfloat16", "bos_token_id": None,
         "eos_token_ids": (), "quantization": None, "rope_theta": 5_000_000.0, "rms_norm_eps": 1e-6,
     }  # fmt: skip

@@ -58,7 +58,7 @@ def flat(config: Mapping[str, Any], *, architecture: str) -> dict[str, Any]:
         refuse(_LAYER, layer, "an object")
     for name in _WRITTEN:
         if config.get(name) is None:
-            raise ConfigError(f"config.json has no {name}; it is needed and has no default")
+            raise ConfigError(f"config.json has no {name}; it is required and has no default")
     own = {
         name: value for name, value in config.items() if name not in _IGNORED and value is not None
     }
@@ -92,7 +92,7 @@ def use(config: Mapping[str, Any]) -> Use:
             f"verifier_accept_k of the draft is {method['verifier_accept_k']} and has no effect: "
             "a draft token counts where it is the one that is sampled"
         )
-    return Use(fields.integer(method, "speculative_tokens"), name, tuple(notes))
+    return Use(fields.read_size(method, "speculative_tokens"), name, tuple(notes))
 
 
 def _proposal_method(given: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,8 +1,7 @@
-"""MiniMax-M2 (also M2.1, M2.5, M2.7): its spec, read from MiniMax's own config.json or from that of
-transformers, and the published models.
+"""MiniMax-M2 (also M2.1, M2.5, M2.7): the spec, its reader, and the published models.
 
-Fields that cannot matter for inference are ignored; names never heard of are listed in
-`ModelSpec.notes` for the log.
+MiniMax's own config.json and that of transformers are read. Fields without influence on inference
+are ignored; unknown ones are listed in `ModelSpec.notes` for the log.
 """
 
 from __future__ import annotations
@@ -12,16 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from negamax.config import fields
-from negamax.config.fields import refuse
-from negamax.config.model_spec import ModelSpec
+from negamax.config.model_spec import MoeSpec
 from negamax.config.quantization import QuantizationSpec
 from negamax.models.family import ModelFamily
 from negamax.models.minimax_m2.chat import MINIMAX_M2_FAMILY
 
 ARCHITECTURE = "MiniMaxM2ForCausalLM"
 
-# Fields that change the computation and have exactly one supported value (MiniMax's, or "the
-# feature is off").
+# Fields that change the computation and have one supported value: MiniMax's, or "off".
 _FIXED: dict[str, Any] = {
     "hidden_act": "silu",
     "scoring_func": "sigmoid",
@@ -49,7 +46,7 @@ _FIXED: dict[str, Any] = {
     "layernorm_mlp_alpha": 1.0,
     "layernorm_mlp_beta": 1.0,
 }
-# The same, where the one supported value is null.
+# The same, where the supported value is null.
 _NULL_ONLY = (
     "sliding_window",
     "swiglu_limit",
@@ -59,92 +56,41 @@ _NULL_ONLY = (
     "final_logit_softcapping",
     "attn_logit_softcapping",
 )
-# Lists with one entry per layer (or one value for all), each of which must be this value.
+# Lists with an entry per layer (or one value for all), which must be this value.
 _PER_LAYER: dict[str, Any] = {
     "attn_type_list": 1,
     "layer_types": "full_attention",
     "moe_layer_freq": 1,
 }
 
-# Read in `read_spec`, or without any influence on inference.
-_READ = {
-    "intermediate_size", "model_type", "num_experts_per_tok", "num_local_experts",
-    "partial_rotary_factor", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
-    "rotary_dim",
-}  # fmt: skip
-_IGNORED = {
-    "_name_or_path", "attention_dropout", "auto_map", "chunk_size_feed_forward", "id2label",
-    "initializer_range",
-    "is_encoder_decoder", "label2id", "mlp_intermediate_size", "mtp_transformer_layers",
-    "num_mtp_modules",
-    "num_nextn_predict_layers", "output_attentions", "output_hidden_states", "output_router_logits",
-    "pad_token_id",
-    "problem_type", "return_dict", "router_aux_loss_coef", "router_jitter_noise", "shared_moe_mode",
-    "transformers_version", "use_cache", "use_mtp",
-}  # fmt: skip
+_READ = {"intermediate_size", "num_experts_per_tok", "num_local_experts"}
+_IGNORED = {"mlp_intermediate_size", "mtp_transformer_layers", "shared_moe_mode"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class MiniMaxM2Spec(ModelSpec):
-    """Every layer is full attention and a mixture of experts."""
+class MiniMaxM2Spec(MoeSpec):
+    """Every layer has full attention and a mixture of experts."""
 
-    can_share_out_caches: ClassVar[bool] = True
-
-    rotary_dim: int  # leading dimensions of each head that rotate
-    rope_theta: float
-    intermediate_size: int  # of one expert
-    num_experts: int
-    experts_per_token: int
-    rms_norm_eps: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("intermediate_size", "num_experts", "experts_per_token"):
-            self.check_size(name)
-        if not 2 <= self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
-            refuse(
-                "rotary_dim",
-                self.rotary_dim,
-                f"an even number from 2 to head_dim ({self.head_dim})",
-            )
-        if self.experts_per_token > self.num_experts:
-            refuse(
-                "num_experts_per_tok",
-                self.experts_per_token,
-                f"at most num_local_experts ({self.num_experts})",
-            )
-        if not 0.0 < self.rms_norm_eps < 1.0:
-            refuse("rms_norm_eps", self.rms_norm_eps, "above 0 and below 1")
-        if not 1.0 < self.rope_theta < float("inf"):
-            refuse("rope_theta", self.rope_theta, "a finite number above 1")
-
-    def expert_sizes(self) -> tuple[int, int]:
-        """See `ModelSpec`."""
-        return self.num_experts, self.intermediate_size
+    supports_dcp: ClassVar[bool] = True
 
 
 def read_spec(config: Mapping[str, Any]) -> MiniMaxM2Spec:
-    """The spec of a parsed config.json. Errors: `ConfigError` with the field, the value found and
-    the values allowed.
+    """Read the spec from a parsed config.json.
+
+    Errors: `ConfigError` with the field, the value found and the values allowed.
     """
     notes: list[str] = []
-    common = fields.common(config, notes=notes)
+    common = fields.read_common(config, default_theta=5_000_000.0, notes=notes)
     fields.check_fixed(config, _FIXED | dict.fromkeys(_NULL_ONLY))
     fields.check_per_layer(config, _PER_LAYER, num_layers=common["num_layers"])
-    rope_theta, rotary_dim = fields.rope(
-        config, head_dim=common["head_dim"], default_theta=5_000_000.0, notes=notes
-    )
     known = {*_READ, *_IGNORED, *_FIXED, *_NULL_ONLY, *_PER_LAYER}
     fields.note_unknown(config, known, notes=notes)
     return MiniMaxM2Spec(
         architecture=ARCHITECTURE,
         **common,
-        intermediate_size=fields.integer(config, "intermediate_size"),
-        num_experts=fields.integer(config, "num_local_experts"),
-        experts_per_token=fields.integer(config, "num_experts_per_tok"),
-        rotary_dim=rotary_dim,
-        rope_theta=rope_theta,
-        rms_norm_eps=fields.number(config.get("rms_norm_eps", 1e-6), name="rms_norm_eps"),
+        expert_width=fields.read_size(config, "intermediate_size"),
+        num_experts=fields.read_size(config, "num_local_experts"),
+        experts_per_token=fields.read_size(config, "num_experts_per_tok"),
         notes=tuple(notes),
     )
 
@@ -160,7 +106,7 @@ _M2 = MiniMaxM2Spec(
     rotary_dim=64,
     rope_theta=5_000_000.0,
     max_position_embeddings=196_608,
-    intermediate_size=1536,
+    expert_width=1536,
     num_experts=256,
     experts_per_token=8,
     rms_norm_eps=1e-6,

@@ -1,8 +1,8 @@
-"""MiniMax-M3: its spec, read from MiniMax's own config.json or from that of transformers, of the
-vision-language class (whose text model is in `text_config`) or of a text model alone; and the
-published model.
+"""MiniMax-M3: the spec, its reader, and the published model.
 
-A field that is not here is noted for the log; all those of `sparse_attention_config` must be known.
+MiniMax's own config.json and that of transformers are read, of the vision-language class (its text
+model is in `text_config`) and of a text model alone. Unknown fields are noted for the log; all
+fields of `sparse_attention_config` must be known.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from negamax.base.errors import ConfigError
 from negamax.config import fields
 from negamax.config.fields import refuse
 from negamax.config.kv_cache import KvCacheSpec, KvCacheSpecs
-from negamax.config.model_spec import ModelSpec
+from negamax.config.model_spec import MoeSpec
 from negamax.config.quantization import QuantizationSpec
 from negamax.models.family import ModelFamily
 from negamax.models.minimax_m3.chat import MINIMAX_M3_FAMILY
@@ -56,25 +56,17 @@ _FIXED: dict[str, Any] = {
 _ACTIVATIONS = ("swigluoai", "silu")
 
 _READ = {
-    "architectures", "dense_intermediate_size", "first_k_dense_replace", "hidden_act",
-    "index_block_size", "index_head_dim", "index_local_blocks", "index_n_heads",
-    "index_topk_blocks", "intermediate_size", "layer_types", "mlp_layer_types", "model_type",
-    "moe_intermediate_size", "moe_layer_freq", "n_shared_experts", "num_experts_per_tok",
-    "num_local_experts", "partial_rotary_factor", "rms_norm_eps", "rope_parameters", "rope_scaling",
-    "rope_theta", "rotary_dim", "routed_scaling_factor", "shared_intermediate_size",
-    "sparse_attention_config", "swiglu_alpha", "swiglu_limit",
-}  # fmt: skip
-_IGNORED = {
-    "_name_or_path", "attention_dropout", "auto_map", "chunk_size_feed_forward", "id2label",
-    "initializer_range", "is_encoder_decoder", "label2id", "num_mtp_modules",
-    "num_nextn_predict_layers", "output_attentions", "output_hidden_states",
-    "output_router_logits", "pad_token_id", "problem_type", "return_dict", "router_aux_loss_coef",
-    "router_jitter_noise", "transformers_version", "use_cache", "use_mtp",
+    "dense_intermediate_size", "first_k_dense_replace", "hidden_act", "index_block_size",
+    "index_head_dim", "index_local_blocks", "index_n_heads", "index_topk_blocks",
+    "intermediate_size", "layer_types", "mlp_layer_types", "moe_intermediate_size",
+    "moe_layer_freq", "n_shared_experts", "num_experts_per_tok", "num_local_experts",
+    "routed_scaling_factor", "shared_intermediate_size", "sparse_attention_config",
+    "swiglu_alpha", "swiglu_limit",
 }  # fmt: skip
 # Of the file around `text_config`: images and videos, which are not read yet.
 _AROUND = {
-    *_IGNORED, "architectures", "image_grid_pinpoints", "image_seq_length", "image_token_index",
-    "img_token_compression_config", "merged_hidden_size", "model_type", "multimodal_projector_bias",
+    "image_grid_pinpoints", "image_seq_length", "image_token_index",
+    "img_token_compression_config", "merged_hidden_size", "multimodal_projector_bias",
     "num_reward_heads", "process_image_mode", "projector_hidden_act", "projector_hidden_size",
     "text_config", "tie_word_embeddings", "video_token_index", "vision_config",
     "vision_feature_layer", "vision_feature_select_strategy",
@@ -88,9 +80,10 @@ _SPARSE = {
 
 @dataclass(frozen=True, kw_only=True)
 class SparseAttentionSpec:
-    """Attention to chosen blocks: each KV head's query heads attend to the `topk_blocks` blocks
-    that its index head scores highest, among them always the first `init_blocks` and the last
-    `local_blocks`.
+    """Block-sparse attention: the query heads of each KV head attend to `topk_blocks` blocks.
+
+    Those are the blocks that its index head scores highest; the first `init_blocks` and the last
+    `local_blocks` are always among them.
     """
 
     index_heads: int  # one for each KV head
@@ -100,26 +93,20 @@ class SparseAttentionSpec:
     init_blocks: int
     local_blocks: int
     layers: tuple[bool, ...]  # which are sparse
-    # how ranks run it, no field of a checkpoint: each has the index queries of all heads, and a
-    # shard of the index keys
+    # no field of a checkpoint: each rank has the index queries of all heads and a shard of the
+    # index keys
     is_sharded: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class MiniMaxM3Spec(ModelSpec):
-    """Layers with full or block-sparse attention, each with a dense MLP or experts."""
+class MiniMaxM3Spec(MoeSpec):
+    """Layers have full or block-sparse attention, and a dense MLP or experts."""
 
-    can_share_out_caches: ClassVar[bool] = True
+    supports_dcp: ClassVar[bool] = True
 
-    rotary_dim: int  # leading dimensions of each head that rotate, index heads too
-    rope_theta: float
-    rms_norm_eps: float
-    expert_width: int
-    num_experts: int
-    experts_per_token: int
     routed_scaling_factor: float
     shared_width: int  # of the expert that every token passes; 0: none
-    dense_width: int  # of the MLP in layers without experts; 0: there are none
+    dense_width: int  # of the MLP in layers without experts; 0: no such layers
     swiglu_alpha: float
     swiglu_limit: float
     moe_layers: tuple[bool, ...]  # which have experts
@@ -127,24 +114,9 @@ class MiniMaxM3Spec(ModelSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("expert_width", "num_experts", "experts_per_token"):
-            self.check_size(name)
-        if self.experts_per_token > self.num_experts:
-            refuse(
-                "num_experts_per_tok",
-                self.experts_per_token,
-                f"at most num_local_experts ({self.num_experts})",
-            )
         for name in ("routed_scaling_factor", "swiglu_alpha", "swiglu_limit"):
             if not 0.0 < getattr(self, name) < float("inf"):
                 refuse(name, getattr(self, name), "a finite number above 0")
-        if not 0.0 < self.rms_norm_eps < 1.0:
-            refuse("rms_norm_eps", self.rms_norm_eps, "above 0 and below 1")
-        if not 1.0 < self.rope_theta < float("inf"):
-            refuse("rope_theta", self.rope_theta, "a finite number above 1")
-        if not 2 <= self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
-            even = f"an even number from 2 to head_dim ({self.head_dim})"
-            refuse("rotary_dim", self.rotary_dim, even)
         self._check_layers("moe_layer_freq", self.moe_layers)
         if self.sparse is not None:
             self._check_sparse(self.sparse)
@@ -169,34 +141,24 @@ class MiniMaxM3Spec(ModelSpec):
         if sparse.topk_blocks > MAX_TOPK_BLOCKS:
             refuse("sparse_topk_blocks", sparse.topk_blocks, f"at most {MAX_TOPK_BLOCKS}")
         if sparse.init_blocks + sparse.local_blocks > sparse.topk_blocks:
-            forced = (
-                f"at least the {sparse.init_blocks} first and {sparse.local_blocks} last blocks"
-            )
-            refuse("sparse_topk_blocks", sparse.topk_blocks, forced)
-
-    def is_sparse(self, layer: int) -> bool:
-        """Whether the attention of a layer is block-sparse."""
-        return self.sparse is not None and self.sparse.layers[layer]
+            forced = f"at least the {sparse.init_blocks} first and {sparse.local_blocks} last"
+            refuse("sparse_topk_blocks", sparse.topk_blocks, f"{forced} blocks")
 
     def first_layers(self, num_layers: int) -> MiniMaxM3Spec:
-        """See `ModelSpec`."""
         sparse = self.sparse and replace(self.sparse, layers=self.sparse.layers[:num_layers])
         moe_layers = self.moe_layers[:num_layers]
         return replace(self, num_layers=num_layers, moe_layers=moe_layers, sparse=sparse)
 
     def with_sharded_index(self) -> MiniMaxM3Spec:
-        """See `ModelSpec`."""
         return replace(self, sparse=self.sparse and replace(self.sparse, is_sharded=True))
 
     def kv_caches(self) -> KvCacheSpecs:
-        """Keys and values everywhere; in sparse layers the keys of the index heads, which share
-        them.
-        """
+        """Return keys and values; in sparse layers also the keys that all index heads share."""
         full = [KvCacheSpec(name, self.num_kv_heads, self.head_dim) for name in ("k", "v")]
         if self.sparse is None:
             return [full] * self.num_layers
         dense_tokens = self.sparse.topk_blocks * self.sparse.block_size
-        chosen = [replace(cache, most_read_tokens=dense_tokens) for cache in full]
+        selected = [replace(cache, most_read_tokens=dense_tokens) for cache in full]
         index = KvCacheSpec(
             "index",
             1,
@@ -207,24 +169,20 @@ class MiniMaxM3Spec(ModelSpec):
             is_index=True,
             unread_tokens=dense_tokens,
         )
-        return [[*chosen, index] if is_sparse else full for is_sparse in self.sparse.layers]
+        return [[*selected, index] if is_sparse else full for is_sparse in self.sparse.layers]
 
     def mlp_widths(self) -> Mapping[str, int]:
-        """See `ModelSpec`."""
         widths = {
             "dense_intermediate_size": self.dense_width,
             "shared_intermediate_size": self.shared_width,
         }
         return {name: width for name, width in widths.items() if width}
 
-    def expert_sizes(self) -> tuple[int, int]:
-        """See `ModelSpec`."""
-        return self.num_experts, self.expert_width
-
 
 def read_vision(config: Mapping[str, Any]) -> MiniMaxM3Spec:
-    """The spec of the text model of a parsed config.json of the vision-language class. Errors:
-    `ConfigError` with the field, the value found and the values allowed.
+    """Read the spec of the text model from a config.json of the vision-language class.
+
+    Errors: `ConfigError` with the field, the value found and the values allowed.
     """
     text = config.get("text_config")
     if not isinstance(text, Mapping):
@@ -242,9 +200,7 @@ def read_vision(config: Mapping[str, Any]) -> MiniMaxM3Spec:
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json that the text model of `config`, one of the vision-language class, would
-    have alone.
-    """
+    """Return the config.json of the text model alone, from one of the vision-language class."""
     text = {name: value for name, value in config["text_config"].items() if value is not None}
     around = ("bos_token_id", "eos_token_id", "quantization_config")
     dtypes = (of.get(name) for of in (text, config) for name in ("dtype", "torch_dtype"))
@@ -258,50 +214,38 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_text(config: Mapping[str, Any], *, architecture: str) -> MiniMaxM3Spec:
-    """The spec of a parsed config.json of a text model. Errors: as above."""
+    """Read the spec from a config.json of a text model. Errors: as `read_vision`."""
     notes: list[str] = []
     config = {name: value for name, value in config.items() if value is not None}
-    common = fields.common(config, notes=notes)
+    # transformers ignores a rotary_dim without partial_rotary_factor: whole heads rotate there
+    common = fields.read_common(config, default_theta=5_000_000.0, notes=notes)
     num_layers = common["num_layers"]
     fields.check_fixed(config, _FIXED)
     if (activation := config.get("hidden_act", "swigluoai")) not in _ACTIVATIONS:
         refuse("hidden_act", activation, " or ".join(map(repr, _ACTIVATIONS)))
-    # transformers ignores a rotary_dim that stands alone: all of each head rotates there.
-    rope_theta, rotary_dim = fields.rope(
-        config, head_dim=common["head_dim"], default_theta=5_000_000.0, notes=notes
-    )
-    expert_width = fields.integer(config, "intermediate_size")
+    expert_width = fields.read_size(config, "intermediate_size")
     fields.check_fixed(config, {"moe_intermediate_size": expert_width})
     moe_layers = _moe_layers(config, num_layers)
-    fields.note_unknown(config, {*_READ, *_IGNORED, *_FIXED}, notes=notes)
+    fields.note_unknown(config, {*_READ, *_FIXED}, notes=notes)
     return MiniMaxM3Spec(
         architecture=architecture,
         **common,
-        rotary_dim=rotary_dim,
-        rope_theta=rope_theta,
-        rms_norm_eps=fields.number(config.get("rms_norm_eps", 1e-6), name="rms_norm_eps"),
         expert_width=expert_width,
-        num_experts=fields.integer(config, "num_local_experts"),
-        experts_per_token=fields.integer(config, "num_experts_per_tok"),
-        routed_scaling_factor=_number(config, "routed_scaling_factor"),
+        num_experts=fields.read_size(config, "num_local_experts"),
+        experts_per_token=fields.read_size(config, "num_experts_per_tok"),
+        routed_scaling_factor=fields.read_required_number(config, "routed_scaling_factor"),
         shared_width=_shared_width(config),
-        dense_width=0 if all(moe_layers) else fields.integer(config, "dense_intermediate_size"),
-        swiglu_alpha=_number(config, "swiglu_alpha"),
-        swiglu_limit=_number(config, "swiglu_limit"),
+        dense_width=0 if all(moe_layers) else fields.read_size(config, "dense_intermediate_size"),
+        swiglu_alpha=fields.read_required_number(config, "swiglu_alpha"),
+        swiglu_limit=fields.read_required_number(config, "swiglu_limit"),
         moe_layers=moe_layers,
         sparse=_sparse(config, num_layers),
         notes=tuple(notes),
     )
 
 
-def _number(config: Mapping[str, Any], name: str) -> float:
-    if config.get(name) is None:
-        raise ConfigError(f"config.json has no {name}; it is needed and has no default")
-    return fields.number(config[name], name=name)
-
-
 def _shared_width(config: Mapping[str, Any]) -> int:
-    """transformers has one shared expert and no field for their number."""
+    """Read the width of the shared expert. transformers has one, and no field for the number."""
     experts = config.get("n_shared_experts", 1)
     if experts not in (0, 1) or isinstance(experts, bool):
         refuse("n_shared_experts", experts, "0 or 1")
@@ -310,11 +254,11 @@ def _shared_width(config: Mapping[str, Any]) -> int:
         fields.check_fixed(config, {"shared_intermediate_size": 0})
         fields.check_fixed(config, {"n_shared_experts": 0})
         return 0
-    return fields.integer(config, "shared_intermediate_size")
+    return fields.read_size(config, "shared_intermediate_size")
 
 
 def _moe_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
-    """Which layers have experts; by default all."""
+    """Read which layers have experts; by default all."""
     found = {
         **_layers(config, "moe_layer_freq", (0, 1), num_layers),
         **_layers(config, "mlp_layer_types", ("dense", "sparse"), num_layers),
@@ -326,7 +270,7 @@ def _moe_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
 
 
 def _sparse(config: Mapping[str, Any], num_layers: int) -> SparseAttentionSpec | None:
-    """From `sparse_attention_config`, or from the fields that transformers makes of it."""
+    """Read `sparse_attention_config`, or the fields that transformers makes of it."""
     given = config.get("sparse_attention_config")
     if not isinstance(given, Mapping | None):
         refuse("sparse_attention_config", given, "an object or null")
@@ -339,7 +283,7 @@ def _sparse(config: Mapping[str, Any], num_layers: int) -> SparseAttentionSpec |
         **_layers(config, "layer_types", ("full_attention", "minimax_m3_sparse"), num_layers),
     }
     if given and not found:
-        raise ConfigError("sparse_attention_config has no sparse_attention_freq; it is needed")
+        raise ConfigError("sparse_attention_config has no sparse_attention_freq; it is required")
     layers = _agreed(found, ())
     fields.check_fixed(given, {"use_sparse_attention": any(layers)})
     if not any(layers):
@@ -351,8 +295,8 @@ def _sparse(config: Mapping[str, Any], num_layers: int) -> SparseAttentionSpec |
 
     def size(name: str, flat: str) -> int:
         sources = {name: given, flat: config}
-        found = {name: fields.integer(of, name) for name, of in sources.items() if name in of}
-        return _agreed(found, None) or fields.integer(given, name)
+        found = {name: fields.read_size(of, name) for name, of in sources.items() if name in of}
+        return _agreed(found, None) or fields.read_size(given, name)
 
     block_size = size("sparse_block_size", "index_block_size")
     return SparseAttentionSpec(
@@ -367,8 +311,9 @@ def _sparse(config: Mapping[str, Any], num_layers: int) -> SparseAttentionSpec |
 
 
 def _forced(given: Mapping[str, Any], which: str, block_size: int) -> int:
-    """How many of the first or last blocks are always chosen. SGLang reads tokens, too: the last
-    ones may begin inside a block.
+    """Read how many of the first or last blocks are always selected.
+
+    SGLang also reads a number of tokens: the last ones may begin inside a block.
     """
     own = int(which == "local")  # the block of the token itself
     names = (f"sparse_{which}_block", f"index_{which}_blocks")
@@ -382,9 +327,7 @@ def _forced(given: Mapping[str, Any], which: str, block_size: int) -> int:
 def _layers(
     config: Mapping[str, Any], name: str, values: tuple[object, object], num_layers: int
 ) -> dict[str, tuple[bool, ...]]:
-    """List `name` of the second (True) or first of `values` for each layer, under its name; or
-    nothing.
-    """
+    """Read list `name`, for each layer the first or second (True) of `values`; {} if absent."""
     given = config.get(name)
     if given is None:
         return {}
@@ -397,7 +340,7 @@ def _layers(
 
 
 def _count(config: Mapping[str, Any], name: str) -> int:
-    """Field `name`, which may be 0."""
+    """Read an integer from 0."""
     value = config[name]
     if type(value) is not int or not 0 <= value <= fields.MAX_SIZE:
         refuse(name, value, f"an integer from 0 to {fields.MAX_SIZE}")
@@ -405,7 +348,7 @@ def _count(config: Mapping[str, Any], name: str) -> int:
 
 
 def _agreed(found: Mapping[str, T], default: T) -> T:
-    """What the fields `found` say in other words, which must be the same."""
+    """Return the value that all fields `found` give; refuse two values."""
     (first, value), *others = found.items() if found else [("", default)]
     for name, other in others:
         if other != value:

@@ -1,89 +1,58 @@
-"""MiniMax-M3: full attention in the first layers and block-sparse attention in the others, dense
-MLPs in the first layers and a mixture of experts in the others.
+"""MiniMax-M3: the first layers have full attention and dense MLPs, the others block-sparse
+attention and a mixture of experts.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
-from negamax.formats.tensor_format import ActivationFormat
-from negamax.kernels.activations import QuantizedActivations, SwiGlu
-from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.kernels.activations import SwiGlu
 from negamax.kernels.block_sparse.choice import IndexShard, SparseShape
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.rope.spec import signed_frequencies
-from negamax.layers.attention import Attention, AttentionKind, GroupedQueryKind, KvCaches
-from negamax.layers.basic import RmsNorm
+from negamax.layers.attention import Attention, AttentionKind, GroupedQueryKind
 from negamax.layers.block_sparse_attention import BlockSparseAttention, BlockSparseKind
 from negamax.layers.cache_shards import cache_kernels, cache_shard
 from negamax.layers.mlp import Mlp
 from negamax.layers.moe import SparseMoe
-from negamax.layers.partial import Partial
-from negamax.models.decoder import Decoder
+from negamax.models.decoder import Decoder, DecoderLayer
 from negamax.models.minimax_m3 import names
 from negamax.models.minimax_m3.config import MiniMaxM3Spec
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.scheme import WeightFormat
 
 
-class DecoderLayer:
-    """Attention, and an MLP or experts, each behind a norm; both add to the residual stream."""
+def build(
+    spec: MiniMaxM3Spec, *, context: ParallelContext, weights: WeightFormat, kernels: KernelTable
+) -> Decoder:
+    """Build this rank's part of the model, without weights."""
+    kernels = cache_kernels(kernels, context)
+    shared: dict[str, Any] = {"context": context, "weights": weights, "kernels": kernels}
+    numbers = context.layout.layers(spec.num_layers)
+    layers = [_layer(spec, layer, **shared) for layer in numbers]
+    return Decoder(
+        spec,
+        layers,
+        _kinds(spec, layers, context=context, weights=weights, kernels=kernels),
+        names=names.DECODER,
+        eps=spec.rms_norm_eps,
+        gemma=True,
+        **shared,
+    )
 
-    def __init__(
-        self,
-        spec: MiniMaxM3Spec,
-        layer: int,
-        *,
-        context: ParallelContext,
-        weights: WeightFormat,
-        kernels: KernelTable,
-    ) -> None:
-        shared: dict[str, Any] = {"context": context, "weights": weights, "kernels": kernels}
-        self.attention = _attention(spec, layer, **shared)
-        self.mlp = _mlp(spec, layer, **shared)
 
-        def norm(name: str, *, activation: ActivationFormat | None) -> RmsNorm:
-            return RmsNorm(
-                name,
-                spec.hidden_size,
-                eps=spec.rms_norm_eps,
-                activation=activation,
-                gemma=True,
-                kernels=kernels,
-                weights=weights,
-            )
-
-        input_norm, post_norm = names.norms(layer)
-        self.input_norm = norm(input_norm, activation=self.attention.activation)
-        self._post_norm = norm(post_norm, activation=self.mlp.activation)
-        self.slots = [
-            *self.input_norm.slots,
-            *self.attention.slots,
-            *self._post_norm.slots,
-            *self.mlp.slots,
-        ]
-
-    def finish_loading(self) -> None:
-        """Put the weights into their kernels' layout."""
-        self.attention.finish_loading()
-        self.mlp.finish_loading()
-
-    def __call__(
-        self,
-        hidden: Tensor | QuantizedActivations,
-        residual: Tensor,
-        metadata: AttentionMetadata,
-        kv: KvCaches,
-    ) -> Partial:
-        """hidden [T, hidden] from `input_norm`. The attention's output is added to `residual`
-        [T, hidden] in place; the output of the MLP or the experts.
-        """
-        x = self.attention(hidden, metadata, kv)
-        if isinstance(self.mlp, SparseMoe):
-            return self.mlp.behind(self._post_norm, x, residual, metadata.step_tokens)
-        return self.mlp(self._post_norm(x, residual))
+def _layer(
+    spec: MiniMaxM3Spec, layer: int, *, context: ParallelContext, **shared: Any
+) -> DecoderLayer:
+    return DecoderLayer(
+        _attention(spec, layer, context=context, **shared),
+        _mlp(spec, layer, context=context, **shared),
+        spec.hidden_size,
+        norms=names.norms(layer),
+        eps=spec.rms_norm_eps,
+        gemma=True,
+        **shared,
+    )
 
 
 def _attention(
@@ -131,25 +100,6 @@ def _mlp(spec: MiniMaxM3Spec, layer: int, **shared: Any) -> SparseMoe | Mlp:
         activation=swiglu,
         routed_scaling=spec.routed_scaling_factor,
         shared_width=spec.shared_width,
-        **shared,
-    )
-
-
-def build(
-    spec: MiniMaxM3Spec, *, context: ParallelContext, weights: WeightFormat, kernels: KernelTable
-) -> Decoder:
-    """This rank's part of the model, weights not yet written."""
-    kernels = cache_kernels(kernels, context)
-    shared: dict[str, Any] = {"context": context, "weights": weights, "kernels": kernels}
-    numbers = context.layout.layers(spec.num_layers)
-    layers = [DecoderLayer(spec, layer, **shared) for layer in numbers]
-    return Decoder(
-        spec,
-        layers,
-        _kinds(spec, layers, context=context, weights=weights, kernels=kernels),
-        names=names.DECODER,
-        eps=spec.rms_norm_eps,
-        gemma=True,
         **shared,
     )
 

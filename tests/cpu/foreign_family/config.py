@@ -18,9 +18,6 @@ INDEX_BLOCK = 4  # tokens
 class ForeignSpec(ModelSpec):
     """The first layer is dense, the second sparse."""
 
-    rotary_dim: int
-    rope_theta: float
-    rms_norm_eps: float
     mlp_width: int
     expert_width: int
     num_experts: int
@@ -29,7 +26,6 @@ class ForeignSpec(ModelSpec):
     index_top_k: int
 
     def kv_caches(self) -> KvCacheSpecs:
-        """See `ModelSpec`."""
         k, v = (KvCacheSpec(name, self.num_kv_heads, self.head_dim) for name in ("k", "v"))
         index = KvCacheSpec(
             "index", 1, self.index_width, dtype="float32", block_tokens=INDEX_BLOCK, replicated=True
@@ -37,32 +33,22 @@ class ForeignSpec(ModelSpec):
         return [(k, v), (k, v, index)]
 
     def mlp_widths(self) -> Mapping[str, int]:
-        """See `ModelSpec`."""
         return {"MLP": self.mlp_width, "experts' width": self.expert_width}
 
 
 def read_spec(config: Mapping[str, Any]) -> ForeignSpec:
-    """See `ModelFamily`."""
     notes: list[str] = []
-    common = fields.common(config, notes=notes)
-    theta, rotary_dim = fields.rope(
-        config, head_dim=common["head_dim"], default_theta=1e4, notes=notes
-    )
+    common = fields.read_common(config, default_theta=1e4, notes=notes)
     own = (
         "mlp_width", "expert_width", "num_experts", "experts_per_token", "index_width",
         "index_top_k",
     )  # fmt: skip
     fields.check_fixed(config, {"num_hidden_layers": 2})
-    fields.note_unknown(
-        config, {*own, "model_type", "rope_theta", "rotary_dim", "rms_norm_eps"}, notes=notes
-    )
+    fields.note_unknown(config, {*own}, notes=notes)
     return ForeignSpec(
         architecture=FAMILY.architecture,
         **common,
-        **{name: fields.integer(config, name) for name in own},
-        rotary_dim=rotary_dim,
-        rope_theta=theta,
-        rms_norm_eps=fields.number(config["rms_norm_eps"], name="rms_norm_eps"),
+        **{name: fields.read_size(config, name) for name in own},
         notes=tuple(notes),
     )
 

@@ -1,18 +1,21 @@
-"""How checkpoints of MiniMax's models spell their tensors: from a name to the model's slot, or to
-the reason to skip it.
+"""Tensor names of MiniMax's models: slots, shared shapes, and the spellings in checkpoints.
 
-Slots carry the names of MiniMax's own checkpoints. Re-saved and converted ones spell some of them
-otherwise, or store several matrices as one; the rules are here and nowhere else, and so are the
-names that both families have.
+Slots carry the names of MiniMax's own checkpoints
+(`model.layers.0.block_sparse_moe.experts.0.w1.weight`, without a prefix `language_model.`).
+Re-saved and converted checkpoints spell some names otherwise, or store several matrices as one
+tensor. All those rules are in this module.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Iterator, Set
+from typing import Any
 
-from negamax.layers.names import AttentionNames, DecoderNames, MoeNames
-from negamax.models.family import INT8_CACHE, Placement
+from negamax.config.model_spec import ModelSpec, MoeSpec
+from negamax.formats.tensor_format import Axis
+from negamax.layers.names import AttentionNames, DecoderNames, MlpNames, MoeNames
+from negamax.models.family import INT8_CACHE, Placement, WeightSpec
 
 DECODER = DecoderNames(
     embedding="model.embed_tokens.weight", norm="model.norm.weight", head="lm_head.weight"
@@ -20,7 +23,7 @@ DECODER = DecoderNames(
 
 
 def attention(layer: int) -> AttentionNames:
-    """The attention of a layer; of a sparse one without its indexer."""
+    """Name the attention of a layer, without the indexer of a sparse one."""
     prefix = f"model.layers.{layer}.self_attn"
     return AttentionNames(
         q=f"{prefix}.q_proj.weight",
@@ -35,7 +38,7 @@ def attention(layer: int) -> AttentionNames:
 
 
 def moe(layer: int) -> MoeNames:
-    """The mixture of experts of a layer."""
+    """Name the mixture of experts of a layer."""
     prefix = f"model.layers.{layer}.block_sparse_moe"
     return MoeNames(
         router=f"{prefix}.gate.weight",
@@ -47,15 +50,49 @@ def moe(layer: int) -> MoeNames:
 
 
 def norms(layer: int) -> tuple[str, str]:
-    """The norms before the attention and before the MLP or the experts of a layer."""
+    """Name the norms before the attention and before the MLP or the experts of a layer."""
     prefix = f"model.layers.{layer}"
     return f"{prefix}.input_layernorm.weight", f"{prefix}.post_attention_layernorm.weight"
+
+
+def attention_weights(spec: ModelSpec, layer: int, *, norms_heads: bool) -> Iterator[WeightSpec]:
+    """List the tensors of `attention`; `norms_heads`: each head is normed by itself."""
+    hidden, heads, kv_heads = spec.hidden_size, spec.num_heads, spec.num_kv_heads
+    q_rows, kv_rows = heads * spec.head_dim, kv_heads * spec.head_dim
+    own = attention(layer)
+    yield WeightSpec(own.q, (q_rows, hidden), parts=heads, splits=Axis.ROWS, is_query=True)
+    yield WeightSpec(own.k, (kv_rows, hidden), parts=kv_heads, splits=Axis.ROWS)
+    yield WeightSpec(own.v, (kv_rows, hidden), parts=kv_heads, splits=Axis.ROWS)
+    yield WeightSpec(own.out, (hidden, q_rows), parts=heads, splits=Axis.COLUMNS)
+    if norms_heads:
+        yield WeightSpec(own.q_norm, (spec.head_dim,), parts=1, dtype="float32")
+        yield WeightSpec(own.k_norm, (spec.head_dim,), parts=1, dtype="float32")
+    else:
+        yield WeightSpec(own.q_norm, (q_rows,), parts=heads, dtype="float32", is_query=True)
+        yield WeightSpec(own.k_norm, (kv_rows,), parts=kv_heads, dtype="float32")
+
+
+def moe_weights(names: MoeNames, spec: MoeSpec) -> Iterator[WeightSpec]:
+    """List the router and the routed experts."""
+    yield WeightSpec(names.router, (spec.num_experts, spec.hidden_size), parts=1, dtype="float32")
+    yield WeightSpec(names.router_bias, (spec.num_experts,), parts=1, dtype="float32")
+    experts = {"count": spec.num_experts, "used": spec.experts_per_token}
+    yield from mlp_weights(names, spec.hidden_size, spec.expert_width, **experts)
+
+
+def mlp_weights(
+    names: MlpNames | MoeNames, hidden: int, width: int, **fields: Any
+) -> Iterator[WeightSpec]:
+    """List the matrices of an MLP or of experts; `fields` are those of `WeightSpec`."""
+    for name in (names.gate, names.up):
+        yield WeightSpec(name, (width, hidden), splits=Axis.ROWS, **fields)
+    yield WeightSpec(names.down, (hidden, width), splits=Axis.COLUMNS, **fields)
 
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 # Other spellings: (pattern, replacement), applied in order.
 _ALIASES = (
-    # wrappers of other architectures, and none
+    # with and without the prefixes of other architectures
     (
         re.compile(
             r"^(?:model\.language_model\.|language_model\.)?(?:model\.)?"
@@ -93,7 +130,7 @@ _ALIASES = (
     (re.compile(r"(\.experts\.(?:gate_up_proj|down_proj))_(scale(?:_inv)?)$"), r"\1.weight_\2"),
     (re.compile(r"(\.experts\.(?:w13|gate_up_proj|w2|down_proj))_"), r"\1."),
 )
-# Several matrices in one tensor: (pattern, the slots in their order), of which the first applies.
+# Several matrices in one tensor: (pattern, the slots in their order). The first match applies.
 _FUSED = (
     (re.compile(r"(\.self_attn\.)(?:attn\.)?kv_scale$"), (r"\1k_scale", r"\1v_scale")),
     (re.compile(r"(\.self_attn\.)qkv_proj\."), (r"\1q_proj.", r"\1k_proj.", r"\1v_proj.")),
@@ -103,8 +140,7 @@ _FUSED = (
     (re.compile(r"(\.experts\.)(?:w2|down_proj)\."), (r"\1*.w2.",)),
 )
 _MTP = "multi-token prediction, not used"
-# What only a layer of multi-token prediction has. Such layers may be numbered behind the model's
-# own.
+# Only layers of multi-token prediction have these. They may be numbered after the model's own.
 _MTP_OWN = re.compile(r"^model\.layers\.(\d+)\.(?:eh_proj|enorm|hnorm)\.")
 _SKIPPED = (
     (re.compile(r"(^|[._])mtp([._]|$)"), _MTP),
@@ -114,11 +150,11 @@ _SKIPPED = (
     ),
     (
         re.compile(r"\.(q_scale|q\.scale|q_proj\.output_scale|prob_scale|prob_output_scale)$"),
-        "scales of queries and of probabilities, which are not quantised",
+        "scales of queries and probabilities, which are not quantised",
     ),
     (
         re.compile(r"\.[qkv]_zero_point$"),
-        "zero points of queries, keys and values, which FP8 has none of",
+        "zero points of queries, keys and values: FP8 has none",
     ),
     (re.compile(r"\.[kv]_proj\.kv_cache_(scale|offset)$"), INT8_CACHE),
     (
@@ -130,9 +166,7 @@ _SKIPPED = (
 
 
 def place(names: Iterable[str], *, num_layers: int) -> dict[str, Placement]:
-    """The place of each checkpoint tensor in a model of `num_layers` layers. Whether the slot
-    exists is for the caller. Layers of multi-token prediction behind the model's own are skipped.
-    """
+    """Place checkpoint tensors (see `WeightNames`), without layers of multi-token prediction."""
     slots = {name: _respelled(name) for name in names}
     mtp = {int(match[1]) for match in map(_MTP_OWN.match, slots.values()) if match}
     return {
@@ -157,6 +191,6 @@ def _place(name: str, slot: str, *, num_layers: int, mtp: Set[int]) -> Placement
 
 
 def layer_of(slot: str) -> int | None:
-    """The layer number in a slot's name, or None for a tensor outside the layers."""
+    """Return the layer number in a slot's name; None outside the layers."""
     match = _LAYER.match(slot)
     return int(match[1]) if match else None
