@@ -1,1 +1,1 @@
-"""Errors, logging and the door to the environment."""
+"""Errors, logging, environment, child processes."""

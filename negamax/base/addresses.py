@@ -9,8 +9,8 @@ from negamax.base.errors import ConfigError
 
 
 def resolve_host(host: str, port: int) -> tuple[int, int, int, Any]:
-    """Family, kind, protocol and address to listen on at `--host`, "" for all. Errors:
-    `ConfigError` for a host that is not found.
+    """Resolve `--host` ("": all interfaces) to family, kind, protocol and address. Errors:
+    `ConfigError` for an unknown host.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

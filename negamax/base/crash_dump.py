@@ -1,5 +1,4 @@
-"""Crash dumps: a JSON file for each crash, with what is needed to understand it and nothing that
-clients wrote."""
+"""Crash dumps: a JSON file for each crash, without anything that clients wrote."""
 
 from __future__ import annotations
 
@@ -19,15 +18,15 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-OFF = "none"  # in place of a folder
-MAX_FILES = 20  # in the folder; older ones are removed
-_PAUSE_SECONDS = 60.0  # between two dumps of one process: a failure may repeat with every step
+OFF = "none"  # instead of a folder
+MAX_FILES = 20  # per folder; older ones are removed
+_PAUSE_SECONDS = 60.0  # between two dumps of one process: a failure may repeat every step
 _MAX_LINE = 2000  # characters of a line of the traceback
 _PACKAGES = ("negamax", "torch", "triton", "xgrammar", "msgspec", "pyzmq", "tokenizers", "fastapi")
 
 
 def default_folder() -> Path:
-    """Where dumps are kept unless the operator names a folder."""
+    """The folder of dumps unless the operator names one."""
     state = Path(env.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     return state / "negamax" / "crashes"
 
@@ -36,8 +35,9 @@ class CrashDumps:
     """Writes the dumps of one process. Single writer: the thread that notices the crash."""
 
     def __init__(self, folder: str | None, *, part: str, options: Mapping[str, Any]) -> None:
-        """`folder`: None for the default, `OFF` for no dumps; `part`: what this process is, such as
-        "engine"; `options` go into every dump and must hold no secret."""
+        """`folder`: None for the default, `OFF` for no dumps; `part`: the kind of process, such as
+        "engine"; `options`: go into every dump and must hold no secret.
+        """
         self._folder = folder
         self._part = part
         self._options = options
@@ -50,8 +50,9 @@ class CrashDumps:
         details: Callable[[], Mapping[str, Any]],
         error: BaseException | None = None,
     ) -> Path | None:
-        """Write a dump, mode 0600, and log its path; None where none is written: they are off, the
-        last one is less than a minute old, or it fails, which is logged. Never raises."""
+        """Write a dump, mode 0600, and log its path. Return None if dumps are off, the last one is
+        less than a minute old, or writing fails, which is logged. Never raises.
+        """
         now = time.monotonic()
         if self._folder == OFF or now - self._last < _PAUSE_SECONDS:
             return None
@@ -59,7 +60,7 @@ class CrashDumps:
         try:
             folder = default_folder() if self._folder is None else Path(self._folder)
             path = self._write(folder, reason, details=details(), error=error)
-        except Exception as problem:  # a dump must not make things worse
+        except Exception as problem:  # a dump must not do further harm
             logger.warning("no crash dump could be written: %r", problem)
             return None
         logger.error("a crash dump was written to %s", path)

@@ -1,4 +1,4 @@
-"""The only door to the process environment: variables, installed packages, cores, main memory."""
+"""The only access to the process environment: variables, installed packages, cores, main memory."""
 
 from __future__ import annotations
 
@@ -13,23 +13,19 @@ from negamax.base.errors import ResourceError
 
 
 def get(name: str) -> str | None:
-    """The value of environment variable `name`, or None where it is unset or empty."""
+    """Read an environment variable; None if it is unset or empty."""
     return os.environ.get(name) or None
 
 
 def for_child(**variables: str) -> dict[str, str]:
-    """This process's environment with more `variables` and without API keys, which children have no
-    use for.
-    """
+    """This environment with `variables` added and without API keys, which children do not need."""
     return {
         name: value for name, value in os.environ.items() if not name.endswith("_API_KEY")
     } | variables
 
 
 def allow_open_files(needed: int) -> None:
-    """Let this process open `needed` files. Errors: `ResourceError` where the system does not let
-    it.
-    """
+    """Raise the limit of open files to `needed`. Errors: `ResourceError` if the system refuses."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
@@ -42,14 +38,12 @@ def allow_open_files(needed: int) -> None:
 
 
 def set_default(name: str, value: str) -> None:
-    """Set environment variable `name` of this process (and its children) unless somebody has set
-    it.
-    """
+    """Set an environment variable of this process and its children unless it is set."""
     os.environ.setdefault(name, value)
 
 
 def set_variable(name: str, value: str) -> None:
-    """Set environment variable `name` of this process (and its children)."""
+    """Set an environment variable of this process and its children."""
     os.environ[name] = value
 
 
@@ -85,12 +79,12 @@ def _is_intel() -> bool:
 
 
 def starting_with(*prefixes: str) -> dict[str, str]:
-    """The variables whose names begin so."""
+    """The environment variables with these prefixes."""
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(prefixes)}
 
 
 def installed_version(package: str) -> str | None:
-    """The version of a Python package; None where it is not installed."""
+    """The version of a Python package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -98,13 +92,12 @@ def installed_version(package: str) -> str | None:
 
 
 def is_writable(folder: Path) -> bool:
-    """Whether this process may write into `folder`."""
     return os.access(folder, os.W_OK | os.X_OK)
 
 
 def available_memory() -> int:
-    """Bytes of main memory a process could take now (Linux: MemAvailable; elsewhere half of the
-    physical memory).
+    """Bytes of main memory that are free (Linux: MemAvailable; elsewhere half of the physical
+    memory).
     """
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
@@ -115,7 +108,7 @@ def available_memory() -> int:
 
 
 def main_memory() -> int:
-    """Bytes of main memory that this machine has, or this container may use."""
+    """Bytes of main memory of this machine, or of this container's limit."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for name in ("memory.max", "memory/memory.limit_in_bytes"):  # control groups, version 2 or 1
         limit = Path("/sys/fs/cgroup") / name
@@ -125,15 +118,15 @@ def main_memory() -> int:
 
 
 def usable_cores() -> int:
-    """CPU cores this process may use: its affinity where the platform tells, else all, and no more
-    than a container's quota allows. Threads beyond a quota stop all of them for parts of a second.
+    """CPU cores of this process: its affinity if the platform has one, limited by the container's
+    quota. Threads beyond a quota stop all threads for parts of a second.
     """
     count = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return max(1, int(min(count, _cpu_quota(Path("/sys/fs/cgroup")))))
 
 
 def _cpu_quota(folder: Path) -> float:
-    """The cores that control groups mounted at `folder` grant (version 2 or 1); infinity: all."""
+    """The cores that the control groups at `folder` grant (version 2 or 1); infinity: all."""
     try:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text().split()

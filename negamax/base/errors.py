@@ -1,8 +1,7 @@
-"""The one exception tree of Negamax.
+"""The exception tree of Negamax.
 
-Every error that a person can cause carries what was given, what is allowed and what to do instead,
-and knows the HTTP status and the process exit code it maps to. Anything else that escapes is a bug
-of ours and is reported as an internal error.
+An error that a user can cause states the value, the limit and the remedy, and has an HTTP status
+and a process exit code. Any other exception is a bug and is reported as an internal error.
 """
 
 from __future__ import annotations
@@ -12,11 +11,10 @@ from pathlib import Path
 
 
 class NegamaxError(Exception):
-    """Root of the tree: a message for people, and how the border reports it.
+    """Root of the tree: a message for people, and how it is reported.
 
-    `hint` is an optional second sentence; `param` names the request field at fault, `code` is a
-    stable machine-readable word. `retry_after` is set where the same request may succeed later:
-    after about so many seconds.
+    `hint`: an optional second sentence; `param`: the request field at fault; `code`: a stable
+    machine-readable word; `retry_after`: seconds after which the same request may succeed.
     """
 
     http_status: int = 500
@@ -62,8 +60,8 @@ class ContextLengthError(InvalidRequestError):
     ) -> ContextLengthError:
         """The error of a prompt without room for an answer. `is_counted` False: it has more tokens.
 
-        Clients know by these words, and by the numbers in them, that a conversation is to be
-        shortened: those of Anthropic's API by the first sentence, those of OpenAI's by the second.
+        Clients recognise it by these words and numbers, and shorten the conversation: Anthropic's
+        by the first sentence, OpenAI's by the second.
         """
         maximum = context_length if num_tokens > context_length else context_length - 1
         more = "" if is_counted else " (or more; the rest was not counted)"
@@ -84,7 +82,7 @@ class AuthenticationError(NegamaxError):
 
 
 class ForbiddenError(NegamaxError):
-    """A request this server does not take from where it comes (403)."""
+    """A request that this server does not accept from its origin (403)."""
 
     http_status = 403
     error_type = "permission_error"
@@ -106,7 +104,7 @@ class PayloadTooLargeError(NegamaxError):
 
 
 class UnsupportedMediaTypeError(NegamaxError):
-    """A request body in an encoding that is not read here (415)."""
+    """A request body in an unsupported encoding (415)."""
 
     http_status = 415
     error_type = "invalid_request_error"
@@ -127,7 +125,7 @@ class HeadTooLargeError(NegamaxError):
 
 
 class RequestTimeoutError(NegamaxError):
-    """The request took longer than it may: to arrive, or to be answered (408)."""
+    """The request took too long to arrive or to be answered (408)."""
 
     http_status = 408
     error_type = "timeout_error"
@@ -142,7 +140,7 @@ class OverloadedError(NegamaxError):
 
 
 class AbortedError(NegamaxError):
-    """Somebody ended the request before its time (499: clients do not repeat it)."""
+    """The request was aborted (499: clients do not repeat it)."""
 
     http_status = 499
     error_type = "request_aborted"
@@ -156,14 +154,14 @@ class EngineError(NegamaxError):
 
 
 class UnavailableError(NegamaxError):
-    """The server takes no requests now: it stops, or its engine starts again (503)."""
+    """The server accepts no requests now: it stops, or its engine restarts (503)."""
 
     http_status = 503
     error_type = "service_unavailable_error"
 
 
 class EngineDeadError(UnavailableError):
-    """The engine process is gone; what it was doing is lost (503)."""
+    """The engine process is gone, and its work is lost (503)."""
 
 
 class ConfigError(NegamaxError):
@@ -175,13 +173,11 @@ class ConfigError(NegamaxError):
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint with missing, surplus, truncated or mis-shaped files or tensors (exit code
-    2).
-    """
+    """A checkpoint with missing, surplus, truncated or misshapen files or tensors (exit code 2)."""
 
     @classmethod
     def of_file(cls, path: Path, error: OSError) -> CheckpointError:
-        """The error of a file that the system does not read."""
+        """The error of a file that cannot be read."""
         hint = "download the file again"
         if error.errno in (errno.EACCES, errno.EPERM):
             hint = "let this user read it, as with chmod, or run as another user"
@@ -189,13 +185,11 @@ class CheckpointError(ConfigError):
 
 
 class ResourceError(ConfigError):
-    """Memory, port or device that the chosen configuration needs and the machine does not have
-    (exit code 2).
-    """
+    """Memory, port or device that the configuration needs and the machine lacks (exit code 2)."""
 
     @classmethod
     def of_system(cls, error: OSError) -> ResourceError:
-        """What the system refused, on one line."""
+        """The system's refusal on one line."""
         if error.errno == errno.ENAMETOOLONG:
             name = max(str(error.filename or "").split("/"), key=len)
             return cls(

@@ -1,7 +1,6 @@
-"""Logging set-up: one line per event on standard error, so that stdout stays data.
+"""Logging: one line per event on standard error, so that stdout stays data.
 
-The processes of a server log alike: a child takes the settings that its parent gives it through
-an environment variable (`base.supervision.spawn`).
+A child process takes its parent's settings from an environment variable (`base.supervision.spawn`).
 """
 
 from __future__ import annotations
@@ -31,9 +30,10 @@ _DATE = "%Y-%m-%d %H:%M:%S"
 
 
 def setup(level: str | int = "info", log_format: str = "text", *, replica: str = "") -> None:
-    """Configure the root logger of this process: `level` of Negamax's own messages (debug, info,
-    warning, error; others are logged from warning on), `log_format` "text" or "json"; `replica`:
-    the number of the engine that it belongs to, where there are several."""
+    """Configure the root logger. `level` applies to Negamax's messages (debug, info, warning,
+    error); others are logged from warning on. `log_format`: "text" or "json". `replica`: the number
+    of this process's engine, if there are several.
+    """
     handler = StderrHandler()
     handler.addFilter(Brake())
     text = _TEXT.replace("%(name)s", f"replica {replica}: %(name)s") if replica else _TEXT
@@ -52,15 +52,15 @@ def setup(level: str | int = "info", log_format: str = "text", *, replica: str =
 
 
 def setup_as_parent() -> None:
-    """Configure the root logger of a child process as its parent's is."""
+    """Configure the root logger of a child process like its parent's."""
     given = env.get(CHILD_VARIABLE) or f"{logging.INFO}::text"
     level, replica, log_format = given.split(":")
     setup(int(level), log_format, replica=replica)
 
 
 def settings(replica: int | None = None) -> str:
-    """How a child of this process logs, for `CHILD_VARIABLE`; `replica`: what it is the engine of,
-    else it belongs to this process's own.
+    """The settings of a child, for `CHILD_VARIABLE`. `replica`: the child's engine; None: this
+    process's.
     """
     root = logging.getLogger()
     is_json = any(isinstance(handler.formatter, _JsonFormatter) for handler in root.handlers)
@@ -70,8 +70,9 @@ def settings(replica: int | None = None) -> str:
 
 
 def recent_lines() -> list[str]:
-    """The last lines that this process has logged, but for those of HTTP and requests, which may
-    quote what clients sent. Empty before `setup`."""
+    """The last log lines, without those of HTTP and requests, which may quote clients. Empty before
+    `setup`.
+    """
     for handler in logging.getLogger().handlers:
         if isinstance(handler, _RecentLines):
             return list(handler.lines)
@@ -86,7 +87,7 @@ def get_logger(name: str) -> logging.Logger:
 def _log_uncaught(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    """In place of Python's own hooks, whose lines are no JSON."""
+    """Replace Python's hooks, whose lines are not JSON."""
     if issubclass(kind, KeyboardInterrupt | SystemExit):
         return
     logger = logging.getLogger("negamax")
@@ -94,8 +95,6 @@ def _log_uncaught(
 
 
 class _RecentLines(logging.Handler):
-    """Keeps the last lines of the log."""
-
     def __init__(self) -> None:
         super().__init__()
         self.setFormatter(logging.Formatter(_TEXT, _DATE))
@@ -111,9 +110,7 @@ class _RecentLines(logging.Handler):
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object per line; the `fields` of a record (`extra={"fields": {...}}`) are its
-    members.
-    """
+    """One JSON object per line. `extra={"fields": {...}}` of a record adds members."""
 
     def __init__(self, replica: str = "") -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How log records become lines on standard error: escaped, braked, and never waited for."""
+"""Log records as lines on standard error: escaped, rate-limited, never blocking."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ _BRAKE_SECONDS = 10.0
 _BRAKE_RECORDS = 20  # of one kind in that time
 _BRAKE_KINDS = 1000  # remembered
 
-_MOST_PENDING = 1000  # lines that wait for a reader of standard error
-_LONGEST_WRITE = 4096  # bytes that a pipe takes whole or not at all
+_MOST_PENDING = 1000  # lines that wait for a reader
+_LONGEST_WRITE = 4096  # bytes that a pipe takes completely or not at all
 
 
 def escaped(text: str) -> str:
-    """`text` on one line, its control characters as backslash escapes."""
+    """`text` on one line, with control characters as backslash escapes."""
     return _CONTROL.sub(_escape, text)
 
 
 class TextFormatter(logging.Formatter):
-    """A line per record, in which no control character of what was logged is left. Lines that
-    follow are indented: those of a traceback, or of a message whose own words have several."""
+    """One line per record, with control characters escaped. Further lines, of a traceback or of a
+    message with its own line breaks, are indented.
+    """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         own_lines = "\n" in str(record.msg) and bool(record.args)
@@ -44,8 +45,9 @@ class TextFormatter(logging.Formatter):
 
 
 class Brake(logging.Filter):
-    """Lets through so many warnings and errors of one kind (the same words of the same logger) in a
-    while; the next one that passes says how many did not."""
+    """Rate limit for warnings and errors with the same words of the same logger. The next one that
+    passes reports how many were dropped.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,8 +72,9 @@ class Brake(logging.Filter):
 
 
 class StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to standard error. Where that is a pipe, a terminal or a socket that nobody reads,
-    lines wait here, and the oldest are lost: the process never waits."""
+    """Writes to standard error without blocking. While nobody reads a pipe, terminal or socket,
+    lines wait here and the oldest are lost.
+    """
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -81,7 +84,7 @@ class StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
     @property
     def stream(self) -> TextIO:
-        """The standard error of now: who replaces it may close the one before."""
+        """The current standard error: its replacement may have closed the previous one."""
         return sys.stderr
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -100,11 +103,11 @@ class StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
         self.flush()
 
     def flush(self) -> None:
-        """Write what can be written now."""
+        """Write as many lines as possible."""
         if self._write is None:
             super().flush()
             return
-        with contextlib.suppress(OSError):  # full: later; nobody will ever read: never
+        with contextlib.suppress(OSError):  # a full pipe is written later, a closed one never
             if self._pending and self._num_lost:
                 self._write(
                     f"({self._num_lost} log lines are lost: standard error was not read)\n".encode()
@@ -118,8 +121,8 @@ class StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def _writer_without_waiting() -> Callable[[bytes], int] | None:
-    """What writes bytes to standard error or raises `BlockingIOError`; None where a write never
-    waits for a reader.
+    """A function that writes to standard error or raises `BlockingIOError`; None if writes never
+    block.
     """
     try:
         fd = sys.stderr.fileno()
@@ -128,7 +131,7 @@ def _writer_without_waiting() -> Callable[[bytes], int] | None:
             connection = socket.socket(fileno=os.dup(fd))
             return lambda line: connection.send(line, socket.MSG_DONTWAIT)
         if stat.S_ISFIFO(mode) or os.isatty(fd):
-            # Opened anew: other processes that write there keep their way of waiting.
+            # Reopened: other processes with this pipe keep blocking writes.
             own = os.open(
                 f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
             )

@@ -1,5 +1,6 @@
-"""Work on long texts in pieces. One call of a regular expression or a decoder holds Python's lock
-until it is done, in whatever thread it runs; between the pieces the event loop has its turns."""
+"""Process long texts in pieces. A call of a regular expression or a decoder holds the GIL until it
+returns; between pieces the event loop runs.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +9,15 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, AnyStr
 
 PIECE = 2**18  # characters or bytes of a piece
-_JOINED_PARTS = 2**14  # parts between matches that are joined at a time
+_JOINED_PARTS = 2**14  # parts that are joined at a time
 
 
 def find_all(
     pattern: re.Pattern[AnyStr], text: AnyStr, *, longest: int
 ) -> Iterator[re.Match[AnyStr]]:
-    """As `pattern.finditer(text)`, in pieces. No match has more than `longest` characters, and none
-    depends on what follows it."""
+    """As `pattern.finditer(text)`, in pieces. No match is longer than `longest` or depends on the
+    text after it.
+    """
     start = 0
     while start < len(text):
         end = after = start + PIECE
@@ -34,7 +36,7 @@ def replace_all(
     *,
     longest: int,
 ) -> AnyStr:
-    """As `pattern.sub(replacement, text)`, in pieces; for `longest` see `find_all`."""
+    """As `pattern.sub(replacement, text)`, in pieces; `longest` as of `find_all`."""
     if len(text) <= PIECE:
         return pattern.sub(replacement, text)
     empty = text[:0]
@@ -53,8 +55,8 @@ def replace_all(
 def num_chars(
     value: object, *, is_left_out: Callable[[Mapping[str, Any]], bool] = lambda _: False
 ) -> int:
-    """The characters that a JSON value has at least when it is written, without objects that are
-    left out.
+    """The least number of characters of a JSON value as text, without the objects that are left
+    out.
     """
     if isinstance(value, str):
         return len(value)

@@ -1,7 +1,7 @@
-"""Folders for the sockets and shared files of one process tree, which only this user can enter.
+"""Private folders for the sockets and shared files of one process tree.
 
-Each holds a lock for as long as its maker lives. What a process that was killed left behind is
-removed when the next folder is made beside it.
+Each holds a lock while its maker lives. Creating a folder removes those of killed processes beside
+it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from negamax.base.errors import ResourceError
 
 _PREFIX = "negamax-"
 _LOCK = "lock"
-_MOST_BYTES = 103  # of a socket's path: macOS; Linux has 107
-# the longest path in a folder, from the folder above on
+_MOST_BYTES = 103  # longest path of a socket: macOS; Linux has 107
+# longest path inside a folder, with the folder's name
 _OWN_BYTES = len(f"/{_PREFIX}12345678/requests-63")
-_SECONDS_TO_LOCK = 10.0  # younger folders may be about to be locked
+_SECONDS_TO_LOCK = 10.0  # younger folders may not be locked yet
 
 
 class PrivateFolder:
-    """A new folder, until `remove`. Errors: `ResourceError` where no folder for temporary files
-    will do.
+    """A new folder, until `remove`. Errors: `ResourceError` if no temporary folder has a short
+    enough path.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class PrivateFolder:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def remove(self) -> None:
-        """Remove the folder and what is in it; again, nothing."""
+        """Remove the folder and its content; idempotent."""
         if self._lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
@@ -46,9 +46,7 @@ class PrivateFolder:
 
 
 def _parent() -> str:
-    """Where sockets can be: the folder for temporary files, or another one where its name is too
-    long for them.
-    """
+    """The folder for temporary files, or another one if its path is too long for sockets."""
     preferred = tempfile.gettempdir()
     for folder in (preferred, env.get("XDG_RUNTIME_DIR"), "/tmp"):
         if (
@@ -68,7 +66,8 @@ def _parent() -> str:
 def _remove_abandoned(parent: str) -> None:
     """Remove the folders in `parent` whose makers are gone."""
     for folder in Path(parent).glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # not ours, not such a folder, or just removed
+        # another user's, another kind of folder, or just removed
+        with contextlib.suppress(OSError):
             found = folder.lstat()
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:

@@ -1,6 +1,4 @@
-"""Progress of long work on standard error: one line that is redrawn on a terminal, log lines
-elsewhere.
-"""
+"""Progress of long work on standard error: a redrawn line on a terminal, log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,21 +12,21 @@ from negamax.base import log
 
 logger = log.get_logger(__name__)
 
-ShowProgress = Callable[[int, int], None]  # (what is done, what there is in all)
+ShowProgress = Callable[[int, int], None]  # (done, total)
 
-PATIENCE_SECONDS = 0.5  # work that is done by then shows nothing
+PATIENCE_SECONDS = 0.5  # faster work shows nothing
 REDRAW_SECONDS = 0.2
 LOG_SECONDS = 5.0
 CLEAR_LINE = "\r\x1b[K"
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """Call it with what is done and what there is in all; use it as a context manager, which clears
-    the line. Single writer: one thread.
+    """Call it with the done and the total amount; as a context manager it clears the line. Single
+    writer: one thread.
 
-    Where standard error is no terminal, or the log is in JSON, a line is logged every 5 s; where
-    the log level hides it (`negamax chat` and others log from warning on), it is written as it is,
-    but never at level error. `enabled` False: nothing at all.
+    Off a terminal, or with a JSON log, it logs a line every 5 s. If the log level hides info
+    (`negamax chat` logs from warning on), it prints the line, except at level error. `enabled`
+    False: show nothing.
     """
 
     def __init__(
@@ -39,8 +37,8 @@ class Progress(AbstractContextManager["Progress"]):
         enabled: bool = True,
         rank: int | None = None,
     ) -> None:
-        """`what` is being done, `unit` spells an amount. `rank`: of several processes that do the
-        same; each logs, the first alone draws.
+        """`what`: the work; `unit`: formats an amount; `rank`: of several processes with the same
+        work: all log, the first draws.
         """
         self._what = what if rank is None else f"rank {rank}: {what}"
         self._unit = unit
@@ -75,5 +73,5 @@ class Progress(AbstractContextManager["Progress"]):
 
 
 def format_bytes(count: int) -> str:
-    """`count` bytes with a unit."""
+    """Format bytes as GiB or MiB."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -1,5 +1,6 @@
-"""Numbers that several processes share: a row for each of them, which it alone writes and all can
-read. No locks: a number is eight aligned bytes, and nobody needs two of them to fit together."""
+"""Numbers in memory that processes share. Each process writes one row; all can read it. No locks: a
+number is eight aligned bytes, and no reader needs two that match.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ Row = ctypes.Array[ctypes.c_double]
 
 
 class SharedNumbers:
-    """A table of float64, all zero at first: `num_rows` processes with `num_columns` numbers each.
-    Counts are exact up to 2^53.
+    """A table of float64, initially zero, with a row for each of `num_rows` processes. Counts are
+    exact up to 2^53.
 
-    With `path`, processes that give the same file share the table, of which some may know the first
-    rows alone; without, it belongs to this process.
+    Processes that give the same file as `path` share the table; some may map only its first rows.
+    Without `path` it belongs to this process.
     """
 
     def __init__(self, num_columns: int, *, num_rows: int = 1, path: Path | None = None) -> None:
@@ -33,18 +34,16 @@ class SharedNumbers:
         self.num_rows = num_rows
 
     def row(self, index: int, *, start: int = 0, count: int | None = None) -> Row:
-        """The numbers of process `index`, to write or to read: `count` of them from column `start`
-        on, all by default.
-        """
+        """The row of process `index`, or `count` numbers of it from column `start`."""
         count = self._num_columns - start if count is None else count
         offset = (index * self._num_columns + start) * _BYTES
         return (ctypes.c_double * count).from_buffer(self._memory, offset)
 
     def total(self, column: int) -> float:
-        """The sum of a number over all processes."""
+        """The sum of a column over all processes."""
         return sum(self._numbers[column :: self._num_columns])
 
     def clear(self, index: int, *, num_columns: int | None = None) -> None:
-        """Set the first numbers of a process that is gone to zero, or all."""
+        """Zero the row of a dead process, or its first columns."""
         row = self.row(index, count=num_columns)
         row[:] = [0.0] * len(row)

@@ -1,18 +1,17 @@
-"""Standard streams that are closed or broken."""
+"""Handle closed and broken standard streams."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-# what nobody can read or write; messages are lost
+# modes that fail to read and write; messages on stderr are lost
 _MODES = {"stdin": ("r", os.O_WRONLY), "stdout": ("w", os.O_RDONLY), "stderr": ("w", os.O_WRONLY)}
 
 
 def open_missing() -> None:
-    """Give this process the standard streams that it was started without, so that no file that it
-    opens becomes one. Reading standard input and writing to standard output fail as on a closed
-    file; what is written to standard error is lost.
+    """Open the standard streams that this process lacks, so that no other file becomes one. Reading
+    stdin and writing stdout still fail; writes to stderr are lost.
     """
     for number, (name, (mode, flags)) in enumerate(_MODES.items()):
         if getattr(sys, name) is None:
@@ -21,8 +20,8 @@ def open_missing() -> None:
 
 
 def drop_unwritable() -> None:
-    """Flush what was printed. Where that fails it is lost, so that the end of the process does not
-    fail for it once more.
+    """Flush the output. If that fails, drop it, so that the end of the process does not
+    fail again.
     """
     for stream in (sys.stdout, sys.stderr):
         try:

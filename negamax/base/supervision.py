@@ -1,7 +1,7 @@
-"""Child processes: started, watched by pipe and heartbeat, restarted within limits, stopped.
+"""Child processes: start, watch by pipe and heartbeat, restart within limits, stop.
 
 Engines, ranks, grammar processes, server workers and Ray's driver are `Supervised` children. The
-second half of this module runs in the children: they end with their parent.
+second half of this module runs in the children, which end with their parent.
 """
 
 from __future__ import annotations

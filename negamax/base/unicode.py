@@ -1,4 +1,4 @@
-"""Lone surrogates, which no UTF-8 can hold and which JSON can escape: each becomes U+FFFD."""
+"""Replace lone surrogates, which JSON can escape and UTF-8 cannot encode, by U+FFFD."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LONGEST = 12  # bytes of a pair
 
 
 def valid_unicode(text: str) -> str:
-    """`text` with U+FFFD for every lone surrogate; two halves of a pair are joined."""
+    """`text` with U+FFFD for every lone surrogate; halves of a pair are joined."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -24,7 +24,7 @@ def valid_unicode(text: str) -> str:
 
 
 def valid_escapes(body: bytes) -> bytes:
-    """The JSON text `body` with an escaped U+FFFD for every escaped lone surrogate."""
+    """JSON text with an escaped U+FFFD for every escaped lone surrogate."""
     return replace_all(_ESCAPES, _mended, body, longest=_LONGEST)
 
 
@@ -34,6 +34,6 @@ def _mended(match: re.Match[bytes]) -> bytes:
     backslashes = 0
     while start > backslashes and body[start - backslashes - 1] == _BACKSLASH:
         backslashes += 1
-    if backslashes % 2:  # the one of this escape is escaped itself, so its first half is text
+    if backslashes % 2:  # this backslash is escaped, so the first half is text
         return match[0][: len(match[0]) - len(low)] + (_REPLACEMENT if low else b"")
     return match[0] if low else _REPLACEMENT

@@ -1,6 +1,4 @@
-"""The engine inside your own process: `LLM("nano").chat([{"role": "user", "content":
-"Hello"}])`.
-"""
+"""The engine in your own process: `LLM("nano").chat([{"role": "user", "content": "Hello"}])`."""
 
 from __future__ import annotations
 
@@ -41,11 +39,11 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass
 class Completion:
-    """One finished choice. Written by `LLM` while it generates; yours afterwards."""
+    """One choice. `LLM` writes it while it generates."""
 
     index: int
     text: str = ""
-    # the text, with the token ids that made it
+    # the text with its token ids
     pieces: list[TextPiece] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
@@ -56,7 +54,7 @@ class Completion:
 
 @dataclass
 class Generation:
-    """What came of one prompt."""
+    """The result of one prompt."""
 
     prompt_token_ids: list[int]
     outputs: list[Completion]
@@ -65,12 +63,11 @@ class Generation:
 
 
 class LLM:
-    """A model in this process. The keywords are the fields of `EngineOptions`, which says what each
-    means, and `chat_template`, a file that replaces the checkpoint's template. Values may be
-    vLLM's, such as `dtype="half"`.
+    """A model in this process. Keywords: the fields of `EngineOptions`, and `chat_template`, a file
+    that replaces the checkpoint's. vLLM's values such as `dtype="half"` are accepted.
 
-    Usable as a context manager; `shutdown` frees the worker threads or processes. Not thread-safe.
-    Errors: `ConfigError` and `ResourceError` for a model or options that cannot work here.
+    Usable as a context manager; `shutdown` ends the workers. Not thread-safe. Errors: `ConfigError`
+    and `ResourceError` for a model or options that cannot work here.
     """
 
     def __init__(
@@ -156,7 +153,7 @@ class LLM:
         self._loop, self.info = start_loop(self._options)
         self._seeds = random.Random(self._options.seed)
         self._request_numbers = count()
-        # by request: of streams, several runs take turns to drive the loop
+        # by request: the runs of several streams take turns to drive the loop
         self._updates: dict[str, deque[SequenceUpdate]] = {}
 
     def __enter__(self) -> LLM:
@@ -166,7 +163,7 @@ class LLM:
         self.shutdown()
 
     def stats(self) -> EngineStats:
-        """What runs and waits now, and counts since the start."""
+        """Running and waiting requests, and counters since the start."""
         return self._loop.stats()
 
     def shutdown(self) -> None:
@@ -178,10 +175,10 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Generation]:
-        """Continue each prompt (text or token ids); results are in the order of the prompts.
+        """Continue each prompt (text or token ids). Results are in the order of the prompts.
 
-        `sampling_params`: one for all, or one per prompt; left out, the model's defaults. Errors:
-        `InvalidRequestError` for any prompt or parameter, before anything runs; `EngineError` where
+        `sampling_params`: one for all or one per prompt; default: the model's. Errors:
+        `InvalidRequestError` for any prompt or parameter, before anything runs; `EngineError` if
         the engine failed.
         """
         token_ids = [self._encode(prompt) for prompt in _as_list(prompts)]
@@ -194,8 +191,8 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Continue one prompt and yield what it gains, step by step. Closing the iterator aborts
-        the rest. Several may be read in turns: the steps of one are those of all.
+        """Continue one prompt and yield its outputs, step by step. Closing the iterator aborts the
+        rest. Several streams may be read in turns; they share steps.
         """
         prompts = [self._encode(prompt)]
         outputs = self._run(prompts, self._admit(prompts, sampling_params))
@@ -209,12 +206,11 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **template_options: Any,
     ) -> list[Generation]:
-        """Answer one conversation or several; `outputs[i].message` holds reasoning, content and
-        tool calls.
+        """Answer one or several conversations; `outputs[i].message` holds reasoning, content and
+        tool calls. Stop strings count in the content only.
 
-        `template_options` reach the chat template as they are. Errors: as `generate`, and
-        `InvalidRequestError` for messages the template cannot express. Stop strings count in the
-        content only.
+        `template_options` go to the chat template. Errors: as of `generate`, and
+        `InvalidRequestError` for messages that the template cannot express.
         """
         single = bool(conversations) and isinstance(conversations[0], Mapping)
         chats: list[Any] = [conversations] if single else list(conversations)
@@ -249,8 +245,9 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         messages: Messages = (),
     ) -> ParsedOutput:
-        """The reasoning, content and tool calls of a completion of `prompt`, rendered from
-        `messages`. Without tools, and calls in the messages, what looks like a call is content."""
+        """Parse a completion of `prompt`, rendered from `messages`, into reasoning, content and
+        tool calls. Without tools, and calls in the messages, text like a call is content.
+        """
         parser = self._parser(prompt, tools=tools, messages=messages, sampling=SamplingParams())
         return collect(
             [
@@ -266,8 +263,9 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **template_options: Any,
     ) -> str:
-        """The prompt text of a conversation. As a prompt of `generate` it is not what `chat` makes
-        of it where a message spells control tokens: there they stay text."""
+        """Render a conversation to its prompt text. If a message spells control tokens, `generate`
+        reads them as such; `chat` keeps them text.
+        """
         return unescaped(self._render(messages, tools, **template_options))
 
     def _render(
@@ -306,7 +304,7 @@ class LLM:
         prompts: list[list[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[SamplingParams]:
-        """Checked and completed parameters, one per prompt."""
+        """Check and complete the parameters, one for each prompt."""
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or SamplingParams()] * len(prompts)
         else:
@@ -326,12 +324,13 @@ class LLM:
         params: list[SamplingParams],
         parsers: Sequence[Sequence[OutputParser]] | None = None,
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """Drive the loop until every choice of every prompt has ended; yields (position of the
-        prompt, output). `parsers` of the choices of each prompt say where stop strings count."""
+        """Drive the loop until every choice of every prompt has ended. Yield (position of the
+        prompt, output). `parsers`: by prompt and choice, find stop strings.
+        """
         waiting = deque(self._sequences(prompts, params, parsers))
         running: dict[str, tuple[int, ChoiceStream]] = {}
         updates: deque[SequenceUpdate] = deque()
-        # by id of a prompt's first choice: the others, which will find its prefix
+        # by id of a prompt's first choice: the others, which will find its prefix cached
         held: dict[str, list[_Sequence]] = {}
 
         def start(sequence: _Sequence) -> None:
@@ -356,7 +355,7 @@ class LLM:
                 while updates:
                     update = updates.popleft()
                     if update.request_id not in running:
-                        continue  # of a sequence aborted since
+                        continue  # of an aborted sequence
                     for sequence in held.pop(update.request_id, ()):
                         start(sequence)
                     position, stream = running[update.request_id]
@@ -370,16 +369,16 @@ class LLM:
                         raise EngineError(update.error)
                     output = stream.push(update)
                     if stream.finished:
-                        end([update.request_id])  # a stop string: the loop does not know it yet
+                        end([update.request_id])  # the loop does not know stop strings
                     yield position, output
         finally:
             end(list(running))
 
     def _step(self) -> None:
-        """One step of the loop; what its requests gained waits for their runs."""
+        """Run one step; updates wait for the runs of their requests."""
         for update in self._loop.step():
             updates = self._updates.get(update.request_id)
-            if updates is not None:  # None: aborted since
+            if updates is not None:  # None: aborted
                 updates.append(update)
 
     def _sequences(
@@ -388,7 +387,7 @@ class LLM:
         params: list[SamplingParams],
         parsers: Sequence[Sequence[OutputParser]] | None = None,
     ) -> Iterator[list[_Sequence]]:
-        """For each prompt, in order, its choices."""
+        """Yield the choices of each prompt, in order."""
         for position, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
             seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
             name = f"llm-{next(self._request_numbers)}"
@@ -412,7 +411,7 @@ class LLM:
 
 
 def _blank(prompts: list[list[int]], params: list[SamplingParams]) -> list[Generation]:
-    """What is to come of each prompt."""
+    """Empty results of prompts."""
     return [
         Generation(
             prompt_token_ids=prompt, outputs=[Completion(index) for index in range(sampling.n)]
@@ -422,7 +421,7 @@ def _blank(prompts: list[list[int]], params: list[SamplingParams]) -> list[Gener
 
 
 def _collect(generation: Generation, output: RequestOutput) -> None:
-    """Add one output to the completion it belongs to."""
+    """Add an output to its completion."""
     completion = generation.outputs[output.index]
     completion.text += output.text
     completion.pieces += output.pieces
@@ -437,7 +436,7 @@ def _collect(generation: Generation, output: RequestOutput) -> None:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt (text or token ids) or several, as a list of prompts."""
+    """One prompt (text or token ids) or several as a list."""
     if isinstance(prompts, str):
         return [prompts]
     if prompts and isinstance(prompts[0], int):

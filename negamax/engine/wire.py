@@ -1,6 +1,4 @@
-"""Messages between the server processes and the engine process: msgspec structs as MessagePack
-frames, never pickle.
-"""
+"""Messages between server processes and the engine process, as MessagePack."""
 
 from __future__ import annotations
 
@@ -23,23 +21,21 @@ BEAT_SECONDS = 0.2  # between two heartbeats
 
 @dataclass(frozen=True)
 class EngineAddress:
-    """The sockets of an engine process, two for each server process, in a folder only this user can
-    enter.
-    """
+    """The sockets of an engine process, two for each server process, in a private folder."""
 
     folder: str
 
     def requests(self, server: int) -> str:
-        """The endpoint from which a server process sends its requests."""
+        """The endpoint of a server process's requests."""
         return f"ipc://{self.folder}/requests-{server}"
 
     def outputs(self, server: int) -> str:
-        """The endpoint at which a server process waits for the outputs."""
+        """The endpoint of a server process's outputs."""
         return f"ipc://{self.folder}/outputs-{server}"
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the front end must know of a started engine."""
+    """The properties of a started engine that the front end needs."""
 
     model: str  # folder, hub id or embedded name, as given
     served_model_name: str
@@ -52,28 +48,25 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_logprobs: int
     max_num_seqs: int
     block_size: int  # tokens per KV block
-    num_kv_blocks: int  # of each data-parallel rank, as is max_num_seqs
+    num_kv_blocks: int  # of each data-parallel rank, as max_num_seqs
     device: str
     dtype: str
     data_parallel_size: int = 1
-    memory: str = ""  # what cache and graphs take on a GPU, for people
+    memory: str = ""  # GPU memory of cache and graphs, for people
     speculation: SpeculationConfig | None = None
 
 
 class ExpertStats(msgspec.Struct, frozen=True, array_like=True):
-    """Statistics of a model's experts, where their choices are counted."""
+    """Statistics of experts, if they are counted."""
 
-    # lately: the mean of the ranks' tokens over those of the busiest one, both added up over the
-    # layers
+    # of recent steps: mean tokens per rank over those of the busiest one, each summed over layers
     balancedness: float = 1.0
-    num_rebalances: int = 0  # that moved any and are complete
-    num_moved: int = 0  # from one slot to another
+    num_rebalances: int = 0  # complete, with moved experts
+    num_moved: int = 0  # experts moved between slots
 
     @classmethod
     def of(cls, parts: Sequence[ExpertStats]) -> ExpertStats:
-        """The statistics of several engines together, with the balancedness of the least balanced
-        one.
-        """
+        """Sum several engines; balancedness is that of the least balanced one."""
         return cls(
             min(part.balancedness for part in parts),
             sum(part.num_rebalances for part in parts),
@@ -82,38 +75,36 @@ class ExpertStats(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankStats(msgspec.Struct, frozen=True, array_like=True):
-    """A snapshot of a data-parallel rank after a step; counters rise from start."""
+    """A data-parallel rank after a step. Counters rise from the start."""
 
     num_running: int
     num_waiting: int
     num_kv_blocks: int
-    num_free_kv_blocks: int  # blocks no live sequence holds (cached ones included)
+    num_free_kv_blocks: int  # without a live sequence, cached ones included
     step_count: int
     preemption_count: int
     prompt_tokens: int
     cached_prompt_tokens: int
     generated_tokens: int
-    num_drafts: int = 0  # speculation: how often tokens were proposed,
-    num_draft_tokens: int = 0  # how many,
-    num_accepted_tokens: int = 0  # and how many of them were right,
-    accepted_per_position: tuple[int, ...] = ()  # by position in the draft
+    num_drafts: int = 0  # speculation: proposals,
+    num_draft_tokens: int = 0  # draft tokens,
+    num_accepted_tokens: int = 0  # accepted draft tokens,
+    accepted_per_position: tuple[int, ...] = ()  # and those by position
 
 
 class EngineStats(RankStats, frozen=True, array_like=True):
-    """The same of all data-parallel ranks of an engine together, and what it has beside."""
+    """All data-parallel ranks of an engine together."""
 
-    device_seconds: float = 0.0  # a GPU's time in steps
-    idle_seconds: float = 0.0  # and between them
-    prefill_tokens: int = 0  # prompt tokens that were computed, in rows of more than one
-    experts: ExpertStats | None = None  # None: they are not counted
-    at: float = 0.0  # monotonic seconds: steps and beats come by ways of their own
-    ranks: tuple[RankStats, ...] = ()  # of each, where there are several
+    device_seconds: float = 0.0  # GPU time in steps
+    idle_seconds: float = 0.0  # GPU time between steps
+    prefill_tokens: int = 0  # computed prompt tokens, in rows of more than one
+    experts: ExpertStats | None = None  # None: not counted
+    at: float = 0.0  # monotonic seconds: steps and heartbeats use different sockets
+    ranks: tuple[RankStats, ...] = ()  # of each, if there are several
 
     @property
     def by_rank(self) -> Sequence[RankStats]:
-        """Statistics of each data-parallel rank. Requests that wait for any rank count at the
-        first.
-        """
+        """Statistics by data-parallel rank. Requests that wait for any rank count at the first."""
         return self.ranks or (self,)
 
 
@@ -121,7 +112,7 @@ _GAUGES = dict.fromkeys(("num_running", "num_waiting", "num_kv_blocks", "num_fre
 
 
 def sum_of(parts: Sequence[EngineStats]) -> EngineStats:
-    """The statistics of several engines together, without those of ranks; of one, as they are."""
+    """Sum several engines, without ranks; one engine is returned as it is."""
     if len(parts) == 1:
         return parts[0]
     experts = [part.experts for part in parts if part.experts is not None]
@@ -133,7 +124,7 @@ def sum_of(parts: Sequence[EngineStats]) -> EngineStats:
 
 
 def sum_of_same(parts: Sequence[EngineStats]) -> EngineStats:
-    """The same of one engine and those before it, rank by rank."""
+    """Sum an engine and its predecessors, rank by rank."""
     if len(parts) == 1:
         return parts[0]
     ranks = zip(*(part.ranks for part in parts if part.ranks), strict=True)
@@ -142,7 +133,7 @@ def sum_of_same(parts: Sequence[EngineStats]) -> EngineStats:
 
 
 def _sums(kind: type[RankStats], parts: Sequence[RankStats]) -> dict[str, Any]:
-    """The fields of `kind` that can be added up, of all `parts` together."""
+    """Sum the additive fields of `kind` over `parts`."""
     accepted = itertools.zip_longest(*(part.accepted_per_position for part in parts), fillvalue=0)
     numbers = {
         name: sum(getattr(part, name) for part in parts)
@@ -153,28 +144,28 @@ def _sums(kind: type[RankStats], parts: Sequence[RankStats]) -> dict[str, Any]:
 
 
 def without_gauges(stats: EngineStats) -> EngineStats:
-    """The counters of an engine that is gone."""
+    """Keep only the counters: the engine is gone."""
     ranks = tuple(msgspec.structs.replace(rank, **_GAUGES) for rank in stats.ranks)
     experts = stats.experts and msgspec.structs.replace(stats.experts, balancedness=1.0)
     return msgspec.structs.replace(stats, **_GAUGES, ranks=ranks, experts=experts)
 
 
 def sequence_id(request_id: str, choice: int, *, server: int) -> str:
-    """The id of a choice in the engine, which no other server process gives to another."""
+    """The id of a choice in the engine, unique over all server processes."""
     return f"{request_id}/{choice}@{server}" if server else f"{request_id}/{choice}"
 
 
 def server_of(sequence_id: str) -> int:
-    """The server process that a sequence belongs to."""
+    """The server process of a sequence."""
     return int(sequence_id[sequence_id.rfind("/") :].partition("@")[2] or 0)
 
 
 # server -> engine
 class Start(msgspec.Struct, frozen=True):
-    """The first frame, from the server process that started the engine."""
+    """The first frame, from the server process that starts the engine."""
 
     options: EngineOptions
-    num_servers: int  # processes that send requests, each with sockets of its own
+    num_servers: int  # server processes, each with its own sockets
     parent: ParentPulse | None = None  # to be watched
 
 
@@ -187,7 +178,7 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class AbortServer(msgspec.Struct, frozen=True, tag="abort-server"):
-    """End all requests of a server process that is gone."""
+    """End all requests of a dead server process."""
 
     server: int
 
@@ -200,8 +191,8 @@ RecordAction = Literal["start", "stop", "dump"]
 
 
 class RecordExperts(msgspec.Struct, frozen=True, tag="record_experts"):
-    """Begin or end to record how often each expert is chosen, or hand over what was recorded.
-    `server` gets an `ExpertRecord` with the same `number`.
+    """Start or stop recording how often each expert is selected, or dump the record. The answer to
+    `server` is an `ExpertRecord` with the same `number`.
     """
 
     server: int
@@ -221,17 +212,17 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
 class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
     updates: list[SequenceUpdate]
     stats: EngineStats
-    # sequences that began to run, with the `time.monotonic()` of their first step
+    # newly running sequences, with the `time.monotonic()` of their first step
     admitted: list[tuple[str, float]] = []
-    step_tokens: list[int] = []  # tokens that each step since the last message ran
+    step_tokens: list[int] = []  # tokens of each step since the last message
 
 
 class ExpertDump(msgspec.Struct, frozen=True):
-    """What was recorded, and where the experts of each layer lie now."""
+    """A record of experts and their current placement."""
 
-    logical_count: list[list[int]]  # by layer and expert: how often it was chosen
-    physical_to_logical_map: list[list[int]]  # by layer and slot: the expert
-    balancedness: float  # as in `ExpertStats`, of what was recorded with experts where they are now
+    logical_count: list[list[int]]  # selections by layer and expert
+    physical_to_logical_map: list[list[int]]  # expert by layer and slot
+    balancedness: float  # as in `ExpertStats`, of the record with the current placement
 
 
 class ExpertRecord(msgspec.Struct, frozen=True, tag="expert_record"):
@@ -239,25 +230,21 @@ class ExpertRecord(msgspec.Struct, frozen=True, tag="expert_record"):
 
     number: int
     dump: ExpertDump | None = None
-    problem: str | None = None  # why it was not done
+    problem: str | None = None  # why it failed
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
-    """Every `BEAT_SECONDS`, from a thread of its own: the process runs, whether its loop goes
-    round, and its ranks run.
-    """
+    """Sent every `BEAT_SECONDS` by a thread: the process runs; whether its loop and ranks do."""
 
     num_rounds: int  # of the loop since the start
     is_idle: bool  # the loop waits for a message
     stats: EngineStats
-    rank: int = 0  # the rank process that has sent no heartbeat for the longest time,
-    rank_silence: float = 0.0  # and for how many seconds
+    rank: int = 0  # without a heartbeat for the longest time
+    rank_silence: float = 0.0  # its seconds
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """The engine could not start or had to stop. `exit_code` is what a command line should end
-    with.
-    """
+    """The engine could not start or had to stop. `exit_code`: for a command line."""
 
     message: str
     exit_code: int

@@ -1,8 +1,8 @@
-"""The engine process seen from the server processes: the sockets to and from it, and, for the
-server that started it, its start, its heartbeats and its end.
+"""Sockets of a server process to an engine process, and, for the server that starts it, the
+engine's start, heartbeats and end.
 
-Sockets are read as soon as they have something, without a task in between: a step's frame is handed
-on in the callback that found it.
+The event loop reads a socket in the callback that reports it: no task runs between a frame and its
+receiver.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ logger = get_logger(__name__)
 
 ENGINE_MODULE = "negamax.engine.core.process"
 SHUTDOWN_SECONDS = 5.0
-# without a beat an engine counts as hung, unless the limit on its steps is lower
+# without a heartbeat an engine counts as hung, unless the limit on its steps is lower
 BEAT_TIMEOUT_SECONDS = 30.0
 _WATCH_SECONDS = 0.25
 _START_POLL_SECONDS = 0.02
-_LAST_WORDS_SECONDS = 5.0  # in which what a process sent before its end arrives at the latest
-_FRAMES_PER_TURN = 32  # after which other events of the loop get their turn
+_LAST_WORDS_SECONDS = 5.0  # for messages sent before the process ended to arrive
+_FRAMES_PER_TURN = 32  # before other events of the loop get their turn
 
 Receive = Callable[[list[wire.StepOutputs]], None]
 
@@ -39,8 +39,8 @@ Receive = Callable[[list[wire.StepOutputs]], None]
 class EngineChannel:
     """The two sockets of one server process, until `close`. Single writer: the event loop.
 
-    `receive` gets the steps of the engine, those that arrived together in one call; `failed` is
-    told, at most once, why no more will come.
+    `receive` gets the steps that arrived together in one call. `failed` gets, at most once, the
+    reason why no more will come.
     """
 
     def __init__(
@@ -53,10 +53,11 @@ class EngineChannel:
     ) -> None:
         self.is_open = True
         self.stats: wire.EngineStats | None = None  # the latest
-        # gets what the engine answers to a question that is no request
+        # receives the answers to `RecordExperts`
         self.on_record: Callable[[wire.ExpertRecord], None] = lambda record: None
         self.last_beat = self.last_progress = time.monotonic()
-        # the rank that is silent for the longest time, and its seconds, at the last beat
+        # the rank without a heartbeat for the longest time, and its seconds, at the latest
+        # heartbeat
         self.rank, self.rank_silence = 0, 0.0
         self._receive = receive
         self._failed = failed
@@ -65,7 +66,7 @@ class EngineChannel:
         self._from_engine = self._context.socket(zmq.PULL)
         for socket in (self._to_engine, self._from_engine):
             socket.linger = 0
-            socket.set_hwm(0)  # never full: what may be on the way is bounded by admission
+            socket.set_hwm(0)  # never full: admission bounds what is in flight
         self._to_engine.bind(address.requests(server))
         self._from_engine.bind(address.outputs(server))
         self._fd = int(self._from_engine.FD)
@@ -74,7 +75,7 @@ class EngineChannel:
 
     @property
     def can_send(self) -> bool:
-        """Whether the engine has connected; before that, what is sent is lost."""
+        """Whether the engine has connected; messages sent before are lost."""
         return bool(self._to_engine.poll(0, zmq.POLLOUT))
 
     @property
@@ -83,25 +84,25 @@ class EngineChannel:
         return bool(self._from_engine.poll(0, zmq.POLLIN))
 
     def next_frame(self) -> bytes:
-        """A frame that has arrived; before `start_reading`."""
+        """Receive a frame before `start_reading`."""
         return self._from_engine.recv()
 
     def start_reading(self) -> None:
-        """Pass on what arrives from now on."""
+        """Hand on what arrives from now on."""
         self.last_beat = self.last_progress = time.monotonic()
         self._is_reading = True
         asyncio.get_running_loop().add_reader(self._fd, self.drain)
-        self.drain()  # what came before the reader was there is not announced again
+        self.drain()  # frames that came before the reader are not announced again
 
     def send(self, message: wire.ToEngine | wire.Start) -> None:
-        """Send now; what an engine that ended does not get, nobody misses."""
+        """Send without waiting; dropped if the engine has ended."""
         if self.is_open:
-            # it died a moment ago and took its end of the socket along
+            # it died a moment ago and closed its end of the socket
             with contextlib.suppress(zmq.Again):
                 self._to_engine.send(wire.encoder.encode(message), zmq.NOBLOCK)
 
     def drain(self) -> None:
-        """Hand on what has arrived. The socket announces news once, so it must be read until it is
+        """Hand on what has arrived. The socket reports new frames once, so read it until it is
         empty.
         """
         steps: list[wire.StepOutputs] = []
@@ -129,32 +130,31 @@ class EngineChannel:
             self._receive(steps)
 
     def fail(self, reason: str) -> None:
-        """The engine is of no more use. The first reason counts."""
+        """Count the engine as dead. The first reason counts."""
         if self.is_open:
             self.is_open = False
             self._failed(reason)
 
     def stop_reading(self) -> None:
-        """Nothing more is sent or handed on."""
+        """Neither send nor hand on anything from now on."""
         self.is_open = False
         if self._is_reading:
             self._is_reading = False
             asyncio.get_running_loop().remove_reader(self._fd)
 
     def close(self) -> None:
-        """Give the sockets back."""
         self.stop_reading()
         self._context.destroy(linger=0)
 
     def _take_stats(self, stats: wire.EngineStats) -> None:
-        """Keep the latest statistics: those of a heartbeat may be older than a step's before it."""
+        """Keep the latest statistics: those of a heartbeat may be older than those of a step."""
         if self.stats is None or stats.at >= self.stats.at:
             self.stats = stats
 
     def _take(
         self, message: wire.Heartbeat | wire.ExpertRecord | wire.EngineReady | wire.EngineFailed
     ) -> None:
-        """A message that is no step."""
+        """Handle a message other than a step."""
         if isinstance(message, wire.Heartbeat):
             self._take_stats(message.stats)
             self.rank, self.rank_silence = message.rank, message.rank_silence
@@ -170,11 +170,11 @@ class EngineChannel:
 
 
 class EngineConnection:
-    """An engine process from its start to its end, for the server process that starts it. Single
-    writer: the event loop.
+    """An engine process from start to end, for the server process that starts it. Single writer:
+    the event loop.
 
-    `ended` is done, with the reason, once the process is of no more use: it died, it said that it
-    failed, or it hangs. `hang_seconds` is how long its loop may stand still while there is work.
+    `ended` is done, with the reason, once the process died, reported a failure, or hangs.
+    `hang_seconds`: how long its loop may stand still while there is work.
     """
 
     def __init__(
@@ -188,8 +188,8 @@ class EngineConnection:
         parent: ParentPulse | None = None,
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        """Starts the process, with `variables` in its environment, which watches this one by the
-        pulse of `parent`; `handshake` waits for it.
+        """Start the process with `variables` in its environment. It watches this process by the
+        pulse of `parent`. Call `handshake` to wait for it.
         """
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._folder = PrivateFolder()
@@ -203,15 +203,12 @@ class EngineConnection:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code of the process. Negative: the number of the signal that ended it; None: it
-        lives.
-        """
+        """Negative: the number of the signal that ended the process. None: it runs."""
         return self._process.exit_code
 
     async def handshake(self) -> wire.ModelInfo:
-        """Send the options, wait for the engine's word, and begin to receive.
-
-        Errors: `ConfigError` and its kin with the message of whatever refused to start,
+        """Send the options, wait until the engine is ready, and start reading. Errors:
+        `ConfigError` and its subclasses with the message of what refused to start,
         `EngineDeadError`.
         """
         channel = self.channel
@@ -229,7 +226,7 @@ class EngineConnection:
         return message.info
 
     async def close(self, *, kill: bool) -> None:
-        """End the process with all its children and free what belongs to it; `kill`: at once. The
+        """End the process with all its descendants and free its resources; `kill`: at once. The
         first call counts.
         """
         if self._closing is None:
@@ -251,9 +248,7 @@ class EngineConnection:
         self._folder.remove()
 
     async def _until(self, holds: Callable[[], bool]) -> None:
-        """Wait for a process that starts. Errors: `EngineDeadError` where it has ended without a
-        word.
-        """
+        """Wait for a starting process. Errors: `EngineDeadError` if it ends without a message."""
         while not holds():
             await asyncio.sleep(_START_POLL_SECONDS)
             code = self._process.exit_code
@@ -263,9 +258,7 @@ class EngineConnection:
                 )
 
     async def _hears(self, is_heard: Callable[[], bool]) -> bool:
-        """Whether what the process said before its end comes, for which a thread of this process
-        must have its turn. One that was killed had no time to say anything.
-        """
+        """Whether a message sent before the process ended arrives. A killed process sends none."""
         was_killed = (self._process.exit_code or 0) < 0
         deadline = time.monotonic() + (0.0 if was_killed else _LAST_WORDS_SECONDS)
         while not (found := is_heard()) and time.monotonic() < deadline:
@@ -273,7 +266,7 @@ class EngineConnection:
         return found
 
     async def _watch_process(self) -> None:
-        """Notice an engine that died without a word, and one that lives and does nothing."""
+        """Report an engine that died without a message, or that hangs."""
         channel = self.channel
         beat_seconds = min(BEAT_TIMEOUT_SECONDS, self._hang_seconds)
         beats, progress = Silence(), Silence()

@@ -1,6 +1,4 @@
-"""From the engine's tokens to what a caller sees: text, stop strings, one delta per committed
-step.
-"""
+"""Turn the engine's tokens into text, stop strings and one delta per committed step."""
 
 from __future__ import annotations
 
@@ -19,30 +17,26 @@ from negamax.text.tokenizer import Tokenizer
 
 
 class TextReader(Protocol):
-    """Reads the text of a choice in which stop strings count in some places only, and finds
-    them.
-    """
+    """Reads the text of a choice and finds the stop strings, which count only in parts of it."""
 
     @property
     def matched_stop(self) -> str | None:
         """The stop string that ended the text, or None."""
 
     def feed(self, pieces: Sequence[TextPiece], *, may_stop: bool) -> list[ParserEvent]:
-        """Take the next pieces. With `may_stop` False stop strings that end in them do not
-        count.
-        """
+        """Take pieces of text. `may_stop` False: stop strings that end in them do not count."""
 
     def finish(self, *, is_cut: bool) -> list[ParserEvent]:
-        """The text is over; `is_cut`: not the model ended it."""
+        """End the text; `is_cut`: not by the model's own stop."""
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What one choice of a request gained since the last output."""
+    """What one choice gained since its last output."""
 
     request_id: str
     index: int  # of the choice, 0 to n - 1
     token_ids: list[int]
-    pieces: list[TextPiece]  # printable text, with token ids where one token made it
+    pieces: list[TextPiece]  # printable text, with its token id if one token made it
     logprobs: list[TokenLogprobs] | None  # one entry per entry of token_ids
     # first output only; one entry per prompt token after the first
     prompt_logprobs: list[TokenLogprobs] | None
@@ -53,7 +47,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_cached_tokens: int
     error: str | None
     drafts: tuple[int, int, int] | None = None  # as in `SequenceUpdate`
-    events: list[ParserEvent] | None = None  # what a reader made of `pieces`, if the choice has one
+    events: list[ParserEvent] | None = None  # of the choice's reader, if it has one
 
     @property
     def text(self) -> str:
@@ -62,8 +56,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 def joined_outputs(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
-    """One output for two of the same choice, which are used up."""
-    # the longer list stays where it is: many are joined in linear time
+    """Join two outputs of the same choice, which are used up."""
+    # extend the longer list: joining many takes linear time
     earlier.token_ids.extend(later.token_ids)
     earlier.pieces.extend(later.pieces)
     if earlier.logprobs is not None:
@@ -81,9 +75,9 @@ def joined_outputs(earlier: RequestOutput, later: RequestOutput) -> RequestOutpu
 
 
 class ChoiceStream:
-    """Turns the updates of one sequence into outputs. Single writer: whoever receives the updates.
+    """Turns the updates of one sequence into outputs. Single writer: the receiver of the updates.
 
-    Stop strings count in the whole text, or, where the choice has a `reader`, where that says.
+    Stop strings count in the whole text, or where the choice's `reader` finds them.
     """
 
     __slots__ = (
@@ -118,7 +112,7 @@ class ChoiceStream:
         self._stop_ids = {*info.eos_token_ids, *sampling.stop_token_ids}
         self._keep_stop_token = sampling.include_stop_str_in_output
         self._has_stop_strings = bool(sampling.stop)
-        # without stop strings its owner reads, many tokens at a time
+        # without stop strings the owner reads, many tokens at a time
         self._reader = reader if sampling.stop else None
         self._min_tokens = sampling.min_tokens
         self._detokenizer = Detokenizer(
@@ -131,8 +125,9 @@ class ChoiceStream:
         self.finished = False
 
     def push(self, update: SequenceUpdate) -> RequestOutput:
-        """The output for `update`. Where it is finished although the update is not (a stop string),
-        the caller must abort the sequence in the engine."""
+        """The output for `update`. A stop string may finish it before the engine does: the caller
+        must abort the sequence then.
+        """
         token_ids, logprobs = update.token_ids, update.logprobs
         finish_reason, stop_reason = update.finish_reason, update.stop_reason
         text_ids: Sequence[int] = token_ids
@@ -146,7 +141,7 @@ class ChoiceStream:
         events: list[ParserEvent] | None = None if self._reader is None else []
         if self._has_stop_strings:
             pieces, num_used = self._push_until_stop(text_ids, events)
-            if self._matched_stop is not None:  # what came after it does not belong to the answer
+            if self._matched_stop is not None:  # tokens after the stop string are dropped
                 token_ids, logprobs = (
                     token_ids[:num_used],
                     None if logprobs is None else logprobs[:num_used],
@@ -184,8 +179,9 @@ class ChoiceStream:
     def _push_until_stop(
         self, token_ids: Sequence[int], events: list[ParserEvent] | None
     ) -> tuple[list[TextPiece], int]:
-        """The text of the next tokens, and how many of them it took to complete a stop string (all,
-        where there is none). What the reader makes of the text is added to `events`."""
+        """The text of the next tokens, and the number of tokens up to a stop string (all without
+        one). The reader's events are added to `events`.
+        """
         pieces: list[TextPiece] = []
         for position, token_id in enumerate(token_ids, start=1):
             new = self._detokenizer.push([token_id])
@@ -198,7 +194,7 @@ class ChoiceStream:
         return pieces, len(token_ids)
 
     def _finish(self, events: list[ParserEvent] | None, *, is_cut: bool) -> list[TextPiece]:
-        """The text that was held back."""
+        """Return the text that was held back."""
         pieces = self._detokenizer.finish()
         if self._reader is not None and events is not None:
             events += self._reader.feed(pieces, may_stop=True)
@@ -213,7 +209,7 @@ def admit(
     """Check a prompt and its parameters against the model and fill in the model's defaults.
 
     Errors: `InvalidRequestError` for an empty prompt, ids outside the vocabulary or parameters out
-    of range; `ContextLengthError` where prompt and requested output exceed the context length.
+    of range; `ContextLengthError` if prompt and requested output exceed the context length.
     """
     num_prompt_tokens = len(prompt_token_ids)
     if num_prompt_tokens == 0:

@@ -16,7 +16,7 @@ from negamax.engine.client.placement import ReplicaLoad
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import SequenceUpdate
 
-_RESPONSIVE_SECONDS = 0.7  # without a heartbeat: some beats
+_RESPONSIVE_SECONDS = 0.7  # without a heartbeat: a few intervals
 
 State = Literal["ok", "silent", "restarting", "failed"]
 
@@ -33,21 +33,20 @@ class Replica:
         self.info: wire.ModelInfo | None = None  # of the latest engine
         self.restart_count = 0
         self.open: dict[str, OpenRequest] = {}  # by sequence id
-        # gets the number of tokens of each step
+        # receives the number of tokens of each step
         self.on_steps: Callable[[list[int]], None] | None = None
         self._admission = admission
         self._channel: EngineChannel | None = None
-        self._past: wire.EngineStats | None = None  # what engines that died had counted
+        self._past: wire.EngineStats | None = None  # counters of engines that died
         self._death = "the engine is not running"
-        self._next_ready = 0.0  # monotonic: when a start that is under way should be over
+        self._next_ready = 0.0  # monotonic: when a start under way should be over
         self._stays_dead = False
-        # questions about experts that are not answered yet, by their numbers
+        # unanswered questions about experts, by number
         self._records: dict[int, asyncio.Future[wire.ExpertRecord]] = {}
         self._num_records = 0
 
     @property
     def alive(self) -> bool:
-        """Whether the engine runs, and no end of it is known."""
         return self._channel is not None and self._channel.is_open
 
     @property
@@ -216,7 +215,7 @@ class Replica:
 
 
 def _merged(steps: Sequence[wire.StepOutputs]) -> list[SequenceUpdate]:
-    """One update for each sequence."""
+    """Merge steps to one update for each sequence."""
     merged: dict[str, SequenceUpdate] = {}
     for step in steps:
         for update in step.updates:

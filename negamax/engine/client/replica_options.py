@@ -1,4 +1,4 @@
-"""What each of several replicas is started with: options, and GPUs of its own."""
+"""Options and GPUs of each of several replicas."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def replica_options(options: EngineOptions) -> list[tuple[EngineOptions, Mapping[str, str]]]:
-    """For each replica its options, and variables of its environment, by which its log lines have
-    its number, and the GPUs that this process sees are given out in their order. Errors:
-    `ConfigError` where they are too few.
+    """For each replica its options and environment variables: the number in its log lines, and its
+    share of the GPUs that this process sees. Errors: `ConfigError` for too few GPUs.
     """
     count = options.num_replicas
     if count == 1:
         return [(options, {})]
-    # one of them is enough to show how far loading is
+    # one replica's progress is enough
     quiet = dataclasses.replace(options, show_progress=False)
     each = [options, *[quiet] * (count - 1)]
     return [
@@ -33,13 +32,13 @@ def replica_options(options: EngineOptions) -> list[tuple[EngineOptions, Mapping
 
 
 def _shares(options: EngineOptions) -> list[dict[str, str]]:
-    """The variable that shows each replica its own GPUs, where there are any."""
+    """The variable that shows each replica its own GPUs, if there are any."""
     count, num_ranks = options.num_replicas, ParallelLayout.of(options.parallel).world_size
     devices = [] if options.device == "cpu" or options.script else visible_devices()
     if devices == []:
         return [{}] * count
     needed = num_ranks * count
-    if devices is None:  # whoever finds no GPU by its number has none
+    if devices is None:  # missing GPUs are refused later
         devices = [str(number) for number in range(needed)]
     if len(devices) < needed:
         raise ConfigError(
@@ -54,7 +53,7 @@ def _shares(options: EngineOptions) -> list[dict[str, str]]:
 
 
 def check_same_device(infos: Sequence[ModelInfo | None]) -> None:
-    """Refuse replicas of which some found a GPU and others none. Errors: `ConfigError`."""
+    """Refuse replicas of which only some found a GPU. Errors: `ConfigError`."""
     kinds = [info.device.partition(":")[0] for info in infos if info is not None]
     if len(set(kinds)) > 1:
         raise ConfigError(

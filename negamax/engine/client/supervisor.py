@@ -1,6 +1,4 @@
-"""The engines' life: started for the server processes in front of them, watched, started again when
-they die, stopped.
-"""
+"""Start, watch, restart and stop the engines for the server processes in front of them."""
 
 from __future__ import annotations
 
@@ -30,33 +28,33 @@ logger = get_logger(__name__)
 
 
 class EngineListener(Protocol):
-    """Tells the other server processes when an engine starts, fails or is lost."""
+    """Receives the start, loss and failure of engines, for the other server processes."""
 
     def on_engine_ready(self, replica: int, address: EngineAddress, info: ModelInfo) -> None:
-        """An engine waits for requests."""
+        """An engine is ready for requests."""
 
     def on_engine_lost(self, replica: int, reason: str, *, ready_in: float) -> None:
-        """The engine is gone; another one is expected in so many seconds."""
+        """The engine is gone; another one is expected in `ready_in` seconds."""
 
     def on_engine_failed(self, replica: int, reason: str) -> None:
-        """The engine is gone and will not be started again."""
+        """The engine is gone and is not started again."""
 
 
 @dataclass(frozen=True)
 class _Servers:
-    """What the engines have in front of them."""
+    """The servers in front of the engines."""
 
     engine: AsyncEngine  # the client of this process
     count: int
     listener: EngineListener | None
     parent: ParentPulse | None
     limits: SupervisionLimits
-    module: str  # what an engine process runs
+    module: str  # that an engine process runs
 
 
 class EngineSupervisor:
     """The engine processes of a server, one for each replica, and this process's client of them.
-    Single writer: the event loop it was started on.
+    Single writer: its event loop.
     """
 
     def __init__(self, options: EngineOptions, servers: _Servers) -> None:
@@ -69,8 +67,9 @@ class EngineSupervisor:
 
     @classmethod
     async def start(cls, options: EngineOptions) -> EngineSupervisor:
-        """Engines for this process alone, which are not started again when they die. Errors: those
-        of `run`, and of `AsyncEngine.create`."""
+        """Start engines for this process alone, without restarts. Errors: those of `run` and of
+        `AsyncEngine.create`.
+        """
         engine = await AsyncEngine.create(options)
         return await cls.run(engine, options, limits=SupervisionLimits(), module=ENGINE_MODULE)
 
@@ -86,11 +85,13 @@ class EngineSupervisor:
         listener: EngineListener | None = None,
         parent: ParentPulse | None = None,
     ) -> EngineSupervisor:
-        """Spawn the engine processes for `options` and wait until all of them can serve `engine`,
-        and the clients of `num_servers` - 1 others behind `listener`. `module` is what a process
-        runs; it ends this process, too, where the pulse of `parent`, which is this process, stands
-        still. Errors: `ConfigError` and its kin, with the message of whatever refused to start;
-        nothing is left running then."""
+        """Start the engine processes and wait until all can serve `engine` and the `num_servers` -
+        1 clients behind `listener`.
+
+        `module`: what an engine process runs. It kills this process when the pulse of `parent`,
+        which is this process, stands still. Errors: `ConfigError` and its subclasses with the
+        message of what refused to start; nothing is left running then.
+        """
         servers = _Servers(engine, num_servers, listener, parent, limits, module)
         supervisor = cls(options, servers)
         starts = [asyncio.create_task(each.start()) for each in supervisor._engines]
@@ -106,22 +107,18 @@ class EngineSupervisor:
         return supervisor
 
     def on_server_lost(self, server: int) -> None:
-        """A server process is gone: its requests end."""
+        """End the requests of a server process that is gone."""
         for replica in self.engine.replicas:
             replica.send(AbortServer(server))
 
     async def shutdown(self) -> None:
-        """Stop the engine processes; every request that is still open ends with
-        `EngineDeadError`.
-        """
+        """Stop the engine processes and end every open request with `EngineDeadError`."""
         self.engine.stop()
         await asyncio.gather(*(each.shutdown() for each in self._engines))
 
 
 class _SupervisedEngine:
-    """The engine process of one replica, and those that follow it. Single writer: the event
-    loop.
-    """
+    """The engine process of one replica and its successors. Single writer: the event loop."""
 
     def __init__(
         self,
@@ -131,16 +128,16 @@ class _SupervisedEngine:
         variables: Mapping[str, str],
         servers: _Servers,
     ) -> None:
-        """`options` and `variables` of the environment are those of `replica_options`."""
+        """`options` and `variables` are those of `replica_options`."""
         self._replica = replica
         self._options = options
         self._variables = variables
         self._servers = servers
         self._client = servers.engine.replicas[replica]
         self._connection: EngineConnection | None = None
-        self._start_seconds = 0.0  # that the last start took
+        self._start_seconds = 0.0  # of the latest start
         self._task: asyncio.Task[None] | None = None
-        # in messages, where there are several
+        # prefix of messages if there are several replicas
         self._name = f"replica {replica}: " if options.num_replicas > 1 else ""
         described = dataclasses.asdict(options)
         self._crash_dumps = CrashDumps(options.crash_dump_dir, part="server", options=described)
@@ -153,7 +150,6 @@ class _SupervisedEngine:
         self._task = asyncio.create_task(self._supervise())
 
     async def shutdown(self) -> None:
-        """Stop the process."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -187,9 +183,7 @@ class _SupervisedEngine:
             servers.listener.on_engine_ready(self._replica, connection.address, info)
 
     async def _supervise(self) -> None:
-        """Wait for the engine's end, again and again: fail what was open, start it anew, or give
-        up.
-        """
+        """After each end of the engine: fail its open requests, then start it again or give up."""
         servers, policy = self._servers, RestartPolicy(self._servers.limits)
         assert self._connection is not None
         reason = self._name + await asyncio.shield(self._connection.ended)
@@ -216,7 +210,7 @@ class _SupervisedEngine:
             servers.listener.on_engine_failed(self._replica, reason)
 
     def _dump_crash(self, reason: str, open_requests: list[GenerateRequest]) -> None:
-        """Write down what is known here of an engine that is gone; a killed one says nothing."""
+        """Write a crash dump for an engine that is gone; a killed one writes none itself."""
         connection, info = self._connection, self._client.info
         assert connection is not None and info is not None
 

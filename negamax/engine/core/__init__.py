@@ -1,1 +1,1 @@
-"""The engine process: the loop, and the executors that run its plans."""
+"""The engine process: the step loop and the executors that run its plans."""

@@ -1,4 +1,4 @@
-"""How prompts are cut: with pipeline stages into chunks that take equally long. Torch-free."""
+"""Choose the lengths of prompt chunks. Pipeline stages get chunks of equal time. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = get_logger(__name__)
 def choose_chunk_length(
     options: EngineOptions, config: WorkerConfig, *, max_model_len: int
 ) -> ChunkLength:
-    """The lengths of prompt chunks, for requests of up to `max_model_len` tokens."""
+    """Choose chunk lengths for requests of up to `max_model_len` tokens."""
     layout, most = config.layout, config.max_num_batched_tokens
     if layout.pp == 1 or not options.enable_dynamic_chunking or max_model_len <= most:
         return EvenChunks()
@@ -41,8 +41,8 @@ def choose_chunk_length(
 
 
 def _gpu(device: str) -> GpuModel:
-    """The kind of GPU to calculate with: what counts is how attention compares to products, so it
-    may be another one where this one is not known, or there is none.
+    """The GPU model to calculate with. Only the ratio of attention to GEMM time matters, so another
+    model stands in for an unknown GPU.
     """
     if device == "cpu":
         return MEASURED

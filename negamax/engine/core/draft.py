@@ -1,4 +1,4 @@
-"""What the files of a draft model say beside its config.json."""
+"""Complete a draft model's spec from the names of its tensors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from negamax.models.eagle3.names import EMBEDDING, HEAD, respelled
 
 
 def with_own_parts(draft: DraftModel, target: ModelSpec, folder: Path | None) -> DraftModel:
-    """`draft` with the embedding and the head that its files have; without, they are those of the
-    `target`, which lies in `folder` (None: it is drawn). Errors: `CheckpointError`; `ConfigError`
-    where those have another width, or are a rotated head.
+    """Set which embedding and head `draft` uses: its own, or those of `target` in `folder` (None:
+    synthetic weights). Errors: `CheckpointError`; `ConfigError` if those of the target have another
+    width or a rotated head.
     """
     if draft.folder is None:
         return draft

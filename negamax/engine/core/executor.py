@@ -1,5 +1,5 @@
-"""Executors run plans: on a thread of this process, or on several rank processes of one machine or
-more, each of which receives the plans of its data-parallel rank.
+"""Executors run plans: on a thread of this process, or in rank processes on one or more
+machines.
 """
 
 from __future__ import annotations
@@ -36,38 +36,36 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-SHUTDOWN_SECONDS = 5.0  # in which ranks that are told to end do so
-CONNECT_SECONDS = 60.0  # in which a rank that was started reaches the executor
-_REMINDER_SECONDS = 30.0  # between two lines about ranks that are awaited
+SHUTDOWN_SECONDS = 5.0  # for ranks that were told to end
+CONNECT_SECONDS = 60.0  # for a started rank to reach the executor
+_REMINDER_SECONDS = 30.0  # between log lines about ranks that load
 
 
 class StepHandle(Protocol):
-    """A plan on its way."""
+    """A launched step."""
 
     def results(self) -> list[StepResult]:
-        """Wait for the step's outcome, one for each plan. Errors: whatever stopped the step as a
-        whole.
-        """
+        """Wait for the results, one for each plan. Errors: what stopped the step as a whole."""
         ...
 
 
 class Executor(Protocol):
-    """Runs plans one after another, in the order they were launched."""
+    """Runs plans in the order of their launch."""
 
     ready: WorkerReady
 
     def launch(self, plans: Sequence[StepPlan]) -> StepHandle:
-        """Run a plan for each data-parallel rank."""
+        """Launch a step: one plan for each data-parallel rank."""
         ...
 
     def send_bitmask(self, bitmask: GrammarBitmask, *, dp_rank: int = 0) -> None:
-        """What the grammar rows of the plan launched last may sample: owed for every plan that has
-        any, before the next plan.
+        """Send the grammar bitmask of the plan launched last. Every plan with grammar rows needs
+        one before the next launch.
         """
         ...
 
     def run_debug_command(self, command: DebugCommand) -> list[DebugResult]:
-        """Ask every rank between steps; their answers, rank by rank."""
+        """Run a command on every rank between steps. Return the results by rank."""
         ...
 
     def death(self) -> str | None:
@@ -79,18 +77,18 @@ class Executor(Protocol):
         ...
 
     def shutdown(self, *, restarts: bool = False) -> None:
-        """End. `restarts`: another executor will be started in its place."""
+        """End the ranks. `restarts`: another executor will follow."""
 
 
 class InProcessExecutor:
-    """One rank on a thread of this process; launching returns at once."""
+    """One rank on a thread of this process."""
 
     def __init__(self, config: WorkerConfig) -> None:
         from negamax.worker.worker import Worker
 
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker")
         self._closed = False
-        self._bitmask: Future[GrammarBitmask] = Future()  # of the plan launched last
+        self._bitmask: Future[GrammarBitmask] = Future()  # of the latest plan
         self._worker = self._thread.submit(Worker, config).result()
         self.ready = self._worker.ready
 
@@ -114,13 +112,13 @@ class InProcessExecutor:
     def shutdown(self, *, restarts: bool = False) -> None:
         if not self._closed:
             self._closed = True
-            self._bitmask.cancel()  # a step that waits for them fails
+            self._bitmask.cancel()  # fails a step that waits for it
             self._thread.submit(self._worker.close).result()
             self._thread.shutdown(wait=True)
 
 
 class _LocalStep:
-    """The worker's thread enqueues the step; whoever wants the result waits for the device."""
+    """A step that the worker's thread enqueues; the caller of `results` waits for the device."""
 
     def __init__(self, launched: Future[StepOutput | StepResult]) -> None:
         self._launched = launched
@@ -131,8 +129,8 @@ class _LocalStep:
 
 
 class MultiProcessExecutor:
-    """`layout.world_size` rank processes, started here or on other machines, and joined by gloo or
-    NCCL; the first rank of those that run the same plans reports the results.
+    """`layout.world_size` rank processes, joined by gloo or NCCL. Of the ranks that run the same
+    plans, the first reports the results.
     """
 
     def __init__(
@@ -142,8 +140,8 @@ class MultiProcessExecutor:
         *,
         others: Machine | None = None,
     ) -> None:
-        """`addresses` of the ranks; None: sockets in a folder of its own. `others`: where the ranks
-        run that are not this machine's.
+        """`addresses`: of the ranks; None: sockets in a private folder. `others`: the other
+        machines.
         """
         layout, world_size = config.layout, config.layout.world_size
         self._folder = PrivateFolder()
@@ -153,7 +151,7 @@ class MultiProcessExecutor:
         self._sockets: list[zmq.Socket[bytes]] = []
         self._results = msgspec.msgpack.Decoder(StepResult)
         self._row_failures = [RowFailureLog() for _ in addresses.results]  # by data-parallel rank
-        self._result_sockets: list[zmq.Socket[bytes]] = []  # likewise
+        self._result_sockets: list[zmq.Socket[bytes]] = []  # by data-parallel rank
         local = LocalRanks(layout.ranks_of_node(0), addresses)
         self._processes = local.processes
         self._machines: list[Machine] = [local] if others is None else [local, others]
@@ -164,7 +162,7 @@ class MultiProcessExecutor:
             for endpoint in addresses.plans:
                 socket = self._context.socket(zmq.PAIR)
                 socket.linger = 0
-                # never full: a send fails where the rank is gone, and else returns at once
+                # never full: a send returns at once, and fails only if the rank is gone
                 socket.sndhwm = 0
                 bind(socket, endpoint)
                 self._sockets.append(socket)
@@ -180,7 +178,7 @@ class MultiProcessExecutor:
                     self._sockets[rank].send(msgspec.msgpack.encode(own), zmq.NOBLOCK)
             readies = self._wait_ready(layout)
         except BaseException:
-            # ranks may wait for one that failed, and say so when it goes
+            # other ranks may wait for the one that failed
             self._close(timeout=0.0, restarts=True)
             raise
         blocks = {ready.num_kv_blocks for ready in readies}
@@ -209,8 +207,8 @@ class MultiProcessExecutor:
         ]
 
     def receive(self, dp_rank: int = 0) -> StepResult:
-        """The next result of a data-parallel rank, with the errors of rows that failed on other
-        ranks of it. Errors: `EngineDeadError` where a rank process is gone.
+        """Receive the next result of a data-parallel rank, with the errors of rows that failed on
+        its other ranks. Errors: `EngineDeadError` if a rank process is gone.
         """
         failures = self._row_failures[dp_rank]
         while True:
@@ -228,7 +226,7 @@ class MultiProcessExecutor:
 
     def shutdown(self, *, restarts: bool = False) -> None:
         if self.death() is not None:
-            for machine in self._machines:  # the others may wait for it
+            for machine in self._machines:  # the others may wait for the dead one
                 machine.abort()
         for machine in self._machines:
             machine.expect_end()
@@ -238,7 +236,7 @@ class MultiProcessExecutor:
         self._close(timeout=SHUTDOWN_SECONDS, restarts=restarts)
 
     def _close(self, *, timeout: float, restarts: bool) -> None:
-        """End the ranks, those that still run after `timeout` seconds by force."""
+        """End the ranks; kill those that still run after `timeout` seconds."""
         for machine in self._machines:
             machine.stop(timeout=timeout, restarts=restarts)
         for socket in (*self._sockets, *self._result_sockets):
@@ -247,7 +245,7 @@ class MultiProcessExecutor:
         self._folder.remove()
 
     def _wait_connected(self, rank: int, endpoint: str) -> None:
-        """Errors: `ResourceError` for a rank that lives and does not come."""
+        """Errors: `ResourceError` for a running rank that does not connect."""
         socket = self._sockets[rank]
         try:
             poller = self._poller([socket], zmq.POLLOUT)
@@ -261,7 +259,9 @@ class MultiProcessExecutor:
             ) from None
 
     def _wait_ready(self, layout: ParallelLayout) -> list[WorkerReady]:
-        """What every rank reports. Errors: that of the first rank to fail, `EngineDeadError`."""
+        """Collect the reports of all ranks. Errors: that of the first rank to fail,
+        `EngineDeadError`.
+        """
         readies: dict[int, WorkerReady] = {}
         while len(readies) < len(self._sockets):
             awaited = [rank for rank in range(len(self._sockets)) if rank not in readies]
@@ -277,7 +277,7 @@ class MultiProcessExecutor:
         return [readies[rank] for rank in range(len(self._sockets))]
 
     def _send(self, frame: bytes, dp_rank: int) -> None:
-        """Send to every rank of a data-parallel one, without waiting. Errors: `EngineDeadError`."""
+        """Send to all ranks of `dp_rank` without waiting. Errors: `EngineDeadError`."""
         for rank, socket in enumerate(self._sockets):
             if self._dp_ranks[rank] != dp_rank:
                 continue
@@ -287,14 +287,12 @@ class MultiProcessExecutor:
                 raise EngineDeadError(self.death() or f"rank {rank} has hung up") from None
 
     def _receive(self, socket: zmq.Socket[bytes], poller: zmq.Poller) -> bytes:
-        """The next frame of `socket`. Errors: `EngineDeadError` where a rank ends before it
-        comes.
-        """
+        """Receive a frame. Errors: `EngineDeadError` if a rank ends first."""
         self._wait_for_any([socket], poller)
         return socket.recv()
 
     def _poller(self, sockets: list[zmq.Socket[bytes]], event: int) -> zmq.Poller:
-        """Waits for `sockets` to be read or written, and for the end of any rank."""
+        """A poller for `event` on `sockets` and for the end of any rank."""
         poller = zmq.Poller()
         for socket in sockets:
             poller.register(socket, event)
@@ -310,15 +308,15 @@ class MultiProcessExecutor:
         *,
         seconds: float | None = None,
     ) -> zmq.Socket[bytes]:
-        """The first of `sockets`, for which `poller` waits, that is ready. Errors:
-        `EngineDeadError` where a rank ends before; `TimeoutError` after about `seconds`.
+        """Return the first ready socket of `sockets`. Errors: `EngineDeadError` if a rank ends
+        first; `TimeoutError` after about `seconds`.
         """
         milliseconds = None if seconds is None else 1000 * seconds
         while True:
             ready = dict(poller.poll(milliseconds))
             if not ready:
                 raise TimeoutError
-            for socket in sockets:  # what a rank sent before its end counts
+            for socket in sockets:  # a frame sent before a rank's end counts
                 if socket in ready:
                     return socket
             death = self.death()
@@ -327,7 +325,7 @@ class MultiProcessExecutor:
 
 
 def _slowest(readies: Sequence[WorkerReady]) -> tuple[StepSeconds, ...]:
-    """The times of captured steps on the rank that takes the longest, which all wait for."""
+    """The times of captured steps on the slowest rank, for which all wait."""
     found: dict[tuple[int, int], float] = {}
     for rows, drafts, seconds in (each for ready in readies for each in ready.step_seconds):
         found[rows, drafts] = max(seconds, found.get((rows, drafts), 0.0))
@@ -335,7 +333,7 @@ def _slowest(readies: Sequence[WorkerReady]) -> tuple[StepSeconds, ...]:
 
 
 def _started(frame: bytes) -> WorkerReady:
-    """What a rank that has started reports. Errors: that of one that has not."""
+    """Decode a rank's report. Errors: that of a rank that failed to start."""
     report = msgspec.msgpack.decode(frame, type=RankReport)
     if isinstance(report, RankFailed):
         error = ConfigError(report.message)
@@ -353,7 +351,7 @@ class _RemoteStep:
 
 
 def start_executor(config: WorkerConfig) -> Executor:
-    """The executor for `config.layout`: in-process for one rank, rank processes for several."""
+    """Start the executor for `config.layout`: in-process for one rank, else rank processes."""
     if config.layout.world_size == 1:
         return InProcessExecutor(config)
     return MultiProcessExecutor(config)

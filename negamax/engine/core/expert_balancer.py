@@ -1,10 +1,9 @@
-"""Counts how often each expert is chosen, and decides when experts move to other ranks.
+"""Count how often each expert is selected, and move experts between ranks (EPLB).
 
-Ranks count on their devices; every so many steps a plan asks for the counts, and its result brings
-them. A rebalance takes what was chosen in the last steps and goes through the layers, the least
-balanced first: one layer has its new placement computed before a step, and then each step moves as
-much of it as goes at once. The tables here are ahead of the ranks by the steps that are on their
-way, which run in order.
+Ranks count on their devices. Every `interval` steps a plan asks for the counts and its result
+returns them. A rebalance uses the counts of the latest steps and visits the layers, least balanced
+first: it computes a layer's placement before one step, then moves experts step by step. The tables
+here are ahead of the ranks by the steps in flight, which run in order.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from negamax.scheduler.step import ExpertMove, ExpertStep
 
 logger = get_logger(__name__)
 
-COUNT_STEPS = 100  # at most, between two looks at the counts
-# A layer is left as it is unless its busiest rank would have so much less to do.
+COUNT_STEPS = 100  # largest number of steps between two counts
+# A layer stays unless its busiest rank's load falls by this share.
 LEAST_GAIN = 0.02
 
 
 class ExpertBalancer:
-    """Single writer: the engine loop."""
+    """The state of expert balancing. Single writer: the engine loop."""
 
     def __init__(
         self,
@@ -41,32 +40,31 @@ class ExpertBalancer:
         num_experts: int,
         config: EplbConfig | None,
     ) -> None:
-        """`config` None: experts stay where they are, and are counted alone."""
+        """`config` None: count experts, never move them."""
         self._config, self._num_ranks = config, layout.ep
         self._shape = num_layers, num_experts
         self._slots = [list(layout.expert_slots(num_experts, at)) for at in range(num_layers)]
         self._num_steps = 0
-        # how often each expert was chosen at the last look; None: there was none, and what the
-        # start has counted is not known
+        # selections per expert at the latest count; None before the first: warmup's are not known
         self._total: NDArray[np.int64] | None = None
         self._interval = COUNT_STEPS
         if config is not None:
             self._interval = min(COUNT_STEPS, config.window_size, config.step_interval)
         num_steps = config.window_size if config else COUNT_STEPS
-        # how often each was chosen between two looks
+        # selections between two counts
         self._recent: deque[NDArray[np.int64]] = deque(maxlen=-(-num_steps // self._interval))
         self._next_rebalance = config.step_interval if config else 0
-        self._version = 0  # steps that moved experts
-        self._due: deque[int] = deque()  # layers of this rebalance, still to be done
-        self._loads = np.zeros(self._shape, dtype=np.int64)  # that it goes by
-        self._target: list[int] | None = None  # of the layer that is first of them
+        self._version = 0  # number of steps that moved experts
+        self._due: deque[int] = deque()  # layers that this rebalance has still to visit
+        self._loads = np.zeros(self._shape, dtype=np.int64)  # of this rebalance
+        self._target: list[int] | None = None  # of the first layer in `_due`
         self._num_moved_before = 0
         self.stats = ExpertStats()
-        # of the counts since the start, where a record begins and ends; None: it has not
+        # counts at the start and at the stop of a record
         self._record: list[NDArray[np.int64]] = []
 
     def direct(self) -> ExpertStep | None:
-        """What the next step does with experts; None: nothing."""
+        """Return what the next step does with experts; None: nothing."""
         self._num_steps += 1
         is_due = self._num_steps % self._interval == 1 % self._interval
         moves = self._next_moves() if self._due else []
@@ -76,7 +74,7 @@ class ExpertBalancer:
         return ExpertStep(self._version, is_due, moves)
 
     def take(self, counts: bytes) -> None:
-        """The counts since the start, as the result of a step brings them."""
+        """Take the counts since the start from the result of a step."""
         before, total = self._total, np.frombuffer(counts, dtype=np.int64).reshape(self._shape)
         self._total = total
         if before is None:
@@ -94,8 +92,8 @@ class ExpertBalancer:
             self._begin(config)
 
     def record(self, action: str, counts: bytes) -> ExpertDump | None:
-        """Begin a record, end it or give it, by the counts since the start. Errors:
-        `InvalidRequestError` where there is none.
+        """Start, stop or return a record; `counts`: since the start. Errors: `InvalidRequestError`
+        without a record.
         """
         now = np.frombuffer(counts, dtype=np.int64).reshape(self._shape)
         if action == "start":
@@ -113,7 +111,7 @@ class ExpertBalancer:
         return ExpertDump(recorded.tolist(), slots, self._balancedness(recorded))
 
     def _begin(self, config: EplbConfig) -> None:
-        """A rebalance, unless the ranks have about the same to do."""
+        """Begin a rebalance unless the ranks are balanced."""
         self._loads = np.sum(self._recent, axis=0)
         if self._balancedness(self._loads) > config.min_rebalancing_utilization_threshold:
             return
@@ -124,9 +122,7 @@ class ExpertBalancer:
         self._num_moved_before = self.stats.num_moved
 
     def _next_moves(self) -> list[ExpertMove]:
-        """The next moves in the layer that is due. A call either computes the layer's placement or
-        takes the next moves towards it.
-        """
+        """Compute the placement of the first due layer, or return its next moves."""
         layer = self._due[0]
         slots = self._slots[layer]
         if self._target is None:
@@ -165,8 +161,8 @@ class ExpertBalancer:
         )
 
     def _balancedness(self, loads: NDArray[np.int64]) -> float:
-        """The mean load of the ranks over the load of the busiest one, both summed over the layers.
-        `loads` [layers, experts]; experts lie where they do now.
+        """Mean load of the ranks over the load of the busiest one, both summed over the layers.
+        `loads`: [layers, experts].
         """
         of_ranks = self._rank_loads(loads)
         busiest = float(of_ranks.max(axis=1).sum())

@@ -1,6 +1,5 @@
-"""`--init-expert-location`: where the experts of each layer lie at start, by how often each was
-chosen before, or as somebody says. The options' names are SGLang's, as are those in the JSON; what
-the server itself dumps can be given as it is.
+"""`--init-expert-location`: place experts at start, by recorded counts or as given. The option and
+its JSON have SGLang's names; a dump of the server's own record is accepted.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ from negamax.scheduler.expert_placement import best_placement
 
 _FLAG = "--init-expert-location"
 _MAX_BYTES = 64 * 2**20  # of a file
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # of choices
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # of selections
 _Table = Annotated[list[list[_Count]], msgspec.Meta(min_length=1)]  # by layer
 
 
 class _Location(msgspec.Struct, frozen=True):
-    """What the JSON may say; other names are skipped."""
+    """The JSON; other fields are skipped."""
 
-    logical_count: _Table | None = None  # by expert: how often it was chosen
+    logical_count: _Table | None = None  # selections by expert
     physical_to_logical_map: _Table | None = None  # by slot: the expert in it
 
 
 def place_experts(layout: ParallelLayout, spec: ModelSpec, location: str) -> ParallelLayout:
-    """`layout` with experts where `location` says: IN_ORDER, a file of JSON, or JSON. Errors:
-    `ConfigError` for what cannot be read, or is not of this model and these ranks.
+    """Place the experts of `layout` by `location`: IN_ORDER, a JSON file, or JSON. Errors:
+    `ConfigError` for what is unreadable or does not fit the model and its ranks.
     """
     if location == IN_ORDER:
         return layout
@@ -66,7 +65,7 @@ def place_experts(layout: ParallelLayout, spec: ModelSpec, location: str) -> Par
 
 
 def _read(location: str) -> _Location:
-    """The location that is in the file, or in the text itself."""
+    """Read the location from a file, or from the text itself."""
     is_file = not location.lstrip().startswith("{")
     shown = location if is_file else "the JSON"
     if is_file and location.endswith((".pt", ".pth", ".pkl")):
@@ -105,7 +104,7 @@ def _check_shape(
     *,
     num_experts: int,
 ) -> None:
-    """A row for each layer, and in it a number for each expert, or slot."""
+    """Check for a row for each layer with a number for each expert, or slot."""
     of_slots, redundant = name == "physical_to_logical_map", layout.redundant_experts
     if len(rows) != spec.num_layers:
         raise ConfigError(
@@ -131,7 +130,7 @@ def _check_shape(
 def _check_slots(
     layer: int, slots: Sequence[int], layout: ParallelLayout, *, num_experts: int
 ) -> None:
-    """Every expert is somewhere, and none twice on a rank."""
+    """Check that every expert has a slot, and none two on one rank."""
     hint = "a rank holds an expert once, and every expert is on some rank"
     where = f"{_FLAG}: in layer {layer} of physical_to_logical_map"
     if unknown := [expert for expert in slots if expert >= num_experts]:

@@ -1,4 +1,4 @@
-"""Rank processes of this machine: started, watched, ended."""
+"""The rank processes of one machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from negamax.worker.config import RankAddresses, WorkerConfig
 
 
 class Machine(Protocol):
-    """Where some of the ranks of an executor run."""
+    """Some of an executor's ranks, which run on the same machine."""
 
     ranks: range
 

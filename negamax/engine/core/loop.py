@@ -1,5 +1,5 @@
 """The step loop: launch step N, then commit step N-1 while N runs. A pipeline of P stages commits
-step N-P then.
+step N-P.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from negamax.worker.config import EXPERT_COUNTS, DebugCommand, DebugResult
 
 logger = get_logger(__name__)
 
-# kept for the next report of what began and what the steps ran; the embedded LLM wants none
+# kept for the next report; the embedded LLM reads none
 _REPORT_ENTRIES = 4096
-WAIT_SECONDS = 0.005  # between looks for new requests, while all here wait for their grammars
+WAIT_SECONDS = 0.005  # between polls for new requests while all requests wait for grammars
 
 
 @dataclass(frozen=True)
 class _InFlight:
-    plans: list[StepPlan]  # of each data-parallel rank
+    plans: list[StepPlan]  # by data-parallel rank
     handle: StepHandle
     started: float  # monotonic seconds
 
@@ -68,9 +68,9 @@ class EngineLoop:
         self._overlap = overlap
         self._experts = experts
         self._crash_dumps = crash_dumps
-        self._launcher = launcher  # of the machines of other ranks
-        self._last_plans: deque[list[StepPlan]] = deque(maxlen=2)  # launched; for a crash dump
-        # launched and not committed, the oldest first; None for a turn without a plan
+        self._launcher = launcher  # of other nodes
+        self._last_plans: deque[list[StepPlan]] = deque(maxlen=2)  # for a crash dump
+        # launched and not committed, oldest first; None for a round without a plan
         self._in_flight: deque[_InFlight | None] = deque()
         self._num_stages = num_stages
         self._pending_updates: list[SequenceUpdate] = []
@@ -78,7 +78,7 @@ class EngineLoop:
         self._prefill_tokens = 0
         self._device_seconds = 0.0
         self._idle_seconds = 0.0
-        self._committed_at = 0.0  # monotonic seconds, of the step before or a debug command
+        self._committed_at = 0.0  # monotonic seconds, of the previous step or debug command
         self._admitted: deque[tuple[str, float]] = deque(maxlen=_REPORT_ENTRIES)
         self._step_tokens: deque[int] = deque(maxlen=_REPORT_ENTRIES)
 
@@ -92,9 +92,7 @@ class EngineLoop:
         )
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue a request; one that cannot be served becomes an update with finish_reason
-        "error".
-        """
+        """Queue a request. A refusal becomes an update with finish_reason "error"."""
         if request.request_id in self._grammars:
             error = (
                 f"request id {request.request_id!r} is in use by an unfinished request; "
@@ -118,18 +116,15 @@ class EngineLoop:
                 self._pending_updates.append(update)
 
     def request_ids(self) -> list[str]:
-        """The requests that run or wait."""
         running = (sequence.request_id for sequence in self._scheduler.sequences())
         return [*self._grammars.opening_ids(), *running]
 
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache, but for what running requests hold."""
+        """Empty the prefix cache, except what running requests hold."""
         self._scheduler.reset_prefix_cache()
 
     def step(self) -> list[SequenceUpdate]:
-        """Launch the next step, commit the oldest that is due, and return what the requests
-        gained.
-        """
+        """Launch the next step, commit the oldest due one, and return the requests' updates."""
         self._add_opened()
         plans = self._scheduler.plan()
         launched = None
@@ -157,8 +152,8 @@ class EngineLoop:
         return updates
 
     def report(self, updates: list[SequenceUpdate]) -> StepOutputs:
-        """`updates` with the statistics, the requests that began to run since the last report, and
-        how many tokens each step committed since then has run.
+        """Add statistics to `updates`: newly started requests and the tokens of each committed step
+        since the last report.
         """
         report = StepOutputs(updates, self.stats(), list(self._admitted), list(self._step_tokens))
         self._admitted.clear()
@@ -194,8 +189,8 @@ class EngineLoop:
         )
 
     def _rank_stats(self) -> tuple[RankStats, ...]:
-        """Statistics of each data-parallel rank. Requests that no rank has yet count as waiting at
-        the first.
+        """Statistics by data-parallel rank. Requests without a rank count as waiting at the
+        first.
         """
         ranks = self._scheduler.ranks
         on_none = self._scheduler.num_waiting - sum(rank.num_waiting for rank in ranks)
@@ -220,8 +215,8 @@ class EngineLoop:
         )
 
     def record_experts(self, action: str) -> ExpertDump | None:
-        """As `ExpertBalancer.record`, of all steps that were launched. Errors:
-        `InvalidRequestError`, also where experts are not counted.
+        """Record experts over all launched steps, as of `ExpertBalancer.record`. Errors:
+        `InvalidRequestError`, also if experts are not counted.
         """
         if self._experts is None:
             raise InvalidRequestError(
@@ -234,21 +229,21 @@ class EngineLoop:
         return self._experts.record(action, counts)
 
     def run_debug_command(self, name: str, argument: int = 0) -> list[DebugResult]:
-        """Have the workers run a command of `worker.config`, behind the steps that were launched;
-        for figures nothing else may be running. The answer of each rank.
+        """Run a command of `worker.config` on all ranks after the launched steps. Return the
+        results by rank. Timings are valid only if nothing else runs.
         """
         try:
             return self.executor.run_debug_command(DebugCommand(name, argument))
         finally:
-            self._committed_at = time.monotonic()  # steps under way did not take that long
+            self._committed_at = time.monotonic()  # do not count the command as step time
 
     def dump_crash(self, reason: str, error: BaseException) -> None:
-        """Write down what ran when `error` was raised."""
+        """Write a crash dump of what ran when `error` was raised."""
         self._crash_dumps.write(reason, details=self._crash_details, error=error)
 
     def shutdown(self, *, restarts: bool = False) -> None:
-        """Stop the grammar process and the executor, and give back what Ray has reserved.
-        `restarts`: another engine will be started in its place.
+        """Stop the grammar process and the executor, and release Ray's machines. `restarts`:
+        another engine will follow.
         """
         self._grammars.shutdown()
         try:
@@ -269,14 +264,14 @@ class EngineLoop:
         }
 
     def _take_in(self, request: GenerateRequest, take: Callable[[GenerateRequest], object]) -> None:
-        """Give a request to what takes it in, or end it."""
+        """Pass a request to `take`; an error ends that request alone."""
         try:
             take(request)
         except Exception as error:
             self._refuse(request, error)
 
     def _refuse(self, request: GenerateRequest, error: Exception) -> None:
-        """End a request that cannot be taken in, and no other."""
+        """End a request that cannot be queued."""
         message = str(error)
         if not isinstance(error, NegamaxError):
             logger.error("request %s cannot be taken in", request.request_id, exc_info=error)
@@ -287,8 +282,8 @@ class EngineLoop:
         )
 
     def _add_opened(self) -> None:
-        """Queue the requests whose constraints are ready now, end those whose grammar process is
-        gone, and let those go on that a step went without.
+        """Queue requests whose grammars are compiled, end those whose grammar process is gone, and
+        unblock those whose bitmask has arrived.
         """
         for request_id, error in self._grammars.take_lost():
             end = self._scheduler.end(request_id, "error", error=error)
@@ -313,8 +308,8 @@ class EngineLoop:
             self._scheduler.unblock(request_id)
 
     def _send_bitmasks(self, plans: list[StepPlan]) -> list[SequenceUpdate]:
-        """Send the grammar bitmasks of a launched step, for which the step before it had to be
-        committed first; requests that end so.
+        """Send the grammar bitmasks of a launched step, after the previous step was committed.
+        Return the updates of requests that end.
         """
         may_wait = all(len(plan.grammar_rows) == len(plan.slots) for plan in plans)
         ended: list[RequestGrammar] = []
@@ -341,7 +336,7 @@ class EngineLoop:
         return updates
 
     def _wait(self) -> None:
-        """Nothing runs and nothing can: wait for what the requests here are waiting for."""
+        """Wait for grammars when no request can run."""
         if self._grammars.is_waiting:
             self._grammars.wait(WAIT_SECONDS)
         elif self._scheduler.has_unfinished:
@@ -366,7 +361,7 @@ class EngineLoop:
             self._experts.take(results[0].expert_counts)
         now = time.monotonic()
         device_seconds = max(result.device_seconds for result in results)
-        # what is slower, the GPU or the host, is what a step takes
+        # a step takes as long as the slower of GPU and host
         seconds = max(device_seconds, now - max(step.started, self._committed_at))
         self._committed_at = now
         self._step_count += 1

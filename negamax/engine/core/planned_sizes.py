@@ -1,7 +1,7 @@
-"""`--performance-mode`: parallel sizes for the GPUs of this machine, where none is given.
+"""`--performance-mode`: choose parallel sizes for this machine's GPUs if none is given. Torch-free.
 
-What the modes of vLLM change, beside: steps of up to 16 rows are captured one by one in any mode,
-and throughput allows twice the sequences of a step (`engine/core/setup.py`). Torch-free.
+As in vLLM, throughput also doubles the sequences per step (`options`), and steps of up to 16 rows
+are captured one by one in every mode.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from negamax.planner.plan import Candidate, Hardware, make_plan
 
 logger = get_logger(__name__)
 
-# one request, and as many as a server has in a step by default
+# one request, and a server's default batch
 _LOADS = (Workload(1), Workload(256))
 
 
 def with_planned_sizes(options: EngineOptions, *, one_engine: bool = True) -> EngineOptions:
-    """`options` with the parallel sizes that are best for their performance mode, if they name none
-    and there are several GPUs; unless for `one_engine`, with replicas on all of them. Errors:
-    `ConfigError` where no split of the model fits, and those of `locate`.
+    """Set the best parallel sizes for the performance mode, if `options` has none and there are
+    several GPUs. Not for `one_engine`: with replicas on all GPUs. Errors: `ConfigError` if no split
+    of the model fits, and those of `locate`.
     """
     mode = options.performance_mode
     if mode == "balanced" or options.device == "cpu" or options.script is not None:
         return options
-    if options.nnodes > 1:  # whose ranks are given, since there must be as many as nodes
+    if options.nnodes > 1:  # the user gives the ranks, a multiple of the nodes
         return options
     sizes = [field for field in fields(ParallelOptions) if hasattr(options, field.name)]
     if any(getattr(options, field.name) != field.default for field in sizes):
@@ -41,13 +41,13 @@ def with_planned_sizes(options: EngineOptions, *, one_engine: bool = True) -> En
         return options
     try:
         gpus = visible_gpus()
-    except ConfigError as error:  # GPUs that are not in the table of the planner
+    except ConfigError as error:  # GPUs that the planner's table lacks
         logger.warning("--performance-mode %s chooses no parallel size: %s", mode, error)
         return options
     if len(gpus) < 2:
         return options
     smallest = min(gpus, key=lambda gpu: gpu.memory)
-    # nothing is loaded for that
+    # load no weights
     drawn = replace(options, load_format="synthetic", speculative_config=None)
     source = locate(drawn)
     spec, is_read = source.spec, options.load_format != "synthetic"
@@ -86,8 +86,8 @@ def with_planned_sizes(options: EngineOptions, *, one_engine: bool = True) -> En
 
 
 def _is_taken(options: EngineOptions, candidate: Candidate) -> bool:
-    """Whether the other options, such as those of drafts, go with it. Ranks share out a KV cache,
-    and shard index keys, only where an option says so.
+    """Whether the other options allow a candidate. DCP and sharded index keys need an explicit
+    option.
     """
     if candidate.topology.dcp > 1:
         return False

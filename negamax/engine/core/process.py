@@ -1,11 +1,10 @@
 """The engine process: `python -m negamax.engine.core.process FOLDER`, started by
 `engine.client.connection`.
 
-The first frame holds the options; then requests come in from one server process or several, and
-after every step each gets the updates of its sequences with the statistics. A thread of its own
-watches the ranks, and tells all server processes five times a second that the process lives,
-whether its loop goes round, and how long a rank has been silent. Another one watches the first
-server process.
+The first frame holds the options. Then one or more server processes send requests, and after every
+step each gets the updates of its sequences with statistics. A heartbeat thread watches the ranks
+and reports five times a second whether the loop runs and how long a rank has been silent. Another
+thread watches the first server process.
 """
 
 from __future__ import annotations
@@ -33,16 +32,18 @@ from negamax.engine.core.loop import EngineLoop
 logger = get_logger(__name__)
 
 
-LOOK_SECONDS = 0.1  # between two looks at the ranks
-# in which a loop that waits for a step notices by itself that a rank is gone
+LOOK_SECONDS = 0.1  # between two checks of the ranks
+# for a loop that waits for a step to notice by itself that a rank is gone
 LAST_STEP_SECONDS = 0.3
-RECONNECT_MS = 10  # between two attempts to reach a server process
+RECONNECT_MS = 10  # between attempts to reach a server process
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
 
 def main(folder: str) -> int:
-    """Serve the server processes until the first says stop; the exit code of the process."""
+    """Serve until the first server process stops the engine. Return the exit code of the
+    process.
+    """
     exit_with_parent()
     log.setup_as_parent()
     address = wire.EngineAddress(folder)
@@ -65,7 +66,7 @@ def _serve(
     outbox: Outbox,
 ) -> int:
     try:
-        # torch: seconds of import, after the connection stands
+        # torch: seconds of import, once the connection is up
         with large_imports():
             from negamax.engine.core.setup import start_loop
 
@@ -81,7 +82,7 @@ def _serve(
         dumps.write("the engine cannot start", details=dict, error=error)
         outbox.send_first(wire.EngineFailed(f"the engine cannot start: {error!r}", 1))
         return 1
-    # what the start left behind lives as long as the process: later collections need not visit it
+    # objects from the start live as long as the process; later collections skip them
     gc.freeze()
     outbox.send_first(wire.EngineReady(info))
     pulse = Pulse(loop)
@@ -106,24 +107,25 @@ def _serve(
 
 
 def listen(requests: zmq.Socket[bytes], address: wire.EngineAddress, *, num_servers: int) -> None:
-    """Take requests of the other server processes, too, whenever they come."""
+    """Receive requests of the other server processes too, whenever they start."""
     requests.reconnect_ivl = RECONNECT_MS
     for server in range(1, num_servers):
         requests.connect(address.requests(server))
 
 
 class Outbox(AbstractContextManager["Outbox"]):
-    """The way to the server processes. Single writer: one thread. What is sent to one that is not
-    there (it has not come yet, or it died and is started again) waits for it."""
+    """Sockets to the server processes. Frames for one that is not running wait for it. Single
+    writer: one thread.
+    """
 
     def __init__(
         self, context: Context, address: wire.EngineAddress, *, num_servers: int, linger: int
     ) -> None:
-        """`linger`: milliseconds that frames may still be under way when it is closed."""
+        """`linger`: milliseconds for frames in flight when it is closed."""
         self._sockets = [context.socket(zmq.PUSH) for _ in range(num_servers)]
         for server, socket in enumerate(self._sockets):
             socket.linger = linger
-            socket.set_hwm(0)  # never full, and so never blocking
+            socket.set_hwm(0)  # never full, so never blocking
             socket.reconnect_ivl = RECONNECT_MS
             socket.connect(address.outputs(server))
 
@@ -132,32 +134,29 @@ class Outbox(AbstractContextManager["Outbox"]):
             socket.close()
 
     def send_first(self, message: wire.FromEngine) -> None:
-        """Send to the process that started this one."""
+        """Send to the server process that started this engine."""
         self._sockets[0].send(wire.encoder.encode(message))
 
     def send_all(self, message: wire.Heartbeat) -> None:
-        """Send to all server processes."""
         frame = wire.encoder.encode(message)
         for socket in self._sockets:
             socket.send(frame)
 
     def answer(self, server: int, message: wire.ExpertRecord) -> None:
-        """Answer the server process that asked."""
         self._sockets[server].send(wire.encoder.encode(message))
 
     def frames(self, report: wire.StepOutputs) -> list[tuple[int, bytes]]:
-        """For each server process, by its number, the frame with what its sequences gained."""
+        """Encode the report as a frame for each server process it concerns."""
         parts = {0: report} if len(self._sockets) == 1 else _parts(report)
         return [(server, wire.encoder.encode(part)) for server, part in parts.items()]
 
     def send(self, frames: list[tuple[int, bytes]]) -> None:
-        """Each to its server process."""
         for server, frame in frames:
             self._sockets[server].send(frame)
 
 
 def _parts(report: wire.StepOutputs) -> dict[int, wire.StepOutputs]:
-    """The report for each server process it concerns; the first of them counts the steps."""
+    """Split a report by server process; the first part counts the steps."""
     parts: dict[int, wire.StepOutputs] = {}
 
     def part(sequence_id: str) -> wire.StepOutputs:
@@ -176,8 +175,8 @@ def _parts(report: wire.StepOutputs) -> dict[int, wire.StepOutputs]:
 
 
 def serve(loop: EngineLoop, *, requests: zmq.Socket[bytes], outbox: Outbox, pulse: Pulse) -> None:
-    """Take requests in, step, send updates out, until told to stop. Blocks on the socket while
-    there is no work.
+    """Receive requests, step, and send updates until told to stop. Block on the socket while there
+    is no work.
     """
     while True:
         while not loop.has_work or requests.poll(0):
@@ -217,7 +216,7 @@ def _record(loop: EngineLoop, message: wire.RecordExperts) -> wire.ExpertRecord:
 
 
 class Pulse:
-    """What heartbeats report of the loop. Single writer: the loop's thread."""
+    """The state of the loop that heartbeats report. Single writer: the loop's thread."""
 
     def __init__(self, loop: EngineLoop) -> None:
         self._loop = loop
@@ -228,8 +227,8 @@ class Pulse:
     def beating(
         self, context: Context, address: wire.EngineAddress, *, num_servers: int
     ) -> Iterator[None]:
-        """Within this context a thread sends a heartbeat five times a second, and reports once
-        that a rank is gone, whatever the loop waits for.
+        """Run a thread that sends five heartbeats a second, and reports a dead rank once, whatever
+        the loop waits for.
         """
         stop = threading.Event()
 
@@ -241,7 +240,7 @@ class Pulse:
                     rank, silence = executor.longest_silence()
                     death = executor.death()
                     if death is not None:
-                        # the loop has not noticed: it waits for something else
+                        # the loop waits for something else and has not noticed
                         if not stop.wait(LAST_STEP_SECONDS):
                             self._loop.dump_crash(death, EngineDeadError(death))
                             outbox.send_first(wire.EngineFailed(death, 1))

@@ -1,7 +1,5 @@
-"""An executor without a model: every sequence gets the tokens of a scripted answer.
-
-It stands where the ranks stand, so the scheduler, the prefix cache, limits and streams in front of
-it are the real ones.
+"""An executor without a model: every sequence gets the tokens of a scripted answer. Scheduler,
+prefix cache, limits and streams are the real ones.
 """
 
 from __future__ import annotations
@@ -21,12 +19,12 @@ from negamax.text.script import Script, ScriptedAnswers
 from negamax.text.tokenizer import Tokenizer
 from negamax.worker.config import DebugCommand, DebugResult, WorkerReady
 
-NUM_WINDOWS = 8  # KV cache, in sequences of the whole context length
+NUM_WINDOWS = 8  # size of the KV cache, in full context lengths
 
 
 @dataclass
 class _Row:
-    """A slot's sequence."""
+    """The sequence of a slot."""
 
     prompt: list[int]
     answer: list[int]
@@ -35,7 +33,7 @@ class _Row:
 
 
 class ScriptedExecutor:
-    """Runs plans by looking the next tokens up. Single writer: the engine loop."""
+    """Runs plans by looking up the next tokens. Single writer: the engine loop."""
 
     def __init__(
         self, script: Script, source: ModelSource, options: EngineOptions, *, block_size: int
@@ -88,7 +86,7 @@ class ScriptedExecutor:
         self._rows.clear()
 
     def run(self, plan: StepPlan, masks: dict[int, bytes], postponed: list[int]) -> StepResult:
-        """The next token of every sampled row, when it is due."""
+        """Return the next token of every sampled row when the step is due."""
         for row in plan.new_rows:
             self._rows[row.slot] = self._new_row(row)
         now = time.monotonic()
@@ -120,8 +118,9 @@ class ScriptedExecutor:
         return _Row(prompt, self._answers.answer(prompt), row.sampling, row.num_computed)
 
     def _next(self, row: _Row, position: int, mask: bytes | None) -> int | None:
-        """The token at `position` of the answer; where a grammar forbids it, the end if that is
-        allowed, else the first token that is, if any."""
+        """The token at `position` of the answer. If the grammar forbids it: EOS if allowed, else
+        the first allowed token, if any.
+        """
         token = row.answer[position] if position < len(row.answer) else self._eos
         if mask is None:
             return token
@@ -130,13 +129,13 @@ class ScriptedExecutor:
 
 
 def _certain(token: int) -> TokenLogprobs:
-    """The log-probability of a token that had no alternative."""
+    """The log-probability of a token without alternatives."""
     return TokenLogprobs(token, 0.0, 1, [token], [0.0])
 
 
 @dataclass(frozen=True)
 class _ScriptedStep:
-    """A plan that is run when its result is asked for: its masks have come by then."""
+    """A plan that runs when its result is asked for; its bitmask has arrived by then."""
 
     executor: ScriptedExecutor
     plan: StepPlan

@@ -1,6 +1,4 @@
-"""From options to a running engine: the context length, the worker's share of the configuration,
-the scheduler's limits.
-"""
+"""From options to a running engine: context length, worker configuration, scheduler limits."""
 
 from __future__ import annotations
 
@@ -41,19 +39,18 @@ logger = get_logger(__name__)
 
 
 def start_loop(options: EngineOptions) -> tuple[EngineLoop, ModelInfo]:
-    """Start the executor for `options`, on machines that Ray finds if it is to, and put a scheduler
-    in front of it. What was started before an error is shut down. Errors: those of the worker, and
-    of `RayLauncher`.
+    """Start the executor for `options`, on Ray's machines if asked, and a scheduler. After an error
+    nothing is left running. Errors: those of the worker, and of `RayLauncher`.
     """
     with ExitStack() as started:
         loop, info = _start_loop(options, started)
-        started.pop_all()  # the loop's to shut down from now on
+        started.pop_all()  # the loop shuts it down
     return loop, info
 
 
 def _start_loop(options: EngineOptions, started: ExitStack) -> tuple[EngineLoop, ModelInfo]:
-    """The same; `started` is given what is to be shut down after an error."""
-    launcher = None  # of the agents of the other nodes, if the user does not start them
+    """Start the loop; `started` shuts down what was started before an error."""
+    launcher = None  # starts the agents of the other nodes
     if options.distributed_executor_backend == RAY:
         launcher = RayLauncher(options)
         started.callback(launcher.close)
@@ -72,7 +69,7 @@ def _start_loop(options: EngineOptions, started: ExitStack) -> tuple[EngineLoop,
         eos_token_ids=config.eos_token_ids,
     )
     started.callback(grammars.shutdown)
-    # beside the model's start; where cores are few it would cost everybody what only some ask for
+    # in parallel with the model's start; on few cores only once a grammar is asked for
     if config.device != "cpu":
         grammars.start()
     executor = _start_executor(config, options, source, script=script, launcher=launcher)
@@ -99,8 +96,8 @@ def _start_loop(options: EngineOptions, started: ExitStack) -> tuple[EngineLoop,
 def _worker_config(
     options: EngineOptions, source: ModelSource, script: Script | None
 ) -> WorkerConfig:
-    """What the ranks are to run. Errors: `ConfigError`, where options, model and machine do not go
-    together.
+    """The configuration of the ranks. Errors: `ConfigError` if options, model and machine do not
+    fit.
     """
     spec = source.spec
     if script is not None:
@@ -111,9 +108,10 @@ def _worker_config(
     layout = _layout(options, spec, gpus=gpus)
     draft = source.draft
     if draft is not None:
-        from negamax.engine.core.draft import with_own_parts  # with PyTorch
+        from negamax.engine.core.draft import with_own_parts  # imports PyTorch
 
-        check_split(replace(layout.within_stage, dcp=1), draft.spec)  # it holds whole caches
+        # a draft's caches are not sharded by DCP
+        check_split(replace(layout.within_stage, dcp=1), draft.spec)
         types = model_types_like(spec.architecture)
         for doubt in draft.spec.doubts(spec, target_types=types, max_model_len=max_model_len):
             logger.warning("%s", doubt)
@@ -157,14 +155,14 @@ def _worker_config(
 
 
 def _log_notes(source: ModelSource) -> None:
-    """What the readers of the model's files have to say of them."""
+    """Log the notes of the readers of the model's files."""
     for part in (source.spec, source.speculation, source.draft and source.draft.spec):
         for note in part.notes if part else ():
             logger.info("%s", note)
 
 
 def _layout(options: EngineOptions, spec: ModelSpec, *, gpus: int | None) -> ParallelLayout:
-    """The ranks, and where experts lie on them; `gpus` of this machine, None: it needs none."""
+    """The layout of ranks and experts. `gpus`: of this machine; None: none needed."""
     layout = ParallelLayout.of(options.parallel, nodes=options.nnodes)
     check_split(layout, spec, gpus=None if gpus is None else gpus * layout.nodes)
     return place_experts(layout, spec, options.init_expert_location)
@@ -173,7 +171,7 @@ def _layout(options: EngineOptions, spec: ModelSpec, *, gpus: int | None) -> Par
 def _with_index_options(
     options: EngineOptions, spec: ModelSpec, layout: ParallelLayout, *, max_model_len: int
 ) -> ModelSpec:
-    """`spec` with its index keys sharded, where the options and the sizes ask for it."""
+    """Shard the index keys of `spec` if options and sizes ask for it."""
     caches, sharding = spec.kv_caches(), options.index_cache_sharding
     check_index_options(caches, dtype=options.index_cache_dtype, sharding=sharding)
     dtypes = (options.index_cache_dtype, options.dtype, spec.dtype)
@@ -232,7 +230,7 @@ def _scheduler(
         num_draft_tokens=ready.num_draft_tokens,
         num_stages=config.layout.pp if options.enable_overlap else 1,
         num_shares=config.layout.cp,
-        # drafts that count as right whatever they are would break any grammar
+        # synthetic acceptance ignores the grammar
         constrained_drafts=not speculation or speculation.synthetic_acceptance_rates is None,
         chunk_length=choose_chunk_length(options, config, max_model_len=max_model_len),
     )
@@ -243,12 +241,12 @@ def _scheduler(
 
 
 def _num_dp_ranks(options: EngineOptions, config: WorkerConfig) -> int:
-    """Data-parallel ranks; a script has one."""
+    """Number of data-parallel ranks; a script has one."""
     return 1 if options.script else config.layout.dp
 
 
 def _balancer(options: EngineOptions, config: WorkerConfig) -> ExpertBalancer | None:
-    """What counts and moves experts; None: nothing does."""
+    """The balancer, or None if experts are neither counted nor moved."""
     sizes = config.spec.expert_sizes()
     if config.experts == FIXED or sizes is None:
         return None
@@ -261,8 +259,8 @@ def _balancer(options: EngineOptions, config: WorkerConfig) -> ExpertBalancer | 
 
 
 def find_device(name: str) -> tuple[str, int | None]:
-    """Option `name` as "cpu" or "cuda", and how many GPUs there are, as in `worker.device`. Who
-    asks for the CPU needs no PyTorch to look for others.
+    """Resolve `--device` to "cpu" or "cuda" and the number of GPUs, as in `worker.device`. "cpu"
+    imports no PyTorch.
     """
     if name == "cpu":
         return name, None
@@ -280,7 +278,6 @@ def _model_info(
     *,
     max_model_len: int,
 ) -> ModelInfo:
-    """What the front end is told of the engine."""
     return ModelInfo(
         model=source.name,
         served_model_name=source.name,
@@ -303,25 +300,25 @@ def _model_info(
 
 
 def num_threads_of(options: EngineOptions, layout: ParallelLayout) -> int:
-    """CPU threads per rank, of all engines on this machine."""
+    """CPU threads per rank, with all engines of this machine counted."""
     return options.num_threads or default_threads(layout.ranks_per_node * options.num_replicas)
 
 
 def default_threads(num_ranks: int) -> int:
-    """CPU threads per rank: the cores shared out, from three cores up less one for the server and
-    the scheduler.
+    """Default CPU threads per rank: the cores divided by the ranks; from three cores up one is left
+    for the server and the scheduler.
 
-    A thread team larger than the free cores stalls for whole scheduler ticks: measured on 2 cores
-    with one busy, products of 25 us take 4 to 8 ms on 2 threads. Alone on 2 cores, 2 threads decode
-    up to 1.4 times as fast as one.
+    More threads than free cores stall for whole scheduler ticks: on 2 cores with one busy, GEMMs of
+    25 us take 4 to 8 ms on 2 threads. On 2 idle cores, 2 threads decode up to 1.4 times as fast as
+    one.
     """
     cores = env.usable_cores()
     return max(1, (cores - (cores > 2)) // num_ranks)
 
 
 def _cached_context_length(max_model_len: int, pool_tokens: int) -> int:
-    """The context length that the cache can hold: its tokens, and a last one that is sampled but
-    never run.
+    """Limit the context length to the cache: its tokens and a last one that is sampled but never
+    run.
     """
     if max_model_len > pool_tokens + 1:
         logger.warning(

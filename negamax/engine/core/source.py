@@ -1,4 +1,4 @@
-"""Which files an engine is made of. Torch-free: the server asks it for the tokenizer's folder."""
+"""Find the files of a model and its draft. Torch-free: the server needs the tokenizer's folder."""
 
 from __future__ import annotations
 
@@ -25,24 +25,22 @@ from negamax.quantization.names import check_name, quantized
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model comes from. A bundled spec has no files of its own and borrows the
-    tokenizer of its family's embedded checkpoint: the text of synthetic weights means nothing in
-    any alphabet.
+    """Where a model's parts are. A bundled spec has no files and borrows the tokenizer of its
+    family's embedded checkpoint.
     """
 
     spec: ModelSpec
     generation: GenerationDefaults
     weights_folder: Path | None  # None: synthetic weights
     tokenizer_folder: Path
-    name: str  # for the API, unless the user names it
+    name: str  # in the API, unless the user gives one
     speculation: SpeculationConfig | None = None
     draft: DraftModel | None = None
 
 
 def locate(options: EngineOptions) -> ModelSource:
-    """Find (and if need be download) the model's files and read its configuration. A draft whose
-    files name its verifier stands for that model with this draft, as in vLLM. Errors:
-    `ConfigError`, `CheckpointError`.
+    """Find (or download) the model's files and read its configuration. A draft that names its
+    verifier means that model with this draft, as in vLLM. Errors: `ConfigError`, `CheckpointError`.
     """
     try:
         source = _locate_target(options)
@@ -65,7 +63,7 @@ def locate(options: EngineOptions) -> ModelSource:
 
 
 def _with_verifier(options: EngineOptions, verifier: str) -> EngineOptions:
-    """`options` of the model `verifier` with the draft that they name as their model."""
+    """Options for the model `verifier` with the draft that `options` name as their model."""
     draft = {"method": EAGLE3, "model": options.model, "revision": options.revision}
     return replace(options, model=verifier, revision=None, speculative_config=draft)
 
@@ -104,9 +102,7 @@ def _locate_target(options: EngineOptions) -> ModelSource:
 def _locate_draft(
     speculation: SpeculationConfig, options: EngineOptions, *, target: ModelSpec
 ) -> DraftModel:
-    """Find (and if need be download) a draft model for `target`. Errors: `ConfigError`,
-    `CheckpointError`.
-    """
+    """Find (or download) a draft model for `target`. Errors: `ConfigError`, `CheckpointError`."""
     name, is_drawn = speculation.model or "", options.load_format == "synthetic"
     layers = speculation.aux_layer_ids
 
@@ -142,9 +138,7 @@ def _locate_draft(
 
 
 def _read_draft(folder: Path, *, target: ModelSpec, layers: tuple[int, ...] | None) -> Eagle3Spec:
-    """The draft in `folder`, in the format that its own files name. Errors: `ConfigError`,
-    `CheckpointError`.
-    """
+    """Read the draft in `folder`. Errors: `ConfigError`, `CheckpointError`."""
     config = read_json_object(folder / "config.json")
     spec = replace(eagle3.read_spec(config), quantization=read_quantization(config, folder))
     detect(spec.quantization)
@@ -152,18 +146,16 @@ def _read_draft(folder: Path, *, target: ModelSpec, layers: tuple[int, ...] | No
 
 
 def _read_spec(folder: Path, *, options: EngineOptions) -> ModelSpec:
-    """The model in `folder`, as it is to run. Errors: `ConfigError`, `CheckpointError`."""
+    """Read the model in `folder` as it will run. Errors: `ConfigError`, `CheckpointError`."""
     spec = _shortened(
         read_spec(read_json_object(folder / "config.json"), folder), options.num_hidden_layers
     )
-    detect(spec.quantization)  # refuses what no format reads
+    detect(spec.quantization)  # refuses unknown formats
     return _with_quantization(spec, options)
 
 
 def _with_quantization(spec: ModelSpec, options: EngineOptions) -> ModelSpec:
-    """The model quantised as the options say. Errors: `ConfigError` where it is stored
-    otherwise.
-    """
+    """Quantise the model as the options say. Errors: `ConfigError` if it is stored otherwise."""
     quantization, note = quantized(
         options.quantization, spec.quantization, is_drawn=options.load_format == "synthetic"
     )
@@ -172,9 +164,7 @@ def _with_quantization(spec: ModelSpec, options: EngineOptions) -> ModelSpec:
 
 
 def _shortened(spec: ModelSpec, num_layers: int | None) -> ModelSpec:
-    """The model with its first `num_layers` layers only. Errors: `ConfigError` where it has
-    fewer.
-    """
+    """Keep the first `num_layers` layers. Errors: `ConfigError` if the model has fewer."""
     if num_layers is None:
         return spec
     if num_layers > spec.num_layers:

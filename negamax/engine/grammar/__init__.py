@@ -1,1 +1,1 @@
-"""Grammars: which tokens may come next, computed in a process of its own."""
+"""Structured output: grammar bitmasks, computed in a separate process."""

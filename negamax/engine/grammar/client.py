@@ -1,4 +1,4 @@
-"""The engine's side of a grammar process: started, spoken to, and ended."""
+"""The engine's side of a grammar process."""
 
 from __future__ import annotations
 
@@ -14,35 +14,33 @@ from negamax.engine.grammar import wire
 
 RECONNECT_MS = 10  # between attempts to reach the process
 START_SECONDS = 60.0  # until its first answer
-SILENT_SECONDS = 10.0  # without a heartbeat while it has something to do: beyond hope
-STOPPED_SECONDS = 1.0  # the same, of which the system says each time that it is stopped
-LOOK_SECONDS = 0.1  # of silence after which the system is asked
+SILENT_SECONDS = 10.0  # without a heartbeat while it has work: hung
+STOPPED_SECONDS = 1.0  # the same while the system reports it as stopped by a signal
+LOOK_SECONDS = 0.1  # of silence, before the system is asked
 
 
 class GrammarClient:
     """One grammar process. Single writer: the engine loop's thread."""
 
     def __init__(self, setup: wire.Setup) -> None:
-        """Errors: `OSError` and `zmq.ZMQError` where the system has no room for it (files,
-        processes, memory).
-        """
+        """Errors: `OSError` and `zmq.ZMQError` if the system lacks files, processes or memory."""
         self._context = zmq.Context()
         self._folder = PrivateFolder()
         address = f"ipc://{self._folder.path}/grammars"
         try:
             self.socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
             self.socket.linger = 0
-            # the loop never waits to be rid of a message
+            # sends of the loop never block
             self.socket.sndhwm = self.socket.rcvhwm = 0
             self.socket.reconnect_ivl = RECONNECT_MS
-            # not bound: a socket without a peer would block whoever sends
+            # connect, not bind: a bound socket without a peer blocks its sender
             self.socket.connect(address)
             self._process = Supervised("negamax.engine.grammar.process", address)
         except (OSError, zmq.ZMQError):
             self._clear_away()
             raise
         self._is_ready = False
-        self._stopped: float | None = None  # monotonic seconds, since when it has been so
+        self._stopped: float | None = None  # monotonic seconds, since when it is stopped
         self._heard = time.monotonic()
         self.socket.send(msgspec.msgpack.encode(setup))
 
@@ -51,9 +49,7 @@ class GrammarClient:
         return self._process.exit_code is None
 
     def is_silent(self, since: float) -> bool:
-        """Whether it sends no heartbeat although it has had something to do `since` then
-        (monotonic seconds).
-        """
+        """Whether it is silent for too long, with work `since` then (monotonic seconds)."""
         now = time.monotonic()
         seconds = now - max(since, self._heard)
         if seconds > (SILENT_SECONDS if self._is_ready else START_SECONDS):
@@ -66,12 +62,12 @@ class GrammarClient:
         return now - self._stopped > STOPPED_SECONDS
 
     def send(self, message: wire.ToGrammars) -> None:
-        """Never waits; a process that is gone misses it."""
+        """Send without waiting; dropped if the process is gone."""
         with contextlib.suppress(zmq.Again):
             self.socket.send(wire.encoder.encode(message), zmq.NOBLOCK)
 
     def receive(self) -> list[wire.FromGrammars]:
-        """All answers that are here."""
+        """Return all answers that have arrived."""
         answers = []
         with contextlib.suppress(zmq.Again):
             while True:
@@ -82,7 +78,7 @@ class GrammarClient:
         return answers
 
     def kill(self) -> None:
-        """End the process at once, whatever it is doing."""
+        """End the process at once."""
         self._process.kill()
         self._process.reap()
         self._clear_away()
@@ -93,7 +89,7 @@ class GrammarClient:
 
 
 def wait_for_any(clients: list[GrammarClient], *, seconds: float) -> None:
-    """Wait until one of them has answered, or the time is up."""
+    """Wait until a process answers, at most `seconds`."""
     poller = zmq.Poller()
     for client in clients:
         poller.register(client.socket, zmq.POLLIN)

@@ -1,6 +1,4 @@
-"""Threads that share their work fairly: one that is long at its task no longer counts, and another
-takes its place.
-"""
+"""A thread pool that replaces threads which are stuck in a task."""
 
 from __future__ import annotations
 
@@ -11,33 +9,31 @@ from queue import SimpleQueue
 
 
 class FairThreads:
-    """Runs tasks, first come, first served. A call into a library cannot be interrupted, so one
-    slow task must not hold up the tasks behind it. Single writer: the thread that calls `submit`
-    and `tend`."""
+    """Runs tasks in order of arrival. A library call cannot be interrupted, so a slow task must not
+    delay those after it. Single writer: the thread that calls `submit` and `tend`.
+    """
 
     def __init__(self, size: int, *, patience: float, most: int, name: str) -> None:
-        """`size` threads; one that is at its task for more than `patience` seconds is replaced, up
-        to `most` threads.
+        """`size` threads; one that runs a task for more than `patience` seconds is replaced, up to
+        `most` threads.
         """
         self._size = size
         self._patience = patience
         self._most = most
         self._name = name
         self._tasks: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._started: dict[int, float] = {}  # monotonic seconds, by thread at a task
+        self._started: dict[int, float] = {}  # monotonic seconds, by busy thread
         self._num_threads = 0
         self._lock = threading.Lock()
         for _ in range(size):
             self._start_thread()
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Run `task`, which raises nothing, in one of the threads."""
+        """Run `task`, which must not raise, in one of the threads."""
         self._tasks.put(task)
 
     def tend(self) -> None:
-        """Replace the threads that are stuck, if tasks wait. To be called again and again while
-        there is work.
-        """
+        """Replace stuck threads if tasks wait. Call it repeatedly while there is work."""
         if self._tasks.empty():
             return
         now = time.monotonic()

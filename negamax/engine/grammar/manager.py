@@ -1,9 +1,9 @@
-"""What running outputs must follow: a grammar, the end of a reasoning that has used up its budget,
-or both.
+"""The constraints of running requests: a grammar, the end of reasoning at its token budget, or
+both.
 
-The loop tells this module the tokens it commits, and asks it what the rows of a launched step may
-sample. Grammars are followed by a process of their own (`engine.grammar.process`), so that neither
-compiling nor a slow mask holds up anybody else.
+The loop reports committed tokens and asks for the bitmask of a launched step. A separate process
+(`engine.grammar.process`) follows grammars, so that neither compilation nor a slow mask delays
+other requests.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ logger = get_logger(__name__)
 COMPILE_SECONDS = 30.0
 MASK_SECONDS = 5.0
 DRAFT_SECONDS = 0.004
-GRACE_SECONDS = 0.008  # that a step with other rows in it waits for a mask
-ALONE_SECONDS = 0.05  # that a step without others waits: requests that come meanwhile wait, too
+GRACE_SECONDS = 0.008  # that a step with other rows waits for a mask
+ALONE_SECONDS = 0.05  # that a step of grammar rows alone waits; new requests wait too
 MAX_THREADS = 8
-MAX_ATTEMPTS = 2  # at opening a grammar whose process dies meanwhile
-# processes with a compiler that will not end, kept for the outputs that they follow
+MAX_ATTEMPTS = 2  # to open a grammar whose process dies meanwhile
+# processes with a runaway compiler, kept for the outputs that they follow
 MAX_RETIRED = 2
 MAX_REMEMBERED = 256  # grammars that took too long
 _NOTHING: Mapping[str, list[int]] = {}
 
 
 class GrammarManager:
-    """The rules of all requests that have any. Single writer: the engine loop."""
+    """The constraints of all requests. Single writer: the engine loop."""
 
     def __init__(
         self, tokenizer_folder: Path, *, vocab_size: int, eos_token_ids: Sequence[int]
@@ -69,36 +69,35 @@ class GrammarManager:
         self._keys = count()
         self._client: GrammarClient | None = None
         self._retired: list[GrammarClient] = []
-        # what was refused for its time, and the words
+        # grammars refused for their compile time, with the messages
         self._too_slow: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._tokenizer: Future[Tokenizer] | None = None
 
     @property
     def num_opening(self) -> int:
-        """Requests that wait for their grammars."""
+        """Number of requests that wait for their grammars."""
         return len(self._opening)
 
     def opening_ids(self) -> list[str]:
-        """The requests whose grammars are being compiled."""
         return [rule.request.request_id for rule in self._opening]
 
     @property
     def is_waiting(self) -> bool:
-        """Whether any request here cannot go on before something outside has happened."""
+        """Whether a request waits for a grammar process or a tokenizer."""
         return bool(self._opening) or any(rule.is_late for rule in self._rules.values())
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._rules
 
     def start(self) -> GrammarClient:
-        """The grammar process, started unless one runs. It takes seconds until it answers."""
+        """Return the grammar process; start it if none runs, which takes seconds."""
         if self._client is None:
             self._client = GrammarClient(self._setup)
         return self._client
 
     def open(self, request: GenerateRequest) -> None:
-        """Prepare the rules of `request`; `opened` returns it when that is done."""
+        """Prepare the constraints of `request`. `opened` returns them when ready."""
         rule = self._rules[request.request_id] = RequestGrammar(request, next(self._keys))
         self._by_key[rule.key] = rule
         self._opening.append(rule)
@@ -113,8 +112,8 @@ class GrammarManager:
             self._send_open(rule)
 
     def opened(self) -> list[RequestGrammar]:
-        """The requests that can be scheduled now, and those that cannot be served, by what
-        `take_lost` has received.
+        """Return the requests that are ready to schedule or are refused, by what `take_lost` has
+        received.
         """
         if not self._opening:
             return []
@@ -130,7 +129,7 @@ class GrammarManager:
         return done
 
     def close(self, request_id: str) -> bool:
-        """Drop the rules of a request; whether it was still being opened."""
+        """Drop the constraints of a request. Return whether it was still opening."""
         rule = self._rules.get(request_id)
         if rule is None:
             return False
@@ -143,8 +142,8 @@ class GrammarManager:
     def advance(
         self, updates: Sequence[SequenceUpdate], proposed: Mapping[str, list[int]] = _NOTHING
     ) -> list[str]:
-        """Take in what a committed step brought, and what it has proposed to follow, by request;
-        the requests that nothing constrains any more.
+        """Report the committed tokens of a step and its proposed draft tokens, by request. Return
+        the requests that are no longer constrained.
         """
         if not self._rules:
             return []
@@ -174,8 +173,8 @@ class GrammarManager:
         return released
 
     def take_lost(self) -> list[tuple[str, str]]:
-        """Receive what the grammar processes have said. Requests whose process is gone since the
-        last call, and why.
+        """Receive from the grammar processes. Return the requests that lost their process since the
+        last call, with reasons.
         """
         if self._rules:
             self._receive()
@@ -187,9 +186,7 @@ class GrammarManager:
         ]
 
     def arrived(self) -> list[str]:
-        """Requests that a step went without and whose mask is here now, by what `take_lost` has
-        received.
-        """
+        """Return postponed requests whose mask has arrived, by what `take_lost` has received."""
         found = [rule for rule in self._rules.values() if rule.is_late and not rule.is_awaited]
         for rule in found:
             rule.is_late = False
@@ -198,10 +195,9 @@ class GrammarManager:
     def bitmask(
         self, step_id: int, rows: Sequence[GrammarRow], *, may_wait: bool
     ) -> tuple[GrammarBitmask, list[RequestGrammar]]:
-        """What `rows` of a launched step may sample; those whose mask is late are postponed. And
-        the rules of requests that cannot go on: with an error, or because their grammar has ended
-        although their stop conditions have not. `may_wait`: nobody else is in the step, so it may
-        wait longer.
+        """The bitmask for `rows` of a launched step, with late rows postponed, and the constraints
+        of requests that must end: with an error, or because their grammar has ended. `may_wait`:
+        the step has no other rows, so it may wait longer.
         """
         ruled = [
             (row, rule) for row in rows if (rule := self._rules.get(row.request_id)) is not None
@@ -212,7 +208,7 @@ class GrammarManager:
         ):
             self.wait(left)
         found: list[Mask] = []
-        places: dict[int, int] = {}  # by identity: rows may share one
+        places: dict[int, int] = {}  # by identity: rows may share a mask
         ended: list[RequestGrammar] = []
         bitmask = GrammarBitmask(step_id, [], [], [], [])
         for row, rule in ruled:
@@ -236,7 +232,7 @@ class GrammarManager:
         return bitmask, ended
 
     def wait(self, seconds: float) -> None:
-        """Wait until a grammar process has answered, at most so long."""
+        """Wait until a grammar process answers, at most `seconds`."""
         clients = self._clients()
         if clients:
             wait_for_any(clients, seconds=min(seconds, 1.0))
@@ -252,14 +248,14 @@ class GrammarManager:
         self._loader.shutdown(wait=False, cancel_futures=True)
 
     def _masks(self, rule: RequestGrammar, row: GrammarRow) -> list[Mask | None]:
-        """What the samples of a row may be, as far as masks are here, None: anything. The first
-        one's is.
+        """The masks of a row's samples as far as they are known, at least the first. None:
+        anything.
         """
         gate = None if rule.gate is None else rule.gate.fork()
-        # (with answers outstanding, those that are here belong to earlier places)
+        # while answers are outstanding, known masks belong to earlier positions
         of_grammar = [] if rule.num_asked else rule.masks
         found: list[Mask | None] = []
-        num_taken = 0  # of what the grammar reads
+        num_taken = 0  # draft tokens that the grammar has read
         sampling = rule.request.sampling
         while len(found) <= row.num_drafts:
             too_early: frozenset[int] = frozenset()  # tokens that would end the output
@@ -281,14 +277,14 @@ class GrammarManager:
                 break
             draft = rule.drafts[len(found) - 1]
             if draft < 0 or (mask is not None and not allows(mask, draft)):
-                # no sample is this draft: what is sampled behind it does not count
+                # the draft token is rejected: samples after it do not count
                 return [*found, *[None] * (row.num_drafts + 1 - len(found))]
             num_taken += gate is None or gate.push(draft) is not None
         assert found
         return found
 
     def _has_gate(self, rule: RequestGrammar) -> bool:
-        """Make the rule's gate if it needs one; False: the tokenizer for it is not loaded yet."""
+        """Create the reasoning gate if one is needed; False: its tokenizer is still loading."""
         sampling = rule.request.sampling
         reasoning = sampling.reasoning
         if reasoning is None:
@@ -327,10 +323,10 @@ class GrammarManager:
         rule.client.send(wire.OpenGrammar(rule.key, grammar, rule.request.sampling.reasoning))
 
     def _receive(self) -> None:
-        """Take in what the grammar processes have answered, and notice those that never will."""
+        """Handle the processes' answers; give up processes that are dead or hung."""
         for client in self._clients():
             if client not in self._clients():
-                continue  # lost over another one's message
+                continue  # given up while another one's message was handled
             for message in client.receive():
                 self._handle(message, client)
             if not client.is_alive:
@@ -369,7 +365,7 @@ class GrammarManager:
             and sampling.grammar.kind != "tool_calls"
             and sampling.reasoning is not None
         ):
-            # to readers it begins a call even here
+            # parsers read it as the start of a call even here
             call_id = sampling.reasoning.call_opener.token_id
             kept_back |= set() if call_id is None else {call_id}
         rule.kept_back = frozenset(kept_back)
@@ -387,8 +383,8 @@ class GrammarManager:
             self._too_slow.popitem(last=False)
 
     def _retire(self, client: GrammarClient) -> None:
-        """Give a process with a runaway compiler nothing more to do; what it has not opened is for
-        the next one.
+        """Give a process with a runaway compiler no new work; the next process opens what it has
+        not.
         """
         if client is not self._client:
             return
@@ -399,13 +395,13 @@ class GrammarManager:
             self._lose(least, "the grammar process was overloaded by other grammars")
         for rule in self._opening:
             if rule.client is client and not rule.is_open and rule.problem is None:
-                rule.attempts -= 1  # it was not its fault
+                rule.attempts -= 1  # do not count this attempt
                 self._send_open(rule)
         self._end_if_free(client)
 
     def _lose(self, client: GrammarClient, message: str) -> None:
-        """Do without a process that is dead or as good as dead: what it follows fails, what it was
-        opening is tried again.
+        """Give up a dead or hung process: outputs that it follows fail, grammars that it was
+        opening are opened again.
         """
         logger.warning("a grammar process is given up: %s", message)
         if client is self._client:
@@ -421,9 +417,7 @@ class GrammarManager:
                 self._send_open(rule)
 
     def _unanswered(self, client: GrammarClient) -> float | None:
-        """Since when (monotonic seconds) the process has had something to do; None: it has
-        nothing.
-        """
+        """Since when (monotonic seconds) the process has work, or None."""
         asked = [
             rule.asked
             for rule in self._followed_by(client)
@@ -432,9 +426,7 @@ class GrammarManager:
         return min(asked, default=None)
 
     def _followed_by(self, client: GrammarClient) -> list[RequestGrammar]:
-        """The rules of a process. A retired one is ended with the last of them, which may be the
-        one refused by it.
-        """
+        """The constraints that a process follows. A retired process ends with the last of them."""
         return [rule for rule in self._rules.values() if rule.client is client]
 
     def _clients(self) -> list[GrammarClient]:

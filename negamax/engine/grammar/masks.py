@@ -7,13 +7,11 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-Mask = NDArray[np.uint8]  # [ceil(vocabulary / 8)], not to be changed
+Mask = NDArray[np.uint8]  # [ceil(vocabulary / 8)], read-only
 
 
 class MaskMaker:
-    """Masks of the kinds that need no grammar. They are kept, so that rows with the same share
-    one.
-    """
+    """Masks that need no grammar, cached so that rows share them."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -21,7 +19,6 @@ class MaskMaker:
         self._all_but: dict[frozenset[int], Mask] = {}
 
     def only(self, token_id: int) -> Mask:
-        """This token and no other."""
         mask = self._only.get(token_id)
         if mask is None:
             bits = np.zeros(self._vocab_size, dtype=np.uint8)
@@ -30,18 +27,17 @@ class MaskMaker:
         return mask
 
     def all_but(self, token_ids: frozenset[int]) -> Mask:
-        """Every token but these."""
         mask = self._all_but.get(token_ids)
         if mask is None:
             bits = np.ones(self._vocab_size, dtype=np.uint8)
             bits[list(token_ids)] = 0
-            if len(self._all_but) >= 64:  # requests bring their own stop tokens
+            if len(self._all_but) >= 64:  # requests have stop tokens of their own
                 self._all_but.clear()
             mask = self._all_but[token_ids] = np.packbits(bits, bitorder="little")
         return mask
 
     def without(self, mask: Mask, token_ids: Iterable[int]) -> Mask:
-        """`mask` less `token_ids`; as it is, where nothing would be left."""
+        """`mask` without `token_ids`; unchanged if nothing would be left."""
         made = mask.copy()
         for token_id in token_ids:
             made[token_id // 8] &= 0xFF ^ (1 << token_id % 8)
@@ -49,5 +45,4 @@ class MaskMaker:
 
 
 def allows(mask: Mask, token_id: int) -> bool:
-    """Whether the token may come."""
     return bool(mask[token_id // 8] >> (token_id % 8) & 1)

@@ -1,9 +1,9 @@
-"""The grammar process: `python -m negamax.engine.grammar.process ADDRESS`, started beside the model
-on a GPU, elsewhere when the first grammar is asked for.
+"""The grammar process: `python -m negamax.engine.grammar.process ADDRESS`. On a GPU it starts with
+the model, elsewhere with the first grammar.
 
-It holds the state of every output that follows a grammar. A process of its own, because the
-compiler can take minutes and gigabytes for a small schema, cannot be interrupted, and takes seconds
-to import: here it stalls nobody and can be killed.
+It holds the state of every output that follows a grammar. The compiler can take minutes and
+gigabytes for a small schema, cannot be interrupted, and takes seconds to import. In its own process
+it delays nobody and can be killed.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 COMPILERS = 2  # grammars compiled at a time
-COMPILER_PATIENCE = 1.0  # seconds after which a compilation no longer counts as one of them
-# a mask beyond this is not waited for, and the output's next ones are worked out apart
+COMPILER_PATIENCE = 1.0  # seconds after which a compilation gets a replacement thread
+# a slower mask is not waited for, and the output's next masks go to other threads
 SLOW_SECONDS = 0.02
-MAX_STUCK = 8  # threads of one kind that may be replaced
-MEMORY_SHARE = 1 / 4  # of the main memory, that this process may take
-POLL_MS = 2  # while something is being worked out
-BEAT_SECONDS = 0.5  # between heartbeats, while something is being worked out
+MAX_STUCK = 8  # stuck threads of one kind that are replaced
+MEMORY_SHARE = 1 / 4  # share of main memory that this process may use
+POLL_MS = 2  # while there is work
+BEAT_SECONDS = 0.5  # between heartbeats while there is work
 
 _NOT_INSTALLED = "structured output needs the package xgrammar, which cannot be imported here"
 
@@ -56,7 +56,7 @@ GrammarSpec = tuple[Grammar, Reasoning | None]
 
 
 class _Job:
-    """One grammar on its way through the compiler, and the outputs that wait for it."""
+    """A grammar to compile, and the outputs that wait for it."""
 
     def __init__(self, spec: GrammarSpec) -> None:
         self.spec = spec
@@ -70,7 +70,7 @@ class _Job:
         return self.compiled is not None or self.problem is not None
 
     def run(self, compiler: GrammarCompiler) -> None:
-        """In a thread of the compilers."""
+        """Compile, in a compiler thread."""
         self.started = time.monotonic()
         if not self.keys:
             self.problem = "nobody waits for it"
@@ -85,23 +85,23 @@ class _Job:
 
 
 class _Stream:
-    """One output that follows a grammar. It has at most one turn at a time, in whichever thread."""
+    """One output that follows a grammar. At most one thread works on it at a time: its turn."""
 
     def __init__(self, key: int, compiled: xgrammar.CompiledGrammar) -> None:
         self.key = key
         self.compiled = compiled
         self.matcher: GrammarMatcher | None = None  # made in the first turn
-        # for the turns to come: parts, and draft tokens behind them
+        # parts and draft tokens of the next turns
         self.waiting: deque[tuple[list[wire.Part], list[int]]] = deque()
         self.has_turn = False
-        self.turn_started: float | None = None  # monotonic seconds, once a thread is at it
+        self.turn_started: float | None = None  # monotonic seconds, once a thread has begun
         self.is_slow = False  # in its last turn
         self.is_open = False
 
 
 class GrammarServer:
-    """Answers one engine over `socket`, from one thread that never waits for long; others compile
-    and work out masks.
+    """Answers one engine from a thread that never blocks for long; other threads compile and
+    compute masks.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], setup: wire.Setup) -> None:
@@ -113,8 +113,8 @@ class GrammarServer:
         self._no_drafts_from = 0.0  # monotonic seconds
         self._jobs: dict[GrammarSpec, _Job] = {}
         self._streams: dict[int, _Stream] = {}
-        self._given_up: set[_Stream] = set()  # whose thread is still at it
-        self._taken: deque[tuple[_Stream, wire.NextMask]] = deque()  # turns that are over
+        self._given_up: set[_Stream] = set()  # whose thread is still busy
+        self._taken: deque[tuple[_Stream, wire.NextMask]] = deque()  # finished turns
         self._compiler: GrammarCompiler | None = None
         try:
             # seconds of import
@@ -149,7 +149,7 @@ class GrammarServer:
         return bool(self._jobs) or bool(self._given_up) or any(at_work)
 
     def serve(self) -> None:
-        """Until the engine says stop."""
+        """Serve until the engine stops it."""
         while True:
             if self._socket.poll(POLL_MS if self._is_busy else None):
                 frame = self._socket.recv()
@@ -230,8 +230,8 @@ class GrammarServer:
         self._collect()
 
     def _take_turns(self, turns: deque[tuple[_Stream, list[wire.Part], list[int]]]) -> None:
-        """Work out several masks, one after the other in each thread: to wake a thread costs more
-        than a quick mask.
+        """Compute several masks, in sequence per thread: waking a thread costs more than a quick
+        mask.
         """
         total = len(turns)
         over: list[None] = []
@@ -249,11 +249,11 @@ class GrammarServer:
             self._quick.submit(work)
         if not all_over.wait(SLOW_SECONDS):
             with suppress(IndexError):
-                while True:  # those behind a slow one
+                while True:  # those after a slow one
                     self._quick.submit(partial(self._turn, *turns.popleft()))
 
     def _take_turn(self, stream: _Stream) -> None:
-        """Let a thread work out the stream's next mask, unless one is at it."""
+        """Let a thread compute the stream's next mask, unless one is busy with it."""
         if stream.has_turn:
             return
         stream.has_turn, stream.turn_started = True, None
@@ -262,7 +262,7 @@ class GrammarServer:
         threads.submit(partial(self._turn, stream, parts, [] if stream.is_slow else drafts))
 
     def _turn(self, stream: _Stream, parts: list[wire.Part], drafts: list[int]) -> None:
-        """In a thread of its kind."""
+        """Compute a mask, in a thread."""
         started = stream.turn_started = time.monotonic()
         try:
             answer = self._next_mask(stream, parts, drafts)
@@ -294,7 +294,7 @@ class GrammarServer:
         )
 
     def _behind_drafts(self, matcher: GrammarMatcher, mask: Mask, drafts: list[int]) -> list[bytes]:
-        """What may come behind each of `drafts`, the first of which is to follow `mask`."""
+        """The masks after each of `drafts`, the first of which follows `mask`."""
         assert self._compiler is not None
         masks: list[bytes] = []
         num_taken = 0
@@ -310,13 +310,13 @@ class GrammarServer:
         return masks
 
     def _collect(self) -> None:
-        """Send what the threads have worked out."""
+        """Send the results of finished turns."""
         answers: list[wire.NextMask] = []
         while self._taken:
             stream, answer = self._taken.popleft()
             self._given_up.discard(stream)
             if self._streams.get(stream.key) is not stream:
-                continue  # closed or given up meanwhile
+                continue  # closed or given up
             stream.has_turn = False
             if stream.is_open:
                 answers.append(answer)
@@ -342,7 +342,7 @@ class GrammarServer:
             )
 
     def _end_slow_turns(self) -> None:
-        """Give up the outputs whose turn takes too long. Their threads go on, and are replaced."""
+        """Give up outputs whose turn takes too long. Their threads go on and are replaced."""
         now = time.monotonic()
         for stream in list(self._streams.values()):
             started = stream.turn_started
@@ -372,7 +372,7 @@ class GrammarServer:
 
 
 def main(address: str) -> int:
-    """Serve one engine until it says stop; the exit code of the process."""
+    """Serve one engine until it stops this process."""
     exit_with_parent()
     log.setup_as_parent()
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
@@ -385,7 +385,7 @@ def main(address: str) -> int:
         socket.bind(address)
         setup = msgspec.msgpack.decode(socket.recv(), type=wire.Setup)
         GrammarServer(socket, setup).serve()
-    exit_now(0)  # a compiler that is still at it would hold up an orderly end
+    exit_now(0)  # a busy compiler thread would delay an orderly end
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""What one output must follow: its grammar, as far as the process has answered, and the end of its
-reasoning.
-"""
+"""The constraints of one output: its grammar and the end of its reasoning."""
 
 from __future__ import annotations
 
@@ -17,26 +15,26 @@ from negamax.text.grammar.reasoning_gate import ReasoningGate
 
 @dataclass(eq=False)
 class RequestGrammar:
-    """What one output must follow."""
+    """The constraints of one output, as far as the grammar process has answered."""
 
     request: GenerateRequest
     key: int  # its name in the grammar process
     gate: ReasoningGate | None = None
     client: GrammarClient | None = None
-    is_open: bool = False  # as far as the grammar is concerned
-    refusal: str | None = None  # why it cannot be served, where that is the request's own fault
+    is_open: bool = False  # the grammar is compiled, or there is none
+    refusal: str | None = None  # why it cannot be served, if the request is at fault
     attempts: int = 0
-    # of the grammar: after all parts it has answered to, then behind draft tokens
+    # of the grammar: after all answered parts, then after each draft token
     masks: list[Mask] = field(default_factory=list)
-    # that the next step may verify, -1: none
+    # draft tokens that the next step may verify; -1: none
     drafts: list[int] = field(default_factory=list)
     num_asked: int = 0  # advances without an answer
-    asked: float = 0.0  # monotonic seconds, of the latest opening or advance
-    kept_back: frozenset[int] = frozenset()  # tokens that must not come within an open reasoning
+    asked: float = 0.0  # monotonic seconds, of the latest open or advance
+    kept_back: frozenset[int] = frozenset()  # tokens forbidden during reasoning
     has_ended: bool = False
     error: str | None = None
-    is_lost: bool = False  # the error is that its process is gone
-    is_late: bool = False  # a step went without it
+    is_lost: bool = False  # by the end of its process
+    is_late: bool = False  # a step ran without its mask
 
     @property
     def problem(self) -> str | None:
@@ -45,18 +43,18 @@ class RequestGrammar:
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the grammar has not begun yet."""
+        """Whether the grammar has not started yet."""
         return self.is_reasoning_at(self.gate)
 
     @property
     def is_awaited(self) -> bool:
-        """Whether the next token depends on an answer of the grammar process."""
+        """Whether the next token depends on an outstanding answer."""
         if self.num_asked == 0 or self.problem is not None or self.has_ended:
             return False
         return not self.is_reasoning and (self.gate is None or self.gate.due is None)
 
     def is_reasoning_at(self, gate: ReasoningGate | None) -> bool:
-        """The same, behind what `gate` has seen."""
+        """As `is_reasoning`, after what `gate` has seen."""
         reasoning = self.request.sampling.reasoning
         return (
             gate is not None
@@ -66,11 +64,11 @@ class RequestGrammar:
         )
 
     def push(self, token_id: int) -> int | bytes | None:
-        """Take a committed token; what of it belongs to the content."""
+        """Take a committed token. Return the part of it that belongs to the content."""
         return token_id if self.gate is None else self.gate.push(token_id)
 
     def take(self, answer: wire.NextMask) -> None:
-        """Take what the grammar process answers to an advance."""
+        """Take the answer to an advance."""
         self.num_asked -= 1
         if answer.error is not None and answer.mask is not None:
             self.refusal = answer.error

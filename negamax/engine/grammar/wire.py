@@ -1,6 +1,4 @@
-"""Messages between the engine and its grammar process: msgspec structs as MessagePack frames. An
-empty frame ends it.
-"""
+"""Messages between the engine and its grammar process, as MessagePack. An empty frame ends it."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import msgspec
 
 from negamax.config.grammar import Grammar, Reasoning
 
-Part = int | bytes  # of an output's content: a token, or text that came without a token of its own
+Part = int | bytes  # of the content: a token, or text without a token of its own
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -18,14 +16,14 @@ class Setup(msgspec.Struct, frozen=True):
     vocab_size: int  # of the model
     eos_token_ids: tuple[int, ...]
     num_threads: int
-    compile_seconds: float  # that one grammar may take
-    mask_seconds: float  # that one mask may take
-    draft_seconds: float  # after a message, in which masks behind draft tokens are begun
+    compile_seconds: float  # for one grammar
+    mask_seconds: float  # for one mask
+    draft_seconds: float  # after a message: time to begin masks after draft tokens
 
 
 # engine -> grammar process
 class OpenGrammar(msgspec.Struct, frozen=True, tag="open"):
-    """Compile, and follow an output by it under the name `key`."""
+    """Compile a grammar and follow an output by it, named `key`."""
 
     key: int
     grammar: Grammar
@@ -33,7 +31,7 @@ class OpenGrammar(msgspec.Struct, frozen=True, tag="open"):
 
 
 class AdvanceGrammars(msgspec.Struct, frozen=True, tag="advance"):
-    """Go on with each output by what it gained."""
+    """Advance outputs by their new parts."""
 
     parts: list[tuple[int, list[Part], list[int]]]  # key, parts, draft tokens that may follow
 
@@ -44,14 +42,12 @@ class CloseGrammars(msgspec.Struct, frozen=True, tag="close"):
 
 # grammar process -> engine
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """It lives: the first one says that the compiler is loaded, others that it is still at what it
-    was asked.
-    """
+    """The first: the compiler is loaded. Later ones: the process is still working."""
 
 
 class Overloaded(msgspec.Struct, frozen=True, tag="overloaded"):
-    """A thread is stuck in the library: this process should go when nobody needs it. One message
-    with the refusals of those who waited for that thread, so that none of them is tried again.
+    """A thread is stuck in the library: replace this process when no output needs it. Refuses
+    `keys`, which waited for that thread, in the same message, so that none is tried again.
     """
 
     keys: list[int]
@@ -60,22 +56,22 @@ class Overloaded(msgspec.Struct, frozen=True, tag="overloaded"):
 
 class GrammarOpened(msgspec.Struct, frozen=True, tag="opened"):
     key: int
-    mask: bytes  # what the content may begin with: bit i of byte j allows token 8 j + i
+    mask: bytes  # of the first token: bit i of byte j allows token 8 j + i
 
 
 class GrammarRefused(msgspec.Struct, frozen=True, tag="refused"):
     key: int
     message: str
-    is_timeout: bool = False  # it would take as long again
+    is_timeout: bool = False  # do not try again
 
 
 class NextMask(msgspec.Struct, frozen=True, array_like=True):
-    """What an output may go on with, after all parts that were sent."""
+    """The mask of an output after all parts that were sent."""
 
     key: int
     mask: bytes | None  # None: the grammar has ended
-    error: str | None = None  # with a mask: of the grammar itself, which allows no token here
-    # behind each of the draft tokens, as far as the grammar allows them and time is left
+    error: str | None = None  # with a mask: the grammar allows no token here
+    # after each draft token, as far as the grammar and the time allow
     behind_drafts: list[bytes] = []
 
 

@@ -1,1 +1,1 @@
-"""Engines whose ranks are spread over several machines."""
+"""Engines whose ranks run on several machines."""

@@ -1,5 +1,5 @@
-"""The agent of every node but the first. It joins node 0 and starts the ranks of its machine when
-node 0 says so. When it loses node 0, it ends these ranks and joins again.
+"""The agent of every node except node 0. It joins node 0 and starts its machine's ranks on request.
+When it loses node 0, it ends the ranks and joins again.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from negamax.worker.node_sockets import connect, tcp_endpoint
 
 logger = get_logger(__name__)
 
-SHUTDOWN_SECONDS = 5.0  # for ranks to end in order
+SHUTDOWN_SECONDS = 5.0  # for an orderly end of the ranks
 ABORT_SECONDS = 0.3  # for kernels that wait for other ranks to give up
 _POLL_MS = 50
 _RECONNECT_MS = 100
-_REMINDER_SECONDS = 10.0  # between log lines about node 0, and between attempts to find it
+_REMINDER_SECONDS = 10.0  # between log lines about node 0, and between attempts to reach it
 _LINGER_MS = 500
 _PROBE_SECONDS = 1.0
 
 
 class Agent:
-    """One node but the first. Everything runs in the thread that calls `run`."""
+    """The agent of one node. Everything runs in the thread that calls `run`."""
 
     def __init__(
         self,
@@ -57,9 +57,8 @@ class Agent:
         waits_again: bool = True,
         health: NodeHealth | None = None,
     ) -> None:
-        """`share`: what only this machine has; its file of heartbeats and its interface are filled
-        in here. Without `waits_again` the agent ends with the first ranks that it has started,
-        whatever ended them.
+        """`share`: what only this machine has; the agent adds its heartbeat file and interface.
+        Without `waits_again` the agent ends with the first ranks that it starts.
         """
         self._health = health
         self._options = options
@@ -80,14 +79,14 @@ class Agent:
         self._folder: PrivateFolder | None = None
         self._session = ""  # of node 0, until it knows that the ranks have ended
         self._ranks: LocalRanks | None = None
-        self._death: str | None = None  # why the ranks were ended here
+        self._death: str | None = None  # why this agent ended the ranks
         self._num_sent = 0
         self._last_heartbeat = 0
         self._neighbours = Neighbours("", {})
         self._is_stopped = False
 
     def run(self) -> None:
-        """Run until node 0 ends for good, or SIGINT or SIGTERM comes. Errors: `ConfigError` where
+        """Run until node 0 ends for good, or SIGINT or SIGTERM arrives. Errors: `ConfigError` if
         node 0 refuses this node.
         """
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -119,7 +118,7 @@ class Agent:
     # The connection to node 0
 
     def _connect(self) -> None:
-        """Connect to node 0, if its name can be resolved and there is a route to it."""
+        """Connect to node 0 once its name resolves and a route exists."""
         now = time.monotonic()
         if now < self._connected_at + wire.BEAT_SECONDS:
             time.sleep(_POLL_MS / 1000)
@@ -137,7 +136,7 @@ class Agent:
             self._place = place
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = _LINGER_MS
-        self._socket.immediate = True  # queue nothing while there is no connection
+        self._socket.immediate = True  # queue nothing while disconnected
         self._socket.reconnect_ivl = _RECONNECT_MS
         self._socket.heartbeat_ivl = 1000
         self._socket.heartbeat_timeout = 2000
@@ -154,7 +153,9 @@ class Agent:
             self._socket = self._datagrams = None
 
     def _check_silence(self, now: float) -> None:
-        """End the ranks once node 0 is silent for too long; then look for it now and then."""
+        """End the ranks when node 0 is silent for too long; then try to reach it from time
+        to time.
+        """
         seconds = self._silence.seconds(self._num_received)
         if self._ranks is not None and seconds > wire.SILENCE_SECONDS:
             logger.error("node 0 sends no heartbeat for %.1f s: the ranks end", seconds)
@@ -164,10 +165,9 @@ class Agent:
         elif self._socket is not None and seconds > wire.SILENCE_SECONDS and now > self._next_probe:
             self._next_probe = now + _REMINDER_SECONDS
             self._log_waiting(self._why_no_answer())
-            self._disconnect()  # its name may mean another address by now
+            self._disconnect()  # its name may resolve to another address now
 
     def _why_no_answer(self) -> str:
-        """Why node 0 does not answer."""
         address = (self._node_0, self._options.master_port)
         try:
             sockets.create_connection(address, timeout=_PROBE_SECONDS).close()
@@ -178,14 +178,14 @@ class Agent:
         )
 
     def _what_is_missing(self) -> str:
-        """Why this node is not ready, for probes: from another thread."""
+        """Return why this node is not ready. Called by another thread, for probes."""
         options = self._options
         if self._ranks is not None:
             return ""
         return f"waiting for node 0 at {options.master_addr}:{options.master_port}"
 
     def _log_waiting(self, reason: str) -> None:
-        """Log what is waited for: once, and again after some time."""
+        """Log why this node waits, once and then every `_REMINDER_SECONDS`."""
         options = self._options
         text = f"waiting for node 0 at {options.master_addr}:{options.master_port}"
         text += f" ({reason})" if reason else ""
@@ -196,7 +196,7 @@ class Agent:
     # Messages
 
     def _receive(self) -> None:
-        """Receive and handle what node 0 and the other agents have sent."""
+        """Receive and handle messages of node 0 and the other agents."""
         if self._socket is None:
             return
         self._socket.poll(_POLL_MS)
@@ -250,16 +250,14 @@ class Agent:
             self._leave_session()
 
     def _report(self) -> None:
-        """Tell node 0 how the ranks are, or ask it to start them."""
+        """Send heartbeats, or ask node 0 to start the ranks."""
         if self._session:
             self._send_heartbeats()
         elif self._place is not None and self._datagrams is not None:
             self._send_join(self._place, self._datagrams)
 
     def _send_heartbeats(self) -> None:
-        """Send a heartbeat to node 0, over the connection and as a datagram, and to the other
-        agents.
-        """
+        """Send a heartbeat to node 0, by TCP and UDP, and to the other agents."""
         node = self._options.node_rank
         rank, silence = (0, 0.0) if self._ranks is None else self._ranks.longest_silence()
         death = self._death or (None if self._ranks is None else self._ranks.death())
@@ -307,14 +305,14 @@ class Agent:
         self._logged = ""
 
     def _leave_session(self) -> None:
-        """End the ranks, if there are any, and join again."""
+        """End the ranks, if any, and join again."""
         if self._ranks is not None:
             self._end_ranks()
         self._session, self._death = "", None
 
     def _end_ranks(self, *, timeout: float = ABORT_SECONDS, death: str | None = None) -> None:
-        """End the ranks, those that still run after `timeout` seconds by force. `death`: the reason
-        to report to node 0, where it does not know of it.
+        """End the ranks; kill those that still run after `timeout` seconds. `death`: the reason to
+        report to node 0.
         """
         if self._ranks is not None:
             if timeout < SHUTDOWN_SECONDS:
@@ -335,9 +333,9 @@ def run_agent(
     waits_again: bool = True,
     health_address: tuple[str, int] | None = None,
 ) -> None:
-    """Run the agent of node `options.node_rank`, and answer probes at `health_address`.
-    `waits_again`: see `Agent`. Errors: those of `NodeHealth`, of the model's files, of a split that
-    does not fit this machine, and of `Agent.run`.
+    """Run the agent of node `options.node_rank` and answer probes at `health_address`. Errors:
+    those of `NodeHealth`, of the model's files, of a split that does not fit this machine, and of
+    `Agent.run`.
     """
     health = None if health_address is None else NodeHealth(*health_address)
     source = locate(options)

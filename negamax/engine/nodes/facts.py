@@ -1,4 +1,4 @@
-"""Facts that all nodes must have in common; they are compared before weights are read."""
+"""Facts that all nodes must agree on, compared before weights are read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from negamax.base import env
 from negamax.engine.core.source import ModelSource
 from negamax.options.engine import EngineOptions
 
-# options that each node may have its own of
+# options that may differ between nodes
 _OWN = frozenset(
     [
         "model",
@@ -37,15 +37,15 @@ _OWN = frozenset(
         "log_format",
         "show_progress",
         "crash_dump_dir",
-        "init_expert_location",  # node 0's counts
+        "init_expert_location",  # node 0's is used
     ]
 )
 _PACKAGES = ("torch", "triton", "msgspec", "pyzmq")
 
 
 def facts_of(options: EngineOptions, source: ModelSource, *, device: str) -> dict[str, str]:
-    """Facts by name: versions, digests of the code, of the model and of its list of tensors, and
-    the options that shape a step.
+    """Collect facts by name: versions, digests of the code, the model and its tensor list, and the
+    options that shape a step.
     """
     facts = {"Negamax": negamax.__version__, "code": _code_digest(), "device": device}
     facts |= {name: env.installed_version(name) or "none" for name in _PACKAGES}
@@ -62,7 +62,7 @@ def facts_of(options: EngineOptions, source: ModelSource, *, device: str) -> dic
 
 
 def differences(own: dict[str, str], others: dict[str, str], *, name: str) -> Iterator[str]:
-    """Facts in which node 0 (`own`) and another node, called `name`, differ."""
+    """Yield the facts in which node 0 (`own`) and node `name` differ."""
     for fact in dict.fromkeys([*own, *others]):
         here, there = own.get(fact, "unknown"), others.get(fact, "unknown")
         if here != there:
@@ -75,7 +75,6 @@ def _digest(value: object) -> str:
 
 
 def _code_digest() -> str:
-    """A digest of all Python files of the package."""
     found = hashlib.blake2b(digest_size=8)
     root = Path(negamax.__file__).parent
     for path in sorted(root.rglob("*.py")):

@@ -1,6 +1,4 @@
-"""Node 0's side: it waits for the agents of the other nodes, has them start their ranks and watches
-them.
-"""
+"""Node 0's side of a multi-node engine: meet the agents, start their ranks, watch them."""
 
 from __future__ import annotations
 
@@ -41,20 +39,20 @@ _HEARTBEAT_MS = 1000  # of ZeroMQ, which closes half-open connections
 
 @dataclass
 class _Node:
-    """One of the other nodes, as its agent reports it. Single writer: the thread that receives."""
+    """Another node, as its agent reports it. Single writer: the thread that receives."""
 
     number: int
     ranks: range
     route: bytes = b""  # ZeroMQ identity of its agent
-    connection: int = -1  # file descriptor of its latest message, as the monitor reports it
+    connection: int = -1  # file descriptor of its latest message, for the monitor
     disconnected_at: float = float("-inf")
     udp_address: Address | None = None
-    join: wire.Join | None = None  # the latest one; None: not joined, or gone again
+    join: wire.Join | None = None  # the latest; None: not joined, or gone again
     joined_at: float = 0.0
     last_beat: int = 0
     last_datagram: int = 0
-    num_signs: int = 0  # of life, over either way
-    num_frames: int = 0  # over its connection alone
+    num_signs: int = 0  # heartbeats over TCP and UDP
+    num_frames: int = 0  # messages over TCP
     silence: Silence = field(default_factory=Silence)
     stall: Silence = field(default_factory=Silence)
     death: str | None = None
@@ -66,20 +64,19 @@ class _Node:
         return f"node {self.number}" + (f" ({self.join.host})" if self.join else "")
 
     def is_agent(self, agent: str) -> bool:
-        """Whether that one has joined as this node."""
         return self.join is not None and self.join.agent == agent
 
     def start(self) -> None:
-        """Count silence from now on: its ranks are about to be started."""
+        """Count silence from now on."""
         self.last_beat = self.last_datagram = 0
         self.num_signs = self.num_frames = 1
         self.silence, self.stall = Silence(), Silence()
 
     def problem(self, now: float) -> str | None:
-        """Why the node counts as lost; None: it does not."""
+        """Return why the node counts as lost, or None."""
         silence = self.silence.seconds(self.num_signs)
         stall = self.stall.seconds(self.num_frames)
-        # until the first heartbeat only the connection is used
+        # before the first heartbeat only TCP is used
         limit = wire.SILENCE_SECONDS if self.last_beat else wire.STALL_SECONDS
         if now < self.disconnected_at + 2 * wire.DISCONNECTED_SECONDS:
             limit = wire.DISCONNECTED_SECONDS
@@ -91,17 +88,16 @@ class _Node:
 
 
 class NodeGroup:
-    """The ranks of all nodes but node 0, which is this one: a `Machine` of the executor. One object
-    per start of an engine.
+    """The ranks of all other nodes: a `Machine` of the executor. One object per start of an engine.
 
-    `meet` waits for the agents; from `start` on a thread of its own receives from them.
+    `meet` waits for the agents. After `start` a thread of its own receives from them.
     """
 
     def __init__(
         self, options: NodeOptions, layout: ParallelLayout, *, facts: dict[str, str]
     ) -> None:
-        """Listens from now on. Errors: `ConfigError` for an address or interface that cannot be
-        used, `ResourceError` for ports that are taken.
+        """Listen. Errors: `ConfigError` for an unusable address or interface, `ResourceError` for
+        used ports.
         """
         self.ranks = range(layout.ranks_per_node, layout.world_size)
         self._facts = facts
@@ -116,7 +112,7 @@ class NodeGroup:
         self._thread: threading.Thread | None = None
         self._folder = PrivateFolder()
         reader, writer = os.pipe()
-        # the reading end is closed once a node is lost: pollers of the other end get POLLERR
+        # a lost node closes the reading end: pollers of the writing end get POLLERR
         self._alarm = os.fdopen(reader, "rb", 0), os.fdopen(writer, "wb", 0)
         self._context = zmq.Context()
         ports = itertools.count(options.master_port)
@@ -141,7 +137,7 @@ class NodeGroup:
         self._log_ports(all_ports)
 
     def _addresses(self, layout: ParallelLayout, ports: Iterator[int]) -> RankAddresses:
-        """The endpoints of all ranks: Unix sockets where both ends are on this machine."""
+        """The endpoints of all ranks: Unix sockets if both ends are on this machine."""
         own, address = self._folder.path, self._place.address
         local = RankAddresses.local(own, layout)
         rendezvous = tcp_endpoint(address, next(ports))
@@ -173,8 +169,8 @@ class NodeGroup:
     # The start
 
     def meet(self, check: Callable[[], None] = lambda: None) -> None:
-        """Wait until every node has an agent, however long that takes. `check` is called
-        repeatedly, and raises once an agent will never come.
+        """Wait until every node has joined. `check` is called repeatedly; it raises if an agent
+        will never come.
         """
         logged_at, logged = float("-inf"), ""
         while True:
@@ -195,7 +191,6 @@ class NodeGroup:
         logger.info("all nodes are there: %s", ", ".join(node.name for node in self._nodes))
 
     def start(self) -> None:
-        """See `Machine`. All agents have joined."""
         for node in self._nodes:
             node.start()
             self._send_start(node)
@@ -223,13 +218,13 @@ class NodeGroup:
         return node.rank, node.rank_silence
 
     def abort(self) -> None:
-        """See `Machine`. Agents do that themselves before they end their ranks."""
+        """Do nothing: agents abort their ranks before they end them."""
 
     def expect_end(self) -> None:
         self._is_ending = True
 
     def stop(self, *, timeout: float, restarts: bool) -> None:
-        """See `Machine`. Agents end the ranks; they wait for the next engine if it `restarts`."""
+        """Let the agents end the ranks. With `restarts` they wait for the next engine."""
         self.expect_end()
         reason = self.death() or ("the engine is started again" if restarts else "node 0 ends")
         self._stop = wire.Stop(reason, for_good=not restarts)
@@ -238,7 +233,6 @@ class NodeGroup:
         self.close()
 
     def close(self) -> None:
-        """Give everything back."""
         self._context.destroy(linger=0)
         if self._datagrams is not None:
             self._datagrams.close()
@@ -247,7 +241,7 @@ class NodeGroup:
         self._folder.remove()
 
     def _watch(self) -> None:
-        """The thread: send and receive heartbeats until `stop`."""
+        """Send and receive heartbeats until `stop`."""
         next_beat = 0.0
         while self._stop is None:
             self._receive(_POLL_SECONDS)
@@ -260,14 +254,14 @@ class NodeGroup:
                     self._lost(node, wrong)
         for node in self._nodes:
             self._send(node.route, self._stop)
-        # wait: an agent loses what it has not read once the connection is closed
+        # an agent loses unread messages once the connection is closed
         wait = _LEAVE_SECONDS if self._stop.for_good else _POLL_SECONDS
         deadline = time.monotonic() + wait
         while any(node.join for node in self._nodes) and time.monotonic() < deadline:
             self._receive(_POLL_SECONDS)
 
     def _send_heartbeats(self) -> None:
-        """Tell all agents that node 0 lives, or that the ranks are to end."""
+        """Send heartbeats, or the reason why the ranks must end, to all agents."""
         self._num_sent += 1
         reason = self.death()
         message = wire.Node0Heartbeat(self._session, self._num_sent, reason)
@@ -287,7 +281,7 @@ class NodeGroup:
     # Messages
 
     def _receive(self, seconds: float) -> None:
-        """Receive and handle what agents send, for at most so many seconds."""
+        """Receive and handle messages of agents for at most `seconds`."""
         if self._socket.poll(round(1000 * seconds)):
             with contextlib.suppress(zmq.Again):
                 while True:
@@ -334,7 +328,7 @@ class NodeGroup:
                 self._lost(node, f"{node.name} was stopped")
             node.join = None
         else:
-            node.route, node.connection = route, connection  # they change when it reconnects
+            node.route, node.connection = route, connection  # both change when it reconnects
             node.num_frames += 1
             self._handle_heartbeat(node, message)
 
@@ -347,7 +341,7 @@ class NodeGroup:
                 self._handle_heartbeat(node, beat)
 
     def _handle_heartbeat(self, node: _Node, beat: wire.AgentHeartbeat) -> None:
-        """A heartbeat of this session; skipped where a later one has overtaken it."""
+        """Take a heartbeat of this session, unless a later one has overtaken it."""
         if beat.number <= node.last_beat:
             return
         node.last_beat = beat.number
@@ -372,7 +366,7 @@ class NodeGroup:
         if self._thread is not None:
             if node.last_beat:
                 self._lost(node, f"{node.name} has lost its ranks")
-            else:  # it was sent before `Start` arrived, or `Start` was lost with its connection
+            else:  # `Start` has not arrived yet, or was lost with its connection
                 node.num_signs += 1
                 self._send_start(node)
             return
@@ -393,7 +387,7 @@ class NodeGroup:
         self._send(node.route, wire.Start(self._session, first, last, addresses, others))
 
     def _send(self, route: bytes, message: wire.FromNode0) -> None:
-        """To one agent; dropped where it is gone."""
+        """Send to one agent; dropped if it is gone."""
         with contextlib.suppress(zmq.ZMQError):
             self._socket.send_multipart([route, wire.encoder.encode(message)], zmq.NOBLOCK)
 
@@ -405,7 +399,7 @@ def start_on_nodes(
     facts: dict[str, str],
     check: Callable[[], None] = lambda: None,
 ) -> MultiProcessExecutor:
-    """Wait for all nodes and start the ranks. `check`: see `NodeGroup.meet`. Errors: those of
+    """Wait for all nodes and start the ranks. `check`: as of `NodeGroup.meet`. Errors: those of
     `check`, of `NodeGroup` and of the executor.
     """
     group = NodeGroup(options, config.layout, facts=facts)

@@ -1,4 +1,4 @@
-"""/livez, /readyz and /health of a node without the API: for probes, as Kubernetes has them."""
+"""/livez, /readyz and /health of a node without the API, for Kubernetes probes."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-# without a turn of its loop an agent does not live; the longest one asks for the name of node 0
+# an agent whose loop stands still for longer is dead; resolving node 0's name takes the longest
 STILL_SECONDS = 60.0
-_REQUEST_SECONDS = 2.0  # in which a request must have come
-_MOST_BYTES = 8192  # of its head
+_REQUEST_SECONDS = 2.0  # for a request to arrive
+_MOST_BYTES = 8192  # of a request's head
 _PATHS = ("/livez", "/readyz", "/health")
 
 
 class NodeHealth:
-    """Answers HTTP in a thread of its own, over connections of one answer each. No key is asked
-    for: an answer says nothing but how this node is.
+    """Answers HTTP in a thread, one answer per connection. No API key is needed: answers hold only
+    this node's state.
     """
 
     def __init__(self, host: str, port: int) -> None:
-        """Listens from now on; port 0: at a free one. Errors: `ConfigError` for a host that is not
-        this machine's, `ResourceError` for a port that is taken.
+        """Listen; port 0: any free port. Errors: `ConfigError` for a host that is not this
+        machine's, `ResourceError` for a used port.
         """
-        self._turned_at: float | None = None  # before the first turn it reads the model's files
+        self._turned_at: float | None = None  # None: the agent still reads the model's files
         self._missing: Callable[[], str] = lambda: "it starts"
         self._listener = _listen(host, port)
         self.port: int = self._listener.getsockname()[1]
@@ -39,11 +39,11 @@ class NodeHealth:
         threading.Thread(target=self._run, name="health", daemon=True).start()
 
     def watch(self, missing: Callable[[], str]) -> None:
-        """Ask `missing` for readiness: it says why the node is not ready, "" where it is."""
+        """Use `missing` for readiness: it returns why the node is not ready, or ""."""
         self._missing = missing
 
     def turn(self) -> None:
-        """Called at each turn of the agent's loop."""
+        """Note a turn of the agent's loop."""
         self._turned_at = time.monotonic()
 
     def _run(self) -> None:
@@ -60,7 +60,7 @@ class NodeHealth:
                 writer.write(self._answer_to(head))
                 await writer.drain()
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # it was no request, or nobody waits for the answer
+            pass  # an invalid request, or the client is gone
         finally:
             writer.close()
 

@@ -1,4 +1,4 @@
-"""Heartbeats between agents: node 0 cannot see when two other nodes do not reach each other."""
+"""Heartbeats between agents. Node 0 cannot see when two other nodes do not reach each other."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ from negamax.engine.nodes import wire
 
 
 class Neighbours:
-    """The other agents of one session. Single user: a thread that asks several times a second."""
+    """The other agents of one session. Single user: a thread that looks several times a second."""
 
     def __init__(self, session: str, addresses: Mapping[int, tuple[str, int]]) -> None:
-        """`addresses`: host and UDP port of each, by its number."""
+        """`addresses`: host and UDP port by node."""
         self.addresses = addresses
         self._session = session
         self._numbers = dict.fromkeys(addresses, 0)  # of the latest heartbeat of each
         self._silences = {node: Silence() for node in addresses}
 
     def receive(self, message: wire.PeerHeartbeat) -> None:
-        """Take a heartbeat in."""
         node, number = message.node, message.number
         if message.session == self._session and number > self._numbers.get(node, number):
             self._numbers[node] = number
 
     def lost(self) -> str | None:
-        """Which node sent heartbeats and has stopped; None: none. One that never sent any may be
-        behind a firewall, and is left to node 0.
+        """Return which node has stopped to send heartbeats, or None. A node that never sent any may
+        be behind a firewall; node 0 watches it.
         """
         for node, silence in self._silences.items():
             seconds = silence.seconds(self._numbers[node])

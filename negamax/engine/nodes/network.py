@@ -14,7 +14,7 @@ from negamax.base import env
 from negamax.base.errors import ConfigError, ResourceError
 from negamax.options.nodes import NodeOptions
 
-# of other libraries, in this order; NCCL may say "=eth0", and both may list several
+# of other libraries, in order of precedence; NCCL allows "=eth0" and both allow lists
 _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SIOCGIFADDR = 0x8915
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -22,7 +22,7 @@ _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 @dataclass(frozen=True)
 class Place:
-    """A machine's place in the network of the nodes."""
+    """A machine's address in the nodes' network."""
 
     address: str
     interface: str
@@ -33,11 +33,11 @@ class Place:
 
 
 class UnreachableError(Exception):
-    """Node 0 cannot be found, or there is no way to it; that may change."""
+    """Node 0 cannot be resolved or reached; that may change."""
 
 
 def resolve(host: str) -> str:
-    """The address of `host`. Errors: `UnreachableError`."""
+    """Resolve `host` to an address. Errors: `UnreachableError`."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
@@ -46,7 +46,7 @@ def resolve(host: str) -> str:
 
 
 def place_of_node_0(options: NodeOptions) -> Place:
-    """Node 0's place: it has the address that all nodes are given. Errors: `ConfigError`."""
+    """Find node 0's place: the address that all nodes are given. Errors: `ConfigError`."""
     host = options.master_addr or ""
     try:
         address = resolve(host)
@@ -78,7 +78,7 @@ def place_of_node_0(options: NodeOptions) -> Place:
 
 
 def place_of_agent(options: NodeOptions, node_0: str) -> Place:
-    """The place of another node; `node_0` is the address of node 0. Errors: `ConfigError`,
+    """Find the place of another node; `node_0`: node 0's address. Errors: `ConfigError`,
     `UnreachableError`.
     """
     own = _addresses()
@@ -106,7 +106,7 @@ def place_of_agent(options: NodeOptions, node_0: str) -> Place:
 
 
 def check_ports(address: str, ports: Sequence[int]) -> None:
-    """Errors: `ResourceError` for one that somebody listens on."""
+    """Errors: `ResourceError` for a used port."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for port in ports:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -125,7 +125,7 @@ def check_ports(address: str, ports: Sequence[int]) -> None:
 
 
 def ephemeral_ports() -> str:
-    """The range that the system chooses ports from, as gloo and NCCL have it do."""
+    """The range from which the system assigns ports to gloo and NCCL."""
     try:
         return "-".join(_PORT_RANGE.read_text().split())
     except OSError:
@@ -133,9 +133,7 @@ def ephemeral_ports() -> str:
 
 
 def _named_interface(options: NodeOptions) -> tuple[str | None, str]:
-    """The interface that somebody chose, and how. Errors: `ConfigError` for one that is not
-    there.
-    """
+    """The interface that the user named, and where. Errors: `ConfigError` for an unknown one."""
     found = [("--interface", options.interface or "")]
     found += [(name, env.get(name) or "") for name in _VARIABLES]
     for reason, value in found:
@@ -143,7 +141,7 @@ def _named_interface(options: NodeOptions) -> tuple[str | None, str]:
         if not name or name.startswith("^"):
             continue
         known = [each for _, each in socket.if_nameindex()]
-        # the others' variables may name the beginning
+        # the libraries' variables may hold a prefix
         fitting = [name] if name in known else [each for each in known if each.startswith(name)]
         if not fitting or (reason == "--interface" and name not in known):
             raise ConfigError(
@@ -155,7 +153,7 @@ def _named_interface(options: NodeOptions) -> tuple[str | None, str]:
 
 
 def _addresses() -> dict[str, list[str]]:
-    """The addresses of each interface: one of IPv4, and those of IPv6."""
+    """The addresses of each interface: one IPv4, all IPv6."""
     found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
         for name, addresses in found.items():

@@ -1,5 +1,5 @@
-"""Chooses the number of machines of a Ray cluster for the ranks of an engine, and explains why
-there is no room. Plain numbers: Ray itself is not needed.
+"""Choose how many machines of a Ray cluster run an engine's ranks, or explain why there is no room.
+Does not import Ray.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ _SHOWN_NODES = 16  # in a refusal
 
 @dataclass(frozen=True)
 class Resources:
-    """What Ray counts of a machine."""
+    """The resources of a machine that Ray counts."""
 
     gpus: float
     cpus: float
 
     def holds(self, asked: Resources) -> bool:
-        """Whether there is as much as `asked`."""
         return self.gpus >= asked.gpus and self.cpus >= asked.cpus
 
     def __str__(self) -> str:
@@ -33,7 +32,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class ClusterNode:
-    """A machine of the cluster: all that it has, and what nobody has reserved."""
+    """A machine of the cluster, with its total and its unreserved resources."""
 
     id: str
     address: str
@@ -48,7 +47,7 @@ class ClusterNode:
 
 @dataclass(frozen=True)
 class Placement:
-    """What an engine asks a cluster for. `own` is the machine that serves, and node 0."""
+    """What an engine asks a cluster for. `own`: the machine that serves, which is node 0."""
 
     options: EngineOptions
     nodes: tuple[ClusterNode, ...]
@@ -56,14 +55,14 @@ class Placement:
 
     @property
     def device(self) -> str:
-        """ "cuda" or "cpu"; where nobody has said it, GPUs count if the cluster has any."""
+        """ "cuda" or "cpu". With device "auto": "cuda" if the cluster has GPUs."""
         asked = self.options.device
         has_gpus = any(node.total.gpus for node in self.nodes)
         return ("cuda" if has_gpus else "cpu") if asked == "auto" else asked
 
     @property
     def master_addr(self) -> str:
-        """The address of node 0, unless the user says another one."""
+        """The address of node 0, unless the user gives one."""
         return self.options.master_addr or (
             "127.0.0.1" if self.is_on_loopback else self.own.address
         )
@@ -74,22 +73,22 @@ class Placement:
         return ipaddress.ip_address(self.own.address).is_loopback
 
     def share(self, count: int) -> Resources:
-        """What each of `count` nodes needs: a GPU and a CPU for each rank, or its threads."""
+        """The resources of each of `count` nodes: a GPU and a CPU per rank, or its threads."""
         ranks = self.options.parallel.num_ranks // count
         if self.device == "cuda":
             return Resources(gpus=ranks, cpus=ranks)
         return Resources(gpus=0, cpus=ranks * (self.options.num_threads or 1))
 
     def counts(self) -> list[int]:
-        """The numbers of nodes that the ranks may be spread over, the smallest first."""
+        """The allowed numbers of nodes, smallest first."""
         return [count for count in self._divisors() if self._objection(count) is None]
 
     def choose(self) -> int | None:
-        """The fewest nodes that there is room for now; None: there is none."""
+        """The fewest nodes with room now, or None."""
         return next((count for count in self.counts() if self._fits(count)), None)
 
     def refusal(self, seconds: float) -> ResourceError:
-        """Why there is no room after `seconds`: what is wanted, and what there is."""
+        """The error when there is no room after `seconds`."""
         return ResourceError(
             f"Ray has no room for {self.options.parallel.num_ranks} ranks after {seconds:g} s: "
             f"wanted {self.demand}; available {self.available}",
@@ -98,7 +97,7 @@ class Placement:
 
     @property
     def demand(self) -> str:
-        """What is asked for, as text."""
+        """The requested resources as text."""
         found = []
         for count in self.counts():
             each = "" if count == 1 else f"{count} machines with "
@@ -107,7 +106,7 @@ class Placement:
 
     @property
     def available(self) -> str:
-        """What each machine has, as text."""
+        """The available resources of each machine as text."""
         others = [str(node) for node in self.nodes if node.id != self.own.id]
         listed = [f"this machine {self.own}", *others[: _SHOWN_NODES - 1]]
         more = len(others) + 1 - len(listed)
@@ -121,7 +120,7 @@ class Placement:
         yield from (count for count in range(1, min(ranks, MOST_NODES) + 1) if ranks % count == 0)
 
     def _objection(self, count: int) -> ConfigError | None:
-        """The error of the options for so many nodes; None: the ranks may be spread over them."""
+        """The error of the options for `count` nodes; None: they fit."""
         try:
             replace(self.options.nodes, nnodes=count).check(self.options.parallel)
         except ConfigError as error:
@@ -129,7 +128,7 @@ class Placement:
         return None
 
     def _fits(self, count: int, *, one_day: bool = False) -> bool:
-        """Whether there is room; `one_day`: once all that others use is free."""
+        """Whether there is room; `one_day`: once others release theirs."""
         share = self.share(count)
         room = [
             node.id
@@ -139,7 +138,6 @@ class Placement:
         return self.own.id in room and len(room) >= count
 
     def _remedy(self) -> str:
-        """What would help."""
         counts = self.counts()
         if any(self._fits(count, one_day=True) for count in counts):
             return "others use what is missing: end them, or raise --ray-placement-timeout"
@@ -156,9 +154,7 @@ class Placement:
 
 
 def placement_of(options: EngineOptions, nodes: Sequence[ClusterNode], own_id: str) -> Placement:
-    """What machine `own_id` of the cluster asks for. Errors: `ResourceError` where the cluster does
-    not have it.
-    """
+    """The request of machine `own_id`. Errors: `ResourceError` if the cluster lacks it."""
     own = next((node for node in nodes if node.id == own_id), None)
     if own is None:
         raise ResourceError(

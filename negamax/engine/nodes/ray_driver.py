@@ -1,9 +1,9 @@
 """The process that talks to Ray: `python -m negamax.engine.nodes.ray_driver FD`, started by
-`ray_launcher`. It is the only module that imports Ray.
+`ray_launcher`. No other module imports Ray.
 
-The first line of its standard input is `EngineOptions`; what it says goes to the open file FD:
-`Placed`, and `Failed` where it cannot go on. When its standard input ends it ends the agents,
-removes the placement group and leaves the cluster.
+The first line of its standard input is `EngineOptions`. It writes `Placed`, or `Failed`, to the
+open file FD. When its standard input ends, it ends the agents, removes the placement group and
+leaves the cluster.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ logger = get_logger("negamax.engine.nodes.ray_driver")  # also where it is __mai
 
 _CURRENT = "ray/ray_current_cluster"  # where `ray start` writes its address
 _PROBE_SECONDS = 5.0
-_POLL_SECONDS = 0.5  # between two looks for room
-_GROUP_SECONDS = 5.0  # in which Ray reserves what it has shown to be free
+_POLL_SECONDS = 0.5  # between attempts to find room
+_GROUP_SECONDS = 5.0  # for Ray to reserve free resources
 _REMINDER_SECONDS = 10.0
-_LEAVE_SECONDS = 1.0  # for agents that node 0 has told to end
-_END_SECONDS = 10.0  # for everything, once standard input has ended
-# of a cluster that is started here; nobody stores objects in it
+_LEAVE_SECONDS = 1.0  # for agents that node 0 told to end
+_END_SECONDS = 10.0  # for everything after the end of standard input
+# options of a cluster that is started here; it stores no objects
 _OWN_CLUSTER = {"include_dashboard": False, "object_store_memory": 100 * 2**20}
-_MAX_MESSAGE = 300  # characters of what Ray says
-_PIN = 0.001  # of a node's own resource, which pins a bundle to it
+_MAX_MESSAGE = 300  # characters of Ray's messages
+_PIN = 0.001  # of a node's own resource; pins a bundle to the node
 
 
 class Driver:
-    """Machines and agents of one engine. Everything that asks Ray is in the thread that calls."""
+    """Machines and agents of one engine. The calling thread alone talks to Ray."""
 
     def __init__(self, options: EngineOptions, stop: threading.Event) -> None:
-        """`stop` is set once nobody wants the machines any more."""
+        """`stop` is set once the engine has ended."""
         self._options = options
         self._stop = stop
         self.is_connected = False
@@ -60,11 +60,11 @@ class Driver:
         self._places: list[ActorPlace] = []
 
     def connect(self) -> None:
-        """Join the cluster that there is, or start one of this machine. Errors: `ConfigError`."""
+        """Join the running cluster, or start one of this machine. Errors: `ConfigError`."""
         env.set_default("RAY_USAGE_STATS_ENABLED", "0")
         address = find_cluster()
         if address is None:
-            # Ray would listen on all interfaces where it might get other nodes
+            # else Ray listens on all interfaces
             env.set_variable("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
             logger.info("no Ray cluster runs here: one is started, of this machine alone")
         import ray
@@ -83,13 +83,13 @@ class Driver:
         _ignore_signals()
 
     def place(self) -> Placement:
-        """Reserve machines, and have an actor on each. Errors: `ResourceError`."""
+        """Reserve machines and start an actor on each. Errors: `ResourceError`."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         placement, count = self._reserve()
         share = placement.share(count)
-        # on node 0 it has nothing to do but hold this machine's GPUs
+        # node 0's actor only holds this machine's GPUs
         self._actors = [
             ray.remote(RayAgent)
             .options(
@@ -118,7 +118,6 @@ class Driver:
         return placement
 
     def placed(self, placement: Placement) -> Placed:
-        """What node 0 needs to know."""
         has_gpus = placement.device == "cuda"
         interface = LOOPBACK if placement.is_on_loopback else None
         return Placed(
@@ -130,7 +129,7 @@ class Driver:
         )
 
     def run_agents(self, placed: Placed) -> Iterator[str]:
-        """Run the agents until `stop`; yields a message for each that ends before."""
+        """Run the agents until `stop`; yield a message for each that ends before."""
         import ray
 
         variables = carried_variables()
@@ -157,7 +156,7 @@ class Driver:
             ray.wait(list(runs), num_returns=len(runs), timeout=_LEAVE_SECONDS)
 
     def close(self) -> None:
-        """Give everything back."""
+        """Kill the actors, remove the placement group and leave the cluster."""
         if not self.is_connected:
             return
         import ray
@@ -169,7 +168,7 @@ class Driver:
         ray.shutdown()
 
     def _reserve(self) -> tuple[Placement, int]:
-        """Machines for as many nodes as there is room for. Errors: `ResourceError`."""
+        """Reserve machines once there is room. Errors: `ResourceError`."""
         import ray
 
         seconds = self._options.ray_placement_timeout
@@ -201,8 +200,8 @@ class Driver:
 
 
 def find_cluster() -> str | None:
-    """The address in RAY_ADDRESS, or of the cluster that `ray start` has joined this machine to;
-    None: there is none. Errors: `ConfigError` for one that does not answer.
+    """The address in RAY_ADDRESS, or of the cluster that `ray start` joined, or None. Errors:
+    `ConfigError` for a cluster that does not answer.
     """
     given = env.get("RAY_ADDRESS") or ""
     if given == "local":
@@ -238,7 +237,6 @@ def _answers(address: str) -> bool:
 
 
 def cluster_nodes() -> list[ClusterNode]:
-    """The live machines of the cluster, and what they have."""
     import ray
     from ray._private.state import available_resources_per_node
 
@@ -256,7 +254,7 @@ def cluster_nodes() -> list[ClusterNode]:
 
 
 def with_whole_paths(options: EngineOptions) -> EngineOptions:
-    """The same options with absolute paths, for processes with another current folder."""
+    """Make paths absolute, for processes with another current folder."""
 
     def whole(path: str | None) -> str | None:
         return str(Path(path).absolute()) if path and Path(path).exists() else path
@@ -289,20 +287,22 @@ def _runtime_env() -> dict[str, Any]:
 
 
 def _last_line(error: Exception) -> str:
-    """The last line of what Ray says, which names the cause."""
+    """The last line of Ray's message, which names the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1][:_MAX_MESSAGE] if lines else type(error).__name__
 
 
 def _ignore_signals() -> None:
-    """They are the parent's business, as of any child; Ray has handlers of its own."""
+    """Ignore signals that the parent handles. Ray installs its own handlers, so call this
+    after it.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 
 def _watch_parent(driver: Driver, stop: threading.Event) -> None:
-    """Set `stop` once standard input has ended, and end this process if that takes too long, or
-    while it still waits for a cluster that does not answer.
+    """Set `stop` when standard input ends. Then end this process if it is not connected yet, or
+    after `_END_SECONDS`.
     """
     while os.read(0, 4096):
         pass
@@ -313,9 +313,9 @@ def _watch_parent(driver: Driver, stop: threading.Event) -> None:
 
 
 def main(fd: int) -> int:
-    """Hold the machines until standard input ends; the exit code of the process."""
+    """Hold the machines until standard input ends. Return the exit code."""
     _ignore_signals()
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Ray prints what its workers print
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Ray prints its workers' output
     log.setup_as_parent()
     options = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineOptions)
     stop = threading.Event()

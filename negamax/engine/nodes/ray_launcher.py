@@ -1,5 +1,5 @@
-"""The engine's side of Ray. A separate process asks Ray for machines, has the agents started on
-them, and gives everything back when the engine ends for whatever reason.
+"""The engine's side of Ray. A child process reserves machines, starts the agents on them, and
+releases everything when the engine ends, for whatever reason.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from negamax.options.nodes import KEY_VARIABLE, MP, RAY
 logger = get_logger(__name__)
 
 DRIVER_MODULE = "negamax.engine.nodes.ray_driver"
-# beside --ray-placement-timeout: to import Ray, to reach or start a cluster, and to start actors
+# in addition to --ray-placement-timeout: to import Ray, reach or start a cluster, start actors
 CONNECT_SECONDS = 60.0
-_CLOSE_SECONDS = 3.0  # for what Ray has started to end; the process goes on by itself
+_CLOSE_SECONDS = 3.0  # for Ray's processes to end; the driver goes on by itself
 
 
 class Placed(msgspec.Struct, frozen=True, tag="placed"):
-    """Ray has room, and the agents start."""
+    """Machines are reserved and the agents start."""
 
     nnodes: int
     device: str
     master_addr: str
     interface: str | None
-    variables: dict[str, str]  # of the environment, which show this machine's GPUs
+    variables: dict[str, str]  # of the environment, that show this machine's GPUs
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """Nothing will come of it."""
+    """The driver cannot go on."""
 
     message: str
     exit_code: int
@@ -48,7 +48,7 @@ FromDriver = Placed | Failed
 
 
 def check_installed(options: EngineOptions) -> None:
-    """Errors: `ConfigError` where Ray is asked for and not installed."""
+    """Errors: `ConfigError` if Ray is asked for and not installed."""
     if options.distributed_executor_backend == RAY and find_spec("ray") is None:
         raise ConfigError(
             "--distributed-executor-backend ray needs Ray, which is not installed",
@@ -57,17 +57,17 @@ def check_installed(options: EngineOptions) -> None:
 
 
 class RayLauncher:
-    """Machines that Ray has reserved, until `close`. One object for each start of an engine."""
+    """Machines reserved by Ray, until `close`. One object for each start of an engine."""
 
     def __init__(self, options: EngineOptions) -> None:
-        """Waits until Ray has room. From then on this process sees the GPUs that Ray gives it.
-        Errors: `ConfigError` where Ray is not installed or cannot be reached, `ResourceError`
-        where it has no room in time.
+        """Wait until Ray has room. From then on this process sees only the GPUs that Ray assigns.
+        Errors: `ConfigError` if Ray is not installed or cannot be reached, `ResourceError` if it
+        has no room in time.
         """
         check_installed(options)
-        env.set_default(KEY_VARIABLE, secrets.token_hex(32))  # the agents are told it
+        env.set_default(KEY_VARIABLE, secrets.token_hex(32))  # sent to the agents
         reader, writer = os.pipe()
-        self._messages = os.fdopen(reader, "rb", 0)  # `select` knows of no buffer
+        self._messages = os.fdopen(reader, "rb", 0)  # unbuffered, for `select`
         self._driver = Supervised(DRIVER_MODULE, str(writer), own_group=True, pass_fds=[writer])
         os.close(writer)
         try:
@@ -81,18 +81,18 @@ class RayLauncher:
         self.options = planned(options, placed)
 
     def check(self) -> None:
-        """Errors: `ConfigError` with the words of an agent that has ended, or of Ray."""
+        """Errors: `ConfigError` with the message of an agent that has ended, or of Ray."""
         if select.select([self._messages], [], [], 0.0)[0]:
             self._receive(0.0)
 
     def close(self) -> None:
-        """Give the machines back, and wait a while for what Ray has started to end."""
+        """Release the machines and wait briefly for Ray's processes to end."""
         self._driver.pipe.close()
         self._driver.wait(_CLOSE_SECONDS)
         self._messages.close()
 
     def _receive(self, seconds: float) -> Placed:
-        """Wait for the word of the other process. Errors: as of `__init__`."""
+        """Wait for a message of the driver. Errors: as of `__init__`."""
         if not select.select([self._messages], [], [], seconds)[0]:
             raise ResourceError(
                 f"Ray does not answer within {seconds:g} s", hint="look at `ray status`"
@@ -109,7 +109,7 @@ class RayLauncher:
 
 
 def planned(options: EngineOptions, placed: Placed, *, node: int = 0) -> EngineOptions:
-    """The options with which `node` is one of several machines, however it was started."""
+    """The options that make `node` one of the placed machines."""
     return replace(
         options,
         nnodes=placed.nnodes,

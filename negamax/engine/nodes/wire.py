@@ -1,5 +1,5 @@
-"""Messages between node 0 and the agents of the other nodes, as MessagePack. Heartbeats between
-them are sent twice, over the connection and as a datagram, under the same growing `number`.
+"""Messages between node 0 and the agents, as MessagePack. Heartbeats are sent twice, by TCP and by
+UDP, with the same increasing `number`.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ import msgspec
 from negamax.worker.config import RankAddresses
 
 BEAT_SECONDS = 0.2  # between two heartbeats, both ways
-# Without a heartbeat for so long the other end counts as dead. Clients see an error within 3 s.
+# Without a heartbeat for this time the other end counts as dead. Clients see an error within 3 s.
 SILENCE_SECONDS = 2.0
-DISCONNECTED_SECONDS = 1.0  # likewise, once its connection was closed
-# Likewise between two agents; longer, so that node 0 is the first to notice a node that is gone.
+DISCONNECTED_SECONDS = 1.0  # the same, after its connection was closed
+# The same between two agents. Longer, so that node 0 is the first to notice a dead node.
 NEIGHBOUR_SECONDS = 2.4
-STALL_SECONDS = 10.0  # without a message over the connection, while datagrams arrive
+STALL_SECONDS = 10.0  # without a message over TCP, while datagrams arrive
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """An agent asks for its ranks to be started; it repeats that until it gets `Start`."""
+    """An agent asks to start its ranks, repeatedly until it gets `Start`."""
 
     node: int
     agent: str  # id of the agent process
@@ -29,19 +29,19 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
 
 
 class AgentHeartbeat(msgspec.Struct, frozen=True, tag="beat"):
-    """From an agent with ranks to node 0: they live, or one of them does not."""
+    """From an agent with ranks to node 0; `death`: how a rank ended."""
 
     node: int
     agent: str
     session: str
     number: int
     death: str | None
-    rank: int  # the one that has been silent for the longest time
-    silence: float  # for so many seconds
+    rank: int  # without a heartbeat for the longest time
+    silence: float  # its seconds
 
 
 class PeerHeartbeat(msgspec.Struct, frozen=True, tag="hello"):
-    """From an agent with ranks to the other agents, as a datagram only."""
+    """From an agent with ranks to the other agents, by UDP only."""
 
     node: int
     session: str
@@ -59,7 +59,7 @@ FromAgent = Join | AgentHeartbeat | Leave
 
 
 class Wait(msgspec.Struct, frozen=True, tag="wait"):
-    """Node 0 lives, and cannot start yet."""
+    """Node 0 runs and cannot start yet."""
 
     reason: str
 
@@ -71,7 +71,7 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """The agent is to start these ranks."""
+    """The agent must start these ranks."""
 
     session: str
     first_rank: int
@@ -81,15 +81,15 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 
 
 class Node0Heartbeat(msgspec.Struct, frozen=True, tag="alive"):
-    """From node 0 to the agents: it lives and runs this session, or ends it."""
+    """From node 0 to the agents: it runs this session, or ends it."""
 
     session: str
     number: int
-    end: str | None = None  # why the session ends; None: it does not
+    end: str | None = None  # why the session ends
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """The ranks are to end; `for_good`: the agent, too."""
+    """The ranks must end; `for_good`: the agent too."""
 
     reason: str
     for_good: bool
