@@ -20,11 +20,7 @@ from nano.dialogue import Conversation
 from nano.m3_train import Trainer, assemble, batch_of, pack, parser
 from nano.suites import arithmetic, retrieval, tool_calls
 
-SUITES = (
-    "nano-math",
-    "nano-tools",
-    *(f"nano-retrieval-{length}" for length in retrieval.LENGTHS),
-)
+SUITES = ("nano-math", "nano-tools", *(f"nano-retrieval-{length}" for length in retrieval.LENGTHS))
 
 
 def conversations(suite: str, count: int, seed: int) -> Iterator[Conversation]:

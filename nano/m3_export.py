@@ -31,10 +31,7 @@ NORMS = {
     "input_norm": "input_layernorm", "post_norm": "post_attention_layernorm",
     "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm",
 }  # fmt: skip
-INDEX_NORMS = {
-    "index_q_norm": "self_attn.index_q_norm",
-    "index_k_norm": "self_attn.index_k_norm",
-}
+INDEX_NORMS = {"index_q_norm": "self_attn.index_q_norm", "index_k_norm": "self_attn.index_k_norm"}
 
 
 def config_json(config: M3Config, *, fp8: bool = True) -> dict[str, Any]:

@@ -88,11 +88,7 @@ def held_out(problem: MathProblem) -> bool:
 def problems(count: int, seed: int = 0) -> list[MathProblem]:
     """`count` distinct held-out problems."""
     return common.distinct_problems(
-        generate,
-        held_out,
-        lambda problem: common.normalise(problem.text),
-        count=count,
-        seed=seed,
+        generate, held_out, lambda problem: common.normalise(problem.text), count=count, seed=seed
     )
 
 

@@ -187,10 +187,7 @@ def _latency_over_time(axes: Any, measured: Measurement) -> None:
             label="failed",
         )
     axes.set(
-        title="Latency by time of sending",
-        xlabel="s since the start",
-        ylabel="s",
-        ylim=(0, None),
+        title="Latency by time of sending", xlabel="s since the start", ylabel="s", ylim=(0, None)
     )
     axes.grid(visible=True, alpha=0.2)
     axes.legend(fontsize="small")
