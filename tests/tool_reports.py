@@ -1,4 +1,4 @@
-"""What the load tests and replays in `tools/` say, run as programs that are forked."""
+"""Reports of the scenarios of `tools/drive.py`, run in a forked process."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 from tests.forked_children import finished
 
 
-def report(tool: str, flag: str, name: str, folder: Path, *options: str) -> dict[str, Any]:
-    """The report of `tools/TOOL.py --small FLAG NAME`, which must have found no problem."""
+def report(name: str, folder: Path, *options: str) -> dict[str, Any]:
+    """The report of a scenario at its small size, which must have found no problem."""
     file = folder / "report.json"
-    given = (f"tools.{tool}", "--small", flag, name, "--json", str(file), *options)
+    given = ("tools.drive", name, "--small", "--json", str(file), *options)
     done = finished("tests.forked_tool", *given, timeout=800.0)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(file.read_text())[name]

@@ -1,11 +1,10 @@
-"""Decode speed on the CPU: this engine against transformers' generate; same weights, same dtype,
-same run.
+"""Compare decode speed on the CPU with transformers' generate: same weights, dtype and run.
 
     python tools/bench_cpu.py [--model nano] [--dtype bfloat16] [--json FILE]
 
-Each engine lives in a process of its own, with its own default number of threads; the measurements
-of a round alternate, and each figure is the median over the rounds. A rate is output tokens per
-second of decoding alone: the time for one output token is subtracted from the time for all.
+Each engine runs in its own process with its default number of threads. Measurements alternate, and
+figures are medians over the rounds. A rate is output tokens per second of decoding: the time for
+one output token is subtracted.
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ Seconds = Callable[[list[list[int]], int], float]  # prompts, output tokens of e
 
 
 def load_transformers(folder: Path, dtype: str, implementation: str | None) -> Any:
-    """The checkpoint in transformers, its FP8 blocks dequantised by the op that our own loader
-    uses.
-    """
+    """Load the checkpoint in transformers, with its FP8 blocks dequantized by our own op."""
     import torch
     from safetensors.torch import load_file, save_file
     from transformers import MiniMaxM2ForCausalLM
@@ -40,19 +37,11 @@ def load_transformers(folder: Path, dtype: str, implementation: str | None) -> A
     tensors: dict[str, torch.Tensor] = {}
     for shard in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(shard)
-    scales = {
-        name.removesuffix("_scale_inv"): value
-        for name, value in tensors.items()
-        if name.endswith("_scale_inv")
-    }
     target = getattr(torch, dtype)
-    plain = {
-        name: dequantize_block(tensor, scales[name], block=(128, 128), dtype=target)
-        if name in scales
-        else tensor
-        for name, tensor in tensors.items()
-        if not name.endswith("_scale_inv")
-    }
+    plain = {name: value for name, value in tensors.items() if not name.endswith("_scale_inv")}
+    for name in plain:
+        if (scale := tensors.get(f"{name}_scale_inv")) is not None:
+            plain[name] = dequantize_block(plain[name], scale, block=(128, 128), dtype=target)
     config = json.loads((folder / "config.json").read_text())
     config.pop("quantization_config", None)
     with tempfile.TemporaryDirectory() as scratch:
@@ -65,7 +54,7 @@ def load_transformers(folder: Path, dtype: str, implementation: str | None) -> A
 
 
 def start_transformers(args: argparse.Namespace) -> tuple[Seconds, dict[str, Any]]:
-    """generate with a static batch, greedy."""
+    """Start transformers: greedy generation of a static batch."""
     import torch
     import transformers
 
@@ -99,7 +88,7 @@ def start_transformers(args: argparse.Namespace) -> tuple[Seconds, dict[str, Any
 
 
 def start_negamax(args: argparse.Namespace) -> tuple[Seconds, dict[str, Any]]:
-    """The engine, all requests at once, greedy, without prefix reuse."""
+    """Start the engine: all requests at once, greedy, without prefix caching."""
     import negamax
     from negamax import LLM, SamplingParams
     from negamax.engine.core.setup import default_threads
@@ -117,12 +106,9 @@ def start_negamax(args: argparse.Namespace) -> tuple[Seconds, dict[str, Any]]:
 
 
 def serve(args: argparse.Namespace) -> None:
-    """The child: one line of facts, then for each line [prompts, output tokens] the seconds it
-    took.
-    """
-    seconds, facts = {"transformers": start_transformers, "negamax": start_negamax}[args.serve](
-        args
-    )
+    """Run the child: print the facts, then the seconds for each line [prompts, output tokens]."""
+    start = {"transformers": start_transformers, "negamax": start_negamax}[args.serve]
+    seconds, facts = start(args)
     print(json.dumps(facts), flush=True)
     for line in sys.stdin:
         prompts, new_tokens = json.loads(line)
@@ -134,18 +120,14 @@ class Engine:
 
     def __init__(self, name: str, arguments: list[str]) -> None:
         command = [sys.executable, __file__, *arguments, "--serve", name]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
         self.facts = json.loads(self._answer())
 
     def decode_rate(self, prompts: list[list[int]], new_tokens: int) -> float:
         """Output tokens per second of decoding `prompts` together."""
-        return (
-            len(prompts)
-            * (new_tokens - 1)
-            / (self._seconds(prompts, new_tokens) - self._seconds(prompts, 1))
-        )
+        seconds = self._seconds(prompts, new_tokens) - self._seconds(prompts, 1)
+        return len(prompts) * (new_tokens - 1) / seconds
 
     def stop(self) -> None:
         """End the child."""
@@ -167,15 +149,13 @@ class Engine:
 
 
 def prompts_for(batch: int) -> list[list[int]]:
-    """`batch` different prompts of PROMPT_TOKENS ordinary tokens, the same in every run."""
-    return [
-        [100 + (7919 * (row + 1) * (column + 1)) % 3900 for column in range(PROMPT_TOKENS)]
-        for row in range(batch)
-    ]
+    """Make `batch` different prompts, the same in each run."""
+    rows, columns = range(1, batch + 1), range(1, PROMPT_TOKENS + 1)
+    return [[100 + (7919 * row * column) % 3900 for column in columns] for row in rows]
 
 
 def compare(args: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
-    """Run all rounds and put the figures together."""
+    """Run all rounds and make the report."""
     engines = {name: Engine(name, arguments) for name in ("transformers", "negamax")}
     rates: dict[str, list[float]] = {
         f"{name}, batch {batch}": [] for batch in (1, 16) for name in engines
@@ -189,6 +169,7 @@ def compare(args: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
     for engine in engines.values():
         engine.stop()
     median = {name: statistics.median(values) for name, values in rates.items()}
+    ours = median["negamax, batch 16"]
     return {
         "cores": usable_cores(),
         "engines": {name: engine.facts for name, engine in engines.items()},
@@ -199,10 +180,8 @@ def compare(args: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
         "tokens_per_second": rates,
         "median": median,
         "ratio, 1 request": median["negamax, batch 1"] / median["transformers, batch 1"],
-        "ratio, 16 requests to batch 1": median["negamax, batch 16"]
-        / median["transformers, batch 1"],
-        "ratio, 16 requests to static batch 16": median["negamax, batch 16"]
-        / median["transformers, batch 16"],
+        "ratio, 16 requests to batch 1": ours / median["transformers, batch 1"],
+        "ratio, 16 requests to static batch 16": ours / median["transformers, batch 16"],
     }
 
 
@@ -210,17 +189,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="nano")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument(
-        "--experts",
-        default=None,
-        help="transformers' experts implementation: eager, batched_mm, grouped_mm",
-    )
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=None,
-        help="threads of the engine (transformers keeps torch's default)",
-    )
+    parser.add_argument("--experts", help="of transformers: eager, batched_mm, grouped_mm")
+    parser.add_argument("--threads", type=int, help="of the engine")
     parser.add_argument("--new-tokens", type=int, default=129)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)

@@ -1,11 +1,9 @@
-"""How fast a rank reads its weights: a synthetic MiniMax-M2 checkpoint of some size, loaded cold
-(nothing of its files in the page cache) and warm, beside what `dd` reads of the same files.
+"""Measure how fast a rank loads a synthetic MiniMax-M2 checkpoint, with a cold and a warm page
+cache, beside the speed of `dd` on the same files.
 
-python tools/bench_load.py FOLDER [--gb 60] [--stored fp8] [--device cuda] [--tp 1] [--rank 0]
-    [--runs 3] [--keep]
+    python tools/bench_load.py FOLDER [--gb 60] [--stored fp8] [--device cuda] [--tp 1] [--rank 0]
 
-FOLDER is made, and removed in the end, unless it is kept or was there: then what it holds is
-loaded. The parameters that are filled are those of a start on DEVICE.
+An existing FOLDER is loaded; a new one is written first and removed in the end without --keep.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ FP8 = {
 
 
 def spec_of(gigabytes: float, stored: str) -> ModelSpec:
-    """M2 with as many layers as fit; where not even one does, with fewer experts."""
+    """M2 with as many layers as fit, or one layer with as many experts as fit."""
     whole = bundled_spec("minimax-m2")
     quantization = QuantizationSpec("fp8", FP8) if stored == "fp8" else None
     per_layer = 3.69e9 * (1 if stored == "fp8" else 2)
@@ -65,7 +63,7 @@ def spec_of(gigabytes: float, stored: str) -> ModelSpec:
 
 
 def tensors_of(spec: ModelSpec) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Name, dtype and shape of all tensors, in the order in which safetensors writes them."""
+    """Name, dtype and shape of all tensors, in the order of safetensors."""
     scheme, found = detect(spec.quantization), []
     for weight in names_of(spec).weights(spec):
         for name in weight.names():
@@ -85,7 +83,7 @@ def tensors_of(spec: ModelSpec) -> list[tuple[str, str, tuple[int, ...]]]:
 
 
 def write_checkpoint(folder: Path, spec: ModelSpec) -> None:
-    """Files of about SHARD_BYTES with random numbers."""
+    """Write files of about SHARD_BYTES with random numbers."""
     shards: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
     size = 0
     for tensor in tensors_of(spec):
@@ -134,7 +132,7 @@ def forget(files: list[Path]) -> None:
 
 
 def dd_seconds(files: list[Path]) -> float:
-    """One `dd` after the other."""
+    """Read the files with `dd`, one after the other."""
     began = time.perf_counter()
     for file in files:
         command = ["dd", f"if={file}", "of=/dev/null", "bs=16M", "status=none"]
@@ -143,7 +141,7 @@ def dd_seconds(files: list[Path]) -> float:
 
 
 class HostMemory:
-    """The most anonymous memory of this process while it is open, beyond what it had."""
+    """Peak of this process's anonymous memory inside the context, beyond the start."""
 
     def __enter__(self) -> HostMemory:
         self._first, self.most, self._done = self._now(), 0, threading.Event()
@@ -169,7 +167,7 @@ class HostMemory:
 def load_seconds(
     folder: Path, spec: ModelSpec, layout: ParallelLayout, device: torch.device
 ) -> tuple[float, float, int, int]:
-    """Of the check and of the reading; bytes read; host memory beyond the parameters."""
+    """Seconds of the check and of the reading, bytes read, host memory beyond the parameters."""
     kernels = resolve(platform=platform_of(device), dtype=torch.bfloat16)
     began = time.perf_counter()
     slots = empty_slots(spec, layout, dtype=torch.bfloat16, kernels=kernels)

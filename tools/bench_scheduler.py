@@ -1,5 +1,4 @@
-"""What the scheduler costs: microseconds per step for plan and commit together, with a worker that
-answers at once.
+"""Measure the scheduler: microseconds per step for plan and commit, with an instant worker.
 
     python tools/bench_scheduler.py [--steps 2000]
 
@@ -15,6 +14,7 @@ import argparse
 import gc
 import random
 from collections import deque
+from dataclasses import replace
 from time import perf_counter
 
 from negamax.scheduler.limits import SchedulerLimits
@@ -26,30 +26,29 @@ VOCAB_SIZE = 200_000
 EOS = 0  # never sampled here
 
 
-def make_scheduler(*, max_num_seqs: int, num_blocks: int) -> Scheduler:
-    return Scheduler(
-        SchedulerLimits(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=2048,
-            max_model_len=100_000,
-            block_size=16,
-            num_blocks=num_blocks,
-            enable_prefix_caching=True,
-            max_queued_requests=10_000,
-            eos_token_ids=frozenset({EOS}),
-        )
-    )
+LIMITS = SchedulerLimits(
+    max_num_seqs=100,
+    max_num_batched_tokens=2048,
+    max_model_len=100_000,
+    block_size=16,
+    num_blocks=20_000,
+    enable_prefix_caching=True,
+    max_queued_requests=10_000,
+    eos_token_ids=frozenset({EOS}),
+)
 
 
 def make_request(
-    rng: random.Random, name: str, *, prompt: list[int], prompt_len: int, max_tokens: int
+    rng: random.Random,
+    index: int,
+    *,
+    prompt_len: int,
+    max_tokens: int,
+    prefix: tuple[int, ...] = (),
 ) -> GenerateRequest:
-    body = [rng.randrange(1, VOCAB_SIZE) for _ in range(prompt_len - len(prompt))]
-    return GenerateRequest(
-        request_id=name,
-        prompt_token_ids=(*prompt, *body),
-        sampling=SamplingParams(max_tokens=max_tokens),
-    )
+    body = [rng.randrange(1, VOCAB_SIZE) for _ in range(prompt_len - len(prefix))]
+    sampling = SamplingParams(max_tokens=max_tokens)
+    return GenerateRequest(f"request {index}", (*prefix, *body), sampling=sampling)
 
 
 class Loop:
@@ -79,19 +78,11 @@ class Loop:
 
 def bench_decode(num_running: int, *, steps: int) -> Loop:
     rng = random.Random(num_running)
-    scheduler = make_scheduler(
-        max_num_seqs=num_running, num_blocks=num_running * (steps + 2000) // 16 + 1
-    )
+    num_blocks = num_running * (steps + 2000) // 16 + 1
+    scheduler = Scheduler(replace(LIMITS, max_num_seqs=num_running, num_blocks=num_blocks))
     for index in range(num_running):
-        scheduler.add(
-            make_request(
-                rng,
-                f"request {index}",
-                prompt=[],
-                prompt_len=rng.randint(500, 1000),
-                max_tokens=steps + 1000,
-            )
-        )
+        prompt_len = rng.randint(500, 1000)
+        scheduler.add(make_request(rng, index, prompt_len, steps + 1000))
     loop = Loop(scheduler, rng)
     while not loop.tokens or loop.tokens[-1] != num_running:
         loop.step()
@@ -107,13 +98,13 @@ def bench_decode(num_running: int, *, steps: int) -> Loop:
 
 def bench_mixed(*, steps: int) -> Loop:
     rng = random.Random(0)
-    scheduler = make_scheduler(max_num_seqs=100, num_blocks=20_000)
-    shared = [rng.randrange(1, VOCAB_SIZE) for _ in range(256)]
+    scheduler = Scheduler(LIMITS)
+    shared = tuple(rng.randrange(1, VOCAB_SIZE) for _ in range(256))
     requests = [
         make_request(
             rng,
-            f"request {index}",
-            prompt=[] if index % 3 else shared,
+            index,
+            prefix=() if index % 3 else shared,
             prompt_len=rng.randint(100 if index % 3 else 300, 2000),
             max_tokens=rng.randint(20, 200),
         )

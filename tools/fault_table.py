@@ -1,17 +1,15 @@
-"""Kill and stop each part of a server, and measure what its clients see.
+"""Kill and stop each part of a server, and measure the effect on its clients.
 
     python tools/fault_table.py [--only TEXT] [--limit SECONDS]
 
-Servers of its own on the loopback: one process, two server processes, two tensor-parallel ranks
-(also with experts that move), two data-parallel ranks, two replicas, two machines (network
-namespaces, for which it must be root), side by side and with a network that delays and loses. Each
-part is killed (SIGKILL) or stopped (SIGSTOP, then SIGCONT) while the server is idle, reads prompts,
-generates, or opens a grammar; the link to a machine is cut, too, both ways, one way, and for a
-moment; an agent that was killed is started again once all clients know. The table says after how
-many seconds open requests ended with an error, /readyz was no longer 200, and a request was
-answered again (since the part is back). Clients that only wait while a part is stopped, and get
-their tokens afterwards, go on. Half of the clients of two replicas ask for the one that nothing is
-done to: they must go on, and /readyz must stay 200. Exit code 1: a number is above its limit.
+Each part is killed (SIGKILL) or stopped (SIGSTOP, then SIGCONT) while the server is idle, reads
+prompts, generates, or compiles a grammar. The link to another machine is also cut: both ways, one
+way, and for a moment. Other machines are network namespaces, which need root.
+
+A cell shows the seconds until open requests ended with an error, until /readyz was not 200, and
+until a request was answered again. Clients "go on" if they only waited. With two replicas, half of
+the clients use the healthy one: they must go on, and /readyz must stay 200. Exit code 1: a number
+is above its limit.
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tests.dist.machines import Agent, DistantMachines, machines  # noqa: E402
 from tools.load.http import DONE, UnexpectedStatusError  # noqa: E402
-from tools.load.machines import Agent, DistantMachines, machines  # noqa: E402
 from tools.load.server import Server, serving  # noqa: E402
 
 CHAT = "/v1/chat/completions"
@@ -76,12 +74,12 @@ BOTH_WAYS = ((0, 1), (1, 0))
 
 @dataclass
 class Client:
-    """A stream, and what became of it. Single writer: its task."""
+    """A client's stream and its outcome."""
 
     events: list[float] = field(default_factory=list)  # monotonic seconds
     ended: float | None = None
     error: str | None = None  # with which it ended
-    is_bystander: bool = False  # of a replica that nothing is done to
+    is_bystander: bool = False  # uses the healthy replica
     task: asyncio.Task[None] = field(init=False)
 
     async def run(self, server: Server, body: dict[str, Any]) -> None:
@@ -108,18 +106,18 @@ class Client:
 
 @dataclass
 class Cell:
-    """What one fault did. Seconds since the fault; None: not within the limit."""
+    """The effect of a fault, in seconds since it; None: not within the limit."""
 
     told: float | None = None
     goes_on: bool = False  # every client went on
     harms_bystanders: bool = False
     red: float | None = None
-    again: float | None = None  # since the fault, or since the part runs on
+    again: float | None = None  # since the fault, or since it was undone
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is done to a part, and what undoes it once all clients know; None: nothing does."""
+    """A fault, and how it is undone after all clients noticed it."""
 
     strike: Callable[[], object]
     undo: Callable[[], object] | None
@@ -162,7 +160,7 @@ class OtherNode:
 
 
 def faults_of(server: Server, part: str, node: OtherNode | None) -> dict[str, Fault]:
-    """By name, what may happen to a part."""
+    """The faults of a part by name."""
     if node is not None and part.startswith("node"):
         return node.faults()
     pid = pid_of(server, part)
@@ -213,15 +211,10 @@ def replica_of(part: str) -> int | None:
 def body_for(
     state: str, *, constrained: bool, nonce: int, replica: int | None = None
 ) -> dict[str, Any]:
-    """A request that keeps the server in `state`; `constrained`: it follows a grammar."""
+    """Make a request that keeps the server in `state`; `constrained`: with a grammar."""
     text = f"{nonce} " * (250 if state == "prefill" else 1)  # 1,786 tokens
-    body: dict[str, Any] = {
-        "messages": [{"role": "user", "content": text}],
-        "stream": True,
-        "max_tokens": 1500,
-        "ignore_eos": True,
-        "routed_dp_rank": replica,
-    }
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": text}], "stream": True}
+    body |= {"max_tokens": 1500, "ignore_eos": True, "routed_dp_rank": replica}
     if state == "opening":  # the compiler needs about a second
         names = {f"p{nonce}_{index}": {"type": "integer"} for index in range(100)}
         schema = {"type": "object", "properties": names, "minProperties": 25}
@@ -255,11 +248,8 @@ async def first_red(server: Server, since: float, limit: float) -> float | None:
 
 async def first_answer(server: Server, part: str, since: float, limit: float) -> float | None:
     """Seconds until a request is answered that was sent after the fault."""
-    body: dict[str, Any] = {
-        "messages": [{"role": "user", "content": "Hi"}],
-        "max_tokens": 1,
-        "routed_dp_rank": replica_of(part),
-    }
+    messages = [{"role": "user", "content": "Hi"}]
+    body = {"messages": messages, "max_tokens": 1, "routed_dp_rank": replica_of(part)}
     if part == "grammar process":
         body["structured_outputs"] = {"choice": ["yes", "no"]}
     while time.monotonic() < since + limit:
@@ -277,10 +267,10 @@ async def wait_for(holds: Callable[[], bool], seconds: float) -> bool:
 
 
 async def enter(server: Server, state: str, *, part: str, nonce: int) -> list[Client]:
-    """Bring the server into `state`, with clients that wait for something in it."""
+    """Bring the server into `state` and return its waiting clients."""
     constrained = part == "grammar process"
     if constrained:
-        await first_answer(server, part, time.monotonic(), 30.0)  # now the process is there
+        await first_answer(server, part, time.monotonic(), 30.0)  # starts the process
     clients = [Client() for _ in range(0 if state == "idle" else CLIENTS)]
     harmed = replica_of(part)
     for number, client in enumerate(clients):
@@ -303,12 +293,12 @@ async def enter(server: Server, state: str, *, part: str, nonce: int) -> list[Cl
 async def measure(
     server: Server, part: str, state: str, *, name: str, node: OtherNode | None, limit: float
 ) -> Cell:
-    """One fault and what came of it. The server is as it was afterwards, or dead."""
+    """Measure one fault and undo it."""
     clients = await enter(server, state, part=part, nonce=time.monotonic_ns() % 10**6)
     fault = faults_of(server, part, node)[name]
     since = time.monotonic()
     fault.strike()
-    if state == "idle":  # somebody comes before the fault is known
+    if state == "idle":  # a request arrives before the fault is noticed
         clients.append(Client())
         is_constrained = part == "grammar process"
         body = body_for("decode", constrained=is_constrained, nonce=1, replica=replica_of(part))
@@ -338,7 +328,7 @@ async def measure(
 
 
 def all_settled(clients: list[Client], since: float) -> Callable[[], bool]:
-    """Whether nobody waits any more; clients that go on show it within a second."""
+    """A check that no client waits; those that go on show it within a second."""
     return lambda: (
         time.monotonic() > since + 1.0
         and all(client.outcome(since) != "waits" for client in clients)
@@ -346,7 +336,7 @@ def all_settled(clients: list[Client], since: float) -> Callable[[], bool]:
 
 
 def text_of(cell: Cell, part: str, *, fault: str, restart: float) -> tuple[str, bool]:
-    """The cell for people, and whether every number is within its limit."""
+    """The text of a cell, and whether each number is within its limit."""
     is_front = part in ("server process", "leader")
     # Where one of several server processes, a grammar process or a replica is gone, others answer.
     is_replica = replica_of(part) is not None
@@ -376,9 +366,7 @@ def _number(seconds: float | None, limit: float, *, optional: bool = False) -> t
 def started(
     options: tuple[str, ...], num_servers: int, *, links: dict[str, float]
 ) -> Iterator[tuple[Server, OtherNode | None, float]]:
-    """A server, its other node, and the seconds that its start took; what is stopped at the end
-    runs on.
-    """
+    """Start a server; yields it, its other node and the seconds of the start."""
     with contextlib.ExitStack() as stack:
         node = None
         if "--nnodes" in options:
@@ -400,7 +388,7 @@ def started(
 
 
 def row(setup: str, part: str, *, fault: str, limit: float) -> tuple[list[str], bool]:
-    """The cells of one part and one fault, each state after the other."""
+    """Measure one part and one fault in each state."""
     options, num_servers = next(entry[1:3] for entry in SETUPS if entry[0] == setup)
     cells, good = [], True
     is_alone = part == "leader" or (part == "server process" and num_servers == 1)

@@ -10,7 +10,7 @@ import pytest
 
 from negamax import LLM, SamplingParams
 from negamax.base.errors import EngineDeadError
-from tools.load.machines import Machines, OneMachine
+from tests.dist.machines import Machines, OneMachine
 
 PROMPTS = ["What is 47 + 38?", "Hello!", "Who are you?", "A box holds 24 pencils. How many"]
 PARAMS = [

@@ -35,7 +35,7 @@ from negamax import LLM, SamplingParams
 from negamax.base import supervision
 from negamax.options.nodes import KEY_VARIABLE
 from tests import tiny, tiny_draft, tiny_m3
-from tools.load.machines import Agent, NoMachinesError, machines
+from tests.dist.machines import Agent, NoMachinesError, machines
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ from negamax.engine.nodes.group import NodeGroup
 from negamax.options.engine import EngineOptions
 from negamax.options.nodes import KEY_VARIABLE, MASTER_PORT
 from negamax.parallel.layout import ParallelLayout
+from tests.dist.machines import Agent, DistantMachines, NoMachinesError, machines
 from tests.dist.nodes import (
     COMMON,
     FLOAT32,
@@ -35,7 +36,6 @@ from tests.dist.nodes import (
     seconds_until_noticed,
     tokens,
 )
-from tools.load.machines import Agent, DistantMachines, NoMachinesError, machines
 
 # cut for so long, nothing happens; for longer than the other, the group starts again
 HARMLESS_SECONDS, NOTICED_AT_LEAST_SECONDS = 1.4, 2.3

@@ -18,6 +18,7 @@ from negamax.base.errors import ConfigError, ResourceError
 from negamax.engine.nodes.group import NodeGroup
 from negamax.options.nodes import KEY_VARIABLE, NodeOptions
 from negamax.parallel.layout import ParallelLayout
+from tests.dist.machines import Agent, Machines, NoMachinesError, OneMachine, machines
 from tests.dist.nodes import (
     COMMON,
     FLOAT32,
@@ -29,7 +30,6 @@ from tests.dist.nodes import (
 )
 from tests.ports import free_port
 from tests.probes import probe
-from tools.load.machines import Agent, Machines, NoMachinesError, OneMachine, machines
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from negamax.options.nodes import KEY_VARIABLE
+from tests.dist.machines import Agent, NoMachinesError, machines
 from tests.dist.nodes import FLOAT32, PROMPTS
-from tools.load.machines import Agent, NoMachinesError, machines
 from tools.load.server import Server, serving
 
 PAGE = Path(__file__).parents[2] / "docs" / "parallelism.md"

@@ -12,6 +12,6 @@ from negamax.api import server
 from negamax.cli.main import main
 
 if __name__ == "__main__":
-    engine = os.environ.get("ENGINE_MODULE", "tools.load.stub_engine")
+    engine = os.environ.get("ENGINE_MODULE", "tests.stub_engine")
     server.run = functools.partial(server.run, engine_module=engine)
     sys.exit(main())

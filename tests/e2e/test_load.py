@@ -4,18 +4,12 @@ hours.
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests import tool_reports
 from tests.speed import slowness
-
-ROOT = Path(__file__).parents[2]
-
-
-report = partial(tool_reports.report, "load_test", "--scenario")
+from tests.tool_reports import report
 
 
 def test_mixed_load_leaves_no_error_and_nothing_held(tmp_path: Path) -> None:

@@ -4,17 +4,13 @@ the cache is found again.
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests import tool_reports
+from tests.tool_reports import report
 
 ROOT = Path(__file__).parents[2]
 M3_LAYOUT = ROOT / "tests" / "minimax_m3_layout.jinja"
-
-
-report = partial(tool_reports.report, "replay_day", "--day")
 
 
 def check_scripted(found: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from negamax.engine.client import connection
 from negamax.engine.client.connection import EngineChannel, EngineConnection
 from negamax.engine.core.process import Outbox
 from negamax.options.engine import EngineOptions
-from tools.load.stub_engine import Novelist, StubEngine
+from tests.stub_engine import Novelist, StubEngine
 
 OPTIONS = EngineOptions("nano")
 MODULE = "tests.unit.test_engine_connection"

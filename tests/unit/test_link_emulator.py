@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tools.load.link_emulator import Link, Settings
+from tests.dist.link_emulator import Link, Settings
 
 PACKET_BYTES = 100
 

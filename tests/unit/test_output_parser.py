@@ -113,7 +113,7 @@ def test_generated_outputs_read_the_same_in_pieces(format: OutputFormat, seed: i
 
 @pytest.mark.full
 @pytest.mark.parametrize("format", [MINIMAX_M2, MINIMAX_M3], ids=["m2", "m3"])
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(seed=SEEDS)
 def test_generated_outputs_read_the_same_when_cut_at_each_place(
     format: OutputFormat, seed: int

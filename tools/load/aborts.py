@@ -1,5 +1,6 @@
-"""Thousands of clients that hang up at random moments: everything they held is free at the end, and
-the greedy text of those who stay does not change."""
+"""Clients hang up at random moments: all resources are free at the end, and the greedy texts of
+other clients do not change.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +15,16 @@ from tools.load.http import Connection, request_bytes
 from tools.load.server import Server, serving
 
 PROMPTS = (
-    "Tell me about the sea.",
-    "What is 12 times 7?",
-    "Name three colours.",
+    "Tell me about the sea.", "What is 12 times 7?", "Name three colours.",
     "Write a short poem about rain.",
-)
+)  # fmt: skip
 STAYING_CLIENTS = 4
 
 
 def _greedy(prompt: str) -> dict[str, Any]:
-    """Ahead of those who leave: what they take is to be felt, not to be waited for."""
-    return {
-        "messages": [{"role": "user", "content": prompt}],
-        "temperature": 0,
-        "max_tokens": 40,
-        "priority": -1,
-    }
+    """A request that runs ahead of the aborted ones."""
+    messages = [{"role": "user", "content": prompt}]
+    return {"messages": messages, "temperature": 0, "max_tokens": 40, "priority": -1}
 
 
 async def _text(connection: Connection, prompt: str) -> str:
@@ -41,12 +36,9 @@ async def _text(connection: Connection, prompt: str) -> str:
 
 
 async def _stay(
-    server: Server,
-    texts: dict[str, str],
-    stop: asyncio.Event,
-    problems: list[str],
+    server: Server, texts: dict[str, str], stop: asyncio.Event, problems: list[str],
     counts: list[int],
-) -> None:
+) -> None:  # fmt: skip
     """Ask for greedy texts until `stop` and compare them."""
     connection = server.connection()
     while not stop.is_set():
@@ -62,23 +54,21 @@ async def _stay(
 
 
 def _doomed(rng: random.Random) -> bytes:
-    """A request nobody will wait for."""
+    """A request to abort."""
     words = " ".join(rng.choices(("stone", "river", "lamp", "cloud"), k=rng.choice((3, 30, 300))))
-    common = {
-        "max_tokens": rng.choice((1, 20, 500)),
-        "stream": rng.random() < 0.6,
-        "n": rng.choice((1, 1, 1, 4)),
-    }
+    body: dict[str, Any] = {"max_tokens": rng.choice((1, 20, 500)), "stream": rng.random() < 0.6}
+    body["n"] = rng.choice((1, 1, 1, 4))
+    path = "/v1/completions"
     if rng.random() < 0.7:
-        body = json.dumps({"messages": [{"role": "user", "content": words}], **common})
-        return request_bytes("/v1/chat/completions", body.encode())
-    return request_bytes(
-        "/v1/completions", json.dumps({"prompt": [words, words[:7]], **common}).encode()
-    )
+        path = "/v1/chat/completions"
+        body["messages"] = [{"role": "user", "content": words}]
+    else:
+        body["prompt"] = [words, words[:7]]
+    return request_bytes(path, json.dumps(body).encode())
 
 
 async def _leave(server: Server, rng: random.Random) -> None:
-    """One request, broken off: in its head, in its body, while it waits, in its answer."""
+    """Abort one request: in its head, in its body, while it waits, or in its answer."""
     connection = server.connection()
     request = _doomed(rng)
     if rng.random() < 0.1:
@@ -92,25 +82,20 @@ async def _leave(server: Server, rng: random.Random) -> None:
     await asyncio.wait({reading}, timeout=rng.random() ** 3 * 0.4)
     connection.hang_up(reset=rng.random() < 0.5)
     reading.cancel()
-    with contextlib.suppress(
-        asyncio.CancelledError,
-        ConnectionError,
-        asyncio.IncompleteReadError,
-        ValueError,
-        AttributeError,
-    ):
+    expected = ConnectionError, asyncio.IncompleteReadError, ValueError, AttributeError
+    with contextlib.suppress(asyncio.CancelledError, *expected):
         await reading
 
 
 async def aborts(*, count: int, clients: int, seed: int, num_servers: int) -> dict[str, Any]:
-    """The report on `count` broken requests from `clients` clients at a time."""
+    """Abort `count` requests from `clients` clients at a time."""
     options = ("--num-kv-blocks", "2048", "--max-num-seqs", "32", "--max-queued-requests", "4096")
     options += ("--scheduling-policy", "priority")
     with serving(*options, num_servers=num_servers) as server:
         first = server.connection()
         texts = {prompt: await _text(first, prompt) for prompt in PROMPTS}
         first.hang_up()
-        processes = [server.engine_pid(), *server.server_pids()]
+        processes = server.processes()
         problems, compared = list[str](), [0]
         stop = asyncio.Event()
         staying = [
@@ -128,12 +113,7 @@ async def aborts(*, count: int, clients: int, seed: int, num_servers: int) -> di
         seconds = time.monotonic() - started
         stop.set()
         await asyncio.gather(*staying)
-        held = await server.leftovers()
-        if held:
-            problems.append(f"held at the end: {held}")
-        if [server.engine_pid(), *server.server_pids()] != processes:
-            problems.append("a process was started again")
-        problems += server.log_problems()[:10]
+        problems += await server.final_problems(processes)
         aborted = (await server.metrics())["sglang:num_aborted_requests_total"]
         return {
             "hung up": count,

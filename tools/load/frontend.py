@@ -1,10 +1,8 @@
-"""What the server itself costs: CPU time per streamed token, and the time that a token spends in
-it, with an engine that has nothing to compute.
+"""CPU time per streamed token and latency of the server, with an engine without a model.
 
-The engine's stub sends a step of one token per stream every few milliseconds, as a real one does,
-and notes when. The client, in this process, notes when bytes come. A token's latency is the time
-from the step's sending to the bytes' arrival, once all streams have begun; the CPU time includes
-taking the requests in. Every server process has a core to itself where there is one more.
+The stub engine sends one token per stream every few milliseconds and notes the time. A token's
+latency is the time from there to the arrival of its bytes, once all streams have begun. The CPU
+time includes the handling of requests. Each server process gets its own core if possible.
 """
 
 from __future__ import annotations
@@ -19,45 +17,33 @@ import struct
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tools.load.http import request_bytes
 from tools.load.server import Server, percentile, serving
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "write_file",
-            "parameters": {
-                "type": "object",
-                "properties": {"path": {"type": "string"}, "content": {"type": "string"}},
-            },
-        },
-    }
-]
+_TEXT = {"type": "string"}
+_FILE = {"type": "object", "properties": {"path": _TEXT, "content": _TEXT}}
+TOOLS = [{"type": "function", "function": {"name": "write_file", "parameters": _FILE}}]
 _TAIL_BYTES = 2000  # of a stream that are kept to see how it ended
 
 
+@dataclass
 class _Arrivals:
-    """What the streams of one round brought."""
+    """Observations of the streams of one round."""
 
-    def __init__(self) -> None:
-        self.times: list[float] = []  # monotonic seconds, one per read
-        self.all_begun = 0.0  # when the last stream had its first bytes
-        self.num_events = 0
-        self.num_failed = 0
+    times: list[float] = field(default_factory=list)  # monotonic seconds, one per read
+    all_begun: float = 0.0  # when the last stream had its first bytes
+    num_events: int = 0
+    num_failed: int = 0
 
 
 def _read_all(server: Server, *, streams: int, tokens: int) -> _Arrivals:
-    """`streams` streams of `tokens` tokens each, to their ends."""
-    body = {
-        "messages": [{"role": "user", "content": "Hello"}],
-        "tools": TOOLS,
-        "stream": True,
-        "max_tokens": tokens,
-    }
+    """Read `streams` streams of `tokens` tokens each to their ends."""
+    messages = [{"role": "user", "content": "Hello"}]
+    body = {"messages": messages, "tools": TOOLS, "stream": True, "max_tokens": tokens}
     request = request_bytes("/v1/chat/completions", json.dumps(body).encode())
     arrivals = _Arrivals()
     connections: dict[int, socket.socket] = {}
@@ -93,9 +79,7 @@ def _read_all(server: Server, *, streams: int, tokens: int) -> _Arrivals:
 
 @contextlib.contextmanager
 def _apart(server: Server) -> Iterator[None]:
-    """Keep the client and the engine's stub off the servers' cores: else they take turns, and the
-    latencies show that.
-    """
+    """Keep the client and the stub engine off the servers' cores, for stable latencies."""
     cores, pids = sorted(os.sched_getaffinity(0)), server.server_pids()
     if len(cores) > len(pids):
         for core, pid in zip(cores, pids, strict=False):
@@ -114,14 +98,12 @@ def _pin(pid: int, cores: list[int]) -> None:
 
 
 def measure(*, streams: int, tokens: int, step_ms: float, num_servers: int) -> dict[str, Any]:
-    """CPU time and latencies of one round, after one to warm up. `step_ms` 0: as fast as the stub
-    can.
-    """
+    """Measure one round after a warm-up. `step_ms` 0: as fast as the stub can."""
     with tempfile.NamedTemporaryFile(suffix=".steps") as log:
         environment = {"STUB_STEP_MS": str(step_ms), "STUB_LOG": log.name}
         with (
             serving(
-                num_servers=num_servers, module="tools.load.stub_server", environment=environment
+                num_servers=num_servers, module="tests.stub_server", environment=environment
             ) as server,
             _apart(server),
         ):
@@ -131,11 +113,8 @@ def measure(*, streams: int, tokens: int, step_ms: float, num_servers: int) -> d
             cpu, seconds = server.cpu_seconds() - cpu, time.monotonic() - started
             steps = [at for (at,) in struct.iter_unpack("d", Path(log.name).read_bytes())]
     settled = arrivals.all_begun + 2 * step_ms / 1000
-    latencies = [
-        1000 * (at - steps[bisect.bisect_right(steps, at) - 1])
-        for at in arrivals.times
-        if at > settled
-    ]
+    times = [at for at in arrivals.times if at > settled]
+    latencies = [1000 * (at - steps[bisect.bisect_right(steps, at) - 1]) for at in times]
     result: dict[str, Any] = {
         "streams": streams,
         "tokens": streams * tokens,
@@ -154,31 +133,23 @@ def measure(*, streams: int, tokens: int, step_ms: float, num_servers: int) -> d
 def frontend(
     *, tokens: int, step_ms: float, num_servers: int, max_us: float | None, max_p99_ms: float | None
 ) -> dict[str, Any]:
-    """The report: 64 streams in steps, one stream in steps, and 64 streams as fast as the stub
-    can.
-    """
+    """Run three rounds: 64 streams in steps, one stream in steps, 64 streams without pauses."""
+    pace = f"a step every {step_ms:g} ms"
     rounds = {
-        f"{streams} stream{'s' * (streams > 1)}, {pace}": measure(
-            streams=streams, tokens=count, step_ms=pause, num_servers=num_servers
-        )
-        for streams, pace, count, pause in (
-            (64, f"a step every {step_ms:g} ms", tokens, step_ms),
-            (1, f"a step every {step_ms:g} ms", tokens, step_ms),
-            (64, "at once", 4 * tokens, 0.0),
+        name: measure(streams=streams, tokens=count, step_ms=pause, num_servers=num_servers)
+        for name, streams, count, pause in (
+            (f"64 streams, {pace}", 64, tokens, step_ms),
+            (f"1 stream, {pace}", 1, tokens, step_ms),
+            ("64 streams, at once", 64, 4 * tokens, 0.0),
         )
     }
     problems: list[str] = []
     for name, result in rounds.items():
-        if result["streams without their tool call"]:
-            problems.append(
-                f"{name}: {result['streams without their tool call']} streams ended without "
-                f"their tool call"
-            )
-        is_full = result["streams"] == 64
-        if max_us is not None and is_full and result["server CPU us per token"] > max_us:
-            problems.append(
-                f"{name}: {result['server CPU us per token']:.1f} us per token; allowed: {max_us}"
-            )
+        if failed := result["streams without their tool call"]:
+            problems.append(f"{name}: {failed} streams ended without their tool call")
+        cost = result["server CPU us per token"]
+        if max_us is not None and result["streams"] == 64 and cost > max_us:
+            problems.append(f"{name}: {cost:.1f} us per token; allowed: {max_us}")
     p99 = next(iter(rounds.values()))["latency ms"]["p99"]
     if max_p99_ms is not None and p99 > max_p99_ms:
         problems.append(f"the p99 of the latency is {p99:.2f} ms; allowed: {max_p99_ms}")

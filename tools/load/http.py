@@ -1,5 +1,4 @@
-"""A small HTTP/1.1 client on asyncio streams: cheap enough to load a server from the core beside
-it, and able to hang up at any moment."""
+"""A cheap HTTP/1.1 client on asyncio streams that can hang up at any moment."""
 
 from __future__ import annotations
 
@@ -28,24 +27,25 @@ class Answer:
 
 
 class Connection:
-    """One connection, opened when it is needed and used again while the server keeps it."""
+    """A connection that opens on demand and is reused while the server keeps it."""
 
     def __init__(self, host: str, port: int) -> None:
-        self._host = host
-        self._port = port
+        self._host, self._port = host, port
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
     async def get(self, path: str) -> Answer:
-        return await self._exchange(f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
+        return await self.send_raw(f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
 
     async def post(self, path: str, body: Any) -> Answer:
-        """A whole answer to a JSON body."""
-        return await self._exchange(request_bytes(path, json.dumps(body).encode()))
+        return await self.send_raw(request_bytes(path, json.dumps(body).encode()))
 
     async def send_raw(self, request: bytes) -> Answer:
-        """A whole answer to a request as it is."""
-        return await self._exchange(request)
+        """Send a request and read the whole answer."""
+        status, headers = await self.start(request)
+        answer = Answer(status, headers, await self.body(headers))
+        self._after(headers)
+        return answer
 
     async def start(self, request: bytes) -> tuple[int, Mapping[str, str]]:
         """Send a request and read the head of its answer."""
@@ -66,8 +66,9 @@ class Connection:
         return b"".join([part async for part in self._parts(headers)])
 
     async def stream(self, path: str, body: Any) -> AsyncIterator[bytes]:
-        """The payloads of a stream's events up to `[DONE]`, which comes too. Errors:
-        `ConnectionError` for another status.
+        """Yield the payloads of a stream's events, `[DONE]` included.
+
+        Errors: `UnexpectedStatusError` for a status other than 200.
         """
         status, headers = await self.start(request_bytes(path, json.dumps(body).encode()))
         if status != 200:
@@ -81,19 +82,13 @@ class Connection:
         self._after(headers)
 
     def hang_up(self, *, reset: bool = False) -> None:
-        """Close now; `reset`: so rudely that the other side gets an error instead of an end."""
+        """Close now, with `reset` by a TCP reset."""
         if self._writer is not None:
             if reset:
                 raw: socket.socket = self._writer.get_extra_info("socket")
                 raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self._writer.transport.abort()
         self._reader = self._writer = None
-
-    async def _exchange(self, request: bytes) -> Answer:
-        status, headers = await self.start(request)
-        answer = Answer(status, headers, await self.body(headers))
-        self._after(headers)
-        return answer
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if self._reader is None or self._writer is None:

@@ -1,4 +1,4 @@
-"""A server under load: started, watched through /proc and /metrics, stopped."""
+"""Start a server, watch it through /proc and /metrics, and stop it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ from negamax.engine.client.connection import ENGINE_MODULE
 from tools.load.http import Connection
 
 ROOT = Path(__file__).parents[2]
-ENGINES = (ENGINE_MODULE, "tools.load.stub_engine", "tools.replay.engine")
+ENGINES = (ENGINE_MODULE, "tests.stub_engine", "tools.replay.engine")
 IDLE_SECONDS = 120.0
+HELD = (
+    "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc",
+    "negamax:open_requests", "negamax:waiting_tokens",
+)  # fmt: skip
 _READY = re.compile(r"ready: http://([\d.]+):(\d+)/v1")
 
 
@@ -47,23 +51,17 @@ class Server:
 
     def server_pids(self) -> list[int]:
         """All processes that answer HTTP."""
-        return [
-            self.process.pid,
-            *(pid for pid in self._children() if _runs(pid, SERVER_WORKER_MODULE)),
-        ]
+        workers = [pid for pid in self._children() if _runs(pid, SERVER_WORKER_MODULE)]
+        return [self.process.pid, *workers]
 
     def _children(self) -> list[int]:
+        pid = self.process.pid
         return [
-            int(pid)
-            for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-            .read_text()
-            .split()
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         ]
 
     def rss(self, *pids: int) -> float:
-        """MiB of main memory that processes have to themselves or share, 0 for those that are
-        gone.
-        """
+        """Resident memory of processes in MiB; 0 for those that ended."""
         total = 0.0
         for pid in pids:
             with contextlib.suppress(OSError):
@@ -91,32 +89,33 @@ class Server:
         return values
 
     async def leftovers(self) -> dict[str, float]:
-        """What is still held when all clients have gone, after some time to clean up: empty where
-        nothing is.
-        """
-        names = (
-            "vllm:num_requests_running",
-            "vllm:num_requests_waiting",
-            "vllm:kv_cache_usage_perc",
-            "negamax:open_requests",
-        )
+        """Resources still held some time after all clients have gone, by metric."""
         deadline = time.monotonic() + IDLE_SECONDS
         while True:
             values = await self.metrics()
-            held = {
-                name: values[name] for name in (*names, "negamax:waiting_tokens") if values[name]
-            }
+            held = {name: values[name] for name in HELD if values[name]}
             if not held or time.monotonic() > deadline:
                 return held
             await asyncio.sleep(0.1)
 
+    def processes(self) -> list[int]:
+        """The engine and all server processes."""
+        return [self.engine_pid(), *self.server_pids()]
+
+    async def final_problems(self, processes: list[int] | None = None) -> list[str]:
+        """Problems after a scenario: anything still held, errors in the log, and other processes
+        than `processes`.
+        """
+        held = await self.leftovers()
+        problems = [f"held at the end: {held}"] if held else []
+        if self.process.poll() is not None or processes not in (None, self.processes()):
+            problems.append("a process ended or was started again")
+        return problems + self.log_problems()[:10]
+
     def log_problems(self) -> list[str]:
-        """Lines of the log that no load may cause."""
-        return [
-            line
-            for line in self.log.read_text().splitlines()
-            if "Traceback" in line or " ERROR " in line
-        ]
+        """Errors in the log."""
+        lines = self.log.read_text().splitlines()
+        return [line for line in lines if "Traceback" in line or " ERROR " in line]
 
 
 def _runs(pid: int, module: str) -> bool:
@@ -130,29 +129,18 @@ def start(module: str, *arguments: str, **options: Any) -> subprocess.Popen[str]
 
 @contextlib.contextmanager
 def serving(
-    *options: str,
-    num_servers: int = 1,
-    module: str = "negamax",
-    model: str = "nano",
+    *options: str, num_servers: int = 1, module: str = "negamax", model: str = "nano",
     environment: dict[str, str] | None = None,
-) -> Iterator[Server]:
-    """`negamax serve MODEL` (or `module`) with `options` and `num_servers` server processes, until
-    the block ends.
-    """
+) -> Iterator[Server]:  # fmt: skip
+    """Run `negamax serve MODEL` (or `module`) until the block ends."""
     command = [*options, "--api-server-count", str(num_servers)]
     if module == "negamax":
         usual = ["--port", "0", "--num-threads", "1", "--log-level", "warning"]
         command = ["serve", model, *usual, *command]
     with tempfile.NamedTemporaryFile("w", suffix=".log") as log:
-        process = start(
-            module,
-            *command,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            cwd=ROOT,
-            env=os.environ | (environment or {}),
-        )
+        env = os.environ | (environment or {})
+        pipe = subprocess.PIPE
+        process = start(module, *command, stdout=pipe, stderr=log, text=True, cwd=ROOT, env=env)
         try:
             yield Server(process, Path(log.name))
         finally:

@@ -1,6 +1,4 @@
-"""Mixed requests from many clients for a long time, some of which hang up: no error, nothing held
-at the end, memory flat.
-"""
+"""Mixed load for a long time: no error, nothing held at the end, constant memory."""
 
 from __future__ import annotations
 
@@ -20,36 +18,17 @@ from tools.load.server import Server, serving
 # small enough to be filled within the first minute: after that the cache's memory does not grow
 KV_BLOCKS = {"nano": 2048, "nano-m3": 256}  # 32,768 tokens
 FULL_BATCH = 64  # sequences that a CPU runs at once unless told otherwise
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}},
-            "required": ["city"],
-        },
-    },
-}
+_CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": _CITY}}
 WORDS = (
-    "river",
-    "stone",
-    "lamp",
-    "window",
-    "garden",
-    "letter",
-    "winter",
-    "silver",
-    "bridge",
-    "paper",
-    "story",
-    "cloud",
-)
+    "river", "stone", "lamp", "window", "garden", "letter", "winter", "silver", "bridge", "paper",
+    "story", "cloud",
+)  # fmt: skip
 
 
 @dataclass
 class _Tally:
-    """What the clients saw. Single writer: the event loop."""
+    """Observations of all clients."""
 
     answers: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
@@ -59,18 +38,15 @@ class _Tally:
 
 
 class _Client:
-    """One client: a request after the other. `abort_share` of them are broken off."""
+    """Sends one request after the other and hangs up on `abort_share` of them."""
 
-    def __init__(
-        self, server: Server, tally: _Tally, rng: random.Random, *, abort_share: float
-    ) -> None:
+    def __init__(self, server: Server, tally: _Tally, rng: random.Random, abort_share: float):
         self._connection = server.connection()
         self._tally = tally
         self._rng = rng
         self._abort_share = abort_share
 
     async def run(self, end: float) -> None:
-        """Until monotonic second `end`."""
         while time.monotonic() < end:
             kind = self._rng.choices(
                 ("chat stream", "chat", "text stream", "text", "refused", "look"),
@@ -92,12 +68,8 @@ class _Client:
             for path in ("/v1/models", "/health", "/readyz", "/livez"):
                 _expect(await self._connection.get(path), 200)
         elif kind == "refused":
-            _expect(
-                await self._connection.post(
-                    "/v1/chat/completions", self._chat() | {"temperature": 9}
-                ),
-                400,
-            )
+            body = self._chat() | {"temperature": 9}
+            _expect(await self._connection.post("/v1/chat/completions", body), 400)
         else:
             path, body = self._request(kind)
             if "stream" in kind:
@@ -108,10 +80,9 @@ class _Client:
                 self._check(answer.json()["choices"], answer.json()["usage"], body)
 
     def _request(self, kind: str) -> tuple[str, dict[str, Any]]:
+        path, body = "/v1/completions", self._text()
         if kind.startswith("chat"):
             path, body = "/v1/chat/completions", self._chat()
-        else:
-            path, body = "/v1/completions", self._text()
         if "stream" in kind:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         return path, body
@@ -127,11 +98,8 @@ class _Client:
                 {"role": "assistant", "content": self._words(20)},
             ]
         messages.append({"role": "user", "content": self._words(rng.randint(1, 60))})
-        body = {
-            "messages": messages,
-            "max_tokens": rng.randint(1, 48),
-            "n": rng.choice((1, 1, 1, 2)),
-        }
+        body = {"messages": messages, "max_tokens": rng.randint(1, 48)}
+        body["n"] = rng.choice((1, 1, 1, 2))
         if rng.random() < 0.3:
             body["tools"] = [TOOL]
         if rng.random() < 0.2:
@@ -141,14 +109,10 @@ class _Client:
         return body
 
     def _text(self) -> dict[str, Any]:
-        prompts = [
-            self._words(self._rng.randint(1, 100)) for _ in range(self._rng.choice((1, 1, 3)))
-        ]
-        return {
-            "prompt": prompts,
-            "max_tokens": self._rng.randint(1, 48),
-            "temperature": self._rng.choice((0, 1)),
-        }
+        rng = self._rng
+        prompts = [self._words(rng.randint(1, 100)) for _ in range(rng.choice((1, 1, 3)))]
+        max_tokens, temperature = rng.randint(1, 48), rng.choice((0, 1))
+        return {"prompt": prompts, "max_tokens": max_tokens, "temperature": temperature}
 
     def _words(self, count: int) -> str:
         return " ".join(self._rng.choices(WORDS, k=count))
@@ -160,13 +124,9 @@ class _Client:
         chunks = [json.loads(payload) for payload in payloads[:-1]]
         if any("error" in chunk for chunk in chunks):
             raise ValueError(f"an error in the stream: {chunks[-1]}")
-        choices = [
-            choice
-            for chunk in chunks
-            for choice in chunk["choices"]
-            if choice["finish_reason"] is not None
-        ]
-        self._check(choices, chunks[-1]["usage"], body)
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        ended = [choice for choice in choices if choice["finish_reason"] is not None]
+        self._check(ended, chunks[-1]["usage"], body)
 
     def _check(
         self, choices: list[dict[str, Any]], usage: dict[str, int], body: dict[str, Any]
@@ -175,16 +135,13 @@ class _Client:
         expected = body.get("n", 1) * len(prompts)
         if sorted(choice["index"] for choice in choices) != list(range(expected)):
             raise ValueError(f"{len(choices)} choices ended; {expected} were asked for")
-        if any(
-            choice["finish_reason"] not in ("stop", "length", "tool_calls") for choice in choices
-        ):
-            raise ValueError(f"finish reasons {[choice['finish_reason'] for choice in choices]}")
-        if not 0 < usage["completion_tokens"] <= expected * body["max_tokens"]:
-            raise ValueError(
-                f"{usage['completion_tokens']} tokens; allowed: {expected} times "
-                f"{body['max_tokens']}"
-            )
-        self._tally.tokens += usage["completion_tokens"]
+        reasons = {choice["finish_reason"] for choice in choices}
+        if reasons - {"stop", "length", "tool_calls"}:
+            raise ValueError(f"finish reasons {reasons}")
+        count, limit = usage["completion_tokens"], expected * body["max_tokens"]
+        if not 0 < count <= limit:
+            raise ValueError(f"{count} tokens; allowed: {limit}")
+        self._tally.tokens += count
 
     async def _abort(self, kind: str) -> None:
         """Begin a request and hang up after a moment, at most when it would have ended."""
@@ -206,27 +163,21 @@ def _expect(answer: Any, status: int) -> None:
 
 
 async def _visit_batch_sizes(server: Server) -> None:
-    """Run every count of sequences once, from a full batch down to one. The engine keeps a kernel
-    for each of 80 counts of rows and compiles it when the count comes up first; a busy server may
-    meet a small one after minutes, which is no leak.
+    """Run each batch size once: the engine compiles a kernel for each when it first occurs, which
+    would look like a leak.
     """
-    prompts = {
-        index: {"prompt": "river", "max_tokens": 8 + index, "ignore_eos": True}
-        for index in range(FULL_BATCH)
-    }
-    connections = [server.connection() for _ in prompts]
-    answers = await asyncio.gather(
-        *(connections[i].post("/v1/completions", body) for i, body in prompts.items())
-    )
-    for connection, answer in zip(connections, answers, strict=True):
-        _expect(answer, 200)
+
+    async def ask(max_tokens: int) -> None:
+        connection = server.connection()
+        body = {"prompt": "river", "max_tokens": max_tokens, "ignore_eos": True}
+        _expect(await connection.post("/v1/completions", body), 200)
         connection.hang_up()
+
+    await asyncio.gather(*(ask(8 + index) for index in range(FULL_BATCH)))
 
 
 async def _fill_encodings(server: Server, rng: random.Random) -> None:
-    """Tokenise so many texts of a prompt's length that the server's cache of them is full, which
-    takes an hour else, and that its table has been built anew once: it doubles then, and never
-    again."""
+    """Fill the server's cache of tokenized texts, which would take an hour under load."""
     connection = server.connection()
     for _ in range(CACHE_BYTES // (1 << 17)):
         # about 1 KiB each in the cache
@@ -251,21 +202,15 @@ def slope(points: list[tuple[float, float]]) -> float:
 
 
 async def soak(
-    *,
-    clients: int,
-    seconds: float,
-    abort_share: float,
-    seed: int,
-    num_servers: int,
-    max_slope: float | None,
-    model: str = "nano",
-) -> dict[str, Any]:
-    """The report; `problems` in it is empty where all went well. `max_slope` (MiB per minute and
-    process, over the second half of the run) is left out for runs that are too short to show one.
+    *, clients: int, seconds: float, abort_share: float, seed: int, num_servers: int,
+    max_slope: float | None, model: str = "nano",
+) -> dict[str, Any]:  # fmt: skip
+    """Run the scenario. `max_slope` limits the memory growth of each process over the second half
+    of the run, in MiB per minute; None for short runs.
     """
     options = ("--num-kv-blocks", str(KV_BLOCKS[model]), "--max-queued-requests", str(4 * clients))
     with serving(*options, num_servers=num_servers, model=model) as server:
-        processes = [server.engine_pid(), *server.server_pids()]
+        processes = server.processes()
         tally = _Tally()
         if max_slope is not None:
             await _visit_batch_sizes(server)
@@ -273,22 +218,18 @@ async def soak(
         watcher = asyncio.ensure_future(_watch_memory(server, tally))
         end = time.monotonic() + seconds
         workers = [
-            _Client(server, tally, random.Random(seed + index), abort_share=abort_share)
+            _Client(server, tally, random.Random(seed + index), abort_share).run(end)
             for index in range(clients)
         ]
-        await asyncio.gather(*(worker.run(end) for worker in workers))
-        held = await server.leftovers()
+        await asyncio.gather(*workers)
+        problems = tally.errors[:10] + await server.final_problems(processes)
         watcher.cancel()
         late = tally.memory[len(tally.memory) // 2 :]
+        sampled = tally.memory[:: max(1, len(tally.memory) // 20)]
         slopes = {
             "server": slope([(at, rss) for at, rss, _ in late]),
             "engine": slope([(at, rss) for at, _, rss in late]),
         }
-        problems = tally.errors[:10] + server.log_problems()[:10]
-        if held:
-            problems.append(f"held at the end: {held}")
-        if [server.engine_pid(), *server.server_pids()] != processes:
-            problems.append("a process was started again")
         if max_slope is not None:
             allowed = {"server": max_slope * num_servers, "engine": max_slope}
             problems += [
@@ -305,11 +246,7 @@ async def soak(
             "server MiB, first and last": [tally.memory[0][1], late[-1][1]],
             "engine MiB, first and last": [tally.memory[0][2], late[-1][2]],
             "MiB per minute, second half": slopes,
-            "server MiB over time": [
-                round(rss) for _, rss, _ in tally.memory[:: max(1, len(tally.memory) // 20)]
-            ],
-            "engine MiB over time": [
-                round(rss) for _, _, rss in tally.memory[:: max(1, len(tally.memory) // 20)]
-            ],
+            "server MiB over time": [round(rss) for _, rss, _ in sampled],
+            "engine MiB over time": [round(rss) for _, _, rss in sampled],
             "problems": problems,
         }

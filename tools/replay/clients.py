@@ -1,8 +1,7 @@
-"""The ways a coding agent talks to a server: the openai and anthropic packages, each with its own
-idea of a conversation.
+"""Coding agents on the openai and anthropic packages, each with its own form of a conversation.
 
-An agent asks, hands out what it saw in one form for all, and takes the answer and what follows it
-into its history as users of the package do: the message objects that it got go back as they are.
+An agent asks for an answer, returns it in one common form, and appends it to its history as users
+of the package do: it sends back the message objects that it got.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import anthropic
@@ -35,7 +35,7 @@ class SeenCall:
 
 @dataclass
 class Seen:
-    """An answer as the client got it. Single writer: its agent."""
+    """An answer as the client got it."""
 
     thinking: str = ""
     text: str = ""
@@ -45,68 +45,70 @@ class Seen:
     cached_tokens: int = 0
     output_tokens: int = 0
     reasoning_tokens: int | None = None
-    # of the answer and its parts, without those of calls
-    ids: list[str] = field(default_factory=list)
-    # with the form of the answer or of its stream
-    problems: list[str] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list)  # of the answer and its parts except calls
+    problems: list[str] = field(default_factory=list)  # with the form of the answer or its stream
 
     def expect(self, is_right: bool, problem: str) -> None:
-        """Note a problem."""
         if not is_right:
             self.problems.append(problem)
 
 
 class HangUp(Exception):
-    """The client has seen as much as it wanted to."""
+    """The client hung up on purpose."""
 
 
 class Agent(ABC):
-    """One session at a client. Single writer: its player."""
+    """One session at a client."""
 
     ends_with_calls: str
     ends_with_text: str
 
-    def __init__(self, session: Session, *, thinking_mode: str | None, rng: random.Random) -> None:
-        self._session = session
-        self._thinking_mode = thinking_mode
-        self._rng = rng
+    def __init__(
+        self, url: str, session: Session, *, thinking_mode: str | None, rng: random.Random
+    ) -> None:
+        self._session, self._thinking_mode, self._rng = session, thinking_mode, rng
+        self._salt = ""
+        self._client = self._connect(url)
+
+    def _connect(self, url: str) -> Any:
+        return openai.AsyncOpenAI(
+            base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_SECONDS
+        )
 
     async def ask(self, salt: str, *, hang_up_after: int | None = None) -> Seen:
-        """The answer to the history so far. Errors: `HangUp` once `hang_up_after` characters of it
-        have come, and those of the package."""
+        """Ask for the next answer.
+
+        Errors: `HangUp` after `hang_up_after` characters, and those of the package.
+        """
         self._salt = salt
         return await self._ask(hang_up_after)
 
     @abstractmethod
-    async def _ask(self, hang_up_after: int | None) -> Seen:
-        """See `ask`."""
+    async def _ask(self, hang_up_after: int | None) -> Seen: ...
 
     @abstractmethod
     def follow(self, exchange: Exchange, seen: Seen) -> None:
-        """Take the last answer into the history, and what follows it."""
+        """Append the last answer and what follows it to the history."""
 
-    @abstractmethod
     async def close(self) -> None:
-        """Close the connections."""
+        await self._client.close()
 
     def _results(self, exchange: Exchange, seen: Seen) -> list[tuple[str, str]]:
-        """Ids and results of the calls, as they come in: in any order."""
-        results = [
-            (call.id, result) for call, result in zip(seen.calls, exchange.results, strict=False)
-        ]
+        """Ids and results of the calls in a random order."""
+        results = list(zip((call.id for call in seen.calls), exchange.results, strict=False))
         self._rng.shuffle(results)
         return results
 
     def _extra(self) -> dict[str, Any]:
-        return {"cache_salt": self._salt}
+        kwargs = {"thinking_mode": self._thinking_mode} if self._thinking_mode else None
+        return {"cache_salt": self._salt} | ({"chat_template_kwargs": kwargs} if kwargs else {})
 
 
 class _Patience:
-    """Counts what has come of a stream, and hangs up."""
+    """Counts the characters of a stream and hangs up at the limit."""
 
     def __init__(self, limit: int | None) -> None:
-        self._limit = limit
-        self._size = 0
+        self._limit, self._size = limit, 0
 
     def take(self, text: str | None) -> None:
         self._size += len(text or "")
@@ -115,9 +117,7 @@ class _Patience:
 
 
 async def _with_patience(request: Any, limit: int | None) -> Any:
-    """A whole answer; one that is to be hung up on gets a moment, which is longer for a later
-    point.
-    """
+    """Wait for a whole answer; one to hang up on gets a time that grows with the limit."""
     if limit is None:
         return await request
     with contextlib.suppress(TimeoutError):
@@ -126,68 +126,48 @@ async def _with_patience(request: Any, limit: int | None) -> Any:
 
 
 class ChatAgent(Agent):
-    """openai, chat completions."""
+    """The openai package with chat completions."""
 
     ends_with_calls, ends_with_text = "tool_calls", "stop"
 
-    def __init__(
-        self,
-        url: str,
-        session: Session,
-        *,
-        is_streamed: bool,
-        thinking_mode: str | None,
-        rng: random.Random,
-    ) -> None:
-        super().__init__(session, thinking_mode=thinking_mode, rng=rng)
-        self._client = openai.AsyncOpenAI(
-            base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_SECONDS
-        )
+    def __init__(self, url: str, session: Session, *, is_streamed: bool, **common: Any) -> None:
+        super().__init__(url, session, **common)
         self._is_streamed = is_streamed
-        self._messages: list[Any] = [
-            {"role": "system", "content": session.system},
-            {"role": "user", "content": session.opening},
-        ]
+        system = {"role": "system", "content": session.system}
+        self._messages: list[Any] = [system, {"role": "user", "content": session.opening}]
         self._answer: Any = None
 
     async def _ask(self, hang_up_after: int | None) -> Seen:
-        kwargs = {"thinking_mode": self._thinking_mode} if self._thinking_mode else None
         body: dict[str, Any] = {
             "model": MODEL_NAME,
             "messages": self._messages,
             "tools": TOOLS,
             "max_completion_tokens": MAX_TOKENS,
-            "extra_body": self._extra() | ({"chat_template_kwargs": kwargs} if kwargs else {}),
+            "extra_body": self._extra(),
         }
         if self._is_streamed:
             return await self._stream(body, _Patience(hang_up_after))
         answer = await _with_patience(self._client.chat.completions.create(**body), hang_up_after)
         (choice,) = answer.choices
         message = self._answer = choice.message
-        calls = [
+        seen = Seen(message.reasoning_content or "", message.content or "", ids=[answer.id])
+        seen.calls = [
             SeenCall(call.id, call.function.name, call.function.arguments)
             for call in message.tool_calls or ()
         ]
-        thinking = message.reasoning_content or ""
-        seen = Seen(
-            thinking, message.content or "", calls, choice.finish_reason or "", ids=[answer.id]
-        )
-        seen.expect(
-            message.reasoning == message.reasoning_content, "reasoning and reasoning_content differ"
-        )
-        seen.expect(
-            not calls or message.content != "", "content is '' beside calls instead of null"
-        )
+        seen.ends = choice.finish_reason or ""
+        seen.expect(message.reasoning == message.reasoning_content, "the reasoning fields differ")
+        seen.expect(not seen.calls or message.content != "", "content is '' beside calls, not null")
         self._count(seen, answer.usage)
         return seen
 
     async def _stream(self, body: dict[str, Any], patience: _Patience) -> Seen:
         seen = Seen()
-        names: list[tuple[str, str]] = []
-        arguments: list[list[str]] = []
+        calls: list[tuple[str, str, list[str]]] = []  # id, name, parts of the arguments
         usage, num_chunks = None, 0
+        options = {"include_usage": True}
         stream = await self._client.chat.completions.create(
-            **body, stream=True, stream_options={"include_usage": True}
+            **body, stream=True, stream_options=options
         )
         async with contextlib.aclosing(_chunks(stream)) as chunks:
             async for chunk in chunks:
@@ -199,57 +179,44 @@ class ChatAgent(Agent):
                     usage = chunk.usage
                     continue
                 (choice,) = chunk.choices
-                delta, extra = choice.delta, choice.delta.model_extra or {}
-                thought = extra.get("reasoning_content") or ""
-                kinds = [bool(thought), bool(delta.content), bool(delta.tool_calls)]
-                seen.expect(sum(kinds) <= 1, f"one delta has more than one kind of text: {delta}")
-                seen.expect(
-                    extra.get("reasoning", thought or None) == (thought or None),
-                    "reasoning differs in a delta",
-                )
-                seen.expect(
-                    (delta.role is None) == (num_chunks > 1),
-                    f"role {delta.role!r} in chunk {num_chunks}",
-                )
                 seen.expect(not seen.ends, "a delta after the finish reason")
-                seen.thinking += thought
-                seen.text += delta.content or ""
+                self._take(choice.delta, seen, is_first=num_chunks == 1)
                 seen.ends = choice.finish_reason or ""
-                patience.take(thought or delta.content)
-                for call in delta.tool_calls or ():
+                patience.take(_thought(choice.delta) or choice.delta.content)
+                for call in choice.delta.tool_calls or ():
                     if call.id is not None:
-                        seen.expect(
-                            call.index == len(names),
-                            f"call {call.index} begins as number {len(names)}",
-                        )
-                        names.append((call.id, call.function.name))
-                        arguments.append([])
-                    seen.expect(
-                        call.index == len(names) - 1,
-                        f"arguments of call {call.index} among those of {len(names) - 1}",
-                    )
-                    arguments[-1].append(call.function.arguments or "")
+                        where = f"call {call.index} begins as number {len(calls)}"
+                        seen.expect(call.index == len(calls), where)
+                        calls.append((call.id, call.function.name, []))
+                    where = f"arguments of call {call.index} among those of {len(calls) - 1}"
+                    seen.expect(call.index == len(calls) - 1, where)
+                    calls[-1][2].append(call.function.arguments or "")
                     patience.take(call.function.arguments)
-        seen.calls = [
-            SeenCall(*name, "".join(parts)) for name, parts in zip(names, arguments, strict=True)
-        ]
-        calls = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in seen.calls
-        ]
-        reasoning_field = self._rng.choice(("reasoning_content", "reasoning"))
-        self._answer = {
-            "role": "assistant",
-            "content": seen.text or None,
-            reasoning_field: seen.thinking,
-        }
-        self._answer |= {"tool_calls": calls} if calls else {}
+        seen.calls = [SeenCall(call_id, name, "".join(parts)) for call_id, name, parts in calls]
+        self._answer = {"role": "assistant", "content": seen.text or None}
+        self._answer[self._rng.choice(("reasoning_content", "reasoning"))] = seen.thinking
+        if seen.calls:
+            self._answer["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in seen.calls
+            ]
         self._count(seen, usage)
         return seen
+
+    @staticmethod
+    def _take(delta: Any, seen: Seen, *, is_first: bool) -> None:
+        thought = _thought(delta)
+        kinds = [bool(thought), bool(delta.content), bool(delta.tool_calls)]
+        seen.expect(sum(kinds) <= 1, f"one delta has more than one kind of text: {delta}")
+        other = (delta.model_extra or {}).get("reasoning", thought or None)
+        seen.expect(other == (thought or None), "reasoning differs in a delta")
+        seen.expect((delta.role is not None) == is_first, f"role {delta.role!r} in a wrong chunk")
+        seen.thinking += thought
+        seen.text += delta.content or ""
 
     @staticmethod
     def _count(seen: Seen, usage: Any) -> None:
@@ -258,10 +225,8 @@ class ChatAgent(Agent):
             seen.prompt_tokens, seen.output_tokens = usage.prompt_tokens, usage.completion_tokens
             seen.cached_tokens = usage.prompt_tokens_details.cached_tokens
             seen.reasoning_tokens = usage.completion_tokens_details.reasoning_tokens
-            seen.expect(
-                usage.total_tokens == usage.prompt_tokens + usage.completion_tokens,
-                "total_tokens is no sum",
-            )
+            total = usage.prompt_tokens + usage.completion_tokens
+            seen.expect(usage.total_tokens == total, "total_tokens is not the sum")
 
     def follow(self, exchange: Exchange, seen: Seen) -> None:
         self._messages.append(self._answer)
@@ -272,30 +237,16 @@ class ChatAgent(Agent):
         if exchange.question:
             self._messages.append({"role": "user", "content": exchange.question})
 
-    async def close(self) -> None:
-        await self._client.close()
-
 
 class MessagesAgent(Agent):
-    """anthropic, messages, with what Claude Code adds: a changing first line of the system prompt,
-    reminders, cache marks.
+    """The anthropic package, with what Claude Code adds: a changing first line of the system
+    prompt, reminders, cache marks.
     """
 
     ends_with_calls, ends_with_text = "tool_use", "end_turn"
 
-    def __init__(
-        self,
-        url: str,
-        session: Session,
-        *,
-        is_streamed: bool,
-        thinking_mode: str | None,
-        rng: random.Random,
-    ) -> None:
-        super().__init__(session, thinking_mode=thinking_mode, rng=rng)
-        self._client = anthropic.AsyncAnthropic(
-            base_url=url, api_key="none", max_retries=0, timeout=TIMEOUT_SECONDS
-        )
+    def __init__(self, url: str, session: Session, *, is_streamed: bool, **common: Any) -> None:
+        super().__init__(url, session, **common)
         self._is_streamed = is_streamed
         self._messages: list[Any] = [{"role": "user", "content": session.opening}]
         self._tools = [
@@ -308,87 +259,64 @@ class MessagesAgent(Agent):
         ]
         self._content: Sequence[Any] = ()
 
-    async def _ask(self, hang_up_after: int | None) -> Seen:
-        billing = (
-            f"x-anthropic-billing-header: cc_version=2.1; cch={self._rng.getrandbits(20):05x};"
+    def _connect(self, url: str) -> Any:
+        return anthropic.AsyncAnthropic(
+            base_url=url, api_key="none", max_retries=0, timeout=TIMEOUT_SECONDS
         )
+
+    async def _ask(self, hang_up_after: int | None) -> Seen:
+        number = f"{self._rng.getrandbits(20):05x}"
+        billing = f"x-anthropic-billing-header: cc_version=2.1; cch={number};"
+        mark = {"cache_control": {"type": "ephemeral"}}
         body: dict[str, Any] = {
             "model": MODEL_NAME,
             "max_tokens": MAX_TOKENS,
             "system": [
                 {"type": "text", "text": billing},
-                {
-                    "type": "text",
-                    "text": self._session.system,
-                    "cache_control": {"type": "ephemeral"},
-                },
+                {"type": "text", "text": self._session.system, **mark},
             ],
             "messages": self._messages,
             "tools": self._tools,
             "metadata": {"user_id": "somebody"},
-            "extra_body": self._extra(),
+            "extra_body": {"cache_salt": self._salt},
         }
         if self._thinking_mode:
             body["thinking"] = {"type": self._thinking_mode, "budget_tokens": MAX_TOKENS - 1}
         if self._is_streamed:
             return await self._stream(body, _Patience(hang_up_after))
-        # its package refuses whole answers that may be long, unless a timeout says how long
-        answer = await _with_patience(
-            self._client.messages.create(**body, timeout=TIMEOUT_SECONDS), hang_up_after
-        )
-        return self._read(answer, Seen())
+        # the package refuses whole answers that may be long without a timeout
+        request = self._client.messages.create(**body, timeout=TIMEOUT_SECONDS)
+        return self._read(await _with_patience(request, hang_up_after), Seen())
 
     async def _stream(self, body: dict[str, Any], patience: _Patience) -> Seen:
         seen = Seen()
-        merged: list[tuple[str, list[str]]] = []  # of every block: its type and its text
-        opened: int | None = None
+        blocks = _Order(seen, "block")
         async with self._client.messages.stream(**body) as stream:
             async for event in stream:
                 if event.type == "content_block_start":
-                    seen.expect(
-                        opened is None and event.index == len(merged),
-                        f"block {event.index} starts out of turn",
-                    )
-                    opened = event.index
-                    merged.append((event.content_block.type, []))
+                    blocks.open(event.index, event.content_block.type)
                 elif event.type == "content_block_delta":
-                    seen.expect(
-                        event.index == opened,
-                        f"a delta of block {event.index} while {opened} is open",
-                    )
                     text = _delta_text(event.delta)
-                    merged[-1][1].append(text)
+                    blocks.add(event.index, text)
                     patience.take(text)
                 elif event.type == "content_block_stop":
-                    seen.expect(
-                        event.index == opened, f"block {event.index} stops while {opened} is open"
-                    )
-                    opened = None
+                    blocks.close(event.index)
             answer = await stream.get_final_message()
         seen = self._read(answer, seen)
-        for block, (kind, parts) in zip(answer.content, merged, strict=True):
-            text = "".join(parts)
+        for block, kind, text in zip(answer.content, blocks.kinds, blocks.texts(), strict=True):
             if block.type == "tool_use":
-                seen.expect(
-                    kind == "tool_use" and json.loads(text) == block.input,
-                    "the input's deltas are not the input",
-                )
+                is_right = kind == "tool_use" and json.loads(text) == block.input
             else:
-                seen.expect(
-                    (kind, text) == (block.type, _block_text(block)),
-                    f"the deltas of a {kind} block are not its text",
-                )
-        raw = iter("".join(parts) for kind, parts in merged if kind == "tool_use")
+                is_right = (kind, text) == (block.type, _block_text(block))
+            seen.expect(is_right, f"the deltas of a {kind} block are not its content")
+        pairs = zip(blocks.kinds, blocks.texts(), strict=True)
+        raw = iter(text for kind, text in pairs if kind == "tool_use")
         seen.calls = [SeenCall(call.id, call.name, next(raw)) for call in seen.calls]
         return seen
 
     def _read(self, answer: Any, seen: Seen) -> Seen:
         self._content = answer.content
-        kinds = [block.type for block in answer.content]
-        order = [kind for kind in ("thinking", "text") if kind in kinds] + [
-            "tool_use"
-        ] * kinds.count("tool_use")
-        seen.expect(kinds == order, f"blocks {kinds}")
+        _expect_order(seen, [block.type for block in answer.content], "thinking", "text")
         for block in answer.content:
             if block.type == "thinking":
                 seen.thinking += block.thinking
@@ -397,16 +325,11 @@ class MessagesAgent(Agent):
                 seen.text += block.text
             else:
                 seen.calls.append(SeenCall(block.id, block.name, json.dumps(block.input)))
-        seen.ends = answer.stop_reason or ""
-        seen.ids = [answer.id]
+        seen.ends, seen.ids = answer.stop_reason or "", [answer.id]
         usage = answer.usage
-        seen.cached_tokens = usage.cache_read_input_tokens
-        seen.prompt_tokens = (
-            usage.input_tokens
-            + usage.cache_read_input_tokens
-            + (usage.cache_creation_input_tokens or 0)
-        )
-        seen.output_tokens = usage.output_tokens
+        seen.cached_tokens, seen.output_tokens = usage.cache_read_input_tokens, usage.output_tokens
+        created = usage.cache_creation_input_tokens or 0
+        seen.prompt_tokens = usage.input_tokens + seen.cached_tokens + created
         return seen
 
     def follow(self, exchange: Exchange, seen: Seen) -> None:
@@ -416,39 +339,23 @@ class MessagesAgent(Agent):
             shown = [{"type": "text", "text": result}] if self._rng.random() < 0.5 else result
             blocks.append({"type": "tool_result", "tool_use_id": call_id, "content": shown})
         if exchange.note:
-            blocks.append(
-                {"type": "text", "text": f"<system-reminder>\n{exchange.note}\n</system-reminder>"}
-            )
+            note = f"<system-reminder>\n{exchange.note}\n</system-reminder>"
+            blocks.append({"type": "text", "text": note})
         if exchange.question:
-            blocks.append(
-                {"type": "text", "text": exchange.question, "cache_control": {"type": "ephemeral"}}
-            )
+            mark = {"cache_control": {"type": "ephemeral"}}
+            blocks.append({"type": "text", "text": exchange.question, **mark})
         self._messages.append({"role": "user", "content": blocks})
-
-    async def close(self) -> None:
-        await self._client.close()
 
 
 class ResponsesAgent(Agent):
-    """openai, Responses, streamed; `is_stored`: the server keeps the conversation, and only what is
-    new is sent.
+    """The openai package with streamed Responses. With `is_stored` the server keeps the
+    conversation, and only new items are sent.
     """
 
     ends_with_calls = ends_with_text = "completed"
 
-    def __init__(
-        self,
-        url: str,
-        session: Session,
-        *,
-        is_stored: bool,
-        thinking_mode: str | None,
-        rng: random.Random,
-    ) -> None:
-        super().__init__(session, thinking_mode=thinking_mode, rng=rng)
-        self._client = openai.AsyncOpenAI(
-            base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_SECONDS
-        )
+    def __init__(self, url: str, session: Session, *, is_stored: bool, **common: Any) -> None:
+        super().__init__(url, session, **common)
         self._is_stored = is_stored
         self._input: list[Any] = [{"role": "user", "content": session.opening}]
         self._previous: str | None = None
@@ -456,7 +363,6 @@ class ResponsesAgent(Agent):
         self._response: Any = None
 
     async def _ask(self, hang_up_after: int | None) -> Seen:
-        kwargs = {"thinking_mode": self._thinking_mode} if self._thinking_mode else None
         stream = await self._client.responses.create(
             model=MODEL_NAME,
             instructions=self._session.system,
@@ -465,63 +371,35 @@ class ResponsesAgent(Agent):
             max_output_tokens=MAX_TOKENS,
             store=self._is_stored,
             stream=True,
-            extra_body=self._extra() | ({"chat_template_kwargs": kwargs} if kwargs else {}),
+            extra_body=self._extra(),
             **({"previous_response_id": self._previous} if self._previous else {}),
         )
         seen, patience = Seen(), _Patience(hang_up_after)
-        merged: dict[int, list[str]] = {}
-        kinds: list[str] = []
-        opened: int | None = None
-        last_number = -1
+        items, last_number = _Order(seen, "item"), -1
         async with contextlib.aclosing(_chunks(stream)) as events:
             async for event in events:
-                seen.expect(
-                    event.sequence_number == last_number + 1,
-                    f"event {event.sequence_number} follows {last_number}",
-                )
+                where = f"event {event.sequence_number} follows {last_number}"
+                seen.expect(event.sequence_number == last_number + 1, where)
                 last_number = event.sequence_number
                 if event.type == "response.output_item.added":
-                    seen.expect(
-                        opened is None and event.output_index == len(kinds),
-                        f"item {event.output_index} out of turn",
-                    )
-                    opened = event.output_index
-                    kinds.append(event.item.type)
-                    merged[opened] = []
+                    items.open(event.output_index, event.item.type)
                 elif event.type.endswith(".delta"):
-                    seen.expect(
-                        event.output_index == opened,
-                        f"a delta of item {event.output_index} while {opened} is open",
-                    )
-                    merged[event.output_index].append(event.delta)
+                    items.add(event.output_index, event.delta)
                     patience.take(event.delta)
                 elif event.type == "response.output_item.done":
-                    seen.expect(
-                        event.output_index == opened,
-                        f"item {event.output_index} is done while {opened} is open",
-                    )
-                    opened = None
+                    items.close(event.output_index)
                 elif event.type in ("response.completed", "response.incomplete", "response.failed"):
                     self._response = event.response
-        response = self._response
-        texts = ["".join(merged[index]) for index in range(len(kinds))]
-        self._read(response, seen)
-        seen.expect(
-            [item.type for item in response.output] == kinds,
-            "the items of the stream are not those of its end",
-        )
-        seen.expect(
-            [_item_text(item) for item in response.output] == texts,
-            "the deltas of an item are not its text",
-        )
+        output = self._response.output
+        self._read(self._response, seen)
+        same = [item.type for item in output] == items.kinds
+        seen.expect(same, "the items of the stream are not those of its end")
+        texts = [_item_text(item) for item in output]
+        seen.expect(texts == items.texts(), "the deltas of an item are not its text")
         return seen
 
     def _read(self, response: Any, seen: Seen) -> None:
-        kinds = [item.type for item in response.output]
-        order = [kind for kind in ("reasoning", "message") if kind in kinds] + [
-            "function_call"
-        ] * kinds.count("function_call")
-        seen.expect(kinds == order, f"items {kinds}")
+        _expect_order(seen, [item.type for item in response.output], "reasoning", "message")
         for item in response.output:
             if item.type == "reasoning":
                 seen.thinking += _item_text(item)
@@ -538,47 +416,65 @@ class ResponsesAgent(Agent):
 
     def follow(self, exchange: Exchange, seen: Seen) -> None:
         if self._is_stored:
-            self._previous = self._response.id
-            self._input = []
+            self._previous, self._input = self._response.id, []
         else:
             self._input += self._response.output
         for call_id, result in self._results(exchange, seen):
-            self._input.append(
-                {"type": "function_call_output", "call_id": call_id, "output": result}
-            )
+            item = {"type": "function_call_output", "call_id": call_id, "output": result}
+            self._input.append(item)
         if exchange.note:
             self._input.append({"role": "developer", "content": exchange.note})
         if exchange.question:
-            self._input.append(
-                {"role": "user", "content": [{"type": "input_text", "text": exchange.question}]}
-            )
-
-    async def close(self) -> None:
-        await self._client.close()
+            content = [{"type": "input_text", "text": exchange.question}]
+            self._input.append({"role": "user", "content": content})
 
 
-NewAgent = Callable[..., Agent]
-
-
-def _way(kind: Callable[..., Agent], **settings: bool) -> NewAgent:
-    def new(url: str, session: Session, *, thinking_mode: str | None, rng: random.Random) -> Agent:
-        return kind(url, session, thinking_mode=thinking_mode, rng=rng, **settings)
-
-    return new
-
-
-WAYS: dict[str, NewAgent] = {
-    "chat, streamed": _way(ChatAgent, is_streamed=True),
-    "messages, streamed": _way(MessagesAgent, is_streamed=True),
-    "responses, streamed": _way(ResponsesAgent, is_stored=False),
-    "chat, whole": _way(ChatAgent, is_streamed=False),
-    "messages, whole": _way(MessagesAgent, is_streamed=False),
-    "responses, kept by the server": _way(ResponsesAgent, is_stored=True),
+WAYS: dict[str, Callable[..., Agent]] = {
+    "chat, streamed": partial(ChatAgent, is_streamed=True),
+    "messages, streamed": partial(MessagesAgent, is_streamed=True),
+    "responses, streamed": partial(ResponsesAgent, is_stored=False),
+    "chat, whole": partial(ChatAgent, is_streamed=False),
+    "messages, whole": partial(MessagesAgent, is_streamed=False),
+    "responses, kept by the server": partial(ResponsesAgent, is_stored=True),
 }
 
 
+class _Order:
+    """Collects the parts of a stream, of which only one may be open."""
+
+    def __init__(self, seen: Seen, name: str) -> None:
+        self.kinds: list[str] = []
+        self._parts: list[list[str]] = []
+        self._seen, self._name, self._open = seen, name, -1
+
+    def open(self, index: int, kind: str) -> None:
+        in_turn = self._open < 0 and index == len(self.kinds)
+        self._seen.expect(in_turn, f"{self._name} {index} out of turn")
+        self._open = index
+        self.kinds.append(kind)
+        self._parts.append([])
+
+    def add(self, index: int, text: str) -> None:
+        self._seen.expect(index == self._open, f"a delta of {self._name} {index}, which is closed")
+        self._parts[index].append(text)
+
+    def close(self, index: int) -> None:
+        self._seen.expect(index == self._open, f"{self._name} {index} ends without being open")
+        self._open = -1
+
+    def texts(self) -> list[str]:
+        return ["".join(parts) for parts in self._parts]
+
+
+def _expect_order(seen: Seen, kinds: list[str], *single: str) -> None:
+    """Parts of the `single` kinds come first, at most one of each; calls follow."""
+    order = [kind for kind in single if kind in kinds]
+    is_right = kinds[: len(order)] == order and not set(kinds[len(order) :]) & set(single)
+    seen.expect(is_right, f"parts {kinds}")
+
+
 async def _chunks(stream: Any) -> AsyncGenerator[Any, None]:
-    """The chunks of a stream, which is closed whatever happens."""
+    """Yield the chunks of a stream and close it in any case."""
     try:
         async for chunk in stream:
             yield chunk
@@ -586,16 +482,17 @@ async def _chunks(stream: Any) -> AsyncGenerator[Any, None]:
         await stream.close()
 
 
+def _thought(delta: Any) -> str:
+    return (delta.model_extra or {}).get("reasoning_content") or ""
+
+
 def _delta_text(delta: Any) -> str:
-    match delta.type:
-        case "thinking_delta":
-            return str(delta.thinking)
-        case "text_delta":
-            return str(delta.text)
-        case "input_json_delta":
-            return str(delta.partial_json)
-        case _:
-            return ""
+    fields = {
+        "thinking_delta": "thinking",
+        "text_delta": "text",
+        "input_json_delta": "partial_json",
+    }
+    return str(getattr(delta, fields[delta.type])) if delta.type in fields else ""
 
 
 def _block_text(block: Any) -> str:

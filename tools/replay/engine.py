@@ -1,5 +1,5 @@
 """An engine that answers from a script: `python -m tools.replay.engine FOLDER`, started by
-`tools.load.stub_server`.
+`tests.stub_server`.
 
 REPLAY_SCRIPT names a MessagePack file, {salt: [tokens, pace]}: a request's `cache_salt`, which is
 SESSION/TURN, says which answer it gets, and each step brings up to `pace` tokens of it. In the
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from negamax.engine.core.source import ModelSource
 from negamax.scheduler.request import GenerateRequest
-from tools.load.stub_engine import BLOCK_SIZE, Answer, run
+from tests.stub_engine import BLOCK_SIZE, Answer, run
 
 Tokens = NDArray[np.uint32]
 

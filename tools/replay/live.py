@@ -1,11 +1,7 @@
-"""The live day: the whole server with the embedded model, and sessions in which its own answers
-make the history.
+"""The live day: agent sessions with the embedded model, whose own answers make the history.
 
-The model is small and says little of sense, so its calls are asked for: required, by name, one at a
-time, and freely with strict tools. A grammar then guarantees their form, and what comes back
-through it, through the parser and through the history of many turns must be calls that follow their
-schemas, on prompts whose beginning is in the cache: all of the last prompt, and its answer as far
-as the model spelled it in the tokenizer's own way, which a grammar often keeps it from.
+Requests force calls in several ways, with strict tools. Each call must follow its schema, and the
+whole previous prompt must be cached.
 """
 
 from __future__ import annotations
@@ -59,49 +55,32 @@ class LiveSize:
 
     @classmethod
     def full(cls, sessions: int) -> LiveSize:
-        return cls(
-            sessions,
-            turns=20,
-            context_length=16_384,
-            system_len=1500,
-            result_len=200,
-            output_len=256,
-        )
+        return cls(sessions, 20, 16_384, system_len=1500, result_len=200, output_len=256)
 
     @classmethod
     def small(cls, sessions: int) -> LiveSize:
-        return cls(
-            sessions, turns=3, context_length=8_192, system_len=100, result_len=60, output_len=160
-        )
+        return cls(sessions, 3, 8_192, system_len=100, result_len=60, output_len=160)
 
 
 @dataclass
 class _Tally:
-    """What was done and what was wrong. Single writer: the event loop."""
+    """Counts and problems of all sessions."""
 
     problems: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     longest_prompt: int = 0  # tokens
 
 
+@dataclass
 class _LivePlayer:
-    """Plays one session. Single writer: its task."""
+    """Plays one session."""
 
-    def __init__(
-        self,
-        name: str,
-        session: Session,
-        *,
-        client: ServingClient,
-        tally: _Tally,
-        rng: random.Random,
-    ) -> None:
-        self._name = name
-        self._session = session
-        self._client = client
-        self._tally = tally
-        self._rng = rng
-        self._previous: Record | None = None  # the last turn, where its prompt must be found again
+    _name: str
+    _session: Session
+    _client: ServingClient
+    _tally: _Tally
+    _rng: random.Random
+    _previous: Record | None = None  # the last turn, if its prompt must be cached
 
     async def play(self) -> None:
         """Every turn, up to the first failure."""
@@ -114,18 +93,14 @@ class _LivePlayer:
             reader = await self._ask(body)
             problems = self._problems(body, reader, tools)
             self._count(reader)
-            self._tally.problems += [
-                f"{self._name}, turn {self._tally.counts[self._name]}: {problem}"
-                for problem in problems
-            ]
+            where = f"{self._name}, turn {self._tally.counts[self._name]}"
+            self._tally.problems += [f"{where}: {problem}" for problem in problems]
             if problems:
                 return
             calls = (reader.message or {}).get("tool_calls")
-            self._previous = (
-                reader.record if calls and reader.record.finish_reason != "length" else None
-            )
-            # a call that was forced by name ends so
-            if calls and reader.record.finish_reason == "stop":
+            is_whole = calls and reader.record.finish_reason != "length"
+            self._previous = reader.record if is_whole else None
+            if calls and reader.record.finish_reason == "stop":  # of a call forced by name
                 reader.record.finish_reason = "tool_calls"
             try:
                 turn = turns.send(TurnResponse(reader.record, reader.message))
@@ -133,9 +108,8 @@ class _LivePlayer:
                 return
 
     async def _ask(self, body: dict[str, Any]) -> ResponseReader:
-        sent = json.dumps(
-            body | {"model": "nano", "stream": True, "stream_options": {"include_usage": True}}
-        ).encode()
+        common = {"model": "nano", "stream": True, "stream_options": {"include_usage": True}}
+        sent = json.dumps(body | common).encode()
         if self._rng.random() < HANG_UP_SHARE:
             reader = ResponseReader(Record(0), collect=True)
             work = asyncio.ensure_future(self._client.stream(CHAT, sent, reader))
@@ -237,45 +211,38 @@ def _json_problems(call: dict[str, Any]) -> list[str]:
     return [] if is_object else [f"arguments are no object: {arguments[:200]!r}"]
 
 
-_TYPES: dict[str, tuple[type, ...]] = {
-    "object": (dict,), "array": (list,), "string": (str,), "integer": (int,), "number": (int,
-        float), "boolean": (bool,),
-}  # fmt: skip
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+}
 
 
 def violations(value: Any, schema: dict[str, Any], *, place: str = "arguments") -> list[str]:
-    """What in `value` does not follow a schema of the keywords that the tools of this day use.
-    Bytes that are no character, U+FFFD here, are none to a grammar either: they are not counted."""
+    """Compare a value with a schema of the keywords that the tools use. U+FFFD, a byte that is no
+    character, has no length, as for a grammar.
+    """
     kind = schema["type"]
-    has_type = isinstance(value, _TYPES[kind]) and isinstance(value, bool) == (kind == "boolean")
-    if not has_type:
+    if not isinstance(value, _TYPES[kind]) or isinstance(value, bool) != (kind == "boolean"):
         return [f"{place} is {value!r}, not of type {kind}"]
-    found = []
+    found, size = [], value
     if kind == "object":
         properties = schema["properties"]
         found += [f"{place}.{name} is missing" for name in schema["required"] if name not in value]
-        found += [
-            f"{place}.{name} is not in the schema" for name in value if name not in properties
-        ]
-        known = [name for name in value if name in properties]
-        found += [
-            text
-            for name in known
-            for text in violations(value[name], properties[name], place=f"{place}.{name}")
-        ]
+        for name, item in value.items():
+            if name in properties:
+                found += violations(item, properties[name], place=f"{place}.{name}")
+            else:
+                found.append(f"{place}.{name} is not in the schema")
     elif kind == "array":
-        found += [
-            text
-            for i, item in enumerate(value)
-            for text in violations(item, schema["items"], place=f"{place}[{i}]")
-        ]
-    size = (
-        len(value)
-        if kind == "array"
-        else len(value.replace("\ufffd", ""))
-        if kind == "string"
-        else value
-    )
+        size = len(value)
+        for index, item in enumerate(value):
+            found += violations(item, schema["items"], place=f"{place}[{index}]")
+    elif kind == "string":
+        size = len(value.replace("\ufffd", ""))
     for keyword, is_over in (("maxLength", 1), ("maxItems", 1), ("maximum", 1), ("minimum", -1)):
         if keyword in schema and (size - schema[keyword]) * is_over > 0:
             found.append(f"{place} is {value!r}; {keyword} is {schema[keyword]}")
@@ -283,16 +250,13 @@ def violations(value: Any, schema: dict[str, Any], *, place: str = "arguments") 
 
 
 def _widened(folder: Path, *, context_length: int) -> Path:
-    """The embedded model with a longer context than it was trained for: what it says does not
-    matter here.
-    """
+    """Make the embedded model accept a longer context than it was trained for."""
     nano = resolve_model("nano")
     for file in nano.iterdir():
         if file.name != "config.json":
             (folder / file.name).symlink_to(file)
-    config = json.loads((nano / "config.json").read_text(encoding="utf-8")) | {
-        "max_position_embeddings": context_length
-    }
+    config = json.loads((nano / "config.json").read_text(encoding="utf-8"))
+    config["max_position_embeddings"] = context_length
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 
@@ -310,23 +274,14 @@ async def _play_day(
         agent_result_len=size.result_len,
         agent_output_len=size.output_len,
     )
-    sessions = AgentSessions(
-        options,
-        scale=TextScale(tokens_per_char=0.45, overhead=200),
-        context_length=size.context_length,
-    )
+    scale = TextScale(tokens_per_char=0.45, overhead=200)
+    sessions = AgentSessions(options, scale=scale, context_length=size.context_length)
     client = ServingClient(f"http://{server.host}:{server.port}", headers={}, timeout=300.0)
     tally = _Tally()
-    players = [
-        _LivePlayer(
-            f"session-{number}",
-            sessions.session(),
-            client=client,
-            tally=tally,
-            rng=random.Random(seed + number),
-        )
-        for number in range(size.sessions)
-    ]
+    players = []
+    for number in range(size.sessions):
+        rng, name = random.Random(seed + number), f"session-{number}"
+        players.append(_LivePlayer(name, sessions.session(), client, tally, rng))
     await asyncio.gather(*(player.play() for player in players))
     client.close()
     return tally, await server.leftovers()

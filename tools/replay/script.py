@@ -1,12 +1,12 @@
-"""A coding agent's day as a script: what every session is asked, thinks, says, calls and gets
-back.
-"""
+"""Seeded scripts of coding-agent sessions: questions, thinking, texts, calls and results."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tools.replay.contents import Contents
@@ -78,39 +78,34 @@ class DaySize:
 
     @classmethod
     def full(cls, sessions: int) -> DaySize:
-        return cls(
-            sessions, turns=(20, 60), file_chars=100_000, session_chars=500_000, hang_up_share=0.06
-        )
+        return cls(sessions, (20, 60), 100_000, session_chars=500_000, hang_up_share=0.06)
 
     @classmethod
     def small(cls, sessions: int) -> DaySize:
-        return cls(
-            sessions, turns=(5, 8), file_chars=20_000, session_chars=24_000, hang_up_share=0.2
-        )
+        return cls(sessions, (5, 8), 20_000, session_chars=24_000, hang_up_share=0.2)
 
 
+@dataclass(frozen=True, kw_only=True)
 class ScriptWriter:
-    """Writes the sessions of a day. Single writer: whoever wants the day."""
+    """Writes the sessions of a day."""
 
-    def __init__(self, *, seed: int, size: DaySize, quotations: Quotations, has_null: bool) -> None:
-        """`has_null`: the format can say null."""
-        self._seed = seed
-        self._size = size
-        self._quotations = quotations
-        self._has_null = has_null
+    seed: int
+    size: DaySize
+    quotations: Quotations
+    has_null: bool  # the format can express null
 
     def session(self, number: int) -> Session:
         """Session `number` of the day, the same whatever else was asked for."""
-        rng = random.Random(f"{self._seed} {number}")
+        rng = random.Random(f"{self.seed} {number}")
         contents = Contents(rng)
         system = (
             f"You are the coding agent {number}. Work step by step, until the task is done.\n"
             + contents.prose(1500)
         )
         exchanges: list[Exchange] = []
-        num_turns = rng.randint(*self._size.turns)
+        num_turns = rng.randint(*self.size.turns)
         left = rng.randint(*STEPS_PER_TASK)
-        budget = self._size.session_chars
+        budget = self.size.session_chars
         while len(exchanges) < num_turns:
             ends = left == 0 or len(exchanges) == num_turns - 1
             left = rng.randint(*STEPS_PER_TASK) if ends else left - 1
@@ -124,20 +119,13 @@ class ScriptWriter:
     ) -> Exchange:
         quotes = rng.random() < QUOTE_SHARE
         in_letters = quotes and rng.random() < LETTERS_SHARE
-        quoted = self._quotations
-        prose = (
-            _some(rng, (*quoted.in_prose, *(quoted.in_letters if in_letters else ())))
-            if quotes
-            else []
-        )
+        quoted = self.quotations
+        letters = quoted.in_letters if in_letters else ()
+        prose = _some(rng, (*quoted.in_prose, *letters)) if quotes else []
         words = prose + _some(rng, quoted.in_text) if quotes else []
-        values = (
-            _some(rng, (*quoted.in_values, *(quoted.in_letters if in_letters else ())))
-            if quotes
-            else []
-        )
-        hang_up = rng.uniform(0.1, 0.8) if rng.random() < self._size.hang_up_share else None
-        makers = _ValueMaker(rng, contents, among=values, has_null=self._has_null)
+        values = _some(rng, (*quoted.in_values, *letters)) if quotes else []
+        hang_up = rng.uniform(0.1, 0.8) if rng.random() < self.size.hang_up_share else None
+        makers = _ValueMaker(rng, contents, values, self.has_null)
         num_calls = 0 if ends else rng.randint(*MANY_CALLS) if rng.random() < PARALLEL_SHARE else 1
         calls = tuple(makers.call() for _ in range(num_calls))
         text = (
@@ -163,9 +151,9 @@ class ScriptWriter:
         )
 
     def _result(self, rng: random.Random, contents: Contents, *, budget: int) -> str:
-        among = _some(rng, self._quotations.in_results) if rng.random() < QUOTE_SHARE else []
-        if budget > self._size.file_chars and rng.random() < LONG_FILE_SHARE:
-            return contents.file(int(self._size.file_chars * rng.uniform(0.3, 0.98)), among=among)
+        among = _some(rng, self.quotations.in_results) if rng.random() < QUOTE_SHARE else []
+        if budget > self.size.file_chars and rng.random() < LONG_FILE_SHARE:
+            return contents.file(int(self.size.file_chars * rng.uniform(0.3, 0.98)), among=among)
         kind = rng.random()
         if kind < 0.05:
             return ""
@@ -174,7 +162,7 @@ class ScriptWriter:
         )
 
     def _question(self, rng: random.Random, contents: Contents) -> str:
-        among = _some(rng, self._quotations.in_results) if rng.random() < QUOTE_SHARE else []
+        among = _some(rng, self.quotations.in_results) if rng.random() < QUOTE_SHARE else []
         return contents.prose(rng.choice((60, 600)), among=among)
 
 
@@ -182,16 +170,14 @@ def _some(rng: random.Random, pieces: Sequence[str]) -> list[str]:
     return rng.sample(pieces, min(len(pieces), rng.randint(1, 4)))
 
 
+@dataclass(frozen=True)
 class _ValueMaker:
-    """Makes calls of the tools below. Single writer: the maker of an exchange."""
+    """Makes calls of the tools below."""
 
-    def __init__(
-        self, rng: random.Random, contents: Contents, *, among: Sequence[str], has_null: bool
-    ) -> None:
-        self._rng = rng
-        self._contents = contents
-        self._among = among
-        self._has_null = has_null
+    _rng: random.Random
+    _contents: Contents
+    _among: Sequence[str]
+    _has_null: bool
 
     def call(self) -> Call:
         name = self._rng.choice(tuple(_MAKERS))
@@ -200,30 +186,23 @@ class _ValueMaker:
     def _read(self) -> dict[str, Any]:
         rng = self._rng
         arguments: dict[str, Any] = {"file_path": self._contents.path()}
-        return arguments | (
-            {"offset": rng.randint(0, 10**6), "limit": rng.choice((1, 2000))}
-            if rng.random() < 0.5
-            else {}
-        )
+        if rng.random() < 0.5:
+            arguments |= {"offset": rng.randint(0, 10**6), "limit": rng.choice((1, 2000))}
+        return arguments
 
     def _write(self) -> dict[str, Any]:
         size = int(10 ** self._rng.uniform(1, 4.2))
-        return {
-            "file_path": self._contents.path(),
-            "content": self._contents.file(size, among=self._among),
-        }
+        path = self._contents.path()
+        return {"file_path": path, "content": self._contents.file(size, among=self._among)}
 
     def _edit(self) -> dict[str, Any]:
         return {"file_path": self._contents.path(), **self._change()}
 
     def _change(self) -> dict[str, Any]:
         rng, contents = self._rng, self._contents
-        change: dict[str, Any] = {
-            "old_string": rng.choice(
-                ("", "\n", "null", "    x = 1", contents.file(150, among=self._among[:1]))
-            ),
-            "new_string": contents.file(rng.choice((1, 300)), among=self._among),
-        }
+        old = ("", "\n", "null", "    x = 1", contents.file(150, among=self._among[:1]))
+        change: dict[str, Any] = {"old_string": rng.choice(old)}
+        change["new_string"] = contents.file(rng.choice((1, 300)), among=self._among)
         return change | ({"replace_all": rng.random() < 0.5} if rng.random() < 0.6 else {})
 
     def _multi_edit(self) -> dict[str, Any]:
@@ -248,11 +227,8 @@ class _ValueMaker:
 
     def _grep(self) -> dict[str, Any]:
         rng = self._rng
-        arguments: dict[str, Any] = {
-            "pattern": rng.choice(
-                (r'class\s+"?\w+<T>', "</?div[^>]*>", "null", "true", "]<]", "日本")
-            )
-        }
+        patterns = r'class\s+"?\w+<T>', "</?div[^>]*>", "null", "true", "]<]", "日本"
+        arguments: dict[str, Any] = {"pattern": rng.choice(patterns)}
         arguments["path"] = rng.choice((None, "/src", ".")) if self._has_null else "/src"
         return arguments | {
             "-i": rng.random() < 0.5,
@@ -315,72 +291,6 @@ _MAKERS = {
 }
 
 
-def _object(required: Sequence[str] = (), **properties: Any) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(required),
-        "additionalProperties": False,
-    }
-
-
-_TEXT, _WHOLE, _NUMBER, _SWITCH = (
-    {"type": kind} for kind in ("string", "integer", "number", "boolean")
+TOOLS: list[dict[str, Any]] = json.loads(
+    Path(__file__).with_name("agent_tools.json").read_text(encoding="utf-8")
 )
-_CHANGE = _object(
-    ("old_string", "new_string"), old_string=_TEXT, new_string=_TEXT, replace_all=_SWITCH
-)
-_TODO = _object(
-    ("content", "status", "activeForm"),
-    content=_TEXT,
-    status={"type": "string", "enum": list(_STATES)},
-    activeForm=_TEXT,
-    priority=_WHOLE,
-    tags={"type": "array", "items": _TEXT},
-    estimate={"type": ["number", "null"]},
-)
-_OPTIONS = _object(
-    model={"type": ["string", "null"]},
-    limits=_object(depth=_WHOLE, ratio=_NUMBER, dry=_SWITCH),
-    paths={"type": "array", "items": _TEXT},
-    parent={"anyOf": [{"type": "string"}, {"type": "null"}]},
-    matrix={"type": "array", "items": {"type": "array"}},
-)
-_SCHEMAS = {
-    "Read": ("Shows lines of a file.", _object(("file_path",), file_path=_TEXT, offset=_WHOLE,
-        limit=_WHOLE)),
-    "Write": ("Writes a file.", _object(("file_path", "content"), file_path=_TEXT, content=_TEXT)),
-    "Edit": ('Replaces "one" passage <of> a file – größer.', _object(
-        ("file_path", "old_string", "new_string"), file_path=_TEXT, old_string=_TEXT,
-        new_string=_TEXT, replace_all=_SWITCH
-    )),
-    "MultiEdit": ("Replaces passages of a file.", _object(
-        ("file_path", "edits"), file_path=_TEXT, edits={"type": "array",
-            "items": {"$ref": "#/$defs/Change"}}
-    ) | {"$defs": {"Change": _CHANGE}}),
-    "Bash": ("Runs a command.", _object(
-        ("command",), command=_TEXT, timeout=_NUMBER, description=_TEXT, run_in_background=_SWITCH
-    )),
-    "Grep": ("Finds lines.", _object(
-        ("pattern",),
-        pattern=_TEXT,
-        path={"anyOf": [{"type": "string"}, {"type": "null"}]},
-        output_mode={"type": "string", "enum": list(_MODES)},
-        **{"-i": _SWITCH, "-C": _WHOLE},
-    )),
-    "TodoWrite": ("Keeps the list of tasks.", _object(
-        ("todos",), todos={"type": "array", "items": _TODO}
-    )),
-    "Task": ("Starts another agent.", _object(
-        ("description", "prompt"), description=_TEXT, prompt=_TEXT, options=_OPTIONS
-    )),
-    "ExitPlanMode": ("Ends planning.", _object()),
-}  # fmt: skip
-
-TOOLS: list[dict[str, Any]] = [
-    {
-        "type": "function",
-        "function": {"name": name, "description": description, "parameters": schema},
-    }
-    for name, (description, schema) in _SCHEMAS.items()
-]

@@ -1,12 +1,9 @@
-"""The scripted day: the real server, an engine that answers from a script, and agents' sessions
-that are checked word for word.
+"""The scripted day: agent sessions against the real server and an engine with prepared answers.
 
-Every answer must reach the client as it was written, and every prompt must be the conversation so
-far, so that it begins with the tokens of the prompt and the answer before it: that is what a prefix
-cache of an engine finds. Two things differ by nature, and are checked as what they are: M2 leaves
-out the thinking before the last user message, so that a new question changes the prompt from the
-first answer of the task before on; and an answer that spells a tag in letters comes back with that
-tag as a token.
+Each answer must reach the client as written. Each prompt must be the conversation so far and begin
+with the tokens of the prompt and answer before it, which a prefix cache holds. Two exceptions: M2
+drops the thinking before the last user message, so a new question changes the prompt from the first
+answer of the previous task on; and a tag that an answer spells in letters comes back as its token.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ TURN_SECONDS = 300
 
 @dataclass
 class _Tally:
-    """What was done and what was wrong. Single writer: the event loop."""
+    """Counts and problems of all sessions."""
 
     problems: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
@@ -49,7 +46,7 @@ class _Tally:
 
 
 class _Record:
-    """What the engine was asked, as it tells. Single writer: the event loop."""
+    """The requests that the engine noted."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -57,9 +54,7 @@ class _Record:
         self._played: dict[str, list[Played]] = {}
 
     def take(self, salt: str) -> tuple[Played, Tokens]:
-        """The request that was answered, and its prompt, which the engine noted before it sent its
-        end.
-        """
+        """The answered request and its prompt."""
         self._read_on()
         played = [entry for entry in self._played[salt] if entry.is_whole][-1]
         return played, self.prompt(played)
@@ -73,16 +68,15 @@ class _Record:
         return np.fromfile(self._folder / f"{played.number}.u32", np.uint32)
 
     def drop(self, salt: str) -> None:
-        """Its prompts are not needed any more."""
+        """Delete the prompts of an answer."""
         for entry in self._played.get(salt, ()):
             (self._folder / f"{entry.number}.u32").unlink(missing_ok=True)
 
     def broken_off(self) -> list[Played]:
-        """The requests that were not answered to their end."""
+        """The requests that ended early."""
         self._read_on()
-        return [
-            entry for entries in self._played.values() for entry in entries if not entry.is_whole
-        ]
+        played = (entry for entries in self._played.values() for entry in entries)
+        return [entry for entry in played if not entry.is_whole]
 
     def _read_on(self) -> None:
         file = self._folder / "requests.jsonl"
@@ -99,7 +93,7 @@ class _Record:
 
 
 class _Conversation:
-    """What the prompts of a session must be. Single writer: its player."""
+    """The expected prompts of a session."""
 
     def __init__(self, family: Family, tokenizer: Tokenizer, session: Session) -> None:
         self._family = family
@@ -108,12 +102,12 @@ class _Conversation:
         self._head: str | None = None  # system prompt and tools
         self._said: list[tuple[Exchange, str]] = []  # answers with what followed them
         self._task_start = 0  # the first answer after the last question
-        self._task_prompt: Tokens = np.array([], np.uint32)  # that it answered
+        self._task_prompt: Tokens = np.array([], np.uint32)  # of that answer
         self._known: Tokens = self._task_prompt  # the last prompt and its answer
         self._last_prompt_len = 0
 
     def check(self, prompt: Tokens) -> list[str]:
-        """What is wrong with a prompt."""
+        """List the problems of a prompt."""
         if self._head is None:
             return self._check_first(prompt)
         shared = num_common(self._known, prompt)
@@ -127,10 +121,7 @@ class _Conversation:
         needed = self._needed_prefix()
         if shared < needed:
             lost = self._decode(prompt[max(0, shared - 4) : shared + 12])
-            return [
-                f"the prompt shares {shared} tokens with the one before and its answer, not "
-                f"{needed}: {lost!r}"
-            ]
+            return [f"the prompt repeats {shared} tokens of the last one, not {needed}: {lost!r}"]
         return []
 
     def add(self, exchange: Exchange, *, prompt: Tokens, answer: list[int]) -> None:
@@ -147,30 +138,20 @@ class _Conversation:
         text = self._decode(prompt)
         end = self._family.question(self._session.opening) + self._family.prompt_end()
         self._head = text.removesuffix(end)
-        problems = (
-            []
-            if text.endswith(end)
-            else [f"the first prompt ends with {text[-len(end) :]!r}, not with {end!r}"]
-        )
-        parts = [
-            self._session.system,
-            *(json.dumps(tool["function"], ensure_ascii=False) for tool in TOOLS),
-        ]
-        problems += [
-            f"the first prompt lacks {part[:200]!r}" for part in parts if part not in self._head
-        ]
+        tools = [json.dumps(tool["function"], ensure_ascii=False) for tool in TOOLS]
+        parts = [part for part in (self._session.system, *tools) if part not in self._head]
+        problems = [f"the first prompt lacks {part[:200]!r}" for part in parts]
+        if not text.endswith(end):
+            problems.append(f"the first prompt ends with {text[-len(end) :]!r}, not with {end!r}")
         if "billing" in self._head:
             problems.append("the billing header is in the prompt")
         return problems
 
     def _text(self) -> str | None:
-        """What must follow the last prompt and its answer; None where they do not stay as they
-        were.
-        """
+        """The expected text after the last prompt and its answer; None if these change."""
         exchange, follow_up = self._said[-1]
-        if not self._family.comes_back(exchange) or (
-            exchange.question and not self._family.keeps_thinking
-        ):
+        drops_thinking = exchange.question and not self._family.keeps_thinking
+        if drops_thinking or not self._family.comes_back(exchange):
             return None
         return f"\n{follow_up}{self._family.prompt_end()}"
 
@@ -183,7 +164,7 @@ class _Conversation:
         return "".join([*parts, family.prompt_end()])
 
     def _needed_prefix(self) -> int:
-        """How many tokens of the last prompt and its answer must come again."""
+        """The number of tokens of the last prompt and its answer that must be repeated."""
         exchange, _ = self._said[-1]
         # its line breaks may join others
         opening = len(self._tokenizer.encode(f"\n{self._family.opening}"))
@@ -199,7 +180,7 @@ class _Conversation:
 
 @dataclass(frozen=True)
 class _Role:
-    """A session with all that is known of it before it is played; lists by turn."""
+    """A prepared session; its lists are by turn."""
 
     session: Session
     family: Family
@@ -209,7 +190,7 @@ class _Role:
 
     @classmethod
     def prepare(cls, session: Session, family: Family, *, way: str, tokenizer: Tokenizer) -> _Role:
-        """`session` as a model of `family` writes it."""
+        """Encode `session` as a model of `family` writes it."""
         assert tokenizer.eos_token_id is not None
         tags = {tokenizer.token_id(tag) for tag in family.tags}
         answers: list[list[int]] = []
@@ -225,26 +206,26 @@ class _Role:
         return cls(session, family, way, answers, reasoning)
 
     def salt(self, turn: int) -> str:
-        """What a request says so that the engine knows which answer is meant."""
+        """The cache salt by which the engine finds the answer."""
         return f"{self.session.name}/{turn}"
 
     def agent(self, url: str) -> Agent:
-        """Who plays it."""
+        """Make the client that plays it."""
         rng = random.Random(self.session.name)
         return WAYS[self.way](url, self.session, thinking_mode=self.family.thinking_mode, rng=rng)
 
 
+@dataclass
 class _Player:
-    """Plays one session. Single writer: its task."""
+    """Plays one session."""
 
-    def __init__(self, role: _Role, agent: Agent, *, record: _Record, tally: _Tally) -> None:
-        self._role = role
-        self._agent = agent
-        self._record = record
-        self._tally = tally
+    _role: _Role
+    _agent: Agent
+    _record: _Record
+    _tally: _Tally
 
     async def play(self, conversation: _Conversation) -> None:
-        """Every turn; a broken one ends the session, which could not go on as written."""
+        """Play all turns, up to the first with a problem."""
         for turn, exchange in enumerate(self._role.session.exchanges):
             salt = self._role.salt(turn)
             try:
@@ -256,12 +237,11 @@ class _Player:
                 return
             played, prompt = self._record.take(salt)
             problems = [*seen.problems, *self._check_answer(exchange, seen)]
-            problems += self._check_counts(
-                seen, played, prompt, reasoning=self._role.reasoning[turn]
-            )
+            reasoning = self._role.reasoning[turn]
+            problems += self._check_counts(seen, played, prompt, reasoning=reasoning)
             problems += conversation.check(prompt)
             if not self._record.is_repeated(salt, prompt):
-                problems.append("asked again, the prompt is another one")
+                problems.append("the prompt of the repeated request differs")
             self._count(exchange, seen)
             self._record.drop(salt)
             if problems:
@@ -271,11 +251,8 @@ class _Player:
             self._agent.follow(exchange, seen)
 
     async def _hang_up(self, salt: str, exchange: Exchange) -> None:
-        size = (
-            len(exchange.thinking)
-            + len(exchange.text)
-            + sum(len(json.dumps(call.arguments)) for call in exchange.calls)
-        )
+        size = len(exchange.thinking) + len(exchange.text)
+        size += sum(len(json.dumps(call.arguments)) for call in exchange.calls)
         try:
             await self._agent.ask(salt, hang_up_after=int(size * (exchange.hang_up or 0)))
         except HangUp:
@@ -283,22 +260,21 @@ class _Player:
 
     def _check_answer(self, exchange: Exchange, seen: Seen) -> list[str]:
         problems = []
-        for name, found, written in (
-            ("thinking", seen.thinking, exchange.thinking),
-            ("text", seen.text, exchange.text),
-        ):
-            if found != written:
-                problems.append(f"{name}: {difference(found, written)}")
-        names = [call.name for call in seen.calls]
-        if names != [call.name for call in exchange.calls]:
-            problems.append(f"calls {names} instead of {[call.name for call in exchange.calls]}")
-        for found_call, call in zip(seen.calls, exchange.calls, strict=False):
-            # the order counts, and 1 is neither 1.0 nor true
-            arguments = json.dumps(json.loads(found_call.arguments))
-            if arguments != json.dumps(call.arguments):
-                problems.append(
-                    f"arguments of {call.name}: {difference(arguments, json.dumps(call.arguments))}"
-                )
+        texts = {
+            "thinking": (seen.thinking, exchange.thinking),
+            "text": (seen.text, exchange.text),
+            "calls": (
+                ", ".join(call.name for call in seen.calls),
+                ", ".join(call.name for call in exchange.calls),
+            ),
+        }
+        for number, (found, call) in enumerate(zip(seen.calls, exchange.calls, strict=False)):
+            # as text: the order counts, and 1 is neither 1.0 nor true
+            pair = json.dumps(json.loads(found.arguments)), json.dumps(call.arguments)
+            texts[f"arguments of call {number}, {call.name}"] = pair
+        problems += [
+            f"{name}: {difference(*pair)}" for name, pair in texts.items() if len({*pair}) > 1
+        ]
         ends = self._agent.ends_with_calls if exchange.calls else self._agent.ends_with_text
         if seen.ends != ends:
             problems.append(f"the answer ends with {seen.ends!r} instead of {ends!r}")
@@ -319,10 +295,9 @@ class _Player:
         }
         if seen.reasoning_tokens is not None:  # one API does not tell
             counts["reasoning"] = seen.reasoning_tokens, reasoning
+        wrong = {name: pair for name, pair in counts.items() if pair[0] != pair[1]}
         return [
-            f"{name} tokens: {told} instead of {right}"
-            for name, (told, right) in counts.items()
-            if told != right
+            f"{name} tokens: {told} instead of {right}" for name, (told, right) in wrong.items()
         ]
 
     def _count(self, exchange: Exchange, seen: Seen) -> None:
@@ -344,11 +319,10 @@ class _Player:
 
 
 def difference(found: str, written: str) -> str:
-    """Where two texts begin to differ."""
-    at = next(
-        (i for i, (a, b) in enumerate(zip(found, written, strict=False)) if a != b),
-        min(len(found), len(written)),
-    )
+    """Show where two texts begin to differ."""
+    pairs = enumerate(zip(found, written, strict=False))
+    shortest = min(len(found), len(written))
+    at = next((index for index, (a, b) in pairs if a != b), shortest)
     return (
         f"character {at} of {len(found)}: …{found[max(0, at - 30) : at + 60]!r}, "
         f"not (of {len(written)}) …{written[max(0, at - 30) : at + 60]!r}"
@@ -360,13 +334,13 @@ async def _play_day(
 ) -> _Tally:
     tally = _Tally()
     agents = [role.agent(f"http://{server.host}:{server.port}") for role in roles]
-    players = [
-        _Player(role, agent, record=record, tally=tally)
-        for role, agent in zip(roles, agents, strict=True)
-    ]
-    conversations = [_Conversation(role.family, tokenizer, role.session) for role in roles]
     await asyncio.gather(
-        *(player.play(spoken) for player, spoken in zip(players, conversations, strict=True))
+        *(
+            _Player(role, agent, record, tally).play(
+                _Conversation(role.family, tokenizer, role.session)
+            )
+            for role, agent in zip(roles, agents, strict=True)
+        )
     )
     for agent in agents:
         await agent.close()
@@ -377,8 +351,9 @@ async def _play_day(
 def scripted_day(
     *, families: Sequence[Family], folder: Path, size: DaySize, seed: int, step_ms: float
 ) -> dict[str, Any]:
-    """The report; `problems` in it is empty where nothing broke. `folder` is the model, of which no
-    weights are read; sessions take turns with `families`, its modes of thinking."""
+    """Run the scenario. `folder` is the model, whose weights are not read; the sessions take turns
+    with `families`, its modes of thinking.
+    """
     started = time.monotonic()
     tokenizer = Tokenizer.from_folder(folder)
     writer = ScriptWriter(
@@ -406,40 +381,20 @@ def scripted_day(
             "REPLAY_RECORD": name,
             "STUB_STEP_MS": str(step_ms),
         }
-        options = [
-            "--model",
-            str(folder),
-            "--served-model-name",
-            MODEL_NAME,
-            "--parser",
-            families[0].parser,
-        ]
-        options += ["--engine-module", "tools.replay.engine"]
+        options = ["--model", str(folder), "--served-model-name", MODEL_NAME]
+        options += ["--parser", families[0].parser, "--engine-module", "tools.replay.engine"]
         record = _Record(Path(name))
-        with serving(*options, module="tools.load.stub_server", environment=environment) as server:
+        with serving(*options, module="tests.stub_server", environment=environment) as server:
             tally = asyncio.run(_play_day(server, roles, tokenizer=tokenizer, record=record))
             tally.problems += server.log_problems()
         num_broken_off = len(record.broken_off())
-    if tally.counts["turns"] != len(script):
-        tally.problems.append(
-            f"{tally.counts['turns']} turns were played; {len(script)} were written"
-        )
+    counts = tally.counts
+    if counts["turns"] != len(script):
+        tally.problems.append(f"{counts['turns']} turns were played; {len(script)} were written")
     if tally.held:
         tally.problems.append(f"held at the end: {tally.held}")
-    return _report(
-        tally,
-        num_sessions=len(roles),
-        num_broken_off=num_broken_off,
-        seconds=time.monotonic() - started,
-    )
-
-
-def _report(
-    tally: _Tally, *, num_sessions: int, num_broken_off: int, seconds: float
-) -> dict[str, Any]:
-    counts = tally.counts
     return {
-        "sessions": f"{num_sessions} at once, in {min(num_sessions, len(WAYS))} ways",
+        "sessions": f"{len(roles)} at once, in {min(len(roles), len(WAYS))} ways",
         "turns": counts["turns"],
         "calls": counts["calls"],
         "bytes of tool results": counts["result bytes"],
@@ -450,6 +405,6 @@ def _report(
         "output tokens": counts["output tokens"],
         "hung up and asked again": counts["hung up"],
         "broken off in the engine": num_broken_off,
-        "seconds": seconds,
+        "seconds": time.monotonic() - started,
         "problems": tally.problems[:MAX_PROBLEMS],
     }

@@ -2,7 +2,7 @@
 
 It speaks the engine's real wire protocol and stands in its place to look at the server alone. What
 it answers is decided by an author; the one of this module writes as many tokens as are asked for,
-one per step: `python -m tools.load.stub_engine FOLDER`, started by `tools.load.stub_server`.
+one per step: `python -m tests.stub_engine FOLDER`, started by `tests.stub_server`.
 STUB_STEP_MS (0: as fast as it can) is the time between two steps, STUB_LOG a file that gets the
 monotonic time of every step (float64) right before it is sent, STUB_HOLD a file: while it is there,
 no answer goes on after its first step.

@@ -1,6 +1,6 @@
 """Links between machines that are slow, lossy or cut: for kernels without netem.
 
-    python tools/load/link_emulator.py DEVICE:NAMESPACE:ADDRESS ...
+    python tests/dist/link_emulator.py DEVICE:NAMESPACE:ADDRESS ...
 
 Makes a TUN device for each machine, gives it the address (IPv4, /24) in the network namespace
 (none: this process's own), and carries packets between them. How a link treats packets is told line

@@ -1,5 +1,5 @@
 """The real server in front of a stub engine, on any free port: `python -m
-tools.load.stub_server`.
+tests.stub_server`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="nano", help="whose tokenizer and template are used")
     parser.add_argument("--served-model-name")
-    parser.add_argument("--engine-module", default="tools.load.stub_engine")
+    parser.add_argument("--engine-module", default="tests.stub_engine")
     parser.add_argument("--parser", default="auto", help="for tool calls and reasoning")
     parser.add_argument("--api-server-count", type=int, default=1)
     args = parser.parse_args()
