@@ -14,11 +14,11 @@ from typing import Any
 import typer
 
 from negamax.cli.examples import EXAMPLES
-from negamax.cli.flags import Kind
-from negamax.cli.foreign_flags import TABLE, Foreign
 from negamax.cli.main import app
 from negamax.cli.resolve import options_of
 from negamax.cli.words import Option
+from negamax.options.flags import Kind
+from negamax.options.foreign import Foreign, foreign_options
 
 PAGE = "cli.md"  # in docs/, when rendered
 INTRODUCTION = """# Command line
@@ -118,7 +118,7 @@ def _foreign() -> Iterator[str]:
     """A table for each treatment, with a row for each reason."""
     titles = {"ignored": "Without effect", "refused": "Refused", "by value": "By their value"}
     rows: dict[str, dict[tuple[str, str | None], list[str]]] = {title: {} for title in titles}
-    for name, entry in TABLE.items():
+    for name, entry in foreign_options().items():
         rows[_treatment(entry)].setdefault(_reason(entry), []).append(name)
     for treatment, title in titles.items():
         yield f"### {title}\n"
@@ -145,8 +145,7 @@ def _treatment(entry: Foreign) -> str:
 
 
 def _reason(entry: Foreign) -> tuple[str, str | None]:
-    about = entry.reason if entry.rule is None else (entry.rule.__doc__ or "").partition("\n")[0]
-    return about, entry.remedy
+    return (entry.reason if entry.rule is None else entry.about), entry.remedy
 
 
 def _cell(text: str) -> str:

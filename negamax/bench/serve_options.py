@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from negamax.base.errors import ConfigError
+from negamax.config.embedded import QUOTED_NAMES
+from negamax.options.flags import check_options, flag_name, option
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 DATASETS = ("random", "prefix_repetition", "sharegpt", "agent", "custom")
@@ -49,91 +51,202 @@ PROMPT_FORMATS = ("auto", "ids", "text")
 ITL_RULES = ("gap", "token")
 HISTORIES = ("recorded", "live")
 METRICS = ("ttft", "tpot", "itl", "e2el")
+SERVER, LOAD, WORKLOAD, SAMPLING, OUTPUT = "Server", "Load", "Workload", "Sampling", "Output"
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Everything of one run. Lengths in tokens, rates in 1/s, times in seconds unless a name says
-    otherwise.
-    """
+    """Options of one run. Lengths in tokens, rates in 1/s, times in seconds unless named."""
 
-    # the server
-    base_url: str | None = None  # default: http://host:port
-    host: str = "127.0.0.1"
-    port: int = 8000
-    backend: str = "openai"
-    endpoint: str | None = None  # default: by backend and dataset
-    model: str | None = None  # default: the first of /v1/models
-    api_key: str | None = None
-    headers: tuple[str, ...] = ()  # NAME=VALUE
-    request_timeout: float = 3600.0
-    ready_check_timeout_sec: float = 0.0
-    # the load
+    base_url: str | None = option(
+        None,
+        SERVER,
+        "Set the server's address, such as http://127.0.0.1:8000. Default: of --host and --port.",
+    )
+    host: str = option("127.0.0.1", SERVER, "Set the server's host.")
+    port: int = option(8000, SERVER, "Set the server's port.")
+    backend: str = option(
+        "openai", SERVER, "Choose the API; names with -chat send chats.", choices=tuple(BACKENDS)
+    )
+    endpoint: str | None = option(
+        None,
+        SERVER,
+        "Send requests to /v1/completions or /v1/chat/completions. Default: by --backend and "
+        "dataset.",
+    )
+    model: str | None = option(
+        None,
+        SERVER,
+        "Name the model in the API. Default: the first of /v1/models.",
+        also="--served-model-name",
+    )
+    api_key: str | None = option(None, SERVER, "Send this bearer token. Default: OPENAI_API_KEY.")
+    headers: tuple[str, ...] = option(
+        (), SERVER, "Send this header, NAME=VALUE; may be repeated.", "--header"
+    )
+    request_timeout: float = option(
+        3600.0, SERVER, "Count a request as failed after this many seconds.", above=0
+    )
+    ready_check_timeout_sec: float = option(
+        0.0, SERVER, "Wait this many seconds for a server that is starting.", least=0
+    )
+
     num_prompts: int = 1000
-    request_rate: float = math.inf
-    burstiness: float = 1.0
     max_concurrency: int | None = None
-    num_warmups: int = 1
-    seed: int = 0
-    # the requests
-    dataset_name: str = "random"
-    dataset_path: str | None = None
-    tokenizer: str | None = None
-    prompt_format: str = "auto"
-    random_input_len: int = 1024
-    random_output_len: int = 128
-    random_range_ratio: float = 0.0
-    random_range_rule: str = "auto"  # "auto": by backend
-    random_prefix_len: int = 0
-    prefix_repetition_prefix_len: int = 256
-    prefix_repetition_suffix_len: int = 256
-    prefix_repetition_num_prefixes: int = 10
-    prefix_repetition_output_len: int = 128
-    sharegpt_output_len: int | None = None  # default: of the recorded answer
-    # default: the model's context length, where the server tells it
-    sharegpt_context_len: int | None = None
-    custom_output_len: int = 256
-    agent_turns: int = 24
-    agent_system_len: int = 3000
-    agent_tools: int = 12
-    agent_result_len: int = 600
-    agent_reasoning_len: int = 120
-    agent_output_len: int = 200
-    agent_pause: float = 0.0
-    agent_history: str = "recorded"
-    # sampling
-    ignore_eos: bool = False
-    temperature: float | None = None  # None: not sent, as below
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    extra_body: dict[str, Any] = field(default_factory=dict)
-    # what is reported
+    request_rate: float = option(
+        math.inf,
+        LOAD,
+        "Start this many requests per second (sessions, where there are turns); inf starts all at "
+        "once.",
+        above=0,
+    )
+    burstiness: float = option(
+        1.0,
+        LOAD,
+        "Set how arrivals cluster; 1 is a Poisson process, less is burstier, more is steadier.",
+        above=0,
+    )
+    num_warmups: int = option(
+        1, LOAD, "Send this many requests before the timed ones.", also="--warmup-requests", least=0
+    )
+    seed: int = option(0, LOAD, "Seed prompts and arrivals.")
+
+    dataset_name: str = option("random", WORKLOAD, f"Choose the dataset: {', '.join(DATASETS)}.")
+    dataset_path: str | None = option(
+        None,
+        WORKLOAD,
+        "Read requests from this file: ShareGPT JSON, or a JSONL of recorded requests (custom, "
+        "agent).",
+    )
+    tokenizer: str | None = option(
+        None,
+        WORKLOAD,
+        f"Draw ids of prompts from this tokenizer, and count ShareGPT answers with it: a folder, a "
+        f"hub id, or {QUOTED_NAMES}.",
+    )
+    prompt_format: str = option(
+        "auto",
+        WORKLOAD,
+        "Choose how prompts are sent; ids: exact lengths, to /v1/completions; text: sized by the "
+        "server's counts.",
+        choices=PROMPT_FORMATS,
+    )
+    random_input_len: int = option(
+        1024, WORKLOAD, "Set the tokens of a prompt.", also="--input-len --random-input", least=1
+    )
+    random_output_len: int = option(
+        128, WORKLOAD, "Set the output tokens.", also="--output-len --random-output", least=1
+    )
+    random_range_ratio: float = option(
+        0.0,
+        WORKLOAD,
+        "Vary lengths evenly by this share, up and down; as in SGLang: from this share up.",
+    )
+    random_range_rule: str = option(
+        "auto",
+        WORKLOAD,
+        "Choose the meaning of --random-range-ratio; auto: by --backend.",
+        choices=RANGE_RULES,
+    )
+    random_prefix_len: int = option(
+        0, WORKLOAD, "Begin all prompts with this many equal tokens, on top.", least=0
+    )
+    prefix_repetition_prefix_len: int = option(
+        256, WORKLOAD, "Set the tokens of each prefix.", also="--gsp-system-prompt-len", least=0
+    )
+    prefix_repetition_suffix_len: int = option(
+        256, WORKLOAD, "Set the tokens after the prefix.", also="--gsp-question-len", least=1
+    )
+    prefix_repetition_num_prefixes: int = option(
+        10, WORKLOAD, "Set the number of prefixes.", also="--gsp-num-groups", least=1
+    )
+    prefix_repetition_output_len: int = option(
+        128, WORKLOAD, "Set the output tokens.", also="--gsp-output-len", least=1
+    )
+    sharegpt_output_len: int | None = option(
+        None, WORKLOAD, "Set the output tokens. Default: as long as the recorded answer.", least=1
+    )
+    sharegpt_context_len: int | None = option(
+        None,
+        WORKLOAD,
+        "Leave longer conversations out. Default: the model's context length.",
+        least=1,
+    )
+    custom_output_len: int = option(
+        256, WORKLOAD, "Set the output tokens of recorded requests that name none.", least=1
+    )
+    agent_turns: int = option(
+        24,
+        WORKLOAD,
+        "Send this many requests per session, as far as the context length allows.",
+        least=1,
+    )
+    agent_system_len: int = option(
+        3000, WORKLOAD, "Set the tokens of the system prompt, without the tools.", least=1
+    )
+    agent_tools: int = option(12, WORKLOAD, "Declare this many tools.", least=0)
+    agent_result_len: int = option(
+        600, WORKLOAD, "Set the mean tokens of a step's tool results.", least=1
+    )
+    agent_reasoning_len: int = option(
+        120, WORKLOAD, "Send back this many tokens of thinking per turn.", least=0
+    )
+    agent_output_len: int = option(200, WORKLOAD, "Set the output tokens of each turn.", least=1)
+    agent_pause: float = option(
+        0.0, WORKLOAD, "Wait this many seconds between an answer and the next turn.", least=0
+    )
+    agent_history: str = option(
+        "recorded",
+        WORKLOAD,
+        "Choose the history; recorded: the same requests each time; live: send the server's "
+        "answers back.",
+        choices=HISTORIES,
+    )
+
+    ignore_eos: bool = option(
+        False, SAMPLING, "Generate exactly the requested output tokens (vLLM, SGLang, Negamax)."
+    )
+    temperature: float | None = option(
+        None, SAMPLING, "Set the temperature. Default of this and the next: not sent."
+    )
+    top_p: float | None = option(None, SAMPLING, "Set the nucleus.")
+    top_k: int | None = option(None, SAMPLING, "Set the number of candidates.")
+    min_p: float | None = option(None, SAMPLING, "Set the smallest share of the best token.")
+    frequency_penalty: float | None = option(None, SAMPLING, "Penalize tokens by count.")
+    presence_penalty: float | None = option(None, SAMPLING, "Penalize tokens that are present.")
+    repetition_penalty: float | None = option(None, SAMPLING, "Penalize repetition by this factor.")
+    extra_body: dict[str, Any] = option(
+        {}, SAMPLING, "Merge this JSON object into each request.", is_json=True
+    )
+
     percentile_metrics: tuple[str, ...] = METRICS
     metric_percentiles: tuple[float, ...] = (95.0, 99.0)
     goodput: dict[str, float] = field(default_factory=dict)  # limits in ms by metric
-    itl_rule: str = "gap"
-    label: str | None = None
+    itl_rule: str = option(
+        "gap",
+        OUTPUT,
+        "Choose the inter-token latency; gap: each gap between chunks once; token: divided by the "
+        "chunk's tokens.",
+        choices=ITL_RULES,
+    )
+    label: str | None = option(None, OUTPUT, "Set a label for the result and its file's name.")
     metadata: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.dataset_name not in DATASETS:
+        name = DATASET_ALIASES.get(self.dataset_name, self.dataset_name)
+        object.__setattr__(self, "dataset_name", name)
+        if name not in DATASETS:
             raise ConfigError(
-                f"--dataset-name is {self.dataset_name[:60]!r}; allowed: {', '.join(DATASETS)}",
-                hint=FOREIGN_DATASETS.get(self.dataset_name),
+                f"--dataset-name is {name[:60]!r}; allowed: {', '.join(DATASETS)}",
+                hint=FOREIGN_DATASETS.get(name),
             )
-        for flag, value, allowed in (
-            ("--backend", self.backend, tuple(BACKENDS)),
-            ("--prompt-format", self.prompt_format, PROMPT_FORMATS),
-            ("--itl-rule", self.itl_rule, ITL_RULES),
-            ("--random-range-rule", self.random_range_rule, RANGE_RULES),
-            ("--agent-history", self.agent_history, HISTORIES),
-        ):
-            if value not in allowed:
-                raise ConfigError(f"{flag} is {value[:60]!r}; allowed: {', '.join(allowed)}")
+        check_options(self)
+        for limit in ("num_prompts", "max_concurrency"):
+            if (value := getattr(self, limit)) is not None and value < 1:
+                raise ConfigError(f"{flag_name(limit)} is {value}; allowed: 1 or more")
+        for header in self.headers:
+            if not header.partition("=")[0].strip() or "=" not in header:
+                raise ConfigError(f"--header is {header[:60]!r}; allowed: NAME=VALUE")
         if self.endpoint is not None and not self.endpoint.endswith(("/completions",)):
             raise ConfigError(
                 f"--endpoint is {self.endpoint[:60]!r}; allowed: {COMPLETIONS} or {CHAT}, with a "
@@ -157,35 +270,6 @@ class BenchOptions:
         if not (0.0 <= ratio < 1.0 or (is_sglang and ratio == 1.0)):
             allowed = "0 to 1" if is_sglang else "0 up to, not including, 1"
             raise ConfigError(f"--random-range-ratio is {ratio:g}; allowed: {allowed}")
-        self._check_numbers()
-
-    def _check_numbers(self) -> None:
-        """The ranges of whole numbers, times and rates."""
-        least_one = (
-            "num_prompts", "max_concurrency", "random_input_len", "random_output_len",
-            "prefix_repetition_suffix_len",
-            "prefix_repetition_num_prefixes", "prefix_repetition_output_len", "sharegpt_output_len",
-            "sharegpt_context_len",
-            "custom_output_len", "agent_turns", "agent_system_len", "agent_result_len",
-            "agent_output_len",
-        )  # fmt: skip
-        least_zero = (
-            "num_warmups", "random_prefix_len", "prefix_repetition_prefix_len", "agent_tools",
-            "agent_reasoning_len",
-            "agent_pause", "ready_check_timeout_sec",
-        )  # fmt: skip
-        for names, low in ((least_one, 1), (least_zero, 0)):
-            for name in names:
-                value = getattr(self, name)
-                if value is not None and not value >= low:
-                    raise ConfigError(
-                        f"--{name.replace('_', '-')} is {value}; allowed: {low} or more"
-                    )
-        for name in ("request_rate", "burstiness", "request_timeout"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} is {getattr(self, name):g}; allowed: above 0"
-                )
 
     @property
     def is_chat(self) -> bool:

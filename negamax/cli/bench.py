@@ -16,9 +16,8 @@ from negamax.base.errors import ConfigError
 from negamax.bench.drafts import NO_DRAFTS, DraftCounts
 from negamax.cli import bench_compare, bench_kernels, bench_offline, bench_profile, bench_serve
 from negamax.cli.bench_options import JsonFile
-from negamax.cli.engine_options import with_engine_options
 from negamax.cli.examples import epilog
-from negamax.cli.flags import completion
+from negamax.cli.options import completion, with_options
 from negamax.evals.suites import DEFAULT_SUITES, SUITES
 from negamax.options.engine import EngineOptions
 
@@ -42,7 +41,7 @@ def bench() -> None:
 
 
 @app.command(epilog=epilog("bench accuracy"))
-@with_engine_options(defaults={"log_level": "warning"}, needs_model=False)
+@with_options(defaults={"log_level": "warning"}, needs_model=False, explains=False)
 def accuracy(
     *,
     engine: EngineOptions,

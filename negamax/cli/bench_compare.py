@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from negamax.cli.bench_options import OUTPUT, picture
+from negamax.bench.serve_options import OUTPUT
+from negamax.cli.bench_options import picture
 
 HELP = "Compare results of `bench serve` (or of vLLM's): a table, and throughput against latency."
 

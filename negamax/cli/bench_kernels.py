@@ -8,7 +8,7 @@ import typer
 
 from negamax.base.errors import EngineError
 from negamax.cli.bench_options import JsonFile, parse_counts
-from negamax.cli.flags import completion
+from negamax.cli.options import completion
 from negamax.options.engine import DEVICES, DTYPES
 
 HELP = (

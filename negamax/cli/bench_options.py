@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from negamax.base.errors import ConfigError
+from negamax.bench.serve_options import OUTPUT
 
-WORKLOAD, OUTPUT = "Workload", "Output"
 MAX_COUNT = 1_000_000
 _PICTURES = (".png", ".svg", ".pdf")
 

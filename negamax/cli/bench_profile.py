@@ -8,9 +8,9 @@ import typer
 from rich.console import Console
 
 from negamax.base import log
-from negamax.cli.bench_options import OUTPUT, WORKLOAD, JsonFile, parse_counts
-from negamax.cli.engine_options import with_engine_options
-from negamax.cli.explain import with_explanation
+from negamax.bench.serve_options import OUTPUT, WORKLOAD
+from negamax.cli.bench_options import JsonFile, parse_counts
+from negamax.cli.options import with_options
 from negamax.options.engine import EngineOptions
 
 HELP = (
@@ -19,8 +19,7 @@ HELP = (
 )
 
 
-@with_engine_options(defaults={"log_level": "warning"})
-@with_explanation()
+@with_options(defaults={"log_level": "warning"})
 def command(
     *,
     engine: EngineOptions,

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from inspect import Signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,27 +19,9 @@ import typer
 
 from negamax.base import env
 from negamax.base.errors import ConfigError, NegamaxError
-from negamax.bench.serve_options import (
-    BACKENDS,
-    DATASET_ALIASES,
-    DATASETS,
-    HISTORIES,
-    ITL_RULES,
-    METRICS,
-    PROMPT_FORMATS,
-    RANGE_RULES,
-    BenchOptions,
-)
-from negamax.cli.bench_options import (
-    OUTPUT,
-    WORKLOAD,
-    check_result,
-    parse_counts,
-    parse_numbers,
-    picture,
-)
-from negamax.cli.flags import Flag, chosen_fields, flag_parameters, json_object
-from negamax.config.embedded import QUOTED_NAMES
+from negamax.bench.serve_options import LOAD, METRICS, OUTPUT, BenchOptions
+from negamax.cli.bench_options import check_result, parse_counts, parse_numbers, picture
+from negamax.cli.options import with_options
 
 if TYPE_CHECKING:
     from negamax.bench.serve import Measurement, RunProgress
@@ -50,132 +31,17 @@ HELP = (
     "and latencies."
 )
 
-SERVER, LOAD, SAMPLING = "Server", "Load", "Sampling"
 _REFRESH_SECONDS = 0.2
-
-
-_TABLE = (
-    Flag("base_url", SERVER, "Such as http://127.0.0.1:8000; instead of --host and --port."),
-    Flag("host", SERVER, "Where the server listens."),
-    Flag("port", SERVER, "Where the server listens."),
-    Flag("backend", SERVER, "Name of the API; those with -chat are chat.", choices=tuple(BACKENDS)),
-    Flag(
-        "endpoint",
-        SERVER,
-        "/v1/completions or /v1/chat/completions; default: by --backend and dataset.",
-    ),
-    Flag(
-        "model",
-        SERVER,
-        "Name in the API; default: the first of /v1/models.",
-        also=("--served-model-name",),
-    ),
-    Flag("api_key", SERVER, "Bearer token; default: OPENAI_API_KEY."),
-    Flag("request_timeout", SERVER, "Seconds after which a request counts as failed."),
-    Flag("ready_check_timeout_sec", SERVER, "Seconds to wait for a server that is starting."),
-    Flag(
-        "request_rate",
-        LOAD,
-        "Arrivals per second (of sessions, where there are turns); inf sends all at once.",
-    ),
-    Flag(
-        "burstiness", LOAD, "Of arrivals: 1 is a Poisson process, less is burstier, more steadier."
-    ),
-    Flag("num_warmups", LOAD, "Requests before the timed ones.", also=("--warmup-requests",)),
-    Flag("seed", LOAD, "Of prompts and arrivals."),
-    Flag("dataset_name", WORKLOAD, f"One of {', '.join(DATASETS)}."),
-    Flag(
-        "dataset_path", WORKLOAD, "ShareGPT JSON, or a JSONL of recorded requests (custom, agent)."
-    ),
-    Flag(
-        "tokenizer",
-        WORKLOAD,
-        f"Folder, hub id, or {QUOTED_NAMES}: whose ids prompts are drawn from, and who counts "
-        "ShareGPT answers.",
-    ),
-    Flag(
-        "prompt_format",
-        WORKLOAD,
-        "ids: exact lengths, /v1/completions; text: sized by the server's own counts.",
-        choices=PROMPT_FORMATS,
-    ),
-    Flag("random_input_len", WORKLOAD, "Prompt tokens.", also=("--input-len", "--random-input")),
-    Flag("random_output_len", WORKLOAD, "Output tokens.", also=("--output-len", "--random-output")),
-    Flag(
-        "random_range_ratio",
-        WORKLOAD,
-        "Lengths vary evenly by this share, up and down; as in SGLang: from this share up.",
-    ),
-    Flag(
-        "random_range_rule",
-        WORKLOAD,
-        "Whose --random-range-ratio; auto: by --backend.",
-        choices=RANGE_RULES,
-    ),
-    Flag("random_prefix_len", WORKLOAD, "Tokens that all prompts begin with, on top."),
-    Flag(
-        "prefix_repetition_prefix_len",
-        WORKLOAD,
-        "Tokens of each prefix.",
-        also=("--gsp-system-prompt-len",),
-    ),
-    Flag(
-        "prefix_repetition_suffix_len", WORKLOAD, "Tokens after it.", also=("--gsp-question-len",)
-    ),
-    Flag("prefix_repetition_num_prefixes", WORKLOAD, "Prefixes.", also=("--gsp-num-groups",)),
-    Flag("prefix_repetition_output_len", WORKLOAD, "Output tokens.", also=("--gsp-output-len",)),
-    Flag(
-        "sharegpt_output_len", WORKLOAD, "Output tokens; default: as long as the recorded answer."
-    ),
-    Flag(
-        "sharegpt_context_len",
-        WORKLOAD,
-        "Leave longer conversations out; default: the model's context length.",
-    ),
-    Flag("custom_output_len", WORKLOAD, "Output tokens of recorded requests that name none."),
-    Flag(
-        "agent_turns", WORKLOAD, "Requests per session, unless the context length ends it earlier."
-    ),
-    Flag("agent_system_len", WORKLOAD, "Tokens of the system prompt, without the tools."),
-    Flag("agent_tools", WORKLOAD, "Tools declared."),
-    Flag("agent_result_len", WORKLOAD, "Tokens of a step's tool results, on average."),
-    Flag("agent_reasoning_len", WORKLOAD, "Tokens of thinking per turn that are sent back."),
-    Flag("agent_output_len", WORKLOAD, "Output tokens of each turn."),
-    Flag("agent_pause", WORKLOAD, "Seconds between an answer and the next turn."),
-    Flag(
-        "agent_history",
-        WORKLOAD,
-        "recorded: the same requests each time; live: the server's answers are sent back.",
-        choices=HISTORIES,
-    ),
-    Flag(
-        "ignore_eos",
-        SAMPLING,
-        "Generate exactly the output tokens asked for (vLLM, SGLang, Negamax).",
-    ),
-    Flag("temperature", SAMPLING, "Default of this and the others: not sent."),
-    Flag("top_p", SAMPLING, "Nucleus."),
-    Flag("top_k", SAMPLING, "Candidates."),
-    Flag("min_p", SAMPLING, "Smallest share of the best."),
-    Flag("frequency_penalty", SAMPLING, "By count."),
-    Flag("presence_penalty", SAMPLING, "By presence."),
-    Flag("repetition_penalty", SAMPLING, "By factor."),
-    Flag(
-        "itl_rule",
-        OUTPUT,
-        "gap: each gap between chunks once; token: divided by the chunk's tokens.",
-        choices=ITL_RULES,
-    ),
-    Flag("label", OUTPUT, "In the result and its file's name."),
-)
 
 
 def _listed(flag: str, panel: str, help: str) -> Any:
     return typer.Option(flag, rich_help_panel=panel, help=help, show_default=False)
 
 
-def _run(
+@with_options()
+def command(
     *,
+    bench: BenchOptions,
     goodput_words: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")] = None,
     num_prompts: Annotated[
         str,
@@ -192,12 +58,6 @@ def _run(
             LOAD,
             "The most requests under way at once; 1,4,16 runs one after the other and compares.",
         ),
-    ] = None,
-    header: Annotated[
-        list[str] | None, _listed("--header", SERVER, "NAME=VALUE; may be repeated.")
-    ] = None,
-    extra_body: Annotated[
-        str | None, _listed("--extra-body", SAMPLING, "JSON object, merged into each request.")
     ] = None,
     percentile_metrics: Annotated[
         str | None,
@@ -237,23 +97,19 @@ def _run(
             "--disable-tqdm", "--no-progress", rich_help_panel=OUTPUT, help="No progress."
         ),
     ] = False,
-    **values: Any,
 ) -> None:
     """Measure, print the block, write what was asked for."""
     words = _sorted_words(
         goodput_words or [], goodput=goodput is not None, metadata=metadata is not None
     )
     loads = _loads(max_concurrency, num_prompts)
-    options = BenchOptions(
-        **_chosen(values),
-        headers=_pairs(header or [], flag="--header"),
-        extra_body=json_object("--extra-body", extra_body),
+    options = dataclasses.replace(
+        bench,
+        api_key=bench.api_key or env.get("OPENAI_API_KEY"),
         percentile_metrics=_metrics(percentile_metrics),
         metric_percentiles=_percentiles(metric_percentiles),
         goodput=_goodput([*(goodput or []), *words[0]]),
-        metadata=dict(
-            pair.split("=", 1) for pair in _pairs([*(metadata or []), *words[1]], flag="--metadata")
-        ),
+        metadata=_metadata([*(metadata or []), *words[1]]),
     )
     is_saved = save_result or save_detailed or result_filename is not None
     files = _Files(
@@ -375,32 +231,7 @@ def _write(file: Path, text: str) -> None:
     print(f"Result: {file}")
 
 
-# The command line
-
-
-def _command() -> Any:
-    """`_run` with an option per flag of the table."""
-    own = Signature.from_callable(_run, eval_str=True).parameters
-    parameters = [parameter for name, parameter in own.items() if name != "values"]
-    parameters += flag_parameters(BenchOptions, _TABLE, defaults={})
-
-    def run(**values: Any) -> None:
-        _run(**values)
-
-    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    run.flags = _TABLE  # type: ignore[attr-defined]
-    return run
-
-
-command = _command()
-
-
-def _chosen(values: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `BenchOptions` that stand in the table."""
-    chosen = chosen_fields(_TABLE, values)
-    chosen["dataset_name"] = DATASET_ALIASES.get(chosen["dataset_name"], chosen["dataset_name"])
-    chosen["api_key"] = chosen["api_key"] or env.get("OPENAI_API_KEY")
-    return chosen
+# Values of options
 
 
 def _sorted_words(
@@ -420,11 +251,11 @@ def _sorted_words(
     return found
 
 
-def _pairs(texts: Sequence[str], *, flag: str) -> tuple[str, ...]:
+def _metadata(texts: Sequence[str]) -> dict[str, str]:
     for text in texts:
         if not text.partition("=")[0].strip() or "=" not in text:
-            raise ConfigError(f"{flag} is {text[:60]!r}; allowed: NAME=VALUE")
-    return tuple(texts)
+            raise ConfigError(f"--metadata is {text[:60]!r}; allowed: NAME=VALUE")
+    return dict(text.split("=", 1) for text in texts)
 
 
 def _metrics(text: str | None) -> tuple[str, ...]:

@@ -14,9 +14,8 @@ import typer
 
 from negamax.base import env, log
 from negamax.base.errors import ConfigError
-from negamax.cli.engine_options import with_engine_options
-from negamax.cli.explain import with_explanation
 from negamax.cli.loading import check_sampling, loading
+from negamax.cli.options import with_options
 from negamax.cli.tools_file import read_tools
 from negamax.config.embedded import QUOTED_NAMES
 from negamax.options.engine import EngineOptions
@@ -31,8 +30,7 @@ CHAT = "Chat"
 KEY_VARIABLE = "NEGAMAX_API_KEY"
 
 
-@with_engine_options(defaults={"max_num_seqs": 4, "log_level": "warning"}, needs_model=False)
-@with_explanation()
+@with_options(defaults={"max_num_seqs": 4, "log_level": "warning"}, needs_model=False)
 def command(
     *,
     engine: EngineOptions,

@@ -17,7 +17,7 @@ from negamax.base.errors import ConfigError, NegamaxError
 from negamax.base.progress import Progress, format_bytes
 from negamax.checkpoint.hub import resolve_model
 from negamax.checkpoint.split import is_split
-from negamax.cli.flags import completion
+from negamax.cli.options import completion
 from negamax.config.embedded import QUOTED_NAMES
 from negamax.convert.targets import TARGETS, target_of
 from negamax.options.engine import SOURCES

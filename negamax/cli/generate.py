@@ -9,10 +9,9 @@ import typer
 
 from negamax.base import log
 from negamax.base.errors import ConfigError
-from negamax.cli.engine_options import with_engine_options
-from negamax.cli.explain import with_explanation
 from negamax.cli.lines import print_json, read_text
 from negamax.cli.loading import check_sampling, loading
+from negamax.cli.options import with_options
 from negamax.options.engine import EngineOptions
 from negamax.scheduler.request import SamplingParams
 
@@ -27,8 +26,7 @@ HELP = (
 SAMPLING = "Sampling"
 
 
-@with_engine_options(defaults={"log_level": "warning"})
-@with_explanation()
+@with_options(defaults={"log_level": "warning"})
 def command(
     *,
     engine: EngineOptions,

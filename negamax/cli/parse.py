@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from negamax.base.errors import ConfigError
-from negamax.cli.flags import completion
 from negamax.cli.lines import print_json, read_text
+from negamax.cli.options import completion
 from negamax.cli.tools_file import read_tools
 from negamax.models.registry import CHAT_FAMILIES
 from negamax.text.detokenizer import TextPiece

@@ -14,8 +14,8 @@ import typer
 from negamax.base.errors import ConfigError
 from negamax.checkpoint.split import ranks_of
 from negamax.cli.bench_options import MAX_COUNT, parse_counts
-from negamax.cli.flags import completion, parse_count
 from negamax.cli.lines import print_line
+from negamax.cli.options import completion, parse_count
 from negamax.config.embedded import QUOTED_NAMES
 from negamax.config.model_spec import ModelSpec
 from negamax.models.registry import bundled_names, published_name

@@ -1,25 +1,23 @@
-"""From words to the options of a command: aliases, other servers' options, a file, the environment.
+"""Resolve a command line: aliases, other servers' options, the environment, a file, a launcher.
 
 An option's value is that of its flag, else of `NEGAMAX_<OPTION>`, else of the file that `--config`
-names, else what the launcher of several machines says (`launchers`), else its default. What comes
-out is a list of words with one name for each option, which typer parses, and where each value came
-from.
+names, else that of a launcher (`launchers`), else its default. The result is words for typer, with
+one name for each option, and the source of each value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
 from negamax.base import env
 from negamax.base.errors import ConfigError
-from negamax.cli import config_file
-from negamax.cli.flags import Flag, Kind
-from negamax.cli.foreign_flags import TABLE, Foreign
-from negamax.cli.foreign_rules import Translation
 from negamax.cli.launchers import launched
 from negamax.cli.words import (
     HELP,
@@ -32,20 +30,13 @@ from negamax.cli.words import (
     split,
     with_model,
 )
-from negamax.options.foreign_values import own_value
+from negamax.options.flags import Flag, Kind
+from negamax.options.foreign import foreign_options, own_value
 from negamax.options.nodes import KEY_VARIABLE
 
 PREFIX = "NEGAMAX_"
-_BOOLEANS = {
-    "1": True,
-    "true": True,
-    "yes": True,
-    "on": True,
-    "0": False,
-    "false": False,
-    "no": False,
-    "off": False,
-}
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_BOOLEANS = dict.fromkeys(_TRUE, True) | dict.fromkeys(_FALSE, False)
 _MODEL_NAMES = ("--model", "--model-path")
 _ONLY_FLAGS = frozenset({"help", "explain", "version", "config"})
 
@@ -76,7 +67,7 @@ def resolve(root: TyperGroup, words: Sequence[str]) -> Resolved:
         return Resolved(list(words))
     options = options_of(command)
     takes_foreign = getattr(command.callback, "takes_foreign_flags", False)
-    names = OptionNames([*options, HELP], TABLE if takes_foreign else {})
+    names = OptionNames([*options, HELP], foreign_options() if takes_foreign else {})
     line = split(rest, names)
     if any(given.name in HELP.names for given in line.given):
         return Resolved([*path, "--help"])
@@ -123,27 +114,54 @@ def options_of(command: TyperCommand) -> list[Option]:
     return [Option.of(parameter, flags.get(parameter.name)) for parameter in parameters]
 
 
-# Where values come from
+# Sources of values
 
 
 def _of_file(given: Sequence[Given], names: OptionNames) -> list[Given]:
+    """The options in the file of --config. Errors: `ConfigError` for the file and its keys."""
     if "--config" not in names.own:
         return []
     named = [item.values[0] for item in given if item.name == "--config"]
     path = named[-1] if named else env.get(PREFIX + "CONFIG")
-    if path is None:
-        return []
     found = []
-    for key, value in config_file.read(path).items():
+    for key, value in (_read_file(path) if path is not None else {}).items():
         name = names.of_key(key)
         if name is None or names.key_of(name) in _ONLY_FLAGS:
             known = [option.key for option in names.options if option.key not in _ONLY_FLAGS]
             near = nearest(key.replace("-", "_"), known)
             hint = near or "keys are the names of options, see --help"
             raise ConfigError(f"{path} has the unknown key {key!r}", hint=hint)
-        source = f"{key} in {path}"
-        found.append(config_file.given(name, names.kind(name), value, source=source))
+        found.append(_of_key(name, names.kind(name), value, source=f"{key} in {path}"))
     return found
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config is {path!r}, which cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        hint = "give a TOML file"
+        raise ConfigError(f"--config is {path!r}, which is no UTF-8", hint=hint) from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(
+            f"--config is {path!r}, which is no TOML: {error}",
+            hint="lines such as: max-num-seqs = 64",
+        ) from None
+
+
+def _of_key(name: str, kind: Kind, value: Any, *, source: str) -> Given:
+    """A key of the file as an option. Errors: `ConfigError` for a value of another type."""
+    if kind is Kind.SWITCH:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{source} is {value!r}; allowed: true or false")
+        return Given(name, (), source, is_set=value)
+    values = value if kind is Kind.LIST and isinstance(value, list) else [value]
+    if kind is Kind.JSON and not isinstance(value, str):
+        values = [json.dumps(value)]
+    if any(isinstance(one, bool | dict | list) for one in values):
+        raise ConfigError(f"{source} is {value!r}; allowed: {kind.value}")
+    return Given(name, tuple(map(str, values)), source)
 
 
 def _of_environment(options: Sequence[Option]) -> list[Given]:
@@ -204,7 +222,8 @@ def _translated(
     for place, level in enumerate(levels):
         instead, over = [], []
         for item in _once_each([item for item in level if item.name not in names.own], names):
-            translation = _judge(TABLE[item.name], item, line)
+            foreign = names.foreign[item.name]
+            translation = foreign.translate(item.parsed(foreign.kind), line)
             if translation.refusal is not None:
                 refusals.append(f"{item.shown}: {translation.refusal} ({translation.remedy})")
             if translation.note is not None:
@@ -228,19 +247,6 @@ def _once_each(items: Sequence[Given], names: OptionNames) -> list[Given]:
         before = found.get(item.name)
         found[item.name] = item if before is None else merged(before, item, names.kind(item.name))
     return list(found.values())
-
-
-def _judge(entry: Foreign, item: Given, line: Mapping[str, str]) -> Translation:
-    """The translation of another server's option."""
-    value: Any = item.parsed(entry.kind)
-    if entry.rule is not None:
-        return entry.rule(value, line)
-    if entry.remedy is None:
-        return Translation(note=entry.reason)
-    is_off = not item.is_set or value in ({}, [])
-    if is_off or (entry.kind is not Kind.SWITCH and str(value).lower() in entry.unless):
-        return Translation()
-    return Translation(refusal=entry.reason, remedy=entry.remedy)
 
 
 # The choice

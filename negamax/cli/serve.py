@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 from negamax.base import log
 from negamax.base.imports import large_imports
 from negamax.base.standard_streams import drop_unwritable
-from negamax.cli.engine_options import with_engine_options
-from negamax.cli.explain import with_explanation
-from negamax.cli.server_options import with_server_options
+from negamax.cli.options import with_options
 from negamax.options.engine import EngineOptions
 from negamax.options.server import ServerOptions
 
@@ -30,9 +28,7 @@ def _check(*, engine: EngineOptions, server: ServerOptions) -> None:
     check_installed(engine)
 
 
-@with_engine_options()
-@with_server_options
-@with_explanation(_check)
+@with_options(check=_check)
 def command(*, engine: EngineOptions, server: ServerOptions) -> None:
     """Serve until SIGINT or SIGTERM. Keys may also stand in the environment variable
     NEGAMAX_API_KEY.

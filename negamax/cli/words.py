@@ -1,4 +1,4 @@
-"""The words of a command line as options and what stands behind them."""
+"""Sort the words of a command line into options, their values and arguments."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from negamax.base.errors import ConfigError
-from negamax.cli.flags import Flag, Kind
-from negamax.cli.foreign_flags import Foreign
+from negamax.options.flags import Flag, Kind
+from negamax.options.foreign import Foreign
 
 _TRUTHS = {"true": True, "false": False}
 _SECRETS = ("-key", "-token", "-password")  # ends of names
@@ -19,7 +19,7 @@ _SIMILARITY = 0.8  # of a name that is suggested
 
 @dataclass(frozen=True)
 class Option:
-    """An option of ours. Of a switch, `names` set the parameter and `opposites` do not."""
+    """An option of ours. `names` set a switch, `opposites` clear it."""
 
     name: str  # the parameter
     key: str  # in files and environment variables
@@ -34,9 +34,9 @@ class Option:
 
     @classmethod
     def of(cls, parameter: Any, flag: Flag | None) -> Option:
-        """The option of typer's `parameter`, with the words of the table where it has any."""
-        is_in_table = flag is not None
-        flag = flag or Flag(parameter.name, "", "")
+        """Make it from typer's parameter, and from the flag of its field where it has one."""
+        has_field = flag is not None
+        flag = flag or Flag("", "", field=parameter.name)
         listed = next((name for name in parameter.opts if name.startswith("--")), parameter.opts[0])
         key = listed.removeprefix("--")
         if flag.turns_off:
@@ -59,7 +59,7 @@ class Option:
             turns_off=flag.turns_off,
             adds_up=flag.adds_up,
             is_secret=listed in ("--api-key", "--admin-api-key"),
-            takes_many=kind is Kind.LIST and is_in_table,
+            takes_many=kind is Kind.LIST and has_field,
         )
 
     @property

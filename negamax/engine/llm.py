@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import count
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Concatenate, ParamSpec, cast
 
 from negamax.base.errors import ConfigError, EngineError, InvalidRequestError, UnavailableError
 from negamax.engine.client.output import ChoiceStream, RequestOutput, admit
@@ -18,9 +19,7 @@ from negamax.engine.core.source import locate
 from negamax.engine.wire import EngineStats
 from negamax.models.chat_format import ChatFormat, may_call
 from negamax.options.engine import EngineOptions
-from negamax.options.eplb import IN_ORDER
-from negamax.options.foreign_values import own_value
-from negamax.options.nodes import MASTER_PORT, MP
+from negamax.options.foreign import own_value
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.step import SequenceUpdate, TokenLogprobs
 from negamax.text.chat_template import ChatTemplate
@@ -31,6 +30,7 @@ from negamax.text.parser.events import ParsedOutput, ParserEvent, collect
 from negamax.text.parser.output_parser import OutputParser
 from negamax.text.tokenizer import Tokenizer
 
+P = ParamSpec("P")
 Prompt = str | Sequence[int]
 # position of the prompt, the request, its outputs
 _Sequence = tuple[int, GenerateRequest, ChoiceStream]
@@ -62,6 +62,36 @@ class Generation:
     num_cached_tokens: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class LLMOptions(EngineOptions):
+    """The keywords of `LLM`."""
+
+    chat_template: str | None = None  # a file that replaces the checkpoint's template
+
+
+def _takes_fields_of(
+    options: Callable[P, LLMOptions],
+) -> Callable[[Callable[[LLM, LLMOptions], None]], Callable[Concatenate[LLM, P], None]]:
+    """Give an `__init__` the parameters of a dataclass, also for editors and type checkers."""
+
+    def decorate(
+        init: Callable[[LLM, LLMOptions], None],
+    ) -> Callable[Concatenate[LLM, P], None]:
+        def wrapper(self: LLM, *args: P.args, **kwargs: P.kwargs) -> None:
+            for name, value in kwargs.items():
+                if isinstance(value, str):
+                    kwargs[name] = own_value(name, value)
+            init(self, options(*args, **kwargs))
+
+        signature = inspect.signature(options)
+        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = [first, *signature.parameters.values()]
+        wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return wrapper
+
+    return decorate
+
+
 class LLM:
     """A model in this process. Keywords: the fields of `EngineOptions`, and `chat_template`, a file
     that replaces the checkpoint's. vLLM's values such as `dtype="half"` are accepted.
@@ -70,85 +100,18 @@ class LLM:
     and `ResourceError` for a model or options that cannot work here.
     """
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        chat_template: str | None = None,
-        revision: str | None = None,
-        source: str = "auto",
-        download_dir: str | None = None,
-        dtype: str = "auto",
-        load_format: str = "auto",
-        weight_cache: str | None = None,
-        quantization: str | None = None,
-        script: str | None = None,
-        device: str = "auto",
-        num_hidden_layers: int | None = None,
-        max_model_len: int | None = None,
-        block_size: int | None = None,
-        max_num_seqs: int | None = None,
-        max_num_batched_tokens: int | None = None,
-        max_queued_requests: int = 1024,
-        max_queued_tokens: int | None = None,
-        kv_cache_dtype: str = "auto",
-        index_cache_dtype: str = "auto",
-        index_cache_sharding: str = "off",
-        kv_cache_memory: int | None = None,
-        gpu_memory_utilization: float = 0.92,
-        num_kv_blocks: int | None = None,
-        enable_prefix_caching: bool = True,
-        enable_overlap: bool = True,
-        enforce_eager: bool = False,
-        max_cudagraph_capture_size: int | None = None,
-        performance_mode: str = "balanced",
-        tensor_parallel_size: int = 1,
-        enable_expert_parallel: bool = False,
-        expert_parallel_size: int | None = None,
-        pipeline_parallel_size: int = 1,
-        pp_layer_partition: str | None = None,
-        enable_dynamic_chunking: bool = True,
-        data_parallel_size: int = 1,
-        all2all_backend: str = "allgather_reducescatter",
-        num_replicas: int = 1,
-        prefill_context_parallel_size: int = 1,
-        decode_context_parallel_size: int = 1,
-        cp_kv_cache_interleave_size: int | None = None,
-        enable_eplb: bool = False,
-        eplb_config: dict[str, Any] | None = None,
-        expert_distribution_recorder_mode: str = "off",
-        init_expert_location: str = IN_ORDER,
-        nnodes: int = 1,
-        node_rank: int = 0,
-        master_addr: str | None = None,
-        master_port: int = MASTER_PORT,
-        interface: str | None = None,
-        allow_cross_node_tp: bool = False,
-        distributed_executor_backend: str = MP,
-        ray_placement_timeout: float = 60.0,
-        speculative_config: dict[str, Any] | None = None,
-        num_threads: int | None = None,
-        seed: int = 0,
-        max_logprobs: int = 20,
-        log_level: str = "info",
-        log_format: str = "text",
-        show_progress: bool = True,
-        crash_dump_dir: str | None = None,
-    ) -> None:
-        given = dict(locals())
-        if num_replicas > 1:
+    @_takes_fields_of(LLMOptions)
+    def __init__(self, options: LLMOptions) -> None:
+        if options.num_replicas > 1:
             raise ConfigError(
-                f"--num-replicas is {num_replicas}, and this is one engine",
+                f"--num-replicas is {options.num_replicas}, and this is one engine",
                 hint="leave it out, or use `negamax serve`",
             )
-        options = {option.name: given[option.name] for option in fields(EngineOptions)}
-        for name, value in options.items():
-            if isinstance(value, str):
-                options[name] = own_value(name, value)
-        self._options = with_planned_sizes(EngineOptions(**options))
+        engine = {one.name: getattr(options, one.name) for one in fields(EngineOptions)}
+        self._options = with_planned_sizes(EngineOptions(**engine))
         source = locate(self._options)
         self.tokenizer = Tokenizer.from_folder(source.tokenizer_folder)
-        template = None if chat_template is None else Path(chat_template)
+        template = None if options.chat_template is None else Path(options.chat_template)
         self.chat_template = ChatTemplate.from_folder(source.tokenizer_folder, template)
         self._loop, self.info = start_loop(self._options)
         self._seeds = random.Random(self._options.seed)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from negamax.base import log
 from negamax.base.errors import ConfigError
 from negamax.base.unicode import valid_unicode
-from negamax.options.checks import check_choices, check_least, check_within, flag_of
 from negamax.options.eplb import COUNTED, FIXED, IN_ORDER, MOVED, RECORDER_MODES, EplbConfig
+from negamax.options.flags import check_options, flag_name, option
 from negamax.options.nodes import LAUNCHERS, MASTER_PORT, MP, RAY, NodeOptions
 from negamax.options.parallel import ALL2ALL_BACKENDS, ParallelOptions
 from negamax.options.speculation import SpeculationConfig
@@ -23,167 +23,399 @@ INDEX_CACHE_SHARDINGS = ("auto", "on", "off")
 # "balanced": sizes as they are given; latency is what vLLM calls interactivity
 PERFORMANCE_MODES = ("balanced", "interactivity", "latency", "throughput")
 MAX_REPLICAS = 64
-MAX_PLACEMENT_SECONDS = 86400.0
+MAX_PLACEMENT_SECONDS = 86400
 MAX_THREADS = 1024
+
+MODEL, MEMORY, PARALLEL, LOGS = "Model", "Batching and memory", "Parallelism", "Logs"
+SPECULATION, NODES = "Speculation", "Several machines"
 
 
 @dataclass(frozen=True)
 class StepLimits:
-    """Sizes of a step and of a KV block unless the user says otherwise."""
+    """Default sizes of a step and of a KV block."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
 
 
-# A GPU reads all experts for any large prefill, so its chunks are long, and its attention gathers
-# blocks of 64 tokens faster (docs/performance.md). A CPU's chunks are short, so that tokens keep
-# flowing.
+# GPU: a large prefill reads all experts, so chunks are long; attention gathers blocks of 64 tokens
+# faster (docs/performance.md). CPU: chunks are short, so that decoding does not stall.
 STEP_LIMITS = {"cuda": StepLimits(256, 8192, 64), "cpu": StepLimits(64, 2048, 16)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """How a model is loaded and run. Names follow vLLM; `None` means: derived from the model and
-    the machine.
+    """Options of loading and running a model, named as in vLLM.
+
+    None: derived from the model and the machine.
     """
 
-    model: str  # local folder, hub id, embedded name, or bundled spec with load_format=synthetic
-    revision: str | None = None  # of a hub model
-    source: str = "auto"  # of hub models; "auto": huggingface, unless NEGAMAX_USE_MODELSCOPE is 1
-    download_dir: str | None = None
-    dtype: str = "auto"  # "auto": the checkpoint's, or float32 on CPUs without bf16 instructions
-    load_format: str = "auto"
-    weight_cache: str | None = None  # folder for what a rank keeps of a checkpoint
-    # as a checkpoint is quantised, which its files say, too (quantization/names.py)
-    quantization: str | None = None
-    script: str | None = None  # answers by the rules of this TOML file, without a model
-    device: str = "auto"  # "auto": cuda where there is a GPU
-    # fewer layers than the spec has; with synthetic weights only
-    num_hidden_layers: int | None = None
-    max_model_len: int | None = (
-        None  # tokens, prompt and output; default: what the model is made for
+    model: str = field(kw_only=False)  # folder, hub id, embedded name, or bundled specification
+
+    revision: str | None = option(None, MODEL, "Load this branch, tag or commit of a hub model.")
+    source: str = option(
+        "auto",
+        MODEL,
+        "Choose the hub of models; auto: huggingface, or modelscope with NEGAMAX_USE_MODELSCOPE=1.",
+        choices=SOURCES,
     )
-    block_size: int | None = None  # tokens per KV block; default: 64 on a GPU, 16 on the CPU
-    max_num_seqs: int | None = None  # sequences in one step; default: 256 on a GPU, 64 on the CPU
-    # tokens in one step; default: 8192 on a GPU, 2048 on the CPU
-    max_num_batched_tokens: int | None = None
-    max_queued_requests: int = 1024  # waiting requests above this are refused with 429
-    # of waiting prompts, the same; default: 4 times what the KV cache holds
-    max_queued_tokens: int | None = None
-    kv_cache_dtype: str = "auto"  # "auto": the compute dtype; "fp8" is "fp8_e4m3"
-    index_cache_dtype: str = "auto"  # of the keys that choose blocks in sparse attention; likewise
-    index_cache_sharding: str = "off"  # such keys shared out over the ranks
-    # bytes per rank; default: what is left on the GPU, a share of main memory on the CPU
-    kv_cache_memory: int | None = None
-    # share of a GPU's memory that weights, cache and workspaces may take together
-    gpu_memory_utilization: float = 0.92
-    num_kv_blocks: int | None = None  # overrides kv_cache_memory
-    enable_prefix_caching: bool = True
-    enable_overlap: bool = True  # launch step N before step N-1 is committed
-    enforce_eager: bool = False  # no CUDA graphs
-    # sequences of the largest captured decode step; default: max_num_seqs
-    max_cudagraph_capture_size: int | None = None
-    # what parallel sizes are chosen for where none is given
-    performance_mode: str = "balanced"
-    tensor_parallel_size: int = 1
-    enable_expert_parallel: bool = False  # a rank holds whole experts instead of parts of all
-    # ranks that experts are split over; default: 1, or all with enable_expert_parallel
-    expert_parallel_size: int | None = None
-    pipeline_parallel_size: int = 1  # stages, each of them some of the layers
-    pp_layer_partition: str | None = None  # layers of each stage; default: as even as can be
-    # with stages: the deeper in its prompt, the shorter a chunk, so that all take equally long
-    enable_dynamic_chunking: bool = True
-    # groups of tensor-parallel ranks, each with requests and a KV cache of its own
-    data_parallel_size: int = 1
-    all2all_backend: str = "allgather_reducescatter"  # of tokens between data-parallel ranks
-    # engines behind one server, each with weights and ranks of its own
-    num_replicas: int = 1
-    # groups of tensor-parallel ranks that share out the tokens of prompts and have the same cache
-    prefill_context_parallel_size: int = 1
-    # of the ranks with copies of one KV head: how many share out the blocks of its cache
-    decode_context_parallel_size: int = 1
-    # neighbouring tokens that lie on the same one of them; default: those of a block
-    cp_kv_cache_interleave_size: int | None = None
-    enable_eplb: bool = False  # experts move between ranks as they are chosen
-    eplb_config: dict[str, Any] | None = None  # when, with the keys of vLLM's (options/eplb.py)
-    # "stat": how often each expert is chosen is counted, as it is with enable_eplb
-    expert_distribution_recorder_mode: str = "off"
-    # where experts lie at start: "trivial" (in order), or JSON, in a file or as it is, with how
-    # often each was chosen or where each lies (engine/core/expert_location.py)
-    init_expert_location: str = IN_ORDER
-    # over how many machines the ranks are spread, and where these meet (options/nodes.py)
-    nnodes: int = 1
-    node_rank: int = 0
-    master_addr: str | None = None
-    master_port: int = MASTER_PORT
-    interface: str | None = None
-    allow_cross_node_tp: bool = False
-    distributed_executor_backend: str = MP  # "ray": it chooses the machines and starts the agents
-    ray_placement_timeout: float = 60.0  # seconds that Ray may take to have room
-    # who guesses tokens ahead, with the keys of vLLM's (options/speculation.py)
-    speculative_config: dict[str, Any] | None = None
-    # CPU threads per rank; default: the cores (from three up: less one) shared out
-    num_threads: int | None = None
-    seed: int = 0  # for requests that name none, and for synthetic weights
-    max_logprobs: int = 20
-    log_level: str = "info"
-    log_format: str = "text"
-    show_progress: bool = True  # of loading, on standard error
-    crash_dump_dir: str | None = None  # default: under XDG_STATE_HOME; "none": no dumps
+    download_dir: str | None = option(
+        None, MODEL, "Download models to this folder. Default: the hub's cache."
+    )
+    script: str | None = option(
+        None,
+        MODEL,
+        "Answer by the rules of this TOML file, without weights; 'agents' is bundled.",
+    )
+    dtype: str = option(
+        "auto",
+        MODEL,
+        "Set the type of weights and activations; auto: the checkpoint's, or float32 on CPUs "
+        "without bf16 instructions.",
+        choices=DTYPES,
+    )
+    load_format: str = option(
+        "auto",
+        MODEL,
+        "Choose how weights are read; synthetic: draw random weights, to measure speed without a "
+        "checkpoint.",
+        choices=LOAD_FORMATS,
+    )
+    weight_cache: str | None = option(
+        None, MODEL, "Keep each rank's weights in this folder for a faster next start."
+    )
+    quantization: str | None = option(
+        None,
+        MODEL,
+        "Name the checkpoint's quantization, or quantize plain weights while they are read. "
+        "Default: as the checkpoint's files say.",
+        "-q",
+    )
+    device: str = option(
+        "auto", MODEL, "Run on this device; auto: cuda where there is a GPU.", choices=DEVICES
+    )
+    num_hidden_layers: int | None = option(
+        None, MODEL, "Run fewer layers than the model has (synthetic weights).", least=1
+    )
+    max_model_len: int | None = option(
+        None,
+        MODEL,
+        "Limit the tokens of prompt and output. Default: the model's context length. Lower it "
+        "where the KV cache is too small.",
+        also="--context-length",
+        least=2,
+        is_count=True,
+    )
+    seed: int = option(
+        0,
+        MODEL,
+        "Seed requests that name no seed, and synthetic weights.",
+        also="--random-seed",
+        least=-(2**63),
+        most=2**63 - 1,
+    )
+
+    max_num_seqs: int | None = option(
+        None,
+        MEMORY,
+        "Limit the sequences in one step. Default: 256 (CPU: 64). Lower it to save memory.",
+        also="--max-running-requests",
+        least=1,
+        is_count=True,
+    )
+    max_num_batched_tokens: int | None = option(
+        None,
+        MEMORY,
+        "Limit the tokens in one step. Default: 8192 (CPU: 2048). Lower it for steadier decoding "
+        "beside long prompts.",
+        also="--chunked-prefill-size",
+        least=1,
+        is_count=True,
+    )
+    max_queued_requests: int = option(
+        1024,
+        MEMORY,
+        "Refuse requests (429) while this many wait.",
+        also="--max-num-queued-reqs",
+        least=1,
+    )
+    max_queued_tokens: int | None = option(
+        None,
+        MEMORY,
+        "Refuse requests (429) while this many prompt tokens wait. Default: 4 times what the KV "
+        "cache holds.",
+        also="--max-num-queued-tokens",
+        least=1,
+        is_count=True,
+    )
+    block_size: int | None = option(
+        None,
+        MEMORY,
+        "Set the tokens of a KV block. Default: 64 (CPU: 16).",
+        also="--page-size",
+        least=1,
+        is_count=True,
+    )
+    kv_cache_memory: int | None = option(
+        None,
+        MEMORY,
+        "Reserve this much for the KV cache of each rank, such as 4GiB. Default: what is left on "
+        "the GPU, or a share of main memory.",
+        also="--kv-cache-memory-bytes",
+        least=1,
+        is_size=True,
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        MEMORY,
+        "Store the KV cache in this type; auto: the model's. On a GPU, fp8 (e4m3) holds twice the "
+        "tokens.",
+        choices=KV_CACHE_DTYPES,
+    )
+    index_cache_dtype: str = option(
+        "auto",
+        MEMORY,
+        "Store MiniMax-M3's index keys, which select KV blocks, in this type; fp8 works on the "
+        "CPU, too.",
+        choices=KV_CACHE_DTYPES,
+    )
+    index_cache_sharding: str = option(
+        "off",
+        MEMORY,
+        "Shard the index keys over the ranks; auto: for long contexts.",
+        choices=INDEX_CACHE_SHARDINGS,
+    )
+    gpu_memory_utilization: float = option(
+        0.92,
+        MEMORY,
+        "Limit the share of a GPU's memory for weights, cache and workspaces. Lower it where other "
+        "processes use the GPU.",
+        also="--mem-fraction-static --device-memory-utilization",
+        above=0,
+        most=1,
+    )
+    num_kv_blocks: int | None = option(
+        None,
+        MEMORY,
+        "Set the number of KV blocks; overrides --kv-cache-memory.",
+        also="--num-gpu-blocks-override",
+        least=1,
+        is_count=True,
+    )
+    enable_prefix_caching: bool = option(
+        True,
+        MEMORY,
+        "Disable prefix caching, for example to measure prefill.",
+        also="--disable-radix-cache",
+    )
+    enable_overlap: bool = option(
+        True,
+        MEMORY,
+        "Disable async scheduling: commit a step before the next is launched.",
+        "--no-async-scheduling",
+        also="--disable-overlap-schedule",
+    )
+    enforce_eager: bool = option(
+        False,
+        MEMORY,
+        "Disable CUDA graphs. The server starts sooner and decodes more slowly.",
+        also="--disable-cuda-graph",
+    )
+    max_cudagraph_capture_size: int | None = option(
+        None,
+        MEMORY,
+        "Limit the sequences of the largest captured decode step. Default: --max-num-seqs.",
+        also="--cuda-graph-max-bs --cuda-graph-max-bs-decode",
+        least=1,
+        is_count=True,
+    )
+    max_logprobs: int = option(
+        20, MEMORY, "Limit the log-probabilities that a request may ask for.", least=0
+    )
+
+    # keys: options/speculation.py
+    speculative_config: dict[str, Any] | None = option(
+        None,
+        SPECULATION,
+        "Propose draft tokens: method (eagle3, ngram), model, num_speculative_tokens, adaptive and "
+        "the other keys in docs/speculation.md. Default: none are proposed.",
+        "-sc",
+        is_json=True,
+    )
+
+    performance_mode: str = option(
+        "balanced",
+        PARALLEL,
+        "Choose parallel sizes for the GPUs of this machine where none is given; balanced: choose "
+        "none.",
+        choices=PERFORMANCE_MODES,
+    )
+    tensor_parallel_size: int = option(
+        1,
+        PARALLEL,
+        "Shard each layer over this many ranks. Raise it where one GPU cannot hold the weights.",
+        "-tp",
+        also="--tp-size --tp",
+    )
+    enable_expert_parallel: bool = option(
+        False, PARALLEL, "Place whole experts on ranks, not a shard of each expert.", "-ep"
+    )
+    expert_parallel_size: int | None = option(
+        None,
+        PARALLEL,
+        "Split the experts over this many ranks. Default: 1, or all with --enable-expert-parallel.",
+        also="--ep-size --ep",
+        is_count=True,
+    )
+    pipeline_parallel_size: int = option(
+        1,
+        PARALLEL,
+        "Split the layers into this many stages. Raise it for several machines.",
+        "-pp",
+        also="--pp-size",
+    )
+    pp_layer_partition: str | None = option(
+        None, PARALLEL, "Set the layers of each stage, such as 16,16,15,15. Default: even."
+    )
+    # with stages: later chunks of a prompt are shorter, so that all take equally long
+    enable_dynamic_chunking: bool = option(
+        True,
+        PARALLEL,
+        "Disable dynamic chunking: with stages, cut long prompts into chunks of equal length, not "
+        "of equal time.",
+    )
+    data_parallel_size: int = option(
+        1,
+        PARALLEL,
+        "Run this many groups of tensor-parallel ranks, each with its own requests and KV cache; "
+        "all share the experts. Raise it for throughput.",
+        "-dp",
+    )
+    all2all_backend: str = option(
+        "allgather_reducescatter",
+        PARALLEL,
+        "Choose how data-parallel ranks send tokens to experts; one_sided: one launch for few "
+        "tokens, on GPUs of one machine.",
+        choices=ALL2ALL_BACKENDS,
+    )
+    num_replicas: int = option(
+        1,
+        PARALLEL,
+        "Run this many engines behind one server, each on its own GPUs; for serve.",
+        least=1,
+        most=MAX_REPLICAS,
+    )
+    prefill_context_parallel_size: int = option(
+        1,
+        PARALLEL,
+        "Split the tokens of prompts over this many groups of tensor-parallel ranks (PCP). Each "
+        "holds the whole KV cache; all share the experts. Raise it for long prompts.",
+        also="-pcp",
+    )
+    decode_context_parallel_size: int = option(
+        1,
+        PARALLEL,
+        "Split the KV cache of a head over this many of the ranks that would hold copies of it "
+        "(DCP). Raise it for long contexts.",
+        also="-dcp --dcp-size",
+    )
+    cp_kv_cache_interleave_size: int | None = option(
+        None,
+        PARALLEL,
+        "Set how many consecutive tokens one of these ranks holds. Default: those of a block, the "
+        "only value that works.",
+    )
+    enable_eplb: bool = option(
+        False, PARALLEL, "Move experts between ranks while serving, to balance the ranks' load."
+    )
+    # keys: options/eplb.py
+    eplb_config: dict[str, Any] | None = option(
+        None,
+        PARALLEL,
+        "Set when experts move and how many copies there are: window_size, step_interval, "
+        "num_redundant_experts and the other keys in docs/parallelism.md.",
+        is_json=True,
+    )
+    expert_distribution_recorder_mode: str = option(
+        "off",
+        PARALLEL,
+        "Count how often each expert is selected; always on with --enable-eplb.",
+        choices=RECORDER_MODES,
+    )
+    init_expert_location: str = option(
+        IN_ORDER,
+        PARALLEL,
+        "Place the experts at start: trivial (in order), or JSON, as text or in a file, with "
+        "logical_count, as a dump has it, or physical_to_logical_map.",
+    )
+    num_threads: int | None = option(
+        None,
+        PARALLEL,
+        "Set the CPU threads of each rank. Default: all cores, divided by the ranks.",
+        least=1,
+        most=MAX_THREADS,
+        is_count=True,
+    )
+
+    nnodes: int = option(
+        1, NODES, "Spread the ranks evenly over this many machines; run the same command on each."
+    )
+    node_rank: int = option(0, NODES, "Set the number of this machine; 0 has the API.")
+    master_addr: str | None = option(None, NODES, "Set the address of node 0.")
+    master_port: int = option(
+        MASTER_PORT, NODES, "Set the first of node 0's ports that the other nodes connect to."
+    )
+    interface: str | None = option(
+        None,
+        NODES,
+        "Use this network between the nodes, such as eth0. Default: the one towards --master-addr.",
+    )
+    allow_cross_node_tp: bool = option(
+        False, NODES, "Allow tensor-parallel ranks on several machines; slow on most networks."
+    )
+    distributed_executor_backend: str = option(
+        MP,
+        NODES,
+        "Choose what starts the ranks; mp: this command on each machine; ray: Ray, on machines of "
+        "its cluster and on GPUs of this one.",
+        choices=LAUNCHERS,
+    )
+    ray_placement_timeout: float = option(
+        60.0,
+        NODES,
+        "Wait this many seconds until Ray has room for all ranks.",
+        above=0,
+        most=MAX_PLACEMENT_SECONDS,
+    )
+
+    log_level: str = option("info", LOGS, "Log this level and above.", choices=log.LEVELS)
+    log_format: str = option(
+        "text", LOGS, "Set the format of the log; json: one object per line.", choices=log.FORMATS
+    )
+    show_progress: bool = option(
+        True, LOGS, "Hide the progress of loading.", "--no-progress", also="--no-use-tqdm-on-load"
+    )
+    crash_dump_dir: str | None = option(
+        None,
+        LOGS,
+        "Write crash dumps to this folder; 'none': write none. Default: negamax/crashes in "
+        "XDG_STATE_HOME.",
+        also="--crash-dump-folder",
+    )
 
     def __post_init__(self) -> None:
-        check_choices(
-            self,
-            source=SOURCES,
-            dtype=DTYPES,
-            load_format=LOAD_FORMATS,
-            device=DEVICES,
-            kv_cache_dtype=KV_CACHE_DTYPES,
-            index_cache_dtype=KV_CACHE_DTYPES,
-            index_cache_sharding=INDEX_CACHE_SHARDINGS,
-            performance_mode=PERFORMANCE_MODES,
-            all2all_backend=ALL2ALL_BACKENDS,
-            expert_distribution_recorder_mode=RECORDER_MODES,
-            log_format=log.FORMATS,
-            distributed_executor_backend=LAUNCHERS,
-        )
-        for name, value in vars(self).items():  # which other processes and clients are told
+        check_options(self)
+        for name, value in vars(self).items():  # other processes and clients receive them
             if isinstance(value, str) and valid_unicode(value) != value:
                 raise ConfigError(
-                    f"{flag_of(name)} is {value!r}, which is no UTF-8",
+                    f"{flag_name(name)} is {value!r}, which is no UTF-8",
                     hint="rename the file or folder, or make a link to it",
                 )
-        for name in ("speculative_config", "eplb_config"):
-            if not isinstance(value := getattr(self, name), dict | None):
-                raise ConfigError(
-                    f"{flag_of(name)} is {value!r}; allowed: an object, {{key: value}}"
-                )
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ConfigError(
-                f"--gpu-memory-utilization is {self.gpu_memory_utilization}; allowed: above 0, "
-                f"at most 1"
-            )
         self._check_weights()
-        check_least(
-            self,
-            max_cudagraph_capture_size=1,
-            max_model_len=2,
-            block_size=1,
-            max_num_seqs=1,
-            max_num_batched_tokens=1,
-            max_queued_requests=1,
-            max_queued_tokens=1,
-            kv_cache_memory=1,
-            num_kv_blocks=1,
-            max_logprobs=0,
-        )
         self._check_parallel()
-        check_within("--num-threads", self.num_threads, 1, MAX_THREADS)
-        check_within("--seed", self.seed, -(2**63), 2**63 - 1)
 
     def _check_weights(self) -> None:
-        check_least(self, num_hidden_layers=1)
         if self.num_hidden_layers is not None and self.load_format != "synthetic":
             raise ConfigError(
                 "--num-hidden-layers leaves layers of a checkpoint out; it is for synthetic "
@@ -197,61 +429,47 @@ class EngineOptions:
             )
 
     def _check_parallel(self) -> None:
-        parallel, _ = self.parallel, self.speculation  # which check their options
+        parallel, _ = self.parallel, self.speculation  # both check their options
         if (
             self.enable_eplb
             and parallel.num_expert_ranks == 1
             and self.performance_mode == "balanced"
         ):
             raise ConfigError(
-                "--enable-eplb moves whole experts between ranks; here a rank has a part of each",
+                "--enable-eplb moves whole experts between ranks; here each rank has a shard of "
+                "every expert",
                 hint="add --enable-expert-parallel, with more than one rank",
             )
         self.nodes.check(parallel)
-        check_within("--num-replicas", self.num_replicas, 1, MAX_REPLICAS)
-        if not 0.0 < self.ray_placement_timeout <= MAX_PLACEMENT_SECONDS:
-            raise ConfigError(
-                f"--ray-placement-timeout is {self.ray_placement_timeout}; allowed: above 0, at "
-                f"most {MAX_PLACEMENT_SECONDS:g}"
-            )
         if self.index_cache_sharding == "on" and self.prefill_context_parallel_size > 1:
             raise ConfigError(
                 "--index-cache-sharding is on, and --prefill-context-parallel-size is "
-                f"{self.prefill_context_parallel_size}: ranks that share out prompts each hold all "
-                "index keys",
+                f"{self.prefill_context_parallel_size}: with PCP, each rank holds all index keys",
                 hint="use --index-cache-sharding off",
             )
 
     def sequences_per_step(self, device: str) -> int:
-        """Sequences in one step of a data-parallel rank."""
+        """Return the largest number of sequences in one step of a data-parallel rank."""
         factor = 2 if self.performance_mode == "throughput" else 1  # as in vLLM
         return self.max_num_seqs or factor * STEP_LIMITS[device].max_num_seqs
 
     @property
     def parallel(self) -> ParallelOptions:
-        """How the model is split over ranks. Errors: `ConfigError`."""
-        return ParallelOptions(
-            tensor_parallel_size=self.tensor_parallel_size,
-            enable_expert_parallel=self.enable_expert_parallel,
-            expert_parallel_size=self.expert_parallel_size,
-            pipeline_parallel_size=self.pipeline_parallel_size,
-            pp_layer_partition=self.pp_layer_partition,
-            data_parallel_size=self.data_parallel_size,
-            prefill_context_parallel_size=self.prefill_context_parallel_size,
-            decode_context_parallel_size=self.decode_context_parallel_size,
-            cp_kv_cache_interleave_size=self.cp_kv_cache_interleave_size,
-            redundant_experts=self._eplb_config.num_redundant_experts,
-        )
+        """The sizes that split the model over ranks. Errors: `ConfigError`."""
+        shared = {one.name for one in fields(ParallelOptions)} & vars(self).keys()
+        sizes = {name: getattr(self, name) for name in shared}
+        return ParallelOptions(**sizes, redundant_experts=self._eplb_config.num_redundant_experts)
 
     @property
     def eplb(self) -> EplbConfig | None:
-        """When experts move between ranks; None: never. Errors: `ConfigError`."""
+        """Settings for moving experts between ranks; None: they stay. Errors: `ConfigError`."""
         return self._eplb_config if self.enable_eplb else None
 
     @property
     def _eplb_config(self) -> EplbConfig:
-        """`--eplb-config`, which without `--enable-eplb` may only ask for the copies that
-        `--init-expert-location` places. Errors: `ConfigError`.
+        """The parsed `--eplb-config`. Errors: `ConfigError`.
+
+        Without `--enable-eplb` it may only ask for the copies that `--init-expert-location` places.
         """
         given = self.eplb_config or {}
         if not self.enable_eplb:
@@ -297,7 +515,7 @@ class EngineOptions:
 
     @property
     def speculation(self) -> SpeculationConfig | None:
-        """What proposes draft tokens; None: nothing does. Errors: `ConfigError`."""
+        """Settings for draft tokens; None: none are proposed. Errors: `ConfigError`."""
         if self.speculative_config is None:
             return None
         return SpeculationConfig.read(

@@ -2,79 +2,195 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from negamax.base.errors import ConfigError
-from negamax.options.checks import check_choices, check_least, flag_of
+from negamax.options.engine import LOGS
+from negamax.options.flags import check_options, option
 from negamax.options.key_file import check_keys
 
 MAX_API_SERVERS = 64
 SCHEDULING_POLICIES = ("fcfs", "priority")
+SERVER, FORMAT, SECURITY, LIMITS = "Server", "Chat format", "Access", "Limits and supervision"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """How the HTTP server answers. Times are in seconds."""
+    """Options of the HTTP server. Times are in seconds."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    node_health_port: int | None = None  # of nodes without the API, for probes; None: none
-    api_server_count: int = 1  # processes that answer HTTP, in front of the same engines
-    served_model_name: tuple[str, ...] = ()  # default: the model's own name
-    api_keys: tuple[str, ...] = ()  # any of them opens every route; none: no key is asked for
-    api_key_file: str | None = None  # of further ones, one per line
-    # opens every route, and alone those that act on the requests of all
-    admin_api_key: str | None = None
-    allow_unauthenticated: bool = False  # listen on more than this machine without a key
-    allowed_origins: tuple[str, ...] = ()  # of web pages that may call the server (CORS); "*": all
-    # further names in the Host header, where no key is asked for; "*": all
-    allowed_hosts: tuple[str, ...] = ()
-    ssl_certfile: str | None = None
-    ssl_keyfile: str | None = None
-    chat_template: str | None = None  # file that replaces the checkpoint's template
-    # for requests that do not set them
-    default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    allow_special_tokens_in_text: bool = False  # what a conversation says may become control tokens
-    tool_call_parser: str = "auto"  # names: models/<family>/chat.py
-    reasoning_parser: str = "auto"
-    scheduling_policy: str = "fcfs"  # "priority": requests may say how urgent they are
-    max_body_bytes: int = 32 * 2**20
-    # of one server process; default: half of all it may have
-    max_connections_per_address: int | None = None
-    # from arrival to the last token; a request may ask for less
-    request_timeout: float | None = None
-    drain_timeout: float = 30.0  # that open requests get after SIGTERM
-    # a client that does not read what is sent is cut off after this
-    slow_client_timeout: float = 60.0
-    # tokens of a stream that are sent together; a request may ask for another number
-    stream_interval: int = 1
-    # of comments in a stream that has nothing to say; 0: none
-    sse_keep_alive_interval: float = 15.0
-    # of one engine within engine_restart_window; after that it stays dead, and the server ends
-    # unless another one is left
-    max_engine_restarts: int = 3
-    engine_restart_window: float = 600.0
-    engine_hang_timeout: float = 300.0  # that the engine's loop may stand still while there is work
-    enable_log_requests: bool = False  # a line when a request begins and one when it ends
-    max_log_len: int = 256  # characters of a prompt in these lines
-    enable_access_log: bool = False  # a line per HTTP request
-    log_stats: bool = True  # a line every log_stats_interval while the engine is busy
-    log_stats_interval: float = 10.0
-    otlp_traces_endpoint: str | None = None  # of an OpenTelemetry collector, OTLP over HTTP
+    host: str = option("127.0.0.1", SERVER, "Listen on this address.")
+    port: int = option(
+        8000, SERVER, "Listen on this port; 0 picks a free one.", least=0, most=65535
+    )
+    node_health_port: int | None = option(
+        None,
+        SERVER,
+        "Answer /livez, /readyz and /health on this port of --host, on nodes other than 0. "
+        "Default: no port.",
+        least=0,
+        most=65535,
+    )
+    api_server_count: int = option(
+        1,
+        SERVER,
+        "Answer HTTP with this many processes. Raise it for many streams.",
+        "-asc",
+        also="--tokenizer-worker-num",
+        least=1,
+        most=MAX_API_SERVERS,
+    )
+    served_model_name: tuple[str, ...] = option(
+        (), SERVER, "Set the model's name in the API; may be repeated. Default: its own name."
+    )
+    stream_interval: int = option(
+        1,
+        SERVER,
+        "Send this many tokens of a stream together; requests may override it. Raise it to save "
+        "CPU time.",
+        least=1,
+    )
+    sse_keep_alive_interval: float = option(
+        15.0,
+        SERVER,
+        "Send a comment after this many seconds of silence in a stream; 0: send none.",
+        least=0,
+        is_seconds=True,
+    )
+
+    chat_template: str | None = option(
+        None, FORMAT, "Replace the checkpoint's chat template with this Jinja file."
+    )
+    default_chat_template_kwargs: dict[str, Any] = option(
+        {}, FORMAT, "Set template variables of requests that do not set them.", is_json=True
+    )
+    allow_special_tokens_in_text: bool = option(
+        False,
+        FORMAT,
+        "Encode control tokens spelled in messages as control tokens. Only for clients you trust.",
+    )
+    # their choices follow from the model families: the command adds them
+    tool_call_parser: str = option(
+        "auto", FORMAT, "Parse tool calls in this format; auto: the model's."
+    )
+    reasoning_parser: str = option(
+        "auto", FORMAT, "Choose where thinking goes; auto: apart from the content."
+    )
+
+    api_keys: tuple[str, ...] = option(
+        (),
+        SECURITY,
+        "Require this key of requests; may be repeated. Prefer NEGAMAX_API_KEY or --api-key-file. "
+        "Default: no key.",
+        "--api-key",
+        adds_up=True,
+    )
+    api_key_file: str | None = option(
+        None, SECURITY, "Read further keys from this file, one per line."
+    )
+    admin_api_key: str | None = option(
+        None,
+        SECURITY,
+        "Set a key that opens every route; only it opens those that act on the requests of all. "
+        "Prefer NEGAMAX_ADMIN_API_KEY.",
+    )
+    allow_unauthenticated: bool = option(
+        False, SECURITY, "Listen beyond this machine without a key."
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        SECURITY,
+        "Let pages of this web origin call the server (CORS); may be repeated, '*' is all.",
+        takes_json_list=True,
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        SECURITY,
+        "Accept this name in the Host header where no key is set; may be repeated, '*' is all.",
+        takes_json_list=True,
+    )
+    ssl_certfile: str | None = option(
+        None, SECURITY, "Serve TLS with this certificate (chain), PEM."
+    )
+    ssl_keyfile: str | None = option(None, SECURITY, "Use this private key for TLS, PEM.")
+
+    scheduling_policy: str = option(
+        "fcfs",
+        LIMITS,
+        "Order waiting requests; priority: by their priority, then by arrival.",
+        choices=SCHEDULING_POLICIES,
+    )
+    max_body_bytes: int = option(
+        32 * 2**20,
+        LIMITS,
+        "Refuse larger request bodies; such as 32MiB.",
+        least=1024,
+        is_size=True,
+    )
+    max_connections_per_address: int | None = option(
+        None,
+        LIMITS,
+        "Limit the connections of one client address to one server process. Default: half of the "
+        "process's limit.",
+        least=1,
+    )
+    request_timeout: float | None = option(
+        None,
+        LIMITS,
+        "Abort a request after this many seconds; requests may ask for less. Default: no limit.",
+        above=0,
+        is_seconds=True,
+    )
+    slow_client_timeout: float = option(
+        60.0,
+        LIMITS,
+        "Disconnect a client that reads nothing for this many seconds.",
+        above=0,
+        is_seconds=True,
+    )
+    drain_timeout: float = option(
+        30.0,
+        LIMITS,
+        "Let open requests finish for this many seconds after SIGTERM.",
+        least=0,
+        is_seconds=True,
+    )
+    max_engine_restarts: int = option(
+        3,
+        LIMITS,
+        "Restart a dead engine this often within --engine-restart-window. After that the server "
+        "ends, unless another replica is left.",
+        least=0,
+    )
+    engine_restart_window: float = option(
+        600.0, LIMITS, "Count a restart for this many seconds.", above=0, is_seconds=True
+    )
+    engine_hang_timeout: float = option(
+        300.0,
+        LIMITS,
+        "Replace a busy engine that completes no step for this many seconds.",
+        also="--watchdog-timeout",
+        above=0,
+        is_seconds=True,
+    )
+
+    enable_log_requests: bool = option(
+        False, LOGS, "Log each request: prompt, sampling, end, times.", also="--log-requests"
+    )
+    max_log_len: int = option(256, LOGS, "Log at most this many characters of a prompt.", least=0)
+    enable_access_log: bool = option(False, LOGS, "Log each HTTP request.")
+    log_stats: bool = option(
+        True, LOGS, "Disable the line about the load of a busy engine.", "--disable-log-stats"
+    )
+    log_stats_interval: float = option(
+        10.0, LOGS, "Log the load every so many seconds.", above=0, is_seconds=True
+    )
+    otlp_traces_endpoint: str | None = option(
+        None, LOGS, "Send a span per request to this OpenTelemetry collector (HTTP)."
+    )
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port is {self.port}; allowed: 0 to 65535 (0 picks a free one)")
-        if self.node_health_port is not None and not 0 <= self.node_health_port <= 65535:
-            raise ConfigError(
-                f"--node-health-port is {self.node_health_port}; allowed: 0 to 65535 (0 picks a "
-                f"free one)"
-            )
-        if not 1 <= self.api_server_count <= MAX_API_SERVERS:
-            raise ConfigError(
-                f"--api-server-count is {self.api_server_count}; allowed: 1 to {MAX_API_SERVERS}"
-            )
+        check_options(self)
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             missing = "--ssl-keyfile" if self.ssl_keyfile is None else "--ssl-certfile"
             raise ConfigError(
@@ -87,24 +203,3 @@ class ServerOptions:
                 "--admin-api-key is one of the API keys, which are for everybody else",
                 hint="give a key of its own",
             )
-        check_choices(self, scheduling_policy=SCHEDULING_POLICIES)
-        check_least(
-            self,
-            max_body_bytes=1024,
-            max_connections_per_address=1,
-            max_engine_restarts=0,
-            stream_interval=1,
-            max_log_len=0,
-        )
-        for name in (
-            "log_stats_interval", "request_timeout", "slow_client_timeout", "engine_restart_window",
-            "engine_hang_timeout",
-        ):  # fmt: skip
-            seconds = getattr(self, name)
-            # NaN fails the comparison and is refused
-            if seconds is not None and not 0.0 < seconds < float("inf"):
-                raise ConfigError(f"{flag_of(name)} is {seconds}; allowed: seconds above 0")
-        for name in ("sse_keep_alive_interval", "drain_timeout"):
-            seconds = getattr(self, name)
-            if not 0.0 <= seconds < float("inf"):
-                raise ConfigError(f"{flag_of(name)} is {seconds}; allowed: 0 seconds or more")

@@ -2,41 +2,41 @@
 
 from __future__ import annotations
 
-import ast
+import inspect
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import negamax
+from negamax.engine.llm import LLM
+from negamax.options.engine import EngineOptions
 
 PACKAGE = Path(negamax.__file__).parent
 
 
-def definition(file: str, name: str) -> ast.ClassDef:
-    tree = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
-    (found,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
-    return found
-
-
 def test_keywords_of_llm_are_the_engines_options() -> None:
-    """The same names, types and defaults in the same order."""
-    options = [
-        (node.target.id, ast.unparse(node.annotation), ast.unparse(node.value))
-        for node in definition("options/engine.py", "EngineOptions").body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value
-    ]
-    (init,) = [
-        node
-        for node in definition("engine/llm.py", "LLM").body
-        if isinstance(node, ast.FunctionDef) and node.name == "__init__"
-    ]
-    keywords = [
-        (argument.arg, ast.unparse(argument.annotation), ast.unparse(default))
-        for argument, default in zip(init.args.kwonlyargs, init.args.kw_defaults, strict=True)
-        if argument.annotation and default
-    ]
-    assert keywords == [("chat_template", "str | None", "None"), *options]
-    assert init.args.kwarg is None
+    """For `help()` and for type checkers: the same names, types and defaults."""
+    found = inspect.signature(LLM).parameters
+    options = inspect.signature(EngineOptions).parameters
+    added = set(found) - set(options)
+    assert added == {"chat_template"}
+    assert [found[name] for name in options] == list(options.values())
+
+
+@pytest.mark.full  # mypy reads the whole package: a minute
+def test_type_checkers_see_the_keywords_of_llm(tmp_path: Path) -> None:
+    file = tmp_path / "caller.py"
+    file.write_text(
+        "from negamax import LLM\nLLM('nano', max_num_seqs=4, chat_template='t')\n"
+        "LLM('nano', max_num_seqs='4')\nLLM('nano', colour=1)\n"
+    )
+    command = [sys.executable, "-m", "mypy", "--config-file=", f"--cache-dir={tmp_path}"]
+    command += ["--follow-imports=silent", "--ignore-missing-imports", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent)
+    lines = [line.split(":")[1] for line in done.stdout.splitlines() if ": error:" in line]
+    assert lines == ["3", "4"], done.stdout
 
 
 def test_package_lists_what_it_has_without_importing_it() -> None:

@@ -3,32 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 
 from negamax.base.errors import ConfigError
-from negamax.cli.engine_options import with_engine_options
-from negamax.cli.flags import parse_bytes
+from negamax.cli.options import parse_bytes, with_options
 from negamax.cli.resolve import resolve
-from negamax.options.engine import EngineOptions
+from negamax.options.engine import MEMORY, EngineOptions
+from negamax.options.flags import option
 
 
-def parsed(*arguments: str, **defaults: Any) -> EngineOptions:
-    """The options that a command with the shared table gets for `arguments`."""
-    seen: list[EngineOptions] = []
-
-    @with_engine_options(defaults=defaults)
-    def command(*, engine: EngineOptions) -> None:
-        seen.append(engine)
-
+def group_of(command: Any) -> typer.core.TyperGroup:
+    """A group with this command alone, as `run`."""
     app = typer.Typer()
     app.command("run")(command)
     app.callback()(lambda: None)
     group = typer.main.get_command(app)
     assert isinstance(group, typer.core.TyperGroup)
-    app(args=resolve(group, ["run", *arguments]).words, standalone_mode=False)
+    return group
+
+
+def parsed(*arguments: str, **defaults: Any) -> EngineOptions:
+    """The engine's options that a command gets for `arguments`."""
+    seen: list[EngineOptions] = []
+
+    @with_options(defaults=defaults)
+    def command(*, engine: EngineOptions) -> None:
+        seen.append(engine)
+
+    group = group_of(command)
+    group.main(resolve(group, ["run", *arguments]).words, standalone_mode=False)
     return seen[0]
 
 
@@ -158,3 +166,45 @@ def test_sizes_are_read_in_both_units(text: str, num_bytes: int) -> None:
 def test_other_sizes_are_refused(text: str) -> None:
     with pytest.raises(typer.BadParameter):
         parse_bytes(text)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WithOneMore(EngineOptions):
+    """The engine's options and a new field."""
+
+    wave_len: int = option(3, MEMORY, "Set the wave's length.", "-wl", also="--wl-size", least=1)
+
+
+def test_a_new_field_is_an_option_with_flag_variable_key_and_help(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """CONTRIBUTING: an option is one dataclass field."""
+    seen: list[WithOneMore] = []
+
+    @with_options()
+    def command(*, engine: WithOneMore) -> None:
+        seen.append(engine)
+
+    group = group_of(command)
+
+    def run(*words: str) -> int:
+        resolved = resolve(group, ["run", "nano", *words])
+        group.main(resolved.words, standalone_mode=False, obj=resolved)
+        return seen[-1].wave_len
+
+    file = tmp_path / "options.toml"
+    file.write_text("wave_len = 7\n")
+    assert run() == 3
+    assert run("--wave-len", "4") == run("-wl", "4") == run("--wl-size=4") == 4
+    assert run("--config", str(file)) == 7
+    monkeypatch.setenv("NEGAMAX_WAVE_LEN", "6")
+    assert run("--config", str(file)) == 6
+    run("--explain")
+    assert re.search(r"^wave-len +6 +NEGAMAX_WAVE_LEN$", capsys.readouterr().out, re.MULTILINE)
+    with pytest.raises(ConfigError, match="--wave-len is 0; allowed: 1 or more"):
+        run("--wave-len", "0")
+    with pytest.raises(ConfigError, match="did you mean --wave-len"):
+        run("--wave-length", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    run("--help")
+    assert re.search(r"--wave-len .*-wl .*Set the wave's length", capsys.readouterr().out)

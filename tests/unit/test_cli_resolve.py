@@ -13,10 +13,10 @@ import typer
 
 from negamax.base.errors import ConfigError
 from negamax.cli.examples import EXAMPLES
-from negamax.cli.flags import Kind
-from negamax.cli.foreign_flags import TABLE
 from negamax.cli.main import app, main
 from negamax.cli.resolve import options_of, resolve
+from negamax.options.flags import Kind
+from negamax.options.foreign import foreign_options
 
 GROUP: Any = typer.main.get_command(app)
 # of vLLM, for two data-parallel ranks on each of two machines
@@ -316,11 +316,14 @@ def test_values_and_names_of_other_servers(
         ("--enable-eplb", "add --enable-expert-parallel, with more than one rank"),
         ("--attn-dp-size 2", "which is 1 (use --tensor-parallel-size 2"),
         ("--data-parallel-size 4 --data-parallel-size-local 2", "--master-addr is missing"),
-        ("--data-parallel-size 4 --data-parallel-size-local 3", "all nodes have as many of the 4"),
+        ("--data-parallel-size 4 --data-parallel-size-local 3", "each node has as many of the 4"),
         ("-dp 4 --data-parallel-start-rank 3 -dpl 2", "no multiple of the data-parallel ranks"),
-        ("--dist-init-addr node0", "it is to be HOST:PORT"),
+        ("--dist-init-addr node0", "it must be HOST:PORT"),
         ("--headless", "node 0 has the API, and this is node 0"),
-        ("--headless --node-rank 0 --nnodes 2 --master-addr a -pp 2", "say with --node-rank which"),
+        (
+            "--headless --node-rank 0 --nnodes 2 --master-addr a -pp 2",
+            "another node with --node",
+        ),
         ("--headless --node-rank 1 -pp 2", "say with --nnodes how many there are"),
         ("--headless -dpr 1 -dp 2 -dpl 1", "--master-addr is missing"),
         ("-pp 2 --nnodes 2 --node-rank 1 --headless", "--master-addr is missing"),
@@ -404,8 +407,8 @@ def test_every_foreign_option_is_judged() -> None:
         Kind.LIST: ["7", "8"],
         Kind.JSON: ['{"seven": 7}'],
     }
-    assert not own & set(TABLE)  # what it says of those nobody would ever read
-    for name, entry in TABLE.items():
+    assert not own & set(foreign_options())  # what it says of those nobody would ever read
+    for name, entry in foreign_options().items():
         try:
             resolved = resolve(GROUP, ["serve", "nano", name, *samples[entry.kind]])
         except ConfigError as refusal:

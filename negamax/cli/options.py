@@ -1,0 +1,342 @@
+"""Dataclasses of options as options of a command."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from negamax.base import env
+from negamax.base.errors import ConfigError
+from negamax.cli.resolve import Resolved, options_of
+from negamax.cli.words import is_model_option
+from negamax.config.embedded import QUOTED_NAMES
+from negamax.models.chat_format import REASONING_PARSERS, TOOL_CALL_PARSERS, check_parsers
+from negamax.options.engine import MODEL, EngineOptions
+from negamax.options.flags import Flag, flags_of
+from negamax.options.key_file import keys_of_file
+from negamax.options.server import ServerOptions
+
+AUTO = "auto"
+_NEEDED_FILES = 128  # of a process with a model and a few connections
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY_UNITS = {unit + "i": 2 ** (10 * power) for power, unit in enumerate("kmgt", start=1)}
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?i?)b?", re.IGNORECASE)
+_COUNT = re.compile(r"(-?\d{1,15}(?:\.\d{1,15})?)\s*([kKmMgG]?)")
+# choices that model families add
+_CHOICES = {"tool_call_parser": TOOL_CALL_PARSERS, "reasoning_parser": REASONING_PARSERS}
+
+_MODEL_ARGUMENT = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help=f"A local folder, a hub id, or {QUOTED_NAMES}, the embedded models.",
+        show_default=False,
+    ),
+]
+_MODEL_FLAG = Flag(
+    MODEL, "The same as MODEL.", ("--model",), ("--model-path",), field="model_option"
+)
+_MODEL_OPTION = Annotated[
+    str | None,
+    typer.Option(
+        "--model", help=_MODEL_FLAG.listed_help, rich_help_panel=MODEL, show_default=False
+    ),
+]
+_CONFIG = Annotated[
+    str | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        help="Read options from this TOML file, by name; flags and NEGAMAX_... variables override "
+        "it.",
+        show_default=False,
+    ),
+]
+_EXPLAIN = Annotated[
+    bool,
+    typer.Option(
+        "--explain",
+        help="Check the command line, show each option and where its value comes from, and exit.",
+    ),
+]
+
+
+def with_options(
+    *,
+    defaults: dict[str, Any] | None = None,
+    needs_model: bool = True,
+    explains: bool = True,
+    check: Callable[..., None] | None = None,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a command whose parameters include dataclasses of options.
+
+    Each such parameter becomes an option per field. With `EngineOptions` the command also gets
+    MODEL and --model (empty where missing and not `needs_model`), other servers' options, and,
+    where it `explains`, --config and --explain, which calls `check`. `defaults` replaces defaults.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        own = signature.parameters
+        classes = {
+            name: one.annotation
+            for name, one in own.items()
+            if dataclasses.is_dataclass(one.annotation)
+        }
+        has_engine = any(issubclass(one, EngineOptions) for one in classes.values())
+        parameters = [one for name, one in own.items() if name not in classes]
+        if has_engine:
+            parameters.insert(0, _parameter("model", None, _MODEL_ARGUMENT))
+            if explains:
+                parameters.append(_parameter("config", None, _CONFIG))
+                parameters.append(_parameter("explain", False, _EXPLAIN))
+                empty = inspect.Parameter.empty
+                parameters.append(_parameter("typer_context", empty, typer.Context))
+        flags: list[Flag] = []
+        for options in reversed(classes.values()):  # those of the server first
+            if issubclass(options, EngineOptions):
+                parameters.append(_parameter("model_option", None, _MODEL_OPTION))
+                flags.append(_MODEL_FLAG)
+            parameters += _flag_parameters(options, defaults or {})
+            flags += _flags(options)
+
+        @functools.wraps(command)
+        def wrapper(**values: Any) -> None:
+            context = values.pop("typer_context", None)
+            values.pop("config", None)
+            is_explained = values.pop("explain", False)
+            fixed: dict[str, Any] = {}
+            if has_engine:
+                model, option = values.pop("model"), values.pop("model_option")
+                fixed["model"] = _one_model(model, option, needed=needs_model)
+                env.allow_open_files(_NEEDED_FILES)
+            given = {
+                name: _made(options, values, fixed if issubclass(options, EngineOptions) else {})
+                for name, options in classes.items()
+            }
+            if not is_explained:
+                return command(**given, **values)
+            if check is not None:
+                check(**given)
+            print("\n".join(_table(context)))
+
+        wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        wrapper.flags = tuple(flags)  # type: ignore[attr-defined]
+        wrapper.takes_foreign_flags = has_engine  # type: ignore[attr-defined]
+        return wrapper
+
+    return decorate
+
+
+def _parameter(name: str, default: object, annotation: object) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
+
+
+def _flag_parameters(options: type, defaults: Mapping[str, Any]) -> Iterator[inspect.Parameter]:
+    """The parameters that typer reads for the fields of a dataclass."""
+    types = get_type_hints(options)
+    for flag in _flags(options):
+        kind, default = types[flag.field], defaults.get(flag.field)
+        if default is None:
+            default = getattr(options, flag.field, None)
+        metavar = parser = None
+        if flag.turns_off:
+            default = False
+        elif kind == tuple[str, ...]:
+            kind, default = list[str] | None, None
+        elif flag.is_json:
+            kind, default, metavar = str | None, None, "JSON"
+        elif flag.is_size:
+            parser, metavar = parse_bytes, "SIZE"
+        elif flag.is_count:
+            parser, metavar = parse_count, "NUMBER"
+        option = typer.Option(
+            *flag.names,
+            help=flag.listed_help,
+            rich_help_panel=flag.panel,
+            show_default=not flag.turns_off and default is not None,
+            parser=parser,
+            metavar=metavar,
+            autocompletion=completion(flag.choices) if flag.choices else None,
+        )
+        yield _parameter(flag.field, default, Annotated[kind, option])
+
+
+@functools.cache
+def _flags(options: type) -> tuple[Flag, ...]:
+    return tuple(
+        dataclasses.replace(flag, choices=_CHOICES.get(flag.field, flag.choices))
+        for flag in flags_of(options)
+    )
+
+
+def _made(options: type, values: dict[str, Any], fixed: dict[str, Any]) -> Any:
+    """Make the dataclass from the parameters, which are taken out of `values`. Errors:
+    `ConfigError`."""
+    chosen = dict(fixed)
+    for flag in _flags(options):
+        value, name = values.pop(flag.field), flag.names[0]
+        if flag.choices and value not in flag.choices:
+            raise ConfigError(f"{name} is {value!r}; allowed: {', '.join(flag.choices)}")
+        if flag.turns_off:
+            value = not value
+        elif flag.is_json:
+            if not value:
+                continue
+            value = json_object(name, value)
+        elif isinstance(getattr(options, flag.field, None), tuple):
+            value = tuple(value or ())
+            value = _listed(name, value) if flag.takes_json_list else value
+        chosen[flag.field] = value
+    if options is ServerOptions:
+        _check_server(chosen)
+    return options(**chosen)
+
+
+def _check_server(chosen: Mapping[str, Any]) -> None:
+    """Refuse files and names that cannot be used before a model is loaded. Errors:
+    `ConfigError`."""
+    keys_of_file(chosen["api_key_file"])
+    if kwargs := chosen.get("default_chat_template_kwargs"):
+        from negamax.text.chat_template import check_template_kwargs
+
+        check_template_kwargs(kwargs)
+    template = chosen["chat_template"]
+    if template is not None and not Path(template).is_file():
+        raise ConfigError(
+            f"--chat-template is {template!r}, which is not a file",
+            hint="give a Jinja template file",
+        )
+    check_parsers(
+        tool_call_parser=chosen["tool_call_parser"], reasoning_parser=chosen["reasoning_parser"]
+    )
+
+
+def _one_model(argument: str | None, option: str | None, *, needed: bool) -> str:
+    model = option if argument is None else argument
+    if model is None and not needed:
+        return ""
+    if model is None:
+        raise ConfigError(
+            "MODEL is missing",
+            hint=f"give a folder, a hub id, or {QUOTED_NAMES}, the embedded models",
+        )
+    if option not in (None, model):
+        raise ConfigError(
+            f"MODEL is {argument!r} and --model is {option!r}", hint="give one of them"
+        )
+    return model
+
+
+def _listed(flag: str, values: Iterable[str]) -> tuple[str, ...]:
+    """Repeated values; as in vLLM, each may be a JSON list."""
+    texts: list[str] = []
+    for value in values:
+        if not value.startswith("["):
+            texts.append(value)
+            continue
+        try:
+            listed = json.loads(value)
+        except ValueError:
+            listed = None
+        if not isinstance(listed, list) or not all(isinstance(text, str) for text in listed):
+            raise ConfigError(
+                f"{flag} is {value[:60]!r}, which is no JSON list of texts",
+                hint=f"repeat {flag} instead",
+            )
+        texts += listed
+    return tuple(texts)
+
+
+# Values
+
+
+def parse_bytes(text: str | int) -> int | None:
+    """Read '1500000', '4GiB', '4g' or '512M'; 'auto' is None. A default is a number already."""
+    if isinstance(text, int):
+        return text
+    if text == AUTO:
+        return None
+    match = _SIZE.fullmatch(text.strip())
+    units = _UNITS | _BINARY_UNITS
+    if match is None or match[2].lower() not in units:
+        allowed = "bytes, or a number with K, M, G or Ki, Mi, Gi"
+        raise typer.BadParameter(f"{text[:60]!r} is not a size; allowed: {allowed}")
+    return int(float(match[1]) * units[match[2].lower()])
+
+
+def parse_count(text: str | int) -> int | None:
+    """Read '131072', '128k' (thousands) or '128K' (of 1024) as vLLM does; 'auto' is None."""
+    if isinstance(text, int):
+        return text
+    if text == AUTO:
+        return None
+    match = _COUNT.fullmatch(text.strip())
+    value = 0.5  # of what is no number
+    if match is not None:
+        unit = match[2].lower() + "i" * match[2].isupper()
+        value = float(match[1]) * (_UNITS | _BINARY_UNITS)[unit]
+    if not value.is_integer():
+        raise typer.BadParameter(
+            f"{text[:60]!r} is not a number; allowed: such as 131072, 128k (thousands), 128K (of "
+            f"1024), auto"
+        )
+    return int(value)
+
+
+def json_object(flag: str, text: str | None) -> dict[str, Any]:
+    """Read the object in the value of a flag, empty without one. Errors: `ConfigError`."""
+    try:
+        found = json.loads(text or "{}")
+    except ValueError as error:
+        raise ConfigError(f"{flag} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        kind = "null" if found is None else type(found).__name__
+        raise ConfigError(f"{flag} is a JSON {kind}; an object is needed")
+    return found
+
+
+def completion(choices: Iterable[str]) -> Callable[[str], list[str]]:
+    """Return the function that completes a value in a shell."""
+    return lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]
+
+
+# --explain
+
+
+def _table(context: typer.Context) -> Iterator[str]:
+    """A line for each option: its name, its value, where the value comes from."""
+    resolved: Resolved = context.obj
+    rows = []
+    for option in options_of(context.command):  # type: ignore[arg-type]
+        if option.key in ("help", "config", "explain"):
+            continue
+        choice = resolved.choices.get(option.name)
+        value = context.params[option.name]
+        source = "default" if choice is None else choice.source
+        if is_model_option(option) and choice is None:
+            value, source = context.params["model"], "MODEL"
+        if option.is_secret and value:
+            value = "(not shown)"
+        rows.append((option.key.replace("_", "-"), _shown(value, option.turns_off), source))
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    for name, value, source in rows:
+        yield f"{name:{widths[0]}}  {value:{widths[1]}}  {source}"
+
+
+def _shown(value: Any, turns_off: bool) -> str:
+    if value is None or value == ():
+        return "-"
+    if isinstance(value, bool):
+        return "on" if value != turns_off else "off"
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -1,0 +1,262 @@
+"""Options of vLLM and SGLang that are not ours: the table in foreign.toml, and its rules."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from negamax.options.flags import Kind
+
+# values that ask for nothing, in any case
+_NOTHING = ("", "none", "null", "{}", "[]", "false", "disabled", "auto")
+_KINDS = {
+    "switches": Kind.SWITCH,
+    "values": Kind.VALUE,
+    "lists": Kind.LIST,
+    "json": Kind.JSON,
+}
+_NUMBER = re.compile(r"\d{1,9}(\.\d{1,9})?")
+_DATA_SIZES = ("attn_dp_size", "attention_data_parallel_size")
+_CONTEXT_SIZES = ("attn_cp_size", "attention_context_parallel_size")
+
+
+@dataclass(frozen=True)
+class Translation:
+    """Our options in place of another server's, a note that it has no effect, or a refusal.
+
+    `over` replaces values of our options that the command line gives.
+    """
+
+    instead: tuple[tuple[str, str], ...] = ()  # name and value
+    over: tuple[tuple[str, str], ...] = ()
+    note: str | None = None
+    refusal: str | None = None
+    remedy: str | None = None
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """One option of another server; the comments in foreign.toml describe the fields."""
+
+    kind: Kind
+    reason: str
+    remedy: str | None
+    unless: tuple[str, ...]
+    rule: Rule | None
+    argument: str
+    about: str
+
+    def translate(self, value: Any, line: Mapping[str, str]) -> Translation:
+        """Translate a value.
+
+        `value` is a text, a list, what JSON holds, or a boolean. `line` has the options of the
+        command line as texts: ours by field, others by name.
+        """
+        if self.rule is not None:
+            return self.rule(self, value, line)
+        if self.remedy is None:
+            return Translation(note=self.reason)
+        is_off = value is False or value in ({}, [])
+        if is_off or (self.kind is not Kind.SWITCH and str(value).lower() in self.unless):
+            return Translation()
+        return Translation(refusal=self.reason, remedy=self.remedy)
+
+
+Rule = Callable[[Foreign, Any, Mapping[str, str]], Translation]
+
+
+@cache
+def foreign_options() -> Mapping[str, Foreign]:
+    """Return the table, by the options' names."""
+    found = {}
+    for group in _table()["options"]:
+        unless = (*_NOTHING, *group.get("unless", "").split())
+        rule = _RULES[group["rule"]] if "rule" in group else None
+        details = (group.get("remedy"), unless, rule, group.get("argument", ""))
+        for key, kind in _KINDS.items():
+            entry = Foreign(kind, group.get("reason", ""), *details, group.get("about", ""))
+            for name in group.get(key, "").split():
+                found[name if name.startswith("-") else f"--{name}"] = entry
+    return found
+
+
+def own_value(option: str, value: str) -> str:
+    """Return our name for a value of the option with this field name."""
+    for own, names in _table()["values"].get(option, {}).items():
+        if value in names.split():
+            return str(own)
+    return value
+
+
+@cache
+def _table() -> dict[str, Any]:
+    text = files("negamax.options").joinpath("foreign.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+# Rules
+
+
+def _rename(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
+    return Translation(((entry.argument, str(value)),))
+
+
+def _switch(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
+    """Set a switch of ours where this one is set, or has the value `disabled`."""
+    if value is True or value == "disabled":
+        return Translation(((entry.argument, ""),))
+    return Translation(note=None if value is False else entry.reason)
+
+
+def _compilation(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
+    config = value if isinstance(value, dict) else {}
+    instead = []
+    if str(config.get("cudagraph_mode", "")).upper() in ("NONE", "0") or value == 0:
+        instead.append(("--enforce-eager", ""))
+    sizes = config.get("max_cudagraph_capture_size") or config.get("cudagraph_capture_sizes")
+    if sizes:
+        instead += _capture_sizes(entry, sizes, line).instead
+    return Translation(tuple(instead), note=None if instead else entry.reason)
+
+
+def _capture_sizes(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
+    words = value if isinstance(value, list) else [value]
+    sizes = [int(size) for word in words for size in re.findall(r"\d+", str(word))]
+    if not sizes:
+        return Translation(note=entry.reason)
+    return Translation((("--max-cudagraph-capture-size", str(max(sizes))),))
+
+
+def _attention(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
+    dtype = value.get("indexer_kv_dtype") if isinstance(value, dict) else None
+    if dtype is None:
+        return Translation(note=entry.reason)
+    return Translation((("--index-cache-dtype", str(dtype)),))
+
+
+def _attention_groups(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
+    """Split the ranks of --tensor-parallel-size into groups, beside another option that does."""
+    others = _CONTEXT_SIZES
+    if entry.argument == "--prefill-context-parallel-size":
+        others = (*_DATA_SIZES, *(("dp_size", "dp") if "enable_dp_attention" in line else ()))
+    text, given = str(value), line.get("tensor_parallel_size", "")
+    if text in ("0", "1"):
+        return Translation()
+    size, ranks = _number(text) or 1, _number(given) or 1
+    beside = max(_number(line.get(other, "1")) or 1 for other in others)
+    if ranks % (size * beside):
+        too = f" in {beside} groups" if beside > 1 else ""
+        return Translation(
+            refusal=f"it must divide the number of ranks, which is {ranks}{too}",
+            remedy=f"use --tensor-parallel-size {size * beside} for ranks of one GPU each",
+        )
+    own = (("--tensor-parallel-size", str(ranks // size // beside)),)
+    return Translation(((entry.argument, text),), over=own)
+
+
+def _replicas(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
+    if str(value) in ("0", "1"):
+        return Translation()
+    if "enable_dp_attention" in line:
+        return _attention_groups(entry, value, line)
+    return Translation((("--num-replicas", str(value)),))
+
+
+def _local_ranks(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
+    local, total = _number(value), _number(line.get("data_parallel_size", "1"))
+    if local == total or (value == "0" and "headless" not in line):
+        return Translation()
+    if not local or not total or total % local:
+        return Translation(
+            refusal=f"each node has as many of the {line.get('data_parallel_size', '1')} "
+            f"data-parallel ranks",
+            remedy="use a number that divides --data-parallel-size",
+        )
+    return Translation((("--nnodes", str(total // local)),))
+
+
+def _first_local_rank(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
+    first, total = _number(value), _number(line.get("data_parallel_size", "1"))
+    own = line.get("data_parallel_size_local", line.get("dpl", ""))
+    if first == 0:
+        return Translation()
+    local = _number(own) if own else (total or 0) - (first or 0)
+    if not first or not total or not local or local < 1 or total % local or first % local:
+        return Translation(
+            refusal="it is no multiple of the data-parallel ranks of a node",
+            remedy="use --nnodes and --node-rank instead",
+        )
+    return Translation((("--nnodes", str(total // local)), ("--node-rank", str(first // local))))
+
+
+def _meeting_point(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
+    host, colon, port = str(value).removeprefix("tcp://").rpartition(":")
+    if not colon or not port.isdigit():
+        return Translation(refusal="it must be HOST:PORT", remedy="use --master-addr HOST")
+    return Translation((("--master-addr", host.strip("[]")), ("--master-port", port)))
+
+
+def _headless(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
+    others = ("node_rank", "data_parallel_start_rank", "dpr")
+    if not value or any(line.get(name, "0") != "0" for name in others):
+        return Translation()
+    return Translation(
+        refusal="node 0 has the API, and this is node 0",
+        remedy="give the number of another node with --node-rank",
+    )
+
+
+def _ray(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
+    backend = "ray" if value is True else str(value)
+    return Translation((("--distributed-executor-backend", backend),)) if value else Translation()
+
+
+def _speculation(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
+    if str(value).lower() in ("", "none", "null", "auto", "unquant"):
+        return Translation()
+    known = int(value) if isinstance(value, str) and value.isdigit() else value
+    return Translation((("--speculative-config", json.dumps({entry.argument: known})),))
+
+
+def _eplb(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
+    if str(value).lower() in ("", "none", "null", "0", "false"):
+        return Translation()
+    if "enable_eplb" not in line and entry.argument != "num_redundant_experts":
+        return Translation(note=entry.reason)
+    known = json.loads(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
+    return Translation((("--eplb-config", json.dumps({entry.argument: known})),))
+
+
+def _kv_transfer(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
+    role = value.get("kv_role", "kv_both") if isinstance(value, dict) else ""
+    if role == "kv_both":
+        return Translation(note=entry.reason)
+    refusal = "prefill and decode run in one server"
+    return Translation(refusal=refusal, remedy="start one server without it")
+
+
+def _tokenizer(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
+    if str(value).rstrip("/") == line.get("model", "").rstrip("/"):
+        return Translation()
+    remedy = "leave it out, or put the files into a local folder with the checkpoint"
+    return Translation(refusal=entry.reason, remedy=remedy)
+
+
+def _number(text: object) -> int | None:
+    return int(str(text)) if str(text).isdigit() else None
+
+
+_RULES: Mapping[str, Rule] = {
+    rule.__name__.removeprefix("_"): rule
+    for rule in (
+        *(_rename, _switch, _compilation, _capture_sizes, _attention, _attention_groups),
+        *(_replicas, _local_ranks, _first_local_rank, _meeting_point, _headless, _ray),
+        *(_speculation, _eplb, _kv_transfer, _tokenizer),
+    )
+}
