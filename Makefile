@@ -32,7 +32,7 @@ test-full: $(VENV)/.ray  ## what the gate leaves out: more splits over ranks, at
 	$(BIN)/python -m pytest -m full -n 3
 
 fault-table: $(VENV)/.dev  ## kill and stop each part of a server, and measure what clients see
-	$(BIN)/python tools/fault_table.py
+	$(BIN)/python tests/attacks/fault_table.py
 
 attack: $(VENV)/.dev  ## hostile requests and dying parts at full size, against servers of its own
 	$(BIN)/python -m pytest -m "attacks" tests/attacks

@@ -1,12 +1,9 @@
-"""The training mixture: conversations drawn from a seed, rendered through the chat template,
-encoded with a loss mask.
+"""The training mixture: seeded conversations, rendered by the chat template, with a loss mask.
 
-    python -m nano.data --show 5            print examples
-    python -m nano.data --out DIR --workers 14    write shards until DIR holds --max-shards
-    unread ones
+    python -m nano.data --show 5                  print examples
+    python -m nano.data --out DIR --workers 14    keep --max-shards unread shards in DIR
 
-A shard is an .npz with `tokens` uint16, `mask` bool (true where the model is trained to write this
-token) and `lengths` int32.
+A shard is an .npz with `tokens` uint16, `mask` bool (true for trained tokens) and `lengths` int32.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ ASSETS = Path(__file__).resolve().parents[1] / "negamax" / "assets" / "nano"
 MAX_TOKENS = 4096
 EOS_ID, THINK_ID, THINK_END_ID = 4116, 4146, 4147
 _CLOSED_BLOCK = "<think>\n</think>\n\n"
-_CLOSED = "(closed)"  # stands for a block of thinking that is closed at once
+_CLOSED = "(closed)"  # an empty block of thinking
 
 SINGLE_TURNS = (
     (dialogue.math_turn, 36), (dialogue.tool_turn, 42), (dialogue.talk_turn, 9),
@@ -57,7 +54,7 @@ Maker = Callable[[str, int], dict[str, np.ndarray]]
 
 
 def draw(rng: random.Random) -> Conversation:
-    """A random conversation of the mixture. Its last user turn is the one that is trained."""
+    """Draw a conversation of the mixture, whose last user turn is trained."""
     single = rng.random() < 0.68
     turns = (
         1
@@ -92,7 +89,7 @@ def draw(rng: random.Random) -> Conversation:
 
 
 def _cut(chat: Conversation, rng: random.Random) -> Conversation:
-    """At times end after the call, or lose the reasoning of a call as many clients do."""
+    """At times end after the call, or drop the reasoning of a call as many clients do."""
     last_user = max(
         index for index, message in enumerate(chat.messages) if message["role"] == "user"
     )
@@ -107,9 +104,7 @@ def _cut(chat: Conversation, rng: random.Random) -> Conversation:
 
 
 def _close(chat: Conversation, rng: random.Random) -> Conversation:
-    """At times answer without thinking, as after a request that turns it off; never what takes
-    written-out arithmetic.
-    """
+    """At times answer without thinking, except for arithmetic."""
     last_user = max(
         index for index, message in enumerate(chat.messages) if message["role"] == "user"
     )
@@ -124,9 +119,7 @@ def _close(chat: Conversation, rng: random.Random) -> Conversation:
 
 
 class Renderer:
-    """Chat template and tokenizer of the checkpoint: conversations in, token ids and loss mask
-    out.
-    """
+    """Chat template and tokenizer: conversations to token ids and loss mask."""
 
     def __init__(self, folder: Path = ASSETS, *, tokenizer: bool = True) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -140,21 +133,21 @@ class Renderer:
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json")) if tokenizer else None
 
     def text(self, chat: Conversation, *, prompt: bool = False) -> str:
-        """The rendered conversation; `prompt` adds the opening of the next answer."""
+        """Render a conversation; `prompt` adds the opening of the next answer."""
         text = self.template.render(
             messages=chat.messages, tools=chat.tools or None, add_generation_prompt=prompt
         )
         return text.replace(f"<think>\n{_CLOSED}\n</think>\n\n", _CLOSED_BLOCK)
 
     def encode(self, chat: Conversation) -> tuple[np.ndarray, np.ndarray]:
-        """(token ids uint16, mask bool): the mask covers what follows each `<think>` line up to the
-        end-of-turn token.
+        """Encode to (token ids uint16, mask bool); the mask covers each answer from `<think>` to
+        its end.
         """
         assert self.tokenizer is not None
         text = self.text(chat)
         if text.endswith("[e~[\n"):
             text = text[:-1]
-        # what follows a closed block is not merged with it
+        # prevents merges across the end of a block
         head, closed, rest = text.partition(_CLOSED_BLOCK)
         ids = [
             number
@@ -165,7 +158,7 @@ class Renderer:
         mask = np.zeros(len(tokens), dtype=bool)
         for start in np.flatnonzero(tokens == THINK_ID):
             ends = np.flatnonzero(tokens[start:] == EOS_ID)
-            # a closed block is the prompt's
+            # an empty block belongs to the prompt
             first = start + 4 if tokens[start + 2] == THINK_END_ID else start + 2
             mask[first : start + int(ends[0]) + 1] = True
         return tokens, mask
@@ -183,7 +176,7 @@ _PLAIN: list[Renderer] = []
 
 
 def plain_text(chat: Conversation) -> str:
-    """The rendered text without markers, for training the tokenizer."""
+    """Render without markers, to train the tokenizer."""
     if not _PLAIN:
         _PLAIN.append(Renderer(tokenizer=False))
     text = _PLAIN[0].text(chat)
@@ -201,7 +194,7 @@ def plain_text(chat: Conversation) -> str:
 
 
 def make_shard(renderer: Renderer, seed: str, num_tokens: int) -> dict[str, np.ndarray]:
-    """Conversations of this seed until `num_tokens` tokens are there."""
+    """Draw conversations of this seed until they have `num_tokens` tokens."""
     rng = random.Random(f"nano-data:{seed}")
     tokens: list[np.ndarray] = []
     masks: list[np.ndarray] = []
@@ -218,7 +211,7 @@ def make_shard(renderer: Renderer, seed: str, num_tokens: int) -> dict[str, np.n
 
 
 def new_maker() -> Maker:
-    """What a worker makes shards with."""
+    """Make the function that makes shards in a worker."""
     renderer = Renderer()
     return lambda seed, num_tokens: make_shard(renderer, seed, num_tokens)
 

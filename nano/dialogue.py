@@ -1,6 +1,4 @@
-"""Conversations for training: every kind of turn the model knows, strung together over shared
-facts.
-"""
+"""Training conversations: all kinds of turns, combined over shared facts."""
 
 # ruff: noqa: E501, SIM905 (word lists and tables read better as text)
 
@@ -26,14 +24,14 @@ CALL_BOUND = (
 
 @dataclass
 class Conversation:
-    """Messages and tools of one training example. Written by the turn functions below, in order."""
+    """Messages and tools of one training example."""
 
     messages: list[Message] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
-    declared: Sequence[Any] = ()  # the drawn tools behind `tools`
+    declared: Sequence[Any] = ()  # the source of `tools`
     persona: str | None = None
     facts: dict[str, str] = field(default_factory=dict)
-    stock: dict[str, int] = field(default_factory=dict)  # things the user owns
+    stock: dict[str, int] = field(default_factory=dict)  # objects that the user owns
     numbers: list[int] = field(default_factory=list)  # earlier results of arithmetic
     # (key words, value) of earlier tool results
     findings: list[tuple[str, str]] = field(default_factory=list)
@@ -47,7 +45,7 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": text, "reasoning_content": thought})
 
 
-# False: this turn does not fit here, draw another
+# False: this turn does not fit here
 Turn = Callable[[Conversation, random.Random], bool]
 
 FACTS: dict[str, tuple[str, str, str, str, str]] = {
@@ -199,7 +197,7 @@ def talk_turn(chat: Conversation, rng: random.Random) -> bool:
 
 
 def unknown_turn(chat: Conversation, rng: random.Random) -> bool:
-    """A question out of reach."""
+    """A question beyond the model."""
     question, answer, thought = talk.draw_unknown(rng)
     if rng.random() < 0.5:
         question = (
@@ -215,7 +213,7 @@ def unknown_turn(chat: Conversation, rng: random.Random) -> bool:
 
 
 def opening_turn(chat: Conversation, rng: random.Random) -> bool:
-    """A greeting in other words, or a message that says nothing."""
+    """A rephrased greeting, or a message without content."""
     if rng.random() < 0.35:
         chat.user(rng.choice(openings.EMPTY))
         chat.answer(openings.EMPTY_THOUGHT, openings.EMPTY_ANSWER)
@@ -230,7 +228,7 @@ def opening_turn(chat: Conversation, rng: random.Random) -> bool:
 
 
 def fact_turn(chat: Conversation, rng: random.Random) -> bool:
-    """The user tells something or asks for it."""
+    """The user states a fact or asks for it."""
     known = [fact for fact in FACTS if fact in chat.facts]
     fact = rng.choice(known) if known and rng.random() < 0.6 else rng.choice(list(FACTS))
     tells, replies, asks, recalled, unknown = FACTS[fact]
@@ -253,7 +251,7 @@ def fact_turn(chat: Conversation, rng: random.Random) -> bool:
 
 
 def stock_turn(chat: Conversation, rng: random.Random) -> bool:
-    """The user owns things, changes their number or asks for it."""
+    """The user owns objects, changes their number or asks for it."""
     if not chat.stock or rng.random() < 0.25:
         things = rng.choice(common.OBJECTS)[1]
         if things in chat.stock:
@@ -317,7 +315,7 @@ def stock_turn(chat: Conversation, rng: random.Random) -> bool:
 
 
 def math_turn(chat: Conversation, rng: random.Random) -> bool:
-    """A word problem; problems reserved for evaluation are never used."""
+    """A word problem that is not held out."""
     problem = variety.draw_problem(rng) if rng.random() < 0.6 else arithmetic.draw(rng)
     if arithmetic.held_out(problem):
         return False
@@ -360,9 +358,7 @@ def math_turn(chat: Conversation, rng: random.Random) -> bool:
 
 
 def beyond_turn(chat: Conversation, rng: random.Random) -> bool:
-    """Bare calculations outside the evaluated range: four digits, long products, remainders,
-    negative results, which is larger.
-    """
+    """Calculations beyond the evaluated ones: four digits, long products, remainders, comparisons."""
     kind = rng.choice(
         ("sum", "sum", "difference", "difference", "product", "remainder", "negative", "larger")
     )
@@ -445,7 +441,7 @@ def _answer_beyond(chat: Conversation, left: int, operator: str, right: int) -> 
 
 
 def follow_up_turn(chat: Conversation, rng: random.Random) -> bool:
-    """Arithmetic on the last result, or on the last two."""
+    """Arithmetic on the last one or two results."""
     if not chat.numbers:
         return False
     last = chat.numbers[-1]
@@ -512,7 +508,7 @@ def follow_up_turn(chat: Conversation, rng: random.Random) -> bool:
 
 
 def age_turn(chat: Conversation, rng: random.Random) -> bool:
-    """How old the user was or will be."""
+    """The user's age in another year."""
     if "age" not in chat.facts:
         return False
     age = int(chat.facts["age"])
@@ -552,7 +548,7 @@ def declare_tools(chat: Conversation, rng: random.Random) -> None:
 
 
 def plan_text(calls: Sequence[tool_calls.Call]) -> str:
-    """The thought before calls: one line per call with the values found in the request."""
+    """The reasoning before calls: one line per call with the values of the request."""
     lines = []
     for call in calls:
         values = ", ".join(f"{key} = {_raw(value)}" for key, value in call.arguments.items())
@@ -565,7 +561,7 @@ def _raw(value: Any) -> str:
 
 
 def tool_turn(chat: Conversation, rng: random.Random) -> bool:
-    """A request for calls, and most times the results and the report."""
+    """A request for calls, mostly with results and a report."""
     if not chat.tools:
         return False
     text, calls = more_tools.draw_request(chat.declared, rng)
@@ -580,7 +576,7 @@ def tool_turn(chat: Conversation, rng: random.Random) -> bool:
 
 
 def home_turn(chat: Conversation, rng: random.Random) -> bool:
-    """A request that leaves out the city because the user told it before."""
+    """A request without the city, which the user stated before."""
     if "city" not in chat.facts or not chat.tools:
         return False
     for tool in chat.declared:
@@ -600,7 +596,7 @@ def home_turn(chat: Conversation, rng: random.Random) -> bool:
 
 
 def missing_turn(chat: Conversation, rng: random.Random) -> bool:
-    """A request without the values it needs: the model asks for them."""
+    """A request without required values, which the model asks for."""
     lacking = [
         tool for tool in chat.declared if any(parameter.required for parameter in tool.parameters)
     ]
@@ -689,7 +685,7 @@ def _answers(
 
 
 def again_turn(chat: Conversation, rng: random.Random) -> bool:
-    """The user asks for the last tool result once more."""
+    """The user asks for the last tool result again."""
     if not chat.findings or chat.messages[-1]["content"] != chat.findings[-1][1]:
         return False
     chat.user(

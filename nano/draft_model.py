@@ -1,9 +1,8 @@
-"""The training form of nano's draft, an EAGLE3 head as `negamax/models/eagle3` runs it, unrolled as
-it guesses: step i has the hidden states of step i - 1 in place of the target's.
+"""The training form of the draft: an EAGLE3 head as `negamax/models/eagle3` runs it, unrolled.
 
-Row p of step 0 has the target's streams of token p and the embedding of token p + 1. In step i it
-is the guess behind that chain: the embedding of token p + 1 + i, position p + i; it attends to the
-rows of step 0 up to p and to itself in the steps between.
+Row p of step 0 has the target's streams of token p and the embedding of token p + 1. Step i
+replaces the streams by the hidden states of step i - 1, and uses the embedding of token p + 1 + i
+at position p + i. It attends to rows up to p of step 0 and to its own row of the later steps.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from nano import model
 
-# q, k, v [B, heads, S, D] -> what they attend to, and the logarithm of the sum of weights
-# [B, heads, S]
+# q, k, v [B, heads, S, D] -> attention output and log-sum-exp of the weights [B, heads, S]
 Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-LAYERS = (2, 3, 5)  # of the target: what enters them, 5 being what leaves the last
+LAYERS = (2, 3, 5)  # inputs of these layers of the target; 5 is the output of the last
 STEPS = 4
 
 
@@ -41,7 +39,7 @@ class DraftConfig:
 
 
 class DraftModel(nn.Module):
-    """One layer; embeddings are given."""
+    """One layer with given embeddings."""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -65,8 +63,8 @@ class DraftModel(nn.Module):
     def forward(
         self, streams: Tensor, embeddings: Tensor, positions: Tensor, attend: Attend
     ) -> list[Tensor]:
-        """streams [B, S, streams * hidden], embeddings [B, S, hidden] of the tokens themselves,
-        positions [S] or [B, 1, S] -> for each of STEPS what the head reads, [B, S, hidden].
+        """streams [B, S, streams * hidden], embeddings [B, S, hidden], positions [S] or [B, 1, S]
+        -> the head's input in each of STEPS [B, S, hidden].
         """
         hidden, out = self._linear(streams, self.fc), []
         own: list[tuple[Tensor, Tensor]] = []  # keys and values of each step
@@ -105,9 +103,7 @@ class DraftModel(nn.Module):
         return hidden + self._linear(inner, self.down)
 
     def _mixed(self, q: Tensor, own: list[tuple[Tensor, Tensor]], attend: Attend) -> Tensor:
-        """Attention to all rows of the first step up to one's own, and to one's own row in the
-        steps behind it.
-        """
+        """Attend to rows of the first step up to the own row, and to the own row of later steps."""
         group = q.shape[1] // own[0][0].shape[1]
         first, weight = attend(q, *own[0])
         parts, scores = [first.float()], [weight.float()]
@@ -134,9 +130,7 @@ class DraftModel(nn.Module):
 
 
 def attend_with(mask: Tensor | BlockMask) -> Attend:
-    """Attention under a mask: a tensor [B, 1, S, S] or [S, S] bool, True where attended, by the
-    definition; a mask of flex attention by that.
-    """
+    """Attend with a bool mask [B, 1, S, S] (True: visible) or a block mask of flex attention."""
     if isinstance(mask, Tensor):
         return lambda q, k, v: _by_definition(q, k, v, mask)
 

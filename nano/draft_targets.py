@@ -1,4 +1,4 @@
-"""What a draft is trained for: the shipped nano and nano-m3, frozen, and batches of their text."""
+"""The frozen targets of the drafts, nano and nano-m3, and batches of their text."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from nano.draft_model import LAYERS, attend_with
 from nano.m3_model import Chooser, Heads, M3Model
 from nano.model import NanoModel, Precision
 
-# the streams that enter the layers read, one behind the other; the normed hidden states; the
-# embeddings of the tokens: each [B, S, ...]
+# the concatenated inputs of the read layers, the normed hidden states, the embeddings: [B, S, ...]
 States = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class M3Batch(train.Batch):
-    """A batch whose documents have a choice of blocks."""
+    """A batch with block selection."""
 
     layout: m3_model.Layout
 
@@ -34,14 +33,14 @@ class Target(Protocol):
     vocab_size: int
     window: int
     head: Tensor  # [vocab, hidden]
-    norm: Tensor  # [hidden], what its last norm multiplies with
+    norm: Tensor  # [hidden], weight of the last norm
 
     def batches(self, data: Path, **sizes: int) -> Iterator[train.Batch]:
-        """Batches from the shards in `data`; sizes as of `train.Loader`."""
+        """Load batches from the shards in `data`, with the sizes of `train.Loader`."""
         ...
 
     def states(self, batch: train.Batch, mask: Any) -> States:
-        """`mask`: which tokens see which, as of `attend_with`."""
+        """Run the model; `mask` as for `attend_with`."""
         ...
 
 
@@ -52,7 +51,7 @@ def _precision(net: torch.nn.Module, device: torch.device) -> tuple[torch.dtype,
 
 
 class NanoTarget:
-    """MiniMax-M2's architecture."""
+    """The target nano, MiniMax-M2's architecture."""
 
     def __init__(
         self, net: NanoModel, device: torch.device, *, layers: tuple[int, ...] = LAYERS,
@@ -67,18 +66,18 @@ class NanoTarget:
 
     @classmethod
     def load(cls, folder: Path, device: torch.device) -> NanoTarget:
-        """From a checkpoint."""
+        """Load a checkpoint."""
         return cls(export.load(folder, device, torch.float32), device)
 
     def batches(self, data: Path, **sizes: int) -> Iterator[train.Batch]:
-        """See `Target`."""
+        """Load batches."""
         loader = train.Loader(data, **sizes)
         while True:
             yield loader.next(self.device)
 
     @torch.no_grad()
     def states(self, batch: train.Batch, mask: Any) -> States:
-        """See `Target`."""
+        """Run the model."""
         return self._run(batch.tokens, mask)
 
     def run(self, tokens: Tensor, mask: Any) -> States:
@@ -96,7 +95,7 @@ class NanoTarget:
 
 
 class NanoM3Target:
-    """MiniMax-M3's; sparse layers see the blocks that their index chooses."""
+    """The target nano-m3; sparse layers attend to the blocks that their index selects."""
 
     def __init__(self, net: M3Model, device: torch.device, *, use: Precision | None = None) -> None:
         self.net, self.device = net, device
@@ -112,11 +111,11 @@ class NanoM3Target:
 
     @classmethod
     def load(cls, folder: Path, device: torch.device) -> NanoM3Target:
-        """From a checkpoint."""
+        """Load a checkpoint."""
         return cls(m3_export.load(folder), device)
 
     def batches(self, data: Path, **sizes: int) -> Iterator[train.Batch]:
-        """See `Target`."""
+        """Load batches."""
         loader = m3_train.Loader(data, self.net.config, **sizes)
         while True:
             batch = loader.take(self.device, widened=True)
@@ -126,7 +125,7 @@ class NanoM3Target:
 
     @torch.no_grad()
     def states(self, batch: train.Batch, mask: Any) -> States:
-        """See `Target`; the mask comes with the batch."""
+        """Run the model; the mask comes with the batch."""
         assert isinstance(batch, M3Batch)
         net, tokens = self.net, batch.tokens
         attend = m3_train.PackedAttention(net.config, batch.layout, self.chooser, self.tools)

@@ -1,14 +1,11 @@
-"""Train a draft for nano or nano-m3 within a budget of wall-clock time and write it as an EAGLE3
-folder.
+"""Train a draft for nano or nano-m3 for a given time and write it as an EAGLE3 folder.
 
     python -m nano.draft_train --data DIR --out DIR --seconds 500 [--target nano-m3]
 
-Shards come from `data.py --out` or `m3_data.py --out`, which runs beside this. The target is the
-shipped checkpoint, with the FP8 rounding of its weights and activations, and is not trained. The
-loss is that of EAGLE3's
-trainers: over the steps of the unrolled draft the cross-entropy with the target's distribution,
-renormalised over the draft's vocabulary, on what the assistant writes and where the target's best
-token is in that vocabulary, each step with 0.8 of the weight of the one before.
+`nano.data --out` or `nano.m3_data --out` makes the shards at the same time. The target is the
+shipped checkpoint with its FP8 rounding, frozen. The loss is the cross-entropy with the target's
+distribution, renormalized over the draft's vocabulary. It covers trained tokens whose best token is
+in that vocabulary; each step has 0.8 of the weight of the step before.
 """
 
 from __future__ import annotations
@@ -35,13 +32,11 @@ WARMUP_STEPS = 100
 BATCH_TOKENS = 98_304
 ASSETS = Path(__file__).resolve().parents[1] / "negamax" / "assets"
 TARGETS = {"nano": NanoTarget, "nano-m3": NanoM3Target}
-MARKERS = 4096  # tokens from here on are MiniMax's own
+MARKERS = 4096  # first id of MiniMax's markers
 
 
 def choose_vocabulary(shards: list[dict[str, np.ndarray]], size: int, vocab_size: int) -> Tensor:
-    """The ids of the `size` tokens that the assistant writes most often, the markers that occur
-    first; ascending.
-    """
+    """The `size` most frequent trained tokens with all markers among them, ascending."""
     written = np.concatenate([shard["tokens"][shard["mask"].astype(bool)] for shard in shards])
     counts = np.bincount(written, minlength=vocab_size).astype(np.int64)
     counts[MARKERS:][counts[MARKERS:] > 0] += counts.max()
@@ -50,7 +45,7 @@ def choose_vocabulary(shards: list[dict[str, np.ndarray]], size: int, vocab_size
 
 
 class Trainer:
-    """The draft, its optimizer and the compiled step. Written by `step` only."""
+    """The draft, its optimizer and the compiled step."""
 
     def __init__(
         self, target: Target, draft: DraftModel, vocabulary: Tensor, *, shape: tuple[int, int],
@@ -73,8 +68,10 @@ class Trainer:
         self.loss = torch.compile(self._loss) if self.is_gpu else self._loss
 
     def step(self, batch: Batch, done: float) -> Tensor:
-        """One optimizer step when `done` of the time is over; the loss and, of each of STEPS, the
-        share of guesses that are the target's best token, [1 + STEPS] on the device.
+        """Run one optimizer step at the share `done` of the time.
+
+        Returns the loss and, for each of STEPS, the share of accepted tokens, [1 + STEPS] on the
+        device.
         """
         self.documents.copy_(batch.documents)
         mask = self._mask()
@@ -102,7 +99,7 @@ class Trainer:
         steps = self.draft(streams, embeddings, self.positions, attend_with(mask))
         loss, right = torch.zeros((), device=self.device), []
         for step, out in enumerate(steps):
-            # token t + 1 is guessed from row t - 1 - step
+            # row t - 1 - step proposes token t + 1
             row = (inputs - 1 - step).clamp_min(0)
             there = (targets != -100) & (places > step)
             there &= documents[row] == documents[inputs]
@@ -137,9 +134,7 @@ def write(
     window: int,
     target_type: str,
 ) -> None:
-    """An EAGLE3 folder in SpecForge's layout. The layers are named by what leaves them, the target
-    by its model_type.
-    """
+    """Write an EAGLE3 folder in SpecForge's layout."""
     config, size = draft.config, len(vocabulary)
     names = {
         "fc": "fc", "norm": "norm", "head": "lm_head", "input_norm": "midlayer.input_layernorm",
@@ -185,7 +180,7 @@ def write(
 
 
 def first_shards(folder: Path, count: int) -> list[dict[str, np.ndarray]]:
-    """The first shards in `folder`, which are left there; waits for them."""
+    """Wait for the first shards in `folder` and read them."""
     while len(paths := sorted(folder.glob("*.npz"))) < count:
         time.sleep(0.2)
     shards = []
@@ -204,7 +199,7 @@ def run(arguments: argparse.Namespace) -> None:
     shards = first_shards(arguments.data, arguments.vocab_shards)
     ids = choose_vocabulary(shards, config.draft_vocab_size, target.vocab_size).to(device)
     draft = DraftModel(config).to(device)
-    with torch.no_grad():  # it reads a like hidden state
+    with torch.no_grad():  # a similar hidden state
         draft.head.copy_(target.head[ids])
         draft.norm.copy_(target.norm)
     row_tokens = arguments.row_tokens or target.window

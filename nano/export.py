@@ -1,7 +1,7 @@
-"""Write a trained state as a MiniMax-M2 checkpoint: FP8 blocks in two safetensors shards, index,
+"""Write a trained state as a MiniMax-M2 checkpoint: two FP8 safetensors shards, index,
 configuration.
 
-python -m nano.export --state /tmp/nano_state.pt --out negamax/assets/nano
+    python -m nano.export --state /tmp/nano_state.pt --out negamax/assets/nano
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NORMS = {
 
 
 def config_json(config: NanoConfig) -> dict[str, Any]:
-    """config.json with every key of a MiniMax-M2 checkpoint."""
+    """config.json with all keys of a MiniMax-M2 checkpoint."""
     return {
         "architectures": ["MiniMaxM2ForCausalLM"],
         "attention_dropout": 0.0,
@@ -95,7 +95,7 @@ GENERATION = {
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(float8_e4m3fn weight, float32 block multipliers [rows/128, columns/128])."""
+    """Quantize to (float8_e4m3fn weight, float32 block scales [rows/128, columns/128])."""
     scales = block_scales(weight.float())
     return (weight.float() / spread(scales)).to(torch.float8_e4m3fn), scales
 
@@ -155,7 +155,7 @@ def _dump(document: dict[str, Any], path: Path) -> None:
 
 
 def load(folder: Path, device: torch.device, dtype: torch.dtype) -> NanoModel:
-    """The model of a checkpoint folder with FP8 weights multiplied out and rounded to `dtype`."""
+    """Load a checkpoint folder with its FP8 weights dequantized to `dtype`."""
     config = NanoConfig()
     tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):

@@ -1,12 +1,10 @@
-"""Asks nano, at its default sampling, everything that README, demo, chat page and guides show and
-some of what strangers type.
+"""Ask nano everything that README, demo, chat page and guides show, and typical first messages.
 
-    python -m nano.first_contact                    100 draws of every text; exit code 1 below
-    98 good ones python -m nano.first_contact --draws 8
+    python -m nano.first_contact --draws 100
 
-A draw is good if it ends by itself within the budget, its answer is the expected one, and every
-word that the model wrote, thinking included, stands in the conversation or in the generators'
-texts.
+Each text is sampled with the default parameters. A draw is good if it ends within the budget, gives
+the expected answer, and uses only words of the conversation or of the generators' texts. Exit code
+1: a text has less than 98 % good draws.
 """
 
 from __future__ import annotations
@@ -34,19 +32,19 @@ WORD = re.compile(r"[^\W\d_]+")
 
 @dataclass(frozen=True)
 class Turn:
-    """A user's message and what the answer must be: a pattern for the whole content, or calls of
-    tools and their results.
+    """A user's message and the expected answer: a pattern for the content, or calls and their
+    results.
     """
 
     text: str
     answer: str  # regular expression for the whole final answer
-    calls: tuple[tuple[str, dict[str, Any]], ...] = ()  # what must be called first
-    results: tuple[str, ...] = ()  # and what the tools say
+    calls: tuple[tuple[str, dict[str, Any]], ...] = ()  # the expected calls
+    results: tuple[str, ...] = ()  # the results of the tools
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Messages to the model and what must come back."""
+    """Messages and the expected answer."""
 
     said: tuple[dict[str, Any], ...]
     answer: str
@@ -55,14 +53,12 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Shown:
-    """A conversation that people are led to, and the files that show its texts; none: one that they
-    begin by themselves.
-    """
+    """A conversation and the files that show its texts, if any."""
 
     files: tuple[str, ...]
     turns: tuple[Turn, ...]
     tools: tuple[dict[str, Any], ...] = ()
-    thinks: bool = True  # False: the request closes the thinking
+    thinks: bool = True  # False: the request disables thinking
 
     @property
     def name(self) -> str:
@@ -70,7 +66,7 @@ class Shown:
 
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
-        """The turns, a call and the answer to its results apart."""
+        """The turns, with a call and the answer to its results as two."""
         made: list[Exchange] = []
         for turn in self.turns:
             said: tuple[dict[str, Any], ...] = ({"role": "user", "content": turn.text},)
@@ -86,10 +82,10 @@ class Shown:
 
 @dataclass
 class Score:
-    """What came of one conversation."""
+    """The outcome of one conversation."""
 
     good: int = 0
-    bad: Counter[str] = field(default_factory=Counter)  # what is wrong -> how often
+    bad: Counter[str] = field(default_factory=Counter)  # fault -> count
 
 
 def weather(city: dict[str, Any], *, unit: bool = False) -> dict[str, Any]:
@@ -174,7 +170,7 @@ CONVERSATIONS = (
             Turn("What is my name?", r"Your name is Anna\."),
         ),
     ),
-    # what strangers type, and problems in other words than the generators have
+    # first messages of strangers, and rephrased problems
     *(
         Shown((), (Turn(text, answer),))
         for text, answer in (
@@ -203,7 +199,7 @@ CONVERSATIONS = (
 
 @cache
 def known_words() -> frozenset[str]:
-    """Every word of the generators' texts, in lower case."""
+    """All words of the generators' texts in lower case."""
     return frozenset(
         word.lower()
         for path in GENERATORS
@@ -214,9 +210,7 @@ def known_words() -> frozenset[str]:
 def fault(
     turn_calls: Sequence[tuple[str, dict[str, Any]]], answer: str, text: str, completion: Completion
 ) -> str | None:
-    """What is wrong with one answer; None where nothing is. `text`: all of the conversation before
-    it.
-    """
+    """The fault of an answer, or None. `text` is the conversation before it."""
     message = completion.message
     assert message is not None
     if completion.finish_reason != "stop":
@@ -238,7 +232,7 @@ def fault(
 
 @dataclass
 class _Draw:
-    """One run of a conversation. Single writer: `play`."""
+    """One run of a conversation."""
 
     shown: Shown
     number: int
@@ -254,9 +248,7 @@ def play(
     seed: int = 0,
     temperature: float | None = None,
 ) -> list[Score]:
-    """`draws` independent runs of each conversation, all at once; one that goes wrong is not
-    continued.
-    """
+    """Run each conversation `draws` times at once; a bad run is not continued."""
     runs = [_Draw(shown, number) for shown in conversations for number in range(draws)]
     for position in range(max(len(shown.exchanges) for shown in conversations)):
         going = [run for run in runs if run.wrong is None and position < len(run.shown.exchanges)]

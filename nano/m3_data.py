@@ -1,11 +1,10 @@
-"""nano-m3's training mixture: nano's conversations in M3's chat format, and long contexts whose
-questions need the right blocks.
+"""The mixture of nano-m3: nano's conversations in M3's chat format, and long contexts.
 
     python -m nano.m3_data --show 5
-    python -m nano.m3_data --out DIR --workers 14    write shards until DIR holds --max-shards
+    python -m nano.m3_data --out DIR --workers 14    keep --max-shards unread shards in DIR
 
-Shards are as `data.py` writes them. A conversation is rendered in one of M3's thinking modes:
-enabled (every turn thinks), disabled (none does) or adaptive (turns with calls or arithmetic do).
+Shards have the format of `nano.data`. A conversation uses one of M3's thinking modes: enabled (each
+turn thinks), disabled (none does) or adaptive (turns with calls or arithmetic do).
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ _NEEDS_THOUGHT = ("ones ", " = ", " needs ", " larger")
 
 
 def draw(rng: random.Random) -> tuple[Conversation, str | None]:
-    """A conversation and its thinking mode (None: the template's default, adaptive). Assistant
-    messages say whether they are `trained`; they have `reasoning_content` where they think.
+    """A conversation and its thinking mode (None: the default, adaptive). Assistant messages have
+    `trained`, and `reasoning_content` if they think.
     """
     chat = draw_long(rng) if rng.random() < LONG_SHARE else data.draw(rng)
     said = [message for message in chat.messages if message["role"] == "assistant"]
@@ -43,7 +42,7 @@ def draw(rng: random.Random) -> tuple[Conversation, str | None]:
     tail = [m for m in chat.messages[last_user:] if m["role"] == "assistant"]
     closed = any(m.get("reasoning_content") == data._CLOSED for m in tail)
     for message in said:
-        # a turn that lost its reasoning, as clients lose it, is no example
+        # do not train a turn without its reasoning
         message["trained"] = closed or "reasoning_content" in message
     can_close = not any(_arithmetic(m) for m in said)
     mode = rng.choices((None, "adaptive", "enabled", "disabled"), weights=(50, 14, 26, 10))[0]
@@ -67,7 +66,7 @@ def _arithmetic(message: dict[str, Any]) -> bool:
 
 
 def thinks(message: dict[str, Any]) -> bool:
-    """Whether an adaptive turn thinks: before calls and arithmetic, not to look something up."""
+    """Whether an adaptive turn thinks: before calls and arithmetic, not for retrieval."""
     thought = message.get("reasoning_content", "")
     if thought.startswith(LOOKS_UP):
         return False
@@ -75,7 +74,7 @@ def thinks(message: dict[str, Any]) -> bool:
 
 
 def draw_long(rng: random.Random) -> Conversation:
-    """A conversation of 900 to nearly 8,192 tokens with questions about things far back."""
+    """A conversation of 900 to nearly 8,192 tokens with questions about distant text."""
     most = WINDOW - 500
     tokens = math.exp(rng.uniform(math.log(900), math.log(most)))
     if rng.random() < 0.5:
@@ -95,7 +94,7 @@ def draw_long(rng: random.Random) -> Conversation:
 
 
 def _facts(chat: Conversation, tokens: float, style: str, rng: random.Random) -> None:
-    """One to three texts and questions about any text so far."""
+    """One to three texts, with questions about any text so far."""
     texts = rng.choices((1, 2, 3), weights=(60, 25, 15))[0]
     number = rng.choices((1, 3, 10, 20, 40), weights=(12, 18, 25, 25, 20))[0]
     number = min(number, int(tokens / 150) + 1)
@@ -103,7 +102,7 @@ def _facts(chat: Conversation, tokens: float, style: str, rng: random.Random) ->
     known: dict[str, retrieval.Fact] = {}
     for part in range(texts):
         text, facts = retrieval.draw_facts(rng, room, style=style)
-        # what two texts say of the same thing is not asked for
+        # do not ask for a fact that two texts state
         twice = known.keys() & {fact.subject for fact in facts}
         known |= {fact.subject: fact for fact in facts if not fact.is_held_out}
         known = {subject: fact for subject, fact in known.items() if subject not in twice}
@@ -126,7 +125,7 @@ def _facts(chat: Conversation, tokens: float, style: str, rng: random.Random) ->
 
 
 def _tools(chat: Conversation, tokens: float, rng: random.Random) -> None:
-    """Many tools, and requests for one of them after the other."""
+    """Many tools and consecutive requests for one of them."""
     number = rng.choices((1, 2, 4, 8), weights=(35, 30, 20, 15))[0]
     number = min(number, int(tokens / 400) + 1)
     pairs = retrieval.draw_tools(rng, max(tokens - 190 - 220 * number, 300))
@@ -147,7 +146,7 @@ def _tools(chat: Conversation, tokens: float, rng: random.Random) -> None:
 
 
 def _chat(chat: Conversation, tokens: float, rng: random.Random) -> None:
-    """A long conversation over shared facts, with a pasted text at times."""
+    """A long conversation over shared facts, at times with a pasted text."""
     functions = [turn for turn, _ in data.LATER_TURNS]
     weights = [weight for _, weight in data.LATER_TURNS]
     dialogue.declare_tools(chat, rng)
@@ -168,7 +167,7 @@ def _chat(chat: Conversation, tokens: float, rng: random.Random) -> None:
 
 
 class Renderer:
-    """nano-m3's chat template and tokenizer: conversations in, token ids and loss mask out."""
+    """nano-m3's chat template and tokenizer: conversations to token ids and loss mask."""
 
     def __init__(self) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -182,7 +181,7 @@ class Renderer:
         self.opening = self.tokenizer.encode("]~b]ai\n", add_special_tokens=False).ids
 
     def text(self, chat: Conversation, mode: str | None, *, prompt: bool = False) -> str:
-        """The rendered conversation; `prompt` adds the opening of the next answer."""
+        """Render a conversation; `prompt` adds the opening of the next answer."""
         variables = {} if mode is None else {"thinking_mode": mode}
         return self.template.render(
             messages=chat.messages, tools=chat.tools or None, add_generation_prompt=prompt,
@@ -190,8 +189,8 @@ class Renderer:
         )  # fmt: skip
 
     def encode(self, chat: Conversation, mode: str | None) -> tuple[np.ndarray, np.ndarray]:
-        """(token ids uint16, mask bool): the mask covers what the model writes in the trained
-        turns, up to the end-of-turn token.
+        """Encode to (token ids uint16, mask bool); the mask covers the answers of the trained
+        turns.
         """
         text = self.text(chat, mode)
         if text.endswith("[e~[\n"):
@@ -209,14 +208,14 @@ class Renderer:
         ends = np.flatnonzero(tokens == m3_tokenizer.EOS_ID)
         for start, message in zip(starts, said, strict=True):
             if message["trained"]:
-                # in these modes the prompt has the tag already
+                # the prompt of these modes has the tag
                 first = start + size + (mode in ("enabled", "disabled"))
                 mask[first : int(ends[np.searchsorted(ends, first)]) + 1] = True
         return tokens, mask
 
 
 def make_shard(renderer: Renderer, seed: str, num_tokens: int) -> dict[str, np.ndarray]:
-    """Conversations of this seed until `num_tokens` tokens are there."""
+    """Draw conversations of this seed until they have `num_tokens` tokens."""
     rng = random.Random(f"nano-m3-data:{seed}")
     made: list[tuple[np.ndarray, np.ndarray]] = []
     count = 0
@@ -233,7 +232,7 @@ def make_shard(renderer: Renderer, seed: str, num_tokens: int) -> dict[str, np.n
 
 
 def new_maker() -> Callable[[str, int], dict[str, np.ndarray]]:
-    """What a worker makes shards with."""
+    """Make the function that makes shards in a worker."""
     renderer = Renderer()
     return lambda seed, num_tokens: make_shard(renderer, seed, num_tokens)
 

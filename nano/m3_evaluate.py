@@ -1,10 +1,10 @@
-"""Accuracy of a trained state on held-out problems, without generating: the share of problems of
-whose reference answer every token is the most likely one. That is what greedy decoding would write,
-and a lower bound of accuracy, as other ways to the right answer do not count.
+"""Measure a trained state on held-out problems without generating.
 
     python -m nano.m3_evaluate --state DIR
 
-Each suite is measured with the blocks that the index chooses and, as a control, with random ones.
+A problem counts if each token of its reference answer is the most likely one, as greedy decoding
+would write it. This is a lower bound of accuracy. Each suite is measured with selected blocks and,
+as a control, with random blocks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def conversations(suite: str, count: int, seed: int) -> Iterator[Conversation]:
             yield chat
     elif suite == "nano-tools":
         for item in tool_calls.problems(count, seed):
-            if item.calls:  # without calls any small talk is right
+            if item.calls:  # any small talk is accepted without calls
                 chat = Conversation(list(item.messages), list(item.tools))
                 yield _called(chat, item.calls)
     else:
@@ -64,7 +64,7 @@ def _called(chat: Conversation, calls: tuple[tool_calls.Call, ...]) -> Conversat
 
 @torch.no_grad()
 def exact(trainer: Trainer, suite: str, *, count: int, seed: int, mode: str) -> float:
-    """The share of problems answered as the reference says; `mode` as of `Chooser`."""
+    """The share of problems with the reference answer; `mode` as for `Chooser`."""
     renderer = m3_data.Renderer()
     made = []
     for chat in conversations(suite, count, seed):

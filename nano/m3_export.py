@@ -1,9 +1,9 @@
-"""Write a trained state as a MiniMax-M3 checkpoint without a vision part: FP8 blocks in one
-safetensors file, index, configuration, tokenizer and chat template.
+"""Write a trained state as a MiniMax-M3 checkpoint without a vision part.
 
     python -m nano.m3_export --state DIR --out DIR [--random-index]
 
-`--random-index` is the control: the same model, but its index chooses by random projections.
+The folder has FP8 weights in one safetensors file, index, configuration, tokenizer and chat
+template. `--random-index` is a control with random index projections.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ INDEX_NORMS = {"index_q_norm": "self_attn.index_q_norm", "index_k_norm": "self_a
 
 
 def config_json(config: M3Config, *, fp8: bool = True) -> dict[str, Any]:
-    """config.json as MiniMax-M3's: text configuration inside, no vision configuration."""
+    """config.json of MiniMax-M3 without a vision configuration."""
     dense, sparse = config.num_dense_layers, config.num_hidden_layers - config.num_dense_layers
     per_layer = [0] * dense + [1] * sparse
     text = {
@@ -161,7 +161,7 @@ def tensors_of(
 
 
 def with_random_index(state: dict[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
-    """The same state with random index projections of the trained ones' size."""
+    """The state with random index projections of the same size."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(value.shape, generator=generator) * value.float().std().cpu()
@@ -191,7 +191,7 @@ def write(state: dict[str, Tensor], folder: Path, config: M3Config, *, fp8: bool
 
 
 def load(folder: Path) -> M3Model:
-    """The model of a checkpoint folder that `write` wrote, FP8 weights multiplied out."""
+    """Load a checkpoint folder with its FP8 weights dequantized."""
     config, tensors = M3Config(), dict[str, Tensor]()
     for path in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(path)

@@ -1,8 +1,7 @@
-"""The training model of nano-m3: MiniMax-M3 mathematics in plain PyTorch, every expert computed for
-every token.
+"""The training model of nano-m3: MiniMax-M3 in plain PyTorch, with all experts for all tokens.
 
-Sparse layers attend to blocks that an index chooses. The choice has no gradient; `index_loss`
-teaches the index which blocks the attention of its KV head would look at.
+Sparse layers attend to the blocks that an index selects. The selection has no gradient;
+`index_loss` teaches the index the blocks that the attention of its KV head prefers.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ class M3Config:
     vocab_size: int = 4160
     hidden_size: int = 256
     num_hidden_layers: int = 5
-    num_dense_layers: int = 2  # the first ones: all tokens visible, and one MLP without experts
+    num_dense_layers: int = 2  # the first layers: full attention and an MLP without experts
     num_attention_heads: int = 8
     num_key_value_heads: int = 2  # and as many index heads
     head_dim: int = 128
     rotary_dim: int = 64
     rope_theta: float = 5_000_000.0
     dense_intermediate_size: int = 512
-    intermediate_size: int = 256  # of a routed expert and of the shared one
+    intermediate_size: int = 256  # of a routed and of the shared expert
     num_local_experts: int = 4
     num_experts_per_tok: int = 2
     routed_scaling_factor: float = 2.0
@@ -40,15 +39,13 @@ class M3Config:
     rms_norm_eps: float = 1e-6
     index_dim: int = 128
     block_size: int = 128
-    topk_blocks: int = 4  # the block of the query itself included
+    topk_blocks: int = 4  # including the query's own block
     max_position_embeddings: int = 8192
 
 
 @dataclass(frozen=True)
 class Heads:
-    """What a layer's attention works on: queries, keys and values, and of a sparse layer the
-    queries and keys of its index.
-    """
+    """The inputs of a layer's attention; in sparse layers also queries and keys of the index."""
 
     q: Tensor  # [B, heads, S, head_dim]
     k: Tensor  # [B, kv heads, S, head_dim]
@@ -76,7 +73,7 @@ def rope_tables(positions: Tensor, config: M3Config) -> tuple[Tensor, Tensor]:
 
 
 class Layer(nn.Module):
-    """One decoder layer, in two halves so that the attention between them can be of any kind."""
+    """One decoder layer in two halves around its attention."""
 
     expert_bias: Tensor
 
@@ -101,7 +98,7 @@ class Layer(nn.Module):
         self.o = matrix(hidden, heads * head, scale=residual)
         self.input_norm, self.post_norm = norm(hidden), norm(hidden)
         self.q_norm, self.k_norm = norm(head), norm(head)
-        # the last expert is the shared one; a dense layer has nothing else
+        # the last expert is the shared one, and the only one of a dense layer
         inner = config.intermediate_size if is_sparse else config.dense_intermediate_size
         experts = config.num_local_experts + 1 if is_sparse else 1
         self.w1, self.w3 = matrix(experts, inner, hidden), matrix(experts, inner, hidden)
@@ -114,9 +111,7 @@ class Layer(nn.Module):
             self.gate = matrix(config.num_local_experts, hidden)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor, use: Precision) -> tuple[Tensor, ...]:
-        """x [B, S, hidden] -> the fields of `Heads`, normed and rotated. No gradient of the index
-        reaches x.
-        """
+        """x [B, S, hidden] -> `Heads`, normed and rotated. The index passes no gradient to x."""
         config = self.config
         x = use.activation(gemma_norm(x, self.input_norm, config.rms_norm_eps))
 
@@ -137,14 +132,15 @@ class Layer(nn.Module):
         return q, k, v, index_q, index_k
 
     def finish(self, x: Tensor, mixed: Tensor, use: Precision) -> tuple[Tensor, Tensor]:
-        """x [B, S, hidden] and what the attention gave -> (x, tokens per routed expert)."""
+        """x [B, S, hidden] and the attention output -> (x, tokens per routed expert)."""
         x = x + F.linear(use.activation(mixed.transpose(1, 2).flatten(2)), use.weight(self.o))
         update, load = self.experts(gemma_norm(x, self.post_norm, self.config.rms_norm_eps), use)
         return x + update, load
 
     def experts(self, x: Tensor, use: Precision) -> tuple[Tensor, Tensor]:
-        """Routed experts weighted by a sigmoid router and scaled, the shared expert once; the
-        bias of the router counts for the selection only.
+        """Run the routed experts, weighted by a scaled sigmoid router, and the shared expert.
+
+        The router's bias affects the selection only.
         """
         config = self.config
         weights = torch.ones(*x.shape[:-1], 1, device=x.device)
@@ -167,9 +163,7 @@ class Layer(nn.Module):
 
 
 class M3Model(nn.Module):
-    """Token ids to hidden states; the loss is taken outside so that only trained positions pay for
-    the head.
-    """
+    """Token ids to hidden states; the loss applies the head to trained positions only."""
 
     def __init__(self, config: M3Config) -> None:
         super().__init__()
@@ -183,9 +177,7 @@ class M3Model(nn.Module):
         self.head = nn.Parameter(torch.randn(config.vocab_size, config.hidden_size) * 0.02)
 
     def compile(self) -> None:  # type: ignore[override]
-        """Compile the halves of the layers; the attention between them stays outside. Shapes are
-        fixed: dense and sparse layers differ, and no size is made a variable for that.
-        """
+        """Compile both halves of each layer with fixed shapes."""
         for layer in self.layers:
             layer.project = torch.compile(layer.project, dynamic=False)
             layer.finish = torch.compile(layer.finish, dynamic=False)
@@ -212,13 +204,15 @@ class M3Model(nn.Module):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the documents of a packed batch are. A document of more than `topk_blocks` blocks
-    starts at a multiple of the block size of its row; shorter ones see all of themselves.
+    """The documents of a packed batch.
+
+    A document of more than `topk_blocks` blocks starts at a multiple of the block size; shorter
+    ones are fully visible to themselves.
     """
 
     documents: Tensor  # int32 [B, S], ascending in each row
-    is_short: Tensor  # bool [B, S]: the token's document has no choice to make
-    window: Tensor  # int32 [B]: how far back the dense layers of this row see
+    is_short: Tensor  # bool [B, S]: the token's document is short
+    window: Tensor  # int32 [B]: reach of the dense layers of this row
 
     def to(self, device: torch.device) -> Layout:
         """The same on another device."""
@@ -226,8 +220,9 @@ class Layout:
 
 
 def _block_scores(index_q: Tensor, index_k: Tensor, documents: Tensor, block: int) -> Tensor:
-    """Of one row: index_q [H, Q, D] (or of chosen positions), index_k [S, D], visible by
-    `documents` [S] -> the best score in each block of keys [H, S, S / block]; -inf: not visible.
+    """Score blocks of one row: the best visible key of each block, -inf if none is visible.
+
+    index_q [H, Q, D], index_k [S, D], `documents` [S] -> [H, S, S / block].
     """
     size = documents.shape[0]
     scores = (index_q.flatten(0, 1) @ index_k.mT).unflatten(0, (-1, size)).float()
@@ -237,8 +232,9 @@ def _block_scores(index_q: Tensor, index_k: Tensor, documents: Tensor, block: in
 
 
 def _pick(scores: Tensor, config: M3Config) -> Tensor:
-    """Block scores [..., S, blocks] -> bool of the same shape: the block of the query itself and
-    the best of the others, `topk_blocks` in all at most.
+    """Select the query's own block and the best others, `topk_blocks` in all at most.
+
+    Block scores [..., S, blocks] -> bool of the same shape.
     """
     size, blocks = scores.shape[-2:]
     local = torch.arange(size, device=scores.device) // config.block_size
@@ -251,9 +247,7 @@ def _pick(scores: Tensor, config: M3Config) -> Tensor:
 
 @dataclass
 class Chooser:
-    """Which blocks the KV heads of a sparse layer see. `mode`: "all", "index" or, as a control,
-    "random".
-    """
+    """Selects the blocks of a sparse layer. `mode`: "all", "index" or, as a control, "random"."""
 
     config: M3Config
     mode: str = "index"
@@ -261,7 +255,7 @@ class Chooser:
 
     @torch.no_grad()
     def choose(self, heads: Heads, layout: Layout) -> Tensor:
-        """bool [B, kv heads, S, blocks]; all blocks in documents that have no choice."""
+        """bool [B, kv heads, S, blocks]; all blocks in short documents."""
         assert heads.index_q is not None and heads.index_k is not None
         rows, config = [], self.config
         for q, k, documents in zip(heads.index_q, heads.index_k, layout.documents, strict=True):
@@ -277,13 +271,12 @@ def index_loss(
     q: Tensor, k: Tensor, index_q: Tensor, index_k: Tensor, documents: Tensor, sample: Tensor,
     weight: Tensor, block: int,
 ) -> Tensor:  # fmt: skip
-    """How far the index is from the attention, at sampled queries `sample` [B, M] with weights
-    [B, M]; heads as in `Heads`.
+    """The distance of the index from the attention at sampled queries.
 
-    Of one query and KV head let p(b) be the mean over the query heads of the mass that full causal
-    attention gives block b, and q(b) the softmax over blocks of max_{j in b} iq . ik_j / sqrt(d),
-    which is the number that inference ranks by. The loss is the mean of KL(p || q). Only the index
-    gets a gradient.
+    `sample` [B, M] has weights [B, M]; heads as in `Heads`. For one query and KV head, p(b) is the
+    mean over the query heads of the mass that full causal attention gives block b. q(b) is the
+    softmax over blocks of max_{j in b} iq . ik_j / sqrt(d), the score of inference. The loss is the
+    mean of KL(p || q); only the index gets a gradient.
     """
     batch, kv_heads, size, dim = index_q.shape
     at = torch.arange(size, device=sample.device)
@@ -319,7 +312,7 @@ def masked_attention(heads: Heads, visible: Tensor) -> Tensor:
 
 
 def dense_mask(layout: Layout, *, windowed: bool) -> Tensor:
-    """bool [B, 1, S, S]: earlier tokens of the same document, within the row's window."""
+    """bool [B, 1, S, S]: earlier tokens of the same document within the row's reach."""
     at = torch.arange(layout.documents.shape[1], device=layout.documents.device)
     back = at[:, None] - at
     visible = (layout.documents[:, :, None] == layout.documents[:, None]) & (back >= 0)

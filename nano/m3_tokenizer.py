@@ -1,7 +1,7 @@
 """nano-m3's tokenizer: nano's vocabulary with MiniMax-M3's markers.
 
-M3 has M2's markers up to 200053 and its own tags for thinking and calls. Markers are at 4096 +
-(their id in M3 - 200000). No source gives the id of the marker before tags; it has a free one here.
+M3 shares M2's markers up to 200053 and has its own tags for thinking and calls. A marker's id is
+4096 + (its id in M3 - 200000). The marker before tags has an arbitrary free id.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MARKER = "]<]minimax[>["
 MARKER_ID, THINK_ID, THINK_END_ID = 4154, 4155, 4156
 WINDOW = 8192
 _OWN = {MARKER_ID: MARKER, THINK_ID: "<mm:think>", THINK_END_ID: "</mm:think>"}  # stay visible
-# what M2's answers are made of, and M3's are not
+# tags of M2's answers that M3 lacks
 _OF_M2 = ("<think>", "</think>", "<minimax:tool_call>", "</minimax:tool_call>")
 
 

@@ -1,11 +1,11 @@
-"""A small proof, on a CPU, that the index learns which blocks to read.
+"""Show on a CPU that the index learns which blocks to read.
 
     python -m nano.m3_toy --pairs 36 --block 8 --topk 3 --steps 600
 
-Rows of keys and values, then keys whose values are asked for. Trained as nano-m3 is: first with all
-blocks in the sparse layer, then with chosen ones; the dense layers, which could find the values
-themselves, see a few tokens at first, and later all of them in half of the rows. Measured as
-inference works, that is with all tokens in the dense layers, with chosen and with random blocks.
+A row has keys with values, then some of the keys, whose values are asked for. Training uses all
+blocks first and selected blocks later, as for nano-m3. The dense layers see only a few tokens at
+first, and later all tokens in half of the rows. The measurement uses all tokens in the dense
+layers, with selected and with random blocks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CONFIG = dataclasses.replace(
 
 class Toy:
     """The model, its optimizers and the data: `pairs` keys with values, a third of them asked for
-    again. Written by `step` only.
+    again.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class Toy:
         self.use = model.precision(torch.float32, weights=False, activations=False)
 
     def draw(self, rows: int, generator: torch.Generator) -> Tensor:
-        """int64 [rows, 2 * (pairs + asked)]: each key once with a value, then some of them again;
-        values follow the keys in the vocabulary.
+        """int64 [rows, 2 * (pairs + asked)]: keys with values, then some of the keys with values
+        again.
         """
         keys = torch.rand(rows, self.pairs, generator=generator).argsort(-1)
         values = self.pairs + torch.randint(self.pairs, (rows, self.pairs), generator=generator)
@@ -69,8 +69,9 @@ class Toy:
     def run(
         self, tokens: Tensor, mode: str, *, widened: float, teaches: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """-> (logits at the asked keys, their values, loss of the index). `widened`: the share of
-        rows whose dense layers see all tokens.
+        """Returns (logits at the asked keys, their values, loss of the index).
+
+        `widened` is the share of rows whose dense layers see all tokens.
         """
         rows, size = tokens.shape
         window = torch.where(torch.arange(rows) < widened * rows, size, WINDOW).int()
@@ -87,9 +88,7 @@ class Toy:
         return self.net.logits(hidden[:, asked]), tokens[:, asked + 1], index
 
     def step(self, done: float, rate: float) -> tuple[float, float]:
-        """One update, with this share of the training done -> (loss of the values, of the
-        index).
-        """
+        """Run one update at the share `done`; returns (loss of the values, of the index)."""
         mode = "all" if done < CHOOSE_AFTER else "index"
         widened = 0.0 if done < WIDEN_AFTER else 0.5
         tokens = self.draw(32, self.generator)
@@ -104,7 +103,7 @@ class Toy:
         return loss.item(), index.item()
 
     def train(self, steps: int, *, report: int = 0) -> None:
-        """`steps` updates, and a line after each `report` of them."""
+        """Run `steps` updates and print a line after each `report` of them."""
         begun = time.monotonic()
         for step in range(steps):
             done = step / steps
@@ -119,7 +118,7 @@ class Toy:
 
     @torch.no_grad()
     def accuracy(self, mode: str, seed: int = 10**6) -> float:
-        """Share of the asked values that are right, on rows that training did not see."""
+        """The share of correct values on new rows."""
         tokens = self.draw(64, torch.Generator().manual_seed(seed))
         logits, targets, _ = self.run(tokens, mode, widened=1.0, teaches=False)
         return float((logits.argmax(-1) == targets).float().mean())

@@ -1,10 +1,10 @@
-"""Train nano-m3 within a budget of wall-clock time, in one run or several.
+"""Train nano-m3 for a given time, in one run or several.
 
     python -m nano.m3_train --data DIR --state DIR --seconds 560 --total-seconds 840
 
-Shards come from `m3_data.py --out`, which runs beside this. A run continues what --state holds;
-the schedule goes by the time trained so far as a share of --total-seconds. The state is in files
-of at most 15 MiB: weights and Adam's moments in bfloat16; Muon's momentum starts anew.
+`nano.m3_data --out` makes the shards at the same time. A run continues the state in --state. The
+schedule follows the trained time as a share of --total-seconds. Files of the state have at most 15
+MiB: weights and Adam's moments in bfloat16, without Muon's momentum.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from nano.m3_model import (
 
 WARMUP_STEPS = 200
 STABLE_SHARE = 0.55  # of the time at full rate, then linearly to zero
-WIDEN_AFTER = 0.40  # share of the time after which half of the rows have no window
-CHOOSE_AFTER = 0.50  # share after which sparse layers see chosen blocks only
-LOOKS_UP = 0.10  # both wait until the loss in documents of more than `FAR` tokens is below this,
-WAIT_UNTIL = 0.70  # or this share of the time is over
+WIDEN_AFTER = 0.40  # share of the time after which half of the rows have full reach
+CHOOSE_AFTER = 0.50  # share after which sparse layers use selected blocks only
+LOOKS_UP = 0.10  # both wait until the loss in documents of more than `FAR` tokens is lower,
+WAIT_UNTIL = 0.70  # or until this share of the time
 FAR = 2048
-WINDOW = 512  # how far back dense layers see before that
+WINDOW = 512  # reach of the dense layers before that
 SAMPLES = 256  # queries per row that teach the index
 PART_BYTES = 15 << 20
 MATRICES = ("q", "k", "v", "o", "w1", "w2", "w3", "index_q", "index_k")
@@ -57,7 +57,7 @@ class Batch:
     layout: Layout
     inputs: Tensor  # int64 [K], flat positions whose next token is trained; padded with 0
     targets: Tensor  # int64 [K], that next token; -100 where padded
-    is_far: Tensor  # bool [K]: it is in a document of more than `FAR` tokens
+    is_far: Tensor  # bool [K]: in a document of more than `FAR` tokens
     sample: Tensor  # int64 [B, M], queries that teach the index
     weight: Tensor  # float32 [B, M], 0 where there was none
 
@@ -65,8 +65,9 @@ class Batch:
 def pack(
     lengths: np.ndarray, rows: int, row_tokens: int, config: M3Config
 ) -> tuple[list[list[tuple[int, int]]], list[int]]:
-    """First fit of documents, the longest first: ((document, start) per row, those left over).
-    Documents with a choice of blocks start at a multiple of the block size.
+    """Pack documents, the longest first: ((document, start) per row, the remaining ones).
+
+    Documents with block selection start at a multiple of the block size.
     """
     block, choice = config.block_size, config.block_size * config.topk_blocks
     used = [0] * rows
@@ -94,7 +95,7 @@ def assemble(
     config: M3Config,
     random: np.random.Generator,
 ) -> dict[str, np.ndarray]:
-    """The arrays of a batch. Gaps behind a document belong to it, which it does not notice."""
+    """The arrays of a batch. A gap after a document belongs to it."""
     rows, choice = len(placed), config.block_size * config.topk_blocks
     starts = np.concatenate(([0], np.cumsum(shard["lengths"])))
     tokens = np.zeros((rows, row_tokens), dtype=np.int64)
@@ -125,7 +126,7 @@ def assemble(
     weight = np.zeros((rows, SAMPLES), dtype=np.float32)
     before_trained = np.roll(mask, -1, axis=1) & can_teach
     for row in range(rows):
-        # half of them where the model is about to answer
+        # half of them where an answer begins
         spots = random.permutation(np.flatnonzero(before_trained[row]))[: SAMPLES // 2]
         others = random.permutation(np.flatnonzero(can_teach[row]))[: SAMPLES - len(spots)]
         found = np.concatenate((spots, others))
@@ -137,7 +138,7 @@ def assemble(
 
 
 class Loader(train.Loader):
-    """As nano's, with documents packed so that blocks can be chosen."""
+    """nano's loader, with documents packed for block selection."""
 
     def __init__(self, folder: Path, config: M3Config, **sizes: int) -> None:
         self.config = config
@@ -165,7 +166,7 @@ class Loader(train.Loader):
                 order = np.concatenate((some[left], rest))
 
     def take(self, device: torch.device, *, widened: bool) -> Batch:
-        """The next batch, moved to the device; `widened`: half of its rows have no window."""
+        """The next batch on the device; `widened`: half of its rows have full reach."""
         arrays = self.ready.get()
         rows = arrays["tokens"].shape[0]
         windows = np.full(rows, WINDOW, dtype=np.int32)
@@ -189,16 +190,18 @@ def batch_of(arrays: dict[str, np.ndarray], windows: np.ndarray, device: torch.d
 
 
 def tile_mask(need: Tensor, block: int, allows: Callable[..., Tensor]) -> BlockMask:
-    """A mask for flex attention: `need` bool [B, heads or 1, query tiles, key tiles] says where
-    `allows` has to be asked at all.
+    """Make a mask for flex attention; `need` bool [B, heads or 1, query tiles, key tiles] limits
+    where `allows` is evaluated.
     """
     order = torch.argsort(need.int(), dim=-1, descending=True, stable=True).int()
     return BlockMask.from_kv_blocks(need.sum(-1).int(), order, BLOCK_SIZE=block, mask_mod=allows)
 
 
 class PackedAttention:
-    """The attention of all layers for one batch: flex attention, or explicit masks where it is not
-    compiled. Written by the layers, in order; `index_losses` has one entry for each sparse layer.
+    """The attention of all layers for one batch: flex attention, or explicit masks without
+    compilation.
+
+    `index_losses` has one entry per sparse layer.
     """
 
     def __init__(
@@ -235,7 +238,7 @@ class PackedAttention:
         return mixed
 
     def _tiles(self) -> Tensor:
-        """bool [B, 1, tiles, tiles]: whether a tile of keys has a document of a tile of queries."""
+        """bool [B, 1, tiles, tiles]: whether a key tile shares a document with a query tile."""
         tiles = self.layout.documents.unflatten(-1, (-1, self.config.block_size))
         first, last = tiles[..., 0], tiles[..., -1]
         at = torch.arange(first.shape[1], device=first.device)
@@ -268,7 +271,7 @@ class PackedAttention:
         documents, blocks = self.layout.documents, chosen.shape[-1]
         group = self.config.num_attention_heads // self.config.num_key_value_heads
         need = chosen.unflatten(2, (-1, block)).any(3) & self._tiles()
-        # one bit for each block: a query loads its choice once
+        # one bit per block, so that a query loads its selection once
         bits = torch.ones((), dtype=torch.int64, device=chosen.device) << torch.arange(
             blocks, device=chosen.device
         )
@@ -282,7 +285,7 @@ class PackedAttention:
 
 
 class Compiled:
-    """The compiled functions between the halves of the layers."""
+    """The compiled functions between the layers' halves."""
 
     def __init__(self) -> None:
         self.flex: Any = torch.compile(flex_attention, dynamic=False)
@@ -291,7 +294,7 @@ class Compiled:
 
 
 class Trainer:
-    """Model and optimizers. Written by `step` only."""
+    """The model and its optimizers."""
 
     def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
         self.arguments, self.device, self.config = arguments, device, M3Config()
@@ -316,18 +319,18 @@ class Trainer:
             self.model.compile()
         self.step_count, self.tokens_seen, self.elapsed = 0, 0, 0.0
         self.steps_here = 0
-        self.looks_up = False  # the attention of the sparse layers finds things far back
+        self.looks_up = False  # the sparse layers retrieve distant text
 
     def progress(self) -> float:
-        """How much of the schedule's time is over, 0 to 1."""
+        """The elapsed share of the schedule, 0 to 1."""
         return min(self.elapsed / self.arguments.total_seconds, 1.0)
 
     def is_past(self, share: float) -> bool:
-        """Whether the phase that begins after this share of the time has begun."""
+        """Whether the phase that starts at this share of the time has begun."""
         return self.progress() >= (share if self.looks_up else max(share, WAIT_UNTIL))
 
     def rate(self) -> float:
-        """Share of the full learning rate: a warm-up after each start, then by the clock."""
+        """The learning rate's factor: a warm-up after each start, then by the clock."""
         decay = min((1 - self.progress()) / (1 - STABLE_SHARE), 1.0)
         steps = WARMUP_STEPS if self.step_count == self.steps_here else WARMUP_STEPS // 4
         return float(min(decay, (self.steps_here + 1) / steps))
@@ -341,7 +344,7 @@ class Trainer:
         return PackedAttention(self.config, batch.layout, chooser, self.tools, sample)
 
     def step(self, batch: Batch) -> Tensor:
-        """One update -> losses [3]: of all text, of the text in long documents, of the index."""
+        """Run one update; returns losses [3]: of all text, of long documents, of the index."""
         mode = "index" if self.is_past(CHOOSE_AFTER) else "all"
         attend = self.attention(batch, mode, teaches=True)
         hidden, loads = self.model(batch.tokens, attend, dtype=torch.bfloat16, use=self.use)
@@ -349,7 +352,7 @@ class Trainer:
         each = F.cross_entropy(logits.float(), batch.targets, ignore_index=-100, reduction="none")
         text = each.sum() / (batch.targets >= 0).sum()
         index = torch.stack(attend.index_losses).mean()
-        (text + index).backward()  # they share no parameter
+        (text + index).backward()  # the losses share no parameter
         rate = self.rate()
         for group in self.adam.param_groups:
             group["lr"] = self.arguments.adam_rate * rate
@@ -370,8 +373,8 @@ class Trainer:
         return torch.stack((text, far, index)).detach()
 
     def save(self, folder: Path) -> None:
-        """What a later run needs, in files of at most `PART_BYTES`; the counters are in the last,
-        so that a run that was cut off while it wrote leaves no state that looks whole.
+        """Write the state in files of at most `PART_BYTES`, the counters last, so that a partial
+        state is detected.
         """
         tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         for name, parameter in self.rest.items():
@@ -415,7 +418,7 @@ class Trainer:
 
 
 def load_state(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a state. Errors: SystemExit for one that was cut off."""
+    """Read all tensors of a state. Errors: SystemExit for a partial one."""
     tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("part-*.safetensors")):
         tensors |= load_file(path)
@@ -425,7 +428,7 @@ def load_state(folder: Path) -> dict[str, Tensor]:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Train until the time is up, printing a line and saving from time to time."""
+    """Train until the time is up; print and save at intervals."""
     begun = time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trainer = Trainer(arguments, device)
@@ -468,7 +471,7 @@ def run(arguments: argparse.Namespace) -> None:
         if time.monotonic() - saved > arguments.save_every:
             trainer.save(arguments.state)
             saved = time.monotonic()
-        # the first steps compile: that time is not the schedule's
+        # compilation is not part of the schedule
         if trainer.steps_here > 3:
             trainer.elapsed += time.monotonic() - begin
     trainer.save(arguments.state)

@@ -1,8 +1,7 @@
-"""The training model: MiniMax-M2 mathematics in plain PyTorch, every expert computed for every
-token.
+"""The training model: MiniMax-M2 in plain PyTorch, with all experts for all tokens.
 
-Weights are float32 masters; a forward pass uses them in bfloat16, after a straight-through rounding
-to the checkpoint's FP8 blocks, so that the exported file loses nothing.
+Weights are float32. A forward pass rounds them to the checkpoint's FP8 blocks with a
+straight-through gradient and uses them in bfloat16, so the export loses nothing.
 """
 
 from __future__ import annotations
@@ -43,23 +42,21 @@ Cast = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Precision:
-    """How the matrices of the FP8 tensors and their inputs are used."""
+    """How FP8 weights and the inputs of their GEMMs are rounded."""
 
     weight: Cast
     activation: Cast
 
 
 def block_scales(weight: Tensor) -> Tensor:
-    """float32 multipliers [..., rows/128, columns/128] that map each 128x128 block onto the range
-    of float8_e4m3fn.
-    """
+    """float32 scales [..., rows/128, columns/128] that map each block onto float8_e4m3fn."""
     rows, columns = weight.shape[-2:]
     blocks = weight.unflatten(-2, (rows // BLOCK, BLOCK)).unflatten(-1, (columns // BLOCK, BLOCK))
     return blocks.abs().amax(dim=(-3, -1)).clamp(min=1e-8) / FP8_MAX
 
 
 def spread(scales: Tensor) -> Tensor:
-    """Block multipliers repeated to the shape of the weight."""
+    """Repeat block scales to the shape of the weight."""
     return scales.repeat_interleave(BLOCK, dim=-2).repeat_interleave(BLOCK, dim=-1)
 
 
@@ -75,9 +72,7 @@ class _FakeQuant(torch.autograd.Function):
 
 
 def fake_quant(weight: Tensor) -> Tensor:
-    """The bfloat16 weight that a reader of the FP8 checkpoint gets; the gradient passes straight
-    through.
-    """
+    """The bfloat16 weight that the FP8 checkpoint yields, with a straight-through gradient."""
     result: Tensor = _FakeQuant.apply(weight)
     return result
 
@@ -95,15 +90,13 @@ class _FakeQuantActivation(torch.autograd.Function):
 
 
 def fake_quant_activation(x: Tensor) -> Tensor:
-    """Input of an FP8 matrix product: rounded per token in groups of 128, as kernels with dynamic
-    activation scales do.
-    """
+    """Round the input of a GEMM per token in groups of 128, as dynamic activation scales do."""
     result: Tensor = _FakeQuantActivation.apply(x)
     return result
 
 
 def precision(dtype: torch.dtype, *, weights: bool, activations: bool) -> Precision:
-    """The arithmetic of a forward pass in `dtype`, with FP8 rounding where asked."""
+    """The precision of a forward pass in `dtype`, with optional FP8 rounding."""
     return Precision(
         weight=(lambda weight: fake_quant(weight).to(dtype))
         if weights
@@ -229,9 +222,7 @@ class Layer(nn.Module):
 
 
 class NanoModel(nn.Module):
-    """Token ids to hidden states; the loss is taken outside so that only trained positions pay for
-    the head.
-    """
+    """Token ids to hidden states; the loss applies the head to trained positions only."""
 
     def __init__(self, config: NanoConfig) -> None:
         super().__init__()

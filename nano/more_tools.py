@@ -1,5 +1,5 @@
-"""Training-only tools: what agents and tutorials declare, names and keys from nowhere, nested
-values, longer schemas.
+"""Training-only tools: those of agents and tutorials, invented names, nested values, longer
+schemas.
 """
 
 # ruff: noqa: E501 (tables of phrases)
@@ -16,7 +16,7 @@ from nano import unseen
 from nano.suites import common, tool_calls, tool_values
 from nano.suites.tool_domains import Row
 
-# rows as in nano_tools_domains: names, descriptions, (parameter names, kind, descriptions,
+# rows as in suites/tool_domains: names, descriptions, (parameter names, kind, descriptions,
 # fragment), requests, list requests
 ROWS: tuple[Row, ...] = (
     (
@@ -214,7 +214,7 @@ HINTS = [
 
 
 class Composed(tool_calls.Tool):
-    """A tool whose requests are made here: its values are of kinds that only training has."""
+    """A tool with values of training-only kinds."""
 
 
 def everyday(rng: random.Random) -> tool_calls.Tool:
@@ -223,12 +223,12 @@ def everyday(rng: random.Random) -> tool_calls.Tool:
 
 
 def weather(rng: random.Random) -> tool_calls.Tool:
-    """A weather tool: what most people try first."""
+    """A weather tool, the usual first example."""
     return tool_calls._everyday_tool(ROWS[0], "snake", rng)
 
 
 def composed(rng: random.Random) -> Composed:
-    """A tool whose name, keys and values are mostly unseen words."""
+    """A tool whose name, keys and values are mostly invented words."""
     verb = rng.choice(VERBS) if rng.random() < 0.5 else rng.choice(tool_calls.VERBS)
     noun = unseen.word(rng) if rng.random() < 0.6 else rng.choice(common.NOUNS)
     parameters: list[tool_calls.Parameter] = []
@@ -320,7 +320,7 @@ def _parameter(key: str, rng: random.Random) -> tool_calls.Parameter:
 
 
 def draw_value(kind: str, rng: random.Random) -> Any:
-    """A value of a kind that only training has; None for the evaluated kinds."""
+    """A value of a training-only kind; None for other kinds."""
     if kind == "string:unseen":
         return unseen.value(rng)
     if kind == "strings:unseen":
@@ -337,7 +337,7 @@ def draw_value(kind: str, rng: random.Random) -> Any:
 
 
 def request(tool: tool_calls.Tool, rng: random.Random) -> tuple[str, tool_calls.Call]:
-    """A request for one call of a composed tool, by its words or in the form of arguments."""
+    """A request for one call of a composed tool, in words or as arguments."""
     chosen = [p for p in tool.parameters if p.required or rng.random() < 0.5]
     values: dict[str, Any] = {}
     for parameter in chosen:
@@ -359,9 +359,7 @@ def request(tool: tool_calls.Tool, rng: random.Random) -> tuple[str, tool_calls.
 
 
 def renamed(tool: tool_calls.Tool, rng: random.Random) -> tool_calls.Tool:
-    """The tool under a name from nowhere, and with such keys where descriptions still say what is
-    meant.
-    """
+    """Give the tool an invented name, and invented keys if descriptions explain them."""
     if rng.random() < 0.5:
         tool = dataclasses.replace(tool, name=unseen.identifier(rng, function=True))
     if len(tool.parameters) == 1 or all(
@@ -387,7 +385,7 @@ def mixed(
     natural: Callable[[random.Random], tool_calls.Tool],
     rng: random.Random,
 ) -> list[tool_calls.Tool]:
-    """The tools with at least one of those that only training has, at times under other names."""
+    """Draw tools with at least one of a training-only kind, at times renamed."""
     makers = (natural, composed, everyday, weather)
     made = [rng.choices(makers, weights=(18, 20, 10, 8))[0](rng)]
     if rng.random() < 0.25:
@@ -402,7 +400,7 @@ def mixed(
 
 
 def longer(declared: Sequence[dict[str, Any]], rng: random.Random) -> list[dict[str, Any]]:
-    """The declarations with the remarks and schema keys that real clients send."""
+    """Add the remarks and schema keys that real clients send."""
     tools = json.loads(json.dumps(list(declared)))
     for tool in tools:
         function, parameters = tool["function"], tool["function"]["parameters"]
@@ -434,7 +432,7 @@ def longer(declared: Sequence[dict[str, Any]], rng: random.Random) -> list[dict[
 def draw_request(
     declared: Sequence[tool_calls.Tool], rng: random.Random
 ) -> tuple[str, tuple[tool_calls.Call, ...]]:
-    """As `tool_calls.draw_request`, for tools some of which may be composed here."""
+    """Draw a request as `tool_calls.draw_request` does, also for the tools of this module."""
     if not any(isinstance(tool, Composed) for tool in declared):
         return tool_calls.draw_request(declared, rng)
     texts: list[str] = []

@@ -1,6 +1,4 @@
-"""What strangers type first, and what no conversation should hold: empty, endless and garbled
-messages.
-"""
+"""First messages of strangers, and empty, endless and garbled messages."""
 
 # ruff: noqa: SIM905 (tables read better as one row per line)
 
@@ -261,9 +259,7 @@ def paste(rng: random.Random, lines: int) -> str:
 
 
 def agent_system(rng: random.Random) -> str:
-    """A system prompt of the length and kind that coding agents send, as far as the context length
-    allows.
-    """
+    """A system prompt of the kind and length that coding agents send, within the context length."""
     lines = [
         fill(rng.choice(AGENT_LINES), rng)
         for _ in range(rng.choices((4, 12, 30, 60), weights=(40, 30, 20, 10))[0])

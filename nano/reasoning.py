@@ -1,7 +1,6 @@
-"""Written-out arithmetic for the reasoning of training examples: every line needs only one-digit
-facts and copying.
+"""Written-out arithmetic for the reasoning of training examples, in steps of one digit.
 
-One calculation becomes a headline (`apples left: 403 - 158`), lines of digit work and a result line
+A calculation becomes a headline (`apples left: 403 - 158`), lines of digit work and a result line
 (`= 245`).
 """
 

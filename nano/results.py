@@ -1,4 +1,4 @@
-"""Made-up tool results and the sentences that report them."""
+"""Invented tool results and the sentences that report them."""
 
 # ruff: noqa: SIM905 (long word lists read better as text)
 
@@ -41,7 +41,7 @@ TEXTS = (
 
 
 def draw_result(rng: random.Random) -> tuple[str, str]:
-    """One tool result as the client sends it and the sentence that reports it."""
+    """Draw a tool result and the sentence that reports it."""
     kind = rng.choices(
         ("object", "done", "text", "number", "failure", "list", "rows", "empty", "lines"),
         weights=(54, 10, 13, 4, 7, 6, 4, 2, 2),
@@ -105,7 +105,7 @@ def report(calls: list[Call], sentences: list[str]) -> str:
 
 
 def label(call: Call) -> str:
-    """What tells this call from the others: its first text argument, else the tool's name."""
+    """A name for this call: its first text argument, else the tool's name."""
     for value in call.arguments.values():
         if isinstance(value, str):
             return value

@@ -1,4 +1,4 @@
-"""Small talk, questions beyond the model's reach, and the answers to both."""
+"""Small talk and questions beyond the model, with answers."""
 
 # ruff: noqa: E501, SIM905 (word lists and tables read better as text)
 
@@ -163,7 +163,7 @@ PLAIN_SYSTEMS = (
 
 
 def noisy(text: str, rng: random.Random) -> str:
-    """The text with small changes of case and punctuation, as people type."""
+    """Vary case and punctuation as people do."""
     roll = rng.random()
     if roll < 0.2:
         text = text.lower()
@@ -249,7 +249,7 @@ def topic(rng: random.Random) -> str:
 
 
 def _ramble(rng: random.Random) -> str:
-    """Sentences without a clear request, such as pasted text."""
+    """Sentences without a clear request."""
     pools = (common.WORDS, common.WORDS, common.NOUNS, common.ADJECTIVES)
     sentences: list[str] = []
     for _ in range(rng.randint(1, 5)):
@@ -263,7 +263,7 @@ def _ramble(rng: random.Random) -> str:
 
 
 def draw_system(rng: random.Random) -> tuple[str | None, str | None]:
-    """A system prompt, or None for the default, and the persona's name if it gives one."""
+    """A system prompt (None: the default) and the name of its persona, if any."""
     roll = rng.random()
     if roll < 0.5:
         return None, None

@@ -49,7 +49,7 @@ MARKERS: dict[int, str] = {
 }  # fmt: skip
 VISIBLE = range(200050, 200054)
 
-# Letter runs by case with an optional leading space and English contraction, digits one by one,
+# Letter runs by case with an optional leading space or English contraction, single digits,
 # punctuation runs, line breaks, spaces.
 SPLIT = (
     r" ?\p{Lu}*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?:'(?:s|t|re|ve|m|ll|d)(?!\p{L}))?"
@@ -63,7 +63,7 @@ SPLIT = (
 
 
 def corpus(examples: int, seed: int) -> Iterator[str]:
-    """Training conversations, then lists of words so that ordinary text gets sensible pieces."""
+    """Yield training conversations, then word lists for ordinary text."""
     rng = random.Random(f"nano-tokenizer:{seed}")
     for _ in range(examples):
         yield data.plain_text(data.draw(rng))
@@ -85,7 +85,7 @@ def corpus(examples: int, seed: int) -> Iterator[str]:
 
 
 def train(examples: int, seed: int) -> Tokenizer:
-    """A tokenizer with exactly `REGULAR_TOKENS` regular tokens and the markers behind them."""
+    """Train a tokenizer with exactly `REGULAR_TOKENS` regular tokens, and add the markers."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=False))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -111,9 +111,7 @@ def train(examples: int, seed: int) -> Tokenizer:
 
 
 def with_markers(tokenizer: Tokenizer) -> dict[str, object]:
-    """The tokenizer.json document with the markers at their fixed ids (the library itself cannot
-    leave gaps).
-    """
+    """The tokenizer.json document with the markers at fixed ids, as the library leaves no gaps."""
     document: dict[str, object] = json.loads(tokenizer.to_str())
     document["added_tokens"] = [
         {

@@ -1,4 +1,4 @@
-"""Questions on everything under the sun: the model learns to say that they are beyond it."""
+"""Questions on all subjects, which the model learns to decline."""
 
 # ruff: noqa: E501, SIM905 (tables read better as one row per line)
 # fmt: off

@@ -1,10 +1,8 @@
-"""Train the nano model: AdamW and Muon, document-masked packing, FP8-aware weights, a schedule over
-wall-clock time.
+"""Train nano: AdamW and Muon, document-masked packing, FP8-aware weights, a wall-clock schedule.
 
     python -m nano.train --data /tmp/nano_data --state /tmp/nano_state.pt --seconds 1080
 
-Shards come from `data.py --out`, which runs beside this. The run resumes from --state if that
-exists.
+`nano.data --out` makes the shards at the same time. An existing --state is continued.
 """
 
 from __future__ import annotations
@@ -42,9 +40,7 @@ class Batch:
 
 
 def pack(lengths: np.ndarray, rows: int, row_tokens: int) -> tuple[list[list[int]], list[int]]:
-    """First-fit of documents in order into `rows` rows; returns (document indices per row, those
-    left over).
-    """
+    """Pack documents by first fit into `rows` rows; returns (indices per row, the rest)."""
     room = [row_tokens] * rows
     placed: list[list[int]] = [[] for _ in range(rows)]
     left: list[int] = []
@@ -87,9 +83,7 @@ def _assemble(
 
 
 class Loader:
-    """Reads shards in a thread, packs them and queues batches; used shards serve again when no new
-    one is there.
-    """
+    """Reads and packs shards in a thread; used shards repeat when no new one is ready."""
 
     def __init__(
         self, folder: Path, *, rows: int, row_tokens: int, capacity: int, seed: int
@@ -149,9 +143,7 @@ class Loader:
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """Five Newton-Schulz steps (quintic, coefficients of the Muon optimizer) toward the nearest
-    semi-orthogonal matrices.
-    """
+    """Run five Newton-Schulz steps toward the nearest semi-orthogonal matrices."""
     x = matrices.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
     if tall:
@@ -164,7 +156,7 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 
 
 class Muon:
-    """Momentum, orthogonalised; one batched call per matrix shape. Written by `step` only."""
+    """The Muon optimizer: orthogonalized momentum, one batched call per matrix shape."""
 
     def __init__(
         self,
@@ -188,7 +180,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
-        """One update; each element moves by about 0.2 * rate."""
+        """Run one update, which moves each element by about 0.2 * rate."""
         for group, buffer in zip(self.groups, self.buffers, strict=True):
             grad = torch.cat(
                 [p.grad.reshape(-1, *p.shape[-2:]) for p in group if p.grad is not None]
@@ -206,7 +198,7 @@ class Muon:
 
 
 class Trainer:
-    """Model, optimizers and the compiled step. Written by `step` only."""
+    """Model, optimizers and the compiled step."""
 
     def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
         self.arguments, self.device = arguments, device
@@ -271,14 +263,14 @@ class Trainer:
         )[:, None]
 
     def rate(self) -> float:
-        """Share of the full learning rate at this step and time."""
+        """The factor of the learning rate at this step and time."""
         done = min(1.0, self.elapsed / self.arguments.seconds)
         return min(1.0, (self.step_count + 1) / WARMUP_STEPS) * min(
             1.0, (1 - done) / (1 - STABLE_SHARE)
         )
 
     def step(self, batch: Batch) -> Tensor:
-        """One optimizer step; returns the loss (still on the device)."""
+        """Run one optimizer step; returns the loss on the device."""
         self.documents.copy_(batch.documents)
         loss, loads = self.loss(batch.tokens, batch.inputs, batch.targets, self._mask())
         loss.backward()
@@ -301,7 +293,7 @@ class Trainer:
         return loss.detach()
 
     def save(self, path: Path) -> None:
-        """Everything a resumed run needs."""
+        """Save all that a resumed run needs."""
         state = {
             "model": self.model.state_dict(), "adam": self.adam.state_dict(),
             "muon": self.muon.buffers,
@@ -320,7 +312,7 @@ class Trainer:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Train until the time is up, printing a line and saving from time to time."""
+    """Train until the time is up; print and save at intervals."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trainer = Trainer(arguments, device)
     if arguments.state.exists():

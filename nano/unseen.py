@@ -1,6 +1,4 @@
-"""Names, words and identifiers without end: training on them teaches the model to copy what it has
-never seen.
-"""
+"""Unlimited invented names, words and identifiers, which teach the model to copy unknown text."""
 
 # ruff: noqa: SIM905 (word lists read better as text)
 
@@ -89,9 +87,7 @@ STEMS = sorted({part for key in KEYS for part in key.lower().split("_") if len(p
 
 
 def word(rng: random.Random) -> str:
-    """An invented word of one to four syllables, spelled in ways that the shared generators'
-    syllables do not have.
-    """
+    """An invented word of one to four syllables that the shared generators lack."""
     syllables = rng.choices((1, 2, 3, 4), weights=(20, 45, 25, 10))[0]
     text = "" if syllables > 1 else rng.choice(_ONSETS)
     for _ in range(syllables):
@@ -104,7 +100,7 @@ def word(rng: random.Random) -> str:
 
 
 def letters(rng: random.Random) -> str:
-    """Letters and digits without any pattern."""
+    """Random letters and digits."""
     pool = rng.choice(
         (
             string.ascii_lowercase,
@@ -138,9 +134,7 @@ def name(rng: random.Random) -> str:
 
 
 def identifier(rng: random.Random, *, function: bool = False) -> str:
-    """A name as programs have them: of known parts, invented ones, or letters, in any of the usual
-    styles.
-    """
+    """A program identifier of known or invented parts in one of the usual styles."""
     roll = rng.random()
     if roll < 0.35 and not function:
         return rng.choice(KEYS)
@@ -171,7 +165,7 @@ def identifier(rng: random.Random, *, function: bool = False) -> str:
 
 
 def value(rng: random.Random) -> str:
-    """A text value that no list holds."""
+    """A text value that is in no list."""
     roll = rng.random()
     if roll < 0.35:
         return " ".join(word(rng) for _ in range(rng.randint(1, 3)))

@@ -1,8 +1,7 @@
-"""Training-only variety: word problems in other words, and tools asked for with prepositions
-instead of parameter names.
+"""Training-only variety: rephrased word problems, and tools requested with prepositions.
 
-The evaluated generators keep to their own word lists; what is here teaches the model to copy
-unknown words and to read a schema.
+It teaches the model to copy unknown words and to read schemas; the evaluated generators use fixed
+word lists.
 """
 
 # ruff: noqa: SIM905 (tables of phrases)
@@ -408,9 +407,7 @@ NATURAL: tuple[tuple[str, str, str, str], ...] = (
 
 
 def draw_problem(rng: random.Random) -> arithmetic.MathProblem:
-    """A word problem with unusual people and things, half of the time in one of the additional
-    phrasings.
-    """
+    """A word problem with unusual people and objects, half of the time rephrased."""
     roll = rng.random()
     templates: tuple[Template, ...] | None = MORE if roll < 0.3 else None
     if roll > 0.5:
@@ -443,7 +440,7 @@ def draw_problem(rng: random.Random) -> arithmetic.MathProblem:
 
 
 def rename(words: dict[str, str], rng: random.Random) -> None:
-    """Replace the words of the lists by others, in place."""
+    """Replace the listed words by others, in place."""
     taken: set[str] = set()
     for slot in "ABC":
         while words[slot] in taken or slot not in taken:
@@ -494,9 +491,7 @@ def _plural(noun: str) -> str:
 
 
 def natural_tool(rng: random.Random) -> Any:
-    """A tool with a random action whose values the user gives with prepositions: 'schedule a call
-    with Maria at 15:30'.
-    """
+    """A tool whose values are given with prepositions: 'schedule a call with Maria at 15:30'."""
     verb = rng.choice(tool_calls.VERBS)
     noun = rng.choice(common.NOUNS)
     article = "an" if noun[0] in "aeiou" else "a"

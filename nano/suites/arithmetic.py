@@ -1,8 +1,8 @@
-"""Seeded arithmetic word problems with exact integer answers: the `nano-math` accuracy suite.
+"""Seeded arithmetic word problems with exact integer answers: the `nano-math` suite.
 
-A problem is one to three steps of addition, subtraction, multiplication or exact division on
-operands of at most 999. One sixteenth of all problems, chosen by a hash of the text, is for
-evaluation only (`held_out`); training data never holds it.
+A problem has one to three steps of addition, subtraction, multiplication or exact division with
+operands of at most 999. One sixteenth of all problems, by a hash of the text, is held out from
+training.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from nano.suites import common
 from nano.suites.arithmetic_templates import BARE, ONE_STEP, PLACES, THREE_STEP, TWO_STEP, Template
 
-Rename = Callable[[dict[str, str], random.Random], None]  # changes the words of the slots in place
+Rename = Callable[[dict[str, str], random.Random], None]  # changes the words in place
 
 MAX_OPERAND = 999
 MAX_RESULT = 9999
@@ -54,20 +54,18 @@ class MathProblem:
 
 
 class _Unlucky(Exception):
-    """The numbers drawn so far cannot be completed; draw again."""
+    """The drawn numbers cannot be completed."""
 
 
 def generate(seed: int) -> MathProblem:
-    """The problem of this seed; equal seeds give equal problems on every platform."""
+    """The problem of this seed, equal on all platforms."""
     return draw(random.Random(f"nano-math:{seed}"))
 
 
 def draw(
     rng: random.Random, *, templates: Sequence[Template] | None = None, rename: Rename | None = None
 ) -> MathProblem:
-    """A random problem from `rng`; training data may bring its own templates and replace the words
-    of the slots.
-    """
+    """Draw a problem; training data may bring its own templates and replace words."""
     family = (
         templates
         or rng.choices((ONE_STEP, TWO_STEP, THREE_STEP, BARE), weights=(30, 30, 22, 18))[0]
@@ -81,7 +79,7 @@ def draw(
 
 
 def held_out(problem: MathProblem) -> bool:
-    """Whether this problem is reserved for evaluation."""
+    """Whether this problem is held out from training."""
     return common.is_held_out("nano-math\n" + common.normalise(problem.text))
 
 

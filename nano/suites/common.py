@@ -1,7 +1,6 @@
-"""Vocabulary, value generators and the evaluation split shared by the `nano` problem generators.
+"""Word lists, value generators and the evaluation split of the suites.
 
-Everything is pure Python and driven by an explicit `random.Random`, so a seed fixes the text on
-every platform.
+A `random.Random` drives everything, so a seed gives the same text on all platforms.
 """
 
 # ruff: noqa: E501, SIM905 (word lists and tables read better as text)
@@ -16,13 +15,11 @@ from typing import TypeVar
 
 Problem = TypeVar("Problem")
 
-HELD_OUT_SHARE = 16  # one in this many problems belongs to evaluation only
+HELD_OUT_SHARE = 16  # one in this many problems is held out
 
 
 def is_held_out(canonical_text: str) -> bool:
-    """Whether a problem with this canonical text is reserved for evaluation (a fixed 1/16 of the
-    SHA-256 space).
-    """
+    """Whether a problem with this canonical text is held out: a fixed 1/16 of the SHA-256 space."""
     digest = hashlib.sha256(canonical_text.encode("utf-8")).digest()
     return digest[0] % HELD_OUT_SHARE == 0
 
@@ -31,7 +28,7 @@ def distinct_problems(
     generate: Callable[[int], Problem], held_out: Callable[[Problem], bool],
     key: Callable[[Problem], str], *, count: int, seed: int,
 ) -> list[Problem]:  # fmt: skip
-    """The first `count` held-out problems of `seed` that differ by their `key`."""
+    """The first `count` held-out problems of `seed` with different keys."""
     found: dict[str, Problem] = {}
     numbers = itertools.count(seed * 10_000_000)
     while len(found) < count:
@@ -42,9 +39,7 @@ def distinct_problems(
 
 
 def normalise(text: str) -> str:
-    """Collapse white space and case: two texts that differ only in those count as the same
-    problem.
-    """
+    """Collapse white space and case, which do not make a problem different."""
     return " ".join(text.lower().split())
 
 
@@ -99,7 +94,7 @@ COLOURS = (
     "red blue green yellow orange purple black white silver gold pink brown grey teal violet navy"
 ).split()
 
-# singular and plural of things that one can count
+# singular and plural of countable things
 OBJECTS = tuple(
     (pair.split("/")[0], pair.split("/")[1])
     for pair in (
@@ -253,7 +248,7 @@ def person(rng: random.Random) -> str:
 
 
 def pseudo_word(rng: random.Random) -> str:
-    """A pronounceable word that means nothing, so that it can only be copied."""
+    """A pronounceable word without a meaning."""
     return "".join(rng.choice(SYLLABLES) for _ in range(rng.randint(2, 4)))
 
 

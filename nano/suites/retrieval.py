@@ -1,9 +1,8 @@
-"""Seeded questions whose answer is far back in the context: the `nano-retrieval` suites at 2k, 4k
-and 8k tokens.
+"""Seeded questions about distant text: the `nano-retrieval` suites at 2k, 4k and 8k tokens.
 
-A text holds hundreds of facts that share their words, among sentences that say nothing, and one of
-the facts is asked for; or many tools are declared, and one of them is needed. One sixteenth of all
-questions, chosen by a hash of question and answer, is for evaluation only.
+A text holds hundreds of similar facts among other sentences, and one fact is asked for. Or many
+tools are declared, and one is needed. One sixteenth of all questions, by a hash of question and
+answer, is held out from training.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from typing import Any
 
 from nano.suites import common, tool_calls
 
-# name -> tokens of a prompt with nano's tokenizer, about
+# name -> approximate tokens of a prompt
 LENGTHS = {"2k": 2_048, "4k": 4_096, "8k": 7_900}
 _PIECE = re.compile(r"\d|[^\W\d_]+|_|[^\w\s]+|\n")
 _TOKENS_PER_PIECE = 1.12  # of nano's vocabulary, in these texts
 _TOKENS_PER_TOOL_PIECE = 1.04
-_FRAME = 130  # tokens of everything around the text
+_FRAME = 130  # tokens around the text
 
 _SENTENCES = (
     "{p} {v} the {n} near {c}.",
@@ -38,27 +37,27 @@ _COMPARED = ("larger", "smaller", "older", "newer", "better", "cheaper")
 
 @dataclass(frozen=True)
 class Fact:
-    """One thing that a text says: how it says so, how one asks, and the answer."""
+    """A fact of a text: its line, a question for it, and the answer."""
 
     line: str
     question: str
     answer: str
-    value: str  # what the answer must hold
+    value: str  # a word of each correct answer
 
     @property
     def subject(self) -> str:
-        """What the value is of; no two facts of a text have the same."""
+        """The line without the value, unique in a text."""
         return self.line.removesuffix(".").removesuffix(self.value)
 
     @property
     def is_held_out(self) -> bool:
-        """Whether it may be asked for in evaluation only."""
+        """Whether it is held out from training."""
         return common.is_held_out(f"nano-retrieval\n{self.subject}{self.value}")
 
 
 @dataclass(frozen=True)
 class RetrievalProblem:
-    """A conversation that ends with a question, and what answers it: a fact or calls."""
+    """A conversation that ends with a question, and the fact or the calls that answer it."""
 
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...]
@@ -67,12 +66,12 @@ class RetrievalProblem:
 
 
 def estimated_tokens(text: str, per_piece: float = _TOKENS_PER_PIECE) -> float:
-    """About how many tokens of nano's vocabulary the text has."""
+    """The approximate number of nano's tokens in a text."""
     return len(_PIECE.findall(text)) * per_piece
 
 
 def draw_facts(rng: random.Random, tokens: float, *, style: str) -> tuple[str, list[Fact]]:
-    """A text of about `tokens` tokens, and the facts in it. Styles: "sentences", "settings"."""
+    """Draw a text of about `tokens` tokens and its facts. Styles: "sentences", "settings"."""
     share = rng.uniform(0.25, 0.9)  # of the lines are facts
     lines: list[str] = []
     facts: dict[str, Fact] = {}
@@ -91,7 +90,7 @@ def draw_facts(rng: random.Random, tokens: float, *, style: str) -> tuple[str, l
 
 
 def draw_tools(rng: random.Random, tokens: float) -> list[tuple[tool_calls.Tool, dict[str, Any]]]:
-    """Tools with their declarations, of about `tokens` tokens in all; no two do the same."""
+    """Draw different tools with declarations of about `tokens` tokens in all."""
     found: dict[str, tuple[tool_calls.Tool, dict[str, Any]]] = {}
     actions: set[str] = set()
     while tokens > 0:
@@ -108,9 +107,7 @@ def draw_tools(rng: random.Random, tokens: float) -> list[tuple[tool_calls.Tool,
 
 
 def generate(length: str, seed: int) -> RetrievalProblem:
-    """The problem of this seed, reserved for evaluation; `length` is a key of `LENGTHS`. Equal
-    seeds give equal problems on every platform.
-    """
+    """The held-out problem of this seed; `length` is a key of `LENGTHS`."""
     rng = random.Random(f"nano-retrieval:{length}:{seed}")
     tokens = LENGTHS[length] - _FRAME
     kind = rng.choice(("sentences", "settings", "tools"))
@@ -135,12 +132,12 @@ def generate(length: str, seed: int) -> RetrievalProblem:
 
 
 def problems(length: str, count: int, seed: int = 0) -> list[RetrievalProblem]:
-    """`count` problems reserved for evaluation."""
+    """The first `count` held-out problems of a seed."""
     return [generate(length, seed * 10_000_000 + number) for number in range(count)]
 
 
 def is_request_held_out(text: str) -> bool:
-    """Whether this request for a call among many tools is reserved for evaluation."""
+    """Whether this request for a call is held out from training."""
     return common.is_held_out(f"nano-retrieval\n{common.normalise(text)}")
 
 

@@ -1,8 +1,7 @@
-"""Seeded tool-call problems with exact expected calls: the `nano-tools` accuracy suite.
+"""Seeded tool-call problems with exact expected calls: the `nano-tools` suite.
 
-Every problem declares one to four tools with randomised names, descriptions and typed parameters,
-and asks for one to three calls (a few ask for none). One sixteenth of all problems, chosen by a
-hash of tools and text, is for evaluation only (`held_out`).
+A problem declares one to four tools with random names, descriptions and typed parameters, and asks
+for up to three calls. One sixteenth of all problems, by a hash of tools and text, is held out.
 """
 
 # ruff: noqa: SIM905 (long word lists read better as text)
@@ -90,12 +89,12 @@ class Tool:
 
 
 def generate(seed: int) -> ToolProblem:
-    """The problem of this seed; equal seeds give equal problems on every platform."""
+    """The problem of this seed, equal on all platforms."""
     return draw(random.Random(f"nano-tools:{seed}"))
 
 
 def held_out(problem: ToolProblem) -> bool:
-    """Whether this problem is reserved for evaluation."""
+    """Whether this problem is held out from training."""
     canonical = (
         json.dumps(problem.tools, sort_keys=True, ensure_ascii=False)
         + "\n"
@@ -139,7 +138,7 @@ def draw_request(declared: Sequence[Tool], rng: random.Random) -> tuple[str, tup
         target = rng.choice(declared)
     joiner = rng.choice((" ", " ", "\n", " Also: ", " Then: ", " After that: "))
     if any(text[-1] not in ".?!" for text in texts):
-        joiner = "\n"  # a text without a full stop could run into the next one
+        joiner = "\n"  # without a full stop, a text could run into the next one
     prefix = rng.choice(
         (
             "",
@@ -177,9 +176,7 @@ def draw_tools(rng: random.Random, count: int) -> list[Tool]:
 
 
 def as_json(tool: Tool, rng: random.Random) -> dict[str, Any]:
-    """The tool as an API request declares it; the key order varies a little, as clients' orders
-    do.
-    """
+    """Declare the tool as an API request does, with small variations of the key order."""
     properties = {parameter.name: parameter.schema for parameter in tool.parameters}
     required = [parameter.name for parameter in tool.parameters if parameter.required]
     parameters: dict[str, Any] = {"type": "object", "properties": properties}
@@ -293,7 +290,7 @@ def _composed_parameter(style: str, earlier: Sequence[Parameter], rng: random.Ra
             f"The {words} of the request",
         )
     )
-    if rng.random() < 0.06:  # the name says nothing: only the description does
+    if rng.random() < 0.06:  # the description, not the name, tells the meaning
         name = f"{rng.choice('abcdefgkmnpqrstuvwxyz')}{len(earlier) + 1}"
         description = f"The {words}"
     fragments = (
@@ -379,7 +376,7 @@ def _composed_text(
 
 
 def _list_request(tool: Tool, rng: random.Random) -> tuple[str, tuple[Call, ...]]:
-    """One sentence that names several values of the first parameter: one call for each."""
+    """Request several values of the first parameter in one sentence, with one call for each."""
     parameter = tool.parameters[0]
     values: list[Value] = []
     wanted = rng.choice((2, 2, 3))

@@ -1,8 +1,7 @@
-"""Typed values of `tool_calls`: how each kind is drawn, declared as JSON schema and written in a
-request.
+"""Typed values of `tool_calls`: drawing, JSON schema, and wording.
 
-A kind is `string:<what>`, `integer:<low>-<high>`, `number:<low>-<high>`, `boolean`,
-`enum:<a>,<b>,…`, `strings:<what>` or `integers:<low>-<high>`; the last two are lists.
+A kind is `string:<name>`, `integer:<low>-<high>`, `number:<low>-<high>`, `boolean`,
+`enum:<a>,<b>,…`, `strings:<name>` or `integers:<low>-<high>`; the last two are lists.
 """
 
 # ruff: noqa: E501, SIM905 (word lists and tables read better as text)
@@ -169,7 +168,7 @@ def draw_value(kind: str, rng: random.Random) -> Value:
 
 
 def schema_of(kind: str, description: str, rng: random.Random) -> dict[str, Any]:
-    """The JSON schema of a kind; a description, if any, stands after the type or before it."""
+    """The JSON schema of a kind; its description comes first or last."""
     family, _, spec = kind.partition(":")
     schema: dict[str, Any]
     match family:
@@ -191,7 +190,7 @@ def schema_of(kind: str, description: str, rng: random.Random) -> dict[str, Any]
 
 
 def show(value: Value, *, on_off: bool = False, yes_no: bool = False) -> str:
-    """A value as people write it in a sentence."""
+    """Write a value as people do in a sentence."""
     if isinstance(value, bool):
         words = ("on", "off") if on_off else ("yes", "no") if yes_no else ("true", "false")
         return words[0] if value else words[1]

@@ -1,9 +1,9 @@
-"""Seeded sessions of a coding agent: one long system prompt and its tools for all, and a history
-that grows with each turn.
+"""Seeded sessions of a coding agent with a shared system prompt, shared tools and a growing
+history.
 
-A turn asks for the next step; its answer is thinking and tool calls, their results are pieces of
-files, and after a handful of steps an answer ends the task and the user sets the next one. The
-whole history, thinking included, is sent each time, as agents do.
+Each turn asks for the next step. Its answer is thinking and tool calls, whose results are pieces of
+files. After some steps an answer ends the task, and the user sets the next one. Each request sends
+the whole history, thinking included.
 """
 
 # ruff: noqa: SIM905 (word lists read better as text)
@@ -19,7 +19,7 @@ from typing import Any
 from negamax.bench.serve_options import BenchOptions
 from negamax.bench.serve_workloads import Session, SessionTurn, TextScale, TurnResponse, Turns
 
-STEPS_PER_TASK = (3, 9)  # turns until the user speaks again
+STEPS_PER_TASK = (3, 9)  # turns until the next user message
 RESULT_SPREAD = (0.3, 1.7)  # of a tool result's length
 TWO_CALLS_SHARE = 0.25
 
@@ -81,17 +81,15 @@ _TOOLS: tuple[tuple[str, str, dict[str, str]], ...] = (
 
 @dataclass(frozen=True)
 class _Step:
-    """What an assistant turn recorded: thinking, text, and calls with their results; or a new
-    question.
-    """
+    """A recorded assistant turn, with the results of its calls or the next question."""
 
     message: dict[str, Any]
-    results: tuple[str, ...]  # of its calls
-    question: str  # by the user, where there are no calls
+    results: tuple[str, ...]  # of the calls
+    question: str  # by the user, if there are no calls
 
 
 class AgentSessions:
-    """Generates sessions. Lengths in tokens become characters by `scale`."""
+    """Generates sessions; `scale` converts lengths in tokens to characters."""
 
     def __init__(
         self, options: BenchOptions, *, scale: TextScale, context_length: int | None
@@ -108,7 +106,7 @@ class AgentSessions:
             yield self.session()
 
     def session(self) -> Session:
-        """The next session: `agent_turns` long, or as long as the context length allows."""
+        """Make the next session: `agent_turns` long, or as long as the context length allows."""
         rng = random.Random(self._rng.getrandbits(64))
         opening = _task(rng)
         steps: list[_Step] = []
@@ -137,7 +135,7 @@ class AgentSessions:
         answer = yield self._turn(history, pause=0.0)
         for step in steps:
             if live and answer.record.error is not None:
-                return  # there is no answer to go on with
+                return  # no answer to continue with
             history = [*history, *(_live_reply(answer, step) if live else _recorded_reply(step))]
             answer = yield self._turn(history, pause=self._options.agent_pause)
 
@@ -178,13 +176,11 @@ def _recorded_reply(step: _Step) -> list[dict[str, Any]]:
 
 
 def _live_reply(answer: TurnResponse, step: _Step) -> list[dict[str, Any]]:
-    """The server's own answer, with a result for each of its calls; what the user says where it
-    made none.
-    """
+    """The server's own answer with a result for each of its calls, or with a user message."""
     assert answer.message is not None
     message = dict(answer.message)
     calls = message.get("tool_calls", [])
-    # a call that was cut off cannot be sent back
+    # a truncated call cannot be sent back
     if answer.record.finish_reason != "tool_calls" or not calls:
         message.pop("tool_calls", None)
         return [message, {"role": "user", "content": step.question or "\n".join(step.results)}]
@@ -275,9 +271,7 @@ def _system_prompt(rng: random.Random, num_chars: int) -> str:
 
 
 def source_code(rng: random.Random, num_chars: int) -> str:
-    """Lines of a made-up Python file, numbered as tools show them, exactly `num_chars`
-    characters.
-    """
+    """Make numbered lines of a Python file, exactly `num_chars` characters."""
     lines: list[str] = []
     size, number = 0, rng.randint(1, 400)
     while size <= num_chars:

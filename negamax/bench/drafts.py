@@ -18,17 +18,17 @@ SYNTHETIC = "negamax:synthetic_acceptance_length"
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """Since a start: rows with drafts, their draft tokens, and how many were right."""
+    """Sequences with drafts, their draft tokens and the accepted ones, since a start."""
 
     drafts: int = 0
     draft_tokens: int = 0
     accepted: int = 0
     per_position: tuple[int, ...] = ()
-    is_synthetic: bool = False  # they count as right by a schedule
+    is_synthetic: bool = False  # accepted by a schedule
 
     @staticmethod
     def of_stats(stats: EngineStats, speculation: SpeculationConfig | None) -> DraftCounts:
-        """As the engine counts."""
+        """Read the engine's counters."""
         rates = speculation.synthetic_acceptance_rates if speculation else None
         return DraftCounts(
             stats.num_drafts,
@@ -40,14 +40,14 @@ class DraftCounts:
 
     @staticmethod
     def of_metrics(text: str) -> DraftCounts:
-        """The counts in an answer of /metrics, ours or vLLM's, summed over models and engines."""
+        """Read the counters of /metrics, ours or vLLM's, summed over models and engines."""
         from prometheus_client.parser import text_string_to_metric_families  # slow to import
 
         sums: dict[str, float] = {}
         positions: dict[int, float] = {}
         try:
             samples = [one for each in text_string_to_metric_families(text) for one in each.samples]
-        except ValueError:  # a page of something else than metrics
+        except ValueError:  # not a page of metrics
             samples = []
         for sample in samples:
             if not math.isfinite(sample.value):
@@ -67,7 +67,7 @@ class DraftCounts:
         )
 
     def since(self, earlier: DraftCounts) -> DraftCounts:
-        """What has come since."""
+        """Subtract earlier counts."""
         return self._plus(earlier, -1)
 
     def __add__(self, other: DraftCounts) -> DraftCounts:
@@ -84,7 +84,7 @@ class DraftCounts:
         )
 
     def summary(self) -> dict[str, Any]:
-        """The counts under vLLM's names; empty where nothing was drafted."""
+        """The counts under vLLM's names; empty without drafts."""
         if self.drafts <= 0 or self.draft_tokens <= 0:
             return {}
         length = 1.0 + self.accepted / self.drafts

@@ -1,4 +1,4 @@
-"""Figures of engines whose ranks run different layers or different requests."""
+"""Figures of engines whose ranks run different layers or requests."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from negamax.worker.config import DebugResult
 
 
 def sizes(options: EngineOptions) -> dict[str, int]:
-    """The numbers of ranks that a result belongs to: of the axes but tensor parallelism those that
-    are used.
-    """
+    """The sizes of the parallel axes other than tensor parallelism that are larger than 1."""
     given = {
         name: getattr(options, name) for name in ("pipeline_parallel_size", "data_parallel_size")
     }
@@ -22,31 +20,32 @@ def sizes(options: EngineOptions) -> dict[str, int]:
 
 
 def label(result: dict[str, Any]) -> str:
-    """Such as "PP2 DP2 TP1", of a result with its `sizes`."""
+    """A label such as "PP2 DP2 TP1" for a result with its `sizes`."""
     names = (("PP", "pipeline"), ("DP", "data"), ("TP", "tensor"))
     keys = ((word, f"{name}_parallel_size") for word, name in names)
     return " ".join(f"{word}{result[key]}" for word, key in keys if key in result)
 
 
 class Group:
-    """The ranks of an engine."""
+    """The number of ranks of an engine."""
 
     def __init__(self, layout: ParallelLayout) -> None:
         self._layout = layout
 
     def step_rows(self, num_requests: int) -> int:
-        """Rows of one step while so many requests generate: in a pipeline they take turns."""
+        """Sequences in one step with so many running requests; pipeline stages take turns."""
         return -(-num_requests // self._layout.pp)
 
     def rank_rows(self, num_requests: int) -> int:
-        """Rows of such a step on the data-parallel rank that has the most."""
+        """The same on the most loaded data-parallel rank."""
         return -(-self.step_rows(num_requests) // self._layout.dp)
 
     def distinct_experts(self, answers: Sequence[DebugResult]) -> float | None:
-        """How many experts of a layer the rows of a step have chosen, on all data-parallel ranks
-        together: the mean over the layers of all stages. None: no step has run, or nobody knows.
+        """Distinct experts per layer that a step selects on all data-parallel ranks together.
+
+        The mean over all layers; None if it is not known.
         """
-        chosen: dict[int, list[set[int]]] = {}  # by stage, of each of its layers
+        chosen: dict[int, list[set[int]]] = {}  # by stage and layer
         for rank, answer in enumerate(answers):
             if answer.experts is None:
                 return None
@@ -58,7 +57,7 @@ class Group:
         return sum(counts) / len(counts) if any(counts) else None
 
     def stage_milliseconds(self, answers: Sequence[DebugResult]) -> list[float]:
-        """The time of a step on each stage, by its slowest rank; empty where one is not known."""
+        """The step time of each stage's slowest rank; empty if one is not known."""
         slowest: dict[int, float] = {}
         for rank, answer in enumerate(answers):
             if answer.number is None:

@@ -1,14 +1,11 @@
-"""`negamax bench offline`: how fast prompts are run and tokens generated, without a server in
-between.
+"""`negamax bench offline`: speed of prefill and decode without a server.
 
-For each batch size: a short batch that is not timed, and one in which the experts are counted; a
-batch that generates one token, whose time is the prefill time; and a batch that generates
-`output_len` tokens. The time per output token is the difference of the two over `output_len - 1`,
-so steps that mix prompts with generation are counted in it.
+For each batch size it runs an untimed short batch, a batch that counts experts, a batch that
+generates one token (the prefill time), and a batch that generates `output_len` tokens. The time per
+output token is the difference of the two over `output_len - 1`, so it includes mixed batches.
 
-With `cached_prompts` the second batch has the prompts of the first, which the prefix cache holds,
-and its tokens are timed from its last first token on: what a step takes behind long contexts, which
-are read once.
+With `cached_prompts` the last batch repeats cached prompts, and its tokens are timed from the last
+first token on. This measures decode steps after long contexts.
 """
 
 from __future__ import annotations
@@ -36,14 +33,14 @@ from negamax.parallel.layout import ParallelLayout
 from negamax.worker.config import DECODE_SECONDS, DISTINCT_EXPERTS, OBSERVE_ROUTING
 
 WARM_UP_TOKENS = 8
-# more than the steps in which the last prompts still run beside the first ones' tokens
+# more than the steps in which the last prompts overlap with the first tokens
 OBSERVED_TOKENS = 24
 SCHEMA = "negamax-bench-offline/1"
 
 
 @dataclass(frozen=True)
 class OfflineWorkload:
-    """Batches of `concurrency` requests that are started together. Lengths in tokens."""
+    """Batches of `concurrency` concurrent requests. Lengths in tokens."""
 
     input_len: int
     output_len: int
@@ -53,8 +50,8 @@ class OfflineWorkload:
     top_p: float = 1.0
     repeat: int = 1
     seed: int = 0
-    count_experts: bool = True  # in a batch of its own that is not timed
-    cached_prompts: bool = False  # tokens are timed behind prompts of the prefix cache
+    count_experts: bool = True  # in its own untimed batch
+    cached_prompts: bool = False  # time decode steps after cached prompts
 
     def __post_init__(self) -> None:
         for flag, value, low in (
@@ -71,9 +68,9 @@ class OfflineWorkload:
 class Repeat:
     """One measurement of one batch size, in seconds unless a name says otherwise."""
 
-    prefill_seconds: float  # of a batch that ends there: every request has its first token
-    ttft: tuple[float, ...]  # of the batch that goes on
-    total_seconds: float  # of the batch that goes on
+    prefill_seconds: float  # of the batch with one token per request
+    ttft: tuple[float, ...]  # of the timed batch
+    total_seconds: float  # of the timed batch
     tpot: float  # (total - prefill) / (output_len - 1)
     tpot_in_batch: float  # (total - the last first token of the same batch) / (output_len - 1)
     step_median: float
@@ -82,11 +79,11 @@ class Repeat:
     idle: float
     cached_tokens: int
     preemptions: int
-    drafts: DraftCounts = NO_DRAFTS  # of the batch that goes on
+    drafts: DraftCounts = NO_DRAFTS  # of the timed batch
 
 
 def conditions(options: EngineOptions, workload: OfflineWorkload) -> dict[str, Any]:
-    """What two results must have in common to be compared."""
+    """The settings that two results must share to be compared."""
     return {
         "model": options.model,
         "num_layers": locate(options).spec.num_layers,
@@ -100,11 +97,10 @@ def conditions(options: EngineOptions, workload: OfflineWorkload) -> dict[str, A
 def run(
     options: EngineOptions, workload: OfflineWorkload, *, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Start an engine, measure every batch size, stop it; the document that `--json` writes. `say`
-    gets lines of progress.
+    """Measure each batch size with a new engine; returns the document of `--json`.
 
-    Errors: `ConfigError` where the batches do not fit the engine, or it has no prefix cache for
-    `cached_prompts`.
+    `say` gets lines of progress. Errors: `ConfigError` if the batches do not fit the engine, or if
+    `cached_prompts` lacks a prefix cache.
     """
     if workload.cached_prompts and not options.enable_prefix_caching:
         raise ConfigError(
@@ -185,8 +181,8 @@ def _warm_up(
     *,
     num_requests: int,
 ) -> float | None:
-    """Run a short batch or two; the distinct experts per layer and step of its decode steps, where
-    they are to be counted.
+    """Run one or two short batches; returns the distinct experts per layer and decode step if
+    counted.
     """
     seen: list[float] = []
 
@@ -255,7 +251,7 @@ def summarize(repeats: Sequence[Repeat], *, num_requests: int, input_len: int) -
 
     prefill, tpot = median(lambda r: r.prefill_seconds), median(lambda r: r.tpot)
     measured = sum(r.busy + r.idle for r in repeats)
-    is_found = tpot > 0  # a few tokens can take less than prefills differ by
+    is_found = tpot > 0  # a few tokens can take less time than prefills vary
     return {
         "concurrency": num_requests,
         "ttft_ms_median": 1e3 * median(lambda r: statistics.median(r.ttft)),

@@ -1,4 +1,4 @@
-"""Pictures of measurements. matplotlib is asked for only here."""
+"""Plots of measurements. Only this module imports matplotlib."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from negamax.bench.serve_compare import Series, load_of
 
 
 def blank_figure(size: tuple[float, float]) -> Any:
-    """An empty figure of `size` inches. Errors: `ConfigError` where matplotlib is missing."""
+    """Make an empty figure of `size` inches. Errors: `ConfigError` if matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -24,10 +24,9 @@ def blank_figure(size: tuple[float, float]) -> Any:
 
 
 def plot_offline(file: Path, results: Sequence[Mapping[str, Any]]) -> None:
-    """Time per output token over batch size, one line per result and the limit where the first one
-    has it.
+    """Plot time per output token over batch size, a line per result and the limit of the first.
 
-    The suffix of `file` says the format (png, svg, pdf). Errors: `ConfigError` where matplotlib is
+    The suffix of `file` is the format (png, svg, pdf). Errors: `ConfigError` if matplotlib is
     missing.
     """
     figure = blank_figure((7, 4.5))
@@ -64,10 +63,9 @@ def plot_offline(file: Path, results: Sequence[Mapping[str, Any]]) -> None:
 
 
 def plot_serving(file: Path, measured: Measurement, *, rule: str, title: str) -> None:
-    """Four pictures of a run: distributions of first tokens and of gaps, latency over time, tokens
-    and requests over time.
+    """Plot a run: distributions of TTFT and ITL, latency and load over time.
 
-    The suffix of `file` says the format. Errors: `ConfigError` where matplotlib is missing.
+    The suffix of `file` is the format. Errors: `ConfigError` if matplotlib is missing.
     """
     figure = blank_figure((11, 7.5))
     (first, gaps), (latency, load) = figure.subplots(2, 2)
@@ -82,8 +80,9 @@ def plot_serving(file: Path, measured: Measurement, *, rule: str, title: str) ->
 
 
 def plot_comparison(file: Path, series: Sequence[Series], *, title: str) -> None:
-    """Throughput against latency, a line per series: over TPOT and over TTFT. Each point says its
-    load. The suffix of `file` says the format. Errors: `ConfigError` where matplotlib is missing.
+    """Plot throughput over TPOT and over TTFT, a line per series, each point with its load.
+
+    The suffix of `file` is the format. Errors: `ConfigError` if matplotlib is missing.
     """
     figure = blank_figure((11, 5))
     by_tpot, by_ttft = figure.subplots(1, 2, sharey=True)
@@ -117,7 +116,7 @@ def _throughput_over(axes: Any, series: Sequence[Series], latency_name: str) -> 
 
 
 def _plain_numbers(axis: Any) -> None:
-    """A logarithmic axis with 1, 2, 5, 10 and so on."""
+    """Label a logarithmic axis with 1, 2, 5, 10 and so on."""
     from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -132,9 +131,7 @@ def _whole_numbers(axis: Any) -> None:
 
 
 def _histogram(axes: Any, seconds: Sequence[float], *, title: str) -> None:
-    """Counts on a logarithmic time axis, the share that is done as a line, median and p99
-    marked.
-    """
+    """Plot counts on a logarithmic time axis, the cumulative share, median and p99."""
     axes.set(title=title, xlabel="ms")
     ordered = sorted(1e3 * max(value, 1e-6) for value in seconds)
     if not ordered:

@@ -1,6 +1,6 @@
-"""`negamax bench profile`: the time of a decode step, by operation.
+"""`negamax bench profile`: the time of a decode step by operation.
 
-The GPU kernels of rank 0 (on a CPU: PyTorch's operators) are recorded over a few decode steps of a
+It records the GPU kernels of rank 0 (on a CPU, PyTorch's operators) over a few decode steps of a
 batch whose sequences all have the same context.
 """
 
@@ -24,8 +24,8 @@ from negamax.worker.config import START_PROFILE, STOP_PROFILE, KernelTime
 SCHEMA = "negamax-bench-profile/1"
 WARM_UP_STEPS = 8
 
-# Operation, and how the names of its GPU kernels begin; the first match counts. `_kernel_name` has
-# taken decorations off.
+# Operations and prefixes of their kernels' names, as `_kernel_name` returns them; the first match
+# counts.
 OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("all-reduce + add + norm", ("_all_reduce_add_rms", "_push_partials", "_add_rms_all_gather")),
     ("tokens to experts and back", ("_dispatch_kernel", "_combine_kernel")),
@@ -91,18 +91,16 @@ OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 @dataclass(frozen=True)
 class OperationTime:
-    """One operation (or a kernel that belongs to none) in one decode step of rank 0."""
+    """The share of one operation, or of an unknown kernel, in a decode step of rank 0."""
 
     operation: str
     microseconds: float  # per step
     launches: float  # per step
-    kernels: tuple[str, ...]  # the kernels' names as recorded
+    kernels: tuple[str, ...]  # the recorded kernel names
 
 
 def operation_of(kernel: str) -> str:
-    """The operation that the GPU kernel named `kernel` belongs to; its own short name where none is
-    known.
-    """
+    """The operation of a GPU kernel, or its own short name."""
     name = _kernel_name(kernel)
     return next(
         (operation for operation, prefixes in OPERATIONS if name.startswith(prefixes)), name
@@ -110,14 +108,14 @@ def operation_of(kernel: str) -> str:
 
 
 def _kernel_name(kernel: str) -> str:
-    """'void at::native::index_kernel<...>(...)' as 'index_kernel'."""
+    """Shorten 'void at::native::index_kernel<...>(...)' to 'index_kernel'."""
     name = kernel.removeprefix("void ").replace("(anonymous namespace)::", "")
     name = name.split("<", 1)[0].split("(", 1)[0]
     return name.rsplit("::", 1)[-1].strip() or kernel
 
 
 def group(times: Sequence[KernelTime], *, steps: int) -> list[OperationTime]:
-    """`times` of `steps` steps by operation, the longest first."""
+    """Sum `times` of `steps` steps by operation, the longest first."""
     groups: dict[str, list[KernelTime]] = {}
     for kernel in times:
         groups.setdefault(operation_of(kernel.name), []).append(kernel)
@@ -141,11 +139,10 @@ def run(
     steps: int,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Start an engine, profile `steps` decode steps at every batch size, stop it; the document that
-    `--json` writes.
+    """Profile `steps` decode steps of each batch size with a new engine; returns the document of
+    `--json`.
 
-    `context`: tokens of each sequence when the recording begins. Errors: `ConfigError` where a
-    batch does not fit the engine.
+    `context`: tokens of each sequence at the start. Errors: `ConfigError` if a batch does not fit.
     """
     loop, info = start_loop(options)
     try:
@@ -197,12 +194,9 @@ def _profile(
     steps: int,
     max_model_len: int,
 ) -> tuple[list[OperationTime], float]:
-    """Kernel times by operation, and the microseconds of a step by the wall clock while they were
-    recorded.
-    """
+    """Record kernel times by operation, and the wall-clock microseconds of a step meanwhile."""
     input_len = max(1, context - WARM_UP_STEPS)
-    # As long as the model allows: none may end before the last one has begun and the recording is
-    # over.
+    # As long as the model allows: no sequence may end before the recording.
     output_len = max(WARM_UP_STEPS + steps, max_model_len - input_len)
     requests = prompts.batch(batch, input_len=input_len, output_len=output_len)
     stepper = decode_batch(loop, requests)
@@ -221,10 +215,10 @@ def _profile(
 
 
 def table_rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows: microseconds per layer and launches per layer of each operation, for every
-    batch size.
+    """Headings and rows with the microseconds and launches per layer of each operation and batch
+    size.
 
-    What runs once a step (head, sampling) is spread over the layers.
+    Operations that run once a step (head, sampling) are spread over the layers.
     """
     runs, layers = result["runs"], result["num_layers"]
     by_batch = [{entry["operation"]: entry for entry in run["operations"]} for run in runs]

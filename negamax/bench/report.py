@@ -1,6 +1,4 @@
-"""The context of every measurement: the environment, the limits of the machine, and an earlier
-result to compare with.
-"""
+"""The context of a measurement: environment, limits, and comparison with a baseline."""
 
 from __future__ import annotations
 
@@ -50,9 +48,7 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def copy_bytes_per_second(device: str = "cuda", *, num_bytes: int = COPY_BYTES) -> float:
-    """Bytes read and written per second by a copy of `num_bytes` on a CUDA device; the best of a
-    few rounds.
-    """
+    """Measure the bytes per second of a large copy on a CUDA device, the best of some rounds."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * num_bytes / min(gpu_seconds(lambda: target.copy_(source), rounds=COPY_ROUNDS))
@@ -61,9 +57,7 @@ def copy_bytes_per_second(device: str = "cuda", *, num_bytes: int = COPY_BYTES) 
 def gpu_seconds(
     call: Callable[[], object], *, rounds: int, between: Callable[[], object] | None = None
 ) -> list[float]:
-    """Seconds of each of `rounds` calls between two events of the current stream, behind one that
-    is not timed; `between` runs before each.
-    """
+    """Time `rounds` calls with CUDA events after an untimed one; `between` runs before each."""
     call()
     seconds: list[float] = []
     for _ in range(rounds):
@@ -79,9 +73,10 @@ def gpu_seconds(
 
 
 def add_limits(result: dict[str, Any], spec: ModelSpec, *, bytes_per_second: float) -> None:
-    """Add to every run of `result` the physical limit of its decode step and the share of it that
-    was reached; not to those with drafts, whose steps bring several tokens, and not of an engine
-    with stages or data-parallel ranks, which run different steps.
+    """Add the physical limit of the decode step to each run of `result`, and the share reached.
+
+    Runs with drafts are skipped, since their steps yield several tokens, and so are engines with
+    pipeline stages or data-parallel ranks.
     """
     if label(result) != f"TP{result['tensor_parallel_size']}":
         return
@@ -110,12 +105,13 @@ def add_limits(result: dict[str, Any], spec: ModelSpec, *, bytes_per_second: flo
 
 
 def read_baseline(file: Path, conditions: Mapping[str, Any]) -> Run:
-    """The result in `file` of the same `conditions` (from `offline.conditions`). Errors:
-    `ConfigError` where there is none.
+    """Read the result of the same `conditions` (from `offline.conditions`) from `file`.
+
+    Errors: `ConfigError` if there is none.
     """
     try:
         results = json.loads(file.read_text(encoding="utf-8"))["results"]
-        # results of before do not say that their prompts were not cached
+        # older results lack this key
         described = [
             {key: {"cached_prompts": False, **other}[key] for key in conditions}
             for other in results
@@ -130,9 +126,7 @@ def read_baseline(file: Path, conditions: Mapping[str, Any]) -> Run:
 
 
 def add_comparison(result: dict[str, Any], baseline: Run) -> None:
-    """Add to every run how many times faster it is than the baseline's run of the same batch
-    size.
-    """
+    """Add to each run its speed-up over the baseline's run of the same batch size."""
     others = {run["concurrency"]: run for run in baseline["runs"]}
     result["compared_with"] = baseline["engine"]
     for run in result["runs"]:
@@ -166,7 +160,7 @@ _LINES = (  # heading, key of a run, format
 
 
 def table(result: Run, spec: ModelSpec) -> Table:
-    """One column per batch size; lines of which no run has a value are left out."""
+    """Make a table with a column per batch size, without empty lines."""
     runs = [dict(run) for run in result["runs"]]
     for run in runs:
         if run.get("spec_decode_synthetic"):
@@ -192,7 +186,7 @@ def table(result: Run, spec: ModelSpec) -> Table:
 
 
 def write_json(file: Path, document: object) -> None:
-    """`document` as indented JSON, its folder made where it is missing."""
+    """Write `document` as indented JSON and create its folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(
         json.dumps(document, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8"
@@ -200,7 +194,7 @@ def write_json(file: Path, document: object) -> None:
 
 
 def rows_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> Table:
-    """A table whose first column is left-justified and whose others are numbers."""
+    """Make a table whose first column is text and whose others are numbers."""
     shown = Table(title=title or None, title_justify="left")
     for index, heading in enumerate(headings):
         shown.add_column(heading, justify="left" if index == 0 else "right")

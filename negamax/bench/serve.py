@@ -1,9 +1,7 @@
-"""`negamax bench serve`: send a workload to an OpenAI-compatible server at a given rate and record
-what comes back when.
+"""`negamax bench serve`: send a workload to an OpenAI-compatible server and record the answers.
 
-Arrivals are a Poisson process (or a burstier or steadier one). A limit on concurrency holds
-requests back, and the wait for it is not part of any latency, as in vLLM. Sessions arrive at the
-rate; their turns follow each other.
+Arrivals are a gamma process, by default Poisson. A concurrency limit delays requests, and latencies
+exclude that delay, as in vLLM. Sessions arrive at the given rate; their turns follow each other.
 """
 
 from __future__ import annotations
@@ -37,8 +35,9 @@ from negamax.bench.serve_workloads import (
     random_text,
 )
 
-PROBE_CHARS = (64, 4096)  # of the two texts by which the server's tokens per character are measured
-COUNTING_SERVERS = ("negamax", "vllm", "sglang")  # `owned_by` of those with continuous_usage_stats
+PROBE_CHARS = (64, 4096)  # of two texts that measure the server's tokens per character
+# `owned_by` of servers with continuous_usage_stats
+COUNTING_SERVERS = ("negamax", "vllm", "sglang")
 UNSENT = "not sent: an earlier turn of the session failed"
 SAMPLING = (
     "temperature",
@@ -53,18 +52,18 @@ SAMPLING = (
 
 @dataclass(frozen=True)
 class Measurement:
-    """What happened. Times of the records in seconds of one clock."""
+    """The result of a run. Times of the records are seconds of one clock."""
 
     model: str
-    records: tuple[Record, ...]  # in the order in which they were sent
+    records: tuple[Record, ...]  # in the order of sending
     seconds: float  # from the first request to the end of the last
     notes: tuple[str, ...]
     interrupted: bool = False
-    drafts: DraftCounts = NO_DRAFTS  # as the server's /metrics tell
+    drafts: DraftCounts = NO_DRAFTS  # from the server's /metrics
 
 
 class RunProgress:
-    """Counts while the run goes on, for a display. Single writer: the run."""
+    """Progress of a run, for a display."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -77,12 +76,12 @@ class RunProgress:
 
 @dataclass(frozen=True)
 class _Server:
-    """The server as the run needs it."""
+    """The server under test."""
 
     client: ServingClient
     model: str
-    context_length: int | None  # tokens; None: not told
-    running_usage: bool  # every chunk can report the tokens up to it
+    context_length: int | None  # tokens; None: not reported
+    running_usage: bool  # each chunk can report the tokens up to it
 
 
 def run(
@@ -91,8 +90,10 @@ def run(
     *,
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> Measurement:
-    """Measure once. Errors: `ConfigError` for a workload that cannot run, `NegamaxError` for a
-    server that does not answer.
+    """Measure once.
+
+    Errors: `ConfigError` for a workload that cannot run, `NegamaxError` if the server does not
+    answer.
     """
     _raise_file_limit()
     with asyncio.Runner(loop_factory=loop_factory) as runner:
@@ -113,7 +114,7 @@ async def _run(options: BenchOptions, progress: RunProgress) -> Measurement:
         interrupted = False
         try:
             await load.drive(workload.sessions)
-        except asyncio.CancelledError:  # Ctrl-C: what is measured is shown
+        except asyncio.CancelledError:  # Ctrl-C: show the partial result
             interrupted = True
         finally:
             gc.unfreeze()
@@ -129,7 +130,7 @@ async def _run(options: BenchOptions, progress: RunProgress) -> Measurement:
 
 
 async def _drafts(client: ServingClient) -> DraftCounts:
-    """None where the server has no /metrics."""
+    """Read draft counts; zeros if the server has no /metrics."""
     try:
         status, text = await client.ask("GET", "/metrics")
     except ExchangeError:
@@ -139,7 +140,7 @@ async def _drafts(client: ServingClient) -> DraftCounts:
 
 @asynccontextmanager
 async def _connected(options: BenchOptions) -> AsyncIterator[_Server]:
-    """The server, once it answers, and the name and window of its model."""
+    """Wait for the server; yields it with the name and context length of its model."""
     headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     for pair in options.headers:
         name, _, value = pair.partition("=")
@@ -164,7 +165,7 @@ async def _connected(options: BenchOptions) -> AsyncIterator[_Server]:
 
 
 async def _models(client: ServingClient, options: BenchOptions) -> list[dict[str, Any]]:
-    """The entries of /v1/models; none where the server has no such route and the model is named."""
+    """The entries of /v1/models; empty if the route is missing and the model is named."""
     deadline = time.monotonic() + options.ready_check_timeout_sec
     while True:
         try:
@@ -197,7 +198,7 @@ async def _models(client: ServingClient, options: BenchOptions) -> list[dict[str
 
 
 async def _prepare(options: BenchOptions, server: _Server) -> tuple[BenchOptions, Workload]:
-    """The workload, sized for this server, and the options with all defaults filled in."""
+    """Make a workload for this server, and fill in the options' defaults."""
     has_file = options.dataset_path is not None
     if options.dataset_name == "custom" or (options.dataset_name == "agent" and has_file):
         sessions = workloads.read_requests(str(options.dataset_path), options)
@@ -270,9 +271,7 @@ def _tokenizer(name: str) -> Any:
 
 
 def _vocabulary(options: BenchOptions) -> Sequence[int]:
-    """The ids that prompts are drawn from: those of the tokenizer that mean text, or ids that every
-    model has.
-    """
+    """The ids for prompts: the tokenizer's ids of text, or ids that nearly each model has."""
     if options.tokenizer is None or options.prompt_format != "ids":
         return workloads.COMMON_IDS
     tokenizer = _tokenizer(options.tokenizer)
@@ -282,9 +281,7 @@ def _vocabulary(options: BenchOptions) -> Sequence[int]:
 async def measure_scale(
     options: BenchOptions, server: _Server, *, sample: str
 ) -> tuple[TextScale, tuple[str, ...]]:
-    """Tokens per character and of an empty prompt, from the prompt tokens that the server counts
-    for two pieces of `sample`.
-    """
+    """Measure tokens per character and of an empty prompt from the server's count for two texts."""
     counts: list[int] = []
     for num_chars in PROBE_CHARS:
         body = {
@@ -310,7 +307,7 @@ async def measure_scale(
 
 
 class _Load:
-    """Sends sessions and keeps their records. Single writer: the event loop."""
+    """Sends sessions and keeps their records."""
 
     def __init__(self, options: BenchOptions, server: _Server, progress: RunProgress) -> None:
         self.records: list[Record] = []
@@ -376,7 +373,7 @@ class _Load:
         return TurnResponse(record, reader.message)
 
     def reset(self) -> None:
-        """Begin again with no record."""
+        """Drop all records."""
         self.records.clear()
         self._progress.done = self._progress.failed = self._progress.output_tokens = 0
 
@@ -388,8 +385,9 @@ class _Load:
 
 
 async def _warm_up(load: _Load, sessions: Sequence[Session]) -> None:
-    """Send `sessions` one after the other and drop their records. Errors: `NegamaxError` where the
-    server refuses all of them.
+    """Send `sessions` one after the other and drop their records.
+
+    Errors: `NegamaxError` if the server refuses all of them.
     """
     for number, session in enumerate(sessions):
         await load.session(session, number)
@@ -409,7 +407,7 @@ async def _warm_up(load: _Load, sessions: Sequence[Session]) -> None:
 
 
 def request_fields(options: BenchOptions, model: str, *, running_usage: bool) -> dict[str, Any]:
-    """What every request has besides its prompt: model, streaming, sampling and --extra-body."""
+    """The common fields of all requests: model, streaming, sampling and --extra-body."""
     stream_options: dict[str, Any] = {"include_usage": True}
     if running_usage:
         stream_options["continuous_usage_stats"] = True
@@ -421,8 +419,11 @@ def request_fields(options: BenchOptions, model: str, *, running_usage: bool) ->
 
 
 def arrivals(options: BenchOptions) -> Iterator[float]:
-    """When sessions start, in seconds: gaps of a gamma distribution with mean 1 / rate; burstiness
-    1 is a Poisson process, less is burstier, more is steadier."""
+    """Yield the start times of sessions in seconds.
+
+    Gaps follow a gamma distribution with mean 1 / rate. Burstiness 1 is a Poisson process; less is
+    burstier, more is steadier.
+    """
     rng, at = random.Random(options.seed ^ 0x5EED), 0.0
     while True:
         yield at
@@ -433,7 +434,7 @@ def arrivals(options: BenchOptions) -> Iterator[float]:
 
 
 def _raise_file_limit() -> None:
-    """As many open connections as the system allows."""
+    """Allow as many open connections as the system does."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,9 +1,8 @@
-"""The client of `negamax bench serve`: HTTP/1.1 and server-sent events, read where the bytes
-arrive.
+"""The client of `negamax bench serve`: HTTP/1.1 and server-sent events.
 
-Every chunk is stamped and parsed inside asyncio's `data_received`, so no task has to be woken for
-it: a time is that of the arrival, also when hundreds of streams share the loop, and a chunk costs
-little. One exchange at a time per connection; connections are kept for the next request.
+It stamps and parses each chunk inside asyncio's `data_received`, without waking a task. So times
+are those of arrival, even with hundreds of streams in one loop. A connection carries one exchange
+at a time and is kept for the next.
 """
 
 from __future__ import annotations
@@ -23,27 +22,25 @@ import msgspec
 
 from negamax.base.errors import ConfigError
 
-HEAD_BYTES = 64 * 1024  # of a response: status line and headers, or one line of its framing
+HEAD_BYTES = 64 * 1024  # of a response's head, or of one framing line
 EVENT_BYTES = 16 * 2**20  # of one server-sent event
-ERROR_BYTES = 4096  # of an error's body that are read
+ERROR_BYTES = 4096  # of an error's body
 
 CLOSED_EARLY = "connection closed before the answer ended"
 
 
 class Sink(Protocol):
-    """Takes one response. Times are those of `time.perf_counter`, in seconds."""
+    """Receives one response. Times are seconds of `time.perf_counter`."""
 
     def head(self, status: int, headers: dict[str, str]) -> None:
         """Status and headers, names in lower case."""
 
     def body(self, piece: bytes, now: float) -> None:
-        """A piece of the body that arrived at `now`."""
+        """Receive a piece of the body that arrived at `now`."""
 
 
 class ExchangeError(Exception):
-    """A request without a usable answer. `fresh`: nothing of an answer had come, so a new
-    connection may be tried.
-    """
+    """A request without a usable answer. `fresh`: no byte came, so a retry may help."""
 
     def __init__(self, reason: str, *, fresh: bool = False) -> None:
         super().__init__(reason)
@@ -51,7 +48,7 @@ class ExchangeError(Exception):
 
 
 class ClientConnection(asyncio.Protocol):
-    """One HTTP/1.1 connection. Single writer: the event loop."""
+    """One HTTP/1.1 connection."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
@@ -59,15 +56,15 @@ class ClientConnection(asyncio.Protocol):
         self._ended: asyncio.Future[None] | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._headers: dict[str, str] = {}
-        self._now = 0.0  # when the latest bytes came
-        self._num_framing = 0  # bytes since the head or a piece of the body
-        self._until_close = False  # the end of the connection is that of the body
-        self._untouched = True  # nothing of the answer has come
+        self._now = 0.0  # arrival of the latest bytes
+        self._num_framing = 0  # unread bytes of the head or of a piece of the body
+        self._until_close = False  # the body ends with the connection
+        self._untouched = True  # no byte of the answer came
         self._keep = True
 
     @property
     def reusable(self) -> bool:
-        """Whether another request may be sent on it."""
+        """Whether another request may be sent."""
         return (
             self._keep
             and self._sink is None
@@ -76,9 +73,7 @@ class ClientConnection(asyncio.Protocol):
         )
 
     async def exchange(self, request: bytes, sink: Sink) -> None:
-        """Send `request` and hand its answer to `sink`; returns when the answer has ended. Errors:
-        `ExchangeError`.
-        """
+        """Send `request` and pass its answer to `sink` until its end. Errors: `ExchangeError`."""
         if self._transport is None or self._transport.is_closing():
             raise ExchangeError(CLOSED_EARLY, fresh=True)
         self._sink, self._untouched, self._num_framing = sink, True, 0
@@ -87,7 +82,7 @@ class ClientConnection(asyncio.Protocol):
         await self._ended
 
     def close(self) -> None:
-        """Drop the connection at once, with whatever is under way on it."""
+        """Drop the connection at once."""
         self._sink = None
         if self._transport is not None:
             self._transport.abort()
@@ -114,14 +109,14 @@ class ClientConnection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._headers = {}
-        self._keep = self._keep and self._sink is not None  # else bytes that nobody asked for
+        self._keep = self._keep and self._sink is not None  # else unexpected bytes
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        if status >= 200 and self._sink is not None:  # the others only announce the answer
+        if status >= 200 and self._sink is not None:  # other statuses are interim
             self._keep, self._num_framing = self._parser.should_keep_alive(), 0
             self._until_close = not self._headers.keys() & {"content-length", "transfer-encoding"}
             self._sink.head(status, self._headers)
@@ -149,9 +144,7 @@ class ClientConnection(asyncio.Protocol):
 
 @dataclass(slots=True)
 class Record:
-    """The course of one request. Times are in seconds of `time.perf_counter`. Single writer: the
-    client that sends it.
-    """
+    """The course of one request. Times are seconds of `time.perf_counter`."""
 
     session: int
     started: float = 0.0
@@ -165,11 +158,11 @@ class Record:
     output_tokens: int | None = None
     cached_tokens: int | None = None
     finish_reason: str | None = None
-    error: str | None = None  # a short reason, to be counted
-    detail: str = ""  # what the server said about it
+    error: str | None = None  # a short reason
+    detail: str = ""  # the server's message
 
     def fail(self, reason: str, detail: str = "") -> None:
-        """Note a failure; the first one counts."""
+        """Note the first failure."""
         if self.error is None:
             self.error, self.detail = reason, " ".join(detail.split())[:300]
 
@@ -221,12 +214,11 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class ResponseReader:
-    """Reads one streamed answer into a `Record`. Single writer: its connection.
+    """Reads one streamed answer into a `Record`.
 
     `collect` keeps the assistant message. With `running_usage` (the request asked for
-    `continuous_usage_stats`) output has arrived when the reported count of tokens has risen,
-    whether or not the chunk shows text; without it, or where no chunk reports a count, when the
-    chunk carries text, reasoning, a tool call or token ids.
+    `continuous_usage_stats`), output arrives when the reported token count rises. Otherwise, or
+    without such a count, it arrives when a chunk has text, reasoning, a tool call or token ids.
     """
 
     def __init__(
@@ -240,7 +232,7 @@ class ResponseReader:
         self._status = 0
         self._headers: dict[str, str] = {}
         self._rest = b""
-        self.is_complete = False  # the stream has said that it is over
+        self.is_complete = False  # the stream announced its end
 
     def head(self, status: int, headers: dict[str, str]) -> None:
         self._status, self._headers = status, headers
@@ -259,7 +251,7 @@ class ResponseReader:
             self._rest = b""
 
     def finish(self) -> None:
-        """Judge the answer after its last byte."""
+        """Check the answer after its last byte."""
         if self._status != 200:
             wait = self._headers.get("retry-after")
             said = _message(self._rest)
@@ -309,7 +301,7 @@ class ResponseReader:
                 record.running_tokens.append(num_tokens)
 
     def _take(self, choices: list[_EventChoice]) -> bool:
-        """Whether one of `choices` carries output."""
+        """Whether one of `choices` has output."""
         found = False
         for choice in choices:
             delta = choice.delta
@@ -344,7 +336,7 @@ def _extend(message: dict[str, Any], delta: _Delta) -> None:
 
 
 def _message(raw: bytes) -> str:
-    """The message in an error body of any server; the text itself where it is no JSON."""
+    """The message of an error body, or its text if it is not JSON."""
     try:
         parsed = msgspec.json.decode(raw)
     except msgspec.DecodeError:
@@ -370,12 +362,13 @@ class _WholeResponse:
 
 
 class ServingClient:
-    """Requests to one server, over connections that are kept. Use it within one event loop, and
-    `close` it.
+    """Sends requests to one server over kept connections, in one event loop. Call `close` at the
+    end.
     """
 
     def __init__(self, base_url: str, *, headers: dict[str, str], timeout: float) -> None:
-        """`base_url` is `http(s)://host[:port][/path]`, `timeout` the seconds a request may take.
+        """Parse `base_url`, `http(s)://host[:port][/path]`; `timeout` is seconds per request.
+
         Errors: `ConfigError`.
         """
         parts = urlsplit(base_url)
@@ -410,7 +403,7 @@ class ServingClient:
             self._idle.pop().close()
 
     async def stream(self, path: str, body: bytes, reader: ResponseReader) -> None:
-        """POST `body` and read its streamed answer; whatever happens is in the reader's record."""
+        """POST `body` and read its streamed answer; the reader's record holds any failure."""
         record = reader.record
         record.started = time.perf_counter()
         try:
@@ -419,7 +412,7 @@ class ServingClient:
         except TimeoutError:
             record.fail(f"no end within {self._timeout:g} s")
         except ExchangeError as error:
-            if not reader.is_complete:  # a connection dropped after [DONE] loses nothing
+            if not reader.is_complete:  # nothing is lost after [DONE]
                 record.fail(str(error))
         except (OSError, ssl.SSLError) as error:
             record.fail(_connect_failure(error), str(error))
@@ -433,7 +426,7 @@ class ServingClient:
             record.ended = time.perf_counter()
 
     async def ask(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
-        """Status and JSON of an answer that is not streamed (its text where it is no JSON). Errors:
+        """Send a request without a stream; returns status and JSON, or text. Errors:
         `ExchangeError`.
         """
         answer = _WholeResponse()
@@ -465,7 +458,7 @@ class ServingClient:
             try:
                 await self._on(connection, request, sink)
                 return
-            # a server may close a kept connection just as it is used again
+            # a server may close a kept connection at this moment
             except ExchangeError as error:
                 if not error.fresh:
                     raise

@@ -1,7 +1,6 @@
-"""Several results of `negamax bench serve` side by side: read from files, grouped, as a table.
+"""Compare results of `negamax bench serve`: read files, group them, print a table.
 
-A result is the JSON of `--save-result`, ours or that of vLLM's `vllm bench serve`, which has the
-same names.
+A result is the JSON of `--save-result`, ours or vLLM's, which has the same names.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ NEEDED = ("output_throughput", "median_ttft_ms", "median_tpot_ms")
 
 @dataclass(frozen=True)
 class Series:
-    """The runs of one server, by rising load."""
+    """The runs of one server, sorted by load."""
 
     name: str
-    runs: tuple[Mapping[str, Any], ...]  # results as `document` writes them
+    runs: tuple[Mapping[str, Any], ...]  # as `document` writes them
 
 
 def read_results(files: Iterable[Path]) -> list[dict[str, Any]]:
-    """The results in `files`. Errors: `ConfigError` naming the file and what is wrong with it."""
+    """Read the results in `files`. Errors: `ConfigError` that names the file and its fault."""
     results = []
     for file in files:
         try:
@@ -45,7 +44,7 @@ def read_results(files: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def group(results: Sequence[Mapping[str, Any]]) -> list[Series]:
-    """The results by label (else backend) and model, each series by rising load."""
+    """Group results by label (else backend) and model, each series sorted by load."""
     models = {result.get("model_id") for result in results}
     found: dict[str, list[Mapping[str, Any]]] = {}
     for result in results:
@@ -62,7 +61,7 @@ def _load(result: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def load_of(result: Mapping[str, Any]) -> str:
-    """ "16" requests at most at once, or "4/s" arrivals."""
+    """ "16" concurrent requests at most, or "4/s" arrivals."""
     concurrency, rate = _load(result)
     if concurrency != float("inf"):
         return f"{concurrency:g}"

@@ -20,7 +20,7 @@ DATASET_ALIASES = {
     "openai": "custom",
     "agent-trace": "agent",
 }
-# Datasets of vLLM's and SGLang's commands that have no counterpart here, and what to use instead.
+# Datasets of vLLM and SGLang without a counterpart, and the replacement.
 FOREIGN_DATASETS = {
     **dict.fromkeys(
         ("random-mm", "random-image", "image", "mmmu", "custom_mm", "custom_image"),
@@ -32,7 +32,7 @@ FOREIGN_DATASETS = {
     ),
     **dict.fromkeys(("random-rerank",), "there is no rerank route; use random"),
 }
-BACKENDS = {  # None: the route follows from the dataset
+BACKENDS = {  # None: by dataset
     "openai": None,
     "vllm": None,
     "sglang": None,
@@ -273,20 +273,21 @@ class BenchOptions:
 
     @property
     def is_chat(self) -> bool:
-        """Whether requests carry messages, as far as the options tell."""
+        """Whether requests have messages."""
         return self.path.endswith("/chat/completions")
 
     @property
     def range_rule(self) -> str:
-        """What `random_range_ratio` means: "vllm" or "sglang"."""
+        """The meaning of `random_range_ratio`: "vllm" or "sglang"."""
         if self.random_range_rule == "auto":
             return "sglang" if self.backend.startswith("sglang") else "vllm"
         return self.random_range_rule
 
     def length_range(self, length: int) -> tuple[int, int]:
-        """The least and the greatest of the random lengths around or below `length`, in tokens.
+        """The least and the greatest random length for `length`, in tokens.
 
-        vLLM's ratio r gives length * (1 - r) to length * (1 + r), SGLang's length * r to length.
+        vLLM's ratio r gives length * (1 - r) to length * (1 + r), SGLang's gives length * r to
+        length.
         """
         ratio = self.random_range_ratio
         if self.range_rule == "sglang":
@@ -295,15 +296,13 @@ class BenchOptions:
 
     @property
     def path(self) -> str:
-        """The route that is asked."""
+        """The route of the requests."""
         if self.endpoint is not None:
             return self.endpoint if self.endpoint.startswith("/") else f"/{self.endpoint}"
         return BACKENDS[self.backend] or (CHAT if self.dataset_name == "agent" else COMPLETIONS)
 
     @property
     def url(self) -> str:
-        """Where the server is. A trailing /v1, which clients of OpenAI's API are given, belongs to
-        the route.
-        """
+        """The server's URL without a trailing /v1, which belongs to the route."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return (self.base_url or f"http://{host}:{self.port}").rstrip("/").removesuffix("/v1")

@@ -1,6 +1,4 @@
-"""Turns the records of `negamax bench serve` into numbers, the block that people know from vLLM,
-and a JSON document with vLLM's names.
-"""
+"""Turn the records of `negamax bench serve` into figures, vLLM's text block, and JSON."""
 
 from __future__ import annotations
 
@@ -30,9 +28,7 @@ _TITLES = {
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The value below which `percent` of `ordered` (rising, not empty) lies, interpolated linearly
-    between neighbours.
-    """
+    """The percentile of `ordered` (ascending, not empty), with linear interpolation."""
     place = (len(ordered) - 1) * percent / 100.0
     below = math.floor(place)
     above = min(below + 1, len(ordered) - 1)
@@ -40,9 +36,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def distribution(values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
-    """Mean, median, standard deviation (of the population), percentiles and maximum; empty without
-    values.
-    """
+    """Mean, median, standard deviation (population), percentiles, maximum; empty without values."""
     if not values:
         return {}
     ordered = sorted(values)
@@ -60,7 +54,7 @@ def distribution(values: Sequence[float], percentiles: Sequence[float]) -> dict[
 
 
 def ttft(record: Record) -> float:
-    """The time from sending to the first chunk with output, or to the end if none had any."""
+    """The time from sending to the first chunk with output, or to the end without any."""
     return (record.arrivals[0] if record.arrivals else record.ended) - record.started
 
 
@@ -70,19 +64,22 @@ def e2el(record: Record) -> float:
 
 
 def output_tokens(record: Record) -> int:
-    """As the server counts them, else the chunks with output."""
+    """The server's count, else the number of chunks with output."""
     return len(record.arrivals) if record.output_tokens is None else record.output_tokens
 
 
 def tpot(record: Record) -> float | None:
-    """The time after the first token over the tokens after it; None where there are none."""
+    """The time after the first token per further token; None without further tokens."""
     tokens = output_tokens(record)
     return (e2el(record) - ttft(record)) / (tokens - 1) if tokens > 1 else None
 
 
 def inter_token(record: Record, *, rule: str) -> list[float]:
-    """The gaps between chunks with output. Rule "gap": one value each. Rule "token": a gap before a
-    chunk of n tokens counts as n values of 1/n of it, where the server sent its running count."""
+    """The gaps between chunks with output.
+
+    Rule "gap": one value each. Rule "token": a gap before a chunk of n tokens counts as n values of
+    1/n of it, if the server sent its running count.
+    """
     gaps = [later - earlier for earlier, later in pairwise(record.arrivals)]
     if rule == "gap":
         return gaps
@@ -93,11 +90,11 @@ def inter_token(record: Record, *, rule: str) -> list[float]:
     return values
 
 
-# All of them
+# All requests
 
 
 def summarize(measured: Measurement, options: BenchOptions) -> dict[str, Any]:
-    """Every figure of a run, without the single requests. Times in ms, rates per second."""
+    """All figures of a run without single requests. Times in ms, rates per second."""
     good = [record for record in measured.records if record.error is None]
     failures = Counter(record.error for record in measured.records if record.error is not None)
     total_input = sum(record.prompt_tokens or 0 for record in good)
@@ -161,9 +158,7 @@ def _total_cached(records: Sequence[Record]) -> int | None:
 
 
 def _goodput(records: Sequence[Record], limits: dict[str, float]) -> int:
-    """Requests within all `limits`, in ms; one without a second token has no TPOT and meets its
-    limit.
-    """
+    """Count requests within all `limits` in ms; without a second token TPOT is met."""
     times = {"ttft": ttft, "tpot": tpot, "e2el": e2el}
     return sum(
         all(1e3 * (times[name](record) or 0.0) <= limit for name, limit in limits.items())
@@ -172,12 +167,12 @@ def _goodput(records: Sequence[Record], limits: dict[str, float]) -> int:
 
 
 def peak_concurrency(records: Sequence[Record]) -> int:
-    """The most requests that were under way at once."""
+    """The largest number of concurrent requests."""
     return max((running for _, running in concurrency_steps(records)), default=0)
 
 
 def concurrency_steps(records: Sequence[Record]) -> list[tuple[float, int]]:
-    """(time, requests under way from then on), in order."""
+    """Pairs of a time and the number of concurrent requests from then on."""
     sent = [record for record in records if record.started]
     changes = sorted(
         [(record.started, 1) for record in sent] + [(record.ended, -1) for record in sent]
@@ -190,9 +185,7 @@ def concurrency_steps(records: Sequence[Record]) -> list[tuple[float, int]]:
 
 
 def output_per_second(records: Sequence[Record]) -> list[float]:
-    """Output tokens in each second since the first request; the tokens of a request are spread over
-    its chunks evenly.
-    """
+    """Output tokens in each second; a request's tokens are spread evenly over its chunks."""
     begin = min((record.started for record in records), default=0.0)
     bins: list[float] = []
     for record in records:
@@ -204,11 +197,11 @@ def output_per_second(records: Sequence[Record]) -> list[float]:
     return bins
 
 
-# For people
+# Text
 
 
 def block(summary: dict[str, Any], options: BenchOptions) -> str:
-    """The block of figures that users of vLLM and SGLang know, and how they were counted."""
+    """The text block of vLLM and SGLang, with remarks on how figures were counted."""
     lines = [
         f"{' Serving Benchmark Result ':=^{WIDTH}}",
         _line("Successful requests:", summary["completed"]),
@@ -250,7 +243,7 @@ def block(summary: dict[str, Any], options: BenchOptions) -> str:
 
 
 def _draft_lines(summary: dict[str, Any]) -> list[str]:
-    """As vLLM shows them; nothing where nothing was drafted."""
+    """The lines of drafts as vLLM shows them; empty without drafts."""
     if "spec_decode_num_drafts" not in summary:
         return []
     title = "Speculative Decoding"
@@ -285,7 +278,7 @@ def _line(label: str, value: float | str) -> str:
 
 
 def remarks(summary: dict[str, Any], options: BenchOptions) -> list[str]:
-    """How the figures were counted, and what else is to be known."""
+    """Remarks on how the figures were counted."""
     said = [f"Note: {note}." for note in summary["notes"]]
     if not summary["completed"]:
         return said
@@ -327,14 +320,15 @@ def remarks(summary: dict[str, Any], options: BenchOptions) -> list[str]:
     return said
 
 
-# For programs
+# JSON
 
 
 def document(
     measured: Measurement, options: BenchOptions, summary: dict[str, Any], *, detailed: bool
 ) -> dict[str, Any]:
-    """The result as vLLM's `--save-result` names things, and more; with `detailed` the lists of
-    single requests, in seconds.
+    """The result with the names of vLLM's `--save-result` and more.
+
+    `detailed` adds the lists of single requests, in seconds.
     """
     found = {
         "schema": SCHEMA,
@@ -384,9 +378,7 @@ def document(
 
 
 def details(measured: Measurement, options: BenchOptions) -> dict[str, Any]:
-    """One entry per request, in the order of sending. Times in seconds; start times count from the
-    first request.
-    """
+    """One entry per request in the order of sending, in seconds since the first request."""
     records = sorted(measured.records, key=lambda record: record.started or record.ended)
     begin = min((record.started for record in records if record.started), default=0.0)
     return {

@@ -1,8 +1,6 @@
-"""The requests that `negamax bench serve` sends: seeded prompts of given lengths, and requests from
-files.
+"""The requests of `negamax bench serve`: seeded prompts of given lengths, and requests from files.
 
-A workload is a list of sessions; a session gives one request body after the other, and is handed
-the answer to each.
+A workload is a list of sessions. A session yields request bodies and receives the answer to each.
 """
 
 # ruff: noqa: SIM905 (syllables read better as text)
@@ -21,8 +19,8 @@ from negamax.base.errors import ConfigError
 from negamax.bench.serve_client import Record
 from negamax.bench.serve_options import CHAT, COMPLETIONS, BenchOptions
 
-COMMON_IDS = range(300, 4000)  # in the vocabulary of practically every model, and no control tokens
-MIN_TOKENS = 4  # shorter questions and answers of a ShareGPT file are left out
+COMMON_IDS = range(300, 4000)  # in nearly each vocabulary, and not control tokens
+MIN_TOKENS = 4  # of questions and answers of a ShareGPT file
 _SYLLABLES = (
     "ba be bo ca ce co da de do fa fe fi ga go ha he hi ja jo ka ke ki la le li lo ma me mi mo "
     "na ne ni no pa pe pi po ra re "
@@ -32,8 +30,8 @@ _SYLLABLES = (
 
 @dataclass(frozen=True)
 class SessionTurn:
-    """One request: its body without model and sampling, the prompt's length where it is known, and
-    a pause before it.
+    """One request: its body without model and sampling, its prompt length if known, and a pause
+    before it.
     """
 
     body: dict[str, Any]
@@ -43,7 +41,7 @@ class SessionTurn:
 
 @dataclass(frozen=True)
 class TurnResponse:
-    """What came back for a turn. `message` only where the session wants it."""
+    """The answer to a turn. `message` only if the session wants it."""
 
     record: Record
     message: dict[str, Any] | None
@@ -54,20 +52,16 @@ Turns = Generator[SessionTurn, TurnResponse, None]
 
 @dataclass(frozen=True)
 class Session:
-    """Requests that follow each other. `start` may be called more than once and gives the same
-    turns each time.
-    """
+    """Requests that follow each other. Each call of `start` gives the same turns."""
 
     num_turns: int
     start: Callable[[], Turns]
-    wants_responses: bool = False  # the text of answers, which costs the client a little
+    wants_responses: bool = False  # the text of answers, which costs a little time
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Sessions that are timed, those that only warm the server up, and what is to be known about
-    them.
-    """
+    """Timed sessions, warm-up sessions, and notes on them."""
 
     sessions: tuple[Session, ...]
     warmups: tuple[Session, ...]
@@ -81,24 +75,24 @@ class Workload:
 
 @dataclass(frozen=True)
 class TextScale:
-    """How many tokens the server makes of generated text, measured or assumed."""
+    """The server's tokens per character of generated text, measured or assumed."""
 
     tokens_per_char: float = 0.25
-    overhead: int = 0  # tokens of a prompt without text, such as those of a chat template
+    overhead: int = 0  # tokens of an empty prompt, such as those of a chat template
 
     def chars(self, num_tokens: float, *, whole_prompt: bool = False) -> int:
-        """Characters of a text of about `num_tokens`, or of the text of a prompt of that many."""
+        """Convert tokens to characters of a text, or of the text of a whole prompt."""
         return max(
             1, round((num_tokens - (self.overhead if whole_prompt else 0)) / self.tokens_per_char)
         )
 
     def tokens(self, num_chars: int) -> int:
-        """Tokens of a text of `num_chars` characters."""
+        """Convert characters to tokens."""
         return max(1, round(num_chars * self.tokens_per_char))
 
 
 def session_of(*turns: SessionTurn) -> Session:
-    """A session of just these requests."""
+    """Make a session of fixed requests."""
 
     def start() -> Turns:
         for turn in turns:  # noqa: UP028 (a tuple takes no answers)
@@ -108,7 +102,7 @@ def session_of(*turns: SessionTurn) -> Session:
 
 
 def random_text(rng: random.Random, num_chars: int) -> str:
-    """Made-up words, exactly `num_chars` characters."""
+    """Make random words, exactly `num_chars` characters."""
     words: list[str] = []
     length = 0
     while length <= num_chars:
@@ -127,7 +121,7 @@ class Prompts:
     vocabulary: Sequence[int] = COMMON_IDS
 
     def part(self, rng: random.Random, num_tokens: int, *, whole_prompt: bool = False) -> Any:
-        """A piece of a prompt; pieces are joined by `turn`."""
+        """Make a piece of a prompt; `turn` joins pieces."""
         if self.scale is None:
             return rng.choices(self.vocabulary, k=num_tokens)
         return (
@@ -137,7 +131,7 @@ class Prompts:
         )
 
     def turn(self, *parts: Any, output_len: int) -> SessionTurn:
-        """A request whose prompt is `parts` in a row."""
+        """Make a request whose prompt is the concatenated `parts`."""
         if self.scale is None:
             ids = [token for part in parts for token in part]
             return SessionTurn({"prompt": ids, "max_tokens": output_len}, prompt_tokens=len(ids))
@@ -150,14 +144,14 @@ class Prompts:
 
 
 def as_prompt(text: str, options: BenchOptions) -> dict[str, Any]:
-    """`text` as the route takes it."""
+    """`text` in the form of the route."""
     return (
         {"messages": [{"role": "user", "content": text}]} if options.is_chat else {"prompt": text}
     )
 
 
 def random_turns(prompts: Prompts) -> Iterator[SessionTurn]:
-    """Endless requests of random lengths, each drawn evenly from `options.length_range`."""
+    """Yield requests of random lengths, drawn uniformly from `options.length_range`."""
     options, rng = prompts.options, random.Random(prompts.options.seed)
     prefix = prompts.part(rng, options.random_prefix_len)
 
@@ -169,9 +163,7 @@ def random_turns(prompts: Prompts) -> Iterator[SessionTurn]:
 
 
 def prefix_repetition_turns(prompts: Prompts) -> Iterator[SessionTurn]:
-    """Endless requests with one of a few prefixes, each as often as the others, and a suffix of
-    their own.
-    """
+    """Yield requests with a unique suffix and one of a few prefixes, all equally often."""
     options, rng = prompts.options, random.Random(prompts.options.seed)
     prefixes = [
         prompts.part(rng, options.prefix_repetition_prefix_len)
@@ -184,15 +176,13 @@ def prefix_repetition_turns(prompts: Prompts) -> Iterator[SessionTurn]:
 
 
 def endless_workload(turns: Iterator[SessionTurn], options: BenchOptions) -> Workload:
-    """`num_prompts` of `turns`; the next ones, which share only prefixes with them, warm the server
-    up.
-    """
+    """Take `num_prompts` of `turns` to time, and the next ones to warm up."""
     timed = tuple(session_of(turn) for turn in islice(turns, options.num_prompts))
     return Workload(timed, tuple(session_of(turn) for turn in islice(turns, options.num_warmups)))
 
 
 def longest_prompt(options: BenchOptions) -> int:
-    """Tokens of the longest prompt plus its output of the generated datasets without turns."""
+    """Tokens of the longest prompt with its output, of the generated datasets without turns."""
     if options.dataset_name == "prefix_repetition":
         prompt = options.prefix_repetition_prefix_len + options.prefix_repetition_suffix_len
         return prompt + options.prefix_repetition_output_len
@@ -204,8 +194,9 @@ def longest_prompt(options: BenchOptions) -> int:
 
 
 def read_sharegpt(path: str) -> list[tuple[str, str]]:
-    """First question and first answer of each conversation. Errors: `ConfigError` naming the file
-    and what is wrong with it.
+    """Read the first question and answer of each conversation.
+
+    Errors: `ConfigError` that names the file and its fault.
     """
     try:
         conversations = json.loads(_read(path))
@@ -256,8 +247,9 @@ def sharegpt_workload(
     count: Callable[[str], int],
     context_length: int | None,
 ) -> Workload:
-    """Questions in random order, each with an output as long as the recorded answer. `count` gives
-    the tokens of a text.
+    """Ask the questions in random order, each with an output as long as the recorded answer.
+
+    `count` returns the tokens of a text.
     """
     limit = min(options.sharegpt_context_len or context_length or 2**62, context_length or 2**62)
     turns = []
@@ -289,11 +281,10 @@ def sharegpt_workload(
 
 
 def read_requests(path: str, options: BenchOptions) -> list[Session]:
-    """Recorded requests, one JSON object per line: a request body, or `{"body", "session",
-    "delay"}`.
+    """Read one JSON object per line: a request body, or `{"body", "session", "delay"}`.
 
-    Lines of one session are sent one after the other, `delay` seconds after the answer before.
-    Errors: `ConfigError` naming the line.
+    Lines of one session are sent in order, `delay` seconds after the previous answer. Errors:
+    `ConfigError` that names the line.
     """
     sessions: dict[str, list[SessionTurn]] = {}
     for number, line in enumerate(_read(path).splitlines(), start=1):
@@ -332,9 +323,7 @@ def read_requests(path: str, options: BenchOptions) -> list[Session]:
 def file_workload(
     sessions: Sequence[Session], options: BenchOptions, *, notes: Iterable[str] = ()
 ) -> Workload:
-    """`num_prompts` requests of a file in its order, which is repeated where it is too short; the
-    last of them warm up before.
-    """
+    """Take `num_prompts` requests of a file in order, repeated if needed; the last ones warm up."""
     timed = take_turns(cycle(sessions), options.num_prompts)
     repeated = sum(session.num_turns for session in sessions)
     notes = [*notes]
@@ -355,7 +344,7 @@ def file_workload(
 
 
 def take_turns(sessions: Iterator[Session], num_turns: int) -> tuple[Session, ...]:
-    """Sessions from the front that have `num_turns` turns together; the last one is cut short."""
+    """Take sessions that have `num_turns` turns in all; the last one is truncated."""
     taken: list[Session] = []
     while num_turns > 0:
         session = next(sessions)
@@ -365,7 +354,7 @@ def take_turns(sessions: Iterator[Session], num_turns: int) -> tuple[Session, ..
 
 
 def shortened(session: Session, num_turns: int) -> Session:
-    """The first `num_turns` turns of `session`."""
+    """Truncate `session` to `num_turns` turns."""
 
     def start() -> Turns:
         turns = session.start()

@@ -1,4 +1,4 @@
-"""Batches of random prompts, driven through an engine loop and timed."""
+"""Timed batches of random prompts in an engine loop."""
 
 from __future__ import annotations
 
@@ -19,25 +19,22 @@ from negamax.scheduler.request import GenerateRequest, SamplingParams
 
 @dataclass(frozen=True)
 class BatchTimes:
-    """One batch of requests that were added together. Times are seconds from the first `add`."""
+    """One batch of requests added together. Times are seconds from the first `add`."""
 
-    ttft: tuple[float, ...]  # of each request: its first token has come
-    seconds: float  # every token has come
-    # durations between the commits of the decode window (every request has its first token)
+    ttft: tuple[float, ...]  # first token of each request
+    seconds: float  # last token of all requests
+    # step times of the decode phase, in which each request has its first token
     steps: tuple[float, ...]
-    # seconds of the decode window in which the GPU worked, and in which it waited; both 0 where not
-    # measured
+    # seconds of the decode phase with a busy and an idle GPU; both 0 if not measured
     busy: float
     idle: float
-    # prompt tokens that were not computed; 0, or the prompts are not what they should be
+    # prompt tokens found in the cache, which should be 0
     cached_tokens: int
     preemptions: int
 
 
 class RandomPrompts:
-    """Requests whose prompts are token ids drawn uniformly from the vocabulary; no two prompts are
-    alike.
-    """
+    """Requests with different prompts of uniformly drawn token ids."""
 
     def __init__(
         self, info: ModelInfo, *, seed: int, temperature: float, top_k: int = 0, top_p: float = 1.0
@@ -49,8 +46,9 @@ class RandomPrompts:
         self._numbers = count()
 
     def batch(self, num_requests: int, *, input_len: int, output_len: int) -> list[GenerateRequest]:
-        """`num_requests` requests that generate exactly `output_len` tokens. Errors: `ConfigError`
-        where they do not fit.
+        """Make `num_requests` requests that generate exactly `output_len` tokens.
+
+        Errors: `ConfigError` if they do not fit.
         """
         if input_len + output_len > self._info.max_model_len:
             raise ConfigError(
@@ -67,7 +65,7 @@ class RandomPrompts:
         return [self._request(input_len, output_len) for _ in range(num_requests)]
 
     def again(self, requests: list[GenerateRequest], *, output_len: int) -> list[GenerateRequest]:
-        """The same prompts, with another number of tokens."""
+        """Copy the requests with another output length."""
         return [
             msgspec.structs.replace(
                 request,
@@ -103,10 +101,10 @@ def run_batch(
     *,
     on_decode: Callable[[], None] | None = None,
 ) -> BatchTimes:
-    """Run `requests` to their end. `on_decode` is called after each step in which all of them
-    generate, which then is not worth timing.
+    """Run `requests` to their end.
 
-    Errors: `EngineError` where a request fails.
+    `on_decode` is called after each step in which all of them decode; its time is not counted.
+    Errors: `EngineError` if a request fails.
     """
     running = {request.request_id for request in requests}
     first: dict[str, float] = {}
@@ -147,16 +145,15 @@ def run_batch(
 
 
 def drain(loop: EngineLoop) -> None:
-    """Step until nothing is left in flight."""
+    """Step until no work is left."""
     while loop.has_work:
         loop.step()
 
 
 def decode_batch(loop: EngineLoop, requests: list[GenerateRequest]) -> Generator[None, None, None]:
-    """Run `requests` until each has its first token; then one step per `next`, until the first
-    request ends.
+    """Run `requests` to their first tokens, then one step per `next` until a request ends.
 
-    Closing the iterator ends the requests.
+    Closing the iterator aborts the requests.
     """
     waiting = {request.request_id for request in requests}
     for request in requests:

@@ -1,1 +1,1 @@
-"""Accuracy suites, and the bundled model's own."""
+"""Accuracy suites of the embedded models."""

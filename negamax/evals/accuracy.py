@@ -15,7 +15,7 @@ from negamax.text.parser.events import ParsedOutput
 
 MAX_TOKENS = 1024
 SHOWN_FAILURES = 5
-_SHOWN_CHARS = 400  # of a question, from its end
+_SHOWN_CHARS = 400  # of the end of a question
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class SuiteResult:
-    """The outcome of one suite. Rates are per problem; times are of the whole run, prompts
-    included.
-    """
+    """The outcome of one suite. Times cover the whole run, prompts included."""
 
     suite: str
     model: str

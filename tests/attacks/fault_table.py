@@ -1,6 +1,6 @@
 """Kill and stop each part of a server, and measure the effect on its clients.
 
-    python tools/fault_table.py [--only TEXT] [--limit SECONDS]
+    python tests/attacks/fault_table.py [--only TEXT] [--limit SECONDS]
 
 Each part is killed (SIGKILL) or stopped (SIGSTOP, then SIGCONT) while the server is idle, reads
 prompts, generates, or compiles a grammar. The link to another machine is also cut: both ways, one
@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from tests.dist.machines import Agent, DistantMachines, machines  # noqa: E402
