@@ -5,7 +5,7 @@ since that is where a row goes on, and what is guessed to follow. What a draft m
 of other stages than the last travels beside the residual stream.
 
 A stage does not wait for what comes of a step before it runs the next one, but before it runs a
-step whose rows it belongs to (decision 42). A slot may have gone to another sequence meanwhile:
+step whose rows it belongs to (decision 41). A slot may have gone to another sequence meanwhile:
 what came for the one before is dropped.
 """
 
