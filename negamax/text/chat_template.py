@@ -17,8 +17,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from negamax.base.errors import CheckpointError, ConfigError, InvalidRequestError
 from negamax.base.unicode import valid_unicode
+from negamax.config.json_file import read_json_object
 from negamax.text.escaping import ESCAPE, TokenEscaper, unescaped
-from negamax.text.tokenizer import read_json_object, token_text
+from negamax.text.tokenizer import token_text
 
 RESERVED_KWARGS = frozenset({"messages", "tools", "add_generation_prompt"})
 

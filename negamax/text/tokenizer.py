@@ -16,6 +16,7 @@ import tokenizers
 from negamax.base.errors import CheckpointError
 from negamax.base.pieces import find_all
 from negamax.base.unicode import valid_unicode
+from negamax.config.json_file import read_json_object
 from negamax.text.escaping import ESCAPE, TokenEscaper, unescaped
 
 # Tokens that carry the structure of an answer. They stay in the text even where a re-saved
@@ -96,10 +97,10 @@ class Tokenizer:
 
         Errors: `CheckpointError` naming the file that is missing or broken.
         """
-        definition = _read_text(path / "tokenizer.json")
+        file = path / "tokenizer.json"
+        read_json_object(file)  # checks it
         config = read_json_object(path / "tokenizer_config.json")
-        _parse_json_object(definition, source=path / "tokenizer.json")
-        return cls(definition, config=config, source=str(path / "tokenizer.json"))
+        return cls(file.read_text(encoding="utf-8"), config=config, source=str(file))
 
     def encode(
         self, text: str, *, allow_special: bool = True, max_tokens: int | None = None
@@ -342,31 +343,3 @@ def _config_special_flags(config: Mapping[str, Any]) -> dict[str, bool]:
         for token in tokens
         if "special" in token
     }
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing", hint=_REMEDY) from error
-    except OSError as error:
-        raise CheckpointError.of_file(path, error) from error
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}", hint=_REMEDY) from error
-
-
-def _parse_json_object(text: str, *, source: Path) -> dict[str, Any]:
-    try:
-        parsed = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{source} is no valid JSON: {error}", hint=_REMEDY) from error
-    if not isinstance(parsed, dict):
-        raise CheckpointError(
-            f"{source} holds a JSON {type(parsed).__name__}, an object is needed", hint=_REMEDY
-        )
-    return parsed
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a checkpoint. Errors: `CheckpointError`."""
-    return _parse_json_object(_read_text(path), source=path)

@@ -230,5 +230,5 @@ def test_broken_template_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json is a int"):
         ChatTemplate.from_folder(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[", encoding="utf-8")
-    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json is no valid JSON"):
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json cannot be read as JSON"):
         ChatTemplate.from_folder(tmp_path)

@@ -16,8 +16,8 @@ from negamax.text.parser.schema_values import (
     json_string_body,
     json_value,
     parse_json,
-    schema_types,
 )
+from negamax.text.schema_walk import schema_types
 
 TYPE_NAMES = ("null", "integer", "number", "boolean", "object", "array", "string")
 

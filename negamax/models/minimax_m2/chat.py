@@ -23,7 +23,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from negamax.config.grammar import Marker, refuse_grammar
+from negamax.config.grammar import Marker
 from negamax.text.chat_family import ChatFamily
 from negamax.text.grammar.json_schema import Budget
 from negamax.text.grammar.tag_formats import Format, const, marker, newlines, sequence
@@ -234,6 +234,7 @@ class M2Calls(CallStyle):
 
     name = "m2"
     end_of_text = "</parameter>"
+    key, forbidden = NAME, "quotes and angle brackets"
     lead = newlines(3)
 
     def __init__(
@@ -267,17 +268,11 @@ class M2Calls(CallStyle):
             **shared,
         }
 
-    def invoke(self, name: str, arguments: Format) -> Format:
-        return sequence([const(f'<invoke name="{name}">\n'), arguments, const("</invoke>\n")])
+    def call_tags(self, name: str) -> tuple[str, str]:
+        return f'<invoke name="{name}">\n', "</invoke>\n"
 
-    def argument(self, key: str, value: Format) -> Format:
-        if not NAME.fullmatch(key):
-            refuse_grammar(
-                f"the parameter name {key!r} cannot stand in a call; leave out quotes and angle "
-                f"brackets"
-            )
-        self.budget.spend(num_bytes=len(key))
-        return sequence([const(f'<parameter name="{key}">'), value, const("</parameter>\n")])
+    def argument_tags(self, key: str) -> tuple[str, str]:
+        return f'<parameter name="{key}">', "</parameter>\n"
 
     def any_argument(self, value: Format) -> Format:
         name = {"type": "regex", "pattern": '[^"<>\\n]+'}

@@ -25,7 +25,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from negamax.config.grammar import refuse_grammar
 from negamax.text.chat_family import ChatFamily
 from negamax.text.grammar.tag_formats import Format, const, sequence
 from negamax.text.grammar.tool_calls import CallStyle, count
@@ -44,7 +43,6 @@ from negamax.text.parser.tag_names import tool_name
 
 MARKER = "]<]minimax[>["
 MAX_CALL_DEPTH = 6  # levels of nested elements in the grammar of a call; JSON below
-_ELEMENT = re.compile(r"[^\s\"<>/=\]\[]+")  # a name that an element can have
 
 _BLOCK, _INVOKE = "tool_call", "invoke"
 _M = re.escape(MARKER)
@@ -201,6 +199,8 @@ class M3Calls(CallStyle):
 
     name = "m3"
     end_of_text = MARKER
+    key = re.compile(r"[^\s\"<>/=\]\[]+")
+    forbidden = "spaces, quotes and brackets"
 
     def block(self, calls: Format) -> Format:
         return {
@@ -219,37 +219,16 @@ class M3Calls(CallStyle):
             "stop_after_first": once, "excludes": excludes
         }  # fmt: skip
 
-    def invoke(self, name: str, arguments: Format) -> Format:
-        return sequence(
-            [
-                const(f'{MARKER}<invoke name="{name}">'),
-                arguments,
-                const(f"{MARKER}</invoke>\n"),
-            ]
-        )
+    def call_tags(self, name: str) -> tuple[str, str]:
+        return f'{MARKER}<invoke name="{name}">', f"{MARKER}</invoke>\n"
 
-    def argument(self, key: str, value: Format) -> Format:
-        if not _ELEMENT.fullmatch(key):
-            refuse_grammar(
-                f"the parameter name {key!r} cannot be an element of a call; leave out spaces, "
-                f"quotes and brackets"
-            )
-        self.budget.spend(num_bytes=2 * len(key))
-        return sequence([const(f"{MARKER}<{key}>"), value, const(f"{MARKER}</{key}>")])
+    def argument_tags(self, key: str) -> tuple[str, str]:
+        return f"{MARKER}<{key}>", f"{MARKER}</{key}>"
 
     def any_argument(self, value: Format) -> Format:
         name = {"type": "regex", "pattern": "[A-Za-z_][A-Za-z0-9_.-]{0,63}"}
-        return sequence(
-            [
-                const(f"{MARKER}<"),
-                name,
-                const(">"),
-                value,
-                const(f"{MARKER}</"),
-                name,
-                const(">"),
-            ]
-        )
+        opener = [const(f"{MARKER}<"), name, const(">")]
+        return sequence([*opener, value, const(f"{MARKER}</"), name, const(">")])
 
     def container(self, node: Mapping[str, Any], *, root: Any, depth: int) -> Format:
         if depth > MAX_CALL_DEPTH:

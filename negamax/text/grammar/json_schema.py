@@ -4,11 +4,11 @@ done about.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from negamax.config.grammar import refuse_grammar
-from negamax.text.json_pointer import pointer_target
+from negamax.text.schema_walk import pointer_target
 
 # Keywords that a grammar cannot follow: it would have to remember values, or allow everything but
 # something.
@@ -75,11 +75,7 @@ def prepared(schema: Any, *, strict: bool, budget: Budget | None = None) -> Any:
     `InvalidRequestError` beyond the `budget`; with `strict` also for a keyword that cannot be
     enforced, and for a reference that leads nowhere.
     """
-    budget = budget or Budget()
-    if strict:
-        for node in _nodes(schema):
-            _check_enforceable(node, root=schema, budget=budget)
-    return _Preparation(schema, budget).made
+    return _Preparation(schema, budget or Budget(), strict=strict).made
 
 
 def resolve(node: Any, *, root: Any, budget: Budget | None = None) -> Any:
@@ -93,30 +89,6 @@ def resolve(node: Any, *, root: Any, budget: Budget | None = None) -> Any:
             budget.spend(1 + len(node["$ref"]) // _NODE_BYTES)
         node = pointer_target(node["$ref"], root=root)
     return None
-
-
-def _nodes(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """`schema` and all schemas written inside it."""
-    stack = [schema]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, Mapping):
-            yield node
-            stack.extend(_parts(node))
-
-
-def _parts(node: Mapping[str, Any]) -> Iterator[Any]:
-    for keyword in _MAPS:
-        members = node.get(keyword)
-        if isinstance(members, Mapping):
-            yield from members.values()
-    for keyword in _LISTS:
-        branches = node.get(keyword)
-        if isinstance(branches, list):
-            yield from branches
-    for keyword in _SINGLES:
-        part = node.get(keyword)
-        yield from part if isinstance(part, list) else [part]
 
 
 def _check_enforceable(node: Mapping[str, Any], *, root: Any, budget: Budget) -> None:
@@ -138,8 +110,8 @@ def _check_enforceable(node: Mapping[str, Any], *, root: Any, budget: Budget) ->
 class _Preparation:
     """One schema on its way into the compiler's words; `made` is the result."""
 
-    def __init__(self, schema: Any, budget: Budget) -> None:
-        self._budget = budget
+    def __init__(self, schema: Any, budget: Budget, *, strict: bool) -> None:
+        self._root, self._budget, self._strict = schema, budget, strict
         self._shared: dict[str, Any] = {}  # definitions that the root gains
         definitions = schema.get("$defs") if isinstance(schema, Mapping) else None
         self._taken = definitions if isinstance(definitions, Mapping) else {}
@@ -152,6 +124,8 @@ class _Preparation:
         if not isinstance(node, Mapping):
             return node
         self._budget.spend()
+        if self._strict:
+            _check_enforceable(node, root=self._root, budget=self._budget)
         made = dict(node)
         for keyword in _MAPS:
             if isinstance(made.get(keyword), Mapping):

@@ -29,12 +29,11 @@ from negamax.text.grammar.tag_formats import (
     optional,
     sequence,
 )
-from negamax.text.json_pointer import pointer_steps
+from negamax.text.schema_walk import TYPES, implied_container, pointer_steps
 
 NAME = re.compile(r"[^\"<>\n]+")  # that a tag can carry
 _DEFINITIONS = ("$defs", "definitions")
 _REFERENCE = re.compile(r'"\$ref": ("(?:[^"\\]|\\.)*")')
-_TYPES = ("string", "integer", "number", "boolean", "null", "object", "array")
 
 # Formats of strings that are checked where the string stands without quotes; the others are left
 # free.
@@ -165,13 +164,13 @@ def _call(function: CalledFunction, style: CallStyle) -> Format:
 
 
 class CallStyle(ABC):
-    """How a model family writes calls, as formats. One object serves one request, whose `budget` it
-    spends.
-    """
+    """How a model family writes calls, as formats. It spends the `budget` of one request."""
 
     name: str
     end_of_text: str  # what a raw string cannot hold
-    lead: Format | None = None  # what may stand before a block that comes first
+    key: re.Pattern[str]  # the names that an argument can have
+    forbidden: str  # what they cannot have, in words
+    lead: Format | None = None  # what may come before a block that comes first
     tag_ids: Mapping[str, int]  # of the tags that are written as tokens
 
     def __init__(
@@ -183,29 +182,46 @@ class CallStyle(ABC):
 
     @abstractmethod
     def block(self, calls: Format) -> Format:
-        """A whole block around `calls`."""
+        """Return a whole block around `calls`."""
 
     @abstractmethod
     def among_text(self, block: Format, *, once: bool, no_other_calls: bool) -> Format:
-        """Free text in which `block` may begin at any place; `once`: and ends the output.
-        `no_other_calls`: the text has none that a reader who knows the callable tools would read as
-        a call."""
+        """Return free text in which `block` may begin at any place; `once`: it ends the output.
+
+        `no_other_calls`: a reader who knows the callable tools finds no call in the text.
+        """
 
     @abstractmethod
-    def invoke(self, name: str, arguments: Format) -> Format:
-        """One call."""
+    def call_tags(self, name: str) -> tuple[str, str]:
+        """Return opener and closer of a call."""
 
     @abstractmethod
-    def argument(self, key: str, value: Format) -> Format:
-        """One named value."""
+    def argument_tags(self, key: str) -> tuple[str, str]:
+        """Return opener and closer of an argument."""
 
     @abstractmethod
     def any_argument(self, value: Format) -> Format:
-        """One value of any name."""
+        """Return a value of any name."""
 
     @abstractmethod
     def container(self, node: Mapping[str, Any], *, root: Any, depth: int) -> Format:
-        """An object or an array, whichever type `node` has."""
+        """Return an object or an array, by the type of `node`."""
+
+    def invoke(self, name: str, arguments: Format) -> Format:
+        """Return one call."""
+        opener, closer = self.call_tags(name)
+        return sequence([const(opener), arguments, const(closer)])
+
+    def argument(self, key: str, value: Format) -> Format:
+        """Return one named value. Errors: `InvalidRequestError` for a name without a tag."""
+        if not self.key.fullmatch(key):
+            refuse_grammar(
+                f"the parameter name {key!r} cannot be written in a call; leave out "
+                f"{self.forbidden}"
+            )
+        self.budget.spend(num_bytes=2 * len(key))
+        opener, closer = self.argument_tags(key)
+        return sequence([const(opener), value, const(closer)])
 
     def any_arguments(self) -> Format:
         """Arguments that nothing is known about."""
@@ -264,19 +280,13 @@ class CallStyle(ABC):
                     )
             declared = node.get("type")
             if isinstance(declared, list) and (
-                names := [name for name in _TYPES if name in declared]
+                names := [name for name in TYPES if name in declared]
             ):
                 return self._one_of(
                     [self.value({**node, "type": name}, root=root, depth=depth) for name in names]
                 )
             if declared is None:
-                declared = (
-                    "object"
-                    if "properties" in node
-                    else "array"
-                    if "items" in node or "prefixItems" in node
-                    else "string"
-                )
+                declared = implied_container(node) or "string"
             if declared == "string":
                 return self._string(node)
             if declared in ("object", "array"):

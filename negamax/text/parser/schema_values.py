@@ -11,25 +11,15 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from json.encoder import encode_basestring
 from typing import Any
 
-from negamax.text.json_pointer import pointer_target
+from negamax.text.schema_walk import schema_types, walk_alternatives
 
 # an argument of these types is written as a JSON string while it is generated
 TEXT_TYPES = frozenset({"string", "null"})
 
-# of JSON values; all others are objects
-_TYPE_NAMES = {
-    type(None): "null",
-    bool: "boolean",
-    int: "integer",
-    float: "number",
-    str: "string",
-    list: "array",
-}
-_BRANCHES = ("anyOf", "oneOf", "allOf")
 _MAX_DIGITS = 4300  # Python's own readers refuse more
 _POINT_ZERO = re.compile(r"([+-]?[0-9]+)\.0*")
 _encode = json.JSONEncoder(ensure_ascii=False).encode
@@ -95,7 +85,7 @@ class ValueSchema:
         self._members: dict[str, ValueSchema] = {}  # of listed names that were asked for
         self._others: list[Any] = []
         self._arrays: list[tuple[list[Any], Any]] = []  # schemas of the first items, of the others
-        for node in _walk(schemas, root=root):
+        for node in walk_alternatives(schemas, root=root):
             properties = node.get("properties")
             if isinstance(properties, Mapping):
                 for key, schema in properties.items():
@@ -142,24 +132,6 @@ class ValueSchema:
         return view
 
 
-def schema_types(schemas: Iterable[Any], *, root: Any) -> frozenset[str]:
-    """All JSON types that any of `schemas` allows.
-
-    Read are type (also a list of types), enum and const, nullable, anyOf, oneOf, allOf, and `$ref`
-    into `root`.
-    """
-    found: set[str] = set()
-    for node in _walk(schemas, root=root):
-        declared = node.get("type")
-        names = declared if isinstance(declared, list) else [declared]
-        found.update(name for name in names if isinstance(name, str) and name in _TYPES)
-        if declared is None:
-            found.update(_implied_types(node))
-        if node.get("nullable") is True:
-            found.add("null")
-    return frozenset(found)
-
-
 def json_value(text: str, types: frozenset[str]) -> str:
     """The argument `text` as JSON, by the first type that fits; text that fits none stays a string,
     unchanged.
@@ -199,38 +171,6 @@ def parse_json(text: str) -> Any:
         return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
-
-
-def _walk(schemas: Iterable[Any], *, root: Any) -> Iterable[Mapping[str, Any]]:
-    """Every schema object behind `schemas`, through branches and references, each once."""
-    stack = list(schemas)
-    seen: set[int] = set()
-    while stack:
-        node = stack.pop()
-        if not isinstance(node, Mapping) or id(node) in seen:
-            continue
-        seen.add(id(node))
-        yield node
-        for branch in _BRANCHES:
-            alternatives = node.get(branch)
-            if isinstance(alternatives, list):
-                stack.extend(alternatives)
-        if isinstance(node.get("$ref"), str):
-            stack.append(pointer_target(node["$ref"], root=root))
-
-
-def _implied_types(node: Mapping[str, Any]) -> set[str]:
-    """Types of a schema without `type`: those of its listed values, or of the keywords that only
-    make sense for one type.
-    """
-    values = node["enum"] if isinstance(node.get("enum"), list) else []
-    if "const" in node:
-        values = [*values, node["const"]]
-    if values:
-        return {_TYPE_NAMES.get(type(value), "object") for value in values}
-    if "properties" in node:
-        return {"object"}
-    return {"array"} if "items" in node or "prefixItems" in node else set()
 
 
 def _number(text: str, *, is_integer: bool = False) -> str | None:
@@ -301,4 +241,3 @@ _CONVERTERS: dict[str, Callable[[str], str | None]] = {
     "object": functools.partial(_container, kind=dict),
     "array": functools.partial(_container, kind=list),
 }
-_TYPES = frozenset({*TEXT_TYPES, *_CONVERTERS})
