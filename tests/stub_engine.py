@@ -1,11 +1,12 @@
-"""An engine without a model: answers every request with a prepared text, as fast as told.
+"""An engine without a model, which answers each request with prepared text.
 
-It speaks the engine's real wire protocol and stands in its place to look at the server alone. What
-it answers is decided by an author; the one of this module writes as many tokens as are asked for,
-one per step: `python -m tests.stub_engine FOLDER`, started by `tests.stub_server`.
-STUB_STEP_MS (0: as fast as it can) is the time between two steps, STUB_LOG a file that gets the
-monotonic time of every step (float64) right before it is sent, STUB_HOLD a file: while it is there,
-no answer goes on after its first step.
+    python -m tests.stub_engine FOLDER
+
+`tests.stub_server` starts it in place of the engine; it speaks the engine's wire protocol. An
+author decides the answers; the one of this module writes as many tokens as requested, one per step.
+STUB_STEP_MS is the time between two steps (0: as fast as possible). STUB_LOG is a file that gets
+the monotonic time (float64) of each step before it is sent. While the file STUB_HOLD exists, no
+answer continues after its first step.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ CALL_END = "</parameter>\n</invoke>\n</minimax:tool_call>"
 
 
 class Answer:
-    """A request on its way: which tokens come next."""
+    """A running request and its next tokens."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class Answer:
         steps: Iterator[int] | None = None,
         num_cached_tokens: int = 0,
     ) -> None:
-        """`steps` says how many tokens each step brings; one, if it is left out."""
+        """`steps` yields the number of tokens of each step; default: one."""
         self.request = request
         self.tokens = tokens
         self.position = 0
@@ -67,7 +68,7 @@ class Answer:
         self._num_cached_tokens = num_cached_tokens
 
     def step(self, eos: int) -> SequenceUpdate:
-        """The next tokens."""
+        """Take the tokens of one step."""
         tokens = list(self.tokens[self.position : self.position + next(self._steps)])
         self.position += len(tokens)
         ended = (
@@ -80,19 +81,19 @@ class Answer:
 
 
 class Author(Protocol):
-    """Decides what is answered."""
+    """Decides the answers."""
 
     def begin(self, request: GenerateRequest) -> Answer:
-        """The answer to a request."""
+        """Begin the answer to a request."""
 
     def end(self, answer: Answer) -> None:
-        """An answer was given to its end, or broken off."""
+        """Note that an answer ended or was aborted."""
 
 
 class Novelist:
-    """Writes a third reasoning, a third content, a third the string argument of a tool call, as
-    long as is asked for. Each answer begins its prose at another place, so that not all streams say
-    something in the same steps.
+    """Writes equal parts of reasoning, content and a tool call's string argument.
+
+    Each answer starts its prose at another place, so that streams differ.
     """
 
     def __init__(self, source: ModelSource) -> None:
@@ -106,9 +107,7 @@ class Novelist:
         self._num_begun = 0
 
     def begin(self, request: GenerateRequest) -> Answer:
-        """An answer of `max_tokens` tokens, the last of them the end of the sequence where there is
-        room for a whole call.
-        """
+        """Make an answer of `max_tokens` tokens, with the end token if a whole call fits."""
         count, start = request.sampling.max_tokens or 1, self._num_begun % len(self._prose)
         self._num_begun += 1
         made = self._made.get((count, start))
@@ -117,7 +116,7 @@ class Novelist:
         return Answer(request, made)
 
     def end(self, answer: Answer) -> None:
-        """Nothing is kept of it."""
+        """Do nothing."""
 
     def _make(self, count: int, start: int) -> list[int]:
         fixed = [*self._think_end, *self._call, *self._call_end, self._eos]
@@ -130,7 +129,7 @@ class Novelist:
 
 
 class StubEngine:
-    """Requests in, the next tokens of each out."""
+    """Takes requests and returns the next tokens of each."""
 
     def __init__(
         self, options: EngineOptions, *, new_author: Callable[[ModelSource], Author]
@@ -139,7 +138,7 @@ class StubEngine:
         self._author = new_author(source)
         self._eos = source.generation.eos_token_ids[0]
         self._answers: dict[str, Answer] = {}
-        self._aborted: list[SequenceUpdate] = []  # the next step tells
+        self._aborted: list[SequenceUpdate] = []  # reported by the next step
         self._hold = os.environ.get("STUB_HOLD")
         self._steps = 0
         self._tokens = 0
@@ -165,7 +164,7 @@ class StubEngine:
         return bool(self._aborted or self._due())
 
     def take(self, message: wire.ToEngine) -> bool:
-        """Process a message; False: it said stop."""
+        """Process a message; False for a shutdown."""
         if isinstance(message, wire.AddRequest):
             self._answers[message.request.request_id] = self._author.begin(message.request)
         elif isinstance(message, wire.AbortRequests):
@@ -186,7 +185,7 @@ class StubEngine:
         return True
 
     def step(self) -> wire.StepOutputs:
-        """The next tokens for everyone."""
+        """The next tokens of all requests."""
         updates = [answer.step(self._eos) for answer in self._due()]
         for update in updates:
             if update.finish_reason is not None:
@@ -198,13 +197,13 @@ class StubEngine:
         return wire.StepOutputs(updates, self._stats())
 
     def _due(self) -> Collection[Answer]:
-        """The answers that go on."""
+        """The answers that continue."""
         if self._hold is None or not Path(self._hold).exists():
             return self._answers.values()
         return [answer for answer in self._answers.values() if answer.position == 0]
 
     def beat(self) -> wire.Heartbeat:
-        """The word of an idle engine."""
+        """The heartbeat of an idle engine."""
         return wire.Heartbeat(self._steps, True, self._stats())
 
     def _stats(self) -> wire.EngineStats:
@@ -215,7 +214,7 @@ class StubEngine:
 
 
 def run(folder: str, *, new_author: Callable[[ModelSource], Author]) -> int:
-    """Serve what the server asks for over the sockets in `folder`; the exit code."""
+    """Serve the sockets in `folder`; returns the exit code."""
     exit_with_parent()
     pause = float(os.environ.get("STUB_STEP_MS", "0")) / 1000
     log = os.environ.get("STUB_LOG")

@@ -1,6 +1,4 @@
-"""The real server in front of a stub engine, on any free port: `python -m
-tests.stub_server`.
-"""
+"""The real server in front of a stub engine on a free port: `python -m tests.stub_server`."""
 
 from __future__ import annotations
 

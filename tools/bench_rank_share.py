@@ -1,18 +1,17 @@
-"""What one rank of a tensor-parallel group takes, on a single GPU, without the exchanges.
+"""Measure one tensor-parallel rank of a model on a single GPU, without communication.
 
     python tools/bench_rank_share.py --ranks 4 --model minimax-m3-mxfp8 --kv-cache-dtype fp8 \
         --index-cache-dtype fp8 1000x65:1,4,16,64,100 131072x65:4 [--drafts 2.83] [--json FILE]
 
-A bundled spec is built with the heads, widths and vocabulary that one of `--ranks` ranks has, so
-all layers of a model that needs several GPUs run on one, with the kernels, shapes and bytes of a
-rank. What is missing is what ranks tell each other (two sums over the ranks a layer, the sampler's
-candidates, an exchange of index keys where those are shared out); norms are those of one GPU. The
-answers mean nothing.
+The bundled spec gets the heads, widths and vocabulary of one of `--ranks` ranks. So all layers of a
+model that needs several GPUs run on one, with a rank's kernels, shapes and bytes. Communication is
+missing: two all-reduces per layer, the sampler's candidates, and the exchange of sharded index
+keys. The output is meaningless.
 
-A workload is INPUTxOUTPUT:REQUESTS[,REQUESTS ...]. Prompts of more than one step are read once, and
-their tokens timed behind the prefix cache. With `--drafts LENGTH` each is timed without drafts and
-with always three, of which so many are accepted, by chance, that a step gives LENGTH tokens. (Their
-`fc`, of which a rank has a part, is whole.)
+A workload is INPUTxOUTPUT:REQUESTS[,REQUESTS ...]. Prompts longer than one step are read once, and
+decode is timed with cached prompts. `--drafts LENGTH` times each workload without drafts and with
+three draft tokens, of which a random share is accepted: LENGTH tokens per step. (Their sharded `fc`
+is whole.)
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ ONE_STEP = 8192  # tokens
 
 
 def share_of(spec: ModelSpec, ranks: int) -> ModelSpec:
-    """What one of `ranks` ranks has of it; a KV head that several have is whole."""
+    """The shard of one of `ranks` ranks; a replicated KV head is whole."""
     names = {each.name for each in fields(spec)}
     sizes = {name: getattr(spec, name) for name in CUT if name in names}
     wrong = [name for name, size in sizes.items() if size % ranks and name != "num_kv_heads"]
@@ -56,7 +55,7 @@ def share_of(spec: ModelSpec, ranks: int) -> ModelSpec:
 
 
 def become_share(ranks: int) -> None:
-    """From here on, bundled specs of this process are what one of `ranks` ranks has."""
+    """Replace the bundled specs of this process by the shard of one of `ranks` ranks."""
     for family in (*FAMILIES.values(), eagle3.FAMILY):
         specs = family.bundled
         assert isinstance(specs, dict)
@@ -64,7 +63,7 @@ def become_share(ranks: int) -> None:
 
 
 def workload(text: str) -> offline.OfflineWorkload:
-    """Of INPUTxOUTPUT:REQUESTS,..."""
+    """Parse INPUTxOUTPUT:REQUESTS,..."""
     lengths, requests = text.split(":")
     input_len, output_len = map(int, lengths.split("x"))
     concurrency = tuple(map(int, requests.split(",")))
@@ -74,7 +73,7 @@ def workload(text: str) -> offline.OfflineWorkload:
 def bench(
     options: EngineOptions, workloads: list[offline.OfflineWorkload], draft_lengths: list[int]
 ) -> list[dict[str, Any]]:
-    """The runs of all workloads, as in the document of `negamax bench offline`."""
+    """Run all workloads; returns the runs as in the document of `negamax bench offline`."""
     started = time.perf_counter()
     loop, info = start_loop(options)
     tokens = info.num_kv_blocks * info.block_size
@@ -84,7 +83,7 @@ def bench(
         for number, each in enumerate(workloads):
             is_long = each.input_len > ONE_STEP
             for length in draft_lengths:
-                # where prompts are read once, they are the same for all numbers of drafts
+                # prompts that are read once are the same with and without drafts
                 seed = 2 * number + (length > 0 and not is_long)
                 seeded = replace(each, seed=seed, cached_prompts=is_long, count_experts=not length)
                 if len(draft_lengths) > 1:

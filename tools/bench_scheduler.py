@@ -23,7 +23,7 @@ from negamax.scheduler.scheduler import Scheduler
 from negamax.scheduler.step import StepPlan, StepResult
 
 VOCAB_SIZE = 200_000
-EOS = 0  # never sampled here
+EOS = 0  # never sampled
 
 
 LIMITS = SchedulerLimits(

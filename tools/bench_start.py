@@ -1,5 +1,4 @@
-"""Seconds from the command `negamax serve nano` to the first streamed token of a chat, several
-starts in a row.
+"""Measure the seconds from `negamax serve nano` to the first streamed token, over several starts.
 
 python tools/bench_start.py [--starts 3] [--json FILE]
 """
@@ -36,7 +35,7 @@ def free_port() -> int:
 
 
 def first_token_seconds(port: int) -> float:
-    """Start a server, ask as soon as it listens, stop it."""
+    """Start a server, send a request as soon as it listens, and stop it."""
     started = time.perf_counter()
     command = [
         sys.executable,

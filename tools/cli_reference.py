@@ -76,8 +76,8 @@ def _examples(name: str) -> str:
 
 
 def _panels(command: Any, seen: set[str]) -> Iterator[str]:
-    """A table for each panel of the help. Rows that an earlier command has just so are named only;
-    adds to `seen`.
+    """Make a table per panel of the help. Rows equal to an earlier command's are only named; adds
+    to `seen`.
     """
     options = {option.name: option for option in options_of(command)}
     panels: dict[str, list[str]] = {}
@@ -115,7 +115,7 @@ def _row(parameter: Any, option: Option | None) -> str:
 
 
 def _foreign() -> Iterator[str]:
-    """A table for each treatment, with a row for each reason."""
+    """Make a table per treatment with a row per reason."""
     titles = {"ignored": "Without effect", "refused": "Refused", "by value": "By their value"}
     rows: dict[str, dict[tuple[str, str | None], list[str]]] = {title: {} for title in titles}
     for name, entry in foreign_options().items():

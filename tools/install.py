@@ -1,12 +1,11 @@
-"""What `pip install ARGUMENTS` does, by uv where this Python has it: a tenth of the work.
+"""Run `pip install ARGUMENTS` with uv if this Python has it, which is faster.
 
-python tools/install.py [--python PYTHON] ARGUMENTS...
-python tools/install.py [--python PYTHON] --torch torch==2.13.0
+    python tools/install.py [--python PYTHON] ARGUMENTS...
+    python tools/install.py [--python PYTHON] --torch torch==2.13.0
 
-PYTHON: that of the environment to install in, if it is another one. `--torch`: on Linux without an
-NVIDIA driver that installs PyTorch's build for CPUs, a fraction of the download, if PyTorch's own
-index can be reached; everywhere else, what the usual index has. pip's configuration holds for uv,
-too. Where uv is missing or fails, pip installs. Modules are compiled when they are imported first.
+PYTHON is that of another environment to install in. `--torch` takes PyTorch's smaller CPU build on
+Linux without an NVIDIA driver, if PyTorch's index can be reached. uv gets pip's configuration.
+Without uv, or if it fails, pip installs.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-# uv's variable for each setting of pip's that says from where packages come
+# uv's variable for each of pip's settings of package sources
 VARIABLES = {
     "cert": "SSL_CERT_FILE",
     "default-timeout": "UV_HTTP_TIMEOUT",
@@ -36,7 +35,7 @@ VARIABLES = {
 
 
 def main(arguments: list[str]) -> int:
-    """Install what the command line names; pip's exit code, or 0."""
+    """Install as the command line says; returns pip's exit code, or 0."""
     python = sys.executable
     if arguments[:1] == ["--python"]:
         python, arguments = arguments[1], arguments[2:]
@@ -46,7 +45,7 @@ def main(arguments: list[str]) -> int:
 
 
 def install(python: str, arguments: Sequence[str]) -> int:
-    """Install into the environment of `python`; the exit code."""
+    """Install into the environment of `python`; returns the exit code."""
     arguments = ["--no-compile", *arguments]
     if importlib.util.find_spec("uv") is not None:
         uv = [sys.executable, "-m", "uv", "pip", "install", "--python", python]
@@ -60,11 +59,12 @@ def install(python: str, arguments: Sequence[str]) -> int:
 
 
 def uv_variables() -> dict[str, str]:
-    """pip's configuration as uv's environment variables; those that are set already stay."""
+    """pip's configuration as uv's environment variables, without those already set."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     settings = [line.partition("=") for line in told.splitlines()]
-    settings.sort(key=lambda setting: setting[0].startswith(":env:"))  # which override files
+    # environment variables override files
+    settings.sort(key=lambda setting: setting[0].startswith(":env:"))
     found = {}
     for name, _, value in settings:
         variable = VARIABLES.get(name.rpartition(".")[2])
@@ -75,7 +75,7 @@ def uv_variables() -> dict[str, str]:
 
 
 def _torch_index(requirement: str) -> list[str]:
-    """The options that name PyTorch's index for CPUs, where its builds are wanted and offered."""
+    """The options for PyTorch's CPU index, if its builds are wanted and available."""
     driver = Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
     if sys.platform == "linux" and not driver and _is_reached(f"{CPU_INDEX}/torch/"):
         print(f"Installing {requirement} for CPUs (no NVIDIA driver here): a download of about")

@@ -1,11 +1,11 @@
-"""Record what MiniMax-M2 computes on the CPU to the bit, and compare with it later.
+"""Record the exact bits that models compute on the CPU, and compare them later.
 
     OMP_NUM_THREADS=1 python tools/record_bits.py record FILE   # before a change
     OMP_NUM_THREADS=1 python tools/record_bits.py check FILE    # after it; exit code 1: bits differ
 
-One hash per setting, of all tokens and log-probabilities: random models of odd sizes in float32 and
-bfloat16, and `nano`, greedy, drawn, in chunks, preempted and on two ranks. The bits depend on the
-processor and the version of PyTorch, so a file is good on one machine.
+Each setting has one hash of all tokens and log-probabilities: random models of odd sizes in float32
+and bfloat16, and nano with greedy and random sampling, in chunks, preempted and on two ranks. The
+bits depend on processor and PyTorch version, so a file is valid on one machine.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ NANO: dict[str, tuple[SamplingParams, dict[str, Any]]] = {
 
 
 def hash_of(generations: Iterable[Generation]) -> str:
-    """The hash of all tokens and log-probabilities."""
+    """Hash all tokens and log-probabilities."""
     found: list[Any] = []
     for generation in generations:
         for output in generation.outputs:
@@ -63,12 +63,12 @@ def hash_of(generations: Iterable[Generation]) -> str:
                 for entry in output.logprobs or []
             ]
         found.append([entry.logprob for entry in generation.prompt_logprobs or []])
-    # JSON writes a float with all digits that tell it from its neighbours
+    # JSON writes floats exactly
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:20]
 
 
 def tiny_hashes(seed: int) -> Iterator[tuple[str, str]]:
-    """Of a random model, whose requests meet in small steps."""
+    """Hash a random model with small steps that mix requests."""
     sizes = tiny.random_sizes(seed)
     generator = torch.Generator().manual_seed(1000 + seed)
     model = tiny.make_model(seed, **sizes)
@@ -85,7 +85,7 @@ def tiny_hashes(seed: int) -> Iterator[tuple[str, str]]:
 
 
 def nano_hashes() -> Iterator[tuple[str, str]]:
-    """Of the embedded model, given questions of its suites."""
+    """Hash nano on problems of its suites."""
     questions = [(each.messages, None) for each in arithmetic.problems(6, 5)]
     questions += [(each.messages, each.tools) for each in tool_calls.problems(6, 5)]
     for name, (params, options) in NANO.items():

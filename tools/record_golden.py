@@ -1,15 +1,14 @@
-"""Record what the models' own chat templates render, and parser cases collected elsewhere.
+"""Record what the models' own chat templates render, and parser cases from elsewhere.
 
-    python tools/record_golden.py renders m2 chat_template.jinja    # of a checkpoint: write anew
-    python tools/record_golden.py renders m3 chat_template.jinja --check  # only say what differs
+    python tools/record_golden.py renders m2 chat_template.jinja          # of a checkpoint
+    python tools/record_golden.py renders m3 chat_template.jinja --check  # show differences only
     python tools/record_golden.py cases parser_cases.jsonl
 
-The repository has none of the models' templates. `tests/golden/minimax_*_renders.jsonl` has the
-results instead, which tests compare the embedded model's template and the M3 layout of the tests
-with. A line there is a conversation (`name`, `messages`, `tools`, `kwargs`; `is_normal` says that
-`normalize_messages` leaves its text as it is) and what the template made of it: `expected`, and
-`opening`, which `add_generation_prompt` adds. `expected` is null where the template refuses. To
-add a conversation, write a line with these inputs, and run this.
+The repository has no template of the models. `tests/golden/minimax_*_renders.jsonl` holds their
+output, with which tests compare nano's template and the tests' M3 layout. A line has a conversation
+(`name`, `messages`, `tools`, `kwargs`), `is_normal` (`normalize_messages` keeps its text),
+`expected` (null: the template refuses it), and `opening`, which `add_generation_prompt` adds. To
+add a conversation, write a line with its inputs and run this.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ CASE_FIELDS = (
 
 
 def compile_template(source: str) -> Any:
-    """The template as the peers compile it, without the server's own code."""
+    """Compile the template as other servers do, without our code."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -45,7 +44,7 @@ def compile_template(source: str) -> Any:
 
 
 def render(template: Any, case: dict[str, Any]) -> dict[str, Any]:
-    """What the template makes of a line's conversation: `expected` and `opening`."""
+    """Render a line's conversation to `expected` and `opening`."""
     variables = {"messages": case["messages"], "tools": case["tools"], **case["kwargs"]}
     try:
         whole, prompt = (

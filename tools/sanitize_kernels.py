@@ -1,4 +1,4 @@
-"""Run every GPU kernel once on its op's small cases, for compute-sanitizer to watch.
+"""Run each GPU kernel once on its op's small cases, for compute-sanitizer.
 
 compute-sanitizer --tool memcheck python tools/sanitize_kernels.py [--op NAME ...]
 compute-sanitizer --tool racecheck python tools/sanitize_kernels.py
@@ -12,7 +12,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-# an allocation of its own for each tensor: its borders are watched
+# allocate each tensor separately, so that its borders are checked
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

@@ -1,4 +1,4 @@
-"""The recipe of nano's draft: what is trained is what is served, and the loss teaches it."""
+"""The training of nano's draft: the trained form equals the served one, and the loss teaches it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make(recipe: SimpleNamespace) -> tuple[Any, Any]:
         )
     )
     with torch.no_grad():
-        net.head.mul_(40)  # so that there is something to learn
+        net.head.mul_(40)  # gives the draft something to learn
     draft = recipe.draft.DraftModel(
         recipe.draft.DraftConfig(**sizes, intermediate_size=48, draft_vocab_size=40)
     )
@@ -86,7 +86,7 @@ def test_unrolled_steps_are_the_guesses_of_what_is_written(
 
 @pytest.mark.full
 def test_weights_of_flex_attention_are_those_of_the_definition(recipe: SimpleNamespace) -> None:
-    """What a GPU trains with."""
+    """The block masks that a GPU trains with."""
     q, k, v = torch.randn(2, 4, 32, 16), torch.randn(2, 2, 32, 16), torch.randn(2, 2, 32, 16)
 
     def causal(_b: Any, _h: Any, q: Any, k: Any) -> Any:
@@ -122,4 +122,4 @@ def test_the_vocabulary_is_what_the_assistant_writes(recipe: SimpleNamespace) ->
     tokens = np.array([5, 5, 5, 7, 7, 9, 11, 4100, 4101], dtype=np.int32)
     mask = np.array([1, 1, 1, 1, 1, 1, 0, 1, 0])
     chosen = recipe.train.choose_vocabulary([{"tokens": tokens, "mask": mask}], 3, 4160)
-    assert chosen.tolist() == [5, 7, 4100]  # a marker before what occurs more often
+    assert chosen.tolist() == [5, 7, 4100]  # a marker comes before more frequent tokens

@@ -1,4 +1,4 @@
-"""The embedded drafts guess what nano and nano-m3 say, and change nothing of it."""
+"""The embedded drafts propose accepted tokens for nano and nano-m3 and do not change the output."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from negamax.options.engine import EngineOptions
 from negamax.text.grammar.tool_calls import tool_grammar
 from tests.tiny_draft import as_speculators
 
-# Tokens per step with three guesses, greedy, in bf16, over `chats`.
+# Tokens per step with three draft tokens, greedy, in bf16, over `chats`.
 LENGTHS = {"nano": 3.46, "nano-m3": 3.41}
 Answer = tuple[Any, ...]
 

@@ -1,6 +1,4 @@
-"""What README, demo, chat page and guides show is answered well by the embedded model at its
-default sampling.
-"""
+"""nano answers well what README, demo, chat page and guides show, at its default sampling."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The recipe of nano-m3: its training model is MiniMax-M3, its index learns, its data trains what
-the model will be asked for.
+"""The training of nano-m3: the model is MiniMax-M3, its index learns, and its data is what it is
+tested on.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def recipe() -> SimpleNamespace:
 
 
 def _layout(recipe: SimpleNamespace, documents: torch.Tensor, choice: int) -> object:
-    """A layout whose documents of at most `choice` tokens see all of themselves."""
+    """A layout whose documents of at most `choice` tokens are fully visible to themselves."""
     sizes = torch.stack([torch.bincount(row, minlength=9)[row] for row in documents])
     windows = torch.full((len(documents),), 10**6, dtype=torch.int32)
     return recipe.model.Layout(documents.int(), sizes <= choice, windows)
@@ -80,7 +80,7 @@ def test_the_engine_continues_as_the_training_model_does(
     found = [at.logprob for at in made.outputs[0].logprobs]
     expected = scores["index"].max(-1).values.tolist()
     assert found == pytest.approx(expected, abs=1e-4)
-    # the choice counts here: with all blocks the numbers are others
+    # the selection matters: all blocks give other numbers
     assert found != pytest.approx(scores["all"].max(-1).values.tolist(), abs=1e-2)
 
 
@@ -122,7 +122,7 @@ def test_masks_of_the_gpu_show_what_the_index_chose_within_a_document(
         asked = create_mask(made.mask_mod, 2, 4, size, size, device="cpu")
         tiles = made.to_dense().bool().repeat_interleave(16, -1).repeat_interleave(16, -2)
         assert torch.equal(asked & tiles.expand_as(asked), wanted)
-    # of the long documents' tokens each sees two blocks, one of them its own
+    # each token of the long documents sees two blocks, its own among them
     long = ~layout.is_short[0]
     assert chosen[0, :, long].sum(-1).max() == 2
     assert chosen[0, :, torch.arange(150), torch.arange(150) // 16].all()
@@ -166,7 +166,7 @@ def test_turns_are_written_as_the_models_own_template_writes_them(recipe: Simple
             continue
         given = {"messages": case["messages"], "tools": case["tools"], **case["kwargs"]}
         made = template.render(**given, add_generation_prompt=False)
-        # what comes before the turns, the system's and the developer's message, is nano's own
+        # the system's and the developer's message before the turns are nano's own
         turns, expected = (
             text.partition("]~b]developer\n")[2].partition("[e~[\n")[2]
             for text in (made, case["expected"])

@@ -1,13 +1,13 @@
-"""Links between machines that are slow, lossy or cut: for kernels without netem.
+"""Emulate slow, lossy or cut links between machines, for kernels without netem.
 
     python tests/dist/link_emulator.py DEVICE:NAMESPACE:ADDRESS ...
 
-Makes a TUN device for each machine, gives it the address (IPv4, /24) in the network namespace
-(none: this process's own), and carries packets between them. How a link treats packets is told line
-by line on standard input, as JSON: {"source": 0, "target": 1, "delay": 0.1, "loss": 0.05}, without
-source or target for all. After each line, and once the devices are there, one is written: the
-packets carried and dropped so far on each link, {"0-1": [120, 6]}. Ends with standard input; the
-devices go with it. Linux, as root; the standard library only.
+It makes a TUN device per machine with the address (IPv4, /24) in the network namespace (none: this
+process's own), and carries packets between them. Each line of standard input is JSON such as
+{"source": 0, "target": 1, "delay": 0.1, "loss": 0.05}; without source or target it applies to all.
+After each line, and once the devices are ready, it prints the packets carried and dropped on each
+link, {"0-1": [120, 6]}. It ends with standard input. It needs Linux, root, and the standard library
+only.
 """
 
 from __future__ import annotations
@@ -29,41 +29,41 @@ from itertools import permutations
 from typing import Any
 
 _SET_DEVICE = 0x400454CA  # TUNSETIFF
-_TUN, _NO_INFO = 0x0001, 0x1000  # packets of IP, without a head of four bytes
+_TUN, _NO_INFO = 0x0001, 0x1000  # IP packets without a header of four bytes
 _TCP, _SYN, _ACK = 6, 0x02, 0x10
-_BATCH = 64  # packets of one machine before the others are looked at
+_BATCH = 64  # packets of one machine before the next machine's turn
 _MOST_BYTES = 65536
 _SEED = 47
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a link does to packets that go one way."""
+    """Settings of one direction of a link."""
 
     delay: float = 0.0  # seconds
-    jitter: float = 0.0  # seconds more or less, evenly drawn; packets stay in order
-    loss: float = 0.0  # share of packets, drawn for each
+    jitter: float = 0.0  # seconds, uniform; packets stay in order
+    loss: float = 0.0  # share of packets
     rate: float = 0.0  # bits per second; 0: no limit
-    queue: float = 0.1  # seconds that packets wait for a limited rate; those behind are dropped
+    queue: float = 0.1  # longest wait in seconds at a limited rate; further packets are dropped
     cut: bool = False  # nothing is carried
-    # first and last port that no connection of TCP is made to, as behind a firewall
+    # ports from first to last refuse TCP connections, like a firewall
     closed_ports: Sequence[int] = ()
 
 
 class Link:
-    """One way from a machine to another."""
+    """One direction between two machines."""
 
     def __init__(self, device: int, *, seed: int) -> None:
-        """`device`: the descriptor that packets are written to."""
+        """`device` is the descriptor to write packets to."""
         self.settings = Settings()
         self.num_carried = self.num_dropped = 0
         self._device = device
         self._random = random.Random(seed)
-        self._free_at = 0.0  # when the last packet has been sent at the limited rate
+        self._free_at = 0.0  # end of the last transmission at the limited rate
         self._waiting: deque[tuple[float, bytes]] = deque()  # (due, packet), in order
 
     def take(self, packet: bytes, now: float) -> None:
-        """A packet that the source has sent."""
+        """Take a packet from the source."""
         settings = self.settings
         is_lost = self._random.random() < settings.loss
         if settings.cut or is_lost or (settings.closed_ports and self._is_shut_out(packet)):
@@ -89,7 +89,7 @@ class Link:
         return first <= int.from_bytes(packet[head + 2 : head + 4], "big") <= last
 
     def deliver(self, now: float) -> float | None:
-        """Hand over what is due; when the next packet is."""
+        """Deliver the due packets; returns when the next one is due."""
         while self._waiting and self._waiting[0][0] <= now:
             _, packet = self._waiting.popleft()
             self.num_carried += 1
@@ -99,10 +99,10 @@ class Link:
 
 
 class Emulator:
-    """All links between machines, which are known by the last number of their address, less 1."""
+    """All links; a machine's number is the last number of its address, less 1."""
 
     def __init__(self, devices: list[int]) -> None:
-        """`devices`: descriptors, one for each machine."""
+        """`devices` are descriptors, one per machine."""
         self._devices = devices
         self.links = {
             (source, target): Link(devices[target], seed=_SEED + 100 * source + target)
@@ -156,7 +156,7 @@ class Emulator:
                 link.settings = replace(link.settings, **message)
 
     def _say(self) -> None:
-        """What was carried and dropped so far."""
+        """The packets carried and dropped so far."""
         counts = {
             f"{source}-{target}": [link.num_carried, link.num_dropped]
             for (source, target), link in self.links.items()
@@ -165,13 +165,14 @@ class Emulator:
 
 
 def open_device(name: str, namespace: str, address: str) -> int:
-    """A TUN device that is up; its descriptor. It is gone once that is closed. Errors: `OSError`,
-    `CalledProcessError` of `ip`.
+    """Open a TUN device, which exists until its descriptor is closed.
+
+    Errors: `OSError`, `CalledProcessError` of `ip`.
     """
     descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(descriptor, _SET_DEVICE, struct.pack("16sH22x", name.encode(), _TUN | _NO_INFO))
     space = []
-    if namespace:  # the descriptor stays with a device that moves
+    if namespace:  # the descriptor follows a moved device
         _ip("link", "set", name, "netns", namespace)
         space = ["-n", namespace]
     _ip(*space, "addr", "add", f"{address}/24", "dev", name)

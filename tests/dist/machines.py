@@ -1,6 +1,4 @@
-"""Machines that are network namespaces of this one, joined by a bridge or by links with delay and
-loss, and agents on them.
-"""
+"""Network namespaces as machines, joined by a bridge or by emulated links, and agents on them."""
 
 from __future__ import annotations
 
@@ -23,11 +21,11 @@ from negamax.options.nodes import MASTER_PORT
 ROOT = Path(__file__).resolve().parents[2]
 EMULATOR = Path(__file__).with_name("link_emulator.py")
 START_SECONDS = 120.0
-_PREFIX = "ngmx"  # of the names of interfaces and namespaces; the number of the process follows
+_PREFIX = "ngmx"  # of interfaces and namespaces; the process id follows
 
 
 class Machines:
-    """Machine 0 is where this process runs; the others are namespaces. Each has one address."""
+    """Machine 0 runs this process; the others are namespaces. Each has one address."""
 
     def __init__(self, count: int) -> None:
         number = os.getpid()
@@ -36,7 +34,7 @@ class Machines:
         self.num_others = count - 1
 
     def set_up(self) -> None:
-        """Errors: `CalledProcessError` where namespaces cannot be made."""
+        """Errors: `CalledProcessError` if namespaces cannot be made."""
         bridge = self.interface
         _ip("link", "add", bridge, "type", "bridge")
         _ip("addr", "add", f"{self.address(0)}/24", "dev", bridge)
@@ -51,22 +49,22 @@ class Machines:
             _ip("-n", space, "link", "set", "eth0", "up")
 
     port = MASTER_PORT
-    options: tuple[str, ...] = ()  # further ones that every node needs
+    options: tuple[str, ...] = ()  # further options of each node
 
     @property
     def interface(self) -> str:
-        """Of machine 0."""
+        """The interface of machine 0."""
         return f"{self._prefix}br"
 
     def address(self, machine: int) -> str:
         return f"{self._subnet}.{machine + 1}"
 
     def set_link(self, machine: int, state: str) -> None:
-        """ "up" or "down": the cable of a machine."""
+        """Plug ("up") or unplug ("down") a machine's cable."""
         _ip("link", "set", f"{self._prefix}v{machine}", state)
 
     def command(self, machine: int) -> list[str]:
-        """What runs a command there."""
+        """The words that run a command on a machine."""
         return ["ip", "netns", "exec", self._space(machine)] if machine else []
 
     def remove(self) -> None:
@@ -84,12 +82,13 @@ class Machines:
 
 
 class DistantMachines(Machines):
-    """The same, joined by links with delay and loss (`link_emulator`). Counts of packets, carried
-    and dropped, are by their link, such as "0-1".
+    """Machines joined by links with delay and loss (`link_emulator`).
+
+    Packet counts, carried and dropped, are by link, such as "0-1".
     """
 
     def set_up(self) -> None:
-        """See `Machines`; also where there is no /dev/net/tun."""
+        """Errors: `CalledProcessError` as for `Machines`, and without /dev/net/tun."""
         words = [f"{self.interface}::{self.address(0)}"]
         for machine in range(1, self.num_others + 1):
             space = self._space(machine)
@@ -99,7 +98,7 @@ class DistantMachines(Machines):
         command = [sys.executable, str(EMULATOR), *words]
         pipe = subprocess.PIPE
         self._emulator = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-        self._lock = threading.Lock()  # of a line and its answer
+        self._lock = threading.Lock()  # held for a line and its answer
         assert self._emulator.stdout is not None and self._emulator.stderr is not None
         if not self._emulator.stdout.readline():
             error = self._emulator.stderr.read()
@@ -107,14 +106,14 @@ class DistantMachines(Machines):
 
     @property
     def interface(self) -> str:
-        """Of machine 0."""
+        """The interface of machine 0."""
         return f"{self._prefix}t0"
 
     def set_links(
         self, *, source: int | None = None, target: int | None = None, **settings: Any
     ) -> dict[str, list[int]]:
-        """Change `link_emulator.Settings` of the ways from `source` to `target`, None: of all. The
-        counts until then.
+        """Change `link_emulator.Settings` from `source` to `target` (None: all); returns the counts
+        so far.
         """
         emulator = self._emulator
         assert emulator.stdin is not None and emulator.stdout is not None
@@ -126,22 +125,22 @@ class DistantMachines(Machines):
         return counts
 
     def set_link(self, machine: int, state: str) -> None:
-        """ "up" or "down": both ways of a machine."""
+        """Open ("up") or cut ("down") both directions of a machine's links."""
         self.set_links(source=machine, cut=state == "down")
         self.set_links(target=machine, cut=state == "down")
 
     def remove(self) -> None:
         if hasattr(self, "_emulator"):
-            self._emulator.communicate()  # its input ends, and it with it
+            self._emulator.communicate()  # the end of its input ends it
         self._remove_spaces()
 
 
 class OneMachine:
-    """The same without namespaces: all nodes are at the loopback of this machine."""
+    """A substitute without namespaces: all nodes are on the loopback."""
 
     def __init__(self, port: int, reason: str) -> None:
         self.port = port  # the first of node 0
-        self.reason = reason  # why there are no others
+        self.reason = reason  # why there are no namespaces
 
     def address(self, machine: int) -> str:
         return "127.0.0.1"
@@ -151,7 +150,7 @@ class OneMachine:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Further ones that every node needs."""
+        """Further options of each node."""
         return "--interface", "lo", "--master-port", str(self.port)
 
 
@@ -160,7 +159,7 @@ _Made = TypeVar("_Made", bound=Machines)
 
 @contextlib.contextmanager
 def machines(count: int, kind: type[_Made] = Machines) -> Iterator[_Made]:  # type: ignore[assignment]
-    """Errors: `NoMachinesError` with the reason where there can be none."""
+    """Make machines. Errors: `NoMachinesError` with the reason if that is impossible."""
     if shutil.which("ip") is None:
         raise NoMachinesError("no network namespaces here: there is no `ip` (Debian: iproute2)")
     made = kind(count)
@@ -176,16 +175,16 @@ def machines(count: int, kind: type[_Made] = Machines) -> Iterator[_Made]:  # ty
 
 
 class NoMachinesError(Exception):
-    """This machine makes no others."""
+    """This machine cannot make network namespaces."""
 
 
 class Agent:
-    """`negamax serve` as a node other than 0; `log` is what it has written."""
+    """`negamax serve` as a node other than 0; `log` holds its output."""
 
     def __init__(
         self, network: Machines | OneMachine, node: int, *options: str, **variables: str
     ) -> None:
-        """`options` say which node it is where they have an address; else they are `node`'s."""
+        """Start the agent; `options` without an address get those of `node`."""
         if not {"--data-parallel-address", "--dist-init-addr"}.intersection(options):
             options = ("--node-rank", str(node), "--master-addr", network.address(0), *options)
         command = [
@@ -211,29 +210,29 @@ class Agent:
             self.log += line
 
     def wait_for(self, text: str, *, seconds: float = START_SECONDS) -> None:
-        """Until the log has `text`. Errors: `AssertionError` with the log."""
+        """Wait until the log has `text`. Errors: `AssertionError` with the log."""
         deadline = time.monotonic() + seconds
         while text not in self.log:
             assert time.monotonic() < deadline, f"no {text!r} in:\n{self.log}"
             time.sleep(0.02)
 
     def end(self, *, seconds: float = 20.0) -> int:
-        """The exit code of one that ends by itself. Errors: `TimeoutExpired`."""
+        """Wait for the agent to end; returns its exit code. Errors: `TimeoutExpired`."""
         return self.process.wait(seconds)
 
     def signal(self, number: signal.Signals) -> None:
-        """To the agent and its ranks."""
+        """Send a signal to the agent and its ranks."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
     def kill(self) -> None:
-        """The agent; its ranks end with it."""
+        """Kill the agent, which ends its ranks."""
         self.process.kill()
         self.process.wait()
 
 
 def _remove_abandoned() -> None:
-    """What processes have left behind that were killed."""
+    """Remove the interfaces and namespaces of killed processes."""
     for listed, kind in ((_ip("-o", "link"), ("link",)), (_ip("netns"), ("netns",))):
         for name, pid in set(re.findall(rf"\b({_PREFIX}(\d+)(?:br|n\d+))\b", listed)):
             if not Path(f"/proc/{pid}").exists():

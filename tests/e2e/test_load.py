@@ -1,6 +1,4 @@
-"""The load test's scenarios at the size of seconds: what they find here they would find in
-hours.
-"""
+"""The load scenarios of `tools/drive.py` at their small size."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from tests.tool_reports import report
 
 
 def test_mixed_load_leaves_no_error_and_nothing_held(tmp_path: Path) -> None:
-    for seconds in ("2", "20", "60"):  # as long as this machine needs for it
+    for seconds in ("2", "20", "60"):  # until this machine is fast enough
         found = report("soak", tmp_path, "--seconds", seconds)
         assert found["errors"] == 0
         if found["answers"].get("chat stream", 0) > 5 and "hung up" in found["answers"]:
@@ -29,7 +27,7 @@ def test_one_family_after_the_other_leaves_nothing_held(tmp_path: Path) -> None:
 
 
 def test_overload_is_refused_and_the_accepted_are_served(tmp_path: Path) -> None:
-    """Once at least in a few tries: the rates are those that this machine had before."""
+    """One success in four tries: the request rate comes from an earlier measurement."""
     errors = []
     for _ in range(4):
         try:

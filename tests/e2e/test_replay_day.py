@@ -1,6 +1,4 @@
-"""A coding agent's day at the size of seconds: no call breaks, word for word, over every API, and
-the cache is found again.
-"""
+"""The agent replays of `tools/drive.py` at their small size."""
 
 from __future__ import annotations
 

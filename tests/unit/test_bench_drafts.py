@@ -1,4 +1,4 @@
-"""What became of drafts, from /metrics of this server and of vLLM."""
+"""Draft counts from /metrics of this server and of vLLM."""
 
 from __future__ import annotations
 

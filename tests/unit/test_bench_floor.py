@@ -29,7 +29,7 @@ def test_distinct_experts_under_uniform_routing(tokens: int, experts: float) -> 
     ("batch", "milliseconds"), [(1, 0.71), (4, 1.92), (16, 5.83), (64, 13.0), (100, 15.0)]
 )
 def test_limit_of_minimax_m2_on_four_gpus(batch: int, milliseconds: float) -> None:
-    """The figures that were worked out by hand for 1500 tokens of context and 4.3 TB/s."""
+    """Computed by hand for 1500 tokens of context and 4.3 TB/s."""
     num_bytes = step_bytes(
         M2, batch=batch, context=1500, dtype="bfloat16", kv_dtype="bfloat16",
         index_dtype="bfloat16", ranks=4,
@@ -42,8 +42,8 @@ def test_limit_of_minimax_m2_on_four_gpus(batch: int, milliseconds: float) -> No
     [(1000, 1, 1.62), (1000, 64, 22.85), (32_000, 16, 11.25), (128_000, 4, 4.165)],
 )
 def test_limit_of_minimax_m3_on_four_gpus(context: int, batch: int, milliseconds: float) -> None:
-    """Worked out by hand for caches in FP8 and 4.25 TB/s: sparse layers read 2,048 keys and values
-    of a token at most, and index keys only where there are more.
+    """Computed by hand for FP8 caches and 4.25 TB/s: sparse layers read at most 2,048 keys and
+    values per token, and index keys only beyond that.
     """
     num_bytes = step_bytes(
         bundled_spec("minimax-m3-mxfp8"), batch=batch, context=context, dtype="bfloat16",

@@ -1,4 +1,4 @@
-"""What `bench offline` says of ranks that run different layers or different requests."""
+"""Figures of `bench offline` for ranks that run different layers or requests."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_rows_take_turns_and_are_shared_out() -> None:
 
 
 def test_results_say_how_the_model_was_split() -> None:
-    """Those without stages and groups as before, so that older files can be compared with."""
+    """Results without stages and groups keep the format of older files."""
     options = EngineOptions("nano", tensor_parallel_size=2)
     assert sizes(options) == {"tensor_parallel_size": 2} and label(sizes(options)) == "TP2"
     options = EngineOptions("nano", pipeline_parallel_size=2, data_parallel_size=4)

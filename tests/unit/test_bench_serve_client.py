@@ -1,6 +1,4 @@
-"""The client of `negamax bench serve`: answers cut anywhere read the same, broken ones are named,
-and a chunk costs little.
-"""
+"""The client of `negamax bench serve`: answers in any pieces, broken answers, and its cost."""
 
 from __future__ import annotations
 
@@ -63,7 +61,7 @@ CHAT = [
 
 
 def chunked(parts: Sequence[str], *, head: str = HEAD) -> bytes:
-    """`parts` as chunks, one with an extension, and a trailer."""
+    """Write `parts` as chunks, one with an extension, and a trailer."""
     body = b"".join(
         f"{len(part.encode()):X}{';x=1' if n == 1 else ''}\r\n".encode() + part.encode() + b"\r\n"
         for n, part in enumerate(parts)
@@ -74,9 +72,7 @@ def chunked(parts: Sequence[str], *, head: str = HEAD) -> bytes:
 
 
 async def read(pieces: Sequence[bytes], *, closes: bool = False) -> ResponseReader:
-    """The answer that comes as `pieces` over a real socket's transport, handed over cut exactly
-    so.
-    """
+    """Read an answer that arrives in exactly these `pieces` over a socket."""
     mine, other = socket.socketpair()
     with other:
         _, connection = await asyncio.get_running_loop().create_connection(
@@ -127,7 +123,7 @@ def test_a_chunked_stream_reads_the_same_however_it_is_cut() -> None:
 
 
 def test_transport_need_not_be_of_asyncios_class() -> None:
-    """Those of uvloop, which is used where it is installed, are not."""
+    """uvloop's transports are not."""
 
     class OtherTransport:
         def __init__(self) -> None:
@@ -229,9 +225,7 @@ def test_header_values_cannot_carry_other_headers() -> None:
 
 
 def test_a_chunk_costs_less_than_50_microseconds() -> None:
-    """About 6 us on a quiet core; a server of 20,000 tokens/s must not be measured as slower than
-    it is.
-    """
+    """A chunk takes about 6 us on an idle core."""
     count = 5000
     part = chunked(events(delta(content=" token") | {"id": "chatcmpl-" + "0" * 32, "model": "m"}))
     (piece,) = (part[part.index(b"\r\n\r\n") + 4 : part.index(b"0\r\nX-Trailer")],)

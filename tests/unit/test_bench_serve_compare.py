@@ -1,4 +1,4 @@
-"""Comparing serving results: grouping, order and the table, and files that are no results."""
+"""Comparison of serving results: grouping, order, the table, and invalid files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from negamax.bench.serve_compare import group, load_of, read_results, table
 
 
 def result(**changes: Any) -> dict[str, Any]:
-    """What `vllm bench serve --save-result` writes, as far as it is read."""
+    """The used fields of `vllm bench serve --save-result`."""
     return {
         "backend": "vllm",
         "label": None,

@@ -1,6 +1,4 @@
-"""The figures of `negamax bench serve`: statistics against numpy, metrics of known requests, the
-printed block.
-"""
+"""The figures of `negamax bench serve`: statistics, metrics of known requests, the text block."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ def record(
     output: int | None = None,
     running: tuple[int, ...] = (),
 ) -> Record:
-    """A good request; `arrivals` count from its start, the last one ends it."""
+    """A successful request; `arrivals` count from its start, and the last one ends it."""
     return Record(
         0,
         started=started,
@@ -87,7 +85,7 @@ def test_distribution_is_numpys(values: list[float]) -> None:
 def test_metrics_of_one_request() -> None:
     request = record(0.5, 0.6, 0.9, 1.3, output=9)
     assert ttft(request) == pytest.approx(0.5)
-    # by the server's nine tokens, not by four chunks
+    # by the server's nine tokens, not the four chunks
     assert tpot(request) == pytest.approx(0.8 / 8)
     assert inter_token(request, rule="gap") == pytest.approx([0.1, 0.3, 0.4])
 

@@ -1,6 +1,4 @@
-"""The problem generators of the nano suites: exact answers, valid schemas, fixed seeds, a split
-kept from training.
-"""
+"""Generators of the nano suites: exact answers, valid schemas, fixed seeds, held-out problems."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool,
 
 
 def _calculate(node: ast.AST) -> Fraction:
-    """An arithmetic expression in exact fractions."""
+    """Evaluate an arithmetic expression in exact fractions."""
     if isinstance(node, ast.BinOp):
         return OPERATORS[type(node.op)](_calculate(node.left), _calculate(node.right))
     assert isinstance(node, ast.Constant)
@@ -56,9 +54,7 @@ def test_steps_lead_to_the_answer_and_use_earlier_results() -> None:
 
 
 def test_bare_calculations_agree_with_python_arithmetic() -> None:
-    """An evaluation that knows nothing of the templates: take the expression out of the question
-    and compute it.
-    """
+    """Take the expression out of the question and compute it."""
     checked = 0
     for seed in range(4000):
         problem = arithmetic.generate(seed)
@@ -81,7 +77,7 @@ def test_numbers_of_the_question_are_the_operands_of_the_steps() -> None:
             step.result for step in problem.steps
         }
         unused = written - known
-        assert len(unused) <= 1, problem.text  # at most one number is there to distract
+        assert len(unused) <= 1, problem.text  # a distractor
 
 
 def test_seeds_are_reproducible_and_pinned() -> None:
@@ -145,7 +141,7 @@ def test_string_values_stand_in_the_request() -> None:
 
 
 def test_training_mixture_never_shows_a_held_out_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every problem drawn while the mixture is built is either refused or free for training."""
+    """Each problem drawn for the mixture is either refused or not held out."""
     shown: list[str] = []
     refused = 0
     original = arithmetic.held_out
@@ -177,7 +173,7 @@ def test_reasoning_shows_only_true_arithmetic() -> None:
         for word in lines:
             parts = word.split("=")
             if len(parts) > 1 and parts[0] and set(word) <= set("0123456789+-*="):
-                # in 4*6=24+4=28 the first product stands before the plus
+                # in 4*6=24+4=28 the first product is before the plus
                 for left, right in itertools.pairwise(parts):
                     assert _calculate(ast.parse(left, mode="eval").body) == int(
                         right.partition("+")[0]

@@ -1,6 +1,4 @@
-"""What a coding agent reads and writes: prose, and files in which everything occurs that an API or
-a parser could trip over.
-"""
+"""Prose and files of a coding agent, with all texts that may confuse an API or a parser."""
 
 # ruff: noqa: SIM905 (word lists read better as text)
 
@@ -47,7 +45,7 @@ _ENDS = ("", "\n", "\n", "\n", "\n\n\n", " \n", "\t", "  ", "\r\n")
 
 
 class Contents:
-    """Writes prose and files. Single writer: the maker of a session."""
+    """Writes prose and files."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -69,7 +67,7 @@ class Contents:
         )
 
     def prose(self, num_chars: int, *, among: Sequence[str] = ()) -> str:
-        """Paragraphs; `among` are pieces that stand somewhere within their lines."""
+        """Write paragraphs that quote the pieces in `among`."""
         rng = self._rng
         sentences = [self.sentence()]
         while sum(map(len, sentences)) < num_chars:
@@ -83,8 +81,8 @@ class Contents:
         return "".join(a + b for a, b in zip(sentences, [*joints, ""], strict=True))
 
     def file(self, num_chars: int, *, among: Sequence[str] = ()) -> str:
-        """About `num_chars` characters of a file; `among` are lines that it has too. It may end and
-        break lines as files do.
+        """Write about `num_chars` characters of a file with the lines in `among` and varied line
+        ends.
         """
         rng = self._rng
         lines: list[str] = []

@@ -1,11 +1,9 @@
-"""An engine that answers from a script: `python -m tools.replay.engine FOLDER`, started by
-`tests.stub_server`.
+"""An engine that answers from a script: `python -m tools.replay.engine FOLDER`.
 
-REPLAY_SCRIPT names a MessagePack file, {salt: [tokens, pace]}: a request's `cache_salt`, which is
-SESSION/TURN, says which answer it gets, and each step brings up to `pace` tokens of it. In the
-folder REPLAY_RECORD each request leaves its prompt, `NUMBER.u32`, and when it is over a line in
-`requests.jsonl`. What it would find in a prefix cache that holds the session so far is reported as
-cached tokens.
+`tests.stub_server` starts it. REPLAY_SCRIPT names a MessagePack file, {salt: [tokens, pace]}. A
+request's `cache_salt`, SESSION/TURN, selects its answer, and a step yields up to `pace` tokens. The
+folder REPLAY_RECORD gets each request's prompt, `NUMBER.u32`, and at its end a line in
+`requests.jsonl`. Cached tokens are those that a prefix cache of the session would find.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ Tokens = NDArray[np.uint32]
 
 @dataclass(frozen=True)
 class Played:
-    """What became of one request."""
+    """The outcome of one request."""
 
     salt: str
     number: int  # of the file with its prompt
@@ -41,15 +39,13 @@ class Played:
 
 
 class ScriptReader:
-    """Gives each request the answer that was prepared for it, and keeps what it was asked. Single
-    writer: the engine.
-    """
+    """Gives each request its prepared answer and records the prompt."""
 
     def __init__(self, source: ModelSource) -> None:
         script = Path(os.environ["REPLAY_SCRIPT"]).read_bytes()
         self._answers = msgspec.msgpack.decode(script, type=dict[str, tuple[list[int], int]])
         self._folder = Path(os.environ["REPLAY_RECORD"])
-        # by session: the prompt computed last, and what was answered
+        # by session: the last prompt and its answer
         self._computed: dict[str, Tokens] = {}
         self._num_requests = 0
         # by request: number, prompt, cached tokens
@@ -71,7 +67,7 @@ class ScriptReader:
         )
 
     def end(self, answer: Answer) -> None:
-        """Remember what was computed and note how it ended."""
+        """Remember the computed tokens and note the outcome."""
         salt = answer.request.cache_salt
         number, prompt, cached = self._prompts.pop(answer.request.request_id)
         done = answer.tokens[: answer.position]
@@ -82,7 +78,7 @@ class ScriptReader:
 
 
 def num_common(one: Tokens, other: Tokens) -> int:
-    """How many tokens both begin with."""
+    """The length of the common prefix."""
     length = min(len(one), len(other))
     differences = np.flatnonzero(one[:length] != other[:length])
     return int(differences[0]) if len(differences) else length

@@ -11,27 +11,25 @@ from typing import Any
 
 from tools.replay.contents import Contents
 
-STEPS_PER_TASK = (2, 9)  # turns with calls until the task is done
+STEPS_PER_TASK = (2, 9)  # turns with calls per task
 PARALLEL_SHARE, MANY_CALLS = 0.3, (2, 5)
 LONG_FILE_SHARE = 0.12
 NO_THINKING_SHARE = 0.08
-NOTE_SHARE = 0.15  # of the turns with calls: the client adds an instruction to their results
-QUOTE_SHARE = 0.35  # of texts, values and results: the format's own tags occur in them
-LETTERS_SHARE = 0.5  # of the answers that quote tags: spelled in letters, not as the tags' tokens
-PACES = (1, 1, 4, 16, 64)  # most tokens that one step of the engine brings
+NOTE_SHARE = 0.15  # of turns with calls: the client adds an instruction to the results
+QUOTE_SHARE = 0.35  # of texts, values and results: they contain the format's own tags
+LETTERS_SHARE = 0.5  # of answers that quote tags: spelled out, not as tokens
+PACES = (1, 1, 4, 16, 64)  # most tokens of one step
 
 
 @dataclass(frozen=True)
 class Quotations:
-    """Pieces of a format that stand quoted in texts: what its tags look like, and what no reader
-    may take for structure.
-    """
+    """Quoted pieces of a format that no reader may take for structure."""
 
-    in_results: Sequence[str]  # what a tool shows may hold anything
-    in_values: Sequence[str]  # what a string argument can hold, as the tags' tokens or in letters
-    in_prose: Sequence[str]  # the same for thinking and content
+    in_results: Sequence[str]  # tool results may hold anything
+    in_values: Sequence[str]  # string arguments, as tokens or spelled out
+    in_prose: Sequence[str]  # thinking and content
     in_text: Sequence[str]  # content only
-    in_letters: Sequence[str]  # what they can hold in letters only
+    in_letters: Sequence[str]  # only if spelled out
 
 
 @dataclass(frozen=True)
@@ -42,9 +40,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Exchange:
-    """One answer, and what follows it: results of its calls, with a `note` after them, or else the
-    next `question`.
-    """
+    """An answer and what follows: results of its calls and a `note`, or the next `question`."""
 
     thinking: str
     text: str
@@ -52,9 +48,9 @@ class Exchange:
     results: tuple[str, ...]
     note: str
     question: str
-    in_letters: bool  # what it quotes is spelled in letters
+    in_letters: bool  # quotations are spelled out
     pace: int  # most tokens per step
-    # the share of the answer after which the client hangs up once, and asks again
+    # the share of the answer after which the client hangs up once and asks again
     hang_up: float | None
 
 
@@ -68,12 +64,12 @@ class Session:
 
 @dataclass(frozen=True)
 class DaySize:
-    """How much there is of everything."""
+    """The size of a day."""
 
     sessions: int
     turns: tuple[int, int]  # of a session, from and to
     file_chars: int  # of the longest results
-    session_chars: int  # of all results of a session: later ones are short
+    session_chars: int  # of all results of a session
     hang_up_share: float  # of the turns
 
     @classmethod
@@ -95,7 +91,7 @@ class ScriptWriter:
     has_null: bool  # the format can express null
 
     def session(self, number: int) -> Session:
-        """Session `number` of the day, the same whatever else was asked for."""
+        """Write session `number`, which depends on the seed only."""
         rng = random.Random(f"{self.seed} {number}")
         contents = Contents(rng)
         system = (
@@ -172,7 +168,7 @@ def _some(rng: random.Random, pieces: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class _ValueMaker:
-    """Makes calls of the tools below."""
+    """Makes calls of the tools."""
 
     _rng: random.Random
     _contents: Contents
