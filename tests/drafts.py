@@ -96,9 +96,9 @@ class ReadingProposer(KnowingProposer):
 
 def install(patch: Callable[[object, str, Any], None], proposer: Proposer) -> None:
     """Have the workers of this process verify what `proposer` guesses."""
-    from negamax.worker import worker
+    from negamax.worker import runner
 
     def load(_config: WorkerConfig, **_options: object) -> Proposer:
         return proposer
 
-    patch(worker, "load_proposer", load)
+    patch(runner, "load_proposer", load)

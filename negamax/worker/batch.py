@@ -20,6 +20,7 @@ from negamax.worker.device import upload
 from negamax.worker.request_state import RequestState
 
 Column = NDArray[np.int64]
+_NONE: Column = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,31 @@ class BatchLayout:
     seq_len_bounds: Column  # [S] tokens including this step, at most
     # per row of the plan: index of its first prompt token among the T (meaningless without any)
     prompt_starts: list[int]
-    sample_rows: list[int]  # [R] row of the plan: one sample, and one for each of its draft tokens
-    sample_slots: list[int]  # [R]
-    sample_offsets: list[int]  # [R] of the sampled token
-    sample_tokens: list[int]  # [R] index among the T of the token whose hidden state is sampled
+    # [R] row of the plan: one sample, and one for each of its draft tokens
+    sample_rows: Column
+    sample_slots: Column  # [R]
+    sample_offsets: Column  # [R] of the sampled token
+    sample_tokens: Column  # [R] index among the T of the token whose hidden state is sampled
+
+    @classmethod
+    def without_samples(
+        cls, num_decodes: int, columns: StepColumns, seq_len_bounds: Column
+    ) -> BatchLayout:
+        """Describe tokens from which nothing is sampled."""
+        return cls(num_decodes, columns, seq_len_bounds, [], *[_NONE] * 4)
+
+    @classmethod
+    def of_decodes(cls, plan: StepPlan) -> BatchLayout:
+        """Describe a plan whose tokens are all sampled, for a captured step: without bounds."""
+        columns = StepColumns.of_decodes(plan.slots, plan.num_scheduled)
+        rows = np.arange(len(plan.slots)).repeat(plan.num_scheduled)
+        offsets = columns.token_offsets + 1
+        places = np.arange(len(rows))
+        return cls(0, columns, _NONE, [], rows, columns.token_slots, offsets, places)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.columns.token_slots)
 
     @property
     def longest_decode(self) -> int:
@@ -141,34 +163,35 @@ def build_batch_layout(
         in_run = in_prompt == count
         last_tokens.append((in_run, (num_prompt_tokens if in_run else len(decodes)) - 1))
     num_decodes = len(decodes)
-    slots, offsets, counts = np.array(decodes + prefills, dtype=np.int64).T
+    slots, offsets, counts = np.array(decodes + prefills, dtype=np.int64).reshape(-1, 3).T
     ends = counts.cumsum()
     query_starts = np.concatenate(([0], ends))
     samples = [
-        (row, place)  # tokens from the row's last one back
+        # row, slot, offset, token
+        (
+            row,
+            plan.slots[row],
+            plan.num_scheduled[row] - place,
+            num_decodes * in_run + last - place,
+        )
         for row, is_sampled in enumerate(plan.needs_sampling)
         if is_sampled
-        for place in range(plan.num_draft_tokens[row], -1, -1)
+        for in_run, last in [last_tokens[row]]
+        for place in range(plan.num_draft_tokens[row], -1, -1)  # from the row's last token back
     ]
     return BatchLayout(
-        num_decodes=num_decodes,
-        columns=StepColumns(
+        num_decodes,
+        StepColumns(
             token_slots=slots.repeat(counts),
             slots=slots,
-            token_offsets=np.arange(ends[-1]) + (offsets - query_starts[:-1]).repeat(counts),
+            token_offsets=np.arange(query_starts[-1])
+            + (offsets - query_starts[:-1]).repeat(counts),
             end_offsets=offsets + counts,
             query_starts=query_starts,
         ),
-        seq_len_bounds=requests.num_computed_bound[slots] + offsets + counts,
-        prompt_starts=[num_decodes + start for start in prompt_starts],
-        sample_rows=[row for row, _ in samples],
-        sample_slots=[plan.slots[row] for row, _ in samples],
-        sample_offsets=[plan.num_scheduled[row] - place for row, place in samples],
-        sample_tokens=[
-            num_decodes * in_run + last - place
-            for row, place in samples
-            for in_run, last in [last_tokens[row]]
-        ],
+        requests.num_computed_bound[slots] + offsets + counts,
+        [num_decodes + start for start in prompt_starts],
+        *np.array(samples, dtype=np.int64).reshape(-1, 4).T,
     )
 
 
@@ -219,18 +242,20 @@ def build_padding(
 ) -> tuple[Tensor, AttentionMetadata]:
     """One token that stands for nobody: the inputs of a rank without tokens."""
     columns = StepColumns.of_decodes([requests.padding_slot], [1])
-    layout = BatchLayout(1, columns, columns.end_offsets, [], [], [], [], [])
+    layout = BatchLayout.without_samples(1, columns, columns.end_offsets)
     token_ids, metadata = build(layout, requests, most_tokens=most_tokens)
     none = torch.zeros(1, dtype=torch.int32, device=token_ids.device)
     return token_ids, replace(metadata, num_actual_tokens=none, is_share=is_share)
 
 
-def sample_inputs(slots: list[int], offsets: list[int], requests: RequestState) -> SampleInputs:
-    """The sampled rows `slots`, whose new tokens land so far behind those that are computed."""
-    columns = np.array(slots, dtype=np.int64), np.array(offsets, dtype=np.int64)
+def sample_inputs(
+    slots: Sequence[int] | Column, offsets: Sequence[int] | Column, requests: RequestState
+) -> SampleInputs:
+    """Locate samples: their tokens follow `offsets` tokens after the computed ones of `slots`."""
+    columns = np.asarray(slots, dtype=np.int64), np.asarray(offsets, dtype=np.int64)
     slots_device, offsets_device = upload(columns, requests.tokens.device)
     return SampleInputs(
-        slots,
+        columns[0].tolist(),
         (requests.num_computed_bound[columns[0]] + columns[1]).tolist(),
         slots_device,
         requests.num_computed[slots_device] + offsets_device,

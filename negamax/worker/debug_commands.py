@@ -9,7 +9,6 @@ from itertools import repeat
 import torch
 
 from negamax.layers.moe import mixtures
-from negamax.models.decoder import Decoder
 from negamax.worker.config import (
     DECODE_SECONDS,
     DISTINCT_EXPERTS,
@@ -20,10 +19,8 @@ from negamax.worker.config import (
     DebugCommand,
     DebugResult,
     KernelTime,
-    WorkerConfig,
 )
-from negamax.worker.expert_weights import ExpertRecorder
-from negamax.worker.graphs import StepGraphs
+from negamax.worker.runner import ModelRunner
 from negamax.worker.step_output import expert_bytes
 
 REPLAYS = 20
@@ -32,28 +29,22 @@ REPLAYS = 20
 class DebugCommands:
     """What one worker does for them."""
 
-    def __init__(
-        self,
-        model: Decoder,
-        config: WorkerConfig,
-        experts: ExpertRecorder | None,
-        *,
-        device: torch.device,
-    ) -> None:
-        self._mixtures, self._experts = mixtures(model.layers), experts
-        self._max_tokens, self._device = config.max_num_batched_tokens, device
+    def __init__(self, runner: ModelRunner) -> None:
+        self._mixtures, self._experts = mixtures(runner.model.layers), runner.experts
+        self._graphs, self._device = runner.graphs, runner.device
+        self._max_tokens = runner.config.max_num_batched_tokens
         # [max_tokens, top_k] int32 of each mixture of experts
         self._routing: list[torch.Tensor] | None = None
         self._profiler: torch.profiler.profile | None = None
 
     @property
-    def need_eager(self) -> bool:
+    def needs_eager(self) -> bool:
         """Whether steps must run kernel by kernel: captured ones do not know that they are
         watched.
         """
         return self._routing is not None
 
-    def run(self, command: DebugCommand, graphs: StepGraphs | None) -> DebugResult:
+    def run(self, command: DebugCommand) -> DebugResult:
         """The result of `command`; an empty one where this worker cannot tell."""
         if command.name == OBSERVE_ROUTING:
             on = command.argument == 1
@@ -75,8 +66,9 @@ class DebugCommands:
             return DebugResult(experts=experts)
         if command.name == EXPERT_COUNTS and self._experts is not None:
             return DebugResult(counts=expert_bytes(self._experts.counts()))
-        if command.name == DECODE_SECONDS and graphs is not None:
-            return DebugResult(number=graphs.replay_seconds(command.argument, repeats=REPLAYS))
+        if command.name == DECODE_SECONDS and self._graphs is not None:
+            seconds = self._graphs.replay_seconds(command.argument, repeats=REPLAYS)
+            return DebugResult(number=seconds)
         if command.name == START_PROFILE:
             _synchronize()
             activities = [torch.profiler.ProfilerActivity.CPU]

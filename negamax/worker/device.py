@@ -138,7 +138,7 @@ def upload_floats(values: Sequence[float], device: torch.device) -> Tensor:
     return column if device.type == "cpu" else column.pin_memory().to(device, non_blocking=True)
 
 
-def indices(members: Sequence[int], device: torch.device) -> Tensor:
+def indices(members: Sequence[int] | NDArray[np.int64], device: torch.device) -> Tensor:
     """`members` as an int64 index on `device`."""
     return upload((np.array(members, dtype=np.int64),), device)[0]
 

@@ -9,22 +9,23 @@ layers of a mix, a mix with long decodes, and rows that are sampled from all log
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from negamax.layers.attention import KvCaches
-from negamax.models.decoder import Decoder
-from negamax.parallel.context import ParallelContext
 from negamax.worker.batch import BatchLayout, StepColumns, sample_inputs
 from negamax.worker.config import WorkerConfig
 from negamax.worker.device import indices
-from negamax.worker.proposer import Proposer, TokenStates
-from negamax.worker.request_state import RequestState
-from negamax.worker.sampler import Sampler
+from negamax.worker.proposer import TokenStates
 from negamax.worker.step_shapes import TOKENS, capture_sizes
 from negamax.worker.token_shares import share_tokens
 from negamax.worker.warmup import cut, warming_up, warmup_layers
+
+if TYPE_CHECKING:
+    from negamax.worker.runner import ModelRunner
 
 # rows of a step whose logits are taken, or `max_num_seqs`: where drafts are verified or prompts are
 # scored there may be more, for which kernels have no forms of their own
@@ -34,25 +35,17 @@ _LONG = 16_384
 
 
 @torch.inference_mode()
-def compile_eager_steps(
-    model: Decoder,
-    caches: Sequence[KvCaches],
-    config: WorkerConfig,
-    requests: RequestState,
-    sampler: Sampler,
-    proposer: Proposer | None,
-    *,
-    context: ParallelContext,
-) -> None:
+def compile_eager_steps(runner: ModelRunner) -> None:
     """Compile what steps of every shape launch, by the first layers alone; none of it runs. Their
-    tokens stand in the row of padding.
+    tokens are in the padding row.
     """
+    model, config, requests = runner.model, runner.config, runner.requests
     layers = warmup_layers(model.layers, config.kv_caches)
     entering = None
     if not model.is_first_stage:
         shape = config.max_num_batched_tokens, config.spec.hidden_size
         entering = requests.tokens.new_zeros(shape, dtype=model.dtype)
-    with warming_up(context):
+    with warming_up(runner.context):
         for num_decodes, num_prompt_tokens, num_computed in step_sizes(config):
             requests.num_computed[requests.padding_slot] = num_computed
             layout = _layout(
@@ -61,10 +54,7 @@ def compile_eager_steps(
                 slot=requests.padding_slot,
                 num_computed=num_computed,
             )
-            _launch(
-                layout, model, caches[:layers], requests, sampler, proposer,
-                context=context, entering=entering, most_rows=config.max_num_seqs,
-            )  # fmt: skip
+            _launch(layout, runner, runner.caches[:layers], entering)
     requests.num_computed[requests.padding_slot] = 0
 
 
@@ -91,23 +81,16 @@ def _layout(num_decodes: int, prompts: list[int], *, slot: int, num_computed: in
     counts = [1] * num_decodes + prompts
     columns = StepColumns.of_decodes([slot] * len(counts), counts)
     bounds = columns.end_offsets + num_computed
-    return BatchLayout(num_decodes, columns, bounds, [], [], [], [], [])
+    return BatchLayout.without_samples(num_decodes, columns, bounds)
 
 
 def _launch(
-    layout: BatchLayout,
-    model: Decoder,
-    caches: Sequence[KvCaches],
-    requests: RequestState,
-    sampler: Sampler,
-    proposer: Proposer | None,
-    *,
-    context: ParallelContext,
-    entering: Tensor | None,
-    most_rows: int,
+    layout: BatchLayout, runner: ModelRunner, caches: Sequence[KvCaches], entering: Tensor | None
 ) -> None:
-    """One step, from its tokens to what is proposed behind them."""
-    share = share_tokens(layout, requests, context.context_group)
+    """Launch one step, from its tokens to the proposal after them."""
+    model, requests, proposer = runner.model, runner.requests, runner.proposer
+    most_rows = runner.config.max_num_seqs
+    share = share_tokens(layout, requests, runner.context.context_group)
     token_ids, metadata = share.build()
     if entering is not None:
         entering = entering[: len(token_ids)].zero_()
@@ -116,15 +99,15 @@ def _launch(
     if not model.is_last_stage:
         return
     columns = layout.columns
-    slots, last = columns.slots.tolist(), (columns.query_starts[1:] - 1).tolist()
+    slots, last = columns.slots, columns.query_starts[1:] - 1
     logits = model.local_logits(share.gather(hidden)[: max(most_rows, _MOST_LOGITS)])
-    sampler.launch_all(logits[:1], sample_inputs(slots[:1], [1], requests))
+    runner.sampler.launch_all(logits[:1], sample_inputs(slots[:1], np.ones(1, np.int64), requests))
     if proposer is None or not capture:
         return
     # (the first layers alone leave fewer streams)
     streams += [hidden] * (len(capture) - len(streams))
     states = TokenStates(share.describe_all(metadata), [share.gather(one) for one in streams])
     ends = indices(last[:most_rows], token_ids.device)
-    slots = indices(slots[:most_rows], token_ids.device)
+    rows = indices(slots[:most_rows], token_ids.device)
     lengths = states.positions[ends] + 2
-    proposer.propose(states, slots, lengths, ends, requests, proposer.num_draft_tokens)
+    proposer.propose(states, rows, lengths, ends, requests, proposer.num_draft_tokens)

@@ -50,6 +50,7 @@ from negamax.worker.device import Graph, GraphPool, Runtime, upload
 from negamax.worker.proposer import Proposer, TokenStates
 from negamax.worker.request_state import RequestState
 from negamax.worker.step_shapes import DRAFTS, ROWS, TOKENS, StepShape
+from negamax.worker.verify import VerifiedRows, Verifier
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,12 @@ class StepGraphs:
         self._pick, self._draw_leading = kernels[PICK].run, kernels[DRAW_LEADING].run
         self._place_tokens = kernels[PLACE_TOKENS].run
         self._store_tokens = kernels[STORE_TOKENS].run
-        self._count_accepted = kernels[COUNT_ACCEPTED].run
-        self._advance_rows = kernels[ADVANCE_ROWS].run
         self._group, self._runtime, self._proposer = group, runtime, proposer
         self._layers = proposer.capture if proposer else ()
+        self._verifier = None
+        if proposer is not None:
+            count, advance = kernels[COUNT_ACCEPTED].run, kernels[ADVANCE_ROWS].run
+            self._verifier = Verifier(proposer, requests, count, advance)
         # the decodes that are captured, by their draft tokens
         self._decodes: dict[int, list[StepShape]] = {}
         for shape in (*shapes[ROWS], *shapes.get(DRAFTS, ())):
@@ -218,8 +221,7 @@ class StepGraphs:
         """
         if shape.num_drafts:
             inputs, ran = self._inputs(shape), self._token_ids[: shape.num_tokens]
-            tokens = self._requests.tokens
-            tokens[inputs.token_slots, inputs.positions] = ran.to(tokens.dtype)
+            self._requests.store(inputs.token_slots, inputs.positions, ran)
         num_samples = len(columns.token_slots)
         bounds = self._requests.num_computed_bound[columns.token_slots] + columns.token_offsets + 1
         return SampleInputs(
@@ -352,30 +354,22 @@ class StepGraphs:
         are now, and what may come next. It may be repeated. `metadata` of the step, where it is at
         hand.
         """
-        if self._proposer is None:
+        if self._verifier is None:
             return
-        requests, (num_tokens, num_seqs) = self._requests, shape[:2]
-        inputs, num_drafts = self._inputs(shape), shape.num_drafts
-        if num_drafts:
-            firsts, counts = inputs.query_starts[:-1], self._counts(shape)
-            verified = self.buffers.token_ids[:num_tokens], self._drafts_of(shape), firsts
-            accepted = self.buffers.num_accepted[:num_seqs]
-            if type(self._proposer).accept is Proposer.accept:
-                self._count_accepted(*verified, counts - 1, out=accepted)
-            else:
-                drafts = (counts - 1).clamp_min(0)
-                own = requests.seeds[inputs.slots], inputs.seq_lens - drafts
-                accepted.copy_(self._proposer.accept(*verified, drafts, *own))
-            lengths, ends = self._lengths[:num_seqs], self._last_tokens[:num_seqs]
-            self._advance_rows(
-                accepted, counts, inputs.seq_lens, firsts, inputs.slots,
-                num_computed=requests.num_computed, lengths=lengths, ends=ends,
-            )  # fmt: skip
-        else:
-            lengths, ends = inputs.seq_lens + 1, inputs.query_starts[:-1]
-        states = TokenStates(metadata or self._decode_metadata(shape), self.residuals(num_tokens))
-        requests.drafts[inputs.slots, :num_drafts] = self._proposer.propose(
-            states, inputs.slots, lengths, ends, requests, num_drafts
+        num_tokens, num_seqs = shape[:2]
+        inputs, firsts = self._inputs(shape), self._inputs(shape).query_starts[:-1]
+        rows = VerifiedRows(inputs.slots, self._counts(shape), inputs.seq_lens, firsts, firsts)
+        self._verifier(
+            rows,
+            self.buffers.token_ids[:num_tokens],
+            self._drafts_of(shape) if shape.num_drafts else None,
+            TokenStates(metadata or self._decode_metadata(shape), self.residuals(num_tokens)),
+            num_proposed=shape.num_drafts,
+            out=(
+                self.buffers.num_accepted[:num_seqs],
+                self._lengths[:num_seqs],
+                self._last_tokens[:num_seqs],
+            ),
         )
 
     def _place(self, shape: StepShape) -> StepInputs:

@@ -38,7 +38,7 @@ def plan_loading(
     return plan
 
 
-def load_weights(
+def load_model(
     model: Decoder, config: WorkerConfig, plan: LoadPlan | None, *, device: torch.device
 ) -> str:
     """Fill the model's weights by `plan` (None: synthetic ones) and pack them; one line that says

@@ -4,39 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from negamax.base.log import get_logger
 from negamax.kernels.attention.metadata import attention_metadata
 from negamax.layers.attention import KvCaches
-from negamax.models.decoder import Decoder
-from negamax.parallel.context import ParallelContext
-from negamax.worker.config import WorkerConfig
 from negamax.worker.kv_cache import allocate
-from negamax.worker.proposer import Proposer, TokenStates
-from negamax.worker.request_state import RequestState
+from negamax.worker.proposer import TokenStates
 from negamax.worker.warmup import cut, warming_up, warmup_layers
+
+if TYPE_CHECKING:
+    from negamax.worker.runner import ModelRunner
 
 logger = get_logger(__name__)
 
 
 @torch.inference_mode()
-def peak_bytes(
-    model: Decoder,
-    config: WorkerConfig,
-    requests: RequestState,
-    proposer: Proposer | None,
-    *,
-    dtype: torch.dtype,
-    context: ParallelContext,
-    device: torch.device,
-) -> int:
-    """Bytes that a step of `max_num_batched_tokens` prompt tokens and `max_num_seqs` sampled rows
-    takes on the GPU, and what the proposer takes behind it.
+def peak_bytes(runner: ModelRunner, *, dtype: torch.dtype) -> int:
+    """Measure the GPU bytes of a step of `max_num_batched_tokens` prompt tokens and `max_num_seqs`
+    sampled rows, and of the proposer after it.
 
-    Its layers share one cache of just these tokens. `dtype` of the cache.
+    Its layers share one cache of just these tokens, in `dtype`.
     """
+    model, config, requests = runner.model, runner.config, runner.requests
+    proposer, device = runner.proposer, runner.device
     num_tokens, block_size = config.max_num_batched_tokens, config.block_size
     length = min(num_tokens, config.max_model_len)
     counts = cut(num_tokens, length)
@@ -85,7 +78,7 @@ def peak_bytes(
             )  # fmt: skip
             proposer.use_caches(())
 
-    with warming_up(context):
+    with warming_up(runner.context):
         step(kv[: warmup_layers(model.layers, config.kv_caches)])
     step(kv)
     torch.cuda.synchronize(device)

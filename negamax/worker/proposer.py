@@ -1,4 +1,4 @@
-"""The interface of everything that proposes draft tokens."""
+"""The interface of everything that proposes draft tokens, and the choice among them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ import torch
 from torch import Tensor
 
 from negamax.kernels.attention.metadata import AttentionMetadata
-from negamax.kernels.drafts.spec import count_accepted
+from negamax.kernels.registry import KernelTable
 from negamax.layers.attention import KvCaches
 from negamax.models.decoder import Decoder
+from negamax.options.speculation import NGRAM
 from negamax.parallel.context import ParallelContext
+from negamax.worker.config import WorkerConfig
 from negamax.worker.request_state import RequestState
+from negamax.worker.synthetic_acceptance import SyntheticAcceptance
 
 
 @dataclass(frozen=True)
 class TokenStates:
-    """The T tokens that a step has run, wrong drafts included, and what the model made of them."""
+    """The T tokens that a step has run, rejected drafts included, and their residual streams."""
 
-    metadata: AttentionMetadata  # where they stand, in the slots of the request state
+    metadata: AttentionMetadata  # their positions, in the slots of the request state
     # of each layer in `Proposer.capture` [T, hidden]; see `Decoder.forward`
     residuals: list[Tensor]
 
@@ -37,20 +40,20 @@ class TokenStates:
 
 
 class Proposer(Protocol):
-    """Guesses what comes next. All ranks must guess the same. To be inherited from."""
+    """Proposes draft tokens. All ranks must propose the same. To be inherited from."""
 
-    num_draft_tokens: int  # at a time, at most
+    num_draft_tokens: int  # per row and step, at most
     capture: tuple[int, ...] = ()  # layers whose residual stream it reads
-    has_gaps: bool = False  # whether guesses may be missing
+    has_gaps: bool = False  # whether proposed tokens may be missing
+    acceptance: SyntheticAcceptance | None = None  # accepts by a schedule instead of by comparison
 
     def load(self, target: Decoder, context: ParallelContext, device: torch.device) -> str:
-        """Fill the weights that it has of its own, behind those of the model whose tokens it
-        guesses; a line for the log, or none.
-        """
+        """Fill its own weights, after those of the target model; returns text for the log."""
         return ""
 
     def use_caches(self, caches: Sequence[KvCaches]) -> None:
-        """The caches that `WorkerConfig.draft` declares, in the blocks of the model's own."""
+        """Set the caches that `WorkerConfig.draft` declares, in the blocks of the target's own."""
+        return
 
     def propose(
         self,
@@ -61,28 +64,43 @@ class Proposer(Protocol):
         requests: RequestState,
         num_tokens: int,
     ) -> Tensor:
-        """What follows the first lengths[i] tokens of slots[i], all of which are known and all but
-        the last of which have run; of these the last is token ends[i] of `states`.
+        """Propose what follows the first lengths[i] tokens of slots[i].
 
-        Called behind every step, with those of its rows that sample, also where these are none or
-        `num_tokens` is 0: caches of its own get the tokens of every step. `states` is good until it
-        returns. Tensor work alone, without waiting for the device, so that it can be captured; the
-        host knows no lengths then (`AttentionMetadata.is_captured`).
-        slots, lengths, ends [R] int64 -> [R, num_tokens] int64, -1 from where there is no guess.
-        A row of padding has slot `requests.padding_slot`. Behind a slot's blocks its table leads
-        to a block of nobody.
+        All of these tokens are known and all but the last have run; the last that has run is token
+        ends[i] of `states`. Runs after every step, with the rows that it samples, also where there
+        are none or `num_tokens` is 0, so that its own caches get every token. `states` is valid
+        until it returns. It must not wait for the device, so that it can be captured; then the host
+        does not know the lengths (`AttentionMetadata.is_captured`).
+        slots, lengths, ends [R] int64 -> [R, num_tokens] int64, -1 from the first missing token on.
+        A row of padding has slot `requests.padding_slot`. After the blocks of a slot, its table
+        refers to the padding block.
         """
 
-    def accept(
-        self,
-        sampled: Tensor,
-        drafts: Tensor,
-        firsts: Tensor,
-        num_drafts: Tensor,
-        seeds: Tensor,
-        lengths: Tensor,
-    ) -> Tensor:
-        """How many drafts of each row count as right: see `count_accepted`. The rows' requests have
-        `seeds`, and `lengths` tokens in front of their drafts. [rows] int64 both
-        """
-        return count_accepted(sampled, drafts, firsts, num_drafts)
+
+def load_proposer(config: WorkerConfig, *, kernels: KernelTable) -> Proposer | None:
+    """Create the proposer that `config` asks for; None: no speculative decoding.
+
+    Errors: `CheckpointError` for files that are not those of a draft.
+    """
+    speculation = config.speculation
+    if speculation is None:
+        return None
+    if not config.layout.is_last_stage:
+        from negamax.worker.distant_proposer import DistantProposer
+
+        return DistantProposer(config, dtype=kernels.dtype)
+    proposer: Proposer
+    if speculation.method == NGRAM:
+        from negamax.worker.ngram import NgramProposer
+
+        proposer = NgramProposer(speculation, max_model_len=config.max_model_len)
+    elif config.draft is not None:
+        from negamax.worker.eagle3 import Eagle3Proposer
+
+        proposer = Eagle3Proposer(config, config.draft, kernels=kernels)
+    else:
+        return None
+    if speculation.synthetic_acceptance_rates is not None:
+        proposer.acceptance = SyntheticAcceptance(speculation.synthetic_acceptance_rates)
+        proposer.has_gaps = False  # a missing token may be accepted, too
+    return proposer

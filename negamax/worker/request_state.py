@@ -18,7 +18,7 @@ ends with an error.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -73,7 +73,7 @@ class RequestState:
         # what was proposed to follow the known tokens of each slot, -1: nothing
         self.drafts = torch.full((num_rows, num_draft_tokens), -1, dtype=torch.int64, device=device)
         self.block_tables = torch.zeros(num_rows, max_blocks, dtype=index_dtype, device=device)
-        self._spare_block = 0
+        self._padding_block = 0
         self._num_blocks = np.zeros(num_rows, dtype=np.int64)
         # tokens whose KV is in the cache: where the next step of a slot begins
         self.num_computed = torch.zeros(num_rows, dtype=torch.int64, device=device)
@@ -161,6 +161,10 @@ class RequestState:
         positions = self.num_computed[rows] + 1 + drafts
         self.tokens[rows, positions] = self.drafts[rows, drafts].clamp_min(0).to(self.tokens.dtype)
 
+    def store(self, slots: Tensor, positions: Tensor, token_ids: Tensor) -> None:
+        """Write sampled tokens where the next step finds them. [R] int64 each."""
+        self.tokens[slots, positions] = token_ids.clamp_min(0).to(self.tokens.dtype)
+
     def state(self, slot: int) -> SlotState:
         state = self._states[slot]
         assert state is not None, f"slot {slot} was never assigned"
@@ -172,9 +176,9 @@ class RequestState:
         """
         return slot in self.special_slots or slot in self.wide_slots or slot in self.logprob_slots
 
-    def set_spare_block(self, block: int) -> None:
+    def set_padding_block(self, block: int) -> None:
         """The block that rows read and write which stand for nobody; no sequence may own it."""
-        self._spare_block = block
+        self._padding_block = block
         self.block_tables[self.padding_slot] = block
 
     def fail(self, slot: int, error: Exception) -> None:
@@ -186,7 +190,7 @@ class RequestState:
             self.failures[slot] = f"{type(error).__name__} while this request was computed"
             self._new_failures[slot] = self.failures[slot]
 
-    def failures_of(self, slots: Sequence[int]) -> dict[int, str]:
+    def failures_of(self, slots: Iterable[int]) -> dict[int, str]:
         """The failures among `slots`, by index."""
         if not self.failures:
             return {}
@@ -217,7 +221,7 @@ class RequestState:
             self._states[slot] = _state(
                 msgspec.structs.replace(row, sampling=_GREEDY), [], device=self._device
             )
-            self.block_tables[slot] = self._spare_block
+            self.block_tables[slot] = self._padding_block
             self._fill_sampling(row)  # ranks exchange candidates of the rows that draw, here too
 
     def _blocked_ids(self, params: SamplingParams) -> list[int]:
@@ -263,7 +267,7 @@ class RequestState:
         self.tokens[slot, : len(row.token_ids)] = tokens
         self.block_tables[slot, : len(row.block_ids)] = blocks
         # where a proposer with caches of its own goes ahead of the known tokens
-        self.block_tables[slot, len(row.block_ids) :] = self._spare_block
+        self.block_tables[slot, len(row.block_ids) :] = self._padding_block
         self.seeds[slot : slot + 1] = seed
         self._fill_sampling(row)
 

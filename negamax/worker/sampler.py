@@ -6,7 +6,7 @@ on its way when these functions return.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -55,8 +55,10 @@ class Sampled:
     """The outcome for R rows."""
 
     token_ids: Tensor  # [R] int64, BROKEN where a row has no finite logits
-    logprob_rows: list[int]  # indices of the rows that asked for log-probabilities
-    logprobs: LogprobEntries | None  # of those rows
+    # indices of the rows that asked for log-probabilities
+    logprob_rows: list[int] = field(default_factory=list)
+    logprobs: LogprobEntries | None = None  # of those rows
+    is_captured: bool = False  # a captured step has sampled and stored them
 
 
 class Sampler:
@@ -102,7 +104,7 @@ class Sampler:
             needs_all = self._requests.needs_all_logits
             members = [i for i, slot in enumerate(inputs.slots) if needs_all(slot)]
             if not members:
-                return Sampled(picked, [], None)
+                return Sampled(picked)
         return self._choose_gathered(logits, inputs, members, picked=picked, masks=masks)
 
     def launch_all(self, logits: Tensor, inputs: SampleInputs) -> None:

@@ -24,9 +24,9 @@ from negamax.parallel.links import Arrival
 from negamax.scheduler.step import StepPlan
 from negamax.worker.batch import SampleInputs
 from negamax.worker.config import WorkerConfig
-from negamax.worker.device import HostTensor, indices, upload
+from negamax.worker.device import indices, upload
 from negamax.worker.request_state import RequestState
-from negamax.worker.speculation import Verification
+from negamax.worker.verify import SampledRows, Verification
 
 
 @dataclass
@@ -81,7 +81,6 @@ class Stage:
         self._width, self._dtype = config.spec.hidden_size, dtype
         self._num_captured = config.num_captured_before
         self._group = context.attention_group
-        self._sampled: tuple[Tensor, Tensor | None] | None = None  # of the step that runs
         self._expected: deque[_Expected] = deque()
 
     def begin(self, plan: StepPlan) -> list[Arrived]:
@@ -101,17 +100,26 @@ class Stage:
         return [each for each in arrived if each is not None]
 
     def receive(
-        self, num_tokens: int, out: Tensor | None = None, captured: Sequence[Tensor] = ()
+        self,
+        num_tokens: int,
+        out: Tensor | None = None,
+        captured: Sequence[Tensor] = (),
+        *,
+        is_padding: bool = False,
     ) -> Entering:
-        """What enters the stage: this rank's part of the stream at the front of `out` where given,
-        before zeros where ranks share it; on the last stage what was captured, in the first of
-        `captured` where given.
+        """Receive what enters the stage, at the front of `out` and `captured` where given.
+
+        Where ranks share the stream, the rows of the others are zeros. `is_padding`: the tokens are
+        padding, which no stage sends.
         """
         if self._links.previous is None:
             return Entering(None, [])
         if out is None:
             device = self._requests.tokens.device
-            out = torch.empty(num_tokens, self._width, dtype=self._dtype, device=device)
+            allocate = torch.zeros if is_padding else torch.empty
+            out = allocate(num_tokens, self._width, dtype=self._dtype, device=device)
+        if is_padding:
+            return Entering(out, [])
         if self._num_places > 1:
             out.zero_()
         part = out[self._part(num_tokens)]
@@ -133,15 +141,6 @@ class Stage:
             streams = [to.copy_(stream) for to, stream in zip(kept, streams, strict=False)]
         return Entering(out, streams)
 
-    def padding(self, num_tokens: int) -> Tensor | None:
-        """In place of what `receive` gives, for tokens that stand for nobody, which no stage sends
-        and the next does not receive.
-        """
-        if self._links.previous is None:
-            return None
-        shape, device = (num_tokens, self._width), self._requests.tokens.device
-        return torch.zeros(shape, dtype=self._dtype, device=device)
-
     def send(self, hidden: Tensor, entered: Entering, captured: Sequence[Tensor]) -> None:
         """The stream [T, width] that leaves the stage, what was captured before it, and what its
         own layers have added to that, [T, width] each; a copy travels. The last stage sends none.
@@ -160,24 +159,16 @@ class Stage:
             places = inputs.slots_device.clone(), inputs.positions_device.clone()
             self._expected.append(_Expected(plan, inputs.slots, *places))
 
-    def keep(self, token_ids: Tensor, num_accepted: Tensor | None = None) -> None:
-        """On the last stage: the sampled tokens [S] int64 of the step, in the order of its samples,
-        and how many draft tokens [R] int64 of each sampled row are right, where it has any. Both
-        must stay as they are until `give_back`.
+    def give_back(self, plan: StepPlan, token_ids: Tensor, num_accepted: Tensor | None) -> None:
+        """On the last stage: send the sampled tokens [S] int64 of the step `plan`, the accepted
+        drafts [R] int64 of its sampled rows where it has drafts, and what is proposed to follow
+        them, [R, plan.num_proposed].
         """
-        self._sampled = token_ids, num_accepted
-
-    def give_back(self, plan: StepPlan) -> None:
-        """When what follows sampling is done: send what was kept of the step `plan`, and what is
-        guessed to follow its sampled rows, [R, plan.num_proposed].
-        """
-        sampled, self._sampled = self._sampled, None
-        if sampled is None or not self._links.sampled:
+        if not self._links.sampled:
             return
-        token_ids, num_accepted = sampled
         parts = [token_ids] if num_accepted is None else [token_ids, num_accepted]
         if plan.num_proposed:
-            slots = indices(_sampled_slots(plan), token_ids.device)
+            slots = indices(SampledRows.of(plan).slots, token_ids.device)
             parts.append(self._requests.drafts[slots, : plan.num_proposed].flatten())
         message = torch.cat(parts)  # a copy: what was kept may be written while it is on its way
         for link in self._links.sampled:
@@ -216,28 +207,22 @@ class Stage:
             kept = [i for i, slot in enumerate(step.slots) if slot not in step.reassigned]
             index = indices(kept, slots.device)
             token_ids, slots, positions = token_ids[index], slots[index], positions[index]
-        tokens = self._requests.tokens
-        tokens[slots, positions] = token_ids.clamp_min(0).to(tokens.dtype)
+        self._requests.store(slots, positions, token_ids)
         return self._take_in_drafts(plan, rest, step.reassigned) if len(rest) else None
 
     def _take_in_drafts(self, plan: StepPlan, rest: Tensor, reassigned: set[int]) -> Arrived | None:
         """`rest` of a message, behind the tokens: what was right, and what is guessed."""
-        rows = np.flatnonzero(plan.needs_sampling)
-        slots, num_drafts = (np.array(each)[rows] for each in (plan.slots, plan.num_draft_tokens))
+        rows, slots, num_drafts, _ = SampledRows.of(plan)
         kept = np.flatnonzero([slot not in reassigned for slot in slots])
         index, slot, count = upload((kept, slots[kept], num_drafts[kept]), rest.device)
         has_drafts = bool(num_drafts.any())
-        guessed = rest[len(rows) * has_drafts :].view(len(rows), plan.num_proposed)
-        self._requests.drafts[slot, : plan.num_proposed] = guessed[index]
+        proposed = rest[len(rows) * has_drafts :].view(len(rows), plan.num_proposed)
+        self._requests.drafts[slot, : plan.num_proposed] = proposed[index]
         if not has_drafts:
             return None
         accepted = rest[: len(rows)]
         self._requests.advance(slot, accepted[index] - count)
-        firsts = (num_drafts + 1).cumsum() - num_drafts - 1
-        verification = Verification(
-            rows.tolist(), num_drafts.tolist(), firsts.tolist(), HostTensor(accepted)
-        )
-        return Arrived(plan, verification, reassigned)
+        return Arrived(plan, Verification.of(plan, accepted), reassigned)
 
     def _whole(self, part: Tensor, num_tokens: int) -> Tensor:
         """All rows of what each rank of the stage has a part of."""
@@ -251,7 +236,3 @@ class Stage:
         """The rows that ranks in this place of their stages exchange."""
         first, stop = (num_tokens * at // self._num_places for at in (self._place, self._place + 1))
         return slice(first, stop)
-
-
-def _sampled_slots(plan: StepPlan) -> list[int]:
-    return [slot for slot, samples in zip(plan.slots, plan.needs_sampling, strict=True) if samples]

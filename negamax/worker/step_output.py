@@ -12,7 +12,7 @@ import torch
 from negamax.scheduler.step import StepResult
 from negamax.worker.device import HostTensor
 from negamax.worker.sampler import BROKEN, LogprobEntries, Sampled
-from negamax.worker.speculation import Verification
+from negamax.worker.verify import Verification
 
 _NOT_FINITE = "the model produced logits that are not finite numbers"
 
@@ -41,7 +41,7 @@ class StepOutput:
     step_id: int
     # of each sample, the row of the plan: several of a row that verifies draft tokens
     sampled_rows: list[int]
-    token_ids: HostTensor | None  # [R] int64; None: none was sampled
+    token_ids: HostTensor | None = None  # [R] int64; None: none was sampled
     sampled: Sampled | None = None
     prompt_logprobs: dict[int, list[LogprobEntries]] = field(default_factory=dict)
     times: StepTimes | None = None
@@ -61,9 +61,10 @@ class StepOutput:
                 zip(self.sampled.logprob_rows, self.sampled.logprobs.read(), strict=True)
             )
         if self.verification is not None:
-            num_accepted, dropped = self.verification.accepted(), self.verification.dropped()
-            num_guessed = self.verification.guessed()
-            kept = [i for i in range(len(token_ids)) if i not in dropped]
+            num_accepted = self.verification.accepted()
+            rejected = self.verification.rejected_samples()
+            num_guessed = self.verification.proposed()
+            kept = [i for i in range(len(token_ids)) if i not in rejected]
             rows, token_ids = [rows[i] for i in kept], [token_ids[i] for i in kept]
             logprobs = {place: logprobs[i] for place, i in enumerate(kept) if i in logprobs}
         errors = {

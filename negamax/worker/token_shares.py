@@ -42,14 +42,19 @@ class TokenShare(Protocol):
 
 @dataclass(frozen=True)
 class AllTokens:
-    """Every token of the step."""
+    """Every token of the step; a padding token where it has none."""
 
     layout: BatchLayout
     requests: RequestState
     most_tokens: int | None = None  # of a data-parallel rank
+    is_share: bool = False  # whether others of these have a share
 
     def build(self) -> tuple[Tensor, AttentionMetadata]:
-        """See `TokenShare`."""
+        if not self.layout.num_tokens:
+            assert self.most_tokens is not None, "a step of one rank has tokens"
+            return build_padding(
+                self.requests, most_tokens=self.most_tokens, is_share=self.is_share
+            )
         return build(self.layout, self.requests, most_tokens=self.most_tokens)
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -126,8 +131,9 @@ def share_tokens(
     piece. With several data-parallel ranks `size` says whether all of them share their tokens out.
     """
     if size is not None:
-        if not size.largest_share:
-            return AllTokens(layout, requests, size.num_tokens)
+        most_tokens = size.largest_share or size.num_tokens
+        if not size.largest_share or not layout.num_tokens:
+            return AllTokens(layout, requests, most_tokens, is_share=size.largest_share > 0)
         return PiecesOfRuns(layout, requests, group, most_tokens=size.largest_share)
     runs = np.diff(layout.columns.query_starts)[layout.num_decodes :]
     if is_shared_out(runs.max(initial=0), group.size):
@@ -158,4 +164,4 @@ def _share_of(layout: BatchLayout, rank: int, ranks: int) -> _Share:
     )
     num_decodes = int((sequence < layout.num_decodes).sum())
     bounds = layout.seq_len_bounds[sequence] - before_end
-    return _Share(tokens, BatchLayout(num_decodes, own, bounds, [], [], [], [], []))
+    return _Share(tokens, BatchLayout.without_samples(num_decodes, own, bounds))

@@ -33,7 +33,7 @@ from negamax.kernels.signatures import (
     PARTIAL_SPARSE_PREFILL,
     PREFILL,
 )
-from negamax.worker import startup, worker
+from negamax.worker import runner, worker
 from negamax.worker.device import HostTensor, Runtime
 
 # whose plans read lengths
@@ -119,11 +119,11 @@ def kernels(dtype: torch.dtype) -> KernelTable:
 
 def install(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> None:
     """Have the engines of this process run on the CPU as `runtime` says, as a GPU's do."""
-    monkeypatch.setattr(worker, "runtime_of", lambda _device: runtime)
-    monkeypatch.setattr(worker, "resolve", lambda *, platform, dtype: kernels(dtype))
-    monkeypatch.setattr(worker, "peak_bytes", lambda *_args, **_options: 0)
-    monkeypatch.setattr(worker, "compile_eager_steps", lambda *_args, **_options: None)
-    monkeypatch.setattr(startup, "warming_up", nullcontext)
+    monkeypatch.setattr(runner, "runtime_of", lambda _device: runtime)
+    monkeypatch.setattr(runner, "resolve", lambda *, platform, dtype: kernels(dtype))
+    monkeypatch.setattr(runner, "peak_bytes", lambda *_args, **_options: 0)
+    monkeypatch.setattr(runner, "compile_eager_steps", lambda *_args, **_options: None)
+    monkeypatch.setattr(runner, "warming_up", nullcontext)
 
 
 class _Clockless(Runtime):

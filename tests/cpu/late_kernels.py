@@ -38,7 +38,7 @@ from negamax.parallel.collectives import SingleRank
 from negamax.parallel.context import ParallelContext
 from negamax.scheduler import scheduler
 from negamax.scheduler.draft_length import FixedDraftLength
-from negamax.worker import eagle3, kv_cache, sampler, speculation, startup, worker
+from negamax.worker import eagle3, kv_cache, runner, sampler, step, verify
 from negamax.worker import step_output as outputs
 from negamax.worker.config import WorkerConfig
 from negamax.worker.device import Runtime
@@ -183,7 +183,7 @@ def _int64(size: int) -> Tensor:
 
 
 def open_context(config: WorkerConfig, _device: object, num_draft_tokens: int) -> ParallelContext:
-    """In place of `startup.open_context`."""
+    """In place of `runner.open_context`."""
     layout = config.layout
     if layout.world_size == 1:
         return ParallelContext.single()
@@ -248,8 +248,8 @@ def fill(slots: Mapping[str, Any], *_args: Any, **_options: Any) -> None:
             slot._target, slot.written = None, True
 
 
-def load_weights(model: Any, *_args: Any, **_options: Any) -> str:
-    """In place of `loading.load_weights`."""
+def load_model(model: Any, *_args: Any, **_options: Any) -> str:
+    """In place of `loading.load_model`."""
     fill(model.weight_slots())
     model.finish_loading()
     return ""
@@ -258,17 +258,17 @@ def load_weights(model: Any, *_args: Any, **_options: Any) -> str:
 def install() -> None:
     """Have engines of this process take the GPU's way without one."""
     driver.set_active(Driver(GPUTarget("cuda", 90, PLATFORM.warp_size)))
-    platforms.platform_of = worker.platform_of = lambda _device: PLATFORM  # type: ignore
+    platforms.platform_of = runner.platform_of = lambda _device: PLATFORM  # type: ignore
     setup.find_device = lambda _name: ("cuda", 8)
     executor.start_executor = setup.start_executor = executor.InProcessExecutor  # type: ignore
-    worker.take_device = lambda _config: META
-    worker.runtime_of = lambda _device: Clockless(
+    runner.take_device = lambda _config: META
+    runner.runtime_of = lambda _device: Clockless(
         is_asynchronous=True, graph_pool=Pool, is_batch_invariant=False, samples_on_shards=True
     )
-    worker.open_context = startup.open_context = open_context
-    worker.load_weights, eagle3.fill_synthetic = load_weights, fill
+    runner.open_context = open_context
+    runner.load_model, eagle3.fill_synthetic = load_model, fill
     kv_cache.check_weights_fit = kv_cache.check_rows_fit = lambda *_, **__: None
-    for module in (outputs, sampler, speculation, worker):
+    for module in (outputs, sampler, step, verify):
         module.HostTensor = HostTensor  # type: ignore
     scheduler.FixedDraftLength = AnyDraftLength  # type: ignore
     for name in ("empty_cache", "max_memory_allocated", "memory_allocated", "synchronize"):
@@ -326,12 +326,12 @@ def serve(llm: LLM, launches: Launches, *, most_tokens: int, longest: int) -> No
         {"grammar": Grammar(kind="regex", text=r"[\s\S]{9}")},
     ):  # fmt: skip
         run(f"{params}", [50, 3, 7, 4], max_tokens=6, **params)  # type: ignore[arg-type]
-    worker.LONGEST_DECODE = 0  # from now on, steps with decodes are eager
+    step.LONGEST_DECODE = 0  # from now on, steps with decodes are eager
     for number in range(12):
         most, count = rng.choice((3, 20, 300, 3000)), rng.choice((2, 5, 9, 40, 70))
         lengths = [rng.randint(1, min(most, longest - 60)) for _ in range(count)]
         run(f"mix {number}", lengths, max_tokens=rng.choice((3, 20)))
-    worker.LONGEST_DECODE = LONGEST_DECODE
+    step.LONGEST_DECODE = LONGEST_DECODE
 
 
 def watch(case: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from negamax import LLM, SamplingParams
 from negamax.config.grammar import Grammar
 from negamax.scheduler import scheduler
 from negamax.scheduler.draft_length import FixedDraftLength
-from negamax.worker import batch, device, graphs, request_state, startup, worker
+from negamax.worker import batch, device, graphs, request_state, runner, step, worker
 from tests import drafts
 from tests.drafts import ALWAYS_RIGHT, ALWAYS_WRONG, RANDOM, Key
 
@@ -128,7 +128,7 @@ def test_captured_drafts_change_nothing(
 
     monkeypatch.setattr(graphs.StepGraphs, "replay", noting)
     monkeypatch.setattr(scheduler, "FixedDraftLength", AnyDraftLength)
-    monkeypatch.setattr(startup, "_draft_lengths", lambda *_: (1, 3))
+    monkeypatch.setattr(runner, "draft_lengths", lambda *_: (1, 3))
     drafts.install(monkeypatch.setattr, drafts.KnowingProposer(kind, known(expected)))
     with engine(**OPTIONS[options]) as llm:
         assert answers(llm) == expected
@@ -171,7 +171,7 @@ def test_a_step_is_one_launch_and_one_copy(
 
     launched, upload = worker.Worker.launch, device.upload
     monkeypatch.setattr(worker.Worker, "launch", launch)
-    for module in (batch, device, graphs, request_state):
+    for module in (batch, device, graphs, request_state, step):
         monkeypatch.setattr(module, "upload", counting)
     with engine(block_size=64) as llm:
         again = [one.outputs[0].token_ids for one in llm.generate(prompts, params)]

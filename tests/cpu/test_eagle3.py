@@ -198,7 +198,7 @@ def test_a_head_in_fp8_guesses_nearly_the_same(
         assert outputs(llm) == expected
         # (a CPU dequantises it)
         worker = llm._loop.executor._worker  # type: ignore[attr-defined]
-        held = worker._config.draft.spec.quantization
+        held = worker.runner.config.draft.spec.quantization
     assert held.fields == {"format": "fp8_per_channel", "only": "lm_head"}
     assert 0 < count_wrong(seen, target, expected, config, tensors) < 40
 
@@ -294,10 +294,10 @@ def test_memory_that_a_draft_takes_is_counted_and_refused_with_numbers(
 ) -> None:
     _, tensors, draft = make_draft("plain", tmp_path)
     with engine(folder, None) as llm:
-        config = llm._loop.executor._worker._config  # type: ignore[attr-defined]
+        config = llm._loop.executor._worker.runner.config  # type: ignore[attr-defined]
         alone = sum(one.heads * one.width * 4 for layer in config.kv_caches for one in layer)
     with engine(folder, draft) as llm:
-        config = llm._loop.executor._worker._config  # type: ignore[attr-defined]
+        config = llm._loop.executor._worker.runner.config  # type: ignore[attr-defined]
         both = sum(one.heads * one.width * 4 for layer in config.kv_caches for one in layer)
         held = draft_bytes(config.draft.spec, dtype="float32")
     assert both - alone == 2 * 2 * 8 * 4

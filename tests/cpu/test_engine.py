@@ -289,9 +289,9 @@ def test_a_request_whose_numbers_break_fails_alone(folder: Path) -> None:
                 reasons[update.request_id] = update.finish_reason
             if not poisoned:
                 worker = engine._loop.executor._worker  # type: ignore[attr-defined]
-                block = int(worker._requests.block_tables[0, 0])
+                block = int(worker.runner.requests.block_tables[0, 0])
                 with torch.inference_mode():
-                    worker._kv[0]["k"][block] = float("nan")
+                    worker.runner.caches[0]["k"][block] = float("nan")
                 poisoned = True
         assert reasons[requests[0].request_id] == "error"
         assert reasons[requests[1].request_id] == "length"
@@ -322,7 +322,7 @@ def test_a_step_that_raises_is_repeated_row_by_row(
             steps += 1
             if steps == 3:
                 worker = engine._loop.executor._worker  # type: ignore[attr-defined]
-                forward = worker._model.forward
+                forward = worker.runner.model.forward
 
                 def raising(
                     token_ids: torch.Tensor,
@@ -335,7 +335,7 @@ def test_a_step_that_raises_is_repeated_row_by_row(
                         raise RuntimeError("the model cannot run the first row")
                     return forward(token_ids, metadata, *args, **options)
 
-                monkeypatch.setattr(worker._model, "forward", raising)
+                monkeypatch.setattr(worker.runner.model, "forward", raising)
         assert reasons == {requests[0].request_id: "error", requests[1].request_id: "length"}
         assert collected[requests[1].request_id] == expected
 

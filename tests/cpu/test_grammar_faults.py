@@ -134,7 +134,7 @@ def test_a_row_that_fails_is_run_apart_with_the_masks_of_the_others_intact(llm: 
     expected = [completion.token_ids for completion in outputs(llm, prompts, params)]
     requests = admitted(llm, prompts, params)
     worker = llm._loop.executor._worker  # type: ignore[attr-defined]
-    run = worker._run
+    run = worker._steps.run
 
     def failing(plan: Any, masks: Any) -> Any:
         outcome = run(plan, masks)
@@ -142,11 +142,11 @@ def test_a_row_that_fails_is_run_apart_with_the_masks_of_the_others_intact(llm: 
             raise RuntimeError("as a batch it fails")
         return outcome
 
-    worker._run = failing
+    worker._steps.run = failing
     try:
         updates = drive(llm, requests)
     finally:
-        worker._run = run
+        worker._steps.run = run
     assert [
         [token for update in updates[r.request_id] for token in update.token_ids] for r in requests
     ] == expected

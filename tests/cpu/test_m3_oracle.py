@@ -236,7 +236,9 @@ def test_the_engine_keeps_index_keys_in_their_own_dtype(deep: tuple[Any, Path]) 
         with LLM(str(folder), dtype="float32", index_cache_dtype=dtype, **options) as engine:
             summary = engine.info.memory
             sizes[dtype] = sum(
-                cache.nbytes for kv in engine._loop.executor._worker._kv for cache in kv.values()
+                cache.nbytes
+                for kv in engine._loop.executor._worker.runner.caches
+                for cache in kv.values()
             )
             assert len(engine.generate([TOKENS[:10]], GREEDY)[0].outputs[0].token_ids) == NUM_TOKENS
         index = " and float8_e4m3fn (index keys)" if dtype == "fp8" else ""

@@ -16,7 +16,7 @@ from negamax.kernels.native import library
 ASK = """
 from negamax import LLM, SamplingParams
 with LLM("nano", dtype="bfloat16", num_threads=1, max_model_len=512) as llm:
-    table = llm._loop.executor._worker._kernels
+    table = llm._loop.executor._worker.runner.kernels
     print({table[op].provider for op in table.candidates})
     question = [{"role": "user", "content": "What is 47 + 38?"}]
     print(llm.chat(question, SamplingParams(temperature=0))[0].outputs[0].message.content)

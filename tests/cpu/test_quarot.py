@@ -123,7 +123,7 @@ def test_a_draft_guesses_what_it_guessed_before_the_rotation(
     seen = tiny_draft.watch(monkeypatch.setattr)
     with engine(folder, draft) as llm:
         found = outputs(llm)
-        spec = llm._loop.executor._worker._config.draft.spec  # type: ignore[attr-defined]
+        spec = llm._loop.executor._worker.runner.config.draft.spec  # type: ignore[attr-defined]
     texts = [prompt + output for prompt, output in zip(PROMPTS, found, strict=True)]
     wrong, compared = tiny_draft.count_wrong(seen, target, texts, LAYERS, config, tensors)
     assert wrong == 0 and compared > 30

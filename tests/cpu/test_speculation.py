@@ -161,7 +161,7 @@ def test_no_launch_waits_for_the_drafts_of_the_step_before(
     drafts.install(monkeypatch.setattr, drafts.KnowingProposer(RANDOM, known))
     with engine(folder, **sizes) as llm:
         assert answers(llm) == expected
-        requests = llm._loop.executor._worker._requests  # type: ignore[attr-defined]
+        requests = llm._loop.executor._worker.runner.requests  # type: ignore[attr-defined]
         assert llm.stats().num_accepted_tokens > 50
         assert options != "preempted" or llm.stats().preemption_count > 0
     # a step reads how many drafts were right two steps ago, when that is long known
@@ -192,8 +192,8 @@ def test_a_proposer_is_given_the_residuals_of_all_tokens(
     drafts.install(monkeypatch.setattr, proposer)
     with LLM(str(folder), block_size=4, num_threads=1, **options) as llm:
         again = [one.outputs[0].token_ids for one in llm.generate(PROMPTS[chosen], PARAMS[chosen])]
-        model = llm._loop.executor._worker._model  # type: ignore[attr-defined]
-        tokens = llm._loop.executor._worker._requests.tokens.clone()  # type: ignore[attr-defined]
+        model = llm._loop.executor._worker.runner.model  # type: ignore[attr-defined]
+        tokens = llm._loop.executor._worker.runner.requests.tokens.clone()  # type: ignore[attr-defined]
         run = PagedRun(model, block_size=4)
         run.capture = proposer.capture
         num_seen = 0

@@ -16,7 +16,7 @@ from negamax.config.grammar import Grammar
 from negamax.engine.core.loop import EngineLoop
 from negamax.engine.grammar import manager
 from negamax.scheduler.step import SequenceUpdate
-from negamax.worker import eager_steps, worker
+from negamax.worker import eager_steps, runner
 from negamax.worker.eagle3 import Eagle3Proposer
 
 LONG: dict[str, Any] = {"max_tokens": 10, "ignore_eos": True}
@@ -123,6 +123,6 @@ def test_steps_before_the_first_request_change_nothing(
             return [output.token_ids for one in found for output in one.outputs]
 
     expected = answers()
-    monkeypatch.setattr(worker, "compile_eager_steps", launch)
+    monkeypatch.setattr(runner, "compile_eager_steps", launch)
     assert answers() == expected
     assert max(counts) == 5 and min(counts) == 1

@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from negamax import LLM, SamplingParams
-from negamax.options.speculation import SpeculationConfig
-from negamax.worker.ngram import NgramProposer
 from negamax.worker.synthetic_acceptance import SyntheticAcceptance, uniform
 
 
@@ -30,18 +28,12 @@ def test_numbers_are_spread_evenly_over_seeds_and_positions() -> None:
 def test_requests_whose_seeds_follow_each_other_are_not_right_together() -> None:
     """As the choices of one request: 64 of 129 tokens have the mean of many draws, not of one."""
     rates = (0.8, 0.45, 0.25)
-    proposer = SyntheticAcceptance(
-        NgramProposer(SpeculationConfig("ngram"), max_model_len=64), rates
-    )
-    parts: Any = None  # of a model, which there is none
-    proposer.load(parts, parts, torch.device("cpu"))
+    schedule = SyntheticAcceptance(rates)
     for first in range(0, 2000, 100):
         lengths, end, right, rows = torch.full((64,), 1000), 1129, 0, 0
         while (runs := lengths < end).any():
             seeds = first + torch.arange(64)[runs]
-            accepted = proposer.accept(
-                parts, parts, parts, torch.full_like(seeds, 3), seeds, lengths[runs]
-            )
+            accepted = schedule.count(torch.full_like(seeds, 3), seeds, lengths[runs])
             lengths[runs] += accepted + 1
             right, rows = right + int(accepted.sum()), rows + len(seeds)
         assert right / rows == pytest.approx(sum(rates), abs=0.08)

@@ -74,7 +74,7 @@ def step(rows: list[tuple[int, int, int]]) -> tuple[BatchLayout, RequestState]:
     requests = RequestState(
         len(rows), longest, max_blocks=blocks, eos_token_ids=(), device=torch.device("cpu")
     )
-    requests.set_spare_block(len(rows) * blocks)
+    requests.set_padding_block(len(rows) * blocks)
     new = [
         NewRow(slot, list(range(100 * slot, 100 * slot + computed + count)), prompt, computed,
                list(range(slot * blocks, (slot + 1) * blocks)), PARAMS)
@@ -199,7 +199,7 @@ def test_caches_of_all_ranks_hold_every_token(dtype: torch.dtype) -> None:
     """
     layout, requests = step([(90, 3, 41), (3, 7, 1), (60, 0, 5)])
     token_ids, everything = build(layout, requests)
-    blocks = requests._spare_block + 1
+    blocks = requests._padding_block + 1
     shapes = {"k": (2, 16), "index": (1, 8)}
     slots = slots_of(
         everything.positions, everything.token_slots, everything.block_tables, block_size=BLOCK

@@ -119,7 +119,7 @@ def rows(spec: ModelSpec) -> RequestState:
         len(LENGTHS), BLOCK_SIZE * ROW_BLOCKS, max_blocks=ROW_BLOCKS, eos_token_ids=(), device=HERE,
         num_draft_tokens=NUM_DRAFTS,
     )  # fmt: skip
-    requests.set_spare_block(NUM_BLOCKS)
+    requests.set_padding_block(NUM_BLOCKS)
     blocks = torch.randperm(NUM_BLOCKS, generator=draw).view(-1, ROW_BLOCKS).tolist()
     greedy = SamplingParams(
         temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, max_tokens=9, seed=0

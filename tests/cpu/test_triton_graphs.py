@@ -82,7 +82,7 @@ def side(num_draft_tokens: int = 0) -> Side:
         device=CPU,
         num_draft_tokens=num_draft_tokens,
     )
-    requests.set_spare_block(16)
+    requests.set_padding_block(16)
     defaults = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "max_tokens": 9}
     known = ([5, 6, 7], 3), ([9], 1), ([3, 4, 5, 6, 7], 2)
     for slot, ((tokens, prompt_len), own) in enumerate(zip(known, SAMPLING, strict=True)):

@@ -104,7 +104,7 @@ class Replays:
             eos_token_ids=spec.eos_token_ids,
             device=device,
         )
-        self.requests.set_spare_block(num_rows * per_row)
+        self.requests.set_padding_block(num_rows * per_row)
         blocks = torch.randperm(num_rows * per_row, generator=draw).view(num_rows, per_row)
         for slot in range(num_rows):
             known = torch.randint(

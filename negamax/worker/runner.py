@@ -1,0 +1,215 @@
+"""Everything that one rank keeps between steps: device, model, caches, request state, captured
+steps. Built once, before the first step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from negamax.base.progress import Progress
+from negamax.kernels.platform import platform_of
+from negamax.kernels.registry import resolve
+from negamax.layers.kv_scales import describe_kv_scales
+from negamax.models.build import build_model
+from negamax.parallel.context import ParallelContext
+from negamax.quantization.detect import detect
+from negamax.worker import kv_cache
+from negamax.worker.config import WorkerConfig, WorkerReady
+from negamax.worker.device import (
+    check_platform,
+    choose_dtype,
+    index_dtype,
+    kv_dtype,
+    runtime_of,
+)
+from negamax.worker.eager_steps import compile_eager_steps
+from negamax.worker.expert_weights import load_recorder
+from negamax.worker.graphs import StepGraphs
+from negamax.worker.loading import load_model, plan_loading
+from negamax.worker.profile import peak_bytes
+from negamax.worker.proposer import load_proposer
+from negamax.worker.request_state import RequestState
+from negamax.worker.sampler import Sampler
+from negamax.worker.stages import Stage
+from negamax.worker.step_shapes import DRAFTS, ROWS, TOKENS, capture_shapes
+from negamax.worker.step_times import measure_steps
+from negamax.worker.warmup import warming_up, warmup_layers
+
+
+class ModelRunner:
+    """The model of one rank on its device, ready to run steps (`worker.step`)."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        """Load the weights, allocate the caches and capture the steps.
+
+        Errors: `ConfigError`, `CheckpointError` and `ResourceError`, most of them before the
+        weights take memory.
+        """
+        self.device = device = take_device(config)
+        self.runtime = runtime_of(device)
+        dtype = choose_dtype(config.dtype, spec=config.spec, device=config.device)
+        cache_dtype = kv_dtype(config.kv_cache_dtype, dtype=dtype, device=config.device)
+        of_index = index_dtype(config.index_cache_dtype, dtype=dtype)
+        index_name = str(of_index).removeprefix("torch.")
+        self.config = config = replace(config, index_cache_dtype=index_name)
+        platform = platform_of(device)
+        check_platform(platform, cache_dtypes=(cache_dtype, of_index), rank=config.layout.rank)
+        self.kernels = kernels = resolve(platform=platform, dtype=dtype)
+        kv_cache.check_weights_fit(
+            config.spec,
+            draft=config.own_draft.spec if config.own_draft else None,
+            kernels=kernels,
+            device=device,
+            layout=config.layout,
+        )
+        kv_cache.check_rows_fit(config, device=device)
+        load_plan = plan_loading(config, kernels=kernels, cache_dtype=cache_dtype)
+        self.proposer = load_proposer(config, kernels=kernels)
+        num_draft_tokens = self.proposer.num_draft_tokens if self.proposer else 0
+        self.context = context = open_context(config, device, num_draft_tokens)
+        self.model = build_model(
+            config.spec, context=context, dtype=dtype, device=device, kernels=kernels
+        )
+        with torch.inference_mode():
+            load_summary = load_model(self.model, config, load_plan, device=device)
+            if self.proposer is not None:
+                load_summary += self.proposer.load(self.model, context, device)
+                if self.proposer.acceptance is not None:
+                    load_summary += self.proposer.acceptance.load(device)
+            load_summary += describe_kv_scales(self.model.layers, cache_dtype)
+            self.runtime.release_memory()  # that only loading needed
+            self.requests = RequestState(
+                config.max_num_seqs,
+                config.max_model_len,
+                max_blocks=-(-(config.max_model_len + num_draft_tokens) // config.block_size),
+                eos_token_ids=config.eos_token_ids,
+                device=device,
+                num_draft_tokens=num_draft_tokens,
+            )
+            self.stage = Stage(context, self.requests, config, dtype=kernels.dtype)
+            self.sampler = Sampler(
+                self.requests,
+                kernels=kernels,
+                group=context.attention_group,
+                first_id=self.model.vocab_range.start,
+                on_shards=self.runtime.samples_on_shards,
+            )
+            self.experts = load_recorder(config, self.model, context, device)
+            num_blocks = self._allocate_caches(cache_dtype)
+            self.graphs, graph_summary = self._capture_graphs()
+            if self.experts is not None:
+                self.experts.reset()
+        scheme = detect(config.spec.quantization)
+        self.ready = WorkerReady(
+            num_kv_blocks=num_blocks,
+            dtype=str(dtype).removeprefix("torch."),
+            device=str(device),
+            kernels=kernels.describe(scheme.formats if scheme else ()),
+            load_summary=load_summary,
+            memory_summary=kv_cache.describe(num_blocks, config, dtype=cache_dtype) + graph_summary,
+            num_draft_tokens=num_draft_tokens,
+            step_seconds=measure_steps(self.graphs, self.requests, self.runtime, config),
+        )
+
+    def _allocate_caches(self, dtype: torch.dtype) -> int:
+        """Allocate the KV caches; returns the number of blocks that fit on every rank."""
+        config, workspace = self.config, 0
+        if self.runtime.graph_pool is not None:  # measured by a full prefill step
+            workspace = peak_bytes(self, dtype=dtype)
+        affordable = kv_cache.choose_blocks(
+            config, dtype=dtype, workspace=workspace, device=self.device
+        )
+        num_blocks = self.context.world_min(affordable)
+        self.caches = kv_cache.allocate(
+            config.kv_caches,
+            num_blocks + 1,  # the padding block, which the scheduler does not know of
+            block_size=config.block_size,
+            dtype=dtype,
+            ranks=config.layout.attention.size,
+            device=self.device,
+        )
+        self.requests.set_padding_block(num_blocks)
+        if self.proposer:
+            self.proposer.use_caches(self.caches[len(self.model.layers) :])
+        return num_blocks
+
+    def _capture_graphs(self) -> tuple[StepGraphs | None, str]:
+        """Compile the kernels of eager steps and capture the common ones, with a line on what the
+        graphs take; None where the device captures nothing.
+        """
+        config, pool_of = self.config, self.runtime.graph_pool
+        if pool_of is None:
+            return None, ""
+        compile_eager_steps(self)
+        if not config.cudagraph_size:
+            return None, ""
+        shapes = capture_shapes(
+            max_rows=config.cudagraph_size,
+            max_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            draft_lengths=draft_lengths(self),
+        )
+        graphs = StepGraphs(
+            shapes,
+            self.model,
+            self.caches,
+            self.requests,
+            kernels=self.kernels,
+            group=self.context.attention_group,
+            runtime=self.runtime,
+            proposer=self.proposer,
+        )
+        with warming_up(self.context):
+            graphs.warmup(warmup_layers(self.model.layers, config.kv_caches))
+        pool, summaries = pool_of(), {}
+        shown = config.show_progress and config.layout.rank == 0
+        for kind, what in ((TOKENS, "prefills"), (ROWS, "decodes"), (DRAFTS, "decodes")):
+            if shapes[kind]:
+                with Progress(f"recording CUDA graphs of {what}", enabled=shown) as progress:
+                    summaries[kind] = graphs.capture(kind, pool, progress)
+        listed = [summaries[kind] for kind in (ROWS, DRAFTS, TOKENS) if kind in summaries]
+        return graphs, f"; CUDA graphs: {'; '.join(listed)}"
+
+
+def take_device(config: WorkerConfig) -> torch.device:
+    """Return this rank's device. On a GPU the calling thread gets a stream of its own, which graphs
+    need.
+    """
+    if config.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", config.layout.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    torch.cuda.set_stream(torch.cuda.Stream(device))
+    return device
+
+
+def open_context(
+    config: WorkerConfig, device: torch.device, num_draft_tokens: int
+) -> ParallelContext:
+    """Open the groups that this rank is in; waits for the other ranks."""
+    if config.layout.world_size == 1:
+        return ParallelContext.single()
+    assert config.addresses is not None, "several ranks need a rendezvous"
+    rendezvous, has_drafts = config.addresses.rendezvous, num_draft_tokens > 0
+    if device.type == "cpu":
+        return ParallelContext.gloo(config.layout, rendezvous, has_drafts=has_drafts)
+    return ParallelContext.nccl(
+        config.layout,
+        rendezvous,
+        device=device,
+        hidden_size=config.spec.hidden_size,
+        max_tokens=config.max_num_batched_tokens,
+        max_rows=config.max_num_seqs * (1 + num_draft_tokens),
+        is_one_sided=config.all2all_backend == "one_sided",
+        has_drafts=has_drafts,
+    )
+
+
+def draft_lengths(runner: ModelRunner) -> tuple[int, ...]:
+    """The numbers of draft tokens, other than none, whose steps are captured."""
+    if runner.proposer is None:
+        return ()
+    speculation = runner.config.speculation
+    return speculation.lengths if speculation else (runner.proposer.num_draft_tokens,)
