@@ -236,7 +236,7 @@ def _work(
 
 def serve(
     folder: Path, *, workers: int, seed: int, shard_tokens: int, max_shards: int,
-    new_maker: Callable[[], Maker] = new_maker,
+    new_maker: Callable[[], Maker],
 ) -> None:  # fmt: skip
     """Run worker processes that keep the folder filled; the reader deletes what it has read."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -255,31 +255,27 @@ def serve(
         process.join()
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--show", type=int, default=0)
+def run(
+    draw_text: Callable[[random.Random], str], new_maker: Callable[[], Maker], *, max_shards: int
+) -> None:
+    """Run the command line of a mixture."""
+    parser = argparse.ArgumentParser(description="Show examples of a mixture, or write shards.")
+    parser.add_argument("--show", type=int, default=0, help="number of examples to print")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="folder to keep filled with shards")
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--shard-tokens", type=int, default=1_000_000)
-    parser.add_argument("--max-shards", type=int, default=400)
-    arguments = parser.parse_args()
-    if arguments.show:
-        rng = random.Random(arguments.seed)
-        renderer = Renderer(tokenizer=False)
-        for _ in range(arguments.show):
-            print(renderer.text(draw(rng)))
-            print("=" * 80)
-    if arguments.out:
+    parser.add_argument("--max-shards", type=int, default=max_shards)
+    given = parser.parse_args()
+    rng = random.Random(given.seed)
+    for _ in range(given.show):
+        print(draw_text(rng), "=" * 80, sep="\n")
+    if given.out:
         serve(
-            arguments.out,
-            workers=arguments.workers,
-            seed=arguments.seed,
-            shard_tokens=arguments.shard_tokens,
-            max_shards=arguments.max_shards,
-        )
+            given.out, workers=given.workers, seed=given.seed, shard_tokens=given.shard_tokens,
+            max_shards=given.max_shards, new_maker=new_maker,
+        )  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    run(lambda rng: Renderer(tokenizer=False).text(draw(rng)), new_maker, max_shards=400)

@@ -200,7 +200,6 @@ def load(folder: Path, device: torch.device, dtype: torch.dtype) -> NanoModel:
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--state", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)

@@ -298,7 +298,6 @@ def _message(completion: Completion) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

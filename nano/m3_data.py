@@ -9,7 +9,6 @@ turn thinks), disabled (none does) or adaptive (turns with calls or arithmetic d
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
@@ -237,31 +236,5 @@ def new_maker() -> Callable[[str, int], dict[str, np.ndarray]]:
     return lambda seed, num_tokens: make_shard(renderer, seed, num_tokens)
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--show", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--workers", type=int, default=14)
-    parser.add_argument("--shard-tokens", type=int, default=1_000_000)
-    parser.add_argument("--max-shards", type=int, default=200)
-    arguments = parser.parse_args()
-    if arguments.show:
-        rng, renderer = random.Random(arguments.seed), Renderer()
-        for _ in range(arguments.show):
-            print(renderer.text(*draw(rng)))
-            print("=" * 80)
-    if arguments.out:
-        data.serve(
-            arguments.out,
-            workers=arguments.workers,
-            seed=arguments.seed,
-            shard_tokens=arguments.shard_tokens,
-            max_shards=arguments.max_shards,
-            new_maker=new_maker,
-        )
-
-
 if __name__ == "__main__":
-    main()
+    data.run(lambda rng: Renderer().text(*draw(rng)), new_maker, max_shards=200)

@@ -104,7 +104,6 @@ def exact(trainer: Trainer, suite: str, *, count: int, seed: int, mode: str) -> 
 
 
 def main() -> None:
-    """Command line."""
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--count", type=int, default=200)
     options.add_argument("--eval-seed", type=int, default=0)

@@ -504,7 +504,6 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Command line."""
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--data", type=Path, required=True)
     options.add_argument(

@@ -160,7 +160,6 @@ def write(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--examples", type=int, default=16000)
