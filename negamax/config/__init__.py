@@ -1,1 +1,1 @@
-"""Options, the model specification and what they check: frozen and pure."""
+"""Descriptions shared by all rooms: model specs, KV caches, quantization, grammars. No torch."""

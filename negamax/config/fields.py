@@ -29,7 +29,7 @@ _READ = {
     "partial_rotary_factor", "quantization_config", "rms_norm_eps", "rope_parameters",
     "rope_scaling", "rope_theta", "rotary_dim", "torch_dtype", PROVENANCE,
 }  # fmt: skip
-# Without any influence on inference here.
+# Without influence on inference.
 _IGNORED = {
     "_name_or_path", "attention_dropout", "auto_map", "chunk_size_feed_forward", "id2label",
     "initializer_range", "is_encoder_decoder", "label2id", "num_mtp_modules",

@@ -1,6 +1,4 @@
-"""What a request gets for the sampling fields it leaves out, and the tokens that end a sequence:
-generation_config.json.
-"""
+"""Read generation_config.json: sampling defaults and end-of-sequence tokens."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ from negamax.config.model_spec import ModelSpec
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling values for the fields that a request leaves out; `top_k` 0 is off, `temperature` 0
-    is greedy.
-    """
+    """Values of fields that a request omits; `top_k` 0 is off, `temperature` 0 is greedy."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -30,8 +26,6 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """The checkpoint's own defaults."""
-
     sampling: SamplingDefaults
     eos_token_ids: tuple[int, ...]
 
@@ -39,14 +33,12 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
 def read_generation_defaults(
     folder: Path, spec: ModelSpec, *, absent: Mapping[str, Any]
 ) -> GenerationDefaults:
-    """The defaults in `folder`/generation_config.json; of sampling, the fields `absent` where there
-    is no such file.
+    """Read `folder`/generation_config.json; without it sampling has the values `absent`.
 
-    A sampling field that the file leaves out is off; `do_sample: false` is greedy. End-of-sequence
-    ids come from the file; where it names none, from the tokenizer, and last from config.json, in
-    which quantisers have left those of other models (1 and 2 in NVIDIA's M2). Errors: `ConfigError`
-    with the field, the value and what is allowed; `CheckpointError` where the file is no JSON
-    object.
+    Sampling fields that the file omits are off; `do_sample: false` is greedy. End-of-sequence ids
+    come from the file, else from the tokenizer, else from config.json: quantizers have left ids of
+    other models there (1 and 2 in NVIDIA's M2). Errors: `ConfigError` with the field, the value and
+    what is allowed; `CheckpointError` if the file is not a JSON object.
     """
     path = folder / "generation_config.json"
     others = _tokenizer_eos(folder, spec) or spec.eos_token_ids
@@ -75,7 +67,7 @@ def read_generation_defaults(
 
 
 def _tokenizer_eos(folder: Path, spec: ModelSpec) -> tuple[int, ...]:
-    """The id of the token that ends sequences, if tokenizer_config.json names it and its id."""
+    """Return the id of the tokenizer's eos_token, if tokenizer_config.json has both."""
     path = folder / "tokenizer_config.json"
     config = read_json_object(path) if path.exists() else {}
     named, added = config.get("eos_token"), config.get("added_tokens_decoder")

@@ -1,6 +1,4 @@
-"""What an output must look like, as plain data for all processes: the form of its content, and
-where its reasoning ends.
-"""
+"""The required form of an output: its grammar, and where its reasoning ends. Plain data."""
 
 from __future__ import annotations
 
@@ -25,11 +23,13 @@ MAX_CHOICES = 2000
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     """The form of an output's content. `text` by kind:
 
-    json_object: nothing; json_schema: the schema as JSON; regex: the expression, for the whole
-    content; choice: a JSON array of strings; ebnf: GBNF rules, with `root`; structural_tag:
-    xgrammar's description as JSON; tool_calls: the JSON of `text.grammar.tool_calls.CallRules`.
-    `strict` (json_schema): refuse a schema with a keyword that cannot be enforced, instead of
-    enforcing the others only.
+    json_object: nothing
+    json_schema: the schema as JSON; `strict`: refuse keywords that cannot be enforced
+    regex: an expression for the whole content
+    choice: a JSON array of strings
+    ebnf: GBNF rules with `root`
+    structural_tag: xgrammar's description as JSON
+    tool_calls: `text.grammar.tool_calls.CallRules` as JSON
     """
 
     kind: GrammarKind
@@ -37,8 +37,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     strict: bool = True
 
     def check(self) -> None:
-        """Refuse what is too large or is not even written correctly; whether it compiles is found
-        out in the engine.
+        """Refuse too large or malformed text; the engine compiles it later.
 
         Errors: `InvalidRequestError`.
         """
@@ -82,9 +81,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def written(value: object, *, kind: GrammarKind) -> str:
-    """A grammar's text as JSON. Errors: `InvalidRequestError` for one that is too large, which is
-    not written.
-    """
+    """Return a grammar's text as JSON. Errors: `InvalidRequestError` if it is too large."""
     count = num_chars(value)
     if count > MAX_TEXT_BYTES:
         refuse_grammar(
@@ -94,24 +91,22 @@ def written(value: object, *, kind: GrammarKind) -> str:
 
 
 class Marker(msgspec.Struct, frozen=True):
-    """A tag in an output. With a `token_id` only that token counts, and the same text in other
-    tokens is text.
-    """
+    """A tag in an output. With a `token_id` its text in other tokens does not count."""
 
     text: str
     token_id: int | None = None
 
 
 class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
-    """How an output thinks before its content, which is where its grammar begins."""
+    """The reasoning of an output; its grammar begins after it."""
 
     state: Literal["open", "optional"]  # begins within reasoning; may begin with `opener`
     opener: Marker
     closer: Marker
-    call_opener: Marker  # what a call block begins with; it ends an open reasoning too
-    # the tokens that end a reasoning whose budget is spent, `closer` among them
+    call_opener: Marker  # begins a call block; it also ends an open reasoning
+    # close a reasoning whose budget is spent; `closer` is among them
     closing_ids: tuple[int, ...]
-    max_newlines: int  # that may stand between `closer` and the content
+    max_newlines: int  # between `closer` and the content
 
     def check(self, *, vocab_size: int) -> None:
         """Refuse token ids outside the vocabulary. Errors: `InvalidRequestError`."""
@@ -130,7 +125,7 @@ class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_json(text: str, *, what: str, max_nesting: int = MAX_NESTING) -> Any:
-    """`text` as a value, if it is JSON and not nested too deeply. Errors: `InvalidRequestError`."""
+    """Parse JSON of limited nesting. Errors: `InvalidRequestError`."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -146,12 +141,12 @@ def parse_json(text: str, *, what: str, max_nesting: int = MAX_NESTING) -> Any:
 
 
 def refuse_grammar(message: str) -> NoReturn:
-    """Raise the error for a grammar that cannot be used."""
+    """Raise `InvalidRequestError` for a grammar."""
     raise InvalidRequestError(message, param="grammar", code="invalid_grammar")
 
 
 def _nesting(value: Any) -> int:
-    """Levels of objects and arrays in a JSON value."""
+    """Count the levels of objects and arrays in a JSON value."""
     depth, level = 0, [value]
     while level := [node for node in level if isinstance(node, dict | list)]:
         depth += 1

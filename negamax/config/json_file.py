@@ -1,4 +1,4 @@
-"""Reading a JSON object from a file, with errors that say which file and what to do."""
+"""Read a JSON object from a checkpoint's file."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ MAX_BYTES = 256 * 2**20  # the index of the largest checkpoints is below 20 MiB
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in `path`. Errors: `CheckpointError` for a missing, unreadable, over-long or
-    malformed file.
+    """Read the object in `path`.
+
+    Errors: `CheckpointError` for a missing, unreadable, too long or malformed file.
     """
     if not path.is_file():
         raise CheckpointError(

@@ -1,6 +1,4 @@
-"""What a checkpoint says of how its weights are stored, as it says it. The room `quantization/`
-understands it.
-"""
+"""A checkpoint's description of its quantization, uninterpreted; `quantization/` interprets it."""
 
 from __future__ import annotations
 
@@ -13,13 +11,13 @@ from typing import Any
 from negamax.base.errors import ConfigError
 from negamax.config.json_file import read_json_object
 
-# Files in which some tools describe what config.json leaves out, and the method of each.
+# Files beside config.json that describe the quantization, and the method of each.
 SIDE_FILES = {
     "hf_quant_config.json": "modelopt",
     "quant_model_description.json": "modelslim",
 }
 
-PROVENANCE = "negamax_conversion"  # the key in config.json of what `negamax convert` has made
+PROVENANCE = "negamax_conversion"  # key in config.json of what `negamax convert` did
 _ROTATION = ("optional", "quarot", "rotation_map", "global_rotation")  # in ModelSlim's description
 _INDEX = "model.safetensors.index.json"
 _NEURON_EXPERTS = ".expert_mlps.mlp_op."
@@ -29,7 +27,7 @@ _LONGEST_HEADER = 100_000_000  # bytes, as safetensors allows
 
 @dataclass(frozen=True)
 class QuantizationSpec:
-    """A method by the name that the checkpoint uses, the file that names it, and its fields."""
+    """A method as the checkpoint names it, its fields, and the file."""
 
     method: str
     fields: dict[str, Any]
@@ -39,9 +37,9 @@ class QuantizationSpec:
 def read_quantization(
     config: Mapping[str, Any], folder: Path | None = None
 ) -> QuantizationSpec | None:
-    """From config.json, else from the files that stand beside it in `folder`; None: plain weights.
+    """Read config.json, else the files beside it in `folder`; None: not quantized.
 
-    Errors: `ConfigError`, `CheckpointError` for what is no such description.
+    Errors: `ConfigError`, `CheckpointError` for a malformed description.
     """
     found = config.get("quantization_config")
     if found is not None and found != {}:
@@ -64,11 +62,11 @@ def read_quantization(
 
 
 def rotation_file(config: Mapping[str, Any], folder: Path) -> str | None:
-    """The file in `folder` with the rotation of the residual stream (`checkpoint/quarot.py`), as
-    the checkpoint's description or, converted, its config.json names it; None: it is not rotated.
+    """Return the file in `folder` with the rotation of the residual stream; None: not rotated.
 
-    Errors: as `read_quantization`, and `ConfigError` for a file outside the folder, and for another
-    than one of safetensors: it is fetched by its name.
+    ModelSlim's description names it (`checkpoint/quarot.py`), or the config.json of a converted
+    checkpoint. Errors: as `read_quantization`, and `ConfigError` for a name that is not a
+    safetensors file inside the folder.
     """
     described = read_quantization(config, folder)
     found: object = described and described.fields
@@ -89,9 +87,7 @@ def rotation_file(config: Mapping[str, Any], folder: Path) -> str | None:
 
 
 def _is_neuron(folder: Path) -> bool:
-    """Whether the files hold FP8 of Trainium, of which config.json does not tell: the preprocessing
-    of neuronx-distributed-inference copies that of its source.
-    """
+    """Whether the files hold FP8 of Trainium. Their config.json is a copy of the source's."""
     try:
         return _NEURON_EXPERTS in (folder / _INDEX).read_text(errors="replace")
     except OSError:
@@ -110,8 +106,9 @@ def _neuron(spec: QuantizationSpec, folder: Path) -> QuantizationSpec:
 
 
 def _are_rows(folder: Path) -> bool:
-    """Whether Neuron's experts have a scale per output row, and not per block: in the header of a
-    file their stack has two dimensions. What is no such file is refused when it is read.
+    """Whether Neuron's experts have a scale per output row: their stack has two dimensions.
+
+    The loader refuses a malformed file.
     """
     try:
         files = json.loads((folder / _INDEX).read_text())["weight_map"]

@@ -1,4 +1,4 @@
-"""From a spec to a model on this rank."""
+"""Build the model of a spec on this rank."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def build_model(
     kernels: KernelTable,
     keep_quantized: bool = True,
 ) -> Decoder:
-    """This rank's part of the model, weights not yet written.
+    """Build this rank's part of the model, without weights.
 
-    `keep_quantized`: hold matrices as the checkpoint stores them where a kernel reads that; else
-    all are dequantised at load. Errors: `ConfigError` for an unknown architecture, or sizes that
-    cannot be split as `context.layout` says.
+    `keep_quantized`: hold matrices as stored if a kernel reads the format; else all are dequantized
+    at load. Errors: `ConfigError` for an unknown architecture, or sizes that `context.layout`
+    cannot split.
     """
     family = family_of(spec.architecture)
     weights = WeightFormat(dtype, device, detect(spec.quantization), keep_quantized)
@@ -48,8 +48,9 @@ def empty_slots(
     kernels: KernelTable,
     keep_quantized: bool = True,
 ) -> dict[str, WeightSlot]:
-    """The weight slots of the same model on the rank `layout`, whose parameters take no memory:
-    for a plan of what is to be loaded. Errors: as above.
+    """Return the weight slots of the model on rank `layout`, without memory: to plan the load.
+
+    Errors: as `build_model`.
     """
     one = SingleRank()
     context = ParallelContext(layout, attention_group=one, expert_group=one, world=one)

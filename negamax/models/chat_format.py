@@ -1,15 +1,14 @@
-"""How the served model converses, chosen once: its template, its tags, the parser of its answers
-and the grammar of its calls.
+"""Choose how the served model converses: template, tags, output parser and call grammar.
 
 The options name parsers as vLLM and SGLang do:
 
 | name | tool calls | reasoning |
 |---|---|---|
-| `minimax_m2`, `minimax-m2`, `minimax` | those of the M2 family | apart from the content |
-| `minimax_m2_append_think`, `minimax-append-think` | - | stays in the content, after `<think>` |
-| `minimax_m3`, `minimax-m3` | those of the M3 family | apart from the content |
-| `auto` | by the checkpoint | by the checkpoint, apart from the content |
-| `none` | stay text | stays in the content as generated |
+| `minimax_m2`, `minimax-m2`, `minimax` | M2 family | separate from the content |
+| `minimax_m2_append_think`, `minimax-append-think` | - | in the content, after `<think>` |
+| `minimax_m3`, `minimax-m3` | M3 family | separate from the content |
+| `auto` | by the checkpoint | by the checkpoint, separate from the content |
+| `none` | stay text | in the content as generated |
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from negamax.text.tokenizer import Tokenizer
 
 AUTO, NONE = "auto", "none"
 
-_ANY = next(iter(CHAT_FAMILIES.values()))  # where nothing is read by it
+_ANY = next(iter(CHAT_FAMILIES.values()))  # for names that need no family
 _TOOL_CALL_FAMILIES = {
     name: family for family in CHAT_FAMILIES.values() for name in family.parser_names
 }
@@ -48,21 +47,22 @@ REASONING_PARSERS = (AUTO, NONE, *_REASONING_FAMILIES)
 
 _MAX_NEWLINES = 3  # between reasoning and content
 
-# How an answer begins: within its reasoning, perhaps with one, or without.
+# How an answer begins: within reasoning, perhaps with reasoning, or without.
 ReasoningState = Literal["open", "optional", "none"]
 
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """How the served model is prompted and how its answers are read. With `reads_calls` False, what
-    looks like a call is content.
+    """How the served model is prompted and its answers are read.
+
+    Without `reads_calls`, what looks like a call is content.
     """
 
     family: ChatFamily
     thinking: Thinking
     reads_calls: bool
     template: ChatTemplate | None = None  # None: prompts are plain text
-    # token ids of the tags that are tokens; others count by their text
+    # token ids of tags; tags without one count by their text
     tag_ids: Mapping[str, int] = field(default_factory=dict)
     closing_ids: tuple[int, ...] = ()  # the tokens that close the reasoning
 
@@ -76,11 +76,11 @@ class ChatFormat:
         tool_call_parser: str | None = AUTO,
         reasoning_parser: str | None = AUTO,
     ) -> ChatFormat:
-        """The format of `model` (its architecture or model_type in config.json). A parser that is
-        None is `none`; without a `tokenizer` all tags count by their text.
+        """Choose the format of `model` (its architecture or model_type in config.json).
 
-        Errors: `ConfigError` for an unknown name, for parsers of two families, and for `auto` with
-        a model of no known family.
+        A parser None is `none`; without a `tokenizer` all tags count by their text. Errors:
+        `ConfigError` for an unknown name, for parsers of two families, and for `auto` with a model
+        of unknown family.
         """
         family, thinking = _chosen(model, tool_call_parser or NONE, reasoning_parser or NONE)
         chosen = cls(family, thinking, tool_call_parser not in (None, NONE), template)
@@ -94,7 +94,6 @@ class ChatFormat:
 
     @property
     def output(self) -> OutputFormat:
-        """The tags, and the reader of call blocks."""
         return self.family.output
 
     def new_parser(
@@ -107,8 +106,9 @@ class ChatFormat:
         stop: Sequence[str] = (),
         includes_stop: bool = False,
     ) -> OutputParser:
-        """A parser for one answer; with `may_call` False it has no calls either. The rest is as of
-        `OutputParser`."""
+        """Return a parser for one answer (see `OutputParser`); without `may_call` it finds no
+        calls.
+        """
         output = self.output if self.reads_calls and may_call else self.output.without_calls()
         return OutputParser(
             output,
@@ -122,13 +122,13 @@ class ChatFormat:
         )
 
     def call_style(self) -> CallStyle:
-        """How the model writes calls, for the grammar of one request."""
+        """Return the call style for the grammar of one request."""
         family = self.family
         ids = {tag: i for tag, i in self.tag_ids.items() if tag in family.token_tags}
         return family.call_style(ids)
 
     def reasoning(self, state: ReasoningState) -> Reasoning | None:
-        """What the engine must know of the reasoning of an answer that begins in `state`."""
+        """Describe to the engine the reasoning of an answer that begins in `state`."""
         if state == "none":
             return None
         output = self.output
@@ -146,8 +146,9 @@ class ChatFormat:
         )
 
     def begin_answer(self, prompt: str, *, may_think: bool) -> tuple[str, ReasoningState]:
-        """A rendered prompt and how the answer to it begins. An answer that may not think gets the
-        reasoning that its prompt opens closed.
+        """Return a rendered prompt and how its answer begins.
+
+        If the answer may not think, reasoning that the prompt opens is closed.
         """
         if not self.output.opens_reasoning(prompt):
             return prompt, "none" if prompt.endswith(self.output.think_close) else "optional"
@@ -156,17 +157,17 @@ class ChatFormat:
         return prompt + self.family.closing_text.lstrip("\n"), "none"
 
     def reasoning_after(self, token_ids: Sequence[int]) -> ReasoningState:
-        """How the continuation of a plain prompt begins: open where the prompt ends with the think
-        opener and at most one token (its line break) after it.
+        """Return how the continuation of a plain prompt begins.
+
+        It is open if the prompt ends with the think opener and at most one token (its line break).
         """
         opener = self.tag_ids.get(self.output.think_open)
         return "open" if opener is not None and opener in token_ids[-2:] else "none"
 
 
 def may_call(tools: Sequence[Mapping[str, Any]] | None, messages: Sequence[Any]) -> bool:
-    """Whether an answer to `messages` may have calls: of declared tools, or, where none is
-    declared, of those that the conversation has called already. Any other client would not know
-    what to do with them.
+    """Whether an answer may have calls: of declared tools, or if the conversation has calls
+    already.
     """
     return bool(tools) or any(
         isinstance(message, Mapping) and message.get("tool_calls") for message in messages
@@ -174,14 +175,14 @@ def may_call(tools: Sequence[Mapping[str, Any]] | None, messages: Sequence[Any])
 
 
 def check_parsers(*, tool_call_parser: str | None, reasoning_parser: str | None) -> None:
-    """Refuse names that fit no model, before one is loaded. Errors: `ConfigError`."""
+    """Refuse names of parsers that no model has. Errors: `ConfigError`."""
     _chosen(_ANY.output.name, tool_call_parser or NONE, reasoning_parser or NONE)
 
 
 def _chosen(
     model: str, tool_call_parser: str, reasoning_parser: str
 ) -> tuple[ChatFamily, Thinking]:
-    """The family that the names choose, and where its reasoning goes."""
+    """Return the chosen family, and where its reasoning goes."""
     _check_name("--tool-call-parser", tool_call_parser, TOOL_CALL_PARSERS)
     _check_name("--reasoning-parser", reasoning_parser, REASONING_PARSERS)
     of_calls = _TOOL_CALL_FAMILIES.get(tool_call_parser)

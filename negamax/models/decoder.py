@@ -1,4 +1,4 @@
-"""A decoder-only model on one rank: embedding, layers, norm, head. Families give it its layers.
+"""A decoder-only model on one rank: embedding, layers, norm, head. Families provide the layers.
 
 h = embed(tokens)
 per layer:  h += attention(rms(h));  h += mlp(rms(h))
@@ -38,7 +38,7 @@ class Layer(Protocol):
     input_norm: RmsNorm
 
     def finish_loading(self) -> None:
-        """Put the weights into the layout of their kernels."""
+        """Prepare the weights for their kernels."""
 
     def __call__(
         self,
@@ -103,11 +103,11 @@ class DecoderLayer:
 
 
 class Decoder:
-    """Weights are written through `weight_slots`, then `finish_loading` is called once.
+    """The loader writes weights through `weight_slots`, then calls `finish_loading` once.
 
-    Between blocks flow partial sums, which the norms complete. Of a pipeline a rank holds one
-    stage: its layers, the embedding on the first, the last norm and the head on the last. Between
-    stages flows the residual stream, complete.
+    Blocks pass partial sums, which the norms complete. With pipeline parallelism a rank holds one
+    stage: its layers, on the first stage the embedding, on the last stage the last norm and the
+    head. Stages pass the complete residual stream.
     """
 
     def __init__(
@@ -124,7 +124,8 @@ class Decoder:
         kernels: KernelTable,
     ) -> None:
         """`layers` of this stage; the `kinds` of their attention, each with one of its layers.
-        `eps`, `gemma`: of the last norm, as `RmsNorm` has them.
+
+        `eps`, `gemma`: of the last norm (see `RmsNorm`).
         """
         self.spec, self.layers, self._kinds = spec, layers, kinds
         self.dtype = weights.dtype
@@ -140,7 +141,7 @@ class Decoder:
         self.is_first_stage = context.layout.is_first_stage
         self.is_last_stage = context.layout.is_last_stage
         shared |= {"kernels": kernels, "weights": weights}
-        # (on other stages without weight: it completes the residual stream)
+        # (without weight on other stages: it completes the residual stream)
         self._norm = RmsNorm(
             names.norm,
             spec.hidden_size,
@@ -165,15 +166,17 @@ class Decoder:
         out: Sequence[Tensor] = (),
         entering: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """token_ids [T] int64, the caches of each layer (of fewer, the first layers alone run) ->
-        final hidden states [T, hidden], and for each layer of `capture` the residual stream
-        [T, hidden] that enters it, summed over the ranks, in `out` where given; the number of
-        layers names the stream that leaves the last one.
+        """Run this rank's layers on token_ids [T] int64 -> final hidden states [T, hidden], and
+        streams.
 
-        Stages but the first run on `entering` [T, hidden], this rank's part of the residual stream
-        that leaves the stage before (a sum over the ranks; its content is undefined afterwards),
-        not on the tokens. Stages but the last return the stream that leaves them. Streams of layers
-        of other stages are those in `out`, or left out.
+        `kv`: the caches of each layer; with fewer caches only the first layers run. The streams
+        are, for each layer in `capture`, the residual stream [T, hidden] that enters it, summed
+        over the ranks, in `out` if given. The number of layers names the stream that leaves the
+        last one. Layers of other stages have those of `out`, or none.
+
+        Later stages run on `entering` [T, hidden] instead of tokens: this rank's part of the
+        previous stage's residual stream (a sum over the ranks; its content is undefined
+        afterwards). All stages but the last return the stream that leaves them.
         """
         streams: dict[int, Tensor | None] = dict.fromkeys(capture)
         streams.update(zip(capture, out, strict=False))
@@ -191,9 +194,7 @@ class Decoder:
         return hidden, [stream for stream in streams.values() if stream is not None]
 
     def embed(self, token_ids: Tensor) -> tuple[Partial, Tensor]:
-        """token_ids [T] int64 -> what enters the first layer, and a residual [T, hidden] of
-        zeros.
-        """
+        """token_ids [T] int64 -> input of the first layer, and a residual [T, hidden] of zeros."""
         x, residual = self._embed(token_ids, self.embedding.table, first_id=self.vocab_range.start)
         return Partial(x, self._group), residual
 
@@ -206,9 +207,10 @@ class Decoder:
         *,
         streams: dict[int, Tensor | None] | None = None,
     ) -> tuple[Partial, Tensor]:
-        """This rank's layers, as many as `kv` has caches of: from what enters the first of them
-        and the residual [T, hidden] to what leaves the last and the residual there. What enters
-        layers that are keys of `streams` is kept there, in the tensor that stands there.
+        """Run this rank's layers, as many as `kv` has caches of.
+
+        x and residual [T, hidden] enter the first layer; those that leave the last are returned.
+        Streams that enter the layers in `streams` are stored there, in the given tensors.
         """
         metadata = prepare_attention(
             metadata, [(kind, kv[at]) for kind, at in self._kinds if at < len(kv)]
@@ -221,7 +223,7 @@ class Decoder:
         return x, residual
 
     def last_norm(self, x: Partial, residual: Tensor) -> Tensor:
-        """Final hidden states [T, hidden] from what leaves the last layer."""
+        """Return final hidden states [T, hidden]."""
         hidden = self._norm(x, residual)
         assert isinstance(hidden, Tensor)
         return hidden
@@ -231,17 +233,15 @@ class Decoder:
         return self._head(hidden)
 
     def local_logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """hidden [R, hidden] -> [R, len(vocab_range)] fp32, the logits of the ids of `vocab_range`,
-        in `out` where given.
-        """
+        """hidden [R, hidden] -> [R, len(vocab_range)] fp32, in `out` if given."""
         return self._head.local(hidden, out=out)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
-        """Where each tensor of the checkpoint goes, by its name there."""
+        """Return the slot of each checkpoint tensor, by its name."""
         return self._slots
 
     def finish_loading(self, progress: ShowProgress | None = None) -> None:
-        """Put all weights into their kernels' layout. `progress` is called after each layer."""
+        """Prepare all weights for their kernels; call `progress` after each layer."""
         for name, slot in self._slots.items():
             assert slot.written or slot.optional or not slot.needed, f"{name} was not written"
         for number, layer in enumerate(self.layers):

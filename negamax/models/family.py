@@ -1,4 +1,4 @@
-"""What a model family declares: `ModelFamily`, and the types of its modules `names` and `init`.
+"""Types that a model family consists of: `ModelFamily`, and its modules `names` and `init`.
 
 Imports no torch.
 """
@@ -31,23 +31,22 @@ class ModelFamily:
     package: str
     spec: type[ModelSpec]
     read_spec: Callable[[Mapping[str, Any]], ModelSpec]  # from a parsed config.json
-    chat: ChatFamily | None = None  # how it reads prompts and writes answers; None: not known
+    chat: ChatFamily | None = None  # None: it does not chat
     # fields of `SamplingDefaults`, for checkpoints without a generation_config.json
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    # config.json of the part of a checkpoint that is read
+    # returns the config.json of the part of a checkpoint that is read
     own_config: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
-    # specs of published models by short names, to build them without a checkpoint
+    # specs of published models by short names, for models without a checkpoint
     bundled: Mapping[str, ModelSpec] = field(default_factory=dict)
-    embedded: str = "nano"  # the embedded checkpoint whose tokenizer these borrow
+    embedded: str = "nano"  # the embedded checkpoint that lends its tokenizer
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a checkpoint tensor goes: the slots that it fills, or, with a `skip_reason` and no such
-    slot, nowhere.
+    """The slots of a checkpoint tensor; with a `skip_reason`, none if the slots do not exist.
 
-    Several `slots`: their tensors joined along the rows of their matrices, in this order. A * in
-    their names stands for the numbers of experts, which are stacked in the first dimension.
+    Several `slots` are joined along the rows of their matrices, in this order. A * in their names
+    stands for the numbers of experts, which are stacked in the first dimension.
     """
 
     slots: tuple[str, ...]
@@ -56,24 +55,24 @@ class Placement:
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """A tensor that every checkpoint of a model has; or `count` alike, one per expert, whose number
-    is * in the name.
+    """A tensor of every checkpoint; or `count` alike, one per expert, whose number is * in the
+    name.
     """
 
     name: str
     shape: tuple[int, ...]
     count: int = 1
-    used: int | None = None  # of `count`, by one token; None: all
-    joins_experts: bool = False  # where ranks hold all experts: it is split as they are
-    parts: int | None = None  # among which ranks share it at most, others hold copies; None: any
-    is_query: bool = False  # ranks that share out a KV cache have the parts of all of them
-    splits: Axis | None = None  # what ranks share of a matrix: its rows or its columns
-    dtype: str | None = None  # it is held in; None: as stored, or the compute dtype
+    used: int | None = None  # by one token, of `count`; None: all
+    joins_experts: bool = False  # split like experts where ranks hold all experts
+    parts: int | None = None  # largest number of shards, other ranks hold copies; None: any
+    is_query: bool = False  # ranks that split a KV cache have the parts of all of them
+    splits: Axis | None = None  # what is sharded of a matrix: rows or columns
+    dtype: str | None = None  # in memory; None: as stored, or the compute dtype
     is_table: bool = False  # its rows are looked up, not multiplied
-    is_head: bool = False  # it is held in the compute dtype, however it is stored
+    is_head: bool = False  # always held in the compute dtype
 
     def names(self) -> Iterator[str]:
-        """The name of each of the `count`."""
+        """Yield the name of each of the `count`."""
         return (self.name.replace("*", str(number)) for number in range(self.count))
 
     @property
@@ -84,7 +83,7 @@ class WeightSpec:
 
 @dataclass(frozen=True)
 class Initializer:
-    """How synthetic values of a tensor are drawn: normal, with `unit_rows` rows of length 1."""
+    """Distribution of synthetic values: normal; `unit_rows`: rows of length 1."""
 
     std: float
     mean: float = 0.0
@@ -95,19 +94,17 @@ class WeightNames(Protocol):
     """The module `names` of a family."""
 
     def place(self, names: Iterable[str], *, num_layers: int) -> Mapping[str, Placement]:
-        """The place of each checkpoint tensor in a model of `num_layers` layers; whether the slot
-        exists is for the caller.
-        """
+        """Place checkpoint tensors in a model of `num_layers` layers; slots need not exist."""
 
     def layer_of(self, slot: str) -> int | None:
-        """The layer number in a slot's name, or None for a tensor outside the layers."""
+        """Return the layer number in a slot's name; None outside the layers."""
 
     def weights(self, spec: ModelSpec) -> Iterable[WeightSpec]:
-        """All that a model of `spec` consists of, under the names of its slots."""
+        """List all tensors of a model, by the names of their slots."""
 
 
 class Init(Protocol):
     """The module `init` of a family."""
 
     def draw(self, name: str, spec: ModelSpec) -> Initializer:
-        """How the slot `name` is filled without a checkpoint."""
+        """Choose the distribution of slot `name`."""

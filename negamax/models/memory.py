@@ -1,4 +1,4 @@
-"""Bytes of a model's weights, from what its family says that it consists of. Imports no torch."""
+"""Count the bytes of a model's weights from the family's tensor list. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,29 +25,27 @@ Kept = Callable[[TensorFormat], bool]  # whether matrices of a format are kept a
 
 
 def as_stored(stored: TensorFormat) -> bool:
-    """All of them are."""
+    """Keep all formats."""
     return True
 
 
 def dequantized(stored: TensorFormat) -> bool:
-    """None of them is."""
+    """Keep no format."""
     return False
 
 
 @dataclass(frozen=True)
 class WeightKind:
-    """Weights of a model that differ in nothing but their layer."""
+    """Weights of a model that differ only in their layer."""
 
     weight: WeightSpec  # the first of them
-    formats: tuple[TensorFormat, ...]  # in the checkpoint, of each expert; one: of all
-    # of all matrices of each expert of the layer, which are multiplied as one; (): no experts
+    formats: tuple[TensorFormat, ...]  # stored format of each expert, or one of all
+    # formats of all matrices of each expert, which run as one; (): no experts
     joined: tuple[frozenset[TensorFormat], ...]
     layers: tuple[int | None, ...]  # of each of them; None: outside the layers
 
     def stored(self, layout: ParallelLayout) -> TensorFormat:
-        """The format of those on a rank; `PLAIN` where its experts are stored in several: all are
-        dequantised at load.
-        """
+        """Return the format on a rank; `PLAIN` if its experts have several: all are dequantized."""
         is_one = len(self.formats) == 1
         here = range(1) if is_one else layout.experts.experts(self.weight.count)
         stored = self.formats[here.start]
@@ -56,7 +54,7 @@ class WeightKind:
 
 
 class ModelWeights:
-    """All weights of a model, to be counted for many layouts."""
+    """All weights of a model, to count them for many layouts."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
@@ -87,9 +85,7 @@ class ModelWeights:
     def on_rank(
         self, *, dtype: str, kept: Kept = as_stored, layout: ParallelLayout = ONE_RANK
     ) -> Iterator[tuple[WeightKind, int, float]]:
-        """What rank `layout.rank`, which computes in `dtype`, has a part of: in how many layers,
-        and the bytes of its part in all of these.
-        """
+        """Yield the weights on rank `layout.rank`: kind, number of layers, bytes in all of them."""
         layers = layout.layers(self.spec.num_layers)
         for kind in self.kinds:
             is_table = kind.weight.is_table
@@ -110,9 +106,10 @@ def weight_bytes(
     kept: Kept = as_stored,
     layout: ParallelLayout = ONE_RANK,
 ) -> int:
-    """Bytes of the weights on rank `layout.rank`, which computes in `dtype`. Matrices of the
-    formats that are `kept` stay as the checkpoint stores them, padded to whole units where ranks
-    cut the width of experts.
+    """Return the bytes of the weights on rank `layout.rank`, which computes in `dtype`.
+
+    Matrices in `kept` formats stay as stored, padded to whole units where ranks split the width of
+    experts.
     """
     held = ModelWeights(spec).on_rank(dtype=dtype, kept=kept, layout=layout)
     return round(sum(num_bytes for _, _, num_bytes in held))
@@ -126,9 +123,9 @@ def draft_bytes(
     ranks: int = 1,
     embeds: bool = True,
 ) -> int:
-    """Bytes of a draft's weights on each of `ranks`: all of its embedding, or of a copy of the
-    model's where that is rotated, ranks split it, or are of a pipeline stage that does not embed
-    tokens; and the rotation.
+    """Return the bytes of a draft on each of `ranks`, with the rotation and the whole embedding.
+
+    The model's embedding is copied if it is rotated, split, or on another pipeline stage.
     """
     copied = (ranks > 1 or not embeds or spec.is_rotated_back) and not spec.own_embedding
     table = spec.vocab_size * spec.hidden_size * ELEMENT_BYTES[dtype] if copied else 0
@@ -140,9 +137,7 @@ def draft_bytes(
 def expert_padding(
     spec: ModelSpec, *, kept: Kept = as_stored, layout: ParallelLayout = ONE_RANK
 ) -> str | None:
-    """What each rank computes and holds for nothing where `layout` cuts the width of experts, in
-    words; None: nothing.
-    """
+    """Describe what ranks compute and hold as padding of split experts; None: nothing."""
     kinds = (kind for kind in ModelWeights(spec).kinds if kind.weight.used is not None)
     kind = next((each for each in kinds if each.weight.splits), None)
     if kind is None or kind.weight.splits is None:
@@ -151,7 +146,7 @@ def expert_padding(
     width = experts.shape[kind.weight.splits.value]
 
     def room(ep: int) -> tuple[int, int]:
-        """Columns of an expert that a rank has room for, and their unit."""
+        """Return the columns of an expert on a rank, with padding, and their unit."""
         size = ranks // ep
         unit = stored.split_width(width // size, kept)[1] if kept(stored) else 1
         return share(width, rank=0, size=size, unit=unit).size, unit
@@ -169,8 +164,9 @@ def expert_padding(
 
 
 def read_bytes(spec: ModelSpec, num_tokens: int, *, dtype: str, ranks: int) -> float:
-    """Bytes of weights that each of `ranks` must read to run `num_tokens` tokens, experts chosen
-    uniformly. Padding is not counted: nothing asks for it.
+    """Return the weight bytes that each of `ranks` reads for `num_tokens` tokens, without padding.
+
+    Experts are chosen uniformly.
     """
     return sum(
         whole * hit_share(kind.weight, num_tokens) / min(ranks, kind.weight.parts or ranks)
@@ -180,8 +176,9 @@ def read_bytes(spec: ModelSpec, num_tokens: int, *, dtype: str, ranks: int) -> f
 
 
 def expected_distinct_experts(spec: ModelSpec, num_tokens: int) -> float | None:
-    """Experts of a layer that `num_tokens` tokens hit when every choice is uniform and independent
-    of the other tokens'; None in a model without experts.
+    """Return how many experts of a layer `num_tokens` tokens hit; None without experts.
+
+    Choices are uniform and independent.
     """
     for weight in names_of(spec).weights(spec):
         if weight.used is not None:
@@ -190,9 +187,7 @@ def expected_distinct_experts(spec: ModelSpec, num_tokens: int) -> float | None:
 
 
 def hit_share(weight: WeightSpec, num_tokens: float) -> float:
-    """Which part of all `count` tensors `num_tokens` tokens need, each choosing uniformly and
-    independently of the others.
-    """
+    """Return the part of all `count` tensors that `num_tokens` tokens use, by uniform choice."""
     used = weight.count if weight.used is None else weight.used
     return float(1 - (1 - used / weight.count) ** num_tokens)
 
@@ -205,7 +200,7 @@ def _bytes_on_rank(
     kept: Kept,
     layout: ParallelLayout,
 ) -> float:
-    """Bytes of all `count` on one rank."""
+    """Return the bytes of all `count` on one rank."""
     plain, ep = ELEMENT_BYTES[weight.dtype or dtype], layout.ep
     is_routed = weight.used is not None
     copies = (weight.count + layout.redundant_experts) / weight.count if is_routed else 1
@@ -221,7 +216,7 @@ def _bytes_on_rank(
     held, axis = [rows, columns], weight.splits.value
     if not is_expert:
         held[axis] //= ranks
-        if ranks > 1 and held[axis] % stored.unit(weight.splits):  # dequantised at load
+        if ranks > 1 and held[axis] % stored.unit(weight.splits):  # dequantized at load
             return weight.num_elements * plain / ranks
     else:
         size = layout.experts.tp
@@ -233,7 +228,7 @@ def _bytes_on_rank(
 
 
 def _stored(weight: WeightSpec, scheme: Scheme | None, expert: int = 0) -> TensorFormat:
-    """The format of a matrix of `weight` in the checkpoint; the head is never held in one."""
+    """Return the stored format of a matrix; the head is always plain."""
     in_full = weight.dtype or weight.is_table or weight.is_head
     if scheme is None or in_full or len(weight.shape) != 2:
         return PLAIN

@@ -56,7 +56,7 @@ def norms(layer: int) -> tuple[str, str]:
 
 
 def attention_weights(spec: ModelSpec, layer: int, *, norms_heads: bool) -> Iterator[WeightSpec]:
-    """List the tensors of `attention`; `norms_heads`: each head is normed by itself."""
+    """List the tensors of `attention`; `norms_heads`: queries and keys are normed per head."""
     hidden, heads, kv_heads = spec.hidden_size, spec.num_heads, spec.num_kv_heads
     q_rows, kv_rows = heads * spec.head_dim, kv_heads * spec.head_dim
     own = attention(layer)

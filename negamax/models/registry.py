@@ -40,7 +40,7 @@ TOKEN_TAGS = frozenset[str]().union(*(family.token_tags for family in CHAT_FAMIL
 
 
 def family_of(architecture: str) -> ModelFamily:
-    """The family of `architecture`. Errors: `ConfigError` listing those there are."""
+    """Return the family of `architecture`. Errors: `ConfigError` listing the supported ones."""
     if architecture in DRAFTS:
         return DRAFTS[architecture]
     if architecture not in FAMILIES:
@@ -52,18 +52,17 @@ def family_of(architecture: str) -> ModelFamily:
 
 
 def model_types_like(architecture: str) -> list[str]:
-    """What files name as model_type of models that are built like those of `architecture`."""
+    """List every model_type of models built like those of `architecture`."""
     package = family_of(architecture).package
     families = (family for family in FAMILIES.values() if family.package == package)
     return list(dict.fromkeys(name for family in families for name in family.model_types))
 
 
 def read_spec(config: Mapping[str, Any], folder: Path | None = None) -> ModelSpec:
-    """The spec of a parsed config.json, whose `architectures` or `model_type` name the family;
-    `folder` may hold other files that say how weights are quantised.
+    """Read the spec from config.json; its `architectures` or `model_type` name the family.
 
-    Errors: `IsDraft` for that of a draft; `ConfigError` with the field, the value found and the
-    values allowed.
+    `folder` may hold other files that describe the quantization. Errors: `IsDraft` for a draft;
+    `ConfigError` with the field, the value found and the values allowed.
     """
     eagle3.check_no_draft(config)
     architectures, model_type = config.get("architectures"), config.get("model_type")
@@ -85,7 +84,7 @@ def read_spec(config: Mapping[str, Any], folder: Path | None = None) -> ModelSpe
         types = dict.fromkeys(name for family in found for name in family.model_types)
         refuse("model_type", model_type, " or ".join(map(repr, types)))
     spec = of_type[0].read_spec(config)
-    # config.json, also where it says so of its text model, goes before the files beside it
+    # config.json, also that of its text model, takes precedence over the files beside it
     described = read_quantization(config, folder)
     is_beside = described is None or described.source in SIDE_FILES
     quantization = (spec.quantization or described) if is_beside else described
@@ -93,7 +92,7 @@ def read_spec(config: Mapping[str, Any], folder: Path | None = None) -> ModelSpe
 
 
 def bundled_spec(name: str) -> ModelSpec:
-    """The spec of a published model by its short `name`, to build it without a checkpoint.
+    """Return the spec of a published model by its short `name`, to build it without a checkpoint.
 
     Errors: `ConfigError` listing the known names.
     """
@@ -106,12 +105,12 @@ def bundled_spec(name: str) -> ModelSpec:
 
 
 def published_name(name: str) -> str:
-    """The hub id of the bundled model `name`."""
+    """Return the hub id of the bundled model `name`."""
     return f"MiniMaxAI/MiniMax-{name.lower().removeprefix('minimax-').upper()}"
 
 
 def bundled_names() -> tuple[str, ...]:
-    """What `bundled_spec` knows."""
+    """List the names that `bundled_spec` knows."""
     return tuple(name for family in FAMILIES.values() for name in family.bundled)
 
 

@@ -1,3 +1,1 @@
-"""Text in, text out: tokenizer, chat template, detokenizer and the parser of model output. No
-torch, no engine code.
-"""
+"""Tokenizer, chat template, detokenizer, output parser and grammars, without model families."""

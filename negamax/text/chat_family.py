@@ -1,4 +1,4 @@
-"""What sets one model family apart from the others in text."""
+"""The chat format of a model family."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from negamax.text.parser.output_format import OutputFormat
 class ChatFamily:
     """How the models of a family read prompts and write answers."""
 
-    title: str  # as people know it
+    title: str  # for people
     output: OutputFormat  # tags, and the reader of call blocks
     call_style: type[CallStyle]  # how grammars write calls
-    closing_text: str  # what ends its reasoning, as the models write it
-    token_tags: frozenset[str] = frozenset()  # that count in grammars as their own token only
+    closing_text: str  # ends its reasoning, as the models write it
+    token_tags: frozenset[str] = frozenset()  # tags that count in grammars only as tokens
     always_thinks: bool = False  # every prompt ends within the reasoning
     parser_names: tuple[str, ...]  # its names in vLLM and SGLang
-    sees: tuple[str, ...] = ()  # beside text: "image", "video"; not shown to it yet
-    append_names: tuple[str, ...] = ()  # of reasoning parsers that leave it in the content
+    # input apart from text ("image", "video"), which is not supported yet
+    sees: tuple[str, ...] = ()
+    append_names: tuple[str, ...] = ()  # names of reasoning parsers that leave it in the content

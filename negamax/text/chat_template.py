@@ -1,4 +1,4 @@
-"""Conversations to prompt text: the checkpoint's own Jinja template in a sandbox."""
+"""Render conversations to prompt text by the checkpoint's Jinja template, in a sandbox."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class ChatTemplate:
-    """A chat template, compiled once. Rendering changes nothing, so threads may share it."""
+    """A compiled chat template. Threads may share it."""
 
     def __init__(
         self,
@@ -37,8 +37,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         origin: str = "chat template",
     ) -> None:
-        """`source` is the Jinja text, `variables` are always defined in it, `origin` names it in
-        errors.
+        """`source` is the Jinja text; `variables` are always defined; `origin` names it in errors.
 
         Errors: `CheckpointError` for a syntax error.
         """
@@ -65,12 +64,11 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, path: Path, override: Path | None = None) -> ChatTemplate | None:
-        """The template in the file `override`, else `chat_template.jinja` of the checkpoint folder
-        `path`, else the `chat_template` entry of its tokenizer_config.json (of several, the one
-        named "default"); None if there is none.
+        """Read the template of the checkpoint folder `path`; None without one.
 
-        Errors: `ConfigError` for an override that cannot be read, `CheckpointError` for a broken
-        file of the checkpoint.
+        It is the file `override`, else `chat_template.jinja`, else `chat_template` of
+        tokenizer_config.json (of several, "default"). Errors: `ConfigError` for an unreadable
+        override, `CheckpointError` for a broken file of the checkpoint.
         """
         config_file = path / "tokenizer_config.json"
         # the tokenizer refuses a folder without it
@@ -108,12 +106,12 @@ class ChatTemplate:
         return cls(entry, variables=variables, origin=origin)
 
     def reads(self, variable: str) -> bool:
-        """Whether the template asks for `variable`, which a request may set."""
+        """Whether the template uses `variable`, which a request may set."""
         return variable in self._reads
 
     @functools.cached_property
     def has_root_role(self) -> bool:
-        """Whether it shows messages of the role root, which M3 ranks above system."""
+        """Whether it shows messages with the role root, which M3 ranks above system."""
         mark = "text-of-the-root"
         try:
             return mark in self.render(
@@ -124,7 +122,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def shows_earlier_thinking(self) -> bool:
-        """Whether it shows what was thought before the last user message; M2 does not."""
+        """Whether it shows the thinking before the last user message; M2 does not."""
         mark, user = "what-was-thought", {"role": "user", "content": "text"}
         answer = {"role": "assistant", "content": "text", "reasoning_content": mark}
         try:
@@ -142,11 +140,11 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
-        """Prompt text of a conversation (pass it through `normalize_messages` first), in valid
-        Unicode; with `escaper` it has escapes (`text.escaping`) in what the conversation has of
-        control tokens. `kwargs` are template variables.
+        """Render a conversation, which `normalize_messages` has prepared, to valid Unicode.
 
-        Errors: `InvalidRequestError` when the template refuses the conversation or fails on it.
+        With `escaper`, control tokens in the conversation are escaped (`text.escaping`). `kwargs`
+        are template variables. Errors: `InvalidRequestError` if the template refuses the
+        conversation or fails.
         """
         check_template_kwargs(kwargs)
         if escaper is not None:
@@ -161,7 +159,7 @@ class ChatTemplate:
             )
         except InvalidRequestError:
             raise
-        # the checkpoint's code on the client's values: any failure is an answer to this request
+        # the checkpoint's code on the client's values: any failure answers this request
         except Exception as error:
             raise InvalidRequestError(
                 f"the chat template cannot render these messages: {unescaped(str(error))}",
@@ -172,7 +170,7 @@ class ChatTemplate:
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Refuse client-given template variables that would replace the conversation itself."""
+    """Refuse template variables of a client that would replace the conversation."""
     taken = sorted(RESERVED_KWARGS & kwargs.keys())
     if taken:
         raise InvalidRequestError(

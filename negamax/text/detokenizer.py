@@ -1,6 +1,4 @@
-"""Token ids to text while they arrive: whole UTF-8 characters only, stop strings, each token looked
-at once.
-"""
+"""Convert token ids to text while they arrive: whole UTF-8 characters, up to a stop string."""
 
 from __future__ import annotations
 
@@ -16,27 +14,24 @@ from negamax.text.tokenizer import Tokenizer
 
 
 class TextPiece(msgspec.Struct, frozen=True, gc=False):
-    """A stretch of generated text. `token_id` is set when the piece is the whole text of exactly
-    that one token.
-    """
+    """A stretch of generated text. `token_id`: the piece is the whole text of that one token."""
 
     text: str
     token_id: int | None
 
 
-# The pieces of tokens that are whole characters wherever they stand, by token id: most tokens are,
-# and need decoding once.
+# The pieces of tokens that are whole characters in any place, by token id: decoded once.
 _whole_pieces: WeakKeyDictionary[Tokenizer, dict[int, TextPiece]] = WeakKeyDictionary()
 
 
 class Detokenizer:
-    """Turns the token ids of one answer into text, incrementally and in linear time.
+    """Convert the token ids of one answer to text, incrementally and in linear time.
 
-    The concatenated pieces equal `tokenizer.decode` of all ids, cut at the first stop string. The
+    The pieces joined are `tokenizer.decode` of all ids, truncated at the first stop string. The
     stop string that is complete first ends the text (of two that end together, the longer one),
-    wherever token borders lie; text is held back only while it may still become a stop string. A
-    stop string that ends before token number `min_tokens` does not count. Single writer: the owner
-    of the answer. After `matched_stop` is set, nothing more comes out.
+    wherever token borders are. Text is held back only while it may become a stop string. A stop
+    string that ends before token `min_tokens` does not count. No piece follows once `matched_stop`
+    is set.
     """
 
     __slots__ = (
@@ -79,7 +74,7 @@ class Detokenizer:
         self.matched_stop: str | None = None  # the stop string that ended the text
 
     def push(self, token_ids: Sequence[int]) -> list[TextPiece]:
-        """Take the next tokens; return the text that is certain now."""
+        """Take the next tokens; return the text that is certain."""
         ready: list[TextPiece] = []
         for token_id in token_ids:
             if self.matched_stop is not None:
@@ -94,7 +89,7 @@ class Detokenizer:
         return ready
 
     def finish(self) -> list[TextPiece]:
-        """The answer is over: return what was held back. An unfinished character becomes U+FFFD."""
+        """End the answer; return what was held back. An incomplete character becomes U+FFFD."""
         ready: list[TextPiece] = []
         if self._mid_character:
             self._advance(self._unfinished_character(), ready)
@@ -106,7 +101,7 @@ class Detokenizer:
         if not raw:
             return []
         pieces: list[TextPiece] = []
-        # the open character ends here, so this token stands alone
+        # the incomplete character ends here, so this token is separate
         if self._mid_character and not 0x80 <= raw[0] < 0xC0:
             pieces.append(self._unfinished_character())
         is_whole = not self._mid_character
@@ -125,7 +120,7 @@ class Detokenizer:
         return TextPiece(text, None)
 
     def _advance(self, piece: TextPiece, ready: list[TextPiece]) -> None:
-        """Append `piece`, look for a stop string in it, and move what is certain to `ready`."""
+        """Append `piece`, search it for a stop string, and move what is certain to `ready`."""
         if self._stops is None:
             ready.append(piece)
             return
@@ -148,8 +143,8 @@ class Detokenizer:
     def _release(
         self, num_chars: int, ready: list[TextPiece], *, may_split_tags: bool = False
     ) -> None:
-        """Move the first `num_chars` held characters to `ready`. A tag token stays whole: the
-        parser knows it by its id.
+        """Move the first `num_chars` held characters to `ready`. A tag token stays whole for the
+        parser.
         """
         while num_chars > 0:
             piece = self._held[0]

@@ -1,7 +1,7 @@
-"""A text that begins as earlier ones did is tokenised only where it is new.
+"""Cache token ids, so that only the new part of a conversation is tokenized.
 
-A turn of a conversation repeats all turns before it. Rendered, these are parts between control
-tokens, which no other token crosses, so the tokens of each part can be kept by themselves.
+A turn repeats all turns before it. No token crosses a control token, so the token ids of the parts
+between control tokens can be cached separately.
 """
 
 from __future__ import annotations
@@ -16,34 +16,35 @@ from negamax.base.pieces import find_all
 from negamax.base.unicode import valid_unicode
 from negamax.text.tokenizer import Tokenizer, TooManyTokensError
 
-KEPT_CHARS = 256  # parts of more characters than this are kept
+KEPT_CHARS = 256  # longer parts are cached
 CACHE_BYTES = 64 << 20
 
-_RUN_CHARS = 1024  # short stretches share a part until it has this many characters
+_RUN_CHARS = 1024  # short stretches share a part up to this many characters
 _DIGEST_BYTES = 32
-_ENTRY_BYTES = 512  # what an entry takes beside its token ids, rounded up
+_ENTRY_BYTES = 512  # of an entry apart from its token ids, rounded up
 
 
 class EncodingCache:
-    """Encodes as `tokenizer` does, and keeps the tokens of the latest used long parts by the digest
-    of their text, not by the text. Threads may share it."""
+    """Encode by `tokenizer`, and cache long parts by the digest of their text.
+
+    The least recently used entries are evicted. Threads may share it.
+    """
 
     def __init__(self, tokenizer: Tokenizer, *, max_bytes: int = CACHE_BYTES) -> None:
-        """`max_bytes` bounds what is kept: digests, token ids, and Python's objects around them."""
+        """`max_bytes` bounds digests, token ids and Python's objects around them."""
         self._tokenizer = tokenizer
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[bytes, array[int]] = OrderedDict()  # the latest use last
+        self._entries: OrderedDict[bytes, array[int]] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()
         self.num_bytes = 0
 
     def encode(
         self, text: str, *, salt: str = "", max_tokens: int | None = None, is_escaped: bool = False
     ) -> list[int]:
-        """The same as `tokenizer.encode(text)`; with `is_escaped`, for a prompt that is escaped
-        (`text.escaping`), as `tokenizer.encode_escaped(text)`.
+        """Return `tokenizer.encode(text)`, or `tokenizer.encode_escaped(text)` with `is_escaped`.
 
-        Only texts with the same `salt` share what is kept, so that the time that this takes says
-        nothing about the texts of others.
+        Only texts with the same `salt` share entries, so that timing reveals nothing about others'
+        texts.
         """
         if not is_escaped:
             text = valid_unicode(text)
@@ -65,11 +66,10 @@ class EncodingCache:
         return ids
 
     def _parts(self, text: str) -> Iterator[str]:
-        """`text` in parts: long stretches without control tokens, and between them control tokens
-        with short stretches.
+        """Yield long stretches without control tokens, and groups of short ones with control
+        tokens.
 
-        What follows has no influence on where a part ends, so a longer text begins with the same
-        parts.
+        Later text does not move the end of a part, so a longer text begins with the same parts.
         """
         assert self._tokenizer.cuts is not None
         start = stretch = 0  # of the part, and of the stretch since the last control token
@@ -89,7 +89,7 @@ class EncodingCache:
             yield text[stretch:]
 
     def _kept(self, part: str, key: bytes, max_tokens: int | None) -> list[int]:
-        """The tokens of a part, kept from now on."""
+        """Return the token ids of a part, cached."""
         digest = hashlib.blake2b(
             part.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES, key=key
         ).digest()
@@ -99,15 +99,13 @@ class EncodingCache:
                 self._entries.move_to_end(digest)
         if known is not None:
             return known.tolist()
-        # without the lock: at worst two threads do the same
+        # without the lock: at worst two threads encode the same part
         ids = self._tokenizer.encode_escaped(part, max_tokens=max_tokens)
         self._keep(digest, array("I", ids))
         return ids
 
     def _keep(self, digest: bytes, ids: array[int]) -> None:
-        """Add an entry and drop the oldest ones that no longer fit; what would take more than half
-        of the room is not kept.
-        """
+        """Add an entry and evict the oldest. Entries above half of the limit are not cached."""
         if _num_bytes(ids) > self._max_bytes // 2:
             return
         with self._lock:

@@ -1,10 +1,10 @@
-"""Text that looks like a control token stays text.
+"""Keep text that spells a control token as text.
 
 A chat template puts the strings of a conversation between control tokens (`]~b]`, `[e~[`, ...). A
-string that spells such a token would end its turn and begin another one. So spellings in the
-conversation's strings are broken by an escape character before the template sees them; what is
-whole in the rendered prompt is the template's own. `Tokenizer.encode_escaped` turns that into
-control tokens and all else into plain text, without the escapes.
+string that spells such a token would end its turn and begin another. So an escape character breaks
+such spellings before rendering; whole spellings in the prompt are the template's own.
+`Tokenizer.encode_escaped` makes control tokens of those, and plain text without escapes of all
+else.
 """
 
 from __future__ import annotations
@@ -16,38 +16,35 @@ from typing import Any
 from negamax.base.pieces import replace_all
 from negamax.base.unicode import valid_unicode
 
-ESCAPE = "\udfff"  # a lone surrogate: valid text has none, so no client can write it
-# of calls: templates of M3 write names of parameters between < and >
+ESCAPE = "\udfff"  # a lone surrogate: no client can send it, since valid text has none
+# in calls: M3's templates write names of parameters between < and >
 _INSERTED = frozenset({"name", "arguments"})
 
 
 def unescaped(text: str) -> str:
-    """`text` without escapes."""
+    """Remove the escapes from `text`."""
     return text.replace(ESCAPE, "")
 
 
 class TokenEscaper:
-    """Escapes the spellings of added tokens in a conversation. It changes nothing, so threads may
-    share it.
+    """Escape the spellings of added tokens in a conversation. Threads may share it.
 
-    An assistant's message is what the model itself has written: its tags of thinking and calls stay
-    tokens there.
+    The model wrote the assistant's messages itself: its tags of thinking and calls stay tokens
+    there.
     """
 
     def __init__(self, added: Iterable[str], *, structure: Iterable[str]) -> None:
-        """`added`: the texts of all added tokens; `structure`: those that a model writes as a part
-        of its answer.
-        """
+        """`added`: texts of all added tokens; `structure`: those that models write in answers."""
         texts = frozenset(added) - {""}
         self._all = _Spellings(texts)
         self._control = _Spellings(texts - frozenset(structure))
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Messages in normal form, escaped; their roles stay as they are."""
+        """Escape messages in normal form; roles stay as they are."""
         return [self._message(message) for message in messages]
 
     def value(self, value: Any) -> Any:
-        """Tools or template variables, escaped."""
+        """Escape tools or template variables."""
         return _escaped(value, self._all)
 
     def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,8 +60,8 @@ class TokenEscaper:
 
 
 class _Spellings:
-    """The texts of some tokens, found whole in a string, and in parts at its ends: the template may
-    write the rest.
+    """Texts of tokens, found whole in a string and in part at its ends: the template may add the
+    rest.
     """
 
     def __init__(self, texts: frozenset[str]) -> None:
@@ -76,9 +73,7 @@ class _Spellings:
         self._longest = max(map(len, texts), default=0)
 
     def escaped(self, text: str, *, is_inserted: bool = False) -> str:
-        """`text` with an escape in every spelling. `is_inserted`: it may be the middle of one,
-        too.
-        """
+        """Escape every spelling in `text`. `is_inserted`: it may be the middle of one."""
         text = valid_unicode(text)
         if self._whole is None or not text:
             return text
@@ -89,9 +84,7 @@ class _Spellings:
 
 
 def _broken(match: re.Match[str]) -> str:
-    """A spelling with an escape after each of its characters: whatever overlaps with it is broken,
-    too.
-    """
+    """Add an escape after each character: overlapping spellings are broken, too."""
     return "".join(character + ESCAPE for character in match[0])
 
 
@@ -102,9 +95,7 @@ def _escaped(
     is_inserted: bool = False,
     inserted: frozenset[str] = frozenset(),
 ) -> Any:
-    """A JSON value with all its strings escaped; `inserted` are the keys whose values the template
-    puts within a tag.
-    """
+    """Escape all strings of a JSON value; templates put values of keys `inserted` into tags."""
     if isinstance(value, str):
         return spellings.escaped(value, is_inserted=is_inserted)
     if isinstance(value, Mapping):

@@ -1,6 +1,4 @@
-"""Conversations as clients send them, brought into the one form that MiniMax templates render
-without losing anything.
-"""
+"""Normalize the conversations of clients for MiniMax's templates, without losing anything."""
 
 from __future__ import annotations
 
@@ -14,14 +12,14 @@ from negamax.text.parser.schema_values import parse_json
 
 INSTRUCTION_ROLES = ("root", "system", "developer")
 ROLES = (*INSTRUCTION_ROLES, "user", "assistant", "tool")
-# The tags of reasoning that clients leave in the content: those of all families in the registry.
+# Tags of reasoning in the content, of all families in the registry.
 THINK_TAGS = (("<think>", "</think>"), ("<mm:think>", "</mm:think>"))
 
 _QUOTES = tuple("`'\"“‘«")
 
 # by type of the part
 _TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-RAW_ARGUMENTS = "arguments"  # the one parameter of a call whose arguments are no JSON object
+RAW_ARGUMENTS = "arguments"  # the parameter of a call whose arguments are not a JSON object
 
 _NOTES = {
     "image": "[an image, which this model cannot see]",
@@ -43,28 +41,27 @@ def normalize_messages(
     has_root: bool = False,
     family: ChatFamily | None = None,
 ) -> list[dict[str, Any]]:
-    """Messages in the one form that MiniMax templates render without losing anything; the input
-    stays as it is.
+    """Return messages in the form that MiniMax's templates render without loss.
 
     - Root, system and developer messages at the start become one system message, root texts first,
-      joined by empty lines. With `has_root`, for templates that know this role, root texts become a
-      root message of their own before it.
-    - A later one stays in its place as a note (`system_note`): at the end of the tool result before
-      it, else as a user message. The templates would drop it silently; moving it to the start would
-      change the whole prompt and lose its cached prefix; and a user message within a tool loop
-      would hide the thinking of that loop. One without text, as of settings alone, is left out.
-    - Content null or missing is "". Text parts of every known type become parts of type text, and
-      so do images, documents, recordings and videos: each becomes a note (`unseen_note`), but for
-      what models of `family` could see.
-    - Reasoning is read from `reasoning_content`, `reasoning`, `reasoning_details`, thinking parts,
-      or a think block that begins the content, and becomes `reasoning_content`.
-    - Arguments of tool calls become mappings. An empty text and null are no arguments; what else is
-      no JSON object, such as the arguments of a call that the limit of tokens cut, becomes one
-      parameter with its text (`RAW_ARGUMENTS`).
-    - Tool results directly follow their calls and are put in the order of the calls, instructions
-      between them after them.
-    Errors: `InvalidRequestError` naming the message, for everything a template would drop, misplace
-    or print as something else.
+      joined by empty lines. With `has_root` (the template has that role), root texts become a root
+      message before it.
+    - A later instruction becomes a note (`system_note`): at the end of the tool result before it,
+      else a user message. Templates would drop it silently. At the start it would change the cached
+      prefix, and a user message within a tool loop would hide the thinking of that loop. One
+      without text is left out.
+    - Content null or missing is "". Text parts of every known type become type text. Images,
+      documents, recordings and videos become notes (`unseen_note`), unless models of `family` could
+      see them.
+    - Reasoning in `reasoning_content`, `reasoning`, `reasoning_details`, thinking parts, or a think
+      block that begins the content becomes `reasoning_content`.
+    - Arguments of tool calls become mappings. Empty text and null are no arguments. Anything else
+      that is not a JSON object, such as truncated arguments, becomes one parameter with its text
+      (`RAW_ARGUMENTS`).
+    - Tool results follow their calls in the order of the calls; instructions between them come
+      after them.
+    Errors: `InvalidRequestError` naming the message, for everything that a template would drop,
+    misplace or change.
     """
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
         raise InvalidRequestError(
@@ -79,16 +76,15 @@ def normalize_messages(
 
 
 def system_note(text: str) -> str:
-    """How an instruction from the middle of a conversation reads as user text."""
+    """Write an instruction in the middle of a conversation as user text."""
     return f"<system-reminder>\n{text}\n</system-reminder>"
 
 
 def unseen_note(kind: object, family: ChatFamily | None = None, *, place: str = "") -> str | None:
-    """What a part of this type reads as, which has something else than text. A refusal would end
-    the session that has it. None for other types.
+    """Return the note that replaces a part of this type, which is not text; None for other types.
 
-    Errors: `InvalidRequestError` with the `place` of what models of `family` could see, had it been
-    shown to them: a note would make their answers wrong.
+    A refusal would end the session. Errors: `InvalidRequestError` with the `place` of what models
+    of `family` could see: a note would make their answers wrong.
     """
     media = _UNSEEN.get(kind) if isinstance(kind, str) else None
     if media is not None and family is not None and media in family.sees:
@@ -103,16 +99,16 @@ def unseen_note(kind: object, family: ChatFamily | None = None, *, place: str = 
 
 
 def is_unseen(value: Mapping[str, Any]) -> bool:
-    """Whether `value` is a part that the model cannot read."""
+    """Whether the model cannot read the part `value`."""
     return unseen_note(value.get("type")) is not None
 
 
 def split_inline_reasoning(content: str) -> tuple[str | None, str]:
-    """Reasoning and content of an answer that carries its thinking in the content.
+    """Split an answer with thinking in its content into reasoning and content.
 
-    A think block that begins the content is its reasoning. A block further on is quoted, and so is
-    a closer without an opener behind a quotation mark: reasoning is "" then, which keeps templates
-    from cutting the content there. None: nothing is known of the reasoning, the template decides.
+    A think block at the beginning is the reasoning. A later block is quoted, and so is a closer
+    without an opener after a quotation mark: the reasoning is "" then, which keeps templates from
+    cutting the content there. None: the template decides.
     """
     is_quoted = False
     for opener, closer in THINK_TAGS:
@@ -130,7 +126,7 @@ def split_inline_reasoning(content: str) -> tuple[str | None, str]:
 
 
 def _checked(message: Any, i: int, family: ChatFamily | None) -> dict[str, Any]:
-    """One message with its own fields in normal form."""
+    """Normalize the fields of one message."""
     if not isinstance(message, Mapping):
         _refuse(i, f"is a {type(message).__name__}; send an object with role and content")
     role = message.get("role")
@@ -142,7 +138,7 @@ def _checked(message: Any, i: int, family: ChatFamily | None) -> dict[str, Any]:
         if key not in ("reasoning", "reasoning_details")
     }
     if role != "assistant":
-        # Templates show each part of a result by itself.
+        # Templates show each part of a result separately.
         checked["content"] = _content(message.get("content"), i, family, joins_notes=role != "tool")
         if checked.pop("tool_calls", None) not in (None, []):
             _refuse(
@@ -178,8 +174,10 @@ def _content(
     thoughts: list[str] | None = None,
     joins_notes: bool = True,
 ) -> str | list[Any]:
-    """Content as text or as text parts; thinking parts go to `thoughts`, where a message may have
-    them. `joins_notes`: notes of what cannot be seen begin and end a line."""
+    """Return content as text or text parts; thinking parts go to `thoughts`, where allowed.
+
+    `joins_notes`: notes begin and end a line.
+    """
     if content is None or content == []:
         return ""
     if isinstance(content, str):
@@ -229,7 +227,7 @@ def _part_text(part: Mapping[str, Any], field: str, i: int, j: int) -> str:
 
 
 def _reasoning(message: Mapping[str, Any], i: int, *, thoughts: str) -> str | None:
-    """The first name of reasoning that has text; "" if one is there but empty, None without any."""
+    """Return the first reasoning with text; "" for an empty one, None without any."""
     named: list[str] = []
     for field in ("reasoning_content", "reasoning"):
         value = message.get(field)
@@ -284,9 +282,10 @@ def _arguments(arguments: Any) -> dict[str, Any]:
 
 
 def _order_tool_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Check that calls are answered exactly once, before the conversation goes on, and put the
-    answers in call order. A call that was cut is left out where it has no result: it could not be
-    run."""
+    """Check that each call is answered once, in time, and order the results as the calls.
+
+    A truncated call without a result is left out: it could not be run.
+    """
     ordered: list[dict[str, Any]] = []
     i = 0
     while i < len(messages):
@@ -318,7 +317,7 @@ def _order_tool_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _is_cut(call: Mapping[str, Any]) -> bool:
-    """Whether a call's arguments were no JSON object."""
+    """Whether a call's arguments were not a JSON object."""
     return set(call["function"]["arguments"]) == {RAW_ARGUMENTS}
 
 
@@ -351,7 +350,7 @@ def _results_in_call_order(
 
 
 def _place_instructions(messages: list[dict[str, Any]], *, has_root: bool) -> list[dict[str, Any]]:
-    """Join the instructions at the start; turn later ones into notes."""
+    """Join the instructions at the start; make notes of later ones."""
     num_leading = next(
         (i for i, m in enumerate(messages) if m["role"] not in INSTRUCTION_ROLES), len(messages)
     )
@@ -359,7 +358,7 @@ def _place_instructions(messages: list[dict[str, Any]], *, has_root: bool) -> li
     others = [message for message in messages[:num_leading] if message["role"] != "root"]
     groups = [("root", roots), ("system", others)] if has_root else [("system", roots + others)]
     placed = [_joined(group, role=role) for role, group in groups if group]
-    notes: list[str] = []  # that follow the tool result placed last
+    notes: list[str] = []  # for the tool result placed last
     for message in messages[num_leading:]:
         if message["role"] not in INSTRUCTION_ROLES:
             _attach(notes, placed)
@@ -390,7 +389,7 @@ def _attach(notes: list[str], placed: list[dict[str, Any]]) -> None:
 
 
 def _joined(messages: list[dict[str, Any]], *, role: str) -> dict[str, Any]:
-    """One message with the texts and the other fields of all."""
+    """Merge messages: the texts joined, of other fields the last."""
     joined: dict[str, Any] = {}
     for message in messages:
         joined |= message
@@ -399,7 +398,7 @@ def _joined(messages: list[dict[str, Any]], *, role: str) -> dict[str, Any]:
 
 
 def plain_text(content: str | list[Any]) -> str:
-    """The text of a message's content in normal form."""
+    """Return the text of a message's content in normal form."""
     parts = [content] if isinstance(content, str) else content
     return "".join(part if isinstance(part, str) else part["text"] for part in parts)
 

@@ -1,8 +1,7 @@
-"""Prepared answers by rule: what `--script` puts in the place of a model.
+"""Scripted answers: `--script` replaces the model.
 
-A script is a TOML file. Its rules are tried in order; the first that fits the prompt answers it.
-It exists to try a client, such as a coding agent whose prompts are long, without the hardware that
-a model needs.
+A script is a TOML file of rules; the first rule that matches the prompt answers it. It serves to
+try a client, such as a coding agent with long prompts, without the hardware for a model.
 """
 
 from __future__ import annotations
@@ -27,24 +26,22 @@ _MARK = "the-thinking-of-this-answer"
 
 
 class ScriptedCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tool call of an answer."""
-
     name: str
     arguments: dict[str, Any] = {}
 
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """When it fits, and what it answers. Conditions that are left out hold for every prompt."""
+    """Conditions and the answer. An absent condition always holds."""
 
-    role: Literal["user", "tool"] | None = None  # tool: results have come since the last answer
-    message: str | None = None  # regular expression, searched in what has come since then
-    prompt: str | None = None  # the same in the whole prompt, tools and system prompt included
+    role: Literal["user", "tool"] | None = None  # tool: results followed the last answer
+    message: str | None = None  # regular expression, searched in the messages after the last answer
+    prompt: str | None = None  # the same in the whole prompt with tools and system prompt
     thinking: str = ""
     content: str = ""
     calls: list[ScriptedCall] = msgspec.field(name="call", default_factory=list)
 
     def fits(self, prompt: str, *, role: str, message: str) -> bool:
-        """Whether it answers `prompt`, whose new messages are `message` by `role`."""
+        """Whether the rule answers `prompt`, whose new messages are `message` by `role`."""
         return (
             self.role in (None, role)
             and (self.message is None or re.search(self.message, message) is not None)
@@ -53,15 +50,13 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of a script file."""
-
     rules: list[Rule] = msgspec.field(name="rule")
     context_length: int = 196_608  # tokens, prompt and output
     tokens_per_second: float = 60.0  # of each stream
 
 
 def read_script(name: str) -> Script:
-    """The script in the file `name`, or the bundled one of that name. Errors: `ConfigError`."""
+    """Read the script in file `name`, or the bundled one of that name. Errors: `ConfigError`."""
     bundled = BUNDLED_SCRIPTS / f"{name}.toml"
     file = bundled if re.fullmatch(r"\w+", name) and bundled.is_file() else Path(name)
     try:
@@ -76,7 +71,7 @@ def read_script(name: str) -> Script:
             f"--script is {name!r}, which cannot be read: {error.strerror}",
             hint=f"give a TOML file, or the name of a bundled script: {known}",
         ) from None
-    except (ValueError, re.error) as error:  # no UTF-8, no TOML, no script
+    except (ValueError, re.error) as error:  # not UTF-8, TOML or a script
         raise ConfigError(f"the script {str(file)!r} is not valid: {error}") from None
     if not script.rules or script.context_length < 2 or not script.tokens_per_second > 0:
         raise ConfigError(
@@ -87,7 +82,7 @@ def read_script(name: str) -> Script:
 
 
 class ScriptedAnswers:
-    """Answers prompts by the rules of a script, in the words of a model's own template."""
+    """Answers prompts by the rules of a script, written by the model's template."""
 
     def __init__(
         self,
@@ -105,8 +100,9 @@ class ScriptedAnswers:
         self._bodies = [_body(rule, template, output_format) for rule in script.rules]
 
     def answer(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        """The tokens of the answer, the end of the turn included. Where no rule fits, the answer is
-        only that end."""
+        """Return the tokens of the answer and the end of the turn; only the latter if no rule
+        matches.
+        """
         prompt = self._tokenizer.decode(prompt_token_ids, skip_special_tokens=False)
         role, message = new_messages(prompt, self._format)
         for rule, body in zip(self._script.rules, self._bodies, strict=True):
@@ -115,18 +111,20 @@ class ScriptedAnswers:
         return [self._eos]
 
     def _opened(self, rule: Rule, body: str, prompt: str) -> str:
-        """The answer's text from where the prompt ends: `body` begins with the end of thinking."""
+        """Return the answer from the end of the prompt; `body` begins with the end of thinking."""
         if self._format.opens_reasoning(prompt):
             return rule.thinking + body
         return body.partition(self._format.think_close)[2].lstrip("\n")
 
 
 def new_messages(prompt: str, output_format: OutputFormat) -> tuple[str, str]:
-    """(role, text) of what a rendered prompt has after the assistant's last answer: agents put
-    reminders of their own beside what the user says. The role is "tool" where there is a result."""
+    """Return (role, text) of the messages after the assistant's last answer in a rendered prompt.
+
+    Agents add reminders beside what the user says. The role is "tool" if there is a result.
+    """
     turns = [turn.partition("\n") for turn in prompt.split(output_format.turn_open)[1:]]
     if turns and turns[-1][0] == output_format.assistant:
-        turns.pop()  # the answer that is asked for
+        turns.pop()  # the open turn of the answer
     last_answer = max(
         (i for i, (role, _, _) in enumerate(turns) if role == output_format.assistant), default=-1
     )
@@ -138,7 +136,7 @@ def new_messages(prompt: str, output_format: OutputFormat) -> tuple[str, str]:
 
 
 def _body(rule: Rule, template: ChatTemplate, output_format: OutputFormat) -> str:
-    """What follows the thinking in the answer of `rule`, its closing tag included."""
+    """Return the answer of `rule` from the closing think tag on."""
     calls = [
         {
             "type": "function",

@@ -1,4 +1,4 @@
-"""Stop strings: where the first of them ends in a text that grows, and content that ends there."""
+"""Find the first stop string in growing text, and end content there."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from negamax.base.errors import InvalidRequestError
 
 
 class StopMatcher:
-    """Aho-Corasick automaton over the stop strings: one step per character, whatever their number.
+    """Aho-Corasick automaton of the stop strings: one step per character, whatever their number.
 
-    A state is the longest suffix of the text that begins some stop string; state 0 is the empty
-    one.
+    A state is the longest suffix of the text that begins a stop string; state 0 is the empty one.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -37,21 +36,21 @@ class StopMatcher:
                 queue.append(child)
 
     def scan(self, text: str, *, state: int, may_match: bool) -> tuple[str | None, int, int]:
-        """Walk `text` from `state`: the stop string that is complete first, the offset where it
-        ends, the new state.
+        """Walk `text` from `state`; return the first complete stop string, its end offset, the new
+        state.
         """
         for offset, char in enumerate(text):
             state = self._step(state, char)
             matched = self._match[state]
             if matched is not None and may_match:
                 return matched, offset + 1, state
-        # a whole stop string that did not count begins nothing longer
+        # a whole stop string that did not count begins no longer one
         while state and not self._next[state]:
             state = self._fallback[state]
         return None, len(text), state
 
     def depth(self, state: int) -> int:
-        """Number of characters to hold back in `state`."""
+        """Return the number of characters to hold back in `state`."""
         return self._depth[state]
 
     def _insert(self, stop: str) -> None:
@@ -74,8 +73,9 @@ class StopMatcher:
 
 
 class StoppableText:
-    """Content on its way out, up to the first stop string. Holds back what may become one. White
-    space before the first word counts for none. Single writer: its parser.
+    """Emit content up to the first stop string. What may become one is held back.
+
+    White space before the first word is not searched.
     """
 
     __slots__ = (
@@ -92,7 +92,7 @@ class StoppableText:
     def __init__(
         self, out: Callable[[str], None], stops: StopMatcher, *, is_included: bool
     ) -> None:
-        """`is_included`: the stop string goes out, too."""
+        """`is_included`: the stop string is emitted, too."""
         self._out = out
         self._stops = stops
         self._is_included = is_included
@@ -103,7 +103,7 @@ class StoppableText:
         self.matched: str | None = None  # the stop string that ended the text
 
     def write(self, text: str) -> None:
-        """Take more text; what comes after a stop string is dropped."""
+        """Take more text; text after a stop string is dropped."""
         if self.matched is not None:
             return
         if self._is_before_word:
@@ -122,19 +122,19 @@ class StoppableText:
             self._out(text[:end])
 
     def release(self) -> None:
-        """The text ends or is interrupted: what was held back is no stop string."""
+        """End or interrupt the text: held text is not a stop string."""
         if self._held:
             self._out(self._held)
         self._held = ""
         self._state = 0
 
     def begin(self, *, is_before_word: bool) -> None:
-        """The text begins (again); `is_before_word`: at a place where white space is layout."""
+        """Begin the text (again); `is_before_word`: white space is layout there."""
         self.release()
         self._is_before_word = is_before_word
 
     def _passed_space(self, text: str) -> str:
-        """`text` without the white space that it begins with, which goes out."""
+        """Emit the leading white space of `text`; return the rest."""
         rest = text.lstrip()
         if len(rest) < len(text):
             self._out(text[: len(text) - len(rest)])

@@ -1,6 +1,4 @@
-"""The checkpoint's byte-level BPE tokenizer: text to token ids, and token ids back to exact
-bytes.
-"""
+"""The checkpoint's byte-level BPE tokenizer: text to token ids, and token ids to exact bytes."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ from negamax.base.unicode import valid_unicode
 from negamax.config.json_file import read_json_object
 from negamax.text.escaping import ESCAPE, TokenEscaper, unescaped
 
-# Tokens that carry the structure of an answer. They stay in the text even where a re-saved
-# checkpoint flags them as control tokens: without them reasoning cannot be separated from content.
+# Tokens of an answer's structure. They stay in the text even if a re-saved checkpoint flags them as
+# control tokens: the parser needs them.
 STRUCTURE_TOKENS = frozenset(
     {
         "<think>",
@@ -33,7 +31,7 @@ STRUCTURE_TOKENS = frozenset(
     }
 )
 
-# Parts of a tokenizer that work on each piece of a text between added tokens alone.
+# Parts of a tokenizer that process each piece between added tokens separately.
 _LOCAL_NORMALIZERS = frozenset({"Sequence", "NFC", "NFD", "NFKC", "NFKD"})
 _LOCAL_PRE_TOKENIZERS = frozenset({"Sequence", "Split", "ByteLevel", "Digits"})
 _POST_PROCESSORS_WITHOUT_EFFECT = frozenset({"Sequence", "ByteLevel"})  # on ids
@@ -42,7 +40,7 @@ _REMEDY = "download the checkpoint again, or copy the file from the original rep
 
 
 class TooManyTokensError(Exception):
-    """A text has more tokens than it may have."""
+    """A text has more tokens than allowed."""
 
     def __init__(self, count: int) -> None:
         super().__init__(f"{count} tokens or more")
@@ -50,16 +48,15 @@ class TooManyTokensError(Exception):
 
 
 class Tokenizer:
-    """A byte-level BPE tokenizer read from `tokenizer.json` and `tokenizer_config.json`.
-
-    Build it with `from_folder`. Reads only after construction, so threads may share it.
+    """A byte-level BPE tokenizer of `tokenizer.json` and `tokenizer_config.json`. Threads may share
+    it.
     """
 
     def __init__(
         self, definition: str, *, config: Mapping[str, Any], source: str = "tokenizer.json"
     ) -> None:
-        """`definition` is the text of tokenizer.json, `config` the content of
-        tokenizer_config.json; `source` is for errors.
+        """`definition` is the text of tokenizer.json, `config` tokenizer_config.json; `source`
+        names it.
         """
         try:
             self._backend = tokenizers.Tokenizer.from_str(definition)
@@ -70,7 +67,7 @@ class Tokenizer:
         parsed = json.loads(definition)
         _check_byte_level(parsed, source=source)
         self._definition = parsed
-        self.config = config  # the content of tokenizer_config.json
+        self.config = config  # of tokenizer_config.json
         self._added: dict[int, str] = {}
         special: set[int] = set()
         config_flags = _config_special_flags(config)
@@ -93,19 +90,19 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: Path) -> Tokenizer:
-        """Read the tokenizer of the checkpoint folder `path`.
-
-        Errors: `CheckpointError` naming the file that is missing or broken.
+        """Read the tokenizer of a checkpoint folder. Errors: `CheckpointError` with the broken
+        file.
         """
         file = path / "tokenizer.json"
-        read_json_object(file)  # checks it
+        read_json_object(file)  # checked, the text is used
         config = read_json_object(path / "tokenizer_config.json")
         return cls(file.read_text(encoding="utf-8"), config=config, source=str(file))
 
     def encode(
         self, text: str, *, allow_special: bool = True, max_tokens: int | None = None
     ) -> list[int]:
-        """Token ids of `text`; nothing is put before or after it. Errors: `TooManyTokensError`.
+        """Return the token ids of `text`, without anything around them. Errors:
+        `TooManyTokensError`.
 
         Texts of added tokens (`[e~[`, `<think>`, …) become those tokens; with `allow_special=False`
         they are ordinary text. A lone surrogate counts as U+FFFD.
@@ -113,13 +110,15 @@ class Tokenizer:
         backend = self._backend if allow_special else self._plain_backend
         # fast: no offsets
         (encoding,) = backend.encode_batch_fast([valid_unicode(text)], add_special_tokens=False)
-        _check_count(len(encoding), max_tokens)  # a list of millions of ids is not even made
+        _check_count(len(encoding), max_tokens)  # before a list of millions of ids is made
         return encoding.ids
 
     def encode_escaped(self, text: str, *, max_tokens: int | None = None) -> list[int]:
-        """Token ids of a prompt whose texts were escaped (`text.escaping`): added tokens that are
-        whole become those tokens, all else is ordinary text, without the escapes. Errors:
-        `TooManyTokensError`."""
+        """Return the token ids of an escaped prompt (`text.escaping`). Errors:
+        `TooManyTokensError`.
+
+        Whole added tokens become those tokens; all else is ordinary text without the escapes.
+        """
         if ESCAPE not in text:
             return self.encode(text, max_tokens=max_tokens)
         ids: list[int] = []
@@ -133,32 +132,28 @@ class Tokenizer:
 
     @functools.cached_property
     def escaper(self) -> TokenEscaper:
-        """Keeps texts of a conversation from becoming added tokens of this tokenizer."""
+        """Keeps texts of a conversation from becoming added tokens."""
         return TokenEscaper(self._added_ids, structure=STRUCTURE_TOKENS)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `ids`; bytes that are no UTF-8 become U+FFFD. Control tokens are left out by
-        default.
+        """Return the text of `ids`, by default without control tokens; invalid UTF-8 becomes
+        U+FFFD.
         """
         kept = (i for i in ids if not (skip_special_tokens and i in self._special))
         return b"".join(map(self.token_bytes, kept)).decode("utf-8", errors="replace")
 
     def token_id(self, text: str) -> int | None:
-        """Id of the token spelled `text` in the vocabulary (byte-level spelling for ordinary
-        tokens), or None.
+        """Return the id of the token spelled `text` in the vocabulary (byte-level spelling), or
+        None.
         """
         return self._backend.token_to_id(text)
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token; its bytes that are no UTF-8 become U+FFFD. An id without a token has
-        no text.
-        """
+        """Return the text of one token, "" for padding; invalid UTF-8 becomes U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Exact bytes of one token (empty for an id without a token, such as the padding of the
-        vocabulary).
-        """
+        """Return the exact bytes of one token, empty for the vocabulary's padding."""
         known = self._bytes.get(token_id)
         if known is None:
             spelling = (
@@ -168,26 +163,21 @@ class Tokenizer:
         return known
 
     def is_special(self, token_id: int) -> bool:
-        """Whether this is a control token, which `skip_special_tokens` drops. `<think>` and the
-        call tags are not.
-        """
+        """Whether `skip_special_tokens` drops this token; `<think>` and the call tags are kept."""
         return token_id in self._special
 
     def is_added(self, token_id: int) -> bool:
-        """Whether this token was added beside the BPE vocabulary: control tokens and the visible
-        tags.
-        """
+        """Whether this is a control token or a visible tag, added beside the BPE vocabulary."""
         return token_id in self._added
 
     @functools.cached_property
     def cuts(self) -> re.Pattern[str] | None:
-        """Finds the added tokens at whose ends a text may be cut: the tokens of the parts, joined,
-        are those of the whole.
+        """Pattern of the added tokens at whose ends a text can be split for encoding; None: none.
 
-        None if there are none, or if this tokenizer looks beyond them.
+        The token ids of the parts, joined, are those of the whole.
         """
-        # Tokens that are found after normalisation are looked for between those found before it, so
-        # they are no ends.
+        # Tokens found after normalization are searched between those found before it, so they are
+        # no ends.
         found_first = [
             token
             for token in self._backend.get_added_tokens_decoder().values()
@@ -196,7 +186,7 @@ class Tokenizer:
         looks_beyond = any(
             token.lstrip or token.rstrip or token.single_word for token in found_first
         )
-        # the longest one counts
+        # the longest match counts
         texts = sorted({token.content for token in found_first} - {""}, key=len, reverse=True)
         if not texts or looks_beyond or not _works_locally(self._definition):
             return None
@@ -218,18 +208,14 @@ class Tokenizer:
 
     @functools.cached_property
     def _added_pattern(self) -> re.Pattern[str]:
-        """Finds added tokens, of several that begin at one place the longest; none of them is found
-        where there are none.
-        """
+        """Pattern of all added tokens, the longest first; without any it matches nothing."""
         return re.compile(
             "|".join(map(re.escape, sorted(self._added_ids, key=len, reverse=True))) or "(?!)"
         )
 
     @functools.cached_property
     def _plain_backend(self) -> tokenizers.Tokenizer:
-        """The same BPE without any added token. Both share the vocabulary, so this one costs next
-        to nothing.
-        """
+        """The same BPE without added tokens. Both share the vocabulary, so it costs little."""
         plain = tokenizers.Tokenizer(self._backend.model)
         if self._backend.normalizer is not None:
             plain.normalizer = self._backend.normalizer
@@ -258,17 +244,13 @@ def _check_count(count: int, max_tokens: int | None) -> None:
 
 
 def token_text(value: Any) -> str | None:
-    """The text of a token as tokenizer_config.json names it: by itself, or as the content of an
-    object.
-    """
+    """Return the text of a token in tokenizer_config.json: itself, or an object's content."""
     text = value.get("content") if isinstance(value, Mapping) else value
     return text if isinstance(text, str) else None
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte of each character of the byte-level spelling: printable Latin-1 stands for itself, the
-    rest from U+0100 on.
-    """
+    """Map byte-level characters to bytes: printable Latin-1 to itself, others from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {
@@ -280,9 +262,7 @@ _BYTE_OF = _byte_alphabet()
 
 
 def _spelled_bytes(spelling: str) -> bytes:
-    """Bytes behind a byte-level spelling; a spelling with a character outside the alphabet stands
-    for itself.
-    """
+    """Return the bytes of a byte-level spelling; a foreign character makes it literal."""
     try:
         return bytes([_BYTE_OF[char] for char in spelling])
     except KeyError:
@@ -302,9 +282,7 @@ def _check_byte_level(definition: Mapping[str, Any], *, source: str) -> None:
 
 
 def _works_locally(definition: Mapping[str, Any]) -> bool:
-    """Whether what stands on one side of an added token has no influence on the tokens of the
-    other, nor chance on any.
-    """
+    """Whether text on one side of an added token never influences tokens on the other."""
     if (
         definition.get("truncation")
         or definition.get("padding")
@@ -319,7 +297,7 @@ def _works_locally(definition: Mapping[str, Any]) -> bool:
 
 
 def _kinds(part: Mapping[str, Any] | None) -> set[str]:
-    """The types of a part of the definition and of the parts in it."""
+    """Return the types of a part of the definition and of its inner parts."""
 
     def walk(part: Mapping[str, Any]) -> Iterator[str]:
         yield str(part.get("type"))
@@ -331,9 +309,7 @@ def _kinds(part: Mapping[str, Any] | None) -> set[str]:
 
 
 def _config_special_flags(config: Mapping[str, Any]) -> dict[str, bool]:
-    """The `special` flag that tokenizer_config.json gives each added token, by text; it overrules
-    tokenizer.json.
-    """
+    """Return the `special` flags of tokenizer_config.json by text; they overrule tokenizer.json."""
     entries = config.get("added_tokens_decoder")
     if not isinstance(entries, Mapping):
         return {}

@@ -1,1 +1,1 @@
-"""EAGLE3 drafts: small Llamas that guess tokens from the residual streams of another model."""
+"""EAGLE3 draft models: small Llamas that propose tokens from the residual streams of a target."""

@@ -23,7 +23,7 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 _ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM")
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _OVERRIDE = f"--speculative-config names the layers of its training by what enters them: {_IDS}"
-NUM_AUX = 3  # streams, unless config.json says otherwise
+NUM_AUX = 3  # streams, unless config.json differs
 
 _FIXED: dict[str, Any] = {
     "hidden_act": "silu",
@@ -50,27 +50,27 @@ _READ = {
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Spec(ModelSpec):
-    """A Llama of one or more layers, the first of which reads twice its width."""
+    """A Llama of one or more layers, of which the first reads twice its width."""
 
-    draft_vocab_size: int  # tokens that it guesses
+    draft_vocab_size: int  # tokens that it can propose
     target_hidden_size: int
     intermediate_size: int
-    # layers of the target whose input it reads; (): those of `default_layers`
+    # layers of the target whose input it reads; (): `default_layers`
     aux_layers: tuple[int, ...] = ()
     num_aux: int = NUM_AUX
     fc_norm: bool = False  # each stream has a norm before fc
-    norm_before_fc: bool = False  # all of them together have one
+    norm_before_fc: bool = False  # all streams together have a norm before fc
     norm_output: bool = False  # the next pass reads the normed hidden state
     norm_before_residual: bool = False  # the residual stream begins with the normed hidden state
     attention_bias: bool = False
     own_embedding: bool = False  # else it is the target's
     own_head: bool = True
-    is_rotated_back: bool = False  # its target is rotated, and it was trained for it before
-    # of its target, where its files say so
+    is_rotated_back: bool = False  # its target is rotated; it was trained before that rotation
+    # of its target, by its files
     target_model_type: str | None = None
     target_num_layers: int | None = None
-    speculative_tokens: int | None = None  # in a row, by its files
-    verifier: str | None = None  # the model that it guesses for, by its files
+    speculative_tokens: int | None = None  # draft length, by its files
+    verifier: str | None = None  # its target, by its files
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,7 +85,7 @@ class Eagle3Spec(ModelSpec):
 
     @property
     def is_pruned(self) -> bool:
-        """Whether it guesses some tokens only."""
+        """Whether it can propose only some tokens of the vocabulary."""
         return self.draft_vocab_size < self.vocab_size
 
     def mlp_widths(self) -> Mapping[str, int]:
@@ -96,9 +96,9 @@ class Eagle3Spec(ModelSpec):
         }
 
     def for_target(self, target: ModelSpec, layers: tuple[int, ...] | None) -> Eagle3Spec:
-        """The draft of `target`, which reads `layers` of it, or those that it names itself.
+        """Return the draft of `target` that reads `layers` of it, or those that it names itself.
 
-        Errors: `ConfigError` where it is the draft of another model.
+        Errors: `ConfigError` if it is the draft of another model.
         """
         for name, found, wanted in (
             ("vocab_size", self.vocab_size, target.vocab_size),
@@ -122,8 +122,9 @@ class Eagle3Spec(ModelSpec):
     def doubts(
         self, target: ModelSpec, *, target_types: Collection[str], max_model_len: int
     ) -> Iterator[str]:
-        """Why more guesses may be wrong than its files promise, in a line each. `target_types`: all
-        model_types that files have of a target like this.
+        """Yield a line for each reason why fewer draft tokens may be accepted than expected.
+
+        `target_types`: every model_type of models like the target.
         """
         says = "the draft's files say that its model"
         result = "more guesses may be wrong; answers are the same"
@@ -141,14 +142,14 @@ class Eagle3Spec(ModelSpec):
 
 @dataclass(frozen=True)
 class DraftModel:
-    """A draft and where its weights lie."""
+    """A draft model and the folder of its weights."""
 
     spec: Eagle3Spec
     folder: str | None  # None: synthetic weights
 
 
 class IsDraft(ConfigError):
-    """What is to be served is a draft, by its files that of `verifier`, if they name it."""
+    """The model to serve is a draft; `verifier` is its target, if its files name it."""
 
     def __init__(self, name: str, verifier: str | None) -> None:
         model = verifier or "that model"
@@ -160,7 +161,7 @@ class IsDraft(ConfigError):
 
 
 def check_no_draft(config: Mapping[str, Any]) -> None:
-    """Errors: `IsDraft` where this config.json is that of a draft."""
+    """Refuse the config.json of a draft. Errors: `IsDraft`."""
     if speculators.is_speculators(config):
         raise IsDraft(f"a model of speculators_model_type {config[speculators.MODEL_TYPE]!r}",
                       speculators.use(config).verifier)  # fmt: skip
@@ -171,7 +172,7 @@ def check_no_draft(config: Mapping[str, Any]) -> None:
 
 @contextmanager
 def of_draft(name: str | None) -> Iterator[None]:
-    """Within, errors about files say that they are those of the draft `name`."""
+    """Name the draft `name` in errors about its files."""
     try:
         yield
     except (ConfigError, CheckpointError) as error:
@@ -180,8 +181,9 @@ def of_draft(name: str | None) -> Iterator[None]:
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
-    """The layers that drafts read which name none, as vLLM, SGLang and the trainers have it.
-    Errors: `ConfigError` for a target that is too shallow.
+    """Return the layers read by drafts that name none, as in vLLM, SGLang and the trainers.
+
+    Errors: `ConfigError` for a target with too few layers.
     """
     if num_layers < 7:
         raise ConfigError(
@@ -193,8 +195,9 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def read_spec(config: Mapping[str, Any]) -> Eagle3Spec:
-    """The spec of a parsed config.json. Errors: `ConfigError` with the field, the value found and
-    the values allowed.
+    """Read the spec from a parsed config.json.
+
+    Errors: `ConfigError` with the field, the value found and the values allowed.
     """
     notes: list[str] = []
     use, aux_layers = speculators.Use(), _aux_layers
@@ -246,9 +249,7 @@ def read_spec(config: Mapping[str, Any]) -> Eagle3Spec:
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """With the fields of `eagle_config` beside the others, and what Llama has where a size is not
-    given.
-    """
+    """Merge `eagle_config` into the other fields, and add Llama's default sizes."""
     nested = config.get("eagle_config") or {}
     if not isinstance(nested, Mapping):
         refuse("eagle_config", nested, "an object or null")
@@ -272,8 +273,9 @@ def _switch(config: Mapping[str, Any], name: str) -> bool:
 
 
 def _aux_layers(ids: object) -> tuple[int, ...]:
-    """The layers that config.json names, by what enters them. Trainers name a layer by what leaves
-    it and begin with 1; who counts what enters begins with 2. Errors: `ConfigError` for others.
+    """Return the layers named by config.json, as inputs. Errors: `ConfigError`.
+
+    Trainers name a layer by its output and begin with 1; others name its input and begin with 2.
     """
     numbers = _entered_layers(ids)
     if numbers and numbers[0] not in (1, 2):
@@ -286,8 +288,8 @@ def _aux_layers(ids: object) -> tuple[int, ...]:
 
 
 def _entered_layers(ids: object) -> tuple[int, ...]:
-    """The layers that config.json names, by what enters them, as vLLM counts; (): it names none.
-    Errors: `ConfigError` for what is no list of layers.
+    """Return the layers named by config.json as inputs, as vLLM does; () without. Errors:
+    `ConfigError`.
     """
     if ids is None:
         return ()

@@ -1,4 +1,4 @@
-"""Synthetic weights of EAGLE3 drafts: activations of realistic magnitude, guesses by chance."""
+"""Synthetic weights of EAGLE3 drafts: activations of realistic magnitude, random proposals."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from negamax.models.family import Initializer
 
 
 def draw(name: str, spec: Eagle3Spec) -> Initializer:
-    """1 / sqrt(columns) keeps the magnitude of a matrix's input. Embedding rows have unit
-    variance.
-    """
+    """Choose the distribution of a slot: 1 / sqrt(columns) keeps the magnitude of the input."""
     if "norm" in name:
         return Initializer(std=0.05, mean=1.0)
     columns = {

@@ -1,10 +1,10 @@
 """An EAGLE3 draft on one rank.
 
-h = fc(the target's residual streams of token t, one behind the other)
-first layer:  h += attention([rms(embedding of token t + 1), rms(h)]);  h += mlp(rms(h))
-logits of token t + 2 = head(rms(h))
+  h = fc(the target's residual streams of token t, concatenated)
+  first layer:  h += attention([rms(embedding of token t + 1), rms(h)]);  h += mlp(rms(h))
+  logits of token t + 2 = head(rms(h))
 
-The next guess takes its own h in place of fc's. Other layers are those of a Llama.
+The next draft token takes its own h instead of fc's. Other layers are those of a Llama.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ _MARKS = StoredTensor(names.T2D, Role.PERMUTATION, ("bool",), (Dim(Axis.ROWS),))
 
 
 def _whole(x: Tensor) -> Partial:
-    """What every rank has in full."""
+    """Wrap a tensor that every rank has in full."""
     return Partial(x, _ALONE)
 
 
 class _Biases:
-    """What is added behind the projections of an attention."""
+    """Biases of the projections of an attention."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class _Biases:
         rank: int,
         weights: WeightFormat,
     ) -> None:
-        """`parts` of q, k and v. The output's is added by rank 0, and may be absent."""
+        """`parts` of q, k and v. Rank 0 adds the output's bias, which may be absent."""
         like: dict[str, Any] = {"dtype": weights.dtype, "device": weights.device}
         self.qkv = torch.empty(sum(len(part.rows) for part in parts), **like)
         self.out = torch.zeros(hidden_size, **like)
@@ -94,7 +94,8 @@ class _Attention:
         kernels: KernelTable,
         weights: WeightFormat,
     ) -> None:
-        view, shared = context.layout.attention, {"kernels": kernels, "weights": weights}
+        shared: dict[str, Any] = {"kernels": kernels, "weights": weights}
+        view = context.layout.attention
         q_rows = head_rows(view.heads(spec.num_heads), spec.head_dim)
         kv_rows = head_rows(view.kv_heads(spec.num_kv_heads), spec.head_dim)
         q_total, kv_total = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -122,7 +123,7 @@ class _Attention:
         self._out.finish_loading()
 
     def __call__(self, x: Tensor, metadata: AttentionMetadata, kv: KvCaches) -> Partial:
-        """x [T, inputs] -> [T, hidden]; the tokens' keys and values are in `kv` afterwards."""
+        """x [T, inputs] -> [T, hidden]; writes the tokens' keys and values to `kv`."""
         step: GroupedQueryStep = metadata.prepared[GroupedQueryKind.name]
         q = self.write(x, metadata, kv)
         parts, decodes = [], metadata.num_decodes
@@ -134,7 +135,7 @@ class _Attention:
         return Partial(out.x + self._biases.out, out.group) if self._biases else out
 
     def write(self, x: Tensor, metadata: AttentionMetadata, kv: KvCaches) -> Tensor:
-        """x [T, inputs]: the tokens' keys and values into `kv`; their queries."""
+        """x [T, inputs] -> queries; writes the tokens' keys and values to `kv`."""
         step: GroupedQueryStep = metadata.prepared[GroupedQueryKind.name]
         qkv = self._qkv(x)
         if self._biases:
@@ -143,7 +144,7 @@ class _Attention:
 
 
 class _Layer:
-    """One layer; the first one reads the embedding of the next token, too."""
+    """One layer; the first one also reads the embedding of the next token."""
 
     def __init__(
         self,
@@ -183,8 +184,9 @@ class _Layer:
     def enter_first(
         self, x: Partial, token_ids: Tensor, embed: VocabEmbedding
     ) -> tuple[Tensor, Tensor]:
-        """As `enter` of the first layer, which there is no residual in front of; the residual comes
-        with it. token_ids [T]. What x holds may be overwritten.
+        """Enter the first layer: return its attention's input and the residual.
+
+        token_ids [T]. The content of x may be overwritten.
         """
         assert self._hidden_norm is not None
         fused, weight = self._embed_norms, None
@@ -207,9 +209,7 @@ class _Layer:
         return joined, residual
 
     def enter(self, x: Partial, residual: Tensor) -> Tensor:
-        """What enters the layer, less the residual [T, hidden] -> what its attention reads; the
-        residual is completed.
-        """
+        """Complete the residual [T, hidden] by `x`; return the attention's input."""
         hidden = self._input_norm(x, residual)
         assert isinstance(hidden, Tensor)
         return hidden
@@ -217,19 +217,19 @@ class _Layer:
     def __call__(
         self, hidden: Tensor, residual: Tensor, metadata: AttentionMetadata, kv: KvCaches
     ) -> Partial:
-        """What has entered, and the residual [T, hidden] -> what leaves the layer, less the
-        residual, which is changed.
+        """Run the layer on its entered input; return the output without the residual, which is
+        changed.
         """
         attended = self._attention(hidden, metadata, kv)
         return self._mlp(self._post_norm(attended, residual))
 
     def write(self, hidden: Tensor, metadata: AttentionMetadata, kv: KvCaches) -> None:
-        """The keys and values of what has entered, and nothing else."""
+        """Write the keys and values of the entered input only."""
         self._attention.write(hidden, metadata, kv)
 
 
 class Eagle3Draft:
-    """Weights are written through `weight_slots`, then `finish_loading` is called once."""
+    """The loader writes weights through `weight_slots`, then calls `finish_loading` once."""
 
     def __init__(
         self,
@@ -296,14 +296,13 @@ class Eagle3Draft:
         self._rotation_back: Tensor | None = None  # Q^T
 
     def weight_slots(self) -> dict[str, WeightSlot]:
-        """Where each tensor of the checkpoint goes, by its name there."""
         return self._slots
 
     def finish_loading(self, target: Decoder, rotation: Tensor | None = None) -> None:
-        """Put all weights into their kernels' layout; what the draft has not is the `target`'s.
-        `rotation`: that of the target's residual stream (`checkpoint/quarot.py`). Errors:
-        `CheckpointError` for a d2t that names tokens that there are not, or one twice, or others
-        than t2d.
+        """Prepare all weights for their kernels; missing ones are the `target`'s.
+
+        `rotation`: of the target's residual stream (`checkpoint/quarot.py`). Errors:
+        `CheckpointError` for a d2t with unknown or repeated tokens, or with other tokens than t2d.
         """
         for name, slot in self._slots.items():
             assert slot.written or slot.optional or not slot.needed, f"{name} was not written"
@@ -321,7 +320,7 @@ class Eagle3Draft:
         self._target = target
         size = self.spec.draft_vocab_size
         self._token_ids = torch.arange(size, device=self._offsets.device) + self._offsets
-        # the target's ids of the draft's, and -1
+        # ids of the target by the draft's ids, then -1
         self.target_ids = F.pad(self._token_ids, (0, 1), value=-1)
         lowest, highest = (int(end) for end in self._token_ids.aminmax())  # host-sync: once
         distinct = len(self._token_ids.unique())
@@ -335,9 +334,7 @@ class Eagle3Draft:
         self._check_marks()
 
     def _check_marks(self) -> None:
-        """t2d, where there is one, marks the tokens that d2t names: guesses by a wrong d2t are
-        wrong, and nothing else shows it.
-        """
+        """Check t2d against d2t, if it is present: nothing else would show a wrong d2t."""
         marks = self._marks
         del self._marks
         if not self._slots[names.T2D].written:
@@ -354,7 +351,9 @@ class Eagle3Draft:
             )
 
     def combine(self, streams: Sequence[Tensor]) -> Partial:
-        """The target's residual streams of T tokens, each [T, target hidden] -> [T, hidden]."""
+        """Combine the target's residual streams of T tokens, each [T, target hidden] -> [T,
+        hidden].
+        """
         norms = self._aux_norms
         if self._rotation_back is not None:
             streams = [stream @ self._rotation_back for stream in streams]
@@ -382,9 +381,10 @@ class Eagle3Draft:
         metadata: AttentionMetadata,
         kv: Sequence[KvCaches],
     ) -> tuple[Tensor, Tensor]:
-        """The hidden states of T tokens, from `combine` or from the pass before (they may be
-        overwritten), and the tokens behind them [T] -> what the head reads, and what the next pass
-        does, [T, hidden] both.
+        """Run the draft on T hidden states and the tokens after them.
+
+        x is from `combine` or the previous pass and may be overwritten; token_ids [T]. Returns the
+        input of the head and of the next pass, both [T, hidden].
         """
         metadata = prepare_attention(metadata, [(self._kind, kv[0])])
         hidden, residual = self._enter_last(x, token_ids, metadata, kv)
@@ -402,7 +402,7 @@ class Eagle3Draft:
         metadata: AttentionMetadata,
         kv: Sequence[KvCaches],
     ) -> None:
-        """As `forward` of tokens behind which nothing is guessed: what the caches get, alone."""
+        """Fill the caches as `forward` does, for tokens without a proposal after them."""
         metadata = prepare_attention(metadata, [(self._kind, kv[0])])
         hidden, _ = self._enter_last(x, token_ids, metadata, kv)
         self.layers[-1].write(hidden, metadata, kv[-1])
@@ -414,7 +414,7 @@ class Eagle3Draft:
         metadata: AttentionMetadata,
         kv: Sequence[KvCaches],
     ) -> tuple[Tensor, Tensor]:
-        """What has entered the last layer, and the residual."""
+        """Return the last layer's entered input, and the residual."""
         assert self._embed is not None
         hidden, residual = self.layers[0].enter_first(x, token_ids, self._embed)
         for layer, above, caches in zip(self.layers, self.layers[1:], kv, strict=False):
@@ -422,14 +422,14 @@ class Eagle3Draft:
         return hidden, residual
 
     def local_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, hidden] -> [R, len(vocab_range)] fp32, of the draft's tokens on this rank."""
+        """hidden [R, hidden] -> [R, len(vocab_range)] fp32, for the draft's tokens on this rank."""
         if self._head is None:
             assert self._target is not None
             return self._target.local_logits(hidden)
         return self._head(hidden, out_dtype=torch.float32)
 
     def of_all_tokens(self, logits: Tensor) -> Tensor:
-        """`local_logits` at the ids of the target, [R, vocab] fp32; minus infinity elsewhere."""
+        """Scatter `local_logits` to the target's ids, [R, vocab] fp32, minus infinity elsewhere."""
         ids = self._token_ids[self.vocab_range.start : self.vocab_range.stop]
         every = logits.new_full((len(logits), self.spec.vocab_size), -torch.inf)
         return every.index_copy_(1, ids, logits)
@@ -450,6 +450,6 @@ def _rotate_back(rows: Tensor, rotation: Tensor) -> Tensor:
 def build(
     spec: ModelSpec, *, context: ParallelContext, weights: WeightFormat, kernels: KernelTable
 ) -> Eagle3Draft:
-    """A draft whose weights are not yet written."""
+    """Build a draft without weights."""
     assert isinstance(spec, Eagle3Spec)
     return Eagle3Draft(spec, context=context, weights=weights, kernels=kernels)

@@ -1,5 +1,6 @@
-"""The tensors of EAGLE3 drafts under the names of their slots, and how SpecForge, TorchSpec, vLLM's
-converters and its speculators library spell them.
+"""Tensors of EAGLE3 drafts, and their spellings.
+
+SpecForge, TorchSpec, vLLM's converters and its speculators library are known.
 """
 
 from __future__ import annotations
@@ -18,28 +19,24 @@ NORM, D2T, T2D = "norm.weight", "d2t", "t2d"
 
 
 def fc_norm(number: int) -> str:
-    """The norm of one stream."""
+    """Name the norm of one stream."""
     return f"fc_norm.{number}.weight"
 
 
 def norms(layer: int) -> tuple[str, str, str]:
-    """The norms before the attention and before the MLP of a layer, and, in the first one, of the
-    hidden state beside the embedding.
-    """
+    """Name the norms before attention and MLP, and of the first layer's hidden state."""
     names = ("input_layernorm", "post_attention_layernorm", "hidden_norm")
     before, behind, hidden = (f"layers.{layer}.{name}.weight" for name in names)
     return before, behind, hidden
 
 
 def projection(layer: int, part: str) -> str:
-    """The projection `part` (q, k, v, o) of the attention of a layer, without what is stored of
-    it.
-    """
+    """Name a projection (q, k, v, o) of a layer's attention, without suffix."""
     return f"layers.{layer}.self_attn.{part}_proj"
 
 
 def mlp(layer: int) -> MlpNames:
-    """The MLP of a layer."""
+    """Name the MLP of a layer."""
     gate, up, down = (f"layers.{layer}.mlp.{part}_proj.weight" for part in ("gate", "up", "down"))
     return MlpNames(gate, up, down)
 
@@ -67,14 +64,13 @@ _SKIPPED = (
 
 
 def respelled(name: str) -> str:
-    """The name of the slot of a tensor that is stored by itself."""
+    """Return the slot of a tensor that is stored separately."""
     for pattern, replacement in _ALIASES:
         name = pattern.sub(replacement, name)
     return name
 
 
 def place(names: Iterable[str], *, num_layers: int) -> dict[str, Placement]:
-    """See `models/family.py`."""
     return {name: _place(respelled(name)) for name in names}
 
 
@@ -87,13 +83,12 @@ def _place(slot: str) -> Placement:
 
 
 def layer_of(slot: str) -> int | None:
-    """The layer number in a slot's name, or None for a tensor outside the layers."""
     match = _LAYER.match(slot)
     return int(match[1]) if match else None
 
 
 def weights(spec: Eagle3Spec) -> Iterator[WeightSpec]:
-    """All that a draft holds of its own (see `models/family.py`)."""
+    """List the draft's own tensors (see `WeightNames`)."""
     hidden, heads, kv_heads = spec.hidden_size, spec.num_heads, spec.num_kv_heads
     q_rows, kv_rows = heads * spec.head_dim, kv_heads * spec.head_dim
     streams = spec.num_aux * spec.target_hidden_size

@@ -1,8 +1,7 @@
-"""Drafts as vLLM's speculators library writes them: from their config.json to the fields that every
-EAGLE3 draft has.
+"""Read the config.json of drafts that vLLM's speculators library wrote.
 
-The sizes of the draft stand in `transformer_layer_config`, what EAGLE3 adds beside it, and how the
-draft is to be used in `speculators_config`.
+The draft's sizes are in `transformer_layer_config`, EAGLE3's fields beside it, and the use of the
+draft in `speculators_config`.
 """
 
 from __future__ import annotations
@@ -18,35 +17,36 @@ from negamax.config.fields import refuse
 MODEL_TYPE = "speculators_model_type"
 _LAYER, _USE = "transformer_layer_config", "speculators_config"
 _ARCHITECTURES = ("Eagle3Speculator", "Eagle3DraftModel")
-# Readers take different values where these are absent, and the library always writes them.
+# The library always writes them. Readers differ in their defaults.
 _WRITTEN = ("draft_vocab_size", "norm_before_residual")
-# Of the library's own bookkeeping, and of the training.
+# Of the library's bookkeeping and of training.
 _IGNORED = {
     MODEL_TYPE, _LAYER, _USE, "architectures", "base_model_ep_plan", "embed_requires_grad",
     "enable_sp_ulysses", "has_no_defaults_at_init", "model_type", "speculators_version",
 }  # fmt: skip
 _DTYPES = {"dtype", "torch_dtype"}
-# In transformer_layer_config: what it has from the model that it was made from.
+# Left in transformer_layer_config from the verifier.
 _OF_VERIFIER = {"_name_or_path", "architectures", "auto_map", "transformers_version", *_DTYPES}
 
 
 @dataclass(frozen=True)
 class Use:
-    """What a draft's files say of its use."""
+    """The use of a draft, by its files."""
 
-    speculative_tokens: int | None = None  # in a row
-    verifier: str | None = None  # the model that it guesses for: a folder or a hub id
+    speculative_tokens: int | None = None  # draft length
+    verifier: str | None = None  # the target: a folder or a hub id
     notes: tuple[str, ...] = ()
 
 
 def is_speculators(config: Mapping[str, Any]) -> bool:
-    """Whether this is a config.json of the library."""
+    """Whether the library wrote this config.json."""
     return MODEL_TYPE in config
 
 
 def flat(config: Mapping[str, Any], *, architecture: str) -> dict[str, Any]:
-    """The fields of an EAGLE3 draft of `architecture`, all of them beside each other. Errors:
-    `ConfigError` with the field, the value found and the values allowed.
+    """Flatten to the fields of any EAGLE3 draft of `architecture`.
+
+    Errors: `ConfigError` with the field, the value found and the values allowed.
     """
     if config[MODEL_TYPE] != "eagle3":
         refuse(MODEL_TYPE, config[MODEL_TYPE], "'eagle3'")
@@ -72,7 +72,7 @@ def flat(config: Mapping[str, Any], *, architecture: str) -> dict[str, Any]:
 
 
 def use(config: Mapping[str, Any]) -> Use:
-    """What `speculators_config` says. Errors: `ConfigError`."""
+    """Read `speculators_config`. Errors: `ConfigError`."""
     given = config.get(_USE)
     if given is None:
         return Use()
@@ -96,9 +96,7 @@ def use(config: Mapping[str, Any]) -> Use:
 
 
 def _proposal_method(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The default one, which is the first where none is named so. A draft is one chain of tokens,
-    which only this method has.
-    """
+    """Return the default method, or the first. Only "greedy" proposes one chain of tokens."""
     methods, where = given.get("proposal_methods"), f"{_USE}.proposal_methods"
     if (
         not isinstance(methods, list)

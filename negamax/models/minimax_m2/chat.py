@@ -9,11 +9,10 @@ Nothing is escaped, so a value may contain anything, closers included. What foll
   output; else it is data;
 - `</invoke>` in an open value ends it before another invoke, the block closer or the end;
   `</minimax:tool_call>` before another block or the end; else they are data;
-- an opener `<parameter name="k">` in an open value ends it only when k was declared and not given
-  yet (a forgotten closer).
-The end decides only where the model made it: what would follow in an output that was cut is not
-known. A parameter given twice is written twice: every common JSON reader takes the last one,
-streamed or not.
+- an opener `<parameter name="k">` in an open value ends it (a forgotten closer) only if k is
+  declared and was not given yet.
+The end of a truncated output decides nothing. A parameter given twice is written twice: every
+common JSON reader takes the last one, streamed or not.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ _CALL_OPEN, _CALL_CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
 _ATTRIBUTES = rf"\s[^<>]{{0,{MAX_ATTRIBUTE_CHARS}}}"
 _NAMED_PARAMETER = re.compile(r"<parameter\s+name\b")
 
-# For each closer met in an open value: what must follow for it to be one, beside the end of an
-# output that is not cut.
+# What must follow a closer in an open value, apart from the end of an output that was not
+# truncated.
 _CLOSES_BEFORE = {
     TagKind.PARAMETER_CLOSE: (
         TagKind.PARAMETER_OPEN,
@@ -69,7 +68,7 @@ _BLOCK, _INVOKE, _VALUE = _State.BLOCK, _State.INVOKE, _State.VALUE
 
 
 class MiniMaxM2Block(CallBlock):
-    """A call block of the family."""
+    """Reader of a call block."""
 
     __slots__ = (
         "_arguments",
@@ -89,12 +88,12 @@ class MiniMaxM2Block(CallBlock):
         self._state = _BLOCK
         self._arguments = schemas.arguments("")  # of the open call
         self._is_declared = False
-        self._keys: set[str] = set()  # parameters of the open call, the current one included
+        self._keys: set[str] = set()  # parameters of the open call with the current one
         self._key = ""
         self._types: frozenset[str] = frozenset()
-        self._value: list[str] = []  # text of the open value that is not written yet
-        self._is_written = False  # whether the open value is streamed as a string
-        self._closer: Lexeme | None = None  # met in the open value, still undecided
+        self._value: list[str] = []  # of the open value, not written yet
+        self._is_written = False  # the open value is streamed as a string
+        self._closer: Lexeme | None = None  # in the open value, undecided
         self._space: list[str] = []  # white space after it
 
     @staticmethod
@@ -102,7 +101,6 @@ class MiniMaxM2Block(CallBlock):
         return at_line_start and schemas.declares(quoted_name(lexeme.text))
 
     def take(self, lexeme: Lexeme) -> bool:
-        """Process one lexeme; True when it ended the block."""
         if self._closer is not None:
             if lexeme.kind is TEXT and lexeme.text.isspace():
                 self._space.append(lexeme.text)
@@ -116,7 +114,7 @@ class MiniMaxM2Block(CallBlock):
         )
 
     def finish(self, *, is_cut: bool) -> None:
-        """The output is over: a string keeps its text so far, any other open value is dropped."""
+        """End the output: a string keeps its text, any other open value is dropped."""
         if self._closer is not None and not is_cut:
             ends_call = self._closer.kind is not TagKind.PARAMETER_CLOSE
             self._close_value()
@@ -161,9 +159,7 @@ class MiniMaxM2Block(CallBlock):
         self._write(lexeme.text)
 
     def _decide(self, closer: Lexeme, *, before: Lexeme) -> None:
-        """Settle the undecided closer by what follows it, `before`, and go to the state it leads
-        to.
-        """
+        """Decide about `closer` by the lexeme after it, `before`."""
         follows = before.kind is TagKind.CUT or before.kind in _CLOSES_BEFORE[closer.kind]
         if before.kind is TagKind.PARAMETER_OPEN:
             follows = bool(quoted_name(before.text) or _NAMED_PARAMETER.match(before.text))
@@ -172,7 +168,7 @@ class MiniMaxM2Block(CallBlock):
             self._forget_closer()
             self._write(text)
             return
-        self._close_value()  # if it was another closer, what follows ends the call too
+        self._close_value()  # after an outer closer, the next lexeme ends the call too
 
     def _forget_closer(self) -> None:
         self._closer = None
@@ -201,9 +197,7 @@ class MiniMaxM2Block(CallBlock):
         self._state = _VALUE
 
     def _write(self, text: str) -> None:
-        """Add `text` to the open value; a string goes out at once, unless it may still turn out to
-        be the word null.
-        """
+        """Add `text` to the open value; stream a string that cannot become the word null."""
         if self._is_written:
             self._calls.string_text(text)
             return
@@ -230,7 +224,7 @@ class MiniMaxM2Block(CallBlock):
 
 
 class M2Calls(CallStyle):
-    """The M2 family. Tags of `tag_ids` are written as these tokens."""
+    """Calls of M2. Tags in `tag_ids` are written as tokens."""
 
     name = "m2"
     end_of_text = "</parameter>"

@@ -6,17 +6,15 @@ token or several.
     name="f">M<k>vM</k>M<list>M<item>1M</item>M</list>M</invoke>\nM</tool_call>
 
 A tag without the marker is data. Elements nest: an object has one element per member, an array one
-`item` per value; `element_arguments` says what they become. What the family is known to
-get wrong:
-- A closer with a wrong name closes a text; the right one may follow. A closer that fits nothing is
-  dropped. A closer of an outer element, of the invoke or of the block closes what is open in it.
-- After text, the opener of a sibling that is not given yet closes the text (a forgotten closer).
-  Any other opener in a string is data, its closer too. So is a call block or the invoke of an
+`item` per value; `element_arguments` converts them. Known mistakes of the family:
+- A closer with a wrong name closes a text; the correct one may follow. A closer that fits nothing
+  is dropped. A closer of an outer element, of the invoke or of the block closes what is open in it.
+- After text, the opener of a sibling that was not given yet closes the text (a forgotten closer).
+  Any other opener in a string is data, and so is its closer. So is a call block or the invoke of an
   undeclared tool: files may be about this format.
-- `<tool_call>`, invoke tags and their closers that lost their marker count where nothing but a tag
-  can stand.
-- Garbled invoke tags, with the marker inside them too, are read as the declared tool that they
-  hold.
+- `<tool_call>`, invoke tags and their closers without the marker count where only a tag is
+  possible.
+- Garbled invoke tags, also with the marker inside, are read as the declared tool that they name.
 """
 
 from __future__ import annotations
@@ -42,11 +40,11 @@ from negamax.text.parser.tag_lexer import (
 from negamax.text.parser.tag_names import tool_name
 
 MARKER = "]<]minimax[>["
-MAX_CALL_DEPTH = 6  # levels of nested elements in the grammar of a call; JSON below
+MAX_CALL_DEPTH = 6  # nested elements in the grammar of a call; deeper values are JSON
 
 _BLOCK, _INVOKE = "tool_call", "invoke"
 _M = re.escape(MARKER)
-_SPACE = r"\s{0,4}"  # between the marker and its tag, and at the end of a tag
+_SPACE = r"\s{0,4}"  # between a marker and its tag, and at the end of a tag
 # a marker inside an invoke tag, and what follows it there
 _SPLICE = rf"{_M}{_SPACE}<?[^<>]{{0,64}}"
 _SPLICED = re.compile(rf"{_M}{_SPACE}<?")
@@ -56,7 +54,7 @@ _PARTIAL_M = (
 
 
 class MiniMaxM3Block(CallBlock):
-    """A call block of the family."""
+    """Reader of a call block."""
 
     __slots__ = ("_arguments",)
 
@@ -66,11 +64,10 @@ class MiniMaxM3Block(CallBlock):
 
     @staticmethod
     def is_bare_call(lexeme: Lexeme, schemas: ToolSchemas, *, at_line_start: bool) -> bool:
-        """With its marker it is no quotation; the family puts no line break before calls."""
+        """A tag with its marker is not quoted; the family writes no line break before calls."""
         return schemas.declares(_tool_name(lexeme.text, schemas))
 
     def take(self, lexeme: Lexeme) -> bool:
-        """Process one lexeme; True when it ended the block."""
         arguments = self._arguments
         if lexeme.kind is TEXT:
             if arguments is not None:
@@ -85,7 +82,6 @@ class MiniMaxM3Block(CallBlock):
         )
 
     def finish(self, *, is_cut: bool) -> None:
-        """The output is over: a call that is still open was cut."""
         if self._arguments is not None:
             self._calls.cut_call()
 
@@ -132,15 +128,12 @@ class MiniMaxM3Block(CallBlock):
         return False
 
     def _is_data(self, tag: str, arguments: ElementArguments) -> bool:
-        """Whether an invoke tag is part of the open text."""
         if arguments.has_quotation:
             return True
         return arguments.is_in_string and not self._schemas.declares(_tool_name(tag, self._schemas))
 
     def _take_structure(self, lexeme: Lexeme) -> bool:
-        """A tag that ends the open call, or one without its marker that counts only between
-        arguments.
-        """
+        """Take a tag that ends the call, or one without marker, which counts between arguments."""
         match lexeme.kind:
             case TagKind.INVOKE_OPEN | TagKind.LOOSE_INVOKE_OPEN:
                 self._end_call()
@@ -180,7 +173,7 @@ def _open_element(arguments: ElementArguments, tag: str) -> None:
 
 
 def _element_name(tag: str, arguments: ElementArguments) -> str:
-    """The name in an element's tag, without attributes that no schema has."""
+    """Return the name in an element's tag, without attributes that no schema has."""
     name = tag.removeprefix(MARKER).strip()[1:-1].removeprefix("/").strip()
     first, _, others = name.partition(" ")
     return first if "=" in others and not arguments.lists(name) else name
@@ -195,7 +188,7 @@ def _tool_name(tag: str, schemas: ToolSchemas) -> str:
 
 
 class M3Calls(CallStyle):
-    """M3, whose tags all begin with the marker, however it is cut into tokens."""
+    """Calls of M3, whose tags begin with the marker, however it is tokenized."""
 
     name = "m3"
     end_of_text = MARKER
@@ -211,7 +204,7 @@ class M3Calls(CallStyle):
         }
 
     def among_text(self, block: Format, *, once: bool, no_other_calls: bool) -> Format:
-        # readers also know blocks whose opener lost its marker
+        # readers also accept an opener without its marker
         excludes = ["<invoke"] if no_other_calls else []
         triggers = [f"{MARKER}<tool_call>"]
         return {
@@ -257,8 +250,7 @@ class M3Calls(CallStyle):
         return sequence(parts) if parts else const("")
 
 
-# Between its angles a tag has at most MAX_ATTRIBUTE_CHARS characters, whatever it is; the lexer
-# relies on it.
+# The lexer relies on at most MAX_ATTRIBUTE_CHARS characters between the angles of a tag.
 _INSIDE = rf"[^<>]{{0,{MAX_ATTRIBUTE_CHARS}}}"
 _AFTER_SLASH = rf"[^<>]{{0,{MAX_ATTRIBUTE_CHARS - 1}}}"
 _AFTER_INVOKE = rf"[^<>]{{0,{MAX_ATTRIBUTE_CHARS - 6}}}"

@@ -25,12 +25,13 @@ T = TypeVar("T")
 
 VISION_ARCHITECTURE = "MiniMaxM3SparseForConditionalGeneration"
 VISION_TYPE = "minimax_m3_vl"
-TEXT_ARCHITECTURES = ("MiniMaxM3SparseForCausalLM", "MiniMaxM3VLForCausalLM")  # transformers': 2nd
+# the second is transformers'
+TEXT_ARCHITECTURES = ("MiniMaxM3SparseForCausalLM", "MiniMaxM3VLForCausalLM")
 TEXT_TYPES = ("minimax_m3_vl_text", "minimax_m3_text", "minimax_m3")
-BLOCK_SIZES = (16, 32, 64, 128)  # tokens, of those that are chosen among
-MAX_TOPK_BLOCKS = 1024  # each token of a step has a list of so many
+BLOCK_SIZES = (16, 32, 64, 128)  # tokens, of block selection
+MAX_TOPK_BLOCKS = 1024  # length of each token's list of selected blocks
 
-# Fields that change the computation and have exactly one supported value.
+# Fields that change the computation and have one supported value.
 _FIXED: dict[str, Any] = {
     "scoring_func": "sigmoid",
     "use_qk_norm": True,
@@ -52,7 +53,7 @@ _FIXED: dict[str, Any] = {
     "final_logit_softcapping": None,
     "attn_logit_softcapping": None,
 }
-# transformers writes "silu", which it computes as the other.
+# transformers writes "silu" and computes SwiGLU-OAI.
 _ACTIVATIONS = ("swigluoai", "silu")
 
 _READ = {

@@ -105,7 +105,7 @@ def _mlp(spec: MiniMaxM3Spec, layer: int, **shared: Any) -> SparseMoe | Mlp:
 
 
 def _index_shard(spec: MiniMaxM3Spec, context: ParallelContext) -> IndexShard:
-    """This rank's part of the index keys."""
+    """Return this rank's part of the index keys."""
     if spec.sparse is None or not spec.sparse.is_sharded:
         return IndexShard()
     view, heads = context.layout.attention, spec.sparse.index_heads
@@ -120,7 +120,7 @@ def _kinds(
     weights: WeightFormat,
     kernels: KernelTable,
 ) -> list[tuple[AttentionKind, int]]:
-    """The kinds of attention of these layers, each with the first layer of it."""
+    """Return the attention kinds of `layers`, each with the first layer of its kind."""
     view = context.layout.attention
     kv_heads = len(view.kv_heads(spec.num_kv_heads))
     group, cache = len(view.cache_heads(spec.num_heads)) // kv_heads, cache_shard(view)

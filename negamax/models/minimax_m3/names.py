@@ -19,7 +19,7 @@ from negamax.models.minimax_names import place as place
 
 
 def indexer(layer: int) -> IndexerNames:
-    """Name what scores the blocks of a sparse layer."""
+    """Name the projections and norms that score the blocks of a sparse layer."""
     prefix = f"model.layers.{layer}.self_attn"
     parts = ("q_proj", "k_proj", "q_norm", "k_norm")
     return IndexerNames(*(f"{prefix}.index_{part}.weight" for part in parts))

@@ -1,1 +1,1 @@
-"""What the engine enforces on an output, in the form that the grammar compiler takes."""
+"""Grammars that the engine enforces, in the compiler's form."""

@@ -1,6 +1,4 @@
-"""Grammars in which an output can get stuck: found when they are compiled, before anybody follows
-one.
-"""
+"""Find grammars in which an output can get stuck, when they are compiled."""
 
 from __future__ import annotations
 
@@ -10,13 +8,13 @@ from collections.abc import Collection, Iterator
 from enum import IntEnum
 from typing import NamedTuple
 
-VERSION = "v16"  # of xgrammar's serialised grammars; others are not looked at
+VERSION = "v16"  # of xgrammar's serialized grammars; others are not checked
 
 _LAST_CHARACTER = 0x10FFFF
 
 
 class _Kind(IntEnum):
-    """Expressions of a serialised grammar, each with integers of its own."""
+    """Expressions of a serialized grammar, and the integers of each."""
 
     STRING = 0  # its bytes
     CHARACTERS = 1  # whether negated; first and last of each range
@@ -27,23 +25,24 @@ class _Kind(IntEnum):
     CHOICES = 6  # expressions
     TAG_DISPATCH = 7  # (trigger, rule) for each tag; whether more may follow; excluded texts
     REPEAT = 8  # a rule; least and most times
-    TOKEN = 9  # those it may be
+    TOKEN = 9  # the allowed tokens
     TOKEN_TAG_DISPATCH = 11  # number of tags; (token, rule) for each; the same; excluded tokens
 
 
 class _Symbol(NamedTuple):
-    """A part of an alternative. `rule`: the one that it is; `can_end`: of one without a rule."""
+    """A part of an alternative: a `rule`, or text or tokens, which `can_end` or not."""
 
     rule: int | None = None
     is_optional: bool = False
     can_end: bool = True
-    writes: bool = True  # without a rule: whether it stands for any text
+    writes: bool = True  # without a rule: whether it produces any text
 
 
 def dead_end(serialized: str, *, stop_token_ids: Collection[int]) -> str | None:
-    """Why an output that follows the grammar may come to a point where no token is allowed, or
-    cannot come to an end; None: from every point it can. `stop_token_ids` end an output, and cannot
-    stand in it as tags. The time is linear in the size of the grammar.
+    """Return why an output may reach a point without an allowed token or an end; None: it cannot.
+
+    `stop_token_ids` end an output; they are no tags in it. Takes linear time in the size of the
+    grammar.
     """
     grammar = json.loads(serialized)
     if grammar["__VERSION__"] != VERSION:
@@ -103,7 +102,7 @@ def _symbol(part: list[int], stop_token_ids: frozenset[int]) -> _Symbol:
 
 
 def _has_characters(items: list[int]) -> bool:
-    """Whether a class of characters has any."""
+    """Whether a class of characters is not empty."""
     is_negated, *ends = items
     ranges = sorted(zip(ends[::2], ends[1::2], strict=True))
     if not is_negated:
@@ -117,9 +116,10 @@ def _has_characters(items: list[int]) -> bool:
 
 
 def _completed(rules: list[list[list[_Symbol]]]) -> list[bool]:
-    """Which rules stand for any finite text."""
+    """Return which rules produce a finite text."""
     can_end = [False] * len(rules)
-    missing: dict[int, list[list[int]]] = defaultdict(list)  # by rule: alternatives' [owner, count]
+    # by rule: [owner, count] of each alternative
+    missing: dict[int, list[list[int]]] = defaultdict(list)
     found: list[int] = []
     for owner, alternatives in enumerate(rules):
         for symbols in alternatives:
@@ -148,7 +148,7 @@ def _completed(rules: list[list[list[_Symbol]]]) -> list[bool]:
 
 
 def _writing(rules: list[list[list[_Symbol]]], can_end: list[bool]) -> list[bool]:
-    """Which rules stand for a finite text that is not empty."""
+    """Return which rules produce a finite text that is not empty."""
     writes = [False] * len(rules)
     users: dict[int, list[int]] = defaultdict(list)
     found: list[int] = []
@@ -178,7 +178,7 @@ def _ends(symbol: _Symbol, can_end: list[bool]) -> bool:
 def _stuck(
     rules: list[list[list[_Symbol]]], root: int, can_end: list[bool], writes: list[bool]
 ) -> int | None:
-    """A rule within reach of `root` that writes something and then cannot end."""
+    """Return a rule reachable from `root` that produces text and then cannot end."""
     seen, waiting = {root}, [root]
     while waiting:
         owner = waiting.pop()

@@ -1,6 +1,4 @@
-"""JSON schemas as grammars understand them: local references, and which keywords nothing can be
-done about.
-"""
+"""Rewrite JSON schemas for the grammar compiler, and refuse what it cannot enforce."""
 
 from __future__ import annotations
 
@@ -10,8 +8,7 @@ from typing import Any
 from negamax.config.grammar import refuse_grammar
 from negamax.text.schema_walk import pointer_target
 
-# Keywords that a grammar cannot follow: it would have to remember values, or allow everything but
-# something.
+# Keywords that a grammar cannot enforce: it would have to remember values, or exclude some.
 NOT_ENFORCED = (
     "not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems",
     "dependentRequired",
@@ -33,15 +30,14 @@ _SINGLES = (
 )
 
 _MAX_REFERENCES = 32  # in a chain of references to references
-_NODE_BYTES = 16  # of a reference that cost as much as a node
+_NODE_BYTES = 16  # of a reference that costs as much as a node
 
 MAX_NODES = 50_000
 MAX_BYTES = 4 << 20
 
 
 class Budget:
-    """What the schemas of one request may come to while they are expanded: references and shared
-    sub-schemas can make a small request large. Single writer: one thread."""
+    """Limit of the expanded schemas of one request: references can make a small request large."""
 
     def __init__(self) -> None:
         self._nodes = 0
@@ -52,7 +48,7 @@ class Budget:
         return self._nodes > MAX_NODES or self._bytes > MAX_BYTES
 
     def spend(self, nodes: int = 1, *, num_bytes: int = 0) -> None:
-        """Count what is about to be made. Errors: `InvalidRequestError` beyond the limits."""
+        """Spend before expanding. Errors: `InvalidRequestError` beyond the limits."""
         self._nodes += nodes
         self._bytes += num_bytes
         if self._nodes > MAX_NODES:
@@ -68,20 +64,17 @@ class Budget:
 
 
 def prepared(schema: Any, *, strict: bool, budget: Budget | None = None) -> Any:
-    """`schema` in the words that the grammar compiler reads.
+    """Rewrite `schema` in the keywords that the grammar compiler reads.
 
-    `nullable` becomes a type, a required property that is not listed becomes a listed one (several
-    share one definition), and items without a schema may be anything. Errors:
-    `InvalidRequestError` beyond the `budget`; with `strict` also for a keyword that cannot be
-    enforced, and for a reference that leads nowhere.
+    `nullable` becomes a type. Unlisted required properties become listed ones, which share one
+    definition. Items without a schema may be anything. Errors: `InvalidRequestError` beyond the
+    `budget`; with `strict` also for a keyword that cannot be enforced and for a dangling reference.
     """
     return _Preparation(schema, budget or Budget(), strict=strict).made
 
 
 def resolve(node: Any, *, root: Any, budget: Budget | None = None) -> Any:
-    """What a schema that is a reference into `root` refers to, looked through; None where that
-    leads nowhere.
-    """
+    """Follow references into `root` from `node`; return None for a dangling one."""
     for _ in range(_MAX_REFERENCES):
         if not isinstance(node, Mapping) or not isinstance(node.get("$ref"), str):
             return node
@@ -108,11 +101,11 @@ def _check_enforceable(node: Mapping[str, Any], *, root: Any, budget: Budget) ->
 
 
 class _Preparation:
-    """One schema on its way into the compiler's words; `made` is the result."""
+    """Rewrites one schema; `made` is the result."""
 
     def __init__(self, schema: Any, budget: Budget, *, strict: bool) -> None:
         self._root, self._budget, self._strict = schema, budget, strict
-        self._shared: dict[str, Any] = {}  # definitions that the root gains
+        self._shared: dict[str, Any] = {}  # new definitions of the root
         definitions = schema.get("$defs") if isinstance(schema, Mapping) else None
         self._taken = definitions if isinstance(definitions, Mapping) else {}
         self.made = self._prepared(schema)
@@ -149,7 +142,7 @@ class _Preparation:
         return made
 
     def _list_required(self, node: dict[str, Any]) -> None:
-        """List the required properties that are not listed: they follow `additionalProperties`."""
+        """List the unlisted required properties; they follow `additionalProperties`."""
         listed = node.get("properties")
         listed = listed if isinstance(listed, Mapping) else {}
         missing = dict.fromkeys(
@@ -164,7 +157,7 @@ class _Preparation:
         node["properties"] = {**listed, **dict.fromkeys(missing, others)}
 
     def _share(self, schema: Any) -> dict[str, str]:
-        """A reference to a definition of the root that is `schema`."""
+        """Make `schema` a definition of the root; return a reference to it."""
         name = f"shared{len(self._shared)}"
         while name in self._taken:
             name += "_"
@@ -173,7 +166,7 @@ class _Preparation:
 
 
 def _is_small(schema: Any) -> bool:
-    """Whether a reference would be no shorter."""
+    """Whether a reference to `schema` would not be shorter."""
     if not isinstance(schema, Mapping):
         return True
     return len(schema) <= 1 and all(

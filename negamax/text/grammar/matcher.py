@@ -1,8 +1,7 @@
-"""Grammars at work: compiled for one vocabulary, and followed token by token. The one door to
-xgrammar.
+"""Compile grammars for one vocabulary, and match them token by token, by xgrammar.
 
-xgrammar brings torch and transformers along, seconds of import: only the grammar process imports
-this module.
+Only the grammar process imports this module: xgrammar imports torch and transformers, which takes
+seconds.
 """
 
 from __future__ import annotations
@@ -24,13 +23,11 @@ CACHE_ENTRIES = 512
 
 Mask = NDArray[np.uint8]  # [ceil(vocabulary / 8)], bit i of byte j: token 8 j + i may come next
 
-_TAG_PREFIX = b"\xff\xff"  # no UTF-8, so that no grammar of texts can reach the token
+_TAG_PREFIX = b"\xff\xff"  # not UTF-8: no grammar of texts can match the token
 
 
 class GrammarCompiler:
-    """Compiles structural tags for the vocabulary of one model, and keeps the latest. Threads may
-    share it.
-    """
+    """Compiles structural tags for one vocabulary and caches the latest. Threads may share it."""
 
     def __init__(
         self,
@@ -41,8 +38,7 @@ class GrammarCompiler:
         num_threads: int,
         token_tags: Collection[str],
     ) -> None:
-        """`vocab_size` is the model's, which may be padded; `token_tags` count as their own token
-        only."""
+        """`vocab_size` is the model's, which may be padded; `token_tags` count only as tokens."""
         self.vocab_size = vocab_size
         vocabulary = [_spelling(tokenizer, token_id, token_tags) for token_id in range(vocab_size)]
         info = xgrammar.TokenizerInfo(
@@ -58,12 +54,14 @@ class GrammarCompiler:
         ids = (tokenizer.token_id(tag) for tag in sorted(token_tags))
         self.tags = TagBits([i for i in ids if i is not None and i < vocab_size])
         self._lock = Lock()
-        # the latest use last
+        # least recently used first
         self._cache: OrderedDict[str, xgrammar.CompiledGrammar] = OrderedDict()
 
     def compile(self, structural_tag: str) -> xgrammar.CompiledGrammar:
-        """The compiled form. Errors: `InvalidRequestError` with the compiler's words, and for a
-        grammar that allows no token at some point.
+        """Return the compiled form.
+
+        Errors: `InvalidRequestError` with the compiler's message, and for a grammar with a dead
+        end.
         """
         with self._lock:
             known = self._cache.get(structural_tag)
@@ -90,26 +88,24 @@ class GrammarCompiler:
 
 
 class TagBits:
-    """The bits of the tags that are tokens of their own.
+    """The bits of tags that are tokens.
 
-    Raw text up to a closer lets the library allow every token, tags included. No place that needs a
-    tag allows all of them, which is how the two are distinguished.
+    In raw text up to a closer xgrammar allows every token, tags included. A place that needs a tag
+    never allows all tags, which distinguishes the two.
     """
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._bits = [(token_id // 8, 1 << token_id % 8) for token_id in token_ids]
 
     def clear(self, mask: Mask) -> None:
-        """Take the tags out of `mask` where it stands for raw text."""
+        """Clear the tags in `mask` if it is that of raw text."""
         if all(mask[place] & bit for place, bit in self._bits):
             for place, bit in self._bits:
                 mask[place] &= 0xFF ^ bit
 
 
 class GrammarMatcher:
-    """One output on its way through its grammar. Single writer: whichever thread of the grammar
-    process has its turn.
-    """
+    """One output in its grammar. One thread of the grammar process uses it at a time."""
 
     def __init__(self, compiled: xgrammar.CompiledGrammar) -> None:
         self._matcher = xgrammar.GrammarMatcher(compiled)
@@ -120,11 +116,9 @@ class GrammarMatcher:
         return bool(self._matcher.is_terminated())
 
     def take(self, part: int | bytes) -> bool:
-        """Go on by a token, or by text without one; False: the grammar does not allow
-        it.
-        """
+        """Advance by a token, or by text. False: the grammar does not allow it."""
         if self.has_ended:
-            return True  # what follows an end is not its business
+            return True  # tokens after the end are not checked
         taken = (
             self._matcher.accept_token(part)
             if isinstance(part, int)
@@ -137,7 +131,7 @@ class GrammarMatcher:
         self._matcher.rollback(count)
 
     def mask(self, compiler: GrammarCompiler) -> Mask:
-        """What the output may go on with, unless it has ended; `compiler`: that of its grammar."""
+        """Return the allowed next tokens, unless the output has ended."""
         words = np.zeros((1, -(-compiler.vocab_size // 32)), dtype=np.int32)
         self._matcher.fill_next_token_bitmask(words, 0)
         mask: Mask = words.view(np.uint8)[0][: -(-compiler.vocab_size // 8)]
@@ -146,8 +140,8 @@ class GrammarMatcher:
 
 
 def _spelling(tokenizer: Tokenizer, token_id: int, token_tags: Collection[str]) -> bytes:
-    """What a token means to a grammar: its text; if it is a tag, what only its id can name; if it
-    controls, nothing.
+    """Return a token's bytes in grammars; those of a tag cannot be text, those of controls are
+    empty.
     """
     text = tokenizer.token_bytes(token_id)
     if not tokenizer.is_added(token_id):
@@ -158,6 +152,6 @@ def _spelling(tokenizer: Tokenizer, token_id: int, token_tags: Collection[str]) 
 
 
 def _reason(error: Exception) -> str:
-    """The library's message without the place in its source."""
+    """Return the library's message without its source position."""
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return text.rsplit(" is false: ", 1)[-1].split(".cc:", 1)[-1].lstrip("0123456789: ")[:500]

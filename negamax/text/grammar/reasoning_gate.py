@@ -1,6 +1,4 @@
-"""Where an output's reasoning ends, token by token, and what ends it when it has grown to its
-limit.
-"""
+"""Track where an output's reasoning ends, and end it at its budget."""
 
 from __future__ import annotations
 
@@ -19,11 +17,10 @@ class _State(enum.Enum):
 
 
 class ReasoningGate:
-    """Follows one output. Single writer: what commits its tokens.
+    """Follow the reasoning of one output.
 
-    `budget`: tokens of reasoning after which the closing tokens are due, exactly; `calls_end_it`:
-    whether the opener of a call block ends an open reasoning. `token_bytes` is needed where a
-    marker has no token of its own.
+    `budget`: tokens of reasoning after which the closing tokens are due. `calls_end_it`: the opener
+    of a call block ends an open reasoning. `token_bytes` is required if a marker has no token.
     """
 
     def __init__(
@@ -40,37 +37,36 @@ class ReasoningGate:
         self._ends = [reasoning.closer, *([reasoning.call_opener] if calls_end_it else [])]
         self._state = _State.OPEN if reasoning.state == "open" else _State.UNDECIDED
         self._num_tokens = 0  # of reasoning
-        # before the decision: all of it; within reasoning: what may begin a marker
+        # before the decision: all text; within reasoning: a possible beginning of a marker
         self._text = b""
         self._due: deque[int] = deque()
         self._spend()
 
     @property
     def is_open(self) -> bool:
-        """Whether the output is within its reasoning for sure."""
+        """Whether the output is certainly within its reasoning."""
         return self._state is _State.OPEN
 
     @property
     def due(self) -> int | None:
-        """The token that must come next; None: that is free."""
+        """The token that must come next, or None."""
         return self._due[0] if self._due else None
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will come of it."""
+        """Whether the gate has no effect any more."""
         return self._state is _State.CLOSED and not self._due
 
     def fork(self) -> ReasoningGate:
-        """Another one of the same output, to see what tokens would do."""
+        """Return a copy, to try tokens."""
         forked = copy(self)
         forked._due = self._due.copy()
         return forked
 
     def push(self, token_id: int) -> int | bytes | None:
-        """Take the next token; what of it belongs to the content: itself, its last bytes, or
-        nothing.
+        """Take the next token; return its part of the content: the token, its last bytes, or None.
 
-        An optional reasoning belongs to the content, for the grammar knows it.
+        An optional reasoning is part of the content: the grammar contains it.
         """
         if self._due:
             self._due.popleft()
@@ -85,15 +81,13 @@ class ReasoningGate:
         return token_id if self._reasoning.state == "optional" else passed
 
     def _spend(self) -> None:
-        """Make the closing tokens due where the budget is used up."""
+        """Make the closing tokens due once the budget is spent."""
         if self._state is not _State.CLOSED and not self._due and self._num_tokens == self._budget:
             self._due.extend(self._reasoning.closing_ids)
             self._budget = None
 
     def _decide(self, token_id: int) -> None:
-        """Whether the output begins with the opener. A closer alone, or anything else, is
-        content.
-        """
+        """Decide whether the output begins with the opener. Anything else is content."""
         opener = self._reasoning.opener
         if opener.token_id is not None:
             self._state = _State.OPEN if token_id == opener.token_id else _State.CLOSED
@@ -106,7 +100,7 @@ class ReasoningGate:
             self._state = _State.CLOSED
 
     def _look_for_end(self, token_id: int) -> int | bytes | None:
-        """End the reasoning where a marker is complete; what of the token stands behind it."""
+        """End the reasoning at a complete marker; return the token's part after it."""
         for tag in self._ends:
             if tag.token_id == token_id:
                 self._state = _State.CLOSED
@@ -134,7 +128,7 @@ class ReasoningGate:
 
 
 def needs_text(reasoning: Reasoning) -> bool:
-    """Whether a gate for it must read text, because a marker may come in several tokens."""
+    """Whether a gate must read text because a marker may be several tokens."""
     markers: list[Marker] = [reasoning.closer, reasoning.call_opener]
     if reasoning.state == "optional":
         markers.append(reasoning.opener)

@@ -1,6 +1,4 @@
-"""Grammars in the one form that the compiler takes: xgrammar's structural tags
-(`text.grammar.tag_formats`).
-"""
+"""Write grammars as xgrammar's structural tags (`text.grammar.tag_formats`)."""
 
 from __future__ import annotations
 
@@ -24,18 +22,18 @@ from negamax.text.grammar.tool_calls import CallStyles, calls_format, read_rules
 
 
 def structural_tag(grammar: Grammar, reasoning: Reasoning | None, styles: CallStyles) -> str:
-    """The whole of what the compiler reads for an output, from where its grammar begins.
+    """Return the structural tag of an output, from where its grammar begins.
 
-    After an open reasoning that is after its closer; an optional reasoning is a part of the
-    grammar. `styles`: how families write calls, by name. Errors: `InvalidRequestError` for what the
-    grammar's own check could not see.
+    That is after the closer of an open reasoning; an optional reasoning is part of the grammar.
+    `styles`: the call styles of all families by name. Errors: `InvalidRequestError` for what
+    `Grammar.check` cannot find.
     """
     content = content_format(grammar, Budget(), styles)
     return json.dumps({"type": "structural_tag", "format": _after(reasoning, content)})
 
 
 def content_format(grammar: Grammar, budget: Budget, styles: CallStyles) -> Format:
-    """The format of the content alone."""
+    """Return the format of the content alone."""
     match grammar.kind:
         case "json_object":
             return json_format({"type": "object"})
@@ -64,7 +62,7 @@ def content_format(grammar: Grammar, budget: Budget, styles: CallStyles) -> Form
 
 
 def _after(reasoning: Reasoning | None, content: Format) -> Format:
-    """`content` with what may stand between it and the reasoning."""
+    """Put before `content` what may precede it."""
     if reasoning is None:
         return content
     if reasoning.max_newlines:
@@ -84,7 +82,7 @@ def _after(reasoning: Reasoning | None, content: Format) -> Format:
 
 
 def _with_bounded_whitespace(part: Any) -> Any:
-    """A part of a client's format, in which JSON has no more white space than elsewhere."""
+    """Limit the white space of JSON in a client's format."""
     if isinstance(part, list):
         return [_with_bounded_whitespace(item) for item in part]
     if not isinstance(part, dict):
@@ -99,9 +97,7 @@ def _with_bounded_whitespace(part: Any) -> Any:
 
 
 def _given_format(value: Any, budget: Budget) -> Format:
-    """The format in a structural tag as clients send it: `format`, or the older list of
-    `structures` with their `triggers`.
-    """
+    """Read a client's structural tag: `format`, or the older `structures` and `triggers`."""
     if isinstance(value.get("format"), dict):
         given: Format = _with_bounded_whitespace(value["format"])
         return given

@@ -1,8 +1,8 @@
-"""The building blocks of xgrammar's structural tags, as plain JSON values.
+"""Building blocks of xgrammar's structural tags, as JSON values.
 
-A format is a mapping with a `type`. Those used here: `const_string`, `regex`, `json_schema`,
-`grammar` (GBNF), `any_text` (up to the first of `excludes`), `token` (by its id), and `sequence`,
-`or`, `optional`, `plus`, `star` of other formats.
+A format is a mapping with a `type`: `const_string`, `regex`, `json_schema`, `grammar` (GBNF),
+`any_text` (up to the first of `excludes`), `token` (by its id), and `sequence`, `or`, `optional`,
+`plus`, `star` of other formats.
 """
 
 from __future__ import annotations
@@ -20,35 +20,31 @@ MAX_WHITESPACE = 20
 
 
 def json_format(schema: Any) -> Format:
-    """JSON that follows `schema`, which is prepared."""
+    """Return JSON that follows `schema`, which is prepared."""
     return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITESPACE}
 
 
 def const(text: str) -> Format:
-    """Just this text."""
     return {"type": "const_string", "value": text}
 
 
 def marker(tag: Marker) -> Format:
-    """A tag: its token, or its text where it has none."""
+    """Return a tag: its token, or its text without one."""
     return const(tag.text) if tag.token_id is None else {"type": "token", "token": tag.token_id}
 
 
 def sequence(parts: Sequence[Format]) -> Format:
-    """One after the other."""
     return parts[0] if len(parts) == 1 else {"type": "sequence", "elements": list(parts)}
 
 
 def any_of(branches: Sequence[Format]) -> Format:
-    """A format for any one of them."""
     return branches[0] if len(branches) == 1 else {"type": "or", "elements": list(branches)}
 
 
 def optional(part: Format) -> Format:
-    """It, or nothing."""
     return {"type": "optional", "content": part}
 
 
 def newlines(most: int) -> Format:
-    """Up to `most` line breaks."""
+    """Return up to `most` line breaks."""
     return {"type": "regex", "pattern": f"\\n{{0,{most}}}"}

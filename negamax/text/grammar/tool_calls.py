@@ -1,10 +1,10 @@
-"""Grammars of tool calls, in the form that the model itself writes.
+"""Grammars of tool calls, in the model's own form.
 
-How calls are written is the family's `CallStyle`. Strings stand there raw, up to the closer.
-Arguments come in the order in which the schema lists them, which is how models write them.
+The family's `CallStyle` defines that form: strings are raw, up to the closer, and arguments come in
+the order of the schema, as models write them.
 
-`tool_grammar`, which runs in a server process, only writes down what is wanted, as JSON.
-`calls_format` expands the schemas, in the grammar process.
+`tool_grammar` runs in a server process and only writes down the rules, as JSON. `calls_format`
+expands the schemas, in the grammar process.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ from negamax.text.grammar.tag_formats import (
 )
 from negamax.text.schema_walk import TYPES, implied_container, pointer_steps
 
-NAME = re.compile(r"[^\"<>\n]+")  # that a tag can carry
+NAME = re.compile(r"[^\"<>\n]+")  # names that a tag can have
 _DEFINITIONS = ("$defs", "definitions")
 _REFERENCE = re.compile(r'"\$ref": ("(?:[^"\\]|\\.)*")')
 
-# Formats of strings that are checked where the string stands without quotes; the others are left
-# free.
+# Formats of unquoted strings that are enforced; others are free.
 _STRING_FORMATS = {
     "date": r"[0-9]{4}-[01][0-9]-[0-3][0-9]",
     "time": r"[0-2][0-9]:[0-5][0-9]:[0-5][0-9](\.[0-9]+)?(Z|[+-][0-2][0-9]:[0-5][0-9])?",
@@ -56,16 +55,15 @@ def tool_grammar(
     parallel: bool = True,
     content: Grammar | None = None,
 ) -> Grammar | None:
-    """The grammar of an answer that may or must call `tools` (OpenAI form, or the bare functions).
+    """Return the grammar of an answer that may or must call `tools`; None: nothing to enforce.
 
-    `choice` is "auto", "required" or "function", the last with the `name` of the one tool to call,
-    once. `allowed` names those that may be called, where not all may. Without `parallel` there is
-    one call at most. `content` is the form of an answer without a call. None where nothing needs to
-    be enforced: auto with parallel calls of any tool, without content and without a strict tool.
-    Arguments follow their schema where the call is forced or the tool is strict; a schema that
-    cannot be followed is an error for a strict tool and makes others' arguments free; those errors
-    come from `calls_format`. The names are checked: `choice` finds its tool, `allowed` are among
-    `tools`.
+    `choice` is "auto", "required" or "function"; the last calls the tool `name` once. Only
+    `allowed` tools may be called. Without `parallel` there is at most one call. `content` is the
+    form of an answer without a call.
+
+    Arguments follow their schema if the call is forced or the tool is strict. A schema that cannot
+    be followed is an error of `calls_format` for a strict tool, and frees the arguments of others.
+    The caller has checked `name` and `allowed`.
     """
     functions = [tool.get("function", tool) for tool in tools]
     forced = choice != "auto"
@@ -95,7 +93,7 @@ def tool_grammar(
 
 
 class CalledFunction(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A function that may be called. `schema`: what its arguments follow; None: nothing."""
+    """A function that may be called; `schema` of its arguments, None: free."""
 
     name: str
     schema: dict[str, Any] | None = None
@@ -103,7 +101,7 @@ class CalledFunction(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class CallRules(msgspec.Struct, frozen=True, kw_only=True):
-    """What `tool_grammar` was asked for; the text of its grammars."""
+    """The arguments of `tool_grammar`; the text of its grammars."""
 
     style: str
     tag_ids: dict[str, int]
@@ -115,7 +113,7 @@ class CallRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_rules(text: str) -> CallRules:
-    """The rules in the text of a grammar. Errors: `InvalidRequestError`."""
+    """Parse the text of a grammar. Errors: `InvalidRequestError`."""
     try:
         return msgspec.json.decode(text, type=CallRules)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -125,9 +123,10 @@ def read_rules(text: str) -> CallRules:
 def calls_format(
     rules: CallRules, styles: CallStyles, *, content: Format | None, budget: Budget
 ) -> Format:
-    """The format of an answer that follows `rules`; `content`: of one without a call; `styles`: by
-    their names. Errors: `InvalidRequestError` for a schema that cannot be followed, and beyond the
-    `budget`."""
+    """Return the format of an answer that follows `rules`; `content`: of one without a call.
+
+    Errors: `InvalidRequestError` for a schema that cannot be followed, and beyond the `budget`.
+    """
     style = styles[rules.style](rules.tag_ids, budget)
     calls = any_of([_call(function, style) for function in rules.functions])
     block = style.block(calls if rules.once else {"type": "plus", "content": calls})
@@ -146,7 +145,7 @@ def _called(function: Mapping[str, Any], *, follow_schema: bool) -> CalledFuncti
 
 
 def _call(function: CalledFunction, style: CallStyle) -> Format:
-    """One call of a declared function."""
+    """Return one call of a declared function."""
     if not NAME.fullmatch(function.name):
         refuse_grammar(
             f"the tool name {function.name!r} cannot stand in a call; leave out quotes, angle "
@@ -168,9 +167,9 @@ class CallStyle(ABC):
 
     name: str
     end_of_text: str  # what a raw string cannot hold
-    key: re.Pattern[str]  # the names that an argument can have
-    forbidden: str  # what they cannot have, in words
-    lead: Format | None = None  # what may come before a block that comes first
+    key: re.Pattern[str]  # the names of arguments
+    forbidden: str  # in names, in words
+    lead: Format | None = None  # may precede the first block
     tag_ids: Mapping[str, int]  # of the tags that are written as tokens
 
     def __init__(
@@ -224,11 +223,11 @@ class CallStyle(ABC):
         return sequence([const(opener), value, const(closer)])
 
     def any_arguments(self) -> Format:
-        """Arguments that nothing is known about."""
+        """Return free arguments."""
         return {"type": "star", "content": self.any_argument(self.raw())}
 
     def arguments(self, node: Any, *, root: Any, depth: int = 0) -> Format:
-        """The members of an object, in the order in which they are listed."""
+        """Return the members of an object, in the order of the schema."""
         with self._one_level():
             node = resolve(node, root=root, budget=self.budget)
             if not isinstance(node, Mapping):
@@ -256,7 +255,7 @@ class CallStyle(ABC):
             return sequence(parts) if parts else const("")
 
     def value(self, node: Any, *, root: Any, depth: int) -> Format:
-        """A value that follows the schema `node`."""
+        """Return a value that follows the schema `node`."""
         with self._one_level():
             node = resolve(node, root=root, budget=self.budget)
             if not isinstance(node, Mapping):
@@ -296,12 +295,12 @@ class CallStyle(ABC):
             )
 
     def raw(self, *, most: int | None = None) -> Format:
-        """Any text that a raw string can hold, of at most `most` characters."""
+        """Return any raw string of at most `most` characters."""
         limits = {} if most is None else {"max_chars": most}
         return {"type": "any_text", "excludes": [self.end_of_text], **limits}
 
     def json_value(self, node: Mapping[str, Any], *, root: Any) -> Format:
-        """JSON that follows `node`, with the definitions that it may refer to."""
+        """Return JSON that follows `node`, with the definitions that it refers to."""
         needed: dict[str, dict[str, Any]] = {}
         texts = [json.dumps(node)]
         while texts:
@@ -322,13 +321,13 @@ class CallStyle(ABC):
         return self._counted(json_format({**needed, **own}))
 
     def _counted(self, part: Format) -> Format:
-        """`part`, whose size is spent from the budget."""
+        """Spend the size of `part` from the budget; return it."""
         self.budget.spend(num_bytes=len(json.dumps(part)))
         return part
 
     @contextmanager
     def _one_level(self) -> Iterator[None]:
-        """A schema within another one, references looked through."""
+        """Enter a nested schema; references count."""
         self.budget.spend()
         self._level += 1
         if self._level > MAX_NESTING:
@@ -342,7 +341,7 @@ class CallStyle(ABC):
             self._level -= 1
 
     def _string(self, node: Mapping[str, Any]) -> Format:
-        """A raw string with the limits that its schema sets."""
+        """Return a raw string with the limits of its schema."""
         pattern = node.get("pattern", _STRING_FORMATS.get(str(node.get("format"))))
         if isinstance(pattern, str):
             return self._counted({"type": "regex", "pattern": pattern})
@@ -355,13 +354,13 @@ class CallStyle(ABC):
         )
 
     def _one_of(self, branches: list[Format]) -> Format:
-        """One of them; where any text will do, that alone."""
+        """Return one of `branches`, or free text if any of them is."""
         free = self.raw()
         return free if free in branches else any_of(branches)
 
 
 def count(value: Any) -> int | None:
-    """A limit of a schema, if it is one."""
+    """Return a limit of a schema, or None if it is malformed."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 

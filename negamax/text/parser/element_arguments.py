@@ -1,14 +1,13 @@
-"""Arguments written as nested elements: what opens, closes and stands in them, turned into JSON
-while it is generated.
+"""Convert arguments written as nested elements to JSON while they are generated.
 
-The schema decides what an element is. Where it knows nothing, elements inside make it an object, or
-an array if all of them are items, and text makes it a string, but for the bare words true, false
-and null. White space between elements is layout; other text there is dropped. Objects and arrays
-that the schema announces are written while they grow, and so are strings.
+The schema decides the type of an element. Without a schema, elements inside make it an object, or
+an array if all are items; text makes it a string, except the bare words true, false and null. White
+space between elements is layout; other text there is dropped. Strings, and objects and arrays of a
+known type, are written while they grow.
 
-A member of a nested object whose type is unknown waits for the end of that object, because a name
-that repeats makes a list. So does text in place of an array: several such elements make the array.
-Any other repeated name is written twice; every common JSON reader takes the last one.
+A member of unknown type in a nested object waits for the end of that object, because a repeated
+name makes a list. So does text in place of an array: several such elements make the array. Any
+other repeated name is written twice; every common JSON reader takes the last one.
 """
 
 from __future__ import annotations
@@ -20,18 +19,16 @@ from dataclasses import dataclass, field
 from negamax.text.parser.output_format import CallWriter
 from negamax.text.parser.schema_values import TEXT_TYPES, ValueSchema, json_string, json_value
 
-MAX_DEPTH = 64  # elements inside each other; deeper ones are dropped
-ITEM = "item"  # the name of an element of an array
+MAX_DEPTH = 64  # nested elements; deeper ones are dropped
+ITEM = "item"  # the name of an array's elements
 
-_MAX_UNDECIDED_CHARS = 64  # a text that may be more than a string is not held longer than this
-_WORDS = ("true", "false", "null")  # what is no string where the type is unknown
+_MAX_UNDECIDED_CHARS = 64  # longer text of an undecided type becomes a string
+_WORDS = ("true", "false", "null")  # not strings where the type is unknown
 _CONTAINERS = frozenset({"object", "array"})
 
 
 class _Shape(enum.Enum):
-    """What an element has turned out to be. A tree is an object or an array, whichever its children
-    make it.
-    """
+    """The decided type of an element. A tree becomes an object or an array, by its children."""
 
     UNDECIDED = "text, or nothing yet"
     STRING = "a string that is being written"
@@ -45,9 +42,7 @@ _UNDECIDED, _STRING = _Shape.UNDECIDED, _Shape.STRING
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """A value that waits in its container. `json_in_list` is what it is if others of its name make
-    it part of a list.
-    """
+    """A value that waits in its container. In a list of values of its name it is `json_in_list`."""
 
     name: str
     json: str
@@ -56,9 +51,7 @@ class _Value:
 
 @dataclass(slots=True)
 class _Element:
-    """An open element. The arguments are one, too: an object without a name. Single writer: its
-    `ElementArguments`.
-    """
+    """An open element; the arguments are an object without a name."""
 
     name: str
     key: str | None  # of its value; None in an array
@@ -69,13 +62,13 @@ class _Element:
     text: list[str] = field(default_factory=list)  # of a text that is not written yet
     num_chars: int = 0
     is_blank: bool = True  # no text but white space
-    # openers in the text that are data, and so are their closers
+    # openers in the text that are data; so are their closers
     quoted: list[str] = field(default_factory=list)
     names: set[str] = field(default_factory=set)  # of its members so far
     num_children: int = 0
     values: list[_Value] = field(default_factory=list)  # that wait
     is_written: bool = False  # its opening bracket is out
-    may_be_over: bool = False  # a closer with another name stands after its last child
+    may_be_over: bool = False  # a closer with another name followed its last child
     is_implied: bool = False  # an item without a tag of its own
 
 
@@ -91,10 +84,10 @@ class ElementArguments:
         )
         self._open = [arguments]
         self._num_skipped = 0  # elements open beyond MAX_DEPTH
-        # the element that the tag before closed by a wrong name
+        # the element that the previous tag closed by a wrong name
         self._wrongly_closed: str | None = None
 
-    # What the tags ask
+    # Queries of the tag reader
 
     @property
     def is_in_text(self) -> bool:
@@ -128,10 +121,10 @@ class ElementArguments:
         """Whether the schema of the innermost open element lists a member of this name."""
         return self._open[-1].schema.lists(name)
 
-    # What the tags and the text do
+    # Tags and text
 
     def add_text(self, text: str) -> None:
-        """Take text; it is dropped where only elements can stand."""
+        """Take text. It is dropped where only elements are allowed."""
         element = self._open[-1]
         if element.shape is _STRING:
             self._calls.string_text(text)
@@ -167,8 +160,8 @@ class ElementArguments:
     def close(self, name: str, tag: str) -> None:
         """Take the closer of the element `name`; `tag` is its text.
 
-        A wrong name closes a text, and the right one may follow. That of an outer element closes
-        the inner ones; one that fits nothing is dropped.
+        A wrong name closes a text, and the correct closer may follow. The closer of an outer
+        element closes the inner ones. A closer that fits nothing is dropped.
         """
         if self._num_skipped:
             self._num_skipped -= 1
@@ -190,14 +183,14 @@ class ElementArguments:
             element.may_be_over = True
 
     def end(self) -> None:
-        """The call is closed, and so is everything in it."""
+        """Close the call and everything in it."""
         self._num_skipped = 0
         self._close_down_to(0)
         for name, json in _grouped(self._open[0].values):
             self._calls.member(name, json)
         self._calls.end_call()
 
-    # Where an element goes
+    # Placement
 
     def _leave_for_sibling(self, element: _Element, name: str) -> None:
         """Close the open text if the opener `name` shows that its closer was forgotten."""
@@ -209,10 +202,9 @@ class ElementArguments:
         self._close_down_to(self._level_for(name, may_guess=True))
 
     def _level_for(self, name: str, *, may_guess: bool) -> int | None:
-        """The level of the innermost container around the last element in which `name` may begin,
-        or None.
+        """Return the innermost level around the last element where `name` may begin, or None.
 
-        With `may_guess` the container right outside will do, if it lists no members.
+        With `may_guess`, the next outer container qualifies if it lists no members.
         """
         last = len(self._open) - 1
         for level in range(last - 1, -1, -1):
@@ -230,8 +222,8 @@ class ElementArguments:
         return None
 
     def _become_container(self, element: _Element) -> bool:
-        """Make the open text an object or an array; False if it is a string, so that what opens in
-        it is data.
+        """Make the open text an object or an array. False: it is a string, and what opens in it is
+        data.
         """
         types = element.schema.types
         if element.shape is _STRING or not (
@@ -257,7 +249,7 @@ class ElementArguments:
         container.may_be_over = False
         if container.shape is _Shape.ARRAY:
             schema = container.schema.item(container.num_children)
-            # members of an object whose item tag is missing
+            # members of an object without an item tag
             if name != ITEM and schema.lists(name):
                 self._push(ITEM, schema, shape=_Shape.OBJECT).is_implied = True
                 self._begin(name)
@@ -283,12 +275,10 @@ class ElementArguments:
         while level is not None and len(self._open) > level + 1:
             self._close()
 
-    # What becomes of it
+    # Output
 
     def _begin_string(self, element: _Element) -> None:
-        """Begin to write the open text, unless it may still turn out to be something else than a
-        string.
-        """
+        """Begin to write the open text, unless it may still become something else than a string."""
         types = element.schema.types
         if element.is_collected or not types <= TEXT_TYPES:
             return
@@ -303,7 +293,7 @@ class ElementArguments:
         element.shape = _STRING
 
     def _close(self) -> str:
-        """End the innermost element and hand its value on; returns its name."""
+        """Close the innermost element, pass its value on, and return its name."""
         element = self._open[-1]
         if element.shape is _STRING:
             self._calls.close_string()
@@ -327,9 +317,7 @@ class ElementArguments:
         return element.name
 
     def _write_brackets(self) -> None:
-        """Write the opening brackets of the open containers, now that a value in them is
-        certain.
-        """
+        """Write the opening brackets of the open containers: a value in them is certain."""
         if self._open[-1].is_written:
             return
         for element in self._open:
@@ -339,16 +327,14 @@ class ElementArguments:
 
 
 def _may_be_word(text: str, types: frozenset[str]) -> bool:
-    """Whether a text that begins with `text` may end as a word that is no string."""
+    """Whether a text that begins with `text` may become a word that is not a string."""
     if not types:
         return any(word.startswith(text.strip()) for word in _WORDS)
     return "null" in types and "null".startswith(text.lower())
 
 
 def _text_value(element: _Element) -> _Value:
-    """The value of an element without elements in it. Text in place of an array is an item of it,
-    if there are several.
-    """
+    """Return the value of an element without children. Text in place of an array may be an item."""
     text = "".join(element.text)
     types = element.schema.types
     value = _text_json(text, types)
@@ -358,7 +344,7 @@ def _text_value(element: _Element) -> _Value:
 
 
 def _text_json(text: str, types: frozenset[str]) -> str:
-    """A text as JSON by the types that are allowed."""
+    """Convert a text to JSON by the allowed types."""
     if not types:
         return text.strip() if text.strip() in _WORDS else json_string(text)
     if text.strip() or "string" in types:
@@ -369,7 +355,7 @@ def _text_json(text: str, types: frozenset[str]) -> str:
 
 
 def _container_value(element: _Element) -> _Value:
-    """The value of a container that was collected."""
+    """Return the value of a collected container."""
     values = element.values
     is_array = element.shape is _Shape.ARRAY or (
         element.shape is _Shape.TREE and all(value.name == ITEM for value in values)
@@ -386,7 +372,7 @@ def _container_value(element: _Element) -> _Value:
 
 
 def _grouped(values: Sequence[_Value]) -> Iterator[tuple[str, str]]:
-    """The name and JSON of each member; a name that repeats has the list of its values."""
+    """Yield the name and JSON of each member; a repeated name has a list."""
     by_name: dict[str, list[_Value]] = {}
     for value in values:
         by_name.setdefault(value.name, []).append(value)

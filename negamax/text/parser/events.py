@@ -1,4 +1,4 @@
-"""What a parser makes of generated text, piece by piece and as a whole."""
+"""Events of a parsed answer, and the whole answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ContentDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 class ToolCallStart(msgspec.Struct, frozen=True, gc=False):
-    """A tool call begins; `index` counts the calls of the answer from 0."""
+    """A tool call begins. `index` counts the calls of the answer from 0."""
 
     index: int
     name: str
@@ -35,8 +35,9 @@ class ToolArgumentsDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 class ToolCallEnd(msgspec.Struct, frozen=True, gc=False):
-    """The arguments of this call are complete: their deltas form one JSON object. A call that was
-    cut has no end."""
+    """The arguments of this call are complete: its deltas form a JSON object. A truncated call has
+    none.
+    """
 
     index: int
 
@@ -46,8 +47,9 @@ ParserEvent = ReasoningDelta | ContentDelta | ToolCallStart | ToolArgumentsDelta
 
 @dataclass(frozen=True, slots=True)
 class ParsedToolCall:
-    """One call of an answer; `arguments` is the text of a JSON object, or of its beginning where
-    the call is not whole because it was cut."""
+    """One call of an answer. `arguments` is a JSON object, or the beginning of one if not
+    `is_whole`.
+    """
 
     name: str
     arguments: str
@@ -56,7 +58,7 @@ class ParsedToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ParsedOutput:
-    """A whole answer. A part that does not occur is None."""
+    """A whole answer. A missing part is None."""
 
     reasoning: str | None
     content: str | None
@@ -64,12 +66,12 @@ class ParsedOutput:
 
 
 def collect(events: Iterable[ParserEvent]) -> ParsedOutput:
-    """The whole answer behind all events of one parser."""
+    """Join all events of one parser to the whole answer."""
     reasoning: list[str] = []
     content: list[str] = []
     names: list[str] = []
     arguments: list[list[str]] = []
-    num_whole = 0  # only the last call can be cut
+    num_whole = 0  # only the last call can be truncated
     for event in events:
         match event:
             case ReasoningDelta(text):
@@ -91,7 +93,7 @@ def collect(events: Iterable[ParserEvent]) -> ParsedOutput:
 
 
 def merged(events: list[ParserEvent]) -> list[ParserEvent]:
-    """`events` with neighbouring text of the same kind joined, so that one step gives one delta."""
+    """Join neighbouring text of one kind, so that a step gives one delta."""
     merged: list[ParserEvent] = []
     texts: list[str] = []
     for position, event in enumerate(events):

@@ -1,4 +1,4 @@
-"""How a model family writes reasoning and calls, as the parser asks for it."""
+"""How a model family writes reasoning and calls: the interface to the parser."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ from negamax.text.tokenizer import Tokenizer
 
 
 class CallWriter:
-    """Writes tool calls as events; arguments are one JSON object that grows member by member.
-    Single writer: the open block.
+    """Write tool calls as events; the arguments are one JSON object that grows.
 
-    Values go into the innermost container that is open: with a key into an object, with None into
-    an array.
+    Values go into the innermost open container: with a key into an object, with None into an array.
     """
 
     __slots__ = ("_closers", "_emit", "_has_members", "_index")
@@ -32,7 +30,7 @@ class CallWriter:
         self._emit = emit
         self._index = -1
         self._closers: list[str] = []  # of the open containers below the arguments
-        # the innermost container; one that has a container in it has members
+        # of the innermost container; a container with a container in it has members
         self._has_members = False
 
     def start_call(self, name: str) -> None:
@@ -42,30 +40,27 @@ class CallWriter:
         self._emit(ToolCallStart(self._index, name))
 
     def member(self, key: str | None, value: str) -> None:
-        """Add a whole value, which is JSON."""
+        """Add a whole JSON value."""
         self._arguments(self._lead(key) + value)
 
     def open_string(self, key: str | None) -> None:
-        """Begin a string that arrives bit by bit."""
+        """Begin a string that arrives in parts."""
         self._arguments(self._lead(key) + '"')
 
     def string_text(self, text: str) -> None:
-        """Add text to the open string."""
         if text:
             self._arguments(json_string_body(text))
 
     def close_string(self) -> None:
-        """End the open string."""
         self._arguments('"')
 
     def open_container(self, key: str | None, *, is_array: bool) -> None:
-        """Begin an object or an array, whose values follow."""
+        """Begin an object or an array."""
         self._arguments(self._lead(key) + ("[" if is_array else "{"))
         self._closers.append("]" if is_array else "}")
         self._has_members = False
 
     def close_container(self) -> None:
-        """End the innermost container."""
         self._arguments(self._closers.pop())
         self._has_members = True
 
@@ -76,8 +71,7 @@ class CallWriter:
         self._emit(ToolCallEnd(self._index))
 
     def cut_call(self) -> None:
-        """The output ended within the call. Where no argument has begun, there is an opening brace:
-        clients read empty text as a call without arguments."""
+        """End a truncated call. One without arguments gets a brace: clients read "" as complete."""
         if not self._has_members and not self._closers:
             self._arguments("{")
 
@@ -94,15 +88,12 @@ class CallWriter:
 
 
 class CallBlock(ABC):
-    """One call block, from its opener on, as a format reads it. Fed with lexemes by the parser, its
-    single writer."""
+    """Reader of one call block, from its opener on. The parser feeds it lexemes."""
 
     __slots__ = ("_calls", "_has_opener", "_schemas")
 
     def __init__(self, calls: CallWriter, *, schemas: ToolSchemas, has_opener: bool) -> None:
-        """`has_opener` is False for a bare invoke without the block around it; such a block ends
-        with that invoke.
-        """
+        """`has_opener` is False for a bare invoke without a block; it ends the block."""
         self._calls = calls
         self._schemas = schemas
         self._has_opener = has_opener
@@ -110,62 +101,54 @@ class CallBlock(ABC):
     @staticmethod
     @abstractmethod
     def is_bare_call(lexeme: Lexeme, schemas: ToolSchemas, *, at_line_start: bool) -> bool:
-        """Whether an invoke without a block around it is a call; `at_line_start`: only white space
-        stands before it in its line.
-        """
+        """Whether an invoke without a block is a call; `at_line_start`: it begins its line."""
 
     @abstractmethod
     def take(self, lexeme: Lexeme) -> bool:
-        """Process one lexeme; True when it ended the block."""
+        """Process one lexeme. True: it ended the block."""
 
     @abstractmethod
     def finish(self, *, is_cut: bool) -> None:
-        """The output is over: a call that is still open was cut. `is_cut`: not the model ended
-        it.
-        """
+        """End the output: an open call was truncated. `is_cut`: the model did not end it."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """How a model family writes reasoning and calls: its tags, and the reader of a call block."""
+    """The tags of a model family, and its reader of call blocks."""
 
     name: str
     think_open: str
     think_close: str
-    call_open: str  # what a call block begins with, one token where the vocabulary has it
-    literals: Mapping[str, TagKind]  # tags with a fixed text, which may be one token each
+    call_open: str  # begins a call block; one token where the vocabulary has it
+    literals: Mapping[str, TagKind]  # tags with a fixed text; each may be one token
     patterns: tuple[TagPattern, ...]
     beginnings: TagBeginnings
     new_block: type[CallBlock]
     may_think_again: bool  # whether a think opener within content begins reasoning
-    call_closers: tuple[str, ...]  # closers within and after calls that are no literals
-    turn_open: str = "]~b]"  # in rendered prompts: what a turn begins with, before its role
+    call_closers: tuple[str, ...]  # closers in and after calls that are not literals
+    turn_open: str = "]~b]"  # begins a turn in rendered prompts, before its role
     turn_close: str = "[e~["
     assistant: str = "ai"  # the role of the model's own turns
 
     def without_calls(self) -> OutputFormat:
-        """The same format for answers in which what looks like a call is text."""
+        """Return the format for answers in which calls are text."""
         think_tags = {tag: self.literals[tag] for tag in (self.think_open, self.think_close)}
         return dataclasses.replace(self, literals=think_tags, patterns=(), beginnings=NO_BEGINNINGS)
 
     @property
     def ends_in_content(self) -> bool:
-        """Whether nothing but content follows the reasoning."""
+        """Whether only content can follow the reasoning."""
         return not (self.patterns or self.may_think_again or self.call_open in self.literals)
 
     def tag_ids(self, tokenizer: Tokenizer) -> dict[str, int]:
-        """The token ids of the tags with a fixed text; tags that `tokenizer` has no token for are
-        left out.
-        """
+        """Return the token ids of the literal tags that are tokens in `tokenizer`."""
         found = {tag: tokenizer.token_id(tag) for tag in self.literals}
         return {tag: token_id for tag, token_id in found.items() if token_id is not None}
 
     def opens_reasoning(self, prompt: str) -> bool:
-        """Whether a rendered prompt ends inside an open think block, so that the answer begins
-        there.
+        """Whether a rendered prompt ends inside an open think block.
 
-        Only the assistant turn that the prompt leaves open is looked at: prompts quote think tags
-        elsewhere.
+        Only the open assistant turn counts: prompts quote think tags elsewhere.
         """
         if prompt.rstrip("\n").endswith(self.think_open):
             return True

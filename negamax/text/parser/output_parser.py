@@ -1,25 +1,23 @@
-"""One streaming state machine that turns generated text into reasoning, content and tool calls.
+"""Streaming state machine that splits generated text into reasoning, content and tool calls.
 
-It decides between reasoning, content and call blocks; the inside of a block is the business of the
-model's format file. Output is read once, tag by tag, and what comes out depends only on the text,
-never on how it was cut into pieces: a parsed answer is the sum of its stream.
+It decides between reasoning, content and call blocks; the family's `CallBlock` reads the inside of
+a block. The events depend only on the text, never on its pieces: a parsed answer is the sum of its
+stream.
 
 Rules for every format:
 - Reasoning ends at its closer, or at a call block that opens in it. A second opener before the
   first word of reasoning and a second closer before the first word of content are dropped. An
-  opener before the first word of content begins reasoning; after its first word think tags are
-  part of it (but see `OutputFormat.may_think_again`: there an opener that is not behind a quotation
-  mark begins reasoning again).
-- A call opener begins a block where it begins a line of content, or where an invoke or the end of
-  the output follows it, or in content its closer. Anywhere else it is quoted text.
-- A closer that closes nothing is dropped where it is a token of its own: it is no quotation then.
-- White space between content and a call block is layout. Line breaks at the edges of reasoning and
-  before content are too.
-- Tools that were not declared are reported like any other. At the end of the output a beginning of
-  a tag is text again, except inside a call block, where it is dropped: a name that was cut gives no
-  call.
-- A call whose invoke is still open at the end of the output was cut. Its arguments stay as they
-  are: the beginning of a JSON object, never a whole one, so that clients run no half call.
+  opener before the first word of content begins reasoning; later think tags are content. With
+  `OutputFormat.may_think_again`, an opener without a quotation mark before it begins reasoning.
+- A call opener begins a block if it begins a line of content, or if an invoke or the end of the
+  output follows it, or, in content, its closer. Elsewhere it is quoted text.
+- A closer that closes nothing is dropped if it is a token: then it is not a quotation.
+- White space between content and a call block is layout, and so are line breaks at the edges of
+  reasoning and before content.
+- Undeclared tools are reported like any other. At the end of the output the beginning of a tag is
+  text, but inside a call block it is dropped: a truncated name gives no call.
+- A call whose invoke is open at the end of the output was truncated. Its arguments stay the
+  beginning of a JSON object, never a whole one, so that clients do not run half a call.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ from negamax.text.parser.tag_lexer import TEXT, Lexeme, TagKind, TagLexer
 from negamax.text.parser.text_channel import TextChannel
 from negamax.text.stop_strings import StopMatcher, StoppableText
 
-# What makes an undecided call opener one.
+# Confirms an undecided call opener.
 _AFTER_OPENER = frozenset({TagKind.INVOKE_OPEN, TagKind.LOOSE_INVOKE_OPEN, TagKind.CUT})
 _AFTER_LOOSE_OPENER = frozenset({TagKind.INVOKE_OPEN})
 
@@ -60,21 +58,19 @@ class _State(enum.Enum):
     BLOCK = "call block"
 
 
-# a look-up in the enumeration is ten times as slow
+# a look-up in the enumeration takes ten times as long
 _REASONING, _CONTENT = _State.REASONING, _State.CONTENT
 
 
 class OutputParser:
-    """Parses one answer. Feed pieces, take events; call `finish` once at the end. Single writer:
-    the owner of the answer.
+    """Parse one answer: feed pieces, take events, call `finish` once.
 
-    `tools` are the declared tools (their schemas decide the types of arguments). `in_reasoning`
-    says that the prompt ended inside an open think block, `continues` that it ended inside content,
-    whose line breaks go on. Tags with an entry in `tag_ids` (tag text to token id) count only as
-    their tokens, others by their text.
+    `tools` are the declared tools; their schemas decide the types of arguments. `in_reasoning`: the
+    prompt ended inside an open think block. `continues`: it ended inside content, whose line breaks
+    go on. Tags in `tag_ids` (tag text to token id) count only as their token, others by their text.
 
     A string of `stop` ends the answer where it occurs in the content, not in reasoning or calls;
-    `includes_stop` leaves it there. Nothing comes out after `matched_stop` is set.
+    `includes_stop` keeps it in the content. No event follows once `matched_stop` is set.
     """
 
     __slots__ = (
@@ -154,7 +150,7 @@ class OutputParser:
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether what comes next is reasoning, as far as is certain."""
+        """Whether the next text is reasoning, as far as is certain."""
         return self._state is _State.REASONING
 
     @property
@@ -163,8 +159,7 @@ class OutputParser:
         return None if self._stoppable is None else self._stoppable.matched
 
     def feed(self, pieces: Sequence[TextPiece], *, may_stop: bool = True) -> list[ParserEvent]:
-        """Take the next pieces; return what is certain now. With `may_stop` False stop strings that
-        are complete in them do not count."""
+        """Take the next pieces; return certain events. `may_stop`: stop strings count in them."""
         if self._stoppable is not None:
             self._stoppable.may_match = may_stop
         for lexeme in self._lexer.feed(pieces):
@@ -172,7 +167,7 @@ class OutputParser:
         return self._taken_events()
 
     def finish(self, *, is_cut: bool = False) -> list[ParserEvent]:
-        """The output is over: return what was held back. `is_cut`: not the model ended it."""
+        """End the output; return what was held back. `is_cut`: the model did not end it."""
         for lexeme in self._lexer.finish():
             self._take(lexeme)
         if self._block is not None:
@@ -213,7 +208,7 @@ class OutputParser:
             case TagKind.LOOSE_BLOCK_OPEN:
                 self._opener, self._opener_is_loose = [lexeme.text], True
             case TagKind.BLOCK_CLOSE:
-                if not self._is_after_block:  # else a second closer
+                if not self._is_after_block:  # else a repeated closer
                     self._write(lexeme.text)
             case TagKind.INVOKE_OPEN:
                 self._take_bare_invoke(lexeme)
@@ -221,7 +216,7 @@ class OutputParser:
                 self._write(lexeme.text)
 
     def _decide_opener(self, lexeme: Lexeme) -> bool:
-        """Settle the undecided call opener by what follows it; True when `lexeme` is used up."""
+        """Decide about the call opener by what follows it. True: `lexeme` is consumed."""
         if lexeme.kind is TagKind.TEXT and lexeme.text.isspace():
             self._opener.append(lexeme.text)
             return True
@@ -243,7 +238,7 @@ class OutputParser:
         is_opener = lexeme.kind is TagKind.THINK_OPEN
         is_stray = not is_opener and self._state is _CONTENT and self._closer_is_token
         if is_stray and self._thinking is not Thinking.RAW:
-            return  # it closes nothing, and as a token it is no quotation
+            return  # it closes nothing, and a token is not a quotation
         if not self._splits:
             self._write(lexeme.text)
             self._enter(_REASONING if is_opener else _CONTENT)
@@ -286,9 +281,7 @@ class OutputParser:
         )
 
     def _enter(self, state: _State) -> None:
-        """Go to another state; a stop string does not span what lies between two stretches of
-        content.
-        """
+        """Change the state. A stop string does not span two stretches of content."""
         if self._stoppable is not None:
             self._stoppable.begin(is_before_word=True)
         self._state = state
@@ -300,7 +293,7 @@ class OutputParser:
             self._is_after_block = False
 
     def _stop_or_emit(self, text: str) -> None:
-        """Emit content up to a stop string, and reasoning that stays in the content as it is."""
+        """Emit content up to a stop string; emit reasoning in the content as it is."""
         if self._state is _REASONING:
             self._emit_content(text)
         else:

@@ -1,10 +1,9 @@
-"""Packets of a stream: fragments that are neither tiny nor huge, whatever pieces the text was
-generated in.
+"""Resize the text fragments of a stream to 5 to 200 characters.
 
-MiniMax's acceptance suite counts the fragments of 1 to 4 and of more than 200 characters. So text
-is held until 5 characters are there, and longer text is split. The end of a call's arguments often
-has one or two characters, so of reasoning and arguments the last fragment is held as well until the
-next one is complete; of content it is not: people wait for it.
+MiniMax's acceptance suite counts fragments of 1 to 4 and of more than 200 characters. So shorter
+text is held, and longer text is split. The end of a call's arguments often has one or two
+characters, so the last fragment of reasoning and arguments is held until the next one is complete.
+Content is not held that long: people wait for it.
 """
 
 from __future__ import annotations
@@ -22,15 +21,14 @@ from negamax.text.parser.events import (
 )
 
 MIN_CHARS, MAX_CHARS = 5, 200
-HOLD_SECONDS = 0.05  # that text of a stream may be held back
+HOLD_SECONDS = 0.05  # longest time that text of a stream is held
 
 
 class Packets:
-    """Sizes the fragments of one choice: parser events in, parser events out, in the same order.
-    Single writer: its stream.
+    """Resize the fragments of one choice: events in, events out, in the same order.
 
-    Nothing is held past an event of another kind. It has no clock: the caller calls `flush` at the
-    end, and where text has been held for too long.
+    Nothing is held past an event of another kind. There is no clock: the caller calls `flush` at
+    the end, and when text was held for too long.
     """
 
     __slots__ = ("_held", "_like", "_max_chars", "_min_chars", "_ready")
@@ -38,21 +36,20 @@ class Packets:
     def __init__(self, *, min_chars: int = MIN_CHARS, max_chars: int = MAX_CHARS) -> None:
         self._min_chars = min_chars
         self._max_chars = max_chars
-        # a fragment of the kind that is held
+        # a fragment of the held kind
         self._like: ReasoningDelta | ContentDelta | ToolArgumentsDelta | None = None
         self._ready = ""  # a complete fragment that waits for the next one
         self._held = ""  # the beginning of a fragment
 
     @property
     def is_holding(self) -> bool:
-        """Whether text is held back."""
         return bool(self._ready or self._held)
 
     def push(self, events: Iterable[ParserEvent]) -> list[ParserEvent]:
-        """Take the next events; return those that may go out."""
+        """Take the next events; return those that may be sent."""
         out: list[ParserEvent] = []
         for event in events:
-            # a union costs several times as much
+            # a union takes several times as long
             if isinstance(event, (ToolCallStart, ToolCallEnd)):
                 self._release(out)
                 out.append(event)
@@ -73,7 +70,7 @@ class Packets:
         return out
 
     def _complete(self, out: list[ParserEvent]) -> None:
-        """The held text is long enough for a fragment."""
+        """Pass on the held text, which is long enough for a fragment."""
         if isinstance(self._like, ContentDelta):
             self._release(out)
         else:
@@ -90,7 +87,7 @@ class Packets:
         if like is None or not text:
             return
         num_parts = -(-len(text) // self._max_chars)
-        for part in range(num_parts):  # of about the same length, so that none is tiny
+        for part in range(num_parts):  # parts of about equal length: none is tiny
             fragment = text[len(text) * part // num_parts : len(text) * (part + 1) // num_parts]
             if isinstance(like, ToolArgumentsDelta):
                 out.append(ToolArgumentsDelta(like.index, fragment))
@@ -99,11 +96,11 @@ class Packets:
 
 
 class PacedPackets:
-    """`Packets` for one choice of a stream. Single writer: its stream.
+    """`Packets` for one choice of a stream.
 
-    Holding pays only while the rest of a fragment is about to come. So text goes out at once where
-    outputs come more than `HOLD_SECONDS` apart, where it has been held for so long, and where it is
-    the first, which people wait for most.
+    Holding pays only while the rest of a fragment is about to come. So text is sent at once if
+    outputs come more than `HOLD_SECONDS` apart, if it was held for that long, and if it is the
+    first text.
     """
 
     __slots__ = ("_has_begun", "_held_since", "_last_output", "_packets")
@@ -117,12 +114,10 @@ class PacedPackets:
     def push(
         self, events: Sequence[ParserEvent], *, now: float, is_last: bool
     ) -> list[ParserEvent]:
-        """Take the events of an output at `now` (monotonic seconds); return those that go
-        out with it.
-        """
+        """Take the events of an output at `now` (monotonic seconds); return those to send."""
         was_holding = self._packets.is_holding
         out = self._packets.push(events)
-        if out or not was_holding:  # else what was held is still there
+        if out or not was_holding:  # else the held text is still there
             self._held_since = now
         is_slow = now - self._last_output >= HOLD_SECONDS
         self._last_output = now

@@ -1,5 +1,4 @@
-"""What the declared tools say about an argument, and the conversion of its text to a JSON value by
-that.
+"""Look up an argument in the declared tools, and convert its text to JSON.
 
 Both call formats write arguments as bare text, so the JSON schema alone decides whether `5` is a
 number or a string.
@@ -17,7 +16,7 @@ from typing import Any
 
 from negamax.text.schema_walk import schema_types, walk_alternatives
 
-# an argument of these types is written as a JSON string while it is generated
+# arguments of these types are written as JSON strings while they are generated
 TEXT_TYPES = frozenset({"string", "null"})
 
 _MAX_DIGITS = 4300  # Python's own readers refuse more
@@ -26,9 +25,7 @@ _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
 class ToolSchemas:
-    """The declared tools of one request (OpenAI form, or the bare function objects), looked up by
-    name.
-    """
+    """The declared tools of one request (OpenAI form, or the function objects), by name."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
         self._roots: dict[str, Any] = {}
@@ -43,22 +40,17 @@ class ToolSchemas:
                     self._folded.setdefault(name.casefold(), []).append(name)
 
     def declares(self, tool: str) -> bool:
-        """Whether a tool of this name was declared."""
         return tool in self._roots
 
     def declared_name(self, name: str) -> str | None:
-        """The declared tool that `name` means: this very name, or the only one that differs in
-        letter case alone; or None.
-        """
+        """Return the declared tool that `name` means: equal, or the only one equal but for case."""
         if name in self._roots:
             return name
         alike = self._folded.get(name.casefold(), ())
         return alike[0] if len(alike) == 1 else None
 
     def arguments(self, tool: str) -> ValueSchema:
-        """The schema of the arguments of `tool`; one that knows nothing if the tool was not
-        declared.
-        """
+        """Return the schema of the arguments of `tool`; an empty one if it was not declared."""
         if tool not in self._arguments:
             root = self._roots.get(tool)
             self._arguments[tool] = ValueSchema([root], root=root, known={})
@@ -66,18 +58,17 @@ class ToolSchemas:
 
 
 class ValueSchema:
-    """What a JSON schema says about one value: its types, its members, its items. Alternatives
-    (anyOf, oneOf, allOf) and local references are looked through, recursive ones too; what any of
-    them allows is allowed.
+    """What a JSON schema allows for one value: types, members, items.
+
+    Alternatives (anyOf, oneOf, allOf) and local references, also recursive ones, are joined: what
+    any of them allows is allowed.
     """
 
     def __init__(
         self, schemas: Sequence[Any], *, root: Any, known: dict[tuple[int, ...], ValueSchema]
     ) -> None:
-        """`root` is what references point into. `known` holds the views of one root by the schemas
-        behind them.
-        """
-        # JSON type names; empty when nothing is known, which means text
+        """`root` is the document of references; `known` holds the views of one root."""
+        # JSON type names; empty: nothing is known, which means text
         self.types = schema_types(schemas, root=root)
         self._root = root
         self._known = known
@@ -99,15 +90,14 @@ class ValueSchema:
 
     @property
     def lists_members(self) -> bool:
-        """Whether any member is listed by name."""
         return bool(self._listed)
 
     def lists(self, name: str) -> bool:
-        """Whether the member `name` is listed, here or in an alternative."""
+        """Whether the member `name` is listed, also in an alternative."""
         return name in self._listed
 
     def member(self, name: str) -> ValueSchema:
-        """The schema of the member `name`: its own, or that of all that are not listed."""
+        """Return the schema of the member `name`: its own, or that of unlisted members."""
         view = self._members.get(name)
         if view is None and name in self._listed:
             view = self._members[name] = self._view(self._listed[name])
@@ -118,7 +108,7 @@ class ValueSchema:
         return self._view(self._others)
 
     def item(self, place: int) -> ValueSchema:
-        """The schema of the item at `place` of an array."""
+        """Return the schema of the item at `place` of an array."""
         return self._view(
             [first[place] if place < len(first) else others for first, others in self._arrays]
         )
@@ -133,12 +123,11 @@ class ValueSchema:
 
 
 def json_value(text: str, types: frozenset[str]) -> str:
-    """The argument `text` as JSON, by the first type that fits; text that fits none stays a string,
-    unchanged.
+    """Convert the argument `text` to JSON by the first type that fits, else to a string.
 
-    Types are tried in the order null, integer, number, boolean, object, array, string. White space
-    around anything but a string is ignored; where a string is possible, only the bare word null (in
-    any case) is null.
+    The order is null, integer, number, boolean, object, array, string. White space is ignored
+    around anything but a string. Where a string is possible, only the bare word null (in any case)
+    is null.
     """
     scalar = text if types <= TEXT_TYPES or "string" in types else text.strip()
     if "null" in types and scalar.lower() == "null":
@@ -154,18 +143,19 @@ def json_value(text: str, types: frozenset[str]) -> str:
 
 
 def json_string_body(text: str) -> str:
-    """`text` as it stands between the quotes of a JSON string."""
+    """Encode `text` as the inside of a JSON string."""
     return encode_basestring(text)[1:-1]
 
 
 def json_string(text: str) -> str:
-    """`text` as a JSON string."""
+    """Encode `text` as a JSON string."""
     return encode_basestring(text)
 
 
 def parse_json(text: str) -> Any:
-    """`json.loads` without its extensions: NaN, infinities, floats out of range and bottomless
-    nesting raise ValueError.
+    """Parse strict JSON.
+
+    Errors: `ValueError` also for NaN, infinities, floats out of range and too deep nesting.
     """
     try:
         return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float)
@@ -184,9 +174,7 @@ def _number(text: str, *, is_integer: bool = False) -> str | None:
 
 
 def _exact_integer(text: str) -> str | None:
-    """All digits of an integer, which may end in a point and zeros. More digits than common JSON
-    readers take are text.
-    """
+    """Return the digits of an integer, which may end in ".0"; None beyond common readers' limit."""
     text = text.strip()
     point_zero = _POINT_ZERO.fullmatch(text)
     try:
@@ -217,7 +205,7 @@ def _container(text: str, kind: type | tuple[type, ...]) -> str | None:
         return None
     try:
         written.encode()
-    except UnicodeEncodeError:  # an escaped lone surrogate, which only an escape can carry
+    except UnicodeEncodeError:  # an escaped lone surrogate, which only an escape can represent
         return json.dumps(value)
     return written
 
@@ -233,7 +221,7 @@ def _finite_float(text: str) -> float:
     return number
 
 
-# In the order in which they are tried. Null is decided before them; a string is what remains.
+# In the order of trial. Null is decided before them; a string remains.
 _CONVERTERS: dict[str, Callable[[str], str | None]] = {
     "integer": functools.partial(_number, is_integer=True),
     "number": _number,

@@ -1,6 +1,4 @@
-"""Splits generated text into tags and the text between them, the same way however the text is cut
-into pieces.
-"""
+"""Split generated text into tags and text, independent of how it arrives in pieces."""
 
 from __future__ import annotations
 
@@ -20,11 +18,10 @@ _NEVER = "(?!)"
 
 
 class TagKind(enum.Enum):
-    """What a stretch of output is.
+    """Kind of a stretch of output.
 
-    CUT is the beginning of a tag at the very end of the output. The LOOSE kinds are tags that lack
-    the marker which their format puts before every tag: text, except where nothing but a tag can
-    stand.
+    CUT is the beginning of a tag at the very end of the output. LOOSE kinds are tags without the
+    marker that their format puts before every tag: text, except where only a tag is possible.
     """
 
     TEXT = "text"
@@ -42,15 +39,15 @@ class TagKind(enum.Enum):
     LOOSE_INVOKE_CLOSE = "loose_invoke_close"
     CUT = "cut"
 
-    # members are compared by identity; the hash by name costs a call in Python
+    # members are compared by identity; hashing by name costs a Python call
     __hash__ = object.__hash__
 
 
-TEXT = TagKind.TEXT  # a look-up in the enumeration is ten times as slow
+TEXT = TagKind.TEXT  # a look-up in the enumeration takes ten times as long
 
 
 class Lexeme(msgspec.Struct, frozen=True, gc=False):
-    """One tag or one stretch of text, with the text as generated."""
+    """One tag or one stretch of text, as generated."""
 
     kind: TagKind
     text: str
@@ -58,10 +55,8 @@ class Lexeme(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class TagPattern:
-    """A tag found in the text: the literal `prefix`, which several may share, and `rest`, an
-    expression without groups.
-
-    It ends with `>`.
+    """A tag in the text: a literal `prefix` and `rest`, an expression without groups that ends in
+    `>`.
     """
 
     kind: TagKind
@@ -71,13 +66,12 @@ class TagPattern:
 
 @dataclass(frozen=True, slots=True)
 class TagBeginnings:
-    """What may still become a tag when more text comes, beside the beginnings of tags with a fixed
-    text.
+    """What may still become a tag, apart from the beginnings of literal tags.
 
-    These are the beginnings of `words`, the words included, and what `growing` matches, which has
-    one of the `anchors` in it. `growing` must allow the lengths that the tags have: what is a tag
-    must not depend on how the text was cut. What `inside` matches stays a beginning with anything
-    but `<` and `>` after it, up to MAX_ATTRIBUTE_CHARS characters in all.
+    These are the beginnings of `words` (whole words included), and what `growing` matches, which
+    contains one of the `anchors`. `growing` must allow the lengths of the tags: the pieces must not
+    decide what is a tag. A match of `inside` stays a beginning while neither `<` nor `>` follows,
+    up to MAX_ATTRIBUTE_CHARS characters in all.
     """
 
     words: tuple[str, ...]
@@ -90,9 +84,7 @@ NO_BEGINNINGS = TagBeginnings((), anchors=(), growing=_NEVER, inside=_NEVER)
 
 
 class _Tables:
-    """What lexers of the same tags know of them; shared, so that it stays in the processor's
-    caches.
-    """
+    """Tables of all lexers of the same tags; shared to stay in the processor's caches."""
 
     def __init__(
         self,
@@ -112,8 +104,8 @@ class _Tables:
             word[:length] for word in words for length in range(1, len(word) + 1)
         )
         self.last_chars = frozenset(start[-1] for start in self.starts)
-        # Each character that begins a word, and how often it occurs in one: so many of the last
-        # ones may begin it.
+        # First characters of words, and their largest count in one word: so many of the last ones
+        # in a text may begin a word.
         self.first_chars = {
             word[0]: max(other.count(word[0]) for other in words if other[0] == word[0])
             for word in words
@@ -137,11 +129,10 @@ def _tables(
 
 
 class TagLexer:
-    """Finds tags in a stream of pieces. Holds back only what may still become a tag. Single writer:
-    its parser.
+    """Find tags in a stream of pieces. Only what may still become a tag is held back.
 
-    `literals` are tags with a fixed text; they end with `>`, too. Those with an entry in
-    `token_ids` count only as that token. All others, and the `patterns`, are found in the text.
+    `literals` are tags with a fixed text that ends with `>`. Those in `token_ids` count only as
+    that token. All others, and the `patterns`, are found in the text.
     """
 
     __slots__ = ("_held", "_is_inside", "_tables")
@@ -161,7 +152,7 @@ class TagLexer:
         self._is_inside = False  # whether `inside` matches `_held`
 
     def feed(self, pieces: Sequence[TextPiece]) -> list[Lexeme]:
-        """Take the next pieces; return the lexemes that are certain now."""
+        """Take the next pieces; return the lexemes that are certain."""
         lexemes: list[Lexeme] = []
         kind_of_token = self._tables.kind_of_token
         if len(pieces) == 1 and pieces[0].token_id not in kind_of_token:
@@ -174,7 +165,7 @@ class TagLexer:
                 continue
             self._scan("".join(texts), lexemes)
             texts = []
-            if self._held:  # no text tag runs across a tag token
+            if self._held:  # no text tag spans a tag token
                 lexemes.append(Lexeme(TEXT, self._held))
                 self._held = ""
             lexemes.append(Lexeme(kind_of_token[piece.token_id], piece.text))
@@ -182,7 +173,7 @@ class TagLexer:
         return lexemes
 
     def finish(self) -> list[Lexeme]:
-        """The output is over: what was held back is a cut tag."""
+        """End the output; held text is a truncated tag."""
         held, self._held = self._held, ""
         return [Lexeme(TagKind.CUT, held)] if held else []
 
@@ -214,8 +205,8 @@ class TagLexer:
             self._held = text[end:]
 
     def _beginning(self, text: str, start: int) -> int:
-        """Where in `text`, from `start` on, a beginning of a tag starts that reaches to the end;
-        else the length of `text`.
+        """Return where a beginning of a tag starts that reaches to the end of `text`, or its
+        length.
         """
         tables = self._tables
         self._is_inside = False
@@ -240,10 +231,9 @@ class TagLexer:
 
 
 def _expression(patterns: Sequence[TagPattern]) -> tuple[list[TagKind], re.Pattern[str]]:
-    """One expression for all tags, with one group for each, and the kinds that its groups stand
-    for.
+    """Return the kinds of the tags and one expression with a group for each.
 
-    Tags with the same prefix share it, so that a character that begins no tag is passed quickly.
+    Tags with the same prefix share it, so that other characters are passed quickly.
     """
     kinds: list[TagKind] = []
     families: list[str] = []

@@ -1,4 +1,4 @@
-"""Names in the tags of a call, also where the model garbled the tag around them."""
+"""Read names in the tags of a call, also in garbled tags."""
 
 from __future__ import annotations
 
@@ -12,24 +12,21 @@ _LOOSE_EDGES = " \t\r\n=:\"'"
 
 
 def quoted_name(tag: str) -> str:
-    """The name attribute of a tag, or "" where it is not written as it should be."""
+    """Return the name attribute of a tag, or "" where it is malformed."""
     match = _QUOTED_NAME.search(tag)
     return (match[1] or match[2] or "") if match else ""
 
 
 def tag_name(tag: str) -> str:
-    """The name in a tag, also where the model lost a quote or the equals sign: `<invoke name
-    get_weather">`.
-    """
+    """Return the name in a tag that may lack a quote or the equals sign: `<invoke name f">`."""
     return quoted_name(tag) or _attribute_text(tag).removeprefix("name").strip(_LOOSE_EDGES)
 
 
 def tool_name(readings: list[str], schemas: ToolSchemas) -> str:
-    """The tool that an invoke tag names, or "" if it names none.
+    """Return the tool that an invoke tag names, or "".
 
-    `readings` are the texts that the tag can be read as, the likeliest first. The first declared
-    name that one of them holds counts, in any letter case where that leaves no doubt; else the name
-    as it stands in the first.
+    `readings` are the possible texts of the tag, the likeliest first. The first declared name in
+    one of them counts, in any unambiguous letter case; else the name in the first reading.
     """
     for candidate in _candidates(readings):
         declared = schemas.declared_name(candidate)
@@ -49,5 +46,5 @@ def _candidates(readings: list[str]) -> Iterator[str]:
 
 
 def _attribute_text(tag: str) -> str:
-    """What stands in a tag after its first word, without quotes and equals signs at the edges."""
+    """Return the text after a tag's first word, without quotes and equals signs at the edges."""
     return "".join(tag.removesuffix(">").split(None, 1)[1:]).strip(_LOOSE_EDGES)

@@ -1,4 +1,4 @@
-"""Reasoning or content while it is written: which of its white space belongs to it."""
+"""White space of reasoning or content while it is written."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ _QUOTES = frozenset("`'\"“‘«")
 
 
 class TextChannel:
-    """Reasoning or content: drops line breaks before the first word (unless verbatim) and, where it
-    must, holds white space until a word follows it. Single writer: its parser."""
+    """Reasoning or content: drops leading line breaks unless verbatim, and holds trailing space."""
 
     __slots__ = ("_holds_space", "_is_verbatim", "_last_char", "_out", "_space", "has_begun")
 
@@ -46,21 +45,18 @@ class TextChannel:
         self._out(out)
 
     def is_at_line_start(self) -> bool:
-        """Whether only white space stands before what comes next in its line."""
+        """Whether only white space precedes the next text in its line."""
         return not self.has_begun or any("\n" in space for space in self._space)
 
     def ends_in_quote(self) -> bool:
-        """Whether a quotation mark is the last that was written."""
+        """Whether the last character is a quotation mark."""
         return not self._space and self._last_char in _QUOTES
 
     def drop_space(self) -> None:
-        """Forget the white space that is held."""
         self._space = []
 
     def flush(self) -> None:
-        """Release held white space at the end of the output; an answer of nothing else stays
-        empty.
-        """
+        """Release held white space at the end. An answer of white space alone stays empty."""
         if self.has_begun and self._space:
             self._out("".join(self._space))
         self._space = []
