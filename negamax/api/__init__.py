@@ -1,3 +1,1 @@
-"""HTTP: the OpenAI-compatible server in front of the engine. Knows requests and answers; never a
-tensor.
-"""
+"""HTTP servers for the APIs of OpenAI, Anthropic and SGLang in front of the engine."""

@@ -1,4 +1,4 @@
-"""Keys and the tenants that they stand for, administrators, and pages of other sites."""
+"""API keys, their tenants, administrators, and requests from pages of other sites."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from starlette.requests import Request
 from starlette.types import Scope
 
-from negamax.api.playground import browser_key
+from negamax.api.playground import read_browser_key
 from negamax.base.errors import AuthenticationError, ConfigError, ForbiddenError
 from negamax.engine.client.open_request import Owner
 from negamax.options.key_file import keys_of_file
@@ -21,7 +21,7 @@ _Headers = Sequence[tuple[bytes, bytes]]
 
 
 class Access:
-    """Identifies the sender of a request by its headers. Holders of one key are one tenant."""
+    """Identifies the sender of a request by its headers. All holders of one key are one tenant."""
 
     def __init__(self, options: ServerOptions) -> None:
         """Errors: `ConfigError` for a file of keys that cannot be used."""
@@ -32,8 +32,9 @@ class Access:
         self.has_keys = bool(self._keys)
 
     def reload(self) -> None:
-        """Read the file of keys again: from now on its keys count, and those that it no longer has
-        do not. Errors: as above; then the earlier ones stay."""
+        """Read the key file again and replace the keys. Errors: `ConfigError`; the earlier keys
+        stay.
+        """
         keys = (*self._options.api_keys, *keys_of_file(self._options.api_key_file))
         if self._options.admin_api_key in keys:
             raise ConfigError(
@@ -43,10 +44,13 @@ class Access:
         self._keys = [key.encode() for key in keys]
 
     def identify(self, scope: Scope) -> None:
-        """Note the tenant in the request's state, whether it is an administrator, and whether there
-        are other tenants. Errors: `AuthenticationError` for a key that is missing or wrong."""
+        """Store in the request's state its tenant, whether it is an administrator, and whether
+        there are other tenants.
+
+        Errors: `AuthenticationError` for a missing or wrong key.
+        """
         state = scope.setdefault("state", {})
-        given = _given_key(scope["headers"]) or browser_key(scope["path"], scope["headers"])
+        given = _given_key(scope["headers"]) or read_browser_key(scope["path"], scope["headers"])
         is_admin = self._admin_key is not None and hmac.compare_digest(given, self._admin_key)
         state["is_admin"] = is_admin or (self._admin_key is None and not self.has_keys)
         state["tenant"] = ""
@@ -59,15 +63,18 @@ class Access:
                 hint="send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
                 code="missing_api_key",
             )
-        # all are compared, whichever fits
+        # compare with every key, so that the time does not depend on the key
         is_known = sum(hmac.compare_digest(given, key) for key in self._keys)
         if not (is_known or is_admin):
             raise AuthenticationError("the API key is wrong", code="invalid_api_key")
         state["tenant"] = hashlib.blake2b(given, digest_size=16).hexdigest()
 
     def check_site(self, scope: Scope) -> None:
-        """Refuse what a page of another site lets a browser send. A key in a header is nothing that
-        such a page could have sent by itself. Errors: `ForbiddenError`."""
+        """Refuse a request that a page of another site made a browser send.
+
+        Such a page cannot set the header of a key, so requests with a key in a header pass. Errors:
+        `ForbiddenError`.
+        """
         fields = dict(scope["headers"])
         origin = fields.get(b"origin", b"").decode("latin-1")
         site = fields.get(b"sec-fetch-site", b"").decode("latin-1")
@@ -82,58 +89,57 @@ class Access:
         ):
             return
         raise ForbiddenError(
-            f"a page of {(origin or 'another site')[:100]!r} sent this, which is not a page of "
-            f"this server",
-            hint="start the server with --allowed-origins to let it",
+            f"a page of {(origin or 'another site')[:100]!r} sent this request to another site",
+            hint="start the server with --allowed-origins to allow it",
             code="cross_site",
         )
 
 
-def tenant_of(request: Request) -> str:
-    """Whose request this is: one word per key, empty where no keys are set."""
+def get_tenant(request: Request) -> str:
+    """Return the tenant of a request; empty if the server has no keys."""
     tenant: str = request.scope["state"]["tenant"]
     return tenant
 
 
-def owner_of(request: Request, names: Iterable[str] = ()) -> Owner:
-    """Whose request this is in the engine; `names` are what the client may call it."""
+def get_owner(request: Request, names: Iterable[str] = ()) -> Owner:
+    """Return the owner of a request in the engine; `names` are the client's ids for it."""
     return Owner(
-        tenant_of(request), frozenset(names), shares_queue=request.scope["state"]["shares_queue"]
+        get_tenant(request), frozenset(names), shares_queue=request.scope["state"]["shares_queue"]
     )
 
 
-def salt_of(request: Request, cache_salt: str) -> str:
-    """The salt of a request's cached prefixes, which no other tenant can ask for."""
-    tenant = tenant_of(request)
+def get_salt(request: Request, cache_salt: str) -> str:
+    """Return the salt of a request's cached prefixes. No other tenant can use the same salt."""
+    tenant = get_tenant(request)
     return f"{tenant}/{cache_salt}" if tenant else cache_salt
 
 
-def names_of(answer_id: str) -> list[str]:
-    """What a client may call a request: by its answer's id, or by its own id within that."""
+def list_ids(answer_id: str) -> list[str]:
+    """List the ids by which a client may abort a request: the answer's id and its own."""
     return [answer_id, answer_id.partition("-")[2]]
 
 
 def is_admin(request: Request) -> bool:
-    """Whether it may act on the requests of all: it has the administrators' key, or there are no
+    """Return whether the sender may act on all requests: it has the admin key, or there are no
     keys.
     """
     return bool(request.scope["state"]["is_admin"])
 
 
 def check_admin(request: Request) -> None:
-    """Refuse what changes the server for all tenants, except to administrators. Errors:
+    """Refuse an operation that concerns all tenants, except to administrators. Errors:
     `ForbiddenError`.
     """
     if not is_admin(request):
         raise ForbiddenError(
-            f"{request.url.path} is for administrators: it acts on the requests of all",
-            hint="send the key of --admin-api-key; without that option and with keys nobody may",
+            f"{request.url.path} is for administrators, because it affects all clients",
+            hint="send the key that --admin-api-key sets",
             code="admin_key_needed",
         )
 
 
 def _given_key(headers: _Headers) -> bytes:
-    """The key in a request's headers; empty: there is none."""
+    """Return the key in a request's headers; empty if there is none."""
     given = b""
     for name, value in headers:
         if name == b"authorization" and value[:7].lower() == b"bearer ":

@@ -1,7 +1,6 @@
-"""What every request must pass before a route sees it: sizes, key, host, whether the server takes
-requests, room in the queue.
+"""The layer in front of all routes: size of the head, key, host, readiness and queue.
 
-All of it is decided before the body is read, so that refusing costs next to nothing.
+It decides before the body is read, so that a refusal costs next to nothing.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ import time
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from negamax.api.access import owner_of
+from negamax.api.access import get_owner
 from negamax.api.common.context import ApiContext
 from negamax.api.errors import negamax_error
-from negamax.api.http.request_body import too_large
-from negamax.api.http.unpacking import Unpacker, packed_as
+from negamax.api.http.request_body import build_size_error
+from negamax.api.http.unpacking import Unpacker, find_encoding
 from negamax.base.errors import (
     ForbiddenError,
     HeadTooLargeError,
@@ -34,17 +33,17 @@ GENERATION_PATHS = frozenset(
 MAX_URL_BYTES = 8192
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 * 1024
-BODY_SECONDS = 120.0  # for a body to arrive
-BODIES_IN_FLIGHT = 8  # bodies of the largest size that may be in the server's memory at a time
+BODY_SECONDS = 120.0  # time limit for a body to arrive
+BODIES_IN_FLIGHT = 8  # bodies of the largest size that may be in memory at a time
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-# no longer true once the body is unpacked
+# wrong once the body is unpacked
 _PACKED_HEADERS = frozenset({b"content-encoding", b"content-length"})
 _ALL = "*"
 _Headers = list[tuple[bytes, bytes]]
 
 
 class AuthMiddleware:
-    """The layer in front of the routes. Single writer: the event loop."""
+    """Checks each request before its route. Single writer: the event loop."""
 
     def __init__(self, app: ASGIApp, *, context: ApiContext) -> None:
         options = context.options
@@ -54,8 +53,8 @@ class AuthMiddleware:
         hosts = {host.lower() for host in (*options.allowed_hosts, options.host)}
         is_open = self._access.has_keys or options.allow_unauthenticated or _ALL in hosts
         self._hosts = None if is_open else hosts
-        self._body_budget = BODIES_IN_FLIGHT * options.max_body_bytes  # bytes
-        self.max_packed_bytes = options.max_body_bytes  # of one body, as it comes
+        self._body_budget = BODIES_IN_FLIGHT * options.max_body_bytes
+        self.max_packed_bytes = options.max_body_bytes  # of one body, compressed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -65,12 +64,12 @@ class AuthMiddleware:
         try:
             self._check(scope)
             if scope["method"] not in _SAFE_METHODS:
-                encoding = packed_as(scope["headers"])
+                encoding = find_encoding(scope["headers"])
         except NegamaxError as error:
             await negamax_error(Request(scope), error)(scope, receive, send)
             return
         if scope["method"] in _SAFE_METHODS:
-            # the routes answer as to GET, the connection leaves the body out
+            # routes answer as for GET; the connection drops the body
             if scope["method"] == "HEAD":
                 scope = {**scope, "method": "GET"}
             await self._app(scope, receive, send)
@@ -92,12 +91,12 @@ class AuthMiddleware:
             self._body_budget += body.num_bytes
 
     def take_bytes(self, count: int) -> None:
-        """Account for `count` more bytes of a body. Errors: `OverloadedError` where all open bodies
-        together are too large.
+        """Reserve memory for `count` bytes. Errors: `OverloadedError` if open bodies fill the
+        memory.
         """
         if count > self._body_budget:
             raise OverloadedError(
-                "the bodies of open requests fill the memory for them",
+                "the bodies of open requests fill the memory reserved for them",
                 hint="retry later",
                 code="memory",
             )
@@ -118,12 +117,11 @@ class AuthMiddleware:
         self._context.lifecycle.check_accepting()
         if path in GENERATION_PATHS:
             self._context.engine.check_alive()
-            self._context.engine.check_room([1], owner=owner_of(Request(scope)))
+            self._context.engine.check_room([1], owner=get_owner(Request(scope)))
 
 
 class _Body:
-    """Receives one request's body, unpacked, which must come in time and fit into memory with the
-    others. Single reader: the route."""
+    """Receives and unpacks one body within limits of time and memory. Single reader: the route."""
 
     def __init__(
         self, receive: Receive, middleware: AuthMiddleware, *, encoding: bytes | None = None
@@ -131,15 +129,18 @@ class _Body:
         self._receive = receive
         self._unpacker = None if encoding is None else Unpacker(encoding)
         self._num_packed_bytes = 0
-        self._is_all_packed = False  # whether all that is to be unpacked has come
+        self._is_all_packed = False  # the whole compressed body has arrived
         self._middleware = middleware
         self._end = time.monotonic() + BODY_SECONDS
         self._is_complete = False
         self.num_bytes = 0
 
     async def receive(self) -> Message:
-        """The next message. Errors: `RequestTimeoutError`, `OverloadedError`, and for a body that
-        was sent compressed `PayloadTooLargeError` and `InvalidRequestError`."""
+        """Return the next message.
+
+        Errors: `RequestTimeoutError`, `OverloadedError`; for a compressed body also
+        `PayloadTooLargeError` and `InvalidRequestError`.
+        """
         if self._is_complete:
             return await self._receive()
         message = await (
@@ -154,8 +155,7 @@ class _Body:
         return message
 
     async def _unpacked(self, unpacker: Unpacker) -> Message:
-        """The next message, its body unpacked."""
-        await asyncio.sleep(0)  # so that others go on between the pieces
+        await asyncio.sleep(0)  # let other requests run between the pieces
         while not (piece := unpacker.take()):
             if self._is_all_packed:
                 unpacker.finish()
@@ -166,13 +166,12 @@ class _Body:
             packed = message.get("body", b"")
             self._num_packed_bytes += len(packed)
             if self._num_packed_bytes > self._middleware.max_packed_bytes:
-                raise too_large(self._num_packed_bytes, self._middleware.max_packed_bytes)
+                raise build_size_error(self._num_packed_bytes, self._middleware.max_packed_bytes)
             self._is_all_packed = not message.get("more_body", False)
             unpacker.feed(packed)
         return {"type": "http.request", "body": piece, "more_body": bool(piece)}
 
     async def _arrived(self) -> Message:
-        """The next message as it comes."""
         try:
             async with asyncio.timeout(max(0.0, self._end - time.monotonic())):
                 return await self._receive()
@@ -201,29 +200,29 @@ def _check_size(headers: _Headers, *, url_bytes: int) -> None:
 
 
 def _check_host(headers: _Headers, allowed: set[str]) -> None:
-    """Without a key, only names of this machine: a page elsewhere may let its own name point here
-    (DNS rebinding).
+    """Refuse host names that are not this machine's: a foreign page may resolve its own name to
+    this address (DNS rebinding).
     """
     for name, value in headers:
         if name == b"host":
             host = _host_name(value.decode("latin-1"))
             if host not in allowed and not is_loopback(host):
                 raise ForbiddenError(
-                    f"the Host header names {host[:100]!r}, which is not this machine",
+                    f"the Host header names {host[:100]!r}, which is not a name of this machine",
                     hint="set an API key, or start the server with --allowed-hosts",
                     code="host_not_allowed",
                 )
 
 
 def _host_name(value: str) -> str:
-    """The name in a Host header, without its port."""
+    """Return the name in a Host header, without its port."""
     if value.startswith("["):
         return value[1:].partition("]")[0].lower()
     return value.partition(":")[0].strip().lower()
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host`, a name or an address, means this machine only."""
+    """Return whether `host`, a name or an address, is this machine only."""
     if host.lower() == "localhost":
         return True
     try:

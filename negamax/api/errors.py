@@ -1,4 +1,4 @@
-"""The outermost layer of the server: request ids, and one shape for all errors."""
+"""The outermost layer of the server: request ids, the access log, and one shape for all errors."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from negamax.api.http.lifecycle import Lifecycle
-from negamax.api.http.sse import ClientGoneError, event
+from negamax.api.http.sse import ClientGoneError, encode_event
 from negamax.api.playground import CHALLENGE, PAGE_PATHS
 from negamax.api.request_log import log_access, log_refusal
-from negamax.api.schemas.answers import ErrorAnswer, encode, error_answer, message_error
-from negamax.api.schemas.request_model import nearest
+from negamax.api.schemas.answers import ErrorAnswer, build_error, build_message_error, encode
+from negamax.api.schemas.request_model import suggest_nearest
 from negamax.base.errors import NegamaxError
 from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-MAX_MESSAGE_CHARS = 1000  # of an error: whatever it quotes from the request
-MESSAGES_PATH = "/v1/messages"  # where clients expect Anthropic's shapes
-CLIENT_CLOSED_REQUEST = 499  # in logs only; the number that proxies use for it
+MAX_MESSAGE_CHARS = 1000  # of an error, including what it quotes from the request
+MESSAGES_PATH = "/v1/messages"  # clients expect Anthropic's shapes there
+CLIENT_CLOSED_REQUEST = 499  # in logs only; proxies use the same number
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _INTERNAL = "the server failed on this request; its log has the details under the request id"
@@ -41,43 +41,41 @@ def json_response(
     status: int = 200,
     headers: dict[str, str] | None = None,
 ) -> Response:
-    """`answer` as a JSON response."""
+    """Encode `answer` as a JSON response."""
     return Response(
         encode(answer), status_code=status, headers=headers, media_type="application/json"
     )
 
 
-def error_of(error: Exception) -> tuple[int, ErrorAnswer]:
-    """Status and body for `error`. What is not ours, or our own fault, has no details."""
+def describe_error(error: Exception) -> tuple[int, ErrorAnswer]:
+    """Return status and body for `error`. An internal error has no details."""
     if isinstance(error, NegamaxError) and error.http_status != 500:
         message = str(error)[:MAX_MESSAGE_CHARS]
-        return error.http_status, error_answer(
+        return error.http_status, build_error(
             message, error_type=error.error_type, param=error.param, code=error.code
         )
-    return 500, error_answer(_INTERNAL, error_type="internal_error", code="internal_error")
+    return 500, build_error(_INTERNAL, error_type="internal_error", code="internal_error")
 
 
 def error_response(
     scope: Scope, status: int, answer: ErrorAnswer, *, headers: dict[str, str] | None = None
 ) -> Response:
-    """An error in the shape that the route's clients know."""
+    """Build an error in the shape that the route's clients know."""
     if not scope["path"].startswith(MESSAGES_PATH):
         return json_response(answer, status=status, headers=headers)
     request_id = scope["state"]["request_id"]
-    body = message_error(status, answer, request_id=request_id)
+    body = build_message_error(status, answer, request_id=request_id)
     return json_response(body, status=status, headers={**(headers or {}), "request-id": request_id})
 
 
-def failure_event(error: Exception, *, request_id: str) -> bytes:
-    """An error after the start of a stream: logged, and sent as an event, because the status line
-    is already sent.
-    """
-    return event(logged_failure(error, request_id=request_id)[1])
+def encode_failure(error: Exception, *, request_id: str) -> bytes:
+    """Log an error after the start of a stream and encode it as an event."""
+    return encode_event(log_failure(error, request_id=request_id)[1])
 
 
-def logged_failure(error: Exception, *, request_id: str) -> tuple[int, ErrorAnswer]:
-    """As `error_of`, of an error after the start of a stream: nothing else would log it."""
-    status, answer = error_of(error)
+def log_failure(error: Exception, *, request_id: str) -> tuple[int, ErrorAnswer]:
+    """Log an error after the start of a stream and return what `describe_error` returns."""
+    status, answer = describe_error(error)
     if status == 500:
         logger.error("request %s failed in its stream: %s", request_id, error, exc_info=error)
     else:
@@ -86,9 +84,7 @@ def logged_failure(error: Exception, *, request_id: str) -> tuple[int, ErrorAnsw
 
 
 class ErrorMiddleware:
-    """The outermost layer: gives every response an `x-request-id`, and makes a 500 of what no
-    handler caught.
-    """
+    """Adds an `x-request-id` to every response and answers uncaught errors with 500."""
 
     def __init__(self, app: ASGIApp, *, lifecycle: Lifecycle, logs_access: bool) -> None:
         self._app = app
@@ -104,7 +100,7 @@ class ErrorMiddleware:
             request_id = secrets.token_hex(12)
         scope.setdefault("state", {})["request_id"] = request_id
         arrival = time.monotonic()
-        status = 0  # nothing was sent yet
+        status = 0  # nothing was sent
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -121,8 +117,8 @@ class ErrorMiddleware:
         except Exception as error:
             logger.exception("request %s: %s %r failed", request_id, scope["method"], scope["path"])
             if status:
-                raise  # the connection is closed: a part of the response is already sent
-            code, answer = error_of(error)
+                raise  # part of the response was sent: close the connection
+            code, answer = describe_error(error)
             await error_response(scope, code, answer)(scope, receive, send_with_id)
         finally:
             if self._logs_access and scope["client"] is not None:  # None: another server process
@@ -137,8 +133,8 @@ class ErrorMiddleware:
 
 
 def negamax_error(request: Request, error: Exception) -> Response:
-    """Handler for our own errors."""
-    status, answer = error_of(error)
+    """Answer one of our own errors."""
+    status, answer = describe_error(error)
     if status == 500:
         logger.error("request %s failed: %s", request.state.request_id, error, exc_info=error)
     else:
@@ -147,35 +143,34 @@ def negamax_error(request: Request, error: Exception) -> Response:
     challenge = CHALLENGE if request.url.path in PAGE_PATHS else "Bearer"
     headers = {"www-authenticate": challenge} if status == 401 else {}
     if isinstance(error, NegamaxError) and error.retry_after is not None:
-        if request.method == "POST":  # probes that find the server unready are no rejections
+        if request.method == "POST":  # a probe that finds the server not ready is no rejection
             request.app.state.metrics.measured.rejections.add(error.code or "")
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
     return error_response(request.scope, status, answer, headers=headers)
 
 
 def http_error(request: Request, error: Exception) -> Response:
-    """Handler for errors of the router: unknown route, wrong method."""
+    """Answer an error of the router: unknown route, wrong method."""
     assert isinstance(error, HTTPException)
     where = f"{request.method} {request.url.path[:200]}"
     headers = dict(error.headers or {})
     if error.status_code == 404:
-        answer = error_answer(
-            f"there is no route {where}.{nearest(request.url.path, request.app.state.paths)}",
+        hint = suggest_nearest(request.url.path, request.app.state.paths)
+        answer = build_error(
+            f"there is no route {where}.{hint}",
             error_type="not_found_error",
             code="unknown_route",
         )
     elif error.status_code == 405:
         message = f"{where} is not allowed; allowed: {headers.get('Allow', 'another method')}"
-        answer = error_answer(
-            message, error_type="invalid_request_error", code="method_not_allowed"
-        )
+        answer = build_error(message, error_type="invalid_request_error", code="method_not_allowed")
     else:
-        answer = error_answer(str(error.detail), error_type="invalid_request_error")
+        answer = build_error(str(error.detail), error_type="invalid_request_error")
     return error_response(request.scope, error.status_code, answer, headers=headers)
 
 
 def client_gone(request: Request, error: Exception) -> Response:
-    """Handler for a client that closed its connection before the response."""
+    """End a request whose client closed its connection."""
     logger.debug("request %s: the client hung up", request.state.request_id)
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 

@@ -1,4 +1,4 @@
-"""/livez, /readyz, /health, /ping, /version, /metrics: what load balancers and dashboards ask."""
+"""Probes and metrics: /livez, /readyz, /health, /ping, /version, /metrics."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from negamax.api.errors import json_response
 from negamax.api.schemas.answers import HealthAnswer, ReplicaHealth, VersionAnswer
 
 
-def health_router(context: ApiContext) -> APIRouter:
-    """The routes that say how the server is."""
+def make_health_router(context: ApiContext) -> APIRouter:
     router = APIRouter()
 
     @router.get("/livez")
     async def livez() -> Response:
-        """200 while the event loop goes round, whatever the engine does. No key is asked for."""
+        """Return 200 while the event loop runs, whatever the engine does. Needs no key."""
         return json_response(HealthAnswer("ok"))
 
     @router.get("/readyz")
     async def readyz() -> Response:
-        """200 while a request would be taken: the engine, its ranks and the first server process
-        run and show it, and the server does not stop."""
+        """Return 200 while the server accepts requests and the engine, its ranks and the first
+        server process have heartbeats.
+        """
         context.lifecycle.check_accepting()
         context.lifecycle.check_leader()
         context.engine.check_responsive()
         return json_response(HealthAnswer("ok"))
 
     async def health() -> Response:
-        """200 while an engine runs, 503 while none does; with replicas, how each of them is."""
+        """Return 200 while an engine runs, else 503; with replicas, also the status of each."""
         context.engine.check_alive()
         replicas = [
             ReplicaHealth(replica.index, replica.state) for replica in context.engine.replicas
@@ -47,13 +47,13 @@ def health_router(context: ApiContext) -> APIRouter:
 
     @router.get("/version")
     async def version() -> Response:
-        """The version of this server."""
+        """Return the version of this server."""
         return json_response(VersionAnswer(__version__))
 
     @router.get("/metrics")
     async def metrics(request: Request) -> Response:
-        """Prometheus text, or OpenMetrics where the scraper accepts it. The first server process
-        answers for all.
+        """Return Prometheus text, or OpenMetrics if the scraper accepts it. The first server
+        process answers for all.
         """
         if context.server_rank.index:
             return await context.peers.relay(request, to=0)

@@ -1,4 +1,4 @@
-"""The line about the load that a busy server logs every few seconds; an idle one is silent."""
+"""The log line about the load of a busy server."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ logger = get_logger(__name__)
 
 
 class LoadReport:
-    """What an engine did between two looks at its statistics. Single writer: the
-    event loop."""
+    """Compares two readings of an engine's statistics. Single writer: the event loop."""
 
     def __init__(self, stats: EngineStats, *, now: float) -> None:
-        """`now`: monotonic seconds."""
+        """`now` is in monotonic seconds."""
         self._stats = stats
         self._time = now
         self.hit_rate = 0.0  # of the prefix cache, for the latest prompts
 
     def next(self, stats: EngineStats, *, now: float) -> dict[str, float] | None:
-        """The load since the last call, or None where there was none: sequences, shares of 1, and
-        tokens per second. Prefill tokens are those that were computed, without cached ones."""
+        """Return the load since the last call, or None if there was none.
+
+        Sequences, shares of 1, and tokens per second; prefill tokens without cached ones.
+        """
         before, seconds = self._stats, now - self._time
         self._stats, self._time = stats, now
         if stats.step_count == before.step_count and not stats.num_running + stats.num_waiting:

@@ -1,4 +1,4 @@
-"""/v1 and /v1/models: what this server is, and which names it answers to."""
+"""/v1 and /v1/models: the server, and the model names that it serves."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from negamax.api.errors import json_response
 from negamax.api.schemas.answers import ModelCard, ModelList, ServerAnswer
 
 
-def models_router(context: ApiContext) -> APIRouter:
-    """The server, the list of models, and one of them by name."""
+def make_models_router(context: ApiContext) -> APIRouter:
     router = APIRouter()
     cards = [
         ModelCard(
@@ -29,7 +28,7 @@ def models_router(context: ApiContext) -> APIRouter:
     ]
 
     async def server(request: Request) -> Response:
-        """What this is, and the routes it has."""
+        """Describe the server and list its routes."""
         answer = ServerAnswer(
             name="negamax",
             version=__version__,
@@ -44,12 +43,12 @@ def models_router(context: ApiContext) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> Response:
-        """All names."""
+        """List all model names."""
         return json_response(ModelList(data=cards, first_id=cards[0].id, last_id=cards[-1].id))
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        """One name; 404 for any other."""
+        """Return one model; 404 for an unknown name."""
         return json_response(cards[context.model_names.index(context.model_name(name))])
 
     return router

@@ -1,4 +1,4 @@
-"""The OpenAPI document's description of bodies, which routes read themselves."""
+"""The OpenAPI document, with the bodies that routes read themselves."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from fastapi import FastAPI
 from negamax.api.schemas.request_model import RequestModel
 
 
-def json_body(model: type[RequestModel]) -> dict[str, Any]:
-    """What a route's `openapi_extra` says of a JSON body of type `model`."""
+def describe_body(model: type[RequestModel]) -> dict[str, Any]:
+    """Build the `openapi_extra` of a route with a JSON body of type `model`."""
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
     return {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}
 
 
-def document(app: FastAPI) -> dict[str, Any]:
-    """The document of `app`, made once. Definitions of bodies stand among its components, where
-    references look for them."""
+def build_document(app: FastAPI) -> dict[str, Any]:
+    """Build the document of `app` once, with the definitions of bodies among its components."""
     if app.openapi_schema is None:
         made = FastAPI.openapi(app)
         schemas = made.setdefault("components", {}).setdefault("schemas", {})

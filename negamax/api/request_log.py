@@ -1,5 +1,7 @@
-"""The log of requests (`--enable-log-requests`) and of HTTP requests (`--enable-access-log`).
-Headers are never logged, and URLs without their query: either may hold a key."""
+"""The logs of requests (`--enable-log-requests`) and of HTTP requests (`--enable-access-log`).
+
+They have no headers and no queries of URLs, because either may contain a key.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 import msgspec
 from fastapi import Request
 
-from negamax.api.request_record import RequestRecord
+from negamax.api.recorder import RequestRecord
 from negamax.base.log import get_logger
 from negamax.config.grammar import Grammar, Reasoning
 from negamax.scheduler.request import SamplingParams
@@ -18,12 +20,12 @@ from negamax.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 
-_SPARE_TOKENS = 4  # decoded beyond the limit: the last characters may need several tokens
+_SPARE_TOKENS = 4  # decoded in addition: the last characters may need several tokens
 _DEFAULTS = msgspec.structs.asdict(SamplingParams())
 
 
 class RequestLog:
-    """Two lines for every request that reaches the engine: its begin and its end."""
+    """Logs two lines per request to the engine: at its start and at its end."""
 
     def __init__(self, tokenizer: Tokenizer, *, max_prompt_chars: int) -> None:
         """`max_prompt_chars` of a prompt's text are logged; 0: none."""
@@ -31,7 +33,7 @@ class RequestLog:
         self._max_prompt_chars = max_prompt_chars
 
     def began(self, record: RequestRecord, prompt_token_ids: Sequence[int]) -> None:
-        """The engine has admitted a request."""
+        """Log a request that the engine has admitted."""
         fields: dict[str, Any] = {
             "request_id": record.request_id,
             "x_request_id": record.http_request_id,
@@ -53,7 +55,7 @@ class RequestLog:
         logger.info("%s", ", ".join(parts), extra={"fields": fields})
 
     def ended(self, record: RequestRecord) -> None:
-        """It is over, in whatever way."""
+        """Log the end of a request."""
         fields: dict[str, Any] = {
             "request_id": record.request_id,
             "finish_reason": record.finish_reason,
@@ -85,9 +87,9 @@ class RequestLog:
         )
 
     def _head(self, prompt_token_ids: Sequence[int]) -> str:
-        """The first characters of a prompt."""
+        """Return the first characters of a prompt."""
         limit = self._max_prompt_chars
-        few = list(prompt_token_ids[: limit + _SPARE_TOKENS])  # a token has a character or more
+        few = list(prompt_token_ids[: limit + _SPARE_TOKENS])  # a token has at least one character
         text = self._tokenizer.decode(few, skip_special_tokens=False)
         return (
             text if len(text) <= limit and len(few) == len(prompt_token_ids) else text[:limit] + "…"
@@ -95,7 +97,7 @@ class RequestLog:
 
 
 def log_refusal(request: Request, status: int, reason: str, *, is_asked_for: bool) -> None:
-    """A request that was not served, and why; for those who did not ask for it, at debug."""
+    """Log a refused request; at debug level unless requests are logged."""
     fields = {
         "x_request_id": request.state.request_id,
         "route": request.url.path,
@@ -116,7 +118,7 @@ def log_refusal(request: Request, status: int, reason: str, *, is_asked_for: boo
 def log_access(
     *, client: str, method: str, path: str, status: int, seconds: float, request_id: str
 ) -> None:
-    """One HTTP request, at the end of its response; status 0: it got none."""
+    """Log an HTTP request at the end of its response; status 0: there was none."""
     fields = {
         "client": client,
         "method": method,
@@ -130,7 +132,7 @@ def log_access(
 
 
 def _sampling(sampling: SamplingParams) -> dict[str, Any]:
-    """What differs from the defaults; long values by their kind or number."""
+    """Return the parameters that differ from the defaults, long values by kind or number."""
     fields = msgspec.structs.asdict(sampling)
     shown = {name: value for name, value in fields.items() if value != _DEFAULTS[name]}
     for name, value in shown.items():

@@ -1,6 +1,4 @@
-"""The server: the app with its routes and its layers, the listening socket, and the way from start
-to stop.
-"""
+"""The server: its app, its listening socket, and its life from start to stop."""
 
 from __future__ import annotations
 
@@ -23,24 +21,24 @@ from starlette.middleware.cors import CORSMiddleware
 from negamax import __version__
 from negamax.api.auth import AuthMiddleware, is_loopback
 from negamax.api.common.context import ApiContext
-from negamax.api.dialects.chat.routes import chat_router
-from negamax.api.dialects.completions.routes import completions_router
-from negamax.api.dialects.generate.expert_distribution import expert_distribution_router
-from negamax.api.dialects.generate.routes import native_router
-from negamax.api.dialects.messages.routes import messages_router
-from negamax.api.dialects.responses.routes import responses_router
-from negamax.api.dialects.tokens.routes import tokens_router
+from negamax.api.dialects.chat.routes import make_chat_router
+from negamax.api.dialects.completions.routes import make_completions_router
+from negamax.api.dialects.generate.expert_distribution import make_expert_distribution_router
+from negamax.api.dialects.generate.routes import make_native_router
+from negamax.api.dialects.messages.routes import make_messages_router
+from negamax.api.dialects.responses.routes import make_responses_router
+from negamax.api.dialects.tokens.routes import make_tokens_router
 from negamax.api.errors import HANDLERS, ErrorMiddleware
-from negamax.api.health import health_router
+from negamax.api.health import make_health_router
 from negamax.api.http.lifecycle import Signals
 from negamax.api.http.listening import Acceptor, ConnectionLimits, TlsFiles
-from negamax.api.http.protocol import protocol_class
+from negamax.api.http.protocol import make_protocol_class
 from negamax.api.load_report import log_load
-from negamax.api.models import models_router
-from negamax.api.openapi import document
-from negamax.api.playground import playground_router
+from negamax.api.models import make_models_router
+from negamax.api.openapi import build_document
+from negamax.api.playground import make_playground_router
 from negamax.api.processes.server_rank import ServerRank
-from negamax.api.processes.supervisor import ServerSupervisor, bound_to
+from negamax.api.processes.supervisor import ServerSupervisor, bind_shared
 from negamax.base import env
 from negamax.base.addresses import resolve_host
 from negamax.base.errors import ConfigError, EngineDeadError, ResourceError
@@ -54,26 +52,26 @@ from negamax.options.server import ServerOptions
 
 logger = get_logger(__name__)
 
-_GC_THRESHOLD = 10_000  # new containers between two collections of the youngest
+_GC_THRESHOLD = 10_000  # new containers between two collections of the youngest generation
 _CLOSE_SECONDS = 5  # for connections to close after the last answer
-# FastAPI's own, which variables of OpenTelemetry could turn on; versions without it ignore this.
+# FastAPI's telemetry, which variables of OpenTelemetry could enable; older versions ignore this
 _NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 _ROUTERS = (
-    health_router,
-    models_router,
-    chat_router,
-    completions_router,
-    messages_router,
-    responses_router,
-    tokens_router,
-    native_router,
-    expert_distribution_router,
+    make_health_router,
+    make_models_router,
+    make_chat_router,
+    make_completions_router,
+    make_messages_router,
+    make_responses_router,
+    make_tokens_router,
+    make_native_router,
+    make_expert_distribution_router,
 )
 _WILDCARDS = ("0.0.0.0", "::", "")
 
 
 def create_app(context: ApiContext) -> FastAPI:
-    """The ASGI app in front of a started engine."""
+    """Create the ASGI app in front of a started engine."""
     options = context.options
     app = FastAPI(
         title="Negamax",
@@ -99,8 +97,8 @@ def create_app(context: ApiContext) -> FastAPI:
     routers = [make(context) for make in _ROUTERS]
     for router in routers:
         app.include_router(router)
-    app.include_router(playground_router())
-    app.openapi = partial(document, app)  # type: ignore[method-assign]
+    app.include_router(make_playground_router())
+    app.openapi = partial(build_document, app)  # type: ignore[method-assign]
     app.state.metrics = context.metrics
     app.state.logs_requests = options.enable_log_requests
     routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
@@ -112,8 +110,10 @@ def create_app(context: ApiContext) -> FastAPI:
 
 
 def resolve_address(options: ServerOptions) -> tuple[int, int, int, Any]:
-    """Family, kind, protocol and address to listen on. Errors: `ConfigError` for a host that is not
-    found, and for one that others can reach without a key."""
+    """Return family, kind, protocol and address to listen on.
+
+    Errors: `ConfigError` for an unknown host, and for one that other machines reach without a key.
+    """
     host, port = options.host, options.port
     family, kind, protocol, address = resolve_host(host, port)
     if not (
@@ -124,16 +124,18 @@ def resolve_address(options: ServerOptions) -> tuple[int, int, int, Any]:
     ):
         raise ConfigError(
             f"--host is {host!r}, which other machines can reach, and there is no API key",
-            hint="set NEGAMAX_API_KEY or --api-key, or say --allow-unauthenticated",
+            hint="set NEGAMAX_API_KEY or --api-key, or pass --allow-unauthenticated",
         )
     return family, kind, protocol, address
 
 
 def open_listener(options: ServerOptions) -> socket.socket:
-    """A bound socket for the host and port of `options` (0: any free port), made before the model
-    is loaded so that what cannot work fails at once; with several server processes, others can be
-    bound beside it. Errors: `ResourceError` for a port in use, `ConfigError` for a host that is not
-    this machine's, one that others can reach without a key, and for TLS files that do not fit."""
+    """Bind a socket to the host and port of `options` (0: any free port).
+
+    It is bound before the model is loaded, so that errors appear at once. Errors: `ResourceError`
+    for a port in use; `ConfigError` for a host that is not this machine's, for one that others
+    reach without a key, and for TLS files that do not match.
+    """
     family, kind, protocol, address = resolve_address(options)
     host, port = options.host, options.port
     _tls_files(options)
@@ -150,11 +152,14 @@ def open_listener(options: ServerOptions) -> socket.socket:
 
 
 def _shared(listener: socket.socket) -> socket.socket:
-    """A socket in place of `listener` that others can be bound beside. It could not show whether
-    the port was free: any process of this user may listen beside it, another server too."""
+    """Replace `listener` by a socket beside which others can be bound.
+
+    Such a socket could not show whether the port was free: any process of this user can listen
+    beside it.
+    """
     address = listener.getsockname()
     listener.close()
-    return bound_to(address, family=listener.family)
+    return bind_shared(address, family=listener.family)
 
 
 def _tls_files(options: ServerOptions) -> TlsFiles | None:
@@ -176,8 +181,8 @@ def _bind_error(error: OSError, *, host: str, port: int) -> ConfigError:
     )
 
 
-def event_loop() -> asyncio.Runner:
-    """The event loop of a server process: uvloop's where that is installed."""
+def make_event_loop() -> asyncio.Runner:
+    """Create the event loop of a server process: uvloop's if it is installed."""
     try:
         from uvloop import Loop as loop_factory
     except ImportError:
@@ -195,8 +200,8 @@ def run(
     announce: Callable[[str, AsyncEngine], None],
     engine_module: str = ENGINE_MODULE,
 ) -> None:
-    """`serve` in an event loop of its own."""
-    with event_loop() as runner:
+    """Run `serve` in a new event loop."""
+    with make_event_loop() as runner:
         runner.run(
             serve(
                 engine_options,
@@ -216,12 +221,11 @@ async def serve(
     announce: Callable[[str, AsyncEngine], None],
     engine_module: str = ENGINE_MODULE,
 ) -> None:
-    """Start the engine, serve on `listener` until SIGINT or SIGTERM, stop everything; SIGHUP
-    reloads files.
+    """Start the engine, serve on `listener` until SIGINT or SIGTERM, and stop everything.
 
-    `announce` is called with the URL and the engine once requests are answered; `engine_module` is
-    what the engine process runs. Errors: those of `EngineSupervisor.run`, and `EngineDeadError`
-    once the engine, or a server process beside this one, has died too often.
+    `announce` is called with the URL and the engine once requests are answered. `engine_module` is
+    what the engine process runs. SIGHUP reloads files. Errors: those of `EngineSupervisor.run`, and
+    `EngineDeadError` when the engine or a server process has died too often.
     """
     signals = Signals()
     server_rank = ServerRank.first_of(
@@ -257,7 +261,7 @@ async def serve(
             settle_garbage_collection()
             try:
                 await server.serve(sockets=[listener])
-            except OSError as error:  # someone else took the port while the model was loading
+            except OSError as error:  # another process took the port while the model was loading
                 raise _bind_error(
                     error, host=server_options.host, port=server_options.port
                 ) from None
@@ -296,8 +300,11 @@ async def _start_engine(
 
 
 def settle_garbage_collection() -> None:
-    """What the start left behind lives as long as the process, and what a token leaves behind is
-    freed by its references: collections need visit neither."""
+    """Exempt what the start allocated from garbage collection, and collect rarely.
+
+    Objects of the start live as long as the process; those of a token are freed by their
+    references.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GC_THRESHOLD, 20, 20)
@@ -310,9 +317,7 @@ def _url(listener: socket.socket, options: ServerOptions) -> str:
 
 
 def _raise_file_limit() -> int:
-    """Allow this process as many open files as the system lets it have, for its connections; how
-    many that are.
-    """
+    """Raise this process's limit of open files as far as possible and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = hard if hard != resource.RLIM_INFINITY else 1 << 20
     with contextlib.suppress(ValueError, OSError):  # macOS refuses large numbers
@@ -322,9 +327,7 @@ def _raise_file_limit() -> int:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, with our signals and connections, and a word when it listens. Single writer: the
-    event loop.
-    """
+    """uvicorn with our signals and connections. Single writer: the event loop."""
 
     def __init__(
         self,
@@ -334,11 +337,9 @@ class HttpServer(uvicorn.Server):
         announce: Callable[[], None] | None = None,
         servers: ServerSupervisor | None = None,
     ) -> None:
-        """`stop_engine` ends every open request; `servers` has the server processes that
-        begin and end with this one.
-        """
+        """`stop_engine` ends every open request; `servers` are the other server processes."""
         options = context.options
-        self._protocol_class = protocol_class(slow_client_timeout=options.slow_client_timeout)
+        self._protocol_class = make_protocol_class(slow_client_timeout=options.slow_client_timeout)
         self._limits = ConnectionLimits.of(
             max_files=_raise_file_limit(), per_address=options.max_connections_per_address
         )
@@ -368,9 +369,9 @@ class HttpServer(uvicorn.Server):
         for listener in sockets or ():
             self._listen(listener)
         context, servers = self._context, self._servers
-        self._pulse = context.lifecycle.start_pulse()  # as long as the event loop
+        self._pulse = context.lifecycle.start_pulse()  # lives as long as the event loop
         watches = [self._watch(context.engine.failed)]
-        if servers is not None:  # the first process, which also has the metrics
+        if servers is not None:  # the first process, which also serves the metrics
             watches += [context.metrics.watch(), self._watch(servers.failed)]
             if context.options.log_stats:
                 watches.append(
@@ -403,9 +404,7 @@ class HttpServer(uvicorn.Server):
         self._tasks.append(asyncio.create_task(self._drain()))
 
     def reload(self) -> None:
-        """Read the file of keys and the TLS files again, for what is to come. Files that cannot be
-        used change nothing.
-        """
+        """Read the key file and the TLS files again. Unusable files change nothing."""
         if self._servers is not None:
             self._servers.reload()
         try:
@@ -413,13 +412,13 @@ class HttpServer(uvicorn.Server):
             if self._tls is not None:
                 self._tls.reload()
         except ConfigError as error:
-            logger.error("what was read before is kept: %s", error)
+            logger.error("the files were not reloaded: %s", error)
         else:
-            logger.info("the files were read again")
+            logger.info("the files were reloaded")
 
     async def abort(self) -> None:
-        """End now: stopping the engine ends every open stream with an error event, then the
-        connections close.
+        """End now: stopping the engine ends open streams with an error event, then connections
+        close.
         """
         self._context.lifecycle.begin_drain()
         ends = [self._stop_engine()]
@@ -441,7 +440,7 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
     async def _watch(self, end: asyncio.Future[str]) -> None:
-        """End the server after what it cannot go on from."""
+        """End the server when `end` is set."""
         await asyncio.shield(end)
         self._context.lifecycle.begin_drain()
         self.should_exit = True
@@ -457,7 +456,7 @@ class HttpServer(uvicorn.Server):
         self.servers.append(acceptor)
 
     async def _listen_to_peers(self) -> None:
-        """Answer other server processes, too."""
+        """Answer other server processes."""
         config = self._make_config(self._internal_app)
         config.load()
         make_protocol = partial(

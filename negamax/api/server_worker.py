@@ -20,7 +20,7 @@ from pathlib import Path
 from negamax.api.common.context import ApiContext
 from negamax.api.processes import wire
 from negamax.api.processes.server_rank import ServerRank
-from negamax.api.server import HttpServer, event_loop, settle_garbage_collection
+from negamax.api.server import HttpServer, make_event_loop, settle_garbage_collection
 from negamax.base import log
 from negamax.base.log import get_logger
 from negamax.base.supervision import exit_now, watch_parent
@@ -43,7 +43,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     log.setup_as_parent()
-    with event_loop() as runner:
+    with make_event_loop() as runner:
         runner.run(_serve())
 
 

@@ -1,8 +1,7 @@
-"""Traces of requests for an OpenTelemetry collector (`--otlp-traces-endpoint`): one span per
-request to the engine, under the names that vLLM gives them.
+"""Traces of requests for an OpenTelemetry collector (`--otlp-traces-endpoint`), named as in vLLM.
 
-OpenTelemetry is imported only here, and only where the option is set. Spans are sent in batches by
-a thread of the SDK; what cannot be sent is dropped.
+Each request to the engine is one span. A thread of the SDK sends spans in batches and drops what it
+cannot send. OpenTelemetry is imported only here, if the option is set.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from negamax import __version__
-from negamax.api.request_record import RequestRecord
+from negamax.api.recorder import RequestRecord
 from negamax.base import env
 from negamax.base.errors import ConfigError
 from negamax.base.log import get_logger
@@ -27,18 +26,20 @@ logger = get_logger(__name__)
 FLAG = "--otlp-traces-endpoint"
 SPAN_NAME = "llm_request"
 _DEFAULT_PATH = "/v1/traces"
-_EXPORT_SECONDS = 5.0  # that sending a batch may take, retries included
-_CLOSE_SECONDS = 3.0  # that a server which stops waits for its last spans
+_EXPORT_SECONDS = 5.0  # for sending a batch, retries included
+_CLOSE_SECONDS = 3.0  # a stopping server waits for its last spans
 _PARENT_HEADERS = ("traceparent", "tracestate")
 
 
 def check_endpoint(endpoint: str) -> str:
-    """The address that spans are sent to; `/v1/traces` where it names no path. Errors:
-    `ConfigError`, also where OpenTelemetry is not installed."""
+    """Return the address of the collector, with the path `/v1/traces` if it has none.
+
+    Errors: `ConfigError`, also if OpenTelemetry is not installed.
+    """
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         hint = "give a collector's address for OTLP over HTTP, such as http://localhost:4318"
-        raise ConfigError(f"{FLAG} is {endpoint!r}, which is no HTTP address", hint=hint)
+        raise ConfigError(f"{FLAG} is {endpoint!r}, which is not an HTTP address", hint=hint)
     try:
         is_installed = find_spec("opentelemetry.exporter.otlp.proto.http") is not None
         is_installed = is_installed and find_spec("opentelemetry.sdk.trace") is not None
@@ -53,10 +54,10 @@ def check_endpoint(endpoint: str) -> str:
 
 
 class RequestTracer:
-    """Makes a span of every request that is over. Single user: the event loop."""
+    """Makes a span of every request that has ended. Single user: the event loop."""
 
     def __init__(self, endpoint: str) -> None:
-        """`endpoint` as of `check_endpoint`. Errors: `ConfigError`."""
+        """Errors: those of `check_endpoint`."""
         address = check_endpoint(endpoint)
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -75,7 +76,7 @@ class RequestTracer:
         self._failed = Status(StatusCode.ERROR)
 
     def ended(self, record: RequestRecord) -> None:
-        """A request is over."""
+        """Make the span of a request that has ended."""
         offset = time.time_ns() - int(time.monotonic() * 1e9)  # of monotonic times
         headers = record.headers
         carrier = {name: headers[name] for name in _PARENT_HEADERS if name in headers}
@@ -83,7 +84,7 @@ class RequestTracer:
             SPAN_NAME,
             context=self._propagator.extract(carrier),
             kind=self._kind,
-            attributes=span_attributes(record),
+            attributes=build_span_attributes(record),
             start_time=int(record.arrival * 1e9) + offset,
         )
         if record.error is not None:
@@ -92,7 +93,7 @@ class RequestTracer:
         span.end(end_time=int(record.end * 1e9) + offset)
 
     async def close(self) -> None:
-        """Send what is left, for a few seconds at most."""
+        """Send the remaining spans, for a few seconds at most."""
         thread = threading.Thread(target=self._provider.shutdown, daemon=True)
         thread.start()
         deadline = time.monotonic() + _CLOSE_SECONDS
@@ -100,8 +101,8 @@ class RequestTracer:
             await asyncio.sleep(0.02)
 
 
-def span_attributes(record: RequestRecord) -> dict[str, Any]:
-    """What a span says; latencies in seconds."""
+def build_span_attributes(record: RequestRecord) -> dict[str, Any]:
+    """Return the attributes of a span; latencies are in seconds."""
     sampling = record.sampling
     start, first = record.start, record.first_token
     attributes = {
@@ -117,7 +118,7 @@ def span_attributes(record: RequestRecord) -> dict[str, Any]:
         "gen_ai.usage.num_sequences": sampling.n,
         "gen_ai.usage.prompt_tokens": record.num_prompt_tokens,
         "gen_ai.usage.completion_tokens": record.num_output_tokens,
-        "gen_ai.usage.input_tokens": record.num_prompt_tokens,  # the conventions' newer names
+        "gen_ai.usage.input_tokens": record.num_prompt_tokens,  # newer names of the conventions
         "gen_ai.usage.output_tokens": record.num_output_tokens,
         "gen_ai.usage.cached_tokens": record.num_cached_tokens,
         "gen_ai.latency.time_in_queue": _between(record.arrival, start),
@@ -137,9 +138,7 @@ def _between(start: float | None, end: float | None) -> float | None:
 
 
 class _LastMessage(logging.Handler):
-    """Keeps the SDK's latest message about its failures: there is one for every batch and every
-    dropped span.
-    """
+    """Keeps the SDK's latest failure message: there is one per batch and per dropped span."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +149,7 @@ class _LastMessage(logging.Handler):
 
 
 def _events_of(exporter: Any, address: str) -> Any:
-    """`exporter`, whose failures are logged once until it succeeds again."""
+    """Wrap `exporter` so that failures are logged once until it succeeds again."""
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
     last_message = _LastMessage()
@@ -177,7 +176,7 @@ def _events_of(exporter: Any, address: str) -> Any:
             return result
 
         def shutdown(self) -> None:
-            """There are no more spans."""
+            """Close the exporter."""
             exporter.shutdown()
 
     return LoggedExporter()

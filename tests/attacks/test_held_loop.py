@@ -21,7 +21,7 @@ import negamax
 from negamax.api.common.conversation import Conversation, PromptBuilder
 from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
 from negamax.api.dialects.chat.schema import ChatRequest
-from negamax.api.dialects.messages.history import history_of
+from negamax.api.dialects.messages.history import build_history
 from negamax.api.http.request_body import BodyLimits, read_request
 from negamax.base.errors import InvalidRequestError
 from negamax.models.chat_format import ChatFormat
@@ -200,6 +200,6 @@ def test_blocks_of_an_answer_are_joined_once() -> None:
     blocks = [{"type": "text", "text": "a" * 500}] * 40_000
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": blocks}]
     thoughts = HiddenThoughts(ThoughtSigner("nano"), context_length=WINDOW, shows_earlier=False)
-    assert is_quick(lambda: history_of(messages, system=None, thoughts=thoughts), 2.0)
-    history = history_of(messages, system=None, thoughts=thoughts)
+    assert is_quick(lambda: build_history(messages, system=None, thoughts=thoughts), 2.0)
+    history = build_history(messages, system=None, thoughts=thoughts)
     assert history.messages[-1]["content"] == "a" * 500 * 40_000

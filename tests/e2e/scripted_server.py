@@ -17,7 +17,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from starlette.responses import StreamingResponse
 
-from negamax.api.playground import playground_router
+from negamax.api.playground import make_playground_router
 
 NAME = "scripted"
 USAGE = {
@@ -72,7 +72,7 @@ def call(name: str, *arguments: str, index: int = 0) -> list[dict[str, Any]]:
 
 def _app(script: Script) -> FastAPI:
     app = FastAPI()
-    app.include_router(playground_router())
+    app.include_router(make_playground_router())
 
     def refused(request: Request) -> Response | None:
         if script.key and request.headers.get("authorization") != f"Bearer {script.key}":

@@ -6,7 +6,7 @@ import base64
 
 import pytest
 
-from negamax.api.playground import PAGE_PATHS, browser_key
+from negamax.api.playground import PAGE_PATHS, read_browser_key
 
 OWN = (b"x-negamax-page", b"1")
 
@@ -18,22 +18,22 @@ def basic(text: str) -> tuple[bytes, bytes]:
 def test_the_password_counts_for_the_files_of_the_page() -> None:
     assert {"/", "/playground/app.js", "/playground/style.css"} <= PAGE_PATHS
     for path in PAGE_PATHS:
-        assert browser_key(path, [basic("anyone:the:kéy")]) == "the:kéy".encode()
+        assert read_browser_key(path, [basic("anyone:the:kéy")]) == "the:kéy".encode()
 
 
 def test_elsewhere_it_counts_only_for_requests_that_the_page_made() -> None:
     # another site may have had the browser send it
-    assert browser_key("/v1/models", [basic(":key")]) == b""
-    assert browser_key("/v1/models", [basic(":key"), OWN]) == b"key"
+    assert read_browser_key("/v1/models", [basic(":key")]) == b""
+    assert read_browser_key("/v1/models", [basic(":key"), OWN]) == b"key"
 
 
 @pytest.mark.parametrize(
     "value", [b"", b"Basic", b"Basic !", b"Basic a", b"Bearer a2V5", b"Basic a2V5", b"Basic \xff"]
 )
 def test_other_credentials_are_no_key(value: bytes) -> None:
-    assert browser_key("/", [(b"authorization", value)]) == b""
+    assert read_browser_key("/", [(b"authorization", value)]) == b""
 
 
 def test_the_scheme_is_read_in_any_case() -> None:
     name, value = basic("a:key")
-    assert browser_key("/", [(name, value.replace(b"Basic", b"bASIC"))]) == b"key"
+    assert read_browser_key("/", [(name, value.replace(b"Basic", b"bASIC"))]) == b"key"

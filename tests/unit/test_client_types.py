@@ -22,7 +22,7 @@ from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
 from negamax.api.dialects.messages import history as messages_history
 from negamax.api.dialects.messages.schema import MessagesRequest
 from negamax.api.dialects.responses import history as responses_history
-from negamax.api.dialects.responses.item_settings import with_settings
+from negamax.api.dialects.responses.item_settings import apply_settings
 from negamax.api.dialects.responses.schema import ResponsesRequest
 from negamax.base.errors import InvalidRequestError
 from negamax.text.messages import normalize_messages
@@ -43,7 +43,7 @@ def answer_openai(**fields: Any) -> None:
     """What the server reads of a request before the model does."""
     params = ResponsesRequest.parse({"input": [HELLO], **fields})
     placed = [(f"input[{index}]", item) for index, item in enumerate(params.input)]
-    params = with_settings(params, placed)
+    params = apply_settings(params, placed)
     made = responses_history.history_of(placed, instructions=None, thoughts=THOUGHTS)
     normalize_messages(made.messages)
     _ = params.choice(), params.thinking_choice, params.grammar

@@ -10,7 +10,7 @@ import pytest
 from message_support import ai, user
 from text_support import make_tokenizer
 
-from negamax.api.common.answer import without_tokens
+from negamax.api.common.answer import drop_tokens
 from negamax.api.common.choice_reader import ChoiceReader, ReadingRules, new_call_id
 from negamax.api.common.conversation import ChatPrompt, Conversation, PromptBuilder
 from negamax.api.schemas.thinking import ReasoningPlace, ThinkingChoice
@@ -328,8 +328,6 @@ def test_call_ids_have_the_form_that_clients_know() -> None:
 
 
 def test_request_that_only_reads_its_prompt_says_nothing() -> None:
-    silent = without_tokens(
-        output("x", finish="stop", num_tokens=1, token_ids=[5], stop_reason="x")
-    )
+    silent = drop_tokens(output("x", finish="stop", num_tokens=1, token_ids=[5], stop_reason="x"))
     assert (silent.text, silent.token_ids, silent.num_output_tokens) == ("", [], 0)
     assert (silent.finish_reason, silent.stop_reason) == ("length", None)

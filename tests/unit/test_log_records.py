@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from negamax.api.load_report import LoadReport
-from negamax.api.request_record import RequestRecord
+from negamax.api.measurements import NUM_COLUMNS, Measurements
+from negamax.api.recorder import ChoiceRecord, RequestRecord
 from negamax.base import env, log
 from negamax.base.errors import RequestTimeoutError
+from negamax.base.shared_numbers import SharedNumbers
 from negamax.engine.wire import EngineStats
 from negamax.scheduler.request import SamplingParams
 
@@ -75,7 +77,8 @@ def test_record_says_how_a_request_ended(
         is_stream=False,
         arrival=0.0,
         sampling=SamplingParams(n=2),
-        finish_reasons=reasons,
+        measured=Measurements(SharedNumbers(NUM_COLUMNS), index=0),
+        choices={index: ChoiceRecord(finish_reason=reason) for index, reason in reasons.items()},
         error=error,
     )
     assert record.finish_reason == expected

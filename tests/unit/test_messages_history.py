@@ -12,8 +12,8 @@ import pytest
 
 from negamax.api.common.history import History
 from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
-from negamax.api.dialects.messages.history import history_of
-from negamax.api.schemas.answers import error_answer, message_error
+from negamax.api.dialects.messages.history import build_history
+from negamax.api.schemas.answers import build_error, build_message_error
 from negamax.base.errors import ContextLengthError, InvalidRequestError
 from negamax.models.minimax_m3.chat import MINIMAX_M3_FAMILY
 from negamax.text.messages import normalize_messages
@@ -26,7 +26,7 @@ def thoughts(*, window: int = 100, shows_earlier: bool = False) -> HiddenThought
 
 
 def history(*messages: dict[str, Any], system: Any = None) -> History:
-    return history_of(messages, system=system, thoughts=thoughts())
+    return build_history(messages, system=system, thoughts=thoughts())
 
 
 def user(*blocks: Any) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def test_images_are_refused_for_a_model_that_could_see_them(
     message: dict[str, Any], place: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=f"{place} has type 'image'; MiniMax-M3 could"):
-        history_of([message], system=None, thoughts=thoughts(), family=MINIMAX_M3_FAMILY)
+        build_history([message], system=None, thoughts=thoughts(), family=MINIMAX_M3_FAMILY)
     history(message)
 
 
@@ -278,11 +278,13 @@ def test_what_cannot_be_shown_is_named_by_its_place(message: dict[str, Any], pla
     ],
 )
 def test_errors_have_anthropics_types(status: int, kind: str) -> None:
-    told = message_error(status, error_answer("too much", error_type="whatever"), request_id="r")
+    told = build_message_error(
+        status, build_error("too much", error_type="whatever"), request_id="r"
+    )
     body = {"type": "error", "error": {"type": kind, "message": "too much"}, "request_id": "r"}
     assert msgspec.json.decode(msgspec.json.encode(told)) == body
-    coded = message_error(
-        status, error_answer("too much", error_type="whatever", code="too_much"), request_id="r"
+    coded = build_message_error(
+        status, build_error("too much", error_type="whatever", code="too_much"), request_id="r"
     )
     assert msgspec.json.decode(msgspec.json.encode(coded))["error"]["details"] == {
         "error_code": "too_much"
@@ -347,4 +349,4 @@ def test_only_thoughts_that_the_prompt_shows_are_unpacked() -> None:
     told = [entry["reasoning_content"] for entry in made.messages if entry["role"] == "assistant"]
     assert told == ["", "short"]
     with pytest.raises(ContextLengthError):
-        history_of([*earlier, *now], system=None, thoughts=thoughts(shows_earlier=True))
+        build_history([*earlier, *now], system=None, thoughts=thoughts(shows_earlier=True))

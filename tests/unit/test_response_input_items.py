@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from negamax.api.dialects.responses.input_items import page_of
+from negamax.api.dialects.responses.input_items import build_page
 from negamax.base.errors import InvalidRequestError
 
 RESPONSE = "resp_" + "ab" * 23 + "07"
 
 
 def items_of(*items: dict[str, Any]) -> list[dict[str, Any]]:
-    return page_of(items, {"order": "asc", "limit": "100"}, response_id=RESPONSE).data
+    return build_page(items, {"order": "asc", "limit": "100"}, response_id=RESPONSE).data
 
 
 def users(count: int) -> list[dict[str, Any]]:
@@ -57,7 +57,7 @@ def test_pages_add_up_to_all_items(order: str) -> None:
     items, texts = users(25), []
     query = {"order": order}
     while True:
-        page = page_of(items, query, response_id=RESPONSE)
+        page = build_page(items, query, response_id=RESPONSE)
         texts += [item["content"][0]["text"] for item in page.data]
         assert (page.first_id, page.last_id) == (page.data[0]["id"], page.data[-1]["id"])
         if not page.has_more:
@@ -69,10 +69,10 @@ def test_pages_add_up_to_all_items(order: str) -> None:
 
 
 def test_the_last_item_comes_first_and_nothing_after_the_end() -> None:
-    page = page_of(users(3), {"limit": "1"}, response_id=RESPONSE)
+    page = build_page(users(3), {"limit": "1"}, response_id=RESPONSE)
     assert page.data[0]["content"][0]["text"] == "number 2" and page.has_more
     last = items_of(*users(3))[0]["id"]
-    page = page_of(users(3), {"after": last}, response_id=RESPONSE)
+    page = build_page(users(3), {"after": last}, response_id=RESPONSE)
     assert (page.data, page.first_id, page.last_id, page.has_more) == ([], None, None, False)
 
 
@@ -82,5 +82,5 @@ def test_the_last_item_comes_first_and_nothing_after_the_end() -> None:
 )
 def test_pages_that_are_none_are_refused(field: str, value: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        page_of(users(2), {field: value}, response_id=RESPONSE)
+        build_page(users(2), {field: value}, response_id=RESPONSE)
     assert caught.value.param == field

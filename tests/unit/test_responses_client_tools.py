@@ -12,9 +12,9 @@ import pytest
 
 from negamax.api.common.history import History
 from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
-from negamax.api.dialects.responses.client_tools import CLIENT_TOOLS, call_item
-from negamax.api.dialects.responses.history import history_of
-from negamax.api.dialects.responses.item_settings import with_settings
+from negamax.api.dialects.responses.client_tools import CLIENT_TOOLS, build_call_item
+from negamax.api.dialects.responses.history import build_history
+from negamax.api.dialects.responses.item_settings import apply_settings
 from negamax.api.dialects.responses.schema import ResponsesRequest
 from negamax.base.errors import InvalidRequestError
 from negamax.text.messages import normalize_messages
@@ -32,7 +32,7 @@ OUTPUTS = {"shell": [], "local_shell": "", "apply_patch": ""}
 
 def history(*items: dict[str, Any]) -> History:
     placed = [(f"input[{index}]", item) for index, item in enumerate(items)]
-    return history_of(placed, instructions=None, thoughts=THOUGHTS)
+    return build_history(placed, instructions=None, thoughts=THOUGHTS)
 
 
 def request(*tools: dict[str, Any], **fields: Any) -> ResponsesRequest:
@@ -40,11 +40,11 @@ def request(*tools: dict[str, Any], **fields: Any) -> ResponsesRequest:
 
 
 def settled(params: ResponsesRequest, *items: dict[str, Any]) -> ResponsesRequest:
-    return with_settings(params, [(f"input[{index}]", item) for index, item in enumerate(items)])
+    return apply_settings(params, [(f"input[{index}]", item) for index, item in enumerate(items)])
 
 
 def called(name: str, arguments: object) -> dict[str, Any] | None:
-    item = call_item(
+    item = build_call_item(
         name, json.dumps(arguments), item_id="fc_1", status="completed", call_id="call_1"
     )
     return None if item is None else msgspec.to_builtins(item)
@@ -96,7 +96,7 @@ def test_a_call_comes_back_as_the_model_wrote_it(name: str) -> None:
 )
 def test_what_no_client_could_run_is_no_item_of_theirs(name: str, arguments: object) -> None:
     assert called(name, arguments) is None
-    assert call_item(name, '{"commands": [', item_id="", status="", call_id="") is None
+    assert build_call_item(name, '{"commands": [', item_id="", status="", call_id="") is None
 
 
 def test_results_say_what_was_printed_and_how_it_ended() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from negamax.api.common.history import History
 from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
-from negamax.api.dialects.responses.history import history_of
+from negamax.api.dialects.responses.history import build_history
 from negamax.base.errors import InvalidRequestError
 from negamax.models.minimax_m3.chat import MINIMAX_M3_FAMILY
 from negamax.text.messages import normalize_messages
@@ -24,7 +24,7 @@ def thoughts(*, window: int = 100, shows_earlier: bool = False) -> HiddenThought
 
 def history(*items: dict[str, Any], instructions: str | None = None) -> History:
     placed = [(f"input[{index}]", item) for index, item in enumerate(items)]
-    return history_of(placed, instructions=instructions, thoughts=thoughts())
+    return build_history(placed, instructions=instructions, thoughts=thoughts())
 
 
 def test_images_are_refused_for_a_model_that_could_see_them() -> None:
@@ -37,7 +37,7 @@ def test_images_are_refused_for_a_model_that_could_see_them() -> None:
     ):
         placed = [(f"input[{index}]", item) for index, item in enumerate(items)]
         with pytest.raises(InvalidRequestError, match="MiniMax-M3 could see it") as caught:
-            made = history_of(
+            made = build_history(
                 placed, instructions=None, thoughts=thoughts(), family=MINIMAX_M3_FAMILY
             )
             normalize_messages(made.messages, family=MINIMAX_M3_FAMILY)

@@ -10,7 +10,7 @@ import zlib
 
 import pytest
 
-from negamax.api.http.unpacking import PIECE_BYTES, Unpacker, packed_as
+from negamax.api.http.unpacking import PIECE_BYTES, Unpacker, find_encoding
 from negamax.base.errors import InvalidRequestError, UnsupportedMediaTypeError
 
 SAYS = (
@@ -77,7 +77,7 @@ def test_a_body_that_is_cut_or_broken_is_refused(form: str) -> None:
     ],
 )
 def test_encodings_that_are_read(value: bytes, encoding: bytes | None) -> None:
-    assert packed_as([(b"host", b"x"), (b"content-encoding", value)]) == encoding
+    assert find_encoding([(b"host", b"x"), (b"content-encoding", value)]) == encoding
 
 
 @pytest.mark.parametrize("value", [b"br", b"zstd", b"gzip, gzip", b"x" * 1000])
@@ -85,5 +85,5 @@ def test_other_encodings_are_named_in_the_refusal(value: bytes) -> None:
     with pytest.raises(
         UnsupportedMediaTypeError, match=r"allowed: 'gzip', 'deflate', or none"
     ) as error:
-        packed_as([(b"content-encoding", value)])
+        find_encoding([(b"content-encoding", value)])
     assert value[:20].decode() in error.value.message and len(error.value.message) < 150

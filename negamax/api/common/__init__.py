@@ -1,1 +1,1 @@
-"""What the dialects share: from a parsed request to the events of its answer."""
+"""Code that the dialects share: from a parsed request to the events of its answer."""

@@ -1,4 +1,4 @@
-"""From the engine's outputs to a response, whole or as a stream: what every dialect does alike."""
+"""From the engine's outputs to a response, whole or as a stream."""
 
 from __future__ import annotations
 
@@ -9,19 +9,29 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
 
+from negamax.api.common.api_request import ApiRequest
 from negamax.api.common.choice_reader import ChoiceReader, PlainReader, check_failed
-from negamax.api.common.context import ApiContext, Ping
-from negamax.api.errors import failure_event, json_response
-from negamax.api.http.sse import DONE, FIRST_OUTPUT_SECONDS, Write, first_output, while_connected
+from negamax.api.common.context import ApiContext
+from negamax.api.errors import encode_failure, json_response
+from negamax.api.http.sse import (
+    DONE,
+    FIRST_OUTPUT_SECONDS,
+    EventStream,
+    Write,
+    run_while_connected,
+    wait_for_first_output,
+)
 from negamax.api.schemas.answers import CompletionTokensDetails, PromptTokensDetails, Usage
 from negamax.api.schemas.sampled_request import EngineRequest
 from negamax.engine.client.open_request import OpenRequest, OpenRequests
 from negamax.engine.client.output import RequestOutput
 from negamax.text.parser.events import ParserEvent
 from negamax.text.parser.packets import PacedPackets
+
+Ping = tuple[bytes, float]  # an event, and the seconds of silence after which it is sent
+_KEEP_ALIVE = b": keep-alive\n\n"  # a comment: clients skip it
 
 
 @dataclass(slots=True, eq=False)
@@ -31,9 +41,9 @@ class Choice:
     index: int  # among the choices of all prompts
     reader: ChoiceReader | PlainReader
     prompt_index: int = 0
-    is_prompt_only: bool = False  # the prompt is read into the cache or scored, nothing answered
+    is_prompt_only: bool = False  # the prompt is cached or scored; nothing is generated
     packets: PacedPackets = field(default_factory=PacedPackets)
-    latest: RequestOutput | None = None  # its counts are those of the choice
+    latest: RequestOutput | None = None  # has the counts of the choice
 
 
 AnswerSource = OpenRequest | OpenRequests
@@ -43,12 +53,9 @@ Send = Callable[[ChoiceT, RequestOutput, list[ParserEvent]], object]
 
 
 class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
-    """Answers one request. A dialect says what an output adds to its choice (`take`), what a stream
-    sends of it (`chunk`) and at its end, and what the whole response is. Single writer: the
-    request's handler.
-    """
+    """Answers one request; each dialect has a subclass. Single writer: the request's handler."""
 
-    is_paced = False  # whether fragments of a stream are joined to a good size
+    is_paced = False  # whether a stream joins small fragments
 
     def __init__(self, request_id: str, source: AnswerSource, choices: Sequence[ChoiceT]) -> None:
         """`choices` are in the order of their prompts."""
@@ -62,32 +69,35 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
 
     @abstractmethod
     def take(self, choice: ChoiceT, output: RequestOutput, events: list[ParserEvent]) -> None:
-        """Add an output, which the reader has made `events` of, to its choice."""
+        """Add an output and the `events` that the reader made of it to its choice."""
 
     @abstractmethod
     def chunk(self, choice: ChoiceT, output: RequestOutput, events: list[ParserEvent]) -> bytes:
-        """The same, and what a stream sends of it; b"": nothing."""
+        """Add an output like `take` and return what a stream sends for it; b"": nothing."""
 
     @abstractmethod
     def response(self) -> ResponseT:
-        """The whole response, once all has been taken."""
+        """Build the whole response from all that was taken."""
 
     def start(self) -> bytes:
-        """What a stream begins with, before the first output."""
+        """Return the beginning of a stream, before the first output."""
         return b""
 
     def end(self) -> bytes:
-        """What a stream ends with."""
+        """Return the end of a stream."""
         return DONE
 
     def failure(self, error: Exception) -> bytes:
-        """What a stream ends with where it fails: the status line is already sent."""
-        return failure_event(error, request_id=self.id) + DONE
+        """Return the end of a stream that fails after its status line."""
+        return encode_failure(error, request_id=self.id) + DONE
 
     @property
     def usage(self) -> Usage:
-        """The token counts so far. The choices of a prompt share it; its cached tokens are those
-        of the choice that found the fewest."""
+        """The token counts so far.
+
+        The choices of a prompt share it. The cached tokens are those of the choice that found the
+        fewest.
+        """
         prompts: dict[int, tuple[int, int]] = {}  # tokens, cached tokens
         completion_tokens = reasoning_tokens = 0
         for choice in self.choices:
@@ -109,17 +119,17 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
         )
 
     async def whole(self) -> ResponseT:
-        """The response in one piece. Errors: those of `OpenRequest.run`."""
+        """Return the whole response. Errors: those of `OpenRequest.run`."""
         await self._run(self.take, is_paced=False)
         return self.response()
 
     async def stream(self, write: Write) -> None:
-        """The response as events; an error after the start is an event too."""
+        """Write the response as events. An error after the start is an event too."""
 
         def send(choice: ChoiceT, output: RequestOutput, events: list[ParserEvent]) -> None:
             chunk = self.chunk(choice, output, events)
             if chunk:
-                write(chunk)  # one write for all that one step brought
+                write(chunk)  # one write for all outputs of one step
 
         start = self.start()
         if start:
@@ -138,7 +148,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
             choice = of_prompt[prompt][output.index]
             if choice.is_prompt_only:
                 check_failed(output)
-                output = without_tokens(output)
+                output = drop_tokens(output)
             events = choice.reader.push(output)
             choice.latest = output
             if is_paced:
@@ -150,39 +160,38 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
 
 
 async def start_source(
-    request: Request, params: EngineRequest, source: AnswerSource, *, has_grammar: bool
+    request: ApiRequest[EngineRequest], source: AnswerSource, *, has_grammar: bool
 ) -> None:
-    """Wait for the first output of a stream: what fails before it still gets a status line of its
-    own. A grammar is compiled first, and may be refused, however long that takes.
+    """Wait for the first output of a stream: what fails before it still gets its own status line.
+
+    Compiling a grammar may take long and may fail, so its request waits without a limit.
     """
-    if params.stream:
+    if request.params.stream:
         seconds = None if has_grammar else FIRST_OUTPUT_SECONDS
-        await first_output(request.receive, source, seconds=seconds)
+        await wait_for_first_output(request.http.receive, source, seconds=seconds)
 
 
 async def respond(
     context: ApiContext,
-    request: Request,
-    params: EngineRequest,
+    request: ApiRequest[EngineRequest],
     writer: AnswerWriter[ChoiceT, ResponseT],
     *,
     headers: dict[str, str] | None = None,
     ping: Ping | None = None,
 ) -> Response:
-    """The response of a request that the engine has, with more `headers`; `ping` is what fills the
-    pauses of a stream, None: comments.
-    """
-    if params.stream:
-        stream = context.event_stream(writer.stream, source=writer.source, ping=ping)
-        stream.headers.update(headers or {})
-        return stream
-    return json_response(await while_connected(request.receive, writer.whole()), headers=headers)
+    """Answer a started request, whole or as a stream. `ping` defaults to comments."""
+    if not request.params.stream:
+        answer = await run_while_connected(request.http.receive, writer.whole())
+        return json_response(answer, headers=headers)
+    seconds = context.options.sse_keep_alive_interval
+    event, seconds = ping or (_KEEP_ALIVE if seconds else b"", seconds)
+    stream = EventStream(writer.stream, source=writer.source, ping=event, ping_seconds=seconds)
+    stream.headers.update(headers or {})
+    return stream
 
 
-def without_tokens(output: RequestOutput) -> RequestOutput:
-    """An output of a request that only reads its prompt: the one token that had to run is no part
-    of the answer.
-    """
+def drop_tokens(output: RequestOutput) -> RequestOutput:
+    """Remove from an output the token that a request without an answer had to run."""
     return msgspec.structs.replace(
         output,
         token_ids=[],

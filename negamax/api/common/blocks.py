@@ -1,5 +1,5 @@
-"""An answer as blocks in the order the model wrote them: reasoning, content, calls. Anthropic's
-API and Responses have them.
+"""Answers as blocks in the order of generation: reasoning, content, calls. Messages and Responses
+use them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from negamax.text.parser.events import (
 
 
 class BlockKind(enum.Enum):
-    """What a block holds."""
-
     REASONING = "reasoning"
     CONTENT = "content"
     CALL = "call"
@@ -29,31 +27,32 @@ class BlockKind(enum.Enum):
 
 @dataclass(slots=True)
 class Block:
-    """A piece of an answer while it grows; the text of a call is the JSON of its arguments, or the
-    beginning of it where the call is not whole. Single writer: `BlockWriter`."""
+    """A part of an answer. Single writer: `BlockWriter`.
+
+    The text of a call is the JSON of its arguments, truncated if the call is not whole.
+    """
 
     kind: BlockKind
     index: int  # among the blocks of the answer
     call: StartedCall | None = None
     parts: list[str] = field(default_factory=list)
-    is_whole: bool = False  # False in the end: it was cut
+    is_whole: bool = False  # False at the end: the block is truncated
 
     @property
     def text(self) -> str:
-        """The text so far."""
         return "".join(self.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockOpened:
-    """A block begins."""
+    """A new block."""
 
     block: Block
 
 
 @dataclass(frozen=True, slots=True)
 class BlockGrew:
-    """A block has more text."""
+    """New text of a block."""
 
     block: Block
     text: str
@@ -61,7 +60,7 @@ class BlockGrew:
 
 @dataclass(frozen=True, slots=True)
 class BlockClosed:
-    """A block is over."""
+    """The end of a block."""
 
     block: Block
 
@@ -70,18 +69,18 @@ BlockEvent = BlockOpened | BlockGrew | BlockClosed
 
 
 class BlockWriter:
-    """Turns parser events into events of blocks. Single writer: the request's handler."""
+    """Turns parser events into block events. Single writer: the request's handler."""
 
     __slots__ = ("_calls", "_open", "blocks")
 
     def __init__(self, calls: list[StartedCall]) -> None:
-        """`calls` are those of the answer's reader, which grow while it reads."""
+        """`calls` is the growing list of the answer's reader."""
         self.blocks: list[Block] = []
         self._calls = calls
         self._open: Block | None = None
 
     def push(self, events: Iterable[ParserEvent]) -> Iterator[BlockEvent]:
-        """What `events` mean for the blocks."""
+        """Yield the block events of `events`."""
         for event in events:
             match event:
                 case ReasoningDelta(text):
@@ -97,8 +96,8 @@ class BlockWriter:
                     yield from self._close(is_whole=True)
 
     def finish(self, *, is_cut: bool) -> Iterator[BlockEvent]:
-        """The end of the answer; `is_cut`: by the limit of tokens. An open call is cut in any
-        case.
+        """End the answer; `is_cut`: by the token limit. A call that is still open is truncated in
+        any case.
         """
         is_call = self._open is not None and self._open.kind is BlockKind.CALL
         yield from self._close(is_whole=not (is_cut or is_call))

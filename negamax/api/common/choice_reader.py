@@ -1,6 +1,4 @@
-"""From a choice's outputs to reasoning, content and calls, for all dialects: a dialect turns its
-request into `ReadingRules`, by which a `ChoiceReader` per choice reads what the engine sends.
-"""
+"""From a choice's outputs to reasoning, content and calls, by the `ReadingRules` of a request."""
 
 from __future__ import annotations
 
@@ -21,9 +19,10 @@ from negamax.text.parser.output_parser import Thinking
 
 
 class ReasoningCounter:
-    """Counts the tokens of a choice that lie inside its reasoning, by the tags' token ids. What was
-    closed stays closed, as in the parser: think tags in content are content. A call opener in
-    reasoning may be a quoted one: the reader of the text calls `call_began` where it was not.
+    """Counts the reasoning tokens of a choice by the token ids of the tags.
+
+    Reasoning ends once, as in the parser: later think tags are content. A call opener within
+    reasoning may be a quotation; the text reader calls `call_began` if it is not.
     """
 
     __slots__ = (
@@ -44,7 +43,7 @@ class ReasoningCounter:
         )
         self._in_reasoning = in_reasoning
         self._num_certain = 0
-        self._num_since_call = 0  # tokens from a call opener on; 0: there was none
+        self._num_since_call = 0  # tokens since a call opener; 0: there was none
         self.knows_tags = self._opener is not None and self._closer is not None
 
     @property
@@ -54,11 +53,11 @@ class ReasoningCounter:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether a call opener has come that may be quoted."""
+        """Whether a call opener came that may be a quotation."""
         return self._num_since_call > 0
 
     def push(self, token_ids: Sequence[int]) -> None:
-        """Take the next tokens; the tags themselves are not reasoning, quoted ones are."""
+        """Count the next tokens. Tags are not reasoning, quoted tags are."""
         for token_id in token_ids:
             if token_id == self._closer or (token_id == self._call and not self._in_reasoning):
                 self._end(self.count)
@@ -72,11 +71,11 @@ class ReasoningCounter:
                 self._num_certain += 1
 
     def add(self, count: int) -> None:
-        """Count tokens that are known to be reasoning."""
+        """Add tokens that are known to be reasoning."""
         self._num_certain += count
 
     def call_began(self) -> None:
-        """The latest call opener was one, so the reasoning ended before it."""
+        """Treat the latest call opener as a call, so that the reasoning ended before it."""
         self._end(self._num_certain)
 
     def _end(self, count: int) -> None:
@@ -86,18 +85,18 @@ class ReasoningCounter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingRules:
-    """How the choices of one request are read."""
+    """How to read the choices of one request."""
 
-    # the declared ones: their schemas decide the types of arguments
+    # the declared tools; their schemas decide the types of arguments
     tools: Sequence[Mapping[str, Any]] | None = None
-    may_call: bool = True  # False: the answer has no calls, what looks like one is content
+    may_call: bool = True  # False: text that looks like a call is content
     parallel_calls: bool = True  # False: only the first call is reported
-    # then a call is the answer, and it ends with "stop", as in OpenAI's API
+    # a call is the answer then and ends with "stop", as in OpenAI's API
     is_call_forced_by_name: bool = False
-    reasoning: ReasoningPlace | None = None  # None: where the server's parser puts it
+    reasoning: ReasoningPlace | None = None  # None: as the server's parser decides
     stream_reasoning: bool = True  # False: reasoning comes in one piece when it is complete
-    stop: tuple[str, ...] = ()  # strings that end the answer where they occur in its content
-    includes_stop: bool = False  # the one that did stays there
+    stop: tuple[str, ...] = ()  # strings that end the answer when they occur in its content
+    includes_stop: bool = False  # the stop string stays in the content
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,16 +108,14 @@ class StartedCall:
 
 
 def new_call_id() -> str:
-    """An id for a tool call."""
     return f"call_{secrets.token_hex(12)}"
 
 
 class ChoiceReader:
-    """One choice of a chat answer: its outputs in, events out. Single writer: the request's
-    handler.
+    """Reads one choice of a chat answer. Single writer: the request's handler.
 
-    Where there are stop strings, the engine's client reads with it (`TextReader`), because it must
-    know when one has ended the answer; its outputs then bring the events along.
+    With stop strings, the engine's client calls it as a `TextReader`, because it must know when one
+    has ended the answer. The outputs then contain the events.
     """
 
     __slots__ = (
@@ -141,10 +138,10 @@ class ChoiceReader:
         rules: ReadingRules,
         on_call: Callable[[], object] = lambda: None,
     ) -> None:
-        """`on_call` is called for each tool call that begins."""
+        """The reader calls `on_call` for each tool call that begins."""
         self._rules, self._on_call = rules, on_call
         is_silent = rules.reasoning is ReasoningPlace.NOWHERE
-        # more than the parser knows
+        # the parser alone cannot do this
         self._holds_back = is_silent or not rules.stream_reasoning or not rules.parallel_calls
         in_reasoning = prompt.reasoning == "open"
         self._parser = _with_reasoning_in(rules.reasoning, chat_format).new_parser(
@@ -156,18 +153,18 @@ class ChoiceReader:
             includes_stop=rules.includes_stop,
         )
         self._counter = ReasoningCounter(chat_format, in_reasoning=in_reasoning)
-        self._held_reasoning: list[str] = []  # that waits for its end
+        self._held_reasoning: list[str] = []  # held back until it ends
         self.calls: list[StartedCall] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens inside the reasoning so far."""
+        """Reasoning tokens so far."""
         return self._counter.count
 
     def push(self, output: RequestOutput) -> list[ParserEvent]:
-        """The events of `output`. Errors: `EngineError` if the request failed in the engine."""
+        """Return the events of `output`. Errors: `EngineError` if the request failed."""
         check_failed(output)
         is_end = output.finish_reason is not None
         counter = self._counter
@@ -197,8 +194,9 @@ class ChoiceReader:
         return self._parser.matched_stop
 
     def feed(self, pieces: Sequence[TextPiece], *, may_stop: bool = True) -> list[ParserEvent]:
-        """Read the next pieces, as of `OutputParser`. Where tags are no tokens of their own, the
-        parser says which pieces count as reasoning."""
+        """Read the next pieces. If tags are not single tokens, the parser decides what counts as
+        reasoning.
+        """
         if self._counter.knows_tags:
             return self._parser.feed(pieces, may_stop=may_stop)
         events = []
@@ -208,7 +206,7 @@ class ChoiceReader:
         return events
 
     def finish(self, *, is_cut: bool) -> list[ParserEvent]:
-        """The text is over, as of `OutputParser`."""
+        """End the text, as in `OutputParser`."""
         return self._parser.finish(is_cut=is_cut)
 
     def _finish_reason(self, of_engine: str) -> str:
@@ -218,7 +216,7 @@ class ChoiceReader:
         return "tool_calls" if ends_with_calls else of_engine
 
     def _chosen(self, events: Iterable[ParserEvent], *, is_end: bool) -> Iterator[ParserEvent]:
-        """The events that the rules let through, reasoning when they do."""
+        """Yield the events that the rules allow."""
         for event in events:
             if isinstance(event, ReasoningDelta):
                 if self._rules.reasoning is ReasoningPlace.NOWHERE:
@@ -243,9 +241,7 @@ class ChoiceReader:
 
 
 class PlainReader:
-    """Counts the tokens of a choice, whose text stays as it is. Single writer: the request's
-    handler.
-    """
+    """Counts a choice's tokens without parsing its text. Single writer: the request's handler."""
 
     __slots__ = ("_counter", "finish_reason", "stop_reason")
 
@@ -257,14 +253,14 @@ class PlainReader:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens inside the reasoning so far."""
+        """Reasoning tokens so far."""
         return self._counter.count
 
     def push(self, output: RequestOutput) -> list[ParserEvent]:
-        """Take the counts of `output`; its text is not parsed. Errors: as of `ChoiceReader`."""
+        """Count the tokens of `output`. Errors: as in `ChoiceReader`."""
         check_failed(output)
         self._counter.push(output.token_ids)
-        if self._counter.is_undecided:  # the text is not parsed: a call opener counts as one
+        if self._counter.is_undecided:  # without a parser, a call opener counts as a call
             self._counter.call_began()
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
         return []
@@ -284,6 +280,6 @@ def _with_reasoning_in(place: ReasoningPlace | None, given: ChatFormat) -> ChatF
 
 
 def check_failed(output: RequestOutput) -> None:
-    """`EngineError` if this request failed in the engine."""
+    """Raise `EngineError` if the request failed in the engine."""
     if output.finish_reason == "error":
         raise EngineError(f"request {output.request_id}: {output.error or 'no reason given'}")

@@ -1,6 +1,4 @@
-"""Which tokens of an answer made its content: their log-probabilities, for dialects that send them
-for the content alone.
-"""
+"""Log-probabilities of the tokens that make up an answer's content."""
 
 from __future__ import annotations
 
@@ -10,29 +8,28 @@ from collections import deque
 from collections.abc import Sequence
 
 from negamax.api.common.blocks import Block, BlockKind
-from negamax.api.common.logprobs import chat_logprobs
+from negamax.api.common.logprobs import convert_chat_logprobs
 from negamax.api.schemas.answers import ChatLogprob
 from negamax.models.chat_format import ChatFormat
 from negamax.scheduler.step import TokenLogprobs
 from negamax.text.parser.output_parser import Thinking
 from negamax.text.tokenizer import Tokenizer
 
-_COMPACT_CHARS = 65_536  # of found text that are kept
+_COMPACT_CHARS = 65_536  # characters of matched text to keep
 _SPACE = re.compile(r"\s*")
 
 
 class ContentLogprobs:
-    """Finds the text of blocks again in the text of the tokens, as both grow. Single writer: the
+    """Matches the text of blocks with the text of the tokens, as both grow. Single writer: the
     request's handler.
 
-    Reasoning and content are parts of the generated text, in its order; between them are tags,
-    calls and white space, which are passed over. A token that two stretches of content share counts
-    for the first of them.
+    Reasoning and content occur in the generated text in order. Tags, calls and white space between
+    them are skipped. A token that two stretches of content share belongs to the first.
     """
 
     def __init__(self, tokenizer: Tokenizer, chat_format: ChatFormat) -> None:
         self._closer_id = None
-        if chat_format.thinking is not Thinking.RAW:  # the token is text of no block
+        if chat_format.thinking is not Thinking.RAW:  # no block contains the text of this token
             self._closer_id = chat_format.tag_ids.get(chat_format.output.think_close)
         self._tokenizer = tokenizer
         output = chat_format.output
@@ -40,19 +37,19 @@ class ContentLogprobs:
         self._tag = re.compile("|".join(map(re.escape, tags)))
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._is_mid_character = False
-        # first character and the one behind the last
+        # first character, and the one after the last
         self._tokens: deque[tuple[int, int, TokenLogprobs]] = deque()
-        self._new_texts: list[str] = []  # of tokens, behind `_text`
-        self._text = ""  # from character `_start` on
+        self._new_texts: list[str] = []  # of tokens, to be appended to `_text`
+        self._text = ""  # position of `_text` in the whole text
         self._start = 0
-        self._at = 0  # where in `_text` the last stretch ended
+        self._at = 0  # end of the last stretch, in `_text`
         self._end = 0  # characters so far
         self._of_block: dict[int, list[ChatLogprob]] = {}  # by the block's index
-        self._num_parts: dict[int, int] = {}  # parts of a block that were looked for
-        self._latest = -1  # the block looked for last
+        self._num_parts: dict[int, int] = {}  # parts of a block that were matched
+        self._latest = -1  # index of the block matched last
 
     def add(self, entries: Sequence[TokenLogprobs]) -> None:
-        """The next tokens."""
+        """Add the next tokens."""
         for entry in entries:
             is_closer = entry.token_id == self._closer_id
             raw = b"" if is_closer else self._tokenizer.token_bytes(entry.token_id)
@@ -64,7 +61,7 @@ class ContentLogprobs:
             self._tokens.append((first, self._end + self._is_mid_character, entry))
 
     def take(self, block: Block, text: str) -> list[ChatLogprob]:
-        """The tokens of the next part of a block, which has this `text`; none where it is not
+        """Return the tokens of the block's next part, whose text is `text`; none unless it is
         content.
         """
         self._num_parts[block.index] = self._num_parts.get(block.index, 0) + 1
@@ -74,13 +71,13 @@ class ContentLogprobs:
         self._latest = block.index
         if block.kind is not BlockKind.CONTENT:
             return []
-        entries = chat_logprobs(self._tokenizer, found)
+        entries = convert_chat_logprobs(self._tokenizer, found)
         self._of_block.setdefault(block.index, []).extend(entries)
         return entries
 
     def of(self, block: Block) -> list[ChatLogprob]:
-        """The tokens of a block so far. Blocks are to be asked for in their order, where they were
-        not taken as they grew.
+        """Return the tokens of a block so far. Ask for blocks in order unless `take` was called for
+        them.
         """
         for part in block.parts[self._num_parts.get(block.index, 0) :]:
             self.take(block, part)
@@ -91,14 +88,12 @@ class ContentLogprobs:
         self._end += len(text)
 
     def _end_character(self) -> None:
-        """The open character will have no more bytes."""
+        """End the open character: no more bytes of it will come."""
         self._append(self._decoder.decode(b"", final=True))
         self._is_mid_character = False
 
     def _tokens_of(self, text: str, *, is_begun: bool) -> list[TokenLogprobs]:
-        """The tokens of the next stretch of text; they, and those before them, are not looked at
-        again.
-        """
+        """Return the tokens of the next stretch of text and drop them and all tokens before."""
         # the answer ended within a character
         if self._is_mid_character and text.endswith("\ufffd"):
             self._end_character()
@@ -119,8 +114,8 @@ class ContentLogprobs:
         return found
 
     def _place(self, text: str, *, is_begun: bool) -> int:
-        """Where `text` is: where the last stretch ended, or else behind white space there or behind
-        a tag; -1: nowhere.
+        """Return the position of `text`: at the end of the last stretch, else after white space or
+        a tag; -1: not found.
         """
         if is_begun and self._text.startswith(text, self._at):
             return self._at

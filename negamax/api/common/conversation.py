@@ -1,6 +1,4 @@
-"""From messages to prompt tokens, for all dialects: a dialect turns its request into a
-`Conversation`, which `PromptBuilder.chat` turns into a prompt.
-"""
+"""From messages to prompt tokens, for all dialects."""
 
 from __future__ import annotations
 
@@ -12,12 +10,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from negamax.api.http.request_body import max_chars
+from negamax.api.http.request_body import compute_max_chars
 from negamax.api.schemas.thinking import (
     NO_CHOICE,
     ThinkingChoice,
-    other_variables,
-    template_switch,
+    drop_switches,
+    read_template_switch,
 )
 from negamax.base.errors import ContextLengthError, InvalidRequestError
 from negamax.base.pieces import num_chars
@@ -27,10 +25,10 @@ from negamax.text.escaping import unescaped
 from negamax.text.messages import is_unseen, normalize_messages, plain_text
 from negamax.text.tokenizer import Tokenizer, TooManyTokensError
 
-_INLINE_BYTES = 8192  # work on larger requests runs in a thread, so that other requests go on
-# text of more characters than this per token of the context is probed before it is tokenised
+_INLINE_BYTES = 8192  # larger requests are processed in a thread
+# longer text, in characters per token of the context, is probed before it is tokenised
 _PROBE_CHARS_PER_TOKEN = 8
-# that a text may have however short the context is: it may be for its tokens alone
+# allowed however short the context is: the client may want only the tokens
 _LEAST_TOKENS = 2**18
 
 T = TypeVar("T")
@@ -38,29 +36,28 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """What is to be answered. Messages are as in OpenAI's API and not checked yet; tools keep the
-    key order of the client.
-    """
+    """A conversation to answer. Messages have OpenAI's shape and are not checked yet."""
 
     messages: Sequence[Mapping[str, Any]]
-    tools: list[dict[str, Any]] | None = None  # that the model is shown
+    tools: list[dict[str, Any]] | None = None  # shown to the model, in the client's key order
     thinking: ThinkingChoice = NO_CHOICE
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
 
-async def off_loop(work: Callable[[], T], *, num_bytes: int) -> T:
-    """The result of `work` on a request of about `num_bytes`, in a thread where it may take
-    long.
-    """
+async def run_off_loop(work: Callable[[], T], *, num_bytes: int) -> T:
+    """Run `work` on a request of about `num_bytes`, in a thread if it may take long."""
     return work() if num_bytes <= _INLINE_BYTES else await asyncio.to_thread(work)
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A rendered conversation. `reasoning`: the answer begins within it, may begin with it, or has
-    none. `continued`: the content that the answer goes on with (continue_final_message)."""
+    """A rendered conversation. `continued` is the content that the answer continues
+    (continue_final_message).
+
+    `reasoning`: the answer begins within its reasoning, may begin with it, or has none.
+    """
 
     text: str
     token_ids: list[int]
@@ -69,7 +66,7 @@ class ChatPrompt:
 
 
 class PromptBuilder:
-    """Renders conversations and tokenises text, off the event loop where it takes long."""
+    """Renders conversations and tokenises text, off the event loop if it takes long."""
 
     def __init__(
         self,
@@ -80,22 +77,23 @@ class PromptBuilder:
         default_template_kwargs: Mapping[str, Any] | None = None,
         allow_special_tokens_in_text: bool = False,
     ) -> None:
-        """`default_template_kwargs` are the template variables of requests that set none of that
-        name; `allow_special_tokens_in_text`: what a conversation says may become control tokens."""
+        """`default_template_kwargs` apply to requests that do not set a variable.
+
+        `allow_special_tokens_in_text`: text in a conversation may become control tokens.
+        """
         self._escaper = None if allow_special_tokens_in_text else tokenizer.escaper
         self._encodings = EncodingCache(tokenizer)
         self._chat_format = chat_format
         self._max_model_len = max_model_len
-        self._default_variables = other_variables(default_template_kwargs or {})
-        self._default_mode = template_switch(default_template_kwargs or {})
+        self._default_variables = drop_switches(default_template_kwargs or {})
+        self._default_mode = read_template_switch(default_template_kwargs or {})
 
     async def chat(
         self, conversation: Conversation, *, num_bytes: int, cache_salt: str = ""
     ) -> ChatPrompt:
-        """The prompt for `conversation`, which has about `num_bytes`.
+        """Build the prompt of `conversation`, which has about `num_bytes`.
 
-        Errors: `InvalidRequestError` for what the messages, the template or the combination
-        refuses.
+        Errors: `InvalidRequestError` if the messages or the template refuse it.
         """
         if conversation.continue_final_message and conversation.add_generation_prompt:
             raise InvalidRequestError(
@@ -118,14 +116,12 @@ class PromptBuilder:
             token_ids = self._encode(text, cache_salt, is_escaped=True)
             return ChatPrompt(unescaped(text), token_ids, reasoning, continued)
 
-        return await off_loop(build, num_bytes=num_bytes)
+        return await run_off_loop(build, num_bytes=num_bytes)
 
     async def plain(
         self, prompts: Sequence[str | list[int]], *, cache_salt: str = ""
     ) -> list[list[int]]:
-        """The tokens of plain prompts; special tokens written as text count as such. Token ids stay
-        as they are.
-        """
+        """Tokenise plain prompts; text may contain special tokens. Token ids are kept."""
 
         def build() -> list[list[int]]:
             return [
@@ -133,12 +129,14 @@ class PromptBuilder:
                 for prompt in prompts
             ]
 
-        return await off_loop(
+        return await run_off_loop(
             build, num_bytes=sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
         )
 
     def _render(self, conversation: Conversation) -> tuple[str, ReasoningState, str]:
-        """The prompt's text, escaped; how the answer begins, and the content that it continues."""
+        """Return the prompt's text, escaped, the state of its reasoning, and the content that it
+        continues.
+        """
         template = self._chat_format.template
         if template is None:
             raise InvalidRequestError(
@@ -168,9 +166,7 @@ class PromptBuilder:
         return *self._chat_format.begin_answer(text, may_think=may_think), ""
 
     def _encode(self, text: str, cache_salt: str, *, is_escaped: bool = False) -> list[int]:
-        """Tokens of `text`; text that is far longer than the context is refused without tokenising
-        all of it.
-        """
+        """Tokenise `text`. Text that is far too long is refused before all of it is tokenised."""
         encode = partial(self._encodings.encode, salt=cache_salt, is_escaped=is_escaped)
         if not is_escaped:
             self._check_chars(len(text))
@@ -186,10 +182,8 @@ class PromptBuilder:
             ) from None
 
     def _check_chars(self, count: int) -> None:
-        """Refuse texts that cannot fit before any of them is copied: each copy holds Python's
-        lock.
-        """
-        allowed = max_chars(self._max_model_len)
+        """Refuse text that cannot fit before it is copied: each copy holds Python's lock."""
+        allowed = compute_max_chars(self._max_model_len)
         if count > allowed:
             num_tokens = count // _PROBE_CHARS_PER_TOKEN
             raise ContextLengthError.of_prompt(
@@ -199,15 +193,15 @@ class PromptBuilder:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """Where the last assistant message ends: a text that cannot occur otherwise."""
+    """The end of the last assistant message, marked by a text that cannot occur otherwise."""
 
     text: str
     is_in_reasoning: bool
-    continued: str  # content before it
+    continued: str  # content before the mark
 
     @classmethod
     def put(cls, messages: list[dict[str, Any]]) -> _Mark:
-        """Append a mark to the last message's text; what the template puts after it is cut."""
+        """Append a mark to the last message's text; `cut` removes what follows it."""
         last = messages[-1]
         if last["role"] != "assistant" or "tool_calls" in last:
             raise InvalidRequestError(
@@ -228,7 +222,7 @@ class _Mark:
         return cls(mark, not content, content)
 
     def cut(self, prompt: str) -> str:
-        """`prompt` up to the mark."""
+        """Return `prompt` up to the mark."""
         before, found, _ = prompt.rpartition(self.text)
         if not found:
             raise InvalidRequestError(

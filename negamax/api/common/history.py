@@ -1,5 +1,5 @@
-"""A conversation while it is put together from what a client sends: messages, and where each stands
-in the request.
+"""A conversation being built from what a client sends, with the place of each message in the
+request.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from negamax.api.common.thought_signature import HiddenThoughts
 
 @dataclass(frozen=True, slots=True)
 class HiddenThought:
-    """A thought within its signature, and what stands for it where that has none."""
+    """A thought within its signature, and the text to use if the signature contains none."""
 
     signature: str
     otherwise: str = ""
@@ -20,29 +20,29 @@ class HiddenThought:
 
 @dataclass(slots=True)
 class History:
-    """Messages in the shape of chat completions, and where in the request each comes from. Single
-    writer: its maker.
+    """Messages in the shape of chat completions and their places in the request. Single writer: its
+    maker.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
-    # by index of the message
+    # with the index of the message
     _hidden: list[tuple[int, AssistantParts]] = field(default_factory=list)
 
     def add(self, message: dict[str, Any], *, place: str) -> None:
-        """Append a message."""
         self.messages.append(message)
         self.places.append(place)
 
     def add_assistant(self, parts: AssistantParts, *, place: str) -> None:
-        """Append a message of the assistant; `reveal` adds its hidden thoughts."""
+        """Append an assistant message; `reveal` adds its hidden thoughts later."""
         if any(isinstance(thought, HiddenThought) for thought in parts.reasoning):
             self._hidden.append((len(self.messages), parts))
         self.add(parts.message(), place=place)
 
     def reveal(self, thoughts: HiddenThoughts) -> None:
-        """Take the hidden thoughts that the prompt will show out of their signatures, once all
-        messages are there. Errors: those of `HiddenThoughts.unpack`."""
+        """Unpack the hidden thoughts that the prompt will show. Errors: those of
+        `HiddenThoughts.unpack`.
+        """
         users = (index for index, message in enumerate(self.messages) if message["role"] == "user")
         last_user = max(users, default=-1)
         for index, parts in self._hidden:
@@ -52,36 +52,36 @@ class History:
 
 @dataclass(slots=True)
 class AssistantParts:
-    """What one assistant message says, part by part. Single writer: its history."""
+    """The parts of one assistant message. Single writer: its history."""
 
     reasoning: list[str | HiddenThought] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)  # of the content
+    texts: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
     _is_text_last: bool = False
 
     def add_reasoning(self, thought: str | HiddenThought) -> None:
-        """Add a thought."""
         self._is_text_last = False
         if thought:
             self.reasoning.append(thought)
 
     def add_text(self, text: str, *, is_apart: bool = False) -> None:
-        """Add text; with other parts between, or with `is_apart`, it is a paragraph of its own."""
+        """Add text. It is a separate paragraph after another part, or with `is_apart`."""
         joins = self._is_text_last and not is_apart
         if text:
             self.texts.append(text if joins or not self.texts else f"\n\n{text}")
         self._is_text_last = True
 
     def add_call(self, call_id: Any, name: Any, arguments: Any) -> None:
-        """Add a call; it is checked with the other messages."""
+        """Add a call; it is checked later with the other messages."""
         self._is_text_last = False
         self.calls.append(
             {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         )
 
     def message(self, thoughts: HiddenThoughts | None = None, *, place: str = "") -> dict[str, Any]:
-        """As a message of chat completions, with its hidden thoughts where `thoughts` can read
-        them; `place` is where in the request it comes from."""
+        """Build the message, with hidden thoughts if `thoughts` can read them; `place` is its place
+        in the request.
+        """
         texts: list[str] = []
         for thought in self.reasoning:
             if not isinstance(thought, HiddenThought):
@@ -90,15 +90,15 @@ class AssistantParts:
             hidden = None if thoughts is None else thoughts.unpack(thought.signature, param=place)
             texts.append(hidden or thought.otherwise)
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self.texts)}
-        # Also "": then none is looked for in the content.
+        # an empty text, too: otherwise the content would be searched for reasoning
         message["reasoning_content"] = "\n\n".join(text for text in texts if text)
         if self.calls:
             message["tool_calls"] = self.calls
         return message
 
 
-def part_texts(parts: object) -> list[str]:
-    """The texts in a list of parts; none in what is no such list."""
+def collect_texts(parts: object) -> list[str]:
+    """Return the texts in a list of parts; empty for anything else."""
     texts = [
         part.get("text")
         for part in (parts if isinstance(parts, list) else ())

@@ -1,6 +1,4 @@
-"""Token log-probabilities in the shapes of chat answers, plain completions and vLLM's
-prompt_logprobs.
-"""
+"""Token log-probabilities in the shapes of chat completions, plain completions and vLLM."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from negamax.api.schemas.answers import (
 from negamax.scheduler.step import TokenLogprobs
 from negamax.text.tokenizer import Tokenizer
 
-# JSON has no infinity; this is what vLLM sends for a token that cannot be chosen
+# JSON has no infinity; vLLM sends this for a token that cannot be chosen
 LEAST_LOGPROB = -9999.0
 
 
@@ -25,12 +23,10 @@ def _text(tokenizer: Tokenizer, token_id: int, *, as_ids: bool) -> str:
     return f"token_id:{token_id}" if as_ids else tokenizer.token_text(token_id)
 
 
-def chat_logprobs(
+def convert_chat_logprobs(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], *, as_ids: bool = False
 ) -> list[ChatLogprob]:
-    """One entry per token, with the most likely alternatives; with `as_ids` their texts read
-    "token_id:123".
-    """
+    """Build one entry per token with its alternatives; `as_ids`: texts read "token_id:123"."""
     return [
         ChatLogprob(
             token=_text(tokenizer, entry.token_id, as_ids=as_ids),
@@ -49,8 +45,10 @@ def chat_logprobs(
     ]
 
 
-def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> PromptLogprobs:
-    """vLLM's shape: the first prompt token has none, then one object per token, by token id."""
+def convert_prompt_logprobs(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]
+) -> PromptLogprobs:
+    """Build vLLM's shape: null for the first prompt token, then an object per token, by id."""
     answer: PromptLogprobs = [None]
     for entry in entries:
         ranked = dict(zip(entry.top_ids, enumerate(entry.top_logprobs, start=1), strict=True))
@@ -67,9 +65,7 @@ def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> P
 
 
 class TextLogprobWriter:
-    """Collects the logprobs of one completion choice and knows where each token starts in its text.
-    Single writer.
-    """
+    """Collects the logprobs and text offsets of a choice's tokens. Single writer: its choice."""
 
     def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
         self._tokenizer = tokenizer
@@ -79,8 +75,10 @@ class TextLogprobWriter:
         self._taken = TextLogprobs([], [], [], [])
 
     def push(self, entry: TokenLogprobs) -> None:
-        """Add a token with its probabilities; the chosen token is always among the top ones. Of
-        several with the same text (parts of a character) there is the chosen one, or the likeliest.
+        """Add a token with its alternatives.
+
+        Of several tokens with the same text (parts of a character), the chosen one counts, or the
+        likeliest.
         """
         chosen, texts = max(entry.logprob, LEAST_LOGPROB), dict[str, float]()
         for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
@@ -89,11 +87,11 @@ class TextLogprobWriter:
         self._add(entry.token_id, chosen, texts)
 
     def push_first(self, token_id: int) -> None:
-        """Add the first token of a prompt, which nothing comes before."""
+        """Add the first token of a prompt, which has no probability."""
         self._add(token_id, None, None)
 
     def take(self) -> TextLogprobs:
-        """The logprobs since the last call."""
+        """Return the logprobs since the last call."""
         taken, self._taken = self._taken, TextLogprobs([], [], [], [])
         return taken
 

@@ -1,10 +1,9 @@
-"""Signatures of thinking: what clients that store thinking blocks expect beside the text, and can
-bring back instead of it.
+"""Signatures of thinking blocks, which clients store beside the text or send back instead of it.
 
-The signature of a shown thought is a MAC of its text, the same for the same text on every server of
-the model. A hidden thought travels inside its signature, so that the model gets it back with the
-next request. Nothing here is a secret: anyone with the text can make its signature, and a thought
-with another signature is a thought too.
+The signature of a shown thought is a MAC of its text, the same on every server of the model. A
+hidden thought is packed within its signature, so that the model gets it back with the next request.
+This is no secret: anyone with the text can make its signature, and a thought with another signature
+is accepted too.
 """
 
 from __future__ import annotations
@@ -17,9 +16,10 @@ import zlib
 
 from negamax.base.errors import ContextLengthError
 
-_SHOWN, _HIDDEN = "nm1s.", "nm1h."  # what a signature begins with
+_SHOWN, _HIDDEN = "nm1s.", "nm1h."  # prefixes of signatures
 _MAC_BYTES = 24
-_BYTES_PER_TOKEN = 16  # of the context, that the hidden thoughts of a request may have unpacked
+# limit of the unpacked hidden thoughts of a request, per token of the context
+_BYTES_PER_TOKEN = 16
 
 
 class ThoughtSigner:
@@ -29,7 +29,7 @@ class ThoughtSigner:
         self._key = hashlib.sha256(b"negamax thinking signature of " + model.encode()).digest()
 
     def signature(self, thought: str, *, is_hidden: bool = False) -> str:
-        """The signature of `thought`; one that is hidden is within it."""
+        """Sign `thought`; a hidden one is packed into the signature."""
         text = thought.encode("utf-8", "surrogatepass")
         packed = zlib.compress(text) if is_hidden else b""
         return (_HIDDEN if is_hidden else _SHOWN) + base64.b64encode(
@@ -37,8 +37,10 @@ class ThoughtSigner:
         ).decode()
 
     def unpack(self, signature: str, *, max_bytes: int) -> tuple[str | None, int]:
-        """The thought within `signature` (None if there is none, or if it is another model's) and
-        how many bytes were unpacked: at most `max_bytes`, and one more where there are more."""
+        """Return the thought within `signature` and its size in bytes, at most `max_bytes` + 1.
+
+        None: it contains no thought, or one of another model.
+        """
         if not signature.startswith(_HIDDEN):
             return None, 0
         unpacker = zlib.decompressobj()
@@ -55,20 +57,22 @@ class ThoughtSigner:
 
 
 class HiddenThoughts:
-    """Takes the thoughts of one request out of their signatures, as many bytes as fit into the
-    context. Single writer: the request's history."""
+    """Unpacks the thoughts of one request, as many bytes as fit into the context. Single writer:
+    the request's history.
+    """
 
     def __init__(self, signer: ThoughtSigner, *, context_length: int, shows_earlier: bool) -> None:
-        """`context_length` is in tokens; `shows_earlier`: the prompt also has what was thought
-        before the last user message."""
+        """`shows_earlier`: the prompt also shows thoughts from before the last user message."""
         self._signer = signer
         self._context_length = context_length
         self._bytes_left = _BYTES_PER_TOKEN * context_length
         self.shows_earlier = shows_earlier
 
     def unpack(self, signature: str, *, param: str) -> str | None:
-        """The thought within `signature`, which stands at `param` in the request; None if there is
-        none. Errors: `ContextLengthError` where the request's thoughts together are too long."""
+        """Return the thought within `signature` at `param` of the request, or None.
+
+        Errors: `ContextLengthError` if the thoughts of the request are too long together.
+        """
         thought, num_bytes = self._signer.unpack(signature, max_bytes=self._bytes_left)
         if num_bytes > self._bytes_left:
             raise ContextLengthError(

@@ -1,32 +1,30 @@
-"""An answer to a conversation, whatever its dialect: checked, rendered, started, and written in
-blocks where the dialect has them.
-"""
+"""Conversations and plain prompts of all dialects: checked, tokenised and started."""
 
 from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
-from starlette.requests import Request
 
-from negamax.api.access import salt_of
-from negamax.api.common.answer import AnswerWriter, Choice, ResponseT, start_source
+from negamax.api.access import get_owner
+from negamax.api.common.answer import AnswerSource, AnswerWriter, Choice, ResponseT, start_source
+from negamax.api.common.api_request import ApiRequest, cache_salt, check_sampling, generate
 from negamax.api.common.blocks import Block, BlockEvent, BlockWriter
 from negamax.api.common.choice_reader import ChoiceReader, ReadingRules
 from negamax.api.common.context import ApiContext
-from negamax.api.common.conversation import ChatPrompt, Conversation, off_loop
+from negamax.api.common.conversation import ChatPrompt, Conversation, run_off_loop
 from negamax.api.schemas.request_model import refuse
-from negamax.api.schemas.sampled_request import SampledRequest, TurnRequest
-from negamax.api.schemas.thinking import ReasoningPlace, ThinkingChoice, other_variables
+from negamax.api.schemas.sampled_request import EngineRequest, SampledRequest, TurnRequest
+from negamax.api.schemas.thinking import ReasoningPlace, ThinkingChoice, drop_switches
 from negamax.api.schemas.tools import CallChoice
 from negamax.base.errors import AbortedError, InvalidRequestError
 from negamax.config.grammar import Grammar
-from negamax.engine.client.open_request import OpenRequest
+from negamax.engine.client.open_request import OpenRequest, OpenRequests
 from negamax.engine.client.output import RequestOutput
 from negamax.models.chat_format import ChatFormat, ReasoningState, may_call
 from negamax.scheduler.request import SamplingParams
@@ -39,8 +37,9 @@ _MESSAGE_PLACE = re.compile(r"messages\[(\d+)\]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What a request asks for, whatever its dialect. `places` says for each message where in the
-    request it comes from; empty: they are its field `messages`.
+    """A request for an answer to a conversation, in any dialect.
+
+    `places` has the place of each message in the request; empty: `messages[i]`.
     """
 
     conversation: Conversation
@@ -51,20 +50,20 @@ class Turn:
     reasoning: ReasoningPlace | None = ReasoningPlace.BLOCK
     stream_reasoning: bool = True
     named_call_stops: bool = False  # an answer whose call is forced by name ends with "stop"
-    is_prompt_only: bool = False  # the prompt is read into the cache, nothing is answered
+    is_prompt_only: bool = False  # the prompt is cached and nothing is answered
 
 
 @dataclass(frozen=True, slots=True)
 class StartedTurn:
-    """A turn that the engine answers."""
+    """A turn that the engine is answering."""
 
     prompt: ChatPrompt
-    readers: list[ChoiceReader]  # one for each choice
+    readers: list[ChoiceReader]  # one per choice
     source: OpenRequest
     is_prompt_only: bool
 
 
-def turn_conversation(
+def build_conversation(
     params: TurnRequest,
     messages: Sequence[Mapping[str, Any]],
     tools: list[dict[str, Any]] | None,
@@ -72,24 +71,25 @@ def turn_conversation(
     *,
     continues: bool = False,
 ) -> Conversation:
-    """The conversation of a request; `continues`: the answer goes on with the last message."""
+    """Build the conversation of a request; `continues`: the answer continues the last message."""
     return Conversation(
         messages=messages,
         tools=tools,
         thinking=thinking,
-        template_kwargs=other_variables(params.chat_template_kwargs or {}),
+        template_kwargs=drop_switches(params.chat_template_kwargs or {}),
         add_generation_prompt=not continues,
         continue_final_message=continues,
     )
 
 
-async def turn_prompt(
-    context: ApiContext, request: Request, turn: Turn, params: SampledRequest, *, num_bytes: int
+async def build_prompt(
+    context: ApiContext, request: ApiRequest[SampledRequest], turn: Turn
 ) -> ChatPrompt:
-    """The prompt of `turn`; what is refused is named by its place in the client's request."""
+    """Build the prompt of `turn`. Errors name the place in the client's request."""
     try:
-        salt = salt_of(request, params.cache_salt)
-        return await context.prompts.chat(turn.conversation, num_bytes=num_bytes, cache_salt=salt)
+        return await context.prompts.chat(
+            turn.conversation, num_bytes=request.num_bytes, cache_salt=cache_salt(request)
+        )
     except InvalidRequestError as error:
         raise _placed(error, turn.places) from None
 
@@ -106,27 +106,22 @@ def _placed(error: InvalidRequestError, places: Sequence[str]) -> InvalidRequest
 
 async def start_turn(
     context: ApiContext,
-    request: Request,
+    request: ApiRequest[SampledRequest],
     turn: Turn,
-    params: SampledRequest,
     *,
     request_id: str,
     names: Sequence[str],
-    num_bytes: int,
-    arrival: float,
 ) -> StartedTurn:
-    """Check, render and start `turn`. Errors: everything that can be refused, also what only the
-    engine knows.
-    """
-    context.check_sampling(turn.sampling)
+    """Check, render and start `turn`. Errors: all refusals, also those of the engine."""
+    check_sampling(context, turn.sampling)
     conversation, calls, chat_format = turn.conversation, turn.calls, context.chat_format
     tools = conversation.tools
-    grammar = await off_loop(
-        lambda: answer_grammar(chat_format, tools=tools, choice=calls, content=turn.form),
-        num_bytes=num_bytes,
+    grammar = await run_off_loop(
+        lambda: build_answer_grammar(chat_format, tools=tools, choice=calls, content=turn.form),
+        num_bytes=request.num_bytes,
     )
-    prompt = await turn_prompt(context, request, turn, params, num_bytes=num_bytes)
-    sampling = constrained(
+    prompt = await build_prompt(context, request, turn)
+    sampling = constrain(
         turn.sampling,
         chat_format,
         reasoning=prompt.reasoning,
@@ -148,32 +143,91 @@ async def start_turn(
         ChoiceReader(chat_format, prompt=prompt, rules=rules, on_call=on_call)
         for _ in range(sampling.n)
     ]
-    source = context.generate(
+    source = generate(
+        context,
+        request,
         prompt.token_ids,
         sampling,
-        params,
         request_id=request_id,
         names=names,
-        arrival=arrival,
-        stream_interval=params.stream_interval,
-        http=request,
+        stream_interval=request.params.stream_interval,
         readers=None if turn.is_prompt_only else readers,
     )
-    await start_source(request, params, source, has_grammar=grammar is not None)
+    await start_source(request, source, has_grammar=grammar is not None)
     return StartedTurn(prompt, readers, source, turn.is_prompt_only)
 
 
-def answer_grammar(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainPrompt:
+    """One of the prompts of a request without a conversation."""
+
+    prompt: str | list[int]
+    sampling: SamplingParams
+    form: Callable[[], Grammar | None]  # of the answer; may take long
+    reasoning_budget: int | None  # tokens; applies where the prompt ends within its reasoning
+    request_id: str
+    names: Sequence[str]  # ids by which the client may abort it
+    stream_interval: int | None
+
+
+async def start_prompts(
+    context: ApiContext, request: ApiRequest[EngineRequest], prompts: Sequence[PlainPrompt]
+) -> tuple[list[list[int]], AnswerSource]:
+    """Check, tokenise and start `prompts`; return their tokens and the source of their outputs.
+
+    Errors: all refusals, also those of the engine.
+    """
+    engine, chat_format = context.engine, context.chat_format
+    for prompt in prompts:
+        check_sampling(context, prompt.sampling)
+    token_ids = await context.prompts.plain(
+        [prompt.prompt for prompt in prompts], cache_salt=cache_salt(request)
+    )
+    grammars = await run_off_loop(
+        lambda: [prompt.form() for prompt in prompts], num_bytes=request.num_bytes
+    )
+    prefills: list[int] = []
+    for prompt, ids in zip(prompts, token_ids, strict=True):
+        num_choices = prompt.sampling.n
+        prefills += engine.prefill_tokens(len(ids), prompt.sampling, num_choices=num_choices)
+    engine.check_room(prefills, owner=get_owner(request.http))
+    parts = []
+    for prompt, ids, grammar in zip(prompts, token_ids, grammars, strict=True):
+        reasoning = chat_format.reasoning_after(ids)
+        sampling = constrain(
+            prompt.sampling,
+            chat_format,
+            reasoning=reasoning,
+            grammar=grammar,
+            budget=prompt.reasoning_budget if reasoning == "open" else None,
+        )
+        parts.append(
+            generate(
+                context,
+                request,
+                ids,
+                sampling,
+                request_id=prompt.request_id,
+                names=prompt.names,
+                stream_interval=prompt.stream_interval,
+            )
+        )
+    source = parts[0] if len(parts) == 1 else OpenRequests(parts)
+    await start_source(request, source, has_grammar=any(one is not None for one in grammars))
+    return token_ids, source
+
+
+def build_answer_grammar(
     chat_format: ChatFormat,
     *,
     tools: Sequence[Mapping[str, Any]] | None,
     choice: CallChoice,
     content: Grammar | None,
 ) -> Grammar | None:
-    """The grammar of an answer that may or must call `tools`, and whose content has the form
-    `content` otherwise.
+    """Build the grammar of an answer that may or must call `tools` and whose content has the form
+    `content`.
 
-    Errors: `InvalidRequestError` for a call that is forced but cannot be made.
+    Errors: `InvalidRequestError` for a forced call that is impossible.
     """
     if choice.mode == "none":
         return content
@@ -193,7 +247,7 @@ def answer_grammar(
     )
 
 
-def constrained(
+def constrain(
     sampling: SamplingParams,
     chat_format: ChatFormat,
     *,
@@ -201,9 +255,7 @@ def constrained(
     grammar: Grammar | None,
     budget: int | None,
 ) -> SamplingParams:
-    """`sampling` with the grammar, which begins after the reasoning, and with a budget of reasoning
-    tokens.
-    """
+    """Add the grammar, which begins after the reasoning, and the reasoning budget to `sampling`."""
     if grammar is None and budget is None:
         return sampling
     return replace(
@@ -228,28 +280,27 @@ class BlockAnswerWriter(AnswerWriter[Choice, ResponseT]):
 
     @property
     def blocks(self) -> list[Block]:
-        """The blocks so far."""
         return self._writer.blocks
 
     @property
     def finish_reason(self) -> str | None:
-        """As in chat completions; None while it goes on."""
+        """The reason as in chat completions; None while the answer goes on."""
         return self._reader.finish_reason
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended it."""
+        """The stop string that ended the answer."""
         reason = self._reader.stop_reason
         return reason if isinstance(reason, str) else None
 
     def take_logprobs(self) -> list[TokenLogprobs]:
-        """One entry per token since the last call, if the request asks for them."""
+        """Return the logprobs of the tokens since the last call, if the request asks for them."""
         taken, self._logprobs = self._logprobs, []
         return taken
 
     @abstractmethod
     def block_chunk(self, events: list[BlockEvent]) -> bytes:
-        """What a stream sends of the next events of blocks."""
+        """Return what a stream sends for the block events."""
 
     def take(self, choice: Choice, output: RequestOutput, events: list[ParserEvent]) -> None:
         self._grow(output, events)
@@ -258,7 +309,6 @@ class BlockAnswerWriter(AnswerWriter[Choice, ResponseT]):
         return self.block_chunk(self._grow(output, events))
 
     def _grow(self, output: RequestOutput, events: list[ParserEvent]) -> list[BlockEvent]:
-        """Errors: `AbortedError`."""
         if output.finish_reason == "abort":
             raise AbortedError(f"the request {output.request_id} was aborted", code="aborted")
         self._logprobs += output.logprobs or ()

@@ -1,1 +1,1 @@
-"""One folder per API dialect: `schema`, `routes`, and where it needs them `history` and others."""
+"""One folder per API dialect, with `schema` and `routes`; some have a `history` and more."""

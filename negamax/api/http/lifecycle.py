@@ -1,5 +1,5 @@
-"""Whether the server takes requests: what is open, the way from SIGTERM to the end, and the beat of
-the event loop.
+"""Readiness of a server process: open requests, draining, signals and the heartbeat of the event
+loop.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ logger = get_logger(__name__)
 
 _POLL_SECONDS = 0.05
 _PULSE_SECONDS = 0.25
-_SILENT_SECONDS = 0.75  # without a pulse of the first process the others are not ready
+_SILENT_SECONDS = 0.75  # heartbeat age of the first process at which the others are not ready
 
 
 class Lifecycle:
-    """The server's state, shared by its parts. Single writer: the event loop. How busy it is can be
-    seen in the first numbers of its row, beside those of other processes of the same server."""
+    """The state of a server process. Single writer: the event loop.
+
+    The first numbers of its row hold its load, which the other processes can read.
+    """
 
     NUM_COLUMNS = 2
     _OPEN, _LAG = range(NUM_COLUMNS)
@@ -38,8 +40,8 @@ class Lifecycle:
         pulses: SharedNumbers | None = None,
         index: int = 0,
     ) -> None:
-        """`numbers` have `NUM_COLUMNS` or more, `pulses` one, and this process writes row `index`
-        of both.
+        """This process writes row `index` of `numbers` (`NUM_COLUMNS` columns or more) and of
+        `pulses`.
         """
         self.is_draining = False
         self._numbers = numbers or SharedNumbers(self.NUM_COLUMNS)
@@ -61,19 +63,19 @@ class Lifecycle:
 
     @property
     def worst_lag(self) -> float:
-        """Seconds that the latest event loop of all processes was late at its last pulse."""
+        """The largest lag of all processes' event loops at their last heartbeat, in seconds."""
         return max(self._numbers.row(index)[self._LAG] for index in range(self._numbers.num_rows))
 
     def opened(self) -> None:
-        """A request was received."""
+        """Count a request that was received."""
         self._row[self._OPEN] += 1
 
     def closed(self) -> None:
-        """A request is over."""
+        """Count a request that is over."""
         self._row[self._OPEN] -= 1
 
     def check_accepting(self) -> None:
-        """Refuse while the server stops: `UnavailableError`."""
+        """Refuse while the server stops. Errors: `UnavailableError`."""
         if self.is_draining:
             wait = max(1.0, self._drain_end - time.monotonic())
             raise UnavailableError(
@@ -81,7 +83,7 @@ class Lifecycle:
             )
 
     def check_leader(self) -> None:
-        """Refuse while the first server process stands still, unless it is this one:
+        """Refuse while another process is the first one and has no heartbeat. Errors:
         `UnavailableError`.
         """
         pulse = self._pulses.row(0)[0]
@@ -90,20 +92,20 @@ class Lifecycle:
             raise UnavailableError(message, code="server_process_silent", retry_after=1.0)
 
     def run_in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start `work`, which counts as an open request from now until it ends."""
+        """Start `work`, which counts as an open request until it ends."""
         self.opened()
         task = asyncio.create_task(work)
         task.add_done_callback(lambda _: self.closed())
         return task
 
     def begin_drain(self) -> None:
-        """Refuse requests from now on."""
+        """Refuse new requests."""
         if not self.is_draining:
             self.is_draining = True
             self._drain_end = time.monotonic() + self._drain_timeout
 
     async def drained(self, *, is_idle: Callable[[], bool]) -> bool:
-        """Wait until nothing is open and `is_idle`; False: the drain timeout passed before."""
+        """Wait until nothing is open and `is_idle`; return False after the drain timeout."""
         while self.num_open or not is_idle():
             if time.monotonic() >= self._drain_end:
                 return False
@@ -111,9 +113,9 @@ class Lifecycle:
         return True
 
     def start_pulse(self) -> asyncio.Task[None]:
-        """Show from now on that the event loop goes round, and how late it is, four times a
-        second, until the task is cancelled. The first time is now: a loop that stands still at
-        once is noticed, too.
+        """Write the heartbeat and the lag of the event loop four times a second until cancelled.
+
+        The first heartbeat is immediate, so that a loop that stops at once is noticed, too.
         """
         pulse = self._pulses.row(self._index)
         pulse[0] = time.monotonic()
@@ -128,11 +130,10 @@ class Lifecycle:
 
 
 class Signals:
-    """SIGINT and SIGTERM: the first one stops starting, or drains; the second one ends at once, the
-    third without a word. SIGHUP reloads files; where it says that the terminal is gone which this
-    process began in, it is like SIGTERM.
+    """Handles SIGINT, SIGTERM and SIGHUP. Single writer: the event loop.
 
-    Single writer: the event loop.
+    The first SIGINT or SIGTERM stops the start or drains, the second aborts, the third exits at
+    once. SIGHUP reloads files; if the terminal of this process is gone, it acts like SIGTERM.
     """
 
     def __init__(self) -> None:
@@ -142,14 +143,14 @@ class Signals:
         self._reload: Callable[[], None] | None = None
         self._aborting: asyncio.Future[None] | None = None
         self._count = 0
-        # else: started with nohup
+        # otherwise it was started with nohup
         self._needs_terminal = (
             signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and _has_terminal()
         )
 
     @contextlib.contextmanager
     def watched(self) -> Generator[None, None, None]:
-        """Handle the signals while inside."""
+        """Handle the signals within the block."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._received)
@@ -167,7 +168,7 @@ class Signals:
         abort: Callable[[], Awaitable[None]],
         reload: Callable[[], None],
     ) -> None:
-        """From now on the first signal calls `drain`, the second `abort`, and SIGHUP `reload`."""
+        """Call `drain` at the first signal, `abort` at the second, and `reload` at SIGHUP."""
         self._drain, self._abort, self._reload = drain, abort, reload
 
     def _hung_up(self) -> None:
@@ -179,7 +180,7 @@ class Signals:
     def _received(self) -> None:
         self._count += 1
         if self._count > 2:
-            os._exit(1)  # asked three times: something hangs
+            os._exit(1)  # the third signal: something hangs
         if self._drain is None or self._abort is None:
             assert self._main is not None
             self._main.cancel()
@@ -194,7 +195,7 @@ class Signals:
 
 
 def _has_terminal() -> bool:
-    """Whether this process has a terminal that can send it signals."""
+    """Return whether this process has a terminal that can send it signals."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
     except OSError:

@@ -1,6 +1,4 @@
-"""Accepting connections: how many may be open, in all and from one address, TLS handshakes among
-them.
-"""
+"""Accepts connections, TLS handshakes included, within a limit in all and per address."""
 
 from __future__ import annotations
 
@@ -24,12 +22,12 @@ logger = get_logger(__name__)
 HANDSHAKE_SECONDS = 15.0  # for a TLS handshake
 _GOODBYE_SECONDS = 5.0  # for the end of a TLS connection
 _BACKLOG = 2048
-_BATCH = 64  # connections that are accepted before others have their turn
-_RETRY_SECONDS = 0.5  # until connections are accepted again, once files or memory have run out
+_BATCH = 64  # connections accepted before other work gets its turn
+_RETRY_SECONDS = 0.5  # pause of accepting when files or memory have run out
 _WARNING_SECONDS = 10.0  # between two warnings
 _MAX_CONNECTIONS = 65_536
-_SPARE_FILES = 128  # file descriptors that are not connections
-_NETWORK_BITS = 64  # of an IPv6 address that one client has for itself
+_SPARE_FILES = 128  # file descriptors for other things than connections
+_NETWORK_BITS = 64  # of an IPv6 address; one client has the rest
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
@@ -42,28 +40,24 @@ class ConnectionLimits:
 
     @classmethod
     def of(cls, *, max_files: int, per_address: int | None) -> ConnectionLimits:
-        """The limits of a process that may open `max_files` files. By default one address gets at
-        most half of the connections.
+        """Return the limits of a process that may open `max_files` files; by default an address
+        gets half.
         """
         in_all = max(16, min(_MAX_CONNECTIONS, max_files - _SPARE_FILES))
         return cls(in_all, per_address or in_all // 2)
 
 
 class TlsFiles:
-    """A certificate with its key, and what they were last read as. Single writer: the event
-    loop.
-    """
+    """A certificate with its key, as last read. Single writer: the event loop."""
 
     def __init__(self, certfile: str, keyfile: str) -> None:
-        """Errors: `ConfigError` for files that are not there or do not fit."""
+        """Errors: `ConfigError` for files that do not exist or do not match."""
         self._certfile = certfile
         self._keyfile = keyfile
         self.reload()
 
     def reload(self) -> None:
-        """Read the files again, for connections to come. Errors: as above; then the earlier ones
-        stay.
-        """
+        """Read the files again for new connections. Errors: as above; the earlier ones stay."""
         for flag, path in (("--ssl-certfile", self._certfile), ("--ssl-keyfile", self._keyfile)):
             if not Path(path).is_file():
                 raise ConfigError(
@@ -79,9 +73,11 @@ class TlsFiles:
 
 
 class Acceptor:
-    """Accepts the connections of one listening socket; uvicorn takes it for one of its servers. A
-    connection counts from the moment it is accepted: asyncio's own servers have one only
-    after its TLS handshake. Single writer: the event loop.
+    """Accepts the connections of a listening socket, as a server of uvicorn. Single writer: the
+    event loop.
+
+    A connection counts from the moment it is accepted. asyncio's own servers count it only after
+    its TLS handshake.
     """
 
     def __init__(
@@ -92,7 +88,7 @@ class Acceptor:
         limits: ConnectionLimits,
         tls: TlsFiles | None = None,
     ) -> None:
-        """Errors: `OSError` where `listener` cannot listen."""
+        """Errors: `OSError` if `listener` cannot listen."""
         self._listener = listener
         self._make_protocol = make_protocol
         self._limits = limits
@@ -108,14 +104,14 @@ class Acceptor:
         self._loop.add_reader(listener.fileno(), self._accept)
 
     def close(self) -> None:
-        """Accept no more."""
+        """Stop accepting."""
         if self._retry is not None:
             self._retry.cancel()
         if self._listener.fileno() >= 0:
             self._loop.remove_reader(self._listener.fileno())
 
     async def wait_closed(self) -> None:
-        """Break off the handshakes."""
+        """Abort the handshakes."""
         for task in self._opening:
             task.cancel()
         await asyncio.gather(*self._opening, return_exceptions=True)
@@ -134,12 +130,12 @@ class Acceptor:
             client = _client_of(address[0])
             if len(self._addresses) >= self._limits.in_all:
                 self._warn(
-                    "connections are refused: %d are open, as many as may be", self._limits.in_all
+                    "connections are refused: %d are open, which is the limit", self._limits.in_all
                 )
                 connection.close()
             elif self._counts[client] >= self._limits.per_address:
                 self._warn(
-                    "connections are refused: %s has %d, as many as an address may",
+                    "connections are refused: %s has %d, which is the limit of an address",
                     client,
                     self._limits.per_address,
                 )
@@ -157,7 +153,7 @@ class Acceptor:
         task.add_done_callback(self._opening.discard)
 
     async def _open(self, connection: socket.socket, protocol: LimitedProtocol) -> None:
-        """Hand a connection to its protocol, behind a handshake where there is TLS."""
+        """Hand a connection to its protocol, after a TLS handshake if there is TLS."""
         try:
             if self._tls is None:
                 await self._loop.connect_accepted_socket(lambda: protocol, connection)
@@ -184,7 +180,7 @@ class Acceptor:
                 del self._counts[client]
 
     def _pause(self, error: OSError) -> None:
-        """Let connections wait where the system has no room for them."""
+        """Let connections wait while the system has no room for them."""
         self._warn("connections wait: %s", error.strerror)
         self._loop.remove_reader(self._listener.fileno())
         self._retry = self._loop.call_later(
@@ -199,7 +195,7 @@ class Acceptor:
 
 
 def _client_of(address: str) -> str:
-    """The client that an address counts for: one with IPv6 has a whole network of them."""
+    """Return the client of an address: for IPv6 its network."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

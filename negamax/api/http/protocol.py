@@ -1,7 +1,8 @@
-"""A connection with limits: how large and how slow a request's head may be, what a body may carry
-beside its content, how long it may go on after its answer, how slowly a client may read, and JSON
-for what is no HTTP at all. What happens inside a request is the business of the app, which can
-write a response's body without awaiting."""
+"""An HTTP/1.1 connection with limits of size and time.
+
+They apply to the head of a request, to the framing of its body, to a body after the answer, and to
+clients that read slowly. A `BodyChannel` writes a response's body without awaiting.
+"""
 
 from __future__ import annotations
 
@@ -15,29 +16,30 @@ from typing import Any, Protocol
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from negamax.api.schemas.answers import encode, error_answer
+from negamax.api.schemas.answers import build_error, encode
 from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-# request line and headers while they arrive; `AuthMiddleware` has the exact limits
+# request line and headers while they arrive; `AuthMiddleware` checks the exact limits
 MAX_HEAD_BYTES = 64 * 1024
-HEAD_SECONDS = 30.0  # for a request's head to arrive, from the connection or its first byte on
-MAX_FRAMING_BYTES = 64 * 1024  # of a chunked body beside its content: extensions and trailers
-# of a body, taken after the answer: many clients read only when they have sent everything
+HEAD_SECONDS = 30.0  # from the connection, or from the head's first byte
+MAX_FRAMING_BYTES = 64 * 1024  # chunk extensions and trailers
+# of a body received after the answer: many clients read only when they have sent everything
 MAX_UNWANTED_BYTES = 64 * 2**20
-LINGER_SECONDS = 30.0  # for the end of such a body
-_CHUNK_BYTES = 32  # of a chunk beside its content that do not count: its size, line ends
+LINGER_SECONDS = 30.0  # for such a body to end
+_CHUNK_BYTES = 32  # framing of a chunk that does not count: its size and line ends
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"connection", b"http2-settings"})
-# what timers wait for: the head, the rest of a body, the client that is to read
+# what timers wait for: the head, the rest of a body, a client that reads
 _HEAD, _BODY, _READER = "head", "body", "reader"
-# the extension of a request's scope that is its `BodyChannel`
+# extension of a request's scope with its `BodyChannel`
 BODY_CHANNEL = "negamax.body_channel"
 
 
-def protocol_class(*, slow_client_timeout: float) -> type[LimitedProtocol]:
-    """The class of the server's connections. A client that leaves what was sent to it unread for
-    `slow_client_timeout` seconds is cut off."""
+def make_protocol_class(*, slow_client_timeout: float) -> type[LimitedProtocol]:
+    """Make the class of the server's connections, which abort a client that reads nothing for
+    `slow_client_timeout` seconds.
+    """
 
     class Connection(LimitedProtocol):
         SLOW_CLIENT_SECONDS = slow_client_timeout
@@ -54,35 +56,37 @@ class Pausable(Protocol):
 
 
 class BodyChannel:
-    """Writes pieces of a response's body at once: no task has to wake up for each, as with ASGI's
-    `send`, which starts and ends the response. Single user: the response's
-    handler.
+    """Writes pieces of a response's body at once, without waking a task for each as ASGI's `send`
+    does.
+
+    `send` starts and ends the response. Single user: the response's handler.
     """
 
     __slots__ = ("_is_chunked", "_protocol", "_response", "_transport")
 
     def __init__(self, protocol: LimitedProtocol, response: Any) -> None:
-        """`response`: uvicorn's cycle of request and response, whose scope leads here."""
-        # weak, so that requests are freed when they end, not by the garbage collector
+        """`response` is uvicorn's cycle of request and response."""
+        # weak references free requests at their end, not at a garbage collection
         self._protocol = weakref.ref(protocol)
         self._response = weakref.ref(response)
-        self._transport: asyncio.Transport | None = None  # while there is a body to write
+        self._transport: asyncio.Transport | None = None  # only while there is a body to write
         self._is_chunked = False
 
     @property
     def is_full(self) -> bool:
-        """Whether the client has fallen behind: what is written now waits in memory."""
+        """Whether the client is behind, so that what is written waits in memory."""
         protocol = self._protocol()
         return protocol is not None and protocol.flow.write_paused
 
     def write(self, part: bytes) -> None:
-        """Send `part`, which is not empty; nothing happens once the connection is closed."""
+        """Send `part`, which is not empty. Does nothing on a closed connection."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(b"%x\r\n%b\r\n" % (len(part), part) if self._is_chunked else part)
 
     def feed(self, source: Pausable | None) -> None:
-        """Set the source of the next parts, after the start of the response: it is paused while
-        the client is behind. None: there are no more."""
+        """Set the source of the next parts, which pauses while the client is behind; None: no more
+        parts.
+        """
         protocol, response = self._protocol(), self._response()
         self._transport = None
         if source is not None and response is not None:
@@ -100,16 +104,16 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._timers: dict[str, asyncio.TimerHandle] = {}  # that run, by what they wait for
+        self._timers: dict[str, asyncio.TimerHandle] = {}  # running timers, by what they wait for
         self._in_head = True
-        self._in_body = False  # also while the trailers come
+        self._in_body = False  # also during the trailers
         self._head_bytes = 0
         self._framing_bytes = 0
-        self._has_begun = False  # a body, within the bytes that are being read
+        self._has_begun = False  # a body began within the bytes being read
         self._unwanted_bytes = 0
-        self.source: Pausable | None = None  # of the body that is being sent
+        self.source: Pausable | None = None  # of the body being sent
         self.ended: Callable[[LimitedProtocol], None] | None = (
-            None  # called at the connection's end
+            None  # called when the connection ends
         )
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -146,9 +150,9 @@ class LimitedProtocol(HttpToolsProtocol):
             )
 
     def _check_head(self, num_bytes: int) -> None:
-        """`num_bytes` were received, the last of which belong to a head."""
+        """Check a head of which `num_bytes` more were received."""
         if not self._head_bytes:
-            self._head_bytes = num_bytes  # the head began behind the body of the request before
+            self._head_bytes = num_bytes  # the head began after the body of the previous request
         if self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(
                 431,
@@ -159,8 +163,9 @@ class LimitedProtocol(HttpToolsProtocol):
             self._start_timer(_HEAD, HEAD_SECONDS, self._head_is_late)
 
     def _check_framing(self, num_bytes: int) -> None:
-        """`num_bytes` of a body were received; `on_body` and `on_chunk_header` have subtracted from
-        the count what is allowed.
+        """Check the framing of a body of which `num_bytes` more were received.
+
+        `on_body` and `on_chunk_header` have subtracted what is allowed.
         """
         self._framing_bytes = max(0, self._framing_bytes + num_bytes)
         if self._framing_bytes > MAX_FRAMING_BYTES:
@@ -179,7 +184,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
-            return  # `_parse` begins this message again
+            return  # `_parse` starts this message again
         self._in_head = False
         self._in_body = self._has_begun = True
         self._head_bytes = self._framing_bytes = self._unwanted_bytes = 0
@@ -191,7 +196,6 @@ class LimitedProtocol(HttpToolsProtocol):
             _send_without_chunks(self.cycle)
 
     def on_chunk_header(self) -> None:
-        """Called by the parser."""
         self._framing_bytes -= _CHUNK_BYTES
 
     def on_body(self, body: bytes) -> None:
@@ -215,9 +219,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self._start_timer(_BODY, LINGER_SECONDS, self._hang_up)
 
     def _parse(self, data: bytes) -> None:
-        """Feed the parser, which skips the body of a message that offers another protocol: such a
-        message is parsed again without the offer. Errors: `HttpParserError`, also for CONNECT,
-        which can mean nothing else.
+        """Feed the parser. A message that offers another protocol is parsed again without the
+        offer, because the parser would skip its body.
+
+        Errors: `HttpParserError`, also for CONNECT.
         """
         rest = memoryview(data)
         while rest:
@@ -230,14 +235,12 @@ class LimitedProtocol(HttpToolsProtocol):
                 rest = rest[upgrade.args[0] :]
                 head = self._head_without_upgrade()
                 self.parser = httptools.HttpRequestParser(self)
-                # as in the parser it replaces
+                # as in the replaced parser
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
                 self.parser.feed_data(head)
 
     def _head_without_upgrade(self) -> bytes:
-        """The head of the message that was parsed last, as it would be without its offer of another
-        protocol.
-        """
+        """Return the head of the last message without its offer of another protocol."""
         options = [
             option.strip()
             for name, value in self.headers
@@ -267,16 +270,12 @@ class LimitedProtocol(HttpToolsProtocol):
         self._hang_up()
 
     def _hang_up(self) -> None:
-        """Close, once the client has read what was sent, for which it has the time of a slow
-        client.
-        """
+        """Close once the client has read what was sent, within the time of a slow client."""
         self.transport.close()
         self._start_timer(_READER, self.SLOW_CLIENT_SECONDS, self._cut_off)
 
     def _start_timer(self, awaited: str, seconds: float, late: Callable[[], None]) -> None:
-        """Call `late` after `seconds`, unless the timer is stopped before; one that runs goes on
-        instead.
-        """
+        """Call `late` after `seconds` unless the timer is stopped; a running timer continues."""
         if awaited not in self._timers:
             self._timers[awaited] = self.loop.call_later(seconds, late)
 
@@ -293,19 +292,17 @@ class LimitedProtocol(HttpToolsProtocol):
                 self._hang_up()
 
     def _cut_off(self) -> None:
-        logger.warning("a client that read nothing for %g s is cut off", self.SLOW_CLIENT_SECONDS)
+        logger.warning(
+            "a client that read nothing for %g s is disconnected", self.SLOW_CLIENT_SECONDS
+        )
         self.transport.abort()
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer without the app, and hang up; without an answer where another one is under way, or
-        was given.
-        """
+        """Answer without the app if no answer was begun, and close."""
         if not self._can_answer:
             self._hang_up()
             return
-        body = encode(
-            error_answer(message, error_type="invalid_request_error", code="invalid_http")
-        )
+        body = encode(build_error(message, error_type="invalid_request_error", code="invalid_http"))
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
@@ -316,9 +313,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @property
     def _can_answer(self) -> bool:
-        """Whether an answer to the message that is coming in would be the next one, and be
-        whole.
-        """
+        """Whether an answer to the incoming message would be the next one and whole."""
         if self.pipeline:
             return False
         if self._in_body:
@@ -327,8 +322,10 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def _send_without_chunks(response: Any) -> None:
-    """HTTP/1.0 knows no chunks: a body without a content-length ends with the connection.
-    `response`: uvicorn's cycle, which closes such a connection anyway."""
+    """Send bodies of unknown length without chunks: HTTP/1.0 ends them with the connection.
+
+    `response` is uvicorn's cycle, which closes such a connection.
+    """
     send = response.send
     has_length = True
 

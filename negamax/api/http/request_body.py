@@ -1,9 +1,9 @@
 """Request bodies: received within limits, and decoded only as far as the request's model reads
 them.
 
-Decoding holds Python's lock, in whatever thread it runs. So what costs more than its bytes, the
-elements of lists and objects, is bounded before anything is decoded, and a large body is decoded
-piece by piece in a thread, with the event loop's turns between.
+Decoding holds Python's lock in any thread. Therefore the elements of lists and objects, which cost
+more than their bytes, are limited before decoding. A large body is decoded in a thread, piece by
+piece, so that the event loop gets its turns.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from negamax.base.errors import ContextLengthError, InvalidRequestError, Payload
 from negamax.base.unicode import valid_escapes
 
 MAX_JSON_DEPTH = 64
-_LEAST_CHARS = 2**22  # that a text may have however short the context is
+_LEAST_CHARS = 2**22  # allowed for a text however short the context is
 _CHARS_PER_TOKEN = 8
-_LEAST_COMMAS = 2**20  # that a body may have however short the context is
+_LEAST_COMMAS = 2**20  # allowed for a body however short the context is
 _LEAST_OPENERS = 2**18
 _INLINE_BYTES = 32 * 1024  # larger bodies are decoded in a thread
 _PIECE_BYTES = 256 * 1024  # larger values are decoded piece by piece
 _PIECE_LEVELS = 4  # messages, a message, its parts, a part
-_DENSE = 16  # bytes per comma: what has fewer is not worth its pieces
+_DENSE = 16  # bytes per comma below which pieces are not worth it
 _NULL = b"null"
 _QUOTE = b'"'
 _LONGEST_CHARACTER = 12  # bytes of a pair of escaped surrogates
@@ -42,30 +42,29 @@ _RawFields = dict[str, msgspec.Raw]
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """The most that one body may have. Commas, colons and brackets count wherever they stand: those
-    within a text cost tokens."""
+    """Limits of one body. Commas, colons and brackets within texts count, too: they cost tokens."""
 
     num_bytes: int
-    context_length: int  # tokens of the model's
-    chars: int  # of one text, unless it is ASCII: Python takes up to four bytes for each
+    context_length: int  # of the model
+    chars: int  # of one text that is not ASCII: Python takes up to four bytes per character
     commas: int  # elements
-    openers: int  # '[', '{' and ':': lists, objects and their members, which cost more than numbers
+    openers: int  # '[', '{' and ':', because lists, objects and members cost more than numbers
 
     @classmethod
     def of(cls, *, max_bytes: int, max_model_len: int) -> BodyLimits:
-        """The limits for a context of `max_model_len` tokens."""
+        """Return the limits for a context of `max_model_len` tokens."""
         return cls(
             max_bytes,
             context_length=max_model_len,
-            chars=max_chars(max_model_len),
+            chars=compute_max_chars(max_model_len),
             commas=max(_LEAST_COMMAS, 4 * max_model_len),
             openers=max(_LEAST_OPENERS, 2 * max_model_len),
         )
 
 
-def max_chars(max_model_len: int) -> int:
-    """The most characters that a conversation or a prompt may have, for a context of
-    `max_model_len` tokens.
+def compute_max_chars(max_model_len: int) -> int:
+    """Return the most characters of a conversation or a prompt for a context of `max_model_len`
+    tokens.
     """
     return max(_LEAST_CHARS, _CHARS_PER_TOKEN * max_model_len)
 
@@ -73,15 +72,20 @@ def max_chars(max_model_len: int) -> int:
 async def read_request(
     request: Request, model: type[RequestT], limits: BodyLimits
 ) -> tuple[RequestT, int]:
-    """The request of type `model` in a JSON body, and the size of the body in bytes. Errors: those
-    of `receive` and `decode_request`."""
+    """Read a JSON body as a request of type `model`; return it and the size of the body in bytes.
+
+    Errors: those of `receive` and `decode_request`.
+    """
     body = await receive(request, limits)
     return await decode_request(body, model, limits), len(body)
 
 
 async def receive(request: Request, limits: BodyLimits) -> bytes:
-    """The body. Errors: `InvalidRequestError` for another content type, broken UTF-8 and more
-    elements than allowed; `PayloadTooLargeError`."""
+    """Receive the body.
+
+    Errors: `InvalidRequestError` for another content type, invalid UTF-8 or too many elements;
+    `PayloadTooLargeError`.
+    """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise InvalidRequestError(
@@ -90,14 +94,14 @@ async def receive(request: Request, limits: BodyLimits) -> bytes:
         )
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > limits.num_bytes:
-        raise too_large(int(declared), limits.num_bytes)
+        raise build_size_error(int(declared), limits.num_bytes)
     parts: list[bytes] = []
     size = num_commas = num_openers = 0
     text = codecs.getincrementaldecoder("utf-8")()
     async for part in request.stream():
         size += len(part)
         if size > limits.num_bytes:
-            raise too_large(size, limits.num_bytes)
+            raise build_size_error(size, limits.num_bytes)
         num_commas += part.count(b",")
         num_openers += _num_openers(part)
         if num_commas > limits.commas or num_openers > limits.openers:
@@ -118,24 +122,25 @@ async def receive(request: Request, limits: BodyLimits) -> bytes:
 
 
 async def decode_request(body: bytes, model: type[RequestT], limits: BodyLimits) -> RequestT:
-    """The request in `body`. Errors: `InvalidRequestError` for malformed or absurd JSON (NaN,
-    numbers that overflow, nesting, texts), and those of `RequestModel.parse`."""
+    """Decode the request in `body`.
+
+    Errors: `InvalidRequestError` for malformed JSON, NaN, overflowing numbers, deep nesting or long
+    texts, and those of `RequestModel.parse`.
+    """
     if len(body) <= _INLINE_BYTES:
         return model.parse(_decoded(body, model, limits))
     return await asyncio.to_thread(lambda: model.parse(_decoded(body, model, limits)))
 
 
-def too_large(size: int, max_bytes: int) -> PayloadTooLargeError:
-    """The error of a body that is larger than allowed."""
+def build_size_error(size: int, max_bytes: int) -> PayloadTooLargeError:
+    """Return the error of a body larger than allowed."""
     return PayloadTooLargeError(
         f"the body has {size} bytes or more; allowed: {max_bytes}", code="body_too_large"
     )
 
 
 def _decoded(body: bytes, model: type[RequestModel], limits: BodyLimits) -> dict[str, object]:
-    """The fields in `body`. Of those that the model does not read only name and syntax are
-    checked.
-    """
+    """Decode the fields in `body`. Of fields that the model ignores, only the syntax is checked."""
     try:
         fields = _fields(body)
         decoded = {
@@ -158,8 +163,10 @@ def _decoded(body: bytes, model: type[RequestModel], limits: BodyLimits) -> dict
 
 
 def _fields(body: bytes) -> _RawFields:
-    """The fields of an object. An escaped lone surrogate stands for U+FFFD: agents send such text
-    back for ever, once a tool has cut an emoji in two."""
+    """Split an object into its fields. An escaped lone surrogate becomes U+FFFD.
+
+    Agents keep sending such text back after a tool has split an emoji.
+    """
     try:
         return msgspec.json.decode(body, type=_RawFields)
     except msgspec.ValidationError:
@@ -172,9 +179,7 @@ def _fields(body: bytes) -> _RawFields:
 
 
 def _value(raw: msgspec.Raw, limits: BodyLimits, *, levels: int = _PIECE_LEVELS) -> object:
-    """The value in `raw`; a large one comes in pieces, between which other threads have their
-    turns.
-    """
+    """Decode `raw`, a large value in pieces, between which other threads get their turns."""
     text = memoryview(raw)
     if len(text) <= _PIECE_BYTES:
         return msgspec.json.decode(raw)
@@ -193,7 +198,7 @@ def _value(raw: msgspec.Raw, limits: BodyLimits, *, levels: int = _PIECE_LEVELS)
 
 
 def _text(literal: memoryview, limits: BodyLimits) -> str:
-    """The text of a JSON string, given without its quotes."""
+    """Decode a JSON string, given without its quotes."""
     pieces: list[str] = []
     num_chars = start = 0
     is_ascii = True
@@ -215,8 +220,9 @@ def _text(literal: memoryview, limits: BodyLimits) -> str:
 
 
 def _cut(piece: bytes) -> int:
-    """The last place within the first `_PIECE_BYTES` of `piece`, a part of a JSON string that
-    begins with a character, at which another one begins."""
+    """Return the last position within `_PIECE_BYTES` of `piece` at which a character of the JSON
+    string begins.
+    """
     start = _PIECE_BYTES - _LONGEST_CHARACTER
     while piece[start] & 0xC0 == 0x80:  # within a character
         start -= 1

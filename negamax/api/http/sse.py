@@ -1,4 +1,4 @@
-"""Server-sent events, and work that ends when the client hangs up."""
+"""Server-sent events, and work that ends when the client closes its connection."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Write = Callable[[bytes], None]  # queues events for the connection
 
 
 class Source(Protocol):
-    """What a stream has its outputs from, as of `OpenRequest`."""
+    """The source of a stream's outputs, such as `OpenRequest`."""
 
     async def first_output(self) -> None: ...
 
@@ -39,21 +39,20 @@ class ClientGoneError(Exception):
     """The client closed its connection before the response."""
 
 
-def event(answer: Struct) -> bytes:
-    """One `data:` event."""
+def encode_event(answer: Struct) -> bytes:
+    """Encode a `data:` event."""
     return b"data: " + encode(answer) + b"\n\n"
 
 
-def named_event(name: str, answer: Struct) -> bytes:
-    """One event with its name."""
+def encode_named_event(name: str, answer: Struct) -> bytes:
+    """Encode an event with a name."""
     return b"event: " + name.encode() + b"\ndata: " + encode(answer) + b"\n\n"
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work`; cancel it the moment the client hangs up and raise `ClientGoneError` then.
+async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Run `work`, and cancel it if the client closes its connection. Errors: `ClientGoneError`.
 
-    `receive` is the ASGI channel after the body was read: all that can still arrive is the
-    disconnect.
+    `receive` is the ASGI channel after the body was read: only the disconnect can still arrive.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_hang_up(receive))
@@ -73,17 +72,18 @@ async def _hang_up(receive: Receive) -> None:
         pass
 
 
-async def first_output(
+async def wait_for_first_output(
     receive: Receive, source: Source, *, seconds: float | None = FIRST_OUTPUT_SECONDS
 ) -> None:
-    """Start `source` and wait for its first output: an error before it is raised here, and gets a
-    status line of its own. After `seconds` without an output (None: however long it takes)
-    its stream begins nevertheless, and errors come in it.
+    """Start `source` and wait for its first output, so that an earlier error gets its own status
+    line.
+
+    After `seconds` without an output (None: no limit) the stream begins, and errors come in it.
     """
     try:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await while_connected(receive, source.first_output())
+                await run_while_connected(receive, source.first_output())
     except ClientGoneError:
         source.close()
         raise
@@ -93,9 +93,10 @@ async def first_output(
 
 
 class EventStream(Response):
-    """Sends the events that `write_events` writes while it runs; `source` is where they come from,
-    which pauses while the client does not read, and ends when the client hangs up. Sends `ping`
-    whenever nothing else was sent for `ping_seconds`.
+    """Sends the events that `write_events` writes while it runs.
+
+    `source` pauses while the client does not read and ends when it closes its connection. The
+    stream sends `ping` after `ping_seconds` of silence.
     """
 
     media_type = "text/event-stream"
@@ -119,7 +120,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with suppress(ClientGoneError):
-                await while_connected(receive, self._send(scope, send))
+                await run_while_connected(receive, self._send(scope, send))
         finally:
             self._source.close()
 

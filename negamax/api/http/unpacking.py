@@ -1,6 +1,4 @@
-"""Bodies that clients send compressed, unpacked in pieces, so that a small body cannot become a
-large one unseen.
-"""
+"""Decompresses request bodies in pieces, so that the size limits apply to the decompressed body."""
 
 from __future__ import annotations
 
@@ -8,16 +6,14 @@ import zlib
 
 from negamax.base.errors import InvalidRequestError, UnsupportedMediaTypeError
 
-PIECE_BYTES = 256 * 1024  # unpacked at a time
-_ENCODINGS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}  # zlib's names of the formats
+PIECE_BYTES = 256 * 1024  # decompressed at a time
+_ENCODINGS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}  # zlib's numbers of the formats
 _FRAME_BYTES = 2  # that show whether there is a frame
-_RAW_DEFLATE = -15  # without the frame that the standard asks for, as some clients send it
+_RAW_DEFLATE = -15  # without the frame that the standard requires, as some clients send it
 
 
-def packed_as(headers: list[tuple[bytes, bytes]]) -> bytes | None:
-    """The encoding of a body, None if it has none. Errors: `UnsupportedMediaTypeError` for one that
-    is not read here.
-    """
+def find_encoding(headers: list[tuple[bytes, bytes]]) -> bytes | None:
+    """Return the encoding of a body; None if it has none. Errors: `UnsupportedMediaTypeError`."""
     given = (
         b",".join(value for name, value in headers if name == b"content-encoding")
         .lower()
@@ -36,22 +32,24 @@ def packed_as(headers: list[tuple[bytes, bytes]]) -> bytes | None:
 
 
 class Unpacker:
-    """Unpacks one body. Single writer: the request that reads it."""
+    """Decompresses one body. Single writer: the request that reads it."""
 
     def __init__(self, encoding: bytes) -> None:
-        """`encoding` is one that `packed_as` has found."""
+        """`encoding` is a result of `find_encoding`."""
         self._encoding = encoding
         self._decoder = zlib.decompressobj(_ENCODINGS[encoding])
         self._packed = b""
         self._has_begun = False
-        self._holds_more = False  # whether the decoder may, although it has consumed its input
+        self._holds_more = False  # the decoder may hold output although it has consumed its input
 
     def feed(self, packed: bytes) -> None:
         """Add input, after `take` has returned nothing."""
         self._packed += packed
 
     def take(self) -> bytes:
-        """Up to `PIECE_BYTES` of the body; b"" until more is fed. Errors: `InvalidRequestError`."""
+        """Return up to `PIECE_BYTES` of the body; b"" until more is fed. Errors:
+        `InvalidRequestError`.
+        """
         if not self._has_begun and not self._begin():
             return b""
         while self._packed or self._holds_more:
@@ -64,12 +62,12 @@ class Unpacker:
         return b""
 
     def finish(self) -> None:
-        """All has been fed and taken. Errors: `InvalidRequestError` for a body that is cut."""
+        """Check that the body is complete. Errors: `InvalidRequestError`."""
         if self._packed or (self._has_begun and not self._decoder.eof):
-            raise self._error("it is cut")
+            raise self._error("it is truncated")
 
     def _begin(self) -> bool:
-        """Whether the first bytes are there, which show the format."""
+        """Return whether the first bytes are there, and choose the format by them."""
         if len(self._packed) < _FRAME_BYTES:
             return False
         self._has_begun = True
@@ -88,10 +86,10 @@ class Unpacker:
         return piece
 
     def _begin_next_part(self) -> None:
-        """gzip bodies may have several parts, and zeros behind the last."""
+        """Begin the next part of a gzip body, which may have several, followed by zeros."""
         self._packed = self._packed.lstrip(b"\0")
         if self._packed and self._encoding == b"deflate":
-            raise self._error("something follows it")
+            raise self._error("it is followed by more data")
         if self._packed:
             self._decoder = zlib.decompressobj(_ENCODINGS[self._encoding])
 
@@ -102,5 +100,5 @@ class Unpacker:
 
 
 def _has_frame(packed: bytes) -> bool:
-    """Whether deflated data begins with the header of zlib's format."""
+    """Return whether deflated data has the header of zlib's format."""
     return packed[0] & 15 == 8 and int.from_bytes(packed[:2]) % 31 == 0

@@ -1,6 +1,4 @@
-"""The chat page at `/` and the status page: files, served as they lie here, which may load nothing
-else.
-"""
+"""The chat page at `/` and the status page: static files that may load nothing else."""
 
 from __future__ import annotations
 
@@ -25,13 +23,13 @@ POLICY = "; ".join(
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
-        "require-trusted-types-for 'script'",  # innerHTML and its kin throw
+        "require-trusted-types-for 'script'",  # innerHTML and the like raise an error
         "trusted-types 'none'",
     )
 )
 # of a 401 for one of PAGE_PATHS
 CHALLENGE = 'Basic realm="Negamax: the password is the API key", charset="UTF-8"'
-_OWN_HEADER = b"x-negamax-page"  # the page's requests carry it
+_OWN_HEADER = b"x-negamax-page"  # the page's requests have it
 _FOLDER = Path(__file__).parent
 _TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -48,15 +46,14 @@ def _address(path: Path) -> str:
 
 
 _FILES = {_address(path): path for path in sorted(_FOLDER.rglob("*")) if path.suffix in _TYPES}
-PAGE_PATHS = frozenset(_FILES)  # what a browser asks for before it has a key
+PAGE_PATHS = frozenset(_FILES)  # requested by a browser before it has a key
 
 
-def browser_key(path: str, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The key that a person gave to the browser's own prompt: the password of Basic credentials, or
-    nothing.
+def read_browser_key(path: str, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Return the password of Basic credentials, which a user entered in the browser's own dialog.
 
-    Browsers add such credentials to whatever any site makes them request. So they count only for
-    the files of the page, and beside a header that other sites cannot send.
+    Browsers add such credentials to requests of any site. They count only for the files of the page
+    and beside a header that other sites cannot send.
     """
     fields = dict(headers)
     scheme, _, credentials = fields.get(b"authorization", b"").partition(b" ")
@@ -70,7 +67,7 @@ def browser_key(path: str, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 @dataclass(frozen=True)
 class _File:
-    """One file of the page, with what every answer about it says."""
+    """One file of the page and its headers."""
 
     body: bytes
     headers: dict[str, str]
@@ -81,7 +78,7 @@ class _File:
         headers = {
             "content-type": _TYPES[path.suffix],
             "etag": f'W/"{hashlib.sha256(body).hexdigest()[:32]}"',
-            # asked for anew, answered with 304 until the server is another one
+            # the browser revalidates each time and gets 304 until the file changes
             "cache-control": "no-cache",
             "content-security-policy": POLICY,
             "cross-origin-opener-policy": "same-origin",
@@ -93,7 +90,7 @@ class _File:
         return cls(body, headers)
 
     async def answer(self, request: Request) -> Response:
-        """The file, or 304 to a browser that has it."""
+        """Return the file, or 304 to a browser that has it."""
         known = [
             tag.strip().removeprefix("W/")
             for tag in request.headers.get("if-none-match", "").split(",")
@@ -109,8 +106,8 @@ class _File:
         return gzip.compress(self.body, mtime=0)
 
 
-def playground_router() -> APIRouter:
-    """One plain route per file: nothing is looked up in the file system by what a request says."""
+def make_playground_router() -> APIRouter:
+    """Build one route per file, so that no request leads to a path in the file system."""
     router = APIRouter()
     for address, path in _FILES.items():
         router.add_route(address, _File.read(path).answer, methods=["GET"])

@@ -1,3 +1,1 @@
-"""Several server processes in front of one engine (`--api-server-count`): the first supervises, the
-others follow it.
-"""
+"""Several server processes in front of one engine (`--api-server-count`)."""

@@ -1,6 +1,4 @@
-"""Server processes ask each other: requests about what another one owns are passed on to it, over
-HTTP on a Unix socket.
-"""
+"""Requests between server processes, in HTTP on Unix sockets."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from negamax.api.http.sse import ClientGoneError, while_connected
+from negamax.api.http.sse import ClientGoneError, run_while_connected
 from negamax.api.processes.server_rank import ServerRank
 from negamax.base.errors import UnavailableError
 
@@ -34,7 +32,7 @@ _OWN_REQUEST_HEADERS = frozenset(  # of one connection, or set again
 _OWN_ANSWER_HEADERS = frozenset(
     (b"connection", b"date", b"keep-alive", b"server", b"transfer-encoding", b"x-request-id")
 )
-_INTERNAL = "/internal/"  # paths that only other server processes can ask for
+_INTERNAL = "/internal/"  # paths for other server processes only
 
 Headers = Sequence[tuple[bytes, bytes]]
 Answer = Callable[[bytes], bytes]
@@ -48,8 +46,10 @@ class PeerClient:
         self._answers: dict[str, Answer] = {}
 
     async def relay(self, request: Request, *, to: int, body: bytes = b"") -> Response:
-        """The answer of process `to` to a request whose body was read. Errors: `UnavailableError`
-        while it is not there, `ClientGoneError`."""
+        """Return the answer of process `to` to a request whose body was read.
+
+        Errors: `UnavailableError` if the process is not there, `ClientGoneError`.
+        """
         target = request.scope["raw_path"]
         if request.scope["query_string"]:
             target += b"?" + request.scope["query_string"]
@@ -60,10 +60,10 @@ class PeerClient:
         exchange = _Exchange.begin(
             self.rank, to, request.method.encode(), target, headers=headers, body=body
         )
-        return _Relayed(await while_connected(request.receive, exchange))
+        return _Relayed(await run_while_connected(request.receive, exchange))
 
     async def ask(self, question: str, body: object, *, of: int) -> Any:
-        """What process `of` answers to a question of ours. Errors: `UnavailableError`."""
+        """Return the answer of process `of` to a question. Errors: `UnavailableError`."""
         content = msgspec.json.encode(body)
         exchange = await _Exchange.begin(
             self.rank, of, b"POST", (_INTERNAL + question).encode(), headers=(), body=content
@@ -74,7 +74,7 @@ class PeerClient:
             exchange.close()
 
     async def ask_others(self, question: str, body: object) -> list[Any]:
-        """What all other processes answer; those that are not there are left out."""
+        """Return the answers of all other processes that are there."""
         others = [index for index in range(self.rank.count) if index != self.rank.index]
         answers = await asyncio.gather(
             *(self.ask(question, body, of=index) for index in others), return_exceptions=True
@@ -82,7 +82,7 @@ class PeerClient:
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     def when_asked(self, question: str, answer: Callable[[Any], object]) -> None:
-        """Answer this question of other processes with `answer` from now on."""
+        """Answer a question of other processes with `answer`."""
 
         def encoded(body: bytes) -> bytes:
             return msgspec.json.encode(answer(msgspec.json.decode(body)))
@@ -90,9 +90,7 @@ class PeerClient:
         self._answers[_INTERNAL + question] = encoded
 
     def behind(self, app: ASGIApp) -> ASGIApp:
-        """The app for connections from other server processes: the server's own, and the answers to
-        questions.
-        """
+        """Return the app for other server processes: `app`, and the answers to questions."""
 
         async def answered(scope: Scope, receive: Receive, send: Send) -> None:
             answer = self._answers.get(scope.get("path", ""))
@@ -105,8 +103,8 @@ class PeerClient:
         return answered
 
     def owner_route(self, parameter: str) -> type[APIRoute]:
-        """Routes about what the path parameter names: whichever process owns it answers. Bodies
-        are not passed on.
+        """Make the class of routes that the owner of the path parameter answers. Bodies are not
+        relayed.
         """
         peers = self
 
@@ -128,7 +126,7 @@ class PeerClient:
 
 
 class _Exchange:
-    """One request to another process, and its answer. Single user: its sender."""
+    """One request to another process and its answer. Single user: its sender."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.status = 0
@@ -174,7 +172,7 @@ class _Exchange:
         return exchange
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """The body as it comes. Errors: `UnavailableError` where it breaks off."""
+        """Yield the body as it arrives. Errors: `UnavailableError` if it ends early."""
         while True:
             parts, self._parts = self._parts, []
             if parts:
@@ -183,42 +181,38 @@ class _Exchange:
                 return
             if not self._parts and not await self._read():
                 raise UnavailableError(
-                    "another server process broke its answer off",
+                    "another server process ended its answer early",
                     code="server_process",
                     retry_after=1.0,
                 )
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._writer.close()
 
     async def _read(self) -> bool:
-        """Take what arrives next; False: nothing more will."""
+        """Read what arrives next; return False at the end."""
         part = await self._reader.read(_READ_BYTES)
         if part:
             self._parser.feed_data(part)
         return bool(part)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Called by the parser."""
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """Called by the parser."""
         self.status = self._parser.get_status_code()
         self._has_begun = True
 
     def on_body(self, part: bytes) -> None:
-        """Called by the parser."""
         self._parts.append(part)
 
     def on_message_complete(self) -> None:
-        """Called by the parser."""
         self._is_complete = True
 
 
 class _Relayed(Response):
-    """Another process's answer, passed on as it comes."""
+    """Another process's answer, sent on as it arrives."""
 
     def __init__(self, exchange: _Exchange) -> None:
         super().__init__(status_code=exchange.status)
@@ -229,7 +223,7 @@ class _Relayed(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await while_connected(receive, self._pass_on(send))
+            await run_while_connected(receive, self._pass_on(send))
         except ClientGoneError:
             pass
         finally:
@@ -246,7 +240,7 @@ class _Relayed(Response):
 
 def _gone(index: int) -> UnavailableError:
     message = (
-        f"server process {index}, which this request is about, is not there; it is being "
-        f"started again"
+        f"server process {index}, which owns what this request names, is down; it is being "
+        f"restarted"
     )
     return UnavailableError(message, code="server_process", retry_after=1.0)

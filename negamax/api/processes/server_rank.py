@@ -1,4 +1,4 @@
-"""The place of a server process among those in front of the same engines, and what they share."""
+"""The rank of a server process, and what all processes share."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from negamax.base.private_folder import PrivateFolder
 from negamax.base.shared_numbers import SharedNumbers
 from negamax.engine.client.engine_client import SharedQueue
 
-_MARK_DIGITS = 2  # at the end of an id, hexadecimal: the process that owns what it names
+_MARK_DIGITS = 2  # hexadecimal digits at the end of an id: the process that owns it
 _MARK = re.compile(rf"[0-9a-f]{{{_MARK_DIGITS}}}")
 
 
 @dataclass(frozen=True)
 class ServerRank:
-    """Process `index` of `count`; the first supervises the others."""
+    """Process `index` of `count`. The first one supervises the others."""
 
     index: int
     count: int
-    folder: Path  # of what they share, which only this user can enter
+    folder: Path  # of shared files; only this user can enter it
     queue: SharedQueue  # what waits for the engines
     metrics: SharedNumbers
     # when each event loop last ran, in monotonic seconds; 0: not yet
@@ -31,12 +31,12 @@ class ServerRank:
 
     @classmethod
     def first_of(cls, count: int, *, num_replicas: int = 1) -> ServerRank:
-        """The first process's; it makes what the others find. `num_replicas`: engines."""
+        """Create the shared files as the first process. `num_replicas` is the number of engines."""
         return cls.of(0, count, Path(PrivateFolder().path), num_replicas=num_replicas)
 
     @classmethod
     def of(cls, index: int, count: int, folder: Path, *, num_replicas: int = 1) -> ServerRank:
-        """The rank of process `index`."""
+        """Return the rank of process `index`."""
         return cls(
             index=index,
             count=count,
@@ -47,16 +47,16 @@ class ServerRank:
         )
 
     def socket_of(self, index: int) -> Path:
-        """The socket at which process `index` answers the others, in HTTP."""
+        """Return the socket at which process `index` answers the others."""
         return self.folder / f"server-{index}"
 
     def new_id(self, prefix: str, *, num_bytes: int) -> str:
-        """A random id of something that this process owns."""
+        """Return a random id of an object that this process owns."""
         random = secrets.token_hex(num_bytes - _MARK_DIGITS // 2)
         return f"{prefix}_{random}{self.index:0{_MARK_DIGITS}x}"
 
     def owner_of(self, name: str | None) -> int:
-        """The process that owns what has this id; this one, where the id is none of ours."""
+        """Return the process that owns an id; this one for a foreign id."""
         mark = (name or "")[-_MARK_DIGITS:]
         if not _MARK.fullmatch(mark) or int(mark, 16) >= self.count:
             return self.index
@@ -64,11 +64,11 @@ class ServerRank:
 
     @property
     def supervisor_pulse(self) -> Path:
-        """The file that begins with the first process's pulse."""
+        """The file that begins with the first process's heartbeat."""
         return self.folder / "pulses"
 
     def clear(self, index: int) -> None:
-        """Process `index` is gone, and nothing of it is open. What it has counted stays."""
+        """Reset the rows of process `index`, which is gone. What it has counted stays."""
         self.queue.clear(index)
         self.metrics.clear(index, num_columns=Lifecycle.NUM_COLUMNS)
         self.pulses.clear(index)

@@ -168,7 +168,7 @@ class ServerSupervisor:
 
     def _spawn(self, index: int) -> Supervised:
         """Start a process with a listening socket of its own, and send it the engine's state."""
-        with bound_to(self._listener.getsockname(), family=self._listener.family) as listener:
+        with bind_shared(self._listener.getsockname(), family=self._listener.family) as listener:
             running = Supervised(
                 SERVER_WORKER_MODULE,
                 own_group=True,
@@ -197,7 +197,7 @@ class ServerSupervisor:
             running.send(wire.encoder.encode(message))
 
 
-def bound_to(address: Any, *, family: int) -> socket.socket:
+def bind_shared(address: Any, *, family: int) -> socket.socket:
     """A socket bound to `address`, which others may be bound to as well; those that listen share
     its connections.
     """

@@ -1,3 +1,1 @@
-"""What goes over HTTP: requests as pydantic models (checked), answers as msgspec structs (encoded
-once per chunk).
-"""
+"""Schemas that dialects share: requests are pydantic models, answers are msgspec structs."""

@@ -1,7 +1,6 @@
-"""Everything the server answers with, in the shapes of OpenAI plus vLLM's extensions.
+"""Answers that several dialects share, in OpenAI's shapes with vLLM's extensions.
 
-msgspec structs, because a chunk is encoded for every token: a field left at UNSET is absent from
-the JSON, None is `null`.
+A field at UNSET is absent from the JSON, None is `null`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ class ErrorBody(Struct, frozen=True):
 
 
 class ErrorAnswer(Struct, frozen=True):
-    """The one error shape of every endpoint, and of an error inside a stream."""
+    """The error of all endpoints but Anthropic's, and of an error inside a stream."""
 
     error: ErrorBody  # what went wrong
 
@@ -51,7 +50,7 @@ class ChatLogprob(Struct, frozen=True):
     token: str  # its text
     logprob: float  # its log-probability before sampling parameters
     bytes: list[int]  # its text as UTF-8, which may be part of a character
-    top_logprobs: list[TopLogprob]  # the likeliest tokens at its place, as many as were asked for
+    top_logprobs: list[TopLogprob]  # the likeliest tokens at its place, as many as requested
 
 
 class ChatLogprobs(Struct, frozen=True):
@@ -59,13 +58,11 @@ class ChatLogprobs(Struct, frozen=True):
 
 
 class TextLogprobs(Struct, frozen=True):
-    """Logprobs of /v1/completions: one entry per token; None where a prompt's first token has no
-    probability.
-    """
+    """Logprobs of /v1/completions, one entry per token; null for the first token of a prompt."""
 
     tokens: list[str]  # their texts
     token_logprobs: list[float | None]  # of the tokens above
-    # the likeliest tokens at each place and the one above, by their texts
+    # the likeliest tokens at each place and the token itself, by their texts
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]  # characters from the start of the choice's text
 
@@ -81,7 +78,7 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class CompletionAnswer(Struct, frozen=True, kw_only=True):
-    """What answers to chats and to plain prompts begin with."""
+    """The common fields of chat and plain completions."""
 
     id: str  # the request's own id, or a random one, after a prefix
     object: str  # the kind of answer
@@ -90,7 +87,7 @@ class CompletionAnswer(Struct, frozen=True, kw_only=True):
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):
-    """A model as OpenAI's and as Anthropic's clients read it."""
+    """A model for the clients of OpenAI and Anthropic."""
 
     id: str  # the name to ask for
     object: str = "model"  # what it is, for OpenAI's clients
@@ -141,10 +138,10 @@ class ServerAnswer(Struct, frozen=True):
 encode = msgspec.json.Encoder().encode  # an answer, or several, as UTF-8 JSON
 
 
-def error_answer(
+def build_error(
     message: str, *, error_type: str, param: str | None = None, code: str | None = None
 ) -> ErrorAnswer:
-    """An error in the OpenAI shape."""
+    """Build an error in OpenAI's shape."""
     return ErrorAnswer(ErrorBody(message, error_type, param, code))
 
 
@@ -159,7 +156,7 @@ class MessageErrorBody(Struct, frozen=True):
 
 
 class MessageError(Struct, frozen=True, tag="error", tag_field="type"):
-    """Anthropic's error shape, also an event."""
+    """Anthropic's error, also an event."""
 
     error: MessageErrorBody  # what went wrong
     request_id: str  # the same as in the header x-request-id
@@ -178,8 +175,8 @@ _ERROR_TYPES = {
 }
 
 
-def message_error(status: int, answer: ErrorAnswer, *, request_id: str) -> MessageError:
-    """An error of this server in Anthropic's shape."""
+def build_message_error(status: int, answer: ErrorAnswer, *, request_id: str) -> MessageError:
+    """Convert an error to Anthropic's shape."""
     kind = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     code = answer.error.code
     details = UNSET if code is None else MessageErrorDetails(code)

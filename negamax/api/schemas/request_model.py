@@ -1,14 +1,14 @@
 """The strict base of every request, and readable refusals.
 
-Handling of fields, the same for every endpoint and every object inside a request: `null` means
-"left out"; a field in `ignored_fields` is accepted and has no effect; one in `unsupported_fields`
-is refused with its reason, unless its value asks for nothing (false, 0, "", []). Of unknown
-fields, one that is nearly a known name is refused as misspelt, unless that name is there too, and
-others are ignored, as vLLM and SGLang do: clients send fields of other servers.
-An integer may be written as 5.0. Of a list with many wrong elements the first one is reported, and
-the others are not looked at; objects whose values have one type are bounded before their values are
-looked at. Ranges are checked once, by `SamplingParams.check`, so that the server and the embedded
-`LLM` refuse alike.
+These rules apply to every object inside a request:
+  - `null` means "left out". A number such as 5.0 is an integer.
+  - A field in `ignored_fields` has no effect. One in `unsupported_fields` is refused with its
+    reason, unless its value asks for nothing (false, 0, "", []).
+  - An unknown field whose name resembles that of a field which was not sent is refused as
+    misspelt. Other unknown fields are ignored, because clients send fields of other servers.
+  - Only the first wrong element of a list is reported. Lengths are checked before elements.
+
+`SamplingParams.check` checks ranges, so that the server and the embedded `LLM` refuse alike.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import difflib
 import functools
 import re
 import typing
-from collections.abc import Mapping, Sized
+from collections.abc import Collection, Mapping, Sized
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from pydantic import (
@@ -34,9 +34,10 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from negamax.base.errors import InvalidRequestError
 
 RequestT = TypeVar("RequestT", bound="RequestModel")
+ValueT = TypeVar("ValueT")
 
-# Names of other systems (OpenRouter, llama.cpp, TensorRT-LLM, TGI, Anthropic and others) that
-# resemble names here and mean something else.
+# Fields of other systems (OpenRouter, llama.cpp, TensorRT-LLM, TGI, Anthropic and others) whose
+# names resemble some here and mean something else.
 FOREIGN_FIELDS = frozenset(
     {
         "auto_max_new_tokens", "ctx_request_id", "inputs", "mode", "models",
@@ -44,12 +45,13 @@ FOREIGN_FIELDS = frozenset(
         "reasoning_format", "return_tokens", "speed",
     }
 )  # fmt: skip
-# unknown ones of one object that are compared with the known names, which takes time
+# unknown fields of one object to compare with known names, which takes time
 _MAX_CHECKED_FIELDS = 32
 
+_JSON_TYPES: dict[type, str] = {dict: "an object", list: "a list", str: "a string"}
 _UNION_BRANCH = re.compile(r"(str|int|float|bool|list\[.*|dict\[.*|constrained-.*|function-.*)$")
-_SHOWN_CHARS = 60  # of an offending value in a message
-# of two names, 1.0 being the same: from here on a field was probably misspelt
+_SHOWN_CHARS = 60  # of a wrong value in a message
+# likeness of two names (equal: 1.0) from which a field was probably misspelt
 _SLIP_LIKENESS = 0.85
 
 
@@ -58,20 +60,29 @@ def refuse(param: str, message: str) -> NoReturn:
     raise InvalidRequestError(f"{param}: {message}", param=param, code="invalid_value")
 
 
+def check_choice(value: object, allowed: Collection[str], param: str, *, what: str = "") -> str:
+    """Return `value` of field `param`. Errors: `InvalidRequestError` unless it is in `allowed`."""
+    if not isinstance(value, str) or value not in allowed:
+        refuse(param, f"{what}{describe(value)}; allowed: {', '.join(map(repr, allowed))}")
+    return value
+
+
 def one_of(field: str, allowed: tuple[str, ...]) -> AfterValidator:
-    """Lets only the words in `allowed` stand in `field`."""
+    """Validate that `field` is one of `allowed`."""
+    return AfterValidator(lambda value: check_choice(value, allowed, field))
 
-    def check(value: str) -> str:
-        if value not in allowed:
-            refuse(field, f"{shown(value)}; allowed: {', '.join(map(repr, allowed))}")
-        return value
 
-    return AfterValidator(check)
+def check_type(value: object, kind: type[ValueT], param: str, what: str = "") -> ValueT:
+    """Return `value` of field `param`. Errors: `InvalidRequestError` unless it is a `kind`."""
+    if not isinstance(value, kind):
+        refuse(param, f"must be {what or _JSON_TYPES[kind]}; got {describe(value)}")
+    return value
 
 
 def at_most(field: str, limit: int, what: str, *, of: type[Sized] = list) -> BeforeValidator:
-    """Refuses more than `limit` elements of a list or object in `field` before they are looked at;
-    `what` they are."""
+    """Validate that a list or object has at most `limit` elements, named `what`, before they are
+    checked.
+    """
 
     def check(value: object) -> object:
         if isinstance(value, of) and len(value) > limit:
@@ -81,10 +92,8 @@ def at_most(field: str, limit: int, what: str, *, of: type[Sized] = list) -> Bef
     return BeforeValidator(check)
 
 
-def shown(value: object) -> str:
-    """`value` as it may stand in a message: never longer than a line, however large the input
-    was.
-    """
+def describe(value: object) -> str:
+    """Return `value` for a message, in at most one line."""
     if isinstance(value, list | tuple | dict):
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
     if isinstance(value, str):
@@ -102,22 +111,21 @@ def shown(value: object) -> str:
 
 
 def check_token_ids(values: list[Any], where: str) -> list[int]:
-    """Refuse what is no integer among `values`, which stand at `where` in the request."""
+    """Return token ids of field `where`. Errors: `InvalidRequestError` for other values."""
     for index, value in enumerate(values):
         if type(value) is not int:
-            refuse(f"{where}[{index}]", f"must be a token id; got {shown(value)}")
+            refuse(f"{where}[{index}]", f"must be a token id; got {describe(value)}")
     return values
 
 
-def nearest(name: str, known: frozenset[str] | list[str]) -> str:
-    """' Did you mean X?' for the known name closest to `name`, or an empty string."""
+def suggest_nearest(name: str, known: frozenset[str] | list[str]) -> str:
+    """Return ' Did you mean X?' for the known name closest to `name`, or an empty string."""
     matches = difflib.get_close_matches(name[:_SHOWN_CHARS], sorted(known), n=1)
     return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
 def _fail_fast(schema: Any) -> None:
-    """Let every list in a core schema end at its first wrong element: pydantic would note an error
-    for each."""
+    """Stop the validation of a list at its first wrong element, not after all."""
     if isinstance(schema, dict):
         if schema.get("type") in ("list", "tuple"):
             schema["fail_fast"] = True
@@ -129,14 +137,14 @@ def _fail_fast(schema: Any) -> None:
 
 
 class RequestModel(BaseModel):
-    """Base of every request and of the objects inside it: strict types, immutable."""
+    """The base of all requests and of the objects inside them: strict types, immutable."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, protected_namespaces=())
     ignored_fields: ClassVar[frozenset[str]] = frozenset()
     unsupported_fields: ClassVar[Mapping[str, str]] = {}
-    # of unsupported fields: what asks for nothing, beside those
+    # values of unsupported fields that ask for nothing, in addition to false, 0, "" and []
     neutral_values: ClassVar[Mapping[str, object]] = {}
-    # fields that mean the same as another one
+    # other names of a field
     synonyms: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     @classmethod
@@ -147,12 +155,10 @@ class RequestModel(BaseModel):
 
     @classmethod
     def parse(cls: type[RequestT], body: object) -> RequestT:
-        """The request in `body` (decoded JSON), or `InvalidRequestError` naming the first field at
-        fault.
-        """
+        """Validate decoded JSON. Errors: `InvalidRequestError` with the first wrong field."""
         if not isinstance(body, dict):
             raise InvalidRequestError(
-                f"the body must be a JSON object; it is {shown(body)}", code="invalid_body"
+                f"the body must be a JSON object; it is {describe(body)}", code="invalid_body"
             )
         try:
             return cls.model_validate(body)
@@ -161,14 +167,14 @@ class RequestModel(BaseModel):
 
     @classmethod
     def reads(cls, name: str) -> bool:
-        """Whether the value of a field of this name matters."""
+        """Return whether the value of a field of this name matters."""
         is_known = name in cls.model_fields or name in cls.unsupported_fields
         return is_known and name not in cls.ignored_fields
 
     @model_validator(mode="before")
     @classmethod
     def _known_fields(cls, fields: Any) -> Any:
-        """Drop what has no meaning here, refuse what would be misunderstood."""
+        """Drop fields without effect and refuse unsupported and misspelt ones."""
         if not isinstance(fields, dict):
             return fields
         kept: dict[str, Any] = {}
@@ -194,7 +200,7 @@ class RequestModel(BaseModel):
 
     @classmethod
     def _check_unknown(cls, names: list[str], *, given: Mapping[str, Any]) -> None:
-        """Refuse a misspelt field: a name that is nearly that of a field which was not given."""
+        """Refuse a name that resembles that of a field which was not given."""
         known = {_squashed(name): name for name in cls.model_fields}
         for name in names[:_MAX_CHECKED_FIELDS]:
             near = difflib.get_close_matches(_squashed(name), known, n=1, cutoff=_SLIP_LIKENESS)
@@ -209,7 +215,7 @@ class RequestModel(BaseModel):
 
 @functools.cache
 def _integer_fields(model: type[RequestModel]) -> frozenset[str]:
-    """The fields that hold an integer and no other number."""
+    """Return the fields that hold integers only."""
     return frozenset(
         name
         for name, field in model.model_fields.items()
@@ -230,16 +236,16 @@ def _squashed(name: str) -> str:
 
 
 def _readable(error: ValidationError) -> InvalidRequestError:
-    """The first problem pydantic found, as one sentence with the path, the rule and the value."""
+    """Describe the first error of pydantic in one sentence with path, rule and value."""
     first = error.errors(include_url=False)[0]
     path = ""
     for part in first["loc"]:
         if isinstance(part, str) and _UNION_BRANCH.match(part):
-            continue  # which of several types was tried
+            continue  # the type of a union that was tried
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
     kind, message = first["type"], first["msg"]
     if kind in ("unknown_parameter", "unsupported_parameter"):
-        name = shown(first["ctx"]["name"]).strip("'")
+        name = describe(first["ctx"]["name"]).strip("'")
         path = f"{path}.{name}" if path else name
         hint = "leave the field out" if kind == "unsupported_parameter" else None
         return InvalidRequestError(f"{path} {message}", hint=hint, param=path, code=kind)
@@ -249,5 +255,5 @@ def _readable(error: ValidationError) -> InvalidRequestError:
         )
     message = message[0].lower() + message[1:]
     return InvalidRequestError(
-        f"{path}: {message}; got {shown(first['input'])}", param=path, code="invalid_value"
+        f"{path}: {message}; got {describe(first['input'])}", param=path, code="invalid_value"
     )

@@ -1,6 +1,4 @@
-"""What a request says about the form of its answer, by the many names that clients have for it, as
-one `Grammar`.
-"""
+"""The form of an answer: one `Grammar` from the many fields that clients have for it."""
 
 from __future__ import annotations
 
@@ -8,15 +6,14 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from negamax.api.schemas.request_model import refuse, shown
+from negamax.api.schemas.request_model import check_choice, describe, refuse
 from negamax.api.schemas.sampled_request import GenerationRequest
 from negamax.base.errors import InvalidRequestError
 from negamax.config.grammar import Grammar, GrammarKind, written
 
 RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
-# Fields of requests and keys of `structured_outputs`, and the kind of grammar that their value
-# describes.
+# kinds of grammar by field of a request, and by key of `structured_outputs`
 _FIELD_KINDS: dict[str, GrammarKind] = {
     "guided_json": "json_schema",
     "guided_regex": "regex",
@@ -38,9 +35,10 @@ _STRUCTURED_KINDS: dict[str, GrammarKind] = {
 
 
 class StructuredRequest(GenerationRequest):
-    """A request that may ask for a form: by `response_format`, by `structured_outputs` and
-    `guided_*` (vLLM), or by the single fields of SGLang. A schema or a structural tag may also come
-    as JSON text."""
+    """A request that may ask for a form of its answer, by the fields of OpenAI, vLLM or SGLang.
+
+    Schemas and structural tags may also be JSON text.
+    """
 
     # OpenAI's: `type` is text, json_object, json_schema or structural_tag
     response_format: dict[str, Any] | None = None
@@ -58,25 +56,27 @@ class StructuredRequest(GenerationRequest):
 
     @functools.cached_property
     def grammar(self) -> Grammar | None:
-        """The form of the content, or None where any will do.
+        """The grammar of the content; None: any content.
 
         Errors: `InvalidRequestError` for a value that describes no form, and for more than one
         form.
         """
         found: dict[str, Grammar] = {}
         if self.response_format is not None:
-            form = _response_format(self.response_format)
+            form = build_format_grammar(
+                self.response_format, RESPONSE_FORMATS, "response_format", is_nested=True
+            )
             if form is not None:
                 found["response_format"] = form
         structured = self.structured_outputs or {}
         for name, kind in _STRUCTURED_KINDS.items():
             if structured.get(name) not in (None, False):
                 where = f"structured_outputs.{name}"
-                found[where] = form_grammar(kind, structured[name], param=where)
+                found[where] = build_grammar(kind, structured[name], param=where)
         for name, kind in _FIELD_KINDS.items():
             value = getattr(self, name)
             if value is not None:
-                found[name] = form_grammar(kind, value, param=name)
+                found[name] = build_grammar(kind, value, param=name)
         if len(found) > 1:
             refuse(
                 list(found)[1],
@@ -85,32 +85,34 @@ class StructuredRequest(GenerationRequest):
         return next(iter(found.values()), None)
 
 
-def _response_format(value: Mapping[str, Any]) -> Grammar | None:
-    kind = value.get("type")
-    match kind:
+def build_format_grammar(
+    form: Mapping[str, Any], allowed: tuple[str, ...], param: str, *, is_nested: bool = False
+) -> Grammar | None:
+    """Return the grammar of a format in field `param` whose type is one of `allowed`.
+
+    `is_nested`: a schema is in the field `json_schema` of the format, not in the format itself.
+    """
+    match check_choice(form.get("type"), allowed, param, what="type "):
         case "text":
             return None
         case "json_object":
             return Grammar(kind="json_object")
-        case "json_schema":
-            described = value.get("json_schema")
-            schema = described.get("schema") if isinstance(described, Mapping) else None
-            if not isinstance(described, Mapping) or schema is None:
-                refuse("response_format.json_schema", "must be an object with a schema")
-            is_strict = described.get("strict") is True
-            return form_grammar(
-                "json_schema", schema, param="response_format.json_schema.schema", strict=is_strict
-            )
         case "structural_tag":
-            return form_grammar("structural_tag", dict(value), param="response_format")
-    refuse(
-        "response_format", f"type {shown(kind)}; allowed: {', '.join(map(repr, RESPONSE_FORMATS))}"
-    )
+            return build_grammar("structural_tag", dict(form), param=param)
+    described: Any = form
+    if is_nested:
+        described, param = form.get("json_schema"), f"{param}.json_schema"
+        if not isinstance(described, Mapping) or described.get("schema") is None:
+            refuse(param, "must be an object with a schema")
+    is_strict, schema = described.get("strict") is True, described.get("schema")
+    return build_grammar("json_schema", schema, param=f"{param}.schema", strict=is_strict)
 
 
-def form_grammar(kind: GrammarKind, value: Any, *, param: str, strict: bool = False) -> Grammar:
-    """A checked grammar from the value of field `param`. Schemas and structural tags may come as
-    JSON text; schemas keep the key order of the client."""
+def build_grammar(kind: GrammarKind, value: Any, *, param: str, strict: bool = False) -> Grammar:
+    """Build a checked grammar from the value of field `param`.
+
+    Schemas and structural tags may be JSON text; schemas keep the key order of the client.
+    """
     if kind == "json_object":
         return Grammar(kind="json_object")
     if not isinstance(value, str):
@@ -119,10 +121,10 @@ def form_grammar(kind: GrammarKind, value: Any, *, param: str, strict: bool = Fa
             refuse(
                 param,
                 f"must be {'a list of strings' if kind == 'choice' else 'text'}; got "
-                f"{shown(value)}",
+                f"{describe(value)}",
             )
     elif kind == "choice":
-        refuse(param, f"must be a list of strings; got {shown(value)}")
+        refuse(param, f"must be a list of strings; got {describe(value)}")
     try:
         grammar = Grammar(
             kind=kind,

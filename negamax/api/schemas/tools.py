@@ -1,5 +1,4 @@
-"""What every dialect demands of a declared function: a name that survives in the model's format,
-and a schema; and which of them a `tool_choice` allows."""
+"""Checks of declared functions and of `tool_choice` that all dialects share."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
-from negamax.api.schemas.request_model import nearest, refuse, shown
+from negamax.api.schemas.request_model import describe, refuse, suggest_nearest
 
 MAX_TOOLS = 1024
 MAX_TOOL_NAME_CHARS = 256
@@ -18,7 +17,7 @@ _NAME_BREAKERS = frozenset('"<>\n\r\t')  # would not survive <invoke name="...">
 
 
 def check_tool_count(count: int, *, field: str = "tools") -> None:
-    """Refuse more tools than any client has."""
+    """Refuse too many tools."""
     if count > MAX_TOOLS:
         refuse(field, f"{count} tools; allowed: at most {MAX_TOOLS}")
 
@@ -26,9 +25,11 @@ def check_tool_count(count: int, *, field: str = "tools") -> None:
 def check_function(
     function: Mapping[str, Any], *, where: str, schema_field: str = "parameters"
 ) -> None:
-    """Refuse a function whose name, description or schema (in `schema_field`) the prompt or the
-    parser could not use; `where` is its place in the request. The rest of it goes to the template
-    as the client wrote it."""
+    """Refuse a function whose name, description or schema the prompt or the parser could not use.
+
+    `where` is its place in the request, `schema_field` the field of its schema. The rest of it goes
+    to the template as the client wrote it.
+    """
     name = function.get("name")
     if (
         not isinstance(name, str)
@@ -38,7 +39,7 @@ def check_function(
         allowed = (
             f"1 to {MAX_TOOL_NAME_CHARS} characters without quotes, angle brackets and line breaks"
         )
-        refuse(f"{where}.name", f"{shown(name)}; allowed: {allowed}")
+        refuse(f"{where}.name", f"{describe(name)}; allowed: {allowed}")
     for key, kind in (("description", str), (schema_field, dict)):
         if not isinstance(function.get(key), kind | None):
             refuse(f"{where}.{key}", f"must be a JSON {'string' if kind is str else 'object'}")
@@ -47,17 +48,15 @@ def check_function(
 def check_function_tools(
     tools: list[dict[str, Any]], *, field: str = "tools"
 ) -> list[dict[str, Any]]:
-    """Checks what the prompt and the parser rely on; the rest of a tool goes to the template as the
-    client wrote it.
-    """
+    """Check the parts of tools that the prompt and the parser need."""
     check_tool_count(len(tools), field=field)
     for index, tool in enumerate(tools):
         where = f"{field}[{index}]"
         if tool.get("type", "function") != "function":
-            refuse(f"{where}.type", f"{shown(tool['type'])}; allowed: 'function'")
+            refuse(f"{where}.type", f"{describe(tool['type'])}; allowed: 'function'")
         function = tool.get("function")
         if not isinstance(function, dict):
-            refuse(f"{where}.function", f"must be an object with a name; got {shown(function)}")
+            refuse(f"{where}.function", f"must be an object with a name; got {describe(function)}")
         check_function(function, where=f"{where}.function")
     return tools
 
@@ -65,10 +64,10 @@ def check_function_tools(
 Tools = Annotated[list[dict[str, Any]], AfterValidator(check_function_tools)]
 
 
-def function_tool(
+def build_function_tool(
     name: str, *, description: Any, parameters: Any, is_strict: bool
 ) -> dict[str, Any]:
-    """A tool as chat completions have it; what is None is left out."""
+    """Build a tool as chat completions have it; None values are omitted."""
     function = {"name": name, "description": description, "parameters": parameters}
     if is_strict:
         function["strict"] = True
@@ -76,34 +75,33 @@ def function_tool(
     return {"type": "function", "function": function}
 
 
-def allowed_tools(
+def read_allowed_tools(
     choice: Mapping[str, Any],
     *,
     may_run_elsewhere: bool = False,
     named_by_type: Collection[str] = (),
 ) -> tuple[str, dict[str, str]]:
-    """The mode in a `tool_choice` of the type "allowed_tools", in the shape of chat completions or
-    of Responses, and the names of its tools, each with its place in the request.
+    """Return the mode of a `tool_choice` of type "allowed_tools" and its names with their places.
 
-    `may_run_elsewhere`: tools that are neither functions nor custom tools are passed over, as where
-    they are declared, but for those of the types `named_by_type`, which are their names.
+    It may have the shape of chat completions or of Responses. `may_run_elsewhere`: skip tools of
+    other types than "function" and "custom", except `named_by_type`, whose name is their type.
     """
     field, described = "tool_choice", choice
     if "allowed_tools" in choice:
         field, described = "tool_choice.allowed_tools", choice["allowed_tools"]
     if not isinstance(described, Mapping):
-        refuse(field, f"must be an object with a mode and tools; got {shown(described)}")
+        refuse(field, f"must be an object with a mode and tools; got {describe(described)}")
     mode, tools = described.get("mode", "auto"), described.get("tools")
     if mode not in ("auto", "required"):
-        refuse(f"{field}.mode", f"{shown(mode)}; allowed: 'auto', 'required'")
+        refuse(f"{field}.mode", f"{describe(mode)}; allowed: 'auto', 'required'")
     if not isinstance(tools, list):
-        refuse(f"{field}.tools", f"must be a list of tools; got {shown(tools)}")
+        refuse(f"{field}.tools", f"must be a list of tools; got {describe(tools)}")
     check_tool_count(len(tools), field=f"{field}.tools")
     names: dict[str, str] = {}
     for index, tool in enumerate(tools):
         where = f"{field}.tools[{index}]"
         if not isinstance(tool, Mapping):
-            refuse(where, f"must be an object with a type and a name; got {shown(tool)}")
+            refuse(where, f"must be an object with a type and a name; got {describe(tool)}")
         kind = tool.get("type", "function")
         if isinstance(kind, str) and kind in named_by_type:
             names.setdefault(kind, f"{where}.type")
@@ -111,11 +109,11 @@ def allowed_tools(
         if kind not in ("function", "custom"):
             if may_run_elsewhere and isinstance(kind, str):
                 continue
-            refuse(f"{where}.type", f"{shown(kind)}; allowed: 'function'")
+            refuse(f"{where}.type", f"{describe(kind)}; allowed: 'function'")
         where, tool = (f"{where}.{kind}", tool[kind]) if kind in tool else (where, tool)
         name = tool.get("name") if isinstance(tool, Mapping) else None
         if not isinstance(name, str):
-            refuse(f"{where}.name", f"must be the name of a tool; got {shown(name)}")
+            refuse(f"{where}.name", f"must be the name of a tool; got {describe(name)}")
         names.setdefault(name, f"{where}.name")
     if not names:
         refuse(
@@ -127,9 +125,11 @@ def allowed_tools(
 
 @dataclass(frozen=True, slots=True)
 class CallChoice:
-    """Which calls an answer may or must have: "auto", "none", "required", or "function" with the
-    `name` of the one to make. `allowed`: the names of the tools that may be called, where the model
-    is shown more."""
+    """The calls that an answer may or must have.
+
+    Mode "auto", "none", "required", or "function" with the `name` of the tool. `allowed` has the
+    names of the tools that may be called; None: all.
+    """
 
     mode: str = "auto"
     name: str | None = None
@@ -142,7 +142,7 @@ class CallChoice:
         return self.mode in ("required", "function")
 
     def callable_tools(self, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-        """The declared `tools` that may be called."""
+        """Return the declared `tools` that may be called."""
         if tools is None or self.allowed is None:
             return tools
         return [tool for tool in tools if tool["function"]["name"] in self.allowed]
@@ -156,16 +156,15 @@ def call_choice(
     parallel: bool,
     allowed: Mapping[str, str] | None = None,
 ) -> CallChoice:
-    """The checked choice of calls: `mode` is auto, none, required, or function with a `name`.
-    `allowed` has the names of the tools that may be called, where not all may, with the places in
-    the request that name them."""
+    """Check a choice of calls: `mode` is auto, none, required, or function with a `name`.
+
+    `allowed` has the names of the only tools that may be called, with their places in the request.
+    """
     names = [tool["function"]["name"] for tool in tools or ()]
     for allowed_name, place in (allowed or {}).items():
         if allowed_name not in names:
-            refuse(
-                place,
-                f"{shown(allowed_name)} is not a declared tool.{nearest(allowed_name, names)}",
-            )
+            hint = suggest_nearest(allowed_name, names)
+            refuse(place, f"{describe(allowed_name)} is not a declared tool.{hint}")
     may_call = None if allowed is None else tuple(allowed)
     if mode in ("auto", "none"):
         return CallChoice(mode, parallel=parallel, allowed=may_call)
@@ -178,5 +177,5 @@ def call_choice(
     if mode == "required":
         return CallChoice("required", parallel=parallel, allowed=may_call)
     if name not in names:
-        refuse("tool_choice", f"names the tool {shown(name)}, which is not declared")
+        refuse("tool_choice", f"names the tool {describe(name)}, which is not declared")
     return CallChoice("function", name, parallel=False)

@@ -1,42 +1,29 @@
-"""/v1/chat/completions: one handler; a whole answer is the same events as a stream, collected."""
+"""/v1/chat/completions. A whole answer collects the same events as a stream."""
 
 from __future__ import annotations
 
 import secrets
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, Struct, UnsetType
 
-from negamax.api.access import names_of, salt_of
+from negamax.api.access import list_ids
 from negamax.api.common.answer import AnswerWriter, Choice, respond
+from negamax.api.common.api_request import cache_salt, check_sampling, read_api_request
 from negamax.api.common.choice_reader import ChoiceReader
 from negamax.api.common.context import FINGERPRINT, ApiContext
-from negamax.api.common.conversation import Conversation, off_loop
-from negamax.api.common.logprobs import chat_logprobs, prompt_logprobs
+from negamax.api.common.conversation import Conversation, run_off_loop
+from negamax.api.common.logprobs import convert_chat_logprobs, convert_prompt_logprobs
 from negamax.api.common.turn import StartedTurn, Turn, start_turn
-from negamax.api.dialects.chat.schema import (
-    ChatAnswer,
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatRequest,
-    Delta,
-    FunctionCall,
-    Message,
-    ReasoningDetail,
-    RenderedPrompt,
-    ToolCall,
-)
+from negamax.api.dialects.chat import schema
 from negamax.api.errors import json_response
-from negamax.api.http.request_body import read_request
-from negamax.api.http.sse import DONE, event
-from negamax.api.openapi import json_body
+from negamax.api.http.sse import DONE, encode_event
+from negamax.api.openapi import describe_body
 from negamax.api.schemas.answers import ChatLogprob, ChatLogprobs, PromptLogprobs, Usage
 from negamax.api.schemas.request_model import refuse
-from negamax.api.schemas.thinking import ThinkingChoice, other_variables
+from negamax.api.schemas.thinking import drop_switches
 from negamax.engine.client.output import RequestOutput
 from negamax.scheduler.request import SamplingParams
 from negamax.text.parser.events import (
@@ -50,43 +37,37 @@ from negamax.text.parser.events import (
 )
 
 
-def chat_router(context: ApiContext) -> APIRouter:
-    """The routes of chat completions."""
+def make_chat_router(context: ApiContext) -> APIRouter:
     router = APIRouter()
-    body_schema = json_body(ChatRequest)
+    body_schema = describe_body(schema.ChatRequest)
 
     @router.post("/v1/chat/completions", openapi_extra=body_schema)
-    async def chat_completions(request: Request) -> Response:
+    async def chat_completions(http: Request) -> Response:
         """Answer a conversation, whole or as a stream of server-sent events."""
-        arrival = time.monotonic()
-        chat, num_bytes = await read_request(request, ChatRequest, context.body_limits)
+        request = await read_api_request(context, http, schema.ChatRequest)
+        chat = request.params
         model = context.model_name(chat.model)
-        turn = await off_loop(lambda: _turn(context, chat), num_bytes=num_bytes)
+        turn = await run_off_loop(lambda: _turn(context, chat), num_bytes=request.num_bytes)
         answer_id = chat.answer_id("chatcmpl")
+        engine_id = f"{answer_id}-{secrets.token_hex(4)}"
         started = await start_turn(
-            context,
-            request,
-            turn,
-            chat,
-            request_id=f"{answer_id}-{secrets.token_hex(4)}",
-            names=names_of(answer_id),
-            num_bytes=num_bytes,
-            arrival=arrival,
+            context, request, turn, request_id=engine_id, names=list_ids(answer_id)
         )
         writer = _ChatWriter(context, chat, started, answer_id=answer_id, model=model)
-        return await respond(context, request, chat, writer)
+        return await respond(context, request, writer)
 
     @router.post("/v1/chat/completions/render", openapi_extra=body_schema)
-    async def render(request: Request) -> Response:
-        """The prompt of a conversation, without an answer: its text and its tokens."""
-        chat, num_bytes = await read_request(request, ChatRequest, context.body_limits)
+    async def render(http: Request) -> Response:
+        """Return the prompt of a conversation, its text and its tokens, without an answer."""
+        request = await read_api_request(context, http, schema.ChatRequest)
+        chat = request.params
         model = context.model_name(chat.model)
         _sampling(context, chat)
-        conversation = _conversation(chat, chat.offered_tools, chat.thinking_choice)
+        conversation = _conversation(chat, chat.offered_tools)
         prompt = await context.prompts.chat(
-            conversation, num_bytes=num_bytes, cache_salt=salt_of(request, chat.cache_salt)
+            conversation, num_bytes=request.num_bytes, cache_salt=cache_salt(request)
         )
-        answer = RenderedPrompt(
+        answer = schema.RenderedPrompt(
             request_id=chat.answer_id("chatcmpl"),
             model=model,
             prompt=prompt.text,
@@ -97,36 +78,34 @@ def chat_router(context: ApiContext) -> APIRouter:
     return router
 
 
-def _sampling(context: ApiContext, chat: ChatRequest) -> SamplingParams:
-    """The engine's parameters, checked."""
+def _sampling(context: ApiContext, chat: schema.ChatRequest) -> SamplingParams:
+    """Build and check the engine's parameters."""
     limit = 1 if chat.token_limit == 0 else chat.token_limit
     sampling = chat.sampling_params(max_tokens=limit, logprobs=chat.num_logprobs)
     if (sampling.logprobs or 0) > context.engine.info.max_logprobs:
         refuse(
             "top_logprobs", f"{sampling.logprobs}; allowed: 0 to {context.engine.info.max_logprobs}"
         )
-    context.check_sampling(sampling)
+    check_sampling(context, sampling)
     return sampling
 
 
-def _conversation(
-    chat: ChatRequest, tools: list[dict[str, Any]] | None, thinking: ThinkingChoice
-) -> Conversation:
+def _conversation(chat: schema.ChatRequest, tools: list[dict[str, Any]] | None) -> Conversation:
     return Conversation(
         messages=chat.messages,
         tools=tools,
-        thinking=thinking,
-        template_kwargs=other_variables(chat.chat_template_kwargs or {}),
+        thinking=chat.thinking_choice,
+        template_kwargs=drop_switches(chat.chat_template_kwargs or {}),
         add_generation_prompt=chat.add_generation_prompt,
         continue_final_message=chat.continue_final_message,
     )
 
 
-def _turn(context: ApiContext, chat: ChatRequest) -> Turn:
+def _turn(context: ApiContext, chat: schema.ChatRequest) -> Turn:
     sampling, tools = _sampling(context, chat), chat.offered_tools
     return Turn(
         calls=chat.call_choice(tools),
-        conversation=_conversation(chat, tools, chat.thinking_choice),
+        conversation=_conversation(chat, tools),
         form=chat.grammar,
         sampling=sampling,
         reasoning=chat.reasoning_place,
@@ -138,28 +117,26 @@ def _turn(context: ApiContext, chat: ChatRequest) -> Turn:
 
 @dataclass(slots=True, eq=False)
 class _Choice(Choice):
-    """What a choice is still to send, beside what its reader knows. Single writer: its
-    `_ChatWriter`.
-    """
+    """What a choice has yet to send. Single writer: its `_ChatWriter`."""
 
     reader: ChoiceReader
     events: list[ParserEvent] = field(default_factory=list)  # of a whole answer
     role_sent: bool = False
     # not sent yet (stream) or all (whole answer)
     logprobs: list[ChatLogprob] = field(default_factory=list)
-    # the same; only if the request asks for them
+    # the same; only with return_token_ids
     token_ids: list[int] = field(default_factory=list)
 
 
-class _ChatWriter(AnswerWriter[_Choice, ChatAnswer]):
-    """Answers in chat completions. Content and reasoning never share a delta."""
+class _ChatWriter(AnswerWriter[_Choice, schema.ChatAnswer]):
+    """Writes chat completions. A delta never has both content and reasoning."""
 
     is_paced = True
 
     def __init__(
         self,
         context: ApiContext,
-        chat: ChatRequest,
+        chat: schema.ChatRequest,
         started: StartedTurn,
         *,
         answer_id: str,
@@ -182,8 +159,8 @@ class _ChatWriter(AnswerWriter[_Choice, ChatAnswer]):
         choice.events += events
         self._take_tokens(choice, output)
 
-    def response(self) -> ChatAnswer:
-        return ChatAnswer(
+    def response(self) -> schema.ChatAnswer:
+        return schema.ChatAnswer(
             id=self.id,
             created=self.created,
             model=self._model,
@@ -199,64 +176,68 @@ class _ChatWriter(AnswerWriter[_Choice, ChatAnswer]):
         deltas = self._deltas(choice, events)
         is_last = output.finish_reason is not None
         if not (deltas or is_last) and self._reports_tokens and output.token_ids:
-            deltas = [Delta()]  # the tokens have no text of their own yet
-        chunks = [event(self._chunk(choice, delta)) for delta in deltas]
+            deltas = [schema.Delta()]  # the tokens have no text yet
+        chunks = [encode_event(self._chunk(choice, delta)) for delta in deltas]
         if is_last:
-            chunks.append(event(self._chunk(choice, Delta(), last=True)))
+            chunks.append(encode_event(self._chunk(choice, schema.Delta(), last=True)))
         return b"".join(chunks)
 
     def end(self) -> bytes:
         if not self._chat.stream_options.reports_usage:
             return DONE
-        return event(self._envelope([], usage=self.usage)) + DONE
+        return encode_event(self._envelope([], usage=self.usage)) + DONE
 
-    def _deltas(self, choice: _Choice, events: list[ParserEvent]) -> list[Delta]:
-        deltas: list[Delta] = []
+    def _deltas(self, choice: _Choice, events: list[ParserEvent]) -> list[schema.Delta]:
+        deltas: list[schema.Delta] = []
         if not choice.role_sent:
             choice.role_sent = True
-            deltas.append(Delta(role="assistant", content=""))
+            deltas.append(schema.Delta(role="assistant", content=""))
             if self._echo:
-                deltas.append(Delta(content=self._echo))
+                deltas.append(schema.Delta(content=self._echo))
         for parsed in events:
             match parsed:
                 case ReasoningDelta(text):
                     details = self._details(text)
                     deltas.append(
-                        Delta(reasoning_content=text, reasoning=text, reasoning_details=details)
+                        schema.Delta(
+                            reasoning_content=text, reasoning=text, reasoning_details=details
+                        )
                     )
                 case ContentDelta(text):
-                    deltas.append(Delta(content=text))
+                    deltas.append(schema.Delta(content=text))
                 case ToolCallStart(index, name):
-                    call = ToolCall(
+                    call = schema.ToolCall(
                         index=index,
                         id=choice.reader.calls[index].id,
                         type="function",
-                        function=FunctionCall(name=name, arguments=""),
+                        function=schema.FunctionCall(name=name, arguments=""),
                     )
-                    deltas.append(Delta(tool_calls=[call]))
+                    deltas.append(schema.Delta(tool_calls=[call]))
                 case ToolArgumentsDelta(index, text):
-                    part = ToolCall(index=index, function=FunctionCall(arguments=text))
-                    deltas.append(Delta(tool_calls=[part]))
+                    part = schema.ToolCall(
+                        index=index, function=schema.FunctionCall(arguments=text)
+                    )
+                    deltas.append(schema.Delta(tool_calls=[part]))
                 case ToolCallEnd():
                     pass
         return deltas
 
     def _take_tokens(self, choice: _Choice, output: RequestOutput) -> None:
         if output.prompt_logprobs is not None and self._chat.prompt_logprobs is not None:
-            self._prompt_logprobs = prompt_logprobs(self._tokenizer, output.prompt_logprobs)
+            self._prompt_logprobs = convert_prompt_logprobs(self._tokenizer, output.prompt_logprobs)
         if output.logprobs is not None:
             as_ids = self._chat.return_tokens_as_token_ids
-            choice.logprobs += chat_logprobs(self._tokenizer, output.logprobs, as_ids=as_ids)
+            choice.logprobs += convert_chat_logprobs(
+                self._tokenizer, output.logprobs, as_ids=as_ids
+            )
         if self._chat.return_token_ids:
             choice.token_ids += output.token_ids
 
-    def _details(self, text: str) -> list[ReasoningDetail] | UnsetType:
-        return [ReasoningDetail(text)] if self._chat.reasoning_split else UNSET
+    def _details(self, text: str) -> list[schema.ReasoningDetail] | UnsetType:
+        return [schema.ReasoningDetail(text)] if self._chat.reasoning_split else UNSET
 
-    def _chunk(self, choice: _Choice, delta: Delta, *, last: bool = False) -> Struct:
-        """A chunk of one choice; it takes along the logprobs and token ids that were not sent
-        yet.
-        """
+    def _chunk(self, choice: _Choice, delta: schema.Delta, *, last: bool = False) -> Struct:
+        """Build a chunk of one choice, with the logprobs and token ids that were not sent yet."""
         logprobs: ChatLogprobs | None = None
         if choice.logprobs:
             logprobs, choice.logprobs = ChatLogprobs(choice.logprobs), []
@@ -272,7 +253,7 @@ class _ChatWriter(AnswerWriter[_Choice, ChatAnswer]):
             usage = self.usage
         return self._envelope(
             [
-                ChatChunkChoice(
+                schema.ChatChunkChoice(
                     index=choice.index,
                     delta=delta,
                     logprobs=logprobs,
@@ -287,12 +268,12 @@ class _ChatWriter(AnswerWriter[_Choice, ChatAnswer]):
 
     def _envelope(
         self,
-        choices: list[ChatChunkChoice],
+        choices: list[schema.ChatChunkChoice],
         *,
         usage: Usage | UnsetType | None,
         prompt_token_ids: list[int] | UnsetType = UNSET,
-    ) -> ChatChunk:
-        return ChatChunk(
+    ) -> schema.ChatChunk:
+        return schema.ChatChunk(
             id=self.id,
             created=self.created,
             model=self._model,
@@ -302,17 +283,21 @@ class _ChatWriter(AnswerWriter[_Choice, ChatAnswer]):
             prompt_token_ids=prompt_token_ids,
         )
 
-    def _whole_choice(self, choice: _Choice) -> ChatChoice:
+    def _whole_choice(self, choice: _Choice) -> schema.ChatChoice:
         reader, parsed = choice.reader, collect(choice.events)
         calls = [
-            ToolCall(id=known.id, type="function", function=FunctionCall(call.name, call.arguments))
+            schema.ToolCall(
+                id=known.id,
+                type="function",
+                function=schema.FunctionCall(call.name, call.arguments),
+            )
             for known, call in zip(reader.calls, parsed.tool_calls, strict=True)
         ]
         content = self._echo + (parsed.content or "")
         reasoning = parsed.reasoning
-        return ChatChoice(
+        return schema.ChatChoice(
             index=choice.index,
-            message=Message(
+            message=schema.Message(
                 role="assistant",
                 content=None if calls and not content else content,
                 reasoning_content=reasoning,

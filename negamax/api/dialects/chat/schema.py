@@ -1,4 +1,4 @@
-"""The request of /v1/chat/completions."""
+"""Requests and answers of /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec import UNSET, Struct, UnsetType
 from pydantic import AfterValidator, Field
 
 from negamax.api.schemas.answers import ChatLogprobs, CompletionAnswer, PromptLogprobs, Usage
-from negamax.api.schemas.request_model import RequestModel, one_of, refuse, shown
+from negamax.api.schemas.request_model import RequestModel, check_type, describe, one_of, refuse
 from negamax.api.schemas.sampled_request import check_messages, check_template_kwargs
 from negamax.api.schemas.structure import StructuredRequest
 from negamax.api.schemas.thinking import (
@@ -17,23 +17,23 @@ from negamax.api.schemas.thinking import (
     MODES,
     ReasoningPlace,
     ThinkingChoice,
-    switch,
-    template_switch,
+    mode_of_switch,
+    read_template_switch,
 )
 from negamax.api.schemas.tools import (
     CallChoice,
     Tools,
-    allowed_tools,
     call_choice,
     check_function_tools,
+    read_allowed_tools,
 )
 from negamax.text.messages import INSTRUCTION_ROLES
 
 
 def _check_tool_choice(choice: object) -> object:
-    """Checks the shape; whether the named tools are there is found out with the tools."""
+    """Check the shape; `call_choice` checks the named tools."""
     if _allows_some(choice):
-        allowed_tools(choice)
+        read_allowed_tools(choice)
         return choice
     if choice in ("none", "auto", "required") or (
         isinstance(choice, dict) and _chosen_name(choice)
@@ -44,16 +44,15 @@ def _check_tool_choice(choice: object) -> object:
         "'auto', 'none', 'required', {'type': 'function', 'function': {'name': ...}}, "
         "{'type': 'allowed_tools', ...}"
     )
-    refuse("tool_choice", f"{shown(kind)}; allowed: {allowed}")
+    refuse("tool_choice", f"{describe(kind)}; allowed: {allowed}")
 
 
 def _allows_some(choice: object) -> TypeGuard[dict[str, Any]]:
-    """Whether it is a choice of some of the tools."""
     return isinstance(choice, dict) and choice.get("type") == "allowed_tools"
 
 
 def _chosen_name(choice: dict[str, Any]) -> str | None:
-    """The name in a choice of one function, also in the flat shape of the Responses API."""
+    """Return the name in a choice of one function, also in the flat shape of the Responses API."""
     if choice.get("type", "function") != "function":
         return None
     function = choice.get("function", choice)
@@ -76,8 +75,9 @@ class Thinking(RequestModel):
 
 
 class ChatRequest(StructuredRequest):
-    """One chat turn to answer. Messages and tools stay as the client wrote them: the template
-    renders their key order.
+    """One chat turn to answer.
+
+    Messages and tools stay as the client wrote them: the template renders their key order.
     """
 
     unsupported_fields: ClassVar[Mapping[str, str]] = {
@@ -102,22 +102,23 @@ class ChatRequest(StructuredRequest):
     messages: Annotated[list[dict[str, Any]], AfterValidator(check_messages)]
     # 0: read the prompt into the cache, answer nothing
     max_tokens: int | None = Field(default=None, ge=0)
-    max_completion_tokens: int | None = Field(default=None, ge=0)  # wins over max_tokens
+    # takes precedence over max_tokens
+    max_completion_tokens: int | None = Field(default=None, ge=0)
     logprobs: bool = False  # the answer has the log-probability of each of its tokens
-    # so many of the likeliest tokens at each place too; needs logprobs
+    # the number of likeliest tokens at each place to report; needs logprobs
     top_logprobs: int | None = Field(default=None, ge=0)
     tools: Tools | None = None  # functions that the model may call; at most 1,024
-    # whether calls are possible or due, and of which tools
+    # whether the model may or must call, and which tools
     tool_choice: Annotated[Any, AfterValidator(_check_tool_choice)] = "auto"
     parallel_tool_calls: bool = True  # false: at most one call
-    # what the answer is made of
+    # the kinds of output
     modalities: Annotated[list[str], AfterValidator(_check_modalities)] | None = None
     # variables of the chat template
     chat_template_kwargs: (
         Annotated[dict[str, Any], AfterValidator(check_template_kwargs)] | None
     ) = None
     add_generation_prompt: bool = True  # the prompt ends with the beginning of an answer
-    # the answer goes on with the last message; needs add_generation_prompt=false
+    # the answer continues the last message; needs add_generation_prompt=false
     continue_final_message: bool = False
     # with continue_final_message: the answer begins with the text of that message
     echo: bool = False
@@ -125,9 +126,9 @@ class ChatRequest(StructuredRequest):
     # whether the model thinks, as in M3's template
     thinking_mode: Annotated[str, one_of("thinking_mode", MODES)] | None = None
     enable_thinking: bool | None = None  # true and false are the modes enabled and disabled
-    # how much is thought, where the template knows efforts; "none" is the mode disabled
+    # how much the model thinks, if the template supports efforts; "none" is the mode disabled
     reasoning_effort: Annotated[str, one_of("reasoning_effort", EFFORTS)] | None = None
-    include_reasoning: bool = True  # false: the answer is without its reasoning
+    include_reasoning: bool = True  # false: the answer omits its reasoning
     # SGLang's; false: reasoning stays in the content, between think tags
     separate_reasoning: bool | None = None
     # MiniMax's; false: the same; true: also in reasoning_details
@@ -137,12 +138,12 @@ class ChatRequest(StructuredRequest):
 
     @property
     def token_limit(self) -> int | None:
-        """The most tokens to generate, or None for the rest of the context."""
+        """The most tokens to generate; None: the rest of the context."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def num_logprobs(self) -> int | None:
-        """None: off; k: the chosen token and the k most likely."""
+        """The number of alternatives per token; None: no logprobs."""
         if not self.logprobs:
             if self.top_logprobs:
                 refuse("top_logprobs", "needs logprobs=true")
@@ -151,8 +152,8 @@ class ChatRequest(StructuredRequest):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        """The tools that the model is shown, those that instructions bring along included: none
-        with tool_choice 'none'.
+        """The tools shown to the model, with those that instruction messages add; None with
+        tool_choice 'none'.
         """
         if self.tool_choice == "none":
             return None
@@ -160,20 +161,19 @@ class ChatRequest(StructuredRequest):
         for index, message in enumerate(self.messages):
             brought = message.get("tools") if message.get("role") in INSTRUCTION_ROLES else None
             if brought:
-                if not isinstance(brought, list) or not all(
-                    isinstance(tool, dict) for tool in brought
-                ):
-                    refuse(f"messages[{index}].tools", "must be a list of tools")
-                tools += check_function_tools(brought, field=f"messages[{index}].tools")
+                field = f"messages[{index}].tools"
+                for number, tool in enumerate(check_type(brought, list, field, "a list of tools")):
+                    check_type(tool, dict, f"{field}[{number}]", "a tool")
+                tools += check_function_tools(brought, field=field)
         return tools or None
 
     def call_choice(self, tools: list[dict[str, Any]] | None) -> CallChoice:
-        """Which of the offered tools may and must be called. Errors: `InvalidRequestError` for one
-        that is not among them.
+        """Return which of the offered tools may and must be called. Errors: `InvalidRequestError`
+        for a tool that is not offered.
         """
         choice, parallel = self.tool_choice, self.parallel_tool_calls
         if _allows_some(choice):
-            mode, names = allowed_tools(choice)
+            mode, names = read_allowed_tools(choice)
             return call_choice(mode, None, tools=tools, parallel=parallel, allowed=names)
         if isinstance(choice, dict):
             return call_choice("function", _chosen_name(choice), tools=tools, parallel=parallel)
@@ -181,14 +181,12 @@ class ChatRequest(StructuredRequest):
 
     @property
     def thinking_choice(self) -> ThinkingChoice:
-        """What the request says about thinking, by whatever name; the earlier name in this list
-        wins.
-        """
+        """The thinking mode, by whatever name; the first name in this list takes precedence."""
         modes = (
             None if self.thinking is None else self.thinking.type,
             self.thinking_mode,
-            switch(self.enable_thinking),
-            template_switch(self.chat_template_kwargs or {}),
+            mode_of_switch(self.enable_thinking),
+            read_template_switch(self.chat_template_kwargs or {}),
         )
         return ThinkingChoice(
             mode=next((mode for mode in modes if mode is not None), None),
@@ -204,7 +202,7 @@ class ChatRequest(StructuredRequest):
 
     @property
     def reasoning_place(self) -> ReasoningPlace | None:
-        """Where reasoning goes in the answer; None: where the server puts it."""
+        """The place of the reasoning in the answer; None: where the server puts it."""
         if not self.include_reasoning:
             return ReasoningPlace.NOWHERE
         split = self.separate_reasoning if self.reasoning_split is None else self.reasoning_split
@@ -219,7 +217,7 @@ class FunctionCall(Struct, frozen=True):
 
 
 class ToolCall(Struct, frozen=True):
-    """A call in a message, or a piece of one in a delta (then only `index` is always there)."""
+    """A call in a message, or in a stream a piece of one, where only `index` is always present."""
 
     index: int | UnsetType = UNSET  # of the call in the message; in a stream
     # what the tool message names in tool_call_id; in a stream only in the first piece
@@ -229,12 +227,12 @@ class ToolCall(Struct, frozen=True):
 
 
 class ReasoningDetail(Struct, frozen=True):
-    """A piece of reasoning in MiniMax's own shape; in a stream `text` is what is new."""
+    """A piece of reasoning in MiniMax's own shape; in a stream `text` is only what is new."""
 
     text: str  # the reasoning
     type: str = "reasoning.text"  # what kind of detail it is
     id: str = "reasoning-text-1"  # which reasoning of the message it is of
-    format: str = "MiniMax-response-v1"  # whose form the text has
+    format: str = "MiniMax-response-v1"  # the format of the text
     index: int = 0  # which reasoning of the message it is of
 
 
@@ -299,7 +297,7 @@ class ChatChunk(CompletionAnswer, frozen=True, kw_only=True):
 
 
 class RenderedPrompt(Struct, frozen=True, kw_only=True):
-    """What a conversation looks like to the model."""
+    """The prompt of a conversation."""
 
     request_id: str  # the id that an answer would have
     model: str  # the name that the request used

@@ -1,41 +1,39 @@
-"""/v1/completions: plain text to continue, one or many prompts, whole or streamed."""
+"""/v1/completions: continue one or several plain prompts."""
 
 from __future__ import annotations
 
 import secrets
-import time
 from dataclasses import dataclass, field
 
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
-from negamax.api.access import names_of
+from negamax.api.access import list_ids
 from negamax.api.common.answer import AnswerSource, AnswerWriter, Choice, respond
+from negamax.api.common.api_request import read_api_request
 from negamax.api.common.choice_reader import PlainReader
 from negamax.api.common.context import FINGERPRINT, ApiContext
-from negamax.api.common.logprobs import TextLogprobWriter, prompt_logprobs
-from negamax.api.common.plain_prompts import PlainPrompt, start_prompts
+from negamax.api.common.logprobs import TextLogprobWriter, convert_prompt_logprobs
+from negamax.api.common.turn import PlainPrompt, start_prompts
 from negamax.api.dialects.completions.schema import CompletionRequest, TextAnswer, TextChoice
-from negamax.api.http.request_body import read_request
-from negamax.api.http.sse import DONE, event
-from negamax.api.openapi import json_body
+from negamax.api.http.sse import DONE, encode_event
+from negamax.api.openapi import describe_body
 from negamax.api.schemas.answers import PromptLogprobs, TextLogprobs, Usage
 from negamax.engine.client.output import RequestOutput
 from negamax.scheduler.request import SamplingParams
 from negamax.text.parser.events import ParserEvent
 
 
-def completions_router(context: ApiContext) -> APIRouter:
-    """The route of plain completions."""
+def make_completions_router(context: ApiContext) -> APIRouter:
     router = APIRouter()
-    body_schema = json_body(CompletionRequest)
+    body_schema = describe_body(CompletionRequest)
 
     @router.post("/v1/completions", openapi_extra=body_schema)
-    async def completions(request: Request) -> Response:
+    async def completions(http: Request) -> Response:
         """Continue one or several prompts."""
-        arrival = time.monotonic()
-        params, num_bytes = await read_request(request, CompletionRequest, context.body_limits)
+        request = await read_api_request(context, http, CompletionRequest)
+        params = request.params
         model = context.model_name(params.model)
         sampling = _sampling(params)
         answer_id = params.answer_id("cmpl")
@@ -47,14 +45,12 @@ def completions_router(context: ApiContext) -> APIRouter:
                 form=lambda: params.grammar,
                 reasoning_budget=params.reasoning_budget,
                 request_id=f"{engine_id}-{number}",
-                names=names_of(answer_id),
+                names=list_ids(answer_id),
                 stream_interval=params.stream_interval,
             )
             for number, prompt in enumerate(params.prompt)
         ]
-        token_ids, source = await start_prompts(
-            context, request, prompts, params, num_bytes=num_bytes, arrival=arrival
-        )
+        token_ids, source = await start_prompts(context, request, prompts)
         choices = [
             _Choice(
                 index,
@@ -70,14 +66,14 @@ def completions_router(context: ApiContext) -> APIRouter:
         writer = _TextWriter(
             context, params, source, choices, answer_id=answer_id, model=model, prompts=token_ids
         )
-        return await respond(context, request, params, writer)
+        return await respond(context, request, writer)
 
     return router
 
 
 def _sampling(params: CompletionRequest) -> SamplingParams:
-    """Echoed prompts carry logprobs too, and scoring a prompt runs one step whose token is not
-    shown.
+    """Build the parameters. An echoed prompt has logprobs too; scoring a prompt runs one hidden
+    step.
     """
     sampling = params.sampling_params(
         max_tokens=1 if params.scores_only else params.max_tokens, logprobs=params.logprobs
@@ -90,7 +86,7 @@ def _sampling(params: CompletionRequest) -> SamplingParams:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Choice(Choice):
-    """What a choice is still to send. Single writer: its `_TextWriter`."""
+    """What a choice has yet to send. Single writer: its `_TextWriter`."""
 
     logprobs: TextLogprobWriter
     text: list[str] = field(default_factory=list)
@@ -100,7 +96,7 @@ class _Choice(Choice):
 
 
 class _TextWriter(AnswerWriter[_Choice, TextAnswer]):
-    """Answers in plain completions."""
+    """Writes plain completions."""
 
     def __init__(
         self,
@@ -144,18 +140,18 @@ class _TextWriter(AnswerWriter[_Choice, TextAnswer]):
         usage: Usage | UnsetType | None = None if options.reports_usage else UNSET
         if options.continuous_usage_stats:
             usage = self.usage
-        return event(self._envelope([self._choice(choice, last=is_last)], usage=usage))
+        return encode_event(self._envelope([self._choice(choice, last=is_last)], usage=usage))
 
     def end(self) -> bytes:
         if not self._params.stream_options.reports_usage:
             return DONE
-        return event(self._envelope([], usage=self.usage)) + DONE
+        return encode_event(self._envelope([], usage=self.usage)) + DONE
 
     def _begin(self, choice: _Choice, output: RequestOutput) -> str:
-        """What comes before a choice's first token: the echoed prompt and its logprobs."""
+        """Return the echoed prompt, which precedes a choice's text, and take its logprobs."""
         prompt, entries = self._prompts[choice.prompt_index], output.prompt_logprobs
         if entries is not None and self._params.prompt_logprobs is not None:
-            choice.prompt_logprobs = prompt_logprobs(self._tokenizer, entries)
+            choice.prompt_logprobs = convert_prompt_logprobs(self._tokenizer, entries)
         if not self._params.echo:
             return ""
         if entries is not None and self._params.logprobs is not None:
@@ -170,7 +166,7 @@ class _TextWriter(AnswerWriter[_Choice, TextAnswer]):
         )
 
     def _choice(self, choice: _Choice, *, last: bool) -> TextChoice:
-        """What is new of a choice since the last one of it."""
+        """Build a choice from what is new since the last one."""
         text, choice.text = "".join(choice.text), []
         logprobs: TextLogprobs | None = (
             choice.logprobs.take() if self._params.logprobs is not None else None

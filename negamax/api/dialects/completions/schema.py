@@ -1,4 +1,4 @@
-"""The request of /v1/completions."""
+"""Requests and answers of /v1/completions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field, PlainValidator, WithJsonSchema
 
 from negamax.api.schemas.answers import CompletionAnswer, PromptLogprobs, TextLogprobs, Usage
-from negamax.api.schemas.request_model import check_token_ids, refuse, shown
+from negamax.api.schemas.request_model import check_token_ids, describe, refuse
 from negamax.api.schemas.sampled_request import MAX_PROMPTS
 from negamax.api.schemas.structure import StructuredRequest
 
@@ -27,13 +27,15 @@ _PROMPT_SCHEMA = {
 
 
 def _as_prompts(value: object) -> list[Prompt]:
-    """A string, a list of strings, token ids or a list of token id lists, as a list of prompts."""
+    """Return a list of prompts from a string, a list of strings, token ids or a list of token id
+    lists.
+    """
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
         refuse(
             "prompt",
-            f"must be a string, strings, token ids or lists of token ids; got {shown(value)}",
+            f"must be a string, strings, token ids or lists of token ids; got {describe(value)}",
         )
     if type(value[0]) is int:
         return [check_token_ids(value, "prompt")]
@@ -47,7 +49,7 @@ def _as_prompts(value: object) -> list[Prompt]:
             prompts.append(check_token_ids(part, f"prompt[{index}]"))
         else:
             refuse(
-                f"prompt[{index}]", f"must be a string or a list of token ids; got {shown(part)}"
+                f"prompt[{index}]", f"must be a string or a list of token ids; got {describe(part)}"
             )
     return prompts
 
@@ -68,12 +70,13 @@ class CompletionRequest(StructuredRequest):
     # a text, token ids, or up to 128 of either, each answered by itself
     prompt: Annotated[list[Prompt], PlainValidator(_as_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
     max_tokens: int | None = Field(default=16, ge=0)  # 0 only with echo: score the prompt
-    logprobs: int | None = Field(default=None, ge=0)  # of each token, with so many of the likeliest
+    # of each token, and the number of alternatives
+    logprobs: int | None = Field(default=None, ge=0)
     echo: bool = False  # the prompt comes first in the text, and in the logprobs
 
     @property
     def scores_only(self) -> bool:
-        """True: nothing is to be generated, the prompt comes back with its logprobs."""
+        """Whether nothing is generated and the prompt comes back with its logprobs."""
         if self.max_tokens != 0:
             return False
         if not self.echo:

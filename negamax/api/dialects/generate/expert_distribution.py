@@ -1,4 +1,4 @@
-"""SGLang's routes for how often each expert is chosen."""
+"""SGLang's routes to record how often the router selects each expert."""
 
 from __future__ import annotations
 
@@ -10,27 +10,26 @@ from negamax.api.dialects.generate.schema import ExpertDistribution, ExpertPlace
 from negamax.api.errors import json_response
 
 
-def expert_distribution_router(context: ApiContext) -> APIRouter:
-    """The routes, by SGLang's names."""
+def make_expert_distribution_router(context: ApiContext) -> APIRouter:
     router = APIRouter()
 
     @router.post("/start_expert_distribution_record")
     async def start_expert_distribution_record(request: Request) -> Response:
-        """Begin to record how often each expert is chosen; for administrators."""
+        """Start recording how often each expert is selected; for administrators."""
         check_admin(request)
         await context.engine.record_experts("start")
         return Response("Start recording expert distribution.\n", media_type="text/plain")
 
     @router.post("/stop_expert_distribution_record")
     async def stop_expert_distribution_record(request: Request) -> Response:
-        """End the record, which can be dumped afterwards; for administrators."""
+        """Stop recording; for administrators."""
         check_admin(request)
         await context.engine.record_experts("stop")
         return Response("Stop recording expert distribution.\n", media_type="text/plain")
 
     @router.post("/dump_expert_distribution_record")
     async def dump_expert_distribution_record(request: Request) -> Response:
-        """What was recorded until now, or until the record ended; for administrators."""
+        """Return the current or the finished record; for administrators."""
         check_admin(request)
         dumps = await context.engine.record_experts("dump")
         layers = zip(*(dump.logical_count for dump in dumps), strict=True)

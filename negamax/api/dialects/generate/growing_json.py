@@ -1,6 +1,4 @@
-"""JSON that grows: streams whose every event repeats the earlier ones, without encoding them again
-each time.
-"""
+"""Streams whose every event repeats the earlier ones, without encoding them again each time."""
 
 from __future__ import annotations
 
@@ -9,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-BYTES_PER_SECOND = 2 * 2**20  # of one stream whose events repeat the earlier ones
+BYTES_PER_SECOND = 2 * 2**20  # of one stream
 
 
 class GrowingList:
-    """The JSON text of a list that only grows. Single writer: its stream."""
+    """The JSON text of a growing list. Single writer: its stream."""
 
     __slots__ = ("_text",)
 
@@ -21,7 +19,6 @@ class GrowingList:
         self._text = bytearray()
 
     def extend(self, entries: Sequence[object]) -> None:
-        """Append to the list."""
         if entries:
             if self._text:
                 self._text += b","
@@ -29,17 +26,17 @@ class GrowingList:
 
     @property
     def num_bytes(self) -> int:
-        """The size of its text."""
         return len(self._text)
 
     def json(self) -> Any:
-        """The list so far, for a field of its type in what is to be encoded."""
+        """Return the list so far as raw JSON."""
         return msgspec.Raw(b"".join((b"[", self._text, b"]")))
 
 
 class RepeatPacing:
-    """When to send an event with all that there is so far: longer ones are sent less often, so
-    that the bytes of a stream grow with its duration only. Single writer: its stream."""
+    """Sends longer events less often, so that the rate of a stream is bounded. Single writer: its
+    stream.
+    """
 
     __slots__ = ("_next", "_rate")
 
@@ -49,7 +46,7 @@ class RepeatPacing:
         self._next = 0.0
 
     def is_due(self, num_bytes: int, *, now: float) -> bool:
-        """Whether `num_bytes` may be sent `now` (monotonic seconds); they are, then."""
+        """Return whether `num_bytes` may be sent `now` (monotonic seconds); then count them."""
         if now < self._next:
             return False
         self._next = now + num_bytes / self._rate

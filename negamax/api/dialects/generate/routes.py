@@ -1,5 +1,5 @@
-"""SGLang's native API: /generate with its helpers to abort, to empty the cache, and to describe
-what is served.
+"""SGLang's native API: /generate, and routes to abort, to empty the cache and to describe the
+server.
 """
 
 from __future__ import annotations
@@ -16,28 +16,19 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
 from negamax import __version__
-from negamax.api.access import check_admin, is_admin, tenant_of
+from negamax.api.access import check_admin, get_tenant, is_admin
 from negamax.api.common.answer import AnswerSource, AnswerWriter, Choice, respond
+from negamax.api.common.api_request import read_api_request
 from negamax.api.common.choice_reader import PlainReader
 from negamax.api.common.context import ApiContext
 from negamax.api.common.logprobs import LEAST_LOGPROB
-from negamax.api.common.plain_prompts import PlainPrompt, start_prompts
+from negamax.api.common.turn import PlainPrompt, start_prompts
+from negamax.api.dialects.generate import schema
 from negamax.api.dialects.generate.growing_json import GrowingList, RepeatPacing
-from negamax.api.dialects.generate.schema import (
-    AbortRequest,
-    LogprobEntry,
-    MetaInfo,
-    NativeAnswer,
-    NativeModelInfo,
-    NativeRequest,
-    NativeSampling,
-    NativeServerInfo,
-    NumAborted,
-)
 from negamax.api.errors import json_response
 from negamax.api.http.request_body import read_request
-from negamax.api.http.sse import event
-from negamax.api.openapi import json_body
+from negamax.api.http.sse import encode_event
+from negamax.api.openapi import describe_body
 from negamax.api.schemas.request_model import refuse
 from negamax.base.errors import InvalidRequestError
 from negamax.engine.client.engine_client import AsyncEngine
@@ -47,21 +38,21 @@ from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import TokenLogprobs
 from negamax.text.parser.events import ParserEvent
 
-_ABORT = "abort"  # what server processes ask of each other
+_ABORT = "abort"  # a question of other server processes
 
 
-def native_router(context: ApiContext) -> APIRouter:
-    """The routes, by SGLang's names; those that describe the server also by their old ones."""
+def make_native_router(context: ApiContext) -> APIRouter:
+    """Build the routes; those that describe the server also have their older names."""
     router = APIRouter()
     abort = partial(_abort, context.engine)
     context.peers.when_asked(_ABORT, abort)
-    body_schema = json_body(NativeRequest)
+    body_schema = describe_body(schema.NativeRequest)
 
     @router.post("/generate", openapi_extra=body_schema)
-    async def generate(request: Request) -> Response:
+    async def generate(http: Request) -> Response:
         """Continue one or several prompts."""
-        arrival = time.monotonic()
-        params, num_bytes = await read_request(request, NativeRequest, context.body_limits)
+        request = await read_api_request(context, http, schema.NativeRequest)
+        params = request.params
         samplings = params.samplings(len(params.prompts))
         ids = [given or secrets.token_hex(16) for given in params.ids(len(params.prompts))]
         prompts = [
@@ -76,9 +67,7 @@ def native_router(context: ApiContext) -> APIRouter:
             )
             for prompt, sampling, rid in zip(params.prompts, samplings, ids, strict=True)
         ]
-        token_ids, source = await start_prompts(
-            context, request, prompts, params, num_bytes=num_bytes, arrival=arrival
-        )
+        token_ids, source = await start_prompts(context, request, prompts)
         num_choices = sum(sampling.n for sampling in samplings)
         choices = [
             _Choice(
@@ -93,22 +82,22 @@ def native_router(context: ApiContext) -> APIRouter:
                 number for number, sampling in enumerate(samplings) for _ in range(sampling.n)
             )
         ]
-        writer = _NativeWriter(context, params, source, choices, prompts=token_ids, arrival=arrival)
-        return await respond(context, request, params, writer)
+        writer = _NativeWriter(
+            context, params, source, choices, prompts=token_ids, arrival=request.arrival
+        )
+        return await respond(context, request, writer)
 
     @router.post("/abort_request")
     async def abort_request(request: Request) -> Response:
-        """End the requests with an id, of whatever route, or all. Administrators may end those of
-        other keys.
-        """
-        params, _ = await read_request(request, AbortRequest, context.body_limits)
+        """Abort the requests with an id, or all. Administrators may abort those of other keys."""
+        params, _ = await read_request(request, schema.AbortRequest, context.body_limits)
         meant = _meant(request, params)
         counts = await context.peers.ask_others(_ABORT, meant)
-        return json_response(NumAborted(abort(meant) + sum(counts)))
+        return json_response(schema.NumAborted(abort(meant) + sum(counts)))
 
     @router.post("/flush_cache")
     async def flush_cache(request: Request) -> Response:
-        """Forget all cached prefixes; for administrators."""
+        """Reset the prefix cache; for administrators."""
         check_admin(request)
         num_open = context.engine.admission.num_open
         if num_open:
@@ -121,16 +110,16 @@ def native_router(context: ApiContext) -> APIRouter:
         return Response("Cache flushed.\n", media_type="text/plain")
 
     async def model_info() -> Response:
-        """What is served."""
+        """Describe the model."""
         info = context.engine.info
         return json_response(
-            NativeModelInfo(
+            schema.NativeModelInfo(
                 model_path=info.model, tokenizer_path=info.model, architectures=[info.architecture]
             )
         )
 
     async def server_info() -> Response:
-        """How it is served, and how busy the server is."""
+        """Describe the server and its load."""
         return json_response(_server_info(context))
 
     for name, route in (("model_info", model_info), ("server_info", server_info)):
@@ -139,29 +128,29 @@ def native_router(context: ApiContext) -> APIRouter:
     return router
 
 
-def _meant(request: Request, params: AbortRequest) -> dict[str, str | None]:
-    """The name and the tenant of the requests that are to end; None: any."""
+def _meant(request: Request, params: schema.AbortRequest) -> dict[str, str | None]:
+    """Return the name and the tenant of the requests to abort; None: any."""
     if params.rid is None and not params.abort_all:
         refuse("rid", "send the id of a request, or abort_all")
     if params.abort_all:
         check_admin(request)
     return {
         "name": None if params.abort_all else params.rid,
-        "tenant": None if is_admin(request) else tenant_of(request),
+        "tenant": None if is_admin(request) else get_tenant(request),
     }
 
 
 def _abort(engine: AsyncEngine, meant: Mapping[str, str | None]) -> int:
-    """End this process's sequences that have the name and are the tenant's, either of which may be
-    None: any; how many.
-    """
+    """Abort this process's sequences of a name and a tenant (None: any) and return their number."""
     name, tenant = meant["name"], meant["tenant"]
     return engine.abort(
         lambda owner: name in (None, *owner.names) and tenant in (None, owner.tenant)
     )
 
 
-def _engine_sampling(params: NativeRequest, sampling: NativeSampling) -> SamplingParams:
+def _engine_sampling(
+    params: schema.NativeRequest, sampling: schema.NativeSampling
+) -> SamplingParams:
     if not params.return_logprob:
         return sampling.sampling_params(logprobs=None, prompt_logprobs=None)
     top = params.top_logprobs_num
@@ -172,7 +161,7 @@ def _engine_sampling(params: NativeRequest, sampling: NativeSampling) -> Samplin
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Choice(Choice):
-    """What is known of a choice. Single writer: its `_NativeWriter`."""
+    """The state of a choice. Single writer: its `_NativeWriter`."""
 
     rid: str
     pacing: RepeatPacing  # of its events
@@ -192,7 +181,7 @@ class _Choice(Choice):
 
     @property
     def num_bytes(self) -> int:
-        """About the size of an event that has all of it."""
+        """About the size of an event with the whole choice."""
         lists = (
             self.token_ids,
             self.input_logprobs,
@@ -203,13 +192,13 @@ class _Choice(Choice):
         return sum(entries.num_bytes for entries in lists) + sum(map(len, self.texts))
 
 
-class _NativeWriter(AnswerWriter[_Choice, NativeAnswer | list[NativeAnswer]]):
-    """Answers in SGLang's words: each event of a stream has all that was generated so far."""
+class _NativeWriter(AnswerWriter[_Choice, schema.NativeAnswer | list[schema.NativeAnswer]]):
+    """Writes SGLang's answers: each event of a stream has all that was generated so far."""
 
     def __init__(
         self,
         context: ApiContext,
-        params: NativeRequest,
+        params: schema.NativeRequest,
         source: AnswerSource,
         choices: list[_Choice],
         *,
@@ -223,7 +212,7 @@ class _NativeWriter(AnswerWriter[_Choice, NativeAnswer | list[NativeAnswer]]):
         self._arrival = arrival
         self._is_list = params.is_batch or len(choices) > 1
 
-    def response(self) -> NativeAnswer | list[NativeAnswer]:
+    def response(self) -> schema.NativeAnswer | list[schema.NativeAnswer]:
         answers = [self._answer(choice) for choice in self.choices]
         return answers if self._is_list else answers[0]
 
@@ -231,7 +220,7 @@ class _NativeWriter(AnswerWriter[_Choice, NativeAnswer | list[NativeAnswer]]):
         self.take(choice, output, events)
         is_due = choice.pacing.is_due(choice.num_bytes, now=time.monotonic())
         is_sent = is_due or choice.finish_reason is not None
-        return event(self._answer(choice)) if is_sent else b""
+        return encode_event(self._answer(choice)) if is_sent else b""
 
     def take(self, choice: _Choice, output: RequestOutput, events: list[ParserEvent]) -> None:
         choice.texts.append(output.text)
@@ -264,10 +253,10 @@ class _NativeWriter(AnswerWriter[_Choice, NativeAnswer | list[NativeAnswer]]):
             case _:
                 return {"type": "abort", "message": "the request was aborted"}
 
-    def _answer(self, choice: _Choice) -> NativeAnswer:
+    def _answer(self, choice: _Choice) -> schema.NativeAnswer:
         text = "".join(choice.texts)
         choice.texts = [text]
-        return NativeAnswer(
+        return schema.NativeAnswer(
             text=text,
             output_ids=choice.token_ids.json(),
             meta_info=self._meta(choice),
@@ -275,7 +264,7 @@ class _NativeWriter(AnswerWriter[_Choice, NativeAnswer | list[NativeAnswer]]):
         )
 
     def _take_input(self, choice: _Choice, prompt_logprobs: list[TokenLogprobs]) -> None:
-        """Take the logprobs of the prompt into a choice."""
+        """Take the logprobs of the prompt."""
         prompt, start = self._prompts[choice.prompt_index], self._params.logprob_start_len
         if not self._params.return_logprob or start < 0:
             return
@@ -287,13 +276,13 @@ class _NativeWriter(AnswerWriter[_Choice, NativeAnswer | list[NativeAnswer]]):
         if self._params.top_logprobs_num > 0:
             choice.input_top_logprobs.extend([self._top(entry) for _, entry in asked])
 
-    def _meta(self, choice: _Choice) -> MetaInfo:
+    def _meta(self, choice: _Choice) -> schema.MetaInfo:
         params = self._params
         has_logprobs, has_top = (
             params.return_logprob,
             params.return_logprob and params.top_logprobs_num > 0,
         )
-        return MetaInfo(
+        return schema.MetaInfo(
             id=choice.rid,
             finish_reason=choice.finish_reason,
             prompt_tokens=len(self._prompts[choice.prompt_index]),
@@ -307,13 +296,13 @@ class _NativeWriter(AnswerWriter[_Choice, NativeAnswer | list[NativeAnswer]]):
             output_top_logprobs=choice.top_logprobs.json() if has_top else UNSET,
         )
 
-    def _entry(self, token_id: int, entry: TokenLogprobs | None) -> LogprobEntry:
+    def _entry(self, token_id: int, entry: TokenLogprobs | None) -> schema.LogprobEntry:
         text = (
             self._tokenizer.token_text(token_id) if self._params.return_text_in_logprobs else None
         )
         return None if entry is None else max(entry.logprob, LEAST_LOGPROB), token_id, text
 
-    def _top(self, entry: TokenLogprobs | None) -> list[LogprobEntry] | None:
+    def _top(self, entry: TokenLogprobs | None) -> list[schema.LogprobEntry] | None:
         if entry is None:
             return None
         with_text = self._params.return_text_in_logprobs
@@ -324,11 +313,11 @@ class _NativeWriter(AnswerWriter[_Choice, NativeAnswer | list[NativeAnswer]]):
         ]
 
 
-def _server_info(context: ApiContext) -> NativeServerInfo:
+def _server_info(context: ApiContext) -> schema.NativeServerInfo:
     engine = context.engine
     info, stats = engine.info, engine.stats
     drafts, accepted = stats.num_drafts, stats.num_accepted_tokens
-    return NativeServerInfo(
+    return schema.NativeServerInfo(
         version=__version__,
         model_path=info.model,
         served_model_name=context.model_names[0],
@@ -352,7 +341,7 @@ def _server_info(context: ApiContext) -> NativeServerInfo:
 
 
 def _speculation(info: ModelInfo) -> dict[str, Any]:
-    """The fields of `NativeServerInfo` that say who guesses tokens ahead."""
+    """Return the fields of `NativeServerInfo` about speculative decoding."""
     if (speculation := info.speculation) is None:
         return {}
     return {
@@ -366,7 +355,7 @@ def _speculation(info: ModelInfo) -> dict[str, Any]:
 
 
 def _of_drafts(rows: int, tokens: int, right: int) -> dict[str, Any]:
-    """The fields of `MetaInfo` on what became of a request's drafts."""
+    """Return the fields of `MetaInfo` about a request's drafts."""
     return {
         "spec_verify_ct": rows,
         "spec_draft_token_num": tokens,

@@ -1,4 +1,4 @@
-"""SGLang's native API: the requests and the answers of /generate and its helpers."""
+"""Requests and answers of SGLang's native API."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from msgspec import UNSET, Struct, UnsetType
-from msgspec.structs import replace
 from pydantic import Field
 
-from negamax.api.schemas.request_model import RequestModel, refuse, shown
+from negamax.api.schemas.request_model import RequestModel, describe, refuse
 from negamax.api.schemas.sampled_request import (
     MAX_PROMPTS,
     EngineRequest,
@@ -18,7 +17,7 @@ from negamax.api.schemas.sampled_request import (
     SamplingFields,
     StopStrings,
 )
-from negamax.api.schemas.structure import form_grammar
+from negamax.api.schemas.structure import build_grammar
 from negamax.config.grammar import Grammar, GrammarKind
 from negamax.scheduler.request import SamplingParams
 
@@ -48,32 +47,24 @@ class NativeSampling(SamplingFields):
     ebnf: str | None = None  # an EBNF grammar, whose start is `root`
     structural_tag: dict[str, Any] | str | None = None  # forms of parts of the text, between tags
 
-    def sampling_params(
-        self, *, logprobs: int | None, prompt_logprobs: int | None
-    ) -> SamplingParams:
-        """The engine's parameters."""
-        return replace(
-            self.shared_sampling(
-                seed=self.sampling_seed,
-                max_tokens=max(1, self.max_new_tokens),
-                min_tokens=self.min_new_tokens,
-                stop=self.stop,
-                logprobs=logprobs,
-            ),
-            n=self.n,
+    def sampling_params(self, **renamed: Any) -> SamplingParams:
+        """Build the engine's parameters, as in `SamplingFields`."""
+        return super().sampling_params(
+            seed=self.sampling_seed,
+            max_tokens=max(1, self.max_new_tokens),
+            min_tokens=self.min_new_tokens,
             include_stop_str_in_output=self.no_stop_trim,
-            skip_special_tokens=self.skip_special_tokens,
-            prompt_logprobs=prompt_logprobs,
+            **renamed,
         )
 
     @functools.cached_property
     def grammar(self) -> Grammar | None:
-        """The form of the answer."""
+        """The grammar of the answer."""
         named = [(kind, getattr(self, kind)) for kind in _FORMS if getattr(self, kind) is not None]
         if len(named) > 1:
             refuse(f"sampling_params.{named[1][0]}", "an answer has one form")
         return (
-            form_grammar(named[0][0], named[0][1], param=f"sampling_params.{named[0][0]}")
+            build_grammar(named[0][0], named[0][1], param=f"sampling_params.{named[0][0]}")
             if named
             else None
         )
@@ -109,9 +100,9 @@ class NativeRequest(EngineRequest):
     # an id for /abort_request, or one for each prompt
     rid: RequestId | list[RequestId] | None = None
     return_logprob: bool = False  # meta_info has the log-probability of each token
-    # from which prompt token on; -1: of the answer only
+    # first prompt token with a log-probability; -1: only those of the answer
     logprob_start_len: int = Field(default=-1, ge=-1)
-    # so many of the likeliest tokens at each place too
+    # the number of likeliest tokens at each place to report
     top_logprobs_num: int = Field(default=0, ge=0)
     return_text_in_logprobs: bool = False  # logprobs have the texts of their tokens
     # tokens of reasoning after which it is closed
@@ -119,7 +110,7 @@ class NativeRequest(EngineRequest):
 
     @property
     def is_batch(self) -> bool:
-        """Whether several prompts were sent, so that the answer is a list."""
+        """Whether the answer is a list because several prompts were sent."""
         ids = self.input_ids
         return isinstance(self.text, list) or (
             ids is not None and bool(ids) and isinstance(ids[0], list)
@@ -127,7 +118,6 @@ class NativeRequest(EngineRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts."""
         if (self.text is None) == (self.input_ids is None):
             refuse("text", "send either text or input_ids")
         sent: Any = self.input_ids if self.text is None else self.text
@@ -137,31 +127,31 @@ class NativeRequest(EngineRequest):
         return prompts
 
     def samplings(self, count: int) -> list[NativeSampling]:
-        """The parameters of each of `count` prompts."""
+        """Return the parameters of each of `count` prompts."""
         sent = self.sampling_params
         if isinstance(sent, dict):
             return [NativeSampling.parse(sent)] * count
         if len(sent) != count:
             refuse(
                 "sampling_params",
-                f"{len(sent)} of them for {count} prompts; send one, or one for each",
+                f"{len(sent)} objects for {count} prompts; send one, or one per prompt",
             )
         return [NativeSampling.parse(each) for each in sent]
 
     def ids(self, count: int) -> list[str | None]:
-        """The client's id of each of `count` prompts."""
+        """Return the client's id of each of `count` prompts."""
         if self.rid is None or isinstance(self.rid, str):
             return [
                 self.rid if count == 1 or self.rid is None else f"{self.rid}_{index}"
                 for index in range(count)
             ]
         if len(self.rid) != count:
-            refuse("rid", f"{len(self.rid)} ids for {count} prompts; allowed: {shown(count)}")
+            refuse("rid", f"{len(self.rid)} ids for {count} prompts; allowed: {describe(count)}")
         return list(self.rid)
 
 
 class AbortRequest(RequestModel):
-    """Which requests are to end."""
+    """Which requests to abort."""
 
     rid: RequestId | None = None  # the id of a request, as its client gave it or its answer has it
     abort_all: bool = False  # those of all clients
@@ -171,7 +161,7 @@ LogprobEntry = tuple[float | None, int, str | None]
 
 
 class MetaInfo(Struct, frozen=True, kw_only=True):
-    """What is known of an answer; the logprob fields are there where they were asked for."""
+    """Facts about an answer; logprobs only if they were requested."""
 
     id: str  # the client's rid, or a random one
     # `type` (stop, length, abort) and what matched; null while it goes on
@@ -183,9 +173,9 @@ class MetaInfo(Struct, frozen=True, kw_only=True):
     e2e_latency: float | UnsetType = UNSET  # seconds, of an answer that is complete
     spec_verify_ct: int | UnsetType = UNSET  # steps with draft tokens, of a complete answer
     spec_draft_token_num: int | UnsetType = UNSET  # draft tokens verified
-    spec_accept_token_num: int | UnsetType = UNSET  # of these, right ones
-    spec_accept_rate: float | UnsetType = UNSET  # their share
-    spec_accept_length: float | UnsetType = UNSET  # tokens per step that verified some
+    spec_accept_token_num: int | UnsetType = UNSET  # accepted draft tokens
+    spec_accept_rate: float | UnsetType = UNSET  # share of draft tokens that were accepted
+    spec_accept_length: float | UnsetType = UNSET  # tokens per step with draft tokens
     # of the prompt, from logprob_start_len on: log-probability, token id, text or null
     input_token_logprobs: list[LogprobEntry] | UnsetType = UNSET
     output_token_logprobs: list[LogprobEntry] | UnsetType = UNSET  # of the answer, in the same form
@@ -218,7 +208,7 @@ class NativeModelInfo(Struct, frozen=True, kw_only=True):
 
 
 class NativeServerInfo(Struct, frozen=True, kw_only=True):
-    """What the server was started with, by SGLang's names, and how busy it is."""
+    """The configuration and the load of the server, by SGLang's names."""
 
     version: str  # of this server
     model_path: str  # what the model was loaded from
@@ -237,28 +227,28 @@ class NativeServerInfo(Struct, frozen=True, kw_only=True):
     num_queue_reqs: int  # sequences that wait
     num_used_tokens: int  # of the KV cache, in use
     num_generated_tokens: int  # since the server started
-    speculative_algorithm: str | None = None  # who guesses tokens ahead
-    speculative_draft_model_path: str | None = None  # the folder of a draft model
-    speculative_num_steps: int | None = None  # tokens guessed for a row at most
-    speculative_num_draft_tokens: int | None = None  # they and the token in front of them
-    speculative_adaptive: bool = False  # whether fewer are, where that is faster
-    avg_spec_accept_length: float | None = None  # tokens per row with drafts so far
-    # mean of the schedule by which drafts count as right in a benchmark: texts mean nothing then
+    speculative_algorithm: str | None = None  # how draft tokens are proposed
+    speculative_draft_model_path: str | None = None  # folder of a draft model
+    speculative_num_steps: int | None = None  # draft tokens per sequence and step at most
+    speculative_num_draft_tokens: int | None = None  # the same, and the token before them
+    speculative_adaptive: bool = False  # whether drafts are shorter when that is faster
+    avg_spec_accept_length: float | None = None  # tokens per step with draft tokens, so far
+    # mean length of the accepted drafts of a benchmark; the texts are meaningless then
     synthetic_acceptance_length: float | None = None
 
 
 class ExpertPlaces(Struct, frozen=True):
-    """Where the experts of an engine lie now."""
+    """Where the experts of an engine are."""
 
-    # by layer and slot, which are dealt out to the ranks in order: the expert that is there
+    # by layer and slot: the expert in it; slots are in the order of the ranks
     physical_to_logical_map: list[list[int]]
-    # the mean of the ranks' shares of what was recorded over the busiest rank's; 1: all the same
+    # mean load of the ranks over the busiest rank's; 1: balanced
     balancedness: float
 
 
 class ExpertDistribution(Struct, frozen=True):
-    """How often experts were chosen, and where they lie."""
+    """How often experts were selected, and where they are."""
 
-    # by layer and expert: how often it was chosen; zeros in layers without experts
+    # by layer and expert: how often it was selected; zeros in layers without experts
     logical_count: list[list[int]]
     engines: list[ExpertPlaces]  # of each of --num-replicas

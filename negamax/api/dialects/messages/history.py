@@ -1,5 +1,6 @@
-"""Anthropic's conversations as those of chat completions, without losing anything and with a prefix
-that stays the same.
+"""Anthropic's conversations as messages of chat completions, without losing anything.
+
+A conversation that grows keeps its prefix, so that the prefix cache applies.
 """
 
 from __future__ import annotations
@@ -8,16 +9,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from negamax.api.common.history import AssistantParts, HiddenThought, History, part_texts
+from negamax.api.common.history import AssistantParts, HiddenThought, History, collect_texts
 from negamax.api.common.thought_signature import HiddenThoughts
 from negamax.api.dialects.messages.schema import TOOL_CHANGES
-from negamax.api.schemas.request_model import refuse, shown
+from negamax.api.schemas.request_model import check_choice, check_type, describe, refuse
 from negamax.text.chat_family import ChatFamily
 from negamax.text.messages import unseen_note
 
 _ROLES = ("user", "assistant", "system")
 _CLEAR_AT = ("never", "next_user_message")
-# blocks of the assistant that another server wrote, which alone can read them
+# blocks of the assistant from other servers, which only these can read
 _PASSED_OVER = (
     "redacted_thinking",
     "server_tool_use",
@@ -25,30 +26,30 @@ _PASSED_OVER = (
     "mcp_tool_listing",
     "fallback",
 )
-# Claude Code begins its system prompt with a line that changes with every request: no prefix could
-# be cached behind it.
+# Claude Code begins its system prompt with a line that differs in every request, so that no prefix
+# could be cached.
 _BILLING_LINE = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*(?:\n|\Z)")
 _REMINDER = re.compile(r"\A\s*<system-reminder>\n?(.*?)\n?</system-reminder>\s*\Z", re.DOTALL)
 
 
-def history_of(
+def build_history(
     messages: Sequence[Mapping[str, Any]],
     *,
     system: str | list[dict[str, Any]] | None,
     thoughts: HiddenThoughts,
     family: ChatFamily | None = None,
 ) -> History:
-    """The conversation of a request to a model of `family`.
+    """Build the conversation of a request to a model of `family`.
 
     - The blocks of the system prompt become paragraphs, without the billing line of Claude Code.
-    - Neighbouring messages of one role are one turn. In a user's turn the tool results come first.
-      A text that is one `<system-reminder>` beside tool results belongs to them; it would hide the
-      thinking of the loop as a user message.
-    - System messages further on stay in place, as in chat completions. Changes of tools within them
-      are read with the tools.
-    - Thinking becomes reasoning, whatever its signature; hidden thinking is taken out of its
-      signature where the prompt shows it.
-    Errors: `InvalidRequestError` naming the place of what cannot be shown to the model.
+    - Adjacent messages of one role are one turn. In a user's turn the tool results come first.
+      A text that is one `<system-reminder>` beside tool results belongs to them; as a user message
+      it would hide the thinking of the loop.
+    - Later system messages stay in place. Their changes of tools are read with the tools.
+    - Thinking becomes reasoning, whatever its signature; hidden thinking is unpacked where the
+      prompt shows it.
+
+    Errors: `InvalidRequestError` with the place of what the model cannot be shown.
     """
     history = History()
     _add_system(history, system)
@@ -75,21 +76,20 @@ def _add_system(history: History, system: str | list[dict[str, Any]] | None) -> 
     for index, block in enumerate(blocks):
         place = "system" if isinstance(system, str) else f"system[{index}]"
         if block.get("type", "text") != "text":
-            refuse(place, f"has type {shown(block.get('type'))}; allowed: 'text'")
+            refuse(place, f"has type {describe(block.get('type'))}; allowed: 'text'")
         text = _BILLING_LINE.sub("", _text(block, place))
         if text.strip():
             history.add({"role": "system", "content": text}, place=place)
 
 
 def _turns(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Blocks]]:
-    """Runs of messages of one role, as their blocks."""
+    """Yield runs of messages of one role, as their blocks."""
     run: Blocks = []
     last: str | None = None
     last_user = max((i for i, one in enumerate(messages) if one.get("role") == "user"), default=-1)
     for index, message in enumerate(messages):
         place, role = f"messages[{index}]", message.get("role")
-        if role not in _ROLES:
-            refuse(f"{place}.role", f"{shown(role)}; allowed: {', '.join(map(repr, _ROLES))}")
+        check_choice(role, _ROLES, f"{place}.role")
         blocks = _blocks_of(message, place)
         if not blocks or (_ends_with_user(message, place) and index < last_user):
             continue
@@ -103,7 +103,7 @@ def _turns(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Blocks]
 
 
 def _blocks_of(message: Mapping[str, Any], place: str) -> Blocks:
-    """The blocks of a message; a system message that only sets the effort has none."""
+    """Return the blocks of a message; a system message that only sets the effort has none."""
     content = message.get("content")
     if content is None and message.get("role") == "system" and message.get("output_config"):
         return []
@@ -111,25 +111,21 @@ def _blocks_of(message: Mapping[str, Any], place: str) -> Blocks:
 
 
 def _ends_with_user(message: Mapping[str, Any], place: str) -> bool:
-    """Whether a message is shown only until the user writes again."""
+    """Return whether a message is shown only until the next user message."""
     clear_at = message.get("clear_at")
-    if clear_at not in (None, *_CLEAR_AT):
-        refuse(
-            f"{place}.clear_at",
-            f"{shown(clear_at)}; allowed: {', '.join(map(repr, _CLEAR_AT))}",
-        )
+    if clear_at is not None:
+        check_choice(clear_at, _CLEAR_AT, f"{place}.clear_at")
     return clear_at == "next_user_message" and message.get("role") == "system"
 
 
 def _blocks(content: object, place: str) -> Blocks:
     if isinstance(content, str):
         return [(place, {"type": "text", "text": content})]
-    if not isinstance(content, list):
-        refuse(f"{place}.content", f"must be text or a list of blocks; got {shown(content)}")
-    blocks = [(f"{place}.content[{index}]", block) for index, block in enumerate(content)]
-    for where, block in blocks:
-        if not isinstance(block, dict):
-            refuse(where, f"must be an object with a type; got {shown(block)}")
+    given = check_type(content, list, f"{place}.content", "text or a list of blocks")
+    blocks: Blocks = []
+    for index, block in enumerate(given):
+        where = f"{place}.content[{index}]"
+        blocks.append((where, check_type(block, dict, where, "an object with a type")))
     return blocks or [(place, {"type": "text", "text": ""})]
 
 
@@ -169,7 +165,7 @@ def _add_assistant(history: History, blocks: Blocks, family: ChatFamily | None) 
             case "thinking":
                 thought = _string(block, "thinking", place)
                 parts.add_reasoning(thought or HiddenThought(_string(block, "signature", place)))
-            case "compaction":  # a summary by another server; null where that failed
+            case "compaction":  # a summary by another server; null if that failed
                 summary = _string(block, "content", place)
                 parts.add_text(summary and f"{summary}\n\n", is_apart=True)
             case str() if kind in _PASSED_OVER:
@@ -185,14 +181,14 @@ def _add_assistant(history: History, blocks: Blocks, family: ChatFamily | None) 
             case _:
                 refuse(
                     place,
-                    f"has type {shown(kind)}; allowed: 'text', 'thinking', 'redacted_thinking', "
+                    f"has type {describe(kind)}; allowed: 'text', 'thinking', 'redacted_thinking', "
                     f"'tool_use'",
                 )
     history.add_assistant(parts, place=_message_of(blocks[0][0]))
 
 
 def _user_text(block: Mapping[str, Any], place: str, family: ChatFamily | None) -> str | None:
-    """The text of a block; None for one that becomes a note."""
+    """Return the text of a block; None for one that becomes a note."""
     kind = block.get("type")
     if kind == "text":
         return _text(block, place)
@@ -200,23 +196,23 @@ def _user_text(block: Mapping[str, Any], place: str, family: ChatFamily | None) 
     if shown_text is None and unseen_note(kind, family, place=place) is None:
         refuse(
             place,
-            f"has type {shown(kind)}; allowed: 'text', 'image', 'document', 'search_result', "
+            f"has type {describe(kind)}; allowed: 'text', 'image', 'document', 'search_result', "
             f"'tool_result'",
         )
     return shown_text
 
 
 def _document_text(block: Mapping[str, Any]) -> str | None:
-    """The text of a document or of a search result; None for what has none."""
+    """Return the text of a document or a search result; None if there is none."""
     source, content = block.get("source"), block.get("content")
     match block.get("type"):
         case "document" if isinstance(source, dict) and source.get("type") == "text":
             text = source.get("data")
         case "document" if isinstance(source, dict) and source.get("type") == "content":
             content = source.get("content")
-            text = content if isinstance(content, str) else "\n".join(part_texts(content))
+            text = content if isinstance(content, str) else "\n".join(collect_texts(content))
         case "search_result":
-            text = "\n".join(part_texts(content))
+            text = "\n".join(collect_texts(content))
         case _:
             return None
     if not isinstance(text, str):
@@ -226,8 +222,9 @@ def _document_text(block: Mapping[str, Any]) -> str | None:
 
 
 def _result(block: Mapping[str, Any], place: str, family: ChatFamily | None) -> str:
-    """The text of a tool's result. What the model cannot see is mentioned: a refusal would end the
-    session that has it.
+    """Return the text of a tool result, with a note for each part that the model cannot see.
+
+    A refusal would end the session that contains it.
     """
     content = block.get("content")
     texts: list[str] = []
@@ -249,7 +246,7 @@ def _result(block: Mapping[str, Any], place: str, family: ChatFamily | None) -> 
                     if text is None:
                         refuse(
                             where,
-                            f"has type {shown(kind)}; allowed: 'text', 'image', 'document', "
+                            f"has type {describe(kind)}; allowed: 'text', 'image', 'document', "
                             f"'search_result'",
                         )
                     texts.append(text)
@@ -261,10 +258,10 @@ def _result(block: Mapping[str, Any], place: str, family: ChatFamily | None) -> 
 
 
 def _tabs_text(block: Mapping[str, Any], place: str) -> str:
-    """The tabs of a browser that the client runs."""
+    """Describe the tabs of a browser that the client runs."""
     tabs = block.get("tabs")
     if not isinstance(tabs, list) or not all(isinstance(tab, dict) for tab in tabs):
-        refuse(f"{place}.tabs", f"must be a list of objects; got {shown(tabs)}")
+        refuse(f"{place}.tabs", f"must be a list of objects; got {describe(tabs)}")
     lines = []
     for tab in tabs:
         names = (tab.get(name) for name in ("tab_id", "title", "url"))
@@ -281,11 +278,9 @@ def _string(block: Mapping[str, Any], name: str, place: str, *, is_required: boo
     value = block.get(name)
     if value is None and not is_required:
         return ""
-    if not isinstance(value, str):
-        refuse(f"{place}.{name}", f"must be a string; got {shown(value)}")
-    return value
+    return check_type(value, str, f"{place}.{name}")
 
 
 def _message_of(place: str) -> str:
-    """The message of a block's place."""
+    """Return the place of a block's message."""
     return place.partition(".")[0]

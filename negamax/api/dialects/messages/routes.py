@@ -1,11 +1,8 @@
-"""/v1/messages and /v1/messages/count_tokens: Anthropic's API. A whole answer is the blocks of its
-stream.
-"""
+"""/v1/messages and /v1/messages/count_tokens of Anthropic's API."""
 
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Iterator
 
 import msgspec
@@ -14,6 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from negamax.api.common.answer import respond
+from negamax.api.common.api_request import read_api_request
 from negamax.api.common.blocks import (
     Block,
     BlockClosed,
@@ -23,155 +21,110 @@ from negamax.api.common.blocks import (
     BlockOpened,
 )
 from negamax.api.common.context import ApiContext
-from negamax.api.common.conversation import off_loop
-from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
+from negamax.api.common.conversation import run_off_loop
+from negamax.api.common.thought_signature import ThoughtSigner
 from negamax.api.common.turn import (
     BlockAnswerWriter,
     StartedTurn,
     Turn,
+    build_conversation,
+    build_prompt,
     start_turn,
-    turn_conversation,
-    turn_prompt,
 )
-from negamax.api.dialects.messages.history import history_of
-from negamax.api.dialects.messages.schema import (
-    NO_INPUT,
-    BlockDelta,
-    BlockStart,
-    BlockStop,
-    ContentBlock,
-    CountRequest,
-    InputJsonDelta,
-    MessageAnswer,
-    MessageDelta,
-    MessagesRequest,
-    MessageStart,
-    MessageStop,
-    MessageUsage,
-    Ping,
-    SignatureDelta,
-    StopDelta,
-    TextBlock,
-    TextDelta,
-    ThinkingBlock,
-    ThinkingDelta,
-    ThinkingTokens,
-    TokenCount,
-    ToolUseBlock,
-)
-from negamax.api.errors import json_response, logged_failure
-from negamax.api.http.request_body import read_request
-from negamax.api.http.sse import named_event
-from negamax.api.openapi import json_body
-from negamax.api.schemas.answers import message_error
+from negamax.api.dialects.messages import schema
+from negamax.api.dialects.messages.history import build_history
+from negamax.api.errors import json_response, log_failure
+from negamax.api.http.sse import encode_named_event
+from negamax.api.openapi import describe_body
+from negamax.api.schemas.answers import build_message_error
 
-_PING = named_event("ping", Ping())
-# of silence, so that no proxy closes the connection while the model reads a long prompt
+_PING = encode_named_event("ping", schema.Ping())
+# no proxy closes the connection while the model reads a long prompt
 PING_SECONDS = 10.0
 
 
-def messages_router(context: ApiContext) -> APIRouter:
-    """The routes of Anthropic's API."""
+def make_messages_router(context: ApiContext) -> APIRouter:
     router = APIRouter()
-    signer = ThoughtSigner(context.engine.info.served_model_name)
-    answer_schema = json_body(MessagesRequest)
-    count_schema = json_body(CountRequest)
+    answer_schema = describe_body(schema.MessagesRequest)
+    count_schema = describe_body(schema.CountRequest)
 
     @router.post("/v1/messages", openapi_extra=answer_schema)
-    async def messages(request: Request) -> Response:
+    async def messages(http: Request) -> Response:
         """Answer a conversation, whole or as a stream of events."""
-        arrival = time.monotonic()
-        params, num_bytes = await read_request(request, MessagesRequest, context.body_limits)
+        request = await read_api_request(context, http, schema.MessagesRequest)
+        params = request.params
         model = context.model_name(params.model)
         message_id = f"msg_{secrets.token_hex(12)}"
-        thoughts = context.hidden_thoughts(signer)
-        turn = await off_loop(
+        turn = await run_off_loop(
             lambda: _turn(
-                context,
-                params,
-                thoughts,
-                max_tokens=params.max_tokens,
-                stop=params.stop_sequences,
+                context, params, max_tokens=params.max_tokens, stop=params.stop_sequences
             ),
-            num_bytes=num_bytes,
+            num_bytes=request.num_bytes,
         )
         started = await start_turn(
-            context,
-            request,
-            turn,
-            params,
-            request_id=message_id,
-            names=[message_id],
-            num_bytes=num_bytes,
-            arrival=arrival,
+            context, request, turn, request_id=message_id, names=[message_id]
         )
+        request_id = http.state.request_id
         writer = _MessageWriter(
             started,
             params,
-            signer,
+            context.signer,
             message_id=message_id,
             model=model,
-            request_id=request.state.request_id,
+            request_id=request_id,
         )
-        headers = {"request-id": request.state.request_id}
-        ping = (_PING, PING_SECONDS)
-        return await respond(context, request, params, writer, headers=headers, ping=ping)
+        headers = {"request-id": request_id}
+        return await respond(context, request, writer, headers=headers, ping=(_PING, PING_SECONDS))
 
     @router.post("/v1/messages/count_tokens", openapi_extra=count_schema)
-    async def count_tokens(request: Request) -> Response:
-        """How many tokens the prompt of a conversation has."""
-        params, num_bytes = await read_request(request, CountRequest, context.body_limits)
-        context.model_name(params.model)
-        turn = await off_loop(
-            lambda: _turn(context, params, context.hidden_thoughts(signer), max_tokens=1, stop=[]),
-            num_bytes=num_bytes,
+    async def count_tokens(http: Request) -> Response:
+        """Count the tokens of a conversation's prompt."""
+        request = await read_api_request(context, http, schema.CountRequest)
+        context.model_name(request.params.model)
+        turn = await run_off_loop(
+            lambda: _turn(context, request.params, max_tokens=1, stop=[]),
+            num_bytes=request.num_bytes,
         )
-        prompt = await turn_prompt(context, request, turn, params, num_bytes=num_bytes)
+        prompt = await build_prompt(context, request, turn)
         return json_response(
-            TokenCount(len(prompt.token_ids)), headers={"request-id": request.state.request_id}
+            schema.TokenCount(len(prompt.token_ids)), headers={"request-id": http.state.request_id}
         )
 
     return router
 
 
 def _turn(
-    context: ApiContext,
-    params: CountRequest,
-    thoughts: HiddenThoughts,
-    *,
-    max_tokens: int,
-    stop: list[str],
+    context: ApiContext, params: schema.CountRequest, *, max_tokens: int, stop: list[str]
 ) -> Turn:
-    family = context.chat_format.family
-    history = history_of(params.messages, system=params.system, thoughts=thoughts, family=family)
+    history = build_history(
+        params.messages,
+        system=params.system,
+        thoughts=context.hidden_thoughts(),
+        family=context.chat_format.family,
+    )
     tools = params.offered_tools
     last = history.messages[-1] if history.messages else {"role": "system"}
     is_answer = last["role"] == "assistant" and "tool_calls" not in last
     continues = is_answer and bool(last["content"] or last.get("reasoning_content"))
     return Turn(
         calls=params.call_choice(tools),
-        conversation=turn_conversation(
+        conversation=build_conversation(
             params, history.messages, tools, params.thinking_choice, continues=continues
         ),
         places=history.places,
         form=params.grammar,
-        sampling=params.shared_sampling(
-            seed=params.seed,
-            max_tokens=max_tokens or 1,
-            min_tokens=params.min_tokens,
-            stop=stop,
-        ),
+        sampling=params.sampling_params(max_tokens=max_tokens or 1, stop=stop),
         is_prompt_only=max_tokens == 0,
     )
 
 
-class _MessageWriter(BlockAnswerWriter[MessageAnswer]):
-    """Answers in Anthropic's words."""
+class _MessageWriter(BlockAnswerWriter[schema.MessageAnswer]):
+    """Writes Anthropic's messages."""
 
     def __init__(
         self,
         started: StartedTurn,
-        params: MessagesRequest,
+        params: schema.MessagesRequest,
         signer: ThoughtSigner,
         *,
         message_id: str,
@@ -185,9 +138,10 @@ class _MessageWriter(BlockAnswerWriter[MessageAnswer]):
         self._request_id = request_id
         self._has_started = False
 
-    def response(self) -> MessageAnswer:
-        """A call that was cut is left out: its input would have to be an object, which clients
-        run."""
+    def response(self) -> schema.MessageAnswer:
+        """Build the message without truncated calls: clients run calls, and their input must be an
+        object.
+        """
         blocks = [
             block for block in self.blocks if block.is_whole or block.kind is not BlockKind.CALL
         ]
@@ -201,74 +155,82 @@ class _MessageWriter(BlockAnswerWriter[MessageAnswer]):
         start = b"" if self._has_started else self._start()
         self._has_started = True
         return start + b"".join(
-            named_event(name, data) for event in events for name, data in self._events_of(event)
+            encode_named_event(name, data)
+            for event in events
+            for name, data in self._events_of(event)
         )
 
     def end(self) -> bytes:
-        stop = StopDelta(self._stop_reason, self.stop_string)
-        return named_event("message_delta", MessageDelta(stop, self._usage())) + named_event(
-            "message_stop", MessageStop()
-        )
+        stop = schema.StopDelta(self._stop_reason, self.stop_string)
+        return encode_named_event(
+            "message_delta", schema.MessageDelta(stop, self._usage())
+        ) + encode_named_event("message_stop", schema.MessageStop())
 
     def failure(self, error: Exception) -> bytes:
-        status, answer = logged_failure(error, request_id=self._request_id)
-        return named_event("error", message_error(status, answer, request_id=self._request_id))
+        status, answer = log_failure(error, request_id=self._request_id)
+        return encode_named_event(
+            "error", build_message_error(status, answer, request_id=self._request_id)
+        )
 
     def _start(self) -> bytes:
-        """The beginning of a stream, which says nothing of its end even where that has come."""
+        """Return the beginning of a stream, without the reason of its end."""
         message = replace(self._message([]), stop_reason=None, stop_sequence=None)
-        return named_event("message_start", MessageStart(message)) + _PING
+        return encode_named_event("message_start", schema.MessageStart(message)) + _PING
 
     def _events_of(self, event: BlockEvent) -> Iterator[tuple[str, Struct]]:
-        """The events of a stream, by name."""
+        """Yield the events of a stream with their names."""
         block = event.block
         match event:
             case BlockOpened():
                 yield (
                     "content_block_start",
-                    BlockStart(block.index, self._block(block, is_empty=True)),
+                    schema.BlockStart(block.index, self._block(block, is_empty=True)),
                 )
             case BlockGrew(_, text):
                 delta = self._delta(block, text)
                 if delta is not None:
-                    yield "content_block_delta", BlockDelta(block.index, delta)
+                    yield "content_block_delta", schema.BlockDelta(block.index, delta)
             case BlockClosed():
                 if block.kind is BlockKind.REASONING:
                     yield (
                         "content_block_delta",
-                        BlockDelta(block.index, SignatureDelta(self._signature(block))),
+                        schema.BlockDelta(
+                            block.index, schema.SignatureDelta(self._signature(block))
+                        ),
                     )
-                yield "content_block_stop", BlockStop(block.index)
+                yield "content_block_stop", schema.BlockStop(block.index)
 
-    def _delta(self, block: Block, text: str) -> TextDelta | ThinkingDelta | InputJsonDelta | None:
+    def _delta(
+        self, block: Block, text: str
+    ) -> schema.TextDelta | schema.ThinkingDelta | schema.InputJsonDelta | None:
         match block.kind:
             case BlockKind.REASONING:
-                return None if self._params.hides_thinking else ThinkingDelta(text)
+                return None if self._params.hides_thinking else schema.ThinkingDelta(text)
             case BlockKind.CONTENT:
-                return TextDelta(text)
+                return schema.TextDelta(text)
             case BlockKind.CALL:
-                return InputJsonDelta(text)
+                return schema.InputJsonDelta(text)
 
-    def _block(self, block: Block, *, is_empty: bool = False) -> ContentBlock:
-        """A block, or, with `is_empty`, what it begins as."""
+    def _block(self, block: Block, *, is_empty: bool = False) -> schema.ContentBlock:
+        """Build a block; `is_empty`: as it is at its start."""
         text = "" if is_empty else block.text
         match block.kind:
             case BlockKind.REASONING:
                 signature = "" if is_empty else self._signature(block)
-                return ThinkingBlock("" if self._params.hides_thinking else text, signature)
+                return schema.ThinkingBlock("" if self._params.hides_thinking else text, signature)
             case BlockKind.CONTENT:
-                return TextBlock(text)
+                return schema.TextBlock(text)
             case BlockKind.CALL:
                 assert block.call is not None
                 call_id = f"toolu_{block.call.id.removeprefix('call_')}"
-                arguments = NO_INPUT if is_empty else msgspec.Raw(text.encode())
-                return ToolUseBlock(call_id, block.call.name, arguments)
+                arguments = schema.NO_INPUT if is_empty else msgspec.Raw(text.encode())
+                return schema.ToolUseBlock(call_id, block.call.name, arguments)
 
     def _signature(self, block: Block) -> str:
         return self._signer.signature(block.text, is_hidden=self._params.hides_thinking)
 
-    def _message(self, content: list[ContentBlock]) -> MessageAnswer:
-        return MessageAnswer(
+    def _message(self, content: list[schema.ContentBlock]) -> schema.MessageAnswer:
+        return schema.MessageAnswer(
             id=self.id,
             model=self._model,
             content=content,
@@ -277,14 +239,16 @@ class _MessageWriter(BlockAnswerWriter[MessageAnswer]):
             usage=self._usage(),
         )
 
-    def _usage(self) -> MessageUsage:
+    def _usage(self) -> schema.MessageUsage:
         usage = self.usage
         cached = usage.prompt_tokens_details.cached_tokens
-        return MessageUsage(
+        return schema.MessageUsage(
             input_tokens=usage.prompt_tokens - cached,
             cache_read_input_tokens=cached,
             output_tokens=usage.completion_tokens,
-            output_tokens_details=ThinkingTokens(usage.completion_tokens_details.reasoning_tokens),
+            output_tokens_details=schema.ThinkingTokens(
+                usage.completion_tokens_details.reasoning_tokens
+            ),
             service_tier="standard",
         )
 

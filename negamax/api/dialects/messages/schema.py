@@ -1,4 +1,4 @@
-"""Anthropic's messages: the requests, the answers and the events of a stream."""
+"""Requests, answers and stream events of Anthropic's messages."""
 
 from __future__ import annotations
 
@@ -9,22 +9,27 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import AfterValidator, Field
 
-from negamax.api.dialects.messages.client_tools import with_schema
-from negamax.api.schemas.request_model import RequestModel, one_of, refuse, shown
+from negamax.api.common.client_tools import client_tools
+from negamax.api.schemas.request_model import (
+    RequestModel,
+    check_choice,
+    check_type,
+    one_of,
+    refuse,
+)
 from negamax.api.schemas.sampled_request import StopStrings, TurnRequest, check_messages
-from negamax.api.schemas.structure import form_grammar
+from negamax.api.schemas.structure import build_grammar
 from negamax.api.schemas.thinking import (
     EFFORTS,
     ThinkingChoice,
-    check_effort,
-    template_switch,
+    read_template_switch,
 )
 from negamax.api.schemas.tools import (
     CallChoice,
+    build_function_tool,
     call_choice,
     check_function,
     check_tool_count,
-    function_tool,
 )
 from negamax.base.errors import InvalidRequestError
 from negamax.config.grammar import Grammar
@@ -37,13 +42,15 @@ _THINKING = {
 }
 _DISPLAYS = ("summarized", "omitted", "updates")
 TOOL_CHANGES = ("tool_addition", "tool_removal")  # blocks of system messages
-THREAD_UNSUPPORTED = "thread_unsupported_request"  # the code of Anthropic's API
+THREAD_UNSUPPORTED = "thread_unsupported_request"  # code of Anthropic's API
+_CLIENT_TOOLS = client_tools("messages")
 _CHOICES = {"auto": "auto", "any": "required", "tool": "function", "none": "none"}
 
 
 def _refuse_thread(thread: dict[str, Any]) -> NoReturn:
-    """Refuse a thread, with which `messages` would be a part of the conversation only. Clients know
-    this code and go on without a thread.
+    """Refuse a thread, with which `messages` would be only a part of the conversation.
+
+    Clients know this code and continue without a thread.
     """
     raise InvalidRequestError(
         "thread: the server keeps no conversations",
@@ -54,13 +61,13 @@ def _refuse_thread(thread: dict[str, Any]) -> NoReturn:
 
 
 class ThinkingConfig(RequestModel):
-    """`thinking`: whether, how long, and whether it is shown."""
+    """`thinking`: whether and how much the model thinks, and whether the answer shows it."""
 
     # adaptive and between_tools: the model decides
     type: Annotated[str, one_of("thinking.type", tuple(_THINKING))]
     # tokens of thinking after which it is closed; 0: none
     budget_tokens: Annotated[int, Field(ge=0)] | None = None
-    # omitted: only within the signature; the others: as it is, this server never summarises
+    # omitted: only within the signature; otherwise in full, because this server never summarises
     display: Annotated[str, one_of("thinking.display", _DISPLAYS)] = "summarized"
 
 
@@ -84,8 +91,9 @@ class ToolChoice(RequestModel):
 
 
 class CountRequest(TurnRequest):
-    """A conversation to count, and what a conversation to answer begins with. Messages stay as the
-    client wrote them.
+    """A conversation to count, and the common fields of one to answer.
+
+    Messages stay as the client wrote them.
     """
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset(
@@ -113,26 +121,29 @@ class CountRequest(TurnRequest):
     thinking: ThinkingConfig | None = None  # whether the model thinks, and how long
     output_config: OutputConfig = OutputConfig()  # effort, and the form of the text
     output_format: dict[str, Any] | None = None  # the earlier name of output_config.format
-    # refused in a way that clients of threads understand: they send the whole conversation
+    # refused with a code on which clients send the whole conversation
     thread: Annotated[dict[str, Any], AfterValidator(_refuse_thread)] | None = None
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        """The tools that the model is shown, as chat completions have them, after all changes
-        within the conversation. Those that clients run and that have no schema of their own get
-        that of their type; tools that run on Anthropic's servers are left out."""
+        """The tools shown to the model, as in chat completions, after all changes within the
+        conversation.
+
+        Tools that clients run and that have no schema get that of their type. Tools that run on
+        Anthropic's servers are omitted.
+        """
         tools = self._tools_in_effect()
         check_tool_count(len(tools))
         offered = []
         for where, declared in tools:
-            tool = declared if "input_schema" in declared else with_schema(declared)
+            tool = declared if "input_schema" in declared else _with_schema(declared)
             if tool is None:
                 if declared.get("type") in (None, "custom"):
                     refuse(f"{where}.input_schema", "is required and missing")
                 continue
             check_function(tool, where=where, schema_field="input_schema")
             offered.append(
-                function_tool(
+                build_function_tool(
                     tool["name"],
                     description=tool.get("description"),
                     parameters=tool["input_schema"],
@@ -144,8 +155,7 @@ class CountRequest(TurnRequest):
         return offered or None
 
     def _tools_in_effect(self) -> list[tuple[str, dict[str, Any]]]:
-        """The declared tools, each with its place in the request, as the changes in system messages
-        leave them."""
+        """Return the tools, with their places, after the changes in system messages."""
         declared = [(f"tools[{index}]", tool) for index, tool in enumerate(self.tools or ())]
         changes = list(_tool_changes(self.messages))
         if not changes:
@@ -159,15 +169,14 @@ class CountRequest(TurnRequest):
             elif change.get("type") != "tool_definition":
                 in_effect |= {name: known[name]} if name in known else {}
             else:
-                where, tool = f"{where}.definition", change.get("definition")
-                if not isinstance(tool, dict):
-                    refuse(where, f"must be a tool; got {shown(tool)}")
+                where = f"{where}.definition"
+                tool = check_type(change.get("definition"), dict, where, "a tool")
                 name = _name_or(where, tool)
                 known[name] = in_effect[name] = (where, tool)
         return list(in_effect.values())
 
     def call_choice(self, tools: list[dict[str, Any]] | None) -> CallChoice:
-        """Which of the offered tools must be called."""
+        """Return which of the offered tools must be called."""
         choice = self.tool_choice or ToolChoice(type="auto")
         return call_choice(
             _CHOICES[choice.type],
@@ -178,9 +187,9 @@ class CountRequest(TurnRequest):
 
     @property
     def thinking_choice(self) -> ThinkingChoice:
-        """What the request says about thinking."""
+        """What the request asks about thinking."""
         mode = (
-            template_switch(self.chat_template_kwargs or {})
+            read_template_switch(self.chat_template_kwargs or {})
             if self.thinking is None
             else _THINKING[self.thinking.type]
         )
@@ -190,55 +199,68 @@ class CountRequest(TurnRequest):
 
     @property
     def hides_thinking(self) -> bool:
-        """Whether thinking blocks come without their text."""
+        """Whether thinking blocks omit their text."""
         return self.thinking is not None and self.thinking.display == "omitted"
 
     @property
     def grammar(self) -> Grammar | None:
-        """The form of the content."""
+        """The grammar of the content."""
         form = self.output_config.format or self.output_format
         if form is None:
             return None
-        if form.get("type") != "json_schema":
-            refuse(
-                "output_config.format", f"type {shown(form.get('type'))}; allowed: 'json_schema'"
-            )
-        return form_grammar("json_schema", form.get("schema"), param="output_config.format.schema")
+        check_choice(form.get("type"), ("json_schema",), "output_config.format", what="type ")
+        return build_grammar("json_schema", form.get("schema"), param="output_config.format.schema")
 
 
 def _tool_changes(
     messages: list[dict[str, Any]],
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """The changes of tools in system messages: the place, the type of the block, and its tool."""
+    """Yield the changes of tools in system messages: place, type of the block, and tool."""
     for index, message in enumerate(messages):
         content = message.get("content") if message.get("role") == "system" else None
         for number, block in enumerate(content if isinstance(content, list) else ()):
             if isinstance(block, dict) and block.get("type") in TOOL_CHANGES:
                 where, tool = f"messages[{index}].content[{number}].tool", block.get("tool")
-                if not isinstance(tool, dict):
-                    refuse(where, f"must be a reference or a definition; got {shown(tool)}")
-                yield where, block["type"], tool
+                yield (
+                    where,
+                    block["type"],
+                    check_type(tool, dict, where, "a reference or a definition"),
+                )
 
 
 def _latest_effort(messages: list[dict[str, Any]]) -> str | None:
-    """The effort in `output_config` of the last system message that has one."""
+    """Return the effort in `output_config` of the last system message that has one."""
     effort = None
     for index, message in enumerate(messages):
         config = message.get("output_config") if message.get("role") == "system" else None
         if config is None:
             continue
         place = f"messages[{index}].output_config"
-        if not isinstance(config, dict):
-            refuse(place, f"must be an object; got {shown(config)}")
-        given = config.get("effort")
-        effort = effort if given is None else check_effort(given, f"{place}.effort")
+        given = check_type(config, dict, place).get("effort")
+        if given is not None:
+            effort = check_choice(given, EFFORTS, f"{place}.effort")
     return effort
 
 
 def _name_or(place: str, tool: Mapping[str, Any]) -> str:
-    """The name of a tool; its place, where it has none."""
+    """Return the name of a tool, or its place if it has none."""
     name = tool.get("name")
     return name if isinstance(name, str) else place
+
+
+def _with_schema(tool: dict[str, Any]) -> dict[str, Any] | None:
+    """Add the description and `input_schema` of the tool's type.
+
+    None: the server does not know the type, or the tool runs on Anthropic's servers.
+    """
+    kind = tool.get("type")
+    known = _CLIENT_TOOLS.get(kind) if isinstance(kind, str) else None
+    if known is None:
+        return None
+    description, most = known.description, tool.get("max_characters")
+    if isinstance(most, int):
+        description += f" At most {most} characters of a file are shown."
+    return {**tool, "description": description, "input_schema": known.schema}
 
 
 class MessagesRequest(CountRequest):

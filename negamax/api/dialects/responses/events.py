@@ -1,4 +1,4 @@
-"""An answer in the words of the Responses API: items, and the events by which they grow."""
+"""Writes answers of the Responses API: items, and the events by which they grow."""
 
 from __future__ import annotations
 
@@ -21,58 +21,41 @@ from negamax.api.common.blocks import (
 from negamax.api.common.content_logprobs import ContentLogprobs
 from negamax.api.common.thought_signature import ThoughtSigner
 from negamax.api.common.turn import BlockAnswerWriter, StartedTurn
-from negamax.api.dialects.responses.client_tools import CLIENT_TOOLS, call_item
-from negamax.api.dialects.responses.items import (
-    CustomCallItem,
-    FunctionCallItem,
-    IncompleteDetails,
-    InputTokensDetails,
-    ItemEvent,
-    MessageItem,
-    OutputItem,
-    OutputText,
-    OutputTokensDetails,
-    PartEvent,
-    ReasoningItem,
-    ReasoningText,
-    ResponseAnswer,
-    ResponseError,
-    ResponseEvent,
-    ResponseUsage,
-    SummaryPartEvent,
-    SummaryText,
-    TextEvent,
-)
+from negamax.api.dialects.responses import items
+from negamax.api.dialects.responses.client_tools import CLIENT_TOOLS, build_call_item
 from negamax.api.dialects.responses.schema import (
     CUSTOM_INPUT,
     ENCRYPTED_REASONING,
     ResponsesRequest,
 )
-from negamax.api.errors import logged_failure
-from negamax.api.http.sse import named_event
+from negamax.api.errors import log_failure
+from negamax.api.http.sse import encode_named_event
 from negamax.api.schemas.answers import ChatLogprob
 
 _ID_PREFIXES = {BlockKind.REASONING: "rs", BlockKind.CONTENT: "msg", BlockKind.CALL: "fc"}
 
 
-class ResponseEventWriter(BlockAnswerWriter[ResponseAnswer]):
-    """Answers in the Responses API."""
+class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
+    """Writes answers of the Responses API."""
 
     def __init__(
         self,
         started: StartedTurn,
         params: ResponsesRequest,
-        blank: ResponseAnswer,
+        blank: items.ResponseAnswer,
         *,
         new_id: Callable[[str], str],
         signer: ThoughtSigner,
         logprobs: ContentLogprobs | None,
-        keep: Callable[[ResponseAnswer], None],
+        keep: Callable[[items.ResponseAnswer], None],
         request_id: str,
     ) -> None:
-        """`blank` is the response before anything is answered; `new_id` makes the id of an item,
-        from its prefix; `logprobs` finds those that were asked for; `keep` takes the last state of
-        a streamed response before it is sent, so that it can be gone on from at once."""
+        """`blank` is the response before anything is answered; `new_id` makes an item's id from its
+        prefix.
+
+        `keep` takes the last state of a streamed response before it is sent, so that the client can
+        continue it at once.
+        """
         super().__init__(blank.id, started)
         self._blank = blank
         self._new_id = new_id
@@ -93,57 +76,61 @@ class ResponseEventWriter(BlockAnswerWriter[ResponseAnswer]):
 
     def block_chunk(self, events: list[BlockEvent]) -> bytes:
         return b"".join(
-            named_event(data.type, data) for event in events for data in self._events_of(event)
+            encode_named_event(data.type, data)
+            for event in events
+            for data in self._events_of(event)
         )
 
     def end(self) -> bytes:
         return self._last(self.response())
 
     def failure(self, error: Exception) -> bytes:
-        _, answer = logged_failure(error, request_id=self._request_id)
+        _, answer = log_failure(error, request_id=self._request_id)
         return self._last(self.failed(answer.error.message))
 
-    def _last(self, response: ResponseAnswer) -> bytes:
+    def _last(self, response: items.ResponseAnswer) -> bytes:
         self._keep(response)
         return self._state(f"response.{response.status}", response)
 
-    def failed(self, message: str) -> ResponseAnswer:
-        """The response of an answer that ended in an error."""
+    def failed(self, message: str) -> items.ResponseAnswer:
+        """Return the response of an answer that failed."""
         return replace(
             self._blank,
             status="failed",
-            error=ResponseError("server_error", message),
+            error=items.ResponseError("server_error", message),
             output=self._items(),
         )
 
-    def cancelled(self) -> ResponseAnswer:
-        """The response of an answer that was cancelled."""
+    def cancelled(self) -> items.ResponseAnswer:
+        """Return the response of an answer that was cancelled."""
         return replace(self._blank, status="cancelled", output=self._items())
 
-    def response(self) -> ResponseAnswer:
+    def response(self) -> items.ResponseAnswer:
         usage = self.usage
         is_cut = self.finish_reason == "length"
         return replace(
             self._blank,
             status="incomplete" if is_cut else "completed",
             completed_at=None if is_cut else int(time.time()),
-            incomplete_details=IncompleteDetails("max_output_tokens") if is_cut else None,
+            incomplete_details=items.IncompleteDetails("max_output_tokens") if is_cut else None,
             output=self._items(),
-            usage=ResponseUsage(
+            usage=items.ResponseUsage(
                 input_tokens=usage.prompt_tokens,
-                input_tokens_details=InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
+                input_tokens_details=items.InputTokensDetails(
+                    usage.prompt_tokens_details.cached_tokens
+                ),
                 output_tokens=usage.completion_tokens,
-                output_tokens_details=OutputTokensDetails(
+                output_tokens_details=items.OutputTokensDetails(
                     usage.completion_tokens_details.reasoning_tokens
                 ),
                 total_tokens=usage.total_tokens,
             ),
         )
 
-    def _items(self) -> list[OutputItem]:
+    def _items(self) -> list[items.OutputItem]:
         self._read_logprobs()
         for block in self.blocks:
-            self._of_block(block)  # in their order, also where they have none
+            self._of_block(block)  # in order, also blocks without logprobs
         return [
             self._item(block, "completed" if block.is_whole else "incomplete")
             for block in self.blocks
@@ -156,9 +143,9 @@ class ResponseEventWriter(BlockAnswerWriter[ResponseAnswer]):
     def _of_block(self, block: Block) -> list[ChatLogprob]:
         return [] if self._found_logprobs is None else self._found_logprobs.of(block)
 
-    def _state(self, kind: str, response: ResponseAnswer) -> bytes:
-        return named_event(
-            kind, ResponseEvent(type=kind, sequence_number=self._next(), response=response)
+    def _state(self, kind: str, response: items.ResponseAnswer) -> bytes:
+        return encode_named_event(
+            kind, items.ResponseEvent(type=kind, sequence_number=self._next(), response=response)
         )
 
     def _next(self) -> int:
@@ -166,29 +153,33 @@ class ResponseEventWriter(BlockAnswerWriter[ResponseAnswer]):
         return self._sequence_number
 
     def _id(self, block: Block) -> str:
-        """The id of a block's item, the same in all its events."""
+        """Return the id of a block's item, the same in all its events."""
         while len(self._ids) <= block.index:
             kind = self.blocks[len(self._ids)].kind
             self._ids.append(self._new_id(_ID_PREFIXES[kind]))
         return self._ids[block.index]
 
-    def _item(self, block: Block, status: str, *, is_empty: bool = False) -> OutputItem:
-        """The item of a block, or, with `is_empty`, what it begins as."""
+    def _item(self, block: Block, status: str, *, is_empty: bool = False) -> items.OutputItem:
+        """Build the item of a block; `is_empty`: as it is at its start."""
         item_id, text = self._id(block), "" if is_empty else block.text
         match block.kind:
             case BlockKind.REASONING:
                 encrypted: str | UnsetType | None = UNSET
                 if self._has_encrypted:
                     encrypted = None if is_empty else self._signer.signature(text, is_hidden=True)
-                summary = [SummaryText(text)] if self._has_summary and not is_empty else []
-                return ReasoningItem(
-                    item_id, status, summary, [] if is_empty else [ReasoningText(text)], encrypted
-                )
-            case BlockKind.CONTENT:
-                return MessageItem(
+                summary = [items.SummaryText(text)] if self._has_summary and not is_empty else []
+                return items.ReasoningItem(
                     item_id,
                     status,
-                    [] if is_empty else [OutputText(text, logprobs=self._of_block(block))],
+                    summary,
+                    [] if is_empty else [items.ReasoningText(text)],
+                    encrypted,
+                )
+            case BlockKind.CONTENT:
+                return items.MessageItem(
+                    item_id,
+                    status,
+                    [] if is_empty else [items.OutputText(text, logprobs=self._of_block(block))],
                 )
             case BlockKind.CALL:
                 assert block.call is not None
@@ -196,18 +187,20 @@ class ResponseEventWriter(BlockAnswerWriter[ResponseAnswer]):
                 name = block.call.name if tool is None else tool.name
                 namespace = tool.namespace or UNSET if tool is not None else UNSET
                 if self._is_custom(block):
-                    return CustomCallItem(
+                    return items.CustomCallItem(
                         item_id, status, call_id, name, _custom_input(text), namespace
                     )
                 typed = (
-                    call_item(name, text, item_id=item_id, status=status, call_id=call_id)
+                    build_call_item(name, text, item_id=item_id, status=status, call_id=call_id)
                     if self._has_own_item(block)
                     else None
                 )
-                return typed or FunctionCallItem(item_id, status, call_id, name, text, namespace)
+                return typed or items.FunctionCallItem(
+                    item_id, status, call_id, name, text, namespace
+                )
 
     def _events_of(self, event: BlockEvent) -> Iterator[Any]:
-        """The events of a stream for an event of a block."""
+        """Yield the stream events of a block event."""
         block = event.block
         self._read_logprobs()
         match event:
@@ -217,17 +210,17 @@ class ResponseEventWriter(BlockAnswerWriter[ResponseAnswer]):
             case BlockGrew(_, text):
                 yield from self._grew(block, text)
             case BlockClosed():
-                if self._has_own_item(block):  # what it is, is known at the end
+                if self._has_own_item(block):  # its type is known only at the end
                     yield self._added(block, is_empty=False)
                 yield from self._closed(block)
                 item = self._item(block, "completed" if block.is_whole else "incomplete")
                 kind = "response.output_item.done"
-                yield ItemEvent(
+                yield items.ItemEvent(
                     type=kind, sequence_number=self._next(), output_index=block.index, item=item
                 )
 
-    def _added(self, block: Block, *, is_empty: bool) -> ItemEvent:
-        return ItemEvent(
+    def _added(self, block: Block, *, is_empty: bool) -> items.ItemEvent:
+        return items.ItemEvent(
             type="response.output_item.added",
             sequence_number=self._next(),
             output_index=block.index,
@@ -259,7 +252,7 @@ class ResponseEventWriter(BlockAnswerWriter[ResponseAnswer]):
                     delta=text,
                     logprobs=logprobs,
                 )
-            # the input of others is text within JSON, known at the end
+            # the input of other tools is text within JSON, known only at the end
             case BlockKind.CALL if not (self._is_custom(block) or self._has_own_item(block)):
                 yield self._text(block, "response.function_call_arguments.delta", delta=text)
 
@@ -299,7 +292,7 @@ class ResponseEventWriter(BlockAnswerWriter[ResponseAnswer]):
                 )
 
     def _kind(self, block: Block) -> str | None:
-        """The kind of the declared tool that a block calls."""
+        """Return the kind of the declared tool that a block calls."""
         tool = None if block.call is None else self._tools.get(block.call.name)
         return None if tool is None else tool.kind
 
@@ -307,12 +300,12 @@ class ResponseEventWriter(BlockAnswerWriter[ResponseAnswer]):
         return self._kind(block) == "custom"
 
     def _has_own_item(self, block: Block) -> bool:
-        """Whether calls of the tool are items of a type of their own."""
+        """Return whether calls of the tool have their own type of item."""
         return self._kind(block) in CLIENT_TOOLS
 
-    def _text(self, block: Block, kind: str, **fields: Any) -> TextEvent:
+    def _text(self, block: Block, kind: str, **fields: Any) -> items.TextEvent:
         number = self._next()
-        return TextEvent(
+        return items.TextEvent(
             type=kind,
             sequence_number=number,
             item_id=self._id(block),
@@ -320,12 +313,14 @@ class ResponseEventWriter(BlockAnswerWriter[ResponseAnswer]):
             **fields,
         )
 
-    def _part(self, block: Block, moment: str, text: str) -> PartEvent:
+    def _part(self, block: Block, moment: str, text: str) -> items.PartEvent:
         if block.kind is BlockKind.REASONING:
-            part: OutputText | ReasoningText = ReasoningText(text)
+            part: items.OutputText | items.ReasoningText = items.ReasoningText(text)
         else:
-            part = OutputText(text, logprobs=self._of_block(block) if moment == "done" else [])
-        return PartEvent(
+            part = items.OutputText(
+                text, logprobs=self._of_block(block) if moment == "done" else []
+            )
+        return items.PartEvent(
             type=f"response.content_part.{moment}",
             sequence_number=self._next(),
             item_id=self._id(block),
@@ -333,18 +328,18 @@ class ResponseEventWriter(BlockAnswerWriter[ResponseAnswer]):
             part=part,
         )
 
-    def _summary_part(self, block: Block, moment: str, text: str) -> SummaryPartEvent:
-        return SummaryPartEvent(
+    def _summary_part(self, block: Block, moment: str, text: str) -> items.SummaryPartEvent:
+        return items.SummaryPartEvent(
             type=f"response.reasoning_summary_part.{moment}",
             sequence_number=self._next(),
             item_id=self._id(block),
             output_index=block.index,
-            part=SummaryText(text),
+            part=items.SummaryText(text),
         )
 
 
 def _custom_input(arguments: str) -> str:
-    """The text that a custom tool was called with; all arguments where the model gave others."""
+    """Return the text of a custom tool call; all arguments if the model gave others."""
     try:
         given = json.loads(arguments)
     except ValueError:

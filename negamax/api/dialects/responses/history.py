@@ -6,21 +6,21 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from negamax.api.common.history import AssistantParts, HiddenThought, History, part_texts
+from negamax.api.common.history import AssistantParts, HiddenThought, History, collect_texts
 from negamax.api.common.thought_signature import HiddenThoughts
 from negamax.api.dialects.responses.client_tools import CALLS as CLIENT_CALLS
 from negamax.api.dialects.responses.client_tools import RESULTS as CLIENT_RESULTS
-from negamax.api.dialects.responses.client_tools import call_arguments, result_text
+from negamax.api.dialects.responses.client_tools import extract_arguments, render_result
 from negamax.api.dialects.responses.item_settings import SETTINGS
 from negamax.api.dialects.responses.schema import CUSTOM_INPUT, shown_name
-from negamax.api.schemas.request_model import refuse, shown
+from negamax.api.schemas.request_model import check_choice, refuse
 from negamax.text.chat_family import ChatFamily
 from negamax.text.messages import unseen_note
 
 _ROLES = ("user", "assistant", "system", "developer")
 _CALLS = ("function_call", "custom_tool_call", *CLIENT_CALLS)
 _RESULTS = ("function_call_output", "custom_tool_call_output", *CLIENT_RESULTS)
-# what other servers' models and their own tools leave in a history
+# items of other servers' models and tools
 _PASSED_OVER = (
     "web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call",
     "computer_call", "computer_call_output", "program", "program_output",
@@ -30,20 +30,20 @@ _PASSED_OVER = (
 )  # fmt: skip
 
 
-def history_of(
+def build_history(
     items: Sequence[tuple[str, Mapping[str, Any]]],
     *,
     instructions: str | None,
     thoughts: HiddenThoughts,
     family: ChatFamily | None = None,
 ) -> History:
-    """The conversation of `items`, which come with their places, with a model of `family`.
+    """Build the conversation of `items`, which come with their places, for a model of `family`.
 
-    Reasoning, messages of the assistant and calls between two items of others are one assistant
-    message, as the model wrote them. Reasoning is its content, else what its encrypted content has,
-    unpacked where the prompt shows it, else its summary. A call that was cut is left out where no
-    result follows: it could not be run.
-    Errors: `InvalidRequestError` naming the place of what cannot be shown to the model.
+    Consecutive reasoning, assistant messages and calls are one assistant message, as the model
+    wrote them. Reasoning is taken from the item's content, else from its encrypted content
+    (unpacked if the prompt shows it), else from its summary. A truncated call without a result is
+    omitted: it could not be run. Errors: `InvalidRequestError` with the place of what the model
+    cannot be shown.
     """
     history = History()
     if instructions:
@@ -89,7 +89,7 @@ def _add_part(
         case "reasoning":
             parts.add_reasoning(_reasoning(item))
         case str() as kind if kind in CLIENT_CALLS:
-            arguments = call_arguments(item, place)
+            arguments = extract_arguments(item, place)
             parts.add_call(item.get("call_id"), CLIENT_CALLS[kind], arguments)
         case "function_call":
             parts.add_call(item.get("call_id"), _called_name(item), item.get("arguments"))
@@ -106,8 +106,10 @@ def _called_name(item: Mapping[str, Any]) -> Any:
 
 
 def _result_of(item: Mapping[str, Any], local_calls: Mapping[Any, Any]) -> Any:
-    """The id of the call that a result is of; `local_calls` has those of local shells by the ids of
-    their items, which their results may name instead."""
+    """Return the id of the call that a result belongs to.
+
+    Results of local shells may name the item of the call instead; `local_calls` maps these ids.
+    """
     call_id, item_id = item.get("call_id"), item.get("id")
     if call_id is not None or item.get("type") != "local_shell_call_output":
         return call_id
@@ -115,11 +117,11 @@ def _result_of(item: Mapping[str, Any], local_calls: Mapping[Any, Any]) -> Any:
 
 
 def _message(item: Mapping[str, Any], place: str, local_calls: Mapping[Any, Any]) -> dict[str, Any]:
-    """An item of anyone else; its content is checked with the other messages."""
+    """Build the message of another item; its content is checked with the other messages."""
     kind = item.get("type", "message")
     if kind in _RESULTS:
-        output = result_text(item, place) if kind in CLIENT_RESULTS else item.get("output")
-        if isinstance(output, dict):  # not a list of parts: the value itself
+        output = render_result(item, place) if kind in CLIENT_RESULTS else item.get("output")
+        if isinstance(output, dict):  # an object instead of a list of parts
             output = json.dumps(output, ensure_ascii=False)
         call_id = _result_of(item, local_calls)
         return {"role": "tool", "tool_call_id": call_id, "content": output}
@@ -127,12 +129,9 @@ def _message(item: Mapping[str, Any], place: str, local_calls: Mapping[Any, Any]
         refuse(f"{place}.type", f"{kind!r}: the server writes no summaries; ask for one")
     if kind != "message":
         allowed = ("message", "reasoning", *_CALLS, *_RESULTS, "item_reference")
-        refuse(f"{place}.type", f"{shown(kind)}; allowed: {', '.join(map(repr, allowed))}")
-    if item.get("role") not in _ROLES:
-        refuse(
-            f"{place}.role", f"{shown(item.get('role'))}; allowed: {', '.join(map(repr, _ROLES))}"
-        )
-    return {"role": item["role"], "content": item.get("content")}
+        check_choice(kind, allowed, f"{place}.type")
+    role = check_choice(item.get("role"), _ROLES, f"{place}.role")
+    return {"role": role, "content": item.get("content")}
 
 
 def _assistant_text(content: object, place: str, family: ChatFamily | None) -> str:
@@ -160,7 +159,9 @@ def _assistant_text(content: object, place: str, family: ChatFamily | None) -> s
 
 
 def _reasoning(item: Mapping[str, Any]) -> str | HiddenThought:
-    shown_text, summary = ("".join(part_texts(item.get(name))) for name in ("content", "summary"))
+    shown_text, summary = (
+        "".join(collect_texts(item.get(name))) for name in ("content", "summary")
+    )
     encrypted = item.get("encrypted_content")
     if shown_text or not isinstance(encrypted, str):
         return shown_text or summary

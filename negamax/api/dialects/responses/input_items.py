@@ -1,4 +1,4 @@
-"""The input items of a kept response as OpenAI lists them: whole, each with an id, in pages."""
+"""The input items of a stored response as OpenAI lists them: complete, with ids, in pages."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from negamax.api.dialects.responses.items import ItemList
 from negamax.api.dialects.responses.store import Item
-from negamax.api.schemas.request_model import refuse, shown
+from negamax.api.schemas.request_model import check_choice, describe, refuse
 
 MAX_PAGE = 100  # items, as at OpenAI
 _DEFAULT_PAGE = 20
 _ORDERS = ("asc", "desc")
-# of ids, by the type of item; those that are not here have no `status` of their own
+# prefixes of ids by type of item; other types have no `status`
 _ID_PREFIXES = {
     "message": "msg",
     "reasoning": "rs",
@@ -31,20 +31,20 @@ _ID_PREFIXES = {
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
-def page_of(
+def build_page(
     items: Sequence[Mapping[str, Any]], query: Mapping[str, str], *, response_id: str
 ) -> ItemList:
-    """The page of the input `items` of a response that `query` asks for by `order` (default: the
-    last item first), `limit` and `after`. Errors: `InvalidRequestError`.
+    """Return the page of the input `items` that `query` selects by `order`, `limit` and `after`.
+
+    The default order is the last item first. Errors: `InvalidRequestError`.
     """
     order, limit, after = query.get("order", "desc"), query.get("limit"), query.get("after")
-    if order not in _ORDERS:
-        refuse("order", f"{shown(order)}; allowed: {', '.join(map(repr, _ORDERS))}")
+    check_choice(order, _ORDERS, "order")
     size = _DEFAULT_PAGE
     if limit is not None:
         size = int(limit) if limit.isascii() and limit.isdigit() and len(limit) < 10 else 0
         if not 1 <= size <= MAX_PAGE:
-            refuse("limit", f"{shown(limit)}; allowed: 1 to {MAX_PAGE}")
+            refuse("limit", f"{describe(limit)}; allowed: 1 to {MAX_PAGE}")
     ids = _ids_of(items, response_id)
     numbers = list(range(len(items)))
     if order == "desc":
@@ -52,7 +52,7 @@ def page_of(
     begin = 0
     if after is not None:
         if after not in ids:
-            refuse("after", f"{shown(after)} is not the id of an input item of this response")
+            refuse("after", f"{describe(after)} is not the id of an input item of this response")
         begin = numbers.index(ids.index(after)) + 1
     page = numbers[begin : begin + size]
     return ItemList(
@@ -64,9 +64,8 @@ def page_of(
 
 
 def _ids_of(items: Sequence[Mapping[str, Any]], response_id: str) -> list[str]:
-    """An id for each item: its own, or, where it has none or one before it has the same, one made
-    of its place and the id of the response, which also says whose it is."""
-    ids: dict[str, None] = {}  # in their order
+    """Return the id of each item: its own, or one made of its place and the response's id."""
+    ids: dict[str, None] = {}  # in order
     for number, item in enumerate(items):
         item_id = item.get("id")
         if not isinstance(item_id, str) or not item_id or item_id in ids:
@@ -77,7 +76,7 @@ def _ids_of(items: Sequence[Mapping[str, Any]], response_id: str) -> list[str]:
 
 
 def _listed(item: Mapping[str, Any], item_id: str) -> Item:
-    """The item with what clients may leave out of it."""
+    """Return the item with the fields that clients may omit."""
     kind = item.get("type", "message")
     listed: Item = {**item, "type": kind, "id": item_id}
     if kind in _ID_PREFIXES and not isinstance(item.get("status"), str):
@@ -102,7 +101,7 @@ def _listed(item: Mapping[str, Any], item_id: str) -> Item:
 
 
 def _content(item: Mapping[str, Any]) -> list[Any]:
-    """The parts of a message."""
+    """Return the parts of a message."""
     content = item.get("content")
     kind = "output_text" if item.get("role") == "assistant" else "input_text"
     if isinstance(content, list):
@@ -111,7 +110,7 @@ def _content(item: Mapping[str, Any]) -> list[Any]:
 
 
 def _part(part: Any, text_kind: str) -> Any:
-    """A part of a message or a result; one of text gets the type of its place."""
+    """Return a part of a message or a result; text gets the type of its place."""
     if not isinstance(part, dict):
         return part
     kind = part.get("type", "text")

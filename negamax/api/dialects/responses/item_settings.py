@@ -1,25 +1,27 @@
-"""Items that say nothing, but change what holds for the answers after them: further tools, and the
-configuration.
-"""
+"""Items that change the settings of later answers: more tools, and the configuration."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from negamax.api.dialects.responses.schema import ResponsesRequest, declared_tools
-from negamax.api.schemas.request_model import refuse, shown
-from negamax.api.schemas.thinking import check_effort
+from negamax.api.dialects.responses.schema import ResponsesRequest, read_declared_tools
+from negamax.api.schemas.request_model import check_choice, check_type
+from negamax.api.schemas.thinking import EFFORTS
 
 SETTINGS = ("additional_tools", "configuration_update")
 
 
-def with_settings(
+def apply_settings(
     params: ResponsesRequest, items: Sequence[tuple[str, Mapping[str, Any]]]
 ) -> ResponsesRequest:
-    """The request with what `items`, which come with their places, change: tools are added unless
-    there is one of that name, and the last effort and the last form of the text hold."""
-    tools = declared_tools([(f"tools[{i}]", tool) for i, tool in enumerate(params.tools or ())])
+    """Apply the changes in `items`, which come with their places, to the request.
+
+    Tools are added unless their name is taken. The last effort and the last text format apply.
+    """
+    tools = read_declared_tools(
+        [(f"tools[{i}]", tool) for i, tool in enumerate(params.tools or ())]
+    )
     names = {tool.shown_name for tool in tools}
     added: list[dict[str, Any]] = []
     reasoning, text = params.reasoning, params.text
@@ -32,7 +34,7 @@ def with_settings(
             case "configuration_update":
                 effort = _part(item, "reasoning", place).get("effort")
                 if effort is not None:
-                    effort = check_effort(effort, f"{place}.reasoning.effort")
+                    effort = check_choice(effort, EFFORTS, f"{place}.reasoning.effort")
                     reasoning = reasoning.model_copy(update={"effort": effort})
                 form = _part(item, "text", place).get("format")
                 if form is not None:
@@ -42,7 +44,7 @@ def with_settings(
             case _:
                 continue
         for where, tool in offered:
-            found = {entry.shown_name for entry in declared_tools([(where, tool)])}
+            found = {entry.shown_name for entry in read_declared_tools([(where, tool)])}
             if found - names:
                 added.append(tool)
                 names |= found
@@ -55,19 +57,15 @@ def with_settings(
 
 
 def _objects(value: object, place: str) -> list[tuple[str, dict[str, Any]]]:
-    """The objects in a list, with their places."""
-    if not isinstance(value, list):
-        refuse(place, f"must be a list of tools; got {shown(value)}")
-    placed = [(f"{place}[{index}]", entry) for index, entry in enumerate(value)]
-    for where, entry in placed:
-        if not isinstance(entry, dict):
-            refuse(where, f"must be an object; got {shown(entry)}")
-    return placed
+    """Return the objects in a list, with their places."""
+    entries = enumerate(check_type(value, list, place, "a list of tools"))
+    return [
+        (f"{place}[{index}]", check_type(entry, dict, f"{place}[{index}]"))
+        for index, entry in entries
+    ]
 
 
 def _part(item: Mapping[str, Any], name: str, place: str) -> Mapping[str, Any]:
-    """The object in a field; empty where there is none."""
+    """Return the object in a field; empty if there is none."""
     value = item.get(name)
-    if value is not None and not isinstance(value, dict):
-        refuse(f"{place}.{name}", f"must be an object; got {shown(value)}")
-    return value or {}
+    return {} if value is None else check_type(value, dict, f"{place}.{name}")

@@ -1,4 +1,4 @@
-"""OpenAI's Responses: the answers, their items, and the events of a stream."""
+"""Answers, items and stream events of the Responses API."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class OutputText(Struct, frozen=True, tag="output_text", tag_field="type"):
 
 
 class Item(Struct, frozen=True, tag_field="type"):
-    """What an answer consists of."""
+    """A part of an answer."""
 
     id: str  # of the item
     status: str  # in_progress, completed or incomplete
@@ -36,7 +36,7 @@ class Item(Struct, frozen=True, tag_field="type"):
 class ReasoningItem(Item, frozen=True, tag="reasoning"):
     summary: list[SummaryText]  # one part, with reasoning.summary
     content: list[ReasoningText]  # one part
-    # the reasoning in packed form, with include reasoning.encrypted_content
+    # the packed reasoning, with include reasoning.encrypted_content
     encrypted_content: str | UnsetType | None = UNSET
 
 
@@ -60,7 +60,7 @@ class CustomCallItem(Item, frozen=True, tag="custom_tool_call"):
 
 
 class LocalEnvironment(Struct, frozen=True, tag="local", tag_field="type"):
-    """Where a shell runs: at the client."""
+    """The client's machine, where a shell runs."""
 
 
 class ShellCallItem(Item, frozen=True, tag="shell_call"):
@@ -127,7 +127,7 @@ class TextEcho(Struct, frozen=True):
 
 
 class ResponseAnswer(Struct, frozen=True, kw_only=True):
-    """A response: what was asked, and what has been answered so far."""
+    """A response: the request's fields, and the answer so far."""
 
     id: str  # to fetch it, and to go on from it
     object: str = "response"  # what it is
@@ -154,7 +154,7 @@ class ResponseAnswer(Struct, frozen=True, kw_only=True):
     tools: list[JsonObject]  # of the request
     top_logprobs: int = 0  # of the request
     top_p: float  # what it was sampled with
-    truncation: str = "disabled"  # nothing is ever cut
+    truncation: str = "disabled"  # nothing is ever truncated
     usage: ResponseUsage | None = None  # token counts, once it has ended
     user: str | None = None  # without effect
 
@@ -174,7 +174,7 @@ class ItemList(Struct, frozen=True, kw_only=True):
     """A page of the input items of a response."""
 
     object: str = "list"  # what it is
-    # the items, each with an `id` that is always the same, and texts as lists of parts
+    # the items, each with a stable `id`, and texts as lists of parts
     data: list[JsonObject]
     first_id: str | None  # the id of the first; null where there are none
     last_id: str | None  # the id of the last, for `after` of the next page
@@ -223,7 +223,7 @@ class SummaryPartEvent(GrowthEvent, frozen=True, kw_only=True):
 
 
 class TextEvent(GrowthEvent, frozen=True, kw_only=True):
-    """Every delta and its done event; which fields it has depends on its type."""
+    """A delta or its done event; its fields depend on its type."""
 
     content_index: int | UnsetType = UNSET  # of the part in the item's content
     summary_index: int | UnsetType = UNSET  # of the part in the item's summary
@@ -232,6 +232,5 @@ class TextEvent(GrowthEvent, frozen=True, kw_only=True):
     arguments: str | UnsetType = UNSET  # all of them, in their done event
     input: str | UnsetType = UNSET  # all of it, in its done event
     name: str | UnsetType = UNSET  # of the tool, in the done event of the arguments
-    # of output_text: of the tokens of the delta, or of all when it is done; empty unless they were
-    # asked for
+    # of output_text: those of the delta, or of all tokens when it is done; empty unless requested
     logprobs: list[ChatLogprob] | UnsetType = UNSET

@@ -1,6 +1,4 @@
-"""/v1/responses: OpenAI's newer API. Answers are items, and the server keeps them, so that a
-request can go on from one.
-"""
+"""/v1/responses of OpenAI's API. Answers are items that the server stores."""
 
 from __future__ import annotations
 
@@ -8,21 +6,23 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from negamax.api.access import tenant_of
+from negamax.api.access import get_tenant
+from negamax.api.common.answer import respond
+from negamax.api.common.api_request import ApiRequest
 from negamax.api.common.content_logprobs import ContentLogprobs
 from negamax.api.common.context import ApiContext
-from negamax.api.common.conversation import off_loop
-from negamax.api.common.thought_signature import ThoughtSigner
-from negamax.api.common.turn import Turn, start_turn, turn_conversation, turn_prompt
+from negamax.api.common.conversation import run_off_loop
+from negamax.api.common.turn import Turn, build_conversation, build_prompt, start_turn
 from negamax.api.dialects.responses.events import ResponseEventWriter
-from negamax.api.dialects.responses.history import history_of
-from negamax.api.dialects.responses.input_items import page_of
-from negamax.api.dialects.responses.item_settings import with_settings
+from negamax.api.dialects.responses.history import build_history
+from negamax.api.dialects.responses.input_items import build_page
+from negamax.api.dialects.responses.item_settings import apply_settings
 from negamax.api.dialects.responses.items import (
     DeletedResponse,
     InputTokenCount,
@@ -36,103 +36,107 @@ from negamax.api.dialects.responses.store import (
     KeptResponse,
     KeptTurn,
     ResponseStore,
-    decoded,
+    decode_items,
 )
-from negamax.api.errors import error_of, json_response
+from negamax.api.errors import describe_error, json_response
 from negamax.api.http.request_body import decode_request, receive
-from negamax.api.http.sse import while_connected
-from negamax.api.openapi import json_body
+from negamax.api.http.sse import run_while_connected
+from negamax.api.openapi import describe_body
 from negamax.api.schemas.answers import encode
-from negamax.api.schemas.request_model import refuse, shown
+from negamax.api.schemas.request_model import describe, refuse
 from negamax.base.errors import InvalidRequestError, NotFoundError, PayloadTooLargeError
 from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-_ITEMS = "items"  # what server processes ask each other for, by their ids
-# that a stopping server waits for the client of a response that ended in the background
+_ITEMS = "items"  # question of server processes: items by their ids
+# a stopping server waits for a client to fetch a background response
 _FETCH_SECONDS = 5.0
 
 
-def responses_router(context: ApiContext) -> APIRouter:
-    """The routes of the Responses API."""
+def make_responses_router(context: ApiContext) -> APIRouter:
     router = APIRouter(route_class=context.peers.owner_route("response_id"))
     responses = _Responses(context)
-    body_schema = json_body(ResponsesRequest)
+    body_schema = describe_body(ResponsesRequest)
 
     @router.post("/v1/responses", openapi_extra=body_schema)
-    async def create(request: Request) -> Response:
+    async def create(http: Request) -> Response:
         """Answer a conversation: whole, as a stream of events, or in the background."""
-        arrival = time.monotonic()
-        read = await _read(context, request)
-        if isinstance(read, Response):
-            return read
-        params, num_bytes = read
-        return await responses.create(request, params, num_bytes=num_bytes, arrival=arrival)
+        request = await _read(context, http)
+        return request if isinstance(request, Response) else await responses.create(request)
 
     @router.post("/v1/responses/input_tokens", openapi_extra=body_schema)
-    async def input_tokens(request: Request) -> Response:
-        """How many tokens the prompt of a response has."""
-        read = await _read(context, request)
-        if isinstance(read, Response):
-            return read
-        params, num_bytes = read
-        return json_response(await responses.count(request, params, num_bytes=num_bytes))
+    async def input_tokens(http: Request) -> Response:
+        """Count the tokens of a response's prompt."""
+        request = await _read(context, http)
+        return request if isinstance(request, Response) else await responses.count(request)
 
     @router.get("/v1/responses/{response_id}")
-    async def retrieve(request: Request, response_id: str) -> Response:
-        """A kept response."""
-        if request.query_params.get("stream", "false").lower() == "true":
-            refuse("stream", "a kept response is not streamed again; leave it out")
-        return Response(
-            responses.fetched(response_id, tenant_of(request)), media_type="application/json"
-        )
+    async def retrieve(http: Request, response_id: str) -> Response:
+        """Return a stored response."""
+        if http.query_params.get("stream", "false").lower() == "true":
+            refuse("stream", "a stored response is not streamed again; leave it out")
+        return _json_bytes(responses.fetched(response_id, get_tenant(http)))
 
     @router.get("/v1/responses/{response_id}/input_items")
-    async def input_items(request: Request, response_id: str) -> Response:
-        """What the request of a kept response sent, in pages: `order`, `limit`, `after`."""
-        kept = responses.kept(response_id, tenant_of(request))
-        items, query = kept.turn.input_items, request.query_params
-        page = await off_loop(
-            lambda: page_of(decoded(items), query, response_id=response_id), num_bytes=len(items)
+    async def input_items(http: Request, response_id: str) -> Response:
+        """List the input items of a stored response in pages: `order`, `limit`, `after`."""
+        kept = responses.kept(response_id, get_tenant(http))
+        items, query = kept.turn.input_items, http.query_params
+        page = await run_off_loop(
+            lambda: build_page(decode_items(items), query, response_id=response_id),
+            num_bytes=len(items),
         )
         return json_response(page)
 
     @router.delete("/v1/responses/{response_id}")
-    async def delete(request: Request, response_id: str) -> Response:
-        """Forget a response."""
-        responses.delete(response_id, tenant_of(request))
+    async def delete(http: Request, response_id: str) -> Response:
+        """Delete a response."""
+        responses.delete(response_id, get_tenant(http))
         return json_response(DeletedResponse(response_id))
 
     @router.post("/v1/responses/{response_id}/cancel")
-    async def cancel(request: Request, response_id: str) -> Response:
-        """End a response that runs in the background."""
-        return Response(
-            await responses.cancel(response_id, tenant_of(request)), media_type="application/json"
-        )
+    async def cancel(http: Request, response_id: str) -> Response:
+        """Cancel a response that runs in the background."""
+        return _json_bytes(await responses.cancel(response_id, get_tenant(http)))
 
     return router
 
 
-async def _read(context: ApiContext, request: Request) -> tuple[ResponsesRequest, int] | Response:
-    """The request and its size in bytes, or the answer of the server process that owns what it
-    goes on from."""
-    body = await receive(request, context.body_limits)
+def _json_bytes(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
+
+
+async def _read(context: ApiContext, http: Request) -> ApiRequest[ResponsesRequest] | Response:
+    """Read the request, or return the answer of the server process that owns its predecessor."""
+    arrival = time.monotonic()
+    body = await receive(http, context.body_limits)
     params = await decode_request(body, ResponsesRequest, context.body_limits)
     owner = context.server_rank.owner_of(params.previous_response_id)
     if owner != context.server_rank.index:
-        return await context.peers.relay(request, to=owner, body=body)
-    return params, len(body)
+        return await context.peers.relay(http, to=owner, body=body)
+    return ApiRequest(http, params, len(body), arrival)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A request with what it refers to."""
+
+    request: ApiRequest[ResponsesRequest]  # its size includes the items referred to
+    parent: KeptTurn | None  # the turn that it continues
+    given: list[Item]  # its own items
+    in_effect: ResponsesRequest  # as the items change it
+    turn: Turn
 
 
 class _Responses:
-    """The responses of one server: those that are kept, and those that run in the background.
+    """The stored responses of one server and those that run in the background.
+
     Single writer: the event loop.
     """
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
-        self._signer = ThoughtSigner(context.engine.info.served_model_name)
         self._store = ResponseStore()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._awaited: dict[str, asyncio.Event] = {}  # set when the response is fetched
@@ -141,53 +145,42 @@ class _Responses:
         )
 
     def kept(self, response_id: str, tenant: str) -> KeptResponse:
-        """A kept response of a tenant's. Errors: `NotFoundError`."""
+        """Return a stored response of the tenant. Errors: `NotFoundError`."""
         kept = self._store.get(response_id, tenant=tenant)
         if kept is None:
             raise _unknown(response_id, param="response_id", code="response_not_found")
         return kept
 
     def fetched(self, response_id: str, tenant: str) -> bytes:
-        """A kept response as JSON, for its client. Errors: `NotFoundError`."""
+        """Return a stored response as JSON and note that its client has it. Errors: as `kept`."""
         body = self.kept(response_id, tenant).body
         if response_id in self._awaited:
             self._awaited[response_id].set()
         return body
 
-    async def create(
-        self, request: Request, params: ResponsesRequest, *, num_bytes: int, arrival: float
-    ) -> Response:
-        """Answer a request."""
-        context = self._context
+    async def create(self, request: ApiRequest[ResponsesRequest]) -> Response:
+        context, params = self._context, request.params
         model = context.model_name(params.model)
         if params.background and (params.stream or not params.store):
             refuse(
                 "background",
-                "a response in the background is fetched later; it needs store=true and "
-                "stream=false",
+                "a background response is fetched later; send store=true and stream=false",
             )
         if params.top_logprobs > context.engine.info.max_logprobs:
             refuse(
                 "top_logprobs",
                 f"{params.top_logprobs}; allowed: 0 to {context.engine.info.max_logprobs}",
             )
-        tenant = tenant_of(request)
-        parent, given, in_effect, turn, num_bytes = await self._prepare(
-            params, tenant, num_bytes=num_bytes
-        )
-        blank = self._blank(params, model=model, turn=turn)
+        prepared = await self._prepare(request)
+        blank = self._blank(params, model=model, turn=prepared.turn)
         keep = partial(
-            self._keep, tenant=tenant, parent=parent, input_items=msgspec.json.encode(given)
+            self._keep,
+            tenant=get_tenant(request.http),
+            parent=prepared.parent,
+            input_items=msgspec.json.encode(prepared.given),
         )
         started = await start_turn(
-            context,
-            request,
-            turn,
-            params,
-            request_id=blank.id,
-            names=[blank.id],
-            num_bytes=num_bytes,
-            arrival=arrival,
+            context, prepared.request, prepared.turn, request_id=blank.id, names=[blank.id]
         )
         logprobs = (
             None
@@ -196,13 +189,13 @@ class _Responses:
         )
         writer = ResponseEventWriter(
             started,
-            in_effect,
+            prepared.in_effect,
             blank,
             new_id=partial(context.server_rank.new_id, num_bytes=16),
-            signer=self._signer,
+            signer=context.signer,
             logprobs=logprobs,
             keep=keep if params.store else _drop,
-            request_id=request.state.request_id,
+            request_id=request.http.state.request_id,
         )
         if params.background:
             keep(blank)
@@ -210,39 +203,31 @@ class _Responses:
             self._running[blank.id] = context.lifecycle.run_in_background(work)
             return json_response(blank)
         if params.stream:
-            return context.event_stream(writer.stream, source=writer.source)
-        response = await while_connected(request.receive, writer.whole())
+            return await respond(context, request, writer)
+        response = await run_while_connected(request.http.receive, writer.whole())
         if params.store:
             keep(response)
         return json_response(response)
 
-    async def count(
-        self, request: Request, params: ResponsesRequest, *, num_bytes: int
-    ) -> InputTokenCount:
-        """Count the tokens of a request's prompt."""
-        self._context.model_name(params.model)
-        _, _, _, turn, num_bytes = await self._prepare(
-            params, tenant_of(request), num_bytes=num_bytes
-        )
-        prompt = await turn_prompt(self._context, request, turn, params, num_bytes=num_bytes)
-        return InputTokenCount(len(prompt.token_ids))
+    async def count(self, request: ApiRequest[ResponsesRequest]) -> Response:
+        self._context.model_name(request.params.model)
+        prepared = await self._prepare(request)
+        prompt = await build_prompt(self._context, prepared.request, prepared.turn)
+        return json_response(InputTokenCount(len(prompt.token_ids)))
 
-    async def _prepare(
-        self, params: ResponsesRequest, tenant: str, *, num_bytes: int
-    ) -> tuple[KeptTurn | None, list[Item], ResponsesRequest, Turn, int]:
-        """What a request goes on from, its own items, the request as all items change it, what they
-        ask for together, and how many bytes that is.
-        """
+    async def _prepare(self, request: ApiRequest[ResponsesRequest]) -> _Prepared:
+        """Collect the items of the request and of its predecessors."""
+        params, tenant = request.params, get_tenant(request.http)
         parent = self._parent(params.previous_response_id, tenant)
-        given, num_bytes = await self._given(params, tenant, num_bytes=num_bytes)
+        given, num_bytes = await self._given(params, tenant, num_bytes=request.num_bytes)
         num_bytes += 0 if parent is None else parent.total_bytes
-        in_effect, turn = await off_loop(
+        in_effect, turn = await run_off_loop(
             lambda: self._turn(params, parent, given), num_bytes=num_bytes
         )
-        return parent, given, in_effect, turn, num_bytes
+        return _Prepared(replace(request, num_bytes=num_bytes), parent, given, in_effect, turn)
 
     def delete(self, response_id: str, tenant: str) -> None:
-        """Forget a response; one that runs ends. Errors: `NotFoundError`."""
+        """Delete a response, and abort it if it runs. Errors: `NotFoundError`."""
         self.kept(response_id, tenant)
         task = self._running.pop(response_id, None)
         if task is not None:
@@ -250,14 +235,14 @@ class _Responses:
         self._store.remove(response_id)
 
     async def cancel(self, response_id: str, tenant: str) -> bytes:
-        """End a response in the background; its last state. Errors: `NotFoundError`,
-        `InvalidRequestError` for another kind.
+        """Cancel a background response and return its last state.
+
+        Errors: `NotFoundError`; `InvalidRequestError` for another kind of response.
         """
         response = msgspec.json.decode(self.kept(response_id, tenant).body)
         if not response["background"]:
             raise InvalidRequestError(
-                "only a response in the background can be cancelled; close the connection of any "
-                "other",
+                "only a background response can be cancelled; close the connection of any other",
                 param="response_id",
                 code="not_in_background",
             )
@@ -273,14 +258,14 @@ class _Responses:
         blank: ResponseAnswer,
         keep: Callable[[ResponseAnswer], None],
     ) -> None:
-        """Run a response in the background, and keep its last state unless it was deleted."""
+        """Run a response in the background and store its last state unless it was deleted."""
         try:
             response = await writer.whole()
         except asyncio.CancelledError:
             response = writer.cancelled()
         except Exception as error:
             logger.warning("response %s failed in the background: %s", blank.id, error)
-            response = writer.failed(error_of(error)[1].error.message)
+            response = writer.failed(describe_error(error)[1].error.message)
         if self._running.pop(blank.id, None) is not None:
             keep(response)
             if self._context.lifecycle.is_draining and response.status in (
@@ -290,9 +275,7 @@ class _Responses:
                 await self._until_fetched(blank.id)
 
     async def _until_fetched(self, response_id: str) -> None:
-        """Give its client the time to ask for it once more, because with the server the response
-        goes.
-        """
+        """Give the client time to fetch a response that is lost when the server stops."""
         fetched = self._awaited[response_id] = asyncio.Event()
         with suppress(TimeoutError):
             async with asyncio.timeout(_FETCH_SECONDS):
@@ -311,7 +294,7 @@ class _Responses:
         )
 
     def _parent(self, response_id: str | None, tenant: str) -> KeptTurn | None:
-        """The turn to go on from."""
+        """Return the turn to continue."""
         if response_id is None:
             return None
         kept = self._store.get(response_id, tenant=tenant)
@@ -326,8 +309,11 @@ class _Responses:
     async def _given(
         self, params: ResponsesRequest, tenant: str, *, num_bytes: int
     ) -> tuple[list[Item], int]:
-        """The input as items, references replaced by what they refer to, and how many bytes the
-        request, of `num_bytes`, has with these. Errors: `PayloadTooLargeError`."""
+        """Return the input as items with references resolved, and the request's size with these in
+        bytes.
+
+        Errors: `PayloadTooLargeError`.
+        """
         if isinstance(params.input, str):
             return [{"type": "message", "role": "user", "content": params.input}], num_bytes
         references = {
@@ -349,13 +335,13 @@ class _Responses:
         allowed = self._context.body_limits.num_bytes
         if num_bytes > allowed:
             raise PayloadTooLargeError(
-                f"input: {num_bytes} bytes with what its references refer to; allowed: {allowed}",
+                f"input: {num_bytes} bytes with the items that it refers to; allowed: {allowed}",
                 code="body_too_large",
             )
         return given, num_bytes
 
     async def _items(self, item_ids: set[str], tenant: str) -> dict[str, Item]:
-        """Output items of kept responses by id, each asked of the server process that owns it."""
+        """Return output items of stored responses by id, from the processes that own them."""
         rank = self._context.server_rank
         by_owner: dict[int, set[str]] = {}
         for item_id in item_ids:
@@ -375,32 +361,29 @@ class _Responses:
             ("input" if isinstance(params.input, str) else f"input[{i}]", item)
             for i, item in enumerate(given)
         ]
-        params = with_settings(params, items)
-        thoughts = self._context.hidden_thoughts(self._signer)
-        history = history_of(
+        params = apply_settings(params, items)
+        history = build_history(
             items,
             instructions=params.instructions,
-            thoughts=thoughts,
+            thoughts=self._context.hidden_thoughts(),
             family=self._context.chat_format.family,
         )
         tools, calls = params.choice()
         turn = Turn(
-            conversation=turn_conversation(params, history.messages, tools, params.thinking_choice),
+            conversation=build_conversation(
+                params, history.messages, tools, params.thinking_choice
+            ),
             places=history.places,
             calls=calls,
             form=params.grammar,
-            sampling=params.shared_sampling(
-                seed=params.seed,
-                max_tokens=params.max_output_tokens,
-                min_tokens=params.min_tokens,
-                stop=params.stop,
-                logprobs=params.num_logprobs,
+            sampling=params.sampling_params(
+                max_tokens=params.max_output_tokens, logprobs=params.num_logprobs
             ),
         )
         return params, turn
 
     def _blank(self, params: ResponsesRequest, *, model: str, turn: Turn) -> ResponseAnswer:
-        """The response before anything is answered."""
+        """Build the response before anything is answered."""
         info = self._context.engine.info
         resolved = turn.sampling.resolved(info.sampling_defaults, room=info.max_model_len)
         assert resolved.temperature is not None and resolved.top_p is not None
@@ -430,13 +413,13 @@ class _Responses:
 
 
 def _drop(response: ResponseAnswer) -> None:
-    """The client asked for it not to be kept."""
+    """Ignore a response with store=false."""
 
 
 def _unknown(name: object, *, param: str, code: str) -> NotFoundError:
     return NotFoundError(
-        f"{param}: {shown(name)} is not kept here; responses are kept in memory until others "
-        f"make room",
+        f"{param}: {describe(name)} is not stored here; responses are stored in memory until "
+        f"others need the room",
         param=param,
         code=code,
     )

@@ -1,4 +1,4 @@
-"""OpenAI's Responses: the requests."""
+"""Requests of the Responses API."""
 
 from __future__ import annotations
 
@@ -10,23 +10,30 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, Field, StringConstraints
 
 from negamax.api.dialects.responses.client_tools import CLIENT_TOOLS, is_run_by_client
-from negamax.api.schemas.request_model import RequestModel, at_most, one_of, refuse, shown
+from negamax.api.schemas.request_model import (
+    RequestModel,
+    at_most,
+    check_type,
+    describe,
+    one_of,
+    refuse,
+)
 from negamax.api.schemas.sampled_request import MAX_MESSAGES, StopStrings, TurnRequest
-from negamax.api.schemas.structure import form_grammar
-from negamax.api.schemas.thinking import EFFORTS, ThinkingChoice, template_switch
+from negamax.api.schemas.structure import build_format_grammar
+from negamax.api.schemas.thinking import EFFORTS, ThinkingChoice, read_template_switch
 from negamax.api.schemas.tools import (
     CallChoice,
-    allowed_tools,
+    build_function_tool,
     call_choice,
     check_function,
     check_tool_count,
-    function_tool,
+    read_allowed_tools,
 )
 from negamax.config.grammar import Grammar
 
 ENCRYPTED_REASONING = "reasoning.encrypted_content"  # of `include`
 LOGPROBS = "message.output_text.logprobs"  # the same
-CUSTOM_INPUT = "input"  # the one argument by which the model calls a custom tool
+CUSTOM_INPUT = "input"  # the one argument of a custom tool
 _CUSTOM_PARAMETERS = {
     "type": "object",
     "properties": {CUSTOM_INPUT: {"type": "string"}},
@@ -40,8 +47,9 @@ _SUMMARIES = ("auto", "concise", "detailed", "none")
 
 @dataclass(frozen=True, slots=True)
 class DeclaredTool:
-    """A tool that the client runs, and how the model is shown it: as a function, of one text for a
-    custom tool. `kind`: "function", "custom", or a type of `CLIENT_TOOLS`.
+    """A tool that the client runs, and the function that the model is shown for it.
+
+    `kind`: "function", "custom" (a function of one text), or a type of `CLIENT_TOOLS`.
     """
 
     name: str
@@ -51,12 +59,12 @@ class DeclaredTool:
 
     @property
     def shown_name(self) -> str:
-        """The name that the model calls it by."""
+        """The name by which the model calls it."""
         return str(shown_name(self.namespace, self.name))
 
 
 def shown_name(namespace: object, name: Any) -> Any:
-    """The name of a tool with its namespace; what is no name stays as it is."""
+    """Return the name of a tool with its namespace; an invalid name is returned unchanged."""
     return (
         f"{namespace}.{name}"
         if isinstance(namespace, str) and namespace and isinstance(name, str) and name
@@ -73,13 +81,13 @@ def _check_input(value: str | list[dict[str, Any]]) -> str | list[dict[str, Any]
 
 
 class ReasoningConfig(RequestModel):
-    """`reasoning`: how much, and whether it is also given as a summary."""
+    """`reasoning`: effort, and whether there is a summary."""
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset({"generate_summary", "encrypted_content"})
 
-    # how much is thought, where the template knows efforts; "none": not at all
+    # how much the model thinks, if the template supports efforts; "none": not at all
     effort: Annotated[str, one_of("reasoning.effort", EFFORTS)] | None = None
-    # other than none: the whole reasoning is also given as a summary
+    # other than none: the answer repeats the whole reasoning as a summary
     summary: Annotated[str, one_of("reasoning.summary", _SUMMARIES)] | None = None
 
 
@@ -92,7 +100,7 @@ class TextConfig(RequestModel):
 
 
 class ResponsesRequest(TurnRequest):
-    """A conversation to answer, as items; it may go on from an answer that the server keeps."""
+    """A conversation to answer, as items. It may continue a response that the server stores."""
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset(
         {
@@ -113,12 +121,12 @@ class ResponsesRequest(TurnRequest):
     }
     # a text, or items from the conversation; at most 65,536
     input: Annotated[str | list[dict[str, Any]], AfterValidator(_check_input)]
-    # the system message; those of the response before are not taken over
+    # the system message; those of the previous response do not apply
     instructions: str | None = None
-    previous_response_id: str | None = None  # a kept response to go on from
-    store: bool = True  # the server keeps the response
+    previous_response_id: str | None = None  # a stored response to continue
+    store: bool = True  # store the response on the server
     background: bool = False  # answer at once, to be fetched later; needs store
-    # reasoning included; left out: the rest of the context
+    # includes reasoning; left out: the rest of the context
     max_output_tokens: int | None = Field(default=None, ge=1)
     stop: StopStrings = Field(default_factory=list)  # an extension
     # functions and custom tools, also in namespaces, shell, local_shell, apply_patch; other types
@@ -126,14 +134,14 @@ class ResponsesRequest(TurnRequest):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] = "auto"  # auto, none, required, a tool, or allowed_tools
     parallel_tool_calls: bool = True  # false: at most one call
-    # how much, and whether it is also given as a summary
+    # effort, and whether there is a summary
     reasoning: ReasoningConfig = ReasoningConfig()
     text: TextConfig = TextConfig()  # the form of the answer
     # reasoning.encrypted_content and message.output_text.logprobs have an effect
     include: list[str] = Field(default_factory=list)
-    # so many of the likeliest tokens at each place; needs include message.output_text.logprobs
+    # the number of likeliest tokens at each place; needs include message.output_text.logprobs
     top_logprobs: int = Field(default=0, ge=0)
-    # comes back in the response; keys of up to 64 characters, texts of up to 512
+    # returned in the response; keys of up to 64 characters, texts of up to 512
     metadata: Annotated[
         dict[
             Annotated[str, StringConstraints(max_length=64)],
@@ -145,19 +153,20 @@ class ResponsesRequest(TurnRequest):
 
     @cached_property
     def declared_tools(self) -> list[DeclaredTool]:
-        """The tools that the model can be shown."""
-        return declared_tools([(f"tools[{i}]", tool) for i, tool in enumerate(self.tools or ())])
+        return read_declared_tools(
+            [(f"tools[{i}]", tool) for i, tool in enumerate(self.tools or ())]
+        )
 
     def choice(self) -> tuple[list[dict[str, Any]] | None, CallChoice]:
-        """The tools that the model is shown, as chat completions have them, and which of them may
-        and must be called.
+        """Return the tools shown to the model, as in chat completions, and which may and must be
+        called.
         """
         declared, mode, name = self.declared_tools, self.tool_choice, None
         allowed: dict[str, str] | None = None
         if isinstance(mode, dict):
             kind = mode.get("type")
             if kind == "allowed_tools":
-                mode, names = allowed_tools(
+                mode, names = read_allowed_tools(
                     mode, may_run_elsewhere=True, named_by_type=CLIENT_TOOLS
                 )
                 allowed = {}
@@ -183,7 +192,7 @@ class ResponsesRequest(TurnRequest):
         ):
             refuse(
                 "tool_choice",
-                f"{shown(mode)}; allowed: 'auto', 'none', 'required', a function, a custom tool, "
+                f"{describe(mode)}; allowed: 'auto', 'none', 'required', a function, custom tool, "
                 f"{', '.join(CLIENT_TOOLS)}, allowed_tools",
             )
         tools = None if mode == "none" else [tool.as_function for tool in declared] or None
@@ -196,45 +205,32 @@ class ResponsesRequest(TurnRequest):
 
     @property
     def thinking_choice(self) -> ThinkingChoice:
-        """What the request says about thinking."""
         return ThinkingChoice(
-            mode=template_switch(self.chat_template_kwargs or {}), effort=self.reasoning.effort
+            mode=read_template_switch(self.chat_template_kwargs or {}), effort=self.reasoning.effort
         )
 
     @property
     def grammar(self) -> Grammar | None:
-        """The form of the content."""
-        form = self.text.format or {"type": "text"}
-        match form.get("type"):
-            case "text":
-                return None
-            case "json_object":
-                return Grammar(kind="json_object")
-            case "json_schema":
-                is_strict = form.get("strict") is True
-                return form_grammar(
-                    "json_schema", form.get("schema"), param="text.format.schema", strict=is_strict
-                )
-        refuse(
-            "text.format",
-            f"type {shown(form.get('type'))}; allowed: {', '.join(map(repr, _FORMS))}",
-        )
+        """The grammar of the content."""
+        return build_format_grammar(self.text.format or {"type": "text"}, _FORMS, "text.format")
 
     @property
     def num_logprobs(self) -> int | None:
-        """None: off; k: the chosen token and the k most likely."""
+        """The number of alternatives per token; None: no logprobs."""
         return self.top_logprobs if LOGPROBS in self.include else None
 
     @property
     def wants_summary(self) -> bool:
-        """Whether the reasoning is also given as a summary."""
+        """Whether the answer repeats the reasoning as a summary."""
         return self.reasoning.summary not in (None, "none")
 
 
-def declared_tools(placed: Sequence[tuple[str, dict[str, Any]]]) -> list[DeclaredTool]:
-    """Those of the tools, which come with their places, that the model can be shown: functions,
-    custom tools, both of them from namespaces, shells and patches that clients run. Tools that run
-    on OpenAI's servers are left out."""
+def read_declared_tools(placed: Sequence[tuple[str, dict[str, Any]]]) -> list[DeclaredTool]:
+    """Return the tools that the model can be shown, given with their places.
+
+    These are functions, custom tools, both also in namespaces, and shells and patches that clients
+    run. Tools that run on OpenAI's servers are omitted.
+    """
     declared: list[DeclaredTool] = []
     for where, tool in placed:
         if tool.get("type") != "namespace":
@@ -244,24 +240,29 @@ def declared_tools(placed: Sequence[tuple[str, dict[str, Any]]]) -> list[Declare
         if not isinstance(namespace, str) or not isinstance(inner, list):
             refuse(where, "must have a name and a list of tools")
         for number, entry in enumerate(inner):
-            if not isinstance(entry, dict):
-                refuse(f"{where}.tools[{number}]", f"must be an object; got {shown(entry)}")
-            declared += _declared(entry, where=f"{where}.tools[{number}]", namespace=namespace)
+            place = f"{where}.tools[{number}]"
+            declared += _declared(check_type(entry, dict, place), where=place, namespace=namespace)
     check_tool_count(len(declared))
     return declared
 
 
 def _declared(tool: dict[str, Any], *, where: str, namespace: str | None) -> list[DeclaredTool]:
-    """The tool, or nothing where it does not run at the client."""
+    """Return the tool; empty if the client does not run it."""
     kind = tool.get("type")
     if isinstance(kind, str) and is_run_by_client(tool):
-        description, schema = CLIENT_TOOLS[kind]
-        function = function_tool(kind, description=description, parameters=schema, is_strict=False)
+        tool_shown = CLIENT_TOOLS[kind]
+        function = build_function_tool(
+            kind,
+            description=tool_shown.description,
+            parameters=tool_shown.schema,
+            is_strict=False,
+        )
         return [DeclaredTool(kind, None, kind, function)]
     if kind not in ("function", "custom"):
         if not isinstance(kind, str):
             refuse(
-                f"{where}.type", f"{shown(kind)}; allowed: the name of a type, such as 'function'"
+                f"{where}.type",
+                f"{describe(kind)}; allowed: the name of a type, such as 'function'",
             )
         return []
     described = tool.get("function", tool)  # also in the shape of chat completions
@@ -270,7 +271,7 @@ def _declared(tool: dict[str, Any], *, where: str, namespace: str | None) -> lis
     called = shown_name(namespace, described.get("name"))
     check_function({**described, "name": called}, where=where)
     is_custom = kind == "custom"
-    function = function_tool(
+    function = build_function_tool(
         called,
         description=described.get("description"),
         parameters=_CUSTOM_PARAMETERS if is_custom else described.get("parameters"),

@@ -1,6 +1,4 @@
-"""Responses that the server keeps, so that they can be fetched and gone on from: in memory, and
-never more than fits.
-"""
+"""Stored responses, in memory and within a limit, so that clients can fetch and continue them."""
 
 from __future__ import annotations
 
@@ -18,8 +16,8 @@ Item = dict[str, Any]
 
 
 class KeptTurn:
-    """The items of one response, as JSON, on top of the turn that it goes on from. Single writer:
-    the store.
+    """The items of one response as JSON, on top of the turn that it continues. Single writer: the
+    store.
     """
 
     def __init__(self, parent: KeptTurn | None, *, input_items: bytes, output_items: bytes) -> None:
@@ -29,7 +27,7 @@ class KeptTurn:
         self.total_bytes: int = (
             len(input_items) + len(output_items) + (0 if parent is None else parent.total_bytes)
         )
-        self.num_users = 0  # kept responses with this turn, and turns on top of it
+        self.num_users = 0  # stored responses with this turn, and turns on top of it
 
     @property
     def num_bytes(self) -> int:
@@ -37,45 +35,43 @@ class KeptTurn:
         return len(self.input_items) + len(self.output_items)
 
     def conversation(self) -> list[Item]:
-        """All items from the first turn on."""
+        """Return all items from the first turn on."""
         parts: list[bytes] = []
         turn: KeptTurn | None = self
         while turn is not None:
             parts += (turn.output_items, turn.input_items)
             turn = turn.parent
-        return [item for part in reversed(parts) for item in decoded(part)]
+        return [item for part in reversed(parts) for item in decode_items(part)]
 
 
 @dataclass(frozen=True, slots=True)
 class KeptResponse:
-    """A response as it is answered to those who fetch it, its turn, and the ids of its output
-    items.
-    """
+    """A response as clients fetch it, its turn, and the ids of its output items."""
 
     body: bytes  # JSON
     turn: KeptTurn
     item_ids: Sequence[str] = ()
-    tenant: str = ""  # the only one that may see it
+    tenant: str = ""  # no other tenant can see it
 
 
 class ResponseStore:
-    """Keeps the responses used last. A turn lives as long as a kept response needs it; its bytes
-    count once. Single writer: the event loop."""
+    """Stores the most recently used responses. Single writer: the event loop.
+
+    A turn lives as long as a stored response needs it; its bytes count once.
+    """
 
     def __init__(self, *, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._responses: OrderedDict[str, KeptResponse] = OrderedDict()
-        self._owners: dict[str, str] = {}  # of output items: the response, by the item's id
+        self._owners: dict[str, str] = {}  # the response that an output item belongs to, by id
         self.num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._responses)
 
     def put(self, response_id: str, kept: KeptResponse) -> None:
-        """Keep a response, in place of an earlier state of it; the ones not used for longest make
-        room.
-        """
+        """Store a response or its new state; the least recently used ones make room."""
         _change_users(kept.turn, 1, store=self)
         self.remove(response_id)
         self._responses[response_id] = kept
@@ -87,7 +83,7 @@ class ResponseStore:
             self.remove(next(iter(self._responses)))
 
     def get(self, response_id: str, *, tenant: str = "") -> KeptResponse | None:
-        """The response, if it is this tenant's, or None; it counts as used."""
+        """Return the response, or None if the tenant has none of this id; it counts as used."""
         kept = self._responses.get(response_id)
         if kept is None or kept.tenant != tenant:
             return None
@@ -95,17 +91,16 @@ class ResponseStore:
         return kept
 
     def items(self, item_ids: Collection[str], *, tenant: str = "") -> dict[str, Item]:
-        """Output items of kept responses of this tenant's, by id; those that are none are left
-        out."""
+        """Return output items of the tenant's stored responses by id; unknown ids are omitted."""
         found: dict[str, Item] = {}
         for response_id in {self._owners.get(item_id, "") for item_id in item_ids}:
             kept = self.get(response_id, tenant=tenant)
-            items = [] if kept is None else decoded(kept.turn.output_items)
+            items = [] if kept is None else decode_items(kept.turn.output_items)
             found.update((item["id"], item) for item in items if item["id"] in item_ids)
         return found
 
     def remove(self, response_id: str) -> bool:
-        """Forget a response; whether it was kept."""
+        """Delete a response; return whether it was stored."""
         kept = self._responses.pop(response_id, None)
         if kept is None:
             return False
@@ -117,8 +112,8 @@ class ResponseStore:
 
 
 def _change_users(turn: KeptTurn, change: int, *, store: ResponseStore) -> None:
-    """Count a user more or less of `turn`; one that begins or ceases to be used begins or ceases to
-    use the turn below.
+    """Add `change` to the users of `turn`; a turn that becomes used or unused changes the turn
+    below.
     """
     below: KeptTurn | None = turn
     while below is not None:
@@ -130,6 +125,6 @@ def _change_users(turn: KeptTurn, change: int, *, store: ResponseStore) -> None:
         below = below.parent
 
 
-def decoded(items: bytes) -> list[Item]:
-    """Items from their JSON."""
+def decode_items(items: bytes) -> list[Item]:
+    """Decode items from JSON."""
     return msgspec.json.decode(items, type=list[Item])

@@ -1,6 +1,4 @@
-"""/tokenize, /detokenize and /tokenizer_info: what the model's tokenizer makes of texts,
-conversations and token ids.
-"""
+"""/tokenize, /detokenize and /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -10,42 +8,36 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
-from negamax.api.access import salt_of
+from negamax.api.access import get_salt
 from negamax.api.common.context import ApiContext
-from negamax.api.common.conversation import Conversation, off_loop
-from negamax.api.dialects.tokens.schema import (
-    DetokenizeAnswer,
-    DetokenizeRequest,
-    TokenizeAnswer,
-    TokenizeRequest,
-    TokenizerInfo,
-)
+from negamax.api.common.conversation import Conversation, run_off_loop
+from negamax.api.dialects.tokens import schema
 from negamax.api.errors import json_response
 from negamax.api.http.request_body import read_request
-from negamax.api.openapi import json_body
+from negamax.api.openapi import describe_body
 from negamax.api.schemas.request_model import refuse
-from negamax.api.schemas.thinking import ThinkingChoice, other_variables, template_switch
+from negamax.api.schemas.thinking import ThinkingChoice, drop_switches, read_template_switch
 from negamax.text.tokenizer import token_text
 
 
-def tokens_router(context: ApiContext) -> APIRouter:
-    """The routes, by vLLM's and by SGLang's names."""
+def make_tokens_router(context: ApiContext) -> APIRouter:
+    """Build the routes by the names of vLLM and SGLang."""
     router = APIRouter()
 
-    async def tokenize(request: Request) -> Response:
-        """Texts or a conversation as token ids."""
-        params, num_bytes = await read_request(request, TokenizeRequest, context.body_limits)
+    async def tokenize(http: Request) -> Response:
+        """Tokenise texts or a conversation."""
+        params, num_bytes = await read_request(http, schema.TokenizeRequest, context.body_limits)
         context.model_name(params.model)
         if (params.prompt is None) == (params.messages is None):
             refuse("prompt", "send either prompt or messages")
         if params.prompt is None:
             prompt = await context.prompts.chat(
-                _conversation(params), num_bytes=num_bytes, cache_salt=salt_of(request, "")
+                _conversation(params), num_bytes=num_bytes, cache_salt=get_salt(http, "")
             )
             texts = [prompt.token_ids]
         else:
             given = [params.prompt] if isinstance(params.prompt, str) else params.prompt
-            texts = await context.prompts.plain(given, cache_salt=salt_of(request, ""))
+            texts = await context.prompts.plain(given, cache_salt=get_salt(http, ""))
         is_list = isinstance(params.prompt, list)
         counts = [len(ids) for ids in texts]
         token_text = context.engine.tokenizer.token_text
@@ -57,7 +49,7 @@ def tokens_router(context: ApiContext) -> APIRouter:
                 else None
             )
             return json_response(
-                TokenizeAnswer(
+                schema.TokenizeAnswer(
                     count=counts if is_list else counts[0],
                     max_model_len=context.engine.info.max_model_len,
                     tokens=texts if is_list else texts[0],
@@ -65,11 +57,11 @@ def tokens_router(context: ApiContext) -> APIRouter:
                 )
             )
 
-        return await off_loop(answer, num_bytes=sum(counts))
+        return await run_off_loop(answer, num_bytes=sum(counts))
 
-    async def detokenize(request: Request) -> Response:
-        """The text of token ids."""
-        params, num_bytes = await read_request(request, DetokenizeRequest, context.body_limits)
+    async def detokenize(http: Request) -> Response:
+        """Return the text of token ids."""
+        params, num_bytes = await read_request(http, schema.DetokenizeRequest, context.body_limits)
         context.model_name(params.model)
         is_nested = bool(params.tokens) and isinstance(params.tokens[0], list)
         sequences: list[Any] = params.tokens if is_nested else [params.tokens]
@@ -82,16 +74,16 @@ def tokens_router(context: ApiContext) -> APIRouter:
                 for ids in sequences
             ]
             text = texts if is_nested else texts[0]
-            return json_response(DetokenizeAnswer(prompt=text, text=text))
+            return json_response(schema.DetokenizeAnswer(prompt=text, text=text))
 
-        return await off_loop(answer, num_bytes=num_bytes)
+        return await run_off_loop(answer, num_bytes=num_bytes)
 
-    tokenize_schema = json_body(TokenizeRequest)
-    detokenize_schema = json_body(DetokenizeRequest)
+    tokenize_schema = describe_body(schema.TokenizeRequest)
+    detokenize_schema = describe_body(schema.DetokenizeRequest)
 
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
-        """The tokenizer's named tokens and the chat template."""
+        """Return the tokenizer's named tokens and the chat template."""
         return json_response(_info(context))
 
     for prefix in ("", "/v1"):
@@ -110,23 +102,23 @@ def tokens_router(context: ApiContext) -> APIRouter:
     return router
 
 
-def _conversation(params: TokenizeRequest) -> Conversation:
+def _conversation(params: schema.TokenizeRequest) -> Conversation:
     variables = params.chat_template_kwargs or {}
     return Conversation(
         messages=params.messages or [],
         tools=params.tools or None,
-        thinking=ThinkingChoice(mode=template_switch(variables)),
-        template_kwargs=other_variables(variables),
+        thinking=ThinkingChoice(mode=read_template_switch(variables)),
+        template_kwargs=drop_switches(variables),
         add_generation_prompt=params.add_generation_prompt and not params.continue_final_message,
         continue_final_message=params.continue_final_message,
     )
 
 
-def _info(context: ApiContext) -> TokenizerInfo:
+def _info(context: ApiContext) -> schema.TokenizerInfo:
     engine = context.engine
     config, template = engine.tokenizer.config, engine.chat_template
     others = config.get("additional_special_tokens")
-    return TokenizerInfo(
+    return schema.TokenizerInfo(
         tokenizer_class=str(config.get("tokenizer_class") or "PreTrainedTokenizerFast"),
         model_max_length=engine.info.max_model_len,
         bos_token=token_text(config.get("bos_token")),

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, with the fields of vLLM and SGLang."""
+"""Requests and answers of /tokenize and /detokenize, with the fields of vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import AfterValidator, PlainValidator, WithJsonSchema
 
-from negamax.api.schemas.request_model import RequestModel, check_token_ids, refuse, shown
+from negamax.api.schemas.request_model import RequestModel, check_token_ids, describe, refuse
 from negamax.api.schemas.sampled_request import check_messages, check_template_kwargs
 from negamax.api.schemas.tools import Tools
 
@@ -20,7 +20,7 @@ def _as_texts(value: object) -> str | list[str]:
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
-        refuse("prompt", f"must be a text or a list of texts; got {shown(value)}")
+        refuse("prompt", f"must be a text or a list of texts; got {describe(value)}")
     if len(value) > MAX_TEXTS:
         refuse("prompt", f"{len(value)} texts; allowed: at most {MAX_TEXTS}")
     return value
@@ -28,13 +28,13 @@ def _as_texts(value: object) -> str | list[str]:
 
 def _as_ids(value: object) -> list[int] | list[list[int]]:
     if not isinstance(value, list):
-        refuse("tokens", f"must be a list of token ids, or of such lists; got {shown(value)}")
+        refuse("tokens", f"must be a list of token ids, or of such lists; got {describe(value)}")
     if value and isinstance(value[0], list):
         if len(value) > MAX_TEXTS:
             refuse("tokens", f"{len(value)} lists; allowed: at most {MAX_TEXTS}")
         for index, ids in enumerate(value):
             if not isinstance(ids, list):
-                refuse(f"tokens[{index}]", f"must be a list of token ids; got {shown(ids)}")
+                refuse(f"tokens[{index}]", f"must be a list of token ids; got {describe(ids)}")
             check_token_ids(ids, f"tokens[{index}]")
     else:
         check_token_ids(value, "tokens")
@@ -87,7 +87,7 @@ class DetokenizeRequest(RequestModel):
 
 
 class TokenizeAnswer(Struct, frozen=True):
-    """Of several texts `tokens`, `count` and `token_strs` are lists of what they are for one."""
+    """For several texts, `tokens`, `count` and `token_strs` are lists of these."""
 
     count: int | list[int]  # tokens
     max_model_len: int  # tokens of the context, answer included
@@ -97,20 +97,20 @@ class TokenizeAnswer(Struct, frozen=True):
 
 
 class TokenizerInfo(Struct, frozen=True, kw_only=True):
-    """What clients that make prompts themselves need to know, as in tokenizer_config.json."""
+    """Facts for clients that build prompts themselves, as in tokenizer_config.json."""
 
     tokenizer_class: str  # of the transformers library
     model_max_length: int  # tokens of the context, answer included
     bos_token: str | None  # the text of the token that begins a text
-    eos_token: str | None  # of the one that ends an answer
-    unk_token: str | None  # of the one for what has none
-    pad_token: str | None  # of the one that fills up
-    additional_special_tokens: list[str]  # beside them
+    eos_token: str | None  # of the token that ends an answer
+    unk_token: str | None  # of the token for unknown text
+    pad_token: str | None  # of the padding token
+    additional_special_tokens: list[str]  # other special tokens
     chat_template: str | None  # Jinja; the one in use
 
 
 class DetokenizeAnswer(Struct, frozen=True):
-    """The text by its names at vLLM and at SGLang; lists of texts for several."""
+    """The text under the names of vLLM and SGLang; lists of texts for several."""
 
     prompt: str | list[str]  # vLLM's name
     text: str | list[str]  # SGLang's name

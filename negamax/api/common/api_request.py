@@ -1,0 +1,140 @@
+"""A client's request on its way to the engine: read, checked and handed over."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import msgspec
+from fastapi import Request
+
+from negamax.api.access import get_owner, get_salt
+from negamax.api.common.context import ApiContext
+from negamax.api.http.request_body import read_request
+from negamax.api.recorder import RequestRecord
+from negamax.api.schemas.request_model import RequestModel, RequestT, describe
+from negamax.api.schemas.sampled_request import EngineRequest
+from negamax.base.errors import InvalidRequestError
+from negamax.engine.client.open_request import OpenRequest
+from negamax.engine.client.output import TextReader
+from negamax.scheduler.request import SamplingParams
+
+DATA_PARALLEL_RANK_HEADER = "X-data-parallel-rank"  # as vLLM and SGLang name it
+_WHOLE_INTERVAL = 32  # tokens between two reads of an answer that is not streamed
+_NUMBER = re.compile("[0-9]{1,9}")
+
+ParamsT_co = TypeVar("ParamsT_co", bound=RequestModel, covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ApiRequest(Generic[ParamsT_co]):
+    """A request whose body was read."""
+
+    http: Request
+    params: ParamsT_co
+    num_bytes: int  # of the body; decides whether work on it leaves the event loop
+    arrival: float  # monotonic seconds
+
+
+async def read_api_request(
+    context: ApiContext, http: Request, model: type[RequestT]
+) -> ApiRequest[RequestT]:
+    """Read a JSON body as a request of type `model`. Errors: those of `read_request`."""
+    arrival = time.monotonic()
+    params, num_bytes = await read_request(http, model, context.body_limits)
+    return ApiRequest(http, params, num_bytes, arrival)
+
+
+def cache_salt(request: ApiRequest[EngineRequest]) -> str:
+    """Return the salt of the request's cached prefixes."""
+    return get_salt(request.http, request.params.cache_salt)
+
+
+def check_sampling(context: ApiContext, sampling: SamplingParams) -> None:
+    """Refuse parameters out of range before any work is done for them."""
+    info = context.engine.info
+    sampling.check(max_logprobs=info.max_logprobs, vocab_size=info.vocab_size)
+
+
+def generate(
+    context: ApiContext,
+    request: ApiRequest[EngineRequest],
+    prompt_token_ids: Sequence[int],
+    sampling: SamplingParams,
+    *,
+    request_id: str,
+    names: Iterable[str],
+    stream_interval: int | None,
+    readers: Sequence[TextReader] | None = None,
+) -> OpenRequest:
+    """Hand a prompt over to the engine.
+
+    `names` are the ids by which the client may abort the request. The server's time limit and
+    stream interval apply where the request sets none. Errors: those of `AsyncEngine.generate`, and
+    `InvalidRequestError` for a priority or a rank that the server does not have.
+    """
+    http, params, options = request.http, request.params, context.options
+    record = RequestRecord(
+        request_id=request_id,
+        http_request_id=http.state.request_id,
+        route=http.url.path,
+        model=context.model_names[0],
+        headers=http.headers,
+        num_prompt_tokens=len(prompt_token_ids),
+        is_stream=params.stream,
+        arrival=request.arrival,
+        sampling=sampling,
+        measured=context.metrics.measured,
+        takers=context.record_takers,
+    )
+    context.metrics.measured.count_request(sampling)
+    if params.priority and options.scheduling_policy != "priority":
+        raise InvalidRequestError(
+            f"priority is {params.priority}; this server schedules requests in order of arrival, "
+            f"so allowed: 0",
+            hint="leave it out, or start the server with --scheduling-policy priority",
+            param="priority",
+            code="invalid_value",
+        )
+    limits = [limit for limit in (params.timeout, options.request_timeout) if limit is not None]
+    interval = (stream_interval or options.stream_interval) if params.stream else _WHOLE_INTERVAL
+    generation = context.engine.generate(
+        prompt_token_ids,
+        sampling,
+        request_id=request_id,
+        priority=params.priority,
+        cache_salt=cache_salt(request),
+        data_parallel_rank=_requested_rank(request, num_ranks=context.engine.num_ranks),
+        deadline=request.arrival + min(limits) if limits else None,
+        observer=record,
+        readers=readers,
+        owner=get_owner(http, names),
+        interval=interval,
+    )
+    record.sampling = msgspec.structs.replace(generation.sampling, n=sampling.n)
+    if context.request_log is not None:
+        context.request_log.began(record, prompt_token_ids)
+    return generation
+
+
+def _requested_rank(request: ApiRequest[EngineRequest], *, num_ranks: int) -> int | None:
+    """Return the data-parallel rank that the header names, or else the body; None: any rank."""
+    params = request.params
+    in_body = params.data_parallel_rank if params.routed_dp_rank is None else params.routed_dp_rank
+    where, given = "routed_dp_rank", None if in_body is None else str(in_body)
+    if in_header := request.http.headers.getlist(DATA_PARALLEL_RANK_HEADER):
+        where, given = DATA_PARALLEL_RANK_HEADER, ", ".join(in_header)
+    if given is None:
+        return None
+    if not _NUMBER.fullmatch(given) or int(given) >= num_ranks:
+        allowed = "0, the only rank" if num_ranks == 1 else f"0 to {num_ranks - 1}"
+        raise InvalidRequestError(
+            f"{where} is {describe(given)}; allowed: {allowed}",
+            hint="leave it out: the server chooses",
+            param=where,
+            code="no_such_data_parallel_rank",
+        )
+    return int(given)
