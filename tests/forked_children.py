@@ -39,9 +39,9 @@ PRELOADED = (
 )  # fmt: skip
 # modules that start children when they are the main program
 PARENTS = {
-    "negamax", "tests.e2e.stub_serve", "negamax.api.server_worker", "negamax.engine.core.process",
-    "tests.forked_tool", "tests.stub_server", "tests.e2e.held_engine",
-    "tests.dist.killed_in_move",
+    "negamax", "tests.e2e.stub_serve", "tests.e2e.example_endpoint", "negamax.api.server_worker",
+    "negamax.engine.core.process", "tests.forked_tool", "tests.stub_server",
+    "tests.e2e.held_engine", "tests.dist.killed_in_move",
 }  # fmt: skip
 # what may differ from the environment in which all that was imported
 LATE_VARIABLES = {

@@ -56,7 +56,7 @@ _GC_THRESHOLD = 10_000  # new containers between two collections of the youngest
 _CLOSE_SECONDS = 5  # for connections to close after the last answer
 # FastAPI's telemetry, which variables of OpenTelemetry could enable; older versions ignore this
 _NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
-_ROUTERS = (
+ROUTERS = (
     make_health_router,
     make_models_router,
     make_chat_router,
@@ -94,7 +94,7 @@ def create_app(context: ApiContext) -> FastAPI:
     app.add_middleware(
         ErrorMiddleware, lifecycle=context.lifecycle, logs_access=options.enable_access_log
     )
-    routers = [make(context) for make in _ROUTERS]
+    routers = [make(context) for make in ROUTERS]
     for router in routers:
         app.include_router(router)
     app.include_router(make_playground_router())

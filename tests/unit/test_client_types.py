@@ -44,7 +44,7 @@ def answer_openai(**fields: Any) -> None:
     params = ResponsesRequest.parse({"input": [HELLO], **fields})
     placed = [(f"input[{index}]", item) for index, item in enumerate(params.input)]
     params = apply_settings(params, placed)
-    made = responses_history.history_of(placed, instructions=None, thoughts=THOUGHTS)
+    made = responses_history.build_history(placed, instructions=None, thoughts=THOUGHTS)
     normalize_messages(made.messages)
     _ = params.choice(), params.thinking_choice, params.grammar
 
@@ -53,7 +53,7 @@ def answer_anthropic(**fields: Any) -> None:
     """The same of Anthropic's API."""
     body = {"model": "nano", "max_tokens": 4, "messages": [HELLO], **fields}
     params = MessagesRequest.parse(body)
-    made = messages_history.history_of(params.messages, system=params.system, thoughts=THOUGHTS)
+    made = messages_history.build_history(params.messages, system=params.system, thoughts=THOUGHTS)
     normalize_messages(made.messages)
     _ = params.call_choice(params.offered_tools), params.thinking_choice, params.grammar
 

@@ -107,7 +107,7 @@ def with_server(
     """Run `test` against a server with these limits, in one event loop."""
 
     async def run() -> None:
-        kind = protocol.protocol_class(slow_client_timeout=slow_client_timeout)
+        kind = protocol.make_protocol_class(slow_client_timeout=slow_client_timeout)
         listener = socket.create_server(("127.0.0.1", 0))
         config = uvicorn.Config(
             app,

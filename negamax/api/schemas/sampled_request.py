@@ -20,7 +20,7 @@ from negamax.text.chat_template import RESERVED_KWARGS
 MAX_MESSAGES = 16_384
 MAX_PROMPTS = 128
 _PRIORITY_LIMIT = 2**31
-# The others depend on the prompt; `common.turn.constrained` sets them.
+# The others depend on the prompt; `common.turn.constrain` sets them.
 _SAMPLING_NAMES = frozenset(SamplingParams.__struct_fields__) - {
     "grammar", "reasoning", "thinking_token_budget",
 }  # fmt: skip
