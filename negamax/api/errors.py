@@ -41,7 +41,6 @@ def json_response(
     status: int = 200,
     headers: dict[str, str] | None = None,
 ) -> Response:
-    """Encode `answer` as a JSON response."""
     return Response(
         encode(answer), status_code=status, headers=headers, media_type="application/json"
     )

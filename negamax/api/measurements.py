@@ -67,7 +67,6 @@ class Histogram:
 
     @staticmethod
     def num_columns(bounds: Sequence[float]) -> int:
-        """Return the columns that a histogram needs."""
         return len(bounds) + 2
 
     def observe(self, value: float, count: int = 1) -> None:
@@ -75,7 +74,6 @@ class Histogram:
         self._row[-1] += value * count
 
     def family(self, name: str, text: str, *, model_name: str) -> HistogramMetricFamily:
-        """Build the histogram for Prometheus under `name`."""
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
         *counts, total = (
             self._numbers.total(self._start + column) for column in range(len(bounds) + 1)
@@ -170,7 +168,6 @@ class Counts:
         self._row[self._columns[_OTHER] if column is None else column] += count
 
     def totals(self) -> dict[str, float]:
-        """Return all counts."""
         return {name: self._numbers.total(column) for name, column in self._columns.items()}
 
 
@@ -192,7 +189,6 @@ class Measurements:
             start += Histogram.num_columns(bounds)
 
     def count_request(self, sampling: SamplingParams) -> None:
-        """Count a request and its parameters."""
         self.events.add("requests")
         self.histograms["n"].observe(sampling.n)
         if sampling.max_tokens is not None:

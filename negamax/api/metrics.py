@@ -102,7 +102,6 @@ class ServerMetrics(Collector):
             self._hit_rate = report.hit_rate
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metrics, as Prometheus asks for them."""
         for name, text, value in self._gauges():
             yield self._metric(GaugeMetricFamily, name, text, [((), value)])
         yield from self._rank_metrics()
@@ -260,7 +259,6 @@ class ServerMetrics(Collector):
             yield self._metric(CounterMetricFamily, name, text, [((), total)])
 
     def _engine_metrics(self) -> Iterator[Metric]:
-        """Yield the metrics of each engine process."""
         replicas = self._engine.replicas
         for kind, name, text, values in (
             (

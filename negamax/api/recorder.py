@@ -50,7 +50,6 @@ class RequestRecord:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens of all choices."""
         return sum(choice.num_tokens for choice in self.choices.values())
 
     @property

@@ -55,7 +55,6 @@ class RequestLog:
         logger.info("%s", ", ".join(parts), extra={"fields": fields})
 
     def ended(self, record: RequestRecord) -> None:
-        """Log the end of a request."""
         fields: dict[str, Any] = {
             "request_id": record.request_id,
             "finish_reason": record.finish_reason,
@@ -87,7 +86,6 @@ class RequestLog:
         )
 
     def _head(self, prompt_token_ids: Sequence[int]) -> str:
-        """Return the first characters of a prompt."""
         limit = self._max_prompt_chars
         few = list(prompt_token_ids[: limit + _SPARE_TOKENS])  # a token has at least one character
         text = self._tokenizer.decode(few, skip_special_tokens=False)

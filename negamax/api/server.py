@@ -200,7 +200,6 @@ def run(
     announce: Callable[[str, AsyncEngine], None],
     engine_module: str = ENGINE_MODULE,
 ) -> None:
-    """Run `serve` in a new event loop."""
     with make_event_loop() as runner:
         runner.run(
             serve(
@@ -440,7 +439,6 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
     async def _watch(self, end: asyncio.Future[str]) -> None:
-        """End the server when `end` is set."""
         await asyncio.shield(end)
         self._context.lifecycle.begin_drain()
         self.should_exit = True
@@ -456,7 +454,6 @@ class HttpServer(uvicorn.Server):
         self.servers.append(acceptor)
 
     async def _listen_to_peers(self) -> None:
-        """Answer other server processes."""
         config = self._make_config(self._internal_app)
         config.load()
         make_protocol = partial(

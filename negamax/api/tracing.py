@@ -163,7 +163,6 @@ def _events_of(exporter: Any, address: str) -> Any:
             self._works = True
 
         def export(self, spans: Sequence[Any]) -> Any:
-            """Send a batch."""
             result = exporter.export(spans)
             works = result is SpanExportResult.SUCCESS
             if self._works and not works:
@@ -176,7 +175,6 @@ def _events_of(exporter: Any, address: str) -> Any:
             return result
 
         def shutdown(self) -> None:
-            """Close the exporter."""
             exporter.shutdown()
 
     return LoggedExporter()

@@ -1,4 +1,4 @@
-"""Attacks run against servers of their own, with the fixtures of the end-to-end tests."""
+"""Fixtures of the attacks, which run against their own servers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["client", "http", "server"]
 
 @pytest.fixture(scope="session")
 def talker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with nano's window that a script answers: a neighbour's stream takes next to nothing
-    of the processor.
+    """Run a server with nano's context length that replays a script: a neighbour's stream costs
+    hardly any processor time.
     """
     folder = tmp_path_factory.mktemp("talker")
     talk = talking(folder, tokens_per_second=100, context_length=4096)

@@ -1,9 +1,7 @@
-"""An innocent client beside an attack: a stream that shows how long the server stood still for
-others.
+"""A concurrent client during an attack, whose stream shows how long the server stalled.
 
-What a busy machine takes is nobody's fault: the times in which a process of the server, or this
-one, could have run and had no core do not count, and an attack is tried several times, since what
-it does it does each time.
+Time in which a process of the server or of the test was runnable but had no core does not count. An
+attack is tried several times, because a real effect occurs each time.
 """
 
 from __future__ import annotations
@@ -26,29 +24,27 @@ from tests.speed import slowness
 
 T = TypeVar("T")
 _TRIES = 6
-_SHORT = 0.05  # seconds: no gap worth a look at the processes
+_SHORT = 0.05  # seconds: shorter gaps are not examined
 
 
 class BusyMachine:
-    """The time for which a server and its client have waited for a core. Single writer: whoever
-    looks.
-    """
+    """The time a server and its client have waited for a core. Single writer: its caller."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._waited: dict[Path, int] = {}  # nanoseconds, by thread; those that are gone stay
+        self._waited: dict[Path, int] = {}  # nanoseconds by thread, including ended ones
 
     def seconds(self) -> float:
-        """Until now, of all their threads together."""
+        """Return the total waiting time of all their threads."""
         for pid in (os.getpid(), *family_of(self._server.process.pid)):
             for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-                with contextlib.suppress(OSError):  # it is gone by now
+                with contextlib.suppress(OSError):  # it has ended
                     self._waited[path] = int(path.read_text().split()[1])
         return sum(self._waited.values()) / 1e9
 
 
 class Stopwatch:
-    """Seconds in a `with` block without those that a busy machine took."""
+    """Measures a `with` block in seconds, without what other load on the machine took."""
 
     def __init__(self, server: Server) -> None:
         self._machine = BusyMachine(server)
@@ -71,8 +67,8 @@ def unnoticed(
     client: Callable[[], httpx.Client] | None = None,
     **fields: Any,
 ) -> T:
-    """What `attack` returns, tried until a `Neighbour` with `fields` waits less than `gap` seconds
-    for an event meanwhile and the attack itself takes less than `seconds`, on a core of 2025.
+    """Return what `attack` returns, once a `Neighbour` with `fields` waits less than `gap` seconds
+    for an event and the attack takes less than `seconds`, on a core of 2025.
     """
     tries = []
     for _ in range(_TRIES):
@@ -89,14 +85,14 @@ def unnoticed(
 class Neighbour:
     """Streams a chat while a `with` block runs. Single writer: its thread.
 
-    It asks for endless text again and again, so there is always a next token to wait for.
+    It asks for endless text, so that there is always a next token to wait for.
     """
 
     def __init__(
         self, server: Server, *, client: Callable[[], httpx.Client] | None = None, **fields: Any
     ) -> None:
-        """`client`: how it comes to the server, if not directly; `fields` of its requests beside
-        the usual ones.
+        """`client` makes its connection, by default a direct one; `fields` are added to its
+        requests.
         """
         self._fields = fields
         self._server = server
@@ -105,7 +101,8 @@ class Neighbour:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._num_events = 0
         self._last = 0.0  # `time.monotonic` of the last event
-        self._busy = self._looked = 0.0  # what the machine had taken, at most `_SHORT` before that
+        # waiting time of the machine, at most `_SHORT` before the last event
+        self._busy = self._looked = 0.0
         self.longest_gap = 0.0  # seconds between two events
         self.errors: list[str] = []
 
@@ -113,11 +110,10 @@ class Neighbour:
         self._machine = BusyMachine(self._server)
         self._thread.start()
         assert eventually(lambda: self._num_events >= 3), self.errors
-        self.longest_gap = 0.0  # what the start took is no gap
+        self.longest_gap = 0.0  # the time of the start is no gap
         return self
 
     def _arrived(self) -> None:
-        """An event came."""
         now = time.monotonic()
         gap = now - self._last
         if now - self._looked > _SHORT:

@@ -1,4 +1,4 @@
-"""Bodies that are cheap to send and dear to read: refused at once, or read while others go on."""
+"""Bodies that are cheap to send and costly to read: refused at once, or read while others run."""
 
 from __future__ import annotations
 
@@ -27,22 +27,21 @@ MiB = 2**20
 
 @pytest.fixture
 def server(talker: Server) -> Server:
-    """What is attacked has no model behind it."""
+    """The attacked server has no model behind it."""
     return talker
 
 
 def listed(element: str, count: int) -> str:
-    """The JSON text of a list."""
     return f"[{','.join([element] * count)}]"
 
 
 def body(listed_field: str, value: str, **fields: Any) -> bytes:
-    """A request with a field whose value is JSON text."""
+    """Return a request with a field whose value is JSON text."""
     return f'{json.dumps(fields)[:-1]}{", " if fields else ""}"{listed_field}": {value}}}'.encode()
 
 
 def wrong_lists(count: int) -> dict[str, tuple[str, bytes]]:
-    """Lists of wrong elements: path and body, by name."""
+    """Return lists of wrong elements: path and body, by name."""
     wrong = listed("true", count)
     chat: dict[str, Any] = {"model": "nano", "messages": HELLO, "max_tokens": 1}
     return {
@@ -63,23 +62,21 @@ def wrong_lists(count: int) -> dict[str, tuple[str, bytes]]:
 
 
 def members(count: int) -> str:
-    """The JSON text of an object."""
     return json.dumps({str(number): 1 for number in range(count)})
 
 
 def question(content: str) -> str:
-    """The JSON text of messages with one; `content` is what stands between quotes."""
+    """Return JSON text of messages with one whose text is `content`."""
     return f'[{{"role": "user", "content": "{content}"}}]'
 
 
 def post(server: Server, path: str, content: bytes) -> httpx.Response:
-    """The answer to a body."""
     with server.http() as http:
         return http.post(path, content=content, headers={"content-type": "application/json"})
 
 
 def resident_bytes(server: Server) -> int:
-    """Memory of the server process."""
+    """Return the memory of the server process."""
     pages = int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1])
     return pages * 4096
 
@@ -102,9 +99,7 @@ def test_long_list_of_wrong_elements_is_refused_at_once(server: Server, name: st
 
 
 def dear_bodies(scale: int) -> dict[str, tuple[str, bytes]]:
-    """Bodies with much to decode: path and body, by name. `scale` is 1 for those of the largest
-    size.
-    """
+    """Return bodies with much to decode by name: path and body. `scale` 1 is the largest size."""
     chat: dict[str, Any] = {"model": "nano", "messages": HELLO, "max_tokens": 1}
     text = 30 * MiB // scale
     inner = f'[{{"role": "user", "content": "x", "more": {listed("[]", 200_000 // scale)}}}]'
@@ -159,7 +154,7 @@ def test_ignored_fields_are_not_kept_while_the_answer_is_written(server: Server)
 
     thread = threading.Thread(target=ask)
     thread.start()
-    # the body is there and read
+    # the body was received and read
     assert eventually(lambda: server.gauge("vllm:num_requests_running") == 1)
     grown = resident_bytes(server) - before
     assert thread.is_alive()

@@ -1,4 +1,4 @@
-"""What a stranger says never becomes a control token, over any route."""
+"""Text of clients never becomes a control token, on any route."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "
 def tokens(
     http: httpx.Client, messages: list[dict[str, Any]], *, tool: dict[str, Any] | None = None
 ) -> list[str]:
-    """The control tokens and tags of a prompt."""
+    """Return the control tokens and tags of a prompt."""
     body = {"messages": messages, "return_token_strs": True}
     if tool is not None:
         body["tools"] = [{"type": "function", "function": tool}]
@@ -52,7 +52,7 @@ def test_a_forged_turn_is_text(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
 def test_every_route_counts_a_forged_turn_as_text(http: httpx.Client, path: str) -> None:
-    """Spelled in letters, a turn of its own takes more tokens than as tokens."""
+    """Spelled in letters, a turn has more tokens than its control tokens."""
     usages = {}
     for said in (FORGED, "x"):
         messages = {

@@ -1,6 +1,4 @@
-"""What is written down when a part dies: enough to understand it, and nothing that clients
-wrote.
-"""
+"""Crash dumps of a part that dies: enough to understand it, and nothing that clients wrote."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A grammar process that is killed under a stream: the client is told why, and that it may try
-again.
-"""
+"""A grammar process killed during a stream: the client gets the reason and may retry."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ def test_stream_whose_grammar_process_is_killed_may_be_retried(talker: Server) -
             error, done = [line for line in lines if line][-2:]
         assert "service_unavailable_error" in error and "grammar process ended" in error
         assert done == "data: [DONE]"
-        with talker.http() as http:  # another process
+        with talker.http() as http:  # a new process
             assert http.post(CHAT, json=FOLLOWED | {"max_tokens": 5}).status_code == 200
 
     unnoticed(talker, attack, gap=1.0)

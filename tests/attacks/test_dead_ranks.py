@@ -1,5 +1,5 @@
-"""Rank processes that are killed or stopped: noticed whatever the engine waits for, told to the
-clients, and replaced.
+"""Rank processes that are killed or stopped: detected whatever the engine waits for, reported and
+replaced.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tests.e2e.test_engine_restarts import CHAT, LONG, last_lines_after, ranks_o
 
 @pytest.fixture(scope="module")
 def held(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file that holds back an engine that is started again, while it is there."""
+    """Return the file that delays the engine's restart while it exists."""
     return tmp_path_factory.mktemp("held") / "file"
 
 
 @pytest.fixture(scope="module")
 def mortal_ranks(tmp_path_factory: pytest.TempPathFactory, held: Path) -> Iterator[Server]:
-    """A server with two ranks, which is started again however often they die."""
+    """Run a server with two ranks that is restarted however often they die."""
     options = ("--device", "cpu", "--tensor-parallel-size", "2", "--engine-restart-window", "0.1")
     log_file = tmp_path_factory.mktemp("mortal_ranks") / "log"
     with pytest.MonkeyPatch.context() as patch:
@@ -48,7 +48,7 @@ def test_rank_that_dies_while_nobody_asks_is_noticed_and_replaced(
         assert (
             f"rank {rank} ended with exit code -9" in error_of(http.get("/readyz"), 503)["message"]
         )
-        assert error_of(http.post(CHAT, json=LONG), 503)["code"] == "engine_restarting"
+        error_of(http.post(CHAT, json=LONG), 503, code="engine_restarting")
         held.unlink()
         wait_until_ready(mortal_ranks)
         assert mortal_ranks.engine_pid() != engine

@@ -1,6 +1,4 @@
-"""Requests that make no sense are the client's fault: never a 500, never a line of the log that
-they wrote.
-"""
+"""Nonsensical requests are client errors: never a 500 or a log line of the client's."""
 
 from __future__ import annotations
 

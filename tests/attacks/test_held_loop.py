@@ -1,7 +1,7 @@
-"""Bodies of the largest size: reading and rendering them leaves the event loop its turns.
+"""Bodies of the largest size: reading and rendering them does not block the event loop.
 
-What is measured is the processor time of this process between two turns of the loop, whatever else
-the machine does.
+The tests measure this process's processor time between two turns of the loop, independent of other
+load.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.speed import is_quick, slowness
 MiB = 2**20
 WINDOW = 196_608  # tokens, as of MiniMax-M2
 LIMITS = BodyLimits.of(max_bytes=32 * MiB, max_model_len=WINDOW)
-PART = 2**16  # bytes that come together
+PART = 2**16  # bytes that arrive together
 HELD = 0.1  # seconds of a core of 2025: twice what is needed
 NANO = Path(negamax.__file__).parent / "assets" / "nano"
 UNITS = {  # of the JSON text of a message
@@ -50,7 +50,7 @@ UNITS = {  # of the JSON text of a message
 
 
 def prompt_builder() -> PromptBuilder:
-    """As a server has it, for nano with M2's window."""
+    """Build it as a server does, for nano with M2's context length."""
     tokenizer = Tokenizer.from_folder(NANO)
     chat_format = ChatFormat.of_model(
         "MiniMaxM2ForCausalLM", tokenizer=tokenizer, template=ChatTemplate.from_folder(NANO)
@@ -62,20 +62,18 @@ BUILDER = prompt_builder()
 
 
 def question(content: str, **fields: Any) -> bytes:
-    """The body of a chat; `content` is JSON text."""
+    """Return the body of a chat; `content` is JSON text."""
     others = "".join(f'"{name}": {json.dumps(value)}, ' for name, value in fields.items())
     return f'{{{others}"messages": [{{"role": "user", "content": "{content}"}}]}}'.encode()
 
 
 def repeated(unit: str, num_bytes: int) -> str:
-    """About so many bytes of a text."""
+    """Return a text of about this many bytes."""
     return unit * (num_bytes // len(unit.encode()))
 
 
 async def held(work: Awaitable[object]) -> float:
-    """The longest time for which `work`, or a thread of it, holds up the loop, in seconds of the
-    processor.
-    """
+    """Return the longest processor time for which `work` or its thread blocks the loop."""
     longest = 0.0
 
     async def tick() -> None:
@@ -87,8 +85,8 @@ async def held(work: Awaitable[object]) -> float:
             longest, last = max(longest, now - last), now
 
     gc.collect()
-    # collections go through what the work makes, not through what tests have made; that stays so,
-    # since `unfreeze` would have all later ones go through all that is imported, too
+    # collections visit what the work creates, not what tests have created. It stays frozen, because
+    # `unfreeze` would make later collections visit all imported modules, too.
     gc.freeze()
     ticking = asyncio.create_task(tick())
     await asyncio.sleep(0.005)
@@ -101,12 +99,12 @@ async def held(work: Awaitable[object]) -> float:
 
 
 async def rendered(body: bytes) -> str:
-    """What becomes of a chat's body: its prompt, or the code of the error."""
+    """Return the prompt of a chat's body, or the code of the error."""
     start = 0
 
     async def receive() -> dict[str, Any]:
         nonlocal start
-        await asyncio.sleep(0.0001)  # until it has come
+        await asyncio.sleep(0.0001)  # until the body has arrived
         start, end = start + PART, start + PART
         return {
             "type": "http.request",
@@ -126,9 +124,7 @@ async def rendered(body: bytes) -> str:
 
 
 def check(body: bytes) -> None:
-    """It is refused, and holds nobody up: once at least, since a core that others use, too, takes
-    longer.
-    """
+    """It is refused and blocks nobody. Retry: a core that others use takes longer."""
     outcome = ""
 
     async def run() -> float:
@@ -163,7 +159,7 @@ def test_a_long_text_with_half_a_character_holds_nobody_up() -> None:
 
 def test_many_texts_hold_nobody_up() -> None:
     message = {"role": "user", "content": repeated("]~b]", 4000)}
-    for count in (1000, 8000):  # as much as is admissible, and more
+    for count in (1000, 8000):  # the largest admissible size, and a larger one
         check(json.dumps({"messages": [message] * count}).encode())
 
 

@@ -1,4 +1,4 @@
-"""Thoughts within signatures: a small body cannot become a large prompt unseen."""
+"""Thoughts within signatures: a small body cannot become a large prompt."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def of_responses() -> list[dict[str, Any]]:
 
 
 def requests(*, has_gone_on: bool) -> dict[str, dict[str, Any]]:
-    """By path; `has_gone_on`: a user message follows, after which the prompt shows no thoughts."""
+    """Bodies by path. `has_gone_on`: a user message follows, after which the prompt shows no
+    thoughts.
+    """
     more = [{"role": "user", "content": "And now?"}] if has_gone_on else []
     return {
         "/v1/messages": {"model": MODEL, "max_tokens": 1, "messages": of_messages() + more},

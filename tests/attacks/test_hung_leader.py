@@ -1,4 +1,4 @@
-"""A first server process that stands still: its children tell their clients, and end it."""
+"""A first server process that hangs: its children inform their clients and end it."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ HANG_SECONDS = 5
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with two server processes."""
+    """Run a server with two server processes."""
     folder = tmp_path_factory.mktemp("two")
     talk = talking(folder, tokens_per_second=100)
     options = ("--api-server-count", "2", "--engine-hang-timeout", str(HANG_SECONDS))
     with serving(*talk, *options, log_file=folder / "log") as server:
         yield server
-        server.process.kill()  # stopped, if its test failed
+        server.process.kill()  # stopped if its test failed
         assert "Traceback" not in server.log
 
 
@@ -48,7 +48,7 @@ def children_of(server: Server) -> list[int]:
 
 @contextlib.contextmanager
 def member_of(server: Server) -> Iterator[httpx.Client]:
-    """A client whose connection goes to the second process."""
+    """Return a client whose connection goes to the second process."""
     for _ in range(100):
         with server.http() as http:
             answer = http.post("/v1/responses", json={"input": "Hello", "max_output_tokens": 1})
@@ -59,7 +59,7 @@ def member_of(server: Server) -> Iterator[httpx.Client]:
 
 
 def last_lines(http: httpx.Client, begun: threading.Event) -> tuple[list[str], float]:
-    """The last two lines of a stream, and when it ended."""
+    """Return the last two lines of a stream, and when it ended."""
     with http.stream("POST", CHAT, json=LONG) as answer:
         lines: list[str] = []
         for line in filter(None, answer.iter_lines()):
@@ -80,12 +80,12 @@ def test_leader_that_goes_on_in_time_stays(two: Server) -> None:
 
 
 def test_server_whose_every_process_was_stopped_goes_on(two: Server) -> None:
-    """As a paused container or a suspended machine."""
+    """Like a paused container or a suspended machine."""
     family = [two.process.pid, *children_of(two)]
     for pid in family:
         os.kill(pid, signal.SIGSTOP)
     time.sleep(HANG_SECONDS + 1)
-    for pid in reversed(family):  # the first process comes last
+    for pid in reversed(family):  # the first process ends last
         os.kill(pid, signal.SIGCONT)
         time.sleep(0.2)
     time.sleep(1)
@@ -94,7 +94,7 @@ def test_server_whose_every_process_was_stopped_goes_on(two: Server) -> None:
 
 
 def test_leader_that_stands_still_is_ended_by_its_children(two: Server) -> None:
-    """The last test of the shared server, which ends it."""
+    """Run last: it ends the shared server."""
     family = children_of(two)
     pool, begun = concurrent.futures.ThreadPoolExecutor(1), threading.Event()
     with member_of(two) as probing, member_of(two) as streaming, pool:

@@ -1,4 +1,4 @@
-"""A server whose output nobody reads, and strangers who want it to be long."""
+"""A server whose output is not read, and clients that try to fill it."""
 
 from __future__ import annotations
 
@@ -17,21 +17,10 @@ from tests.ports import free_port
 def test_unread_output_and_malformed_requests_hold_nobody_up() -> None:
     port = free_port()
     read, write = os.pipe()
-    os.close(read)  # whoever wanted to read the ready line is gone
-    command = [
-        sys.executable,
-        "-m",
-        STUB,
-        "serve",
-        "nano",
-        "--num-threads",
-        "1",
-        "--port",
-        str(port),
-    ]
-    server = subprocess.Popen(
-        [*command, "--enable-access-log"], stdout=write, stderr=subprocess.PIPE
-    )
+    os.close(read)  # the reader of the ready line is gone
+    options = f"serve nano --num-threads 1 --port {port} --enable-access-log"
+    command = [sys.executable, "-m", STUB, *options.split()]
+    server = subprocess.Popen(command, stdout=write, stderr=subprocess.PIPE)
     os.close(write)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as http:

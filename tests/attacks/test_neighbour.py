@@ -1,4 +1,4 @@
-"""The neighbour notices a server that stands still, and an attack that makes it so is found."""
+"""The neighbour detects a stalled server and the attack that stalls it."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ def test_a_stopped_engine_is_a_gap_and_a_running_one_is_none(
 
     monkeypatch.setattr(neighbour, "_TRIES", 1)
     monkeypatch.setattr(neighbour, "slowness", lambda: 1.0)
-    # once at least: where others want the cores a gap counts less than it was
+    # retry: with other load a gap counts less than it was
     assert any(is_noticed() for _ in range(10))

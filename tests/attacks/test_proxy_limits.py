@@ -1,4 +1,4 @@
-"""deploy/nginx.conf in front of a server: what one address sends too much harms no other."""
+"""deploy/nginx.conf in front of a server: excess requests of one address harm no other."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHAT = "/v1/chat/completions"
 
 @pytest.fixture
 def port(server: Server, tmp_path: Path) -> Iterator[int]:
-    """Where nginx listens, with the configuration of deploy/ in front of the shared server."""
+    """Run nginx with the configuration of deploy/ before the shared server; yield its address."""
     port = free_port()
     command = "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost"
     files = ["-keyout", str(tmp_path / "tls.key"), "-out", str(tmp_path / "tls.pem")]
@@ -99,7 +99,7 @@ def test_an_address_over_its_rate_is_refused_and_its_neighbour_goes_on(
         assert http.get("/livez").status_code == 200
         assert http.get("/metrics").status_code == 404
     seconds = time.monotonic() - started
-    # on a machine that takes longer for 200 requests than their rate asks for none is refused
+    # a machine that takes longer for 200 requests than their rate allows refuses none
     assert set(statuses) == {200, 429} or seconds > (2 * 100 - BURST) / 10
     assert statuses.count(200) <= BURST + 2 + 10 * seconds
 

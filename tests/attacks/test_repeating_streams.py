@@ -22,7 +22,7 @@ def test_a_long_stream_with_logprobs_costs_no_more_than_its_time(server: Server)
     }
 
     def stream() -> tuple[int, str, float]:
-        """Its size, its last event, and the seconds it took."""
+        """Return its size, its last event, and the seconds it took."""
         size, last, started = 0, "", time.monotonic()
         with server.http() as http, http.stream("POST", "/generate", json=body) as answer:
             for line in answer.iter_lines():
@@ -35,4 +35,5 @@ def test_a_long_stream_with_logprobs_costs_no_more_than_its_time(server: Server)
     assert len(told["output_ids"]) == told["meta_info"]["completion_tokens"] == NUM_TOKENS
     assert len(told["meta_info"]["output_token_logprobs"]) == NUM_TOKENS
     assert len(told["meta_info"]["output_top_logprobs"][-1]) == 20
-    assert size < BYTES_PER_SECOND * seconds + 2 * len(last), seconds  # else 300 times the last
+    # otherwise 300 times the last event
+    assert size < BYTES_PER_SECOND * seconds + 2 * len(last), seconds

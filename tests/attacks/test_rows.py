@@ -1,4 +1,4 @@
-"""What one request asks for breaks no other one that runs in the same steps."""
+"""One request cannot break another one in the same steps."""
 
 from __future__ import annotations
 

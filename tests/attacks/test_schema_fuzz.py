@@ -1,5 +1,6 @@
-"""Bodies drawn from the server's own OpenAPI document, right and slightly wrong: each is answered
-with 200 or 4xx, and the engine lives on."""
+"""Bodies drawn from the server's OpenAPI document, some slightly wrong: each answer is 200 or 4xx,
+and the engine survives.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from tools.load.fuzz import problem_of
 from tools.load.http import Answer
 
 MAX_DEPTH = 6
-EXTRA_ITEMS = 3  # beyond the least that a schema asks for
-# What keeps a request short; drawn values would let it run for minutes.
+EXTRA_ITEMS = 3  # beyond the minimum that a schema requires
+# keeps requests short; drawn values could let them run for minutes
 SHORT = {"max_tokens": 2, "max_completion_tokens": 2, "max_output_tokens": 2, "timeout": 2}
 TEXTS = st.one_of(
     st.sampled_from(("", "nano", "auto", "user", "text", "Hello")), st.text(max_size=8)
@@ -34,8 +35,7 @@ ANY = st.recursive(
 
 
 class BodyDrawer:
-    """Draws values of schemas in an OpenAPI `document`; `wrong`: one value in ten is something
-    else."""
+    """Draws values of schemas in an OpenAPI `document`; `wrong`: one value in ten is invalid."""
 
     def __init__(self, draw: st.DrawFn, document: dict[str, Any], *, wrong: bool) -> None:
         self._draw = draw
@@ -43,7 +43,7 @@ class BodyDrawer:
         self._wrong = wrong
 
     def value(self, schema: Any, depth: int = 0) -> Any:
-        """A value of `schema`; below `MAX_DEPTH` the simplest."""
+        """Return a value of `schema`; below `MAX_DEPTH` the simplest."""
         draw = self._draw
         if not isinstance(schema, dict) or (self._wrong and draw(st.integers(0, 9)) == 9):
             return draw(ANY)
@@ -101,7 +101,7 @@ def _integers(schema: dict[str, Any]) -> st.SearchStrategy[int]:
 
 
 def routes_of(document: dict[str, Any]) -> dict[str, Any]:
-    """The schema of the body of each route that takes JSON."""
+    """Return the schema of the body of each route that takes JSON."""
     routes = {}
     for path, operations in document["paths"].items():
         content = operations.get("post", {}).get("requestBody", {}).get("content", {})

@@ -1,4 +1,4 @@
-"""Schemas that are small on the wire and large once they are expanded."""
+"""Schemas that are small on the wire and large when expanded."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from tests.e2e.conftest import Server
 
 
 def unlisted(levels: int) -> dict[str, Any]:
-    """20 required names that follow `additionalProperties`, in which there are 20 more, and so
-    on.
-    """
+    """Return 20 required names after `additionalProperties` with 20 more in it, and so on."""
     inner: dict[str, Any] = {"type": "string"} if levels == 1 else unlisted(levels - 1)
     return {
         "type": "object",
@@ -24,7 +22,7 @@ def unlisted(levels: int) -> dict[str, Any]:
 
 
 def doubling(levels: int) -> dict[str, Any]:
-    """References to references, each twice."""
+    """Return nested references, each used twice."""
     twice = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(levels)}
     return {
         "$ref": "#/$defs/d0",

@@ -1,5 +1,5 @@
-"""Holders of different keys do not reach each other's requests, responses and caches, and pages of
-other sites nothing.
+"""Clients with different keys cannot reach each other's requests, responses and caches; foreign
+pages reach nothing.
 """
 
 from __future__ import annotations
@@ -23,18 +23,9 @@ MESSAGES = [{"role": "user", "content": "Tell me something."}]
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("keyed")
-    options = (
-        *talking(folder, tokens_per_second=200),
-        "--api-key",
-        "anna",
-        "--api-key",
-        "bert",
-        "--admin-api-key",
-        "root",
-        "--max-num-seqs",
-        "2",
-    )
-    with serving(*options, log_file=folder / "log") as running:
+    talk = talking(folder, tokens_per_second=200)
+    options = "--api-key anna --api-key bert --admin-api-key root --max-num-seqs 2"
+    with serving(*talk, *options.split(), log_file=folder / "log") as running:
         yield running
         assert "Traceback" not in running.log
 
@@ -46,7 +37,7 @@ def as_holder(server: Server, key: str) -> httpx.Client:
 
 
 def begin(http: httpx.Client, **fields: Any) -> Iterator[str]:
-    """A chat that runs until it is ended; yields the lines of its stream."""
+    """Run a chat until the block ends; yield the lines of its stream."""
     with http.stream("POST", CHAT, json={"messages": MESSAGES, **FOREVER, **fields}) as answer:
         assert answer.status_code == 200, answer.read()
         yield from (line for line in answer.iter_lines() if line.startswith("data:"))
@@ -76,7 +67,7 @@ def test_a_name_of_several_prompts_ends_them_all(http: httpx.Client) -> None:
         lines = answer.iter_lines()
         next(lines)
         assert http.post("/abort_request", json={"rid": "r_0"}).json() == {"num_aborted": 1}
-        # the server knows that it is over
+        # the server has noticed the end
         assert any('"type":"abort"' in line.replace(" ", "") for line in lines)
         assert http.post("/abort_request", json={"rid": "r"}).json() == {"num_aborted": 1}
 
@@ -225,7 +216,7 @@ def test_a_key_in_a_header_is_no_page_of_another_site(keyed: Server) -> None:
 
 
 def test_one_key_does_not_fill_the_queue_before_another(keyed: Server) -> None:
-    """Each choice of n counts: the next one of another key stands beside the first that waits."""
+    """Each of n choices counts: another key's next one is queued after the first that waits."""
     with as_holder(keyed, "anna") as anna, as_holder(keyed, "bert") as bert:
         many = begin(anna, n=40, max_tokens=150)
         next(many)

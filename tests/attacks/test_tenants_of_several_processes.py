@@ -1,6 +1,4 @@
-"""Keys are tenants whichever of several server processes is asked, and none of them fills the queue
-of all.
-"""
+"""Keys are tenants for all server processes together, and none fills the whole queue."""
 
 from __future__ import annotations
 
@@ -25,27 +23,19 @@ QUEUE = 8
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("keyed")
-    keys = (
-        "--api-key",
-        "anna",
-        "--api-key",
-        "bert",
-        "--api-key",
-        "carl",
-        "--admin-api-key",
-        "root",
+    options = (
+        "--api-key anna --api-key bert --api-key carl --admin-api-key root --max-num-seqs 2 "
+        f"--max-queued-requests {QUEUE} --api-server-count {COUNT}"
     )
-    limits = ("--max-num-seqs", "2", "--max-queued-requests", str(QUEUE))
     talk = talking(folder, tokens_per_second=200)
-    options = (*talk, *keys, *limits, "--api-server-count", str(COUNT))
-    with serving(*options, log_file=folder / "log") as running:
+    with serving(*talk, *options.split(), log_file=folder / "log") as running:
         yield running
         assert "Traceback" not in running.log
 
 
 @contextlib.contextmanager
 def holder(server: Server, key: str, index: int) -> Iterator[httpx.Client]:
-    """A client with a key, whose first connection goes to process `index`."""
+    """Return a client with a key, whose first connection goes to process `index`."""
     for _ in range(100):
         with as_holder(server, key) as http:
             answer = http.post(RESPONSES, json={"input": "Hello", "max_output_tokens": 1})
@@ -111,7 +101,7 @@ def test_aborts_end_what_their_own_key_asked_for(keyed: Server, one: int, other:
         with holder(keyed, "bert", other) as bert:
             assert bert.post("/abort_request", json={"rid": "mine"}).json() == {"num_aborted": 0}
             answer = bert.post("/abort_request", json={"abort_all": True})
-            assert error_of(answer, 403)["code"] == "admin_key_needed"
+            error_of(answer, 403, code="admin_key_needed")
         next(running)
         with holder(keyed, "anna", other) as same:
             assert same.post("/abort_request", json={"rid": "mine"}).json() == {"num_aborted": 1}
@@ -148,7 +138,7 @@ def waiting_of(server: Server) -> float:
 
 
 def test_one_key_leaves_room_in_the_queue_for_the_next(keyed: Server) -> None:
-    """Whichever process its requests come to."""
+    """This holds whichever process its requests reach."""
     body = {"messages": MESSAGES, **FOREVER, "stream": False}
 
     def last_status(http: httpx.Client) -> int:
@@ -160,7 +150,7 @@ def test_one_key_leaves_room_in_the_queue_for_the_next(keyed: Server) -> None:
         carl = stack.enter_context(holder(keyed, "carl", 0))
         root = stack.enter_context(as_holder(keyed, "root"))
         pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(7))
-        running = begin(first, n=2, max_tokens=30_000)  # until it is ended
+        running = begin(first, n=2, max_tokens=30_000)  # until it is aborted
         next(running)
         answers = []
         for number, http in enumerate((*annas[:4], *berts, carl)):

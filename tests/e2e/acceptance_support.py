@@ -1,4 +1,4 @@
-"""Requests of MiniMax's acceptance suite, and their answers."""
+"""Requests of MiniMax's acceptance suite, and helpers for their answers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ASKED = [*WEATHER_QUESTION, {"role": "assistant", "content": None, "tool_calls":
 
 
 def answered(http: httpx.Client, **fields: Any) -> dict[str, Any]:
-    """The answer to a request, which must be a good one."""
+    """Return the answer to a request, which must succeed."""
     response = http.post(CHAT, json={**SHORT, "messages": QUESTION, **fields})
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
@@ -40,7 +40,7 @@ def answered(http: httpx.Client, **fields: Any) -> dict[str, Any]:
 
 
 def refused(http: httpx.Client, **fields: Any) -> dict[str, Any]:
-    """The error of a request, which must be a 400, streamed or not."""
+    """Return the error of a request, which must be a 400, streamed or not."""
     body = {**SHORT, "messages": QUESTION, **fields}
     assert error_of(http.post(CHAT, json={**body, "stream": True}), 400)
     return error_of(http.post(CHAT, json=body), 400)

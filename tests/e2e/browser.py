@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through its DevTools protocol over a pipe: no driver, no package."""
+"""A headless Chromium, controlled through its DevTools protocol over a pipe, without a driver."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 WAIT_SECONDS = 120.0
-# Where the middle of an element is. Until `aim` is ended, a press that does not meet the element,
-# because it has moved meanwhile, does nothing.
+# The middle of an element. Until `aim` ends, a press that misses the element because it has moved
+# does nothing.
 AIM = """(() => {
     const element = document.querySelector(selector);
     element?.scrollIntoView({ block: 'nearest' });
@@ -40,13 +40,11 @@ AIM = """(() => {
 
 
 class PageError(AssertionError):
-    """A script of a test threw in the page, or the page did not do what was waited for."""
+    """A test's script raised an error in the page, or a condition did not become true."""
 
 
 class Browser:
-    """One tab. `problems` has what the page reported: uncaught errors, console errors, blocked
-    loads.
-    """
+    """One tab. `problems` has uncaught errors, console errors and blocked loads."""
 
     def __init__(self, read_fd: int, write_fd: int) -> None:
         self._incoming = os.fdopen(read_fd, "rb", buffering=0)
@@ -64,7 +62,7 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """One command and its result."""
+        """Run a command and return its result."""
         self._last_id += 1
         message = {"id": self._last_id, "method": method, "params": params}
         if self._session:
@@ -108,7 +106,7 @@ class Browser:
                 self.requests.append(params["request"])
 
     def run(self, script: str, **values: Any) -> Any:
-        """The value of `script`, the body of an async function that sees `values` as its
+        """Return the value of `script`, the body of an async function with `values` as its
         variables.
         """
         names = ", ".join(values)
@@ -127,7 +125,7 @@ class Browser:
         return answer["result"].get("value")
 
     def wait(self, condition: str, *, seconds: float = WAIT_SECONDS, **values: Any) -> Any:
-        """Until the expression `condition` is true in the page; its value."""
+        """Wait until the expression `condition` is true in the page; return its value."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             value = self.run(f"return {condition}", **values)
@@ -141,28 +139,24 @@ class Browser:
         )
 
     def shows(self, selector: str) -> None:
-        """Wait until such an element is visible."""
         self.wait("document.querySelector(selector)?.checkVisibility() === true", selector=selector)
 
     def open(self, url: str) -> None:
-        """Load `url`."""
         self.call("Page.navigate", url=url)
-        shown = re.sub(r"//[^/@]*@", "//", url)  # credentials are not
+        shown = re.sub(r"//[^/@]*@", "//", url)  # credentials are not encoded
         self.wait(
             "location.href.startsWith(shown) && document.readyState === 'complete'", shown=shown
         )
 
     def text(self, selector: str) -> str:
-        """What the first such element shows, without empty lines."""
+        """Return the visible text of the first such element, without empty lines."""
         shown = str(
             self.run("return document.querySelector(selector)?.innerText ?? ''", selector=selector)
         )
         return re.sub(r"\n{2,}", "\n", shown)
 
     def click(self, selector: str) -> None:
-        """Click in the middle of the first such element, as a mouse does; again where it had moved
-        away before the press.
-        """
+        """Click in the middle of the first such element, again if it moves before the press."""
         deadline = time.monotonic() + WAIT_SECONDS
         while time.monotonic() < deadline:
             place = self.wait(AIM, selector=selector)
@@ -177,14 +171,14 @@ class Browser:
         self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
 
     def write(self, selector: str, text: str) -> None:
-        """Put `text` in place of what a field holds."""
+        """Replace the text of a field."""
         self.run(
             "const e = document.querySelector(selector); e.focus(); e.select?.()", selector=selector
         )
         self.call("Input.insertText", text=text) if text else self.press("Delete")
 
     def press(self, key: str, *, shift: bool = False) -> None:
-        """One key, wherever the focus is."""
+        """Press a key at the current focus."""
         codes = {"Enter": 13, "Escape": 27, "Tab": 9, "Delete": 46}
         text = {"text": "\r"} if key == "Enter" else {}
         common = {
@@ -197,7 +191,7 @@ class Browser:
         self.call("Input.dispatchKeyEvent", type="keyUp", **common)
 
     def look(self, *, width: int, height: int, scheme: str = "light") -> None:
-        """The size of the window and the colour scheme that the person prefers."""
+        """Set the size of the window and the preferred colour scheme."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -211,12 +205,12 @@ class Browser:
         )
 
     def screenshot(self, path: Path) -> None:
-        """What the window shows, as PNG."""
+        """Return a screenshot as PNG."""
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
 
 
 def chromium() -> str:
-    """The browser's program; skips the test where there is none."""
+    """Return the browser's program; skip the test if there is none."""
     found = next((path for name in NAMES if (path := shutil.which(name))), None)
     if found is None:
         pytest.skip(f"no Chromium here: none of {', '.join(NAMES)} is on the PATH")
@@ -225,7 +219,7 @@ def chromium() -> str:
 
 @contextlib.contextmanager
 def browsing(folder: Path) -> Iterator[Browser]:
-    """A fresh browser with its profile in `folder`, until the block ends."""
+    """Run a fresh browser with its profile in `folder`."""
     command = [
         chromium(), "--headless=new", "--remote-debugging-pipe", f"--user-data-dir={folder}",
         "--no-first-run", "--disable-gpu",
@@ -239,7 +233,7 @@ def browsing(folder: Path) -> Iterator[Browser]:
         command,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        # Python's are closed on exec by themselves; the two that are moved are not
+        # Python's descriptors close on exec by themselves; the two that are moved do not
         close_fds=False,
         preexec_fn=_as_three_and_four(child_in, child_out),
     )
@@ -250,8 +244,8 @@ def browsing(folder: Path) -> Iterator[Browser]:
     finally:
         process.terminate()
         process.wait(120)
-        with contextlib.suppress(OSError):  # it has not come so far
-            # the folder of its socket, which it leaves where temporary files are
+        with contextlib.suppress(OSError):  # it has not started yet
+            # the folder of its socket, which it does not remove
             shutil.rmtree((folder / "SingletonSocket").readlink().parent)
 
 
@@ -259,7 +253,7 @@ def _as_three_and_four(read_fd: int, write_fd: int) -> Callable[[], None]:
     """Chromium reads commands from descriptor 3 and answers on 4."""
 
     def move() -> None:
-        # neither may be 3 or 4 when the other is put there
+        # neither may be 3 or 4 when the other is moved there
         high_read, high_write = os.dup(read_fd), os.dup(write_fd)
         while high_read in (3, 4):
             high_read = os.dup(high_read)

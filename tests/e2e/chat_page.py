@@ -1,4 +1,4 @@
-"""What tests of the chat page do in a browser: begin, ask, and read what was sent and shown."""
+"""Actions on the chat page in a browser: open, ask, and read what was sent and shown."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ ANSWERS = "document.querySelectorAll('.assistant .foot .actions:not([hidden])').
 
 
 def begin(page: Browser, url: str, model: str) -> None:
-    """Open the page of a server as a new visitor, with its settings shown."""
+    """Open the page of a server as a new visitor, with its settings visible."""
     page.call("Storage.clearDataForOrigin", origin=url, storageTypes="all")
     page.open(f"{url}/")
     page.wait("document.querySelector('#model').value === model", model=model)
     page.click("#settings-toggle")
 
 
-# What the page has asked of its database is done before this is, and once more: what it then reads.
+# The page's database requests are done before this one; the second time, so are the reads that
+# follow.
 SETTLED = """
     if (!window.indexedDB) return;
     for (let time = 0; time < 2; time += 1) {
@@ -38,7 +39,7 @@ SETTLED = """
 
 
 def ask(page: Browser, text: str) -> None:
-    """Send a message and wait for the end of its answer, until it is kept and listed."""
+    """Send a message and wait until its answer has ended and is stored and listed."""
     before = page.run(f"return {ANSWERS}")
     page.write("#prompt", text)
     page.press("Enter")
@@ -47,7 +48,7 @@ def ask(page: Browser, text: str) -> None:
 
 
 def figures(page: Browser) -> dict[str, str]:
-    """The figures of the last answer."""
+    """Return the figures of the last answer."""
     pairs = page.run(
         "return [...[...document.querySelectorAll('.figures')].at(-1).children].map((e) => "
         "e.innerText.split('\\n'))"
@@ -56,7 +57,7 @@ def figures(page: Browser) -> dict[str, str]:
 
 
 def sent(page: Browser) -> dict[str, Any]:
-    """The body of the last chat request."""
+    """Return the body of the last chat request."""
     bodies = [
         request["postData"]
         for request in page.requests

@@ -1,4 +1,4 @@
-"""A real server process with the embedded model, shared by the whole run, and clients for it."""
+"""Real server processes, one of them shared by the whole run, and clients for them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ OF_ALL_FAMILIES = (
     "test_api_generate", "test_api_messages", "test_api_responses", "test_api_responses_items",
     "test_api_stop_strings",
 )  # fmt: skip
-# What these say of tags, of blocks of 16 tokens, of the window and of images holds for nano alone;
-# `test_nano_m3_server.py` has their like.
+# Their tags, blocks of 16 tokens, context length and images are those of nano;
+# `test_nano_m3_server.py` has their counterparts.
 OF_NANO = {
     "test_04_prompt_of_disabled_thinking_keeps_the_prefix",
     "test_10_04_a_conversation_that_grows_finds_its_prefix_in_the_cache",
@@ -51,15 +51,15 @@ OF_NANO = {
     "test_the_second_time_the_prompt_comes_from_the_cache",
     "test_without_tools_what_looks_like_a_call_is_text",
 }
-STUB = "tests.e2e.stub_serve"  # as program: no model behind the server
-HELD = "tests.e2e.held_engine"  # as ENGINE_MODULE of that program
+STUB = "tests.e2e.stub_serve"  # program of a server without a model
+HELD = "tests.e2e.held_engine"  # ENGINE_MODULE of that program
 START_SECONDS = 240.0
 _READY = re.compile(r"ready: (https?://\S+)/v1")
 
 
 @dataclass
 class Server:
-    """A running `negamax serve`: its process, its address, and everything it has logged so far."""
+    """A running `negamax serve`: its process, its address and its log."""
 
     process: subprocess.Popen[str]
     url: str
@@ -76,14 +76,13 @@ class Server:
         return httpx.Client(base_url=self.url, timeout=180)
 
     def gauge(self, name: str) -> float:
-        """The value of a metric without labels but for the model and the data-parallel rank, or
-        replica: of all of these together."""
+        """Return the value of a metric, summed over data-parallel ranks or replicas."""
         values = self.by_rank(name).values()
         assert values
         return sum(values)
 
     def by_rank(self, name: str) -> dict[str, float]:
-        """The same of each data-parallel rank, or replica, by its number."""
+        """Return the values of a metric by data-parallel rank or replica."""
         with self.http() as client:
             text = client.get("/metrics").text
         lines = [line for line in text.splitlines() if line.startswith(f"{name}{{")]
@@ -95,27 +94,26 @@ class Server:
 
     @property
     def num_aborted(self) -> int:
-        """How many requests were broken off so far."""
+        """Choices aborted so far."""
         return int(self.gauge("sglang:num_aborted_requests_total"))
 
     def engine_pid(self) -> int:
-        """The engine process."""
         (pid,) = self.engine_pids()
         return pid
 
     def engine_pids(self) -> list[int]:
-        """The engine processes, those that were started first before the others."""
+        """Return the engine processes in the order of their start."""
         return self._children("negamax.engine.core.process", HELD)
 
     def member_pids(self) -> list[int]:
-        """The server processes beside the first."""
+        """Return the server processes beside the first."""
         return self._children("negamax.api.server_worker")
 
     def _children(self, *modules: str) -> list[int]:
         found = []
         pids = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
         for pid in pids.split():
-            with contextlib.suppress(OSError):  # it is gone by now
+            with contextlib.suppress(OSError):  # it has ended
                 command = Path(f"/proc/{pid}/cmdline").read_text()
                 found += [int(pid) for module in modules if module in command]
         return found
@@ -126,9 +124,7 @@ class Server:
 
 
 def eventually(check: Callable[[], bool], *, seconds: float = 120.0) -> bool:
-    """Whether `check` becomes true in time, which is long enough for a machine with much else to
-    do.
-    """
+    """Return whether `check` becomes true in time, which is long enough for a busy machine."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if check():
@@ -144,7 +140,7 @@ def launch(
     program: str = "negamax",
     is_forked: bool = True,
 ) -> subprocess.Popen[str]:
-    """Start `negamax serve` without waiting for it: forked, or as users start it."""
+    """Start `negamax serve` without waiting for it, forked or as users start it."""
     command = (program, "serve", model, "--port", "0", "--num-threads", "1", *options)
     with log_file.open("w", encoding="utf-8") as log:
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": log, "text": True}
@@ -155,7 +151,7 @@ def launch(
 
 @contextlib.contextmanager
 def serving(*options: str, log_file: Path, **started: Any) -> Iterator[Server]:
-    """A server that is ready, until the block ends; how it is `started`: see `launch`."""
+    """Run a server; `started` has arguments of `launch`."""
     process = launch(*options, log_file=log_file, **started)
     try:
         yield Server(process, _ready_url(process.stdout, log_file), log_file)
@@ -170,8 +166,8 @@ def serving(*options: str, log_file: Path, **started: Any) -> Iterator[Server]:
 def talking(
     folder: Path, *, tokens_per_second: float, context_length: int = 196_608
 ) -> tuple[str, ...]:
-    """Options of a server whose engine runs no model, but a script that answers everybody the same
-    long text: for tests to which it is all the same what is said. It costs little while it talks.
+    """Return options of a server whose engine replays one long text for every request, at little
+    cost.
     """
     script = folder / "talk.toml"
     text = "The lighthouse keeper counts the ships that pass. " * 1000
@@ -185,7 +181,7 @@ def talking(
 
 def _ready_url(output: IO[str] | None, log_file: Path) -> str:
     assert output is not None
-    # the first line says that it is ready; the end of the output, that it never will be
+    # the first line says that the server is ready; the end of the output, that it never will be
     line = output.readline()
     match = _READY.search(line)
     assert match, f"the server did not start: {line!r}\n{log_file.read_text(encoding='utf-8')}"
@@ -193,11 +189,11 @@ def _ready_url(output: IO[str] | None, log_file: Path) -> str:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """What the API says of a model's answers is tested on a model of each family."""
+    """Run the tests of answers on a model of each family."""
     if "server" not in metafunc.fixturenames or metafunc.function.__name__ in OF_NANO:
         return
     if metafunc.module.__name__.endswith(OF_ALL_FAMILIES):
-        # None is what those have that are tested on nano alone: one server for all
+        # None is also the parameter of tests on nano alone: one server for all
         nano = pytest.param(None, id=MODEL)
         models = [nano, pytest.param("nano-m3", marks=pytest.mark.full)]
         metafunc.parametrize("server", models, indirect=True, scope="session")
@@ -207,13 +203,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """The embedded model, or another one by its name."""
+    """Run the shared server of the embedded model, or of another one by its name."""
     model = getattr(request, "param", None) or MODEL
     log_file = tmp_path_factory.mktemp("server") / "log"
     options = ("--served-model-name", MODEL)
     with serving(*options, model=model, log_file=log_file) as running:
         yield running
-        # no test of the shared server may make it fail inside
+        # no test may make the shared server fail inside
         assert "Traceback" not in running.log
 
 
@@ -242,7 +238,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser) -> Browser:
-    """The browser with a window of common size, and nothing noted yet."""
+    """Return the browser with a window of common size and nothing recorded."""
     browser.open("about:blank")
     browser.look(width=1360, height=860)
     browser.problems.clear()
@@ -252,7 +248,7 @@ def page(browser: Browser) -> Browser:
 
 @pytest.fixture
 def script(page: Browser) -> Iterator[Script]:
-    """A scripted server whose page is open."""
+    """Run a scripted server whose page is open."""
     with scripted() as (url, script):
         begin(page, url, NAME)
         yield script
@@ -261,7 +257,7 @@ def script(page: Browser) -> Iterator[Script]:
 
 @pytest.fixture
 def nano(page: Browser, server: Server) -> Browser:
-    """The page of the real server."""
+    """Open the page of the real server."""
     begin(page, server.url, MODEL)
     page.write("[name=temperature]", "0")
     return page

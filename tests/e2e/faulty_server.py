@@ -1,4 +1,4 @@
-"""A small server that answers wrongly on purpose, in a thread of its own."""
+"""A small server that answers wrongly on purpose, in its own thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encodi
 
 @dataclass
 class FaultyServer:
-    """Where it listens, and what it was asked. Single writer: its thread."""
+    """Where it listens and which requests it got. Single writer: its thread."""
 
     port: int = 0
     connections: int = 0
@@ -28,7 +28,7 @@ class FaultyServer:
 
 @contextlib.contextmanager
 def faulty_server(fault: Fault) -> Iterator[FaultyServer]:
-    """A server whose POST requests are answered by `fault`; it lists one model, 'faulty'."""
+    """Run a server that answers POST requests by `fault`; it lists one model, 'faulty'."""
     state = FaultyServer()
     ready, loop, stopped = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
 
@@ -54,7 +54,8 @@ def faulty_server(fault: Fault) -> Iterator[FaultyServer]:
         ready.set()
         await stopped.wait()
         server.close()
-        answering = asyncio.all_tasks() - {asyncio.current_task()}  # clients that have not hung up
+        # clients that are still connected
+        answering = asyncio.all_tasks() - {asyncio.current_task()}
         for task in answering:
             task.cancel()
         await asyncio.gather(*answering, return_exceptions=True)
@@ -74,25 +75,25 @@ def faulty_server(fault: Fault) -> Iterator[FaultyServer]:
 
 
 def whole(status: int, answer: object, *, headers: str = "") -> bytes:
-    """A response that is not streamed."""
+    """Return a response that is not streamed."""
     body = json.dumps(answer).encode()
     return f"HTTP/1.1 {status} Word\r\n{headers}content-length: {len(body)}\r\n\r\n".encode() + body
 
 
 def chunk(payload: object) -> bytes:
-    """One event, as an HTTP chunk."""
+    """Return an event as an HTTP chunk."""
     text = payload if isinstance(payload, str) else json.dumps(payload)
     data = f"data: {text}\n\n".encode()
     return f"{len(data):x}\r\n".encode() + data + b"\r\n"
 
 
 def text_chunk(text: str, finish_reason: str | None = None) -> bytes:
-    """One chunk of a plain completion."""
+    """Return a chunk of a plain completion."""
     return chunk({"choices": [{"index": 0, "text": text, "finish_reason": finish_reason}]})
 
 
 def good_stream(tokens: int = 3, *, usage: bool = True) -> bytes:
-    """A whole answer of `tokens` chunks."""
+    """Return a whole answer of `tokens` chunks."""
     last = (
         chunk({"choices": [], "usage": {"prompt_tokens": 8, "completion_tokens": 2 * tokens}})
         if usage

@@ -1,5 +1,5 @@
-"""The engine, which begins once the file that HELD_ENGINE names is gone: a test may look at a
-server that waits for its engine for as long as it takes. Run with `tests.e2e.stub_serve`.
+"""An engine that starts once the file HELD_ENGINE is gone, so that a test can examine a server that
+waits. Run with `tests.e2e.stub_serve`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which TCP sockets the processes of a server listen on."""
+"""The TCP sockets on which the processes of a server listen."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ _LISTEN = "0A"  # the state's number in /proc/net/tcp
 
 
 def family_of(pid: int) -> list[int]:
-    """A process and all that it has started, with what those have started."""
+    """Return a process and all its descendants."""
     children: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):  # each thread has its own
-        with contextlib.suppress(OSError):  # it is gone by now
+        with contextlib.suppress(OSError):  # it has ended
             children += map(int, task.read_text().split())
     return [pid, *(member for child in children for member in family_of(child))]
 
 
 def strangers_doors(server: Server) -> tuple[set[str], set[str]]:
-    """The addresses (host:port) on which any process of `server` listens beside the configured one:
-    those that other machines can reach, and those of the loopback."""
+    """Return the addresses on which processes of `server` listen beside the configured one: those
+    reachable from other machines, and loopback ones.
+    """
     configured = server.url.removeprefix("http://")
     addresses = {
         address for pid in family_of(server.process.pid) for address in _listening(pid)
@@ -36,7 +37,7 @@ def strangers_doors(server: Server) -> tuple[set[str], set[str]]:
 
 
 def _listening(pid: int) -> set[str]:
-    """What one process listens on; all families, all sockets that it has open."""
+    """Return the addresses on which one process listens, of all families."""
     found = set[str]()
     inodes = _sockets(pid)
     for name in ("tcp", "tcp6"):
@@ -48,10 +49,10 @@ def _listening(pid: int) -> set[str]:
 
 
 def _sockets(pid: int) -> set[str]:
-    """The inodes of a process's sockets."""
+    """Return the inodes of a process's sockets."""
     targets = []
     for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):  # it is closed by now
+        with contextlib.suppress(OSError):  # it is closed
             targets.append(str(entry.readlink()))
     return {
         target.removeprefix("socket:[").removesuffix("]")
@@ -61,8 +62,8 @@ def _sockets(pid: int) -> set[str]:
 
 
 def _address(text: str) -> str:
-    """host:port of the kernel's notation: 32-bit words of the address in the machine's byte order,
-    and the port.
+    """Return host:port from the kernel's notation: 32-bit words in the machine's byte order, and
+    the port.
     """
     words, _, port = text.partition(":")
     packed = b"".join(bytes.fromhex(words[at : at + 8])[::-1] for at in range(0, len(words), 8))

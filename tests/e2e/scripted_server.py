@@ -1,6 +1,4 @@
-"""A server that shows the real chat page, with a model whose every word a test decides: hostile
-text, errors, pauses.
-"""
+"""A server with the real chat page and answers of a test: hostile text, errors, pauses."""
 
 from __future__ import annotations
 
@@ -45,21 +43,21 @@ INFO = {
 
 @dataclass
 class Script:
-    """What the server will do. Single writer: the test."""
+    """The server's behaviour. Single writer: the test."""
 
     # deltas, error events, seconds to wait, and events to wait for
     steps: list[Any] = field(default_factory=list)
-    # status, error, headers: instead of a stream
+    # status, error and headers instead of a stream
     refusal: tuple[int, dict[str, Any], dict[str, str]] | None = None
     key: str | None = None
     finish_reason: str = "stop"
     bodies: list[dict[str, Any]] = field(default_factory=list)  # of the requests so far
-    hang_ups: int = 0  # streams that the client left
+    hang_ups: int = 0  # streams whose client left
     num_info_requests: int = 0
 
 
 def call(name: str, *arguments: str, index: int = 0) -> list[dict[str, Any]]:
-    """The deltas of one tool call whose arguments come in pieces."""
+    """Return the deltas of a tool call whose arguments come in pieces."""
     first = {
         "index": index,
         "id": f"call_{index}",
@@ -153,7 +151,7 @@ def _event(value: dict[str, Any]) -> bytes:
 
 @contextlib.contextmanager
 def scripted() -> Iterator[tuple[str, Script]]:
-    """The address of a running server, and its script."""
+    """Run a server; yield its address and its script."""
     script = Script()
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(

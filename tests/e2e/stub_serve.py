@@ -1,5 +1,5 @@
-"""`negamax serve` in front of the stub engine, which needs no model and starts in no time: for what
-the server does by itself. Another engine is the module that ENGINE_MODULE names.
+"""`negamax serve` with the stub engine, which needs no model, or the engine module in
+ENGINE_MODULE.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""MiniMax's acceptance suite for text, by the ids of its checks, as far as a small model can show
-them.
-
-What needs a good model (language following, quality) is not here; what a server must do is.
+"""MiniMax's acceptance suite for text, by the ids of its checks, without those of a model's
+quality.
 """
 
 from __future__ import annotations
@@ -19,23 +17,12 @@ from tests.e2e.test_api_errors import error_of
 
 
 def data_chunks(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
-    """The chunks of a stream as they went over the wire."""
+    """Return the chunks of a stream as they were sent."""
     response = http.post(CHAT, json={**SHORT, "messages": QUESTION, "stream": True, **fields})
     assert response.status_code == 200, response.text
     events = response.text.split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
     return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
-
-
-def test_02_06_usage_is_in_the_last_chunk_only_with_three_positive_numbers(
-    http: httpx.Client,
-) -> None:
-    chunks = data_chunks(http, stream_options={"include_usage": True})
-    assert all(chunk.get("usage") is None for chunk in chunks[:-1])
-    usage = chunks[-1]["usage"]
-    assert chunks[-1]["choices"] == []
-    assert usage["prompt_tokens"] > 0 and usage["completion_tokens"] > 0
-    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
 
 
 def test_stream_02_07_first_delta_has_the_role_and_no_other_has_one(http: httpx.Client) -> None:
@@ -74,7 +61,7 @@ def test_04_other_modes_think(http: httpx.Client, mode: str) -> None:
 
 
 def exactly(text: str, **more: Any) -> dict[str, Any]:
-    """A request whose content can be nothing but `text`."""
+    """Return a request whose content can only be `text`."""
     return {"structured_outputs": {"choice": [text]}, "max_tokens": 200, **more}
 
 
@@ -85,9 +72,7 @@ def exactly(text: str, **more: Any) -> dict[str, Any]:
 def test_02_07_12_07_16_15_content_arrives_whole(
     http: httpx.Client, text: str, thinking: str
 ) -> None:
-    """Emoji, brackets that begin a marker, line breaks at the end: whole and in a stream, with
-    thinking and without.
-    """
+    """Emoji, brackets that begin a marker, and line breaks at the end."""
     request = exactly(text, thinking={"type": thinking})
     assert answered(http, **request)["choices"][0]["message"]["content"] == text
     deltas = [chunk["choices"][0]["delta"] for chunk in data_chunks(http, **request)]
@@ -190,6 +175,12 @@ def test_06_zero_tokens_only_read_the_prompt(http: httpx.Client) -> None:
             {"role": "assistant", "content": None, "reasoning_details": [{"text": "Hm."}]},
             *QUESTION,
         ],
+        [
+            {"role": "user", "content": [{"type": "text", "text": "Hello"}]},
+            {"role": "assistant", "content": None, "reasoning_content": "A greeting."},
+            {"role": "system", "content": "Be brief."},
+            *QUESTION,
+        ],
     ],
     ids=[
         "two assistants",
@@ -200,21 +191,20 @@ def test_06_zero_tokens_only_read_the_prompt(http: httpx.Client) -> None:
         "no arguments",
         "object",
         "details",
+        "text parts",
     ],
 )
 def test_07_shapes_of_history_are_accepted(http: httpx.Client, messages: list[Any]) -> None:
     answered(http, messages=messages)
 
 
-def test_07_04_empty_list_of_messages_is_refused(http: httpx.Client) -> None:
-    assert refused(http, messages=[])["param"] == "messages"
-
-
 def test_10_06_length_means_the_limit_and_10_07_prompts_count_the_same_in_streams(
     http: httpx.Client,
 ) -> None:
     answer = answered(http, max_tokens=7, ignore_eos=True)
-    assert answer["choices"][0]["finish_reason"] == "length"
+    (choice,) = answer["choices"]
+    # still thinking and no call: the content is empty, not null
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("length", "")
     assert answer["usage"]["completion_tokens"] == 7
     streamed = data_chunks(
         http, max_tokens=7, ignore_eos=True, stream_options={"include_usage": True}
@@ -226,7 +216,7 @@ def test_10_06_length_means_the_limit_and_10_07_prompts_count_the_same_in_stream
 
 
 def test_10_04_a_conversation_that_grows_finds_its_prefix_in_the_cache(http: httpx.Client) -> None:
-    """Notes in the middle stay in place: what was read before them is not read again."""
+    """Notes in the middle stay in place, so that the prefix before them stays cached."""
     messages: list[Any] = [
         {
             "role": "system",
@@ -313,7 +303,7 @@ def test_form_that_cannot_be_compiled_is_refused_before_the_stream_begins(
 ) -> None:
     for path, body in ((CHAT, {"messages": QUESTION}), ("/v1/completions", {"prompt": "x"})):
         response = http.post(path, json={**SHORT, **body, "guided_regex": "([", "stream": streamed})
-        assert error_of(response, 400)["code"] == "invalid_grammar"
+        error_of(response, 400, code="invalid_grammar")
 
 
 def test_plain_completions_follow_a_form(http: httpx.Client) -> None:
@@ -377,10 +367,3 @@ def test_fields_of_sglang_and_vllm_reach_the_answer(http: httpx.Client) -> None:
         "message"
     ]
     assert stopped["content"].endswith("apples")
-
-
-def test_20_wrong_sampling_and_model_are_refused_with_a_trace_id(http: httpx.Client) -> None:
-    assert refused(http, temperature=5)["param"] == "temperature"
-    assert refused(http, top_p=1.5)["param"] == "top_p"
-    assert refused(http, top_p=0)["param"] == "top_p"
-    error_of(http.post(CHAT, json={"model": "none such", "messages": QUESTION}), 404)

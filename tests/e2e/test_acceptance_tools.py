@@ -79,7 +79,8 @@ def test_13_13_a_call_is_reported_although_no_tool_is_declared(http: httpx.Clien
     (made,) = choice["message"]["tool_calls"]
     assert (made["function"]["name"], made["function"]["arguments"]) == ("look_up", '{"id": "007"}')
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
-    (choice,) = answered(http, **request)["choices"]  # nobody here knows of calls
+    # without declared tools and calls, the text is content
+    (choice,) = answered(http, **request)["choices"]
     assert "tool_calls" not in choice["message"] and choice["finish_reason"] == "stop"
     assert choice["message"]["content"] == f"<minimax:tool_call>{call}</minimax:tool_call>"
 
@@ -115,7 +116,6 @@ def test_15_thinking_and_tools_over_several_turns(client: openai.OpenAI) -> None
     ("messages", "param"),
     [
         ([*ASKED, {**RESULT, "content": {"temperature": 19}}], "messages[2].content"),
-        ([{"role": "user", "content": {"text": "x"}}], "messages[0].content"),
         ([*ASKED, {**RESULT, "tool_call_id": "call_9"}], "messages[2].tool_call_id"),
         (
             [*WEATHER_QUESTION, {"role": "assistant", "tool_calls": [CALL, SECOND]}, RESULT],
@@ -123,16 +123,15 @@ def test_15_thinking_and_tools_over_several_turns(client: openai.OpenAI) -> None
         ),
         ([*ASKED, *QUESTION], "messages[1].tool_calls"),
         ([*QUESTION, RESULT], "messages[1]"),
-        ([{"role": "wizard", "content": "x"}], "messages[0]"),
     ],
-    ids=["16_01", "16_07", "16_08", "16_09", "16_09 none", "no call", "20 role"],
+    ids=["16_01", "16_08", "16_09", "16_09 none", "no call"],
 )
 def test_16_broken_history_is_refused(http: httpx.Client, messages: list[Any], param: str) -> None:
     assert refused(http, messages=messages)["param"] == param
 
 
 def test_16_12_arguments_that_are_no_json_are_taken_as_text(http: httpx.Client) -> None:
-    """The suite asks for a 400: docs/decisions/0014."""
+    """The suite asks for a 400; docs/decisions/0014 explains why it is accepted."""
     broken = {**CALL, "function": {"name": "get_weather", "arguments": '{"city": "Pa'}}
     answered(http, messages=[*ASKED[:1], {"role": "assistant", "tool_calls": [broken]}, RESULT])
 
@@ -213,9 +212,7 @@ def test_16_without_parallel_calls_there_is_one(client: openai.OpenAI, tool_choi
 
 
 def test_packets_of_a_long_string_argument_grow_and_are_never_huge(client: openai.OpenAI) -> None:
-    """How few tiny ones there are depends on how quickly this machine is, and is tested with a
-    clock of its own.
-    """
+    """The number of tiny packets depends on the machine; a test with a fake clock covers it."""
     properties = {
         "path": {"type": "string", "maxLength": 9},
         "content": {"type": "string", "minLength": 600, "maxLength": 650},
@@ -239,6 +236,6 @@ def test_packets_of_a_long_string_argument_grow_and_are_never_huge(client: opena
         piece for c in chunks for choice in c.choices for piece in choice.delta.tool_calls or ()
     ]
     sizes = [len(piece.function.arguments) for piece in pieces if piece.function.arguments]
-    assert len(sizes) > 5 and max(sizes) <= 200  # of one burst there would be four
+    assert len(sizes) > 5 and max(sizes) <= 200  # one burst would be four packets
     ((_, arguments),) = joined_calls(chunks)
     assert len(json.loads(arguments)["content"]) >= 600

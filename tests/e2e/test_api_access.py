@@ -1,4 +1,4 @@
-"""Who may call: hosts, origins, TLS, keys from files and the environment."""
+"""Access to a server: hosts, origins, TLS, keys from files and the environment."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_cors_is_closed_and_keys_come_from_file_and_environment(
     keys = tmp_path / "keys"
     keys.write_text("# clients\nfirst-key\n\nsecond-key\n")
     monkeypatch.setenv("NEGAMAX_API_KEY", "third-key, fourth-key")
-    # a public address needs a key
+    # a public address requires a key
     options = ("--host", "0.0.0.0", "--api-key-file", str(keys), "--api-key", "fifth-key")
     with (
         serving(*options, program=STUB, log_file=tmp_path / "log") as server,
@@ -119,7 +119,7 @@ def test_cors_is_closed_and_keys_come_from_file_and_environment(
         assert http.get("/v1/models", headers={"x-api-key": "first-key"}).status_code == 200
         keys.write_text("second-key\nsixth-key\n")
         server.process.send_signal(signal.SIGHUP)
-        assert eventually(lambda: "were read again" in server.log)
+        assert eventually(lambda: "were reloaded" in server.log)
         statuses = [
             http.get("/v1/models", headers={"x-api-key": f"{name}-key"}).status_code
             for name in ORDINALS
@@ -160,12 +160,13 @@ def test_tls_with_a_certificate_and_its_key(
                 lines = (line for line in answer.iter_lines() if line)
                 next(lines)
                 shutil.copy(other_certificate, certificate)
-                server.process.send_signal(signal.SIGHUP)  # in between the files do not fit
+                # until both are replaced the files do not match
+                server.process.send_signal(signal.SIGHUP)
                 assert eventually(lambda: server.log.count("--ssl-keyfile cannot be used") == 2)
                 assert status("/livez", context) == 200
                 shutil.copy(other_key, key)
                 server.process.send_signal(signal.SIGHUP)
-                assert eventually(lambda: server.log.count("the files were read again") == 2)
+                assert eventually(lambda: server.log.count("the files were reloaded") == 2)
                 renewed = ssl.create_default_context(cafile=other_certificate)
                 for _ in range(8):
                     assert status("/livez", renewed) == 200

@@ -1,6 +1,4 @@
-"""/v1/chat/completions through the openai client: shapes, streams that equal whole answers, limits,
-logprobs, cancellation.
-"""
+"""/v1/chat/completions through the openai client: streams, limits, logprobs, cancellation."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ def joined(chunks: list[Any], field: str, index: int = 0) -> str:
 
 
 def joined_calls(chunks: list[Any]) -> list[tuple[str, str]]:
-    """Name and arguments of the streamed calls, put together the way clients do."""
+    """Return name and arguments of the streamed calls, joined as clients do."""
     calls: dict[int, list[str]] = {}
     for chunk in chunks:
         for choice in chunk.choices:
@@ -120,14 +118,6 @@ def test_stream_adds_up_to_the_whole_answer(client: openai.OpenAI, options: dict
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
-def test_deltas_never_mix_reasoning_with_content_nor_repeat_the_role(client: openai.OpenAI) -> None:
-    deltas = [chunk.choices[0].delta for chunk in stream(client, messages=QUESTION, temperature=0)]
-    assert deltas[0].role == "assistant"
-    assert all(delta.role is None for delta in deltas[1:])
-    for delta in deltas:
-        assert not (delta.content and (delta.model_extra or {}).get("reasoning"))
-
-
 def test_stream_ends_with_done_and_null_usage_only_when_asked(http: httpx.Client) -> None:
     body = {"model": MODEL, "messages": QUESTION, "max_tokens": 2, "stream": True}
     response = http.post("/v1/chat/completions", json=body)
@@ -143,33 +133,6 @@ def test_stream_ends_with_done_and_null_usage_only_when_asked(http: httpx.Client
         for event in asked.text.split("\n\n")[:-2]
     ]
     assert totals == sorted(totals) and totals[-1] == 2
-
-
-def test_tool_round_trip_ends_in_an_answer(client: openai.OpenAI) -> None:
-    messages: list[Any] = [*WEATHER_QUESTION]
-    first = client.chat.completions.create(
-        model=MODEL, messages=messages, tools=[WEATHER], temperature=0
-    )
-    assert first.choices[0].finish_reason == "tool_calls"
-    message = first.choices[0].message
-    assert message.content is None
-    (call,) = message.tool_calls or ()
-    assert call.function.name == "get_weather"
-    assert json.loads(call.function.arguments)["city"] == "Paris"
-    assert call.id.startswith("call_")
-    messages += [
-        message.model_dump(exclude_none=True),
-        {
-            "role": "tool",
-            "tool_call_id": call.id,
-            "content": '{"temperature": 19, "condition": "cloudy"}',
-        },
-    ]
-    second = client.chat.completions.create(
-        model=MODEL, messages=messages, tools=[WEATHER], temperature=0
-    )
-    assert second.choices[0].finish_reason == "stop"
-    assert "19" in (second.choices[0].message.content or "")
 
 
 def test_tool_choice_none_gives_no_calls(client: openai.OpenAI) -> None:
@@ -190,7 +153,7 @@ def test_tool_choice_none_gives_no_calls(client: openai.OpenAI) -> None:
 def test_the_model_is_shown_all_tools_and_calls_only_allowed_ones(
     client: openai.OpenAI, mode: str
 ) -> None:
-    """The prompt stays the same, and with it what the cache holds."""
+    """The prompt stays the same, so that its prefix stays cached."""
     clock = {
         "type": "function",
         "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}},
@@ -219,7 +182,7 @@ def test_the_model_is_shown_all_tools_and_calls_only_allowed_ones(
 def test_an_invoke_without_its_block_is_text_where_its_tool_is_not_allowed(
     http: httpx.Client,
 ) -> None:
-    """A form makes the model write one; elsewhere it may do so by itself."""
+    """A form makes the model write one here."""
     clock = {"type": "function", "function": {"name": "get_time"}}
     opener = http.post("/tokenize", json={"prompt": "<minimax:tool_call>"}).json()["tokens"]
     invoke = '<invoke name="get_weather">\n</invoke>'
@@ -243,18 +206,6 @@ def test_an_invoke_without_its_block_is_text_where_its_tool_is_not_allowed(
     )
     assert free["tool_calls"][0]["function"]["name"] == "get_weather"
     assert held["content"] == invoke and "tool_calls" not in held
-
-
-def test_allowed_tools_must_be_declared(client: openai.OpenAI) -> None:
-    only = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "get_whether"}}]}
-    with pytest.raises(openai.BadRequestError, match="get_weather") as caught:
-        client.chat.completions.create(
-            model=MODEL,
-            messages=WEATHER_QUESTION,  # type: ignore[arg-type]
-            tools=[WEATHER],  # type: ignore[list-item]
-            tool_choice={"type": "allowed_tools", "allowed_tools": only},  # type: ignore[arg-type,typeddict-item]
-        )
-    assert caught.value.param == "tool_choice.allowed_tools.tools[0].function.name"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
@@ -284,36 +235,6 @@ def test_only_allowed_tokens_are_sampled(
         )
 
 
-def test_length_limit_is_exact_and_max_completion_tokens_wins(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(
-        model=MODEL,
-        messages=QUESTION,
-        max_tokens=3,
-        max_completion_tokens=9,
-        extra_body={"ignore_eos": True},
-    )
-    assert answer.choices[0].finish_reason == "length"
-    assert answer.usage and answer.usage.completion_tokens == 9
-    assert answer.choices[0].message.content == ""  # still thinking, and no call: never null
-
-
-def test_more_tokens_than_the_window_are_cut_to_it_not_refused(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(
-        model=MODEL, messages=QUESTION, max_tokens=524288, temperature=0
-    )
-    assert answer.choices[0].finish_reason == "stop"
-
-
-def test_stop_string_cuts_the_text_and_is_reported(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0)
-    content = whole.choices[0].message.content or ""
-    word = content.split()[1]
-    cut = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, stop=[word])
-    assert cut.choices[0].message.content == content.partition(word)[0]
-    assert cut.choices[0].finish_reason == "stop"
-    assert (cut.choices[0].model_extra or {})["stop_reason"] == word
-
-
 def test_logprobs_describe_every_token(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {
         "messages": QUESTION,
@@ -328,7 +249,8 @@ def test_logprobs_describe_every_token(client: openai.OpenAI) -> None:
     for token in logprobs.content:
         assert len(token.top_logprobs) == 3
         assert token.logprob <= 0
-        assert token.top_logprobs[0].token == token.token  # greedy takes the most likely one
+        # greedy sampling takes the likeliest token
+        assert token.top_logprobs[0].token == token.token
         assert bytes(token.bytes or ()).decode("utf-8", "replace") == token.token
     streamed = [
         token.token
@@ -377,7 +299,7 @@ def test_last_message_can_be_continued(http: httpx.Client) -> None:
     answer = http.post("/v1/chat/completions", json=body).json()
     assert "error" not in answer
     message = answer["choices"][0]["message"]
-    assert message["reasoning"] is None  # it continues the content
+    assert message["reasoning"] is None  # the content is continued
     assert message["content"]
     tokens = http.post(
         "/v1/completions",
@@ -386,37 +308,29 @@ def test_last_message_can_be_continued(http: httpx.Client) -> None:
     assert tokens.json()["choices"][0]["text"].endswith("85\n</think>\n\nHe has")
 
 
-def test_system_messages_in_the_middle_and_text_parts_are_accepted(client: openai.OpenAI) -> None:
-    messages: list[Any] = [
-        {"role": "system", "content": "You are kind."},
-        {"role": "user", "content": [{"type": "text", "text": "Hello"}]},
-        {"role": "assistant", "content": None, "reasoning_content": "A greeting."},
-        {"role": "system", "content": "Be brief."},
-        *QUESTION,
-    ]
-    assert client.chat.completions.create(model=MODEL, messages=messages, max_tokens=4).usage
-
-
 @pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": QUESTION, "max_tokens": 100_000, "n": 8}),
+        ("/v1/messages", {"messages": QUESTION, "max_tokens": 100_000}),
+        ("/v1/responses", {"input": QUESTION, "max_output_tokens": 100_000}),
+    ],
+    ids=["chat", "messages", "responses"],
+)
 def test_client_that_hangs_up_frees_its_sequence(
-    server: Server, http: httpx.Client, streamed: bool
+    server: Server, path: str, body: dict[str, Any], streamed: bool
 ) -> None:
-    body = {
-        "messages": QUESTION,
-        "ignore_eos": True,
-        "max_tokens": 100_000,
-        "n": 8,
-        "stream": streamed,
-    }
+    body = {"model": MODEL, "ignore_eos": True, "stream": streamed, **body}
     assert eventually(lambda: server.gauge("vllm:num_requests_running") == 0)
     aborted = server.num_aborted
 
     def ask_and_hang_up() -> bool:
-        """Whether sequences were aborted: on a busy machine none may have begun."""
+        """Return whether sequences were aborted; on a busy machine none may have started."""
         with (
             contextlib.suppress(httpx.ReadTimeout),
             server.http() as other,
-            other.stream("POST", "/v1/chat/completions", json=body, timeout=1) as response,
+            other.stream("POST", path, json=body, timeout=1) as response,
         ):
             next(response.iter_lines())
         assert eventually(lambda: server.gauge("vllm:num_requests_running") == 0)
@@ -474,13 +388,8 @@ def test_a_closer_that_closes_nothing_is_no_text(client: openai.OpenAI, streamed
 def test_parsers_template_defaults_and_stream_interval_are_the_servers_to_choose(
     tmp_path: Path,
 ) -> None:
-    options = (
-        "--reasoning-parser",
-        "minimax-append-think",
-        "--default-chat-template-kwargs",
-        '{"enable_thinking": false}',
-    )
-    options += ("--stream-interval", "1000")
+    options = ["--reasoning-parser", "minimax-append-think", "--stream-interval", "1000"]
+    options += ("--default-chat-template-kwargs", '{"enable_thinking": false}')
     with serving(*options, log_file=tmp_path / "log") as running, running.http() as http:
 
         def message(**fields: Any) -> dict[str, Any]:
@@ -496,7 +405,7 @@ def test_parsers_template_defaults_and_stream_interval_are_the_servers_to_choose
         assert thinks["reasoning_content"] is None
         assert message(thinking={"type": "enabled"}, reasoning_split=True)["reasoning_content"]
 
-        # responses and messages have a place of their own for it
+        # responses and messages have their own place for reasoning
         body: dict[str, Any] = {
             "input": QUESTION,
             "temperature": 0,
@@ -530,10 +439,10 @@ def test_parsers_template_defaults_and_stream_interval_are_the_servers_to_choose
             return [delta.get("content") or "" for delta in deltas]
 
         joined_texts = events()
-        num_full = len("".join(joined_texts)) / 200  # in fragments of 200 characters at most
-        # the first and the last stand alone
+        num_full = len("".join(joined_texts)) / 200  # fragments have at most 200 characters
+        # the first and the last are not joined
         assert len([text for text in joined_texts if text]) <= num_full + 3
-        # once at least: a busy server joins what comes meanwhile
+        # retry: a busy server joins what arrives meanwhile
         assert any(len(events(stream_interval=1)) > 20 for _ in range(10))
 
 

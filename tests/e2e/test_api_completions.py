@@ -56,7 +56,7 @@ def test_as_many_tokens_as_asked_for_are_sent_together(
     client: openai.OpenAI, interval: int
 ) -> None:
     extra = {"ignore_eos": True, "return_token_ids": True, "stream_interval": interval}
-    for _ in range(10):  # the first waits for no others, unless the machine stands still
+    for _ in range(10):  # the first is sent at once unless the machine stalls
         chunks = client.completions.create(
             model=MODEL, prompt=PROMPT, max_tokens=500, stream=True, extra_body=extra
         )
@@ -115,7 +115,7 @@ def test_logprobs_of_prompt_and_answer_stand_in_one_row(client: openai.OpenAI) -
     assert "".join(logprobs.tokens).startswith(PROMPT)
     assert logprobs.token_logprobs and logprobs.top_logprobs
     assert logprobs.token_logprobs[0] is logprobs.top_logprobs[0] is None
-    # 0: of each token its own alone
+    # 0: only the token itself
     for token, logprob, top in zip(
         logprobs.tokens[1:], logprobs.token_logprobs[1:], logprobs.top_logprobs[1:], strict=True
     ):

@@ -1,6 +1,4 @@
-"""SGLang's /generate and its helpers: one prompt or many, streams that repeat what was said,
-aborts, the cache.
-"""
+"""SGLang's /generate and its helpers: batches, cumulative streams, aborts, the cache."""
 
 from __future__ import annotations
 
@@ -145,15 +143,15 @@ def test_requests_are_aborted_by_id_or_all(http: httpx.Client, server: Server) -
     for thread in threads:
         thread.start()
     assert eventually(lambda: server.gauge("vllm:num_requests_running") == 2)
-    # a whole id, not its beginning
+    # a prefix of an id does not match
     assert http.post("/abort_request", json={"rid": "on"}).json() == {"num_aborted": 0}
     assert http.post("/abort_request", json={"rid": "one"}).json() == {"num_aborted": 1}
     threads[0].join(120)
     assert answers["one"]["meta_info"]["finish_reason"]["type"] == "abort" and "two" not in answers
-    error_of(http.post("/flush_cache"), 400)  # one still runs
+    error_of(http.post("/flush_cache"), 400)  # one is still running
     os.kill(server.engine_pid(), signal.SIGSTOP)
     try:
-        for count in (1, 0):  # it ends once, however long that takes
+        for count in (1, 0):  # it is aborted once, however long that takes
             found = http.post("/abort_request", json={"abort_all": True}).json()
             assert found == {"num_aborted": count}
     finally:
@@ -174,7 +172,7 @@ def test_requests_are_aborted_by_id_or_all(http: httpx.Client, server: Server) -
 def test_aborted_answers_of_other_routes_end_in_an_error(
     http: httpx.Client, path: str, fields: dict[str, Any]
 ) -> None:
-    """They have no word for it; a client must not take the beginning for the whole."""
+    """Their APIs have no such finish reason; a client must not take the beginning for the whole."""
     events: list[dict[str, Any]] = []
     body = {"model": MODEL, "ignore_eos": True, "stream": True, **fields}
     with http.stream("POST", path, json=body) as response:

@@ -1,5 +1,5 @@
-"""What a history may hold on every route: a session that has it once sends it for ever, so a
-refusal would end the session.
+"""Content that a history may have on every route. A refusal would end the session, which sends it
+again and again.
 """
 
 from __future__ import annotations

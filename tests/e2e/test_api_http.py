@@ -1,4 +1,4 @@
-"""HTTP as clients speak it that are no SDK: HEAD, compressed bodies, HTTP/1.0."""
+"""HTTP of clients without an SDK: HEAD, compressed bodies, HTTP/1.0."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ BODY: dict[str, Any] = {
     ],
 )
 def test_head_is_get_without_a_body(http: httpx.Client, path: str) -> None:
-    # the client would unpack, and the length is that of what is sent
+    # the client would decompress, and the length is that of the compressed body
     plain = {"accept-encoding": "identity"}
     said, whole = http.head(path, headers=plain), http.get(path, headers=plain)
     assert (said.status_code, said.content) == (200, b"")
     assert said.headers["content-type"] == whole.headers["content-type"]
-    if path != "/metrics":  # which says something else each time
+    if path != "/metrics":  # its content differs each time
         assert (
             said.headers["content-length"]
             == whole.headers["content-length"]
             == str(len(whole.content))
         )
-    assert http.get("/livez").status_code == 200  # the connection is still in step
+    assert http.get("/livez").status_code == 200  # the connection is still in sync
 
 
 def test_head_of_what_is_not_there_or_not_for_reading(http: httpx.Client) -> None:
@@ -75,9 +75,7 @@ def test_a_small_body_that_unpacks_to_a_large_one_is_a_413(http: httpx.Client) -
     content = gzip.compress(b'{"messages": "' + b"x" * (300 * 2**20) + b'"}', compresslevel=1)
     assert len(content) < 2**21
     headers = {"content-type": "application/json", "content-encoding": "gzip"}
-    assert (
-        error_of(http.post(CHAT, content=content, headers=headers), 413)["code"] == "body_too_large"
-    )
+    error_of(http.post(CHAT, content=content, headers=headers), 413, code="body_too_large")
 
 
 def test_what_is_not_unpacked_is_refused(http: httpx.Client) -> None:
@@ -90,7 +88,7 @@ def test_what_is_not_unpacked_is_refused(http: httpx.Client) -> None:
         ("gzip", b"", 400, "invalid_json"),
     ):
         answer = http.post(CHAT, content=content, headers={**headers, "content-encoding": encoding})
-        assert error_of(answer, status)["code"] == code
+        error_of(answer, status, code=code)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -120,9 +118,7 @@ H2C = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: A
 
 @pytest.mark.parametrize("is_chunked", [False, True])
 def test_offer_of_http_2_is_answered_in_http_1_1(server: Server, is_chunked: bool) -> None:
-    """As the HttpClient of the JDK sends its first request to a server; the connection goes on
-    afterwards.
-    """
+    """The JDK's HttpClient sends its first request so; the connection continues afterwards."""
     body = json.dumps(BODY).encode()
     length = b"transfer-encoding: chunked" if is_chunked else b"content-length: %d" % len(body)
     head = b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n%s%s\r\n\r\n"

@@ -1,6 +1,4 @@
-"""/v1/messages through the anthropic client, and a coding agent's session as Claude Code sends it,
-over raw HTTP.
-"""
+"""/v1/messages through the anthropic client, and a session like Claude Code's."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.conftest import MODEL, Server, eventually
+from tests.e2e.conftest import MODEL, Server
 from tests.e2e.test_api_chat import QUESTION, WEATHER, WEATHER_QUESTION
 
 TOOL = {
@@ -33,7 +31,7 @@ def claude(server: Server) -> Iterator[anthropic.Anthropic]:
 
 
 def asked(http: httpx.Client, **fields: Any) -> dict[str, Any]:
-    """A whole answer, as it went over the wire."""
+    """Return a whole answer as it was sent."""
     response = http.post(
         "/v1/messages",
         json={"model": MODEL, "max_tokens": 300, "messages": QUESTION, **GREEDY, **fields},
@@ -44,7 +42,7 @@ def asked(http: httpx.Client, **fields: Any) -> dict[str, Any]:
 
 
 def events_of(response: httpx.Response) -> list[dict[str, Any]]:
-    """The events of a stream, each under the name that its data has."""
+    """Return the events of a stream and check their names."""
     assert response.headers["content-type"].startswith("text/event-stream")
     events = []
     for block in response.text.strip().split("\n\n"):
@@ -56,9 +54,7 @@ def events_of(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 def told(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The answer that a stream tells, put together the way clients do; the order of its events is
-    checked.
-    """
+    """Join a stream's events into an answer as clients do, and check their order."""
     answer: dict[str, Any] = {}
     blocks: list[dict[str, Any]] = []
     open_index: int | None = None
@@ -100,14 +96,14 @@ def told(events: list[dict[str, Any]]) -> dict[str, Any]:
         if block["type"] == "tool_use":
             try:
                 block["input"] = json.loads(collected)
-            except ValueError:  # the call was cut
+            except ValueError:  # the call is truncated
                 assert answer["stop_reason"] == "max_tokens"
                 block["input"] = collected
     return answer | {"content": blocks}
 
 
 def comparable(answer: dict[str, Any]) -> dict[str, Any]:
-    """An answer without what differs from one time to the next."""
+    """Return an answer without what differs between runs."""
     content = [
         {key: value for key, value in block.items() if key != "id"} for block in answer["content"]
     ]
@@ -121,7 +117,7 @@ def comparable(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def error_of(response: httpx.Response, status: int, kind: str) -> str:
-    """The message of an error in Anthropic's shape."""
+    """Check an error in Anthropic's shape and return its message."""
     assert response.status_code == status, response.text
     body = response.json()
     assert set(body) == {"type", "error", "request_id"}
@@ -266,7 +262,7 @@ def test_stream_adds_up_to_the_whole_answer(http: httpx.Client, fields: dict[str
 def test_reasons_to_stop(http: httpx.Client) -> None:
     cut = asked(http, max_tokens=20)
     assert (cut["stop_reason"], cut["usage"]["output_tokens"]) == ("max_tokens", 20)
-    # in the thinking, too, where it stops nothing
+    # it occurs in the thinking, too, where it stops nothing
     stopped = asked(http, stop_sequences=["never", "85"])
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "85")
     assert "85" in stopped["content"][0]["thinking"]
@@ -433,27 +429,9 @@ def test_models_are_listed_for_both_kinds_of_clients(
     assert claude.models.retrieve(MODEL).id == client.models.retrieve(MODEL).id == MODEL
 
 
-def test_client_that_hangs_up_frees_its_sequence(server: Server, http: httpx.Client) -> None:
-    body = {
-        "model": MODEL,
-        "max_tokens": 4000,
-        "messages": QUESTION,
-        "ignore_eos": True,
-        "stream": True,
-    }
-    assert eventually(lambda: server.gauge("vllm:num_requests_running") == 0)
-    aborted = server.num_aborted
-    with http.stream("POST", "/v1/messages", json=body) as response:
-        lines = response.iter_lines()  # to forget it would close the connection
-        assert next(lines)
-        assert eventually(lambda: server.gauge("vllm:num_requests_running") == 1)
-    assert eventually(lambda: server.gauge("vllm:num_requests_running") == 0)
-    assert server.num_aborted == aborted + 1  # it did not come to its end
-
-
 def agent_request(history: list[dict[str, Any]], *, number: int) -> dict[str, Any]:
-    """A request in the manner of Claude Code: a system prompt of blocks with a line that changes,
-    many tools, caching marks.
+    """Return a request like Claude Code's: system blocks with a changing line, many tools, cache
+    marks.
     """
     cached = {"cache_control": {"type": "ephemeral"}}
     object_of = {
@@ -500,8 +478,8 @@ def agent_request(history: list[dict[str, Any]], *, number: int) -> dict[str, An
 
 
 def test_session_of_a_coding_agent_keeps_its_prefix_and_never_breaks(http: httpx.Client) -> None:
-    """Many turns of calls, results of every shape, reminders and a system note in the middle: each
-    answer is told well, and within the loop the prompt of each request begins with the one before.
+    """Run many turns of calls with results of every shape, reminders and a note: each prompt begins
+    with the one before.
     """
     reminder = {
         "type": "text",

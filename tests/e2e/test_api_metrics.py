@@ -1,4 +1,4 @@
-"""The metrics that dashboards of vLLM and SGLang ask for, and that they say what happened."""
+"""Metrics for the dashboards of vLLM and SGLang: their names and their values."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ VLLM = (
     "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total",
     "tool_call_parser_invocations_total",
 )  # fmt: skip
-# until there is something
+# no samples at first
 WITHOUT_SAMPLES = ("vllm:spec_decode_num_accepted_tokens_per_pos", "vllm:admission_rejections")
 SGLANG = (
     "num_running_reqs", "num_queue_reqs", "token_usage", "num_used_tokens", "max_total_num_tokens",
@@ -59,7 +59,7 @@ SGLANG = (
 
 
 def samples(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
-    """Labels and values by sample name, as a scraper reads them."""
+    """Return labels and values by sample name, as a scraper reads them."""
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -68,7 +68,7 @@ def samples(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
 
 
 def value(text: str, name: str, **labels: str) -> float:
-    only = {"engine": "0", "replica": "0"}  # the one rank of the one engine
+    only = {"engine": "0", "replica": "0"}  # the only rank of the only engine
     (found,) = [
         number
         for given, number in samples(text)[name]
@@ -95,14 +95,12 @@ def test_every_name_that_dashboards_read_is_there(
 
 
 def test_counts_and_times_of_one_request_add_up(http: httpx.Client, server: Server) -> None:
-    """The times once at least: what a busy machine does between two looks at the clock is in one of
-    them.
-    """
+    """Retry: what a busy machine does between two clock readings is in only one of the times."""
     assert any(times_add_up(http) for _ in range(10))
 
 
 def times_add_up(http: httpx.Client) -> bool:
-    """Whether those of one request do; its counts must."""
+    """Return whether the times of one request add up, and check its counts."""
     body: dict[str, Any] = {
         "prompt": "Hello",
         "max_tokens": 300,

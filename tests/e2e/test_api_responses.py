@@ -20,7 +20,7 @@ PATH = "/v1/responses"
 
 
 def asked(http: httpx.Client, **fields: Any) -> dict[str, Any]:
-    """A whole response, as it went over the wire."""
+    """Return a whole response as it was sent."""
     answer = http.post(
         PATH,
         json={"model": MODEL, "input": ASK, "temperature": 0, "max_output_tokens": 300, **fields},
@@ -31,7 +31,7 @@ def asked(http: httpx.Client, **fields: Any) -> dict[str, Any]:
 
 
 def events_of(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
-    """The events of a stream, numbered without gaps, each under the name that its data has."""
+    """Return the events of a stream; check their numbers and names."""
     body = {
         "model": MODEL,
         "input": ASK,
@@ -53,7 +53,7 @@ def events_of(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
 
 
 def check_told(events: list[dict[str, Any]], items: list[dict[str, Any]]) -> None:
-    """The events tell `items`: deltas add up to what is said at the end, item by item."""
+    """Check that the events add up to `items`, item by item."""
     done = [event for event in events if event["type"] == "response.output_item.done"]
     assert [event["item"] for event in done] == items
     for index, item in enumerate(items):
@@ -206,7 +206,7 @@ def test_kept_response_is_fetched_gone_on_from_and_deleted(
         max_output_tokens=4,
         tools=[TOOL],
     )
-    # what is deleted is still gone on from
+    # a deleted response can still be continued through its successor
     assert third.usage and third.usage.input_tokens > second.usage.input_tokens - 60
     with pytest.raises(openai.NotFoundError) as error:
         client.responses.create(model=MODEL, input="Hi", previous_response_id=first.id)
@@ -363,7 +363,7 @@ def test_logprobs_come_only_where_they_are_included(http: httpx.Client) -> None:
     assert part["logprobs"] and all(entry["top_logprobs"] == [] for entry in part["logprobs"])
     for wrong in (-1, 21, "2"):
         body = {"model": MODEL, "input": "x", "top_logprobs": wrong}
-        assert error_of(http.post(PATH, json=body), 400)["param"] == "top_logprobs"
+        error_of(http.post(PATH, json=body), 400, param="top_logprobs")
 
 
 def test_custom_tool_takes_plain_text(http: httpx.Client) -> None:
@@ -449,12 +449,13 @@ def test_tools_of_a_namespace_are_called_with_it(http: httpx.Client) -> None:
 def test_bad_request_names_its_field(
     http: httpx.Client, fields: dict[str, Any], status: int, param: str
 ) -> None:
-    assert error_of(http.post(PATH, json=fields), status)["param"] == param
+    error_of(http.post(PATH, json=fields), status, param=param)
 
 
 def test_session_of_codex_replays_its_items(http: httpx.Client) -> None:
-    """Instructions and a developer message, nothing kept by the server, every item sent again, with
-    the reasoning only in its encrypted form: the loop's prompts begin with the ones before."""
+    """The server stores nothing and every item is sent again, reasoning only encrypted: each prompt
+    begins with the one before.
+    """
     shell = {
         "type": "function",
         "name": "shell",
@@ -512,21 +513,3 @@ def test_session_of_codex_replays_its_items(http: httpx.Client) -> None:
                     }
                 )
         assert items[-1]["type"] == "function_call_output"
-
-
-def test_client_that_hangs_up_frees_its_sequence(server: Server, http: httpx.Client) -> None:
-    body = {
-        "model": MODEL,
-        "max_output_tokens": 4000,
-        "input": ASK,
-        "ignore_eos": True,
-        "stream": True,
-    }
-    assert eventually(lambda: server.gauge("vllm:num_requests_running") == 0)
-    aborted = server.num_aborted
-    with http.stream("POST", PATH, json=body) as response:
-        lines = response.iter_lines()  # to forget it would close the connection
-        assert next(lines)
-        assert eventually(lambda: server.gauge("vllm:num_requests_running") == 1)
-    assert eventually(lambda: server.gauge("vllm:num_requests_running") == 0)
-    assert server.num_aborted == aborted + 1  # it did not come to its end

@@ -1,6 +1,4 @@
-"""Items of /v1/responses through an openai client that refuses answers which are not of OpenAI's
-types: what was sent, what clients run, and what changes the answers after it.
-"""
+"""Items of /v1/responses through an openai client that refuses answers of other types."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from tests.e2e.test_api_responses import ASK, ASK_WEATHER, TOOL
 
 @pytest.fixture
 def strict(server: Server) -> Iterator[openai.OpenAI]:
-    """A client that refuses answers which are not of OpenAI's types."""
+    """Return a client that refuses answers which are not of OpenAI's types."""
     with openai.OpenAI(
         base_url=f"{server.url}/v1",
         api_key="unused",

@@ -1,6 +1,4 @@
-"""Stop strings end the content of chats, messages and responses, and never the thinking before
-it.
-"""
+"""Stop strings end the content of chats, messages and responses, never the thinking."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def whole(server: Any) -> tuple[str, str]:
-    """Thinking and content of the answer without stop strings."""
+    """Return thinking and content of the answer without stop strings."""
     with server.openai() as client:
         message = client.chat.completions.create(messages=QUESTION, **GREEDY).choices[0].message
     return message.model_extra["reasoning"], message.content
@@ -29,7 +27,7 @@ def whole(server: Any) -> tuple[str, str]:
 def read(
     http: httpx.Client, path: str, body: dict[str, Any], *, is_streamed: bool
 ) -> tuple[str, str, Any]:
-    """Thinking, content, and the stop string that is told (Responses tell none)."""
+    """Return thinking, content, and the reported stop string (Responses report none)."""
     response = http.post(path, json={**GREEDY, **body, "stream": is_streamed})
     assert response.status_code == 200, response.text
     events = (
@@ -87,7 +85,7 @@ def test_thinking_goes_on_and_content_ends(
         thought,
         said,
     )
-    word = said.split()[-1][-3:]  # may be in the thinking, too
+    word = said.split()[-1][-3:]  # it may occur in the thinking, too
     cut = read(http, path, body_for(path, [word, THOUGHT_STOP]), is_streamed=is_streamed)
     assert cut == (thought, said.partition(word)[0], word)
 

@@ -1,5 +1,5 @@
-"""A call that the limit of tokens cuts stays cut, on every route and streamed or not: no client can
-take it for a whole one.
+"""A call truncated by the token limit stays truncated on every route, so that no client takes it
+for a whole one.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tests.e2e.test_api_chat import WEATHER, WEATHER_QUESTION, joined_calls, str
 from tests.e2e.test_api_messages import TOOL as ANTHROPIC_TOOL
 from tests.e2e.test_api_responses import TOOL as RESPONSES_TOOL
 
-LAST_TOKENS = 16  # of the answer: the limits that are tried end within them
+LAST_TOKENS = 16  # tokens at the end of the answer in which the tested limits are
 CHAT: dict[str, Any] = {"messages": WEATHER_QUESTION, "tools": [WEATHER], "temperature": 0}
 
 
 @pytest.fixture(scope="module")
 def whole(server: Server) -> tuple[str, int]:
-    """The arguments of the whole call, and the tokens of its answer."""
+    """Return the arguments of the whole call and the number of tokens of its answer."""
     with server.openai() as client:
         answer = client.chat.completions.create(model=MODEL, **CHAT)
     (call,) = answer.choices[0].message.tool_calls or ()
@@ -33,9 +33,7 @@ def whole(server: Server) -> tuple[str, int]:
 
 
 def check_every_limit(whole: tuple[str, int], called: Callable[[int], str | None]) -> None:
-    """`called` gives the arguments of the answer within a limit of tokens; None where there is no
-    call in it.
-    """
+    """Check `called`, which returns the arguments within a token limit, or None without a call."""
     arguments, num_tokens = whole
     num_cut = 0
     for limit in range(num_tokens - LAST_TOKENS, num_tokens):

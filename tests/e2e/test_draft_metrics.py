@@ -1,4 +1,4 @@
-"""A server that guesses tokens ahead: what it says of that to those who watch and to benchmarks."""
+"""Metrics and benchmark reports of a server with speculative decoding."""
 
 from __future__ import annotations
 
@@ -27,30 +27,10 @@ def test_drafts_are_counted_and_synthetic_ones_called_so(
     file = tmp_path / "bench.json"
     with serving(*options, log_file=tmp_path / "log") as server, server.http() as http:
         benchmark = (
-            "--random-input-len",
-            "8",
-            "--random-output-len",
-            "40",
-            "--ignore-eos",
-            "--num-prompts",
-            "4",
+            f"bench serve --base-url {server.url} --num-prompts 4 --random-input-len 8 "
+            f"--random-output-len 40 --ignore-eos --save-result --result-filename {file}"
         )
-        saved = ("--save-result", "--result-filename", str(file))
-        assert (
-            main(
-                [
-                    "bench",
-                    "serve",
-                    "--base-url",
-                    server.url,
-                    "--num-prompts",
-                    "4",
-                    *benchmark,
-                    *saved,
-                ]
-            )
-            == 0
-        )
+        assert main(benchmark.split()) == 0
         text = http.get("/metrics").text
         sampling = {"max_new_tokens": 12, "ignore_eos": True}
         body = {"text": "one two", "sampling_params": sampling}
@@ -68,7 +48,7 @@ def test_drafts_are_counted_and_synthetic_ones_called_so(
     assert samples[f"{counts}_draft_tokens_total", None] == pytest.approx(2 * drafts, abs=8)
     assert samples[f"{counts}_accepted_tokens_total", None] == pytest.approx(drafts, abs=8)
     position = f"{counts}_accepted_tokens_per_pos_total"
-    # as its counterparts, to be divided by them
+    # as their counterparts, to be divided by them
     labels = {f'{position}{{engine="0",model_name="nano",position="{place}"}}' for place in (0, 1)}
     assert labels == {line.split()[0] for line in text.splitlines() if line.startswith(position)}
     assert samples[position, "0"] == pytest.approx(drafts, abs=8)

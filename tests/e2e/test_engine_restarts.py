@@ -1,6 +1,4 @@
-"""An engine that dies or hangs: noticed, told to everyone, started again, and given up in the
-end.
-"""
+"""An engine that dies or hangs: detected, reported, restarted, and finally abandoned."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ LONG: dict[str, Any] = {
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process exists and is more than an unread exit code."""
+    """Return whether the process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
@@ -48,7 +46,7 @@ def wait_until_ready(server: Server) -> None:
 
 
 def last_lines_after(server: Server, harm: Any) -> list[str]:
-    """The end of a stream during which `harm` was done to the engine."""
+    """Return the end of a stream during which `harm` was done to the engine."""
     with server.http() as http, http.stream("POST", CHAT, json=LONG | {"stream": True}) as running:
         lines = running.iter_lines()
         next(lines)
@@ -72,9 +70,9 @@ def test_dead_engine_is_told_to_all_and_started_again_until_it_dies_too_often(
         assert '"error"' in end[0] and "service_unavailable_error" in end[0]
         assert end[1] == "data: [DONE]"
         for path in ("/health", "/readyz"):
-            assert error_of(http.get(path), 503)["code"] == "engine_restarting"
+            error_of(http.get(path), 503, code="engine_restarting")
         refused = http.post(CHAT, json=LONG)
-        assert error_of(refused, 503)["type"] == "service_unavailable_error"
+        error_of(refused, 503, type="service_unavailable_error")
         assert int(refused.headers["retry-after"]) >= 1
         with pytest.raises(openai.InternalServerError):
             server.openai().completions.create(model=MODEL, prompt="x")
@@ -85,7 +83,7 @@ def test_dead_engine_is_told_to_all_and_started_again_until_it_dies_too_often(
         answer = server.openai().completions.create(model=MODEL, prompt="x", max_tokens=3)
         assert answer.usage and answer.usage.completion_tokens
         assert server.gauge("negamax:engine_restarts_total") == 1
-        # what the dead engine had counted is not forgotten
+        # the counts of the dead engine are kept
         assert server.gauge("vllm:generation_tokens_total") > 3
         assert not is_alive(dead)
 
@@ -97,7 +95,7 @@ def test_dead_engine_is_told_to_all_and_started_again_until_it_dies_too_often(
 
 @pytest.fixture(scope="module")
 def never_restarted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that starts no second engine: the last test that uses it ends it."""
+    """Run a server that never restarts its engine; the last test that uses it ends it."""
     folder = tmp_path_factory.mktemp("never_restarted")
     talk = talking(folder, tokens_per_second=100)
     with serving(*talk, "--max-engine-restarts", "0", log_file=folder / "log") as server:
@@ -126,7 +124,7 @@ def test_whole_answer_of_a_dead_engine_is_a_503(never_restarted: Server) -> None
     killer = threading.Thread(target=kill_soon)
     killer.start()
     with server.http() as http:
-        assert error_of(http.post(CHAT, json=LONG), 503)["code"] == "engine_dead"
+        error_of(http.post(CHAT, json=LONG), 503, code="engine_dead")
     killer.join()
     assert server.process.wait(120) == 1
 
@@ -145,15 +143,15 @@ def test_engine_without_a_sign_of_life_is_replaced(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with two ranks: the last test that uses it ends it."""
+    """Run a server with two ranks; the last test that uses it ends it."""
     options = ("--device", "cpu", "--tensor-parallel-size", "2", "--engine-hang-timeout", "4")
     with serving(*options, log_file=tmp_path_factory.mktemp("two_ranks") / "log") as server:
         yield server
 
 
 def test_ranks_can_be_reached_by_their_machine_alone(two_ranks: Server) -> None:
-    """A store for the rendezvous on all interfaces would take anybody's keys. gloo needs a socket
-    for each rank and group.
+    """A rendezvous store on all interfaces would accept anyone's keys. gloo needs a socket per rank
+    and group.
     """
     from_outside, local = strangers_doors(two_ranks)
     assert from_outside == set()
@@ -178,7 +176,7 @@ def test_engine_and_ranks_outlive_neither_the_server_nor_each_other(two_ranks: S
     engine = two_ranks.engine_pid()
     family = [engine, *ranks_of(engine)]
     assert len(family) == 3
-    # a service manager's SIGTERM reaches every process: who leaves when is the server's decision
+    # a service manager's SIGTERM reaches every process; the server decides when each ends
     for pid in family:
         os.kill(pid, signal.SIGTERM)
     with two_ranks.http() as http:

@@ -1,4 +1,4 @@
-"""How often experts are chosen, over HTTP, and their balance while they move between ranks."""
+"""How often experts are selected, over HTTP, and their balance while they move between ranks."""
 
 from __future__ import annotations
 

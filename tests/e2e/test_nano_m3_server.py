@@ -1,5 +1,5 @@
-"""A server of nano-m3 through every dialect: what stands in MiniMax-M3's own format becomes
-thoughts, answers and calls.
+"""A server of nano-m3 through every dialect: MiniMax-M3's format becomes thoughts, answers and
+calls.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def http(m3: Server) -> Iterator[httpx.Client]:
 
 
 def chat(http: httpx.Client, **fields: Any) -> dict[str, Any]:
-    """The choice of an answer to `QUESTION` or other messages."""
+    """Return the choice of an answer."""
     response = http.post(CHAT, json={**GREEDY, "messages": QUESTION, "max_tokens": 300, **fields})
     assert response.status_code == 200, response.text
     (choice,) = response.json()["choices"]
@@ -102,7 +102,7 @@ def test_a_call_its_result_and_the_answer(client: openai.OpenAI) -> None:
 
 
 def test_nested_arguments_keep_their_types(http: httpx.Client) -> None:
-    """A grammar of the format holds the model to the schema, of a list of objects, too."""
+    """A grammar enforces the schema, also of a list of objects."""
     forced = {"type": "function", "function": {"name": "make_plan"}}
     choice = chat(http, tools=[PLAN], tool_choice=forced, max_tokens=400)
     (call,) = choice["message"]["tool_calls"]
@@ -165,8 +165,8 @@ def test_images_are_refused_with_the_reason(http: httpx.Client) -> None:
 def test_requests_with_long_prefixes_wait_for_each_other_and_find_their_facts(
     m3: Server, http: httpx.Client
 ) -> None:
-    """Several at once, each asked twice; the second time the prompt is in the cache but for its
-    last block of 128 tokens.
+    """Several at once, each sent twice; the second time the prompt is cached but for its last block
+    of 128 tokens.
     """
     problems = [each for each in retrieval.problems("2k", 9, 11) if each.fact is not None][:3]
 

@@ -1,6 +1,4 @@
-"""The chat page in a headless Chromium: against the real server on nano, and against scripted
-answers that no model gives.
-"""
+"""The chat page in a headless Chromium, with the real server on nano and with scripted answers."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ def test_answers_stream_with_folded_thinking_and_figures(nano: Browser, server: 
     assert nano.text("#window-text") == "4,096 tokens"
     ask(nano, "Tom has 47 apples and buys 38 more. How many apples does he have now?")
     assert "85" in nano.text(".assistant .text")
-    # for how long, where that can be told
+    # how long, if that is known
     assert nano.text(".thinking .label").startswith("Thought")
     assert nano.run("return document.querySelector('.thinking').open") is False
     nano.click(".thinking summary")
@@ -50,14 +48,14 @@ def test_answers_stream_with_folded_thinking_and_figures(nano: Browser, server: 
     assert nano.text("#window-text") == f"{used} of 4,096 tokens"
 
     def speed_again() -> float:
-        """Of another version of the answer; 0 where all of it came at once."""
+        """Return the speed of another version of the answer; 0 if all of it came at once."""
         nano.click(".assistant .again")
         nano.wait(f"{ANSWERS} === 1 && {IDLE}")
         return float(figures(nano).get("Speed", "0").removesuffix(" tok/s"))
 
     assert any(speed_again() > 1 for _ in range(10))
     assert "85" in nano.text(".assistant .text")
-    assert int(figures(nano)["Cached"]) > 0  # now the prompt is in the cache
+    assert int(figures(nano)["Cached"]) > 0  # now the prompt is cached
     assert nano.problems == []
     assert {
         request["url"].startswith(server.url) or request["url"] == "about:blank"
@@ -119,7 +117,7 @@ def test_settings_are_fields_of_the_request_and_the_server_takes_them(nano: Brow
     }  # fmt: skip
     assert int(figures(nano)["Output"]) <= 12
     assert nano.text(".problem") in ("", "Cut off: token limit reached.")
-    nano.write("[name=temperature]", "3")  # the form refuses it by itself
+    nano.write("[name=temperature]", "3")  # the form itself refuses it
     nano.write("#prompt", "Hello again!")
     nano.press("Enter")
     assert nano.run("return document.querySelectorAll('.user').length") == 1
@@ -226,7 +224,7 @@ def test_stopping_ends_the_request_and_keeps_the_text(page: Browser, script: Scr
     assert eventually(lambda: script.hang_ups == 1)
     script.steps = [{"content": "More"}]
     ask(page, "Two")
-    # nobody answers its calls
+    # calls without an answer
     assert script.bodies[-1]["messages"][1] == {"role": "assistant", "content": "As far as"}
 
 
@@ -301,7 +299,7 @@ def test_the_browser_asks_for_the_key_of_a_guarded_server_once(
         assert refused.status_code == 401
         assert refused.headers["www-authenticate"].startswith("Basic realm=")
         assert challenged.headers["www-authenticate"] == "Bearer"
-        # as typed into the browser's own prompt
+        # as entered in the browser's own dialog
         page.open(server.url.replace("http://", "http://anyone:secret@") + "/")
         page.wait("document.querySelector('#model').value === name", name=MODEL)
         ask(page, "What is 47 + 38?")
@@ -376,7 +374,7 @@ def test_a_conversation_survives_export_and_import(
     page.wait(
         "document.querySelector('#notice').textContent === 'Message 1 has the role \"wizard\".'"
     )
-    # what was there is still there
+    # earlier content remains
     assert page.run("return document.querySelectorAll('.message').length") == 6
 
 
@@ -397,7 +395,7 @@ def test_every_control_has_a_name_and_the_keyboard_reaches_it(
     assert page.run(f"return {focused}") == "Result of f"
     page.click("#prompt")
     page.run("saved(); await new Promise((then) => setTimeout(then))")
-    assert page.run(f"return {focused}") == "Your message"  # where the person went
+    assert page.run(f"return {focused}") == "Your message"  # where the user navigated to
     nodes = page.call("Accessibility.getFullAXTree")["nodes"]
     roles = {
         "button",

@@ -1,5 +1,5 @@
-"""What the chat page keeps: conversations with their branches, settings and the theme; and what it
-adds to a message.
+"""What the chat page stores: conversations with their branches, settings and the theme; and
+attachments.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TEXTS = (
 )
 RENAME, DELETE = ".tools button:first-child", ".tools button:last-child"
 
-# What is read of one conversation, or found in all, comes when `arrive()` is called.
+# Reads of one conversation, or of all, return when `arrive()` is called.
 HELD_READS = """
     const { Store } = await import('/playground/store.js');
     const waiting = [];
@@ -39,12 +39,12 @@ HELD_READS = """
 
 
 def row(title: str, button: str = ".open") -> str:
-    """A button of a conversation's row in the list. Where rows stand changes with each answer."""
+    """Press a button of a conversation's row. Rows move with each answer."""
     return f"#conversations li:has([title='{title}']) {button}"
 
 
 def reload(page: Browser) -> None:
-    """Load the page anew, at the address where it is."""
+    """Reload the page."""
     page.run(SETTLED)
     url = page.wait("(location.hash || !document.querySelector('.message')) && location.href")
     page.open("about:blank")
@@ -169,7 +169,7 @@ def test_answers_come_in_while_another_conversation_is_shown(page: Browser, scri
     assert page.run(f"return {TEXTS}") == []
     say(page, script, "Quick", "Two")
     page.run(HELD_READS)
-    # another tab has changed what is shown: its record comes when another conversation is shown
+    # another tab has changed what is shown; its record arrives when another conversation is shown
     page.wait("location.hash")
     page.run("new BroadcastChannel('negamax').postMessage(location.hash.slice(1))")
     page.wait("numWaiting() === 1")
@@ -182,7 +182,7 @@ def test_answers_come_in_while_another_conversation_is_shown(page: Browser, scri
 
 
 def test_what_a_person_opens_is_shown_whatever_else_happens(page: Browser, script: Script) -> None:
-    """An answer ends and is saved, and what was shown is deleted, while it is read."""
+    """While a conversation is read, an answer ends and is saved, and the shown one is deleted."""
     goes_on = threading.Event()
     say(page, script, "First", "One")
     page.click("#new")
@@ -223,7 +223,7 @@ def test_the_list_takes_clicks_while_it_changes(page: Browser, script: Script) -
     page.wait(f"{TITLES}.join() === 'Three,One'")
     assert page.run("return document.activeElement.id") == "prompt"
 
-    # the new name is there before the button is up again
+    # the new name is there before the button is released
     page.click(row("Three", RENAME))
     page.write("#conversations input", "Four")
     place = page.wait(AIM, selector=row("One"))
@@ -237,7 +237,7 @@ def test_the_list_takes_clicks_while_it_changes(page: Browser, script: Script) -
     page.wait(f"{TEXTS}.join() === 'One,First'")
     page.wait(f"{TITLES}.join() === 'Four,One'")
 
-    # what a keyboard has reached stays reached
+    # the keyboard focus stays
     page.run(
         "window.button = document.querySelector(selector); "
         "button.closest('li').firstChild.focus(); button.focus()",
@@ -246,7 +246,7 @@ def test_the_list_takes_clicks_while_it_changes(page: Browser, script: Script) -
     page.run("new BroadcastChannel('negamax').postMessage('')")
     page.wait("!button.isConnected && document.activeElement.textContent === 'Delete'")
 
-    # a search that takes long is not shown once it is over
+    # a slow search is not shown after it was ended
     page.run(HELD_READS)
     page.write("#search", "Second")
     page.wait("numWaiting() === 1")
@@ -298,7 +298,7 @@ def test_a_conversation_that_is_deleted_while_it_is_answered_stays_away(
     page.click(row("One", DELETE))
     page.wait(f"{TITLES}.length === 0")
     assert eventually(lambda: script.hang_ups == 1)
-    time.sleep(0.3)  # for what would save it again
+    time.sleep(0.3)  # wait for a late save
     reload(page)
     page.wait("document.querySelector('#conversations').textContent")
     assert page.text("#conversations") == "No conversations yet"
@@ -379,7 +379,7 @@ def test_the_strip_tells_how_busy_the_server_is_while_the_page_is_visible(
         time.sleep(2.2)
         return script.num_info_requests == before
 
-    assert eventually(is_silent)  # after one that is under way
+    assert eventually(is_silent)  # after a running one
 
 
 def test_without_a_database_conversations_end_with_the_tab(page: Browser) -> None:

@@ -1,5 +1,5 @@
-"""What the chat page makes of texts, in a headless Chromium: of hostile ones, Markdown and formulas,
-and of those that are long or arrive in pieces.
+"""Texts on the chat page in a headless Chromium: hostile ones, Markdown, formulas, long ones and
+streams.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def test_hostile_text_does_nothing(page: Browser, script: Script) -> None:
         {"error": {"message": HOSTILE, "code": "<b>"}},
     ]
     ask(page, HOSTILE)
-    time.sleep(0.3)  # for what would load or run
+    time.sleep(0.3)  # for anything that would load or run
     assert page.run(
         "return [window.hit, document.title, getComputedStyle(document.body).display]"
     ) == [
@@ -190,7 +190,7 @@ def test_formulas_are_laid_out_and_code_has_colours(page: Browser, script: Scrip
         return under.getBoundingClientRect().top - over.getBoundingClientRect().top;
         """
     )
-    assert fraction > 8  # the denominator stands below the numerator
+    assert fraction > 8  # the denominator is below the numerator
     colours = page.run(
         "return [...document.querySelectorAll('.code code')].map((e) => [...e.children].map((c) "
         "=> c.className))"
@@ -228,7 +228,7 @@ def test_a_growing_text_ends_as_the_whole_one_would(page: Browser, script: Scrip
 
 
 def test_a_long_answer_streams_smoothly(page: Browser, script: Script) -> None:
-    """80,000 characters, about 20,000 tokens: what is shown does not make the next piece slower."""
+    """80,000 characters, about 20,000 tokens: the text shown does not slow down the next piece."""
     part = (
         "## Step\n\nSome **bold** text with `code` and \\\\(x_1 + y\\\\), as long as paragraphs "
         "are.\n\n1. One\n   - two\n\n"
@@ -313,7 +313,7 @@ def test_no_text_freezes_the_page(page: Browser, script: Script, pieces: list[st
 
 
 def cpu_seconds_of(page: Browser) -> float:
-    """Seconds that the page has spent on a processor."""
+    """Return the processor time of the page in seconds."""
     metrics = {
         metric["name"]: metric["value"] for metric in page.call("Performance.getMetrics")["metrics"]
     }

@@ -1,5 +1,5 @@
-"""Several engines behind one server, and data-parallel ranks of one: requests are spread, pinned
-and survive the death of an engine that is not theirs.
+"""Several engines behind one server, and data-parallel ranks: requests are spread, pinned, and
+survive other engines' death.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TEXTS = [
     "The cat sat on", "2 + 2 =", "Hello", "Once upon a time there was", "A", "x = [1, 2,",
 ]  # fmt: skip
 HELLO = [{"role": "user", "content": "Hello"}]
-# each generating endpoint, with a short request
+# each generating endpoint with a short request
 REQUESTS: dict[str, dict[str, Any]] = {
     CHAT: {"messages": HELLO, "max_tokens": 4},
     "/v1/completions": {"prompt": "Hello", "max_tokens": 4},
@@ -38,7 +38,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Two replicas behind two server processes."""
+    """Run two replicas behind two server processes."""
     options = ("--num-replicas", "2", "--api-server-count", "2", "--device", "cpu")
     with serving(*options, log_file=tmp_path_factory.mktemp("two") / "log") as running:
         yield running
@@ -46,7 +46,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def completion(server: Server, prompt: Any, *, rank: int | None = None, **fields: Any) -> Any:
-    """The answer to one prompt, on a connection of its own."""
+    """Return the answer to one prompt, on its own connection."""
     body = {"prompt": prompt, "temperature": 0.0, "max_tokens": 24, "ignore_eos": True} | fields
     headers = {} if rank is None else {HEADER: str(rank)}
     with server.http() as http:
@@ -56,8 +56,8 @@ def completion(server: Server, prompt: Any, *, rank: int | None = None, **fields
 
 
 def num_tokens(server: Server) -> dict[str, float]:
-    """Tokens that each rank has generated, once the first server process has heard of all."""
-    time.sleep(0.5)  # two beats
+    """Return the generated tokens of each rank, once the first server process has all of them."""
+    time.sleep(0.5)  # two heartbeats
     return server.by_rank(TOKENS)
 
 
@@ -92,7 +92,7 @@ def test_a_prompt_goes_where_its_prefix_is_from_any_server_process(two: Server) 
 
 @pytest.mark.parametrize("path", REQUESTS)
 def test_every_endpoint_pins_and_refuses_ranks_that_there_are_not(two: Server, path: str) -> None:
-    """Many times, so that both server processes are asked."""
+    """Repeat, so that both server processes answer."""
     before = num_tokens(two)
     for number in range(4):
         with two.http() as http:
@@ -133,7 +133,7 @@ def test_one_rank_takes_0_alone(server: Server, http: httpx.Client) -> None:
 
 
 class Stream:
-    """A long pinned stream in a thread of its own."""
+    """A long pinned stream in its own thread."""
 
     def __init__(self, server: Server, rank: int, **fields: Any) -> None:
         self.lines: list[str] = []
@@ -155,14 +155,14 @@ class Stream:
         assert self.begun.wait(120)
 
     def end(self) -> str:
-        """What came last before [DONE]."""
+        """Return the last event before [DONE]."""
         self.thread.join(120)
         assert self.lines[-1] == "data: [DONE]"
         return self.lines[-2]
 
 
 def test_a_dead_replica_takes_its_own_requests_along_and_comes_back(tmp_path: Path) -> None:
-    """Behind two server processes, with an engine that talks slowly."""
+    """Use two server processes and an engine that generates slowly."""
     talk = talking(tmp_path, tokens_per_second=120)
     options = ("--num-replicas", "2", "--api-server-count", "2", "--max-engine-restarts", "1")
     with serving(*talk, *options, log_file=tmp_path / "log") as server, server.http() as http:
@@ -189,14 +189,14 @@ def test_a_dead_replica_takes_its_own_requests_along_and_comes_back(tmp_path: Pa
                 pinned = {HEADER: "1"}
                 assert other.post(CHAT, json=REQUESTS[CHAT], headers=pinned).status_code == 200
 
-        # it dies too often: the server goes on without it, and ends when none is left
+        # it dies too often: the server continues without it, and ends when none is left
         os.kill(server.engine_pids()[1], signal.SIGKILL)
         failed = {"replica": 1, "status": "failed"}
         assert eventually(lambda: http.get("/health").json().get("replicas", [0])[-1] == failed)
         assert http.get("/health").json()["status"] == "degraded"
         assert http.get("/readyz").status_code == 200
         refused = http.post(CHAT, json=REQUESTS[CHAT], headers={HEADER: "1"})
-        assert error_of(refused, 503)["code"] == "engine_dead"
+        error_of(refused, 503, code="engine_dead")
         for _ in range(6):
             with server.http() as other:
                 assert other.post(CHAT, json=REQUESTS[CHAT]).status_code == 200
@@ -224,7 +224,7 @@ def test_ranks_of_one_engine_are_pinned_and_counted_and_come_back(tmp_path: Path
         engine = server.engine_pid()
         ranks = ranks_of(engine)
         os.kill(ranks[1], signal.SIGKILL)
-        for stream in streams:  # all run each step together
+        for stream in streams:  # all ranks run each step together
             assert "service_unavailable_error" in stream.end()
         wait_until_ready(server)
         assert not any(map(is_alive, (engine, *ranks)))

@@ -1,4 +1,4 @@
-"""What a server says: its ready line, its logs in all processes, and `GET /v1`."""
+"""The output of a server: its ready line, the logs of all processes, and `GET /v1`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPT = "Where does the night train to Vienna stop?"
 
 @pytest.fixture(scope="module")
 def talkative(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, str]]:
-    """Two server processes that log everything as JSON, and the ready line."""
+    """Run two server processes that log everything as JSON; yield the server and its ready line."""
     log_file = tmp_path_factory.mktemp("talkative") / "log"
     options = "--log-format json --log-level debug --enable-log-requests --enable-access-log"
     more = f"--log-stats-interval 0.3 --api-server-count 2 --max-log-len 40 --api-key {KEY}"
@@ -38,12 +38,12 @@ def talkative(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server
 
 
 def records(server: Server) -> list[dict[str, Any]]:
-    """Every line of the log, which all processes write as JSON, but one that is being written."""
+    """Return the complete lines of the log, which all processes write as JSON."""
     return [json.loads(line) for line in server.log.split("\n")[:-1]]
 
 
 def logged(server: Server, logger: str, **fields: Any) -> list[dict[str, Any]]:
-    """The lines of one module with these fields."""
+    """Return the lines of one module with these fields."""
     return [
         record
         for record in records(server)
@@ -82,7 +82,7 @@ def test_request_is_logged_at_its_begin_and_end_and_never_with_a_key(
     assert began["request_id"].startswith(asked["id"])
     assert began["prompt_tokens"] == asked["usage"]["prompt_tokens"]
     assert began["sampling"].items() >= {"max_tokens": 9, "top_k": 3}.items()
-    assert "seed" in began["sampling"]  # what ran can be asked for again
+    assert "seed" in began["sampling"]  # the request can be repeated from the log
     assert len(began["prompt"]) == 41 and "Vienna" not in server.log
     ends = logged(server, "api.request_log", request_id=began["request_id"])
     (ended,) = [record for record in ends if "finish_reason" in record]
@@ -116,7 +116,7 @@ def test_busy_server_says_so_in_one_process_and_an_idle_one_is_silent(
     headers = {"authorization": f"Bearer {KEY}"}
 
     def has_been_seen() -> bool:
-        """Whether a line tells of a request: a process that stands still misses it."""
+        """Return whether a line reports a load; a stalled process misses it."""
         with server.http() as http:
             assert http.post("/v1/completions", json=body, headers=headers).status_code == 200
         lines = [line for line in logged(server, "api.load_report") if line["running"]]

@@ -1,6 +1,4 @@
-"""Several server processes in front of one engine: whichever a client reaches, it finds the same
-server.
-"""
+"""Several server processes in front of one engine act as one server, whichever a client reaches."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ from tests.e2e.test_engine_restarts import is_alive, wait_until_ready
 
 CHAT = "/v1/chat/completions"
 COUNT = 3
-RATE = 200  # tokens per second of a stream: slow, so that streams are under way for long
+RATE = 200  # tokens per second of a stream: slow, so that streams last
 HANG_SECONDS = 6
 LONG: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Hello"}],
@@ -48,28 +46,21 @@ SHORT = LONG | {"max_tokens": 8}
 @pytest.fixture(scope="module")
 def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("several")
-    options = (
-        *talking(folder, tokens_per_second=RATE),
-        "--api-server-count",
-        str(COUNT),
-        "--max-num-seqs",
-        "8",
-        "--engine-hang-timeout",
-        str(HANG_SECONDS),
-    )
-    with serving(*options, log_file=folder / "log") as server:
+    talk = talking(folder, tokens_per_second=RATE)
+    options = f"--api-server-count {COUNT} --max-num-seqs 8 --engine-hang-timeout {HANG_SECONDS}"
+    with serving(*talk, *options.split(), log_file=folder / "log") as server:
         yield server
         assert "Traceback" not in server.log
 
 
 def keeper(response_id: str) -> int:
-    """The process that keeps a response."""
+    """Return the process that owns a response."""
     return int(response_id[-2:], 16)
 
 
 def response_from(server: Server, index: int, **fields: Any) -> Any:
-    """A response that process `index` has answered: connections are shared out by chance, and a
-    process that has just been started takes its time.
+    """Return a response that process `index` has answered. Connections are spread at random, and a
+    new process needs time.
     """
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
@@ -86,9 +77,7 @@ def response_from(server: Server, index: int, **fields: Any) -> Any:
 def streams_under_way(
     server: Server, pool: concurrent.futures.Executor, count: int, **fields: Any
 ) -> list[concurrent.futures.Future[list[str]]]:
-    """Long streams that have all begun; each gives the last two lines it got, or none where its
-    connection was lost.
-    """
+    """Start long streams; each returns its last two lines, or none if its connection is lost."""
     begun = threading.Semaphore(0)
 
     def run() -> list[str]:
@@ -114,7 +103,7 @@ def streams_under_way(
 def test_every_process_answers_and_finds_what_the_others_keep(several: Server) -> None:
     first = [response_from(several, index) for index in range(COUNT)]
     for kept in first:
-        for _ in range(6):  # through connections of their own
+        for _ in range(6):  # through separate connections
             with several.http() as http:
                 assert http.get(f"/v1/responses/{kept['id']}").json() == kept
                 items = http.get(f"/v1/responses/{kept['id']}/input_items").json()["data"]
@@ -144,10 +133,7 @@ def test_every_process_answers_and_finds_what_the_others_keep(several: Server) -
     with several.http() as http:
         for kept in first:
             assert http.delete(f"/v1/responses/{kept['id']}").json()["deleted"]
-            assert (
-                error_of(http.get(f"/v1/responses/{kept['id']}"), 404)["code"]
-                == "response_not_found"
-            )
+            error_of(http.get(f"/v1/responses/{kept['id']}"), 404, code="response_not_found")
 
 
 def test_no_process_listens_on_more_than_the_port_of_all(several: Server) -> None:
@@ -184,7 +170,7 @@ def test_refusals_are_passed_on_with_their_request_ids(several: Server) -> None:
                 "temperature": 7,
             }
             refused = http.post("/v1/responses", json=body, headers={"x-request-id": "mine"})
-            assert error_of(refused, 400)["param"] == "temperature"
+            error_of(refused, 400, param="temperature")
             assert refused.headers.get_list("x-request-id") == ["mine"]
 
 
@@ -226,7 +212,7 @@ def test_metrics_count_what_all_processes_did(several: Server) -> None:
     for _ in range(24):
         with several.http() as http:
             assert http.post(CHAT, json=SHORT).status_code == 200
-    for _ in range(12):  # whoever is asked
+    for _ in range(12):  # whichever process answers
         assert several.gauge("sglang:num_requests_total") == before[0] + 24
         assert several.gauge("vllm:e2e_request_latency_seconds_count") == before[1] + 24
     assert several.gauge("vllm:generation_tokens_total") >= 24 * 8
@@ -252,16 +238,9 @@ def test_abort_reaches_the_requests_of_all_processes(several: Server) -> None:
 
 
 def test_limit_of_the_queue_is_one_for_all(tmp_path: Path) -> None:
-    options = (
-        *talking(tmp_path, tokens_per_second=RATE),
-        "--api-server-count",
-        str(COUNT),
-        "--max-num-seqs",
-        "2",
-        "--max-queued-requests",
-        "3",
-    )
-    with serving(*options, log_file=tmp_path / "log") as server:
+    talk = talking(tmp_path, tokens_per_second=RATE)
+    options = f"--api-server-count {COUNT} --max-num-seqs 2 --max-queued-requests 3"
+    with serving(*talk, *options.split(), log_file=tmp_path / "log") as server:
 
         def all_are_decided() -> bool:
             held = ("vllm:num_requests_running", "vllm:num_requests_waiting")
@@ -273,7 +252,7 @@ def test_limit_of_the_queue_is_one_for_all(tmp_path: Path) -> None:
                 http.stream("POST", CHAT, json=LONG | {"stream": True}) as running,
             ):
                 if running.status_code == 200:
-                    assert decided.wait(120)  # nobody makes room for another one before
+                    assert decided.wait(120)  # no request frees a place before
                 else:
                     refused.append(running.status_code)
                 return running.status_code
@@ -287,8 +266,7 @@ def test_limit_of_the_queue_is_one_for_all(tmp_path: Path) -> None:
             finally:
                 decided.set()
             found = sorted(future.result() for future in futures)
-        # At the same moment each process may take one more than it would have if it had known of
-        # the others.
+        # At the same moment each process may admit one more than if it knew of the others.
         assert 5 <= found.count(200) <= 5 + COUNT - 1 and set(found) == {200, 429}
         assert eventually(lambda: server.gauge("negamax:waiting_tokens") == 0)
         with server.http() as http:
@@ -300,7 +278,7 @@ def test_process_that_dies_is_started_again_and_only_its_requests_end(several: S
     keepers: list[int] = []
 
     def run() -> tuple[int, bool]:
-        """Which process answered, and whether the stream came to its end."""
+        """Return the process that answered, and whether the stream came to its end."""
         seen: list[str] = []
         with several.http() as http, http.stream("POST", "/v1/responses", json=wanted) as running:
             lines = (line for line in running.iter_lines() if line.startswith("data:"))
@@ -321,7 +299,7 @@ def test_process_that_dies_is_started_again_and_only_its_requests_end(several: S
         def only_the_others_run() -> bool:
             try:
                 return several.gauge("vllm:num_requests_running") <= left
-            except httpx.TransportError:  # a connection that the killed process had not taken
+            except httpx.TransportError:  # a connection that the killed process had not accepted
                 return False
 
         assert eventually(only_the_others_run)
@@ -371,8 +349,8 @@ def test_all_processes_drain_and_leave_together(tmp_path: Path) -> None:
     options = (*talking(tmp_path, tokens_per_second=RATE), "--api-server-count", str(COUNT))
     with serving(*options, log_file=tmp_path / "log") as server:
         family = [server.engine_pid(), *server.member_pids()]
-        # a service manager's SIGTERM reaches every process: who leaves when is the leader's
-        # decision
+        # a service manager's SIGTERM reaches every process; the first process decides when each
+        # ends
         for pid in family:
             os.kill(pid, signal.SIGTERM)
         with concurrent.futures.ThreadPoolExecutor(9) as pool:
@@ -426,9 +404,7 @@ def test_answers_need_the_key_whoever_passes_them_on(tmp_path: Path) -> None:
         kept = client.responses.create(model=MODEL, input="Hello", max_output_tokens=4)
         for _ in range(8):
             with server.http() as http:
-                assert (
-                    error_of(http.get(f"/v1/responses/{kept.id}"), 401)["code"] == "missing_api_key"
-                )
+                error_of(http.get(f"/v1/responses/{kept.id}"), 401, code="missing_api_key")
                 assert (
                     http.get(
                         f"/v1/responses/{kept.id}", headers={"x-api-key": "secret"}
@@ -448,12 +424,12 @@ def test_answers_need_the_key_whoever_passes_them_on(tmp_path: Path) -> None:
 
 
 def test_processes_do_not_outlive_the_first(several: Server) -> None:
-    """The last test of the shared server, which ends it."""
+    """Run last: it ends the shared server."""
     family = [several.engine_pid(), *several.member_pids()]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         streams = streams_under_way(several, pool, 8)
         os.kill(several.process.pid, signal.SIGKILL)
-        # the first process can tell nothing; the others say that it is gone, not that it is silent
+        # the first process can report nothing; the others say that it is gone
         told = [lines for stream in streams if (lines := stream.result(120))]
     assert told
     for error, done in told:

@@ -34,7 +34,7 @@ def test_the_status_page_shows_what_the_server_does(
     )
 
     def is_shown() -> bool:
-        """Whether the page tells of a request, which it does until it asks again."""
+        """Return whether the page shows a request, until its next update."""
         assert http.post("/v1/chat/completions", json=question).status_code == 200
         return bool(page.run(shown))
 
@@ -95,7 +95,7 @@ def test_nothing_stands_in_the_way_of_assistive_technology(
 
 
 def violations(page: Browser) -> list[dict[str, Any]]:
-    """What axe-core finds wrong with the page as it is."""
+    """Return the findings of axe-core."""
     page.call("Runtime.evaluate", expression=AXE.read_text(encoding="utf-8"))
     found = page.run("return JSON.stringify((await axe.run()).violations)")
     return [

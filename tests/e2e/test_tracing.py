@@ -1,4 +1,4 @@
-"""Spans for an OpenTelemetry collector, which here is a small one of the test's own."""
+"""Spans for an OpenTelemetry collector, a small one of the test's own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Collector:
 
 @contextlib.contextmanager
 def collecting(port: int) -> Iterator[Collector]:
-    """An OTLP collector on `port` of this machine."""
+    """Run an OTLP collector on `port` of this machine."""
     collector = Collector()
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -56,7 +56,7 @@ def collecting(port: int) -> Iterator[Collector]:
             self.end_headers()
 
         def log_message(self, *args: Any) -> None:
-            """Say nothing."""
+            """Do not log requests."""
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -89,20 +89,20 @@ def test_every_request_has_a_span_and_a_dead_collector_harms_nobody(
     talk = talking(tmp_path, tokens_per_second=100)
     options = (*talk, "--otlp-traces-endpoint", endpoint, "--log-format", "json")
     with serving(*options, log_file=log_file) as server, server.http() as http_client:
-        for _ in range(3):  # nobody listens at the endpoint yet
+        for _ in range(3):  # no collector listens yet
             assert http_client.post(path, json=BODY).status_code == 200
         assert eventually(lambda: "cannot be sent" in server.log)
         with collecting(port) as collector:
             assert http_client.post(path, json=BODY).status_code == 200
             assert eventually(lambda: "are sent to" in server.log)
             before = time.time_ns()
-            for flags in ("00", "01"):  # the first one's parent is not recorded, and neither is it
+            for flags in ("00", "01"):  # neither the first request nor its parent is sampled
                 headers = {"traceparent": f"00-{TRACE}-{PARENT}-{flags}", "x-request-id": flags}
                 answer = http_client.post(path, json=BODY, headers=headers).json()
             after = time.time_ns()
             refused = http_client.post(path, json=BODY | {"temperature": 9})
             assert refused.status_code == 400
-            assert server.stop() == 0  # what is left is sent
+            assert server.stop() == 0  # the remaining spans are sent
     ids = "http.request.header.x-request-id"
     (span,) = [each for each in collector.spans if attributes(each)[ids] in ("00", "01")]
     assert collector.paths == {"/v1/traces"} and collector.services == {"negamax"}
@@ -126,7 +126,7 @@ def test_every_request_has_a_span_and_a_dead_collector_harms_nobody(
     )
     lines = [json.loads(line) for line in log_file.read_text().splitlines()]
     said = [line for line in lines if line["logger"] == "negamax.api.tracing"]
-    assert len(said) == 2, said  # one line for the outage, and one for its end
+    assert len(said) == 2, said  # one line for the outage and one for its end
 
 
 @pytest.mark.parametrize(

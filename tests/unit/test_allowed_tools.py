@@ -1,6 +1,4 @@
-"""tool_choice of some of the tools: what of it is accepted, what it allows, and how what is wrong
-is named.
-"""
+"""tool_choice with allowed tools: accepted shapes, their meaning, and refused fields."""
 
 from __future__ import annotations
 
@@ -67,7 +65,7 @@ def flat(name: object, kind: str = "function") -> dict[str, Any]:
 def test_the_model_is_shown_all_tools_and_may_call_some(
     shape: dict[str, Any], mode: str, parallel: bool
 ) -> None:
-    """Both shapes in both dialects: clients mix them up."""
+    """Clients mix up the shapes of both dialects, so both are accepted in both."""
     (shape.get("allowed_tools") or shape)["mode"] = mode
     for made in (chat_choice, responses_choice):
         tools, choice = made(shape, parallel_tool_calls=parallel)

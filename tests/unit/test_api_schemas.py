@@ -1,6 +1,4 @@
-"""Requests as clients send them: what is accepted, what is refused, and how readable and cheap a
-refusal is.
-"""
+"""Requests: what is accepted, what is refused, and how readable and cheap a refusal is."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ from tests.speed import is_quick
 
 
 def refusal(model: type[RequestModel], body: object) -> InvalidRequestError:
-    """The refusal of `body`, which must be short to read and quick to make."""
+    """Return the refusal of `body`, which must be short and quick."""
     errors = []
 
     def parse() -> None:
@@ -272,7 +270,7 @@ def test_huge_input_is_refused_quickly_in_one_short_sentence(name: str) -> None:
         )
     except InvalidRequestError:
         refusal(ChatRequest, request)
-    else:  # numbers are bounded with the other ranges
+    else:  # numbers are checked with the other ranges
         with pytest.raises(InvalidRequestError):
             sampling.check(max_logprobs=20, vocab_size=100)
 
@@ -401,7 +399,7 @@ def test_every_ignored_and_refused_field_is_documented() -> None:
 def test_many_wrong_elements_are_refused_at_the_first(
     model: type[RequestModel], fields: dict[str, Any]
 ) -> None:
-    """The last field is given a list of wrong elements, or an object of wrong values."""
+    """The last field gets a list of wrong elements, or an object of wrong values."""
     name, wrong = list(fields.items())[-1]
     many = (
         {str(number): 1 for number in range(300_000)}
@@ -411,7 +409,7 @@ def test_many_wrong_elements_are_refused_at_the_first(
     try:
         model.model_validate(fields | {name: many})
     except ValidationError as error:
-        assert error.error_count() <= 3  # one for each of the types that the field may have
+        assert error.error_count() <= 3  # one per type that the field may have
     except InvalidRequestError:
-        pass  # the field is bounded
+        pass  # the field is limited
     assert refusal(model, fields | {name: many}).param.startswith(name)

@@ -1,4 +1,4 @@
-"""What requests ask of their answers: tools and which of them must be called, forms, thinking."""
+"""What requests ask of their answers: tools, forced calls, forms, thinking."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the password of a browser's own prompt counts as the API key."""
+"""When the password of the browser's own dialog counts as the API key."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_password_counts_for_the_files_of_the_page() -> None:
 
 
 def test_elsewhere_it_counts_only_for_requests_that_the_page_made() -> None:
-    # another site may have had the browser send it
+    # another site may have made the browser send it
     assert read_browser_key("/v1/models", [basic(":key")]) == b""
     assert read_browser_key("/v1/models", [basic(":key"), OWN]) == b"key"
 

@@ -1,5 +1,7 @@
-"""Requests made of the types in the packages of OpenAI and Anthropic: every field, item, block and
-tool alone. What is refused stands here, with the reason why it is.
+"""Requests built from the types of the OpenAI and Anthropic packages, one field, item, block or
+tool each.
+
+The tables list what is refused, with the reason.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from negamax.text.messages import normalize_messages
 
 THOUGHTS = HiddenThoughts(ThoughtSigner("nano"), context_length=100, shows_earlier=False)
 HELLO = {"role": "user", "content": "Hello"}
-# the calls and results that items belong to
+# the calls and results that items refer to
 CALL_OF = {
     "function_call_output": {"type": "function_call", "name": "look", "arguments": "{}"},
     "custom_tool_call_output": {"type": "custom_tool_call", "name": "look", "input": "x"},
@@ -40,7 +42,7 @@ CALL_OF = {
 
 
 def answer_openai(**fields: Any) -> None:
-    """What the server reads of a request before the model does."""
+    """Parse and convert a request as the server does before the model reads it."""
     params = ResponsesRequest.parse({"input": [HELLO], **fields})
     placed = [(f"input[{index}]", item) for index, item in enumerate(params.input)]
     params = apply_settings(params, placed)
@@ -50,7 +52,7 @@ def answer_openai(**fields: Any) -> None:
 
 
 def answer_anthropic(**fields: Any) -> None:
-    """The same of Anthropic's API."""
+    """The same for Anthropic's API."""
     body = {"model": "nano", "max_tokens": 4, "messages": [HELLO], **fields}
     params = MessagesRequest.parse(body)
     made = messages_history.build_history(params.messages, system=params.system, thoughts=THOUGHTS)
@@ -59,7 +61,7 @@ def answer_anthropic(**fields: Any) -> None:
 
 
 def refused(answer: Callable[..., None], requests: list[tuple[str, dict[str, Any]]]) -> set[str]:
-    """The names of the requests that get a 400; anything else that goes wrong is an error here."""
+    """Return the names of the requests that get a 400. Any other error fails the test."""
     names = set()
     for name, fields in requests:
         try:
@@ -70,7 +72,7 @@ def refused(answer: Callable[..., None], requests: list[tuple[str, dict[str, Any
 
 
 def fields_of(request: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Requests with one field each, those of the objects in it included."""
+    """Yield requests with one field each, including the fields of inner objects."""
     required = ("model", "messages", "input", "max_tokens")
     alone = [
         (name, {name: fields[name]})
@@ -89,14 +91,14 @@ def fields_of(request: Any) -> list[tuple[str, dict[str, Any]]]:
 
 
 def test_fields_of_openai() -> None:
-    # no conversations, no templates of prompts; no call is forced where there are no tools
+    # no conversations and prompt templates; no forced call without tools
     assert refused(answer_openai, fields_of(openai_request.ResponseCreateParamsBase)) == {
         "conversation", "prompt", "tool_choice",
     }  # fmt: skip
 
 
 def test_fields_of_anthropic() -> None:
-    # no summaries, no other servers, no conversations; no call is forced where there are no tools
+    # no summaries, other servers and conversations; no forced call without tools
     assert refused(answer_anthropic, fields_of(anthropic_request.MessageCreateParamsBase)) == {
         "compaction", "mcp_servers", "thread", "tool_choice",
     }  # fmt: skip
@@ -119,7 +121,7 @@ def test_input_items_of_openai() -> None:
                 (name if "role" in item or "type" in item else "reference", {"input": items})
             )
     assert len(requests) > 150
-    # references are read before; a result must say of which call it is; no summaries
+    # references are resolved before; a result must name its call; no summaries
     assert refused(answer_openai, requests) == {
         "reference", "item_reference", "no call_id", "compaction_trigger",
     }  # fmt: skip
@@ -155,7 +157,7 @@ def test_system_messages_of_anthropic() -> None:
         )
         for message in messages
     ]
-    # without anything to say
+    # without content
     assert refused(answer_anthropic, requests) == {
         str({"role": "system", **fields})
         for fields in (

@@ -1,6 +1,4 @@
-"""Connections that cost the server something: late heads, late bodies, unread answers, too many at
-a time.
-"""
+"""Expensive connections: late heads, late bodies, unread answers, too many at a time."""
 
 from __future__ import annotations
 
@@ -27,12 +25,13 @@ from negamax.base.errors import ConfigError, RequestTimeoutError
 from tests.certificates import make_certificate
 
 FREE = ConnectionLimits(in_all=100, per_address=100)
-BIG = b"x" * 10_000_000  # more than the buffers of both kernels' sockets take
+BIG = b"x" * 10_000_000  # more than the buffers of both kernels' sockets hold
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers /big with more than anyone wants, /headers with the headers once the body has come,
-    /half with half of an answer, everything else with ok."""
+    """Answers /big with a large body, /headers with the headers after the body, /half with half an
+    answer, others with ok.
+    """
     body = BIG if scope["path"] == "/big" else b"ok"
     if scope["path"] == "/headers":
         while (await receive()).get("more_body"):
@@ -48,7 +47,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 class Client:
-    """A raw connection; `buffer`: bytes that its kernel takes for it."""
+    """A raw connection; `buffer`: bytes that its kernel buffers."""
 
     def __init__(self, port: int, *, buffer: int | None = None) -> None:
         self._socket = socket.socket()
@@ -61,7 +60,7 @@ class Client:
         await asyncio.get_running_loop().sock_sendall(self._socket, data)
 
     async def read(self) -> bytes:
-        """The next bytes; empty: the server hung up. An error counts as that too."""
+        """Return the next bytes; empty if the server closed the connection or on an error."""
         try:
             return await asyncio.wait_for(
                 asyncio.get_running_loop().sock_recv(self._socket, 65536), 60
@@ -70,7 +69,7 @@ class Client:
             return b""
 
     async def answer(self) -> bytes:
-        """A whole small answer: its body is the end of it."""
+        """Return a small answer."""
         answer = await self.read()
         head, _, body = answer.partition(b"\r\n\r\n")
         length = int(head.lower().partition(b"content-length: ")[2].split()[0])
@@ -83,7 +82,7 @@ class Client:
 
 
 async def answered(port: int) -> bytes:
-    """The answer of a server that may first have to notice that others are gone."""
+    """Return the answer of a server that may first have to notice that others are gone."""
     for _ in range(600):
         client = Client(port)
         with contextlib.suppress(ConnectionError):
@@ -147,7 +146,7 @@ def test_head_that_does_not_come_in_time_ends_the_connection(
         late = await half.read()
         assert late.startswith(b"HTTP/1.1 408") and b"x-request-id" in late and b'"error"' in late
         assert await silent.read() == b""
-        # the second head of a connection must come in time too
+        # the second head of a connection has a time limit too
         await good.send(b"GET / HTTP/1.1\r\n")
         assert (await good.read()).startswith(b"HTTP/1.1 408")
         for client in (silent, half, good):
@@ -205,7 +204,7 @@ def test_handshakes_count_as_connections_and_end_in_time(
     monkeypatch.setattr(listening, "HANDSHAKE_SECONDS", 1.5)
 
     async def asked(port: int) -> bytes:
-        """The answer to a client that speaks TLS; empty: it was refused."""
+        """Return the answer to a client that speaks TLS; empty if it was refused."""
         context = ssl.create_default_context(cafile=tls_files[0])
         try:
             reader, writer = await asyncio.open_connection(
@@ -220,7 +219,7 @@ def test_handshakes_count_as_connections_and_end_in_time(
         return answer
 
     async def is_served(port: int) -> bool:
-        """Once the server has noticed that others are gone."""
+        """Wait until the server has noticed that others are gone."""
         for _ in range(100):
             if answer := await asked(port):
                 return answer.startswith(b"HTTP/1.1 200")
@@ -228,9 +227,9 @@ def test_handshakes_count_as_connections_and_end_in_time(
         return False
 
     async def is_refused(port: int) -> bool:
-        """While others are silent, until their time is over."""
+        """While others are silent until their timeout."""
         silent = [Client(port) for _ in range(3)]
-        await silent[1].send(b"\x16\x03\x01\x02\x00\x01\x00")  # half of a greeting
+        await silent[1].send(b"\x16\x03\x01\x02\x00\x01\x00")  # half of a handshake
         await asyncio.sleep(0.1)
         refused = await asked(port) == b""
         for client in silent:
@@ -240,7 +239,7 @@ def test_handshakes_count_as_connections_and_end_in_time(
 
     async def test(port: int) -> None:
         assert await is_served(port)
-        for _ in range(10):  # on a machine that stands still their time is over at once
+        for _ in range(10):  # on a stalled machine their timeout passes at once
             if refused := await is_refused(port):
                 break
         assert refused
@@ -328,11 +327,11 @@ def test_unread_answer_is_dropped_after_the_limit() -> None:
 
     async def test(port: int) -> None:
         lazy = await begun(port, buffer=4096)
-        for _ in range(10):  # a machine that stands still reads nothing
+        for _ in range(10):  # a stalled machine reads nothing
             if is_whole := await size_read(await begun(port)) > len(BIG):
                 break
         assert is_whole
-        await asyncio.sleep(0.5)  # the lazy one has not read for longer than it may
+        await asyncio.sleep(0.5)  # the slow one has not read for longer than the limit
         assert await size_read(lazy) < len(BIG)
 
     with_server(test, slow_client_timeout=0.4)
@@ -370,9 +369,7 @@ CHUNKED = b"POST %s HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 async def until_closed(client: Client, *, sending: bytes, most: int) -> tuple[bytes, int]:
-    """What the server says while it is sent `sending` again and again, and how many bytes it took
-    until it hung up.
-    """
+    """Send `sending` repeatedly; return the server's answer, and the bytes sent until it closed."""
     size = 0
     with contextlib.suppress(ConnectionError, TimeoutError):
         while size < most:
@@ -422,8 +419,8 @@ def test_what_a_chunked_body_carries_beside_its_content_is_bounded(
         client = Client(port)
         await client.send(CHUNKED % b"/headers" + begin)
         answer, size = await until_closed(client, sending=more, most=20_000_000)
-        assert size < 8_000_000  # what both kernels' buffers take
-        assert answer.startswith(b"HTTP/1.1 431") or not answer  # lost where we were still sending
+        assert size < 8_000_000  # what both kernels' buffers hold
+        assert answer.startswith(b"HTTP/1.1 431") or not answer  # lost if we were still sending
         client.close()
 
     with_server(test)
@@ -440,7 +437,7 @@ def test_body_in_chunks_of_a_byte_is_taken() -> None:
 
 
 def test_bodies_that_follow_each_other_have_no_framing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of one and the begin of the next may come together, as behind an early answer."""
+    """The end of a body and the next request may arrive together after an early answer."""
     monkeypatch.setattr(protocol, "MAX_FRAMING_BYTES", 1000)
     num_bytes = 20_000
     head = f"POST /headers HTTP/1.1\r\nhost: x\r\ncontent-length: {num_bytes}\r\n\r\n".encode()

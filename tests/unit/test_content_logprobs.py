@@ -1,6 +1,4 @@
-"""The tokens of the content are found among all tokens, however the answer was cut into steps and
-told in fragments.
-"""
+"""The tokens of the content are found among all tokens, for any steps and fragments."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ M3_CALL = '@<tool_call>\n@<invoke name="f">@<x>Done. It is@</x>@</invoke>\n@</to
     "@", "]<]minimax[>["
 )
 
-# Parts in turn: what is not content, and what is.
+# parts in turn: other text, and content
 ANSWERS = {
     "plain": (M2, ["The sum.\n</think>\n\n", "47 + 38 = 85, so 85 apples."]),
     "content that the reasoning has too": (M2, ["Say: Hello there!\n</think>\n\n", "Hello there!"]),
@@ -73,7 +71,7 @@ def entries(token_ids: Sequence[int]) -> list[TokenLogprobs]:
 def steps_of(
     token_ids: Sequence[int], *, chat_format: ChatFormat, size: int
 ) -> Iterator[tuple[int, list[ParserEvent]]]:
-    """How many tokens a step brought, and the parser's events."""
+    """Return the tokens of each step and the parser's events."""
     detokenizer = Detokenizer(TOKENIZER)
     parser = chat_format.new_parser(tools=None, in_reasoning=True)
     for start in range(0, len(token_ids), size):
@@ -85,9 +83,7 @@ def steps_of(
 def read(
     token_ids: Sequence[int], chat_format: ChatFormat, *, size: int, fragments: int
 ) -> list[list[ChatLogprob]]:
-    """The tokens of each content block, as a stream's deltas have them; a whole answer must say the
-    same.
-    """
+    """Return the tokens of each content block from a stream; a whole answer must have the same."""
     told, whole = ContentLogprobs(TOKENIZER, chat_format), ContentLogprobs(TOKENIZER, chat_format)
     packets, calls = Packets(min_chars=1, max_chars=fragments), list[StartedCall]()
     writer = BlockWriter(calls)
@@ -117,7 +113,7 @@ def read(
 
 
 def expected(parts: Sequence[str]) -> tuple[list[int], list[list[int]]]:
-    """The tokens of an answer, and the places of those that hold a byte of each content."""
+    """Return the tokens of an answer, and the places of those with a byte of each content."""
     token_ids = TOKENIZER.encode("".join(parts))
     ends = list(
         itertools.accumulate(len(TOKENIZER.token_bytes(token_id)) for token_id in token_ids)

@@ -1,4 +1,4 @@
-"""The core that all dialects share: where prompts end, and how the outputs of a choice are read."""
+"""Prompts of conversations, and how the outputs of a choice are read."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def output(
 def read(
     text: str, *, finish: str = "stop", step: int = 3, **rules: Any
 ) -> tuple[ChoiceReader, list[ParserEvent]]:
-    """The reader of an answer that came in pieces, and its events."""
+    """Return the reader of an answer that came in pieces, and its events."""
     reader = ChoiceReader(FORMAT, prompt=ChatPrompt("", [1], "open"), rules=ReadingRules(**rules))
     pieces = [text[start : start + step] for start in range(0, len(text), step)]
     events = [event for piece in pieces for event in reader.push(output(piece))]

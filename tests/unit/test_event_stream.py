@@ -1,6 +1,4 @@
-"""What a stream sends beside its events: pings in its pauses, never before it begins or after it
-ends.
-"""
+"""Pings in the pauses of a stream, never before it begins or after it ends."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ PING = b"event: ping\n\n"
 
 
 class Client:
-    """Notes what it is sent: the status, the pieces of the body, and None at the end."""
+    """Records what it is sent: status, pieces of the body, and None at the end."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
@@ -45,7 +43,7 @@ class Client:
 
 
 class Source:
-    """Notes that it was closed."""
+    """Records that it was closed."""
 
     def __init__(self) -> None:
         self.is_closed = False
@@ -63,9 +61,7 @@ class Source:
 def sent_by(
     produce: Callable[[Write, list[Any]], Awaitable[None]], *, seconds: float, full: bool = False
 ) -> list[Any]:
-    """What goes to a client of the stream that `produce` speaks into while it sees what the client
-    was sent.
-    """
+    """Return what a client gets of the stream that `produce` writes, which sees what was sent."""
 
     async def run() -> list[Any]:
         client, source = Client(), Source()
@@ -89,7 +85,7 @@ def test_pauses_are_filled_and_nothing_else() -> None:
     pauses: list[float] = []
 
     async def pause(sent: list[Any]) -> None:
-        """Until three pings have filled it."""
+        """Write until three pings have filled it."""
         started, before = time.monotonic(), sent.count(PING)
         while sent.count(PING) < before + 3:
             await asyncio.sleep(0.001)
@@ -119,7 +115,7 @@ def test_busy_stream_has_no_pings() -> None:
             write(b"x")
             await asyncio.sleep(0.005)
 
-    # a busy machine may make pauses of its own
+    # a busy machine may add pauses
     has_ping = PING in sent_by(produce, seconds=0.2)
     assert not has_ping or max(after - before for before, after in pairwise(times)) > 0.2
 

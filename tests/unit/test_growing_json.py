@@ -1,6 +1,4 @@
-"""Streams that repeat what was said: each list is written once, and what is long is told less
-often.
-"""
+"""Cumulative streams: each list is encoded once, and longer events are sent less often."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that stops waits for what is open, in the background too."""
+"""A server that stops waits for open requests, also in the background."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from negamax.base.shared_numbers import SharedNumbers
 def drained_while(
     *, seconds: float, drain_timeout: float, is_cancelled: bool = False
 ) -> tuple[bool, int, bool]:
-    """Whether a drain ended in time, what is open after it, and whether the work in the background
+    """Return whether a drain ended in time, the open requests after it, and whether background work
     was complete.
     """
     done: list[bool] = []
@@ -99,7 +99,7 @@ def test_loop_that_stands_still_at_once_has_shown_a_pulse() -> None:
     async def stand_still() -> float:
         pulses = SharedNumbers(1)
         pulse = Lifecycle(drain_timeout=1, pulses=pulses).start_pulse()
-        shown = pulses.row(0)[0]  # no round of the loop until here
+        shown = pulses.row(0)[0]  # no turn of the loop until here
         pulse.cancel()
         return shown
 

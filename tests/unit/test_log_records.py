@@ -1,4 +1,4 @@
-"""The parts of a server's log that need no server: load, request records, settings of children."""
+"""Load, request records and log settings of children, without a server."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_load_is_what_happened_between_two_looks() -> None:
         "decode_tokens_per_s": 20.0,
         "prefix_cache_hit_rate": 0.4,
     }
-    stuck = report.next(busy, now=30.0)  # sequences that get nothing are a load, too
+    stuck = report.next(busy, now=30.0)  # sequences without progress are a load, too
     assert stuck is not None and stuck["decode_tokens_per_s"] == 0.0
     later = report.next(stats(step_count=42, generated_tokens=210), now=40.0)
     assert later is not None and later["decode_tokens_per_s"] == 1.0
@@ -87,7 +87,7 @@ def test_record_says_how_a_request_ended(
 @pytest.mark.parametrize("replica", [None, 1])
 @pytest.mark.parametrize(("level", "log_format"), [("debug", "json"), ("error", "text")])
 def test_child_logs_as_its_parent(level: str, log_format: str, replica: int | None) -> None:
-    """With the number of its replica, which its own children would have, too."""
+    """The number of its replica is passed on to its children."""
     parent = (
         "from negamax.base import log; from negamax.base.supervision import spawn;"
         f"log.setup({level!r}, {log_format!r});"
@@ -121,7 +121,7 @@ def test_uncaught_errors_of_all_threads_are_json_lines() -> None:
 
 
 def in_the_child() -> None:
-    """What the test above spawns."""
+    """The program that the test above spawns."""
     log.setup_as_parent()
     logger = logging.getLogger("negamax.test")
     logger.debug("first")

@@ -17,7 +17,7 @@ RUN_BY_CLIENTS = ("bash_2", "text_editor_2", "memory_2")
 
 
 def declared() -> list[dict[str, str]]:
-    """The tools of the package's types that this server knows: type and name."""
+    """Return type and name of the package's tools that this server knows."""
     types = (
         *typing.get_args(beta_tool_union_param.BetaToolUnionParam),
         *typing.get_args(tool_union_param.ToolUnionParam),

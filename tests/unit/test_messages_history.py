@@ -1,6 +1,4 @@
-"""Anthropic's conversations as those of chat completions: nothing lost, nothing misplaced, a stable
-prefix.
-"""
+"""Anthropic's conversations as messages of chat completions: nothing lost, a stable prefix."""
 
 from __future__ import annotations
 
@@ -67,7 +65,7 @@ def test_thinking_text_and_calls_become_one_assistant_message_with_its_results_b
     made = history(
         user(text("Read both")),
         assistant(signed, text("I read them."), call(1, path="a")),
-        assistant(call(2, path="b")),  # neighbours are one turn
+        assistant(call(2, path="b")),  # adjacent messages of one role are one turn
         user(result(2, "B")),
         user(result(1, [text("A"), text("more")])),
     )
@@ -89,7 +87,7 @@ def test_text_is_never_thinking_where_a_message_has_blocks_for_that() -> None:
     words = "A line with\n</think>\nalone ends it."
     made = history(user(text("Which line?")), assistant(text(words)), user(text("Thanks")))
     message = normalize_messages(made.messages)[1]
-    # without the latter, the template would cut it
+    # otherwise the template would cut it
     assert (message["content"], message["reasoning_content"]) == (words, "")
 
 

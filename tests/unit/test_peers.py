@@ -1,4 +1,4 @@
-"""What a server process passes on to another one, and what it says when that one is not there."""
+"""Requests that a server process relays to another, and errors if that one is down."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Peer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 def request(
     *, hang_up: asyncio.Event, path: bytes = b"/v1/responses/x%20y", query: bytes = b"a=1"
 ) -> Request:
-    """A request whose client stays until `hang_up`."""
+    """Return a request whose client stays until `hang_up`."""
 
     async def receive() -> dict[str, Any]:
         await hang_up.wait()
@@ -52,7 +52,7 @@ async def relayed(
     hang_up: asyncio.Event | None = None,
     sent: list[dict[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
-    """The messages of the answer that process 1 gives through process 0, in `sent` as they come."""
+    """Return process 1's answer as process 0 relays it, also in `sent` as it comes."""
     rank = ServerRank.of(0, 2, folder)
     sent = [] if sent is None else sent
 
@@ -79,7 +79,7 @@ def test_head_body_and_answer_are_passed_on(tmp_path: Path) -> None:
         )
         for part in (b"one", b"two"):
             writer.write(b"%x\r\n%b\r\n" % (len(part), part))
-            while not sent or sent[-1].get("body") != part:  # each goes out before the next comes
+            while not sent or sent[-1].get("body") != part:  # each is relayed before the next comes
                 await asyncio.sleep(0.001)
         writer.write(b"0\r\n\r\n")
         writer.close()

@@ -1,4 +1,4 @@
-"""Input items of a kept response: whole, with ids that stay, in pages."""
+"""Input items of a stored response: complete, with stable ids, in pages."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_ids_are_the_items_own_or_stay_the_same_and_never_repeat() -> None:
     ids = [item["id"] for item in items_of(*items, items[-1])]
     assert ids[2] == "msg_mine" and len(set(ids)) == 4
     assert ids == [item["id"] for item in items_of(*items, items[-1])]
-    # the server process that has the response is found by the end of the id
+    # the end of the id leads to the server process that owns the response
     assert all(item_id.endswith(RESPONSE[-2:]) for item_id in (*ids[:2], ids[3]))
 
 

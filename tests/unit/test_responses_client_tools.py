@@ -1,5 +1,5 @@
-"""Shells and patches of the Responses API, which clients run: shown to the model as functions,
-called by items of their own types, and read back from these.
+"""Shell and patch tools of the Responses API: shown as functions, called by items of their own
+types.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def test_a_call_comes_back_as_the_model_wrote_it(name: str) -> None:
     result = {"type": f"{name}_call_output", "call_id": "call_1", "output": OUTPUTS[name]}
     (call,) = history(USER, item, result).messages[1]["tool_calls"]
     assert call["function"]["name"] == name
-    # in the same order: the prefix is found in the cache
+    # in the same order, so that the prefix stays cached
     assert json.dumps(call["function"]["arguments"]) == json.dumps(ARGUMENTS[name])
 
 

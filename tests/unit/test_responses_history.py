@@ -1,6 +1,4 @@
-"""Items of the Responses API as messages: what one answer said stays one message, and reasoning
-survives every way back.
-"""
+"""Items of the Responses API as messages: one answer stays one message, and reasoning is kept."""
 
 from __future__ import annotations
 
@@ -96,7 +94,7 @@ def test_items_of_one_answer_are_one_message() -> None:
 def test_text_is_never_thinking_where_a_response_has_items_for_that() -> None:
     words = "A line with\n</think>\nalone ends it."
     message = normalize_messages(history(USER, said(words), USER).messages)[1]
-    # without the latter, the template would cut it
+    # otherwise the template would cut it
     assert (message["content"], message["reasoning_content"]) == (words, "")
 
 

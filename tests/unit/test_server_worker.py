@@ -1,4 +1,4 @@
-"""A further server process: when it begins to serve."""
+"""When a further server process begins to serve."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from negamax.api.processes import wire
 from negamax.api.server_worker import can_serve
 
-RUNS = wire.UseEngine(0, "folder", cast(Any, None))  # its info is not read
+RUNS = wire.UseEngine(0, "folder", cast(Any, None))  # its info is not used
 LOST = wire.EngineLost(1, "killed", 1.0)
 DEAD = wire.EngineDead(1, "killed")
 
@@ -19,7 +19,7 @@ DEAD = wire.EngineDead(1, "killed")
     [
         ((), 1, False),
         ((RUNS,), 1, True),
-        ((RUNS,), 2, False),  # the other one may run
+        ((RUNS,), 2, False),  # the other engine may run
         ((RUNS, LOST), 2, True),
         ((RUNS, DEAD), 2, True),
         ((LOST,), 1, False),

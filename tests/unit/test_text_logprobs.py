@@ -1,4 +1,4 @@
-"""Logprobs of plain completions, where several tokens have the same text."""
+"""Logprobs of plain completions in which several tokens have the same text."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Compressed bodies: every form that clients send, however it is cut into packets, and never more
-at a time than a piece.
-"""
+"""Compressed bodies of every form, split into packets in any way, decompressed piece by piece."""
 
 from __future__ import annotations
 

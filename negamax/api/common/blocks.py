@@ -45,23 +45,17 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class BlockOpened:
-    """A new block."""
-
     block: Block
 
 
 @dataclass(frozen=True, slots=True)
 class BlockGrew:
-    """New text of a block."""
-
     block: Block
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class BlockClosed:
-    """The end of a block."""
-
     block: Block
 
 
@@ -80,7 +74,6 @@ class BlockWriter:
         self._open: Block | None = None
 
     def push(self, events: Iterable[ParserEvent]) -> Iterator[BlockEvent]:
-        """Yield the block events of `events`."""
         for event in events:
             match event:
                 case ReasoningDelta(text):

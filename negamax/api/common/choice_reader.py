@@ -48,7 +48,6 @@ class ReasoningCounter:
 
     @property
     def count(self) -> int:
-        """Reasoning tokens so far."""
         return self._num_certain + self._num_since_call
 
     @property
@@ -85,8 +84,6 @@ class ReasoningCounter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingRules:
-    """How to read the choices of one request."""
-
     # the declared tools; their schemas decide the types of arguments
     tools: Sequence[Mapping[str, Any]] | None = None
     may_call: bool = True  # False: text that looks like a call is content
@@ -101,8 +98,6 @@ class ReadingRules:
 
 @dataclass(frozen=True, slots=True)
 class StartedCall:
-    """A tool call whose name is known."""
-
     id: str
     name: str
 
@@ -160,7 +155,6 @@ class ChoiceReader:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Reasoning tokens so far."""
         return self._counter.count
 
     def push(self, output: RequestOutput) -> list[ParserEvent]:
@@ -190,7 +184,6 @@ class ChoiceReader:
 
     @property
     def matched_stop(self) -> str | None:
-        """The stop string that ended the answer, or None."""
         return self._parser.matched_stop
 
     def feed(self, pieces: Sequence[TextPiece], *, may_stop: bool = True) -> list[ParserEvent]:
@@ -216,7 +209,6 @@ class ChoiceReader:
         return "tool_calls" if ends_with_calls else of_engine
 
     def _chosen(self, events: Iterable[ParserEvent], *, is_end: bool) -> Iterator[ParserEvent]:
-        """Yield the events that the rules allow."""
         for event in events:
             if isinstance(event, ReasoningDelta):
                 if self._rules.reasoning is ReasoningPlace.NOWHERE:
@@ -253,7 +245,6 @@ class PlainReader:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Reasoning tokens so far."""
         return self._counter.count
 
     def push(self, output: RequestOutput) -> list[ParserEvent]:
@@ -280,6 +271,5 @@ def _with_reasoning_in(place: ReasoningPlace | None, given: ChatFormat) -> ChatF
 
 
 def check_failed(output: RequestOutput) -> None:
-    """Raise `EngineError` if the request failed in the engine."""
     if output.finish_reason == "error":
         raise EngineError(f"request {output.request_id}: {output.error or 'no reason given'}")

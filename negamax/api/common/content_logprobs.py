@@ -49,7 +49,6 @@ class ContentLogprobs:
         self._latest = -1  # index of the block matched last
 
     def add(self, entries: Sequence[TokenLogprobs]) -> None:
-        """Add the next tokens."""
         for entry in entries:
             is_closer = entry.token_id == self._closer_id
             raw = b"" if is_closer else self._tokenizer.token_bytes(entry.token_id)

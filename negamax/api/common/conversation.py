@@ -222,7 +222,6 @@ class _Mark:
         return cls(mark, not content, content)
 
     def cut(self, prompt: str) -> str:
-        """Return `prompt` up to the mark."""
         before, found, _ = prompt.rpartition(self.text)
         if not found:
             raise InvalidRequestError(

@@ -91,7 +91,6 @@ class TextLogprobWriter:
         self._add(token_id, None, None)
 
     def take(self) -> TextLogprobs:
-        """Return the logprobs since the last call."""
         taken, self._taken = self._taken, TextLogprobs([], [], [], [])
         return taken
 

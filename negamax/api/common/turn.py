@@ -55,8 +55,6 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class StartedTurn:
-    """A turn that the engine is answering."""
-
     prompt: ChatPrompt
     readers: list[ChoiceReader]  # one per choice
     source: OpenRequest
@@ -267,8 +265,6 @@ def constrain(
 
 
 class BlockAnswerWriter(AnswerWriter[Choice, ResponseT]):
-    """Answers with one choice in blocks."""
-
     is_paced = True
 
     def __init__(self, request_id: str, turn: StartedTurn) -> None:
@@ -289,7 +285,6 @@ class BlockAnswerWriter(AnswerWriter[Choice, ResponseT]):
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended the answer."""
         reason = self._reader.stop_reason
         return reason if isinstance(reason, str) else None
 

@@ -58,7 +58,6 @@ class Lifecycle:
 
     @property
     def total_open(self) -> int:
-        """The open requests of all processes."""
         return int(self._numbers.total(self._OPEN))
 
     @property
@@ -99,7 +98,6 @@ class Lifecycle:
         return task
 
     def begin_drain(self) -> None:
-        """Refuse new requests."""
         if not self.is_draining:
             self.is_draining = True
             self._drain_end = time.monotonic() + self._drain_timeout
@@ -150,7 +148,6 @@ class Signals:
 
     @contextlib.contextmanager
     def watched(self) -> Generator[None, None, None]:
-        """Handle the signals within the block."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._received)
@@ -195,7 +192,6 @@ class Signals:
 
 
 def _has_terminal() -> bool:
-    """Return whether this process has a terminal that can send it signals."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
     except OSError:

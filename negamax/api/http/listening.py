@@ -104,14 +104,12 @@ class Acceptor:
         self._loop.add_reader(listener.fileno(), self._accept)
 
     def close(self) -> None:
-        """Stop accepting."""
         if self._retry is not None:
             self._retry.cancel()
         if self._listener.fileno() >= 0:
             self._loop.remove_reader(self._listener.fileno())
 
     async def wait_closed(self) -> None:
-        """Abort the handshakes."""
         for task in self._opening:
             task.cancel()
         await asyncio.gather(*self._opening, return_exceptions=True)

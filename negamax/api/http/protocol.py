@@ -48,8 +48,6 @@ def make_protocol_class(*, slow_client_timeout: float) -> type[LimitedProtocol]:
 
 
 class Pausable(Protocol):
-    """The source of a body."""
-
     def pause(self) -> None: ...
 
     def resume(self) -> None: ...
@@ -150,7 +148,6 @@ class LimitedProtocol(HttpToolsProtocol):
             )
 
     def _check_head(self, num_bytes: int) -> None:
-        """Check a head of which `num_bytes` more were received."""
         if not self._head_bytes:
             self._head_bytes = num_bytes  # the head began after the body of the previous request
         if self._head_bytes > MAX_HEAD_BYTES:

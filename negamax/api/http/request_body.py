@@ -52,7 +52,6 @@ class BodyLimits:
 
     @classmethod
     def of(cls, *, max_bytes: int, max_model_len: int) -> BodyLimits:
-        """Return the limits for a context of `max_model_len` tokens."""
         return cls(
             max_bytes,
             context_length=max_model_len,
@@ -133,7 +132,6 @@ async def decode_request(body: bytes, model: type[RequestT], limits: BodyLimits)
 
 
 def build_size_error(size: int, max_bytes: int) -> PayloadTooLargeError:
-    """Return the error of a body larger than allowed."""
     return PayloadTooLargeError(
         f"the body has {size} bytes or more; allowed: {max_bytes}", code="body_too_large"
     )
@@ -198,7 +196,6 @@ def _value(raw: msgspec.Raw, limits: BodyLimits, *, levels: int = _PIECE_LEVELS)
 
 
 def _text(literal: memoryview, limits: BodyLimits) -> str:
-    """Decode a JSON string, given without its quotes."""
     pieces: list[str] = []
     num_chars = start = 0
     is_ascii = True

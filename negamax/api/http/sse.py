@@ -40,12 +40,10 @@ class ClientGoneError(Exception):
 
 
 def encode_event(answer: Struct) -> bytes:
-    """Encode a `data:` event."""
     return b"data: " + encode(answer) + b"\n\n"
 
 
 def encode_named_event(name: str, answer: Struct) -> bytes:
-    """Encode an event with a name."""
     return b"event: " + name.encode() + b"\ndata: " + encode(answer) + b"\n\n"
 
 

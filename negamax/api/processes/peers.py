@@ -187,7 +187,6 @@ class _Exchange:
                 )
 
     def close(self) -> None:
-        """Close the connection."""
         self._writer.close()
 
     async def _read(self) -> bool:

@@ -36,7 +36,6 @@ class ServerRank:
 
     @classmethod
     def of(cls, index: int, count: int, folder: Path, *, num_replicas: int = 1) -> ServerRank:
-        """Return the rank of process `index`."""
         return cls(
             index=index,
             count=count,
@@ -47,7 +46,6 @@ class ServerRank:
         )
 
     def socket_of(self, index: int) -> Path:
-        """Return the socket at which process `index` answers the others."""
         return self.folder / f"server-{index}"
 
     def new_id(self, prefix: str, *, num_bytes: int) -> str:

@@ -141,7 +141,6 @@ encode = msgspec.json.Encoder().encode  # an answer, or several, as UTF-8 JSON
 def build_error(
     message: str, *, error_type: str, param: str | None = None, code: str | None = None
 ) -> ErrorAnswer:
-    """Build an error in OpenAI's shape."""
     return ErrorAnswer(ErrorBody(message, error_type, param, code))
 
 

@@ -68,7 +68,6 @@ def check_choice(value: object, allowed: Collection[str], param: str, *, what: s
 
 
 def one_of(field: str, allowed: tuple[str, ...]) -> AfterValidator:
-    """Validate that `field` is one of `allowed`."""
     return AfterValidator(lambda value: check_choice(value, allowed, field))
 
 

@@ -107,7 +107,6 @@ class StreamOptions(RequestModel):
 
     @property
     def reports_usage(self) -> bool:
-        """Whether the stream ends with the counts."""
         return self.include_usage or self.continuous_usage_stats
 
 
@@ -228,7 +227,6 @@ class GenerationRequest(SampledRequest):
 
     @property
     def reasoning_budget(self) -> int | None:
-        """The reasoning budget in tokens."""
         return (
             self.max_thinking_tokens
             if self.thinking_token_budget is None
@@ -240,7 +238,6 @@ class GenerationRequest(SampledRequest):
         return f"{prefix}-{self.request_id or self.rid or secrets.token_hex(16)}"
 
     def sampling_params(self, **renamed: Any) -> SamplingParams:
-        """Build the engine's parameters, as in `SamplingFields`."""
         if self.prompt_logprobs is not None and self.stream:
             refuse("prompt_logprobs", "not available in a stream; send stream=false")
         allowed = self.allowed_token_ids

@@ -22,8 +22,6 @@ _TEMPLATE_SWITCHES = ("thinking_mode", "enable_thinking", "thinking")
 
 
 class ReasoningPlace(enum.Enum):
-    """Where an answer has its reasoning."""
-
     FIELD = "a field of its own"
     BLOCK = "a block of its own, unless the server leaves it in the content as generated"
     CONTENT = "the content, between think tags"
@@ -50,7 +48,6 @@ class ThinkingChoice:
         return "disabled" if self.effort == "minimal" and template.reads("thinking_mode") else None
 
     def template_variables(self, template: ChatTemplate) -> dict[str, Any]:
-        """Return the variables that `template` reads."""
         mode = self.mode_for(template)
         variables = {
             "thinking_mode": mode,

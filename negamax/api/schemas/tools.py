@@ -17,7 +17,6 @@ _NAME_BREAKERS = frozenset('"<>\n\r\t')  # would not survive <invoke name="...">
 
 
 def check_tool_count(count: int, *, field: str = "tools") -> None:
-    """Refuse too many tools."""
     if count > MAX_TOOLS:
         refuse(field, f"{count} tools; allowed: at most {MAX_TOOLS}")
 
@@ -138,7 +137,6 @@ class CallChoice:
 
     @property
     def is_forced(self) -> bool:
-        """Whether the answer must be a call."""
         return self.mode in ("required", "function")
 
     def callable_tools(self, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:

@@ -96,8 +96,6 @@ class _Choice(Choice):
 
 
 class _TextWriter(AnswerWriter[_Choice, TextAnswer]):
-    """Writes plain completions."""
-
     def __init__(
         self,
         context: ApiContext,
@@ -166,7 +164,6 @@ class _TextWriter(AnswerWriter[_Choice, TextAnswer]):
         )
 
     def _choice(self, choice: _Choice, *, last: bool) -> TextChoice:
-        """Build a choice from what is new since the last one."""
         text, choice.text = "".join(choice.text), []
         logprobs: TextLogprobs | None = (
             choice.logprobs.take() if self._params.logprobs is not None else None

@@ -161,8 +161,6 @@ def _engine_sampling(
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Choice(Choice):
-    """The state of a choice. Single writer: its `_NativeWriter`."""
-
     rid: str
     pacing: RepeatPacing  # of its events
     has_begun: bool = False
@@ -264,7 +262,6 @@ class _NativeWriter(AnswerWriter[_Choice, schema.NativeAnswer | list[schema.Nati
         )
 
     def _take_input(self, choice: _Choice, prompt_logprobs: list[TokenLogprobs]) -> None:
-        """Take the logprobs of the prompt."""
         prompt, start = self._prompts[choice.prompt_index], self._params.logprob_start_len
         if not self._params.return_logprob or start < 0:
             return

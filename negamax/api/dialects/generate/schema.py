@@ -48,7 +48,6 @@ class NativeSampling(SamplingFields):
     structural_tag: dict[str, Any] | str | None = None  # forms of parts of the text, between tags
 
     def sampling_params(self, **renamed: Any) -> SamplingParams:
-        """Build the engine's parameters, as in `SamplingFields`."""
         return super().sampling_params(
             seed=self.sampling_seed,
             max_tokens=max(1, self.max_new_tokens),
@@ -59,7 +58,6 @@ class NativeSampling(SamplingFields):
 
     @functools.cached_property
     def grammar(self) -> Grammar | None:
-        """The grammar of the answer."""
         named = [(kind, getattr(self, kind)) for kind in _FORMS if getattr(self, kind) is not None]
         if len(named) > 1:
             refuse(f"sampling_params.{named[1][0]}", "an answer has one form")

@@ -258,7 +258,6 @@ def _result(block: Mapping[str, Any], place: str, family: ChatFamily | None) -> 
 
 
 def _tabs_text(block: Mapping[str, Any], place: str) -> str:
-    """Describe the tabs of a browser that the client runs."""
     tabs = block.get("tabs")
     if not isinstance(tabs, list) or not all(isinstance(tab, dict) for tab in tabs):
         refuse(f"{place}.tabs", f"must be a list of objects; got {describe(tabs)}")
@@ -282,5 +281,4 @@ def _string(block: Mapping[str, Any], name: str, place: str, *, is_required: boo
 
 
 def _message_of(place: str) -> str:
-    """Return the place of a block's message."""
     return place.partition(".")[0]

@@ -119,8 +119,6 @@ def _turn(
 
 
 class _MessageWriter(BlockAnswerWriter[schema.MessageAnswer]):
-    """Writes Anthropic's messages."""
-
     def __init__(
         self,
         started: StartedTurn,
@@ -178,7 +176,6 @@ class _MessageWriter(BlockAnswerWriter[schema.MessageAnswer]):
         return encode_named_event("message_start", schema.MessageStart(message)) + _PING
 
     def _events_of(self, event: BlockEvent) -> Iterator[tuple[str, Struct]]:
-        """Yield the events of a stream with their names."""
         block = event.block
         match event:
             case BlockOpened():

@@ -187,7 +187,6 @@ class CountRequest(TurnRequest):
 
     @property
     def thinking_choice(self) -> ThinkingChoice:
-        """What the request asks about thinking."""
         mode = (
             read_template_switch(self.chat_template_kwargs or {})
             if self.thinking is None
@@ -199,12 +198,10 @@ class CountRequest(TurnRequest):
 
     @property
     def hides_thinking(self) -> bool:
-        """Whether thinking blocks omit their text."""
         return self.thinking is not None and self.thinking.display == "omitted"
 
     @property
     def grammar(self) -> Grammar | None:
-        """The grammar of the content."""
         form = self.output_config.format or self.output_format
         if form is None:
             return None

@@ -36,8 +36,6 @@ _ID_PREFIXES = {BlockKind.REASONING: "rs", BlockKind.CONTENT: "msg", BlockKind.C
 
 
 class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
-    """Writes answers of the Responses API."""
-
     def __init__(
         self,
         started: StartedTurn,
@@ -93,7 +91,6 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
         return self._state(f"response.{response.status}", response)
 
     def failed(self, message: str) -> items.ResponseAnswer:
-        """Return the response of an answer that failed."""
         return replace(
             self._blank,
             status="failed",
@@ -102,7 +99,6 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
         )
 
     def cancelled(self) -> items.ResponseAnswer:
-        """Return the response of an answer that was cancelled."""
         return replace(self._blank, status="cancelled", output=self._items())
 
     def response(self) -> items.ResponseAnswer:
@@ -200,7 +196,6 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
                 )
 
     def _events_of(self, event: BlockEvent) -> Iterator[Any]:
-        """Yield the stream events of a block event."""
         block = event.block
         self._read_logprobs()
         match event:
@@ -292,7 +287,6 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
                 )
 
     def _kind(self, block: Block) -> str | None:
-        """Return the kind of the declared tool that a block calls."""
         tool = None if block.call is None else self._tools.get(block.call.name)
         return None if tool is None else tool.kind
 
@@ -300,7 +294,6 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
         return self._kind(block) == "custom"
 
     def _has_own_item(self, block: Block) -> bool:
-        """Return whether calls of the tool have their own type of item."""
         return self._kind(block) in CLIENT_TOOLS
 
     def _text(self, block: Block, kind: str, **fields: Any) -> items.TextEvent:

@@ -84,7 +84,6 @@ def build_history(
 def _add_part(
     parts: AssistantParts, item: Mapping[str, Any], place: str, family: ChatFamily | None
 ) -> None:
-    """Add an item of the assistant."""
     match item.get("type", "message"):
         case "reasoning":
             parts.add_reasoning(_reasoning(item))

@@ -101,7 +101,6 @@ def _listed(item: Mapping[str, Any], item_id: str) -> Item:
 
 
 def _content(item: Mapping[str, Any]) -> list[Any]:
-    """Return the parts of a message."""
     content = item.get("content")
     kind = "output_text" if item.get("role") == "assistant" else "input_text"
     if isinstance(content, list):

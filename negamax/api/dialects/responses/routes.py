@@ -120,8 +120,6 @@ async def _read(context: ApiContext, http: Request) -> ApiRequest[ResponsesReque
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A request with what it refers to."""
-
     request: ApiRequest[ResponsesRequest]  # its size includes the items referred to
     parent: KeptTurn | None  # the turn that it continues
     given: list[Item]  # its own items
@@ -216,7 +214,6 @@ class _Responses:
         return json_response(InputTokenCount(len(prompt.token_ids)))
 
     async def _prepare(self, request: ApiRequest[ResponsesRequest]) -> _Prepared:
-        """Collect the items of the request and of its predecessors."""
         params, tenant = request.params, get_tenant(request.http)
         parent = self._parent(params.previous_response_id, tenant)
         given, num_bytes = await self._given(params, tenant, num_bytes=request.num_bytes)
@@ -294,7 +291,6 @@ class _Responses:
         )
 
     def _parent(self, response_id: str | None, tenant: str) -> KeptTurn | None:
-        """Return the turn to continue."""
         if response_id is None:
             return None
         kept = self._store.get(response_id, tenant=tenant)
@@ -383,7 +379,6 @@ class _Responses:
         return params, turn
 
     def _blank(self, params: ResponsesRequest, *, model: str, turn: Turn) -> ResponseAnswer:
-        """Build the response before anything is answered."""
         info = self._context.engine.info
         resolved = turn.sampling.resolved(info.sampling_defaults, room=info.max_model_len)
         assert resolved.temperature is not None and resolved.top_p is not None

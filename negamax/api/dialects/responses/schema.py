@@ -59,7 +59,6 @@ class DeclaredTool:
 
     @property
     def shown_name(self) -> str:
-        """The name by which the model calls it."""
         return str(shown_name(self.namespace, self.name))
 
 
@@ -211,7 +210,6 @@ class ResponsesRequest(TurnRequest):
 
     @property
     def grammar(self) -> Grammar | None:
-        """The grammar of the content."""
         return build_format_grammar(self.text.format or {"type": "text"}, _FORMS, "text.format")
 
     @property
@@ -221,7 +219,6 @@ class ResponsesRequest(TurnRequest):
 
     @property
     def wants_summary(self) -> bool:
-        """Whether the answer repeats the reasoning as a summary."""
         return self.reasoning.summary not in (None, "none")
 
 

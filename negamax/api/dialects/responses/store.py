@@ -126,5 +126,4 @@ def _change_users(turn: KeptTurn, change: int, *, store: ResponseStore) -> None:
 
 
 def decode_items(items: bytes) -> list[Item]:
-    """Decode items from JSON."""
     return msgspec.json.decode(items, type=list[Item])
