@@ -15,7 +15,6 @@ from triton_support import Group, Ranks, ThreadGroup, Threads  # before the kern
 from negamax.kernels import platform
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention.metadata import AttentionMetadata, attention_metadata
-from negamax.kernels.attention.triton_head_norm import sparse_norm_rope_write
 from negamax.kernels.attention.triton_prefill import PrefillPlan
 from negamax.kernels.block_sparse import spec, triton_select_decode
 from negamax.kernels.block_sparse import triton as kernels
@@ -26,6 +25,7 @@ from negamax.kernels.block_sparse.choice import (
     best_keys,
     pages_of,
 )
+from negamax.kernels.block_sparse.triton import sparse_norm_rope_write
 from negamax.kernels.block_sparse.triton_prefill import SparsePrefillPlan
 from negamax.kernels.block_sparse.triton_select_decode import SelectDecodePlan
 from negamax.kernels.block_sparse.triton_select_prefill import SelectPrefillPlan

@@ -45,15 +45,14 @@ from negamax.kernels.attention.triton_decode_runs import (
     load_run,
 )
 from negamax.kernels.attention.triton_shared import (
-    LOG2_E,
-    AttentionConstants,
     Outputs,
-    dot_dtype,
+    attention_constants,
     key_offset,
     load_tile,
     nonempty_max,
     outputs,
     result,
+    score_scale,
     softmax_step,
     tile_offset,
 )
@@ -346,16 +345,13 @@ def launch_decode(
     )
     options = launch_options(q.device, maxnreg=launch.maxnreg, dependent=plan.dependent)
     parallel = plan.split_kv and not plan.reduce_later and launch_options(q.device)["PDL"]
-    constants = AttentionConstants(
-        KV_HEADS=shape.kv_heads,
-        GROUP=shape.group,
-        DIM=head_dim,
-        BLOCK_SIZE=shape.block_size,
-        BLOCK_M=block_m,
-        BLOCK_N=DECODE.block_n,
-        BLOCK_D=block_d,
-        QUANTIZE=plan.quantize,
-        DOT=dot_dtype(q.dtype, k_cache.dtype),
+    constants = attention_constants(
+        q,
+        k_cache,
+        shape,
+        block_m=block_m,
+        block_n=DECODE.block_n,
+        quantize=plan.quantize,
         WARPS=launch.num_warps,
         PARTIAL_ROWS=partial_rows,
         QUERIES=plan.num_queries,
@@ -367,25 +363,10 @@ def launch_decode(
         FEWER_KEYS=lengths is not None,
     )
     _decode_kernel[(shape.kv_heads, plan.programs)](
-        q,
-        k_cache,
-        v_cache,
-        tables,
-        plan.sequences,
-        plan.work,
-        partials,
-        *output,
-        lse,
-        lengths,
-        *of_runs,
-        head_dim**-0.5 * kv_scales[0] * LOG2_E,
-        kv_scales[1],
-        tables.stride(0),
-        constants,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
-        **options,
-    )
+        q, k_cache, v_cache, tables, plan.sequences, plan.work, partials, *output, lse, lengths,
+        *of_runs, score_scale(head_dim, kv_scales[0]), kv_scales[1], tables.stride(0), constants,
+        num_warps=launch.num_warps, num_stages=launch.num_stages, **options,
+    )  # fmt: skip
     if plan.reduce_later:
         reduce_kernel[(shape.kv_heads, len(plan.sequences) // SEQUENCE_WORDS.value)](
             plan.sequences, partials, *output, lse, *of_runs, kv_scales[1],

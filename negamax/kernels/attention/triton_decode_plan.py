@@ -239,19 +239,10 @@ def plan_splits(
     sequences, work = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
     if num_seqs:
         _plan_decode_kernel[(1,)](
-            seq_lens,
-            block_table_indices,
-            sequences,
-            work,
-            num_seqs,
-            programs,
-            int(split_kv),
-            BLOCK_N=block_n,
-            MIN_TILES=DECODE.min_tiles,
-            PROGRAMS_POW2=triton.next_power_of_2(most),
-            num_warps=4,
-            **launch_options(device),
-        )
+            seq_lens, block_table_indices, sequences, work, num_seqs, programs, int(split_kv),
+            BLOCK_N=block_n, MIN_TILES=DECODE.min_tiles, PROGRAMS_POW2=triton.next_power_of_2(most),
+            num_warps=4, **launch_options(device),
+        )  # fmt: skip
     return Splits(sequences, work, programs, split_kv)
 
 

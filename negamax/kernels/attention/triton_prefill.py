@@ -26,13 +26,12 @@ from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
 from negamax.kernels.attention.tiles import tiles_for
 from negamax.kernels.attention.triton_shared import (
-    LOG2_E,
-    AttentionConstants,
     Outputs,
-    dot_dtype,
+    attention_constants,
     load_tile,
     outputs,
     result,
+    score_scale,
     softmax_step,
     tile_offset,
     write_heads,
@@ -232,33 +231,14 @@ def launch_prefill(
     if q.shape[0] == 0:
         return
     _, heads, head_dim = q.shape
-    shape, tables = plan.shape, plan.queries.block_tables
+    tables = plan.queries.block_tables
     launch = tiles_for(q.device).prefill_launch(plan.block_m, k_cache.element_size())
-    _prefill_kernel[(heads, plan.tiles.shape[0])](
-        q,
-        k_cache,
-        v_cache,
-        tables,
-        plan.queries.block_table_indices,
-        plan.tiles,
-        *output,
-        lse,
-        held,
-        None if held is None else held.stride(0),
-        head_dim**-0.5 * kv_scales[0] * LOG2_E,
-        kv_scales[1],
-        tables.stride(0),
-        AttentionConstants(
-            KV_HEADS=shape.kv_heads,
-            GROUP=shape.group,
-            DIM=head_dim,
-            BLOCK_SIZE=shape.block_size,
-            BLOCK_M=plan.block_m,
-            BLOCK_N=launch.block_n,
-            BLOCK_D=triton.next_power_of_2(max(16, head_dim)),
-            QUANTIZE=plan.quantize,
-            DOT=dot_dtype(q.dtype, k_cache.dtype),
-        ),
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+    constants = attention_constants(
+        q, k_cache, plan.shape, block_m=plan.block_m, block_n=launch.block_n, quantize=plan.quantize
     )
+    _prefill_kernel[(heads, plan.tiles.shape[0])](
+        q, k_cache, v_cache, tables, plan.queries.block_table_indices, plan.tiles, *output, lse,
+        held, None if held is None else held.stride(0), score_scale(head_dim, kv_scales[0]),
+        kv_scales[1], tables.stride(0), constants,
+        num_warps=launch.num_warps, num_stages=launch.num_stages,
+    )  # fmt: skip

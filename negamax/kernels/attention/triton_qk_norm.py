@@ -23,10 +23,19 @@ import triton.language as tl
 from torch import Tensor
 
 from negamax.kernels.attention.spec import QkNorm
+from negamax.kernels.attention.triton_heads import (
+    block_of_rest,
+    finite,
+    load_angles,
+    load_heads,
+    rotate,
+    split_columns,
+    store_heads,
+    to_cache_dtype,
+)
 from negamax.kernels.collectives.triton_ll import peer_base, poll, push
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 from negamax.kernels.peers import Collective
-from negamax.kernels.quantize.triton import e4m3_max
 
 
 class QkNormConstants(NamedTuple):
@@ -46,24 +55,7 @@ class QkNormConstants(NamedTuple):
 
 
 @triton.jit
-def finite(x, dtype: tl.constexpr):
-    """x in fp32, NaN as 0 and infinities as the largest number of `dtype`."""
-    largest: tl.constexpr = 65504.0 if dtype == tl.float16 else 3.3895313892515355e38
-    x = x.to(tl.float32)
-    x = tl.where(x == x, x, 0.0)
-    return tl.minimum(tl.maximum(x, -largest), largest)
-
-
-@triton.jit
-def to_cache_dtype(x, dtype: tl.constexpr):
-    """x in the dtype of a cache; FP8 saturates."""
-    if dtype == tl.float8e4nv:
-        x = tl.minimum(tl.maximum(x, -e4m3_max(dtype)), e4m3_max(dtype))
-    return x.to(dtype)
-
-
-@triton.jit
-def _q_and_k(squares, head, HEADS: tl.constexpr):
+def _sum_q_and_k(squares, head, HEADS: tl.constexpr):
     """The sums of the query heads' and of the key heads' `squares` [heads]."""
     return tl.sum(tl.where(head < HEADS, squares, 0.0), axis=0), tl.sum(
         tl.where(head < HEADS, 0.0, squares), axis=0
@@ -110,24 +102,9 @@ def _sums_kernel(
         other=0.0,
     )
     x = finite(x, qkv.dtype.element_ty)
-    q_sum, k_sum = _q_and_k(tl.sum(x * x, axis=1), head, HEADS)
+    q_sum, k_sum = _sum_q_and_k(tl.sum(x * x, axis=1), head, HEADS)
     tl.store(sums + token * 2, q_sum)
     tl.store(sums + token * 2 + 1, k_sum)
-
-
-@triton.jit
-def _write_q_and_k(x, q_out, k_out, slot, head, column, mask, inverse_k_scale, C: tl.constexpr):
-    """x [heads of q and k, columns]: query heads to q_out, key heads to k_out, their slots of the
-    cache.
-    """
-    tl.store(
-        q_out + head[:, None] * C.DIM + column[None, :],
-        x.to(q_out.dtype.element_ty),
-        mask=mask & (head < C.HEADS)[:, None],
-    )
-    keys = mask & ((head >= C.HEADS) & (slot >= 0))[:, None]
-    k_at = k_out + column[None, :]
-    tl.store(k_at, to_cache_dtype(x * inverse_k_scale, k_out.dtype.element_ty), mask=keys)
 
 
 @triton.jit
@@ -166,7 +143,6 @@ def _qk_norm_rope_write_kernel(
     PDL: tl.constexpr,
 ):
     """Grid (T,): one token."""
-    HALF: tl.constexpr = C.HALF
     token = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = qkv.dtype.element_ty
     qkv += token * ((C.HEADS + 2 * C.KV_HEADS) * C.DIM)
@@ -174,37 +150,28 @@ def _qk_norm_rope_write_kernel(
     slot_mapping += token * C.KV_HEADS
     head = tl.arange(0, C.BLOCK_H)
     valid = head < C.HEADS + C.KV_HEADS
-    i = tl.arange(0, C.BLOCK_HALF)
-    half_mask = valid[:, None] & (i < HALF)[None, :]
-    low_at = head[:, None] * C.DIM + i[None, :]
-    # What the kernel before this one did not write is loaded while that one ends.
+    columns, masks = split_columns(valid, C.DIM, C.HALF, C.BLOCK_HALF, C.BLOCK_REST)
+    # loaded before the wait: the kernel before this one did not write it
     slot = tl.load(slot_mapping + head - C.HEADS, mask=(head >= C.HEADS) & valid, other=-1)
-    low_weight = tl.load(weight + low_at, mask=half_mask, other=0.0)
-    high_weight = tl.load(weight + low_at + HALF, mask=half_mask, other=0.0)
-    c = tl.load(cos + token * (2 * HALF) + i, mask=i < HALF, other=0.0)[None, :]
-    s = tl.load(sin + token * (2 * HALF) + HALF + i, mask=i < HALF, other=0.0)[None, :]
-    if C.BLOCK_REST > 0:
-        j = tl.arange(0, C.BLOCK_REST)
-        rest_mask = valid[:, None] & (j < C.DIM - 2 * HALF)[None, :]
-        rest_at = head[:, None] * C.DIM + (2 * HALF + j)[None, :]
-        rest_weight = tl.load(weight + rest_at, mask=rest_mask, other=0.0)
+    offsets = ()
+    for part in tl.static_range(len(columns)):
+        offsets += (head[:, None] * C.DIM + columns[part],)
+    weights = load_heads(weight, offsets, masks)
+    angles = load_angles(cos + token * (2 * C.HALF), sin + token * (2 * C.HALF), C.HALF,
+                         C.BLOCK_HALF)  # fmt: skip
     launch_dependents_then_wait(PDL)
-    low = tl.load(qkv + low_at, mask=half_mask, other=0.0)
-    high = tl.load(qkv + low_at + HALF, mask=half_mask, other=0.0)
-    if C.BLOCK_REST > 0:
-        rest = tl.load(qkv + rest_at, mask=rest_mask, other=0.0)
+    loaded, heads = load_heads(qkv, offsets, masks), ()
     v = qkv + (C.HEADS + C.KV_HEADS) * C.DIM
     _write_v(v, v_cache, slot_mapping, inverse_v_scale, C)
-    low, high = finite(low, dtype), finite(high, dtype)
+    for part in tl.static_range(len(loaded)):
+        heads += (finite(loaded[part], dtype),)
+    squares = tl.sum(heads[0] * heads[0] + heads[1] * heads[1], axis=1)
     if C.BLOCK_REST > 0:
-        rest = finite(rest, dtype)
-    squares = tl.sum(low * low + high * high, axis=1)
-    if C.BLOCK_REST > 0:
-        squares += tl.sum(rest * rest, axis=1)
+        squares += tl.sum(heads[2] * heads[2], axis=1)
     if C.HAS_SUMS:
         q_sum, k_sum = tl.load(sums + token * 2), tl.load(sums + token * 2 + 1)
     else:
-        q_sum, k_sum = _q_and_k(squares, head, C.HEADS)
+        q_sum, k_sum = _sum_q_and_k(squares, head, C.HEADS)
         if C.WORLD > 1:
             q_sum, k_sum = _sum_over_ranks(
                 q_sum, k_sum, addresses, flags, token, region_rows, rank, C.WORLD
@@ -212,16 +179,13 @@ def _qk_norm_rope_write_kernel(
     norm = tl.where(
         head < C.HEADS, tl.rsqrt(q_sum / q_count + eps), tl.rsqrt(k_sum / k_count + eps)
     )[:, None]
-    low, high = low * norm * low_weight, high * norm * high_weight
-    k_out = k_cache + slot[:, None] * C.DIM
-    _write_q_and_k(low * c - high * s, q_out, k_out, slot, head, i, half_mask, inverse_k_scale, C)
-    _write_q_and_k(
-        high * c + low * s, q_out + HALF, k_out + HALF, slot, head, i, half_mask, inverse_k_scale, C
-    )
-    if C.BLOCK_REST > 0:
-        rest = rest * norm * rest_weight
-        q_out, k_out = q_out + 2 * HALF, k_out + 2 * HALF
-        _write_q_and_k(rest, q_out, k_out, slot, head, j, rest_mask, inverse_k_scale, C)
+    normed = ()
+    for part in tl.static_range(len(heads)):
+        normed += (heads[part] * norm * weights[part],)
+    rotated = rotate(normed, angles)
+    store_heads(rotated, columns, masks, q_out + head * C.DIM, head < C.HEADS, 1.0)
+    is_key = (head >= C.HEADS) & (slot >= 0)
+    store_heads(rotated, columns, masks, k_cache + slot * C.DIM, is_key, inverse_k_scale)
 
 
 def qk_norm_rope_write(
@@ -261,39 +225,16 @@ def qk_norm_rope_write(
                 qkv, sums, heads, kv_heads, head_dim, block_h, block_d, num_warps=warps
             )
             sums = group.all_reduce(sums)
+    constants = QkNormConstants(
+        HEADS=heads, KV_HEADS=kv_heads, DIM=head_dim, HALF=half, BLOCK_H=block_h,
+        BLOCK_KV=triton.next_power_of_2(kv_heads), BLOCK_HALF=triton.next_power_of_2(half),
+        BLOCK_REST=block_of_rest(head_dim, half), BLOCK_D=block_d, HAS_SUMS=sums is not None,
+        WORLD=world,
+    )  # fmt: skip
+    exchange = (None, None, 0) if region is None else (region.addresses, region.flags, region.rows)
     _qk_norm_rope_write_kernel[(num_tokens,)](
-        qkv,
-        norm.weight,
-        cos,
-        sin,
-        q,
-        k_cache,
-        v_cache,
-        slot_mapping,
-        sums,
-        region.addresses if region else None,
-        region.flags if region else None,
-        region.rows if region else 0,
-        rank,
-        norm.q_count,
-        norm.k_count,
-        norm.eps,
-        1.0 / kv_scales[0],
-        1.0 / kv_scales[1],
-        QkNormConstants(
-            HEADS=heads,
-            KV_HEADS=kv_heads,
-            DIM=head_dim,
-            HALF=half,
-            BLOCK_H=block_h,
-            BLOCK_KV=triton.next_power_of_2(kv_heads),
-            BLOCK_HALF=triton.next_power_of_2(half),
-            BLOCK_REST=triton.next_power_of_2(head_dim - 2 * half) if head_dim > 2 * half else 0,
-            BLOCK_D=block_d,
-            HAS_SUMS=sums is not None,
-            WORLD=world,
-        ),
-        num_warps=warps,
-        **launch_options(qkv.device),
-    )
+        qkv, norm.weight, cos, sin, q, k_cache, v_cache, slot_mapping, sums, *exchange, rank,
+        norm.q_count, norm.k_count, norm.eps, 1.0 / kv_scales[0], 1.0 / kv_scales[1], constants,
+        num_warps=warps, **launch_options(qkv.device),
+    )  # fmt: skip
     return q

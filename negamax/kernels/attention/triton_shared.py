@@ -5,7 +5,7 @@ a step of the softmax.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -13,12 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from negamax.kernels.activations import GROUP, QuantizedActivations
+from negamax.kernels.attention.metadata import PagedShape
 from negamax.kernels.kvcache.spec import FP8
-from negamax.kernels.launch.triton import INTERPRETED
+from negamax.kernels.launch.triton import INTERPRETED, e4m3_max
 from negamax.kernels.quantize.native import empty_e4m3
-from negamax.kernels.quantize.triton import e4m3_max
 
-LOG2_E = math.log2(math.e)
+_LOG2_E = math.log2(math.e)
 
 
 class AttentionConstants(NamedTuple):
@@ -43,6 +43,39 @@ class AttentionConstants(NamedTuple):
     PARALLEL_REDUCE: bool = False
     REDUCE_LATER: bool = False
     FEWER_KEYS: bool = False  # than the plan knows of
+
+
+def attention_constants(
+    q: Tensor,
+    cache: Tensor,
+    shape: PagedShape,
+    *,
+    block_m: int,
+    block_n: int,
+    quantize: bool,
+    block_size: int | None = None,
+    **decode: Any,
+) -> AttentionConstants:
+    """For queries q [.., head_dim]; `block_size`: that of `shape` unless given; `decode`: fields of
+    decodes.
+    """
+    return AttentionConstants(
+        KV_HEADS=shape.kv_heads,
+        GROUP=shape.group,
+        DIM=q.shape[-1],
+        BLOCK_SIZE=block_size or shape.block_size,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_D=triton.next_power_of_2(max(16, q.shape[-1])),
+        QUANTIZE=quantize,
+        DOT=dot_dtype(q.dtype, cache.dtype),
+        **decode,
+    )
+
+
+def score_scale(head_dim: int, scale: float) -> float:
+    """What kernels multiply scores by: softmax scale, `scale` of the keys, and base 2."""
+    return head_dim**-0.5 * scale * _LOG2_E
 
 
 def dot_dtype(dtype: torch.dtype, cache: torch.dtype) -> tl.dtype:

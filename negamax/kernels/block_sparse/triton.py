@@ -10,7 +10,7 @@ from torch import Tensor
 
 from negamax.formats.platform import Feature
 from negamax.kernels.attention.metadata import AttentionMetadata
-from negamax.kernels.attention.triton_head_norm import sparse_norm_rope_write
+from negamax.kernels.attention.triton_head_norm import IndexHeads, launch_norm_rope_write
 from negamax.kernels.block_sparse.choice import BlockChoice, SparseShape
 from negamax.kernels.block_sparse.spec import SparseHeadNorm
 from negamax.kernels.block_sparse.triton_decode import plan_sparse_decode, sparse_decode
@@ -36,6 +36,31 @@ from negamax.kernels.signatures import (
     BLOCK_SPARSE_SELECT,
     BLOCK_SPARSE_SELECT_SHARD,
 )
+
+
+def sparse_norm_rope_write(
+    projected: Tensor,
+    norm: SparseHeadNorm,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    index_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    index_rows: Tensor | None = None,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> tuple[Tensor, Tensor]:
+    """As the definition, with the exceptions of `launch_norm_rope_write`."""
+    index_q = projected.new_empty(len(projected), norm.index_heads, norm.index_weight.shape[1])
+    index = IndexHeads(
+        norm.index_weight, index_q, index_cache, norm.shard.rank, norm.shard.ranks, index_rows
+    )
+    own, angles, caches = (norm.weight, norm.eps), (cos, sin), (k_cache, v_cache)
+    q = launch_norm_rope_write(
+        projected, norm.heads, own, angles, caches, slot_mapping, kv_scales, index
+    )
+    return q, index_q
 
 
 @dataclass(frozen=True)

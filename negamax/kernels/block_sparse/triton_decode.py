@@ -83,20 +83,10 @@ def plan_sparse_decode(
     rows = torch.empty(num_rows, dtype=torch.int64, device=device)
     if num_tokens:
         _count_keys_kernel[(triton.cdiv(num_tokens, _TOKENS),)](
-            queries.positions,
-            queries.seq_lens,
-            queries.query_starts,
-            lengths,
-            rows,
-            num_tokens,
-            num_seqs,
-            IS_SINGLE=num_tokens == num_seqs,
-            HEADS=shape.kv_heads,
-            BLOCK=shape.sparse_block_size,
-            TOPK=shape.topk_blocks,
-            TOKENS=_TOKENS,
-            num_warps=4,
-        )
+            queries.positions, queries.seq_lens, queries.query_starts, lengths, rows, num_tokens,
+            num_seqs, IS_SINGLE=num_tokens == num_seqs, HEADS=shape.kv_heads,
+            BLOCK=shape.sparse_block_size, TOPK=shape.topk_blocks, TOKENS=_TOKENS, num_warps=4,
+        )  # fmt: skip
     each = replace(
         queries,
         block_table_indices=rows,

@@ -29,13 +29,12 @@ from negamax.kernels.attention.triton_prefill import (
     query_tiles,
 )
 from negamax.kernels.attention.triton_shared import (
-    LOG2_E,
-    AttentionConstants,
     Outputs,
-    dot_dtype,
+    attention_constants,
     load_tile,
     outputs,
     result,
+    score_scale,
     softmax_step,
     write_heads,
     write_lse,
@@ -241,39 +240,23 @@ def launch_sparse_prefill(
     unions = (tiles, workspaces["unions"], workspaces["sizes"])
     grid = (shape.kv_heads, tiles.shape[0])
     _unite_kernel[grid](
-        choice.ids,
-        choice.pages,
-        *unions,
-        HEADS=shape.kv_heads,
-        TOPK=shape.topk_blocks,
-        QUERIES=queries,
-        TOPK_POW2=topk,
-        num_warps=4,
-    )
+        choice.ids, choice.pages, *unions, HEADS=shape.kv_heads, TOPK=shape.topk_blocks,
+        QUERIES=queries, TOPK_POW2=topk, num_warps=4,
+    )  # fmt: skip
     launch = dense_tiles_for(q.device).prefill_launch(
         64 if block_m <= 64 else 128, k_cache.element_size()
     )
-    _sparse_prefill_kernel[grid](
+    constants = attention_constants(
         q,
         k_cache,
-        v_cache,
-        *unions,
-        *output,
-        lse,
-        head_dim**-0.5 * kv_scales[0] * LOG2_E,
-        kv_scales[1],
-        UNION=queries * topk,
-        C=AttentionConstants(
-            KV_HEADS=shape.kv_heads,
-            GROUP=shape.group,
-            DIM=head_dim,
-            BLOCK_SIZE=shape.sparse_block_size,
-            BLOCK_M=block_m,
-            BLOCK_N=min(launch.block_n, shape.sparse_block_size),
-            BLOCK_D=triton.next_power_of_2(max(16, head_dim)),
-            QUANTIZE=plan.quantize,
-            DOT=dot_dtype(q.dtype, k_cache.dtype),
-        ),
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        shape,
+        block_m=block_m,
+        block_n=min(launch.block_n, shape.sparse_block_size),
+        quantize=plan.quantize,
+        block_size=shape.sparse_block_size,
     )
+    _sparse_prefill_kernel[grid](
+        q, k_cache, v_cache, *unions, *output, lse, score_scale(head_dim, kv_scales[0]),
+        kv_scales[1], UNION=queries * topk, C=constants,
+        num_warps=launch.num_warps, num_stages=launch.num_stages,
+    )  # fmt: skip

@@ -158,18 +158,10 @@ def plan_select_decode(metadata: AttentionMetadata, shape: SparseShape) -> Selec
     scored, arrivals = torch.empty(2, num_seqs, dtype=torch.int32, device=device).unbind()
     if num_seqs:
         _plan_queries_kernel[(1,)](
-            metadata.seq_lens,
-            metadata.block_table_indices,
-            metadata.query_starts,
-            queries,
-            scored,
-            arrivals,
-            num_seqs,
-            DENSE_TOKENS=shape.dense_tokens,
-            MERGE=merge,
-            SEQS_POW2=triton.next_power_of_2(num_seqs),
-            num_warps=4,
-        )
+            metadata.seq_lens, metadata.block_table_indices, metadata.query_starts, queries, scored,
+            arrivals, num_seqs, DENSE_TOKENS=shape.dense_tokens, MERGE=merge,
+            SEQS_POW2=triton.next_power_of_2(num_seqs), num_warps=4,
+        )  # fmt: skip
     own = None
     if shape.shard.ranks > 1:
         own = plan_own_blocks(
@@ -453,25 +445,10 @@ def select_decode(
     compared = min(MOST_COMPARED, MOST_SCORES // rows, triton.next_power_of_2(width))
     group = triton.next_power_of_2(triton.cdiv(width, _NUM_GROUPS.value))
     _select_decode_kernel[(plan.splits.programs,)](
-        index_q,
-        index_cache,
-        tables,
-        plan.queries,
-        plan.splits.sequences,
-        plan.splits.work,
-        plan.scores[size],
-        plan.arrivals,
-        ids,
-        pages,
-        None if plan.own is None else plan.own.blocks,
-        tables.shape[1],
-        tables.stride(0),
-        width,
-        ROWS=rows,
-        COMPARED=compared,
+        index_q, index_cache, tables, plan.queries, plan.splits.sequences, plan.splits.work,
+        plan.scores[size], plan.arrivals, ids, pages, None if plan.own is None else plan.own.blocks,
+        tables.shape[1], tables.stride(0), width, ROWS=rows, COMPARED=compared,
         GROUP=group if width > compared else 0,
         C=choice_constants(shape, dim, index_q.dtype, index_cache.dtype, rows=most_rows),
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
-        **launch_options(device),
-    )
+        num_warps=launch.num_warps, num_stages=launch.num_stages, **launch_options(device),
+    )  # fmt: skip

@@ -247,16 +247,9 @@ def select_prefill(
     where = (tables, plan.metadata.block_table_indices, plan.tiles, keys, ids, pages)
     own = (None, None, 0) if plan.own is None else (plan.own.blocks, plan.own.held, tables.shape[1])
     _select_prefill_kernel[(splits, plan.tiles.shape[0])](
-        index_q,
-        index_cache,
-        *where,
-        *own,
-        tables.stride(0),
-        SPLITS=splits,
-        C=constants,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
-    )
+        index_q, index_cache, *where, *own, tables.stride(0), SPLITS=splits, C=constants,
+        num_warps=launch.num_warps, num_stages=launch.num_stages,
+    )  # fmt: skip
     if splits > 1:
         rows = min(_MERGED_ROWS, constants.BLOCK_M)
         _merge_splits_kernel[(constants.BLOCK_M // rows, plan.tiles.shape[0])](

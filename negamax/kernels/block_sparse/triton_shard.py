@@ -143,30 +143,15 @@ def merge_shards(keys: Tensor, plan: MergePlan, group: Collective | None) -> Blo
     shards = max(world, len(keys))
     assert keys.is_contiguous()
     _merge_shards_kernel[(num_tokens,)](
-        keys,
-        metadata.positions,
-        metadata.token_slots,
-        metadata.block_tables,
-        metadata.num_actual_tokens,
-        choice.ids,
-        choice.pages,
-        None if region is None else region.addresses,
-        None if region is None else region.flags,
-        metadata.block_tables.stride(0),
-        num_tokens,
-        shape.shard.rank,
-        shape.shard.first_head,
-        INDEX_HEADS=index_heads,
-        HEADS_POW2=triton.next_power_of_2(shape.kv_heads),
-        SHARDS=shards,
-        SHARDS_POW2=triton.next_power_of_2(shards),
-        WORLD=world,
-        ROWS=1 if region is None else region.rows,
-        SLOT=1 if region is None else region.words,
-        C=plan.constants,
-        num_warps=1,
-        **launch_options(device),
-    )
+        keys, metadata.positions, metadata.token_slots, metadata.block_tables,
+        metadata.num_actual_tokens, choice.ids, choice.pages,
+        None if region is None else region.addresses, None if region is None else region.flags,
+        metadata.block_tables.stride(0), num_tokens, shape.shard.rank, shape.shard.first_head,
+        INDEX_HEADS=index_heads, HEADS_POW2=triton.next_power_of_2(shape.kv_heads), SHARDS=shards,
+        SHARDS_POW2=triton.next_power_of_2(shards), WORLD=world,
+        ROWS=1 if region is None else region.rows, SLOT=1 if region is None else region.words,
+        C=plan.constants, num_warps=1, **launch_options(device),
+    )  # fmt: skip
     return choice
 
 

@@ -86,19 +86,10 @@ def own_rows(
     rows = torch.empty(num_tokens * heads, dtype=torch.int64, device=positions.device)
     if num_tokens:
         _own_rows_kernel[(num_tokens,)](
-            positions,
-            token_slots,
-            block_tables,
-            rows,
-            block_tables.stride(0),
-            rank,
-            RANKS=ranks,
-            FIRST=first,
-            HEADS=heads,
-            HEADS_POW2=triton.next_power_of_2(heads),
-            BLOCK_SIZE=block_size,
-            num_warps=1,
-        )
+            positions, token_slots, block_tables, rows, block_tables.stride(0), rank, RANKS=ranks,
+            FIRST=first, HEADS=heads, HEADS_POW2=triton.next_power_of_2(heads),
+            BLOCK_SIZE=block_size, num_warps=1,
+        )  # fmt: skip
     return rows
 
 

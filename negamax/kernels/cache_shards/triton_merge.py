@@ -22,7 +22,7 @@ from negamax.kernels.attention.triton_shared import nonempty_max, outputs, resul
 from negamax.kernels.cache_shards.partials import PartialResults
 from negamax.kernels.collectives.triton_ll import peer_base, peer_bases, poll, with_flag
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
-from negamax.kernels.norm.triton import as_words, unpack
+from negamax.kernels.launch.words import as_words, unpack
 from negamax.kernels.peers import Collective, PeerRegion
 
 
@@ -153,31 +153,24 @@ def merge_partials(
     if num_tokens == 0:
         return result(*output)
     is_ll = region is not None
-    _merge_partials_kernel[(num_tokens,)](
-        out,
-        lse,
-        *output,
-        None if region is None else region.addresses,
-        None if region is None else region.flags,
-        0 if is_ll else out.stride(0),
-        0 if is_ll else lse.stride(0),
-        first,
-        0 if group is None else group.rank,
-        MergeConstants(
-            RANKS=len(out) if group is None or not is_ll else group.size,
-            IS_LL=is_ll,
-            ROWS=1 if region is None else region.rows,
-            SLOT=1 if region is None else region.words,
-            HEADS=heads,
-            COUNT=count,
-            COUNT_POW2=triton.next_power_of_2(count),
-            DIM=head_dim,
-            WORDS_POW2=triton.next_power_of_2(max(8, head_dim // 2)),
-            QUANTIZE=quantize,
-        ),
-        num_warps=4,
-        **launch_options(out.device),
+    constants = MergeConstants(
+        RANKS=len(out) if group is None or not is_ll else group.size,
+        IS_LL=is_ll,
+        ROWS=1 if region is None else region.rows,
+        SLOT=1 if region is None else region.words,
+        HEADS=heads,
+        COUNT=count,
+        COUNT_POW2=triton.next_power_of_2(count),
+        DIM=head_dim,
+        WORDS_POW2=triton.next_power_of_2(max(8, head_dim // 2)),
+        QUANTIZE=quantize,
     )
+    _merge_partials_kernel[(num_tokens,)](
+        out, lse, *output, None if region is None else region.addresses,
+        None if region is None else region.flags, 0 if is_ll else out.stride(0),
+        0 if is_ll else lse.stride(0), first, 0 if group is None else group.rank, constants,
+        num_warps=4, **launch_options(out.device),
+    )  # fmt: skip
     return result(*output)
 
 

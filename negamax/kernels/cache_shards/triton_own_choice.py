@@ -73,20 +73,10 @@ def own_choice(
     if num_rows:
         assert ids.is_contiguous() and choice.pages.is_contiguous()
         _own_choice_kernel[(triton.cdiv(num_rows, _ROWS),)](
-            ids,
-            choice.pages,
-            bounds,
-            own.ids,
-            own.pages,
-            lengths,
-            num_rows,
-            shape.cache.rank,
+            ids, choice.pages, bounds, own.ids, own.pages, lengths, num_rows, shape.cache.rank,
             RANKS=shape.cache.ranks,
             PAGES=shape.kv_heads * (shape.block_size // shape.sparse_block_size),
-            BLOCK=shape.sparse_block_size,
-            TOPK=shape.topk_blocks,
-            TOPK_POW2=triton.next_power_of_2(shape.topk_blocks),
-            ROWS=_ROWS,
-            num_warps=1,
-        )
+            BLOCK=shape.sparse_block_size, TOPK=shape.topk_blocks,
+            TOPK_POW2=triton.next_power_of_2(shape.topk_blocks), ROWS=_ROWS, num_warps=1,
+        )  # fmt: skip
     return own, lengths

@@ -37,19 +37,10 @@ from negamax.kernels.collectives.triton_ll import peer_base, peer_bases, poll, p
 from negamax.kernels.launch.ptx import pack_pair
 from negamax.kernels.launch.tile import warps_of_row
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options, triton_kernel
+from negamax.kernels.launch.words import as_words, num_parts, sum_parts, unpack, word_indices
 from negamax.kernels.norm import triton as norm_kernels
 from negamax.kernels.norm.spec import NormWeight
-from negamax.kernels.norm.triton import (
-    add_and_normalise,
-    as_words,
-    normalise,
-    num_parts,
-    quantise,
-    store_quantised,
-    sum_parts,
-    unpack,
-    word_indices,
-)
+from negamax.kernels.norm.triton import add_and_normalise, normalise, quantise, store_quantised
 from negamax.kernels.peers import Collective, PeerMemory, ShardRegion
 from negamax.kernels.signatures import ALL_REDUCE_ADD_RMS, COMPLETE_RESIDUAL
 

@@ -32,7 +32,7 @@ from negamax.kernels.dispatch import spec
 from negamax.kernels.dispatch.expert_ranges import ExpertRanges
 from negamax.kernels.launch.ptx import pack_pair
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options, triton_kernel
-from negamax.kernels.norm.triton import as_words, num_parts, sum_parts, word_indices
+from negamax.kernels.launch.words import as_words, num_parts, sum_parts, word_indices
 from negamax.kernels.peers import Collective, PeerRegion
 from negamax.kernels.signatures import COMBINE, DISPATCH
 

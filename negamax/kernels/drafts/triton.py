@@ -12,8 +12,8 @@ from torch import Tensor
 from negamax.kernels.drafts import spec
 from negamax.kernels.launch.ptx import pack_pair
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options, triton_kernel
+from negamax.kernels.launch.words import as_words, unpack, word_indices
 from negamax.kernels.norm import tiles
-from negamax.kernels.norm.triton import as_words, unpack, word_indices
 from negamax.kernels.op import FLOAT_DTYPES
 from negamax.kernels.signatures import (
     ADVANCE_ROWS,

@@ -37,6 +37,7 @@ from negamax.formats.tensor_format import StoredWeight
 from negamax.kernels import platform
 from negamax.kernels.activations import GROUP, QuantizedActivations, model_dtype, unquantized
 from negamax.kernels.gemm import cublas, tiles, triton_packed, triton_w8a8
+from negamax.kernels.gemm.triton_shared import locate_tile, store_split
 from negamax.kernels.launch.ptx import launch_dependents, wait_for_predecessor
 from negamax.kernels.launch.tile import Tile
 from negamax.kernels.launch.triton import (
@@ -292,21 +293,8 @@ def _split_k_kernel(
             acc = dot(w, x, acc)
     out_ptrs = out_ptr + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :]
     inside = (offs_m < M)[:, None] & (offs_n < N)[None, :]
-    if SPLIT_K == 1:
-        tl.store(out_ptrs, tl.trans(acc).to(out_ptr.dtype.element_ty), mask=inside)
-    else:
-        SIZE: tl.constexpr = BLOCK_N * BLOCK_M
-        tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-        partial_ptrs = partials_ptr + tile * (SPLIT_K * SIZE)
-        partial_ptrs += tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        tl.store(partial_ptrs + tl.program_id(1) * SIZE, acc)
-        tl.debug_barrier()  # all threads have written before one of them reports
-        if tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1:
-            total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for split in tl.static_range(SPLIT_K):
-                total += tl.load(partial_ptrs + split * SIZE, cache_modifier=".cg")
-            tl.store(out_ptrs, tl.trans(total).to(out_ptr.dtype.element_ty), mask=inside)
-            tl.store(arrivals_ptr + tile, 0)
+    tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+    store_split(acc, out_ptrs, inside, partials_ptr, arrivals_ptr, tile, BLOCK_M, BLOCK_N, SPLIT_K)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -325,23 +313,9 @@ def _large_m_kernel(
     PDL: tl.constexpr,
 ):
     """out[BLOCK_M, BLOCK_N] over all of K; the tokens are the tall operand, and the tensor memory
-    accelerator loads both. Programs take the tiles of GROUP_M rows of tiles column by column, so
-    that these go through w together and find it in the L2 cache:
-
-                N                       with GROUP_M = 2
-        +----+----+----+
-      M | 0  | 2  | 4  |  group 0
-        | 1  | 3  | 5  |
-        +----+----+----+
-        | 6  | 8  | 10 |  group 1
-        | 7  | 9  | 11 |
+    accelerator loads both.
     """
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    group_size = GROUP_M * tiles_n
-    first_tile_m = tl.program_id(0) // group_size * GROUP_M
-    group_m = tl.minimum(tl.cdiv(M, BLOCK_M) - first_tile_m, GROUP_M)
-    first_m = (first_tile_m + tl.program_id(0) % group_size % group_m) * BLOCK_M
-    first_n = tl.program_id(0) % group_size // group_m * BLOCK_N
+    first_m, first_n = locate_tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
     offs_m = first_m + tl.arange(0, BLOCK_M)
     offs_n = first_n + tl.arange(0, BLOCK_N)
     k_blocks = K // _BLOCK

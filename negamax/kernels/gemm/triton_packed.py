@@ -21,6 +21,7 @@ from negamax.formats.tensor_format import StoredWeight
 from negamax.kernels.activations import Hidden, unquantized
 from negamax.kernels.gemm import tiles
 from negamax.kernels.gemm.triton_packed_gemv import gemv
+from negamax.kernels.gemm.triton_shared import locate_tile, store_split
 from negamax.kernels.launch.triton import launch_options, triton_kernel, wait_then_launch_dependents
 from negamax.kernels.op import WEIGHT_ONLY
 from negamax.kernels.signatures import LINEAR
@@ -58,43 +59,23 @@ def _packed_linear_kernel(
     PDL: tl.constexpr,
 ):
     """out[BLOCK_M, BLOCK_N]. Where the tiles leave multiprocessors idle, SPLIT_K programs share the
-    columns of one; the last to arrive adds up all partial sums, in a fixed order. With many tokens,
-    programs take the tiles of GROUP_M rows of tiles column by column.
+    columns of one.
 
         grid: tiles, SPLIT_K
     """
     STEPS: tl.constexpr = triton.cdiv(P.K, BLOCK_K)
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    group_size = GROUP_M * tiles_n
-    first_tile_m = tl.program_id(0) // group_size * GROUP_M
-    group_m = tl.minimum(tl.cdiv(M, BLOCK_M) - first_tile_m, GROUP_M)
-    tile_m = first_tile_m + tl.program_id(0) % group_size % group_m
-    offs_m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    first_n = tl.program_id(0) % group_size // group_m * BLOCK_N
-    offs_n = first_n + tl.arange(0, BLOCK_N)
+    first_m, first_n = locate_tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    offs_m, offs_n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
     x_rows = x_ptr + offs_m.to(tl.int64) * P.K
-    n_inside = offs_n < N
     start = tl.program_id(1) * tl.cdiv(STEPS, SPLIT_K)
     stop = tl.minimum(start + tl.cdiv(STEPS, SPLIT_K), STEPS)
     wait_then_launch_dependents(PDL)
     acc = multiply(x_rows, offs_m < M, w, first_n, N - first_n, N, start, stop,
                    P, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS)  # fmt: skip
     out_ptrs = out_ptr + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :]
-    inside = (offs_m < M)[:, None] & n_inside[None, :]
-    if SPLIT_K == 1:
-        tl.store(out_ptrs, tl.trans(acc).to(out_ptr.dtype.element_ty), mask=inside)
-    else:
-        SIZE: tl.constexpr = BLOCK_N * BLOCK_M
-        partial_ptrs = partials_ptr + tl.program_id(0) * (SPLIT_K * SIZE)
-        partial_ptrs += tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        tl.store(partial_ptrs + tl.program_id(1) * SIZE, acc)
-        tl.debug_barrier()  # all threads have written before one of them reports
-        if tl.atomic_add(arrivals_ptr + tl.program_id(0), 1, sem="acq_rel") == SPLIT_K - 1:
-            total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for split in tl.static_range(SPLIT_K):
-                total += tl.load(partial_ptrs + split * SIZE, cache_modifier=".cg")
-            tl.store(out_ptrs, tl.trans(total).to(out_ptr.dtype.element_ty), mask=inside)
-            tl.store(arrivals_ptr + tl.program_id(0), 0)
+    inside = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    tile = tl.program_id(0)
+    store_split(acc, out_ptrs, inside, partials_ptr, arrivals_ptr, tile, BLOCK_M, BLOCK_N, SPLIT_K)
 
 
 def prepare(weight: StoredWeight) -> PreparedPackedLinear:

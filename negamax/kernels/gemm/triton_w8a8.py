@@ -22,6 +22,7 @@ from negamax.formats.readable import reads_w8a8
 from negamax.kernels.activations import Hidden, unquantized
 from negamax.kernels.gemm import tiles, triton_packed
 from negamax.kernels.gemm.triton_packed import PreparedPackedLinear
+from negamax.kernels.gemm.triton_shared import locate_tile
 from negamax.kernels.launch.triton import launch_options, triton_kernel, wait_then_launch_dependents
 from negamax.kernels.op import W8A8
 from negamax.kernels.signatures import LINEAR
@@ -50,17 +51,11 @@ def _w8a8_linear_kernel(
     NUM_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[BLOCK_M, BLOCK_N] over all of K. The tokens are the tall operand; programs take the tiles
-    of GROUP_M rows of tiles column by column.
+    """out[BLOCK_M, BLOCK_N] over all of K. The tokens are the tall operand.
 
-        grid: tiles
+    grid: tiles
     """
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    group_size = GROUP_M * tiles_n
-    first_tile_m = tl.program_id(0) // group_size * GROUP_M
-    group_m = tl.minimum(tl.cdiv(M, BLOCK_M) - first_tile_m, GROUP_M)
-    first_m = (first_tile_m + tl.program_id(0) % group_size % group_m) * BLOCK_M
-    first_n = tl.program_id(0) % group_size // group_m * BLOCK_N
+    first_m, first_n = locate_tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
     offs_m = first_m + tl.arange(0, BLOCK_M)
     offs_n = first_n + tl.arange(0, BLOCK_N)
     wait_then_launch_dependents(PDL)

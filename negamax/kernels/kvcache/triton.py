@@ -62,22 +62,11 @@ def locate(
     slot_mapping = torch.empty(num_tokens * kv_heads, dtype=torch.int64, device=device)
     if num_tokens:
         _locate_kernel[(num_tokens,)](
-            positions,
-            token_slots,
-            block_tables,
-            frequencies,
-            cos,
-            sin,
-            slot_mapping,
-            block_tables.stride(0),
-            KV_HEADS=kv_heads,
-            HEADS_POW2=triton.next_power_of_2(kv_heads),
-            BLOCK_SIZE=block_size,
-            ROTARY=rotary_dim,
-            ROTARY_POW2=triton.next_power_of_2(rotary_dim),
-            num_warps=1,
-            **launch_options(device),
-        )
+            positions, token_slots, block_tables, frequencies, cos, sin, slot_mapping,
+            block_tables.stride(0), KV_HEADS=kv_heads, HEADS_POW2=triton.next_power_of_2(kv_heads),
+            BLOCK_SIZE=block_size, ROTARY=rotary_dim,
+            ROTARY_POW2=triton.next_power_of_2(rotary_dim), num_warps=1, **launch_options(device),
+        )  # fmt: skip
     return cos, sin, slot_mapping
 
 

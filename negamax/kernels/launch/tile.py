@@ -1,13 +1,14 @@
-"""What one program of a matrix product computes."""
+"""Sizes of one program of a matrix product."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
 class Tile:
-    """`block_m` tokens times `block_n` rows of the weight, `block_k` columns at a time; the names
+    """`block_m` tokens times `block_n` rows of the weight, `block_k` columns per step. The names
     are those of the kernels' constants and of Triton's launch options.
     """
 
@@ -15,20 +16,32 @@ class Tile:
     block_n: int
     block_k: int
     num_warps: int
-    num_stages: int = 1  # steps along K whose loads are under way
+    num_stages: int = 1  # steps along K whose loads are in flight
     split_k: int = 1  # programs that share the columns
-    maxnreg: int | None = None  # registers per thread at most; None: as the compiler takes
+    maxnreg: int | None = None  # limit of registers per thread; None: the compiler decides
+
+    @cached_property
+    def constants(self) -> dict[str, int]:
+        """Arguments of a kernel that pipelines its own loop along K."""
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "BLOCK_K": self.block_k,
+            "NUM_STAGES": self.num_stages,
+            "NUM_WARPS": self.num_warps,
+            "num_warps": self.num_warps,
+        }
 
 
 def warps_of_row(width: int, *, measured: int) -> int:
     """Warps of a program for one row: `measured` for up to 4096 values (MiniMax-M2 has 3072). Wider
-    rows were not measured; they get as many values per thread.
+    rows were not measured; they keep the number of values per thread.
     """
     return min(32, measured << max(0, (width - 1).bit_length() - 12))
 
 
 def has_h200_tiles(arch: str) -> bool:
-    """Whether the sizes measured on an H200 are taken: there; on sm_100 and sm_103, which have as
-    much shared memory and were not measured; and in the interpreter.
+    """Whether `arch` uses the sizes measured on an H200: the H200 itself; sm_100 and sm_103, which
+    have as much shared memory and were not measured; the interpreter.
     """
     return arch in ("sm_90", "sm_100", "sm_103", "cpu")

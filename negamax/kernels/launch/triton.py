@@ -43,10 +43,14 @@ import torch
 import triton
 import triton.language as tl
 
+from negamax.formats.floats import E4M3_MAX
 from negamax.formats.platform import Feature
 from negamax.kernels import platform
 from negamax.kernels.launch.ptx import INTERPRETED, launch_dependents, wait_for_predecessor
 from negamax.kernels.op import Kernel, OpName, P, R
+
+_E4M3_MAX = tl.constexpr(E4M3_MAX)
+_E4M3FNUZ_MAX = tl.constexpr(240.0)
 
 # Triton's default may change; without it the kernels' last bits and speed are others
 triton.knobs.language.default_fp_fusion = True
@@ -103,6 +107,12 @@ def wait_then_launch_dependents(PDL: tl.constexpr):
     """
     wait_for_predecessor(PDL)
     launch_dependents(PDL)
+
+
+@triton.jit
+def e4m3_max(DTYPE: tl.constexpr):
+    """The largest finite value of DTYPE, one of the two forms of e4m3."""
+    return _E4M3FNUZ_MAX if tl.float8e4b8 == DTYPE else _E4M3_MAX
 
 
 @triton.jit

@@ -14,9 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from negamax.kernels.activations import GROUP, QuantizedActivations, SwiGlu
-from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options, triton_kernel
+from negamax.kernels.launch.triton import (
+    e4m3_max,
+    launch_dependents_then_wait,
+    launch_options,
+    triton_kernel,
+)
 from negamax.kernels.quantize.native import empty_e4m3
-from negamax.kernels.quantize.triton import e4m3_max
 from negamax.kernels.signatures import SWIGLU
 
 _GROUP = tl.constexpr(GROUP)

@@ -40,14 +40,12 @@ from negamax.formats.tensor_format import StoredWeight
 from negamax.kernels.activations import GROUP, SILU, QuantizedActivations, SwiGlu, unquantized
 from negamax.kernels.launch.triton import triton_kernel
 from negamax.kernels.moe import tiles, triton_norm_route
-from negamax.kernels.moe.triton_decode import experts_gemv, experts_small_m
-from negamax.kernels.moe.triton_packed_gemv import experts_packed_gemv
-from negamax.kernels.moe.triton_packed_prefill import experts_packed_large_m
+from negamax.kernels.moe.triton_gemv import experts_gemv
 from negamax.kernels.moe.triton_place import place
 from negamax.kernels.moe.triton_prefill import experts_large_m
 from negamax.kernels.moe.triton_route import prepare_gate, route
 from negamax.kernels.moe.triton_shared import ExpertConstants, PreparedExperts
-from negamax.kernels.moe.triton_w8a8 import experts_w8a8
+from negamax.kernels.moe.triton_small_m import experts_small_m
 from negamax.kernels.op import W8A8, WEIGHT_ONLY
 from negamax.kernels.quantize.native import to_native
 from negamax.kernels.signatures import EXPERTS, NORM_ROUTE, PLACE, ROUTE
@@ -107,15 +105,15 @@ def experts(
         return unquantized(x).unsqueeze(1)
     chosen = (topk_ids, topk_weights, prepared)
     constants, sizes = prepared.constants, tiles.tiles_for(topk_ids.device)
+    tile = None
     if constants.PACKED:
         gate_up, down = constants.GATE_UP, constants.DOWN
         assert gate_up is not None and down is not None
-        if tile := sizes.packed_gemv(M=M, gate_up=gate_up, down=down):
-            return experts_packed_gemv(unquantized(x), *chosen, tile, first=first, count=count)
-        run = experts_small_m if M <= tiles.SMALL_M_MAX_M else experts_packed_large_m
-        return run(x, *chosen, first=first, count=count)
+        tile = sizes.packed_gemv(M=M, gate_up=gate_up, down=down)
     elif sizes.gemv_max_m(constants.WIDTH) >= M:
-        return experts_gemv(unquantized(x), *chosen, first=first, count=count)
+        tile = sizes.gemv(constants.WIDTH, hidden=constants.HIDDEN)
+    if tile is not None:
+        return experts_gemv(unquantized(x), *chosen, tile, first=first, count=count)
     run = experts_small_m if M <= tiles.SMALL_M_MAX_M else experts_large_m
     return run(x, *chosen, first=first, count=count)
 
@@ -132,8 +130,11 @@ def experts_rounded(
     """The same with weights from `prepare_packed` in a format that `reads_w8a8` accepts: from
     tiles.SMALL_M_MAX_M + 1 tokens on activations are rounded, too.
     """
-    run = experts if topk_ids.shape[0] <= tiles.SMALL_M_MAX_M else experts_w8a8
-    return run(x, topk_ids, topk_weights, prepared, first=first, count=count)
+    if topk_ids.shape[0] <= tiles.SMALL_M_MAX_M:
+        return experts(x, topk_ids, topk_weights, prepared, first=first, count=count)
+    return experts_large_m(
+        x, topk_ids, topk_weights, prepared, first=first, count=count, rounded=True
+    )
 
 
 KERNELS = (

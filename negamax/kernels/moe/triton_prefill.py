@@ -8,6 +8,16 @@ products run over tiles of one expert's tokens (`kernels/moe/triton.py`).
 
 Nothing is padded: a program finds its expert and its pairs from expert_counts, and the grid has one
 tile more per expert than the pairs would fill.
+
+Weights, activations and products of one tile:
+
+    plain      16 bits or FP8 with a scale per 128 x 128; the tokens are the tall operand
+    packed     4 or 8 bits; the weight is the tall operand, and each value is unpacked once for all
+               tokens of a tile, so tiles are large, and an expert's last one has one of three sizes
+    ROUNDED    packed weights of 8 bits with a scale per row, x with a scale per token, h with one
+               per pair and BLOCK_N of its columns: products of 8 bits with 8 bits. Gate and up are
+               scaled after their sums. Those of down are added in fp32, block by block of h: one
+               scale per pair for all columns would need a pass of its own.
 """
 
 # ruff: noqa: RUF005  (Triton appends to a tuple with + alone)
@@ -22,21 +32,31 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from negamax.kernels.activations import QuantizedActivations, model_dtype
+from negamax.kernels.activations import Hidden, model_dtype, unquantized
 from negamax.kernels.launch.triton import dot, launch_options, wait_then_launch_dependents
 from negamax.kernels.mlp.triton import swiglu
 from negamax.kernels.moe import tiles
 from negamax.kernels.moe.triton_shared import (
     BLOCK,
     PreparedExperts,
+    compute_group_scale,
     empty_intermediate,
-    group_scale,
-    operands,
+    multiply_packed_down,
+    multiply_packed_gate_up,
+    select_operands,
+)
+from negamax.kernels.weight_only.triton_rounding import (
+    add_product,
+    round_activations,
+    round_rows,
+    rounded_dtype,
+    scale_of_rows,
+    scaled,
 )
 
 
 @triton.jit
-def _local_experts(topk_ids_ptr, pairs, end, first_expert, num_experts):
+def _load_local_experts(topk_ids_ptr, pairs, end, first_expert, num_experts):
     """Which of this rank's experts each pair chose: 0 .. num_experts - 1; -1: none of them."""
     expert = tl.load(topk_ids_ptr + pairs, mask=pairs < end, other=-1) - first_expert
     return tl.where((expert >= 0) & (expert < num_experts), expert, -1)
@@ -61,7 +81,7 @@ def _count_pairs_kernel(
     counts = tl.zeros([EXPERTS_POW2], tl.int32)
     for start in range(begin, end, CHUNK):
         pairs = start + tl.arange(0, CHUNK)
-        expert = _local_experts(topk_ids_ptr, pairs, end, first_expert, num_experts)
+        expert = _load_local_experts(topk_ids_ptr, pairs, end, first_expert, num_experts)
         counts += tl.histogram(expert, EXPERTS_POW2, mask=expert >= 0)
     tl.store(counts_ptr + tl.program_id(0) * EXPERTS_POW2 + tl.arange(0, EXPERTS_POW2), counts)
 
@@ -107,7 +127,7 @@ def _sort_pairs_kernel(
     next_other = tl.sum(totals, 0) + begin - tl.sum(earlier, 0)
     for start in range(begin, end, CHUNK):
         pairs = start + offs
-        expert = _local_experts(topk_ids_ptr, pairs, end, first_expert, num_experts)
+        expert = _load_local_experts(topk_ids_ptr, pairs, end, first_expert, num_experts)
         same_before = (expert[None, :] == expert[:, None]) & (offs[None, :] < offs[:, None])
         rank = tl.sum(same_before.to(tl.int32), 1)
         place = tl.where(expert < 0, next_other, tl.gather(next_local, tl.maximum(expert, 0), 0))
@@ -118,7 +138,7 @@ def _sort_pairs_kernel(
 
 
 @triton.jit
-def _expert_of_tile(
+def _find_expert(
     expert_counts_ptr, tile, num_experts, EXPERTS_POW2: tl.constexpr, BLOCK_M: tl.constexpr
 ):
     """The expert of tile number `tile`, the tile's first place in sorted_token_ids, and the place
@@ -138,25 +158,35 @@ def _expert_of_tile(
 
 
 @triton.jit
-def _product(
-    x_ptrs, x_scale_ptr, w, w_scale_ptr, tokens, valid, first_n, last_n,
-    E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+def _multiply(
+    x_ptrs, x_scale, w, w_scale_ptr, tokens, valid, first_n, last_n,
+    E: tl.constexpr, ROUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK_M, BLOCK_N] fp32: the rows at x_ptrs times rows first_n .. first_n + BLOCK_N - 1 of w,
-    up to last_n.
+    up to last_n. ROUNDED: without the scales of w, and `x_scale` holds those of the tokens.
     """
-    EVEN: tl.constexpr = E.HIDDEN % BLOCK_K == 0 and E.WIDTH % BLOCK_N == 0
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if E.FP8:
+    offs_k = tl.arange(0, BLOCK_K)
+    if ROUNDED:
+        K: tl.constexpr = E.GATE_UP.K_PACKED
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.int32 if w.dtype == tl.int8 else tl.float32)
+        for k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+            inside = valid[:, None] & ((offs_k < K - k)[None, :] | (K % BLOCK_K == 0))
+            x = tl.load(x_ptrs + k, mask=inside, other=0.0)
+            acc = add_product(acc, x, tl.trans(w.load([first_n, k])), x_scale)
+        acc = scaled(acc, x_scale)
+    elif E.FP8:
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for k in tl.range(0, E.HIDDEN, BLOCK_K, num_stages=NUM_STAGES):
             x = tl.load(x_ptrs + k, mask=valid[:, None], other=0.0)
-            x_scale_ptrs = x_scale_ptr + tokens * (E.HIDDEN // BLOCK) + k // BLOCK
-            x_scale = tl.load(x_scale_ptrs, mask=valid, other=0.0)
+            scale_ptrs = x_scale + tokens * (E.HIDDEN // BLOCK) + k // BLOCK
+            scale = tl.load(scale_ptrs, mask=valid, other=0.0)
             product = tl.dot(x, tl.trans(w.load([first_n, k])))
-            acc += product * (x_scale * tl.load(w_scale_ptr + k // BLOCK))[:, None]
+            acc += product * (scale * tl.load(w_scale_ptr + k // BLOCK))[:, None]
     else:
-        offs_n, offs_k = first_n + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+        EVEN: tl.constexpr = E.HIDDEN % BLOCK_K == 0 and E.WIDTH % BLOCK_N == 0
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        offs_n = first_n + tl.arange(0, BLOCK_N)
         w_ptrs = w + offs_n.to(tl.int64)[:, None] * E.HIDDEN + offs_k[None, :]
         for k in tl.range(0, E.HIDDEN, BLOCK_K, num_stages=NUM_STAGES):
             k_inside = (k + offs_k < E.HIDDEN)[None, :] | EVEN
@@ -166,18 +196,93 @@ def _product(
     return acc
 
 
+@triton.jit
+def _compute_gate_up(
+    x_ptr, x_scale_ptr, w, w_scale_ptr, h_ptr, h_scale_ptr, sorted_token_ids_ptr, expert, begin,
+    end, first_n,
+    E: tl.constexpr, ROUNDED: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """h[BLOCK_M, BLOCK_N] of the pairs at places begin .. end - 1, all of one expert.
+
+    x rows of sorted_token_ids[begin ..] / TOP_K    w of the expert
+    [BLOCK_M, HIDDEN]                               gate, then up: [BLOCK_N, HIDDEN]^T
+
+    Gate and up one after the other: x is read twice, but a multiprocessor holds two programs with
+    long pipelines.
+    """
+    K: tl.constexpr = E.GATE_UP.K_PACKED if ROUNDED else E.HIDDEN
+    H_WIDTH: tl.constexpr = E.DOWN.K_PACKED if ROUNDED else E.WIDTH
+    TILES_N: tl.constexpr = triton.cdiv(E.WIDTH, BLOCK_N)
+    dtype: tl.constexpr = h_ptr.dtype.element_ty
+    places, offs_n = begin + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
+    valid, n_inside = places < end, offs_n < E.WIDTH
+    tokens = tl.load(sorted_token_ids_ptr + places, mask=valid, other=0) // TOP_K
+    x_ptrs = x_ptr + tokens.to(tl.int64)[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
+    gate_row = expert * (2 * E.WIDTH)
+    up_row = gate_row + E.WIDTH
+    x_scale, up_scale_ptr = x_scale_ptr, w_scale_ptr
+    if ROUNDED:
+        x_scale = tl.load(x_scale_ptr + tokens, mask=valid, other=0.0)
+    elif E.FP8:
+        w_scale_ptr += (expert * (2 * E.WIDTH // BLOCK) + first_n // BLOCK) * (E.HIDDEN // BLOCK)
+        up_scale_ptr = w_scale_ptr + (E.WIDTH // BLOCK) * (E.HIDDEN // BLOCK)
+    gate = _multiply(x_ptrs, x_scale, w, w_scale_ptr, tokens, valid, gate_row + first_n, up_row - 1,
+                     E, ROUNDED, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+    up = _multiply(x_ptrs, x_scale, w, up_scale_ptr, tokens, valid, up_row + first_n,
+                   up_row + E.WIDTH - 1,
+                   E, ROUNDED, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+    if ROUNDED:
+        scale_ptrs = w_scale_ptr + gate_row + offs_n
+        gate *= tl.load(scale_ptrs, mask=n_inside, other=0.0)[None, :]
+        up *= tl.load(scale_ptrs + E.WIDTH, mask=n_inside, other=0.0)[None, :]
+    ACTIVATION: tl.constexpr = E.ACTIVATION
+    y = swiglu(gate, up, ACTIVATION)
+    h_scale_ptrs = h_scale_ptr + places * TILES_N + first_n // BLOCK_N
+    if ROUNDED:
+        y = tl.where(n_inside[None, :], y, 0.0)
+        scale = scale_of_rows(y, dtype)
+        tl.store(h_scale_ptrs, scale, mask=valid)
+        y = round_rows(y, scale, dtype, BLOCK_M, BLOCK_N)
+    elif E.FP8:
+        scale = compute_group_scale(y, 1, dtype)
+        tl.store(h_scale_ptrs, scale, mask=valid)
+        y = y / scale[:, None]
+    h_ptrs = h_ptr + places.to(tl.int64)[:, None] * H_WIDTH + offs_n[None, :]
+    tl.store(h_ptrs, y.to(dtype), mask=valid[:, None] & (offs_n < H_WIDTH)[None, :])
+
+
+@triton.jit
+def _compute_packed_gate_up(
+    x_ptr, w, h_ptr, sorted_token_ids_ptr, expert, num_experts, begin, end, first_n,
+    E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr,
+):  # fmt: skip
+    """`_compute_gate_up` with packed weights."""
+    places, offs_n = begin + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
+    valid = places < end
+    tokens = tl.load(sorted_token_ids_ptr + places, mask=valid, other=0) // TOP_K
+    y = multiply_packed_gate_up(x_ptr, w, expert, num_experts, first_n, tokens, valid,
+                                E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS)  # fmt: skip
+    h_ptrs = h_ptr + places.to(tl.int64)[:, None] * E.WIDTH + offs_n[None, :]
+    inside = valid[:, None] & (offs_n < E.WIDTH)[None, :]
+    tl.store(h_ptrs, tl.trans(y).to(h_ptr.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["num_experts"])
 def _gate_up_large_m_kernel(
-    x_ptr,  # [M, HIDDEN]
-    x_scale_ptr,  # [M, HIDDEN / 128] fp32; scales are read and written with FP8 only
-    w,  # [num_experts * 2 * WIDTH, HIDDEN]; FP8: a descriptor of it, blocks [BLOCK_N, BLOCK_K]
-    w_scale_ptr,  # [num_experts, 2 * WIDTH / 128, HIDDEN / 128] fp32
-    h_ptr,  # [M * TOP_K, WIDTH] in the dtype of w, in the order of sorted_token_ids
-    h_scale_ptr,  # [M * TOP_K, WIDTH / 128] fp32
+    x_ptr,  # [M, HIDDEN]; ROUNDED: [M, HIDDEN filled up]
+    x_scale_ptr,  # FP8: [M, HIDDEN / 128] fp32; ROUNDED: [M] fp32; else not read
+    w,  # [num_experts * 2 * WIDTH, HIDDEN]; FP8 or ROUNDED: its descriptor, blocks
+    # [BLOCK_N, BLOCK_K]; packed: tensors of a `PackedWeight`
+    w_scale_ptr,  # FP8: [num_experts, 2 * WIDTH / 128, HIDDEN / 128]; ROUNDED: one per row of w
+    h_ptr,  # [M * TOP_K, WIDTH] in the order of sorted_token_ids; ROUNDED: [.., WIDTH filled up]
+    h_scale_ptr,  # [M * TOP_K, WIDTH / BLOCK_N] fp32, written with FP8 or ROUNDED only
     sorted_token_ids_ptr,  # [M * TOP_K] int32
     expert_counts_ptr,  # [num_experts] int32
     num_experts,
     E: tl.constexpr,
+    ROUNDED: tl.constexpr,
     TOP_K: tl.constexpr,
     EXPERTS_POW2: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -187,48 +292,34 @@ def _gate_up_large_m_kernel(
     NUM_WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """h[BLOCK_M, BLOCK_N] of one expert's pairs: silu(x gate^T) * (x up^T). The tokens are the tall
-    operand; FP8 weights come through TMA.
+    """h[BLOCK_M, BLOCK_N] of one expert's pairs: silu(x gate^T) * (x up^T).
 
-        grid: tiles of pairs * WIDTH / BLOCK_N
-        x rows of sorted_token_ids[begin ..] / TOP_K    w of the expert
-        [BLOCK_M, HIDDEN]                               gate, then up: [BLOCK_N, HIDDEN]^T
-
-    Gate and up one after the other: x is read twice, but a multiprocessor holds two programs with
-    long pipelines.
+    grid: tiles of pairs * WIDTH / BLOCK_N
     """
     TILES_N: tl.constexpr = triton.cdiv(E.WIDTH, BLOCK_N)
     wait_then_launch_dependents(PDL)
-    expert, begin, end = _expert_of_tile(
+    expert, begin, end = _find_expert(
         expert_counts_ptr, tl.program_id(0) // TILES_N, num_experts, EXPERTS_POW2, BLOCK_M
     )
     if expert >= num_experts:
         return
     first_n = tl.program_id(0) % TILES_N * BLOCK_N
-    places, offs_n = begin + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
-    valid = places < end
-    tokens = tl.load(sorted_token_ids_ptr + places, mask=valid, other=0) // TOP_K
-    x_ptrs = x_ptr + tokens.to(tl.int64)[:, None] * E.HIDDEN + tl.arange(0, BLOCK_K)[None, :]
-    row = expert * (2 * E.WIDTH)
-    w_scale_ptr += (expert * (2 * E.WIDTH // BLOCK) + first_n // BLOCK) * (E.HIDDEN // BLOCK)
-    gate = _product(x_ptrs, x_scale_ptr, w, w_scale_ptr, tokens, valid,
-                    row + first_n, row + E.WIDTH - 1,
-                    E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
-    row += E.WIDTH
-    w_scale_ptr += (E.WIDTH // BLOCK) * (E.HIDDEN // BLOCK)
-    up = _product(x_ptrs, x_scale_ptr, w, w_scale_ptr, tokens, valid,
-                  row + first_n, row + E.WIDTH - 1,
-                  E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
-    ACTIVATION: tl.constexpr = E.ACTIVATION
-    y = swiglu(gate, up, ACTIVATION)
-    if E.FP8:
-        scale = group_scale(y, 1, h_ptr.dtype.element_ty)
-        h_scale_ptrs = h_scale_ptr + places * (E.WIDTH // BLOCK_N) + first_n // BLOCK_N
-        tl.store(h_scale_ptrs, scale, mask=valid)
-        y = y / scale[:, None]
-    h_ptrs = h_ptr + places.to(tl.int64)[:, None] * E.WIDTH + offs_n[None, :]
-    inside = valid[:, None] & (offs_n < E.WIDTH)[None, :]
-    tl.store(h_ptrs, y.to(h_ptr.dtype.element_ty), mask=inside)
+    if ROUNDED or not E.PACKED:
+        _compute_gate_up(x_ptr, x_scale_ptr, w, w_scale_ptr, h_ptr, h_scale_ptr,
+                         sorted_token_ids_ptr, expert, begin, end, first_n,
+                         E, ROUNDED, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+    elif end - begin > BLOCK_M // 2:
+        _compute_packed_gate_up(x_ptr, w, h_ptr, sorted_token_ids_ptr, expert, num_experts, begin,
+                                end, first_n, E, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,
+                                NUM_WARPS)  # fmt: skip
+    elif end - begin > BLOCK_M // 4:
+        _compute_packed_gate_up(x_ptr, w, h_ptr, sorted_token_ids_ptr, expert, num_experts, begin,
+                                end, first_n, E, TOP_K, BLOCK_M // 2, BLOCK_N, BLOCK_K, NUM_STAGES,
+                                NUM_WARPS)  # fmt: skip
+    else:
+        _compute_packed_gate_up(x_ptr, w, h_ptr, sorted_token_ids_ptr, expert, num_experts, begin,
+                                end, first_n, E, TOP_K, BLOCK_M // 4, BLOCK_N, BLOCK_K, NUM_STAGES,
+                                NUM_WARPS)  # fmt: skip
 
 
 @triton.jit
@@ -247,61 +338,38 @@ def _zero_pairs(
         tl.store(out_ptrs + tile * BLOCK_N, zeros, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_experts"])
-def _down_large_m_kernel(
-    h_ptr,  # [M * TOP_K, WIDTH], in the order of sorted_token_ids
-    h_scale_ptr,  # [M * TOP_K, WIDTH / 128] fp32
-    topk_weights_ptr,  # [M, TOP_K] fp32
-    w_ptr,  # [num_experts, HIDDEN, WIDTH]
-    w_scale_ptr,  # [num_experts, HIDDEN / 128, WIDTH / 128] fp32
-    out_ptr,  # [M, TOP_K, HIDDEN]
-    sorted_token_ids_ptr,  # [M * TOP_K] int32
-    expert_counts_ptr,  # [num_experts] int32
-    num_pairs,
-    num_experts,
-    E: tl.constexpr,
-    EXPERTS_POW2: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    REPEAT_N: tl.constexpr,
-    RESIDENT: tl.constexpr,
+@triton.jit
+def _compute_down(
+    h_ptr, h_scale_ptr, topk_weights_ptr, w, w_scale_ptr, out_ptr, sorted_token_ids_ptr, expert,
+    begin, end, first_n,
+    E: tl.constexpr, ROUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, REPEAT_N: tl.constexpr, RESIDENT: tl.constexpr,
     NUM_STAGES: tl.constexpr,
-    NUM_WARPS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """out[pairs, REPEAT_N * BLOCK_N] of BLOCK_M pairs of one expert, times their routing weights;
-    zeros for the pairs of other ranks.
+):  # fmt: skip
+    """out[pairs, REPEAT_N * BLOCK_N] of the pairs at places begin .. end - 1, all of one expert.
 
-        grid: tiles of pairs * HIDDEN / (BLOCK_N * REPEAT_N)
-        h [BLOCK_M, WIDTH]     w [BLOCK_N, WIDTH]^T, tile after tile     ->  rows `pairs` of out
+    h [BLOCK_M, WIDTH]     w [BLOCK_N, WIDTH]^T, tile after tile     ->  rows `pairs` of out
 
     RESIDENT (FP8, narrow experts): h stays in shared memory; else it is read again for every tile
     of w.
     """
     EVEN: tl.constexpr = E.WIDTH % BLOCK_K == 0 and E.HIDDEN % BLOCK_N == 0
-    TILES_N: tl.constexpr = triton.cdiv(E.HIDDEN, BLOCK_N * REPEAT_N)
+    K: tl.constexpr = E.DOWN.K_PACKED if ROUNDED else E.WIDTH
     STEPS: tl.constexpr = triton.cdiv(E.WIDTH, BLOCK_K)
     K_BLOCKS: tl.constexpr = E.WIDTH // BLOCK
-    wait_then_launch_dependents(PDL)
-    expert, begin, end = _expert_of_tile(
-        expert_counts_ptr, tl.program_id(0) // TILES_N, num_experts, EXPERTS_POW2, BLOCK_M
-    )
-    first_n = tl.program_id(0) % TILES_N * (BLOCK_N * REPEAT_N)
-    if expert >= num_experts:
-        if begin < num_pairs:
-            _zero_pairs(sorted_token_ids_ptr, out_ptr, begin, num_pairs, first_n,
-                        E, BLOCK_M, BLOCK_N, REPEAT_N)  # fmt: skip
-        return
     places, offs_k = begin + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
     offs_n = first_n + tl.arange(0, BLOCK_N)
     valid = places < end
     pairs = tl.load(sorted_token_ids_ptr + places, mask=valid, other=0)
     topk_weight = tl.load(topk_weights_ptr + pairs, mask=valid, other=0.0)
-    h_ptrs = h_ptr + places.to(tl.int64)[:, None] * E.WIDTH + offs_k[None, :]
-    w_ptr += expert.to(tl.int64) * (E.HIDDEN * E.WIDTH)
-    w_ptrs = w_ptr + offs_n[:, None] * E.WIDTH + offs_k[None, :]
-    w_scale_ptr += expert * (E.HIDDEN // BLOCK * K_BLOCKS)
+    h_ptrs = h_ptr + places.to(tl.int64)[:, None] * K + offs_k[None, :]
+    w_row = expert * E.HIDDEN + first_n
+    if ROUNDED:
+        w_scale_ptr += expert * E.HIDDEN
+    else:
+        w += expert.to(tl.int64) * (E.HIDDEN * E.WIDTH)
+        w_ptrs = w + offs_n[:, None] * E.WIDTH + offs_k[None, :]
+        w_scale_ptr += expert * (E.HIDDEN // BLOCK * K_BLOCKS)
     out_ptrs = out_ptr + pairs.to(tl.int64)[:, None] * E.HIDDEN + offs_n[None, :]
     if RESIDENT:
         hs, h_scales = (), ()
@@ -312,73 +380,173 @@ def _down_large_m_kernel(
         for tile in tl.range(0, REPEAT_N, num_stages=NUM_STAGES):
             acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for step in tl.static_range(STEPS):
-                w = tl.trans(tl.load(w_ptrs + tile * (BLOCK_N * E.WIDTH) + step * BLOCK_K))
+                w_tile = tl.trans(tl.load(w_ptrs + tile * (BLOCK_N * E.WIDTH) + step * BLOCK_K))
                 block = (first_n + tile * BLOCK_N) // BLOCK * K_BLOCKS + step * BLOCK_K // BLOCK
-                acc += (
-                    tl.dot(hs[step], w) * (h_scales[step] * tl.load(w_scale_ptr + block))[:, None]
-                )
-            tl.store(
-                out_ptrs + tile * BLOCK_N, acc.to(out_ptr.dtype.element_ty), mask=valid[:, None]
-            )
+                scale = h_scales[step] * tl.load(w_scale_ptr + block)
+                acc += tl.dot(hs[step], w_tile) * scale[:, None]
+            out = acc.to(out_ptr.dtype.element_ty)
+            tl.store(out_ptrs + tile * BLOCK_N, out, mask=valid[:, None])
     else:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for step in tl.range(0, REPEAT_N * STEPS, num_stages=NUM_STAGES):
-            tile = step // STEPS
-            k = step % STEPS * BLOCK_K
-            k_inside = (k + offs_k < E.WIDTH)[None, :] | EVEN
+            tile, block = step // STEPS, step % STEPS
+            k = block * BLOCK_K
             n_inside = offs_n + tile * BLOCK_N < E.HIDDEN
-            h = tl.load(h_ptrs + k, mask=valid[:, None] & k_inside, other=0.0)
-            tile_ptrs = w_ptrs + tile * (BLOCK_N * E.WIDTH) + k
-            w = tl.trans(tl.load(tile_ptrs, mask=(n_inside[:, None] & k_inside) | EVEN, other=0.0))
-            if E.FP8:
-                h_scale_ptrs = h_scale_ptr + places * STEPS + k // BLOCK_K
-                scale = tl.load(h_scale_ptrs, mask=valid, other=0.0) * topk_weight
-                row_block = (first_n + tile * BLOCK_N) // BLOCK * K_BLOCKS
-                scale *= tl.load(w_scale_ptr + row_block + k // BLOCK)
-                acc += tl.dot(h, w) * scale[:, None]
+            if ROUNDED:
+                k_inside = (offs_k < K - k)[None, :] | (K % BLOCK_K == 0)
+                w_tile = tl.trans(w.load([w_row + tile * BLOCK_N, k]))
             else:
-                acc = dot(h, w, acc)
-            if step % STEPS == STEPS - 1:
-                out = acc if E.FP8 else acc * topk_weight[:, None]
+                k_inside = (k + offs_k < E.WIDTH)[None, :] | EVEN
+                tile_ptrs = w_ptrs + tile * (BLOCK_N * E.WIDTH) + k
+                w_mask = (n_inside[:, None] & k_inside) | EVEN
+                w_tile = tl.trans(tl.load(tile_ptrs, mask=w_mask, other=0.0))
+            h = tl.load(h_ptrs + k, mask=valid[:, None] & k_inside, other=0.0)
+            if E.FP8 or ROUNDED:
+                h_scale_ptrs = h_scale_ptr + places * STEPS + block
+                scale = tl.load(h_scale_ptrs, mask=valid, other=0.0) * topk_weight
+                if E.FP8:
+                    row_block = (first_n + tile * BLOCK_N) // BLOCK * K_BLOCKS
+                    scale *= tl.load(w_scale_ptr + row_block + k // BLOCK)
+                if h.dtype == tl.int8:
+                    product = tl.dot(h, w_tile, out_dtype=tl.int32).to(tl.float32)
+                else:
+                    product = tl.dot(h, w_tile)
+                acc += product * scale[:, None]
+            else:
+                acc = dot(h, w_tile, acc)
+            if block == STEPS - 1:
+                out = acc
+                if ROUNDED:
+                    w_scale_ptrs = w_scale_ptr + offs_n + tile * BLOCK_N
+                    out *= tl.load(w_scale_ptrs, mask=n_inside, other=0.0)[None, :]
+                elif not E.FP8:
+                    out *= topk_weight[:, None]
                 inside = valid[:, None] & n_inside[None, :]
                 tl.store(out_ptrs + tile * BLOCK_N, out.to(out_ptr.dtype.element_ty), mask=inside)
                 acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
 
 
-# --- host side -----------------------------------------------------------------------------------
+@triton.jit
+def _compute_packed_down(
+    h_ptr, topk_weights_ptr, w, out_ptr, sorted_token_ids_ptr, expert, num_experts, begin, end,
+    first_n, E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr,
+):  # fmt: skip
+    """`_compute_down` with packed weights, for one tile of columns."""
+    places, offs_n = begin + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
+    valid = places < end
+    acc = multiply_packed_down(h_ptr, w, expert, num_experts, first_n, places, valid,
+                               E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS)  # fmt: skip
+    pairs = tl.load(sorted_token_ids_ptr + places, mask=valid, other=0)
+    topk_weight = tl.load(topk_weights_ptr + pairs, mask=valid, other=0.0)
+    out = tl.trans(acc * topk_weight[None, :]).to(out_ptr.dtype.element_ty)
+    out_ptrs = out_ptr + pairs.to(tl.int64)[:, None] * E.HIDDEN + offs_n[None, :]
+    tl.store(out_ptrs, out, mask=valid[:, None] & (offs_n < E.HIDDEN)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_experts"])
+def _down_large_m_kernel(
+    h_ptr,  # as `_gate_up_large_m_kernel` writes it
+    h_scale_ptr,  # likewise
+    topk_weights_ptr,  # [M, TOP_K] fp32
+    w,  # [num_experts, HIDDEN, WIDTH]; ROUNDED: the descriptor of [num_experts * HIDDEN, WIDTH
+    # filled up], blocks [BLOCK_N, BLOCK_K]; packed: tensors of a `PackedWeight`
+    w_scale_ptr,  # FP8: [num_experts, HIDDEN / 128, WIDTH / 128] fp32; ROUNDED: one per row of w
+    out_ptr,  # [M, TOP_K, HIDDEN]
+    sorted_token_ids_ptr,  # [M * TOP_K] int32
+    expert_counts_ptr,  # [num_experts] int32
+    num_pairs,
+    num_experts,
+    E: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    EXPERTS_POW2: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    REPEAT_N: tl.constexpr,  # 1 with packed weights
+    RESIDENT: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out[pairs, REPEAT_N * BLOCK_N] of BLOCK_M pairs of one expert, times their routing weights;
+    zeros for the pairs of other ranks.
+
+    grid: tiles of pairs * HIDDEN / (BLOCK_N * REPEAT_N)
+    """
+    TILES_N: tl.constexpr = triton.cdiv(E.HIDDEN, BLOCK_N * REPEAT_N)
+    wait_then_launch_dependents(PDL)
+    expert, begin, end = _find_expert(
+        expert_counts_ptr, tl.program_id(0) // TILES_N, num_experts, EXPERTS_POW2, BLOCK_M
+    )
+    first_n = tl.program_id(0) % TILES_N * (BLOCK_N * REPEAT_N)
+    if expert >= num_experts:
+        if begin < num_pairs:
+            _zero_pairs(sorted_token_ids_ptr, out_ptr, begin, num_pairs, first_n,
+                        E, BLOCK_M, BLOCK_N, REPEAT_N)  # fmt: skip
+        return
+    if ROUNDED or not E.PACKED:
+        _compute_down(h_ptr, h_scale_ptr, topk_weights_ptr, w, w_scale_ptr, out_ptr,
+                      sorted_token_ids_ptr, expert, begin, end, first_n, E, ROUNDED, BLOCK_M,
+                      BLOCK_N, BLOCK_K, REPEAT_N, RESIDENT, NUM_STAGES)  # fmt: skip
+    elif end - begin > BLOCK_M // 2:
+        _compute_packed_down(h_ptr, topk_weights_ptr, w, out_ptr, sorted_token_ids_ptr, expert,
+                             num_experts, begin, end, first_n, E, BLOCK_M, BLOCK_N, BLOCK_K,
+                             NUM_STAGES, NUM_WARPS)  # fmt: skip
+    elif end - begin > BLOCK_M // 4:
+        _compute_packed_down(h_ptr, topk_weights_ptr, w, out_ptr, sorted_token_ids_ptr, expert,
+                             num_experts, begin, end, first_n, E, BLOCK_M // 2, BLOCK_N, BLOCK_K,
+                             NUM_STAGES, NUM_WARPS)  # fmt: skip
+    else:
+        _compute_packed_down(h_ptr, topk_weights_ptr, w, out_ptr, sorted_token_ids_ptr, expert,
+                             num_experts, begin, end, first_n, E, BLOCK_M // 4, BLOCK_N, BLOCK_K,
+                             NUM_STAGES, NUM_WARPS)  # fmt: skip
 
 
 def experts_large_m(
-    x: Tensor | QuantizedActivations,
+    x: Hidden,
     topk_ids: Tensor,
     topk_weights: Tensor,
     prepared: PreparedExperts,
     *,
     first: int,
     count: int,
+    rounded: bool = False,
 ) -> Tensor:
-    """-> [M, top_k, hidden]. Whoever reads that next adds up the choices on the way: a launch and 2
-    x 2 bytes a value less.
+    """-> [M, top_k, hidden]. The next kernel adds up the choices as it reads them, which saves a
+    launch and 2 x 2 bytes a value. `rounded`: weights of 8 bits meet activations rounded to 8 bits.
     """
     (num_tokens, top_k), device, E = topk_ids.shape, topk_ids.device, prepared.constants
-    q, scale = operands(x, prepared)
-    num_pairs = num_tokens * top_k
-    sizes = tiles.tiles_for(device)
-    tile = sizes.large_m(width=E.WIDTH, fp8=E.FP8)
+    num_pairs, sizes = num_tokens * top_k, tiles.tiles_for(device)
+    w1, w2 = prepared.gate_up, prepared.down
+    w1_scale, w2_scale = prepared.gate_up_scale, prepared.down_scale
+    if rounded:
+        tile = sizes.w8a8()
+        assert tile.gate_up.block_n == tile.down.block_k, "the columns of h that share a scale"
+        q, scale = round_activations(unquantized(x).contiguous(), E.GATE_UP)
+        (w1, *_, w1_scale), (w2, *_, w2_scale) = w1, w2
+        w1, w2 = (w.view(rounded_dtype(E.GATE_UP)) for w in (w1, w2))
+        w2 = TensorDescriptor.from_tensor(w2, [tile.down.block_n, tile.down.block_k])
+        h, _ = empty_intermediate(num_pairs, q, E.DOWN.K_PACKED)
+        h_scale = scale.new_empty(num_pairs, triton.cdiv(E.WIDTH, tile.gate_up.block_n))
+    else:
+        q, scale = select_operands(x, prepared)
+        if E.PACKED:
+            tile = sizes.packed(M=num_tokens, width=E.WIDTH, gate_up=E.GATE_UP)
+        else:
+            tile = sizes.large_m(width=E.WIDTH, fp8=E.FP8)
+        h, h_scale = empty_intermediate(num_pairs, q, E.WIDTH)
     gate_up, down = tile.gate_up, tile.down
-    sorted_token_ids, expert_counts = sort_pairs(topk_ids, first=first, count=count)
-    h, h_scale = empty_intermediate(num_pairs, q, E.WIDTH)
-    shared = {"E": E, "EXPERTS_POW2": triton.next_power_of_2(count), **launch_options(device)}
-    w: Tensor | TensorDescriptor = prepared.gate_up
-    if E.FP8:
-        w = TensorDescriptor.from_tensor(w.view(-1, E.HIDDEN), [gate_up.block_n, gate_up.block_k])
+    if rounded or E.FP8:
+        w1 = w1.view(-1, q.shape[1])
+        w1 = TensorDescriptor.from_tensor(w1, [gate_up.block_n, gate_up.block_k])
+    pairs = sort_pairs(topk_ids, first=first, count=count)
+    shared = {"E": E, "ROUNDED": rounded, "EXPERTS_POW2": triton.next_power_of_2(count)}
     # an upper bound: each expert may waste one tile
     tiles_m = min(num_pairs, num_pairs // gate_up.block_m + count)
     _gate_up_large_m_kernel[(tiles_m * triton.cdiv(E.WIDTH, gate_up.block_n),)](
-        q, scale, w, prepared.gate_up_scale, h, h_scale, sorted_token_ids, expert_counts, count,
-        TOP_K=top_k, BLOCK_M=gate_up.block_m, BLOCK_N=gate_up.block_n, BLOCK_K=gate_up.block_k,
-        NUM_STAGES=gate_up.num_stages, NUM_WARPS=gate_up.num_warps, num_warps=gate_up.num_warps,
-        **shared,
+        q, scale, w1, w1_scale, h, h_scale, *pairs, count, TOP_K=top_k,
+        **gate_up.constants, **shared, **launch_options(device, maxnreg=gate_up.maxnreg),
     )  # fmt: skip
     out = torch.empty(num_tokens, top_k, E.HIDDEN, dtype=model_dtype(x), device=device)
     # and so may the pairs of other ranks
@@ -386,11 +554,9 @@ def experts_large_m(
     tiles_n = triton.cdiv(E.HIDDEN, down.block_n)
     repeat_n = gcd(tile.repeat_n, tiles_n)
     _down_large_m_kernel[(tiles_m * tiles_n // repeat_n,)](
-        h, h_scale, topk_weights, prepared.down, prepared.down_scale, out, sorted_token_ids,
-        expert_counts, num_pairs, count,
-        BLOCK_M=down.block_m, BLOCK_N=down.block_n, BLOCK_K=down.block_k, REPEAT_N=repeat_n,
-        RESIDENT=tile.resident, NUM_STAGES=down.num_stages, NUM_WARPS=down.num_warps,
-        num_warps=down.num_warps, **shared,
+        h, h_scale, topk_weights, w2, w2_scale, out, *pairs, num_pairs, count,
+        REPEAT_N=repeat_n, RESIDENT=tile.resident,
+        **down.constants, **shared, **launch_options(device, maxnreg=down.maxnreg),
     )  # fmt: skip
     return out
 

@@ -12,9 +12,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from negamax.kernels.activations import GROUP, SILU, QuantizedActivations, SwiGlu, unquantized
-from negamax.kernels.quantize.triton import e4m3_max
+from negamax.kernels.activations import (
+    GROUP,
+    SILU,
+    Hidden,
+    QuantizedActivations,
+    SwiGlu,
+    unquantized,
+)
+from negamax.kernels.launch.triton import e4m3_max
+from negamax.kernels.mlp.triton import swiglu
 from negamax.kernels.weight_only.layout import PackedTensors, Packing, packed_rows
+from negamax.kernels.weight_only.triton import multiply
 
 BLOCK = tl.constexpr(GROUP)  # columns that share a scale
 _MIN_SCALE = tl.constexpr(1e-30)
@@ -67,15 +76,50 @@ class PreparedExperts:
 
 
 @triton.jit
-def group_scale(y, axis: tl.constexpr, DTYPE: tl.constexpr):
+def multiply_packed_gate_up(
+    x_ptr, w, expert, num_experts, first_n, tokens, valid,
+    E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_N, BLOCK_M] fp32: columns first_n .. first_n + BLOCK_N - 1 of h of `tokens` [BLOCK_M]
+    of one expert. One tile holds the BLOCK_N gate rows and the up rows.
+    """
+    P: tl.constexpr = E.GATE_UP
+    APART: tl.constexpr = E.WIDTH
+    x_rows = x_ptr + tokens.to(tl.int64) * E.HIDDEN
+    both = multiply(x_rows, valid, w, expert * (2 * E.WIDTH) + first_n, E.WIDTH - first_n,
+                    num_experts * (2 * E.WIDTH), 0, tl.cdiv(E.HIDDEN, BLOCK_K), P, BLOCK_M, BLOCK_N,
+                    BLOCK_K, NUM_STAGES, NUM_WARPS, PARTS=2, APART=APART)  # fmt: skip
+    both = tl.permute(tl.reshape(both, (2, BLOCK_N, BLOCK_M)), (1, 2, 0))
+    gate, up = tl.split(both)
+    ACTIVATION: tl.constexpr = E.ACTIVATION
+    return swiglu(gate, up, ACTIVATION)
+
+
+@triton.jit
+def multiply_packed_down(
+    h_ptr, w, expert, num_experts, first_n, h_rows, valid,
+    E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_N, BLOCK_M] fp32: outputs first_n .. first_n + BLOCK_N - 1 of the rows `h_rows`
+    [BLOCK_M] of h, all of one expert.
+    """
+    P: tl.constexpr = E.DOWN
+    h_rows = h_ptr + h_rows.to(tl.int64) * E.WIDTH
+    return multiply(h_rows, valid, w, expert * E.HIDDEN + first_n, E.HIDDEN - first_n,
+                    num_experts * E.HIDDEN, 0, tl.cdiv(E.WIDTH, BLOCK_K), P, BLOCK_M, BLOCK_N,
+                    BLOCK_K, NUM_STAGES, NUM_WARPS)  # fmt: skip
+
+
+@triton.jit
+def compute_group_scale(y, axis: tl.constexpr, DTYPE: tl.constexpr):
     """The scale with which the values of y along `axis` fit into DTYPE."""
     return tl.maximum(tl.max(tl.abs(y), axis) / e4m3_max(DTYPE), _MIN_SCALE)
 
 
-def operands(x: Tensor | QuantizedActivations, prepared: PreparedExperts) -> tuple[Tensor, Tensor]:
-    """What the tensor cores multiply: x and its scales, or the plain activations (twice; the second
-    is not read).
-    """
+def select_operands(x: Hidden, prepared: PreparedExperts) -> tuple[Tensor, Tensor]:
+    """x in FP8 and its scales, or the plain activations twice; the second is not read."""
     if not prepared.constants.FP8:
         q = scale = unquantized(x)
     else:
@@ -86,8 +130,6 @@ def operands(x: Tensor | QuantizedActivations, prepared: PreparedExperts) -> tup
 
 
 def empty_intermediate(num_pairs: int, like: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """h [num_pairs, width] in the dtype of `like`, and room for its scales [num_pairs, width / 128]
-    fp32.
-    """
+    """h [num_pairs, width] in the dtype of `like`, and its scales [num_pairs, width / 128] fp32."""
     scale_shape = (num_pairs, triton.cdiv(width, GROUP))
     return like.new_empty(num_pairs, width), like.new_empty(scale_shape, dtype=torch.float32)

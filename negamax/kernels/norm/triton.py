@@ -7,7 +7,7 @@
     a row in memory         | even odd | even odd | ...    int32 words of two 16-bit values
     in registers            even [BLOCK] and odd [BLOCK], fp32
 
-Words are the form in which rows also travel between ranks (`kernels/collectives`). A row is read
+A row is read
 once: statistics stay in registers. Moves per row, in bytes: 2 * width per part, for the residual in
 and out, and for out; width + width / 32 with FP8.
 """
@@ -21,89 +21,28 @@ from torch import Tensor
 
 from negamax.kernels.activations import GROUP, QuantizedActivations
 from negamax.kernels.launch.ptx import pack_pair
-from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options, triton_kernel
+from negamax.kernels.launch.triton import (
+    e4m3_max,
+    launch_dependents_then_wait,
+    launch_options,
+    triton_kernel,
+)
+from negamax.kernels.launch.words import (
+    add_parts,
+    as_words,
+    fetch_parts,
+    num_parts,
+    unpack,
+    word_indices,
+)
 from negamax.kernels.norm import spec, tiles
 from negamax.kernels.norm.spec import NormWeight
 from negamax.kernels.quantize.native import empty_e4m3
-from negamax.kernels.quantize.triton import e4m3_max
 from negamax.kernels.signatures import ADD_RMS
 
 GROUP_WORDS: tl.constexpr = tl.constexpr(GROUP // 2)
 # a scale's lower bound, far above what fp32 cannot invert
 _TINY: tl.constexpr = tl.constexpr(1e-30)
-
-
-@triton.jit
-def word_indices(BLOCK: tl.constexpr):
-    """0 .. BLOCK - 1, such that a thread holds two neighbours and a warp the 64 words of a scale:
-    whatever a program reads and writes then lies in one layout, and no shared memory is spent on
-    moving it between two."""
-    return tl.max_contiguous(tl.arange(0, BLOCK), 2)
-
-
-@triton.jit
-def as_words(pointer):
-    """A pointer to 2-byte values as one to words of two of them."""
-    return pointer.to(tl.pointer_type(tl.int32), bitcast=True)
-
-
-@triton.jit
-def unpack(words, DTYPE: tl.constexpr):
-    """The two values of each word as fp32: of the lower (even column) and of the upper half (odd
-    column).
-    """
-    if tl.bfloat16 == DTYPE:
-        even = (words << 16).to(tl.float32, bitcast=True)
-        odd = (words & -65536).to(tl.float32, bitcast=True)
-    else:
-        even = words.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
-        odd = (words >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
-    return even, odd
-
-
-@triton.jit
-def sum_parts(x, row, index, mask, PARTS: tl.constexpr, WORDS: tl.constexpr, DTYPE: tl.constexpr):
-    """Row `row` of x [T, PARTS, 2 * WORDS] summed over its parts in fp32 and rounded once, as
-    words.
-    """
-    parts = as_words(x) + row.to(tl.int64) * (PARTS * WORDS) + index
-    words = tl.load(parts, mask=mask, other=0)
-    if PARTS > 1:
-        even, odd = unpack(words, DTYPE)
-        for part in tl.static_range(1, PARTS):
-            more_even, more_odd = unpack(tl.load(parts + part * WORDS, mask=mask, other=0), DTYPE)
-            even += more_even
-            odd += more_odd
-        words = pack_pair(even, odd, DTYPE)
-    return words
-
-
-@triton.jit
-def fetch_parts(x, row, index, mask, PARTS: tl.constexpr, WORDS: tl.constexpr):
-    """The parts of row `row` of x [T, PARTS, 2 * WORDS] as a tuple of words, for `add_parts`.
-
-    Volatile: ptxas otherwise moves most of these loads behind the first sums, and waits for memory
-    three times instead of once. It keeps them together if, besides, what uses them is in a branch
-    whose condition it does not know.
-    """
-    parts = as_words(x) + row.to(tl.int64) * (PARTS * WORDS) + index
-    fetched = ()
-    for part in tl.static_range(PARTS):
-        fetched += (tl.load(parts + part * WORDS, mask=mask, other=0, volatile=True),)
-    return fetched
-
-
-@triton.jit
-def add_parts(fetched, PARTS: tl.constexpr, DTYPE: tl.constexpr):
-    """Parts summed in fp32 and rounded once, as even and odd columns."""
-    even, odd = unpack(fetched[0], DTYPE)
-    if PARTS > 1:
-        for part in tl.static_range(1, PARTS):
-            more_even, more_odd = unpack(fetched[part], DTYPE)
-            even += more_even
-            odd += more_odd
-        even, odd = unpack(pack_pair(even, odd, DTYPE), DTYPE)
-    return even, odd
 
 
 @triton.jit
@@ -244,11 +183,6 @@ def result(
 ) -> Tensor | QuantizedActivations:
     """What a norm kernel returns from what it wrote."""
     return QuantizedActivations(out, values, scales) if norm.quantize else out
-
-
-def num_parts(x: Tensor) -> int:
-    """P of x [T, P, width]; 1 of x [T, width]."""
-    return x.shape[1] if x.dim() == 3 else 1
 
 
 def prepare(

@@ -9,25 +9,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from negamax.formats.floats import E4M3_MAX
 from negamax.formats.platform import Feature
 from negamax.kernels.activations import GROUP, QuantizedActivations
-from negamax.kernels.launch.triton import triton_kernel
+from negamax.kernels.launch.triton import e4m3_max, triton_kernel
 from negamax.kernels.quantize.native import native_e4m3
 from negamax.kernels.signatures import QUANTIZE
 
 _GROUP: tl.constexpr = tl.constexpr(GROUP)
-_E4M3_MAX: tl.constexpr = tl.constexpr(E4M3_MAX)
-_E4M3FNUZ_MAX: tl.constexpr = tl.constexpr(240.0)
 _TINY: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 _GROUPS = 16  # groups of 128 columns per program: half a kilobyte of loads per warp
-
-
-@triton.jit
-def e4m3_max(DTYPE: tl.constexpr):
-    """The largest finite value of DTYPE, one of the two forms of e4m3."""
-    return _E4M3FNUZ_MAX if tl.float8e4b8 == DTYPE else _E4M3_MAX
 
 
 @triton.jit(do_not_specialize=["num_groups"])

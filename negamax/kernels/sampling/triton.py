@@ -440,17 +440,9 @@ def draw_leading(
     chosen = torch.empty((num_rows, 3, spec.CANDIDATES), dtype=torch.int32, device=logits.device)
     shared = {"STRIP": strip, "COUNT": spec.CANDIDATES, **launch_options(logits.device)}
     _strip_max_kernel[(triton.cdiv(vocab, sizes.strip_block), num_rows)](
-        logits,
-        filters,
-        slots,
-        largest,
-        logits.stride(0),
-        vocab,
-        strips,
-        BLOCK_V=sizes.strip_block,
-        num_warps=4,
-        **shared,
-    )
+        logits, filters, slots, largest, logits.stride(0), vocab, strips, BLOCK_V=sizes.strip_block,
+        num_warps=4, **shared,
+    )  # fmt: skip
     region = None if peers is None else peers.pick
     _draw_leading_kernel[(num_rows,)](
         logits, largest, filters, seeds, slots, positions, otherwise, chosen, out, logits.stride(0),

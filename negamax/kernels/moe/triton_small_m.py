@@ -1,8 +1,6 @@
-"""The experts for a decode step's tokens: *gemv* for a handful, *small_m* for the rest
-(`kernels/moe/triton.py`).
+"""The experts for a decode step's tokens beyond a few, *small_m* (`kernels/moe/triton.py`): the
+weight is the tall operand, and a program finds its expert's tokens in topk_ids.
 """
-
-# ruff: noqa: RUF005  (Triton appends to a tuple with + alone)
 
 from __future__ import annotations
 
@@ -11,173 +9,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from negamax.kernels.activations import QuantizedActivations, model_dtype
+from negamax.kernels.activations import Hidden, model_dtype
 from negamax.kernels.launch.triton import dot, launch_options, wait_then_launch_dependents
 from negamax.kernels.mlp.triton import swiglu
 from negamax.kernels.moe import tiles
-from negamax.kernels.moe.triton_packed import packed_down, packed_gate_up
 from negamax.kernels.moe.triton_shared import (
     BLOCK,
     PreparedExperts,
+    compute_group_scale,
     empty_intermediate,
-    group_scale,
-    operands,
+    multiply_packed_down,
+    multiply_packed_gate_up,
+    select_operands,
 )
 
-_VECTOR = tl.constexpr(16)  # neighbouring columns that a thread multiplies in the gemv kernels
 _ZERO_CHUNK = tl.constexpr(32)  # pairs whose results are zeroed at a time
-
-
-# --- gemv: a handful of tokens -------------------------------------------------------------------
-
-
-@triton.jit(do_not_specialize=["first_expert", "num_experts"])
-def _gate_up_gemv_kernel(
-    x_ptr,  # [M, HIDDEN], unquantised
-    topk_ids_ptr,  # [M, TOP_K] int32
-    w_ptr,  # [num_experts, 2 * WIDTH, HIDDEN], gate rows first
-    w_scale_ptr,  # [num_experts, 2 * WIDTH / 128, HIDDEN / 128] fp32
-    h_ptr,  # [M * TOP_K, WIDTH], unquantised
-    first_expert,
-    num_experts,
-    E: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """BLOCK_N columns of h of one pair, on the CUDA cores: silu(gate x) * (up x).
-
-        grid: pairs * WIDTH / BLOCK_N
-        w of the pair's expert  gate [BLOCK_N, HIDDEN] and up [BLOCK_N, HIDDEN], all loaded first
-        x of the pair's token   [HIDDEN]              ->  h[pair, BLOCK_N]
-
-    Tiles of w are [BLOCK_K / 16, BLOCK_N, 16], not rows first, and `max_contiguous` has Triton lay
-    the threads of a warp along the first axis, so they read neighbouring vectors of one row, and a
-    thread uses what it has of x for all its rows.
-    """
-    EVEN: tl.constexpr = E.HIDDEN % BLOCK_K == 0 and E.WIDTH % BLOCK_N == 0
-    VECTORS: tl.constexpr = BLOCK_K // _VECTOR
-    STEPS: tl.constexpr = triton.cdiv(E.HIDDEN, BLOCK_K)
-    TILES_N: tl.constexpr = triton.cdiv(E.WIDTH, BLOCK_N)
-    K_BLOCKS: tl.constexpr = E.HIDDEN // BLOCK
-    UP_BLOCKS: tl.constexpr = E.WIDTH // BLOCK * K_BLOCKS  # scales of gate, before those of up
-    pair, tile = tl.program_id(0) // TILES_N, tl.program_id(0) % TILES_N
-    offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    vector = tl.arange(0, VECTORS)
-    offs_k = vector[:, None] * _VECTOR + tl.arange(0, _VECTOR)[None, :]
-    x_ptr += (pair // TOP_K) * E.HIDDEN
-    wait_then_launch_dependents(PDL)
-    expert = tl.load(topk_ids_ptr + pair) - first_expert
-    if (expert < 0) | (expert >= num_experts):
-        return
-    w_ptr += expert.to(tl.int64) * (2 * E.WIDTH * E.HIDDEN)
-    w_scale_ptr += (expert * (2 * E.WIDTH // BLOCK) + tile * BLOCK_N // BLOCK) * K_BLOCKS
-    xs, gates, ups, gate_scales, up_scales = (), (), (), (), ()
-    for step in tl.static_range(STEPS):
-        k = step * BLOCK_K + offs_k
-        inside = (offs_n < E.WIDTH)[None, :, None] & (k < E.HIDDEN)[:, None, :]
-        w_ptrs = w_ptr + offs_n[None, :, None] * E.HIDDEN + k[:, None, :]
-        w_ptrs = tl.max_contiguous(w_ptrs, [2, 1, _VECTOR])
-        up_ptrs = tl.max_contiguous(w_ptrs + E.WIDTH * E.HIDDEN, [2, 1, _VECTOR])
-        gates = gates + (tl.load(w_ptrs, mask=inside | EVEN, other=0.0),)
-        ups = ups + (tl.load(up_ptrs, mask=inside | EVEN, other=0.0),)
-        xs = xs + (tl.load(x_ptr + k, mask=(k < E.HIDDEN) | EVEN, other=0.0),)
-        if E.FP8:
-            block = (step * BLOCK_K + vector * _VECTOR) // BLOCK
-            fits = block < K_BLOCKS
-            gate_scales = gate_scales + (tl.load(w_scale_ptr + block, mask=fits, other=0.0),)
-            scale_ptrs = w_scale_ptr + UP_BLOCKS + block
-            up_scales = up_scales + (tl.load(scale_ptrs, mask=fits, other=0.0),)
-    gate = tl.zeros([VECTORS, BLOCK_N], tl.float32)
-    up = tl.zeros([VECTORS, BLOCK_N], tl.float32)
-    for step in tl.static_range(STEPS):
-        x = xs[step].to(tl.float32)[:, None, :]
-        step_gate = tl.sum(gates[step].to(tl.float32) * x, 2)
-        step_up = tl.sum(ups[step].to(tl.float32) * x, 2)
-        if E.FP8:
-            step_gate *= gate_scales[step][:, None]
-            step_up *= up_scales[step][:, None]
-        gate += step_gate
-        up += step_up
-    ACTIVATION: tl.constexpr = E.ACTIVATION
-    y = swiglu(tl.sum(gate, 0), tl.sum(up, 0), ACTIVATION)
-    tl.store(h_ptr + pair * E.WIDTH + offs_n, y.to(h_ptr.dtype.element_ty), mask=offs_n < E.WIDTH)
-
-
-@triton.jit(do_not_specialize=["first_expert", "num_experts"])
-def _down_gemv_kernel(
-    h_ptr,  # [M * TOP_K, WIDTH], unquantised
-    topk_ids_ptr,  # [M, TOP_K] int32
-    topk_weights_ptr,  # [M, TOP_K] fp32
-    w_ptr,  # [num_experts, HIDDEN, WIDTH]
-    w_scale_ptr,  # [num_experts, HIDDEN / 128, WIDTH / 128] fp32
-    out_ptr,  # [M, TOP_K / CHOICES, HIDDEN]
-    first_expert,
-    num_experts,
-    E: tl.constexpr,
-    TOP_K: tl.constexpr,
-    CHOICES: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """BLOCK_N outputs of one token, the weighted sum over CHOICES of its experts; CUDA cores.
-
-        grid: M * TOP_K / CHOICES * HIDDEN / BLOCK_N
-        w   [CHOICES experts, BLOCK_N, WIDTH]      all loaded before h is finished
-        h   [CHOICES pairs, WIDTH]                 ->  out[token, part, BLOCK_N]
-
-    `topk_ids` and `topk_weights` are older than the kernel before this one, so they may be read
-    ahead of it (past L1).
-    """
-    EVEN: tl.constexpr = E.WIDTH % BLOCK_K == 0 and E.HIDDEN % BLOCK_N == 0
-    PARTS: tl.constexpr = triton.cdiv(TOP_K, CHOICES)
-    VECTORS: tl.constexpr = BLOCK_K // _VECTOR  # of one choice in one step
-    STEPS: tl.constexpr = triton.cdiv(E.WIDTH, BLOCK_K)
-    TILES_N: tl.constexpr = triton.cdiv(E.HIDDEN, BLOCK_N)
-    part, tile = tl.program_id(0) // TILES_N, tl.program_id(0) % TILES_N
-    offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    vector = tl.arange(0, CHOICES * VECTORS)
-    choice = part % PARTS * CHOICES + vector // VECTORS
-    pair = part // PARTS * TOP_K + choice
-    expert = tl.load(topk_ids_ptr + pair, mask=choice < TOP_K, other=-1, cache_modifier=".cg")
-    expert -= first_expert
-    is_local = (expert >= 0) & (expert < num_experts)
-    expert = tl.where(is_local, expert, 0)
-    weight = tl.load(topk_weights_ptr + pair, mask=is_local, other=0.0, cache_modifier=".cg")
-    w_ptr += expert.to(tl.int64)[:, None, None] * (E.HIDDEN * E.WIDTH)
-    w_ptr += offs_n[None, :, None] * E.WIDTH
-    w_scale_ptr += (expert * (E.HIDDEN // BLOCK) + tile * BLOCK_N // BLOCK) * (E.WIDTH // BLOCK)
-    inner = tl.arange(0, _VECTOR)
-    ws, scales, hs = (), (), ()
-    for step in tl.static_range(STEPS):
-        first_k = step * BLOCK_K + (vector % VECTORS) * _VECTOR
-        k = first_k[:, None] + inner[None, :]
-        inside = (offs_n < E.HIDDEN)[None, :, None] & (k < E.WIDTH)[:, None, :]
-        inside = is_local[:, None, None] & (inside | EVEN)
-        w_ptrs = tl.max_contiguous(w_ptr + k[:, None, :], [2, 1, _VECTOR])
-        ws = ws + (tl.load(w_ptrs, mask=inside, other=0.0),)
-        if E.FP8:
-            w_scale_ptrs = w_scale_ptr + first_k // BLOCK
-            scale = tl.load(w_scale_ptrs, mask=is_local & (first_k < E.WIDTH), other=0.0)
-            scales = scales + (scale * weight,)
-        else:
-            scales = scales + (weight,)
-    wait_then_launch_dependents(PDL)
-    for step in tl.static_range(STEPS):
-        k = (step * BLOCK_K + (vector % VECTORS) * _VECTOR)[:, None] + inner[None, :]
-        inside = is_local[:, None] & ((k < E.WIDTH) | EVEN)
-        hs = hs + (tl.load(h_ptr + pair[:, None] * E.WIDTH + k, mask=inside, other=0.0),)
-    acc = tl.zeros([CHOICES * VECTORS, BLOCK_N], tl.float32)
-    for step in tl.static_range(STEPS):
-        product = tl.sum(ws[step].to(tl.float32) * hs[step].to(tl.float32)[:, None, :], 2)
-        acc += product * scales[step][:, None]
-    out_ptrs = out_ptr + part * E.HIDDEN + offs_n
-    tl.store(out_ptrs, tl.sum(acc, 0).to(out_ptr.dtype.element_ty), mask=offs_n < E.HIDDEN)
-
-
-# --- small_m: tiles of an expert's tokens --------------------------------------------------------
 
 
 @triton.jit
@@ -206,7 +52,7 @@ def _find_pairs(
 
 
 @triton.jit
-def _pairs_of_shared(
+def _load_shared_pairs(
     topk_ids_ptr, first_token, num_pairs, expert_id, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr
 ):
     """The last pairs of BLOCK_M tokens, and which of these chose expert `expert_id`: all but
@@ -219,16 +65,15 @@ def _pairs_of_shared(
 
 
 @triton.jit
-def _gate_up_tile(
-    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, h_ptr, h_scale_ptr, expert, first_n, pairs, valid,
-    E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+def _multiply_gate_up(
+    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, expert, first_n, tokens, valid,
+    E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`_gate_up_of_pairs` of weights that are not packed."""
+    """`multiply_packed_gate_up` with weights that are not packed."""
     EVEN: tl.constexpr = E.HIDDEN % BLOCK_K == 0 and E.WIDTH % BLOCK_N == 0
     K_BLOCKS: tl.constexpr = E.HIDDEN // BLOCK
     UP_BLOCKS: tl.constexpr = E.WIDTH // BLOCK * K_BLOCKS  # scales of gate, before those of up
-    tokens = pairs // TOP_K
     offs_n = first_n + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
     w_ptr += expert.to(tl.int64) * (2 * E.WIDTH * E.HIDDEN)
@@ -253,45 +98,42 @@ def _gate_up_tile(
             gate = dot(w_gate, x, gate)
             up = dot(w_up, x, up)
     ACTIVATION: tl.constexpr = E.ACTIVATION
-    y = swiglu(gate, up, ACTIVATION)
-    h_ptrs = h_ptr + pairs.to(tl.int64)[None, :] * E.WIDTH + offs_n[:, None]
-    if E.FP8:
-        scale = group_scale(y, 0, h_ptr.dtype.element_ty)
-        h_scale_ptrs = h_scale_ptr + pairs * (E.WIDTH // BLOCK_N)
-        tl.store(h_scale_ptrs + first_n // BLOCK_N, scale, mask=valid)
-        y = y / scale[None, :]
-    tl.store(h_ptrs, y.to(h_ptr.dtype.element_ty), mask=n_inside & valid[None, :])
+    return swiglu(gate, up, ACTIVATION)
 
 
 @triton.jit
-def _gate_up_of_pairs(
+def _compute_gate_up(
     x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, h_ptr, h_scale_ptr, expert, num_experts, first_n,
     pairs, valid,
     E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
     """Columns first_n .. first_n + BLOCK_N - 1 of h of `pairs` [BLOCK_M], all of one expert."""
+    tokens, offs_n = pairs // TOP_K, first_n + tl.arange(0, BLOCK_N)
     if E.PACKED:
-        y = packed_gate_up(x_ptr, w_ptr, expert, num_experts, first_n, pairs // TOP_K, valid,
-                           E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS)  # fmt: skip
-        offs_n = first_n + tl.arange(0, BLOCK_N)
-        h_ptrs = h_ptr + pairs.to(tl.int64)[None, :] * E.WIDTH + offs_n[:, None]
-        inside = (offs_n < E.WIDTH)[:, None] & valid[None, :]
-        tl.store(h_ptrs, y.to(h_ptr.dtype.element_ty), mask=inside)
+        y = multiply_packed_gate_up(x_ptr, w_ptr, expert, num_experts, first_n, tokens, valid,
+                                    E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,
+                                    NUM_WARPS)  # fmt: skip
     else:
-        _gate_up_tile(x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, h_ptr, h_scale_ptr, expert,
-                      first_n, pairs, valid,
-                      E, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+        y = _multiply_gate_up(x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, expert, first_n, tokens,
+                              valid, E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+    h_ptrs = h_ptr + pairs.to(tl.int64)[None, :] * E.WIDTH + offs_n[:, None]
+    if E.FP8:
+        scale = compute_group_scale(y, 0, h_ptr.dtype.element_ty)
+        h_scale_ptrs = h_scale_ptr + pairs * (E.WIDTH // BLOCK_N)
+        tl.store(h_scale_ptrs + first_n // BLOCK_N, scale, mask=valid)
+        y = y / scale[None, :]
+    inside = (offs_n < E.WIDTH)[:, None] & valid[None, :]
+    tl.store(h_ptrs, y.to(h_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _down_tile(
-    h_ptr, h_scale_ptr, topk_weights_ptr, w_ptr, w_scale_ptr, out_ptr, expert, first_n, pairs,
-    valid,
+def _multiply_down(
+    h_ptr, h_scale_ptr, w_ptr, w_scale_ptr, expert, first_n, pairs, valid,
     E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`_down_of_pairs` of weights that are not packed."""
+    """`multiply_packed_down` with weights that are not packed."""
     EVEN: tl.constexpr = E.WIDTH % BLOCK_K == 0 and E.HIDDEN % BLOCK_N == 0
     offs_n = first_n + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
@@ -311,13 +153,11 @@ def _down_tile(
             acc += tl.dot(w, h) * (h_scale * tl.load(w_scale_ptr + k // BLOCK))[None, :]
         else:
             acc = dot(w, h, acc)
-    acc *= tl.load(topk_weights_ptr + pairs, mask=valid, other=0.0)[None, :]
-    out_ptrs = out_ptr + pairs.to(tl.int64)[None, :] * E.HIDDEN + offs_n[:, None]
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=n_inside & valid[None, :])
+    return acc
 
 
 @triton.jit
-def _down_of_pairs(
+def _compute_down(
     h_ptr, h_scale_ptr, topk_weights_ptr, w_ptr, w_scale_ptr, out_ptr, expert, num_experts,
     first_n, pairs, valid,
     E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -327,17 +167,17 @@ def _down_of_pairs(
     routing weights.
     """
     if E.PACKED:
-        acc = packed_down(h_ptr, w_ptr, expert, num_experts, first_n, pairs, valid,
-                          E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS)  # fmt: skip
-        acc *= tl.load(topk_weights_ptr + pairs, mask=valid, other=0.0)[None, :]
-        offs_n = first_n + tl.arange(0, BLOCK_N)
-        out_ptrs = out_ptr + pairs.to(tl.int64)[None, :] * E.HIDDEN + offs_n[:, None]
-        inside = (offs_n < E.HIDDEN)[:, None] & valid[None, :]
-        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
+        acc = multiply_packed_down(h_ptr, w_ptr, expert, num_experts, first_n, pairs, valid,
+                                   E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,
+                                   NUM_WARPS)  # fmt: skip
     else:
-        _down_tile(h_ptr, h_scale_ptr, topk_weights_ptr, w_ptr, w_scale_ptr, out_ptr, expert,
-                   first_n, pairs, valid,
-                   E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+        acc = _multiply_down(h_ptr, h_scale_ptr, w_ptr, w_scale_ptr, expert, first_n, pairs, valid,
+                             E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+    acc *= tl.load(topk_weights_ptr + pairs, mask=valid, other=0.0)[None, :]
+    offs_n = first_n + tl.arange(0, BLOCK_N)
+    out_ptrs = out_ptr + pairs.to(tl.int64)[None, :] * E.HIDDEN + offs_n[:, None]
+    inside = (offs_n < E.HIDDEN)[:, None] & valid[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "first_expert", "num_experts", "per_pair"])
@@ -383,12 +223,12 @@ def _gate_up_small_m_kernel(
     if E.SHARED:
         shared_groups = tl.cdiv(num_pairs // TOP_K, BLOCK_M)
         if group < shared_groups:
-            pairs, valid = _pairs_of_shared(
+            pairs, valid = _load_shared_pairs(
                 topk_ids_ptr, group * BLOCK_M, num_pairs, first_expert + num_experts - 1,
                 TOP_K, BLOCK_M,
             )  # fmt: skip
             if tl.sum(valid.to(tl.int32), 0) > 0:
-                _gate_up_of_pairs(x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, h_ptr, h_scale_ptr,
+                _compute_gate_up(x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, h_ptr, h_scale_ptr,
                                   num_experts - 1, num_experts, tile * BLOCK_N, pairs, valid,
                                   E, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,
                                   NUM_WARPS)  # fmt: skip
@@ -415,7 +255,7 @@ def _gate_up_small_m_kernel(
         valid = offs_m < total
         if tile == 0:
             tl.store(expert_pairs_ptr + expert * (num_pairs // TOP_K) + offs_m, pairs, mask=valid)
-        _gate_up_of_pairs(x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, h_ptr, h_scale_ptr, expert,
+        _compute_gate_up(x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, h_ptr, h_scale_ptr, expert,
                           num_experts, tile * BLOCK_N, pairs, valid,
                           E, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS)  # fmt: skip
         begin += BLOCK_M
@@ -482,12 +322,12 @@ def _down_small_m_kernel(
     if E.SHARED:
         shared_groups = tl.cdiv(num_pairs // TOP_K, BLOCK_M)
         if group < shared_groups:
-            pairs, valid = _pairs_of_shared(
+            pairs, valid = _load_shared_pairs(
                 topk_ids_ptr, group * BLOCK_M, num_pairs, first_expert + num_experts - 1,
                 TOP_K, BLOCK_M,
             )  # fmt: skip
             if tl.sum(valid.to(tl.int32), 0) > 0:
-                _down_of_pairs(h_ptr, h_scale_ptr, topk_weights_ptr, w_ptr, w_scale_ptr, out_ptr,
+                _compute_down(h_ptr, h_scale_ptr, topk_weights_ptr, w_ptr, w_scale_ptr, out_ptr,
                                num_experts - 1, num_experts, tile * BLOCK_N, pairs, valid,
                                E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS)  # fmt: skip
             return
@@ -506,49 +346,15 @@ def _down_small_m_kernel(
     begin = 0
     while begin < total:
         valid = offs_m < total - begin
-        _down_of_pairs(h_ptr, h_scale_ptr, topk_weights_ptr, w_ptr, w_scale_ptr, out_ptr, expert,
+        _compute_down(h_ptr, h_scale_ptr, topk_weights_ptr, w_ptr, w_scale_ptr, out_ptr, expert,
                        num_experts, tile * BLOCK_N, tl.where(valid, pairs, 0), valid,
                        E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, NUM_WARPS)  # fmt: skip
         begin += BLOCK_M
         pairs = tl.load(pair_ptrs + begin + offs_m, mask=offs_m < total - begin, other=0)
 
 
-# --- host side -----------------------------------------------------------------------------------
-
-
-def experts_gemv(
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    prepared: PreparedExperts,
-    *,
-    first: int,
-    count: int,
-) -> Tensor:
-    """-> [M, P, hidden], P = top_k / choices of the tile."""
-    (num_tokens, top_k), E = topk_ids.shape, prepared.constants
-    assert x.is_contiguous()
-    tile = tiles.tiles_for(x.device).gemv(E.WIDTH, hidden=E.HIDDEN)
-    gate_up, down = tile.gate_up, tile.down
-    shared = {"E": E, "TOP_K": top_k, **launch_options(x.device)}
-    h = x.new_empty(num_tokens * top_k, E.WIDTH)
-    _gate_up_gemv_kernel[(num_tokens * top_k * triton.cdiv(E.WIDTH, gate_up.block_n),)](
-        x, topk_ids, prepared.gate_up, prepared.gate_up_scale, h, first, count,
-        BLOCK_N=gate_up.block_n, BLOCK_K=gate_up.block_k, num_warps=gate_up.num_warps, **shared,
-    )  # fmt: skip
-    choices = min(tile.choices, triton.next_power_of_2(top_k))
-    parts = triton.cdiv(top_k, choices)
-    out = x.new_empty(num_tokens, parts, E.HIDDEN)
-    _down_gemv_kernel[(num_tokens * parts * triton.cdiv(E.HIDDEN, down.block_n),)](
-        h, topk_ids, topk_weights, prepared.down, prepared.down_scale, out, first, count,
-        CHOICES=choices, BLOCK_N=down.block_n, BLOCK_K=down.block_k, num_warps=down.num_warps,
-        **shared,
-    )  # fmt: skip
-    return out
-
-
 def experts_small_m(
-    x: Tensor | QuantizedActivations,
+    x: Hidden,
     topk_ids: Tensor,
     topk_weights: Tensor,
     prepared: PreparedExperts,
@@ -558,7 +364,7 @@ def experts_small_m(
 ) -> Tensor:
     """-> [M, top_k, hidden]."""
     (num_tokens, top_k), device, E = topk_ids.shape, topk_ids.device, prepared.constants
-    q, scale = operands(x, prepared)
+    q, scale = select_operands(x, prepared)
     num_pairs = num_tokens * top_k
     sizes = tiles.tiles_for(device)
     tile = (
@@ -570,28 +376,20 @@ def experts_small_m(
     per_pair = num_pairs < count
     groups = num_pairs if per_pair else count - E.SHARED
     h, h_scale = empty_intermediate(num_pairs, q, E.WIDTH)
-    # whole 16 bytes: kernels are compiled anew for tensors that begin elsewhere
+    # whole 16 bytes: Triton compiles a kernel again for tensors of another alignment
     counts_at = -(-count * num_tokens // 4) * 4
     expert_pairs = torch.empty(counts_at + count, dtype=torch.int32, device=device)
-    expert_counts = expert_pairs[counts_at:]
-    shared = {"E": E, "TOP_K": top_k}
+    lists = (expert_pairs, expert_pairs[counts_at:], num_pairs, first, count, int(per_pair))
     shared_groups = triton.cdiv(num_tokens, gate_up.block_m) if E.SHARED else 0
     _gate_up_small_m_kernel[((shared_groups + groups) * triton.cdiv(E.WIDTH, gate_up.block_n),)](
-        q, scale, topk_ids, prepared.gate_up, prepared.gate_up_scale, h, h_scale, expert_pairs,
-        expert_counts, num_pairs, first, count, int(per_pair),
-        BLOCK_M=gate_up.block_m, BLOCK_N=gate_up.block_n, BLOCK_K=gate_up.block_k,
-        NUM_STAGES=gate_up.num_stages, NUM_WARPS=gate_up.num_warps, num_warps=gate_up.num_warps,
-        CHUNK=tiles.search_chunk(num_tokens), **shared,
+        q, scale, topk_ids, prepared.gate_up, prepared.gate_up_scale, h, h_scale, *lists,
+        E=E, TOP_K=top_k, CHUNK=tiles.search_chunk(num_tokens), **gate_up.constants,
         **launch_options(device, maxnreg=gate_up.maxnreg),
     )  # fmt: skip
     out = torch.empty(num_tokens, top_k, E.HIDDEN, dtype=model_dtype(x), device=device)
     shared_groups = triton.cdiv(num_tokens, down.block_m) if E.SHARED else 0
     _down_small_m_kernel[((1 + shared_groups + groups) * triton.cdiv(E.HIDDEN, down.block_n),)](
-        h, h_scale, topk_ids, topk_weights, prepared.down, prepared.down_scale, out, expert_pairs,
-        expert_counts, num_pairs, first, count, int(per_pair),
-        BLOCK_M=down.block_m, BLOCK_N=down.block_n, BLOCK_K=down.block_k,
-        NUM_STAGES=down.num_stages, NUM_WARPS=down.num_warps, num_warps=down.num_warps,
-        **shared,
-        **launch_options(device, maxnreg=down.maxnreg),
+        h, h_scale, topk_ids, topk_weights, prepared.down, prepared.down_scale, out, *lists,
+        E=E, TOP_K=top_k, **down.constants, **launch_options(device, maxnreg=down.maxnreg),
     )  # fmt: skip
     return out

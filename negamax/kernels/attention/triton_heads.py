@@ -1,0 +1,88 @@
+"""Rows of heads in kernels that normalise and rotate them and write caches.
+
+    a head    | HALF | HALF | rest |    rope pairs the two halves; `rest` is not rotated
+
+Heads are a tuple of tiles [heads, columns] fp32, one for each half and one for the rest, if any.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from negamax.kernels.launch.triton import e4m3_max
+
+
+def block_of_rest(dim: int, half: int) -> int:
+    """Columns of a tile for what `half` leaves of a head; 0: nothing."""
+    return int(triton.next_power_of_2(dim - 2 * half)) if dim > 2 * half else 0
+
+
+@triton.jit
+def finite(x, dtype: tl.constexpr):
+    """x in fp32, NaN as 0 and infinities as the largest number of `dtype`."""
+    largest: tl.constexpr = 65504.0 if dtype == tl.float16 else 3.3895313892515355e38
+    x = x.to(tl.float32)
+    x = tl.where(x == x, x, 0.0)
+    return tl.minimum(tl.maximum(x, -largest), largest)
+
+
+@triton.jit
+def to_cache_dtype(x, dtype: tl.constexpr):
+    """x in the dtype of a cache; FP8 saturates."""
+    if dtype == tl.float8e4nv:
+        x = tl.minimum(tl.maximum(x, -e4m3_max(dtype)), e4m3_max(dtype))
+    return x.to(dtype)
+
+
+@triton.jit
+def split_columns(
+    is_head, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    """Of each tile the columns [1, columns] and the mask [heads, columns]; `is_head` [heads]."""
+    i = tl.arange(0, BLOCK_HALF)[None, :]
+    mask = is_head[:, None] & (i < HALF)
+    columns, masks = (i, HALF + i), (mask, mask)
+    if BLOCK_REST > 0:
+        j = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
+        columns += (j,)
+        masks += (is_head[:, None] & (j < DIM),)
+    return columns, masks
+
+
+@triton.jit
+def load_heads(x, offsets, masks):
+    """The tiles at x + offsets, as they are stored."""
+    heads = ()
+    for part in tl.static_range(len(offsets)):
+        heads += (tl.load(x + offsets[part], mask=masks[part], other=0.0),)
+    return heads
+
+
+@triton.jit
+def load_angles(cos, sin, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    """A token's cosines and sines [1, BLOCK_HALF]; both tensors hold each angle twice."""
+    i = tl.arange(0, BLOCK_HALF)
+    c = tl.load(cos + i, mask=i < HALF, other=0.0)[None, :]
+    return c, tl.load(sin + HALF + i, mask=i < HALF, other=0.0)[None, :]
+
+
+@triton.jit
+def rotate(heads, angles):
+    """Rope of `heads`."""
+    low, high = heads[0], heads[1]
+    c, s = angles
+    rotated = (low * c - high * s, high * c + low * s)
+    if len(heads) == 3:
+        rotated += (heads[2],)
+    return rotated
+
+
+@triton.jit
+def store_heads(heads, columns, masks, rows, mine, scale):
+    """`heads` times `scale` to the rows at the pointers `rows` [heads], where `mine`."""
+    dtype: tl.constexpr = rows.dtype.element_ty
+    for part in tl.static_range(len(heads)):
+        x = to_cache_dtype(heads[part] * scale, dtype)
+        tl.store(rows[:, None] + columns[part], x, mask=masks[part] & mine[:, None])

@@ -1,0 +1,92 @@
+"""Rows of 16-bit values as int32 words of two, the form in which kernels also exchange rows between
+ranks.
+
+    a row in memory         | even odd | even odd | ...
+    in registers            even [BLOCK] and odd [BLOCK], fp32
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from negamax.kernels.launch.ptx import pack_pair
+
+
+def num_parts(x: Tensor) -> int:
+    """P of x [T, P, width]; 1 of x [T, width]."""
+    return x.shape[1] if x.dim() == 3 else 1
+
+
+@triton.jit
+def word_indices(BLOCK: tl.constexpr):
+    """0 .. BLOCK - 1, such that a thread holds two neighbours and a warp the 64 words of a scale:
+    whatever a program reads and writes then lies in one layout, and no shared memory is spent on
+    moving it between two."""
+    return tl.max_contiguous(tl.arange(0, BLOCK), 2)
+
+
+@triton.jit
+def as_words(pointer):
+    """A pointer to 2-byte values as one to words of two of them."""
+    return pointer.to(tl.pointer_type(tl.int32), bitcast=True)
+
+
+@triton.jit
+def unpack(words, DTYPE: tl.constexpr):
+    """The two values of each word as fp32: of the lower (even column) and of the upper half (odd
+    column).
+    """
+    if tl.bfloat16 == DTYPE:
+        even = (words << 16).to(tl.float32, bitcast=True)
+        odd = (words & -65536).to(tl.float32, bitcast=True)
+    else:
+        even = words.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+        odd = (words >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+    return even, odd
+
+
+@triton.jit
+def sum_parts(x, row, index, mask, PARTS: tl.constexpr, WORDS: tl.constexpr, DTYPE: tl.constexpr):
+    """Row `row` of x [T, PARTS, 2 * WORDS] summed over its parts in fp32 and rounded once, as
+    words.
+    """
+    parts = as_words(x) + row.to(tl.int64) * (PARTS * WORDS) + index
+    words = tl.load(parts, mask=mask, other=0)
+    if PARTS > 1:
+        even, odd = unpack(words, DTYPE)
+        for part in tl.static_range(1, PARTS):
+            more_even, more_odd = unpack(tl.load(parts + part * WORDS, mask=mask, other=0), DTYPE)
+            even += more_even
+            odd += more_odd
+        words = pack_pair(even, odd, DTYPE)
+    return words
+
+
+@triton.jit
+def fetch_parts(x, row, index, mask, PARTS: tl.constexpr, WORDS: tl.constexpr):
+    """The parts of row `row` of x [T, PARTS, 2 * WORDS] as a tuple of words, for `add_parts`.
+
+    Volatile: ptxas otherwise moves most of these loads behind the first sums, and waits for memory
+    three times instead of once. It keeps them together if, besides, what uses them is in a branch
+    whose condition it does not know.
+    """
+    parts = as_words(x) + row.to(tl.int64) * (PARTS * WORDS) + index
+    fetched = ()
+    for part in tl.static_range(PARTS):
+        fetched += (tl.load(parts + part * WORDS, mask=mask, other=0, volatile=True),)
+    return fetched
+
+
+@triton.jit
+def add_parts(fetched, PARTS: tl.constexpr, DTYPE: tl.constexpr):
+    """Parts summed in fp32 and rounded once, as even and odd columns."""
+    even, odd = unpack(fetched[0], DTYPE)
+    if PARTS > 1:
+        for part in tl.static_range(1, PARTS):
+            more_even, more_odd = unpack(fetched[part], DTYPE)
+            even += more_even
+            odd += more_odd
+        even, odd = unpack(pack_pair(even, odd, DTYPE), DTYPE)
+    return even, odd
