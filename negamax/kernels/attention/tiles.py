@@ -17,19 +17,19 @@ class DecodeSplit:
     block_n: int  # keys of a tile
     min_tiles: int  # of a split
     programs: float  # per multiprocessor
-    split_programs: float  # per multiprocessor, where each has one split of one sequence
-    # of a sequence, where each program has one: with fewer some are twice as long as others; for
-    # tiles of up to 16 rows
+    split_programs: float  # per multiprocessor, if each program has one split of one sequence
+    # of a sequence, if each program has one split: with fewer, some splits are twice as long as
+    # others; for tiles of up to 16 rows
     min_splits: int
-    wide_programs: float  # per multiprocessor, where each has a run of tiles of 32 rows
-    min_runs: int  # sequences from which on queries of one are attended with together
+    wide_programs: float  # per multiprocessor, if each program has a run of tiles of 32 rows
+    min_runs: int  # sequences from which a program attends with several queries
 
 
 @dataclass(frozen=True)
 class DecodeLaunch:
     num_warps: int
     num_stages: int
-    maxnreg: int | None  # registers per thread at most
+    maxnreg: int | None  # limit of registers per thread
 
 
 @dataclass(frozen=True)
@@ -48,24 +48,26 @@ DECODE = DecodeSplit(
     wide_programs=2,
     min_runs=4,
 )
-_SHORT = 4096  # tokens; beyond it large tiles read keys less often
+_SHORT = 4096  # tokens; with longer sequences large tiles read keys less often
 
 
 class Tiles:
-    """Where nothing was measured: two stages, and 64 KB of shared memory are enough."""
+    """Unmeasured sizes: two stages that need at most 64 KB of shared memory."""
 
     def decode_launch(self, cache_bytes: int, *, block_m: int, split_kv: bool) -> DecodeLaunch:
-        """For a cache of `cache_bytes` per element and tiles of `block_m` rows."""
+        """Return the launch for caches of `cache_bytes` per element, tiles of `block_m` rows."""
         return DecodeLaunch(num_warps=4, num_stages=2, maxnreg=None)
 
     def prefill_block_m(self, longest: int) -> int:
-        """Queries per program where the longest sequence has `longest` tokens: small tiles waste
-        less at the diagonal.
+        """Return the queries per program if the longest sequence has `longest` tokens. Small tiles
+        waste less at the diagonal.
         """
         return 64
 
     def prefill_launch(self, block_m: int, cache_bytes: int) -> PrefillLaunch:
-        """For tiles of `block_m` queries and a cache of `cache_bytes` per element."""
+        """Return the launch for tiles of `block_m` queries and a cache of `cache_bytes` per
+        element.
+        """
         return PrefillLaunch(block_n=32, num_warps=4, num_stages=2)
 
 
@@ -87,15 +89,15 @@ class H200(Tiles):
 
 
 def tiles_for(device: torch.device) -> Tiles:
-    """The sizes for `device`."""
+    """Return the sizes for `device`."""
     return H200() if has_h200_tiles(platform.platform_of(device).arch) else Tiles()
 
 
 def decode_programs(
     num_seqs: int, kv_heads: int, multiprocessors: int, *, num_rows: int = 1, min_splits: int = 1
 ) -> tuple[int, bool]:
-    """Programs per KV head, and SPLIT_KV: whether each has one split of one sequence, which takes
-    `min_splits` for each sequence. `num_rows` of a tile.
+    """Return the programs per KV head, and SPLIT_KV: whether each has one split of one sequence,
+    which needs `min_splits` programs per sequence. `num_rows`: rows of a tile.
     """
     runs = DECODE.programs if num_rows <= 16 else DECODE.wide_programs
     split, many = (

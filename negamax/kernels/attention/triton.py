@@ -1,7 +1,7 @@
-"""Attention on the GPU: one launch for norm + rope + cache write, one for the decodes of a step,
+"""Attention on the GPU: one launch for norm, rope and cache write, one for the decodes of a step,
 one for its prefills.
 
-Scores, softmax and sums are in fp32; FP8 keys and values are multiplied as fp16, which holds them
+Scores, softmax and sums are in fp32. FP8 keys and values are multiplied as fp16, which holds them
 exactly.
 """
 

@@ -1,9 +1,9 @@
-"""Attention of decodes over the paged cache with split KV: one query per sequence, or several where
-a step verifies draft tokens.
+"""Attention of decodes over the paged cache with split KV: one query per sequence, or several if a
+step verifies draft tokens.
 
-Grid (kv_heads, programs); a program attends with the GROUP query heads of one KV head, of one query
-or of several (`triton_decode_runs`), to its run of tiles (`triton_decode_plan`), and what several
-programs have of a sequence is reduced (`triton_decode_reduce`).
+Grid (kv_heads, programs). A program attends with the GROUP query heads of one KV head, for one
+query or several (`triton_decode_runs`), to its run of tiles (`triton_decode_plan`). The partial
+results of a sequence are then reduced (`triton_decode_reduce`).
 
     q, out   [T, kv_heads * GROUP, DIM]            the GROUP heads of a KV head: rows of a tile
     k, v     [blocks, kv_heads, BLOCK_SIZE, DIM]   blocks of a sequence by its block table
@@ -13,9 +13,9 @@ programs have of a sequence is reduced (`triton_decode_reduce`).
         BLOCK_M    |        |        |            own m_i, l_i [BLOCK_M] and acc [BLOCK_M, BLOCK_D]:
         rows       |        |        |            none waits for another before the end of the split
 
-At these sizes a program's own latency counts as much as its bytes: the fewest instructions are
-wanted, so a cache holds finite values everywhere and is read without masks; and with PREFETCH_KV
-the first tile, which earlier steps wrote, is read before the kernel in front has ended.
+At these sizes the latency of a program counts as much as its bytes, so instructions are kept few: a
+cache holds finite values everywhere and is read without masks. With PREFETCH_KV the first tile,
+which earlier steps wrote, is read before the predecessor has ended.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def _to_dot_dtype(x, DOT: tl.constexpr):
 
 @triton.jit
 def _tile_step(q, k, v, visible, scale, m_i, l_i, acc, C: tl.constexpr):
-    """One tile: q [WARPS, BLOCK_M, BLOCK_D], k and v [WARPS, keys, BLOCK_D], visible [WARPS, 1
-    or BLOCK_M, keys]; m_i and l_i [WARPS, BLOCK_M], acc [WARPS, BLOCK_M, BLOCK_D].
+    """Attend to one tile: q [WARPS, BLOCK_M, BLOCK_D], k and v [WARPS, keys, BLOCK_D], visible
+    [WARPS, 1 or BLOCK_M, keys]; m_i and l_i [WARPS, BLOCK_M], acc [WARPS, BLOCK_M, BLOCK_D].
     """
     scores = tl.where(visible, tl.dot(q, tl.permute(k.to(C.DOT), (0, 2, 1))), float("-inf"))
     p, alpha, m_i = softmax_step(scores, scale, m_i)
@@ -78,8 +78,8 @@ def _tile_step(q, k, v, visible, scale, m_i, l_i, acc, C: tl.constexpr):
 
 @triton.jit
 def _first_rows(x, ROWS: tl.constexpr):
-    """The first ROWS, all or half, of x [WARPS, BLOCK_M, columns]; in the layout of a product no
-    value moves.
+    """Return the first ROWS, all or half, of x [WARPS, BLOCK_M, columns]. In the layout of a
+    product no value moves.
     """
     if x.shape[1] > ROWS:
         halves = tl.reshape(x, [x.shape[0], 2, ROWS, x.shape[2]])
@@ -89,8 +89,8 @@ def _first_rows(x, ROWS: tl.constexpr):
 
 @triton.jit
 def _sum_over_warps(x, WARPS: tl.constexpr):
-    """x [WARPS, rows, columns] over its first dimension: halves side by side in a thread, which one
-    exchange brings about.
+    """Sum x [WARPS, rows, columns] over its first dimension. One exchange brings the halves side by
+    side in a thread.
     """
     for _ in tl.static_range(WARPS):
         if x.shape[0] > 1:
@@ -102,13 +102,13 @@ def _sum_over_warps(x, WARPS: tl.constexpr):
 
 @triton.jit
 def _reduce_warps(m_i, l_i, acc, C: tl.constexpr):
-    """The warps' results as one: m_i and l_i [PARTIAL_ROWS], acc [PARTIAL_ROWS, BLOCK_D]."""
+    """Merge the warps' results: m_i and l_i [PARTIAL_ROWS], acc [PARTIAL_ROWS, BLOCK_D]."""
     ROWS: tl.constexpr = C.PARTIAL_ROWS
     top = tl.max(m_i, axis=0)
     alpha = tl.exp2(m_i - nonempty_max(top)[None, :])
     l_i = tl.sum(l_i * alpha, axis=0)
     acc = _sum_over_warps(_first_rows(acc * alpha[:, :, None], ROWS), C.WARPS)
-    if ROWS == C.BLOCK_M:  # Triton 3.6 fails on the reshapes below if they drop nothing
+    if ROWS == C.BLOCK_M:  # Triton 3.6 fails on the reshapes below if they drop no row
         return top, l_i, acc
     top, l_i = top[None, :, None], l_i[None, :, None]
     top = tl.reshape(_first_rows(top, ROWS), [ROWS])
@@ -117,7 +117,7 @@ def _reduce_warps(m_i, l_i, acc, C: tl.constexpr):
 
 @triton.jit
 def _key_step(q, k, v, visible, scale, m_i, l_i, acc):
-    """One more key k and value v [BLOCK_D], if `visible`; q [PARTIAL_ROWS, BLOCK_D]."""
+    """Attend to one more key k and value v [BLOCK_D], if `visible`; q [PARTIAL_ROWS, BLOCK_D]."""
     score = tl.where(visible, tl.sum(q * k[None, :], axis=1) * scale, float("-inf"))
     new = tl.maximum(m_i, score)
     safe = nonempty_max(new)
@@ -130,10 +130,11 @@ def _attend_split(
     q, k_cache, v_cache, tables, table_stride, partials, output, lse, qk_scale, v_scale,
     head, program, programs, tile, until, run, sequence, prefetched, C: tl.constexpr,
 ):  # fmt: skip
-    """Tiles `tile` to `until` of one sequence and KV head, to the output or to `partials`.
+    """Attend to tiles `tile` to `until` of one sequence and KV head; write the output or
+    `partials`.
 
-    `prefetched` with PREFETCH_KV: k and v of the first tile, and where the newest key lies, which
-    the kernel before this one wrote; it is attended to last.
+    `prefetched` (PREFETCH_KV): k and v of the first tile, and the offset of the newest key, which
+    the predecessor wrote; the newest key comes last.
     """
     WARPS: tl.constexpr = C.WARPS  # Triton 3.6 takes no field of a struct in a shape
     BLOCK_M: tl.constexpr = C.BLOCK_M
@@ -184,7 +185,7 @@ def _attend_split(
         for t in range(first, after):
             k = load_tile(k_cache, offset, lane, column3, C)
             v = load_tile(v_cache, offset, lane, column3, C)
-            # The blocks of the next tile, a tile ahead: a load that waits for another one would
+            # Load the blocks of the next tile a tile ahead: a load that waits for another one would
             # halve the pipeline.
             offset = tile_offset(table, t + 1, lane, num_keys, head, C)
             visible = key < keys_seen - t * C.BLOCK_N
@@ -200,8 +201,8 @@ def _attend_split(
 
 @triton.jit
 def _prefetch(k_cache, v_cache, tables, table_stride, head, tile, sequence, C: tl.constexpr):
-    """The first tile of a split, k and v [WARPS, BLOCK_N / WARPS, BLOCK_D], and the offset of the
-    newest key, which the tile does not count.
+    """Load the first tile of a split, k and v [WARPS, BLOCK_N / WARPS, BLOCK_D], and return the
+    offset of the newest key, which is not part of the tile.
     """
     SLICE: tl.constexpr = C.BLOCK_N // C.WARPS
     lane = (tl.arange(0, C.WARPS) * SLICE)[:, None, None] + tl.arange(0, SLICE)[None, :, None]
@@ -236,12 +237,12 @@ def _decode_kernel(
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: with SPLIT_KV one split of a sequence; else a run of tiles, the end of one
-    sequence, perhaps some whole ones, the beginning of another.
+    """Run one program: with SPLIT_KV one split of a sequence, else a run of tiles, which may end
+    one sequence, cover whole ones and begin another.
 
-    A program waits for partial results of programs that come after it in the plan, which therefore
-    have smaller program ids: all of them run, or have. PREFETCH_KV: every sequence has one new key
-    in this step, and all others are read before the kernel in front has ended.
+    A program waits only for programs that come later in the plan. These have smaller program ids,
+    so they are running or have ended. PREFETCH_KV: every sequence has one new key in this step, and
+    all others are read before the predecessor has ended.
     """
     head, programs = tl.program_id(0), tl.num_programs(1)
     program = programs - 1 - tl.program_id(1)
@@ -257,7 +258,7 @@ def _decode_kernel(
             return
         if C.PREFETCH_KV:
             prefetched = _prefetch(k_cache, v_cache, tables, table_stride, head, tile, sequence, C)
-    wait_for_predecessor(PDL)  # the plan and the tables are from before this step's first layer
+    wait_for_predecessor(PDL)  # the plan and the tables are older than the first layer of this step
     output = (out, values, scales)
     if C.SPLIT_KV:
         _attend_split(
@@ -281,8 +282,8 @@ def _decode_kernel(
 
 
 def _all_programs_run(device: torch.device, block_m: int) -> bool:
-    """Whether all programs of a launch with SPLIT_KV run at once: up to two a multiprocessor, with
-    82 KB of shared memory each, or 98 KB where a tile has 32 rows.
+    """Return whether all programs of a launch with SPLIT_KV run at once: up to two a
+    multiprocessor, with 82 KB of shared memory each, or 98 KB with tiles of 32 rows.
     """
     assert DECODE.split_programs <= 2
     needed = 84 if block_m == 16 else 100
@@ -290,8 +291,8 @@ def _all_programs_run(device: torch.device, block_m: int) -> bool:
 
 
 def has_one_new_key(plan: DecodePlan) -> bool:
-    """Whether it is certain that each split sees at most one key of this step. Without counts, that
-    is while a graph is captured, there is one query per sequence unless the step has drafts.
+    """Return whether each split certainly sees at most one key of this step. While a graph is
+    captured, counts are unknown, and each sequence has one query unless the step has draft tokens.
     """
     queries = plan.queries
     return plan.split_kv and queries.is_captured and queries.max_decode_run == 1
@@ -305,8 +306,8 @@ def decode(
     *,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor | QuantizedActivations:
-    """q [T, heads, head_dim], caches [num_blocks, kv_heads, block_size, head_dim] -> [T, heads *
-    head_dim].
+    """Attend with q [T, heads, head_dim] to caches [num_blocks, kv_heads, block_size, head_dim] ->
+    [T, heads * head_dim].
     """
     output = outputs(q, quantize=plan.quantize)
     launch_decode(q, k_cache, v_cache, plan, output, kv_scales=kv_scales)
@@ -324,8 +325,8 @@ def launch_decode(
     lengths: Tensor | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
-    """`decode` into `output`, and into lse [T, heads] fp32 what `write_lse` says; with lengths [S]
-    int32 of sequences that have fewer keys than planned.
+    """Run `decode` into `output`, and `write_lse` into lse [T, heads] fp32. `lengths` [S] int32
+    replaces the planned lengths of sequences that have fewer keys.
     """
     assert q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
     if q.shape[0] == 0:

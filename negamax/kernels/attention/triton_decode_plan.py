@@ -1,4 +1,4 @@
-"""Which program of a decode step attends to which keys: planned once per step, on the device.
+"""Plan which program of a decode step attends to which keys, once per step, on the device.
 
 The keys of every sequence are tiles of BLOCK_N, numbered through all sequences. Each KV head has
 the same number of programs, and each program a run of tiles:
@@ -7,9 +7,9 @@ the same number of programs, and each program a run of tiles:
     SPLIT_KV     |  0 |  1 | 2 |   3   |  4  |  5  |  6  |  7  |    one split of one sequence each
     else         |     0     |     1     |     2     |    3    |    equal runs of all tiles
 
-SPLIT_KV where there are programs enough for several splits of each sequence, the shortest for which
-that is so. One sequence of 100,000 tokens keeps all multiprocessors busy, and so do a
-hundred short ones; the lengths stay on the device.
+SPLIT_KV is used if there are enough programs for several splits of each sequence; the splits are
+then as short as the programs allow. One sequence of 100,000 tokens keeps all multiprocessors busy,
+and so do a hundred short ones. The lengths stay on the device.
 
     sequences [S, SEQUENCE_WORDS] int32    the fields of `Sequence`
     work [programs, WORK_WORDS] int32      first tile, end (0: none), sequence, -, its `Sequence`
@@ -36,7 +36,7 @@ from negamax.kernels.launch.triton import launch_options
 SEQUENCE_WORDS = tl.constexpr(8)
 WORK_WORDS = tl.constexpr(16)
 _BLOCK_S = tl.constexpr(128)  # sequences that the planning program loads together
-EMPTY = tl.constexpr(-1)  # a word of the workspace that holds no part of a partial result
+EMPTY = tl.constexpr(-1)  # marks a word of the workspace that no partial result has filled
 
 
 @dataclass(frozen=True)
@@ -51,18 +51,18 @@ class DecodePlan:
     programs: int  # per KV head
     split_kv: bool
     reduce_later: bool  # by a second launch
-    runs: DecodeRuns | None  # None: of the plan's sequences each has one query
-    num_queries: int  # of a sequence that a program attends with
-    dependent: bool = True  # the launch, see `launch_options`
+    runs: DecodeRuns | None  # None: each sequence of the plan has one query
+    num_queries: int  # of a sequence that one program attends with
+    dependent: bool = True  # see `launch_options`
 
 
-# by thread, device and words; captured graphs write them, so they stay
+# by thread, device and words; never released, because captured graphs write them
 WORKSPACES: dict[tuple[int, torch.device, int], Tensor] = {}
 
 
 def workspace(words: int, device: torch.device) -> Tensor:
-    """[words] int32 for partial results, EMPTY between launches, which share it. Those of two
-    threads may run at once, so each thread has its own.
+    """Return [words] int32 for partial results, EMPTY between launches, which share it. Launches of
+    two threads may run at once, so each thread has its own.
     """
     key = threading.get_ident(), device, triton.next_power_of_2(words)
     if key not in WORKSPACES:
@@ -73,7 +73,7 @@ def workspace(words: int, device: torch.device) -> Tensor:
 
 
 class Sequence(NamedTuple):
-    """What a program reads of a sequence."""
+    """The data of a sequence that a program reads."""
 
     first_tile: tl.tensor
     end_tile: tl.tensor
@@ -91,14 +91,14 @@ def _store_sequence(to, sequence, mask):
 
 @triton.jit
 def load_sequence(at):
-    """What `_store_sequence` wrote."""
+    """Load a `Sequence` that `_store_sequence` wrote."""
     first_tile, end_tile, length = tl.load(at), tl.load(at + 1), tl.load(at + 2)
     return Sequence(first_tile, end_tile, length, tl.load(at + 3), tl.load(at + 4), tl.load(at + 5))
 
 
 @triton.jit
 def with_length(sequence, lengths, seq, C: tl.constexpr):
-    """`sequence`, with FEWER_KEYS of the length that `lengths` has."""
+    """Return `sequence`; with FEWER_KEYS its length is that of `lengths`."""
     if C.FEWER_KEYS:
         sequence = Sequence(
             sequence.first_tile, sequence.end_tile, tl.load(lengths + seq), sequence.table_index,
@@ -109,8 +109,8 @@ def with_length(sequence, lengths, seq, C: tl.constexpr):
 
 @triton.jit
 def _load_tiles(seq_lens, start, num_seqs, BLOCK_N: tl.constexpr):
-    """The _BLOCK_S sequences from `start` on: their numbers, which of them exist, lengths, and
-    tiles; one tile where there is no key, whose program writes zeros.
+    """Load the _BLOCK_S sequences from `start` on: their numbers, whether they exist, lengths and
+    tiles. A sequence without keys has one tile, whose program writes zeros.
     """
     seq = start + tl.arange(0, _BLOCK_S)
     live = seq < num_seqs
@@ -122,8 +122,8 @@ def _load_tiles(seq_lens, start, num_seqs, BLOCK_N: tl.constexpr):
 def _tiles_per_program(
     seq_lens, num_seqs, programs, split_kv, MIN_TILES: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Tiles of a program at most, and of all sequences. With `split_kv` the least for which the
-    splits are no more than the programs, by bisection.
+    """Return the most tiles of a program, and the tiles of all sequences. With `split_kv` bisection
+    finds the smallest number with which the splits fit the programs.
     """
     _, _, _, tiles = _load_tiles(seq_lens, 0, num_seqs, BLOCK_N)
     total, most = tl.sum(tiles, axis=0), tl.max(tiles, axis=0)
@@ -145,7 +145,7 @@ def _tiles_per_program(
     return low, total
 
 
-# (columns of a part of a step begin anywhere)
+# columns of a part of a step have any alignment
 @triton.jit(
     do_not_specialize=["num_seqs", "programs", "split_kv"],
     do_not_specialize_on_alignment=["seq_lens", "block_table_indices"],
@@ -163,8 +163,8 @@ def _plan_decode_kernel(
     PROGRAMS_POW2: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (1,): one program writes `sequences` and `work`, _BLOCK_S sequences at a time."""
-    wait_for_predecessor(PDL)  # and nobody starts early: layers read this before they wait
+    """Write `sequences` and `work` in one program, _BLOCK_S sequences at a time. Grid (1,)."""
+    wait_for_predecessor(PDL)  # no `launch_dependents`: layers read this before they wait
     program = tl.arange(0, PROGRAMS_POW2)
     for word in tl.static_range(3):
         # no work
@@ -187,8 +187,8 @@ def _plan_decode_kernel(
         num_splits = tl.where(split_kv != 0, splits, (end - 1) // most - first_program + 1)
         sequence = Sequence(first, end, length, table_index, first_program, num_splits)
         _store_sequence(sequences + seq * SEQUENCE_WORDS, sequence, live)
-        # The programs whose work begins in a sequence: without SPLIT_KV its first tiles may belong
-        # to a program that began in the one before.
+        # The programs whose work begins in a sequence. Without SPLIT_KV its first tiles may belong
+        # to a program that began in an earlier sequence.
         begins = tl.where(split_kv != 0, first_program, tl.cdiv(first, most))
         number = tl.where(live, first_program + num_splits - begins, 0)
         size = tl.where(split_kv != 0, tl.cdiv(tiles, tl.maximum(splits, 1)), most)
@@ -222,9 +222,9 @@ def plan_splits(
     min_splits: int = 1,
     reduce_later: bool = False,
 ) -> Splits:
-    """Tiles of `block_n` keys of sequences of seq_lens [S] int32 tokens, whose rows of the block
-    tables are block_table_indices [S] int64, for tiles of `num_rows` queries. `min_splits`: see
-    `decode_programs`.
+    """Plan tiles of `block_n` keys for sequences of seq_lens [S] int32 tokens, whose rows of the
+    block tables are block_table_indices [S] int64, for tiles of `num_rows` queries. `min_splits`:
+    see `decode_programs`.
     """
     num_seqs, device = seq_lens.shape[0], seq_lens.device
     multiprocessors = platform.platform_of(device).multiprocessors
@@ -232,7 +232,7 @@ def plan_splits(
         num_seqs, kv_heads, multiprocessors, num_rows=num_rows, min_splits=min_splits
     )
     most = int(multiprocessors * DECODE.programs)
-    if reduce_later:  # a program writes one partial result
+    if reduce_later:  # every program writes one partial result
         programs, split_kv = max(programs, num_seqs), True
         most = max(most, programs)
     sizes = (num_seqs * SEQUENCE_WORDS.value, programs * WORK_WORDS.value)
@@ -254,8 +254,8 @@ def plan_decode(
     quantize: bool = False,
     reduce_later: bool = False,
 ) -> DecodePlan:
-    """One query per sequence, at position seq_len - 1, or runs of them. Reads the lengths on the
-    device only.
+    """Plan one query per sequence, at position seq_len - 1, or runs of queries. Reads the lengths
+    on the device only.
 
     `reduce_later`: no program waits for another one; a second launch reduces the partial results.
     """

@@ -6,13 +6,13 @@ A split writes its partial result, normalised, and the log2-sum-exp2 of its scor
         acc / l_i         [PARTIAL_ROWS, BLOCK_D]   bits of fp32
         m_i + log2(l_i)   [PARTIAL_ROWS]            likewise; the rest of its 4 columns is not used
 
-As in the LL protocol a word says by itself that it has arrived: it is not EMPTY, which is no
-number's bits. So there is no counter and no fence. The reader makes words EMPTY again for the next
+As in the LL protocol, a word shows by its value that it has arrived: it differs from EMPTY, which
+no result has. So there is no counter and no fence. The reader sets words to EMPTY for the next
 layer.
 
-Who reduces the splits of a sequence: the program of its first tile, which waits for the others; or
-with PARALLEL_REDUCE all of its programs, each some of the rows, so that each reads less; or
-with REDUCE_LATER `_reduce_kernel`, and no program waits.
+The program of a sequence's first tile reduces its splits and waits for the others. With
+PARALLEL_REDUCE all programs of the sequence reduce some rows each, so that each reads less. With
+REDUCE_LATER `reduce_kernel` does it, and no program waits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from negamax.kernels.attention.triton_shared import nonempty_max, write_heads, w
 
 @triton.jit
 def store_partial(partials, slot, m_i, l_i, acc, C: tl.constexpr):
-    """m_i and l_i [PARTIAL_ROWS], acc [PARTIAL_ROWS, BLOCK_D] to partial result `slot`."""
+    """Store m_i and l_i [PARTIAL_ROWS], acc [PARTIAL_ROWS, BLOCK_D] as partial result `slot`."""
     row, column = tl.arange(0, C.PARTIAL_ROWS), tl.arange(0, C.BLOCK_D)
     partial = partials + slot * (C.PARTIAL_ROWS * (C.BLOCK_D + 4))
     result = (acc * tl.where(l_i == 0.0, 0.0, 1.0 / l_i)[:, None]).to(tl.int32, bitcast=True)
@@ -48,18 +48,17 @@ def store_partial(partials, slot, m_i, l_i, acc, C: tl.constexpr):
 
 @triton.jit
 def _is_incomplete(words):
-    """Whether one of the words is EMPTY, the largest there is without a sign."""
+    """Return whether one of the words is EMPTY, the largest unsigned value."""
     return tl.max(words.to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True) == EMPTY
 
 
 @triton.jit
 def _reduce(partials, slot, row, start, count, m_i, l_i, acc, C: tl.constexpr):
-    """Rows `row` [rows] of partial results slot + start to slot + count, and m_i, l_i [rows] and
-    acc [rows, BLOCK_D] of what the caller has itself -> all three, acc still to be divided by
-    l_i.
+    """Add rows `row` [rows] of partial results slot + start to slot + count to the caller's own
+    m_i, l_i [rows] and acc [rows, BLOCK_D]. The caller divides acc by l_i.
 
-    Reading is all latency, so 32 rows of partial results are read at a time. Of their lse every
-    warp reads all, one a lane, and waits for itself; so the results come first.
+    Reads are bound by latency, so 32 rows of partial results are read at a time. Every warp reads
+    all of their lse, one per lane, and waits for them itself; so the results are read first.
     """
     PARTIALS: tl.constexpr = 32 // row.shape[0]
     BLOCK_D: tl.constexpr = C.BLOCK_D
@@ -68,8 +67,8 @@ def _reduce(partials, slot, row, start, count, m_i, l_i, acc, C: tl.constexpr):
         index = first + tl.arange(0, PARTIALS)
         partial = partials + (slot + index) * (C.PARTIAL_ROWS * (C.BLOCK_D + 4))
         result_at = partial[None, :, None] + row[:, None, None] * C.BLOCK_D + column[None, None, :]
-        # threads, then warps, are laid along the dimensions of the longest contiguous runs first:
-        # warps along rows, of which each else has all
+        # Triton lays threads, then warps, along the dimensions of the longest contiguous runs
+        # first: warps along rows, and each warp holds all the rest
         result_at = tl.max_contiguous(result_at, [2, 1, BLOCK_D])
         lse_at = partial[None, :] + C.PARTIAL_ROWS * C.BLOCK_D + row[:, None]
         live = (index < count)[None, :] & (row < C.QUERIES * C.GROUP)[:, None]
@@ -99,8 +98,8 @@ def finish_split(
     m_i, l_i, acc, row, column, partials, output, lse, v_scale, head, program, programs, is_first,
     run, first_row, sequence, C: tl.constexpr,
 ):  # fmt: skip
-    """m_i and l_i [PARTIAL_ROWS], acc [PARTIAL_ROWS, BLOCK_D] of a split: to the output if it is
-    the only one of its sequence, else to `partials`, and what this program has to reduce of them.
+    """Write m_i and l_i [PARTIAL_ROWS], acc [PARTIAL_ROWS, BLOCK_D] of a split to the output if it
+    is the only one of its sequence, else to `partials`; then reduce this program's part of them.
     `row`, `column`: of acc; `run`, `first_row`: see `head_of_row`.
     """
     BLOCK_D: tl.constexpr = C.BLOCK_D
@@ -141,15 +140,15 @@ def reduce_kernel(
     out,  # [T, kv_heads * GROUP * DIM], written; likewise
     values,  # e4m3 and
     scales,  # [T, kv_heads * GROUP] fp32, None unless QUANTIZE
-    lse,  # likewise, written; None: nobody asks for it
+    lse,  # likewise, written unless None
     query_starts,  # see `DecodeRuns`, and
     num_tokens,  # T; None both where QUERIES is 1
     v_scale,
     programs,
     C: tl.constexpr,
 ):
-    """Grid (kv_heads, S): the rows of one sequence and KV head, where the launch before has written
-    partial results of them.
+    """Reduce the rows of one sequence and KV head if the launch before wrote partial results of
+    them. Grid (kv_heads, S).
     """
     ROWS: tl.constexpr = C.PARTIAL_ROWS
     BLOCK_D: tl.constexpr = C.BLOCK_D

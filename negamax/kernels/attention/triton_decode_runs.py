@@ -1,11 +1,11 @@
-"""The rows of a decode's tile: the query heads of one KV head, of one token or, where a step
+"""The rows of a tile of decodes: the query heads of one KV head, of one token or, if a step
 verifies draft tokens, of QUERIES neighbours of one sequence, which read its keys once.
 
     row = query * GROUP + head of the KV head
 
-A sequence of up to MAX_RUN queries has ceil(MAX_RUN / QUERIES) programs in place of one, which the
-plan knows as sequences. What a sequence has fewer of than MAX_RUN are tokens of padding, which lie
-behind those of all sequences: they see no key, and their results are 0.
+A sequence of up to MAX_RUN queries has ceil(MAX_RUN / QUERIES) programs, which the plan treats as
+sequences. Padding tokens fill a sequence up to MAX_RUN queries. They come after the tokens of all
+sequences, see no key, and their results are 0.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ MAX_ROWS = 32
 
 
 def queries_per_program(group: int, max_run: int) -> int:
-    """So that the rows are MAX_ROWS at most, and all programs of a sequence have as many, or
-    nearly.
+    """Return the queries of a program, so that it has at most MAX_ROWS rows and all programs of a
+    sequence have about as many.
     """
     most = max(1, MAX_ROWS // group)
     return triton.cdiv(max_run, triton.cdiv(max_run, most))
 
 
 class Run(NamedTuple):
-    """The queries of a program. With QUERIES of 1 only `token` has a meaning."""
+    """The queries of a program. If QUERIES is 1, only `token` is used."""
 
-    token: tl.tensor  # of the first one
+    token: tl.tensor  # of the first query
     num_queries: tl.tensor
-    num_real: tl.tensor  # from this one on they are padding
-    shift: tl.tensor  # how many tokens further behind padding lies
+    num_real: tl.tensor  # queries from this number on are padding
+    shift: tl.tensor  # distance of padding from the tokens of the sequence
 
 
 @triton.jit
 def load_run(query_starts, num_tokens, seq, C: tl.constexpr):
-    """What sequence `seq` of the plan stands for."""
+    """Return the run of sequence `seq` of the plan."""
     if C.QUERIES == 1:
         run = Run(seq, 1, 1, 0)
     else:
@@ -56,13 +56,13 @@ def load_run(query_starts, num_tokens, seq, C: tl.constexpr):
 
 @triton.jit
 def is_row(run, row, C: tl.constexpr):
-    """Which rows there are."""
+    """Return which rows exist."""
     return row < C.GROUP if C.QUERIES == 1 else row < run.num_queries * C.GROUP
 
 
 @triton.jit
 def head_of_row(run, first_row, row, C: tl.constexpr):
-    """token * heads + head of each row, where that of row 0 is `first_row`."""
+    """Return token * heads + head of each row; `first_row` is that of row 0."""
     if C.QUERIES == 1:
         at = first_row + row
     else:
@@ -74,6 +74,6 @@ def head_of_row(run, first_row, row, C: tl.constexpr):
 
 @triton.jit
 def keys_of_row(run, row, length, C: tl.constexpr):
-    """How many keys each row sees, of a sequence of `length` tokens, its own among them."""
+    """Return how many keys of a sequence of `length` tokens each row sees, including its own."""
     query = row // C.GROUP
     return tl.where(query < run.num_real, length - run.num_real + query + 1, 0)

@@ -1,12 +1,12 @@
-"""RMS norm of each head, if any, rope and the write to the paged caches, in one launch, the index
-heads of block-sparse attention included.
+"""RMS norm of each head (if any), rope and the write to the paged caches in one launch, including
+the index heads of block-sparse attention.
 
     projected    |   q heads   | k heads | v heads | index q heads | index k |    a token's row
                   norm and rope            as it is  norm and rope
     goes to       q              k_cache   v_cache   index_q         index_cache
 
 Grid (T, tiles of BLOCK_H heads): no head waits for another one. The tiles of the index heads, whose
-width may be another, come last. Tokens with negative slots are not written to the caches.
+width may differ, come last. Tokens with negative slots are not written to the caches.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class IndexHeads(NamedTuple):
     q: Tensor  # [T, index heads, INDEX_DIM], written
     cache: Tensor  # [blocks * block size, INDEX_DIM], written
     rank: int
-    ranks: int  # that hold a shard of the index keys each
-    rows: Tensor | None  # [T] int64, rows of `cache`; None: as follows from the slot mapping
+    ranks: int  # ranks that hold a shard of the index keys each
+    rows: Tensor | None  # [T] int64, rows of `cache`; None: derived from the slot mapping
 
 
 class HeadNormConstants(NamedTuple):
@@ -52,12 +52,12 @@ class HeadNormConstants(NamedTuple):
     DIM: int
     INDEX_DIM: int  # 0: no index heads
     INDEX_HEADS: int
-    INDEX_RANKS: int  # that hold a shard of the index keys each
+    INDEX_RANKS: int  # ranks that hold a shard of the index keys each
     BLOCK_SIZE: int  # tokens of a block of the caches
     HALF: int  # of the rotated dimensions
     BLOCK_H: int
     BLOCK_HALF: int
-    BLOCK_REST: int  # of the dimensions that are not rotated; 0: none; likewise
+    BLOCK_REST: int  # of the dimensions that are not rotated; 0: none; the next line likewise
     BLOCK_INDEX_REST: int
 
 
@@ -66,18 +66,19 @@ def _load_rotated(
     x, weight, angles, head, is_there, is_key, is_plain, eps,
     DIM: tl.constexpr, BLOCK_REST: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The heads `head` [BLOCK_H] at x, rotated, and normed by row `is_key` of weight [2, DIM] if
-    that is given; as they are where `is_plain`. Also their columns and masks.
+    """Load the heads `head` [BLOCK_H] at x and rotate them; normalise them by row `is_key` of
+    weight [2, DIM] if there is one. Heads that are `is_plain` stay as they are. Also returns their
+    columns and masks.
     """
     BLOCK_H: tl.constexpr = C.BLOCK_H  # Triton 3.6 takes no field of a struct in a shape
     cos, sin = angles
     columns, masks = split_columns(is_there, DIM, C.HALF, C.BLOCK_HALF, BLOCK_REST)
-    # loaded before the wait: the kernel before this one did not write it
+    # loaded before the wait: the predecessor did not write it
     angles = load_angles(cos, sin, C.HALF, C.BLOCK_HALF)
     if weight is not None:
-        weights = load_heads(weight + is_key.to(tl.int32)[:, None] * DIM, columns, masks)
+        weights = load_heads(weight + is_key.to(tl.int32)[:, None] * DIM, columns, masks, C.HALF)
     launch_dependents_then_wait(PDL)
-    loaded = load_heads(x + head[:, None] * DIM, columns, masks)
+    loaded = load_heads(x + head[:, None] * DIM, columns, masks, C.HALF)
     heads, normed, squares = (), (), tl.zeros([BLOCK_H], tl.float32)
     for part in tl.static_range(len(loaded)):
         value = finite(loaded[part], x.dtype.element_ty)
@@ -100,7 +101,7 @@ def _write_qkv(
     x, weight, angles, slots, token, tile, q_out, k_cache, v_cache, eps, scales,
     C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the heads of q, k and v at x."""
+    """Write a tile of the heads of q, k and v at x."""
     head = tile * C.BLOCK_H + tl.arange(0, C.BLOCK_H)
     is_there = head < C.HEADS + 2 * C.KV_HEADS
     is_q, is_v = head < C.HEADS, head >= C.HEADS + C.KV_HEADS
@@ -111,11 +112,11 @@ def _write_qkv(
         C.DIM, C.BLOCK_REST, C, PDL,
     )  # fmt: skip
     q_row = q_out + (token * C.HEADS + head) * C.DIM
-    store_heads(heads, columns, masks, q_row, is_q, 1.0)
+    store_heads(heads, columns, masks, q_row, is_q, 1.0, C.HALF)
     is_written = slot >= 0
     k_row, v_row = k_cache + slot * C.DIM, v_cache + slot * C.DIM
-    store_heads(heads, columns, masks, k_row, is_written & (is_v == 0), scales[0])
-    store_heads(heads, columns, masks, v_row, is_written & is_v, scales[1])
+    store_heads(heads, columns, masks, k_row, is_written & (is_v == 0), scales[0], C.HALF)
+    store_heads(heads, columns, masks, v_row, is_written & is_v, scales[1], C.HALF)
 
 
 @triton.jit
@@ -123,10 +124,10 @@ def _write_index(
     x, weight, angles, slots, rows, token, tile, q_out, cache, eps, rank, C: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the index heads at x."""
+    """Write a tile of the index heads at x."""
     head = tile * C.BLOCK_H + tl.arange(0, C.BLOCK_H)
     is_q, is_k = head < C.INDEX_HEADS, head == C.INDEX_HEADS
-    if rows is None:  # the same block as that of the first KV head, and there the same place
+    if rows is None:  # the same block and place as those of the first KV head
         slot = tl.load(slots)
         block = slot // (C.KV_HEADS * C.BLOCK_SIZE)
         row = block // C.INDEX_RANKS * C.BLOCK_SIZE + slot % C.BLOCK_SIZE
@@ -139,9 +140,9 @@ def _write_index(
         C.INDEX_DIM, C.BLOCK_INDEX_REST, C, PDL,
     )  # fmt: skip
     q_row = q_out + (token * C.INDEX_HEADS + head) * C.INDEX_DIM
-    store_heads(heads, columns, masks, q_row, is_q, 1.0)
+    store_heads(heads, columns, masks, q_row, is_q, 1.0, C.HALF)
     k_row = cache + (row + head * 0) * C.INDEX_DIM
-    store_heads(heads, columns, masks, k_row, is_k & is_mine, 1.0)
+    store_heads(heads, columns, masks, k_row, is_k & is_mine, 1.0, C.HALF)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -157,15 +158,15 @@ def _head_norm_rope_write_kernel(
     v_cache,
     index_cache,  # [blocks * BLOCK_SIZE, INDEX_DIM], written
     slot_mapping,  # [T * KV_HEADS] int64, rows of k_cache and v_cache
-    index_rows,  # [T] int64, rows of index_cache; None: as follows from slot_mapping
+    index_rows,  # [T] int64, rows of index_cache; None: derived from slot_mapping
     eps,
     inverse_k_scale,
     inverse_v_scale,
-    rank,  # of the INDEX_RANKS
+    rank,  # of this rank among INDEX_RANKS
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Some heads of one token."""
+    """Write some heads of one token."""
     TILES: tl.constexpr = triton.cdiv(C.HEADS + 2 * C.KV_HEADS, C.BLOCK_H)
     QKV: tl.constexpr = (C.HEADS + 2 * C.KV_HEADS) * C.DIM
     INDEX: tl.constexpr = (C.INDEX_HEADS + 1) * C.INDEX_DIM
@@ -195,8 +196,8 @@ def launch_norm_rope_write(
     kv_scales: tuple[float, float],
     index: IndexHeads | None = None,
 ) -> Tensor:
-    """-> q [T, heads, head_dim]; `norm`: weight and eps. `projected` is left as it is, and tokens
-    whose slots are negative are not written to the caches.
+    """Launch the kernel -> q [T, heads, head_dim]; `norm`: weight and eps. `projected` stays as it
+    is, and tokens whose slots are negative are not written to the caches.
     """
     (num_tokens, width), (_, kv_heads, block_size, head_dim) = projected.shape, caches[0].shape
     assert projected.is_contiguous() and all(cache.is_contiguous() for cache in caches)
@@ -237,7 +238,7 @@ def head_norm_rope_write(
     group: Collective | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """As the definition, with the exceptions of `launch_norm_rope_write`."""
+    """Run `attention.head_norm_rope_write`, with the exceptions of `launch_norm_rope_write`."""
     own, caches = (norm.weight, norm.eps), (k_cache, v_cache)
     return launch_norm_rope_write(qkv, norm.heads, own, (cos, sin), caches, slot_mapping, kv_scales)
 
@@ -252,7 +253,7 @@ def rope_write(
     *,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """As the definition, with the exceptions of `launch_norm_rope_write`."""
+    """Run `attention.rope_write`, with the exceptions of `launch_norm_rope_write`."""
     heads = qkv.shape[1] // k_cache.shape[3] - 2 * k_cache.shape[1]
     caches = (k_cache, v_cache)
     return launch_norm_rope_write(qkv, heads, None, (cos, sin), caches, slot_mapping, kv_scales)

@@ -1,4 +1,4 @@
-"""Rows of heads in kernels that normalise and rotate them and write caches.
+"""Functions of kernels that normalise and rotate heads and write them to caches.
 
     a head    | HALF | HALF | rest |    rope pairs the two halves; `rest` is not rotated
 
@@ -14,13 +14,13 @@ from negamax.kernels.launch.triton import e4m3_max
 
 
 def block_of_rest(dim: int, half: int) -> int:
-    """Columns of a tile for what `half` leaves of a head; 0: nothing."""
+    """Return the padded number of columns of the rest of a head; 0: no rest."""
     return int(triton.next_power_of_2(dim - 2 * half)) if dim > 2 * half else 0
 
 
 @triton.jit
 def finite(x, dtype: tl.constexpr):
-    """x in fp32, NaN as 0 and infinities as the largest number of `dtype`."""
+    """Convert x to fp32, NaN to 0 and infinities to the largest number of `dtype`."""
     largest: tl.constexpr = 65504.0 if dtype == tl.float16 else 3.3895313892515355e38
     x = x.to(tl.float32)
     x = tl.where(x == x, x, 0.0)
@@ -29,7 +29,7 @@ def finite(x, dtype: tl.constexpr):
 
 @triton.jit
 def to_cache_dtype(x, dtype: tl.constexpr):
-    """x in the dtype of a cache; FP8 saturates."""
+    """Convert x to the dtype of a cache; FP8 saturates."""
     if dtype == tl.float8e4nv:
         x = tl.minimum(tl.maximum(x, -e4m3_max(dtype)), e4m3_max(dtype))
     return x.to(dtype)
@@ -40,29 +40,31 @@ def split_columns(
     is_head, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """Of each tile the columns [1, columns] and the mask [heads, columns]; `is_head` [heads]."""
+    """Return the columns [1, columns] of each tile, counted from its first one at part * HALF, and
+    the mask [heads, columns]; `is_head` [heads].
+    """
     i = tl.arange(0, BLOCK_HALF)[None, :]
     mask = is_head[:, None] & (i < HALF)
-    columns, masks = (i, HALF + i), (mask, mask)
+    columns, masks = (i, i), (mask, mask)
     if BLOCK_REST > 0:
-        j = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
+        j = tl.arange(0, BLOCK_REST)[None, :]
         columns += (j,)
-        masks += (is_head[:, None] & (j < DIM),)
+        masks += (is_head[:, None] & (j < DIM - 2 * HALF),)
     return columns, masks
 
 
 @triton.jit
-def load_heads(x, offsets, masks):
-    """The tiles at x + offsets, as they are stored."""
+def load_heads(x, offsets, masks, HALF: tl.constexpr):
+    """Load the tiles at x + offsets + part * HALF, as they are stored."""
     heads = ()
     for part in tl.static_range(len(offsets)):
-        heads += (tl.load(x + offsets[part], mask=masks[part], other=0.0),)
+        heads += (tl.load(x + offsets[part] + part * HALF, mask=masks[part], other=0.0),)
     return heads
 
 
 @triton.jit
 def load_angles(cos, sin, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
-    """A token's cosines and sines [1, BLOCK_HALF]; both tensors hold each angle twice."""
+    """Load a token's cosines and sines [1, BLOCK_HALF]; both tensors hold each angle twice."""
     i = tl.arange(0, BLOCK_HALF)
     c = tl.load(cos + i, mask=i < HALF, other=0.0)[None, :]
     return c, tl.load(sin + HALF + i, mask=i < HALF, other=0.0)[None, :]
@@ -70,7 +72,7 @@ def load_angles(cos, sin, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
 
 @triton.jit
 def rotate(heads, angles):
-    """Rope of `heads`."""
+    """Apply rope to `heads`."""
     low, high = heads[0], heads[1]
     c, s = angles
     rotated = (low * c - high * s, high * c + low * s)
@@ -80,9 +82,9 @@ def rotate(heads, angles):
 
 
 @triton.jit
-def store_heads(heads, columns, masks, rows, mine, scale):
-    """`heads` times `scale` to the rows at the pointers `rows` [heads], where `mine`."""
+def store_heads(heads, columns, masks, rows, mine, scale, HALF: tl.constexpr):
+    """Store `heads` times `scale` to the rows at the pointers `rows` [heads], where `mine`."""
     dtype: tl.constexpr = rows.dtype.element_ty
     for part in tl.static_range(len(heads)):
         x = to_cache_dtype(heads[part] * scale, dtype)
-        tl.store(rows[:, None] + columns[part], x, mask=masks[part] & mine[:, None])
+        tl.store(rows[:, None] + part * HALF + columns[part], x, mask=masks[part] & mine[:, None])

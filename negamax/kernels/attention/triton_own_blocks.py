@@ -1,4 +1,4 @@
-"""The blocks that a rank holds of each sequence, where ranks share out the blocks of a cache:
+"""The blocks that a rank holds of each sequence, if ranks shard the blocks of a cache:
 
     blocks of a sequence    | 0 | 1 | 2 | 3 | 4 | 5 | ...     7  2  9  4  1  6   in the pool
     of rank 1 of 2          | 0 |   | 2 |   | 4 |   |         3     4     0      of this rank
@@ -24,14 +24,14 @@ _CHUNK = 1024  # blocks that the planning program loads together
 class OwnBlocks:
     """The blocks of S sequences that a rank holds, ascending."""
 
-    blocks: Tensor  # [S, 2, most blocks] int32, their numbers in the sequence and of the rank
-    # [S, most blocks] int32, how many of the sequence's blocks up to each of them are held
+    blocks: Tensor  # [S, 2, most blocks] int32, their numbers in the sequence and on the rank
+    # [S, most blocks] int32, how many blocks of the sequence up to each one are held
     held: Tensor
-    tokens: Tensor  # [S] int32, in all that are held, had these no end
-    keys: Tensor  # [S] int32, of the sequence
+    tokens: Tensor  # [S] int32, in all held blocks, counted as full
+    keys: Tensor  # [S] int32, of the sequence in held blocks
 
 
-# (columns of a part of a step begin anywhere)
+# columns of a part of a step have any alignment
 @triton.jit(
     do_not_specialize=["rank"], do_not_specialize_on_alignment=["block_table_indices", "lengths"]
 )
@@ -47,11 +47,11 @@ def _own_blocks_kernel(
     width,
     rank,
     RANKS: tl.constexpr,
-    FIRST: tl.constexpr,  # blocks of the rank before those that are shared out
+    FIRST: tl.constexpr,  # blocks of the rank before those that are sharded
     BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Grid (S,)."""
+    """List the blocks of one sequence. Grid (S,)."""
     seq = tl.program_id(0).to(tl.int64)
     table = tables + tl.load(block_table_indices + seq) * table_stride
     length = tl.load(lengths + seq)
@@ -83,8 +83,8 @@ def plan_own_blocks(
     block_size: int,
     first: int = 0,
 ) -> OwnBlocks:
-    """The rank's blocks of the sequences of `metadata`, within `lengths` [S] int32. Block b of the
-    pool is block b // ranks + first of rank b % ranks.
+    """List the rank's blocks of the sequences of `metadata`, within `lengths` [S] int32. Block b of
+    the pool is block b // ranks + first of rank b % ranks.
     """
     num_seqs, tables = lengths.shape[0], metadata.block_tables
     width = tables.shape[1]

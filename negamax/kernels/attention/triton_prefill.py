@@ -1,4 +1,4 @@
-"""Attention of prefills, runs of queries each on top of its cached prefix, over the paged cache.
+"""Attention of prefills over the paged cache: runs of queries, each on top of its cached prefix.
 
 Grid (heads, tiles): a program attends with BLOCK_M queries of one head to all keys that they see,
 BLOCK_N at a time.
@@ -7,9 +7,9 @@ BLOCK_N at a time.
     k, v     [blocks, kv_heads, BLOCK_SIZE, DIM]   |  no mask   |  causal  |    BLOCK_M queries at
              by the sequence's block table         |            |          |    start .. end - 1
 
-Tiles are listed on the host, those with the most keys first; or on the device, where only it knows
-the lengths. Of so few queries that those of all heads of a KV head fit into one tile, as of a
-generated token in a captured step, the program of the first head does the work of all.
+The host lists the tiles, those with the most keys first; the device does if only it knows the
+lengths. If the queries of all heads of a KV head fit into one tile, as for a generated token in a
+captured step, the program of the first head attends for all of them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PrefillPlan:
 def plan_prefill(
     queries: AttentionMetadata, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False
 ) -> PrefillPlan:
-    """A run of queries per sequence, each at the last positions of its sequence."""
+    """Plan a run of queries per sequence, each at the last positions of its sequence."""
     on_device = queries.is_captured or not queries.is_exact
     longest = max(queries.host_seq_lens, default=0)
     size = tiles_for(queries.seq_lens.device).prefill_block_m(
@@ -64,7 +64,7 @@ def plan_prefill(
 
 
 def query_tiles(queries: AttentionMetadata, size: int) -> Tensor:
-    """The tiles of `size` queries at most, as `PrefillPlan.tiles`."""
+    """List the tiles of at most `size` queries, as `PrefillPlan.tiles`."""
     if queries.is_captured or not queries.is_exact:
         return _tiles_on_device(queries, size)
     rows, first = [np.empty((0, 4), dtype=np.int32)], 0
@@ -87,8 +87,8 @@ def query_tiles(queries: AttentionMetadata, size: int) -> Tensor:
 
 
 def _tiles_on_device(queries: AttentionMetadata, size: int) -> Tensor:
-    """The tiles [T / size + S, 4] of sequences whose counts only the device knows; the
-    last ones may be empty.
+    """List the tiles [T / size + S, 4] of sequences whose counts only the device knows; the last
+    ones may be empty.
 
     They are numbered from the end, so that within a sequence those with the most keys come first.
     """
@@ -110,8 +110,8 @@ def _tiles_on_device(queries: AttentionMetadata, size: int) -> Tensor:
 
 @triton.jit
 def _last_own_key(held, position, is_row, C: tl.constexpr):
-    """Which of the keys in a rank's blocks of a sequence is the last one up to `position`, counted
-    from 0; -1 where there is none. `held`: of the sequence's blocks.
+    """Return the number of the last key up to `position` among those in a rank's blocks of a
+    sequence, counted from 0; -1: none. `held`: of the sequence's blocks.
     """
     block = position // C.BLOCK_SIZE
     until = tl.load(held + block, mask=is_row, other=0)
@@ -120,7 +120,7 @@ def _last_own_key(held, position, is_row, C: tl.constexpr):
     return before * C.BLOCK_SIZE + rest - 1
 
 
-# (columns of a part of a step begin anywhere)
+# columns of a part of a step have any alignment
 @triton.jit(do_not_specialize_on_alignment=["block_table_indices"])
 def _prefill_kernel(
     q,  # [T, KV_HEADS * GROUP, DIM]
@@ -140,8 +140,8 @@ def _prefill_kernel(
     table_stride,
     C: tl.constexpr,
 ):
-    """One tile of queries of one head, or of few queries of all heads of a KV head. Axis 0 is the
-    query head, so that the heads of a KV head run side by side.
+    """Attend with one tile of queries of one head, or with few queries of all heads of a KV head.
+    Axis 0 is the query head, so that the heads of a KV head run side by side.
     """
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_D: tl.constexpr = C.BLOCK_D
@@ -205,8 +205,8 @@ def prefill(
     *,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor | QuantizedActivations:
-    """q [T, heads, head_dim], caches [num_blocks, kv_heads, block_size, head_dim] -> [T, heads *
-    head_dim].
+    """Attend with q [T, heads, head_dim] to caches [num_blocks, kv_heads, block_size, head_dim] ->
+    [T, heads * head_dim].
     """
     output = outputs(q, quantize=plan.quantize)
     launch_prefill(q, k_cache, v_cache, plan, output, kv_scales=kv_scales)
@@ -224,8 +224,8 @@ def launch_prefill(
     held: Tensor | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
-    """`prefill` into `output`, and into lse [T, heads] fp32 what `write_lse` says; with `held` of
-    `OwnBlocks` where the plan's block tables are those of the blocks that a rank holds.
+    """Run `prefill` into `output`, and `write_lse` into lse [T, heads] fp32. `held` of `OwnBlocks`:
+    the plan's block tables list only the blocks that a rank holds.
     """
     assert q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
     if q.shape[0] == 0:

@@ -1,4 +1,4 @@
-"""QK norm over all heads, rope and the write to the paged cache, in one launch: one program per
+"""QK norm over all heads, rope and the write to the paged cache in one launch, one program per
 token.
 
     qkv [T, (HEADS + 2 * KV_HEADS) * DIM]    |   q heads   | k heads | v heads |
@@ -6,11 +6,8 @@ token.
     q_out [T, HEADS * DIM]                   |   q heads   |
     caches [blocks * KV_HEADS * BLOCK_SIZE, DIM], rows by slot_mapping [T * KV_HEADS], -1: none
 
-    a head                                   | HALF | HALF | rest |   rope pairs the two halves
-
-The heads of q and k are one tile [BLOCK_H, BLOCK_HALF] for each half, and one for the rest. The
-norm is over all heads of all ranks: the sums of squares cross the ranks inside the kernel by the LL
-protocol, or by the group between two launches.
+The norm is over all heads of all ranks. Their sums of squares cross the ranks inside the kernel by
+the LL protocol, or by the group between two launches. `triton_heads.py` has the tiles of a head.
 """
 
 from __future__ import annotations
@@ -48,15 +45,15 @@ class QkNormConstants(NamedTuple):
     BLOCK_H: int  # HEADS + KV_HEADS, padded to a power of two; likewise the five below
     BLOCK_KV: int
     BLOCK_HALF: int
-    BLOCK_REST: int  # of the dimensions that are not rotated; 0: there are none
+    BLOCK_REST: int  # of the dimensions that are not rotated; 0: none
     BLOCK_D: int
-    HAS_SUMS: bool  # `sums` has the sums of squares of all ranks
+    HAS_SUMS: bool  # `sums` holds the sums of squares of all ranks
     WORLD: int  # ranks that exchange them in the kernel
 
 
 @triton.jit
 def _sum_q_and_k(squares, head, HEADS: tl.constexpr):
-    """The sums of the query heads' and of the key heads' `squares` [heads]."""
+    """Sum `squares` [heads] over the query heads and over the key heads."""
     return tl.sum(tl.where(head < HEADS, squares, 0.0), axis=0), tl.sum(
         tl.where(head < HEADS, 0.0, squares), axis=0
     )
@@ -64,7 +61,7 @@ def _sum_q_and_k(squares, head, HEADS: tl.constexpr):
 
 @triton.jit
 def _sum_over_ranks(q_sum, k_sum, addresses, flags, token, region_rows, rank, WORLD: tl.constexpr):
-    """Both sums over all ranks, in the same order of summation on every rank."""
+    """Sum both values over all ranks, in the same order on every rank."""
     flag = tl.load(flags + token) + 1
     row = ((flag & 1) * region_rows + token).to(tl.int64) * (WORLD * 2)
     word = tl.arange(0, 2)
@@ -92,7 +89,7 @@ def _sums_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Grid (T,): one token."""
+    """Sum the squares of one token. Grid (T,)."""
     token = tl.program_id(0).to(tl.int64)
     head, column = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
     mask = (head < HEADS + KV_HEADS)[:, None] & (column < DIM)[None, :]
@@ -109,7 +106,7 @@ def _sums_kernel(
 
 @triton.jit
 def _write_v(v, v_cache, slot_mapping, inverse_scale, C: tl.constexpr):
-    """A token's values v [KV_HEADS, DIM] to their slots of the cache."""
+    """Write a token's values v [KV_HEADS, DIM] to their slots of the cache."""
     head, column = tl.arange(0, C.BLOCK_KV), tl.arange(0, C.BLOCK_D)
     slot = tl.load(slot_mapping + head, mask=head < C.KV_HEADS, other=-1)
     mask = (slot >= 0)[:, None] & (column < C.DIM)[None, :]
@@ -142,7 +139,7 @@ def _qk_norm_rope_write_kernel(
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (T,): one token."""
+    """Process one token. Grid (T,)."""
     token = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = qkv.dtype.element_ty
     qkv += token * ((C.HEADS + 2 * C.KV_HEADS) * C.DIM)
@@ -151,16 +148,16 @@ def _qk_norm_rope_write_kernel(
     head = tl.arange(0, C.BLOCK_H)
     valid = head < C.HEADS + C.KV_HEADS
     columns, masks = split_columns(valid, C.DIM, C.HALF, C.BLOCK_HALF, C.BLOCK_REST)
-    # loaded before the wait: the kernel before this one did not write it
+    # loaded before the wait: the predecessor did not write it
     slot = tl.load(slot_mapping + head - C.HEADS, mask=(head >= C.HEADS) & valid, other=-1)
     offsets = ()
     for part in tl.static_range(len(columns)):
         offsets += (head[:, None] * C.DIM + columns[part],)
-    weights = load_heads(weight, offsets, masks)
+    weights = load_heads(weight, offsets, masks, C.HALF)
     angles = load_angles(cos + token * (2 * C.HALF), sin + token * (2 * C.HALF), C.HALF,
                          C.BLOCK_HALF)  # fmt: skip
     launch_dependents_then_wait(PDL)
-    loaded, heads = load_heads(qkv, offsets, masks), ()
+    loaded, heads = load_heads(qkv, offsets, masks, C.HALF), ()
     v = qkv + (C.HEADS + C.KV_HEADS) * C.DIM
     _write_v(v, v_cache, slot_mapping, inverse_v_scale, C)
     for part in tl.static_range(len(loaded)):
@@ -183,9 +180,9 @@ def _qk_norm_rope_write_kernel(
     for part in tl.static_range(len(heads)):
         normed += (heads[part] * norm * weights[part],)
     rotated = rotate(normed, angles)
-    store_heads(rotated, columns, masks, q_out + head * C.DIM, head < C.HEADS, 1.0)
+    store_heads(rotated, columns, masks, q_out + head * C.DIM, head < C.HEADS, 1.0, C.HALF)
     is_key = (head >= C.HEADS) & (slot >= 0)
-    store_heads(rotated, columns, masks, k_cache + slot * C.DIM, is_key, inverse_k_scale)
+    store_heads(rotated, columns, masks, k_cache + slot * C.DIM, is_key, inverse_k_scale, C.HALF)
 
 
 def qk_norm_rope_write(
@@ -200,11 +197,11 @@ def qk_norm_rope_write(
     group: Collective | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """As the definition, but `qkv` is left as it is, and tokens whose slots are negative are not
-    written to the cache.
+    """Run `attention.qk_norm_rope_write`, but leave `qkv` as it is and write no token whose slots
+    are negative.
 
-    With several ranks: one launch where their memory has a row for every token, else the sums go
-    through the group between two.
+    With several ranks: one launch if their memory has a row for every token, else two, with a sum
+    over the group in between.
     """
     assert qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
     num_tokens, head_dim, half = qkv.shape[0], k_cache.shape[-1], cos.shape[-1] // 2

@@ -1,6 +1,4 @@
-"""What the decode and prefill kernels share: their constants, the output, tiles of the paged cache,
-a step of the softmax.
-"""
+"""Parts of decode and prefill kernels: constants, outputs, tiles of the paged cache, softmax."""
 
 from __future__ import annotations
 
@@ -28,21 +26,21 @@ class AttentionConstants(NamedTuple):
     GROUP: int  # query heads per KV head
     DIM: int  # of a head
     BLOCK_SIZE: int  # tokens of a block of the cache
-    BLOCK_M: int  # rows of a tile: QUERIES * GROUP, padded to what tl.dot takes, or of a prefill
+    BLOCK_M: int  # rows of a tile; of decodes QUERIES * GROUP, padded for tl.dot
     BLOCK_N: int  # keys of a tile
     BLOCK_D: int  # DIM, padded to a power of two
-    QUANTIZE: bool  # the output in FP8 too
-    DOT: tl.dtype  # of what is multiplied
-    # decode: see triton_decode
+    QUANTIZE: bool  # write the output in FP8 too
+    DOT: tl.dtype  # dtype of products
+    # decodes only: see triton_decode
     WARPS: int = 0
-    PARTIAL_ROWS: int = 0  # QUERIES * GROUP, padded to what a partial result holds
-    QUERIES: int = 1  # of a sequence that a program attends with
+    PARTIAL_ROWS: int = 0  # QUERIES * GROUP, padded to the rows of a partial result
+    QUERIES: int = 1  # of a sequence that one program attends with
     MAX_RUN: int = 1  # of a sequence in the step
     SPLIT_KV: bool = False
     PREFETCH_KV: bool = False
     PARALLEL_REDUCE: bool = False
     REDUCE_LATER: bool = False
-    FEWER_KEYS: bool = False  # than the plan knows of
+    FEWER_KEYS: bool = False  # sequences may have fewer keys than planned
 
 
 def attention_constants(
@@ -56,8 +54,8 @@ def attention_constants(
     block_size: int | None = None,
     **decode: Any,
 ) -> AttentionConstants:
-    """For queries q [.., head_dim]; `block_size`: that of `shape` unless given; `decode`: fields of
-    decodes.
+    """Return constants for queries q [.., head_dim]. `block_size` replaces that of `shape`;
+    `decode` are fields of decodes.
     """
     return AttentionConstants(
         KV_HEADS=shape.kv_heads,
@@ -74,12 +72,12 @@ def attention_constants(
 
 
 def score_scale(head_dim: int, scale: float) -> float:
-    """What kernels multiply scores by: softmax scale, `scale` of the keys, and base 2."""
+    """Return the factor of scores in kernels: softmax scale, `scale` of the keys, and base 2."""
     return head_dim**-0.5 * scale * _LOG2_E
 
 
 def dot_dtype(dtype: torch.dtype, cache: torch.dtype) -> tl.dtype:
-    """What the products are made of; the interpreter multiplies fp32 only."""
+    """Return the dtype of products; the interpreter multiplies fp32 only."""
     if INTERPRETED:
         return tl.float32
     return tl.float16 if FP8 in (cache, dtype) or dtype == torch.float16 else tl.bfloat16
@@ -89,8 +87,8 @@ Outputs = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 def outputs(q: Tensor, *, quantize: bool) -> Outputs:
-    """Where a kernel writes what it makes of q [T, heads, head_dim]: [T, heads * head_dim] in the
-    model's dtype and, if asked for, in FP8 with a scale per token and head.
+    """Allocate the output for q [T, heads, head_dim]: [T, heads * head_dim] in the model's dtype
+    and, with `quantize`, in FP8 with a scale per token and head.
     """
     out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
     if not quantize:
@@ -102,7 +100,7 @@ def outputs(q: Tensor, *, quantize: bool) -> Outputs:
 def result(
     out: Tensor, values: Tensor | None, scales: Tensor | None
 ) -> Tensor | QuantizedActivations:
-    """What a kernel returns from what it wrote."""
+    """Return the result of a kernel from its outputs."""
     if values is None or scales is None:
         return out
     return QuantizedActivations(out, values, scales)
@@ -110,8 +108,8 @@ def result(
 
 @triton.jit
 def write_heads(x, row, column, mask, output, C: tl.constexpr):
-    """x [rows, BLOCK_D] fp32 to the heads `row` (token * heads + head) of `output`, a tuple of
-    pointers to what `outputs` has made.
+    """Write x [rows, BLOCK_D] fp32 to the heads `row` (token * heads + head) of `output`, pointers
+    to the tensors of `outputs`.
     """
     out, values, scales = output
     at = row[:, None] * C.DIM + column[None, :]
@@ -130,8 +128,8 @@ def write_heads(x, row, column, mask, output, C: tl.constexpr):
 
 @triton.jit
 def write_lse(m_i, l_i, row, mask, lse):
-    """The log2-sum-exp2 of the scores of rows, m_i + log2(l_i), to the heads `row` of lse [T,
-    heads] fp32; -inf where there is no key. None: nobody asks for it.
+    """Write the log2-sum-exp2 of the scores of rows, m_i + log2(l_i), to the heads `row` of lse [T,
+    heads] fp32, -inf for rows without keys; do nothing if lse is None.
     """
     if lse is not None:
         tl.store(lse + row, m_i + tl.log2(l_i), mask=mask)
@@ -139,8 +137,8 @@ def write_lse(m_i, l_i, row, mask, lse):
 
 @triton.jit
 def key_offset(table, key, length, head, C: tl.constexpr):
-    """Where keys `key` of one KV head begin in a cache [blocks, KV_HEADS, BLOCK_SIZE, DIM] of which
-    `table` lists the sequence's blocks. Keys from `length` on are those of block 0.
+    """Return the offsets of keys `key` of one KV head in a cache [blocks, KV_HEADS, BLOCK_SIZE,
+    DIM]; `table` lists the sequence's blocks. Keys from `length` on get those of block 0.
     """
     block = tl.load(table + key // C.BLOCK_SIZE, mask=key < length, other=0).to(tl.int64)
     return (block * C.KV_HEADS + head) * (C.BLOCK_SIZE * C.DIM) + (key % C.BLOCK_SIZE) * C.DIM
@@ -148,8 +146,8 @@ def key_offset(table, key, length, head, C: tl.constexpr):
 
 @triton.jit
 def tile_offset(table, tile, lane, length, head, C: tl.constexpr):
-    """Where tile number `tile` of BLOCK_N keys begins: one offset where a block holds the whole
-    tile, else one for each key of `lane`.
+    """Return the offset of tile number `tile` of BLOCK_N keys: one if a block holds the whole tile,
+    else one for each key of `lane`.
     """
     key = tile * C.BLOCK_N if C.BLOCK_SIZE % C.BLOCK_N == 0 else tile * C.BLOCK_N + lane
     return key_offset(table, key, length, head, C)
@@ -157,8 +155,8 @@ def tile_offset(table, tile, lane, length, head, C: tl.constexpr):
 
 @triton.jit
 def load_tile(cache, offset, lane, column, C: tl.constexpr):
-    """The tile at `offset`: rows `lane`, which are 0 to BLOCK_N - 1 in any shape, of columns
-    `column`. No key is masked: a cache holds finite values everywhere, and the scores are masked.
+    """Load the tile at `offset`: rows `lane`, 0 to BLOCK_N - 1 in any shape, of columns `column`.
+    No key is masked: a cache holds finite values everywhere, and the scores are masked.
     """
     at = cache + offset + (lane * C.DIM + column if C.BLOCK_SIZE % C.BLOCK_N == 0 else column)
     if column.shape[len(column.shape) - 1] == C.DIM:
@@ -168,14 +166,14 @@ def load_tile(cache, offset, lane, column, C: tl.constexpr):
 
 @triton.jit
 def nonempty_max(m_i):
-    """m_i, and 0 in rows that have seen no key, where exp2(-inf - m_i) would be NaN."""
+    """Return m_i, and 0 for rows that have seen no key, where exp2(-inf - m_i) would be NaN."""
     return tl.where(m_i == float("-inf"), 0.0, m_i)
 
 
 @triton.jit
 def softmax_step(scores, scale, m_i):
-    """The scores [..., rows, keys] of a tile and m_i [..., rows] -> p, alpha and the new m_i, in
-    units of scores * scale and with base 2.
+    """Update the softmax by scores [..., rows, keys] of a tile and m_i [..., rows] -> p, alpha and
+    the new m_i, in units of scores * scale and with base 2.
     """
     axis: tl.constexpr = len(scores.shape) - 1
     new = tl.maximum(m_i, tl.max(scores, axis=axis) * scale)

@@ -1,5 +1,5 @@
-"""Sizes of the Triton kernels of block-sparse attention by architecture. Estimates, but for those
-of `H200` for decodes. Nothing is tuned at run time.
+"""Sizes of the Triton kernels of block-sparse attention by architecture. Estimates, except those of
+`H200` for decodes. Nothing is tuned at run time.
 """
 
 from __future__ import annotations
@@ -19,29 +19,33 @@ class Launch:
 
 
 class Tiles:
-    """Where 64 KB of shared memory are all there is."""
+    """Unmeasured sizes that need at most 64 KB of shared memory."""
 
-    prefill_rows = 64  # queries times heads of a program
+    prefill_rows = 64  # (query, head) rows of a program
 
     def select_decode(self, cache_bytes: int) -> Launch:
-        """For index keys of `cache_bytes` per element."""
+        """Return the launch for index keys of `cache_bytes` per element."""
         return Launch(num_warps=4, num_stages=2 if cache_bytes == 1 else 1)
 
     def decode_is_dependent(self, num_tokens: int, *, kv_heads: int) -> bool:
-        """Whether attention starts before the choice has ended (see `launch_options`)."""
+        """Return whether attention starts before the block selection has ended (see
+        `launch_options`).
+        """
         return True
 
     def select_block_m(self, rows: int) -> int:
-        """Index queries per program of a prefill that has `rows` of them."""
+        """Return the index queries per program of a prefill that has `rows` of them."""
         return 64
 
     def select_prefill(self, block_m: int, cache_bytes: int) -> Launch:
-        """For tiles of `block_m` index queries and keys of `cache_bytes` per element."""
+        """Return the launch for tiles of `block_m` index queries and keys of `cache_bytes` per
+        element.
+        """
         return Launch(num_warps=4, num_stages=2 if cache_bytes == 1 else 1)
 
 
 class H200(Tiles):
-    """For decodes two programs per multiprocessor, each with several blocks on their way."""
+    """For decodes two programs per multiprocessor, each with several blocks in flight."""
 
     prefill_rows = 128
 
@@ -49,8 +53,9 @@ class H200(Tiles):
         return Launch(num_warps=4, num_stages=3 if cache_bytes > 1 else 4)
 
     def decode_is_dependent(self, num_tokens: int, *, kv_heads: int) -> bool:
-        """An ordinary launch is faster behind a choice of few tokens, most likely since no programs
-        wait where blocks are scored. With two KV heads it costs more than it gains.
+        """An ordinary launch is faster after a selection for few tokens, most likely because no
+        waiting programs occupy multiprocessors that score blocks. With two KV heads it costs more
+        than it gains.
         """
         return kv_heads > 1 or num_tokens > 4
 
@@ -62,5 +67,5 @@ class H200(Tiles):
 
 
 def tiles_for(device: torch.device) -> Tiles:
-    """The sizes for `device`."""
+    """Return the sizes for `device`."""
     return H200() if has_h200_tiles(platform.platform_of(device).arch) else Tiles()

@@ -51,7 +51,7 @@ def sparse_norm_rope_write(
     index_rows: Tensor | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> tuple[Tensor, Tensor]:
-    """As the definition, with the exceptions of `launch_norm_rope_write`."""
+    """Run `block_sparse.norm_rope_write`, with the exceptions of `launch_norm_rope_write`."""
     index_q = projected.new_empty(len(projected), norm.index_heads, norm.index_weight.shape[1])
     index = IndexHeads(
         norm.index_weight, index_q, index_cache, norm.shard.rank, norm.shard.ranks, index_rows
@@ -65,7 +65,7 @@ def sparse_norm_rope_write(
 
 @dataclass(frozen=True)
 class SelectPlan:
-    """The plan of the first `num_decodes` queries, and that of those behind them."""
+    """The plan of the first `num_decodes` queries, and that of the other queries."""
 
     shape: SparseShape
     num_decodes: int
@@ -76,7 +76,9 @@ class SelectPlan:
 def plan_select(
     queries: AttentionMetadata, shape: SparseShape, *, dtype: torch.dtype, quantize: bool = False
 ) -> SelectPlan:
-    """Sequences with few queries each, which verify drafts, are as cheap as those with one."""
+    """Plan the selection. Sequences with few queries each, which verify draft tokens, cost no more
+    than those with one.
+    """
     decodes, prefills, rest = queries.decodes, queries.prefills, None
     if prefills:
         few = not prefills.is_captured and max(prefills.host_query_lens) <= MOST_QUERIES
@@ -86,7 +88,7 @@ def plan_select(
 
 
 def select(index_q: Tensor, index_cache: Tensor, plan: SelectPlan) -> BlockChoice:
-    """As the definition; of tokens behind the last query it says nothing."""
+    """Run `block_sparse.select`. Rows after the last query are undefined."""
     size = (*index_q.shape[:2], plan.shape.topk_blocks)
     choice = BlockChoice(*torch.empty(2, *size, dtype=torch.int32, device=index_q.device).unbind())
     _select(index_q, index_cache, plan, choice.ids, choice.pages)
@@ -94,7 +96,7 @@ def select(index_q: Tensor, index_cache: Tensor, plan: SelectPlan) -> BlockChoic
 
 
 def select_shard(index_q: Tensor, index_cache: Tensor, plan: SelectPlan) -> Tensor:
-    """As the definition; of tokens behind the last query it says nothing."""
+    """Run `block_sparse.select_shard`. Rows after the last query are undefined."""
     size = (1, *index_q.shape[:2], plan.shape.topk_blocks)
     keys = torch.empty(size, dtype=torch.int64, device=index_q.device)
     _select(index_q, index_cache, plan, keys[0])

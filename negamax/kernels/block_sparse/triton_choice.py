@@ -1,8 +1,8 @@
-"""The choice of blocks from their scores: what decode and prefill share.
+"""Top-k block selection from scores: the functions that decode and prefill share.
 
-A block's key is its score, as an integer of the same order, above its number counted down, so that
-of equal scores that of the lower block is the larger key and no two keys are the same. The largest
-keys are found by a bitonic sort (`tl.topk`), their blocks put in order by another one.
+The key of a block is its score, as an integer of the same order, above its negated number. So of
+equal scores the lower block has the larger key, and no two keys are equal. A bitonic sort
+(`tl.topk`) finds the largest keys, another one puts their blocks in order.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ import triton.language as tl
 from negamax.kernels.attention.triton_shared import dot_dtype
 from negamax.kernels.block_sparse.choice import SparseShape
 
-NO_SCORE = tl.constexpr(-0x80000000)  # the order of no number's bits
+NO_SCORE = tl.constexpr(-0x80000000)  # no number has these bits
 NO_BLOCK = tl.constexpr(0x7FFFFFFF)
 NO_KEY = tl.constexpr(-0x80000000 << 32)
 
 
 class ChoiceConstants(NamedTuple):
-    """Constants of the kernels that choose blocks, one argument `C: tl.constexpr`."""
+    """Constants of the selection kernels, passed as one argument `C: tl.constexpr`."""
 
-    HEADS: int  # index heads, and KV heads where no other rank has more of the former
+    HEADS: int  # index heads; also KV heads, unless this rank has the index heads of others too
     DIM: int  # of an index head
     BLOCK: int  # tokens of a sparse block
     PER_BLOCK: int  # sparse blocks of a block of the cache
     TOPK: int
     TOPK_POW2: int
-    INIT: int  # blocks that are always chosen: the first,
+    INIT: int  # blocks that are always selected: the first,
     LOCAL: int  # and the last
     BLOCK_M: int  # index queries (token, head) of a tile
     BLOCK_D: int  # DIM, padded to a power of two
-    DOT: tl.dtype  # of what is multiplied
-    RANKS: int  # that hold a shard of the index keys each
+    DOT: tl.dtype  # dtype of products
+    RANKS: int  # ranks that hold a shard of the index keys each
 
 
 def choice_constants(
     shape: SparseShape, dim: int, dtype: torch.dtype, cache_dtype: torch.dtype, *, rows: int
 ) -> ChoiceConstants:
-    """`dim` of an index head; `rows`: index queries of a tile."""
+    """Return the constants; `dim`: of an index head; `rows`: index queries of a tile."""
     return ChoiceConstants(
         HEADS=shape.index_heads,
         DIM=dim,
@@ -60,14 +60,14 @@ def choice_constants(
 
 @triton.jit
 def last_block(position, BLOCK: tl.constexpr):
-    """The block of `position`; -1 where that is -1."""
+    """Return the block of `position`; -1 for position -1."""
     return (position + BLOCK) // BLOCK - 1
 
 
 @triton.jit
 def score_order(score, block, last, C: tl.constexpr):
-    """Scores of the blocks `block` as int32 of the same order, NaN below all that is likely, blocks
-    that are always chosen above; NO_SCORE for blocks behind `last`.
+    """Convert scores of the blocks `block` to int32 of the same order: NaN below likely scores,
+    blocks that are always selected above all, NO_SCORE for blocks after `last`.
     """
     score = tl.where(score == score, score, -1e30)
     is_forced = (block < C.INIT) | (block > last - C.LOCAL)
@@ -78,23 +78,24 @@ def score_order(score, block, last, C: tl.constexpr):
 
 @triton.jit
 def make_key(order, number):
-    """int64 keys of `score_order`'s results and the numbers of what they are scores of."""
+    """Make int64 keys from results of `score_order` and numbers of blocks."""
     return (order.to(tl.int64) << 32) | (0x7FFFFFFF - number).to(tl.int64)
 
 
 @triton.jit
 def number_of(key):
-    """What `make_key` was given, as int64; NO_BLOCK where there was no score."""
+    """Return the number in a key, as int64; NO_BLOCK if there was no score."""
     number = 0x7FFFFFFF - (key & 0x7FFFFFFF)
     return tl.where((key >> 32).to(tl.int32) == NO_SCORE, NO_BLOCK, number)
 
 
 @triton.jit
 def store_choice(block, row, head, table, is_there, ids, pages, C: tl.constexpr):
-    """Blocks [rows, TOPK_POW2] in any order, NO_BLOCK among them, of the index queries `row` (token
-    * HEADS + head) [rows] to ids and pages [T, HEADS, TOPK]. `table`: the sequence's blocks.
+    """Store the selected blocks [rows, TOPK_POW2], in any order and with NO_BLOCK among them, of
+    the index queries `row` (token * HEADS + head) [rows] to ids and pages [T, HEADS, TOPK].
+    `table`: the sequence's blocks.
     """
-    # as int64: LLVM has no code for AMD that sorts halves of what was sorted before
+    # sorted as int64: LLVM fails for AMD on sorting halves of values that were sorted before
     block = tl.sort(block.to(tl.int64)).to(tl.int32)
     column = tl.arange(0, C.TOPK_POW2)[None, :]
     mask = is_there[:, None] & (column < C.TOPK)
@@ -103,7 +104,9 @@ def store_choice(block, row, head, table, is_there, ids, pages, C: tl.constexpr)
 
 @triton.jit
 def _store_blocks(block, place, row, head, table, mask, ids, pages, C: tl.constexpr):
-    """Blocks [rows, any] to the places `place` of the choice of `row` [rows], where `mask`."""
+    """Store blocks [rows, any] to the places `place` of the selection of `row` [rows], where
+    `mask`.
+    """
     at = row.to(tl.int64)[:, None] * C.TOPK + place
     is_block = block != NO_BLOCK
     cache_block = tl.load(table + block // C.PER_BLOCK, mask=mask & is_block, other=0).to(tl.int32)
@@ -114,8 +117,8 @@ def _store_blocks(block, place, row, head, table, mask, ids, pages, C: tl.conste
 
 @triton.jit
 def scored_block(numbers, i, C: tl.constexpr):
-    """The number of the i-th block that is scored: all are, or of a shard those of the blocks of
-    the cache in `numbers`.
+    """Return the number of the i-th scored block: all blocks are scored, or those of a shard's
+    blocks of the cache in `numbers`.
     """
     if C.RANKS == 1:
         return i
@@ -125,8 +128,9 @@ def scored_block(numbers, i, C: tl.constexpr):
 
 @triton.jit
 def store_best(best, row, head, table, is_there, ids, pages, C: tl.constexpr):
-    """The choice of index queries whose best keys are `best` [rows, TOPK_POW2]; the rest as in
-    `store_choice`. Of a shard the keys themselves, to `ids` [T, HEADS, TOPK] int64.
+    """Store the selection of index queries whose best keys are `best` [rows, TOPK_POW2]; other
+    arguments as in `store_choice`. For a shard store the keys themselves to `ids` [T, HEADS, TOPK]
+    int64.
     """
     column = tl.arange(0, C.TOPK_POW2)[None, :]
     if C.RANKS == 1:
@@ -139,10 +143,10 @@ def store_best(best, row, head, table, is_there, ids, pages, C: tl.constexpr):
 
 @triton.jit
 def highest(order, TOPK: tl.constexpr):
-    """Whether each of order [rows, N] int32 is among the TOPK highest of its row, NO_SCORE never;
-    of equal ones the first are. The TOPK-th of a row is found two bits at a time.
+    """Return whether each of order [rows, N] int32 is among the TOPK highest of its row. NO_SCORE
+    never is; of equal ones the first are. The TOPK-th of a row is found two bits at a time.
 
-    A sort would bring as much and is thousands of instructions, which are read once.
+    A sort would do the same in thousands of instructions, which are executed once each.
     """
     least = tl.full([order.shape[0]], NO_SCORE, tl.int32)
     for i in range(16):
@@ -164,9 +168,9 @@ def highest(order, TOPK: tl.constexpr):
 
 @triton.jit
 def store_highest(order, block, row, head, table, is_there, ids, pages, C: tl.constexpr):
-    """The choice of the index queries `row` [rows] from `score_order` and numbers of their blocks
-    [rows, N], which ascend; the rest as in `store_choice`. Of a shard the keys of the chosen, to
-    `ids` [T, HEADS, TOPK] int64.
+    """Store the selection of the index queries `row` [rows] from `score_order` and numbers of their
+    blocks [rows, N], which ascend; other arguments as in `store_choice`. For a shard store the
+    selected keys to `ids` [T, HEADS, TOPK] int64.
     """
     chosen = highest(order, C.TOPK)
     place = tl.cumsum(chosen.to(tl.int32), axis=1) - 1
@@ -186,7 +190,7 @@ def store_highest(order, block, row, head, table, is_there, ids, pages, C: tl.co
 
 @triton.jit
 def store_all_blocks(position, row, head, table, is_there, ids, pages, C: tl.constexpr):
-    """The choice of index queries that see TOPK blocks at most: all of them."""
+    """Store the selection of index queries that see at most TOPK blocks: all of them."""
     column = tl.arange(0, C.TOPK_POW2)[None, :]
     is_seen = column <= last_block(position, C.BLOCK)[:, None]
     mask = is_there[:, None] & (column < C.TOPK)

@@ -1,9 +1,9 @@
-"""Block-sparse attention of decodes: the paged decode attention (`attention/triton_decode`), for
-which each token and KV head is a sequence of its own, whose block table is the pages of the chosen
+"""Block-sparse attention of decodes by the paged decode attention (`attention/triton_decode`): each
+token and KV head is a sequence of its own, whose block table lists the pages of the selected
 blocks.
 
-How long these sequences are follows from the tokens' positions alone, so the work of the programs
-is planned once for all layers of a step.
+The lengths of these sequences depend on the tokens' positions only, so the work of the programs is
+planned once for all layers of a step.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _TOKENS = 128  # of a program that counts keys
 
 @dataclass(frozen=True)
 class SparseDecodePlan:
-    """The plan of the paged decode attention, the block tables of which are those of a choice."""
+    """The plan of the paged decode attention; its block tables are those of a selection."""
 
     shape: SparseShape
     paged: DecodePlan
 
 
-# (columns of a part of a step begin anywhere)
+# columns of a part of a step have any alignment
 @triton.jit(
     do_not_specialize=["num_tokens", "num_seqs"],
     do_not_specialize_on_alignment=["positions", "seq_lens", "query_starts"],
@@ -52,7 +52,7 @@ def _count_keys_kernel(
     TOPK: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Grid (T / TOKENS): how many keys each token attends to; none where it is padding."""
+    """Count the keys that each token attends to; padding attends to none. Grid (T / TOKENS,)."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     if IS_SINGLE:
         seen = tl.load(seq_lens + token, mask=token < num_tokens, other=0)
@@ -76,7 +76,7 @@ def plan_sparse_decode(
     quantize: bool = False,
     reduce_later: bool = False,
 ) -> SparseDecodePlan:
-    """One query per sequence, or several. Reads the lengths on the device only."""
+    """Plan one query per sequence, or several. Reads the lengths on the device only."""
     num_tokens, device = queries.positions.shape[0], queries.positions.device
     num_seqs, num_rows = queries.seq_lens.shape[0], num_tokens * shape.kv_heads
     lengths = torch.empty(num_rows, dtype=torch.int32, device=device)
@@ -94,7 +94,7 @@ def plan_sparse_decode(
         num_decodes=num_rows,
         max_decode_run=1,  # no two of these sequences have the same keys
         decode_runs=None,
-        # bounds, which also say that keys and block tables are new in each layer
+        # bounds; they also state that keys and block tables are new in each layer
         host_seq_lens=(shape.dense_tokens,) * num_rows,
         host_query_lens=(1,) * num_rows,
         is_exact=False,
@@ -119,7 +119,7 @@ def sparse_decode(
     *,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Hidden:
-    """As the definition, but it reads the choice's pages."""
+    """Run `block_sparse.decode` by the pages of the selection."""
     num_tokens, heads, head_dim = q.shape
     size, tables = plan.shape.sparse_block_size, choice.pages.flatten(0, 1)
     out = decode(

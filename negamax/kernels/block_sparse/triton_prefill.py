@@ -1,13 +1,13 @@
 """Block-sparse attention of prefills. A program attends with the GROUP query heads of one KV head
-of some neighbouring queries to the union of the blocks that these have chosen; which query has
-chosen which of them is a mask of bits.
+of some neighbouring queries to the union of their selected blocks. A bit mask per block states
+which queries selected it.
 
     q, out   [T, KV_HEADS * GROUP, DIM]     rows of a tile: (query, head of the group)
     unions   per tile and KV head           | block 0, 00001111 | block 4, 11111111 | ...
 
-Neighbouring queries choose much the same blocks, so that a key is read once for most of them, and
-8 queries of 16 heads are what a product on the tensor cores wants. Where no sequence has more
-tokens than all queries attend to, the dense prefill computes the same.
+Neighbouring queries select nearly the same blocks, so a key is read once for most of them, and 8
+queries of 16 heads fill a product on the tensor cores. If every query attends to all tokens of its
+sequence, the dense prefill computes the same.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ from negamax.kernels.block_sparse.choice import BlockChoice, SparseShape
 from negamax.kernels.block_sparse.tiles import tiles_for
 from negamax.kernels.block_sparse.triton_choice import NO_BLOCK
 
-_UNION = 128  # blocks that the queries of a tile choose at most
-_MOST_QUERIES = 16  # of a tile
-# of a block in a union: its number, who has chosen it, its page; one that `_unite_kernel` needs
+_UNION = 128  # limit of the blocks that the queries of a tile select
+_MOST_QUERIES = 16  # limit of the queries of a tile
+# of a block in a union: its number, the mask of its queries, its page; one is for `_unite_kernel`
 _WORDS = tl.constexpr(4)
 
 
 @dataclass(frozen=True)
 class SparsePrefillPlan:
-    """The tiles of queries of a step, and what is written of them; all layers share both."""
+    """The tiles of queries of a step and their workspaces, which all layers share."""
 
     queries: AttentionMetadata
     shape: SparseShape
     quantize: bool
-    size: int  # queries of a tile at most
+    size: int  # limit of the queries of a tile
     tiles: Tensor  # [tiles, 4] int32, as `attention.triton_prefill.PrefillPlan.tiles`
-    workspaces: dict[str, Tensor] = field(default_factory=dict)  # made for the first layer
+    workspaces: dict[str, Tensor] = field(default_factory=dict)  # allocated for the first layer
 
 
 def plan_sparse_prefill(
     queries: AttentionMetadata, shape: SparseShape, *, dtype: torch.dtype, quantize: bool = False
 ) -> SparsePrefillPlan | PrefillPlan:
-    """A run of queries per sequence, each at the last positions of its sequence."""
+    """Plan a run of queries per sequence, each at the last positions of its sequence."""
     if not queries.is_captured and max(queries.host_seq_lens) <= shape.dense_tokens:
         return plan_prefill(queries, shape, dtype=dtype, quantize=quantize)
     return plan_chosen_prefill(queries, shape, quantize=quantize)
@@ -73,7 +73,9 @@ def plan_sparse_prefill(
 def plan_chosen_prefill(
     queries: AttentionMetadata, shape: SparseShape, *, quantize: bool = False
 ) -> SparsePrefillPlan:
-    """The same by the choice of each query, whether it has one or not."""
+    """Plan attention by the selection of each query, even if it sees no more blocks than it may
+    select.
+    """
     rows = tiles_for(queries.seq_lens.device).prefill_rows
     topk = triton.next_power_of_2(shape.topk_blocks)
     size = max(1, min(rows // shape.group, _UNION // topk, _MOST_QUERIES))
@@ -82,7 +84,7 @@ def plan_chosen_prefill(
 
 @triton.jit
 def _load_blocks(ids, query, place, count, TOPK: tl.constexpr):
-    """The block in `place` of the choice of `query`, of one head of a tile; NO_BLOCK: there is
+    """Load the block in `place` of the selection of `query`, for one head of a tile; NO_BLOCK:
     none.
     """
     block = tl.load(ids, mask=(query < count) & (place < TOPK), other=-1)
@@ -101,10 +103,11 @@ def _unite_kernel(
     QUERIES: tl.constexpr,  # of a tile, padded to a power of two
     TOPK_POW2: tl.constexpr,
 ):
-    """Grid (HEADS, tiles): the blocks that the queries of a tile have chosen, in order.
+    """List the blocks that the queries of a tile have selected, in order. Grid (HEADS, tiles).
 
-    Each block is compared with those of one query after the other: who else has chosen it, and then
-    how many of those before it are there, each counted for the first query that has chosen it.
+    Each block is compared with those of one query after the other. The first pass finds which
+    queries selected it. The second counts the smaller blocks, each for the first query that
+    selected it.
     """
     head, tile = tl.program_id(0), tl.program_id(1)
     first, count = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 1)
@@ -153,7 +156,7 @@ def _sparse_prefill_kernel(
     UNION: tl.constexpr,
     C: tl.constexpr,  # BLOCK_SIZE: tokens of a sparse block
 ):
-    """Grid (KV_HEADS, tiles)."""
+    """Attend with one tile of queries of one KV head. Grid (KV_HEADS, tiles)."""
     BLOCK_M: tl.constexpr = C.BLOCK_M  # Triton 3.6 takes no field of a struct in a shape
     BLOCK_D: tl.constexpr = C.BLOCK_D
     TILES: tl.constexpr = C.BLOCK_SIZE // C.BLOCK_N  # of a block
@@ -182,7 +185,7 @@ def _sparse_prefill_kernel(
         k = load_tile(k_cache, offset, lane, column[None, :], C).to(C.DOT)
         v = load_tile(v_cache, offset, lane, column[None, :], C).to(C.DOT)
         first_key, by = block * C.BLOCK_SIZE + part * C.BLOCK_N, chosen_by
-        # a tile ahead: a load that waits for another one would halve the pipeline
+        # loaded a tile ahead: a load that waits for another one would halve the pipeline
         following = union + tl.minimum((t + 1) // TILES, size - 1) * _WORDS
         block, chosen_by, page = tl.load(following), tl.load(following + 1), tl.load(following + 2)
         scores = tl.dot(q_tile, tl.trans(k))
@@ -206,7 +209,7 @@ def sparse_prefill(
     *,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Hidden:
-    """As the definition, but it reads keys and values by the choice's pages."""
+    """Run `block_sparse.prefill` by the pages of the selection."""
     if isinstance(plan, PrefillPlan):
         return prefill(q, k_cache, v_cache, plan, kv_scales=kv_scales)
     output = outputs(q, quantize=plan.quantize)
@@ -225,7 +228,7 @@ def launch_sparse_prefill(
     lse: Tensor | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
-    """`sparse_prefill` into `output`, and into lse [T, heads] fp32 what `write_lse` says."""
+    """Run `sparse_prefill` into `output`, and `write_lse` into lse [T, heads] fp32."""
     assert q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
     if q.shape[0] == 0:
         return

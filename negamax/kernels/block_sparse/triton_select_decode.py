@@ -1,18 +1,17 @@
-"""The choice of blocks for decodes, in one launch.
+"""Top-k block selection for decodes, in one launch.
 
-The queries of a sequence, one or some drafts, are scored together, so that an index key is read
-once for all of them and all index heads. Programs have runs of blocks, as those of the decode
-attention have runs of tiles (`attention/triton_decode_plan`): with many sequences some of each,
-with one long sequence all of it. Each writes the scores of its blocks, and the last one of a
-sequence to arrive chooses.
+The queries of a sequence, one or some with draft tokens, are scored together, so an index key is
+read once for all of them and all index heads. Each program has a run of blocks
+(`attention/triton_decode_plan`): some blocks of many sequences, or part of one long sequence. It
+writes the scores of its blocks, and the last program of a sequence to arrive selects.
 
     blocks of a sequence     | 0 | 1 | 2 | 3 | 4 | 5 | 6 | ... |
     programs                 |  program 7  |  program 8  | ...       -> scores [T * HEADS, width]
     the last one to arrive                                           -> ids, pages
 
-Scores of few blocks are sorted, those of more compared with bounds. Of many blocks it looks first
-for the groups of blocks with the highest scores. A sequence of TOPK blocks at most is not scored at
-all.
+Scores of few blocks are sorted; those of more are compared with bounds. Among many blocks the
+kernel first finds the groups of blocks with the highest scores. Sequences of at most TOPK blocks
+are not scored.
 """
 
 from __future__ import annotations
@@ -53,24 +52,24 @@ from negamax.kernels.block_sparse.triton_choice import (
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 
 MOST_QUERIES = 8  # of a sequence that are scored together
-MOST_COMPARED, MOST_SCORES = 2048, 4096  # blocks, and scores of some index queries, at once
-_FEW = tl.constexpr(256)  # blocks; up to here some index queries choose at a time
-_NUM_GROUPS = tl.constexpr(512)  # of blocks, where there are more
-_MOST_ROWS = tl.constexpr(4)  # index queries that choose at a time
-_MOST_MEMBERS = tl.constexpr(16)  # of each group that are read at a time, those of all rows
+MOST_COMPARED, MOST_SCORES = 2048, 4096  # blocks that are compared at once, and scores of all rows
+_FEW = tl.constexpr(256)  # up to this number of blocks scores are sorted
+_NUM_GROUPS = tl.constexpr(512)  # of blocks, if there are more than are compared at once
+_MOST_ROWS = tl.constexpr(4)  # index queries that are processed at a time
+_MOST_MEMBERS = tl.constexpr(16)  # of each group that are read at a time, for all rows
 
 
 class Queries(NamedTuple):
-    """What a program reads of the queries of a sequence."""
+    """The data of the queries of a sequence that a program reads."""
 
     first: tl.tensor  # of the T
-    count: tl.tensor  # 0: another record has them
-    length: tl.tensor  # tokens of the sequence up to the last of them
+    count: tl.tensor  # 0: they belong to another record
+    length: tl.tensor  # tokens of the sequence up to the last query
 
 
 @dataclass(frozen=True)
 class SelectDecodePlan:
-    """The work of each program, and what they write to; all layers of a step share them."""
+    """The work of each program and its outputs, which all layers of a step share."""
 
     metadata: AttentionMetadata
     shape: SparseShape
@@ -78,8 +77,9 @@ class SelectDecodePlan:
     queries: Tensor  # [S, 4] int32: `Queries`
     arrivals: Tensor  # [S] int32, 0 between launches
     splits: Splits
-    own: OwnBlocks | None  # those that are scored; None: all
-    scores: dict[int, Tensor] = field(default_factory=dict)  # by size; made for the first layer
+    own: OwnBlocks | None  # the scored blocks; None: all
+    # by size; allocated for the first layer
+    scores: dict[int, Tensor] = field(default_factory=dict)
 
 
 @triton.jit
@@ -89,7 +89,7 @@ def _larger(a, b):
 
 @triton.jit
 def _follows(seq_lens, block_table_indices, seq, num_seqs):
-    """Whether the query of sequence `seq` is the next token of the sequence before it."""
+    """Return whether the query of sequence `seq` is the next token of the sequence before it."""
     mask = (seq > 0) & (seq < num_seqs)
     grown = tl.load(seq_lens + seq, mask=mask, other=0) - tl.load(
         seq_lens + seq - 1, mask=mask, other=0
@@ -100,7 +100,7 @@ def _follows(seq_lens, block_table_indices, seq, num_seqs):
     )
 
 
-# (columns of a part of a step begin anywhere)
+# columns of a part of a step have any alignment
 @triton.jit(
     do_not_specialize=["num_seqs"],
     do_not_specialize_on_alignment=[
@@ -120,10 +120,10 @@ def _plan_queries_kernel(
     arrivals,  # [S] int32, written: 0
     num_seqs,
     DENSE_TOKENS: tl.constexpr,
-    MERGE: tl.constexpr,  # queries that are scored together at most, of one each; 1: none are
+    MERGE: tl.constexpr,  # limit of "sequences" of one query each that are scored together; 1: none
     SEQS_POW2: tl.constexpr,
 ):
-    """Grid (1,)."""
+    """Write the queries of each sequence and how many of its tokens are scored. Grid (1,)."""
     seq = tl.arange(0, SEQS_POW2)
     live = seq < num_seqs
     first = tl.load(query_starts + seq, mask=live, other=0)
@@ -146,10 +146,10 @@ def _plan_queries_kernel(
 
 
 def plan_select_decode(metadata: AttentionMetadata, shape: SparseShape) -> SelectDecodePlan:
-    """One query per sequence, or up to MOST_QUERIES. Reads the lengths on the device only."""
+    """Plan one query per sequence, or up to MOST_QUERIES. Reads the lengths on the device only."""
     num_seqs, device = metadata.seq_lens.shape[0], metadata.seq_lens.device
-    # Those of one sequence may be several "sequences" of one query each; while a graph is captured
-    # it is known how many.
+    # The queries of one sequence may be several "sequences" of one query each. How many is known
+    # while a graph is captured.
     is_single = metadata.positions.shape[0] == num_seqs
     unknown = MOST_QUERIES if num_seqs > 1 else 1
     longest = metadata.max_decode_run if metadata.is_captured else unknown
@@ -183,7 +183,7 @@ def plan_select_decode(metadata: AttentionMetadata, shape: SparseShape) -> Selec
 def _score_blocks(
     index_q, cache, table, numbers, scores, width, queries, first, until, C: tl.constexpr
 ):
-    """Scores of the scored blocks first to until - 1 for all index queries of `queries`."""
+    """Score the scored blocks first to until - 1 for all index queries of `queries`."""
     BLOCK_M: tl.constexpr = C.BLOCK_M  # Triton 3.6 takes no field of a struct in a shape
     row, column = tl.arange(0, BLOCK_M), tl.arange(0, C.BLOCK_D)
     key = tl.arange(0, C.BLOCK)
@@ -206,7 +206,7 @@ def _score_blocks(
             k = tl.load(k_at)
         else:
             k = tl.load(k_at, mask=(column < C.DIM)[None, :] & (key >= 0)[:, None], other=0.0)
-        # a tile ahead: a load that waits for another one would halve the pipeline
+        # loaded a tile ahead: a load that waits for another one would halve the pipeline
         next_i = tl.minimum(i + 1, until - 1)
         cache_block = tl.load(table + next_i // C.PER_BLOCK)
         next_number = scored_block(numbers, next_i, C)
@@ -220,9 +220,9 @@ def _score_blocks(
 def _load_order(
     scores, row, i, numbers, num_scored, last, width, C: tl.constexpr, IN_RUNS: tl.constexpr = False
 ):
-    """`score_order` of the `num_scored` scored blocks at `i` for the index queries `row`, of one
-    shape, and their numbers; NO_BLOCK where there are no more. IN_RUNS: `i` has runs of neighbours,
-    which are read together, what is behind the last block, too.
+    """Return `score_order` of the `num_scored` scored blocks at `i` for the index queries `row`, of
+    one shape, and the numbers of the blocks, NO_BLOCK after the last. IN_RUNS: `i` has runs of
+    neighbours, which are read together, also after the last block.
     """
     block = i
     if C.RANKS > 1:
@@ -230,7 +230,7 @@ def _load_order(
         block = tl.load(numbers + i // C.PER_BLOCK, mask=is_block, other=0)
         block = tl.where(is_block, block * C.PER_BLOCK + i % C.PER_BLOCK, NO_BLOCK)
     mask = (i < width) & (last >= 0) if IN_RUNS else block <= last
-    # other programs wrote them, so not through the first-level cache
+    # past the first-level cache, because other programs wrote them
     score_at = scores + row.to(tl.int64) * width + i
     score = tl.load(score_at, mask=mask, other=0.0, cache_modifier=".cg")
     return score_order(score, block, last, C), block
@@ -238,7 +238,9 @@ def _load_order(
 
 @triton.jit
 def _rows_of(queries, start, ROWS: tl.constexpr, C: tl.constexpr):
-    """ROWS index queries of `queries` from `start` on, whether they are there, their last block."""
+    """Return ROWS index queries of `queries` from `start` on, whether they exist, and their last
+    block.
+    """
     row = start + tl.arange(0, ROWS)
     is_there = row < queries.count * C.HEADS
     position = queries.length - queries.count + row // C.HEADS
@@ -251,7 +253,7 @@ def _choose_of_few(
     scores, table, numbers, num_scored, width, queries, ids, pages, start, ROWS: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """The choice of ROWS index queries among up to _FEW blocks."""
+    """Select for ROWS index queries among up to _FEW blocks."""
     row, is_there, last = _rows_of(queries, start, ROWS, C)
     i = tl.arange(0, _FEW)[None, :] + row[:, None] * 0
     order, block = _load_order(
@@ -266,8 +268,8 @@ def _choose_of_some(
     scores, table, numbers, num_scored, width, queries, ids, pages, num_rows, ROWS: tl.constexpr,
     BLOCKS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """The choice of all `num_rows` index queries, ROWS at a time, where there are so many blocks
-    that BLOCKS is the next power of two.
+    """Select for all `num_rows` index queries, ROWS at a time, if BLOCKS is the next power of two
+    to the number of blocks.
     """
     if (num_scored > BLOCKS // 2) & (num_scored <= BLOCKS):
         for start in range(0, num_rows, ROWS):
@@ -284,8 +286,8 @@ def _choose_of_many(
     scores, table, numbers, num_scored, width, queries, ids, pages, start, ROWS: tl.constexpr,
     GROUP: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """The choice of ROWS index queries among any number of blocks: GROUP neighbours are a group,
-    and the TOPK best blocks are in the TOPK groups with the best ones.
+    """Select for ROWS index queries among any number of blocks. GROUP neighbours are a group, and
+    the TOPK best blocks are in the TOPK groups with the highest scores.
     """
     row, is_there, last = _rows_of(queries, start, ROWS, C)
     group, member = tl.arange(0, _NUM_GROUPS)[None, :], tl.arange(0, GROUP)[None, None, :]
@@ -307,7 +309,7 @@ def _choose_of_many(
             best = tl.maximum(best, tl.max(order, axis=2))
     chosen = highest(best, C.TOPK)
     place = tl.cumsum(chosen.to(tl.int32), axis=1) - 1
-    first = ids + row.to(tl.int64)[:, None] * C.TOPK  # which holds the groups for a moment
+    first = ids + row.to(tl.int64)[:, None] * C.TOPK  # holds the groups temporarily
     tl.store(first + place, group.to(ids.dtype.element_ty), mask=chosen)
     tl.debug_barrier()
     column = tl.arange(0, C.TOPK_POW2)[None, :]
@@ -327,8 +329,8 @@ def _choose(
     scores, table, numbers, num_scored, width, queries, ids, pages, ROWS: tl.constexpr,
     COMPARED: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """The choice of all index queries of `queries` from their scores. The time it takes grows with
-    the scores that are compared, so each number of them has code of its own.
+    """Select for all index queries of `queries` from their scores. The time grows with the scores
+    that are compared, so there is code for each number of blocks.
     """
     num_rows = queries.count * C.HEADS
     if num_scored <= _FEW:
@@ -344,7 +346,7 @@ def _choose(
                     _FEW << level, C,
                 )  # fmt: skip
     elif GROUP > 0:
-        # of fewer, each alone: only four together were measured to be faster
+        # one at a time unless there are four: only four together were measured to be faster
         MANY: tl.constexpr = ROWS if ROWS == _MOST_ROWS else 1
         for start in range(0, num_rows, MANY):
             _choose_of_many(
@@ -353,7 +355,7 @@ def _choose(
             )  # fmt: skip
 
 
-# (columns of a part of a step begin anywhere)
+# columns of a part of a step have any alignment
 @triton.jit(do_not_specialize_on_alignment=["arrivals"])
 def _select_decode_kernel(
     index_q,  # [T, HEADS, DIM]
@@ -370,13 +372,13 @@ def _select_decode_kernel(
     own_width,
     table_stride,
     width,
-    ROWS: tl.constexpr,  # index queries whose blocks are chosen at a time
-    COMPARED: tl.constexpr,  # blocks at most that are compared at once
-    GROUP: tl.constexpr,  # neighbours in a group, where there may be more; else 0
+    ROWS: tl.constexpr,  # index queries that are processed at a time
+    COMPARED: tl.constexpr,  # limit of the blocks that are compared at once
+    GROUP: tl.constexpr,  # neighbours in a group, if there may be more blocks; else 0
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: a run of blocks of one sequence or of several."""
+    """Run one program: a run of blocks of one sequence or of several."""
     BLOCK_M: tl.constexpr = C.BLOCK_M
     work += tl.program_id(0) * WORK_WORDS
     tile, end, seq = tl.load(work), tl.load(work + 1), tl.load(work + 2)
@@ -396,7 +398,7 @@ def _select_decode_kernel(
                 store_all_blocks(
                     position, first_row + row, row % C.HEADS, table, is_there, ids, pages, C
                 )
-            else:  # or none of them is this rank's
+            else:  # or this rank holds none of the blocks
                 none = tl.full([BLOCK_M, C.TOPK_POW2], NO_KEY, tl.int64)
                 store_best(none, first_row + row, row, table, is_there, ids, pages, C)
         else:
@@ -429,7 +431,7 @@ def select_decode(
     ids: Tensor,
     pages: Tensor | None = None,
 ) -> None:
-    """As the definition, to the `ids` and `pages` of the choice; of a shard the keys, to `ids`."""
+    """Select into `ids` and `pages`; for a shard store the keys to `ids`."""
     (num_tokens, heads, dim), shape = index_q.shape, plan.shape
     device, tables = index_q.device, plan.metadata.block_tables
     if num_tokens == 0:

@@ -1,16 +1,15 @@
-"""The choice of blocks for prefills: scores on the tensor cores, the best blocks kept in registers.
+"""Top-k block selection for prefills: scores on the tensor cores, the best blocks in registers.
 
-A program has a tile of neighbouring queries of a sequence, with all their index heads, and goes
-through the blocks that they see; with few tiles several programs share the blocks of one. Scores
-are never written: every TOPK_POW2 blocks the best keys of each row are those of the best so far and
-of the new ones.
+A program has a tile of neighbouring queries of a sequence, with all their index heads, and
+processes the blocks that they see. With few tiles several programs share the blocks of one. Scores
+are never written: after every TOPK_POW2 blocks the best keys of each row are merged with the new
+ones.
 
     index keys    | block 0 | block 1 | ...            -> products [BLOCK_M, BLOCK], their maximum
     TOPK_POW2 blocks                                    -> keys [BLOCK_M, TOPK_POW2]
     so far                                              -> best [BLOCK_M, TOPK_POW2]
 
-So what it needs of memory does not grow with the context. Queries that see TOPK blocks at most are
-not scored.
+So the memory does not grow with the context. Queries that see at most TOPK blocks are not scored.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from negamax.kernels.block_sparse.triton_choice import (
 )
 
 _MOST_SPLITS = 16
-_MERGED_ROWS = 16  # index queries whose splits' best blocks are merged by one program
+_MERGED_ROWS = 16  # index queries for which one program merges the splits
 
 
 @dataclass(frozen=True)
@@ -50,14 +49,14 @@ class SelectPrefillPlan:
 
     metadata: AttentionMetadata
     shape: SparseShape
-    block_m: int  # index queries of a tile at most
+    block_m: int  # limit of the index queries of a tile
     tiles: Tensor  # [tiles, 4] int32, as `attention.triton_prefill.PrefillPlan.tiles`
     splits: int  # programs that share the blocks of a tile
-    own: OwnBlocks | None  # those that are scored; None: all
+    own: OwnBlocks | None  # the scored blocks; None: all
 
 
 def plan_select_prefill(metadata: AttentionMetadata, shape: SparseShape) -> SelectPrefillPlan:
-    """A run of queries per sequence, each at the last positions of its sequence."""
+    """Plan a run of queries per sequence, each at the last positions of its sequence."""
     num_tokens, device = metadata.positions.shape[0], metadata.positions.device
     heads = shape.index_heads
     block_m = max(tiles_for(device).select_block_m(num_tokens * heads), heads)
@@ -81,8 +80,8 @@ def plan_select_prefill(metadata: AttentionMetadata, shape: SparseShape) -> Sele
 
 @triton.jit
 def _merge(best, order, numbers, C: tl.constexpr):
-    """The keys with the highest scores of `best` and of the blocks `numbers` [1, TOPK_POW2], whose
-    order is `order`; both [BLOCK_M, TOPK_POW2].
+    """Merge the keys `best` with the `order` of the blocks `numbers` [1, TOPK_POW2] and keep the
+    highest; both [BLOCK_M, TOPK_POW2].
     """
     BLOCK_M: tl.constexpr = C.BLOCK_M  # Triton 3.6 takes no field of a struct in a shape
     TOPK_POW2: tl.constexpr = C.TOPK_POW2
@@ -93,7 +92,7 @@ def _merge(best, order, numbers, C: tl.constexpr):
 
 @triton.jit
 def _best_blocks(index_q, cache, table, numbers, tile, begin, end, C: tl.constexpr):
-    """The keys [BLOCK_M, TOPK_POW2] of the best of the scored blocks begin to end - 1 for the rows
+    """Return the best keys [BLOCK_M, TOPK_POW2] of the scored blocks begin to end - 1 for the rows
     of a tile (first query, count, position of the first).
     """
     BLOCK_M: tl.constexpr = C.BLOCK_M
@@ -121,7 +120,7 @@ def _best_blocks(index_q, cache, table, numbers, tile, begin, end, C: tl.constex
             k = tl.load(k_at)
         else:
             k = tl.load(k_at, mask=(column < C.DIM)[None, :] & (key >= 0)[:, None], other=0.0)
-        # a tile ahead: a load that waits for another one would halve the pipeline
+        # loaded a tile ahead: a load that waits for another one would halve the pipeline
         next_i = tl.minimum(i + 1, end - 1)
         cache_block = tl.load(table + next_i // C.PER_BLOCK)
         next_number = scored_block(numbers, next_i, C)
@@ -139,7 +138,7 @@ def _best_blocks(index_q, cache, table, numbers, tile, begin, end, C: tl.constex
     return _merge(best, order, slot_block, C)
 
 
-# (columns of a part of a step begin anywhere)
+# columns of a part of a step have any alignment
 @triton.jit(do_not_specialize_on_alignment=["block_table_indices"])
 def _select_prefill_kernel(
     index_q,  # [T, HEADS, DIM]
@@ -148,7 +147,7 @@ def _select_prefill_kernel(
     block_table_indices,  # [S] int64
     tiles,  # [tiles, 4] int32
     keys,  # [T * HEADS, SPLITS, TOPK_POW2] int64, written if SPLITS > 1
-    ids,  # [T, HEADS, TOPK] int32, written where there is nothing to merge
+    ids,  # [T, HEADS, TOPK] int32, written unless splits are merged
     pages,  # likewise
     own_blocks,  # as `OwnBlocks`, and the two below; not read unless RANKS > 1
     held,
@@ -157,7 +156,7 @@ def _select_prefill_kernel(
     SPLITS: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Grid (SPLITS, tiles): one split of the blocks of a tile."""
+    """Process one split of the blocks of a tile. Grid (SPLITS, tiles)."""
     BLOCK_M: tl.constexpr = C.BLOCK_M
     split, record = tl.program_id(0), tiles + tl.program_id(1) * 4
     first, count, start = tl.load(record), tl.load(record + 1), tl.load(record + 2)
@@ -194,7 +193,7 @@ def _select_prefill_kernel(
             tl.store(keys + at * C.TOPK_POW2 + column, best, mask=is_there[:, None])
 
 
-# (columns of a part of a step begin anywhere)
+# columns of a part of a step have any alignment
 @triton.jit(do_not_specialize_on_alignment=["block_table_indices"])
 def _merge_splits_kernel(
     tables,
@@ -208,8 +207,8 @@ def _merge_splits_kernel(
     SPLITS: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Grid (BLOCK_M / ROWS, tiles): the choice of ROWS index queries of a tile from the best blocks
-    of all splits.
+    """Select for ROWS index queries of a tile from the best blocks of all splits. Grid (BLOCK_M /
+    ROWS, tiles).
     """
     record = tiles + tl.program_id(1) * 4
     first, count, start = tl.load(record), tl.load(record + 1), tl.load(record + 2)
@@ -233,7 +232,7 @@ def select_prefill(
     ids: Tensor,
     pages: Tensor | None = None,
 ) -> None:
-    """As the definition, to the `ids` and `pages` of the choice; of a shard the keys, to `ids`."""
+    """Select into `ids` and `pages`; for a shard store the keys to `ids`."""
     (num_tokens, heads, dim), shape, splits = index_q.shape, plan.shape, plan.splits
     device, tables = index_q.device, plan.metadata.block_tables
     if num_tokens == 0:

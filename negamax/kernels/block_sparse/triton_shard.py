@@ -1,9 +1,9 @@
-"""The choice of blocks by ranks that hold a shard of the index keys each.
+"""Top-k block selection by ranks that hold a shard of the index keys each.
 
-A rank scores the blocks that it holds (`attention/triton_own_blocks`). Its best keys of each index
-head go to the ranks that have the head, and these choose: up to as many tokens as the region of
-peer memory has rows in one launch by the LL protocol, a program per token; else behind an
-all-gather. Tokens that attend to all that they see are not exchanged.
+A rank scores the blocks that it holds (`attention/triton_own_blocks`). It sends its best keys of
+each index head to the ranks that have the head, and these select. That is one launch by the LL
+protocol, a program per token, for as many tokens as the region of peer memory has rows, else a
+launch after an all-gather. Tokens that attend to all that they see are not exchanged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from negamax.kernels.peers import Collective, PeerRegion
 
 @dataclass(frozen=True)
 class MergePlan:
-    """Where the tokens of a step stand."""
+    """The positions of the tokens of a step, and constants."""
 
     metadata: AttentionMetadata
     shape: SparseShape
@@ -43,21 +43,21 @@ class MergePlan:
 def plan_merge_shards(
     metadata: AttentionMetadata, shape: SparseShape, *, dtype: torch.dtype, quantize: bool = False
 ) -> MergePlan:
-    """The plan for this rank's own heads."""
+    """Plan the selection for this rank's own heads."""
     constants = choice_constants(shape, 1, dtype, dtype, rows=1)
     return MergePlan(metadata, shape, constants._replace(HEADS=shape.kv_heads))
 
 
 @triton.jit(do_not_specialize=["rank", "first_head", "num_tokens"])
 def _merge_shards_kernel(
-    keys,  # [SHARDS, T, INDEX_HEADS, TOPK] int64; with WORLD > 1 those of this rank alone
+    keys,  # [SHARDS, T, INDEX_HEADS, TOPK] int64; with WORLD > 1 this rank's only
     positions,  # [T] int64
     token_slots,  # [T] int64
     tables,  # [slots, table_stride] int32
-    active,  # [1] int32, tokens that are no padding; None: all
+    active,  # [1] int32, tokens that are not padding; None: all
     ids,  # [T, HEADS, TOPK] int32, written
     pages,  # likewise
-    addresses,  # of the region, as `PeerRegion` has them
+    addresses,  # of the region, as in `PeerRegion`
     flags,
     table_stride,
     num_tokens,
@@ -67,14 +67,14 @@ def _merge_shards_kernel(
     HEADS_POW2: tl.constexpr,
     SHARDS: tl.constexpr,
     SHARDS_POW2: tl.constexpr,
-    WORLD: tl.constexpr,  # ranks that keys come from; 1: they are here
+    WORLD: tl.constexpr,  # ranks that send keys; 1: all keys are local
     ROWS: tl.constexpr,  # of the region
     SLOT: tl.constexpr,  # words per row and sender in the region
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (T,): the choice of one token's own heads. In the region a rank's words are the keys of
-    the heads that the reader has.
+    """Select for one token's own heads. In the region a rank's words are the keys of the reader's
+    heads. Grid (T,).
     """
     TOPK_POW2: tl.constexpr = C.TOPK_POW2
     HEADS: tl.constexpr = C.HEADS
@@ -129,7 +129,7 @@ def _merge_shards_kernel(
 
 
 def merge_shards(keys: Tensor, plan: MergePlan, group: Collective | None) -> BlockChoice:
-    """As the definition; of tokens behind the last one that is no padding it says nothing."""
+    """Run `block_sparse.merge_shards`. Rows of padding at the end are undefined."""
     shape, metadata, device = plan.shape, plan.metadata, keys.device
     num_tokens, index_heads = keys.shape[1:3]
     size = (num_tokens, shape.kv_heads, shape.topk_blocks)
@@ -156,7 +156,7 @@ def merge_shards(keys: Tensor, plan: MergePlan, group: Collective | None) -> Blo
 
 
 def _region(group: Collective, num_tokens: int, shape: SparseShape) -> PeerRegion | None:
-    """The memory through which keys travel; None: there is none, or it has too little room."""
+    """Return the memory through which keys travel; None: there is none, or it is too small."""
     region = None if group.peers is None else group.peers.pick
     if region is None or num_tokens > region.rows:
         return None

@@ -1,11 +1,11 @@
-"""Attention to a rank's own blocks on the GPU. It uses the kernels of attention to all blocks,
-which read the caches through a list of the blocks that the rank holds.
+"""Attention to a rank's own blocks on the GPU. The kernels of attention to all blocks read the
+caches through a list of the blocks that the rank holds.
 
-What a query sees of them follows from their number. All keys before a token's block are before the
-token, so it sees all of the rank's blocks before that one and, where the rank holds it too, the
-part of it up to itself. So a decode is one of a shorter sequence, and of a run of queries each has
-its last visible key, which is that of the query before it or a later one. A choice of blocks keeps
-those of the rank.
+The number of these blocks determines what a query sees. All keys of earlier blocks are before the
+token, so it sees all of the rank's earlier blocks and, if the rank holds the token's block, that
+block up to the token. So a decode is one of a shorter sequence. In a run of queries each query has
+its last visible key, the same as the query before it or a later one. A block selection keeps the
+blocks of the rank.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _own_rows_kernel(
     HEADS_POW2: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Grid (T,)."""
+    """Compute the rows of one token. Grid (T,)."""
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token)
     table = tables + tl.load(token_slots + token) * table_stride
@@ -81,7 +81,7 @@ def own_rows(
     heads: int,
     block_size: int,
 ) -> Tensor:
-    """As the definition."""
+    """Run `cache_shards.own_rows`."""
     num_tokens = positions.shape[0]
     rows = torch.empty(num_tokens * heads, dtype=torch.int64, device=positions.device)
     if num_tokens:
@@ -105,7 +105,7 @@ def _own_blocks(queries: AttentionMetadata, shape: PagedShape) -> OwnBlocks:
 
 
 def _with_own_tables(queries: AttentionMetadata, own: OwnBlocks) -> AttentionMetadata:
-    """`queries` whose block tables are the rank's blocks, sequence by sequence."""
+    """Return `queries` with the rank's blocks, sequence by sequence, as block tables."""
     num_seqs, device = own.keys.shape[0], own.keys.device
     rows = torch.arange(num_seqs, dtype=torch.int64, device=device)
     return replace(queries, block_tables=own.blocks[:, 1], block_table_indices=rows)
@@ -119,8 +119,8 @@ def plan_partial_decode(
     quantize: bool = False,
     reduce_later: bool = False,
 ) -> DecodePlan:
-    """Each query is a sequence of its own, also where several are of one. Reads the lengths on the
-    device only.
+    """Plan each query as a sequence of its own, also if several belong to one. Reads the lengths on
+    the device only.
     """
     own = _own_blocks(queries, shape)
     local = replace(_with_own_tables(queries, own), seq_lens=own.keys, decode_runs=None)
@@ -135,7 +135,7 @@ def partial_decode(
     *,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> PartialResults:
-    """As the definition."""
+    """Run `cache_shards.decode`."""
     found = PartialResults.empty(q)
     output = (found.out, None, None)
     launch_decode(q, k_cache, v_cache, plan, output, lse=found.lse, kv_scales=kv_scales)
@@ -153,7 +153,7 @@ class PartialPrefillPlan:
 def plan_partial_prefill(
     queries: AttentionMetadata, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False
 ) -> PartialPrefillPlan:
-    """A run of queries per sequence, each at the last positions of its sequence."""
+    """Plan a run of queries per sequence, each at the last positions of its sequence."""
     own = _own_blocks(queries, shape)
     paged = plan_prefill(queries, shape, dtype=dtype, quantize=quantize)
     return PartialPrefillPlan(replace(paged, queries=_with_own_tables(queries, own)), own.held)
@@ -167,7 +167,7 @@ def partial_prefill(
     *,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> PartialResults:
-    """As the definition."""
+    """Run `cache_shards.prefill`."""
     found = PartialResults.empty(q)
     launch_prefill(
         q, k_cache, v_cache, plan.paged, (found.out, None, None),
@@ -185,8 +185,8 @@ def partial_sparse_decode(
     *,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> PartialResults:
-    """As the definition. How many of the blocks are the rank's only the choice says, so the work is
-    planned for all of them, and programs beyond those have none.
+    """Run `cache_shards.sparse_decode`. Only the selection shows how many of its blocks are the
+    rank's, so the work is planned for all of them, and some programs have none.
     """
     found, shape, head_dim = PartialResults.empty(q), plan.shape, q.shape[2]
     own, lengths = own_choice(choice, shape, bounds=plan.paged.queries.seq_lens)
@@ -207,7 +207,7 @@ def partial_sparse_decode(
 def plan_partial_sparse_prefill(
     queries: AttentionMetadata, shape: SparseShape, *, dtype: torch.dtype, quantize: bool = False
 ) -> SparsePrefillPlan:
-    """A run of queries per sequence, each at the last positions of its sequence."""
+    """Plan a run of queries per sequence, each at the last positions of its sequence."""
     return plan_chosen_prefill(queries, shape, quantize=quantize)
 
 
@@ -220,7 +220,7 @@ def partial_sparse_prefill(
     *,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> PartialResults:
-    """As the definition."""
+    """Run `cache_shards.sparse_prefill`."""
     found = PartialResults.empty(q)
     own, _ = own_choice(choice, plan.shape)
     launch_sparse_prefill(

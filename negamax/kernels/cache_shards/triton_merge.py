@@ -1,13 +1,13 @@
-"""Merges the results of all ranks that hold keys of a head. Grid (T,): a program merges all of a
-rank's own heads for one token. Ranks are added up in their order, so that a result does not depend
-on which was first.
+"""Merge the results of all ranks that hold keys of a head. Grid (T,): a program merges all of a
+rank's own heads for one token. Ranks are added in their order, so a result does not depend on the
+order of arrival.
 
-Up to as many tokens as the region of peer memory has rows come by the LL protocol in the same
-launch, to each rank what it needs of its own heads alone:
+For as many tokens as the region of peer memory has rows, the results travel by the LL protocol in
+the same launch. Each rank receives those of its own heads only:
 
     words of a row and sender    | out [COUNT, DIM / 2], two values each | lse [COUNT] |
 
-Of more tokens an all-gather brings the messages of all ranks.
+With more tokens an all-gather distributes the messages of all ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class MergeConstants(NamedTuple):
     """Constants of `_merge_partials_kernel`, one argument `C: tl.constexpr`."""
 
     RANKS: int
-    IS_LL: bool  # the other ranks' come through peer memory; else they are here
+    IS_LL: bool  # results of other ranks come through peer memory; else they are local
     ROWS: int  # of the region
     SLOT: int  # words per row and sender in the region
     HEADS: int  # of all ranks together
@@ -43,7 +43,7 @@ class MergeConstants(NamedTuple):
 
 @triton.jit
 def _load_own(parts, lse, head, word, C: tl.constexpr):
-    """The words and lse of heads `head` [rows] of a token, at its first ones."""
+    """Load the words and lse of heads `head` [rows] of the token at `parts` and `lse`."""
     mask = (head < C.HEADS)[:, None] & (word < C.DIM // 2)[None, :]
     at = as_words(parts) + head[:, None] * (C.DIM // 2) + word[None, :]
     return tl.load(at, mask=mask, other=0), tl.load(lse + head, mask=head < C.HEADS, other=0.0)
@@ -69,12 +69,12 @@ def _push(parts, lse, head, word, addresses, offset, rank, flag, C: tl.constexpr
 
 @triton.jit(do_not_specialize=["first", "rank"])
 def _merge_partials_kernel(
-    parts,  # [RANKS, T, HEADS * DIM], a rank's `part_stride` behind the one before; with IS_LL
-    lse,  # [RANKS, T, HEADS] fp32, likewise `lse_stride`, those of this rank alone
+    parts,  # [RANKS, T, HEADS * DIM], ranks `part_stride` apart; with IS_LL
+    lse,  # [RANKS, T, HEADS] fp32, ranks `lse_stride` apart; this rank's only
     out,  # [T, COUNT * DIM], written; likewise
     values,  # e4m3 and
     scales,  # [T, COUNT] fp32, None unless QUANTIZE
-    addresses,  # of the region, as `PeerRegion` has them; None without IS_LL
+    addresses,  # of the region, as in `PeerRegion`; None without IS_LL
     flags,  # likewise
     part_stride,
     lse_stride,
@@ -83,7 +83,7 @@ def _merge_partials_kernel(
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    RANKS: tl.constexpr = C.RANKS  # Triton 3.6 takes no field of a struct there
+    RANKS: tl.constexpr = C.RANKS  # Triton 3.6 takes no field of a struct in a shape
     HEADS_POW2: tl.constexpr = C.COUNT_POW2
     WORDS_POW2: tl.constexpr = C.WORDS_POW2
     dtype: tl.constexpr = out.dtype.element_ty
@@ -141,7 +141,7 @@ def merge_partials(
     count: int,
     quantize: bool = False,
 ) -> Hidden:
-    """As the definition, in FP8 too if asked for."""
+    """Run `cache_shards.merge`; with `quantize` the result is in FP8 too."""
     num_tokens, heads = parts.lse.shape[-2:]
     head_dim = parts.out.shape[-1] // heads
     assert head_dim % 2 == 0 and parts.out.itemsize == 2
@@ -175,8 +175,8 @@ def merge_partials(
 
 
 def _region(group: Collective, num_tokens: int, words: int) -> PeerRegion | None:
-    """The peer memory through which so many words of each token can travel; None where there is
-    none, or not enough of it.
+    """Return the peer memory through which `words` words of each token can travel; None: there is
+    none, or it is too small.
     """
     region = None if group.peers is None else group.peers.reduce
     fits = region is not None and num_tokens <= region.rows and words <= region.words

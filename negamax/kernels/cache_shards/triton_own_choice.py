@@ -1,5 +1,5 @@
-"""Filters the blocks that tokens chose: keeps those that a rank holds, as pages of its caches. A
-program does so for several rows (token, KV head).
+"""Filter the selected blocks: keep those that a rank holds, as pages of its caches. A program
+filters several rows (token, KV head).
 
     ids      | 0 | 3 | 7 | 9 |    of the sequence      | 3 | 9 | -1 | -1 |    of rank 1 of 2
     pages    | 7 | 2 | 4 | 1 |    of the pool          ...
@@ -21,10 +21,10 @@ _ROWS = 8  # of a program: not measured
 def _own_choice_kernel(
     ids,  # [rows, TOPK] int32
     pages,  # likewise
-    bounds,  # [rows] int32, tokens in all chosen blocks; None: nobody asks for lengths
+    bounds,  # [rows] int32, tokens in all selected blocks; None: no lengths are written
     own_ids,  # [rows, TOPK] int32, written
     own_pages,  # likewise
-    lengths,  # [rows] int32, written: tokens in the rank's blocks; None as `bounds`
+    lengths,  # [rows] int32, written: tokens in the rank's blocks; None without `bounds`
     num_rows,
     rank,
     RANKS: tl.constexpr,
@@ -42,7 +42,7 @@ def _own_choice_kernel(
     number = tl.load(ids + at + column, mask=mask, other=-1)
     page = tl.load(pages + at + column, mask=mask, other=0)
     is_mine = (number >= 0) & (page // PAGES % RANKS == rank)
-    if bounds is not None:  # the choice of a row of padding may be anything
+    if bounds is not None:  # rows of padding hold any values
         bound = tl.load(bounds + row, mask=is_row, other=0)
         num_chosen = tl.cdiv(bound, BLOCK)[:, None]
         is_mine = is_mine & (column < num_chosen)
@@ -63,8 +63,8 @@ def _own_choice_kernel(
 def own_choice(
     choice: BlockChoice, shape: SparseShape, *, bounds: Tensor | None = None
 ) -> tuple[BlockChoice, Tensor | None]:
-    """The blocks of `choice` that the rank holds, -1 behind them; with bounds [T * kv_heads] int32,
-    the tokens in all blocks of each choice, those in the rank's blocks of it, likewise.
+    """Return the blocks of `choice` that the rank holds, followed by -1. With bounds [T * kv_heads]
+    int32, the tokens in all blocks of each selection, also return the tokens in the rank's blocks.
     """
     ids = choice.ids
     own = BlockChoice(torch.empty_like(ids), torch.empty_like(choice.pages))

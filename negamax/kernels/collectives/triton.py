@@ -1,13 +1,13 @@
-"""Sums over ranks with the residual add and the norm behind them, on GPUs. Which way a sum takes
-depends on the number of rows and on the memory that the ranks have in common:
+"""Sums over ranks followed by the residual add and the norm, on GPUs. The way depends on the number
+of rows and on symmetric memory of the ranks:
 
     rows                      with symmetric memory                  without
     as many as its region     `_in_one_launch`, by the LL protocol   all-reduce by NCCL, then a norm
     more                      all-reduce by NCCL, then a norm        likewise
     from SHARD_ROWS on        `_sharded`                             `_sharded_by_group`, by NCCL
 
-In one launch, a program per row, without a barrier. No program waits for another one of its own
-rank, so any number of rows may run; what the sum does not depend on is loaded before the poll.
+In one launch there is a program per row and no barrier. No program waits for another one of its own
+rank, so any number of rows may run. Loads that do not depend on the sum precede the poll.
 
     one-shot    push the row to all ranks; sum WORLD rows
     two-shot    push slice r of the row to rank r; sum a slice; push the sum to all ranks
@@ -18,10 +18,10 @@ Sharded: a reduce-scatter, the norm of the own rows, an all-gather.
     launch 1    each row of x, summed over its parts, to the rank that owns it; barrier
     launch 2    own rows: sum over ranks, residual, norm; the norm to all ranks; barrier
 
-The links carry 2 + 1 bytes a value instead of 2 + 2, since the norm is sent in FP8 where it can be;
-the norm and what is computed from the unquantised rows are done once and not on every rank; and
-bits do not depend on the number of rows. A rank's residual holds only its own rows then; so it does
-in all calls of a step, for whether rows are sharded depends on their number and the group alone.
+The links carry 2 + 1 bytes a value instead of 2 + 2, because the norm is sent in FP8 if possible.
+The norm, and results of the unquantised rows, are computed once and not on every rank. Bits do not
+depend on the number of rows. A rank's residual then holds its own rows only, in all calls of a
+step: whether rows are sharded depends on their number and the group alone.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from negamax.kernels.signatures import ALL_REDUCE_ADD_RMS, COMPLETE_RESIDUAL
 
 @triton.jit
 def sum_over_ranks(words, DTYPE: tl.constexpr):
-    """[WORLD, N] words of every rank's values summed in fp32 and rounded once, as two fp32 [N]."""
+    """Sum [WORLD, N] words over ranks in fp32, rounded once -> fp32 [N], even and odd columns."""
     even, odd = unpack(words, DTYPE)
     return unpack(pack_pair(tl.sum(even, axis=0), tl.sum(odd, axis=0), DTYPE), DTYPE)
 
@@ -59,11 +59,11 @@ def _all_reduce_add_rms_kernel(
     weight,  # [2 * WORDS]
     out,  # [T, 2 * WORDS], written; likewise
     values,  # [T, 2 * WORDS] e4m3 and
-    scales,  # [T, 2 * WORDS / 128] fp32, not touched unless QUANTIZE
+    scales,  # [T, 2 * WORDS / 128] fp32, written if QUANTIZE only
     eps,
-    addresses,  # of the region, as `PeerRegion` has them
+    addresses,  # of the region, as in `PeerRegion`
     flags,
-    rank,  # no constant, so that all ranks run one compiled kernel
+    rank,  # not a constant, so that all ranks run one compiled kernel
     WORLD: tl.constexpr,
     ROWS: tl.constexpr,  # of the region
     SLOT: tl.constexpr,  # words per row and sender in the region
@@ -75,8 +75,9 @@ def _all_reduce_add_rms_kernel(
     GEMMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (T,): one row. Its words in every rank's copy of the region are [2 buffers, ROWS, WORLD
-    senders, SLOT]; in two shots the slice (WORDS / WORLD), and behind it the sum of the sender's.
+    """Sum and normalise one row. Its words in every rank's copy of the region are [2 buffers, ROWS,
+    WORLD senders, SLOT]; in two shots the slice (WORDS / WORLD) followed by the sum of the sender's
+    slice. Grid (T,).
     """
     dtype: tl.constexpr = residual.dtype.element_ty
     row = tl.program_id(0)
@@ -162,7 +163,7 @@ def _sum_parts_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (T,): one row."""
+    """Sum the parts of one row. Grid (T,)."""
     row = tl.program_id(0)
     index = word_indices(BLOCK)
     mask = index < WORDS
@@ -184,8 +185,8 @@ def _push_partials_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (shard * WORLD,): one row. Neighbouring programs send to different ranks, and the ranks
-    begin with different ones, so that all links are busy at all times.
+    """Send one row to its owner. Neighbouring programs send to different ranks, and each rank
+    begins with another one, so that all links are busy at all times. Grid (shard * WORLD,).
     """
     launch_dependents_then_wait(PDL)
     owner = (tl.program_id(0) + rank) % WORLD
@@ -217,7 +218,9 @@ def _add_rms_all_gather_kernel(
     GEMMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (rows of this rank,): one row, written to every rank in FP8 if QUANTIZE."""
+    """Sum and normalise one row and write it to every rank, in FP8 if QUANTIZE. Grid (rows of this
+    rank,).
+    """
     dtype: tl.constexpr = residual.dtype.element_ty
     place = tl.program_id(0).to(tl.int64)
     index = word_indices(BLOCK)
@@ -265,7 +268,7 @@ def _all_gather_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (num_words / BLOCK,): BLOCK words of both tensors."""
+    """Write BLOCK words of both tensors to every rank. Grid (num_words / BLOCK,)."""
     launch_dependents_then_wait(PDL)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = index < num_words
@@ -278,22 +281,22 @@ def _all_gather_kernel(
 
 
 def all_reduce_add_rms(
-    # [T, width] or [T, P, width], this rank's partial result; its content is undefined afterwards
+    # [T, width] or [T, P, width], this rank's partial result; undefined afterwards
     x: Tensor,
-    # [T, width], changed in place: from tiles.SHARD_ROWS rows on only the rows of this rank
+    # [T, width], changed in place; from tiles.SHARD_ROWS rows on only the rows of this rank
     residual: Tensor,
     norm: NormWeight,
     group: Collective | None,
 ) -> Tensor | QuantizedActivations:  # [T, width]
-    """residual += the sum of x over its parts and the ranks of `group`, in place; the norm of the
-    residual.
+    """Add the sum of x over its parts and the ranks of `group` to the residual in place; return the
+    norm.
 
-    With many rows and `norm.quantize` the result is `ShardedActivations`; either way it then may
-    lie in memory that the next call overwrites.
+    With many rows and `norm.quantize` the result is `ShardedActivations`. It may then be in memory
+    that the next call overwrites.
     """
     if group is None or group.size == 1:
         return norm_kernels.add_rms(x, residual, norm)
-    if residual.shape[1] % 2:  # no whole words
+    if residual.shape[1] % 2:  # rows are not whole words
         return spec.all_reduce_add_rms(x, residual, norm, group)
     peers = group.peers
     if peers is not None and len(residual) and _fits_region(residual, peers):
@@ -313,7 +316,7 @@ def complete_residual(
     copy: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:
-    """As the definition."""
+    """Run `collectives.complete_residual`."""
     if group is None or group.size == 1 or not _is_sharded(residual, group):
         return spec.complete_residual(residual, group, copy=copy, out=out)
     num_tokens, width = residual.shape
@@ -326,7 +329,7 @@ def complete_residual(
 
 
 def _is_sharded(residual: Tensor, group: Collective) -> bool:
-    """Whether a rank's residual holds only its own rows."""
+    """Return whether a rank's residual holds only its own rows."""
     num_tokens, width = residual.shape
     if width % 2 or not tiles.shards(num_tokens) or _fits_region(residual, group.peers):
         return False
@@ -334,8 +337,8 @@ def _is_sharded(residual: Tensor, group: Collective) -> bool:
 
 
 def _shard_region(residual: Tensor, group: Collective) -> ShardRegion | None:
-    """The memory through which the ranks shard the residual's rows; None: they do not, or through
-    the group.
+    """Return the memory through which the ranks shard the residual's rows; None: they do not shard
+    them, or do so through the group.
     """
     num_tokens, width = residual.shape
     region = None if group.peers is None else group.peers.shards
@@ -345,7 +348,7 @@ def _shard_region(residual: Tensor, group: Collective) -> ShardRegion | None:
 
 
 def _fits_region(residual: Tensor, peers: PeerMemory | None) -> bool:
-    """Whether the region has room for the rows of `residual`."""
+    """Return whether the region has room for the rows of `residual`."""
     num_tokens, width = residual.shape
     return peers is not None and num_tokens <= peers.reduce.rows and width <= 2 * peers.reduce.words
 
@@ -353,7 +356,7 @@ def _fits_region(residual: Tensor, peers: PeerMemory | None) -> bool:
 def _in_one_launch(
     x: Tensor, residual: Tensor, norm: NormWeight, peers: PeerMemory
 ) -> Tensor | QuantizedActivations:
-    """Runs `_all_reduce_add_rms_kernel`."""
+    """Launch `_all_reduce_add_rms_kernel`."""
     assert x.is_contiguous() and residual.is_contiguous(), "rows are read as they lie in memory"
     num_tokens, words = residual.shape[0], residual.shape[1] // 2
     region = peers.reduce
@@ -380,12 +383,12 @@ def _in_one_launch(
 def _sharded(
     x: Tensor, residual: Tensor, norm: NormWeight, group: Collective, region: ShardRegion
 ) -> Tensor | QuantizedActivations:
-    """Runs `_push_partials_kernel` and `_add_rms_all_gather_kernel`."""
+    """Launch `_push_partials_kernel` and `_add_rms_all_gather_kernel`."""
     assert x.is_contiguous() and residual.is_contiguous(), "rows are read as they lie in memory"
     (num_tokens, width), world = residual.shape, group.size
     shard = triton.cdiv(num_tokens, world)
     first = group.rank * shard
-    # fewer on the last rank where T is no multiple of the ranks
+    # fewer on the last rank if T is not a multiple of the ranks
     rows = residual[first : first + shard]
     sizes = tiles.tiles_for(residual.device)
     shared = {
@@ -422,9 +425,7 @@ def _sharded(
 def _sharded_by_group(
     x: Tensor, residual: Tensor, norm: NormWeight, group: Collective
 ) -> Tensor | QuantizedActivations:
-    """As `_sharded`, by collectives of the group: the ranks have no memory in common, or too
-    little of it.
-    """
+    """Run `_sharded` by collectives of the group, if symmetric memory is missing or too small."""
     shard = len(residual) // group.size
     first = group.rank * shard
     out = norm_kernels.add_rms(
@@ -437,7 +438,7 @@ def _sharded_by_group(
 
 
 def _summed(x: Tensor) -> Tensor:
-    """x summed over its parts, [T, width]."""
+    """Sum x over its parts -> [T, width]."""
     if x.dim() == 2 or x.shape[1] == 1:
         return x.flatten(1)
     num_tokens, _, width = x.shape
@@ -452,10 +453,10 @@ def _summed(x: Tensor) -> Tensor:
 
 
 def gather_rows(first: Tensor, second: Tensor, x: ShardedActivations) -> tuple[Tensor, Tensor]:
-    """What each rank has made of its rows of x, [rows of the rank, width] of 4-byte values each ->
-    all rows of it, [T, width].
+    """Gather two results of each rank's rows of x, [rows of the rank, width] of 4-byte values each
+    -> those of all rows, [T, width].
 
-    Valid until the group's next sum over ranks; once between two of them.
+    They are valid until the group's next sum over ranks. Call this at most once between two sums.
     """
     assert first.shape == second.shape and first.is_contiguous() and second.is_contiguous()
     num_tokens, width, peers = x.q.shape[0], first.shape[1], x.group.peers
@@ -467,7 +468,7 @@ def gather_rows(first: Tensor, second: Tensor, x: ShardedActivations) -> tuple[T
         packed = torch.cat((first.view(torch.int32), second.view(torch.int32)), dim=1)
         one, other = x.group.all_gather(packed, dim=0).split(width, dim=1)
         return one.contiguous().view(first.dtype), other.contiguous().view(second.dtype)
-    # behind values and scales, in bytes; kernels are compiled for tensors that begin at 16
+    # in bytes, after values and scales; kernels are compiled for tensors aligned to 16
     begin = -(-(x.q.numel() + 4 * x.scale.numel()) // 16) * 16
     size = -(-4 * num_tokens * width // 16) * 16
     assert begin + 2 * size <= 2 * x.q.numel(), (

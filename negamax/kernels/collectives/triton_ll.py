@@ -1,8 +1,8 @@
-"""The exchange of rows of 4-byte words between ranks through symmetric memory: NCCL's LL protocol.
+"""Exchange of rows of 4-byte words between ranks through symmetric memory: NCCL's LL protocol.
 
 A rank pushes its words into the memory of every peer, 8 bytes each: the data and a flag. The reader
-polls the words in its own memory until all of them carry the flag that it expects: no barrier, no
-fence, no second kernel (`PeerRegion` has the layout).
+polls the words in its own memory until all of them carry the expected flag. There is no barrier, no
+fence and no second kernel. `PeerRegion` has the layout.
 
     rank 0   push --->  [data | flag] in the memory of rank 0, 1, ...      int64: flag << 32 | data
     rank 1   poll       until flag == the row's last flag + 1
@@ -15,19 +15,21 @@ import triton.language as tl
 
 from negamax.kernels.launch.ptx import agree
 
-# between two looks at the abort flag, which is host memory: about a millisecond
+# between two reads of the abort flag, which is in host memory: about a millisecond
 _SPINS = tl.constexpr(1024)
 
 
 @triton.jit
 def peer_base(addresses, rank):
-    """Where the copy of a region begins that `rank` reads."""
+    """Return the address of the copy of a region that `rank` reads."""
     return tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.int64)), 16)
 
 
 @triton.jit
 def peer_bases(addresses, WORLD: tl.constexpr):
-    """`peer_base` of every rank, loaded at once. (Triton adds tuples; it cannot unpack them.)"""
+    """Return `peer_base` of every rank, loaded at once. (Triton adds tuples; it cannot unpack
+    them.)
+    """
     bases = ()
     for peer in tl.static_range(WORLD):
         bases = bases + (peer_base(addresses, peer),)  # noqa: RUF005
@@ -36,14 +38,14 @@ def peer_bases(addresses, WORLD: tl.constexpr):
 
 @triton.jit
 def with_flag(data, flag):
-    """`data` (int32) and `flag` as they are stored, int64."""
+    """Combine `data` (int32) and `flag` to the stored int64."""
     return (flag.to(tl.int64) << 32) | (data.to(tl.int64) & 0xFFFFFFFF)
 
 
 @triton.jit
 def push(addresses, offset, index, data, flag, mask, WORLD: tl.constexpr):
-    """Store `data` (int32) with `flag` at words `offset + index` of every rank's copy, this rank's
-    own included.
+    """Store `data` (int32) with `flag` at words `offset + index` of every rank's copy, including
+    this rank's.
     """
     word = with_flag(data, flag)
     bases = peer_bases(addresses, WORLD)
@@ -53,8 +55,8 @@ def push(addresses, offset, index, data, flag, mask, WORLD: tl.constexpr):
 
 @triton.jit
 def _any_missing(word, flag, mask):
-    """Whether some words do not carry `flag`: the largest difference of their flags from it, as
-    bits (two instructions a word, and this is what a rank does last before it goes on).
+    """Return whether some words do not carry `flag`: the largest difference of their flags, as
+    bits. That is two instructions a word, and a rank does nothing else while it waits.
     """
     differs = tl.where(mask, (word >> 32).to(tl.int32) ^ flag.to(tl.int32), 0)
     return tl.max(agree(differs).to(tl.uint32, bitcast=True)) != 0
@@ -62,8 +64,8 @@ def _any_missing(word, flag, mask):
 
 @triton.jit
 def _timed_out(control, since, is_first):
-    """Whether to poll no longer, and since when the program polls. Sets the abort flag where the
-    time is up.
+    """Return whether to stop polling, and since when the program polls. Sets the abort flag after
+    the time-out.
     """
     clock = tl.load(control, volatile=True)
     since = tl.where(is_first, clock, since)
@@ -75,11 +77,11 @@ def _timed_out(control, since, is_first):
 
 @triton.jit
 def poll(base, index, flag, mask, control):
-    """The data (int32) at `base + index` of this rank's copy, once all of it carries `flag`;
-    whatever is there after a time-out.
+    """Return the data (int32) at `base + index` of this rank's copy once all of it carries `flag`,
+    or the current data after a time-out.
 
-    `control`: where the address of `PollControl.words` is kept; None: the words are those of this
-    rank's own launch, whose programs all run, and always come.
+    `control`: where the address of `PollControl.words` is stored. None: the words come from this
+    rank's own launch, whose programs all run, so that they always arrive.
     """
     word = tl.load(base + index, mask=mask, other=0, volatile=True)
     is_missing = _any_missing(word, flag, mask)

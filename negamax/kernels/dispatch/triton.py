@@ -8,13 +8,14 @@
                           poll    the sums of the ranks that the own row t chose; add them in rank
                                   order
 
-A row travels once to a rank, however many of its experts are there. Words carry 4 bytes of 8, which
-pays where time is latency and not bandwidth; from `PeerRegion.rows` rows on the group gathers and
+A row travels once to a rank, for any number of that rank's experts. Only 4 of 8 bytes of a word are
+data, which pays as long as latency dominates. From `PeerRegion.rows` rows on the group gathers and
 sums (NCCL).
 
-Two buffers are enough for `dispatch` as for any `PeerRegion`, since every rank pushes the ids of
-each row. In `combine` a rank may hear nothing of another; but it writes words of epoch e + 2 only
-behind the dispatch before it, to which that other came when it had read those of e.
+Two buffers are enough for `dispatch`, as for any `PeerRegion`, because every rank pushes the ids of
+each row. In `combine` a rank may receive nothing from another one. But it writes words of epoch e +
+2 only after the dispatch before it, and the other rank reaches that dispatch after it has read the
+words of epoch e.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class ExchangeConstants(NamedTuple):
 
 @triton.jit
 def _are_held(ids, first, C: tl.constexpr):
-    """Which of the experts `ids` are among those from `first` on that one rank has, 1 or 0."""
+    """Return 1 for `ids` among the experts of the rank whose first expert is `first`, else 0."""
     return ((ids >= first) & (ids < first + C.COUNT)).to(tl.int32)
 
 
@@ -60,18 +61,18 @@ def _dispatch_kernel(
     columns,  # [T, WIDTHS[c]] words each
     all_ids,  # [WORLD * num_rows, TOP_K], written
     received,  # [WORLD * num_rows, WIDTHS[c]] words each, written
-    firsts,  # [WORLD], as `ExpertRanges` has them
+    firsts,  # [WORLD], as in `ExpertRanges`
     num_tokens,
     num_rows,
-    addresses,  # of the region, as `PeerRegion` has them
+    addresses,  # of the region, as in `PeerRegion`
     flags,
     rank,
     WIDTHS: tl.constexpr,
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (num_rows,): one row of every rank. Its words in every rank's copy of the region are [2
-    buffers, ROWS, WORLD senders, SLOT]: ids, then the columns.
+    """Exchange one row of every rank. Its words in every rank's copy of the region are [2 buffers,
+    ROWS, WORLD senders, SLOT]: ids, then the columns. Grid (num_rows,).
     """
     WORLD: tl.constexpr = C.WORLD
     row = tl.program_id(0)
@@ -123,9 +124,9 @@ def _combine_kernel(
     out,  # [WORLD * num_rows, PARTS, 2 * WORDS]
     all_ids,  # [WORLD * num_rows, TOP_K]
     sums,  # [num_rows, 2 * WORDS], written
-    firsts,  # [WORLD], as `ExpertRanges` has them
+    firsts,  # [WORLD], as in `ExpertRanges`
     num_rows,
-    addresses,  # of the region, as `PeerRegion` has them
+    addresses,  # of the region, as in `PeerRegion`
     flags,
     rank,
     PARTS: tl.constexpr,
@@ -134,8 +135,8 @@ def _combine_kernel(
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (num_rows,): one row of every rank. Its words in every rank's copy of the region are [2
-    buffers, ROWS, WORLD senders, SLOT].
+    """Combine one row of every rank. Its words in every rank's copy of the region are [2 buffers,
+    ROWS, WORLD senders, SLOT]. Grid (num_rows,).
     """
     WORLD: tl.constexpr = C.WORLD
     dtype: tl.constexpr = sums.dtype.element_ty
@@ -179,7 +180,7 @@ def dispatch(
     group: Collective,
     num_rows: int,
 ) -> tuple[Tensor, list[Tensor]]:
-    """As the definition."""
+    """Run `dispatch.dispatch`."""
     region = None if group.peers is None else group.peers.tokens
     widths = tuple(column.shape[1] * column.itemsize // 4 for column in columns)
     if region is None or num_rows > region.rows or ids.shape[1] + sum(widths) > region.words:
@@ -198,7 +199,7 @@ def dispatch(
 
 
 def combine(out: Tensor, ids: Tensor, *, experts: ExpertRanges, group: Collective) -> Tensor:
-    """As the definition; the sum over ranks is of fp32 values in rank order."""
+    """Run `dispatch.combine`; the sum over ranks is of fp32 values in rank order."""
     region = None if group.peers is None else group.peers.reduce
     num_rows, width = len(out) // group.size, out.shape[-1]
     if region is None or num_rows > region.rows or width > 2 * region.words or width % 2:

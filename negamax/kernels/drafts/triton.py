@@ -1,5 +1,5 @@
-"""The end of a step with drafts and both ends of a draft's pass on the GPU, in one launch each
-instead of a dozen of PyTorch: a program per token, or one per row.
+"""The end of a step with draft tokens and both ends of a draft model's pass, one launch each;
+PyTorch takes a dozen. A program per token or per row.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _count_accepted_kernel(
     stride,
     ROOM_POW2: tl.constexpr,
 ):
-    """Grid (rows,). The first draft that is wrong says how many are right."""
+    """Count the draft tokens of a row before the first rejected one. Grid (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     count, first = tl.load(num_drafts + row), tl.load(firsts + row)
     place = tl.arange(0, ROOM_POW2)
@@ -55,11 +55,11 @@ def count_accepted(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """As the definition."""
+    """Run `drafts.count_accepted`."""
     assert drafts.stride(1) == 1
     columns = (sampled, firsts, num_drafts)
     assert all(column.is_contiguous() for column in columns)
-    # (zeros also where kernels are only compiled: what follows takes these as indices)
+    # zeros, because later ops index by them even where kernels are only compiled
     accepted = torch.zeros_like(firsts) if out is None else out
     if len(firsts):
         _count_accepted_kernel[(len(firsts),)](
@@ -70,7 +70,7 @@ def count_accepted(
             accepted,
             len(sampled),
             drafts.stride(0),
-            # one more than there is room for: a place behind the last draft, which is none
+            # room for one place after the last draft token
             ROOM_POW2=triton.next_power_of_2(drafts.shape[1] + 1),
             num_warps=1,
         )
@@ -89,7 +89,7 @@ def _advance_rows_kernel(
     ends,  # [rows] int64
     PDL: tl.constexpr,
 ):
-    """Grid (rows,). Rows of padding write the same."""
+    """Advance one row. Rows of padding write equal values. Grid (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     launch_dependents_then_wait(PDL)
     right = tl.load(accepted + row)
@@ -111,7 +111,7 @@ def advance_rows(
     lengths: Tensor,
     ends: Tensor,
 ) -> None:
-    """As the definition."""
+    """Run `drafts.advance_rows`."""
     columns = (accepted, counts, seq_lens, firsts, slots, num_computed, lengths, ends)
     assert all(column.is_contiguous() for column in columns)
     if len(slots):
@@ -124,7 +124,7 @@ def _record_guess_kernel(
     ids,  # [num_ids + 1] int64
     slots,
     lengths,
-    drafts,  # [R, stride] int64, a column is written
+    drafts,  # [R, stride] int64, one column is written
     token_ids,  # [R] int64, written, as are
     positions,  # [R] int64 and
     seq_lens,  # [R] int32
@@ -135,7 +135,7 @@ def _record_guess_kernel(
     num_ids,
     PDL: tl.constexpr,
 ):
-    """Grid (R,)."""
+    """Record the draft token of one row. Grid (R,)."""
     row = tl.program_id(0).to(tl.int64)
     launch_dependents_then_wait(PDL)
     token = tl.load(picked + row)
@@ -160,7 +160,7 @@ def record_guess(
     last: int,
     drafts: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As the definition."""
+    """Run `drafts.record_guess`."""
     columns = (picked, ids, slots, lengths, drafts)
     assert all(column.is_contiguous() for column in columns)
     token_ids, positions = torch.empty(2, *slots.shape, dtype=torch.int64, device=slots.device)
@@ -175,7 +175,7 @@ def record_guess(
 
 @triton.jit
 def _rms(words, weight_words, eps, WORDS: tl.constexpr, DTYPE: tl.constexpr):
-    """The norm of a row of words, as words."""
+    """Normalise a row of words; return words."""
     even, odd = unpack(words, DTYPE)
     inverse = tl.rsqrt(tl.sum(even * even + odd * odd, axis=0) / (2 * WORDS) + eps)
     even, odd = unpack(pack_pair(even * inverse, odd * inverse, DTYPE), DTYPE)
@@ -197,7 +197,7 @@ def _embed_norms_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (T, 2): the embedding of a token, and its hidden state."""
+    """Write the embedding of a token (program 0) or its hidden state (program 1). Grid (T, 2)."""
     dtype: tl.constexpr = out.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     index = word_indices(BLOCK)
@@ -227,9 +227,9 @@ def embed_norms(
     *,
     eps: float,
 ) -> Tensor:
-    """As the definition."""
+    """Run `drafts.embed_norms`."""
     num_tokens, width = hidden.shape
-    if width % 2:  # no whole words
+    if width % 2:  # rows are not whole words
         return spec.embed_norms(token_ids, table, hidden, embedding_weight, hidden_weight, eps=eps)
     out = hidden.new_empty(num_tokens, 2 * width)
     assert all(tensor.is_contiguous() for tensor in (token_ids, table, hidden))

@@ -32,75 +32,79 @@ from negamax.kernels.launch.tile import Tile, has_h200_tiles
 from negamax.kernels.weight_only.layout import Packing
 
 GEMV_MAX_M = 1  # FP8: up to here on the CUDA cores
-SPLIT_K_MAX_M = 64  # up to here the weight is the tall operand; 16-bit weights: above, cuBLAS
-# FP8: above so many multiplications cuBLAS; its scales need an M that is a multiple of
+SPLIT_K_MAX_M = 64  # up to here the weight is the tall operand; above, 16-bit weights use cuBLAS
+# FP8: above this many multiplications cuBLAS, whose scales need an M that is a multiple of
 CUBLAS_PRODUCTS = 1024 * 2048 * 3072
 CUBLAS_MULTIPLE = 4
-# large_m: up to so many weights dependent launch gains 0.9 us at 100 tokens; above, it loses 0.5
+# large_m: up to this many weights a dependent launch gains 0.9 us at 100 tokens; above, it loses
+# 0.5
 PDL_MAX_WEIGHTS = 4096 * 3072
-GROUP_M = 8  # large_m: tiles of tokens that go through the weight together
+GROUP_M = 8  # large_m: tiles of tokens that read the weight together
 
 
 def gemv(K: int) -> tuple[int, int]:
-    """BLOCK_N and warps for rows of K FP8 weights: of MiniMax-M2's widths a thread has 3 x 16
-    columns per row.
+    """Return BLOCK_N and warps for rows of K FP8 weights. At the widths of MiniMax-M2 a thread
+    holds 3 x 16 columns per row.
     """
     return 4, 4 if K >= 6144 else 2 if K >= 3072 else 1
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Where nothing was measured: short pipelines, and 64 KB of shared memory are enough."""
+    """Unmeasured sizes: short pipelines that need at most 64 KB of shared memory."""
 
     multiprocessors: int
 
     def small_m(self, *, M: int, N: int, K: int) -> Tile | None:
-        """For FP8 weights of which every program's part fits into registers, all programs running
-        at once; else None.
+        """Return a tile for FP8 weights if all programs run at once and each one's part fits into
+        registers, else None.
         """
         return None
 
     def split_k(self, *, M: int, N: int, K: int) -> Tile:
-        """For FP8 weights, at any M that has no other tile."""
+        """Return a tile for FP8 weights, at any M that has no other tile."""
         block_m = max(16, min(64, _power_of_two(M)))
         return Tile(
             block_m, 64, 128, num_warps=4, num_stages=2, split_k=self._splits(M, N, K, block_m)
         )
 
     def split_k_16bit(self, M: int) -> Tile:
-        """For bf16 and fp16 weights."""
+        """Return a tile for bf16 and fp16 weights."""
         return Tile(max(16, min(64, _power_of_two(M))), 64, 64, num_warps=4, num_stages=2)
 
     def large_m(self, *, M: int, N: int) -> Tile | None:
-        """For FP8 weights, with the tokens as the tall operand and both operands through TMA; None:
-        no TMA.
+        """Return a tile for FP8 weights with the tokens as the tall operand and both operands
+        through TMA; None: no TMA.
         """
         return None
 
     def packed(self, *, M: int, N: int, K: int) -> Tile:
-        """For weights of 4 and 8 bits, at any M. Not measured."""
+        """Return a tile for weights of 4 and 8 bits, at any M. Not measured."""
         block_m = max(16, min(64, _power_of_two(M)))
         return Tile(
             block_m, 64, 128, num_warps=4, num_stages=2, split_k=self._splits(M, N, K, block_m)
         )
 
     def packed_gemv(self, *, M: int, N: int, packing: Packing, in_parts: bool) -> Tile | None:
-        """For few tokens and weights of 4 and 8 bits, of which every program's part fits into
-        registers; else None. `in_parts`: columns may be split, and nobody adds up the parts.
+        """Return a tile for few tokens and packed weights if each program's part fits into
+        registers, else None. `in_parts`: columns may be split, and the caller sums the parts.
         """
         return None
 
     def dequantized_min_m(self, packing: Packing) -> int:
-        """From how many tokens on packed weights are dequantised for cuBLAS."""
+        """Return the number of tokens from which packed weights are dequantised for cuBLAS."""
         return 256 if packing.CODES == 1 else 300
 
     def w8a8(self, *, M: int, N: int) -> Tile:
-        """For products of 8 bits with 8 bits, a scale per row and token. Not measured."""
+        """Return a tile for products of 8 bits with 8 bits, a scale per row and token. Not
+        measured.
+        """
         return Tile(64, 128, 128, num_warps=4, num_stages=2)
 
     def _splits(self, M: int, N: int, K: int, block_m: int) -> int:
-        """K is split while multiprocessors would idle; with many tokens not into less than 12
-        blocks of 128, since what the programs of a tile exchange grows with the tokens.
+        """Return how often K is split so that no multiprocessor idles. With many tokens each split
+        keeps at least 12 blocks of 128, because the programs of a tile exchange more with more
+        tokens.
         """
         most = 200 * self.multiprocessors // 132 // (-(-N // 64) * -(-M // block_m))
         if block_m > 32:
@@ -115,8 +119,8 @@ class H200(Tiles):
     multiprocessors: int = 132
 
     def small_m(self, *, M: int, N: int, K: int) -> Tile | None:
-        """A warp has up to six blocks of 128 columns: 96 of a thread's registers. With 128 in all,
-        25 MB are on their way together.
+        """Return a tile in which a warp has up to six blocks of 128 columns: 96 registers of a
+        thread. With 128 registers in all, 25 MB are in flight together.
         """
         warps = _power_of_two(-(-K // 768))
         if warps > 16:
@@ -141,9 +145,9 @@ class H200(Tiles):
         return Tile(64, 128, 64, num_warps=4, num_stages=5)
 
     def packed(self, *, M: int, N: int, K: int) -> Tile:
-        """Up to 128 tokens K is split into runs of 1,536 columns or more, where the tiles leave a
-        quarter of the multiprocessors idle: in two, where that fills them, before tokens are split
-        (beyond 32).
+        """Return a tile for packed weights. Up to 128 tokens K is split into runs of at least 1,536
+        columns if the tiles leave a quarter of the multiprocessors idle. A split in two that fills
+        the multiprocessors comes before a split of the tokens (beyond 32).
         """
         tiles_n = -(-N // 64)
         if M > 128:
@@ -172,12 +176,13 @@ class H200(Tiles):
         return Tile(64, 64, 128, num_warps=4, num_stages=stages, split_k=split_k)
 
     def _are_filled(self, programs: int) -> bool:
-        """Whether so many programs leave less than a quarter of the multiprocessors idle."""
+        """Return whether `programs` leave less than a quarter of the multiprocessors idle."""
         return 4 * programs > 3 * self.multiprocessors
 
     def packed_gemv(self, *, M: int, N: int, packing: Packing, in_parts: bool) -> Tile | None:
-        """Up to 4 tokens; one with weights of 8 bits that do not fit into the registers of all
-        multiprocessors at once. A thread has up to 384 bytes of 4 bits: 96 registers.
+        """Return a tile for up to 4 tokens, or for one with weights of 8 bits that do not fit into
+        the registers of all multiprocessors at once. A thread holds up to 384 bytes of 4-bit codes:
+        96 registers.
         """
         row_bytes = packing.K_PACKED // packing.CODES
         if M > 4:
@@ -199,11 +204,11 @@ class H200(Tiles):
         return Tile(8, 16, 1, num_warps=max(4, warps), maxnreg=maxnreg)
 
     def w8a8(self, *, M: int, N: int) -> Tile:
-        """Those of FP8 blocks; others were not tried."""
+        """Return the tile of FP8 blocks; others were not tried."""
         return self.large_m(M=M, N=N)
 
     def large_m(self, *, M: int, N: int) -> Tile:
-        """The small one while two programs per multiprocessor hold it."""
+        """Return the small tile as long as all programs fit two to a multiprocessor."""
         programs = -(-N // 64) * -(-M // 64)
         if programs <= 2 * self.multiprocessors:
             return Tile(64, 64, 128, num_warps=4, num_stages=5)
@@ -211,7 +216,7 @@ class H200(Tiles):
 
 
 def tiles_for(device: torch.device) -> Tiles:
-    """The sizes for `device`."""
+    """Return the sizes for `device`."""
     here = platform.platform_of(device)
     if here.vendor == "cpu":  # the interpreter
         return H200()
@@ -219,14 +224,14 @@ def tiles_for(device: torch.device) -> Tiles:
 
 
 def cublas_is_faster(M: int, num_weights: int) -> bool:
-    """Whether an FP8 product is for cuBLAS: at [8192, 3072] x [3072, 2048] 89 us against 112, at
-    512 tokens 16 against 11.
+    """Return whether cuBLAS computes an FP8 GEMM faster: at [8192, 3072] x [3072, 2048] 89 us
+    against 112, at 512 tokens 16 against 11.
     """
     return M % CUBLAS_MULTIPLE == 0 and M * num_weights > CUBLAS_PRODUCTS
 
 
 def _at_most_four(splits: int) -> int:
-    """The power of two up to `splits`, 4 at most."""
+    """Return the power of two up to `splits`, at most 4."""
     return 4 if splits >= 4 else 2 if splits >= 2 else 1
 
 

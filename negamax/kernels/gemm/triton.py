@@ -59,7 +59,7 @@ _VECTOR: tl.constexpr = tl.constexpr(16)  # FP8 weights of one load of a thread
 
 @dataclass(frozen=True)
 class PreparedLinear:
-    """A weight [N, K] as stored, contiguous, and with FP8 what belongs to it."""
+    """A weight [N, K] as stored, contiguous; with FP8 also its scales."""
 
     weight: Tensor  # e4m3, bf16 or fp16
     scale: Tensor | None  # [ceil(N / 128), K / 128] fp32; None: 16-bit weights
@@ -88,7 +88,7 @@ def _gemv_kernel(
             +---------+---------+-----+
               a thread has 16 neighbouring columns of each step and row
     """
-    launch_dependents(PDL)  # this early: what the next kernel loads first is a weight, too
+    launch_dependents(PDL)  # this early: the next kernel loads a weight first, too
     THREADS: tl.constexpr = BLOCK_K // _VECTOR
     STEPS: tl.constexpr = triton.cdiv(K, BLOCK_K)
     first_n = tl.program_id(0) * BLOCK_N
@@ -122,47 +122,49 @@ def _gemv_kernel(
     tl.store(out_ptr + offs_n, out.to(out_ptr.dtype.element_ty), mask=offs_n < N)
 
 
-# `_small_m_kernel` loads a fragment, ROWS rows and NUM_WARPS * 128 columns of x or w, as
-# [8, NUM_WARPS, 2, ROWS / 8, 64]: a thread has 16 neighbouring columns, four threads 64, and eight
-# times four threads 8 rows. The tensor cores give a thread the same row but other columns. The
-# order of the columns does not matter as long as x and w share it, so they are renumbered: every
-# thread multiplies what it loaded, and nothing passes through shared memory.
+# `_small_m_kernel` loads a fragment, ROWS rows and NUM_WARPS * 128 columns of x or w, as [8,
+# NUM_WARPS, 2, ROWS / 8, 64]: a thread has 16 neighbouring columns, four threads 64, and eight
+# times four threads 8 rows. The tensor cores expect the same row but other columns in a thread. The
+# order of the columns does not matter if x and w share it, so they are renumbered: every thread
+# multiplies its own loads, and nothing passes through shared memory.
 
 
 @triton.jit
 def _fragment_rows(ROWS: tl.constexpr):
-    """[8, 1, 1, ROWS / 8, 1]"""
+    """Return row numbers [8, 1, 1, ROWS / 8, 1]."""
     return (tl.arange(0, 8)[:, None] + tl.arange(0, ROWS // 8)[None, :] * 8)[:, None, None, :, None]
 
 
 @triton.jit
 def _fragment_columns(NUM_WARPS: tl.constexpr):
-    """[1, NUM_WARPS, 2, 1, 64]"""
+    """Return column numbers [1, NUM_WARPS, 2, 1, 64]."""
     halves = tl.arange(0, NUM_WARPS)[:, None] * _BLOCK + tl.arange(0, 2)[None, :] * (_BLOCK // 2)
     return (halves[:, :, None] + tl.arange(0, _BLOCK // 2)[None, None, :])[None, :, :, None, :]
 
 
 @triton.jit
 def _fragment_ptrs(rows, NUM_WARPS: tl.constexpr):
-    """The first step of the rows at `rows`."""
+    """Return the pointers of the first step of the rows at `rows`."""
     # Triton lays threads, then warps, along the dimensions of the longest contiguous runs first
     return tl.max_contiguous(rows + _fragment_columns(NUM_WARPS), [16, 8, 4, 2, _BLOCK // 2])
 
 
 @triton.jit
 def _load_fragment(ptrs, i: tl.constexpr, K: tl.constexpr, NUM_WARPS: tl.constexpr):
-    """Step i of the K columns of the rows at `ptrs`; in the last one some warps may have none."""
+    """Load step i of the K columns of the rows at `ptrs`. In the last step some warps may have
+    none.
+    """
     BLOCK_K: tl.constexpr = NUM_WARPS * _BLOCK
     inside = (_fragment_columns(NUM_WARPS) < K - i * BLOCK_K) | ((i + 1) * BLOCK_K <= K)
-    # as above; for i = 0 Triton drops this, with the sum
+    # stated again, because Triton drops it with the sum for i = 0
     ptrs = tl.max_contiguous(ptrs + i * BLOCK_K, [16, 8, 4, 2, _BLOCK // 2])
     return tl.load(ptrs, mask=inside, other=0.0)
 
 
 @triton.jit
 def _operand(fragment, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
-    """[8, NUM_WARPS, 2, ROWS / 8, 64] -> [NUM_WARPS, ROWS, 128], the columns of each half in the
-    order of the tensor cores' threads.
+    """Reorder [8, NUM_WARPS, 2, ROWS / 8, 64] -> [NUM_WARPS, ROWS, 128], the columns of each half
+    in the order of the tensor cores' threads.
     """
     split = tl.reshape(fragment, (8, NUM_WARPS, 2, ROWS // 8, 4, 4, 4))
     return tl.reshape(tl.permute(split, (1, 3, 0, 2, 5, 4, 6)), (NUM_WARPS, ROWS, _BLOCK))
@@ -194,7 +196,7 @@ def _small_m_kernel(
             +------+------+- -+------+------+- -
               128    128
     """
-    launch_dependents(PDL)  # this early: what the next kernel loads first is a weight, too
+    launch_dependents(PDL)  # this early: the next kernel loads a weight first, too
     K_BLOCKS: tl.constexpr = K // _BLOCK
     STEPS: tl.constexpr = triton.cdiv(K_BLOCKS, NUM_WARPS)
     first_n = tl.program_id(0) * BLOCK_N
@@ -210,8 +212,8 @@ def _small_m_kernel(
         has_block = warp < K_BLOCKS - i * NUM_WARPS
         w_scale += (tl.load(w_scale_ptrs + i * NUM_WARPS, mask=has_block, other=0.0),)
     wait_for_predecessor(PDL)
-    # rows past M wrap around: many reads of one row would wait for each other, and masks take
-    # registers
+    # Rows past M wrap around: many reads of one row would wait for each other, and masks take
+    # registers.
     x_ptrs = _fragment_ptrs(x_ptr + _fragment_rows(BLOCK_M) % M * K, NUM_WARPS)
     x_scale_ptrs = x_scale_ptr + (offs_m % M)[None, :] * K_BLOCKS + warp[:, None]
     acc = tl.zeros((NUM_WARPS, BLOCK_N, BLOCK_M), tl.float32)
@@ -270,7 +272,7 @@ def _split_k_kernel(
     x_ptrs = x_ptr + x_rows[None, :] * K + offs_k[:, None]
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if FP8:
-        # this order gains up to 1.3 us for qkv and o_proj; for the head it has not been measured
+        # This order gains up to 1.3 us for qkv and o_proj. It was not measured for the head.
         launch_dependents_then_wait(PDL)
         w_scale_ptr += (first_n // _BLOCK) * steps
         x_scale_ptrs = x_scale_ptr + x_rows * steps
@@ -312,8 +314,8 @@ def _large_m_kernel(
     GROUP_M: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[BLOCK_M, BLOCK_N] over all of K; the tokens are the tall operand, and the tensor memory
-    accelerator loads both.
+    """Compute out[BLOCK_M, BLOCK_N] over all of K. The tokens are the tall operand, and the tensor
+    memory accelerator loads both.
     """
     first_m, first_n = locate_tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
     offs_m = first_m + tl.arange(0, BLOCK_M)
@@ -334,7 +336,9 @@ def _large_m_kernel(
 
 
 def prepare(weight: StoredWeight) -> PreparedLinear:
-    """weight [N, K], plain in the activations' dtype, or E4M3 blocks with K a multiple of 128."""
+    """Prepare a weight [N, K], plain in the activations' dtype, or E4M3 blocks with K a multiple of
+    128.
+    """
     values, scale = weight.values, None
     if weight.format is not PLAIN:
         K = values.shape[1]
@@ -353,8 +357,8 @@ def linear(
     out: Tensor | None = None,
     in_parts: bool = False,
 ) -> Tensor:
-    """x [M, K] -> x W^T [M, N] in `out_dtype` (None: that of the plain activations), rounded once
-    from fp32 sums.
+    """Multiply x [M, K] -> x W^T [M, N] in `out_dtype` (None: that of the plain activations),
+    rounded once from fp32 sums.
 
     `out`: contiguous, of that shape and dtype; for 16-bit weights.
     """
@@ -443,7 +447,7 @@ def _split_k(
     *,
     tile: Tile,
 ) -> None:
-    """`x_scale` and `scale` of 16-bit weights: any tensors."""
+    """Launch split_k. For 16-bit weights `x_scale` and `scale` may be any tensors."""
     (M, N), K = out.shape, weight.shape[1]
     grid = (triton.cdiv(N, tile.block_n), tile.split_k, triton.cdiv(M, tile.block_m))
     partials = out

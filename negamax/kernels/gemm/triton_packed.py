@@ -1,10 +1,9 @@
-"""Products with packed weights of 4 and 8 bits in Triton: out[M, N] = x[M, K] w[N, K]^T.
+"""GEMMs with packed weights of 4 and 8 bits in Triton: out[M, N] = x[M, K] w[N, K]^T.
 
-One kernel, but for a few tokens (`triton_packed_gemv.py`), and for many, where the weight is
+One kernel, except for a few tokens (`triton_packed_gemv.py`) and for many, where the weight is
 dequantised for cuBLAS. A tile of w, dequantised in registers, is the tall operand of the tensor
-cores and the tokens are the short one, so that each weight is unpacked once for up to 128 tokens.
-What a weight is unpacked to, and what that costs: `kernels/weight_only/triton.py`. Tile sizes:
-`tiles.py`.
+cores and the tokens are the short one, so each weight is unpacked once for up to 128 tokens.
+`kernels/weight_only/triton.py` describes unpacking and its cost. Tile sizes: `tiles.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from negamax.kernels.weight_only.triton_dequantize import dequantize
 
 @dataclass(frozen=True)
 class PreparedPackedLinear:
-    """A weight [N, K] as `pack` lays it out."""
+    """A weight [N, K] in the layout of `pack`."""
 
     weight: PackedWeight
     # [multiprocessors] int32, finished splits of each tile; zero between calls
@@ -58,8 +57,8 @@ def _packed_linear_kernel(
     NUM_WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[BLOCK_M, BLOCK_N]. Where the tiles leave multiprocessors idle, SPLIT_K programs share the
-    columns of one.
+    """Compute out[BLOCK_M, BLOCK_N]. SPLIT_K programs share the columns of a tile if the tiles
+    alone would leave multiprocessors idle.
 
         grid: tiles, SPLIT_K
     """
@@ -79,7 +78,7 @@ def _packed_linear_kernel(
 
 
 def prepare(weight: StoredWeight) -> PreparedPackedLinear:
-    """weight [N, K], in a format that `reads_packed` accepts."""
+    """Prepare a weight [N, K], in a format that `reads_packed` accepts."""
     device = weight.values.device
     multiprocessors = tiles.tiles_for(device).multiprocessors
     arrivals = torch.zeros(multiprocessors, dtype=torch.int32, device=device)
@@ -94,8 +93,8 @@ def linear(
     out: Tensor | None = None,
     in_parts: bool = False,
 ) -> Tensor:
-    """x [M, K] -> x W^T [M, N] in `out_dtype` (None: that of x), rounded once from fp32 sums; with
-    `in_parts` and few tokens parts of it [M, P, N], each rounded.
+    """Multiply x [M, K] -> x W^T [M, N] in `out_dtype` (None: that of x), rounded once from fp32
+    sums. With `in_parts` and few tokens the result is parts of it [M, P, N], each rounded.
     """
     x, weight = unquantized(x).contiguous(), prepared.weight
     packing: Packing = weight.packing

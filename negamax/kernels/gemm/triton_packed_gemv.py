@@ -1,5 +1,5 @@
-"""Products of up to 8 tokens with packed weights: all of a program's rows are on their way before
-the kernel that computes the activations has ended. The product: `weight_only/triton_gemv.py`.
+"""GEMMs of up to 8 tokens with packed weights: all rows of a program are in flight before the
+kernel that computes the activations has ended. `weight_only/triton_gemv.py` has the product.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def _packed_gemv_kernel(
     ONE_TOKEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[:, split, BLOCK_N], over the columns of one of SPLIT_K programs.
+    """Compute out[:, split, BLOCK_N], over the columns of one of SPLIT_K programs.
 
     grid: N / BLOCK_N, SPLIT_K
     """
-    launch_dependents(PDL)  # this early: what the next kernel loads first is a weight, too
+    launch_dependents(PDL)  # this early: the next kernel loads a weight first, too
     first_n, split = tl.program_id(0) * BLOCK_N, tl.program_id(1) if SPLIT_K > 1 else 0
     rows = tl.minimum(first_n + fragment_rows(BLOCK_N), N - 1)
     loaded = load_weight(w, rows, N, P, NUM_WARPS, split, SPLIT_K)
@@ -61,7 +61,9 @@ def _packed_gemv_kernel(
 
 
 def gemv(x: Tensor, weight: PackedWeight, out: Tensor, tile: Tile) -> None:
-    """x [M, K], M at most TOKENS -> out [M, N], or [M, split_k, N]: parts of the sums, rounded."""
+    """Multiply x [M, K], M at most TOKENS -> out [M, N], or [M, split_k, N]: parts of the sums,
+    rounded.
+    """
     M, N = len(out), weight.num_rows
     _packed_gemv_kernel[(triton.cdiv(N, tile.block_n), tile.split_k)](
         x, weight.tensors, out, M, N,

@@ -1,4 +1,4 @@
-"""Functions that several kernels of matrix products call."""
+"""Functions that several GEMM kernels call."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ def store_split(
     acc, out_ptrs, inside, partials_ptr, arrivals_ptr, tile,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr,
 ):  # fmt: skip
-    """acc [BLOCK_N, BLOCK_M] of one split of tile number `tile`, transposed to out_ptrs, where
-    `inside`. The last of SPLIT_K programs to arrive adds up all partial sums, in a fixed order.
+    """Store acc [BLOCK_N, BLOCK_M] of one split of tile number `tile`, transposed, to out_ptrs
+    where `inside`. The last of SPLIT_K programs to arrive adds up all partial sums, in a fixed
+    order.
     """
     if SPLIT_K == 1:
         tl.store(out_ptrs, tl.trans(acc).to(out_ptrs.dtype.element_ty), mask=inside)

@@ -1,9 +1,9 @@
-"""Products of int8 with int8 and of E4M3 with E4M3 in Triton: out[M, N] = x[M, K] w[N, K]^T, where
-rows of w have a scale each, and activations are rounded here, a scale per token.
+"""GEMMs of int8 with int8 and of E4M3 with E4M3 in Triton: out[M, N] = x[M, K] w[N, K]^T, with a
+scale per row of w. Activations are rounded here, with a scale per token.
 
-For the M from which on reading the weights is not what takes the time: tensor cores multiply 8 bits
-at twice the rate of 16. Up to there the weights are used weight-only (`triton_packed.py`), in the
-same layout. Tile sizes: `tiles.py`; those of FP8 blocks, others were not tried.
+For an M at which reading the weights is not the bottleneck: tensor cores multiply 8 bits at twice
+the rate of 16. With fewer tokens the weights are used weight-only (`triton_packed.py`), in the same
+layout. Tile sizes: `tiles.py`; those of FP8 blocks, others were not tried.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _w8a8_linear_kernel(
     out_ptr,  # [M, N]
     M,
     N,
-    K: tl.constexpr,  # filled up
+    K: tl.constexpr,  # padded
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -51,7 +51,7 @@ def _w8a8_linear_kernel(
     NUM_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[BLOCK_M, BLOCK_N] over all of K. The tokens are the tall operand.
+    """Compute out[BLOCK_M, BLOCK_N] over all of K. The tokens are the tall operand.
 
     grid: tiles
     """
@@ -78,8 +78,8 @@ def linear(
     out: Tensor | None = None,
     in_parts: bool = False,
 ) -> Tensor:
-    """x [M, K] -> x W^T [M, N] in `out_dtype` (None: that of x), rounded once from exact (int8) or
-    fp32 sums. From tiles.SPLIT_K_MAX_M + 1 tokens on x is rounded before.
+    """Multiply x [M, K] -> x W^T [M, N] in `out_dtype` (None: that of x), rounded once from exact
+    (int8) or fp32 sums. With more than tiles.SPLIT_K_MAX_M tokens x is rounded first.
     """
     x, weight = unquantized(x).contiguous(), prepared.weight
     M, N = x.shape[0], weight.num_rows

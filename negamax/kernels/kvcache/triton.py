@@ -1,6 +1,4 @@
-"""Where the keys and values of a step's tokens go, and their rotations, in one launch instead of a
-dozen of PyTorch: grid (T,), one program per token.
-"""
+"""Slot mapping and rotations of a step's tokens in one launch; PyTorch takes a dozen. Grid (T,)."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ def _locate_kernel(
     ROTARY_POW2: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_predecessor(PDL)  # and nobody starts early: layers read this before they wait
+    wait_for_predecessor(PDL)  # no `launch_dependents`: layers read this before they wait
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token)
     table = tables + tl.load(token_slots + token) * table_stride
@@ -54,7 +52,7 @@ def locate(
     kv_heads: int,
     block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As the definition."""
+    """Run `kvcache.locate`."""
     num_tokens, rotary_dim, device = positions.shape[0], frequencies.shape[0], positions.device
     cos, sin = torch.empty(
         2, num_tokens, 1, rotary_dim, dtype=torch.float32, device=device

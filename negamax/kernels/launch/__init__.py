@@ -1,1 +1,1 @@
-"""How kernels that run one after the other are launched on a GPU."""
+"""Launching of kernels, and functions that several families of kernels call."""

@@ -1,5 +1,5 @@
-"""PTX, and what Triton has for CUDA only; each with its portable form, which AMD GPUs and the
-interpreter run.
+"""PTX and CUDA-only functions of Triton, each with a portable form for AMD GPUs and the
+interpreter.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ try:
         libdevice,
         num_threads,
     )
-except ImportError:  # Triton as built for ROCm
+except ImportError:  # Triton built for ROCm
     gdc_launch_dependents = gdc_wait = libdevice = num_threads = None
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -23,26 +23,27 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def launch_dependents(PDL: tl.constexpr):
-    """Lets the next kernel of the stream start, once every program of this one has come here."""
+    """Let the next kernel of the stream start once every program of this one has called this."""
     if PDL:
         gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_predecessor(PDL: tl.constexpr):
-    """Wait until the kernel before this one in the stream has ended."""
+    """Wait until the predecessor in the stream has ended."""
     if PDL:
         gdc_wait()
 
 
 @triton.jit
 def agree(x):
-    """`x` (int32) as all threads that hold it have it: if there are fewer elements than threads, 1
-    everywhere if that of any thread is not 0, else 0.
+    """Make all threads that hold an element of `x` (int32) agree. If there are fewer elements than
+    threads, return 1 everywhere if any thread holds a value other than 0, else 0.
 
-    Triton lets several threads hold an element, each of which has loaded it by itself, and assumes
-    that they have the same. Of memory that others write at the same time they have not; a reduction
-    then tells of one of them, and another goes on with what it has.
+    Triton lets several threads hold the same element. Each thread loads it by itself, and Triton
+    assumes that all loads returned the same value. That fails for memory that others write at the
+    same time: a reduction then uses the value of one thread, and another thread continues with its
+    own.
     """
     if not INTERPRETED and is_cuda():  # noqa: SIM102  (ROCm has no `num_threads`)
         if x.numel < num_threads():
@@ -56,11 +57,10 @@ def agree(x):
 
 @triton.jit
 def pack_pair(even, odd, DTYPE: tl.constexpr):
-    """fp32 values rounded to DTYPE (bf16, fp16), `even` in the lower half of an int32.
+    """Round fp32 values to DTYPE (bf16, fp16) and pack them, `even` in the lower half of an int32.
 
-    By one instruction for the two: what ptxas makes of two single ones runs on the slowest of the
-    units. In the program that norms a row that is 36 conversions of 8 cycles a warp, one after the
-    other.
+    One instruction converts both. Two single conversions run on the slowest unit: 36 conversions of
+    8 cycles a warp in the program that normalises a row.
     """
     if not INTERPRETED and is_cuda():
         convert: tl.constexpr = (
@@ -80,8 +80,8 @@ def pack_pair(even, odd, DTYPE: tl.constexpr):
 
 @triton.jit
 def in_registers(x):
-    """`x` of 16 bits as if it had been computed. Of a transposed tile that is loaded for several
-    products Triton 3.8 keeps a copy in shared memory, beside the one in registers.
+    """Return `x` (16 bits) as if it had been computed. Triton 3.8 otherwise keeps a second copy of
+    a transposed tile in shared memory if several products use it.
     """
     if not INTERPRETED and is_cuda():
         x = tl.inline_asm_elementwise(
@@ -92,8 +92,8 @@ def in_registers(x):
 
 @triton.jit
 def take_bytes(words, selector):
-    """Of each word the four bytes that the hexadecimal digits of its selector name, the lowest one
-    first; 4 stands for 0.
+    """Select four bytes of each word by the hexadecimal digits of its selector, the lowest digit
+    first; digit 4 selects a 0.
     """
     if not INTERPRETED and is_cuda():
         taken = tl.inline_asm_elementwise(
@@ -110,9 +110,9 @@ def take_bytes(words, selector):
 
 @triton.jit
 def e4m3_to_fp16(x):
-    """e4m3fn values as fp16, before the tile goes to shared memory (what has side effects stays
-    where it is): the tensor cores take values of adjacent keys together, which would be gathered
-    there byte by byte.
+    """Convert e4m3fn to fp16 before the tile goes to shared memory (side effects pin the conversion
+    there). The tensor cores take values of adjacent keys together, which would otherwise be
+    gathered byte by byte.
     """
     if not INTERPRETED and cuda_capability_geq(8, 9):
         x = tl.inline_asm_elementwise(
@@ -127,7 +127,7 @@ def e4m3_to_fp16(x):
 
 @triton.jit
 def fast_log(x):
-    """log x; on NVIDIA GPUs the hardware's, good to 2^-22 beside a logarithm of 1 or less."""
+    """Return log x; on NVIDIA GPUs by the hardware, exact to 2^-22 for logarithms up to 1."""
     return libdevice.fast_logf(x) if not INTERPRETED and is_cuda() else tl.log(x)
 
 
@@ -136,11 +136,12 @@ def unpack_words(
     q, factor, added, ELEMENT: tl.constexpr, SCALED: tl.constexpr, ZEROS: tl.constexpr,
     IS_RAW: tl.constexpr,
 ):  # fmt: skip
-    """Codes of packed weights as bf16, on NVIDIA GPUs: of each word of q all its codes, in their
-    order (8 of "uint4" and "e2m1", else 4), plus `added` (uint4: and 128, if IS_RAW 128 alone;
-    uint8: less 128; others: not at all), times `factor` where SCALED. Both are two numbers in bf16,
-    for the first and for the second half of the codes. The portable form stands in
-    `weight_only/triton.py`.
+    """Unpack the codes of packed words q to bf16 on NVIDIA GPUs: 8 codes a word of "uint4" and
+    "e2m1", else 4.
+
+    Each code is increased by `added` (uint4: and by 128, with IS_RAW by 128 alone; uint8: less 128;
+    other elements: by nothing), then multiplied by `factor` if SCALED. Both hold two bf16 numbers,
+    for the first and the second half of the codes. `weight_only/triton.py` has the portable form.
     """
     if ELEMENT == "uint4" or ELEMENT == "e2m1":
         return tl.inline_asm_elementwise(
@@ -154,8 +155,8 @@ def unpack_words(
         )  # fmt: skip
 
 
-# Bits of e2m1 of each pair of codes come from `a` to where bf16 has its own, then masks;
-# `weight_only.layout.BITS` says where they lie in a word.
+# For each pair of e2m1 codes: shift of `a`, and the mask that keeps its bits where bf16 has them.
+# `weight_only.layout.BITS` states their places in a word.
 _E2M1 = (
     (("mov.b32 a, q;", 0x81808180), ("shr.u32 a, q, 8;", 0x00400040)),
     (("shl.b32 a, q, 2;", 0x81C081C0),),
@@ -166,9 +167,10 @@ _E2M1 = (
 
 @triton.constexpr_function
 def unpacking(ELEMENT: str, SCALED: bool, ZEROS: bool, IS_RAW: bool) -> str:
-    """A word -> its codes in bf16: PTX with the operands out (8 or 4), q, factor, added. Bits of
-    e2m1 and e4m3 come where bf16 has its own: times 2^-126 and 2^-120. One half of factor or added
-    for both of a product takes no instruction: its operands may be such.
+    """Return PTX that unpacks a word to bf16, with the operands out (8 or 4), q, factor, added.
+
+    The bits of e2m1 and e4m3 are moved to their places in bf16, which scales values by 2^-126 and
+    2^-120. The halves of factor and added take no instruction of their own.
     """
     pairs = 4 if ELEMENT in ("uint4", "e2m1") else 2
     word, factor = f"${2 * pairs}", 2 * pairs + 1
@@ -187,7 +189,7 @@ def unpacking(ELEMENT: str, SCALED: bool, ZEROS: bool, IS_RAW: bool) -> str:
                 f"shl.b32 a, q, {8 - 8 * pair}; shr.u32 c, a, 4; and.b32 c, c, 0x07F007F0;"
             )
             lines.append("lop3.b32 c, a, 0x80008000, c, 0xEA;")
-        else:  # 128 and the lower 7 bits, less 128 or 256
+        else:  # 128 plus the lower 7 bits, less 128 or 256
             lines.append(f"shr.u32 a, q, {8 * pair};")
             lines.append("lop3.b32 c, a, 0x007F007F, 0x43004300, 0xEA;")
             lines.append("lop3.b32 a, a, 0x00800080, 0x43004300, 0xEA;")

@@ -15,28 +15,29 @@ from negamax.kernels.launch.ptx import pack_pair
 
 
 def num_parts(x: Tensor) -> int:
-    """P of x [T, P, width]; 1 of x [T, width]."""
+    """Return P of x [T, P, width]; 1 for x [T, width]."""
     return x.shape[1] if x.dim() == 3 else 1
 
 
 @triton.jit
 def word_indices(BLOCK: tl.constexpr):
-    """0 .. BLOCK - 1, such that a thread holds two neighbours and a warp the 64 words of a scale:
-    whatever a program reads and writes then lies in one layout, and no shared memory is spent on
-    moving it between two."""
+    """Return 0 .. BLOCK - 1, laid out so that a thread holds two neighbours and a warp the 64 words
+    that share a scale. All loads and stores of a program then have one layout, and none needs
+    shared memory.
+    """
     return tl.max_contiguous(tl.arange(0, BLOCK), 2)
 
 
 @triton.jit
 def as_words(pointer):
-    """A pointer to 2-byte values as one to words of two of them."""
+    """Cast a pointer to 2-byte values to one to words of two values."""
     return pointer.to(tl.pointer_type(tl.int32), bitcast=True)
 
 
 @triton.jit
 def unpack(words, DTYPE: tl.constexpr):
-    """The two values of each word as fp32: of the lower (even column) and of the upper half (odd
-    column).
+    """Return the values of each word as fp32: the lower half (even column), then the upper half
+    (odd).
     """
     if tl.bfloat16 == DTYPE:
         even = (words << 16).to(tl.float32, bitcast=True)
@@ -49,9 +50,7 @@ def unpack(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def sum_parts(x, row, index, mask, PARTS: tl.constexpr, WORDS: tl.constexpr, DTYPE: tl.constexpr):
-    """Row `row` of x [T, PARTS, 2 * WORDS] summed over its parts in fp32 and rounded once, as
-    words.
-    """
+    """Sum row `row` of x [T, PARTS, 2 * WORDS] over its parts in fp32, rounded once, as words."""
     parts = as_words(x) + row.to(tl.int64) * (PARTS * WORDS) + index
     words = tl.load(parts, mask=mask, other=0)
     if PARTS > 1:
@@ -66,11 +65,11 @@ def sum_parts(x, row, index, mask, PARTS: tl.constexpr, WORDS: tl.constexpr, DTY
 
 @triton.jit
 def fetch_parts(x, row, index, mask, PARTS: tl.constexpr, WORDS: tl.constexpr):
-    """The parts of row `row` of x [T, PARTS, 2 * WORDS] as a tuple of words, for `add_parts`.
+    """Load the parts of row `row` of x [T, PARTS, 2 * WORDS] as a tuple of words, for `add_parts`.
 
-    Volatile: ptxas otherwise moves most of these loads behind the first sums, and waits for memory
-    three times instead of once. It keeps them together if, besides, what uses them is in a branch
-    whose condition it does not know.
+    The loads are volatile: ptxas otherwise moves most of them after the first sums and waits for
+    memory three times instead of once. They stay together only if their uses are also in a branch
+    whose condition ptxas does not know.
     """
     parts = as_words(x) + row.to(tl.int64) * (PARTS * WORDS) + index
     fetched = ()
@@ -81,7 +80,7 @@ def fetch_parts(x, row, index, mask, PARTS: tl.constexpr, WORDS: tl.constexpr):
 
 @triton.jit
 def add_parts(fetched, PARTS: tl.constexpr, DTYPE: tl.constexpr):
-    """Parts summed in fp32 and rounded once, as even and odd columns."""
+    """Sum parts in fp32, rounded once, as even and odd columns."""
     even, odd = unpack(fetched[0], DTYPE)
     if PARTS > 1:
         for part in tl.static_range(1, PARTS):

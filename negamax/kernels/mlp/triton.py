@@ -1,9 +1,9 @@
-"""`SwiGlu` between the products of an MLP, in Triton: grid (T * ceil(width / BLOCK),).
+"""`SwiGlu` between the GEMMs of an MLP, in Triton: grid (T * ceil(width / BLOCK),).
 
     gate_up [T, 2 * WIDTH]  gate | up
-    out [T, WIDTH]          in FP8 too, with a scale per 128 columns, with `quantize`
+    out [T, WIDTH]          with `quantize` in FP8 too, with a scale per 128 columns
 
-Moves per value, in bytes: 4 in and 2 out; 1 more and a scale with FP8.
+Bytes moved per value: 4 in and 2 out; 1 more and a scale with FP8.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BLOCK = 1024  # columns of a program; not measured
 
 @triton.jit
 def swiglu(gate, up, A: tl.constexpr):
-    """`SwiGlu` A of fp32 values; NaN stays NaN."""
+    """Apply `SwiGlu` A to fp32 values; NaN stays NaN."""
     if A.limit is not None:
         gate = tl.where(gate > A.limit, A.limit, gate)
         up = tl.where(up > A.limit, A.limit, tl.where(up < -A.limit, -A.limit, up))
@@ -47,14 +47,14 @@ def _swiglu_kernel(
     gate_up_ptr,  # [T, 2 * WIDTH]
     out_ptr,  # [T, WIDTH]
     q_ptr,  # [T, WIDTH] e4m3 and
-    scale_ptr,  # [T, WIDTH / 128] fp32, not touched unless QUANTIZE
+    scale_ptr,  # [T, WIDTH / 128] fp32, read and written if QUANTIZE only
     A: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     QUANTIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK columns of one row, as groups of 128."""
+    """Compute BLOCK columns of one row, as groups of 128."""
     TILES: tl.constexpr = triton.cdiv(WIDTH, BLOCK)
     row, tile = (tl.program_id(0) // TILES).to(tl.int64), tl.program_id(0) % TILES
     group = tile * (BLOCK // _GROUP) + tl.arange(0, BLOCK // _GROUP)

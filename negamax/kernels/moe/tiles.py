@@ -11,26 +11,26 @@ from negamax.kernels import platform
 from negamax.kernels.launch.tile import Tile, has_h200_tiles
 from negamax.kernels.weight_only.layout import Packing
 
-SMALL_M_MAX_M = 256  # up to here each expert searches topk_ids for its tokens
-# Sorting the pairs: programs (about as many as multiprocessors), and pairs that one
+SMALL_M_MAX_M = 256  # up to here each program searches topk_ids for its expert's tokens
+# Sorting the pairs: programs (about one per multiprocessor), and
 SORT_PROGRAMS = 128
-SORT_CHUNK = 128  # puts in their places at a time,
-COUNT_CHUNK = 512  # counts at a time,
-SORT_BLOCK = 32  # and programs whose counts it adds up at a time
+SORT_CHUNK = 128  # pairs that a program places at a time,
+COUNT_CHUNK = 512  # pairs that it counts at a time,
+SORT_BLOCK = 32  # programs whose counts it adds up at a time
 ROUTE_MAX_TILES = 4096
 ROUTE_SMALL_M_MAX_M = 4  # up to here the router multiplies on the CUDA cores
 ROUTE_SMALL_M_BLOCK_N = 2
 ROUTE_SMALL_M_WARPS = 4  # for rows of up to 4096 values
-NORM_ROUTE_MAX_M = 2  # up to here the norm before it is in its launch, which
-NORM_ROUTE_MAX_PARTS = 4  # adds up so many parts of its input at most,
-NORM_ROUTE_WARPS = 4  # for rows of up to 4096 values, with
+NORM_ROUTE_MAX_M = 2  # up to here one launch computes the norm and the router, with
+NORM_ROUTE_MAX_PARTS = 4  # at most this many parts of its input,
+NORM_ROUTE_WARPS = 4  # warps for rows of up to 4096 values, and
 NORM_ROUTE_THREAD_WORDS = 4  # 4-byte words of one load of a thread
 
 
 @dataclass(frozen=True)
 class RouteTile(Tile):
-    """One program of `_route_large_m_kernel`, whose weight is the gate. num_stages = 0: its part of
-    the gate is loaded at once, before the activations exist.
+    """One program of `_route_large_m_kernel`, whose weight is the gate. With num_stages = 0 it
+    loads its part of the gate at once, before the activations exist.
     """
 
     topk_m: int = 1  # tokens whose experts are chosen at a time
@@ -38,29 +38,29 @@ class RouteTile(Tile):
 
 @dataclass(frozen=True)
 class ExpertTiles:
-    """The two products of one of the three ways. With FP8, gate_up.block_n (large_m, small_m) and
-    down.block_k are the 128 columns of h that share a scale.
+    """The two GEMMs of one way through the experts. With FP8, gate_up.block_n (large_m, small_m)
+    and down.block_k are the 128 columns of h that share a scale.
     """
 
     gate_up: Tile  # block_n gate rows and as many up rows
     down: Tile
-    # gemv: choices of a token that one program of down adds up; the next norm adds up the rest
+    # gemv: choices of a token that one program of down sums; the next norm sums the rest
     choices: int = 1
     repeat_n: int = 1  # large_m: tiles that a program of down computes one after another
     resident: bool = False  # large_m: h stays in shared memory (FP8, narrow experts)
-    starts_early: bool = True  # packed gemv: of gate and up, see `launch_options`
+    starts_early: bool = True  # packed gemv: gate and up, see `launch_options`
 
 
 class Tiles:
-    """Where nothing was measured: short pipelines, and 64 KB of shared memory are enough."""
+    """Unmeasured sizes: short pipelines that need at most 64 KB of shared memory."""
 
     def route(self, M: int, *, hidden: int) -> RouteTile:
         block_m = 16 if M <= 16 else 64
         return RouteTile(block_m, 32, 64, num_warps=4, num_stages=2, split_k=8, topk_m=8)
 
     def gemv_max_m(self, width: int) -> int:
-        """Tokens up to which each choice runs on its own; beyond, an expert's weights are better
-        read once for all its tokens.
+        """Return up to how many tokens each pair runs on its own. With more tokens it is better to
+        read an expert's weights once for all its tokens.
         """
         return 4
 
@@ -73,21 +73,21 @@ class Tiles:
         return ExpertTiles(tile, tile)
 
     def large_m(self, *, width: int, fp8: bool) -> ExpertTiles:
-        """Tiles of 64 tokens waste less than larger ones: of 8,192 tokens, an expert gets 256, give
-        or take 16.
+        """Return tiles for prefills. Tiles of 64 tokens waste less than larger ones: with 8,192
+        tokens an expert gets 256, give or take 16.
         """
         side = 128 if fp8 else 64
         tile = Tile(64, side, side, num_warps=4, num_stages=2)
         return ExpertTiles(tile, tile, repeat_n=8 if fp8 else 1)
 
     def packed_gemv(self, *, M: int, gate_up: Packing, down: Packing) -> ExpertTiles | None:
-        """For few tokens and weights of which every program's part fits into registers; else
-        None.
+        """Return tiles for few tokens if each program's part of the weights fits into registers,
+        else None.
         """
         return None
 
     def packed(self, *, M: int, width: int, gate_up: Packing) -> ExpertTiles:
-        """For weights of 4 and 8 bits, at any M. Not measured."""
+        """Return tiles for weights of 4 and 8 bits, at any M. Not measured."""
         block_m = 16 if M <= SMALL_M_MAX_M else 64
         return ExpertTiles(
             Tile(block_m, 32, 128, num_warps=4, num_stages=2),
@@ -95,14 +95,14 @@ class Tiles:
         )
 
     def w8a8(self) -> ExpertTiles:
-        """For large_m with products of 8 bits with 8 bits: gate_up.block_n and down.block_k are the
-        columns of h that share a scale. Not measured.
+        """Return tiles for large_m with products of 8 bits with 8 bits. gate_up.block_n and
+        down.block_k are the columns of h that share a scale. Not measured.
         """
         tile = Tile(64, 128, 128, num_warps=4, num_stages=2)
         return ExpertTiles(tile, tile, repeat_n=8)
 
 
-_MEASURED_HIDDEN = 4096  # up to here hidden states count as narrow as those of MiniMax-M2
+_MEASURED_HIDDEN = 4096  # widest hidden state that takes the sizes of MiniMax-M2
 _ROUTE = (
     RouteTile(16, 16, 128, num_warps=4, num_stages=0, split_k=8),
     RouteTile(64, 32, 128, num_warps=4, num_stages=0, split_k=8),
@@ -114,14 +114,14 @@ _ROUTE = (
 def _tall(
     block_m: int, *, num_warps: int, num_stages: int, maxnreg: int | None = None
 ) -> ExpertTiles:
-    """64 gate rows and as many up rows, 128 of down."""
+    """Return tiles of 64 gate rows and 64 up rows, and of 128 rows of down."""
     tile = Tile(block_m, 64, 128, num_warps=num_warps, num_stages=num_stages, maxnreg=maxnreg)
     return ExpertTiles(tile, replace(tile, block_n=128))
 
 
-# Packed weights and many tokens, by their scales: up to so many tokens the first. Two programs with
-# tiles of 128 tokens share a multiprocessor where scales and codes leave room for their tokens in
-# shared memory; elsewhere one of twice as many tokens and warps is better.
+# Packed weights and many tokens, by kind of scale: (M, tiles up to M, tiles above M). Two programs
+# with tiles of 128 tokens share a multiprocessor where scales and codes leave room for their tokens
+# in shared memory. Elsewhere one program with twice the tokens and warps is faster.
 _PACKED_LARGE_M = {
     "float": (2048, _tall(64, num_warps=4, num_stages=4), _tall(128, num_warps=4, num_stages=3)),
     "e8m0": (
@@ -139,9 +139,9 @@ _PACKED_LARGE_M = {
 
 
 class H200(Tiles):
-    """Measured at the shapes of MiniMax-M2 (hidden 3072, 256 experts, top 8). Those of MiniMax-M3
-    (6144, 128, top 4 and a shared expert) were with packed weights of 8 bits alone: elsewhere what
-    follows from twice the columns is that each program has as many of them.
+    """Measured at the shapes of MiniMax-M2 (hidden 3072, 256 experts, top 8). The shapes of
+    MiniMax-M3 (6144, 128, top 4 and a shared expert) were measured with packed weights of 8 bits
+    only; its other sizes give each program as many columns as in M2.
     """
 
     def route(self, M: int, *, hidden: int) -> RouteTile:
@@ -152,7 +152,7 @@ class H200(Tiles):
         return 8 if width <= 384 else 4
 
     def gemv(self, width: int, *, hidden: int) -> ExpertTiles:
-        if hidden > _MEASURED_HIDDEN:  # five choices are no power of two: each its own program
+        if hidden > _MEASURED_HIDDEN:  # five choices are no power of two: one program each
             down = Tile(1, 16, 128 if width <= 384 else 256, num_warps=4)
             return ExpertTiles(Tile(1, 2, 2048, num_warps=4), down)
         gate_up = Tile(1, 2, 1024, num_warps=2)
@@ -163,8 +163,8 @@ class H200(Tiles):
         return ExpertTiles(gate_up, Tile(1, 4, 512, num_warps=4), choices=4)
 
     def small_m(self, *, M: int, width: int, fp8: bool) -> ExpertTiles:
-        """At width 384 and 13 to 20 tokens, three small programs on a multiprocessor leave a
-        shorter tail than two large ones.
+        """Return tiles for decode steps. At width 384 and 13 to 20 tokens, three small programs per
+        multiprocessor end closer together than two large ones.
         """
         side = 128 if fp8 else 64
         down = Tile(16, side, side, num_warps=4, num_stages=3)
@@ -181,10 +181,11 @@ class H200(Tiles):
         return ExpertTiles(gate_up, Tile(64, 128, 128, num_warps=4, num_stages=3), repeat_n=8)
 
     def packed_gemv(self, *, M: int, gate_up: Packing, down: Packing) -> ExpertTiles | None:
-        """Up to 4 tokens, two with rows of more than 1,536 bytes (8 bits: 3,072); one where less
-        than 128 codes of 4 bits share a scale of 16 bits. A thread has up to 384 bytes of gate and
-        up, 192 at one token of 4 bits, with the longer rows, and where scales or zero points take
-        registers, too; of down 192.
+        """Return tiles for up to 4 tokens, 2 with rows of more than 1,536 bytes (8 bits: 3,072), 1
+        where fewer than 128 codes of 4 bits share a scale of 16 bits.
+
+        A thread holds up to 384 bytes of gate and up. It holds 192 at one token of 4 bits, with the
+        longer rows, and where scales or zero points take registers. Of down it holds 192.
         """
         if gate_up.CODES != down.CODES:
             return None
@@ -212,7 +213,7 @@ class H200(Tiles):
         return ExpertTiles(tile, other, starts_early=not has_long_rows)
 
     def _bytes_gemv(self, M: int, gate_up: int, down: int) -> ExpertTiles | None:
-        """For weights of 8 bits, with so many bytes in a row."""
+        """Return tiles for weights of 8 bits with `gate_up` and `down` bytes in a row."""
         if gate_up <= 3072 and down <= 1536 and M <= 4:
             tile = Tile(8, 8, 1, num_warps=4, maxnreg=168)
             return ExpertTiles(tile, Tile(8, 16, 1, num_warps=4, maxnreg=128))
@@ -224,15 +225,15 @@ class H200(Tiles):
         return None
 
     def packed(self, *, M: int, width: int, gate_up: Packing) -> ExpertTiles:
-        """Three programs of 168 registers share a multiprocessor, or four of 128. Narrow experts of
-        wide hidden states have few programs, of half the rows; beyond 48 tokens whole runs were no
-        faster with these.
+        """Return tiles for packed weights. A multiprocessor holds three programs of 168 registers
+        or four of 128. Narrow experts of wide hidden states have few programs, so these take half
+        the rows; beyond 48 tokens that did not make whole runs faster.
         """
         if M > SMALL_M_MAX_M:
             kind = "8 bits" if gate_up.CODES == 1 else gate_up.SCALE
             most, few, many = _PACKED_LARGE_M[kind]
             return few if most >= M else many
-        if M == 1:  # few programs: more of each one's weight is on its way
+        if M == 1:  # few programs: longer pipelines keep more loads in flight
             rows, stages = (32, 8) if gate_up.CODES == 2 else (64, 6)
             tile = Tile(16, rows, 128, num_warps=4, num_stages=stages, maxnreg=168)
             return ExpertTiles(tile, replace(tile, block_n=2 * rows))
@@ -248,12 +249,12 @@ class H200(Tiles):
 
 
 def search_chunk(num_tokens: int) -> int:
-    """Tokens that small_m searches at a time for those of an expert."""
+    """Return how many tokens small_m searches at a time for those of an expert."""
     return min(64, max(16, _power_of_two(num_tokens)))
 
 
 def tiles_for(device: torch.device) -> Tiles:
-    """The sizes for `device`."""
+    """Return the sizes for `device`."""
     return H200() if has_h200_tiles(platform.platform_of(device).arch) else Tiles()
 
 

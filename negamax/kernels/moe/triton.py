@@ -1,29 +1,28 @@
 """Mixture of experts: routing in one launch, the experts in two (four for prefills).
 
-A pair is one choice of a token, pair = token * top_k + choice; where all tokens share an expert, it
-is the last of the top_k. The experts compute
+A pair is one choice of a token: pair = token * top_k + choice. If all tokens share an expert, it is
+the last of the top_k. The experts compute
 
     h[pair]   = silu(gate x[token]) * (up x[token])       [M * top_k, width], or another `SwiGlu`
     out[pair] = topk_weight[pair] * (down h[pair])        [M, P, hidden], the sum over P is pending
 
-    way      M on an H200     launches  a program of the products
-    gemv     to 4 or 8        2         a pair and some rows of its expert, on the CUDA cores; plain
-                                        activations; P = top_k / choices
+    way      M on an H200     launches  a program of the GEMMs
+    gemv     to 4 or 8        2         a pair and some rows of its expert; plain activations; plain
+                                        weights on the CUDA cores, packed ones on the tensor cores;
+                                        P = top_k / choices
     small_m  to 256           2         an expert and some of its rows: it finds the expert's tokens
                                         in topk_ids, and the weights are the tall operand, so that
                                         few tokens waste no tensor-core rows; P = top_k
     large_m  the rest         4         pairs are sorted by expert first; the tokens are the tall
-                                        operand; P = top_k
+                                        operand (packed weights: the weights); P = top_k
 
-Weights of 4 and 8 bits take the last two ways, with one function for their tiles
-(`triton_packed.py`); those of 8 bits whose method rounds activations, too, take the last one with
-products of 8 bits (`triton_w8a8.py`). Some of 4 bits have a way of their own at one to four tokens
-(`triton_packed_gemv.py`). At one or two tokens the norm in front of the router is in its launch
-(`triton_norm_route.py`).
+Every way takes plain, FP8 and packed weights. Packed weights of 8 bits whose method also rounds
+activations use products of 8 bits in large_m. With one or two tokens, the norm before the router is
+part of its launch (`triton_norm_route.py`).
 
-Each expert's gate and up lie in one weight [2 * width, hidden], gate rows first. FP8 weights have a
-scale per 128 x 128; h is then FP8 too, with a scale per pair and 128 columns (but in gemv). Tile
-sizes: `tiles.py`.
+The gate and up rows of an expert are in one weight [2 * width, hidden], gate rows first. FP8
+weights have a scale per 128 x 128; h is then FP8 too, with a scale per pair and 128 columns (except
+in gemv). Tile sizes: `tiles.py`.
 """
 
 from __future__ import annotations
@@ -51,14 +50,14 @@ from negamax.kernels.quantize.native import to_native
 from negamax.kernels.signatures import EXPERTS, NORM_ROUTE, PLACE, ROUTE
 from negamax.kernels.weight_only.layout import pack
 
-# one object per shape: launches compare it, which takes 0.3 us unless it is the same
+# one object per shape: a launch compares it, which takes 0.3 us for another object
 _constants = cache(ExpertConstants)
 
 
 def prepare_experts(
     gate_up: StoredWeight, down: StoredWeight, *, activation: SwiGlu = SILU, shared: bool = False
 ) -> PreparedExperts:
-    """The stacked weights, plain or E4M3 blocks."""
+    """Prepare stacked weights, plain or E4M3 blocks."""
     w1, w2 = gate_up.values, down.values
     assert w1.is_contiguous() and w2.is_contiguous()
     constants = _constants(
@@ -77,7 +76,7 @@ def prepare_experts(
 def prepare_packed(
     gate_up: StoredWeight, down: StoredWeight, *, activation: SwiGlu = SILU, shared: bool = False
 ) -> PreparedExperts:
-    """Stacked weights of 4 or 8 bits, in a format that `reads_packed` accepts."""
+    """Prepare stacked weights of 4 or 8 bits, in a format that `reads_packed` accepts."""
     w1, w2 = pack(gate_up), pack(down)
     constants = _constants(
         w1.packing.K, w2.packing.K, FP8=False, PACKED=True, GATE_UP=w1.packing, DOWN=w2.packing,
@@ -95,8 +94,8 @@ def experts(
     first: int,
     count: int,
 ) -> Tensor:
-    """x [M, hidden], topk_ids [M, top_k] int32, topk_weights [M, top_k] fp32 -> [M, P, hidden], to
-    be summed over P.
+    """Run the experts: x [M, hidden], topk_ids [M, top_k] int32, topk_weights [M, top_k] fp32 ->
+    [M, P, hidden], to be summed over P.
     """
     M = topk_ids.shape[0]
     assert topk_ids.is_contiguous() and topk_weights.is_contiguous()
@@ -127,8 +126,8 @@ def experts_rounded(
     first: int,
     count: int,
 ) -> Tensor:
-    """The same with weights from `prepare_packed` in a format that `reads_w8a8` accepts: from
-    tiles.SMALL_M_MAX_M + 1 tokens on activations are rounded, too.
+    """Run the experts with weights from `prepare_packed` in a format that `reads_w8a8` accepts.
+    With more than tiles.SMALL_M_MAX_M tokens activations are rounded too.
     """
     if topk_ids.shape[0] <= tiles.SMALL_M_MAX_M:
         return experts(x, topk_ids, topk_weights, prepared, first=first, count=count)

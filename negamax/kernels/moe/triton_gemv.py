@@ -28,11 +28,11 @@ def _gate_up_row(
     x_ptr, w_ptr, w_scale_ptr, expert, first_n,
     E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Gate and up, [BLOCK_N] fp32 each, of one token at x_ptr, on the CUDA cores.
+    """Compute gate and up, [BLOCK_N] fp32 each, of one token at x_ptr, on the CUDA cores.
 
     Tiles of w are [BLOCK_K / 16, BLOCK_N, 16], not rows first, and `max_contiguous` makes Triton
-    lay the threads of a warp along the first axis: they read neighbouring vectors of one row, and
-    a thread uses its part of x for all its rows. All loads precede the first product.
+    lay the threads of a warp along the first axis: they read neighbouring vectors of one row, and a
+    thread uses its part of x for all its rows. All loads precede the first product.
     """
     EVEN: tl.constexpr = E.HIDDEN % BLOCK_K == 0 and E.WIDTH % BLOCK_N == 0
     VECTORS: tl.constexpr = BLOCK_K // _VECTOR
@@ -79,13 +79,13 @@ def _gate_up_packed_row(
     x_ptr, w, expert, num_experts, first_n,
     E: tl.constexpr, BLOCK_N: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """`_gate_up_row` with packed weights, on the tensor cores."""
+    """Run `_gate_up_row` with packed weights, on the tensor cores."""
     P: tl.constexpr = E.GATE_UP
     offs = fragment_rows(2 * BLOCK_N)
     rows = tl.minimum(first_n + offs % BLOCK_N, E.WIDTH - 1) + offs // BLOCK_N * E.WIDTH
     rows += expert * (2 * E.WIDTH)
     loaded = load_weight(w, rows, num_experts * (2 * E.WIDTH), P, NUM_WARPS)
-    tl.debug_barrier()  # ptxas moves loads down to their uses, but not past it
+    tl.debug_barrier()  # ptxas moves loads down to their uses, but not past a barrier
     both = multiply_token(loaded, x_ptr, P, 2 * BLOCK_N, NUM_WARPS)
     if P.ROW_SCALE:
         offs = tl.arange(0, 2 * BLOCK_N)
@@ -111,7 +111,7 @@ def _gate_up_gemv_kernel(
     NUM_WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_N columns of h of one pair: silu(gate x) * (up x).
+    """Compute BLOCK_N columns of h of one pair: silu(gate x) * (up x).
 
     grid: pairs * WIDTH / BLOCK_N
     """
@@ -138,7 +138,7 @@ def _down_packed_row(
     h_ptr, topk_ids_ptr, topk_weights_ptr, w, out_ptr, first_expert, num_experts, pair, first_n,
     E: tl.constexpr, BLOCK_N: tl.constexpr, NUM_WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N outputs of one pair, or zeros where its expert is on another rank."""
+    """Compute BLOCK_N outputs of one pair, or zeros if its expert is on another rank."""
     P: tl.constexpr = E.DOWN
     offs_n = first_n + tl.arange(0, BLOCK_N)
     n_inside = offs_n < E.HIDDEN
@@ -234,12 +234,12 @@ def _down_gemv_kernel(
     NUM_WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_N outputs of CHOICES pairs of one token.
+    """Compute BLOCK_N outputs of CHOICES pairs of one token.
 
         grid: M * TOP_K / CHOICES * HIDDEN / BLOCK_N
 
-    `topk_ids` and `topk_weights` are older than the kernel before this one, so they may be read
-    before the wait (past L1), and so may the weights.
+    `topk_ids` and `topk_weights` are older than the predecessor in the stream. The program may
+    therefore read them before the wait (past L1), and the weights too.
     """
     TILES_N: tl.constexpr = triton.cdiv(E.HIDDEN, BLOCK_N)
     part, first_n = tl.program_id(0) // TILES_N, tl.program_id(0) % TILES_N * BLOCK_N
@@ -262,7 +262,7 @@ def experts_gemv(
     first: int,
     count: int,
 ) -> Tensor:
-    """-> [M, P, hidden], P = top_k / choices of the tile."""
+    """Run the experts -> [M, P, hidden], P = top_k / choices of the tile."""
     (num_tokens, top_k), E = topk_ids.shape, prepared.constants
     assert x.is_contiguous()
     gate_up, down = tile.gate_up, tile.down

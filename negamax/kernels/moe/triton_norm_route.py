@@ -1,14 +1,14 @@
-"""The norm before the experts and the router, for one or two tokens in one launch.
+"""The norm before the experts and the router in one launch, for one or two tokens.
 
     residual [M, 2 * WORDS] += x [M, PARTS, 2 * WORDS], its parts summed
     its norm [M, 2 * WORDS], with `quantize` also in FP8
     logits of the norm -> topk_ids, topk_weights, as `triton_route.py` has them
 
-Every program of the router reads all of the tokens anyway. Here each reads what their norm is made
-from, and norms them for itself; a launch and a way through memory are saved. What is read is
-changed by one program, once the logits of all have arrived.
+Every program of the router reads all tokens anyway. Here each program reads the inputs of the norm
+and normalises them itself, which saves a launch and a way through memory. One program changes the
+residual, after the logits of all programs have arrived.
 
-Rows are words of two columns, as in `norm/triton.py`, and so are those of the gate.
+Rows, also those of the gate, are words of two columns (`launch/words.py`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from negamax.kernels.norm.triton import GROUP_WORDS, quantise, scale_row, store_
 
 @triton.jit
 def _gate_words(parts):
-    """Even and odd columns of the gate in fp32."""
+    """Return the even and odd columns of the gate in fp32."""
     hi_even, hi_odd = unpack(parts[0], tl.bfloat16)
     mid_even, mid_odd = unpack(parts[1], tl.bfloat16)
     low_even, low_odd = unpack(parts[2], tl.bfloat16)
@@ -51,7 +51,7 @@ def _gate_words(parts):
 
 @triton.jit
 def _sums_over_threads(rows, NUM: tl.constexpr):
-    """A tuple of NUM (1 or 2) tensors [threads] -> a tuple of their sums, by one reduction."""
+    """Sum NUM (1 or 2) tensors [threads] -> a tuple of sums, by one reduction."""
     if NUM == 1:
         sums = (tl.sum(rows[0], 0),)
     else:
@@ -62,7 +62,7 @@ def _sums_over_threads(rows, NUM: tl.constexpr):
 
 @triton.jit
 def _of_row(words, m, step: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Step `step` of row m, of `words` of all rows."""
+    """Return step `step` of row m from the `words` of all rows."""
     found = words[step]
     for row in tl.static_range(1, BLOCK_M):
         found = tl.where(m == row, words[row * STEPS + step], found)
@@ -76,9 +76,9 @@ def _norm_route_kernel(
     weight_ptr,  # [2 * WORDS]
     out_ptr,  # [M, 2 * WORDS], written; likewise
     values_ptr,  # [M, 2 * WORDS] e4m3 and
-    scales_ptr,  # [M, 2 * WORDS / 128] fp32, not touched unless QUANTIZE
+    scales_ptr,  # [M, 2 * WORDS / 128] fp32, read and written if QUANTIZE only
     eps,
-    gate_ptr,  # from here on as in `_route_small_m_kernel`
+    gate_ptr,  # this one and those below as in `_route_small_m_kernel`
     bias_ptr,
     num_active_ptr,
     logits_ptr,
@@ -101,14 +101,14 @@ def _norm_route_kernel(
     PARALLEL_TOPK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`_route_small_m_kernel`, each program of which norms the rows before it multiplies them.
+    """Normalise the rows in every program, then route as `_route_small_m_kernel`.
 
         program    all                             NUM_PROGRAMS - 1 - m    m, once all logits are
         writes     logits of its BLOCK_N experts   the norm of row m       there: residual row m,
                                                                            the experts of token m
 
-    A program whose logits of a row have arrived has read the row: with those of all, its residual
-    may be changed. In the interpreter the last program does it for all rows.
+    A program whose logits have arrived has read the rows. Once all have arrived, the residual may
+    change. In the interpreter the last program does this for all rows.
     """
     GATE_SIZE: tl.constexpr = NUM_EXPERTS * WORDS
     STEPS: tl.constexpr = triton.cdiv(WORDS, BLOCK_K)
@@ -190,7 +190,7 @@ def _norm_route_kernel(
                       topk_weights_ptr, m, num_active,
                       NUM_EXPERTS, TOP_K, SCALING, SHARED)  # fmt: skip
         if m == M - 1:
-            tl.store(flag_ptr, flag)  # all programs have read it: their logits have arrived
+            tl.store(flag_ptr, flag)  # all programs have read the flag: their logits have arrived
 
 
 def prepare(
@@ -205,7 +205,7 @@ def prepare(
     shared: bool = False,
     spin_wait: bool = True,
 ) -> tuple[NormWeight, PreparedGate]:
-    """The norm and the router as `norm.add_rms` and `moe.route` prepare them here."""
+    """Prepare the norm and the router as `norm.add_rms` and `moe.route` do."""
     return (
         norms.prepare(weight, eps, quantize=quantize, gemma=gemma),
         prepare_gate(gate, bias, scaling=scaling, shared=shared, spin_wait=spin_wait),
@@ -221,10 +221,10 @@ def norm_route(
     top_k: int,
     active: Tensor | None = None,
 ) -> tuple[Hidden, Tensor, Tensor]:
-    """residual += x (or the sum of its parts), in place -> its norm, topk_ids and topk_weights.
+    """Add x or the sum of its parts to the residual in place -> its norm, topk_ids, topk_weights.
 
-    More tokens, more parts, rows of no whole words, and programs that may not wait for each other
-    take two launches.
+    Two launches are needed for more tokens, more parts, rows that are not whole words, and programs
+    that may not wait for each other.
     """
     (M, hidden), parts = residual.shape, num_parts(x)
     is_few = 0 < M <= tiles.NORM_ROUTE_MAX_M and 0 < parts <= tiles.NORM_ROUTE_MAX_PARTS

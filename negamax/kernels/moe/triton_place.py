@@ -1,6 +1,4 @@
-"""Maps the experts that tokens chose to the slots that compute them, and counts the choices, in one
-launch.
-"""
+"""Map the experts that tokens chose to the slots that compute them, and count the choices."""
 
 from __future__ import annotations
 
@@ -26,14 +24,14 @@ def _place_experts_kernel(
     BLOCK_T: tl.constexpr,
     C_POW2: tl.constexpr,
 ):
-    """Grid (T / BLOCK_T,)."""
+    """Place the choices of BLOCK_T tokens. Grid (T / BLOCK_T,)."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     choice = tl.arange(0, C_POW2)
     inside = (token < T)[:, None] & (choice < C)[None, :]
     pair = token[:, None] * C + choice[None, :]
     expert = tl.load(ids + pair, mask=inside, other=-1)
     is_chosen = inside & (expert >= 0)
-    # (of padding the sum is negative, and not used)
+    # the sum of a padding token is negative, and not used
     total = tl.sum(tl.where(inside, expert, 0), 1).to(tl.int64)
     turn = (tl.load(positions + token, mask=token < T, other=0) + total)[:, None]
     num_copies = tl.load(copies + expert, mask=is_chosen, other=1)
@@ -45,7 +43,7 @@ def _place_experts_kernel(
 
 
 def place(ids: Tensor, positions: Tensor, slots: Tensor, copies: Tensor, counts: Tensor) -> Tensor:
-    """As the definition."""
+    """Run `moe.place`."""
     columns = (ids, positions, slots, copies, counts)
     assert all(column.is_contiguous() for column in columns)
     num_tokens, num_choices = ids.shape

@@ -1,5 +1,5 @@
 """The experts for prefills, *large_m*: the pairs (token, choice) are sorted by expert, then both
-products run over tiles of one expert's tokens (`kernels/moe/triton.py`).
+GEMMs run over tiles of one expert's tokens (`kernels/moe/triton.py`).
 
     topk_ids           [M, TOP_K]      2 0 | 0 5 | 2 1 | ..    pair = token * TOP_K + choice
     sorted_token_ids   [M * TOP_K]     1 2 .. | 5 .. | 0 4 ..  pairs, expert by expert, those of
@@ -57,7 +57,7 @@ from negamax.kernels.weight_only.triton_rounding import (
 
 @triton.jit
 def _load_local_experts(topk_ids_ptr, pairs, end, first_expert, num_experts):
-    """Which of this rank's experts each pair chose: 0 .. num_experts - 1; -1: none of them."""
+    """Return which of this rank's experts each pair chose, 0 .. num_experts - 1, or -1 for none."""
     expert = tl.load(topk_ids_ptr + pairs, mask=pairs < end, other=-1) - first_expert
     return tl.where((expert >= 0) & (expert < num_experts), expert, -1)
 
@@ -74,7 +74,9 @@ def _count_pairs_kernel(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """counts[p, e]: how many of the `span` pairs of program p chose expert first_expert + e."""
+    """Count in counts[p, e] how many of the `span` pairs of program p chose expert first_expert +
+    e.
+    """
     wait_then_launch_dependents(PDL)
     begin = tl.program_id(0) * span
     end = tl.minimum(begin + span, num_pairs)
@@ -98,11 +100,11 @@ def _sort_pairs_kernel(
     num_experts,
     EXPERTS_POW2: tl.constexpr,
     CHUNK: tl.constexpr,
-    PROGRAMS: tl.constexpr,  # whose counts are added up at a time
+    PROGRAMS: tl.constexpr,  # whose counts one program adds up at a time
     PDL: tl.constexpr,
 ):
-    """A counting sort: the places of program p's pairs of an expert begin behind all pairs of
-    smaller experts and those of the programs before p.
+    """Place the pairs by a counting sort. The pairs of program p and an expert come after those of
+    smaller experts, and after those of the same expert in programs before p.
     """
     wait_then_launch_dependents(PDL)
     experts, offs = tl.arange(0, EXPERTS_POW2), tl.arange(0, CHUNK)
@@ -141,10 +143,10 @@ def _sort_pairs_kernel(
 def _find_expert(
     expert_counts_ptr, tile, num_experts, EXPERTS_POW2: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """The expert of tile number `tile`, the tile's first place in sorted_token_ids, and the place
-    behind the expert's last.
+    """Return the expert of tile number `tile`, the tile's first place in sorted_token_ids, and the
+    place after the expert's last pair.
 
-    An expert >= num_experts: the tile is one of other ranks' pairs, or lies behind all pairs.
+    An expert >= num_experts marks a tile of other ranks' pairs, or one after all pairs.
     """
     experts = tl.arange(0, EXPERTS_POW2)
     counts = tl.load(expert_counts_ptr + experts, mask=experts < num_experts, other=0)
@@ -163,8 +165,9 @@ def _multiply(
     E: tl.constexpr, ROUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_M, BLOCK_N] fp32: the rows at x_ptrs times rows first_n .. first_n + BLOCK_N - 1 of w,
-    up to last_n. ROUNDED: without the scales of w, and `x_scale` holds those of the tokens.
+    """Multiply the rows at x_ptrs with rows first_n .. first_n + BLOCK_N - 1 of w, up to last_n ->
+    [BLOCK_M, BLOCK_N] fp32. ROUNDED: `x_scale` holds the scales of the tokens, and those of w are
+    left to the caller.
     """
     offs_k = tl.arange(0, BLOCK_K)
     if ROUNDED:
@@ -258,7 +261,7 @@ def _compute_packed_gate_up(
     E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """`_compute_gate_up` with packed weights."""
+    """Run `_compute_gate_up` with packed weights."""
     places, offs_n = begin + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
     valid = places < end
     tokens = tl.load(sorted_token_ids_ptr + places, mask=valid, other=0) // TOP_K
@@ -292,7 +295,7 @@ def _gate_up_large_m_kernel(
     NUM_WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """h[BLOCK_M, BLOCK_N] of one expert's pairs: silu(x gate^T) * (x up^T).
+    """Compute h[BLOCK_M, BLOCK_N] of one expert's pairs: silu(x gate^T) * (x up^T).
 
     grid: tiles of pairs * WIDTH / BLOCK_N
     """
@@ -327,7 +330,9 @@ def _zero_pairs(
     sorted_token_ids_ptr, out_ptr, begin, end, first_n,
     E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, REPEAT_N: tl.constexpr,
 ):  # fmt: skip
-    """Zeros in the results of the pairs at places begin .. end - 1, REPEAT_N tiles of columns."""
+    """Write zeros to the results of the pairs at places begin .. end - 1, REPEAT_N tiles of
+    columns.
+    """
     places, offs_n = begin + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
     valid = places < end
     pairs = tl.load(sorted_token_ids_ptr + places, mask=valid, other=0)
@@ -432,7 +437,7 @@ def _compute_packed_down(
     first_n, E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """`_compute_down` with packed weights, for one tile of columns."""
+    """Run `_compute_down` with packed weights, for one tile of columns."""
     places, offs_n = begin + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
     valid = places < end
     acc = multiply_packed_down(h_ptr, w, expert, num_experts, first_n, places, valid,
@@ -469,8 +474,8 @@ def _down_large_m_kernel(
     NUM_WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[pairs, REPEAT_N * BLOCK_N] of BLOCK_M pairs of one expert, times their routing weights;
-    zeros for the pairs of other ranks.
+    """Compute out[pairs, REPEAT_N * BLOCK_N] of BLOCK_M pairs of one expert, times their routing
+    weights; zeros for the pairs of other ranks.
 
     grid: tiles of pairs * HIDDEN / (BLOCK_N * REPEAT_N)
     """
@@ -513,8 +518,9 @@ def experts_large_m(
     count: int,
     rounded: bool = False,
 ) -> Tensor:
-    """-> [M, top_k, hidden]. The next kernel adds up the choices as it reads them, which saves a
-    launch and 2 x 2 bytes a value. `rounded`: weights of 8 bits meet activations rounded to 8 bits.
+    """Run the experts -> [M, top_k, hidden]. The next kernel sums the choices as it reads them,
+    which saves a launch and 2 x 2 bytes a value. `rounded`: weights of 8 bits meet activations
+    rounded to 8 bits.
     """
     (num_tokens, top_k), device, E = topk_ids.shape, topk_ids.device, prepared.constants
     num_pairs, sizes = num_tokens * top_k, tiles.tiles_for(device)
@@ -549,7 +555,7 @@ def experts_large_m(
         **gate_up.constants, **shared, **launch_options(device, maxnreg=gate_up.maxnreg),
     )  # fmt: skip
     out = torch.empty(num_tokens, top_k, E.HIDDEN, dtype=model_dtype(x), device=device)
-    # and so may the pairs of other ranks
+    # the pairs of other ranks may waste one, too
     tiles_m = min(num_pairs, num_pairs // down.block_m + count + 1)
     tiles_n = triton.cdiv(E.HIDDEN, down.block_n)
     repeat_n = gcd(tile.repeat_n, tiles_n)
@@ -562,7 +568,9 @@ def experts_large_m(
 
 
 def sort_pairs(topk_ids: Tensor, *, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """topk_ids [M, top_k] -> sorted_token_ids [M * top_k] int32, expert_counts [count] int32."""
+    """Sort the pairs: topk_ids [M, top_k] -> sorted_token_ids [M * top_k] int32, expert_counts
+    [count] int32.
+    """
     num_pairs = topk_ids.numel()
     span = max(1, triton.cdiv(num_pairs, tiles.SORT_PROGRAMS * tiles.SORT_CHUNK)) * tiles.SORT_CHUNK
     programs, experts_pow2 = triton.cdiv(num_pairs, span), triton.next_power_of_2(count)

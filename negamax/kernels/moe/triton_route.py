@@ -1,14 +1,14 @@
-"""Routing in one launch: gate product, sigmoid, top-k and renormalisation.
+"""Routing in one launch: gate GEMM, sigmoid, top-k and renormalisation.
 
     gate [NUM_EXPERTS, HIDDEN] fp32, stored as gate_bf16x3 [3, NUM_EXPERTS, HIDDEN]: hi + mid + lo
     x [M, HIDDEN] -> logits [M, NUM_EXPERTS] fp32 -> topk_ids, topk_weights [M, TOP_K + SHARED]
 
-    kernel         M         grid                                            gate product
+    kernel         M         grid                                            gate GEMM
     route_small_m  to 4      NUM_EXPERTS / BLOCK_N                           CUDA cores, fp32
     route_large_m  the rest  M / BLOCK_M * NUM_EXPERTS / BLOCK_N * SPLIT_K   tensor cores, bf16x3
 
-All programs of a launch write logits; those that choose experts wait for the rest of their tokens'
-(or, without spin waits, the last program to arrive chooses).
+All programs of a launch write logits. Those that choose experts wait until all logits of their
+tokens have arrived. Without spin waits the last program to arrive chooses.
 """
 
 # ruff: noqa: RUF005  (Triton appends to a tuple with + alone)
@@ -35,7 +35,7 @@ from negamax.kernels.launch.triton import (
 )
 from negamax.kernels.moe import tiles
 
-# what one launch of `_route_large_m_kernel` adds to a counter; at least the programs of a tile
+# one launch of `_route_large_m_kernel` adds this to a counter; at least the programs of a tile
 _ROUND = tl.constexpr(1024)
 _GROUP = tl.constexpr(32)  # experts that `topk_of_token` ranks together
 _VECTOR = tl.constexpr(8)  # bf16 values of one load of a thread
@@ -47,8 +47,8 @@ def _topk_of_tokens(
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCALING: tl.constexpr, SHARED: tl.constexpr,
     SPLIT_K: tl.constexpr, TOPK_M: tl.constexpr,
 ):  # fmt: skip
-    """Sums the partial logits of TOPK_M tokens, then sigmoid, top-k of score + bias (lower id
-    first) and renormalisation.
+    """Sum the partial logits of TOPK_M tokens; then sigmoid, top-k of score + bias (lower id first)
+    and renormalisation.
     """
     EXPERTS_POW2: tl.constexpr = triton.next_power_of_2(NUM_EXPERTS)
     expert = tl.arange(0, EXPERTS_POW2)
@@ -59,7 +59,7 @@ def _topk_of_tokens(
         logits += tl.load(rows, mask=inside, other=0.0, cache_modifier=".cg")
     score = 1.0 / (1.0 + tl.exp(-logits))
     key = score + bias[None, :]
-    # NaN first, as in torch.topk, and each expert once all the same
+    # NaN first, as in torch.topk, and still each expert once
     key = tl.where(key == key, key, 1e30)
     key = tl.where((expert < NUM_EXPERTS)[None, :], key, float("-inf"))
     rank = tl.full([TOPK_M, EXPERTS_POW2], -1, tl.int32)
@@ -83,8 +83,8 @@ def _topk_of_tokens(
 
 @triton.jit
 def experts_in_groups(NUM_EXPERTS: tl.constexpr):
-    """0, 1, ... up to a power of 2, as [groups, _GROUP]: a group is one expert per thread of a
-    warp, where there are as many.
+    """Return 0, 1, ... up to a power of 2, as [groups, _GROUP]: a group is one expert per thread of
+    a warp if there are enough experts.
     """
     EXPERTS_POW2: tl.constexpr = triton.next_power_of_2(NUM_EXPERTS)
     GROUP: tl.constexpr = _GROUP if EXPERTS_POW2 > _GROUP else EXPERTS_POW2
@@ -96,11 +96,11 @@ def topk_of_token(
     logits, bias, expert, topk_ids_ptr, topk_weights_ptr, token, num_active,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCALING: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """`_topk_of_tokens` for one token: logits, bias and `expert` [groups, _GROUP].
+    """Run `_topk_of_tokens` for one token: logits, bias and `expert` [groups, _GROUP].
 
-    An expert's rank is the number of keys above its own: all ranks are counted at once, in each
-    group first and then among the best TOP_K_POW2 of all groups. A search for one maximum after the
-    other is a chain of TOP_K reductions, twice as long.
+    An expert's rank is the number of larger keys. All ranks are counted at once, first within each
+    group, then among the best TOP_K_POW2 of all groups. A search for one maximum after the other is
+    a chain of TOP_K reductions and takes twice as long.
     """
     EXPERTS_POW2: tl.constexpr = triton.next_power_of_2(NUM_EXPERTS)
     TOP_K_POW2: tl.constexpr = triton.next_power_of_2(TOP_K)
@@ -113,7 +113,7 @@ def topk_of_token(
     bits ^= (bits >> 31) & 0x7FFFFFFF  # in the order of the fp32 values
     # among equals the lower id first
     key = (bits.to(tl.int64) << 32) | (EXPERTS_POW2 - 1 - expert).to(tl.int64)
-    # the axis summed over is first: each thread then adds up its own
+    # the summed axis is first: each thread then sums its own values
     key_of = tl.trans(key)[:, :, None]
     rank = tl.sum((key_of > key[None, :, :]).to(tl.int32), 0)
     has_rank = tl.trans(rank)[:, :, None] == tl.arange(0, TOP_K_POW2)[None, None, :]
@@ -139,7 +139,7 @@ def topk_of_token(
 
 @triton.jit
 def load_gate(ptrs, k, mask, GATE_SIZE: tl.constexpr):
-    """hi, mid and lo of a tile of the gate."""
+    """Load hi, mid and lo of a tile of the gate."""
     hi = tl.load(ptrs + k, mask=mask, other=0.0)
     mid = tl.load(ptrs + GATE_SIZE + k, mask=mask, other=0.0)
     return hi, mid, tl.load(ptrs + 2 * GATE_SIZE + k, mask=mask, other=0.0)
@@ -147,7 +147,7 @@ def load_gate(ptrs, k, mask, GATE_SIZE: tl.constexpr):
 
 @triton.jit
 def _gate_sum(parts):
-    """The gate in fp32."""
+    """Return the gate in fp32."""
     return (parts[0].to(tl.float32) + parts[1].to(tl.float32)) + parts[2].to(tl.float32)
 
 
@@ -156,8 +156,8 @@ def store_logits(
     logits_ptr, sums, flag, first_n, M,
     NUM_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Columns first_n .. first_n + BLOCK_N - 1 of the logits of M tokens with their flag. `sums`:
-    what each thread has of them, BLOCK_N tensors [threads] for each of BLOCK_M tokens.
+    """Store columns first_n .. first_n + BLOCK_N - 1 of the logits of M tokens with their flag.
+    `sums`: each thread's part of them, BLOCK_N tensors [threads] for each of BLOCK_M tokens.
     """
     logits = sum_over_threads(sums, BLOCK_M * BLOCK_N)
     i = tl.arange(0, BLOCK_M * BLOCK_N)
@@ -174,7 +174,7 @@ def _route_small_m_kernel(
     bias_ptr,  # [NUM_EXPERTS] fp32
     num_active_ptr,  # [1] int32
     logits_ptr,  # [ROUTE_SMALL_M_MAX_M, NUM_EXPERTS] int64, LL protocol: (flag << 32) | fp32 bits
-    flag_ptr,  # [1] int32, that of the launch before this one
+    flag_ptr,  # [1] int32, the flag of the launch before this one
     topk_ids_ptr,  # [M, TOP_K + SHARED] int32
     topk_weights_ptr,  # [M, TOP_K + SHARED] fp32
     M,
@@ -189,17 +189,17 @@ def _route_small_m_kernel(
     PARALLEL_TOPK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """All columns of BLOCK_N experts for up to BLOCK_M tokens, in fp32 on the CUDA cores; then the
-    choice. A program loads its rows of the gate before the activations exist.
+    """Compute all columns of BLOCK_N experts for up to BLOCK_M tokens, in fp32 on the CUDA cores;
+    then choose. A program loads its rows of the gate before the activations exist.
 
         gate rows        x                 logits_ptr [M, NUM_EXPERTS]
         [BLOCK_N, K]  .  [M, K]    ->   program p writes columns p * BLOCK_N ..., data and flag in
                                         one word; program t < M reads row t
 
-    Whoever reads a word sees by its flag whether this launch has written it: no counter, no fence,
-    nothing to set back. With PARALLEL_TOPK program t waits for the logits of token t and chooses,
-    while the rest end; in the interpreter, which runs one program after another, the last one
-    chooses for all.
+    The flag in a word shows whether this launch has written it. So there is no counter, no fence
+    and nothing to reset. With PARALLEL_TOPK program t waits for the logits of token t and chooses
+    while the other programs end. The interpreter runs one program after another, so there the last
+    one chooses for all.
     """
     GATE_SIZE: tl.constexpr = NUM_EXPERTS * HIDDEN
     STEPS: tl.constexpr = triton.cdiv(HIDDEN, BLOCK_K)
@@ -215,7 +215,7 @@ def _route_small_m_kernel(
     expert = experts_in_groups(NUM_EXPERTS)
     bias = tl.load(bias_ptr + expert, mask=expert < NUM_EXPERTS, other=0.0)
     wait_then_launch_dependents(PDL)
-    # volatile, as x is: else ptxas puts it off until it is needed
+    # volatile, as x is: ptxas otherwise delays the load until its use
     flag = tl.load(flag_ptr, volatile=True) + 1
     for m in tl.static_range(BLOCK_M):
         for step in tl.static_range(STEPS):
@@ -243,13 +243,13 @@ def _route_small_m_kernel(
                       topk_weights_ptr, m, num_active,
                       NUM_EXPERTS, TOP_K, SCALING, SHARED)  # fmt: skip
         if m == M - 1:
-            tl.store(flag_ptr, flag)  # all programs have read it: their logits have arrived
+            tl.store(flag_ptr, flag)  # all programs have read the flag: their logits have arrived
 
 
 @triton.jit
 def _gate_product(parts, x, acc):
-    """acc [experts, tokens] + gate [experts, columns] x [columns, tokens]. The products of bf16 are
-    exact, and the tensor cores add up in fp32; other activations (and the interpreter) take fp32
+    """Return acc [experts, tokens] + gate [experts, columns] x [columns, tokens]. Products of bf16
+    are exact, and the tensor cores sum in fp32. Other activations (and the interpreter) take fp32
     products.
     """
     if INTERPRETED or x.dtype != tl.bfloat16:
@@ -282,19 +282,19 @@ def _route_large_m_kernel(
     SPLIT_K: tl.constexpr,
     TOPK_M: tl.constexpr,  # tokens whose experts are chosen at a time
     PARALLEL_TOPK: tl.constexpr,
-    NUM_STAGES: tl.constexpr,  # 0: the part of the gate is loaded before the activations exist
+    NUM_STAGES: tl.constexpr,  # 0: load the part of the gate before the activations exist
     PDL: tl.constexpr,
 ):
-    """Partial logits [BLOCK_M, BLOCK_N] of one split of the columns, then the choice of experts.
+    """Compute partial logits [BLOCK_M, BLOCK_N] of one split of the columns, then choose experts.
 
         programs of a tile of tokens        partials [SPLIT_K, M, NUM_EXPERTS]
         experts 0 ..   split 0, 1, ..  ->   +-------- BLOCK_M x BLOCK_N --------+
         experts 32 ..  split 0, 1, ..       each counts itself in arrivals[tile]
 
-    With PARALLEL_TOPK the programs of a tile share out its tokens, TOPK_M at a time, and wait until
-    all have arrived; else the last to arrive chooses for all. A launch adds _ROUND to each counter,
-    so nothing is set back. The programs of a tile are launched one after another, so those that
-    wait keep no other out.
+    With PARALLEL_TOPK the programs of a tile split its tokens, TOPK_M at a time, and wait until all
+    have arrived; else the last to arrive chooses for all. A launch adds _ROUND to each counter, so
+    nothing is reset. The programs of a tile are launched one after another, so those that wait do
+    not keep others from starting.
     """
     PROGRAMS: tl.constexpr = triton.cdiv(NUM_EXPERTS, BLOCK_N) * SPLIT_K  # of a tile
     STEPS: tl.constexpr = triton.cdiv(triton.cdiv(HIDDEN, BLOCK_K), SPLIT_K)
@@ -371,7 +371,7 @@ def _route_large_m_kernel(
 
 @dataclass(frozen=True)
 class PreparedGate:
-    """The router's weights, and what its kernels keep between launches."""
+    """The router's weights, and the state of its kernels between launches."""
 
     gate_bf16x3: Tensor  # [3, experts, hidden] bf16, whose sum is the fp32 gate
     bias: Tensor  # [experts] fp32
@@ -379,7 +379,7 @@ class PreparedGate:
     # [ROUTE_SMALL_M_MAX_M, experts] int64, each with the flag of the launch that wrote it
     logits: Tensor
     flag: Tensor  # [1] int32, of the last launch of `_route_small_m_kernel`
-    all_active: Tensor  # [1] int32, the number of active rows where the caller names none
+    all_active: Tensor  # [1] int32, the number of active rows if the caller passes none
     spin_wait: bool  # programs of a launch may wait for each other
     scaling: float  # of the chosen experts' weights
     shared: bool  # one more expert, number `experts`, is every token's last choice, of weight 1
@@ -393,8 +393,9 @@ def prepare_gate(
     shared: bool = False,
     spin_wait: bool = True,
 ) -> PreparedGate:
-    """gate [experts, hidden] fp32, bias [experts] fp32. Splitting fp32 into three bf16 addends is
-    exact. Without `spin_wait` the last program of a tile of tokens chooses for all of them.
+    """Prepare gate [experts, hidden] fp32 and bias [experts] fp32. Splitting fp32 into three bf16
+    addends is exact. Without `spin_wait` the last program of a tile of tokens chooses for all of
+    them.
     """
     hi = gate.float().bfloat16()
     rest = gate.float() - hi.float()
@@ -416,7 +417,7 @@ def prepare_gate(
 
 
 def empty_choices(M: int, prepared: PreparedGate, *, top_k: int) -> tuple[Tensor, Tensor]:
-    """topk_ids and topk_weights of M tokens, not yet written."""
+    """Allocate topk_ids and topk_weights of M tokens."""
     assert top_k <= _GROUP.value, f"top {top_k}: a group of experts is smaller"
     shape, device = (M, top_k + prepared.shared), prepared.bias.device
     return (
@@ -432,10 +433,10 @@ def route(
     top_k: int,
     active: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x [M, hidden] -> topk_ids [M, C] int32, topk_weights [M, C] fp32, C = top_k or, with a shared
-    expert, top_k + 1; rows from active[0] on get -1 and 0.
+    """Route x [M, hidden] -> topk_ids [M, C] int32, topk_weights [M, C] fp32, C = top_k or, with a
+    shared expert, top_k + 1. Rows from active[0] on get -1 and 0.
 
-    Where the ranks share out the rows, each routes its own and has the others' from them.
+    If the ranks shard the rows, each routes its own and gathers the others.
     """
     if isinstance(x, ShardedActivations):
         own_active = None if active is None else active - x.first

@@ -1,6 +1,4 @@
-"""What the three ways through the experts share: the prepared weights, their constants, the
-activation between the two products.
-"""
+"""Parts of all ways through the experts: prepared weights, constants, packed GEMMs, scales."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ _MIN_SCALE = tl.constexpr(1e-30)
 
 @dataclass(frozen=True)
 class ExpertConstants:
-    """Constants of all kernels of the experts, one argument `E: tl.constexpr`."""
+    """Constants of all kernels of the experts, passed as one argument `E: tl.constexpr`."""
 
     HIDDEN: int
     WIDTH: int  # of one expert, on this rank
@@ -40,23 +38,23 @@ class ExpertConstants:
     GATE_UP: Packing | None = None
     DOWN: Packing | None = None
     ACTIVATION: SwiGlu = SILU
-    SHARED: bool = False  # the last expert is the last choice of every token but padding
+    SHARED: bool = False  # the last expert is the last choice of every token except padding
 
 
 @dataclass(frozen=True)
 class PreparedExperts:
-    """The stacked weights, in FP8 with scales per 128 x 128, in the model's dtype, or packed."""
+    """Stacked weights, in FP8 with scales per 128 x 128, in the model's dtype, or packed."""
 
     # [experts, 2 * width, hidden], gate rows first; packed: the tensors of a `PackedWeight`
     gate_up: Tensor | PackedTensors
     down: Tensor | PackedTensors  # [experts, hidden, width]; likewise
-    # [experts, 2 * width / 128, hidden / 128] fp32; without FP8 anything, it is not read
+    # [experts, 2 * width / 128, hidden / 128] fp32; any tensor without FP8, and not read
     gate_up_scale: Tensor
     down_scale: Tensor  # [experts, hidden / 128, width / 128] fp32; likewise
     constants: ExpertConstants
 
     def tensors(self, expert: int) -> list[Tensor]:
-        """See `ExpertWeights`: views."""
+        """Return views of an expert's tensors (`ExpertWeights`)."""
         own = self.constants
         if isinstance(self.gate_up, tuple) and isinstance(self.down, tuple):
             assert own.GATE_UP is not None and own.DOWN is not None
@@ -70,7 +68,7 @@ class PreparedExperts:
         return [tensor[expert] for tensor in held if isinstance(tensor, Tensor)]
 
     def replace(self, expert: int, tensors: Sequence[Tensor]) -> None:
-        """See `ExpertWeights`."""
+        """Copy `tensors` over those of an expert (`ExpertWeights`)."""
         for own, tensor in zip(self.tensors(expert), tensors, strict=True):
             own.copy_(tensor)
 
@@ -81,8 +79,8 @@ def multiply_packed_gate_up(
     E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_N, BLOCK_M] fp32: columns first_n .. first_n + BLOCK_N - 1 of h of `tokens` [BLOCK_M]
-    of one expert. One tile holds the BLOCK_N gate rows and the up rows.
+    """Compute columns first_n .. first_n + BLOCK_N - 1 of h of `tokens` [BLOCK_M] of one expert ->
+    [BLOCK_N, BLOCK_M] fp32. One tile holds the BLOCK_N gate rows and the up rows.
     """
     P: tl.constexpr = E.GATE_UP
     APART: tl.constexpr = E.WIDTH
@@ -102,8 +100,8 @@ def multiply_packed_down(
     E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_N, BLOCK_M] fp32: outputs first_n .. first_n + BLOCK_N - 1 of the rows `h_rows`
-    [BLOCK_M] of h, all of one expert.
+    """Compute outputs first_n .. first_n + BLOCK_N - 1 of the rows `h_rows` [BLOCK_M] of h, all of
+    one expert -> [BLOCK_N, BLOCK_M] fp32.
     """
     P: tl.constexpr = E.DOWN
     h_rows = h_ptr + h_rows.to(tl.int64) * E.WIDTH
@@ -114,12 +112,12 @@ def multiply_packed_down(
 
 @triton.jit
 def compute_group_scale(y, axis: tl.constexpr, DTYPE: tl.constexpr):
-    """The scale with which the values of y along `axis` fit into DTYPE."""
+    """Return the scales with which the values of y along `axis` fit into DTYPE."""
     return tl.maximum(tl.max(tl.abs(y), axis) / e4m3_max(DTYPE), _MIN_SCALE)
 
 
 def select_operands(x: Hidden, prepared: PreparedExperts) -> tuple[Tensor, Tensor]:
-    """x in FP8 and its scales, or the plain activations twice; the second is not read."""
+    """Return x in FP8 and its scales, or the plain activations twice; the second is not read."""
     if not prepared.constants.FP8:
         q = scale = unquantized(x)
     else:
@@ -130,6 +128,8 @@ def select_operands(x: Hidden, prepared: PreparedExperts) -> tuple[Tensor, Tenso
 
 
 def empty_intermediate(num_pairs: int, like: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """h [num_pairs, width] in the dtype of `like`, and its scales [num_pairs, width / 128] fp32."""
+    """Allocate h [num_pairs, width] in the dtype of `like`, and its scales [num_pairs, width / 128]
+    fp32.
+    """
     scale_shape = (num_pairs, triton.cdiv(width, GROUP))
     return like.new_empty(num_pairs, width), like.new_empty(scale_shape, dtype=torch.float32)

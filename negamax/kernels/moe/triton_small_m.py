@@ -31,8 +31,8 @@ def _find_pairs(
     topk_ids_ptr, num_pairs, expert_id, begin, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The pairs that chose expert `expert_id`, in order: number begin .. begin + BLOCK_M - 1 of
-    them, and how many there are. CHUNK tokens are searched at a time; each has at most one.
+    """Find pairs number begin .. begin + BLOCK_M - 1 that chose expert `expert_id`, in order, and
+    count all of them. CHUNK tokens are searched at a time; each has at most one.
     """
     offs = begin + tl.arange(0, BLOCK_M)
     choices = tl.arange(0, triton.next_power_of_2(TOP_K))
@@ -42,7 +42,7 @@ def _find_pairs(
         pairs = (start + tl.arange(0, CHUNK) * TOP_K)[:, None] + choices[None, :]
         inside = (pairs < num_pairs) & (choices < TOP_K)[None, :]
         ids = tl.load(topk_ids_ptr + pairs, mask=inside, other=-1)
-        hit = tl.max(tl.where(ids == expert_id, pairs + 1, 0), 1)  # the pair, from 1 on
+        hit = tl.max(tl.where(ids == expert_id, pairs + 1, 0), 1)  # the pair + 1; 0: none
         is_hit = (hit > 0).to(tl.int32)
         rank = total + tl.cumsum(is_hit, 0) - 1
         match = (rank[None, :] == offs[:, None]) & (hit[None, :] > 0)
@@ -55,7 +55,7 @@ def _find_pairs(
 def _load_shared_pairs(
     topk_ids_ptr, first_token, num_pairs, expert_id, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """The last pairs of BLOCK_M tokens, and which of these chose expert `expert_id`: all but
+    """Load the last pairs of BLOCK_M tokens, and whether each chose expert `expert_id`: all but
     padding.
     """
     pairs = (first_token + tl.arange(0, BLOCK_M)) * TOP_K + TOP_K - 1
@@ -70,7 +70,7 @@ def _multiply_gate_up(
     E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`multiply_packed_gate_up` with weights that are not packed."""
+    """Run `multiply_packed_gate_up` with weights that are not packed."""
     EVEN: tl.constexpr = E.HIDDEN % BLOCK_K == 0 and E.WIDTH % BLOCK_N == 0
     K_BLOCKS: tl.constexpr = E.HIDDEN // BLOCK
     UP_BLOCKS: tl.constexpr = E.WIDTH // BLOCK * K_BLOCKS  # scales of gate, before those of up
@@ -108,7 +108,9 @@ def _compute_gate_up(
     E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Columns first_n .. first_n + BLOCK_N - 1 of h of `pairs` [BLOCK_M], all of one expert."""
+    """Compute columns first_n .. first_n + BLOCK_N - 1 of h of `pairs` [BLOCK_M], all of one
+    expert.
+    """
     tokens, offs_n = pairs // TOP_K, first_n + tl.arange(0, BLOCK_N)
     if E.PACKED:
         y = multiply_packed_gate_up(x_ptr, w_ptr, expert, num_experts, first_n, tokens, valid,
@@ -133,7 +135,7 @@ def _multiply_down(
     E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`multiply_packed_down` with weights that are not packed."""
+    """Run `multiply_packed_down` with weights that are not packed."""
     EVEN: tl.constexpr = E.WIDTH % BLOCK_K == 0 and E.HIDDEN % BLOCK_N == 0
     offs_n = first_n + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
@@ -163,8 +165,8 @@ def _compute_down(
     E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Outputs first_n .. first_n + BLOCK_N - 1 of `pairs` [BLOCK_M], all of one expert, times their
-    routing weights.
+    """Compute outputs first_n .. first_n + BLOCK_N - 1 of `pairs` [BLOCK_M], all of one expert,
+    times their routing weights.
     """
     if E.PACKED:
         acc = multiply_packed_down(h_ptr, w_ptr, expert, num_experts, first_n, pairs, valid,
@@ -194,7 +196,7 @@ def _gate_up_small_m_kernel(
     num_pairs,
     first_expert,
     num_experts,
-    per_pair,  # 0: a program stands for an expert; 1: for a pair
+    per_pair,  # 0: one program per expert; 1: one per pair
     E: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -205,17 +207,17 @@ def _gate_up_small_m_kernel(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_N columns of h of all pairs of one expert, which the program finds in topk_ids; leaves
-    them in expert_pairs for the down kernel.
+    """Compute BLOCK_N columns of h of all pairs of one expert, which the program finds in topk_ids,
+    and store the pairs in expert_pairs for the down kernel.
 
         grid: (experts or pairs) * WIDTH / BLOCK_N
         w of an expert, the tall operand    tokens of the expert, BLOCK_M at a time
         gate [BLOCK_N, HIDDEN]              x [BLOCK_M, HIDDEN]^T  ->  h[pairs, BLOCK_N]
         up   [BLOCK_N, HIDDEN]
 
-    With `per_pair` a program works for the expert of its pair if that is the first to name it. Of a
-    shared expert there is a program for each BLOCK_M tokens, and before all others: one for all of
-    them would end last.
+    With `per_pair` a program works for the expert of its pair if that pair is the first to name it.
+    A shared expert has a program for each BLOCK_M tokens, before all other experts: one program for
+    all tokens would end last.
     """
     TILES_N: tl.constexpr = triton.cdiv(E.WIDTH, BLOCK_N)
     group, tile = tl.program_id(0) // TILES_N, tl.program_id(0) % TILES_N
@@ -270,7 +272,7 @@ def _zero_other_pairs(
     topk_ids_ptr, out_ptr, num_pairs, first_expert, num_experts, first_n,
     E: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Zeros for columns first_n .. first_n + BLOCK_N - 1 of the pairs of no expert of this rank."""
+    """Zero columns first_n .. first_n + BLOCK_N - 1 of the pairs of other ranks' experts."""
     offs_n = first_n + tl.arange(0, BLOCK_N)
     for start in range(0, num_pairs, _ZERO_CHUNK):
         pairs = start + tl.arange(0, _ZERO_CHUNK)
@@ -306,8 +308,8 @@ def _down_small_m_kernel(
     NUM_WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_N outputs of all pairs of one expert, as `_gate_up_small_m_kernel` has listed them; the
-    first HIDDEN / BLOCK_N programs write the zeros of other ranks' pairs.
+    """Compute BLOCK_N outputs of all pairs of one expert, as listed by `_gate_up_small_m_kernel`.
+    The first HIDDEN / BLOCK_N programs write the zeros of other ranks' pairs.
 
         grid: (1 + experts or pairs) * HIDDEN / BLOCK_N
         w [BLOCK_N, WIDTH] of an expert    h [BLOCK_M, WIDTH]^T  ->  out[pairs, BLOCK_N]
@@ -362,7 +364,7 @@ def experts_small_m(
     first: int,
     count: int,
 ) -> Tensor:
-    """-> [M, top_k, hidden]."""
+    """Run the experts -> [M, top_k, hidden]."""
     (num_tokens, top_k), device, E = topk_ids.shape, topk_ids.device, prepared.constants
     q, scale = select_operands(x, prepared)
     num_pairs = num_tokens * top_k
@@ -376,7 +378,7 @@ def experts_small_m(
     per_pair = num_pairs < count
     groups = num_pairs if per_pair else count - E.SHARED
     h, h_scale = empty_intermediate(num_pairs, q, E.WIDTH)
-    # whole 16 bytes: Triton compiles a kernel again for tensors of another alignment
+    # multiples of 16 bytes: Triton recompiles a kernel for tensors of another alignment
     counts_at = -(-count * num_tokens // 4) * 4
     expert_pairs = torch.empty(counts_at + count, dtype=torch.int32, device=device)
     lists = (expert_pairs, expert_pairs[counts_at:], num_pairs, first, count, int(per_pair))

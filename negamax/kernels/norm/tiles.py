@@ -7,8 +7,8 @@ import torch
 from negamax.kernels import platform
 from negamax.kernels.launch.tile import warps_of_row
 
-# Of the program of a row of 3072: on an H200 the best or within 1 % of it from 1 to 8192 rows. The
-# interpreter counts as one.
+# For rows of 3072 values: the best on an H200, or within 1 % of it, from 1 to 8192 rows. The
+# interpreter uses the same.
 _NUM_WARPS = {"sm_90": 8, "cpu": 8}
 _NOT_MEASURED = 4
 

@@ -41,14 +41,14 @@ from negamax.kernels.quantize.native import empty_e4m3
 from negamax.kernels.signatures import ADD_RMS
 
 GROUP_WORDS: tl.constexpr = tl.constexpr(GROUP // 2)
-# a scale's lower bound, far above what fp32 cannot invert
+# lower bound of scales, far above the values that fp32 cannot invert
 _TINY: tl.constexpr = tl.constexpr(1e-30)
 
 
 @triton.jit
 def scale_row(even, odd, inverse, weight_words, GEMMA: tl.constexpr, DTYPE: tl.constexpr):
-    """What a norm makes of fp32 values of a row with `inverse`, 1 / the root of their mean square:
-    times the weight, as words.
+    """Multiply fp32 values of a row by `inverse` (1 / their root mean square) and by the weight, as
+    words.
     """
     even, odd = even * inverse, odd * inverse
     if not GEMMA:
@@ -74,9 +74,7 @@ def normalise(
     GEMMA: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """residual += x, written where it belongs; the norm of the residual, as words. All of one
-    row.
-    """
+    """Add x to the residual of a row in place; return the norm of the residual as words."""
     at = row.to(tl.int64) * WORDS + index
     even, odd = unpack(residual_words, DTYPE)
     total = pack_pair(even + x_even, odd + x_odd, DTYPE)
@@ -88,7 +86,7 @@ def normalise(
 
 @triton.jit
 def quantise(normed, BLOCK: tl.constexpr, DTYPE: tl.constexpr, E4M3: tl.constexpr):
-    """A row of `normed` words in FP8: its scales [BLOCK / 64] and its columns in order, [2 * BLOCK]
+    """Quantise a row of `normed` words to FP8: scales [BLOCK / 64] and columns in order [2 * BLOCK]
     e4m3.
     """
     even, odd = unpack(normed, DTYPE)
@@ -98,16 +96,16 @@ def quantise(normed, BLOCK: tl.constexpr, DTYPE: tl.constexpr, E4M3: tl.constexp
     largest = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), axis=1)
     scale = tl.where(largest > 0, tl.maximum(largest / e4m3_max(E4M3), _TINY), 1.0)
     factor = (1.0 / scale)[:, None]
-    # Columns side by side before the conversion, which takes neighbours in pairs: ptxas 12.8 loses
-    # every fourth byte where the halves of such pairs are taken apart again.
+    # Join the columns before the conversion, which takes neighbours in pairs: ptxas 12.8 loses
+    # every fourth byte if the halves of such pairs are separated again.
     in_order = tl.reshape(tl.join(even * factor, odd * factor), [2 * BLOCK])
     return scale, in_order.to(E4M3)
 
 
 @triton.jit
 def store_quantised(values, scales, row, scale, in_order, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write what `quantise` made of a row as row `row` (int64) of values [T, 2 * WORDS] and scales
-    [T, WORDS / 64].
+    """Store the results of `quantise` as row `row` (int64) of values [T, 2 * WORDS] and scales [T,
+    WORDS / 64].
     """
     group = tl.arange(0, BLOCK // GROUP_WORDS)
     tl.store(
@@ -124,7 +122,7 @@ def add_and_normalise(
     WORDS: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr, GEMMA: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """`normalise`, with the norm and its FP8 form written where they belong."""
+    """Run `normalise` and store the norm and its FP8 form."""
     normed = normalise(
         x_even, x_odd, residual_words, weight_words, row, index, mask, residual, eps, WORDS, GEMMA,
         DTYPE,
@@ -162,7 +160,7 @@ def _add_rms_kernel(
         as_words(residual) + row.to(tl.int64) * WORDS + index, mask=mask, other=0, volatile=True
     )
     fetched = fetch_parts(x, row, index, mask, PARTS, WORDS)
-    if eps >= 0:  # always: see `fetch_parts`
+    if eps >= 0:  # always true: see `fetch_parts`
         x_even, x_odd = add_parts(fetched, PARTS, dtype)
         add_and_normalise(
             x_even, x_odd, residual_words, weight_words, row, index, mask,
@@ -171,8 +169,8 @@ def _add_rms_kernel(
 
 
 def outputs(residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor, Tensor]:
-    """Where a norm kernel writes: out, and the FP8 values and scales (`out` stands in for both
-    where nothing is quantised).
+    """Allocate the outputs of a norm kernel: out, FP8 values and scales (`out` three times if
+    nothing is quantised).
     """
     out = torch.empty_like(residual)
     return (out, *empty_e4m3(out)) if norm.quantize else (out, out, out)
@@ -181,15 +179,15 @@ def outputs(residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor, Tensor]
 def result(
     out: Tensor, values: Tensor, scales: Tensor, norm: NormWeight
 ) -> Tensor | QuantizedActivations:
-    """What a norm kernel returns from what it wrote."""
+    """Return the result of a norm kernel from its outputs."""
     return QuantizedActivations(out, values, scales) if norm.quantize else out
 
 
 def prepare(
     weight: Tensor, eps: float, *, quantize: bool = False, gemma: bool = False
 ) -> NormWeight:
-    """weight [width], eps under the root; `quantize`: the consumer wants FP8 too, width a
-    multiple of 128.
+    """Prepare a norm by weight [width] and eps; with `quantize` in FP8 too, width a multiple of
+    128.
     """
     assert not quantize or weight.shape[0] % GROUP == 0, (
         f"a norm {weight.shape[0]} wide has no whole FP8 groups of {GROUP}"
@@ -198,11 +196,11 @@ def prepare(
 
 
 def add_rms(x: Tensor, residual: Tensor, norm: NormWeight) -> Tensor | QuantizedActivations:
-    """residual += x (or the sum of its parts), in place; the norm of the residual. x [T, width] or
-    [T, P, width].
+    """Add x [T, width] or the sum of its parts [T, P, width] to the residual in place; return the
+    norm.
     """
     num_tokens, width = residual.shape
-    if width % 2:  # no whole words
+    if width % 2:  # rows are not whole words
         return spec.add_rms(x, residual, norm)
     written = outputs(residual, norm)
     if num_tokens == 0:

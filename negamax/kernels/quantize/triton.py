@@ -1,6 +1,4 @@
-"""Activations to FP8, where the kernel that computed them did not write them so. Moves 3 bytes per
-element.
-"""
+"""Quantise activations to FP8 if their producer did not. Moves 3 bytes per value."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ def _quantize_kernel(x_ptr, q_ptr, scale_ptr, num_groups, GROUPS: tl.constexpr):
 
 
 def quantize(x: Tensor) -> QuantizedActivations:
-    """x [T, K] bf16 or fp16, K a multiple of 128 -> x, its e4m3 values and one fp32 scale per 128
+    """Quantise x [T, K] bf16 or fp16, K a multiple of 128, to e4m3 with one fp32 scale per 128
     columns.
     """
     num_tokens, width = x.shape

@@ -11,7 +11,7 @@ from negamax.kernels import platform
 
 @dataclass(frozen=True)
 class Tiles:
-    """Where nothing was measured."""
+    """Unmeasured sizes."""
 
     measured_on: str | None = None
     pick_block: int = 1024  # logits of a program
@@ -24,12 +24,12 @@ _BY_ARCH = {"sm_90": _H200, "cpu": _H200}  # cpu: the interpreter
 
 
 def tiles_for(device: torch.device) -> Tiles:
-    """The sizes for `device`."""
+    """Return the sizes for `device`."""
     return _BY_ARCH.get(platform.platform_of(device).arch, Tiles())
 
 
 def strip(vocab: int) -> int:
-    """Logits that share a maximum: there are some thousand strips in a row, and some thousand
-    logits in the leading ones.
+    """Return how many logits share a maximum: a row has a few thousand strips, and the leading
+    strips have a few thousand logits.
     """
     return 32 if vocab <= 1 << 17 else 64

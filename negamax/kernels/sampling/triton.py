@@ -1,5 +1,5 @@
-"""Sampling from logits that are split over ranks, in Triton. Both ops are two launches and read the
-logits once; nothing is sorted.
+"""Sampling from logits that are sharded over ranks, in Triton. Both ops are two launches and read
+the logits once; nothing is sorted.
 
     pick            grid (tiles, R): the best score of a tile of logits, with noise made where it is
                     used; then grid (R,): the best of the row's tiles, and of the ranks
@@ -38,14 +38,14 @@ _MIX32_B = tl.constexpr(noise.MIX32_B)
 _LARGEST_UNIFORM = tl.constexpr(noise.LARGEST_UNIFORM)
 _SMALL_UNIFORM = tl.constexpr(noise.SMALL_UNIFORM)
 _LARGEST_SCORE = tl.constexpr(noise.LARGEST_SCORE)
-# One value a row, wherever they begin: else a kernel is compiled anew, under load, for columns that
-# a graph never had.
+# One value a row, at any alignment: Triton would otherwise compile a kernel again, under load, for
+# columns that no graph had.
 _ROW_VALUES = ("slots", "positions", "otherwise")
 
 
 @triton.jit
 def row_keys(seed, position):
-    """The halves of a row's key as uint32; the same bits as `noise.row_keys`. seed, position:
+    """Return the halves of a row's key as uint32, the bits of `noise.row_keys`. seed, position:
     int64.
     """
     x = (seed + (position + 1) * _GOLDEN64).to(tl.uint64)
@@ -57,7 +57,7 @@ def row_keys(seed, position):
 
 @triton.jit
 def token_bits(low_key, high_key, token_ids):
-    """32 random bits per token as uint32; the same as `noise.token_bits`. token_ids: uint32."""
+    """Return 32 random bits per token as uint32, those of `noise.token_bits`. token_ids: uint32."""
     x = token_ids * _MIX32_ID + low_key
     x = (x ^ (x >> 16)) * _MIX32_A
     x = (x ^ (x >> 13) ^ high_key) * _MIX32_B
@@ -66,7 +66,7 @@ def token_bits(low_key, high_key, token_ids):
 
 @triton.jit
 def exponentials(bits):
-    """As `noise.exponentials`, to the last bits of the logarithm. bits: uint32."""
+    """Return `noise.exponentials`, to the last bits of the logarithm. bits: uint32."""
     v = tl.minimum((bits.to(tl.float32) + 0.5) * (2.0**-32), _LARGEST_UNIFORM)
     series = v * (1 + v * (0.5 + v * (1 / 3 + v * 0.25)))
     return tl.where(v < _SMALL_UNIFORM, series, -fast_log(1 - v))
@@ -87,7 +87,7 @@ def _tile_argmax_kernel(
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (tiles, R): BLOCK_V logits of a row."""
+    """Find the best of BLOCK_V logits of a row. Grid (tiles, R)."""
     tile = tl.program_id(0)
     row = tl.program_id(1)
     column = tile * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -115,16 +115,16 @@ def _row_argmax_kernel(
     ids,  # [R, count] int32
     out,  # [R] int64, written
     count,
-    addresses,  # of the region, as `PeerRegion` has them; not touched where WORLD is 1
+    addresses,  # of the region, as in `PeerRegion`; not read if WORLD is 1
     flags,
-    rank,  # no constant, so that all ranks run one compiled kernel
+    rank,  # not a constant, so that all ranks run one compiled kernel
     WORLD: tl.constexpr,
     ROWS: tl.constexpr,  # of the region
     SLOT: tl.constexpr,  # words per row and sender in the region
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (R,): one row."""
+    """Find the best of one row. Grid (R,)."""
     row = tl.program_id(0)
     tile = tl.arange(0, BLOCK)
     launch_dependents_then_wait(PDL)
@@ -163,7 +163,7 @@ def pick(
     positions: Tensor,  # [R] int64
     group: Collective | None = None,
 ) -> Tensor:  # [R] int64
-    """As the definition; logits / T and the noise may differ in their last bits, and so may a
+    """Run `sampling.pick`. Scaled logits and the noise may differ in their last bits, and so may a
     choice between near equals.
     """
     num_rows, vocab = logits.shape
@@ -205,7 +205,7 @@ def pick(
 
 @triton.jit
 def _sortable(value):
-    """fp32 as uint32 of the same order: NaN above all, and no number as low as 0."""
+    """Convert fp32 to uint32 of the same order: NaN above all, and every number above 0."""
     bits = value.to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (tl.where(value == value, ordered, 0x7FFFFFFF) ^ -(2**31)).to(tl.uint32, bitcast=True)
@@ -213,7 +213,7 @@ def _sortable(value):
 
 @triton.jit
 def _from_sortable(key):
-    """What `_sortable` was made of; minus infinity where it stands for nothing."""
+    """Convert a `_sortable` back; 0 becomes minus infinity."""
     ordered = key.to(tl.int32, bitcast=True) ^ -(2**31)
     value = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     return tl.where(key == 0, -_INFINITY, value)
@@ -221,10 +221,10 @@ def _from_sortable(key):
 
 @triton.jit
 def _top_places(key, COUNT: tl.constexpr):
-    """The COUNT largest of key [N] uint32, of equal ones the first, in the order in which they
-    stand: each one's place among them [N], COUNT for those left out. N is at most 2^15.
+    """Return the places [N] of the COUNT largest of key [N] uint32 among themselves, in their
+    order, and COUNT for the others. Of equal keys the first are taken. N is at most 2^15.
 
-    The COUNT-th largest is found two bits at a time, by counting what is at least as large.
+    The COUNT-th largest is found two bits at a time, by counting keys that are at least as large.
     """
     threshold = tl.full([], 0, tl.uint32)
     for step in range(16):
@@ -244,14 +244,14 @@ def _top_places(key, COUNT: tl.constexpr):
     is_above, is_equal = key > threshold, key == threshold
     both = is_above.to(tl.int32) + (is_equal.to(tl.int32) << 16)
     before = tl.cumsum(both, axis=0) - both
-    room = COUNT - (tl.sum(both, axis=0) & 0xFFFF)  # for those that are equal to it
+    room = COUNT - (tl.sum(both, axis=0) & 0xFFFF)  # for keys that are equal to it
     place = (before & 0xFFFF) + tl.minimum(before >> 16, room)
     return tl.where(is_above | (is_equal & (before >> 16 < room)), place, COUNT)
 
 
 @triton.jit
 def _draws_from_leading(filters, slot, COUNT: tl.constexpr):
-    """Whether the leading COUNT tokens are all that the row of `slot` may be drawn from."""
+    """Return whether the row of `slot` can be drawn from its leading COUNT tokens alone."""
     temp, top_k = tl.load(filters + slot * 4), tl.load(filters + slot * 4 + 1)
     return (temp > 0) & (top_k >= 1) & (top_k <= COUNT)
 
@@ -270,7 +270,7 @@ def _strip_max_kernel(
     COUNT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (tiles, R): BLOCK_V logits of a row."""
+    """Find the maxima of the strips of BLOCK_V logits of a row. Grid (tiles, R)."""
     tile, row = tl.program_id(0), tl.program_id(1)
     column = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     slot = tl.load(slots + row)
@@ -291,8 +291,8 @@ def _exchange_leading(
     key, token, place, addresses, flags, row, rank,
     WORLD: tl.constexpr, ROWS: tl.constexpr, SLOT: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Keys and tokens of all ranks, [WORLD * COUNT] each in the order of the tokens, of which this
-    one's go to `place`.
+    """Send this rank's keys and tokens to `place`; return those of all ranks, [WORLD * COUNT] each
+    in the order of the tokens.
     """
     flag = tl.load(flags + row) + 1
     offset = ((flag & 1) * ROWS + row) * (WORLD * SLOT)
@@ -311,14 +311,16 @@ def _exchange_leading(
 
 @triton.jit
 def _draw(key, filters, uniform, COUNT: tl.constexpr):
-    """As `spec.draw_from`, for the leading tokens of one row in any order, equal ones in that of
-    their ids: the place of the token that is drawn. -1 where the largest logit is not finite."""
+    """Draw from the leading tokens of one row as `spec.draw_from` does -> the place of the drawn
+    token, -1 if the largest logit is not finite. The tokens may be in any order, but equal ones are
+    in that of their ids.
+    """
     temp, top_k = tl.load(filters), tl.load(filters + 1)
     top_p, min_p = tl.load(filters + 2), tl.load(filters + 3)
     place = tl.arange(0, COUNT)
     value = _from_sortable(key)
     best = tl.max(tl.where(value == value, value, _INFINITY), axis=0)
-    # [which, others]: whether the other token is the more likely one
+    # [token, others]: whether the other token is more likely
     leads = (key[None, :] > key[:, None]) | (
         (key[None, :] == key[:, None]) & (place[None, :] < place[:, None])
     )
@@ -349,7 +351,7 @@ def _draw_leading_kernel(
     vocab,
     strips,
     first_id,
-    addresses,  # of the region, as `PeerRegion` has them; not touched where WORLD is 1
+    addresses,  # of the region, as in `PeerRegion`; not read if WORLD is 1
     flags,
     rank,
     WORLD: tl.constexpr,
@@ -360,8 +362,8 @@ def _draw_leading_kernel(
     COUNT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (R,): one row. The leading tokens lie in the COUNT strips with the largest maxima:
-    nothing else of the row is read.
+    """Draw for one row. The leading tokens are in the COUNT strips with the largest maxima, and
+    nothing else of the row is read. Grid (R,).
     """
     row = tl.program_id(0)
     slot = tl.load(slots + row)
@@ -411,7 +413,7 @@ def draw_leading(
     otherwise: Tensor,  # [R] int64
     group: Collective | None = None,
 ) -> Tensor:  # [R] int64
-    """As the definition; sums of probabilities may differ in their last bits."""
+    """Run `sampling.draw_leading`; sums of probabilities may differ in their last bits."""
     num_rows, vocab = logits.shape
     peers = None if group is None or group.size == 1 else group.peers
     if (

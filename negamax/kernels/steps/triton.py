@@ -1,5 +1,5 @@
-"""Both ends of a step on the GPU, a launch for each op, where PyTorch takes several. With few rows
-an op takes as long as a launch and a chain of loads, each of which waits for the one before it.
+"""Both ends of a step, one launch per op; PyTorch takes several. With few rows an op takes as long
+as a launch and a chain of dependent loads.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _BLOCK = 128  # entries of a program
 def _place_kernel(
     columns,  # see `spec.place`
     num_computed,  # [slots] int64
-    tokens,  # [slots, width], with drafts written
+    tokens,  # [slots, width], draft tokens are written
     drafts,  # [slots, room] int64, or None
     places,  # [size] int64, written, as are
     token_ids,  # [num_tokens] int64,
     ends,  # [num_tokens] int64 and
     words,  # [num_words] int32
     num_tokens,
-    size,  # num_tokens and sequences
+    size,  # tokens and sequences
     num_words,
     padding_slot,
     width,
@@ -38,11 +38,11 @@ def _place_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (blocks,): some entries of `places` and what belongs to them, or of the columns behind
-    `size` of them.
+    """Write some entries of `places` and the values derived from them, or of the columns after the
+    first `size`. Grid (blocks,).
 
-    No program reads what another one writes, but for equal values of padding. It starts behind the
-    kernel in front, so there is nothing to wait for.
+    No program reads what another one writes, except equal values of padding. The kernel starts
+    after its predecessor has ended, so it need not wait.
     """
     launch_dependents(PDL)
     at = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
@@ -79,7 +79,7 @@ def place(
     ends: Tensor,
     words: Tensor,
 ) -> None:
-    """As the definition."""
+    """Run `steps.place`."""
     written = (places, token_ids, ends, words)
     assert all(tensor.is_contiguous() for tensor in (columns, num_computed, tokens, *written))
     num_tokens, size = len(token_ids), len(places)
@@ -103,7 +103,7 @@ def _embed_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (T,): one row."""
+    """Embed one token. Grid (T,)."""
     row, count = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     index = tl.arange(0, BLOCK)
     mask = index < WORDS
@@ -116,9 +116,9 @@ def _embed_kernel(
 
 
 def embed(token_ids: Tensor, table: Tensor, *, first_id: int) -> tuple[Tensor, Tensor]:
-    """As the definition."""
+    """Run `steps.embed`."""
     num_tokens, (num_rows, width) = len(token_ids), table.shape
-    if width % 2:  # no whole words
+    if width % 2:  # rows are not whole words
         return spec.embed(token_ids, table, first_id=first_id)
     assert token_ids.is_contiguous() and table.is_contiguous()
     out = table.new_empty(2, num_tokens, width)
@@ -146,7 +146,7 @@ def _store_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (blocks,): some of the tokens."""
+    """Store some of the tokens. Grid (blocks,)."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = at < num_tokens
     launch_dependents_then_wait(PDL)
@@ -168,7 +168,7 @@ def store(
     num_computed: Tensor | None,
     out: Tensor,
 ) -> None:
-    """As the definition."""
+    """Run `steps.store`."""
     assert all(tensor.is_contiguous() for tensor in (token_ids, slots, ends, tokens, out))
     if len(slots):
         _store_kernel[(triton.cdiv(len(slots), _BLOCK),)](

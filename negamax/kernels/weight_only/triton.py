@@ -1,16 +1,16 @@
 """Tiles of packed weights in the dtype of the activations, dequantised in registers.
 
-A tile is loaded in words: four threads have 16 neighbouring bytes each of a row, which hold what
-the tensor cores want from these threads (`layout.py`). A warp has eight rows of words, and 16 of
-the tensor cores' operand; so the rows of a tile are loaded in another order, and no
-thread hands another what it has unpacked.
+A tile is loaded in words: four threads have 16 neighbouring bytes each of a row, and the tensor
+cores expect the codes of these bytes in the same threads (`layout.py`). A warp loads eight rows of
+words, and the operand of the tensor cores has 16 rows in a warp. So the rows of a tile are loaded
+in another order, and no thread passes unpacked values to another.
 
 On NVIDIA GPUs codes become bf16 in pairs, by bit operations (instructions per weight: uint4 1.4,
-e2m1 1.6, e4m3 2.2, int8 1.8, uint8 2). The bits of e2m1 and e4m3 are put where bf16 has its
-own, which makes the value a power of two too small. The scale is as much larger, but for 2^_POST,
-which is left for the end, so that neither leaves the range of bf16.
+e2m1 1.6, e4m3 2.2, int8 1.8, uint8 2). The bits of e2m1 and e4m3 are moved to their places in bf16,
+which makes the value a power of two too small. The scale makes up for it, except for 2^_POST, which
+is applied at the end so that neither leaves the range of bf16.
 
-A scale for all columns of a tile multiplies the tile's product, in fp32; scales of smaller groups
+A scale for all columns of a tile multiplies the tile's product, in fp32. Scales of smaller groups
 multiply the weights, which rounds them to the activations' dtype (0.5 instructions more).
 """
 
@@ -30,31 +30,31 @@ from negamax.kernels.weight_only import layout
 
 _POST = 10
 POST_FACTOR = tl.constexpr(2.0**_POST)
-_E5M3 = tl.constexpr((127 - layout.E5M3_BIAS) << 23)  # what the bits of e5m3 lack in fp32
+_E5M3 = tl.constexpr((127 - layout.E5M3_BIAS) << 23)  # turns the exponent of e5m3 into that of fp32
 _TWICE = tl.constexpr(0x00010001)
 BYTES = tl.constexpr(layout.SPAN_BYTES)
 _SIDE = tl.constexpr(layout.SIDE_COLUMNS)
-RAW = tl.constexpr(128.0)  # what codes of 4 bits are too large as they are unpacked
-COLUMNS = tl.constexpr(64)  # of a product: with more, more unpacked weights fill registers
-_ONE_SCALE_MAX_M = tl.constexpr(64)  # with more tokens two sums of products do not fit in registers
+RAW = tl.constexpr(128.0)  # offset of codes of 4 bits as they are unpacked
+COLUMNS = tl.constexpr(64)  # of one product: with more columns unpacked weights fill more registers
+_ONE_SCALE_MAX_M = tl.constexpr(64)  # with more tokens two accumulators do not fit in registers
 
 
 @triton.constexpr_function
 def _by_pairs(DTYPE: Any) -> bool:
-    """Whether codes are converted by instructions for pairs of bf16."""
+    """Return whether codes are converted by instructions for pairs of bf16."""
     return not INTERPRETED and bool(is_cuda()) and tl.bfloat16 == DTYPE
 
 
 @triton.constexpr_function
 def exponent(P: Any, DTYPE: Any) -> int:
-    """By which power of two codes are multiplied beside their scales."""
+    """Return the exponent of the power of two that codes lack beside their scales."""
     lack = {"e2m1": 126 - _POST, "e4m3": 120 - _POST}.get(P.ELEMENT, 0)
     return lack if _by_pairs(DTYPE) else 0
 
 
 @triton.constexpr_function
 def _factor(P: Any, DTYPE: Any) -> float:
-    """That power."""
+    """Return that power of two."""
     return 2.0 ** exponent(P, DTYPE)
 
 
@@ -64,12 +64,12 @@ def multiply(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
     NUM_WARPS: tl.constexpr, PARTS: tl.constexpr = 1, APART: tl.constexpr = 0,
 ):  # fmt: skip
-    """[PARTS * BLOCK_N, BLOCK_M] fp32: BLOCK_N rows of the packed weight w, which has `num_rows`,
-    from row `first` on, of which the first `left` count, and PARTS - 1 times as many, each APART
-    rows further; times the rows of x that begin at `x_rows` [BLOCK_M], where `valid`; steps start
-    .. stop - 1 of BLOCK_K columns.
+    """Multiply rows of the packed weight w with rows of x -> [PARTS * BLOCK_N, BLOCK_M] fp32.
 
-    The weight is the tall operand of the tensor cores and comes from registers.
+    Of w, which has `num_rows`, take BLOCK_N rows from row `first` on, of which the first `left` are
+    valid, and PARTS - 1 times as many, each APART rows further. The rows of x begin at `x_rows`
+    [BLOCK_M], where `valid`. Columns: steps start .. stop - 1 of BLOCK_K. The weight is the tall
+    operand of the tensor cores and comes from registers.
     """
     ROWS: tl.constexpr = PARTS * BLOCK_N
     rows, inside = _rows(tl.arange(0, ROWS), left, BLOCK_N, APART)
@@ -120,7 +120,9 @@ def multiply(
 
 @triton.jit
 def _rows(offs, left, BLOCK_N: tl.constexpr, APART: tl.constexpr):
-    """How far the rows `offs` of a tile, in eights, are from its first one; whether they count."""
+    """Return the distance of the rows `offs` of a tile (multiples of 8) from its first row, and
+    whether each row is valid.
+    """
     of_part = tl.max_contiguous(tl.multiple_of(offs % BLOCK_N, 8), 8)
     part = tl.max_constancy(offs // BLOCK_N, 8)
     return of_part + part * APART, of_part < left
@@ -128,8 +130,8 @@ def _rows(offs, left, BLOCK_N: tl.constexpr, APART: tl.constexpr):
 
 @triton.jit
 def order_of_loads(ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
-    """[ROWS] the rows of a tile in the order in which they are loaded: the tensor cores have 16
-    rows in a warp, which has eight of them in a register.
+    """Return [ROWS] the rows of a tile in the order in which they are loaded: the tensor cores have
+    16 rows in a warp, and a register holds eight of them.
     """
     WARPS: tl.constexpr = min(NUM_WARPS, ROWS // 16)
     offs = tl.arange(0, ROWS)
@@ -142,11 +144,11 @@ def beside_products(
     scale, zero, i: tl.constexpr, SPANS: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr,
     GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """For each product of the `i`th of SPANS spans the factors and what is added, as
-    `numbers_of_words` takes them, of scales and zero points as `load_side` has them for all spans;
-    scales only where GROUPED.
+    """Return for each product of the `i`th of SPANS spans its factors and addends, as
+    `numbers_of_words` takes them, from scales and zero points that `load_side` loaded for all
+    spans. Scales only where GROUPED.
     """
-    PART: tl.constexpr = i % (2 // P.CODES)  # of the spans that lie beside the same scales
+    PART: tl.constexpr = i % (2 // P.CODES)  # number of the span among those with the same scales
     factors, added = constants_of(P, DTYPE)
     if GROUPED:
         own = _of_span(scale, i, SPANS, P, P.IN_WORDS)
@@ -159,7 +161,7 @@ def beside_products(
 
 @triton.jit
 def _pairs_of_products(each, P: tl.constexpr):
-    """Two of what stands beside the words of a span -> two for each product."""
+    """Split two side values of the words of a span -> two for each product."""
     first, second = of_products(each[0], P), of_products(each[1], P)
     if P.CODES == 1:
         pairs = ((first[0], second[0]),)
@@ -173,22 +175,22 @@ def operand(
     q, factors, added, P: tl.constexpr, DTYPE: tl.constexpr, GROUPED: tl.constexpr,
     ROWS: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, COLUMNS] in DTYPE: what the words of a product stand for."""
+    """Unpack the words of a product -> [ROWS, COLUMNS] in DTYPE."""
     numbers = numbers_of_words(q, factors, added, P, DTYPE, GROUPED)
     return _in_places(numbers, P, ROWS, NUM_WARPS)
 
 
 @triton.jit
 def of_products(each, P: tl.constexpr):
-    """What stands beside the words of a span, [ROWS, 16], or is one for all, [1, 1]; as a tuple of
-    what stands beside those of each COLUMNS columns, [ROWS, 16 / CODES].
+    """Split side values of the words of a span, [ROWS, 16] or one for all [1, 1], into a tuple with
+    those of each COLUMNS columns, [ROWS, 16 / CODES].
     """
     ROWS: tl.constexpr = each.shape[0]
     if P.CODES == 1:
         products = (each,)
     elif ROWS == 1:
         products = (each, each)
-    else:  # of the four words of a thread the first two and the last two
+    else:  # the first two and the last two of the four words of a thread
         by_half = tl.permute(tl.reshape(each, (ROWS, 4, 2, 2)), (0, 1, 3, 2))
         first, second = tl.split(by_half)
         products = (tl.reshape(first, (ROWS, 8)), tl.reshape(second, (ROWS, 8)))
@@ -197,7 +199,9 @@ def of_products(each, P: tl.constexpr):
 
 @triton.jit
 def _in_places(numbers, P: tl.constexpr, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
-    """[ROWS, COLUMNS]: rows as loaded and columns as in words come to their places."""
+    """Move rows from the order of loads and columns from the order in words to their places ->
+    [ROWS, COLUMNS].
+    """
     WARPS: tl.constexpr = min(NUM_WARPS, ROWS // 16)
     TILES: tl.constexpr = ROWS // (16 * WARPS)
     numbers = tl.reshape(numbers, (TILES, 2, WARPS, 8, 4, 2, 2, 2, 2))
@@ -213,10 +217,10 @@ def load_side(
     ptr, first, rows, inside, num_rows, k, P: tl.constexpr, BLOCK_K: tl.constexpr,
     IN_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Scales or zero points of the columns k .. k + BLOCK_K - 1 of the rows `first` + `rows`
-    [BLOCK_N], where `inside`, of a packed weight of `num_rows`, as stored: [BLOCK_N, entries].
+    """Load scales or zero points as stored -> [BLOCK_N, entries]: columns k .. k + BLOCK_K - 1 of
+    the rows `first` + `rows` [BLOCK_N], where `inside`, of a packed weight of `num_rows`.
     """
-    tl.static_assert(BLOCK_K == _SIDE or BLOCK_K == 2 * _SIDE)  # what `_of_span` takes apart
+    tl.static_assert(BLOCK_K == _SIDE or BLOCK_K == 2 * _SIDE)  # `_of_span` splits these
     COLUMNS: tl.constexpr = max(P.GROUP, _SIDE)
     ENTRIES: tl.constexpr = side_entries(P, IN_WORDS)
     offs = tl.arange(0, max(1, BLOCK_K // COLUMNS) * ENTRIES)
@@ -229,8 +233,9 @@ def load_side(
 
 @triton.jit
 def load_words(w, first, rows, inside, num_rows, k, P: tl.constexpr):
-    """The words of the same rows and of the columns from k on, [BLOCK_N, 16]. The pointer has what
-    all threads share, so that offsets of one thread differ by constants, which the loads hold.
+    """Load the words of these rows and of the columns from k on -> [BLOCK_N, 16]. The pointer holds
+    the part that all threads share, so the offsets of one thread differ by constants, which the
+    load instructions hold.
     """
     row_words, span_words = strides(num_rows, P)
     q_ptr = w[0] + first.to(tl.int64) * row_words + k // (BYTES * P.CODES) * span_words
@@ -240,7 +245,7 @@ def load_words(w, first, rows, inside, num_rows, k, P: tl.constexpr):
 
 @triton.jit
 def strides(num_rows, P: tl.constexpr):
-    """Words from a row, and from a span, to the next."""
+    """Return the number of words from a row to the next, and from a span to the next."""
     row, span = P.K_PACKED // 4, tl.full((), BYTES // 4, tl.int64)
     if P.CODES == 2:
         row, span = BYTES // 4, num_rows.to(tl.int64) * (BYTES // 4)
@@ -249,17 +254,17 @@ def strides(num_rows, P: tl.constexpr):
 
 @triton.jit
 def _of_span(each, i: tl.constexpr, SPANS: tl.constexpr, P: tl.constexpr, IN_WORDS: tl.constexpr):
-    """Of what `load_side` has loaded beside SPANS spans what lies beside one, [BLOCK_N, entries]:
-    those of 128 columns.
+    """Return the side values of one span, those of 128 columns -> [BLOCK_N, entries], of those that
+    `load_side` loaded for SPANS spans.
     """
-    if each.shape[1] > side_entries(P, IN_WORDS):  # of 256
+    if each.shape[1] > side_entries(P, IN_WORDS):  # those of 256 columns
         each = _half(each, i // (SPANS // 2))
     return each
 
 
 @triton.jit
 def _half(each, i: tl.constexpr):
-    """One of the two halves of the columns of `each` [ROWS, COLUMNS]."""
+    """Return one of the two halves of the columns of `each` [ROWS, COLUMNS]."""
     ROWS: tl.constexpr = each.shape[0]
     COLUMNS: tl.constexpr = each.shape[1]
     low, high = tl.split(tl.permute(tl.reshape(each, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
@@ -268,13 +273,13 @@ def _half(each, i: tl.constexpr):
 
 @triton.constexpr_function
 def _has_one_scale(P: Any, BLOCK_K: int) -> bool:
-    """Whether a tile has one scale per row."""
+    """Return whether a tile has one scale per row."""
     return P.GROUP >= BLOCK_K and P.GROUP % BLOCK_K == 0
 
 
 @triton.jit
 def number_of_scale(scale, P: tl.constexpr):
-    """fp32"""
+    """Convert stored scales to fp32."""
     if P.SCALE == "float":
         scale = scale.to(tl.float32)
     elif P.SCALE == "e8m0":
@@ -286,22 +291,24 @@ def number_of_scale(scale, P: tl.constexpr):
 
 @triton.constexpr_function
 def _bits_of_scale(P: Any, DTYPE: Any) -> int:
-    """What is added to the bits of scales in e8m0 and e5m3, where bf16 has its own, for `_factor`
-    times them.
+    """Return the addend to the bits of scales in e8m0 and e5m3, moved to their places in bf16, that
+    yields the scales times `_factor`.
     """
     return (exponent(P, DTYPE) + (0 if P.SCALE == "e8m0" else 127 - layout.E5M3_BIAS)) << 7
 
 
 @triton.constexpr_function
 def side_entries(P: Any, IN_WORDS: bool) -> int:
-    """Scales or zero points of a row that lie together, or their words."""
+    """Return how many scales or zero points of a row are stored together, or how many words they
+    fill.
+    """
     groups: int = max(1, layout.SIDE_COLUMNS // P.GROUP)
     return groups // 4 if IN_WORDS else groups
 
 
 @triton.jit
 def factors_of_scales(scale, part: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr):
-    """What codes are multiplied by: see `_beside_words`. scale [N, entries], as stored."""
+    """Convert scales [N, entries], as stored, to factors of the codes; see `_beside_words`."""
     if P.IN_WORDS and _by_pairs(DTYPE):
         ONE: tl.constexpr = 1 << 7 if P.SCALE == "e8m0" else 1 << 4
         words = scale
@@ -310,7 +317,7 @@ def factors_of_scales(scale, part: tl.constexpr, P: tl.constexpr, DTYPE: tl.cons
         words = _repeated(words, 4)
         run = tl.arange(0, 4)[None, :] * P.CODES + 4 * part
         first, second = run * 16 // P.GROUP % 4, (run + P.CODES - 1) * 16 // P.GROUP % 4
-        pair = take_bytes(words, 0x4040 + first + second * 0x100)  # the bytes, and 0 over them
+        pair = take_bytes(words, 0x4040 + first + second * 0x100)  # the bytes, with 0 above each
         pair = pair * ONE + _bits_of_scale(P, DTYPE) * _TWICE
         factors = (pair, pair)
     else:
@@ -325,20 +332,20 @@ def factors_of_scales(scale, part: tl.constexpr, P: tl.constexpr, DTYPE: tl.cons
 
 @triton.jit
 def added_to_codes(zero, part: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr):
-    """What codes with the zero points [N, entries] are added to: see `_beside_words`."""
+    """Convert zero points [N, entries] to addends of the codes; see `_beside_words`."""
     return _beside_words(_offset(P, DTYPE) - zero.to(tl.float32), part, P, DTYPE)
 
 
 @triton.jit
 def _beside_words(number, part: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr):
-    """Numbers [N, groups of 128 columns] in fp32, beside the four words that a thread has of a
-    span, which is the `part`th of these columns: [N, 4] for the first and for the second half of
-    their codes; for `unpack_words` both in one, in bf16.
+    """Repeat fp32 numbers [N, groups of 128 columns] for the four words of a thread in span number
+    `part` of these columns -> [N, 4] for the first and for the second half of the codes. For
+    `unpack_words` both are in one value, in bf16.
     """
-    ARE_ALIKE: tl.constexpr = P.GROUP >= 16 * P.CODES  # the two halves
+    ARE_ALIKE: tl.constexpr = P.GROUP >= 16 * P.CODES  # both halves of a word
     if _by_pairs(DTYPE) and ARE_ALIKE:
         number = pack_pair(number, number, tl.bfloat16)
-    runs = _repeated(number, 8)  # of 16 columns
+    runs = _repeated(number, 8)  # of 16 columns each
     if P.CODES == 2:  # a word has codes of two neighbouring runs
         first, second = tl.split(tl.reshape(runs, (number.shape[0], 4, 2)))
     else:
@@ -352,7 +359,7 @@ def _beside_words(number, part: tl.constexpr, P: tl.constexpr, DTYPE: tl.constex
 
 @triton.jit
 def _repeated(each, COLUMNS: tl.constexpr):
-    """[N, any] -> [N, COLUMNS], each entry several times in a row."""
+    """Repeat each entry [N, any] -> [N, COLUMNS]."""
     N: tl.constexpr = each.shape[0]
     OWN: tl.constexpr = each.shape[1]
     return tl.reshape(tl.broadcast_to(each[:, :, None], (N, OWN, COLUMNS // OWN)), (N, COLUMNS))
@@ -360,7 +367,7 @@ def _repeated(each, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _for_threads(each):
-    """[N, 4] beside the words of a thread, two of them -> [N, 16], alike for the four threads."""
+    """Repeat two tensors [N, 4] for the words of a thread -> [N, 16] for all four threads."""
     return _for_each_thread(each[0]), _for_each_thread(each[1])
 
 
@@ -372,7 +379,7 @@ def _for_each_thread(each):
 
 @triton.jit
 def constants_of(P: tl.constexpr, DTYPE: tl.constexpr):
-    """Factors and what is added for codes without scales and zero points of their own."""
+    """Return factors and addends of codes without scales and zero points of their own."""
     factor = tl.full((1, 1), _factor(P, DTYPE), tl.float32)
     added = tl.full((1, 1), _offset(P, DTYPE), tl.float32)
     if _by_pairs(DTYPE):
@@ -386,11 +393,10 @@ def numbers_of_words(
     q, factors, added, P: tl.constexpr, DTYPE: tl.constexpr, GROUPED: tl.constexpr,
     IS_RAW: tl.constexpr = False,
 ):  # fmt: skip
-    """[..., 2, 2] in DTYPE, of 4 bits [..., 2, 2, 2]: what the codes of words stand for, or
-    IS_RAW, the codes and RAW. In the last dimensions the neighbouring columns; those 8 apart; those
-    16 apart.
+    """Unpack words -> [..., 2, 2] in DTYPE, [..., 2, 2, 2] for 4 bits. The last dimensions are
+    neighbouring columns, columns 8 apart, columns 16 apart. With IS_RAW the codes plus RAW.
     """
-    ELEMENT: tl.constexpr = P.ELEMENT  # Triton 3.6 takes a field for a tensor
+    ELEMENT: tl.constexpr = P.ELEMENT  # Triton 3.6 treats a field as a tensor
     ZEROS: tl.constexpr = P.ZEROS
     SCALED: tl.constexpr = GROUPED or exponent(P, DTYPE) != 0
     if _by_pairs(DTYPE):
@@ -409,13 +415,13 @@ def numbers_of_words(
 
 @triton.constexpr_function
 def _place(i: int, bit: int, ELEMENT: str) -> int:
-    """Where a bit of code i lies in a word."""
+    """Return the place of a bit of code i in a word."""
     return (layout.BITS[ELEMENT][i // 2][bit] + i % 2 * 16) % 32
 
 
 @triton.jit
 def _code(q, i: tl.constexpr, ELEMENT: tl.constexpr):
-    """Code i of words, as int32."""
+    """Extract code i of words, as int32."""
     if ELEMENT == "uint4":
         code = (q >> _place(i, 0, ELEMENT)) & 0xF
     elif ELEMENT == "e2m1":
@@ -429,7 +435,7 @@ def _code(q, i: tl.constexpr, ELEMENT: tl.constexpr):
 
 @triton.jit
 def _number(code, scale, added, P: tl.constexpr):
-    """What codes, one per entry, stand for: fp32."""
+    """Convert codes, one per entry, to fp32."""
     if P.ELEMENT == "e2m1":
         bits = ((code & 0x8) << 28) | ((code & 0x7) << 22)
         number = bits.to(tl.float32, bitcast=True) * 2.0**126
@@ -445,8 +451,8 @@ def _number(code, scale, added, P: tl.constexpr):
 
 @triton.constexpr_function
 def _offset(P: Any, DTYPE: Any) -> float:
-    """What is added to codes, less their zero points. In pairs 4 bits come as 128 and the code, 8
-    bits as the code less 128.
+    """Return the addend of codes without their zero points. In pairs 4 bits are unpacked as the
+    code plus 128, 8 bits as the code less 128.
     """
     if P.ELEMENT not in ("uint4", "uint8"):
         return 0.0

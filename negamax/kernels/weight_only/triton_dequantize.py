@@ -1,5 +1,5 @@
-"""A packed weight as a matrix in the dtype of the activations: with many tokens it takes less time
-to unpack each weight once, and to multiply by cuBLAS, than to unpack it in every tile of tokens.
+"""A packed weight as a matrix in the dtype of the activations. With many tokens it is faster to
+unpack each weight once and multiply by cuBLAS than to unpack it in every tile of tokens.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def _dequantize_kernel(
     NUM_WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[BLOCK_N, BLOCK_K], rounded once.
+    """Dequantise out[BLOCK_N, BLOCK_K], rounded once.
 
     grid: N / BLOCK_N, K / BLOCK_K
     """
-    CODES: tl.constexpr = P.CODES  # Triton 3.6 takes a field for a tensor
+    CODES: tl.constexpr = P.CODES  # Triton 3.6 treats a field as a tensor
     SPAN: tl.constexpr = BYTES * CODES
     GROUPED: tl.constexpr = P.GROUP > 0
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
@@ -75,8 +75,8 @@ def _dequantize_kernel(
 
 
 def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """weight as a matrix [N, K] in `dtype` (bf16, fp16), each value rounded once; those of integers
-    with scales per group twice, as where tiles are unpacked.
+    """Dequantise a weight to a matrix [N, K] in `dtype` (bf16, fp16). Each value is rounded once;
+    integers with scales per group are rounded twice, as in tiles.
     """
     packing: Packing = weight.packing
     N, device = weight.num_rows, weight.qweight.device

@@ -2,20 +2,20 @@
 value.
 
 The warps share the columns: in each step a warp takes SPAN of them, of all rows of the program, as
-one entry of a batched product on the tensor cores. Those multiply 256 weights with eight tokens in
-an instruction; the CUDA cores would take 128 instructions for each token. One token has a column of
-the product for each of eight steps:
+one entry of a batched product on the tensor cores. One instruction multiplies 256 weights with
+eight tokens; the CUDA cores would take 128 instructions for each token. A single token uses one
+column of the product for each of eight steps:
 
     several tokens                         one token
     step i    w_i [x0_i x1_i .. x7_i]      w_i [x_0 x_1 .. x_7], of which column i counts
 
-so its values are loaded once, not in each step, and what is to be added to all codes of 4 bits is
-added to the products: the same for all rows, from which the products of the steps start.
+So its values are loaded once, not in each step. The addend of all codes of 4 bits is the same for
+all rows, so it is added to the products: the products of the steps start from it.
 
 A fragment, a span of each row for each warp, is [8, NUM_WARPS, ROWS / 8, 16] words: a thread has
-four neighbouring ones of every eighth row, four threads have a span. With 4 bits that is SPAN
-columns, with 8 bits half of them. These are the rows and columns that the tensor cores want from
-the thread (`layout.py`), so weights never go through shared memory.
+four neighbouring words of every eighth row, four threads have a span. With 4 bits that is SPAN
+columns, with 8 bits half of them. The tensor cores expect these rows and columns in the thread
+(`layout.py`), so weights never go through shared memory.
 """
 
 # ruff: noqa: RUF005  (Triton appends to a tuple with + alone)
@@ -44,32 +44,32 @@ from negamax.kernels.weight_only.triton import (
 TOKENS = tl.constexpr(8)  # the short side of the tensor cores' smallest product
 SPAN = tl.constexpr(128)  # columns of a warp in a step
 _WORDS = tl.constexpr(16)  # of a row in a fragment
-# From 3.8 on Triton gives a thread two neighbouring columns of products of 16 bits, before four.
+# Before 3.8 Triton gave a thread four neighbouring columns of 16-bit products, from then on two.
 _NEIGHBOURS = 2 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8) else 4
 
 
 @triton.constexpr_function
 def _has_one_scale(P: Any) -> bool:
-    """Whether the columns of a warp in a step have one scale per row."""
+    """Return whether the columns of a warp in a step have one scale per row."""
     return bool(P.GROUP and P.GROUP % SPAN.value == 0)
 
 
 @triton.constexpr_function
 def _steps(P: Any, NUM_WARPS: int) -> int:
-    """Of so many warps that share the columns."""
+    """Return the steps of NUM_WARPS warps that share the columns."""
     return -(-P.K_PACKED // (SPAN.value * NUM_WARPS))
 
 
 @triton.constexpr_function
 def _fills_steps(columns: int, NUM_WARPS: int) -> bool:
-    """Whether so many columns leave no warp idle."""
+    """Return whether this number of columns leaves no warp idle."""
     return columns % (SPAN.value * NUM_WARPS) == 0
 
 
 @triton.constexpr_function
 def _vector(P: Any) -> int:
-    """Neighbouring columns of the tensor cores that a thread has, as Triton chooses them: eight
-    where scales of a byte are converted with the codes.
+    """Return how many neighbouring columns of the tensor cores Triton gives a thread: eight where
+    scales of a byte are converted with the codes.
     """
     grouped = P.GROUP > 0 and not _has_one_scale(P)
     is_byte = (P.SCALE != "float" and not P.IN_WORDS) or (P.ZEROS and P.GROUP < 64)
@@ -78,19 +78,19 @@ def _vector(P: Any) -> int:
 
 @triton.constexpr_function
 def _starts_from_offset(P: Any) -> bool:
-    """Whether what is added to all codes, times x, is what the products of one token start from."""
+    """Return whether the products of one token start from the addend of all codes, times x."""
     return bool(P.ELEMENT == "uint4" and not P.ZEROS and _has_one_scale(P))
 
 
 @triton.constexpr_function
 def _column(step: int) -> int:
-    """Which column of a product of one token a step has."""
+    """Return the column that a step has in a product of one token."""
     return step % TOKENS.value
 
 
 @triton.jit
 def fragment_rows(ROWS: tl.constexpr):
-    """[8, ROWS / 8]"""
+    """Return row numbers [8, ROWS / 8]."""
     return tl.arange(0, 8)[:, None] + tl.arange(0, ROWS // 8)[None, :] * 8
 
 
@@ -98,9 +98,9 @@ def fragment_rows(ROWS: tl.constexpr):
 def load_weight(
     w, rows, num_rows, P: tl.constexpr, NUM_WARPS: tl.constexpr, split=0, SPLIT_K: tl.constexpr = 1
 ):
-    """The rows `rows` [8, ROWS / 8], in the order of `fragment_rows`, of a packed weight that has
-    `num_rows`: fragments, scales and zero points of all steps, as stored. Of SPLIT_K programs that
-    share the columns, this is number `split`.
+    """Load the rows `rows` [8, ROWS / 8], in the order of `fragment_rows`, of a packed weight that
+    has `num_rows`: fragments, scales and zero points of all steps, as stored. This is program
+    number `split` of SPLIT_K that share the columns.
     """
     WARPS: tl.constexpr = NUM_WARPS * SPLIT_K
     STEPS: tl.constexpr = _steps(P, WARPS)
@@ -132,8 +132,8 @@ def load_weight(
 
 @triton.jit
 def _warps(split, NUM_WARPS: tl.constexpr):
-    """[NUM_WARPS]: numbers of the warps of program `split` among all that share the columns, which
-    are those of their spans in the first step.
+    """Return [NUM_WARPS] the numbers of the warps of program `split` among all that share the
+    columns; they are also the numbers of their spans in the first step.
     """
     return split * NUM_WARPS + tl.arange(0, NUM_WARPS)
 
@@ -143,8 +143,8 @@ def _load_side(
     ptr, rows, num_rows, step: tl.constexpr, P: tl.constexpr, NUM_WARPS: tl.constexpr, split,
     SPLIT_K: tl.constexpr, IN_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Scales or zero points of a step as stored, [4, 8, NUM_WARPS, ROWS / 8, entries]: for each
-    thread those of the codes that it has, so that they need not be passed on.
+    """Load scales or zero points of a step as stored -> [4, 8, NUM_WARPS, ROWS / 8, entries]. Each
+    thread loads those of its own codes, so that none need be passed on.
     """
     ENTRIES: tl.constexpr = side_entries(P, IN_WORDS)
     WARPS: tl.constexpr = NUM_WARPS * SPLIT_K
@@ -152,8 +152,8 @@ def _load_side(
     k += tl.arange(0, 4)[:, None, None, None, None] * 0
     offsets = k // max(P.GROUP, SPAN) * num_rows + rows[None, :, None, :, None]
     ptrs = ptr + (offsets * ENTRIES + tl.arange(0, ENTRIES)[None, None, None, None, :])
-    # the order of the dimensions is said as in `load_weight`, and that what lies together is loaded
-    # at once
+    # State the order of the dimensions as in `load_weight`, and that entries stored together are
+    # loaded at once.
     SIZE: tl.constexpr = ENTRIES * ptr.dtype.element_ty.primitive_bitwidth // 8
     ptrs = tl.multiple_of(tl.max_contiguous(ptrs, [16, 8, 4, 2, 32]), [1, 1, 1, 1, SIZE])
     inside = (k < P.K_PACKED) | _fills_steps(P.K_PACKED, WARPS)
@@ -165,8 +165,8 @@ def multiply_weight(
     loaded, x_ptr, x_rows, P: tl.constexpr, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr, split=0,
     SPLIT_K: tl.constexpr = 1,
 ):  # fmt: skip
-    """[ROWS, TOKENS] fp32, without the scales per row: `loaded` by `load_weight` times the rows
-    `x_rows` [TOKENS] of x [any, K]; over the columns of one of SPLIT_K programs, as loaded.
+    """Multiply `loaded` of `load_weight` with the rows `x_rows` [TOKENS] of x [any, K] -> [ROWS,
+    TOKENS] fp32, without the scales per row, over the columns that were loaded.
     """
     WARPS: tl.constexpr = NUM_WARPS * SPLIT_K
     STEPS: tl.constexpr = _steps(P, WARPS)
@@ -192,8 +192,8 @@ def multiply_token(
     loaded, x_ptr, P: tl.constexpr, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr, split=0,
     SPLIT_K: tl.constexpr = 1,
 ):  # fmt: skip
-    """[ROWS] fp32, without the scales per row: `loaded` by `load_weight` times one token, x [K];
-    over the columns of one of SPLIT_K programs, as loaded.
+    """Multiply `loaded` of `load_weight` with one token x [K] -> [ROWS] fp32, without the scales
+    per row, over the columns that were loaded.
     """
     WARPS: tl.constexpr = NUM_WARPS * SPLIT_K
     STEPS: tl.constexpr = _steps(P, WARPS)
@@ -209,7 +209,8 @@ def multiply_token(
     start = tl.zeros_like(acc)
     for i in tl.static_range(STEPS):
         if _starts_from_offset(P) and _column(i) == 0:
-            # weights whose codes are 0, which Triton takes for loaded ones: it wants x as theirs
+            # Weights whose codes are 0 but look loaded to Triton, so that it keeps x in the same
+            # layout.
             words = (codes[i].to(tl.uint32) >> 31 >> 1).to(tl.int32)
             none = _dequantize((words,), scales, zeros, 0, P, ROWS, NUM_WARPS, DTYPE, True)
             start = dot(none, x[i // TOKENS], tl.zeros_like(acc)) * (-(RAW + 8.0) / RAW)
@@ -228,7 +229,9 @@ def multiply_token(
 def _times_scale(
     product, scale, P: tl.constexpr, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr
 ):  # fmt: skip
-    """product [NUM_WARPS, ROWS, TOKENS] times the one scale of each row, as `_load_side` has it."""
+    """Multiply product [NUM_WARPS, ROWS, TOKENS] by the one scale of each row, as `_load_side`
+    loads it.
+    """
     scale = tl.permute(number_of_scale(scale, P), (2, 3, 1, 0, 4))
     product = tl.reshape(product, (NUM_WARPS, ROWS // 8, 8, 4, TOKENS // 4)) * scale
     return tl.reshape(product, (NUM_WARPS, ROWS, TOKENS))
@@ -239,9 +242,9 @@ def _load_tokens(
     x_ptr, rows, first, P: tl.constexpr, NUM_WARPS: tl.constexpr, STEPS: tl.constexpr, split,
     SPLIT_K: tl.constexpr,
 ):  # fmt: skip
-    """[NUM_WARPS, SPAN, TOKENS] for the tensor cores: of the rows `rows` [TOKENS] of x [any, K] the
-    columns of one step, from `first` on, or those of STEPS steps, `first` [TOKENS, 1, 1, 1, 1]. A
-    thread loads what it multiplies.
+    """Load tokens for the tensor cores -> [NUM_WARPS, SPAN, TOKENS]: of the rows `rows` [TOKENS] of
+    x [any, K] the columns of one step, from `first` on, or those of STEPS steps, `first` [TOKENS,
+    1, 1, 1, 1]. A thread loads its own operands.
     """
     # [TOKENS, thread, NUM_WARPS, 8 columns apart, neighbours]
     thread = tl.arange(0, 4)[None, :, None, None, None]
@@ -263,8 +266,8 @@ def _dequantize(
     codes, scales, zeros, step: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
     NUM_WARPS: tl.constexpr, DTYPE: tl.constexpr, IS_RAW: tl.constexpr,
 ):  # fmt: skip
-    """[NUM_WARPS, ROWS, SPAN] in DTYPE, without a scale for all SPAN columns. IS_RAW: of codes of 4
-    bits themselves and RAW.
+    """Unpack a step -> [NUM_WARPS, ROWS, SPAN] in DTYPE, without scales that cover all SPAN
+    columns. With IS_RAW the codes of 4 bits plus RAW.
     """
     GROUPED: tl.constexpr = P.GROUP > 0 and not _has_one_scale(P)
     factors, added = constants_of(P, DTYPE)
@@ -294,7 +297,7 @@ def _dequantize(
 
 @triton.jit
 def _by_words(each, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
-    """[4 * 8 * NUM_WARPS * ROWS / 8, 4], two of them -> [8, NUM_WARPS, ROWS / 8, 16]."""
+    """Reorder two tensors [4 * 8 * NUM_WARPS * ROWS / 8, 4] -> [8, NUM_WARPS, ROWS / 8, 16]."""
     return _in_fragment(each[0], ROWS, NUM_WARPS), _in_fragment(each[1], ROWS, NUM_WARPS)
 
 
@@ -306,6 +309,6 @@ def _in_fragment(each, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
 
 @triton.jit
 def _as_rows(each):
-    """[4, 8, NUM_WARPS, ROWS / 8, entries] -> [any, entries]"""
+    """Flatten [4, 8, NUM_WARPS, ROWS / 8, entries] -> [any, entries]."""
     ENTRIES: tl.constexpr = each.shape[4]
     return tl.reshape(each, (each.numel // ENTRIES, ENTRIES))

@@ -1,5 +1,5 @@
-"""Activations rounded to int8 or E4M3, for products on the tensor cores that multiply these: with a
-scale per token, and with columns in the order in which those of packed weights lie (`layout.py`).
+"""Activations rounded to int8 or E4M3 for products of 8 bits: with a scale per token, and with
+columns in the order of packed weights (`layout.py`).
 
     scale[t] = max |x[t]| / 127 or 448        q[t] = x[t] / scale[t], rounded to the nearest
 
@@ -22,26 +22,27 @@ _SPAN = tl.constexpr(layout.SPAN_BYTES)
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
 _INT8_MAX = tl.constexpr(127.0)
 _MIN_SCALE = tl.constexpr(1e-30)
-_TO_INTEGER = tl.constexpr(1.5 * 2.0**23)  # added, it leaves an integer in the lower bits
+# its sum with a number has the rounded integer in the lower bits
+_TO_INTEGER = tl.constexpr(1.5 * 2.0**23)
 _AXIS_2, _AXIS_3, _AXIS_4, _AXIS_5, _AXIS_6 = (tl.constexpr(2 + axis) for axis in layout.AXES)
 _DTYPES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 
 
 def rounded_dtype(packing: Packing) -> torch.dtype:
-    """That of the codes, and of the activations that they are multiplied with."""
+    """Return the dtype of the codes and of the activations that they are multiplied with."""
     return _DTYPES[packing.ELEMENT]
 
 
 @triton.jit
 def scale_of_rows(y, DTYPE: tl.constexpr):
-    """The scale [ROWS] with which each row of y [ROWS, COLUMNS] fp32 fits into DTYPE."""
+    """Return the scales [ROWS] with which each row of y [ROWS, COLUMNS] fp32 fits into DTYPE."""
     largest = tl.max(tl.where(y == y, tl.abs(y), float("inf")), axis=1)
     return tl.maximum(largest / (_INT8_MAX if tl.int8 == DTYPE else _E4M3_MAX), _MIN_SCALE)
 
 
 @triton.jit
 def round_rows(y, scale, DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """y / scale [ROWS, COLUMNS] in DTYPE, the columns in the order of packed weights."""
+    """Return y / scale [ROWS, COLUMNS] in DTYPE, the columns in the order of packed weights."""
     y = y * (1.0 / scale)[:, None]
     if tl.int8 == DTYPE:
         q = (y + _TO_INTEGER).to(tl.int32, bitcast=True).to(tl.int8)
@@ -54,9 +55,9 @@ def round_rows(y, scale, DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.co
 
 @triton.jit
 def add_product(acc, x, w, x_scale):
-    """acc + x w: of int8 the exact sums, in int32; of E4M3 times x_scale [BLOCK_M], in fp32.
-    Hopper's tensor cores keep 14 bits of a sum of E4M3 products, so each tile is added
-    outside them.
+    """Return acc + x w: for int8 exact sums in int32, for E4M3 times x_scale [BLOCK_M] in fp32.
+    Hopper's tensor cores keep 14 bits of a sum of E4M3 products, so each tile is added outside
+    them.
     """
     if x.dtype == tl.int8:
         acc = tl.dot(x, w, acc, out_dtype=tl.int32)
@@ -67,7 +68,7 @@ def add_product(acc, x, w, x_scale):
 
 @triton.jit
 def scaled(acc, x_scale):
-    """What `add_product` has added up, times x_scale in any case: fp32."""
+    """Return the sums of `add_product` times x_scale, in fp32."""
     if acc.dtype == tl.int32:
         return acc.to(tl.float32) * x_scale[:, None]
     else:
@@ -84,7 +85,7 @@ def _round_kernel(
     BLOCK_K: tl.constexpr,  # a power of 2, K_PACKED at least
     PDL: tl.constexpr,
 ):
-    """A token; what K_PACKED has more than K is 0.
+    """Round one token; columns from K to K_PACKED are 0.
 
     grid: M
     """
@@ -100,8 +101,8 @@ def _round_kernel(
 
 
 def round_activations(x: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
-    """x [M, K] bf16 or fp16, contiguous, M above 0 -> values [M, K_PACKED] int8 or e4m3, scales
-    [M] fp32: for products with a weight of `packing`.
+    """Round x [M, K] bf16 or fp16, contiguous, M above 0, for products with a weight of `packing`
+    -> values [M, K_PACKED] int8 or e4m3, scales [M] fp32.
     """
     M, K = x.shape
     assert K == packing.K and x.is_contiguous(), (x.shape, packing)
