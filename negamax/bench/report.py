@@ -39,11 +39,8 @@ def environment(device: str) -> dict[str, Any]:
         },
     }
     if device.startswith("cuda"):
-        found |= {
-            "gpu": torch.cuda.get_device_name(),
-            "gpus": torch.cuda.device_count(),
-            "cuda": torch.version.cuda,
-        }
+        found |= {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count()}
+        found["cuda"] = torch.version.cuda
     return found
 
 

@@ -40,14 +40,9 @@ PROBE_CHARS = (64, 4096)  # of two texts that measure the server's tokens per ch
 COUNTING_SERVERS = ("negamax", "vllm", "sglang")
 UNSENT = "not sent: an earlier turn of the session failed"
 SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
+    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
     "repetition_penalty",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -210,8 +205,8 @@ async def _prepare(options: BenchOptions, server: _Server) -> tuple[BenchOptions
     longest = workloads.longest_prompt(options)
     if server.context_length is not None and longest > server.context_length:
         raise ConfigError(
-            f"prompt and output of up to {longest} tokens exceed the model's window of "
-            f"{server.context_length} tokens",
+            f"prompt and output have up to {longest} tokens; the model's context length is "
+            f"{server.context_length}",
             hint="lower --random-input-len or --random-output-len (or the --prefix-repetition "
             "lengths)",
         )
@@ -224,11 +219,8 @@ async def _prepare(options: BenchOptions, server: _Server) -> tuple[BenchOptions
             options, server, sample=random_text(random.Random(options.seed), PROBE_CHARS[1])
         )
     prompts = Prompts(options, scale, _vocabulary(options))
-    turns = (
-        workloads.random_turns
-        if options.dataset_name == "random"
-        else workloads.prefix_repetition_turns
-    )
+    is_random = options.dataset_name == "random"
+    turns = workloads.random_turns if is_random else workloads.prefix_repetition_turns
     return options, replace(workloads.endless_workload(turns(prompts), options), notes=notes)
 
 
@@ -244,21 +236,16 @@ async def _agent_workload(options: BenchOptions, server: _Server) -> Workload:
 
 async def _sharegpt_workload(options: BenchOptions, server: _Server) -> Workload:
     pairs = workloads.read_sharegpt(str(options.dataset_path))
+    notes: tuple[str, ...] = ()
     if options.tokenizer is not None:
         encode = _tokenizer(options.tokenizer).encode
-        return workloads.sharegpt_workload(
-            pairs,
-            options,
-            count=lambda text: len(encode(text)),
-            context_length=server.context_length,
-        )
-    text = "\n".join(chain.from_iterable(pairs[:200]))[: PROBE_CHARS[1]]
-    scale, notes = await measure_scale(options, server, sample=text)
+        count = lambda text: len(encode(text))  # noqa: E731
+    else:
+        text = "\n".join(chain.from_iterable(pairs[:200]))[: PROBE_CHARS[1]]
+        scale, notes = await measure_scale(options, server, sample=text)
+        count = lambda text: scale.tokens(len(text))  # noqa: E731
     workload = workloads.sharegpt_workload(
-        pairs,
-        options,
-        count=lambda text: scale.tokens(len(text)),
-        context_length=server.context_length,
+        pairs, options, count=count, context_length=server.context_length
     )
     return replace(workload, notes=(*workload.notes, *notes))
 
@@ -284,11 +271,8 @@ async def measure_scale(
     """Measure tokens per character and of an empty prompt from the server's count for two texts."""
     counts: list[int] = []
     for num_chars in PROBE_CHARS:
-        body = {
-            "model": server.model,
-            "max_tokens": 1,
-            **workloads.as_prompt(sample[:num_chars], options),
-        }
+        prompt = workloads.as_prompt(sample[:num_chars], options)
+        body = {"model": server.model, "max_tokens": 1, **prompt}
         with suppress(ExchangeError):
             status, answer = await server.client.ask("POST", options.path, body)
             usage = answer.get("usage") if status == 200 and isinstance(answer, dict) else None

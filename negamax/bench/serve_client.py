@@ -255,16 +255,13 @@ class ResponseReader:
         if self._status != 200:
             wait = self._headers.get("retry-after")
             said = _message(self._rest)
-            self.record.fail(
-                f"HTTP {self._status}", f"Retry-After {wait}: {said}" if wait else said
-            )
+            said = f"Retry-After {wait}: {said}" if wait else said
+            self.record.fail(f"HTTP {self._status}", said)
         elif not self.is_complete and self.record.finish_reason is None:
             kind = self._headers.get("content-type", "").partition(";")[0]
-            self.record.fail(
-                "stream without an end"
-                if kind == "text/event-stream"
-                else f"no event stream but {kind or 'nothing'}"
-            )
+            is_stream = kind == "text/event-stream"
+            other = f"no event stream but {kind or 'nothing'}"
+            self.record.fail("stream without an end" if is_stream else other)
         if not self.record.ended:
             self.record.ended = time.perf_counter()
 
@@ -283,10 +280,8 @@ class ResponseReader:
             return
         usage = event.usage
         if usage is not None:
-            record.prompt_tokens, record.output_tokens = (
-                usage.prompt_tokens,
-                usage.completion_tokens,
-            )
+            record.prompt_tokens = usage.prompt_tokens
+            record.output_tokens = usage.completion_tokens
             if usage.prompt_tokens_details is not None:
                 record.cached_tokens = usage.prompt_tokens_details.cached_tokens
         if event.choices:

@@ -27,6 +27,11 @@ _TITLES = {
 }
 
 
+WORKLOAD_PREFIXES = (
+    "random_", "prefix_", "sharegpt_", "custom_", "agent_", "prompt_format", "dataset_path",
+)  # fmt: skip
+
+
 def percentile(ordered: Sequence[float], percent: float) -> float:
     """The percentile of `ordered` (ascending, not empty), with linear interpolation."""
     place = (len(ordered) - 1) * percent / 100.0
@@ -348,17 +353,7 @@ def document(
         "workload": {
             name: value
             for name, value in vars(options).items()
-            if name.startswith(
-                (
-                    "random_",
-                    "prefix_",
-                    "sharegpt_",
-                    "custom_",
-                    "agent_",
-                    "prompt_format",
-                    "dataset_path",
-                )
-            )
+            if name.startswith(WORKLOAD_PREFIXES)
         },
         "sampling": {
             "ignore_eos": options.ignore_eos,

@@ -82,9 +82,8 @@ class TextScale:
 
     def chars(self, num_tokens: float, *, whole_prompt: bool = False) -> int:
         """Convert tokens to characters of a text, or of the text of a whole prompt."""
-        return max(
-            1, round((num_tokens - (self.overhead if whole_prompt else 0)) / self.tokens_per_char)
-        )
+        num_tokens -= self.overhead if whole_prompt else 0
+        return max(1, round(num_tokens / self.tokens_per_char))
 
     def tokens(self, num_chars: int) -> int:
         """Convert characters to tokens."""
@@ -124,30 +123,24 @@ class Prompts:
         """Make a piece of a prompt; `turn` joins pieces."""
         if self.scale is None:
             return rng.choices(self.vocabulary, k=num_tokens)
-        return (
-            random_text(rng, self.scale.chars(num_tokens, whole_prompt=whole_prompt))
-            if num_tokens
-            else ""
-        )
+        if not num_tokens:
+            return ""
+        return random_text(rng, self.scale.chars(num_tokens, whole_prompt=whole_prompt))
 
     def turn(self, *parts: Any, output_len: int) -> SessionTurn:
         """Make a request whose prompt is the concatenated `parts`."""
         if self.scale is None:
             ids = [token for part in parts for token in part]
             return SessionTurn({"prompt": ids, "max_tokens": output_len}, prompt_tokens=len(ids))
-        return SessionTurn(
-            {
-                **as_prompt(" ".join(part for part in parts if part), self.options),
-                "max_tokens": output_len,
-            }
-        )
+        prompt = as_prompt(" ".join(part for part in parts if part), self.options)
+        return SessionTurn({**prompt, "max_tokens": output_len})
 
 
 def as_prompt(text: str, options: BenchOptions) -> dict[str, Any]:
     """`text` in the form of the route."""
-    return (
-        {"messages": [{"role": "user", "content": text}]} if options.is_chat else {"prompt": text}
-    )
+    if options.is_chat:
+        return {"messages": [{"role": "user", "content": text}]}
+    return {"prompt": text}
 
 
 def random_turns(prompts: Prompts) -> Iterator[SessionTurn]:
@@ -224,11 +217,8 @@ def read_sharegpt(path: str) -> list[tuple[str, str]]:
 def _first_pair(conversation: Any) -> tuple[str, str] | None:
     if not isinstance(conversation, dict):
         return None
-    turns = (
-        conversation.get("conversations")
-        or conversation.get("conversation")
-        or conversation.get("messages")
-    )
+    names = ("conversations", "conversation", "messages")
+    turns = next((found for name in names if (found := conversation.get(name))), None)
     texts: list[tuple[Any, Any]] = [
         (turn.get("from", turn.get("role")), turn.get("value", turn.get("content")))
         for turn in (turns if isinstance(turns, list) else ())
@@ -268,16 +258,11 @@ def sharegpt_workload(
             hint="raise --sharegpt-context-len",
         )
     random.Random(options.seed).shuffle(turns)
-    left_out = len(pairs) - len(turns)
-    note = (
-        (
-            f"{left_out} conversations left out: shorter than {MIN_TOKENS} or longer than "
-            f"{limit} tokens",
-        )
-        if left_out
-        else ()
-    )
-    return file_workload([session_of(turn) for turn in turns], options, notes=note)
+    notes = []
+    if left_out := len(pairs) - len(turns):
+        lengths = f"shorter than {MIN_TOKENS} or longer than {limit} tokens"
+        notes.append(f"{left_out} conversations left out: {lengths}")
+    return file_workload([session_of(turn) for turn in turns], options, notes=notes)
 
 
 def read_requests(path: str, options: BenchOptions) -> list[Session]:
@@ -308,11 +293,8 @@ def read_requests(path: str, options: BenchOptions) -> list[Session]:
         delay = entry.get("delay", 0.0) if "body" in entry else 0.0
         if not isinstance(delay, int | float) or not 0 <= delay < 1e6:
             raise ConfigError(f"{where} has delay {delay!r}; allowed: seconds from 0 up")
-        limits = (
-            {}
-            if body.keys() & {"max_tokens", "max_completion_tokens"}
-            else {"max_tokens": options.custom_output_len}
-        )
+        is_limited = body.keys() & {"max_tokens", "max_completion_tokens"}
+        limits = {} if is_limited else {"max_tokens": options.custom_output_len}
         key = str(entry["session"]) if "body" in entry and "session" in entry else f" {number}"
         sessions.setdefault(key, []).append(SessionTurn({**body, **limits}, pause=float(delay)))
     if not sessions:

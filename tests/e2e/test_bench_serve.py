@@ -274,7 +274,7 @@ def test_prompts_longer_than_the_window_are_refused_before_they_are_sent(
 ) -> None:
     assert bench(server.url, "--input-len", "4000", "--output-len", "200") == {}
     assert bench.code == 2
-    assert "4200 tokens exceed the model's window of 4096 tokens" in bench.err
+    assert "4200 tokens; the model's context length is 4096" in bench.err
 
 
 def test_refusals_by_the_server_end_the_run_at_the_warm_up(server: Server, bench: Bench) -> None:
