@@ -17,7 +17,7 @@ from negamax.bench.drafts import NO_DRAFTS, DraftCounts
 from negamax.cli import bench_compare, bench_kernels, bench_offline, bench_profile, bench_serve
 from negamax.cli.bench_options import JsonFile
 from negamax.cli.examples import epilog
-from negamax.cli.options import completion, with_options
+from negamax.cli.options import setting, with_options
 from negamax.evals.suites import DEFAULT_SUITES, SUITES
 from negamax.options.engine import EngineOptions
 
@@ -47,19 +47,22 @@ def accuracy(
     engine: EngineOptions,
     suite: Annotated[
         list[str] | None,
-        typer.Option(
-            help="nano-math, nano-tools, nano-retrieval-2k, nano-retrieval-4k or "
+        setting(
+            "Solve this suite: nano-math, nano-tools, nano-retrieval-2k, nano-retrieval-4k or "
             "nano-retrieval-8k; repeat for several. Default: math and tools.",
-            autocompletion=completion(SUITES),
+            choices=SUITES,
         ),
     ] = None,
     count: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Problems per suite (default 1000 math, 500 tools, 200 retrieval)."
+        setting(
+            "Solve this many problems per suite. Default: 1000 math, 500 tools, 200 retrieval.",
+            min=1,
         ),
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 is greedy.")] = 0.0,
+    temperature: Annotated[
+        float, setting("Set the temperature; 0 is greedy.", min=0.0, max=2.0)
+    ] = 0.0,
     json_file: JsonFile = None,
 ) -> None:
     """Solve generated problems that were never in the training data and count the exact answers.

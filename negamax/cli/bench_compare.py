@@ -9,6 +9,7 @@ import typer
 
 from negamax.bench.serve_options import OUTPUT
 from negamax.cli.bench_options import picture
+from negamax.cli.options import setting
 
 HELP = "Compare results of `bench serve` (or of vLLM's): a table, and throughput against latency."
 
@@ -23,7 +24,7 @@ def command(
     ] = None,
     title: Annotated[
         str | None,
-        typer.Option("--title", rich_help_panel=OUTPUT, help="Of the picture; default: the model."),
+        setting("Set the title of the picture. Default: the model.", panel=OUTPUT),
     ] = None,
 ) -> None:
     """Runs with the same label (else backend) make one line, by rising concurrency or rate."""

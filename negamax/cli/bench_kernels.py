@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from negamax.base.errors import EngineError
 from negamax.cli.bench_options import JsonFile, parse_counts
-from negamax.cli.options import completion
+from negamax.cli.options import setting
 from negamax.options.engine import DEVICES, DTYPES
 
 HELP = (
@@ -20,23 +18,17 @@ HELP = (
 def command(
     op: Annotated[
         list[str] | None,
-        typer.Option(help="An op such as norm.add_rms; may be repeated. Default: all."),
+        setting("Time this op, such as norm.add_rms; may be repeated. Default: all."),
     ] = None,
     provider: Annotated[
         str | None,
-        typer.Option(
-            help="Only this provider; 'reference' is timed only when named here.",
-            show_default=False,
-        ),
+        setting("Time only this provider; 'reference' is timed only when named here."),
     ] = None,
     dtype: Annotated[
-        str,
-        typer.Option(help="bfloat16, float16 or float32.", autocompletion=completion(DTYPES[1:])),
+        str, setting("Compute in bfloat16, float16 or float32.", choices=DTYPES[1:])
     ] = "bfloat16",
-    device: Annotated[
-        str, typer.Option(help="auto, cuda or cpu.", autocompletion=completion(DEVICES))
-    ] = "auto",
-    tp: Annotated[str, typer.Option(help="The slices of these tensor-parallel degrees.")] = "1,2,4",
+    device: Annotated[str, setting("Run on auto, cuda or cpu.", choices=DEVICES)] = "auto",
+    tp: Annotated[str, setting("Use the shapes of these tensor-parallel sizes.")] = "1,2,4",
     json_file: JsonFile = None,
 ) -> None:
     """Print one line per kernel and case."""

@@ -7,14 +7,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import Console
 
 from negamax.base import log
 from negamax.base.errors import ConfigError
 from negamax.bench.serve_options import OUTPUT, WORKLOAD
 from negamax.cli.bench_options import JsonFile, parse_counts, picture
-from negamax.cli.options import with_options
+from negamax.cli.options import setting, with_options
 from negamax.options.engine import EngineOptions
 
 HELP = (
@@ -28,63 +27,56 @@ def command(
     *,
     engine: EngineOptions,
     input_len: Annotated[
-        int, typer.Option(min=1, help="Tokens of each prompt.", rich_help_panel=WORKLOAD)
+        int, setting("Set the tokens of each prompt.", panel=WORKLOAD, min=1)
     ] = 1000,
     output_len: Annotated[
-        int, typer.Option(min=2, help="Tokens generated for each.", rich_help_panel=WORKLOAD)
+        int, setting("Set the tokens generated for each.", panel=WORKLOAD, min=2)
     ] = 129,
     concurrency: Annotated[
-        str, typer.Option(help="Batch sizes, separated by commas.", rich_help_panel=WORKLOAD)
+        str, setting("Set the batch sizes, separated by commas.", panel=WORKLOAD)
     ] = "1,4,16,64,100",
     repeat: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Measurements of each; the median counts.", rich_help_panel=WORKLOAD
-        ),
+        int, setting("Measure each this often and keep the median.", panel=WORKLOAD, min=1)
     ] = 1,
     temperature: Annotated[
-        float, typer.Option(min=0.0, max=2.0, help="0 is greedy.", rich_help_panel=WORKLOAD)
+        float, setting("Set the temperature; 0 is greedy.", panel=WORKLOAD, min=0.0, max=2.0)
     ] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="0 is off.", rich_help_panel=WORKLOAD)] = 0,
+    top_k: Annotated[
+        int, setting("Set the number of candidates; 0 is off.", panel=WORKLOAD, min=0)
+    ] = 0,
     top_p: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="1 is off.", rich_help_panel=WORKLOAD)
+        float, setting("Set the nucleus; 1 is off.", panel=WORKLOAD, min=0.0, max=1.0)
     ] = 1.0,
     no_distinct_experts: Annotated[
         bool,
-        typer.Option(
+        setting(
+            "Do not count the selected experts, which takes a batch of its own without CUDA "
+            "graphs.",
             "--no-distinct-experts",
-            help="Do not count the experts that are hit, which takes a batch of its own without "
-            "CUDA graphs.",
-            rich_help_panel=WORKLOAD,
+            panel=WORKLOAD,
         ),
     ] = False,
     cached_prompts: Annotated[
         bool,
-        typer.Option(
+        setting(
+            "Compute the prompts once and time what follows their cached blocks; for long "
+            "contexts.",
             "--cached-prompts",
-            help="Read the prompts once, and time tokens behind what the prefix cache has of them: "
-            "for long contexts.",
-            rich_help_panel=WORKLOAD,
+            panel=WORKLOAD,
         ),
     ] = False,
     json_file: JsonFile = None,
     compare: Annotated[
-        Path | None,
-        typer.Option(
-            help="The JSON file of an earlier run, to show the ratio to.",
-            rich_help_panel=OUTPUT,
-            show_default=False,
-        ),
+        Path | None, setting("Show the ratio to an earlier run's JSON file.", panel=OUTPUT)
     ] = None,
     plot: Annotated[Path | None, picture("Draw the times into this file (png, svg, pdf).")] = None,
     bandwidth: Annotated[
         float | None,
-        typer.Option(
+        setting(
+            "Set the memory bandwidth of one GPU in TB/s for the limit. Default: that of a copy.",
             "--bandwidth-tb-s",
+            panel=OUTPUT,
             min=0.001,
-            help="Memory bandwidth of one GPU in TB/s for the limit; default: that of a copy.",
-            rich_help_panel=OUTPUT,
-            show_default=False,
         ),
     ] = None,
 ) -> None:

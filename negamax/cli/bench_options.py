@@ -1,4 +1,4 @@
-"""What the benchmark commands read from the command line in the same way."""
+"""Options and values that several benchmark commands share."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import typer
 
 from negamax.base.errors import ConfigError
 from negamax.bench.serve_options import OUTPUT
+from negamax.cli.options import setting
 
 MAX_COUNT = 1_000_000
 _PICTURES = (".png", ".svg", ".pdf")
 
 
 def check_result(file: Path, *, flag: str) -> None:
-    """Refuse before a run what could not be written behind it; the folder of `file` is made.
-    Errors: `ConfigError` naming `flag`."""
+    """Refuse a file that could not be written after a run; makes its folder. Errors:
+    `ConfigError` naming `flag`."""
     reason = ""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -34,15 +35,13 @@ def check_result(file: Path, *, flag: str) -> None:
         raise ConfigError(f"{flag} is {str(file)!r}, which cannot be written: {reason}")
 
 
-def result_file(param: typer.CallbackParam, value: Path | None) -> Path | None:
-    """The callback of an option that names a file for results: `check_result`."""
+def _check_file(param: typer.CallbackParam, value: Path | None) -> Path | None:
     if value is not None:
         check_result(value, flag=param.opts[0])
     return value
 
 
-def plot_file(param: typer.CallbackParam, value: Path | None) -> Path | None:
-    """The same for a picture; refused where there is no matplotlib, too."""
+def _check_picture(param: typer.CallbackParam, value: Path | None) -> Path | None:
     if value is None:
         return None
     if value.suffix.lower() not in _PICTURES:
@@ -54,35 +53,27 @@ def plot_file(param: typer.CallbackParam, value: Path | None) -> Path | None:
             f"{param.opts[0]} needs matplotlib, which is not installed",
             hint="pip install 'negamax[plot]'",
         )
-    return result_file(param, value)
+    return _check_file(param, value)
 
 
 def picture(help: str) -> Any:
-    """The option `--plot`."""
-    return typer.Option(
-        "--plot", help=help, rich_help_panel=OUTPUT, show_default=False, callback=plot_file
-    )
+    """Describe the option --plot."""
+    return setting(help, "--plot", panel=OUTPUT, callback=_check_picture)
 
 
 JsonFile = Annotated[
     Path | None,
-    typer.Option(
-        "--json",
-        help="Write the raw results to this file.",
-        rich_help_panel=OUTPUT,
-        show_default=False,
-        callback=result_file,
-    ),
+    setting("Write the raw results to this file.", "--json", panel=OUTPUT, callback=_check_file),
 ]
 
 
 def parse_counts(text: str, *, flag: str) -> tuple[int, ...]:
-    """'1,4,16' as numbers, each once, in the given order. Errors: `ConfigError` naming `flag`."""
+    """Read '1,4,16' as numbers, without repetitions. Errors: `ConfigError` naming `flag`."""
     return tuple(dict.fromkeys(parse_numbers(text, flag=flag)))
 
 
 def parse_numbers(text: str, *, flag: str) -> tuple[int, ...]:
-    """'8,8,32' as numbers, in the given order. Errors: `ConfigError` naming `flag`."""
+    """Read '8,8,32' as numbers, in the given order. Errors: `ConfigError` naming `flag`."""
     words = [word.strip() for word in text.split(",")]
     if not all(
         word.isascii() and word.isdigit() and 0 < int(word[:9]) <= MAX_COUNT and len(word) < 9

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
 from rich.console import Console
 
 from negamax.base import log
 from negamax.bench.serve_options import OUTPUT, WORKLOAD
 from negamax.cli.bench_options import JsonFile, parse_counts
-from negamax.cli.options import with_options
+from negamax.cli.options import setting, with_options
 from negamax.options.engine import EngineOptions
 
 HELP = (
@@ -24,19 +23,14 @@ def command(
     *,
     engine: EngineOptions,
     batch: Annotated[
-        str, typer.Option(help="Batch sizes, separated by commas.", rich_help_panel=WORKLOAD)
+        str, setting("Set the batch sizes, separated by commas.", panel=WORKLOAD)
     ] = "1,16,100",
     context: Annotated[
-        int, typer.Option(min=1, help="Tokens of each sequence.", rich_help_panel=WORKLOAD)
+        int, setting("Set the tokens of each sequence.", panel=WORKLOAD, min=1)
     ] = 1000,
-    steps: Annotated[
-        int, typer.Option(min=1, help="Steps that are recorded.", rich_help_panel=WORKLOAD)
-    ] = 20,
+    steps: Annotated[int, setting("Record this many steps.", panel=WORKLOAD, min=1)] = 20,
     kernels: Annotated[
-        bool,
-        typer.Option(
-            "--kernels", help="List the kernels of each operation by name.", rich_help_panel=OUTPUT
-        ),
+        bool, setting("List the kernels of each operation by name.", "--kernels", panel=OUTPUT)
     ] = False,
     json_file: JsonFile = None,
 ) -> None:

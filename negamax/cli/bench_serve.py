@@ -1,6 +1,4 @@
-"""`negamax bench serve`: load a running OpenAI-compatible server and print the block of latencies
-and rates.
-"""
+"""`negamax bench serve`: load an OpenAI-compatible server and print latencies and rates."""
 
 from __future__ import annotations
 
@@ -21,21 +19,16 @@ from negamax.base import env
 from negamax.base.errors import ConfigError, NegamaxError
 from negamax.bench.serve_options import LOAD, METRICS, OUTPUT, BenchOptions
 from negamax.cli.bench_options import check_result, parse_counts, parse_numbers, picture
-from negamax.cli.options import with_options
+from negamax.cli.options import setting, with_options
 
 if TYPE_CHECKING:
     from negamax.bench.serve import Measurement, RunProgress
 
 HELP = (
-    "Load an OpenAI-compatible server, any one, and report time to first token, token rates "
-    "and latencies."
+    "Load any OpenAI-compatible server and report time to first token, token rates and latencies."
 )
 
 _REFRESH_SECONDS = 0.2
-
-
-def _listed(flag: str, panel: str, help: str) -> Any:
-    return typer.Option(flag, rich_help_panel=panel, help=help, show_default=False)
 
 
 @with_options()
@@ -44,61 +37,46 @@ def command(
     bench: BenchOptions,
     goodput_words: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")] = None,
     num_prompts: Annotated[
-        str,
-        typer.Option(
-            "--num-prompts",
-            rich_help_panel=LOAD,
-            help="Requests that are timed; in a sweep one number, or one per run.",
-        ),
+        str, setting("Time this many requests; in a sweep one number, or one per run.", panel=LOAD)
     ] = str(BenchOptions.num_prompts),
     max_concurrency: Annotated[
         str | None,
-        _listed(
-            "--max-concurrency",
-            LOAD,
-            "The most requests under way at once; 1,4,16 runs one after the other and compares.",
+        setting(
+            "Limit the concurrent requests; 1,4,16 runs one after the other and compares.",
+            panel=LOAD,
         ),
     ] = None,
     percentile_metrics: Annotated[
-        str | None,
-        _listed("--percentile-metrics", OUTPUT, "Metrics to print; default: ttft,tpot,itl,e2el."),
+        str | None, setting("Print these metrics. Default: ttft,tpot,itl,e2el.", panel=OUTPUT)
     ] = None,
-    metric_percentiles: Annotated[
-        str, typer.Option("--metric-percentiles", rich_help_panel=OUTPUT, help="Percentiles.")
-    ] = "95,99",
+    metric_percentiles: Annotated[str, setting("Print these percentiles.", panel=OUTPUT)] = "95,99",
     goodput: Annotated[
         list[str] | None,
-        _listed(
-            "--goodput", OUTPUT, "Limits such as ttft:500 tpot:50 (ms); counts requests within all."
-        ),
+        setting("Count requests within limits such as ttft:500 tpot:50 (ms).", panel=OUTPUT),
     ] = None,
     metadata: Annotated[
-        list[str] | None,
-        _listed("--metadata", OUTPUT, "KEY=VALUE for the result; may be repeated."),
+        list[str] | None, setting("Add KEY=VALUE to the result; may be repeated.", panel=OUTPUT)
     ] = None,
     save_result: Annotated[
-        bool, _listed("--save-result", OUTPUT, "Write the result as JSON.")
+        bool, setting("Write the result as JSON.", "--save-result", panel=OUTPUT)
     ] = False,
     save_detailed: Annotated[
-        bool, _listed("--save-detailed", OUTPUT, "With lists of all requests and gaps.")
+        bool, setting("Add lists of all requests and gaps to it.", "--save-detailed", panel=OUTPUT)
     ] = False,
     result_dir: Annotated[
-        Path | None, _listed("--result-dir", OUTPUT, "Folder of the result; default: this one.")
+        Path | None, setting("Write the result to this folder. Default: this one.", panel=OUTPUT)
     ] = None,
     result_filename: Annotated[
-        str | None, _listed("--result-filename", OUTPUT, "Default: made of the run's settings.")
+        str | None, setting("Name its file. Default: by the run's settings.", panel=OUTPUT)
     ] = None,
     plot: Annotated[
         Path | None, picture("Draw distributions and timelines into this file (png, svg, pdf).")
     ] = None,
     disable_tqdm: Annotated[
-        bool,
-        typer.Option(
-            "--disable-tqdm", "--no-progress", rich_help_panel=OUTPUT, help="No progress."
-        ),
+        bool, setting("Hide the progress.", "--disable-tqdm", "--no-progress", panel=OUTPUT)
     ] = False,
 ) -> None:
-    """Measure, print the block, write what was asked for."""
+    """Measure, print the result and write the files."""
     words = _sorted_words(
         goodput_words or [], goodput=goodput is not None, metadata=metadata is not None
     )
@@ -125,7 +103,7 @@ def command(
 
 @dataclass(frozen=True)
 class _Files:
-    """Where results go."""
+    """Files of the results."""
 
     folder: Path | None  # None: they are not saved
     name: str | None  # None: made of the run's settings
@@ -140,13 +118,13 @@ def _run_all(
     *,
     shows_progress: bool,
 ) -> None:
-    """Measure each load, print and write its results; of several also the comparison."""
+    """Measure each load, print and write its result, and compare several."""
     from negamax.bench import plots, serve_report
 
     is_sweep = len(loads) > 1
     documents: list[dict[str, Any]] = []
     for number, (concurrency, count) in enumerate(loads):
-        # another seed for each run: its prompts must not be in the cache from the one before
+        # a new seed for each run: its prompts must not be in the prefix cache
         seed = options.seed + number
         one = dataclasses.replace(
             options, max_concurrency=concurrency, num_prompts=count, seed=seed
@@ -172,7 +150,7 @@ def _run_all(
 
 
 def _measure(options: BenchOptions, *, shown: bool) -> tuple[Measurement, dict[str, Any]]:
-    """One run and its figures, with progress on standard error where `shown`."""
+    """Run once and summarize; `shown`: with progress on standard error."""
     from negamax.bench import serve, serve_report
 
     progress = serve.RunProgress()
@@ -182,7 +160,7 @@ def _measure(options: BenchOptions, *, shown: bool) -> tuple[Measurement, dict[s
 
 
 def _compare(documents: Sequence[dict[str, Any]], *, plot: Path | None) -> None:
-    """The runs of a sweep in one table and picture; those of single tokens have no TPOT."""
+    """Print and plot the runs of a sweep; runs of single tokens have no TPOT and are left out."""
     from negamax.bench import plots, serve_compare
 
     if not all(name in document for document in documents for name in serve_compare.NEEDED):
@@ -196,7 +174,7 @@ def _compare(documents: Sequence[dict[str, Any]], *, plot: Path | None) -> None:
 
 
 def _loads(concurrency: str | None, num_prompts: str) -> list[tuple[int | None, int]]:
-    """(max_concurrency, num_prompts) of each run."""
+    """Return (max_concurrency, num_prompts) of each run."""
     counts = parse_numbers(num_prompts, flag="--num-prompts")
     if concurrency is None:
         limits: list[int | None] = [None]
@@ -211,7 +189,7 @@ def _loads(concurrency: str | None, num_prompts: str) -> list[tuple[int | None, 
 
 
 def _judge(measured: Measurement, summary: dict[str, Any]) -> None:
-    """End with the exit code of a run that was interrupted or in which nothing worked."""
+    """Exit with an error if the run was interrupted or all requests failed."""
     if measured.interrupted:
         raise typer.Exit(130)
     if not summary["completed"]:
@@ -237,7 +215,7 @@ def _write(file: Path, text: str) -> None:
 def _sorted_words(
     words: list[str], *, goodput: bool, metadata: bool
 ) -> tuple[list[str], list[str]]:
-    """Words that stand after the first value of --goodput or --metadata, as vLLM takes them."""
+    """Assign the words that follow the first value of --goodput or --metadata, as in vLLM."""
     found: tuple[list[str], list[str]] = ([], [])
     for word in words:
         if goodput and word.partition(":")[0] in METRICS:
@@ -297,7 +275,7 @@ def _goodput(texts: Sequence[str]) -> dict[str, float]:
 
 
 def _loop_factory() -> Any:
-    """uvloop's loop where it is installed."""
+    """Return uvloop's loop where it is installed."""
     try:
         import uvloop
     except ImportError:
@@ -310,7 +288,7 @@ def _loop_factory() -> Any:
 
 @contextmanager
 def _display(progress: RunProgress, *, shown: bool) -> Iterator[None]:
-    """Show `progress` on standard error, from a thread of its own, until the block ends."""
+    """Show `progress` on standard error from a thread until the block ends."""
     if not shown or not sys.stderr.isatty():
         yield
         return
@@ -358,7 +336,7 @@ def _display(progress: RunProgress, *, shown: bool) -> Iterator[None]:
 
 
 def _rates(progress: RunProgress) -> str:
-    """'12.3 req/s, 1,234 tok/s, 2 failed'."""
+    """Format the rates: '12.3 req/s, 1,234 tok/s, 2 failed'."""
     if progress.started is None:
         return ""
     seconds = max(time.perf_counter() - progress.started, 1e-3)

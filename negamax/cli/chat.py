@@ -1,6 +1,4 @@
-"""`negamax chat`: talk to a model in the terminal, or pipe messages in; the model runs here or in a
-server.
-"""
+"""`negamax chat`: talk to a model here or on a server, in a terminal or through pipes."""
 
 from __future__ import annotations
 
@@ -10,13 +8,10 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from negamax.base import env, log
 from negamax.base.errors import ConfigError
-from negamax.cli.loading import check_sampling, loading
-from negamax.cli.options import with_options
-from negamax.cli.tools_file import read_tools
+from negamax.cli.io import check_sampling, loading, read_tools
+from negamax.cli.options import setting, with_options
 from negamax.config.embedded import QUOTED_NAMES
 from negamax.options.engine import EngineOptions
 from negamax.scheduler.request import SamplingParams
@@ -36,40 +31,29 @@ def command(
     engine: EngineOptions,
     url: Annotated[
         str | None,
-        typer.Option(
-            "--url",
-            help="Address of an OpenAI-compatible server; MODEL is then its name for the model"
-            " (default: the first it serves), and the engine's options mean nothing.",
-            rich_help_panel=CHAT,
+        setting(
+            "Chat with the OpenAI-compatible server at this address; MODEL is then its name for "
+            "the model (default: the first it serves), and the engine's options have no effect.",
+            panel=CHAT,
         ),
     ] = None,
     api_key: Annotated[
-        str | None,
-        typer.Option(
-            "--api-key", help=f"Of the server; better: {KEY_VARIABLE}.", rich_help_panel=CHAT
-        ),
+        str | None, setting(f"Send this key to the server; better: {KEY_VARIABLE}.", panel=CHAT)
     ] = None,
-    system: Annotated[
-        str | None, typer.Option("--system", help="System message.", rich_help_panel=CHAT)
-    ] = None,
+    system: Annotated[str | None, setting("Set the system message.", panel=CHAT)] = None,
     tools: Annotated[
         str | None,
-        typer.Option(
-            "--tools", help="JSON file with tools; you type their results.", rich_help_panel=CHAT
-        ),
+        setting("Declare the tools in this JSON file; you type their results.", panel=CHAT),
     ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", help="Per answer.", rich_help_panel=CHAT)
-    ] = None,
+    max_tokens: Annotated[int | None, setting("Limit the tokens of an answer.", panel=CHAT)] = None,
     temperature: Annotated[
-        float | None,
-        typer.Option("--temperature", help="Default: the model's.", rich_help_panel=CHAT),
+        float | None, setting("Set the temperature. Default: the model's.", panel=CHAT)
     ] = None,
     hide_thinking: Annotated[
-        bool, typer.Option("--hide-thinking", help="Show answers only.", rich_help_panel=CHAT)
+        bool, setting("Show answers only.", "--hide-thinking", panel=CHAT)
     ] = False,
     plain: Annotated[
-        bool, typer.Option("--plain", help="Show Markdown as it is written.", rich_help_panel=CHAT)
+        bool, setting("Show Markdown as it is written.", "--plain", panel=CHAT)
     ] = False,
 ) -> None:
     """Chat until /exit, Ctrl-D or the end of the input."""

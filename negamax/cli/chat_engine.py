@@ -1,4 +1,4 @@
-"""The model of a chat as an engine of this process's own."""
+"""A chat with an engine in this process."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class EngineBackend:
         sampling: SamplingParams,
         show: Callable[[Sequence[ParserEvent]], None],
     ) -> TokenCounts:
-        """As of `Backend`."""
+        """Answer, as in `Backend`."""
         return self._runner.run(self._answer(messages, tools, sampling, show))
 
     def shutdown(self) -> None:
-        """Stop the engine, and before it an answer that a signal has left in the event loop."""
+        """Cancel an answer that a signal interrupted, and stop the engine."""
         self._runner.run(self._shutdown())
 
     async def _shutdown(self) -> None:

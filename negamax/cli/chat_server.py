@@ -1,4 +1,4 @@
-"""The model of a chat behind an OpenAI-compatible server."""
+"""A chat with an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from negamax.text.parser.events import (
 )
 
 _CONNECT_SECONDS = 10.0
-_SILENCE_SECONDS = 600.0  # without a byte from the server
+_SILENCE_SECONDS = 600.0  # until the server must send a byte
 _MAX_ERROR_BYTES = 64 * 1024
 
 
@@ -36,8 +36,10 @@ class ServerBackend:
 
     @classmethod
     def connect(cls, url: str, *, api_key: str | None, model: str | None) -> ServerBackend:
-        """The server at `url`, with or without its `/v1`, and the `model` to ask for, the first
-        that it serves by default. Errors: `ConfigError`."""
+        """Connect to the server at `url`, with or without its /v1. Errors: `ConfigError`.
+
+        `model`: its name on the server; None: the first that the server lists.
+        """
         address = url if "://" in url else f"http://{url}"
         parts = urlsplit(address)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -55,7 +57,9 @@ class ServerBackend:
         sampling: SamplingParams,
         show: Callable[[Sequence[ParserEvent]], None],
     ) -> TokenCounts:
-        """As of `Backend`. Errors also: `UnavailableError` where the server does not answer."""
+        """Answer, as in `Backend`. Errors also: `UnavailableError` where the server does not
+        answer.
+        """
         body: dict[str, Any] = {
             "model": self.model,
             "messages": messages,
@@ -84,7 +88,7 @@ class ServerBackend:
 def _read_stream(
     chunks: Iterator[dict[str, Any]], show: Callable[[Sequence[ParserEvent]], None]
 ) -> TokenCounts:
-    """Show the deltas of the first choice as the output parser's events."""
+    """Show the deltas of the first choice as events of the output parser."""
     counts = TokenCounts(0, 0, 0)
     open_calls: set[int] = set()
     for chunk in chunks:
@@ -118,9 +122,7 @@ def _delta_events(delta: dict[str, Any], open_calls: set[int]) -> Iterator[Parse
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """The JSON of a response's server-sent events. Errors: `UnavailableError` where they break
-    off.
-    """
+    """Yield the JSON of server-sent events. Errors: `UnavailableError` where they end early."""
     while line := response.readline():
         if not line.startswith(b"data:"):
             continue

@@ -1,6 +1,4 @@
-"""A conversation in the terminal: its messages, its commands, and the loop that reads and
-answers.
-"""
+"""A conversation in the terminal: messages, commands, and the loop that reads and answers."""
 
 from __future__ import annotations
 
@@ -26,8 +24,8 @@ _HELP = """\
 /help          this list
 /system TEXT   set the system message; without TEXT: show it
 /save FILE     write the conversation to a JSON file
-/load FILE     go on with such a conversation
-/clear         forget the conversation (also /reset)
+/load FILE     continue a saved conversation
+/clear         clear the conversation (also /reset)
 /exit          end (also Ctrl-D)
 Ctrl-C stops an answer. A message that begins with a slash: put a space before it."""
 
@@ -41,7 +39,7 @@ class TokenCounts(NamedTuple):
 
 
 class Backend(Protocol):
-    """What answers."""
+    """The engine or the server that answers."""
 
     model: str
 
@@ -52,27 +50,29 @@ class Backend(Protocol):
         sampling: SamplingParams,
         show: Callable[[Sequence[ParserEvent]], None],
     ) -> TokenCounts:
-        """Generate the next message; `show` gets the events of each piece as it comes. Errors:
-        `NegamaxError` for what the model or its server refuses."""
+        """Generate the next message and pass the events of each piece to `show`.
+
+        Errors: `NegamaxError` for what the model or its server refuses.
+        """
         ...
 
 
 @dataclass
 class _Clock:
-    """When pieces of an answer came, in monotonic seconds. Single writer: the chat."""
+    """Arrival times of an answer's pieces, in monotonic seconds."""
 
     begin: float
     first: float | None = None
     last: float = 0.0
 
     def tick(self) -> None:
-        """A piece came."""
+        """Record a piece."""
         self.last = time.monotonic()
         if self.first is None:
             self.first = self.last
 
     def figures(self, counts: TokenCounts) -> str:
-        """Times and tokens, for people."""
+        """Format times and tokens."""
         if self.first is None:
             return ""
         parts = [f"{self.first - self.begin:.2f} s to the first token"]
@@ -114,7 +114,7 @@ class ChatSession:
         self._open_calls: list[dict[str, Any]] = []
 
     def add(self, line: str) -> None:
-        """Take a line: the result of the call that waits, or the user's next message."""
+        """Add a line: the result of the open tool call, or the user's next message."""
         if self._open_calls:
             call = self._open_calls.pop(0)
             self._messages.append({"role": "tool", "tool_call_id": call["id"], "content": line})
@@ -122,8 +122,10 @@ class ChatSession:
             self._messages.append({"role": "user", "content": line})
 
     def answer(self, view: ChatView) -> None:
-        """Generate the next message and show it as it comes. What is refused, or stopped before it
-        had any content, takes the user's message along."""
+        """Generate the next message and show it as it arrives.
+
+        If the answer is refused, or stopped without content, the user's message is removed.
+        """
         shown, clock = view.answer(), _Clock(time.monotonic())
 
         def show(events: Sequence[ParserEvent]) -> None:
@@ -153,7 +155,7 @@ class ChatSession:
             view.problem(str(error))
             return
         except BaseException:
-            shown.finish()  # gives the cursor back
+            shown.finish()  # shows the cursor again
             raise
         message = shown.finish()
         self._messages.append(message)
@@ -161,7 +163,7 @@ class ChatSession:
         view.figures(clock.figures(counts))
 
     def run_command(self, line: str, view: ChatView) -> bool:
-        """Do what a line with a slash says; False: it says that the chat is over."""
+        """Run a line with a slash; return False if it ends the chat."""
         name, _, argument = line.strip().partition(" ")
         argument = argument.strip()
         match name:
@@ -169,7 +171,7 @@ class ChatSession:
                 return False
             case "/clear" | "/reset":
                 self.clear()
-                view.note("(the conversation is forgotten)")
+                view.note("(the conversation is cleared)")
             case "/help":
                 view.note(_HELP)
             case "/system":
@@ -186,15 +188,18 @@ class ChatSession:
         return True
 
     def is_command(self, line: str) -> bool:
-        """Whether a line is a command. The result of a tool may begin with a slash, too: then only
-        what ends or clears the chat is one."""
+        """Check whether a line is a command.
+
+        A tool's result may begin with a slash: while one is awaited, only ending and clearing
+        count.
+        """
         name = line.partition(" ")[0].strip()
         if self.awaited_call is not None:
             return name in ("/exit", "/clear", "/reset")
         return name.startswith("/")
 
     def _take_back(self) -> None:
-        """Drop everything from the last user message on: it was not answered."""
+        """Remove the last user message and everything after it."""
         self._open_calls = []
         while self._messages and self._messages.pop()["role"] != "user":
             pass
@@ -226,7 +231,7 @@ class ChatSession:
 
 
 def talk(session: ChatSession, view: ChatView) -> None:
-    """Read a line, do what it says or answer it, until there are no more."""
+    """Read lines and run or answer each, until the input ends."""
     interactive = view.is_interactive
     if interactive:
         view.note(
@@ -258,8 +263,7 @@ def talk(session: ChatSession, view: ChatView) -> None:
 
 @contextlib.contextmanager
 def _line_history() -> Iterator[None]:
-    """Lines of earlier chats at the prompt, where Python has readline; they are kept in a file that
-    only this user can read."""
+    """Keep the lines of earlier chats, where Python has readline, in a file of this user alone."""
     try:
         import readline
     except ImportError:

@@ -1,4 +1,4 @@
-"""What a chat shows: thinking dimmed, content as Markdown while it comes, calls, and figures."""
+"""The output of a chat: dimmed thinking, Markdown as it arrives, tool calls, figures."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _REFRESH_SECONDS = 0.08
 
 
 class ChatView:
-    """The terminal, or the pipe, of a chat. What a model writes never steers the terminal."""
+    """The terminal or the pipe of a chat. A model's control codes never reach the terminal."""
 
     def __init__(self, *, show_thinking: bool, is_plain: bool) -> None:
         self.console = Console(highlight=False, markup=False)
-        # thinking is for people: where standard output is a pipe, it goes to standard error
+        # with a pipe as standard output, thinking goes to standard error
         self._errors = Console(stderr=True, highlight=False, markup=False)
         thinking = self.console if self.console.is_terminal else self._errors
         self._thinking = thinking if show_thinking else None
@@ -40,30 +40,30 @@ class ChatView:
 
     @property
     def is_interactive(self) -> bool:
-        """Whether a person types at one end and reads at the other."""
+        """Whether a person types the input and reads the output."""
         return sys.stdin.isatty() and self.console.is_terminal
 
     def answer(self) -> AnswerView:
-        """Where the next answer is shown."""
+        """Return the view of the next answer."""
         return AnswerView(self.console, self._thinking, is_markdown=self._is_markdown)
 
     def note(self, text: str) -> None:
-        """Something about the chat; where standard output is a pipe, it stays out of that."""
+        """Print a note about the chat; to standard error where standard output is a pipe."""
         console = self.console if self.console.is_terminal else self._errors
         console.print(text.translate(_CONTROL_CODES), style="dim", soft_wrap=True)
 
     def figures(self, text: str) -> None:
-        """About the last answer; only people want to know."""
+        """Print the figures of the last answer, in a terminal only."""
         if self.console.is_terminal:
             self.console.print(text, style="dim", soft_wrap=True)
 
     def problem(self, text: str) -> None:
-        """Something that went wrong."""
+        """Print an error."""
         print(text.translate(_CONTROL_CODES), file=sys.stderr)
 
 
 class AnswerView:
-    """Shows the events of one answer and collects them into a message. Single writer: the chat."""
+    """Shows the events of one answer and collects them into a message."""
 
     def __init__(self, console: Console, thinking: Console | None, *, is_markdown: bool) -> None:
         self._console = console
@@ -75,7 +75,7 @@ class AnswerView:
         self._complete_calls = 0
 
     def show(self, events: Sequence[ParserEvent]) -> None:
-        """Show what is new."""
+        """Show new events."""
         for event in events:
             self._show(event)
 
@@ -109,8 +109,9 @@ class AnswerView:
                 self._write(self._console, text, style="cyan")
 
     def finish(self) -> dict[str, Any]:
-        """End the answer's last line; the message as it stands in the history. A call that was cut
-        is no part of it."""
+        """End the answer's last line and return the message for the history, without a truncated
+        call.
+        """
         if self._thinking is not None and self._reasoning and not self._content and not self._calls:
             self._break_after_thinking()
         for call in self._calls[self._complete_calls :]:
@@ -129,7 +130,7 @@ class AnswerView:
         return message
 
     def _end_content(self) -> None:
-        """Before the first call."""
+        """End the content before the first call."""
         if self._calls:
             return
         if self._content and self._markdown is not None:
@@ -149,17 +150,19 @@ class AnswerView:
 
 
 class MarkdownStream:
-    """Markdown that is rendered while it is written: blocks that are complete are printed once and
-    for all, and only the last one is drawn anew as it grows. Single writer: its answer."""
+    """Markdown that is rendered while it arrives.
+
+    Complete blocks are printed once; only the last, incomplete block is redrawn as it grows.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._block = ""  # the last one, which may grow
+        self._block = ""  # incomplete
         self._live: Live | None = None
         self._drawn = 0.0  # monotonic seconds
 
     def push(self, text: str) -> None:
-        """More text."""
+        """Add text."""
         self._block += text
         complete, self._block = split_blocks(self._block)
         if complete:
@@ -170,8 +173,8 @@ class MarkdownStream:
         if self._block.strip() and now - self._drawn >= _REFRESH_SECONDS:
             self._drawn = now
             if self._live is None:
-                # what is taller than the terminal cannot be erased: its top is left out until it
-                # ends
+                # a terminal cannot erase what is taller than itself: the top is not drawn until the
+                # block ends
                 self._live = Live(
                     console=self._console,
                     auto_refresh=False,
@@ -182,7 +185,7 @@ class MarkdownStream:
             self._live.update(_tail(self._block, self._console), refresh=True)
 
     def finish(self) -> None:
-        """Nothing more comes: print the rest."""
+        """Print the rest."""
         self._erase()
         block, self._block = self._block, ""
         if block.strip():
@@ -195,8 +198,10 @@ class MarkdownStream:
 
 
 def split_blocks(text: str) -> tuple[str, str]:
-    """The part of Markdown `text` whose blocks are complete, and the rest: it is cut behind the
-    last blank line that is not inside a code fence, a list or a table."""
+    """Split Markdown after its last complete block.
+
+    That is the last blank line outside code fences, lists and tables.
+    """
     cut, fence, position = 0, "", 0
     for line in text.splitlines(keepends=True):
         position += len(line)
@@ -212,12 +217,12 @@ def split_blocks(text: str) -> tuple[str, str]:
 
 
 def _may_continue(rest: str) -> bool:
-    """Whether what follows a blank line may belong to the block before it, or is not known yet."""
+    """Check whether the text after a blank line may continue the block before it."""
     return not rest.strip(" ") or bool(re.match(r"(?: {2,}|\t|\s*(?:[-+*]|\d+[.)])(?:\s|$))", rest))
 
 
 def _tail(block: str, console: Console) -> Markdown:
-    """As much of the end of a block as fits the terminal."""
+    """Render as much of the end of a block as fits the terminal."""
     most = max(1, console.height - 2)
     lines = block.splitlines(keepends=True)
     if len(lines) <= most:
@@ -227,7 +232,7 @@ def _tail(block: str, console: Console) -> Markdown:
 
 
 def _rendered(text: str) -> Markdown:
-    """Markdown whose HTML is shown as it is written; links show their addresses."""
+    """Render Markdown with HTML as literal text; links show their addresses."""
     markdown = Markdown(text, hyperlinks=False)
     markdown.parsed = list(_without_html(markdown.parsed))
     return markdown

@@ -1,4 +1,4 @@
-"""`negamax convert SRC DST --to FORMAT`: a checkpoint in another weight format."""
+"""`negamax convert SRC DST --to FORMAT`: write a checkpoint in another weight format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from negamax.base.errors import ConfigError, NegamaxError
 from negamax.base.progress import Progress, format_bytes
 from negamax.checkpoint.hub import resolve_model
 from negamax.checkpoint.split import is_split
-from negamax.cli.options import completion
+from negamax.cli.options import setting
 from negamax.config.embedded import QUOTED_NAMES
 from negamax.convert.targets import TARGETS, target_of
 from negamax.options.engine import SOURCES
@@ -29,10 +29,9 @@ if TYPE_CHECKING:
 
 HELP = f"""Write a checkpoint in another weight format.
 
-SRC is a folder, a hub id, or {QUOTED_NAMES}; DST a new folder. One layer is converted at a time, a
-file for each; a conversion that was cut off goes on where it ended. Tokenizer, chat template and
-generation config are carried over. What would round weights a second time is refused unless
-`--allow-lossy`.
+SRC is a folder, a hub id, or {QUOTED_NAMES}; DST is a new folder. Each layer becomes one file; an
+interrupted conversion continues where it stopped. Tokenizer, chat template and generation config
+are copied. Rounding weights a second time is refused without `--allow-lossy`.
 """
 _WORST = 10
 
@@ -45,58 +44,50 @@ def command(
     destination: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
     to: Annotated[
         str | None,
-        typer.Option(
-            "--to",
-            help=f"{', '.join(TARGETS)}; default, to split or join files: as it is stored.",
-            autocompletion=completion(TARGETS),
+        setting(
+            f"Write this format: {', '.join(TARGETS)}. Default, to split or join files: as stored.",
+            choices=TARGETS,
         ),
     ] = None,
     tensor_parallel_size: Annotated[
         int,
-        typer.Option(
-            "--tensor-parallel-size",
-            "-tp",
-            "--tp-size",
-            "--tp",
+        setting(
+            "Split the files for this many ranks; each then reads its own.",
+            *("--tensor-parallel-size", "-tp", "--tp-size", "--tp"),
             min=1,
-            help="Split the files for so many ranks; each then reads its own.",
         ),
     ] = 1,
     expert_parallel_size: Annotated[
         int,
-        typer.Option(
-            "--expert-parallel-size",
-            "--ep-size",
-            "--ep",
+        setting(
+            "Split the experts over this many of them, as when the model is served.",
+            *("--expert-parallel-size", "--ep-size", "--ep"),
             min=1,
-            help="Of them, those that experts are split over, as when it is served.",
         ),
     ] = 1,
     allow_lossy: Annotated[
-        bool, typer.Option("--allow-lossy", help="Round what is quantised already once more.")
+        bool, setting("Allow to round quantized weights once more.", "--allow-lossy")
     ] = False,
     verify: Annotated[
-        bool,
-        typer.Option("--verify", help="Read the result again and compare it with SRC; a table."),
+        bool, setting("Read the result again, compare it with SRC, print a table.", "--verify")
     ] = False,
     revision: Annotated[
-        str | None, typer.Option("--revision", help="Branch, tag or commit of a hub model.")
+        str | None, setting("Read this branch, tag or commit of a hub model.")
     ] = None,
     hub: Annotated[
         str,
-        typer.Option(
+        setting(
+            "Choose the hub of models: huggingface, modelscope; auto: huggingface, or modelscope "
+            "with NEGAMAX_USE_MODELSCOPE=1.",
             "--source",
-            help="Hub of models: huggingface, modelscope; auto: huggingface, or modelscope with "
-            "NEGAMAX_USE_MODELSCOPE=1.",
-            autocompletion=completion(SOURCES),
+            choices=SOURCES,
         ),
     ] = "auto",
     download_dir: Annotated[
-        str | None,
-        typer.Option("--download-dir", help="Folder for downloads; default: the hub's cache."),
+        str | None, setting("Download to this folder. Default: the hub's cache.")
     ] = None,
 ) -> None:
-    """Exit code 1 where `--verify` finds a weight that is farther off than its format explains."""
+    """Exit with 1 if `--verify` finds a weight with a larger error than its format explains."""
     log.setup()
     if to is None and tensor_parallel_size == 1 and not is_split(Path(source).expanduser()):
         raise ConfigError(f"--to is missing; allowed: {', '.join(TARGETS)}", hint="or give -tp N")
@@ -127,7 +118,7 @@ def command(
         check_description(conversion_of(folder))
 
     conversion = conversion_of(resolve_model(source, revision, download_dir, hub, check=check))
-    # torch: seconds of import, not needed for a refusal
+    # torch takes seconds to import; refusals do not need it
     from negamax.checkpoint.reader import first_names
     from negamax.convert.convert import convert
     from negamax.convert.verify import compare

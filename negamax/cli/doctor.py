@@ -1,52 +1,85 @@
-"""`negamax doctor`: what is here, and what could be served with it."""
+"""`negamax doctor`: what this machine has, and which models it can serve.
+
+It imports no module that needs a package which a broken installation may lack.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import platform
+import re
+import shutil
+import socket
 import subprocess
 import sys
-from typing import Annotated, Any
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from negamax import __version__
 from negamax.base import env
-from negamax.cli import doctor_checks as checks
-from negamax.cli.doctor_checks import Check
-from negamax.cli.doctor_models import Gpu, Machine, ModelVerdict, verdicts
-from negamax.cli.lines import print_line
+from negamax.cli.io import print_line
 from negamax.options.server import ServerOptions
+from negamax.planner.gpus import GIB
 
-HELP = "Look at this machine: versions, GPUs, caches, ports, and which models it can serve."
+if TYPE_CHECKING:
+    from negamax.cli.doctor_models import ModelVerdict
+
+HELP = "Check this machine: versions, GPUs, caches, ports, and the models that it can serve."
 
 _PROBE_SECONDS = 120.0
 _MARKS = {"ok": "ok", "info": "-", "warn": "WARN", "fail": "FAIL"}
+Status = Literal["ok", "info", "warn", "fail"]
+OPTIONAL_PACKAGES = ("transformers", "uvloop")
+_ISA = {  # flags of /proc/cpuinfo and their names
+    "avx2": "AVX2",
+    "avx512f": "AVX-512",
+    "avx512_bf16": "AVX-512 BF16",
+    "amx_bf16": "AMX BF16",
+    "asimd": "NEON",
+    "i8mm": "I8MM",
+    "bf16": "BF16",
+    "sve": "SVE",
+}
+_VARIABLES = ("HF_", "HUGGING", "NEGAMAX_", "CUDA_", "TRITON_", "NCCL_", "OMP_", "TORCH_", "XDG_")
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")
+_SIZE_SECONDS = 1.0  # limit for counting a cache's bytes
+_LOW_DISK = 2 * GIB
+_HUB = "https://huggingface.co"
 
 
 def command(
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     network: Annotated[
-        bool, typer.Option("--network", help="Ask the Hugging Face hub whether it can be reached.")
+        bool, typer.Option("--network", help="Check whether the Hugging Face hub can be reached.")
     ] = False,
     port: Annotated[
-        int, typer.Option("--port", min=1, max=65535, help="Port to look at.")
+        int, typer.Option(help="Check this port.", min=1, max=65535)
     ] = ServerOptions.port,
 ) -> None:
-    """Exit code 0: something can be served here; 1: nothing can."""
+    """Exit with 0 if a model can be served here, else with 1."""
     child = subprocess.Popen(
         [sys.executable, "-m", "negamax.cli.doctor_probe"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    beside = [*checks.caches(), checks.port(port)]
+    beside = [*check_caches(), check_port(port)]
     if network:
-        beside.append(checks.network())
+        beside.append(check_network())
     probe = _found_by(child)
-    found = [*checks.software(probe), *checks.hardware(probe), *beside, *checks.variables()]
+    found = [*check_software(probe), *check_hardware(probe), *beside, *check_variables()]
     is_broken = any(check.status == "fail" for check in found)
-    models = [] if is_broken else verdicts(_machine(probe))
+    models = [] if is_broken else _judge_models(probe)
     works = any(verdict.runs for verdict in models)
     if as_json:
         answer = {
@@ -61,7 +94,7 @@ def command(
 
 
 def _found_by(child: subprocess.Popen[str]) -> dict[str, Any]:
-    """What the probe has printed, or why it did not."""
+    """Return the probe's findings, or its error."""
     try:
         output, errors = child.communicate(timeout=_PROBE_SECONDS)
     except subprocess.TimeoutExpired:
@@ -76,17 +109,20 @@ def _found_by(child: subprocess.Popen[str]) -> dict[str, Any]:
     return {"error": f"the import ended with exit code {child.returncode}: {last}"}
 
 
-def _machine(probe: dict[str, Any]) -> Machine:
+def _judge_models(probe: dict[str, Any]) -> list[ModelVerdict]:
+    from negamax.cli.doctor_models import Gpu, Machine, verdicts
+
     gpus = [] if probe["hip"] else probe["gpus"]
-    return Machine(
+    machine = Machine(
         gpus=tuple(
             Gpu(gpu["name"], gpu["total_bytes"], gpu["free_bytes"], tuple(gpu["capability"]))
             for gpu in gpus
         ),
         memory_bytes=env.available_memory(),
         cpu_bfloat16=probe["cpu_bfloat16"],
-        disk_bytes=checks.free_disk(checks.hub_folder()),
+        disk_bytes=free_disk(hub_folder()),
     )
+    return verdicts(machine)
 
 
 def _print(found: list[Check], models: list[ModelVerdict]) -> None:
@@ -107,3 +143,221 @@ def _print(found: list[Check], models: list[ModelVerdict]) -> None:
             print(f"  {'':4}  {'':{width}} -> {verdict.command}")
     if not models:
         print("  nothing: see the lines marked FAIL")
+
+
+# Checks
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding with its remedy; "fail": nothing can be served."""
+
+    section: str
+    name: str
+    status: Status
+    detail: str
+    remedy: str = ""
+
+
+def check_software(probe: dict[str, Any]) -> Iterator[Check]:
+    """Check the versions of the required packages; `probe`: the findings of `doctor_probe`."""
+    part = "Software"
+    broken = probe.get("negamax_error")
+    if broken:
+        detail = f"{__version__}, cannot be imported: {broken}"
+        yield Check(part, "negamax", "fail", detail, "install it again")
+    else:
+        yield Check(part, "negamax", "ok", __version__)
+    yield Check(part, "python", "ok", f"{platform.python_version()} ({sys.executable})")
+    yield Check(part, "system", "ok", platform.platform())
+    for name in _required_packages():
+        version = env.installed_version(name)
+        if name == "torch" and version is not None and "error" in probe:
+            remedy = "install it again, for this machine's driver"
+            yield Check(part, name, "fail", f"{version}, {probe['error']}", remedy)
+        elif version is None:
+            yield Check(part, name, "fail", "not installed", f"pip install {name}")
+        else:
+            yield Check(part, name, "ok", version)
+    for name in OPTIONAL_PACKAGES:
+        yield Check(part, name, "info", env.installed_version(name) or "not installed")
+
+
+def check_hardware(probe: dict[str, Any]) -> Iterator[Check]:
+    """Check processor, compiler, main memory, driver and GPUs."""
+    part = "Hardware"
+    yield _cpu(probe)
+    compiler = shutil.which(env.get("CC") or "cc")
+    if compiler is None:
+        remedy = "install gcc or clang: the CPU kernels are compiled, and Triton needs it on GPUs"
+        yield Check(part, "C compiler", "warn", "none found", remedy)
+    else:
+        first = (_output(compiler, "--version") or "").partition("\n")[0]
+        yield Check(part, "C compiler", "ok", f"{compiler} ({first})")
+    yield Check(part, "memory", "ok", f"{env.available_memory() / GIB:.1f} GiB free")
+    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    yield Check(part, "NVIDIA driver", "info", driver.split()[0] if driver else "none found")
+    gpus = probe.get("gpus", [])
+    if driver and not gpus and "error" not in probe:
+        build = f"PyTorch {probe.get('torch')} (CUDA {probe.get('cuda')}) sees no GPU"
+        remedy = "install a PyTorch for this driver's CUDA version, and see CUDA_VISIBLE_DEVICES"
+        yield Check(part, "GPUs", "warn", build, remedy)
+    elif probe.get("hip"):
+        remedy = "Negamax runs on NVIDIA GPUs and on CPUs"
+        yield Check(part, "GPUs", "warn", f"PyTorch for ROCm {probe['hip']}", remedy)
+    elif not gpus:
+        yield Check(part, "GPUs", "info", "none")
+    for index, gpu in enumerate(gpus):
+        free, total = gpu["free_bytes"] / GIB, gpu["total_bytes"] / GIB
+        capability = ".".join(map(str, gpu["capability"]))
+        detail = f"{gpu['name']}, {free:.1f} of {total:.1f} GiB free, capability {capability}"
+        yield Check(part, f"GPU {index}", "ok", detail)
+    if len(gpus) > 1:
+        yield _links(gpus)
+
+
+def hub_folder() -> Path:
+    """Return the folder that huggingface-hub downloads to."""
+    general = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    hf_home = Path(env.get("HF_HOME") or general / "huggingface")
+    return Path(env.get("HF_HUB_CACHE") or hf_home / "hub").expanduser()
+
+
+def free_disk(folder: Path) -> int:
+    """Return the free bytes where `folder` is, or would be created."""
+    return shutil.disk_usage(_existing(folder)).free
+
+
+def check_caches() -> Iterator[Check]:
+    """Check the cache folders: place, size, free disk."""
+    part = "Caches"
+    home = Path.home()
+    triton = Path(env.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
+    native = Path(env.get("XDG_CACHE_HOME") or home / ".cache") / "negamax" / "native"
+    for name, folder, variable in (
+        ("hub", hub_folder(), "HF_HOME"),
+        ("Triton kernels", triton, "TRITON_CACHE_DIR"),
+        ("CPU kernels", native, "XDG_CACHE_HOME"),
+    ):
+        existing, disk = _existing(folder), free_disk(folder)
+        detail = f"{folder}, {_size(folder)}, {disk / GIB:.1f} GiB of disk free"
+        if not env.is_writable(existing):
+            remedy = f"let {existing} be written, or set {variable}"
+            yield Check(part, name, "warn", f"{detail}, not writable", remedy)
+        elif disk < _LOW_DISK:
+            yield Check(part, name, "warn", detail, "free some disk")
+        else:
+            yield Check(part, name, "ok", detail)
+
+
+def check_port(number: int) -> Check:
+    """Check whether a server can listen on port `number` of this machine."""
+    host = ServerOptions.host
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, number))
+        except OSError as error:
+            detail = f"{host}:{number} cannot be used: {error.strerror}"
+            return Check("Network", "port", "warn", detail, "use another --port")
+    return Check("Network", "port", "ok", f"{host}:{number} is free")
+
+
+def check_network() -> Check:
+    """Check whether the hub answers."""
+    address = env.get("HF_ENDPOINT") or _HUB
+    request = urllib.request.Request(address, method="HEAD", headers={"user-agent": "negamax"})
+    started = time.monotonic()
+    try:
+        with urllib.request.urlopen(request, timeout=5):
+            pass
+    except urllib.error.HTTPError:
+        pass  # it answers
+    except (OSError, ValueError) as error:
+        remedy = "set HTTPS_PROXY, or give models as local folders"
+        return Check("Network", "hub", "warn", f"{address}: {error}", remedy)
+    milliseconds = 1000 * (time.monotonic() - started)
+    return Check("Network", "hub", "ok", f"{address} answers in {milliseconds:.0f} ms")
+
+
+def check_variables() -> Iterator[Check]:
+    """List variables that change the behaviour, without the values of secrets."""
+    for name, value in env.starting_with(*_VARIABLES).items():
+        yield Check("Environment", name, "info", "set" if _SECRET.search(name) else value)
+
+
+def _required_packages() -> list[str]:
+    """Return the declared dependencies of the installed package."""
+    try:
+        declared = metadata.requires("negamax") or []
+    except metadata.PackageNotFoundError:
+        declared = ["torch"]
+    names = (re.match(r"[\w.-]+", text) for text in declared if "extra ==" not in text)
+    return [name[0] for name in names if name is not None]
+
+
+def _cpu(probe: dict[str, Any]) -> Check:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    facts = {
+        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)
+    }
+    model = facts.get("model name") or platform.processor() or platform.machine()
+    flags = set((facts.get("flags") or facts.get("Features") or "").split())
+    isa = (
+        ", ".join(name for flag, name in _ISA.items() if flag in flags) or "instruction set unknown"
+    )
+    detail = f"{model}, {env.usable_cores()} cores usable; {isa}"
+    if "cpu_bfloat16" in probe:
+        detail += "; computes in " + ("bfloat16" if probe["cpu_bfloat16"] else "float32")
+    return Check("Hardware", "CPU", "ok", detail)
+
+
+def _links(gpus: list[dict[str, Any]]) -> Check:
+    """Check how GPUs reach each other: peer access by PyTorch, link types by the driver."""
+    missing = [
+        f"{index}-{other}"
+        for index, gpu in enumerate(gpus)
+        for other in range(index)
+        if other not in gpu["peers"]
+    ]
+    rows = (_output("nvidia-smi", "topo", "-m") or "").splitlines()
+    cells = [row.split() for row in rows if row.startswith("GPU")]
+    kinds = {kind for cell in cells for kind in cell[1 : len(cells) + 1]} - {"X"}
+    links = ", ".join(sorted(kinds)) or "unknown"
+    if not missing:
+        return Check("Hardware", "GPU links", "ok", f"{links}; all reach each other's memory")
+    remedy = "sums over these GPUs go through NCCL, which is slower"
+    detail = f"{links}; no peer access between {', '.join(missing)}"
+    return Check("Hardware", "GPU links", "warn", detail, remedy)
+
+
+def _existing(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+
+
+def _output(*command: str) -> str | None:
+    """Run a command and return its output; None where it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _size(folder: Path) -> str:
+    """Format a folder's size; a lower bound where counting takes too long."""
+    if not folder.is_dir():
+        return "not there yet"
+    total, deadline = 0, time.monotonic() + _SIZE_SECONDS
+    for path in folder.rglob("*"):
+        try:
+            if not path.is_symlink() and path.is_file():
+                total += path.stat().st_size
+        except OSError:
+            continue
+        if time.monotonic() > deadline:
+            return f"more than {total / GIB:.1f} GiB"
+    return f"{total / GIB:.2f} GiB"

@@ -1,6 +1,4 @@
-"""Which models this machine can serve, and with which options: memory formulas against what is
-there.
-"""
+"""Models that this machine can serve, with the options for it."""
 
 from __future__ import annotations
 
@@ -45,13 +43,15 @@ class Gpu:
 
     @property
     def platform(self) -> Platform:
-        """As the engine sees it."""
+        """The platform that the engine uses for it."""
         return nvidia(self.capability, name=self.name)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What decides about a model. `cpu_bfloat16`: whether the CPU computes in bf16."""
+    """Properties of a machine that decide which models run. `cpu_bfloat16`: the CPU computes in
+    bf16.
+    """
 
     gpus: tuple[Gpu, ...]
     memory_bytes: int  # free main memory
@@ -70,14 +70,12 @@ class ModelVerdict:
 
 
 def verdicts(machine: Machine) -> list[ModelVerdict]:
-    """One for each embedded and one for each published model."""
+    """Judge every embedded and every published model."""
     return [verdict(name, machine) for name in (*EMBEDDED, *bundled_names())]
 
 
 def verdict(name: str, machine: Machine) -> ModelVerdict:
-    """For the model that is called `name` here, with a word about the download where the disk has
-    no room for it.
-    """
+    """Judge the model `name`; mention the download where the disk has no room for it."""
     if name in EMBEDDED:
         return _embedded(name, machine)
     found = _verdict(name, machine)
@@ -173,7 +171,7 @@ def _on_gpus(model: str, spec: ModelSpec, gpus: Sequence[Gpu]) -> ModelVerdict:
 
 
 def _is_kept(spec: ModelSpec, gpus: Sequence[Gpu]) -> bool:
-    """Whether these GPUs multiply with a published model's weights as they are stored."""
+    """Check whether these GPUs compute with a published model's weights as stored."""
     scheme = detect(spec.quantization)
     return scheme is not None and all(
         is_kept(stored, gpu.platform) for stored in scheme.formats for gpu in gpus
@@ -181,7 +179,7 @@ def _is_kept(spec: ModelSpec, gpus: Sequence[Gpu]) -> bool:
 
 
 def _refusal(gpus: Sequence[Gpu]) -> str | None:
-    """Why the engine would not run on one of these GPUs, if it would not."""
+    """Return why the engine does not run on one of these GPUs, or None."""
     for gpu in gpus:
         try:
             gpu.platform.check(fp8_cache=False)
@@ -191,7 +189,7 @@ def _refusal(gpus: Sequence[Gpu]) -> str | None:
 
 
 def _budget(gpus: Sequence[Gpu], splits: ParallelOptions) -> int:
-    """Bytes that may be taken of each of the first GPUs."""
+    """Return the bytes of each of the first GPUs that the engine may use."""
     gpus, share = gpus[: splits.tensor_parallel_size], EngineOptions.gpu_memory_utilization
     return min(int(gpu.total_bytes * share) - (gpu.total_bytes - gpu.free_bytes) for gpu in gpus)
 

@@ -1,7 +1,7 @@
-"""What can be imported here, and what PyTorch sees of this machine, as JSON on standard output:
-`python -m negamax.cli.doctor_probe`, run by `negamax doctor`.
+"""Print as JSON what can be imported here and what PyTorch finds on this machine.
 
-A process of its own: PyTorch takes seconds to import, and one that is broken can end the process.
+`negamax doctor` runs it as a process: PyTorch takes seconds to import, and a broken one can end the
+process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _MODULES = ("negamax.cli.main", "negamax.api.server")  # import all that a serve
 
 
 def main() -> None:
-    """Print the findings; an error of the import is one of them."""
+    """Print the findings, which include import errors."""
     found: dict[str, Any] = {}
     try:
         found |= _look()

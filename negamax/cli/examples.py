@@ -1,4 +1,4 @@
-"""What people type: examples at the end of each command's help, and in the command reference."""
+"""Examples for the help of each command and for the command reference."""
 
 from __future__ import annotations
 
@@ -60,5 +60,5 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 
 
 def epilog(command: str) -> str:
-    """The end of a command's help, in Markdown: the examples as code."""
+    """Return the end of a command's help: its examples, in Markdown."""
     return "\n".join(["Examples:", "", "```text", *EXAMPLES[command], "```"])

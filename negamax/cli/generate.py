@@ -9,9 +9,8 @@ import typer
 
 from negamax.base import log
 from negamax.base.errors import ConfigError
-from negamax.cli.lines import print_json, read_text
-from negamax.cli.loading import check_sampling, loading
-from negamax.cli.options import with_options
+from negamax.cli.io import check_sampling, loading, print_json, read_text
+from negamax.cli.options import setting, with_options
 from negamax.options.engine import EngineOptions
 from negamax.scheduler.request import SamplingParams
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from negamax.engine.llm import Generation
 
 HELP = (
-    "Answer prompts with MODEL, without a server. Each is a user message of its own; `--raw` "
+    "Answer prompts with MODEL, without a server. Each prompt is one user message; `--raw` "
     "continues the text as it is."
 )
 
@@ -33,62 +32,43 @@ def command(
     texts: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="PROMPT", help="Prompts; default: standard input.", show_default=False
+            metavar="PROMPT", help="Prompts. Default: standard input.", show_default=False
         ),
     ] = None,
     prompt: Annotated[
         list[str] | None,
-        typer.Option(
-            "--prompt", "-p", help="The same as PROMPT; may be repeated.", rich_help_panel=SAMPLING
-        ),
+        setting("The same as PROMPT; may be repeated.", "--prompt", "-p", panel=SAMPLING),
     ] = None,
     raw: Annotated[
         bool,
-        typer.Option(
-            "--raw",
-            help="Continue the prompt as it is, without the chat template.",
-            rich_help_panel=SAMPLING,
+        setting(
+            "Continue the prompt as it is, without the chat template.", "--raw", panel=SAMPLING
         ),
     ] = False,
     max_tokens: Annotated[
-        int,
-        typer.Option(
-            "--max-tokens", help="Per choice, thinking included.", rich_help_panel=SAMPLING
-        ),
+        int, setting("Limit the tokens of a choice, thinking included.", panel=SAMPLING)
     ] = 1024,
     n: Annotated[
-        int, typer.Option("--n", "-n", help="Choices per prompt.", rich_help_panel=SAMPLING)
+        int, setting("Generate this many choices per prompt.", "--n", "-n", panel=SAMPLING)
     ] = 1,
     temperature: Annotated[
         float | None,
-        typer.Option(
-            "--temperature", help="0 is greedy; default: the model's.", rich_help_panel=SAMPLING
-        ),
+        setting("Set the temperature; 0 is greedy. Default: the model's.", panel=SAMPLING),
     ] = None,
     top_p: Annotated[
-        float | None,
-        typer.Option("--top-p", help="Default: the model's.", rich_help_panel=SAMPLING),
+        float | None, setting("Set the nucleus. Default: the model's.", panel=SAMPLING)
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option("--top-k", help="Default: the model's.", rich_help_panel=SAMPLING)
+        int | None, setting("Set the number of candidates. Default: the model's.", panel=SAMPLING)
     ] = None,
     stop: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--stop", help="End before this text; may be repeated.", rich_help_panel=SAMPLING
-        ),
+        list[str] | None, setting("End before this text; may be repeated.", panel=SAMPLING)
     ] = None,
     ignore_eos: Annotated[
-        bool,
-        typer.Option(
-            "--ignore-eos", help="Always generate --max-tokens.", rich_help_panel=SAMPLING
-        ),
+        bool, setting("Always generate --max-tokens.", "--ignore-eos", panel=SAMPLING)
     ] = False,
     as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json", help="One JSON object per choice and line.", rich_help_panel="Output"
-        ),
+        bool, setting("Print one JSON object per choice and line.", "--json", panel="Output")
     ] = False,
 ) -> None:
     """Print what the model writes."""

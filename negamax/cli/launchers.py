@@ -1,7 +1,6 @@
-"""What LeaderWorkerSet, Slurm and torchrun say of the machines they start a command on.
+"""Read the nodes' settings from the variables of LeaderWorkerSet, Slurm and torchrun.
 
-Each tells the processes it starts by variables of its own; what they come to counts where neither a
-flag nor a variable of Negamax nor the file says otherwise.
+Flags, NEGAMAX_ variables and the file override them.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from negamax.base.errors import ConfigError
 from negamax.cli.words import Given
 from negamax.options.nodes import RAY
 
-# The ways to say that Ray starts the other nodes: options and their values.
+# Options and values that let Ray start the other nodes.
 _BY_RAY: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("--distributed-executor-backend", (RAY,)),
     ("--data-parallel-backend", (RAY,)),
@@ -26,8 +25,9 @@ Read = Callable[[str], str | None]
 
 
 def launched(levels: Sequence[Sequence[Given]]) -> list[Given]:
-    """What a launcher says, for a command line that says neither --nnodes 1 nor that Ray chooses
-    the machines. Errors: `ConfigError` where it starts more than one process on a machine.
+    """Return a launcher's settings, unless the line has --nnodes 1 or starts nodes with Ray.
+
+    Errors: `ConfigError` where the launcher starts more than one process on a machine.
     """
     said = {item.name: item.values[-1:] for level in levels for item in level}
     if said.get("--nnodes") == ("1",) or any(said.get(name) == value for name, value in _BY_RAY):
@@ -40,7 +40,7 @@ def launched(levels: Sequence[Sequence[Given]]) -> list[Given]:
 
 
 def _leader_worker_set(get: Read) -> Mapping[str, tuple[str, str]]:
-    """Variables that a LeaderWorkerSet of Kubernetes sets in every pod."""
+    """Read the variables that a LeaderWorkerSet of Kubernetes sets in every pod."""
     return _given(
         get,
         {
@@ -52,7 +52,7 @@ def _leader_worker_set(get: Read) -> Mapping[str, tuple[str, str]]:
 
 
 def _slurm(get: Read) -> Mapping[str, tuple[str, str]]:
-    """Variables of a Slurm step, as `srun` starts one. The shell of an allocation has no step."""
+    """Read the variables of a Slurm step, which `srun` starts; an allocation's shell has none."""
     found = dict(_given(get, {"--nnodes": "SLURM_STEP_NUM_NODES", "--node-rank": "SLURM_NODEID"}))
     hosts = get("SLURM_STEP_NODELIST")
     if not found or hosts is None:
@@ -67,7 +67,7 @@ def _slurm(get: Read) -> Mapping[str, tuple[str, str]]:
 
 
 def _torchrun(get: Read) -> Mapping[str, tuple[str, str]]:
-    """It starts one process on each machine, which starts the ranks."""
+    """Read torchrun's variables. It must start one process per machine, which starts ranks."""
     world, local = get("WORLD_SIZE"), get("LOCAL_WORLD_SIZE")
     if get("GROUP_RANK") is None or world is None:
         return {}
@@ -79,20 +79,20 @@ def _torchrun(get: Read) -> Mapping[str, tuple[str, str]]:
     names = {"--nnodes": "WORLD_SIZE", "--node-rank": "GROUP_RANK", "--master-addr": "MASTER_ADDR"}
     found, port = dict(_given(get, names)), get("MASTER_PORT")
     if port is not None and port.isdigit():
-        # its own store may listen at that port
+        # torchrun's own store may listen on that port
         found["--master-port"] = (str(int(port) + 1), "MASTER_PORT, plus 1")
     return found
 
 
 def _given(get: Read, names: Mapping[str, str]) -> Mapping[str, tuple[str, str]]:
-    """Each option with its value and the variable; nothing unless all variables are set."""
+    """Return each option with its value and variable; nothing unless all variables are set."""
     values = {option: (get(variable), variable) for option, variable in names.items()}
     found = {option: (value, name) for option, (value, name) in values.items() if value}
     return found if len(found) == len(names) else {}
 
 
 def first_host(hosts: str) -> str:
-    """The first of a list as Slurm writes it: node3 of "node[3-5,9],other"."""
+    """Return the first host of a Slurm list: node3 of "node[3-5,9],other"."""
     match = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\]([^,\[]*))?", hosts)
     assert match is not None
     return "".join(part or "" for part in match.groups())

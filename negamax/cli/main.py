@@ -1,6 +1,4 @@
-"""The entry point: sub-commands, --version, and every refusal as one line with the right exit
-code.
-"""
+"""The entry point: commands, --version, and refusals in one line with an exit code."""
 
 from __future__ import annotations
 
@@ -57,12 +55,14 @@ def root(
         False, "--version", callback=_show_version, is_eager=True, help="Print the version."
     ),
 ) -> None:
-    """The options before the sub-command."""
+    """Define the options before the command."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the process's exit code. 2: the command was refused, or its output
-    could not be written, in one line on standard error; 141: nobody reads the output any more.
+    """Run the command line and return the exit code.
+
+    2: the command was refused, or its output cannot be written; standard error has one line. 141:
+    the reader of the output closed it.
     """
     try:
         code = _run(list(sys.argv[1:] if arguments is None else arguments))
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (BrokenPipeError, SystemExit) as end:
         if not isinstance(end, OSError) and not isinstance(end.__context__, OSError):
             raise
-        code = 128 + signal.SIGPIPE  # as of programs that the signal ends; Typer has its own
+        code = 128 + signal.SIGPIPE  # as shells report SIGPIPE; Typer uses another code
     except OSError as error:
         code = _fail(ResourceError.of_system(error))
     drop_unwritable()
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(given: list[str]) -> int:
-    # what the locale cannot say, and a path that is no text, end no command
+    # characters that the locale cannot encode must not end a command
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     commands = _commands()
@@ -105,13 +105,13 @@ def _run(given: list[str]) -> int:
 
 @cache
 def _commands() -> typer.core.TyperGroup:
-    """All commands with their options, made from functions' signatures once."""
+    """Build all commands once."""
     return typer.main.get_command(app)  # type: ignore[return-value]
 
 
 def _show_whole_names() -> None:
-    """Make help wrap option names that a terminal is too narrow for; Typer cuts them."""
-    from typer import rich_utils  # not needed, and slow to import, for anything else
+    """Let help wrap long option names, which Typer truncates in narrow terminals."""
+    from typer import rich_utils  # slow to import; only help needs it
 
     class Wrapping(rich_utils.OptionHighlighter):
         def __call__(self, text: str | Text) -> Text:
@@ -133,9 +133,7 @@ def _say(message: str, code: int) -> int:
 
 
 def _one_line(message: str, resolved: Resolved, commands: typer.core.TyperGroup) -> str:
-    """`message` of Typer on one line and in our words; a bad value is shown with where it came
-    from, an unknown command gets the nearest known one.
-    """
+    """Reword a message of Typer on one line: with a bad value's source, or the nearest command."""
     text = " ".join(message.split())
     bad = _BAD_VALUE.match(text)
     if bad is not None:
@@ -155,7 +153,7 @@ def _one_line(message: str, resolved: Resolved, commands: typer.core.TyperGroup)
 
 
 def _given(flags: list[str], resolved: Resolved) -> str:
-    """What was given for the option that has `flags`."""
+    """Describe the value of the option that has one of `flags`."""
     for choice in resolved.choices.values():
         for word in choice.words:
             flag, _, value = word.partition("=")

@@ -306,6 +306,14 @@ def json_object(flag: str, text: str | None) -> dict[str, Any]:
     return found
 
 
+def setting(
+    help: str, *names: str, panel: str | None = None, choices: Iterable[str] = (), **rules: Any
+) -> Any:
+    """Describe an option of a single command to typer."""
+    rules |= {"autocompletion": completion(choices)} if choices else {}
+    return typer.Option(*names, help=help, rich_help_panel=panel, **rules)
+
+
 def completion(choices: Iterable[str]) -> Callable[[str], list[str]]:
     """Return the function that completes a value in a shell."""
     return lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]

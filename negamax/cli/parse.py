@@ -6,12 +6,9 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from negamax.base.errors import ConfigError
-from negamax.cli.lines import print_json, read_text
-from negamax.cli.options import completion
-from negamax.cli.tools_file import read_tools
+from negamax.cli.io import print_json, read_text, read_tools
+from negamax.cli.options import setting
 from negamax.models.registry import CHAT_FAMILIES
 from negamax.text.detokenizer import TextPiece
 from negamax.text.parser.events import ParsedToolCall, ParserEvent, collect
@@ -19,11 +16,10 @@ from negamax.text.parser.output_parser import OutputParser
 
 HELP = """Parse a generated text from standard input, as the server would.
 
-Prints one line of JSON: reasoning and content (null where there is none), and tool_calls as a list
-of name and arguments. Arguments are an object; those of a call that the text breaks off are text,
-as far as they go. Tags count by their text, and calls also without `--tools`. The text is what the
-model wrote, without the prompt: M2 answers begin inside thinking, M3 answers only with
-`--thinking-mode enabled`.
+Prints a line of JSON: reasoning and content (null where missing), and tool_calls, a list of name
+and arguments. Arguments are an object; those of a truncated call are text. Tags are recognized by
+their text, and calls also without `--tools`. Give the model's text without the prompt: M2 answers
+begin inside thinking, M3 answers only with `--thinking-mode enabled`.
 """
 
 THINKING_MODES = ("enabled", "disabled", "adaptive")
@@ -32,28 +28,17 @@ THINKING_MODES = ("enabled", "disabled", "adaptive")
 def command(
     *,
     format: Annotated[
-        str,
-        typer.Option(
-            "--format", help="m2 (M2 to M2.7) or m3.", autocompletion=completion(CHAT_FAMILIES)
-        ),
+        str, setting("Choose the model family: m2 (M2 to M2.7) or m3.", choices=CHAT_FAMILIES)
     ],
     tools: Annotated[
-        Path | None,
-        typer.Option("--tools", help="JSON file with the declared tools, as in a request: a list."),
+        Path | None, setting("Read the declared tools from this JSON file: a list.")
     ] = None,
     thinking_mode: Annotated[
         str,
-        typer.Option(
-            "--thinking-mode",
-            help="enabled, disabled or adaptive; M2 always thinks.",
-            autocompletion=completion(THINKING_MODES),
-        ),
+        setting("Set enabled, disabled or adaptive; M2 always thinks.", choices=THINKING_MODES),
     ] = "adaptive",
     stream: Annotated[
-        int | None,
-        typer.Option(
-            "--stream", min=1, help="Feed pieces of so many characters and merge what comes out."
-        ),
+        int | None, setting("Feed pieces of this many characters and merge the result.", min=1)
     ] = None,
 ) -> None:
     """Print reasoning, content and tool calls."""

@@ -1,4 +1,4 @@
-"""`negamax plan MODEL`: how to split a model over GPUs, without touching one."""
+"""`negamax plan MODEL`: plan how to split a model over GPUs, without using one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import typer
 from negamax.base.errors import ConfigError
 from negamax.checkpoint.split import ranks_of
 from negamax.cli.bench_options import MAX_COUNT, parse_counts
-from negamax.cli.lines import print_line
-from negamax.cli.options import completion, parse_count
+from negamax.cli.io import print_line
+from negamax.cli.options import parse_count, setting
 from negamax.config.embedded import QUOTED_NAMES
 from negamax.config.model_spec import ModelSpec
 from negamax.models.registry import bundled_names, published_name
@@ -26,20 +26,16 @@ from negamax.planner.gpus import GIB, GPUS, MEASURED, MEASURED_RANKS, find_gpu, 
 from negamax.planner.plan import Candidate, Hardware, Plan, Refused, make_plan
 from negamax.planner.topology import LIMITS
 
-HELP = """Show how MODEL may be split over GPUs: memory, predicted times, the command to type.
+HELP = """Show how to split MODEL over GPUs: memory, predicted times, the command to type.
 
-Reads configuration files only, and needs no GPU. Times are calculated: docs/parallelism.md says how
-well that fits what was measured.
+Reads configuration files only and needs no GPU. Times are predictions; docs/parallelism.md compares
+them with measurements.
 """
 _MOST_GPUS = 64
 _MOST_ROWS = 12
 FIRST_NODE = "node0"  # in commands for several machines
 _TABLE_WIDTH = 100  # of what stands in columns, on a narrower terminal, too
 _LOAD, _HARDWARE, _MODEL = "Expected load", "Hardware", "Model"
-
-
-def _text(panel: str, flag: str, text: str) -> Any:
-    return typer.Option(flag, help=text, rich_help_panel=panel, show_default=False)
 
 
 def command(
@@ -53,100 +49,84 @@ def command(
         ),
     ],
     gpus: Annotated[
-        int | None, _text(_HARDWARE, "--gpus", "Number of GPUs; default: those of this machine.")
+        int | None, setting("Set the number of GPUs. Default: this machine's.", panel=_HARDWARE)
     ] = None,
-    nodes: Annotated[
-        int, typer.Option("--nodes", help="Machines they are in.", rich_help_panel=_HARDWARE)
-    ] = 1,
+    nodes: Annotated[int, setting("Set how many machines they are in.", panel=_HARDWARE)] = 1,
     gpu: Annotated[
         str | None,
-        typer.Option(
-            "--gpu",
-            help=f"{', '.join(one.name for one in GPUS.values())}; default: as in this machine, "
-            f"else {MEASURED.name}.",
-            rich_help_panel=_HARDWARE,
-            show_default=False,
-            autocompletion=completion(one.name for one in GPUS.values()),
+        setting(
+            f"Choose the GPU: {', '.join(one.name for one in GPUS.values())}. Default: this "
+            f"machine's, else {MEASURED.name}.",
+            panel=_HARDWARE,
+            choices=[one.name for one in GPUS.values()],
         ),
     ] = None,
     gpu_memory: Annotated[
-        float | None, _text(_HARDWARE, "--gpu-memory", "GiB of each GPU; default: as --gpu has.")
+        float | None, setting("Set the GiB of each GPU. Default: as --gpu has.", panel=_HARDWARE)
     ] = None,
     gpu_memory_utilization: Annotated[
-        float,
-        typer.Option(
-            "--gpu-memory-utilization",
-            help="Share of a GPU's memory that may be used.",
-            rich_help_panel=_HARDWARE,
-        ),
+        float, setting("Limit the share of a GPU's memory that is used.", panel=_HARDWARE)
     ] = EngineOptions.gpu_memory_utilization,
     max_model_len: Annotated[
         int | None,
-        typer.Option(
-            "--max-model-len",
-            help="Tokens of a request that must fit; default: as many as do.",
-            rich_help_panel=_MODEL,
-            show_default=False,
+        setting(
+            "Require that a request of this many tokens fits. Default: as many as fit.",
+            panel=_MODEL,
             parser=parse_count,
             metavar="NUMBER",
         ),
     ] = None,
     kv_cache_dtype: Annotated[
         str,
-        typer.Option(
-            "--kv-cache-dtype",
-            help=", ".join(KV_CACHE_DTYPES),
-            rich_help_panel=_MODEL,
-            autocompletion=completion(KV_CACHE_DTYPES),
+        setting(
+            f"Store the KV cache in this type: {', '.join(KV_CACHE_DTYPES)}.",
+            panel=_MODEL,
+            choices=KV_CACHE_DTYPES,
         ),
     ] = "auto",
     index_cache_dtype: Annotated[
         str,
-        typer.Option(
-            "--index-cache-dtype",
-            help="The same of MiniMax-M3's index keys.",
-            rich_help_panel=_MODEL,
-            autocompletion=completion(KV_CACHE_DTYPES),
+        setting(
+            "Store MiniMax-M3's index keys in this type, likewise.",
+            panel=_MODEL,
+            choices=KV_CACHE_DTYPES,
         ),
     ] = "auto",
     quantization: Annotated[
-        str | None, _text(_MODEL, "--quantization", "As for `negamax serve`.")
+        str | None, setting("Quantize as `negamax serve --quantization`.", panel=_MODEL)
     ] = None,
     revision: Annotated[
-        str | None, _text(_MODEL, "--revision", "Branch, tag or commit of a hub model.")
+        str | None, setting("Read this branch, tag or commit of a hub model.", panel=_MODEL)
     ] = None,
     concurrency: Annotated[
         str,
-        typer.Option(
-            "--concurrency",
-            help="Requests at a time, one number or several. The least decides what is best for "
-            "latency, the largest what is best for throughput.",
-            rich_help_panel=_LOAD,
+        setting(
+            "Set the concurrent requests, one number or several. The least decides the best "
+            "latency, the largest the best throughput.",
+            panel=_LOAD,
         ),
     ] = "1,16,64,100",
     input_len: Annotated[
         int | None,
-        typer.Option(
-            "--input-len",
-            help="Tokens of a prompt; default: 1000, or as many as fit.",
-            rich_help_panel=_LOAD,
+        setting(
+            "Set the tokens of a prompt. Default: 1000, or as many as fit.",
+            panel=_LOAD,
             min=1,
             max=MAX_COUNT,
         ),
     ] = None,
     output_len: Annotated[
         int | None,
-        typer.Option(
-            "--output-len",
-            help="Tokens of an answer; default: 1000, or as many as fit.",
-            rich_help_panel=_LOAD,
+        setting(
+            "Set the tokens of an answer. Default: 1000, or as many as fit.",
+            panel=_LOAD,
             min=1,
             max=MAX_COUNT,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[bool, setting("Print one JSON object.", "--json")] = False,
 ) -> None:
-    """Exit code 0: something fits and runs; 1: nothing does."""
+    """Exit with 0 if a topology fits and runs, else with 1."""
     hardware = _hardware(gpus, nodes, gpu, gpu_memory, gpu_memory_utilization)
     counts = sorted(parse_counts(concurrency, flag="--concurrency"))
     engine = EngineOptions(
@@ -202,8 +182,9 @@ def _hardware(
 def _lengths(
     input_len: int | None, output_len: int | None, engine: EngineOptions, spec: ModelSpec
 ) -> tuple[int, int]:
-    """Tokens of prompts and answers: those asked for, else as many as usual that fit. Errors:
-    `ConfigError` for requests that the engine would refuse.
+    """Return the tokens of prompts and answers: as given, else the usual ones, shortened to fit.
+
+    Errors: `ConfigError` for requests that the engine would refuse.
     """
     asked, max_length = engine.max_model_len, spec.max_position_embeddings
     context_length = asked or max_length
@@ -220,7 +201,8 @@ def _lengths(
 
 
 def _model(engine: EngineOptions) -> tuple[ModelSpec, list[ParallelLayout]]:
-    """The model, and the ranks that its files are split for; of a hub's no weights are fetched.
+    """Return the model and the ranks that its files are split for; fetches no weights of a hub.
+
     Errors: `ConfigError`.
     """
     from negamax.engine.core.source import locate
@@ -238,13 +220,13 @@ def _is_bundled(model: str) -> bool:
     return model.lower() in bundled_names() and not Path(model).exists()
 
 
-# What to type
+# Commands
 
 
 def commands(
     each: Candidate, engine: EngineOptions, spec: ModelSpec, hardware: Hardware
 ) -> list[str]:
-    """What starts a server: one command, or one for each of its machines."""
+    """Return the commands that start a server: one, or one for each machine."""
     model, start = engine.model, []
     if _is_bundled(model):
         start = [] if engine.quantization is None else ["--load-format", "synthetic"]
@@ -255,7 +237,7 @@ def commands(
     sharding = "on" if each.shards_index else "off"
     words = ["negamax", "serve", model, *start, *each.topology.flags]
     nodes = each.topology.nodes(per_node=hardware.per_node)
-    # of one machine; what is spread over several is started for each replica
+    # replicas on one machine share a command; over several machines each replica has its own
     replicas = each.topology.replicas // hardware.nodes if nodes == 1 else 1
     for name, value, default in (
         ("num-replicas", replicas or each.topology.replicas, 1),
@@ -275,7 +257,7 @@ def commands(
     return [shlex.join([*words, str(node)]) for node in range(nodes)]
 
 
-# The answer
+# Output
 
 
 def _document(plan: Plan, engine: EngineOptions, spec: ModelSpec) -> dict[str, Any]:
@@ -327,7 +309,7 @@ def _document(plan: Plan, engine: EngineOptions, spec: ModelSpec) -> dict[str, A
 
 
 def _ordered(plan: Plan) -> list[Candidate]:
-    """The two best ones first."""
+    """Put the two best candidates first."""
     best = [each for each in (plan.fastest, plan.busiest) if each is not None]
     return list(dict.fromkeys([*best, *plan.candidates]))
 

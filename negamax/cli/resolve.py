@@ -43,8 +43,9 @@ _ONLY_FLAGS = frozenset({"help", "explain", "version", "config"})
 
 @dataclass(frozen=True)
 class OptionValue:
-    """What was chosen for an option, as words for typer, and where: a flag as it was written, a
-    variable, a key of a file."""
+    """An option's words for typer, and their source: a flag as written, a variable, a key of a
+    file.
+    """
 
     words: tuple[str, ...]
     source: str
@@ -52,16 +53,17 @@ class OptionValue:
 
 @dataclass
 class Resolved:
-    """A command line after `resolve`, its single writer."""
+    """A resolved command line."""
 
     words: list[str]
     choices: dict[str, OptionValue] = field(default_factory=dict)  # by parameter
-    notes: list[str] = field(default_factory=list)  # on what has no effect
+    notes: list[str] = field(default_factory=list)  # about options without effect
 
 
 def resolve(root: TyperGroup, words: Sequence[str]) -> Resolved:
-    """Resolve a whole command line. Errors: `ConfigError` for unknown names, for what is refused,
-    and for the file."""
+    """Resolve a command line. Errors: `ConfigError` for unknown names, refused options and the
+    file.
+    """
     command, path, rest = find_command(root, words)
     if isinstance(command, TyperGroup):
         return Resolved(list(words))
@@ -79,7 +81,7 @@ def resolve(root: TyperGroup, words: Sequence[str]) -> Resolved:
         line = with_model(line, names)
         levels[-1] = list(line.given)
     model = line.positional[0] if takes_model and line.positional else None
-    if model is not None:  # it stands for itself, whatever the file and the environment say
+    if model is not None:  # MODEL overrides --model in the file and the environment
         for level in levels[:-1]:
             level[:] = [item for item in level if item.name not in _MODEL_NAMES]
     resolved = Resolved([])
@@ -94,7 +96,7 @@ def find_command(
     root: TyperGroup,
     words: Sequence[str],
 ) -> tuple[TyperCommand | TyperGroup, list[str], list[str]]:
-    """The innermost command that `words` name, the words up to it, and the others."""
+    """Return the innermost command in `words`, the words up to it, and the rest."""
     command: Any = root
     for place, word in enumerate(words):
         if not isinstance(command, TyperGroup):
@@ -107,7 +109,7 @@ def find_command(
 
 
 def options_of(command: TyperCommand) -> list[Option]:
-    """The options of a command: its parameters, and what its tables of flags say of them."""
+    """Return the options of a command, from its parameters and flags."""
     table: Sequence[Flag] = getattr(command.callback, "flags", ())
     flags: dict[str | None, Flag] = {flag.field: flag for flag in table}
     parameters = [one for one in command.params if one.param_type_name == "option"]
@@ -118,7 +120,7 @@ def options_of(command: TyperCommand) -> list[Option]:
 
 
 def _of_file(given: Sequence[Given], names: OptionNames) -> list[Given]:
-    """The options in the file of --config. Errors: `ConfigError` for the file and its keys."""
+    """Read the options in the file of --config. Errors: `ConfigError` for the file and its keys."""
     if "--config" not in names.own:
         return []
     named = [item.values[0] for item in given if item.name == "--config"]
@@ -151,7 +153,7 @@ def _read_file(path: str) -> dict[str, Any]:
 
 
 def _of_key(name: str, kind: Kind, value: Any, *, source: str) -> Given:
-    """A key of the file as an option. Errors: `ConfigError` for a value of another type."""
+    """Read a key of the file as an option. Errors: `ConfigError` for a value of another type."""
     if kind is Kind.SWITCH:
         if not isinstance(value, bool):
             raise ConfigError(f"{source} is {value!r}; allowed: true or false")
@@ -184,8 +186,9 @@ def _of_environment(options: Sequence[Option]) -> list[Given]:
 
 
 def _is_service_link(name: str, text: str) -> bool:
-    """Whether Kubernetes has set a variable, for a service of the name `negamax`: one of them is
-    NEGAMAX_PORT=tcp://10.0.0.1:8000."""
+    """Check for variables that Kubernetes sets for a service called `negamax`, such as
+    NEGAMAX_PORT=tcp://10.0.0.1:8000.
+    """
     return name.startswith(f"{PREFIX}SERVICE_") or text.startswith(("tcp://", "udp://", "sctp://"))
 
 
@@ -209,8 +212,10 @@ def _translated(
     model: str | None,
     notes: list[str],
 ) -> list[list[Given]]:
-    """The levels with our own options only: those that others mean come first, so that ours win,
-    but for what a translation puts `over` them. Adds to `notes`."""
+    """Replace other servers' options by ours and add to `notes`.
+
+    Ours override the translations, except for those in `Translation.over`.
+    """
     own = [[item for item in level if item.name in names.own] for level in levels]
     chosen = {name: choice.words for name, choice in _choose(own, names).items() if choice.words}
     line = {name: words[-1].partition("=")[2] for name, words in chosen.items()}
@@ -241,7 +246,7 @@ def _translated(
 
 
 def _once_each(items: Sequence[Given], names: OptionNames) -> list[Given]:
-    """One item for each name."""
+    """Merge items of the same name."""
     found: dict[str, Given] = {}
     for item in items:
         before = found.get(item.name)
@@ -249,12 +254,13 @@ def _once_each(items: Sequence[Given], names: OptionNames) -> list[Given]:
     return list(found.values())
 
 
-# The choice
+# Precedence
 
 
 def _choose(levels: Sequence[Sequence[Given]], names: OptionNames) -> dict[str, OptionValue]:
-    """The words for each option: those of the last level that says something of it, or of all
-    where a list adds up."""
+    """Choose the words for each option: those of the last level that has it, or of all levels where
+    a list adds up.
+    """
     chosen: dict[str, OptionValue] = {}
     for level in levels:
         found: dict[str, Given] = {}

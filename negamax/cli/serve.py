@@ -30,9 +30,7 @@ def _check(*, engine: EngineOptions, server: ServerOptions) -> None:
 
 @with_options(check=_check)
 def command(*, engine: EngineOptions, server: ServerOptions) -> None:
-    """Serve until SIGINT or SIGTERM. Keys may also stand in the environment variable
-    NEGAMAX_API_KEY.
-    """
+    """Serve until SIGINT or SIGTERM. NEGAMAX_API_KEY may hold keys."""
     started = time.monotonic()
     log.setup(engine.log_level, engine.log_format)
     if engine.node_rank:
@@ -74,9 +72,7 @@ def _serve(engine_options: EngineOptions, server_options: ServerOptions, *, star
 
 
 def _announce(line: str) -> None:
-    """Say that the server is ready, on standard output, or in the log where nobody can be told
-    there.
-    """
+    """Print that the server is ready; log it where standard output cannot be written."""
     try:
         print(line, flush=True)
     except OSError as error:

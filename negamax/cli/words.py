@@ -23,18 +23,18 @@ class Option:
 
     name: str  # the parameter
     key: str  # in files and environment variables
-    flag: str  # what typer is given
+    flag: str  # for typer
     kind: Kind
     names: tuple[str, ...]
     opposites: tuple[str, ...]
     turns_off: bool
     adds_up: bool
     is_secret: bool
-    takes_many: bool  # values after one flag
+    takes_many: bool  # several values may follow one flag
 
     @classmethod
     def of(cls, parameter: Any, flag: Flag | None) -> Option:
-        """Make it from typer's parameter, and from the flag of its field where it has one."""
+        """Make it from typer's parameter and the flag of its field, if it has one."""
         has_field = flag is not None
         flag = flag or Flag("", "", field=parameter.name)
         listed = next((name for name in parameter.opts if name.startswith("--")), parameter.opts[0])
@@ -70,7 +70,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a name says: an option, or of a switch its opposite."""
+    """An option that a name stands for, or the opposite of a switch."""
 
     option: Option
     is_opposite: bool = False
@@ -78,7 +78,7 @@ class Meaning:
 
 @dataclass(frozen=True)
 class Given:
-    """A name and its values; `is_set` False: a switch that is off. `source` is for people."""
+    """A name with its values and, for messages, its source. `is_set`: of a switch."""
 
     name: str
     values: tuple[str, ...]
@@ -87,13 +87,13 @@ class Given:
 
     @property
     def shown(self) -> str:
-        """The option and its value, as given; the value of a secret is left out."""
+        """The option and its value for messages, without the value of a secret."""
         if not self.values or self.name.endswith(_SECRETS):
             return self.source
         return f"{self.source} is {' '.join(self.values)[:60]!r}"
 
     def parsed(self, kind: Kind) -> Any:
-        """Its value as a boolean, a list, a text, or what its JSON holds. Errors: `ConfigError`."""
+        """Return its value as a boolean, list, text or JSON value. Errors: `ConfigError`."""
         if kind is Kind.SWITCH:
             return self.is_set
         if kind is Kind.LIST:
@@ -109,7 +109,7 @@ class Given:
 
 
 def merged(first: Given, second: Given, kind: Kind) -> Given:
-    """Two of a name as one: the values of both lists, two JSON objects as one, else the later."""
+    """Merge two items of one name: join lists, merge JSON objects, else take the later."""
     if kind is Kind.LIST:
         return replace(second, values=(*first.values, *second.values))
     if kind is not Kind.JSON:
@@ -121,14 +121,14 @@ HELP = Option("help", "help", "--help", Kind.SWITCH, ("--help", "-h"), (), *[Fal
 
 
 def nearest(word: str, known: Sequence[str]) -> str | None:
-    """'did you mean X?' for the one of `known` that is spelled much like `word`."""
+    """Return 'did you mean X?' for the most similar name, or None."""
     names = {name.lstrip("-"): name for name in known}
     matches = difflib.get_close_matches(word.lstrip("-"), names, n=1, cutoff=_SIMILARITY)
     return f"did you mean {names[matches[0]]}?" if matches else None
 
 
 class OptionNames:
-    """All names that a command knows: those of its own options, and of other servers'."""
+    """All names that a command takes: of its own options and of other servers'."""
 
     def __init__(self, options: Sequence[Option], foreign: Mapping[str, Foreign]) -> None:
         self.options = options
@@ -139,20 +139,20 @@ class OptionNames:
         self.foreign = foreign
 
     def kind(self, name: str) -> Kind:
-        """What follows `name`."""
+        """Return what follows `name`."""
         return self.own[name].option.kind if name in self.own else self.foreign[name].kind
 
     def key_of(self, name: str) -> str | None:
-        """The key of an option of ours."""
+        """Return the key of an option of ours."""
         return self.own[name].option.key if name in self.own else None
 
     def of_key(self, key: str) -> str | None:
-        """The name that a file's key stands for."""
+        """Return the name for a key of a file."""
         name = _name_of(key)
         return name if name in self.own or name in self.foreign else None
 
     def suggestions(self) -> list[str]:
-        """The names worth suggesting: those with an effect, or a reason to have none."""
+        """Return the names worth suggesting: all but opposites and refused options."""
         ours = [name for name, meaning in self.own.items() if not meaning.is_opposite]
         ignored = [name for name, entry in self.foreign.items() if entry.remedy is None]
         return [name for name in (*ours, *ignored) if name.startswith("--")]
@@ -168,12 +168,12 @@ class Line:
 
 
 def is_model_option(option: Option) -> bool:
-    """Is it the --model of commands that take MODEL?"""
+    """Check for --model, which commands with MODEL have."""
     return option.name == "model_option"
 
 
 def split(words: Sequence[str], names: OptionNames) -> Line:
-    """Sort the words of a command line. Errors: `ConfigError` for a name that is not known."""
+    """Sort the words of a command line. Errors: `ConfigError` for an unknown name."""
     reader = _Reader(list(words), names)
     while reader.words:
         reader.read()
@@ -181,7 +181,7 @@ def split(words: Sequence[str], names: OptionNames) -> Line:
 
 
 def with_model(line: Line, names: OptionNames) -> Line:
-    """`line` where MODEL is the last word behind an option that takes many, as no other can be."""
+    """Take the last value of an option with several values as MODEL, which is missing."""
     for place in reversed(range(len(line.given))):
         item = line.given[place]
         takes_many = item.name in names.own and names.own[item.name].option.takes_many
@@ -249,8 +249,9 @@ class _Reader:
         return name if name in self.names.own or name in self.names.foreign else None
 
     def _values(self, kind: Kind, *, own: bool, name: str = "") -> list[str]:
-        """The words that belong to an option: of ours any word, as typer has it; of others none
-        that looks like an option."""
+        """Take the words that belong to an option: for ours any word, else none that looks like an
+        option.
+        """
         many = kind is Kind.LIST and (not own or self.names.own[name].option.takes_many)
         values = [self.words.pop(0)] if self.words and (own or _is_value(self.words[0])) else []
         while many and self.words and _is_value(self.words[0]):

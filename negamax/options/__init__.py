@@ -1,2 +1,1 @@
-"""Every option of the engine and the server. Flags, environment variables, TOML and Python share
-its name. These modules read no environment."""
+"""Options of the engine and the server, the same in flags, environment, TOML and Python."""

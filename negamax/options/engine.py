@@ -20,7 +20,7 @@ LOAD_FORMATS = ("auto", "safetensors", "synthetic")
 DEVICES = ("auto", "cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
 INDEX_CACHE_SHARDINGS = ("auto", "on", "off")
-# "balanced": sizes as they are given; latency is what vLLM calls interactivity
+# balanced: sizes as given; latency is vLLM's interactivity
 PERFORMANCE_MODES = ("balanced", "interactivity", "latency", "throughput")
 MAX_REPLICAS = 64
 MAX_PLACEMENT_SECONDS = 86400
@@ -418,13 +418,12 @@ class EngineOptions:
     def _check_weights(self) -> None:
         if self.num_hidden_layers is not None and self.load_format != "synthetic":
             raise ConfigError(
-                "--num-hidden-layers leaves layers of a checkpoint out; it is for synthetic "
-                "weights",
+                "--num-hidden-layers leaves layers out; it needs synthetic weights",
                 hint="add --load-format synthetic",
             )
         if self.weight_cache is not None and self.load_format == "synthetic":
             raise ConfigError(
-                "--weight-cache keeps what is read of a checkpoint; synthetic weights are drawn",
+                "--weight-cache keeps a checkpoint's weights; synthetic weights have no checkpoint",
                 hint="leave it out",
             )
 

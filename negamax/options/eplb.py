@@ -1,4 +1,4 @@
-"""When experts are moved between ranks: vLLM's `--eplb-config`, by its names."""
+"""Settings for moving experts between ranks, with the keys of vLLM's `--eplb-config`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from negamax.base.errors import ConfigError
 
 IN_ORDER = "trivial"  # of --init-expert-location
 RECORDER_MODES = ("off", "stat")
-# What becomes of experts: they stay where they are, it is counted how often each is chosen, or they
-# move between ranks, too.
+# Experts stay where they are; their selections are counted; they move between ranks, too.
 FIXED, COUNTED, MOVED = "fixed", "counted", "moved"
 _FLAG = "--eplb-config"
-# What other keys of vLLM's say is so anyway.
+# Keys of vLLM that ask for what is always so.
 _WITHOUT_EFFECT = {
     "use_async", "communicator", "enable_migration_batching", "log_balancedness_interval",
 }  # fmt: skip
@@ -23,14 +22,14 @@ _WITHOUT_EFFECT = {
 
 @dataclass(frozen=True)
 class EplbConfig:
-    """Steps are those that ran since the start. Errors of `read`: `ConfigError`."""
+    """When experts move, in steps since the start. Errors of `read`: `ConfigError`."""
 
-    window_size: int = 1000  # steps whose routing counts
+    window_size: int = 1000  # steps whose selections count
     step_interval: int = 3000  # steps between two rebalances
-    # slots for copies of experts, of all ranks together, in each layer
+    # slots for copies of experts in each layer, over all ranks
     num_redundant_experts: int = 0
     log_balancedness: bool = False
-    # SGLang's: above this balancedness nothing is moved
+    # SGLang's: nothing moves above this balancedness
     min_rebalancing_utilization_threshold: float = 1.0
 
     @staticmethod

@@ -117,4 +117,5 @@ def check_options(options: Any) -> None:
             raise ConfigError(f"{name} is {value!r}; allowed: an object, {{key: value}}")
         has_limits = (flag.least, flag.most, flag.above) != (None, None, None)
         if has_limits and not flag.allows(value):
-            raise ConfigError(f"{name} is {value}; allowed: {flag.limits}")
+            shown = f"{value:g}" if isinstance(value, float) else value
+            raise ConfigError(f"{name} is {shown}; allowed: {flag.limits}")

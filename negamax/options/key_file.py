@@ -8,8 +8,11 @@ from negamax.base.errors import ConfigError
 
 
 def keys_of_file(path: str | None) -> tuple[str, ...]:
-    """One key per line; empty lines and lines with # are left out. Errors: `ConfigError` for a file
-    that cannot be read, holds no key, or holds one that no header can carry."""
+    """Read one key per line; skip empty lines and lines with #.
+
+    Errors: `ConfigError` for a file that cannot be read, has no key, or has one no header can
+    carry.
+    """
     if path is None:
         return ()
     try:
@@ -27,7 +30,7 @@ def keys_of_file(path: str | None) -> tuple[str, ...]:
 
 
 def check_keys(keys: tuple[str, ...]) -> None:
-    """Errors: `ConfigError` for a key that no header can carry."""
+    """Refuse keys that no header can carry. Errors: `ConfigError`."""
     if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in keys):
         raise ConfigError(
             "an API key is empty or has characters that no header can carry; allowed: printable "

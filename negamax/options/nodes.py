@@ -1,4 +1,4 @@
-"""Over how many machines the ranks of an engine are spread, and where these meet."""
+"""The machines that an engine's ranks are spread over, and their meeting point."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from negamax.options.parallel import ParallelOptions
 
 MASTER_PORT = 29501  # as in vLLM
 MOST_NODES = 64
-KEY_VARIABLE = "NEGAMAX_NODE_KEY"  # what nodes know each other by
+KEY_VARIABLE = "NEGAMAX_NODE_KEY"  # a secret that all nodes share
 MP, RAY = "mp", "ray"
-LAUNCHERS = (MP, RAY)  # of the other nodes' agents: whoever starts the command there, or Ray
+LAUNCHERS = (MP, RAY)  # that start the other nodes' agents: the command there, or Ray
 
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """A node is a machine with an equal share of the ranks. Node 0 has the server, the scheduler
-    and the first ranks. Errors: `ConfigError` with the setting that works.
+    """Nodes: machines with an equal number of ranks. Node 0 has the server and the scheduler.
+
+    Errors: `ConfigError` with a setting that works.
     """
 
     nnodes: int = 1
     node_rank: int = 0
-    master_addr: str | None = None  # an address of node 0, which all others reach
+    master_addr: str | None = None  # an address of node 0 that all nodes reach
     master_port: int = MASTER_PORT  # the first of several on node 0
-    interface: str | None = None  # of the network; None: on the way to master_addr
+    interface: str | None = None  # of the network; None: the one towards master_addr
     allow_cross_node_tp: bool = False
-    launcher: str = MP  # RAY: it finds the machines, and knows their addresses
+    launcher: str = MP  # RAY: Ray chooses the machines
 
     def __post_init__(self) -> None:
         if not 1 <= self.nnodes <= MOST_NODES:
@@ -53,7 +54,7 @@ class NodeOptions:
             )
 
     def check(self, parallel: ParallelOptions) -> None:
-        """Refuse what cannot be spread over these nodes. Errors: `ConfigError`."""
+        """Refuse ranks that cannot be spread over these nodes. Errors: `ConfigError`."""
         nodes, ranks, tensor = self.nnodes, parallel.num_ranks, parallel.tensor_parallel_size
         if nodes == 1:
             return

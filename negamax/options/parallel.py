@@ -1,4 +1,4 @@
-"""How a model is split over ranks: the sizes, and what can be said of them without a model."""
+"""Sizes that split a model over ranks, and the checks that need no model."""
 
 from __future__ import annotations
 
@@ -6,40 +6,37 @@ from dataclasses import dataclass
 
 from negamax.base.errors import ConfigError
 
-# Numbers of ranks that published models are split over, and that refusals offer; what else a model
-# takes is said by `parallel/split.py`, which knows it.
+# Sizes that split published models and that refusals offer; `parallel/split.py` knows others.
 USUAL_SIZES = (1, 2, 4, 8, 16)
 
 
-# How data-parallel ranks send tokens to experts: by NCCL, or by kernels that write the memory of
-# other GPUs.
+# How data-parallel ranks send tokens to experts: NCCL, or kernels that write to other GPUs' memory.
 ALL2ALL_BACKENDS = ("allgather_reducescatter", "one_sided")
 
 
 def _usual(size: int) -> int:
-    """The largest usual size up to `size`."""
+    """Return the largest usual size up to `size`."""
     return max(each for each in USUAL_SIZES if each <= max(1, size))
 
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """Numbers of ranks; their names are those of vLLM's options. Errors: `ConfigError` with the
-    reason and the nearest setting that works.
-    """
+    """Numbers of ranks, named as in vLLM. Errors: `ConfigError` with a size that works."""
 
     tensor_parallel_size: int = 1
-    enable_expert_parallel: bool = False  # over all ranks that share the experts of a layer
-    # ranks that experts are split over, the others cut each expert; None: 1, or all of them
+    # whole experts, over all ranks that share a layer's experts
+    enable_expert_parallel: bool = False
+    # ranks that experts are split over; the others shard each expert; None: 1, or all of them
     expert_parallel_size: int | None = None
-    # groups of tensor-parallel ranks, each with requests of its own; experts are shared by all
+    # groups of tensor-parallel ranks with their own requests; all share the experts
     data_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     pp_layer_partition: str | None = None  # layers of each stage, "16,16,15,15"; None: even
-    # groups of tensor-parallel ranks that share out the tokens of prompts
+    # groups of tensor-parallel ranks that split the tokens of prompts (PCP)
     prefill_context_parallel_size: int = 1
-    # of the ranks with copies of one KV head: how many share out the blocks of its cache
+    # ranks with copies of one KV head that split the blocks of its cache (DCP)
     decode_context_parallel_size: int = 1
-    # neighbouring tokens that lie on the same one of these; None: those of a block
+    # consecutive tokens on one of these ranks; None: those of a block
     cp_kv_cache_interleave_size: int | None = None
     redundant_experts: int = 0  # slots of each layer for copies of experts
 
@@ -96,9 +93,7 @@ class ParallelOptions:
             )
 
     def check_interleave(self, block_size: int) -> None:
-        """Errors: `ConfigError` where ranks that share out a cache in blocks of `block_size` tokens
-        are asked for other parts of it.
-        """
+        """Refuse an interleave other than the block size. Errors: `ConfigError`."""
         size = self.cp_kv_cache_interleave_size
         if self.decode_context_parallel_size > 1 and size not in (None, block_size):
             raise ConfigError(
@@ -109,9 +104,7 @@ class ParallelOptions:
 
     @property
     def layers_of_stages(self) -> tuple[int, ...]:
-        """How many layers each pipeline stage has; empty: as even as can be. Errors:
-        `ConfigError`.
-        """
+        """The number of layers of each pipeline stage; empty: even. Errors: `ConfigError`."""
         given, stages = self.pp_layer_partition, self.pipeline_parallel_size
         if given is None:
             return ()

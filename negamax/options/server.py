@@ -69,7 +69,7 @@ class ServerOptions:
         FORMAT,
         "Encode control tokens spelled in messages as control tokens. Only for clients you trust.",
     )
-    # their choices follow from the model families: the command adds them
+    # the model families define the choices of the next two: the command adds them
     tool_call_parser: str = option(
         "auto", FORMAT, "Parse tool calls in this format; auto: the model's."
     )

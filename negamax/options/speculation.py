@@ -1,4 +1,4 @@
-"""What proposes draft tokens, and how many: vLLM's `--speculative-config`, with its names."""
+"""Settings for draft tokens, with the keys of vLLM's `--speculative-config`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from negamax.base.errors import ConfigError
 EAGLE3, NGRAM = "eagle3", "ngram"
 METHODS = (EAGLE3, NGRAM)
 DEFAULT_DRAFT_TOKENS = 3
-# A row that verifies has one query more, and block-sparse attention takes up to 16 of a row.
+# A row to verify has one query more, and block-sparse attention takes at most 16 of a row.
 MAX_DRAFT_TOKENS = 15
 MAX_LOOKUP = 32
 
@@ -30,7 +30,7 @@ _KEYS = {
     *_EAGLE3_KEYS, *_NGRAM_KEYS, *_SYNTHETIC_KEYS,
 }  # fmt: skip
 _DRAFT_RUNS = "a draft runs as its model does, in the same steps and graphs"
-# Keys of vLLM's that change no token of an answer: why nothing is to be done.
+# Keys of vLLM that change no token of an answer, and why they have no effect.
 _WITHOUT_EFFECT = {
     **dict.fromkeys(("enforce_eager", "disable_padded_drafter_batch"), _DRAFT_RUNS),
     **dict.fromkeys(("attention_backend", "moe_backend", "kv_cache_dtype"), _DRAFT_RUNS),
@@ -50,44 +50,42 @@ _REJECTION_METHODS = {
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """How tokens are guessed ahead. `read` makes it from what a user types."""
+    """How draft tokens are proposed. `read` makes it from the option."""
 
     method: str  # one of METHODS
-    num_speculative_tokens: int = DEFAULT_DRAFT_TOKENS  # at most so many in a row of a step
-    is_default_length: bool = False  # the command names none: a draft's files may
-    adaptive: bool = True  # fewer of them where measured times say that this is faster
-    model: str | None = None  # of a draft model: as the user names it, then its folder
+    num_speculative_tokens: int = DEFAULT_DRAFT_TOKENS  # limit for a row of a step
+    is_default_length: bool = False  # the option gives no number: the draft's files may
+    adaptive: bool = True  # propose fewer where measured times say it is faster
+    model: str | None = None  # of a draft model: name, later its folder
     revision: str | None = None  # of a draft model on a hub
-    draft_lm_head_quantization: str | None = None  # of a draft model's head alone: "fp8"
-    # probabilistic: of requests with a temperature a draft draws, by their own random numbers
+    draft_lm_head_quantization: str | None = None  # of a draft model's head: "fp8"
+    # probabilistic: a draft samples for requests with a temperature, with their own random numbers
     draft_sample_method: str = "greedy"
-    # the layers whose input a draft model reads, in place of what its config says
+    # layers whose input a draft model reads; None: those of its config
     aux_layer_ids: tuple[int, ...] | None = None
-    prompt_lookup_min: int = 5  # tokens that must occur before, and at most are compared
+    prompt_lookup_min: int = 5  # fewest and most tokens that must repeat
     prompt_lookup_max: int = 5
-    # For benchmarks: by place in the draft, the share of drafts that count as right up to there,
-    # whatever they are. None: drafts are compared.
+    # For benchmarks: acceptance rate by position in the draft. None: drafts are verified.
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     notes: tuple[str, ...] = ()  # keys without effect, and why
 
     @property
     def synthetic_acceptance_length(self) -> float | None:
-        """Tokens per verified row, on average; None: as many as are right."""
+        """Mean tokens per verified row; None: drafts are verified."""
         rates = self.synthetic_acceptance_rates
         return None if rates is None else 1.0 + sum(rates)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """How many draft tokens the rows of a step may have, beside none, in ascending order; each
-        number takes graphs of its own.
-        """
+        """Possible numbers of draft tokens of a step's rows, ascending; each has its own graphs."""
         most = self.num_speculative_tokens
         few = {number for number in (1, 2, 3, -(-most // 2)) if number < most}
         return (*sorted(few), most) if self.adaptive else (most,)
 
     def as_long_as(self, num_tokens: int | None) -> SpeculationConfig:
-        """With the number of tokens that a draft's files say, where the command says none. Errors:
-        `ConfigError` for a number beyond the limit.
+        """Apply the number of tokens in a draft's files where the option gives none.
+
+        Errors: `ConfigError` for a number above the limit.
         """
         if num_tokens is None or not self.is_default_length:
             return self
@@ -101,15 +99,13 @@ class SpeculationConfig:
 
     @staticmethod
     def read(fields: Mapping[str, Any], *, tensor_parallel_size: int = 1) -> SpeculationConfig:
-        """From the object that `--speculative-config` holds; null is a key left out. Errors:
-        `ConfigError` with value, limit and remedy.
-        """
+        """Read `--speculative-config`; null leaves a key out. Errors: `ConfigError`."""
         given = {key: value for key, value in fields.items() if value is not None}
         method = _method(given)
         notes = tuple(f"{_FLAG}: {key} has no effect: {_WITHOUT_EFFECT[key]}"
                       for key in given if key in _WITHOUT_EFFECT)  # fmt: skip
         _check_keys(given, method)
-        # SGLang counts the token in front of them, too
+        # SGLang also counts the token before the draft
         rows = _integer(given, "num_draft_tokens", DEFAULT_DRAFT_TOKENS + 1, None)
         count = _integer(given, "num_speculative_tokens", max(1, rows - 1), MAX_DRAFT_TOKENS)
         ranks = _integer(given, "draft_tensor_parallel_size", tensor_parallel_size, None)
@@ -145,7 +141,7 @@ class SpeculationConfig:
 
 
 def _method(given: Mapping[str, Any]) -> str:
-    """The method, which the model says where it is not named, as in vLLM."""
+    """Return the method; where it is missing, the model decides, as in vLLM."""
     method, model = _text(given, "method"), _text(given, "model")
     if method is None:
         if model is None:
@@ -183,7 +179,7 @@ def _check_keys(given: Mapping[str, Any], method: str) -> None:
 
 
 def _lookup(given: Mapping[str, Any]) -> tuple[int, int]:
-    """How many tokens are looked up, at least and at most: 5, and one that is given for both."""
+    """Return the fewest and most tokens to look up: 5 each, or the given one for both."""
     either = given.get("prompt_lookup_max", given.get("prompt_lookup_min", 5))
     low, high = (
         _integer({key: either, **given}, key, 5, MAX_LOOKUP)
@@ -205,7 +201,7 @@ def _layer_ids(given: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 
 def _synthetic_rates(given: Mapping[str, Any], count: int) -> tuple[float, ...] | None:
-    """The rates of vLLM's keys; a mean length becomes the schedule with the least variance."""
+    """Return the rates of vLLM's keys; for a mean length those with the least variance."""
     method = str(given.get("rejection_sample_method", "standard")).lower()
     if method not in _REJECTION_METHODS:
         _refuse("rejection_sample_method", method, ", ".join(_REJECTION_METHODS))

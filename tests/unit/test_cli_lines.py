@@ -11,7 +11,7 @@ import pytest
 
 from negamax.base.errors import ConfigError
 from negamax.cli.chat_session import talk
-from negamax.cli.lines import print_json, print_line, read_text
+from negamax.cli.io import print_json, print_line, read_text
 from negamax.cli.main import main
 
 TEXT = "  ok    hub   /a/folder/that-is-not-broken, 60 GiB free"

@@ -1,0 +1,100 @@
+"""Text and files of the commands: what they print, read and show while a model loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from negamax.base.errors import ConfigError
+from negamax.base.progress import CLEAR_LINE
+
+if TYPE_CHECKING:
+    from negamax.options.engine import EngineOptions
+    from negamax.scheduler.request import SamplingParams
+
+_ANY_VOCABULARY = 2**31  # the model's size is not known yet
+
+
+def print_line(text: str, *, indent: int = 0) -> None:
+    """Print a line, wrapped to the terminal's width; outside a terminal it stays one line.
+
+    Further lines begin with `indent` spaces, at most a third of the width. Words stay whole.
+    """
+    if not sys.stdout.isatty():
+        print(text)
+        return
+    width = shutil.get_terminal_size().columns
+    print(
+        textwrap.fill(
+            text,
+            width=width,
+            subsequent_indent=" " * min(indent, width // 3),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    )
+
+
+def print_json(answer: Any) -> None:
+    """Print `answer` on one line, in UTF-8 whatever the locale is."""
+    try:
+        line = json.dumps(answer, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # a lone surrogate
+        line = json.dumps(answer).encode()
+    sys.stdout.flush()
+    sys.stdout.buffer.write(line + b"\n")
+    sys.stdout.flush()
+
+
+def read_text() -> str:
+    """Read standard input as UTF-8. Errors: `ConfigError`."""
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"standard input is no UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}"
+        ) from None
+
+
+def read_tools(path: Path) -> list[dict[str, Any]]:
+    """Read the file of --tools: a JSON list of tools, as in a request. Errors: `ConfigError`."""
+    try:
+        tools = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--tools {path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--tools {path} is no JSON: {error}") from None
+    if tools is None:
+        return []
+    if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools):
+        return tools
+    is_list = isinstance(tools, list)
+    found = "a list with other values in it" if is_list else f"a JSON {type(tools).__name__}"
+    raise ConfigError(
+        f"--tools {path} holds {found}; a list of tool objects is needed",
+        hint="as `tools` in a request",
+    )
+
+
+def check_sampling(sampling: SamplingParams, engine: EngineOptions) -> None:
+    """Refuse parameters that no model takes. Errors: `InvalidRequestError`."""
+    sampling.check(max_logprobs=engine.max_logprobs, vocab_size=_ANY_VOCABULARY)
+
+
+@contextmanager
+def loading(model: str) -> Iterator[None]:
+    """Show a line on a terminal until the model is loaded or `base.progress` replaces it."""
+    is_shown = sys.stderr.isatty()
+    if is_shown:
+        print(f"loading {model} ...", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if is_shown:
+            print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
