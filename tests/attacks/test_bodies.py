@@ -122,7 +122,7 @@ def dear_bodies(scale: int) -> dict[str, tuple[str, bytes]]:
 
 
 @pytest.mark.parametrize("name", dear_bodies(1000))
-def test_others_go_on_while_a_dear_body_is_read(server: Server, name: str) -> None:
+def test_others_continue_while_an_expensive_body_is_read(server: Server, name: str) -> None:
     dear = dear_bodies(5)[name]
     answer = unnoticed(server, lambda: post(server, *dear), gap=GAP)
     assert answer.status_code in (200, 400)
@@ -130,7 +130,9 @@ def test_others_go_on_while_a_dear_body_is_read(server: Server, name: str) -> No
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", dear_bodies(1000))
-def test_others_go_on_while_a_body_of_the_largest_size_is_read(server: Server, name: str) -> None:
+def test_others_continue_while_a_body_of_the_largest_size_is_read(
+    server: Server, name: str
+) -> None:
     dear = dear_bodies(1)[name]
     answer = unnoticed(server, lambda: post(server, *dear), gap=FULL_GAP)
     assert answer.status_code in (200, 400, 413)

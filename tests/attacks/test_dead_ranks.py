@@ -36,9 +36,7 @@ def mortal_ranks(tmp_path_factory: pytest.TempPathFactory, held: Path) -> Iterat
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
-def test_rank_that_dies_while_nobody_asks_is_noticed_and_replaced(
-    mortal_ranks: Server, held: Path, rank: int
-) -> None:
+def test_rank_that_dies_while_idle_is_replaced(mortal_ranks: Server, held: Path, rank: int) -> None:
     engine = mortal_ranks.engine_pid()
     with mortal_ranks.http() as http:
         assert eventually(lambda: http.get("/readyz").status_code == 200)
@@ -56,7 +54,7 @@ def test_rank_that_dies_while_nobody_asks_is_noticed_and_replaced(
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
-def test_rank_that_dies_under_streams_ends_them_with_what_may_be_retried(
+def test_rank_that_dies_during_streams_ends_them_with_a_retryable_error(
     mortal_ranks: Server, rank: int
 ) -> None:
     victim = ranks_of(mortal_ranks.engine_pid())[rank]
@@ -66,7 +64,7 @@ def test_rank_that_dies_under_streams_ends_them_with_what_may_be_retried(
     wait_until_ready(mortal_ranks)
 
 
-def test_stopped_rank_shows_in_readiness_before_anybody_asks(mortal_ranks: Server) -> None:
+def test_stopped_rank_makes_the_server_unready(mortal_ranks: Server) -> None:
     engine = mortal_ranks.engine_pid()
     victim = ranks_of(engine)[1]
     with mortal_ranks.http() as http:

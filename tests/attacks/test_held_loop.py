@@ -139,13 +139,13 @@ def check(body: bytes) -> None:
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_a_long_text_holds_nobody_up(unit: str) -> None:
+def test_a_long_text_does_not_block_the_loop(unit: str) -> None:
     check(question(repeated(UNITS[unit], 20 * MiB)))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("unit", UNITS)
-def test_a_text_of_the_largest_size_holds_nobody_up(unit: str) -> None:
+def test_a_text_of_the_largest_size_does_not_block_the_loop(unit: str) -> None:
     check(question(repeated(UNITS[unit], 32 * MiB - 100)))
 
 
@@ -153,21 +153,21 @@ def test_one_wide_character_does_not_make_a_long_text_four_times_as_long() -> No
     check(question(repeated("word ", 20 * MiB) + "😀"))
 
 
-def test_a_long_text_with_half_a_character_holds_nobody_up() -> None:
+def test_a_long_text_with_half_a_character_does_not_block_the_loop() -> None:
     check(question(repeated("word ", 20 * MiB) + "\\ud83d"))
 
 
-def test_many_texts_hold_nobody_up() -> None:
+def test_many_texts_do_not_block_the_loop() -> None:
     message = {"role": "user", "content": repeated("]~b]", 4000)}
     for count in (1000, 8000):  # the largest admissible size, and a larger one
         check(json.dumps({"messages": [message] * count}).encode())
 
 
-def test_the_longest_admissible_text_of_control_tokens_holds_nobody_up() -> None:
+def test_the_longest_text_of_control_tokens_does_not_block_the_loop() -> None:
     check(question(repeated("]~b]", LIMITS.chars - 100) + "😀"))
 
 
-def test_a_long_image_is_no_text() -> None:
+def test_a_long_image_does_not_count_as_text() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * (20 * MiB)}}
     parts = [image, {"type": "text", "text": "What is this?"}]
     body = json.dumps({"messages": [{"role": "user", "content": parts}]}).encode()

@@ -43,7 +43,7 @@ def requests(*, has_gone_on: bool) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("path", requests(has_gone_on=False))
-def test_thoughts_beyond_the_window_are_refused_as_they_unpack(server: Server, path: str) -> None:
+def test_too_long_hidden_thoughts_are_refused_while_unpacking(server: Server, path: str) -> None:
     before = resident_bytes(server)
     body = requests(has_gone_on=False)[path]
     with server.http() as http:

@@ -68,7 +68,7 @@ def last_lines(http: httpx.Client, begun: threading.Event) -> tuple[list[str], f
     return lines, time.monotonic()
 
 
-def test_leader_that_goes_on_in_time_stays(two: Server) -> None:
+def test_first_process_that_resumes_in_time_stays(two: Server) -> None:
     family = children_of(two)
     with member_of(two) as http:
         for _ in range(2):
@@ -79,7 +79,7 @@ def test_leader_that_goes_on_in_time_stays(two: Server) -> None:
     assert children_of(two) == family
 
 
-def test_server_whose_every_process_was_stopped_goes_on(two: Server) -> None:
+def test_server_continues_after_all_its_processes_were_stopped(two: Server) -> None:
     """Like a paused container or a suspended machine."""
     family = [two.process.pid, *children_of(two)]
     for pid in family:
@@ -93,7 +93,7 @@ def test_server_whose_every_process_was_stopped_goes_on(two: Server) -> None:
     assert "sends no heartbeat" not in two.log
 
 
-def test_leader_that_stands_still_is_ended_by_its_children(two: Server) -> None:
+def test_hung_first_process_is_ended_by_its_children(two: Server) -> None:
     """Run last: it ends the shared server."""
     family = children_of(two)
     pool, begun = concurrent.futures.ThreadPoolExecutor(1), threading.Event()

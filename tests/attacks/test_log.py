@@ -14,7 +14,7 @@ from tests.e2e.conftest import STUB, eventually
 from tests.ports import free_port
 
 
-def test_unread_output_and_malformed_requests_hold_nobody_up() -> None:
+def test_unread_output_and_malformed_requests_block_nothing() -> None:
     port = free_port()
     read, write = os.pipe()
     os.close(read)  # the reader of the ready line is gone

@@ -75,9 +75,7 @@ def check_refusal(answer: httpx.Response) -> None:
     assert answer.json()["error"]["code"] == "address_limit"
 
 
-def test_an_address_over_its_rate_is_refused_and_its_neighbour_goes_on(
-    server: Server, port: int
-) -> None:
+def test_an_address_over_its_rate_is_refused_and_others_are_not(server: Server, port: int) -> None:
     def flood() -> list[int]:
         statuses = []
         with client_at(FLOODER, port) as http:
@@ -105,7 +103,7 @@ def test_an_address_over_its_rate_is_refused_and_its_neighbour_goes_on(
 
 
 @pytest.mark.full
-def test_an_address_has_so_many_open_requests_and_no_more(port: int) -> None:
+def test_open_requests_of_an_address_are_limited(port: int) -> None:
     tls = ssl.create_default_context()
     tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
     head = (

@@ -43,7 +43,7 @@ SCHEMAS = {
 
 @pytest.mark.parametrize("place", ["tools", "response_format"])
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_a_schema_that_expands_without_end_holds_up_nobody(
+def test_an_endlessly_expanding_schema_blocks_nobody(
     server: Server, http: httpx.Client, name: str, place: str
 ) -> None:
     body: dict[str, Any] = {
@@ -101,7 +101,7 @@ SAID = {"messages": [{"role": "user", "content": "Hi"}]}
         ),
     ],
 )
-def test_a_schema_of_nothing_but_itself_is_refused_before_anything_is_said(
+def test_a_self_referring_schema_is_refused_before_the_answer(
     http: httpx.Client, path: str, fields: dict[str, Any]
 ) -> None:
     answer = http.post(path, json={"model": "nano", **fields})

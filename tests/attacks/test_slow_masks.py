@@ -59,7 +59,7 @@ def attack(server: Server, form: dict[str, Any], stop: threading.Event, answers:
         for name in FORMS
     ],
 )
-def test_slow_masks_of_one_stream_hold_up_no_other(
+def test_slow_masks_of_one_stream_delay_no_other(
     server: Server, http: httpx.Client, name: str
 ) -> None:
     def attack_for_a_while() -> None:

@@ -90,7 +90,7 @@ def test_aborts_reach_the_requests_of_the_same_key_alone(keyed: Server) -> None:
         list(other)
 
 
-def test_what_acts_on_all_needs_the_key_of_administrators(keyed: Server) -> None:
+def test_operations_on_all_need_the_admin_key(keyed: Server) -> None:
     with as_holder(keyed, "anna") as anna, as_holder(keyed, "root") as root:
         one = begin(anna)
         next(one)
@@ -114,7 +114,7 @@ def test_what_acts_on_all_needs_the_key_of_administrators(keyed: Server) -> None
             assert http.get("/flush_cache").status_code == 405
 
 
-def test_without_an_administrators_key_holders_of_keys_may_not_either(tmp_path: Path) -> None:
+def test_without_an_admin_key_nobody_is_administrator(tmp_path: Path) -> None:
     with (
         serving("--api-key", "anna", program=STUB, log_file=tmp_path / "log") as server,
         as_holder(server, "anna") as anna,
@@ -124,7 +124,7 @@ def test_without_an_administrators_key_holders_of_keys_may_not_either(tmp_path: 
         assert anna.post("/abort_request", json={"rid": "x"}).json() == {"num_aborted": 0}
 
 
-def test_responses_are_kept_for_their_own_key(keyed: Server) -> None:
+def test_responses_belong_to_their_key(keyed: Server) -> None:
     with (
         as_holder(keyed, "anna") as anna,
         as_holder(keyed, "bert") as bert,
@@ -197,7 +197,7 @@ def test_a_page_of_another_site_changes_nothing(
         assert answer.json()["error"]["code"] == "cross_site"
 
 
-def test_own_pages_and_programs_may(server: Server, http: httpx.Client) -> None:
+def test_own_pages_and_programs_are_allowed(server: Server, http: httpx.Client) -> None:
     body = {"messages": MESSAGES, "max_tokens": 1}
     for headers in (
         {"origin": server.url},
@@ -207,7 +207,7 @@ def test_own_pages_and_programs_may(server: Server, http: httpx.Client) -> None:
         assert http.post(CHAT, json=body, headers=headers).status_code == 200, headers
 
 
-def test_a_key_in_a_header_is_no_page_of_another_site(keyed: Server) -> None:
+def test_a_key_in_a_header_proves_that_no_page_sent_it(keyed: Server) -> None:
     with as_holder(keyed, "anna") as anna:
         body = {"messages": MESSAGES, "max_tokens": 1}
         assert (
@@ -228,7 +228,7 @@ def test_one_key_does_not_fill_the_queue_before_another(keyed: Server) -> None:
         anna.close()
 
 
-def test_nobody_overtakes_without_the_operators_option(http: httpx.Client) -> None:
+def test_priority_needs_the_option(http: httpx.Client) -> None:
     urgent = {"priority": -(2**31)}
     for path, body in (
         (CHAT, {"messages": MESSAGES, "max_tokens": 1}),

@@ -108,7 +108,7 @@ def test_aborts_end_what_their_own_key_asked_for(keyed: Server, one: int, other:
         assert len(list(running)) < FOREVER["max_tokens"]
 
 
-def test_what_the_processes_ask_each_other_is_nobody_elses(keyed: Server) -> None:
+def test_internal_routes_are_closed_to_clients(keyed: Server) -> None:
     for index in range(COUNT):
         with holder(keyed, "root", index) as root:
             for path in ("/internal/abort", "/internal/item"):

@@ -267,7 +267,7 @@ def test_10_04_a_conversation_that_grows_finds_its_prefix_in_the_cache(http: htt
     ],
     ids=str,
 )
-def test_11_root_stands_before_system(
+def test_11_root_precedes_system(
     http: httpx.Client, instructions: list[Any], order: list[str]
 ) -> None:
     messages = [*instructions, *QUESTION]
@@ -314,7 +314,7 @@ def test_plain_completions_follow_a_form(http: httpx.Client) -> None:
     )
 
 
-def test_reasoning_goes_where_it_was_asked_for(http: httpx.Client) -> None:
+def test_reasoning_is_placed_as_requested(http: httpx.Client) -> None:
     plain = answered(http, max_tokens=200)["choices"][0]["message"]
     split = answered(http, max_tokens=200, reasoning_split=True)["choices"][0]["message"]
     assert (

@@ -181,7 +181,7 @@ def test_tls_with_a_certificate_and_its_key(
     assert "--ssl-keyfile" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
-def test_public_address_without_a_key_when_told_so(tmp_path: Path) -> None:
+def test_public_address_without_a_key_needs_an_option(tmp_path: Path) -> None:
     with (
         serving(
             "--host", "0.0.0.0", "--allow-unauthenticated", program=STUB, log_file=tmp_path / "log"

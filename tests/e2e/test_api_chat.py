@@ -366,7 +366,7 @@ def test_without_tools_what_looks_like_a_call_is_text(http: httpx.Client, path: 
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_closer_that_closes_nothing_is_no_text(client: openai.OpenAI, streamed: bool) -> None:
+def test_unmatched_think_closer_is_not_text(client: openai.OpenAI, streamed: bool) -> None:
     closer = {
         "type": "token",
         "token": Tokenizer.from_folder(EMBEDDED["nano"]).token_id("</think>"),
@@ -385,7 +385,7 @@ def test_a_closer_that_closes_nothing_is_no_text(client: openai.OpenAI, streamed
     assert text == "One `</think>` two."
 
 
-def test_parsers_template_defaults_and_stream_interval_are_the_servers_to_choose(
+def test_server_options_set_parser_template_defaults_and_stream_interval(
     tmp_path: Path,
 ) -> None:
     options = ["--reasoning-parser", "minimax-append-think", "--stream-interval", "1000"]

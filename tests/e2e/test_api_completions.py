@@ -24,7 +24,7 @@ def test_every_shape_of_prompt_is_answered(client: openai.OpenAI) -> None:
         assert answer.usage.completion_tokens_details and answer.usage.prompt_tokens_details
 
 
-def test_sixteen_tokens_unless_told(client: openai.OpenAI) -> None:
+def test_default_limit_is_sixteen_tokens(client: openai.OpenAI) -> None:
     answer = client.completions.create(model=MODEL, prompt=PROMPT, extra_body={"ignore_eos": True})
     assert answer.usage and answer.usage.completion_tokens == 16
 
@@ -52,9 +52,7 @@ def test_streams_of_several_prompts_and_choices_add_up_to_the_whole_answer(
 
 
 @pytest.mark.parametrize("interval", [1, 5, 1000])
-def test_as_many_tokens_as_asked_for_are_sent_together(
-    client: openai.OpenAI, interval: int
-) -> None:
+def test_stream_interval_joins_tokens(client: openai.OpenAI, interval: int) -> None:
     extra = {"ignore_eos": True, "return_token_ids": True, "stream_interval": interval}
     for _ in range(10):  # the first is sent at once unless the machine stalls
         chunks = client.completions.create(
@@ -99,7 +97,7 @@ def test_echo_with_no_tokens_scores_the_prompt(client: openai.OpenAI) -> None:
         assert PROMPT[offset:].startswith(token)
 
 
-def test_logprobs_of_prompt_and_answer_stand_in_one_row(client: openai.OpenAI) -> None:
+def test_logprobs_of_prompt_and_answer_are_one_list(client: openai.OpenAI) -> None:
     answer = client.completions.create(
         model=MODEL,
         prompt=PROMPT,

@@ -142,7 +142,9 @@ def test_broken_body_is_a_400(http: httpx.Client, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("element", [b"{},", b"[],", b"0,"])
-def test_json_of_millions_of_elements_is_refused_unread(http: httpx.Client, element: bytes) -> None:
+def test_json_of_millions_of_elements_is_refused_without_decoding(
+    http: httpx.Client, element: bytes
+) -> None:
     content = b'{"messages": [' + element * 10_000_000 + b"0]}"
     assert "elements" in error_of(http.post(CHAT, content=content, headers=JSON), 400)["message"]
 
@@ -184,9 +186,7 @@ TOO_LONG = re.compile(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_prompt_over_the_window_is_a_400_in_words_that_clients_know(
-    http: httpx.Client, stream: bool
-) -> None:
+def test_too_long_prompt_is_a_400_with_the_known_text(http: httpx.Client, stream: bool) -> None:
     window = http.get("/v1/models").json()["data"][0]["max_model_len"]
     for text in ("word " * (window * 2), "word " * (window * 1000)):
         chat = {"model": MODEL, "messages": [{"role": "user", "content": text}], "stream": stream}
@@ -227,7 +227,7 @@ def test_unknown_route_and_method(http: httpx.Client) -> None:
     assert response.headers["allow"] == "POST"
 
 
-def test_request_id_is_the_clients_where_it_is_sane(http: httpx.Client) -> None:
+def test_valid_request_id_of_a_client_is_used(http: httpx.Client) -> None:
     assert (
         http.get("/v1/models", headers={"x-request-id": "trace-1"}).headers["x-request-id"]
         == "trace-1"

@@ -35,7 +35,7 @@ def events_of(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
     return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
 
 
-def test_text_and_its_token_ids_are_continued_alike(http: httpx.Client) -> None:
+def test_text_and_its_token_ids_give_the_same_answer(http: httpx.Client) -> None:
     by_text = generated(http, rid="mine")
     ids = http.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"]
     by_ids = generated(http, text=None, input_ids=ids)
@@ -54,7 +54,7 @@ def test_text_and_its_token_ids_are_continued_alike(http: httpx.Client) -> None:
     )
 
 
-def test_stream_repeats_what_was_said_and_ends_in_the_whole_answer(http: httpx.Client) -> None:
+def test_stream_is_cumulative_and_ends_with_the_whole_answer(http: httpx.Client) -> None:
     whole = generated(http)
     events = events_of(http)
     texts = [event["text"] for event in events]
@@ -80,7 +80,7 @@ def test_batch_and_choices_give_lists(http: httpx.Client) -> None:
     assert [last[index] for index in range(3)] == [answer["text"] for answer in batch]
 
 
-def test_stop_reasons_tell_what_matched(http: httpx.Client) -> None:
+def test_stop_reasons_name_the_match(http: httpx.Client) -> None:
     text = generated(http)["text"]
     word = text[len(text) // 2 :][:4]
     cut = generated(http, sampling_params={**GREEDY, "stop": word})

@@ -90,7 +90,7 @@ def responses() -> dict[str, Any]:
     ids=["chat", "messages", "responses"],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_images_cut_calls_and_halves_of_emoji_end_no_session(
+def test_images_truncated_calls_and_lone_surrogates_are_accepted(
     http: httpx.Client, path: str, body: dict[str, Any], stream: bool
 ) -> None:
     content = json.dumps({**body, "stream": stream}).encode().replace(b"half SMILE", RAW_SMILE)
@@ -100,7 +100,7 @@ def test_images_cut_calls_and_halves_of_emoji_end_no_session(
     assert "error" not in answer.text or '"error":null' in answer.text
 
 
-def test_the_model_reads_notes_raw_arguments_and_replacement_characters(http: httpx.Client) -> None:
+def test_prompt_has_notes_raw_arguments_and_replacement_characters(http: httpx.Client) -> None:
     content = json.dumps(chat()).encode().replace(b"half SMILE", RAW_SMILE)
     prompt = http.post(
         RENDER, content=content, headers={"content-type": "application/json"}

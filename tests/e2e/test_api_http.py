@@ -55,7 +55,7 @@ def test_head_is_get_without_a_body(http: httpx.Client, path: str) -> None:
     assert http.get("/livez").status_code == 200  # the connection is still in sync
 
 
-def test_head_of_what_is_not_there_or_not_for_reading(http: httpx.Client) -> None:
+def test_head_of_unknown_and_post_routes(http: httpx.Client) -> None:
     assert http.head("/nothing").status_code == 404
     assert http.head(CHAT).status_code == 405
 
@@ -71,14 +71,14 @@ def test_a_compressed_body_is_read(http: httpx.Client, encoding: str, path: str)
     assert answer.json()["usage"]
 
 
-def test_a_small_body_that_unpacks_to_a_large_one_is_a_413(http: httpx.Client) -> None:
+def test_decompressed_body_over_the_limit_is_a_413(http: httpx.Client) -> None:
     content = gzip.compress(b'{"messages": "' + b"x" * (300 * 2**20) + b'"}', compresslevel=1)
     assert len(content) < 2**21
     headers = {"content-type": "application/json", "content-encoding": "gzip"}
     error_of(http.post(CHAT, content=content, headers=headers), 413, code="body_too_large")
 
 
-def test_what_is_not_unpacked_is_refused(http: httpx.Client) -> None:
+def test_unreadable_encodings_are_refused(http: httpx.Client) -> None:
     headers = {"content-type": "application/json"}
     for encoding, content, status, code in (
         ("br", b"x", 415, "unsupported_encoding"),

@@ -87,7 +87,7 @@ def test_keys_overload_and_two_signals_during_a_stream(tmp_path: Path) -> None:
         assert "Traceback" not in server.log
 
 
-def test_draining_finishes_what_is_open_and_refuses_what_is_new(
+def test_draining_finishes_open_requests_and_refuses_new_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STUB_HOLD", str(hold := tmp_path / "hold"))
@@ -147,7 +147,7 @@ def test_draining_waits_for_a_response_in_the_background_and_for_its_client(
         assert "Traceback" not in server.log
 
 
-def test_drain_timeout_aborts_what_is_still_open(
+def test_drain_timeout_aborts_open_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STUB_STEP_MS", "5")
@@ -225,7 +225,7 @@ def test_port_in_use_is_refused_before_the_model_is_loaded() -> None:
         ((MODEL, "--request-timeout", "-1"), "--request-timeout"),
     ],
 )
-def test_start_that_cannot_work_is_one_line_and_exit_code_2(
+def test_invalid_start_prints_one_line_and_exits_with_2(
     options: tuple[str, ...], words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", "--port", "0", "--log-level", "error", *options]) == 2
@@ -255,7 +255,7 @@ def damaged(folder: Path, damage: str) -> Path:
         ("misshaped", "config.json asks for"),
     ],
 )
-def test_a_damaged_checkpoint_is_generated_from_by_nobody(
+def test_generate_refuses_a_damaged_checkpoint(
     damage: str, words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = str(damaged(tmp_path, damage))
@@ -271,7 +271,7 @@ def test_a_damaged_checkpoint_is_generated_from_by_nobody(
         ("misshaped", "config.json asks for", "2"),  # found last, by the ranks
     ],
 )
-def test_a_damaged_checkpoint_is_one_line_and_exit_code_2(
+def test_serve_refuses_a_damaged_checkpoint_in_one_line(
     damage: str, words: str, ranks: str, tmp_path: Path
 ) -> None:
     options = ("--port", "0", "--device", "cpu", "--log-level", "error")

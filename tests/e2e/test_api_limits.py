@@ -71,7 +71,7 @@ def open_stream(server: Server, body: dict[str, Any]) -> socket.socket:
     return connection
 
 
-def test_queue_takes_so_many_requests_and_so_many_tokens(small: Server) -> None:
+def test_queue_is_limited_by_requests_and_by_tokens(small: Server) -> None:
     running = [open_stream(small, LONG) for _ in range(2)]
     waiting = []
     try:
@@ -118,7 +118,7 @@ def test_choices_that_cannot_share_their_prompt_count_it_once_each(small: Server
             connection.close()
 
 
-def test_request_is_refused_before_its_body_has_come_while_the_queue_is_full(small: Server) -> None:
+def test_full_queue_refuses_before_the_body_arrives(small: Server) -> None:
     running = [open_stream(small, LONG) for _ in range(2)]
     try:
         for _ in range(2):
@@ -141,7 +141,7 @@ def test_deadline_of_a_whole_answer_is_a_408(small: Server) -> None:
         assert error["code"] == "request_timeout" and error["type"] == "timeout_error"
 
 
-def test_deadline_that_passes_in_the_queue_is_a_408_of_a_stream_too(small: Server) -> None:
+def test_deadline_in_the_queue_is_a_408_for_streams_too(small: Server) -> None:
     running = [open_stream(small, LONG) for _ in range(2)]
     try:
         with small.http() as http:
@@ -175,7 +175,7 @@ def test_hang_up_ends_the_request_at_once(small: Server, stream: bool) -> None:
     assert eventually(lambda: small.num_aborted == aborted + 1)
 
 
-def test_hang_up_of_a_waiting_request_takes_it_off_the_queue(small: Server) -> None:
+def test_hang_up_removes_a_waiting_request_from_the_queue(small: Server) -> None:
     running = [open_stream(small, LONG) for _ in range(2)]
     try:
         with socket.create_connection(address(small)) as connection:
@@ -197,7 +197,7 @@ def test_hang_up_of_a_waiting_request_takes_it_off_the_queue(small: Server) -> N
     ],
     ids=["chat", "responses"],
 )
-def test_silent_stream_says_comments_which_clients_skip(
+def test_silent_stream_sends_comments_that_clients_skip(
     small: Server, path: str, body: dict[str, Any]
 ) -> None:
     silent = body | {"ignore_eos": True, "stream": True, "stream_interval": 1000}
@@ -300,7 +300,7 @@ def test_head_beyond_the_limits_is_refused(
     assert b"application/json" in answer
 
 
-def test_references_count_as_what_they_refer_to(small: Server) -> None:
+def test_references_count_with_the_size_of_their_items(small: Server) -> None:
     with small.http() as http:
         kept = http.post("/v1/responses", json={"input": "Hi", "max_output_tokens": 60}).json()
         reference = {"type": "item_reference", "id": kept["output"][0]["id"]}

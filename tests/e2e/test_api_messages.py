@@ -197,7 +197,7 @@ def test_sdk_stream_of_a_call_adds_up_and_its_result_is_answered(
     ],
     ids=lambda tool: tool["name"],
 )
-def test_calls_of_tools_without_a_schema_are_the_clients_to_run(
+def test_tools_without_a_schema_are_called_and_run_by_the_client(
     claude: anthropic.Anthropic, tool: Any
 ) -> None:
     options: dict[str, Any] = {
@@ -349,7 +349,7 @@ def test_a_thread_is_refused_as_anthropics_clients_know_it(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tool_runner_goes_on_without_a_thread(claude: anthropic.Anthropic, stream: bool) -> None:
+def test_tool_runner_continues_without_a_thread(claude: anthropic.Anthropic, stream: bool) -> None:
     @anthropic.beta_tool
     def get_weather(city: str) -> str:
         """Get the current weather in a city."""

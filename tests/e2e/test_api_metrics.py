@@ -77,9 +77,7 @@ def value(text: str, name: str, **labels: str) -> float:
     return found
 
 
-def test_every_name_that_dashboards_read_is_there(
-    http: httpx.Client, client: openai.OpenAI
-) -> None:
+def test_all_metrics_of_the_dashboards_exist(http: httpx.Client, client: openai.OpenAI) -> None:
     client.completions.create(model=MODEL, prompt="x", max_tokens=2)
     text = http.get("/metrics").text
     found = samples(text)
@@ -144,7 +142,7 @@ def times_add_up(http: httpx.Client) -> bool:
     )
 
 
-def test_board_and_alerts_ask_only_for_metrics_that_exist(http: httpx.Client) -> None:
+def test_board_and_alerts_use_existing_metrics(http: httpx.Client) -> None:
     text = http.get("/metrics").text
     known = {
         line.split("{")[0].split(" ")[0] for line in text.splitlines() if not line.startswith("#")
@@ -162,7 +160,7 @@ def test_board_and_alerts_ask_only_for_metrics_that_exist(http: httpx.Client) ->
     assert sorted(asked - known) == []
 
 
-def test_tool_calls_count_whatever_the_dialect(http: httpx.Client) -> None:
+def test_tool_calls_of_all_dialects_are_counted(http: httpx.Client) -> None:
     question: dict[str, Any] = {"model": MODEL, "temperature": 0, "messages": WEATHER_QUESTION}
     requests: list[tuple[str, dict[str, Any]]] = [
         ("/v1/chat/completions", question | {"tools": [WEATHER], "max_tokens": 300}),

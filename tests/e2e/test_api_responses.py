@@ -145,7 +145,9 @@ def test_sdk_stream_ends_in_the_whole_response(client: openai.OpenAI) -> None:
     ],
     ids=["text", "call", "length", "summary", "logprobs"],
 )
-def test_events_tell_the_response(http: httpx.Client, fields: dict[str, Any], status: str) -> None:
+def test_events_add_up_to_the_response(
+    http: httpx.Client, fields: dict[str, Any], status: str
+) -> None:
     events = events_of(http, **fields)
     response = events[-1]["response"]
     assert events[-1]["type"] == f"response.{status}" and response["status"] == status
@@ -162,7 +164,7 @@ def test_events_tell_the_response(http: httpx.Client, fields: dict[str, Any], st
         assert reasoning["summary"][0]["text"] == reasoning["content"][0]["text"]
 
 
-def test_kept_response_is_fetched_gone_on_from_and_deleted(
+def test_stored_response_is_fetched_continued_and_deleted(
     client: openai.OpenAI, http: httpx.Client
 ) -> None:
     first = client.responses.create(model=MODEL, input=ASK_WEATHER, tools=[TOOL], temperature=0)  # type: ignore[list-item]
@@ -213,7 +215,7 @@ def test_kept_response_is_fetched_gone_on_from_and_deleted(
     assert error.value.code == "previous_response_not_found"
 
 
-def test_input_tokens_are_those_that_a_response_counts(client: openai.OpenAI) -> None:
+def test_input_tokens_equal_those_of_the_response(client: openai.OpenAI) -> None:
     question: dict[str, Any] = {
         "model": MODEL,
         "input": ASK_WEATHER,
@@ -244,7 +246,7 @@ def test_input_tokens_are_those_that_a_response_counts(client: openai.OpenAI) ->
         client.responses.input_tokens.count(**further | {"previous_response_id": "resp_none"})
 
 
-def test_response_that_is_not_to_be_kept_is_not(http: httpx.Client) -> None:
+def test_response_with_store_false_is_not_stored(http: httpx.Client) -> None:
     response = asked(http, store=False, max_output_tokens=4)
     assert response["store"] is False
     error_of(http.get(f"{PATH}/{response['id']}"), 404)

@@ -33,9 +33,7 @@ def strict(server: Server) -> Iterator[openai.OpenAI]:
         ("local_shell", "a.txt"),
     ],
 )
-def test_calls_of_shells_are_the_clients_to_run(
-    strict: openai.OpenAI, kind: str, result: Any
-) -> None:
+def test_shell_calls_are_run_by_the_client(strict: openai.OpenAI, kind: str, result: Any) -> None:
     options: dict[str, Any] = {
         "model": MODEL,
         "input": "List the files.",
@@ -67,7 +65,7 @@ def test_calls_of_shells_are_the_clients_to_run(
     assert after.usage.input_tokens > response.usage.total_tokens  # the call and its result
 
 
-def test_items_change_what_holds_after_them(strict: openai.OpenAI) -> None:
+def test_items_change_the_settings_after_them(strict: openai.OpenAI) -> None:
     schema = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"]}
     form = {"type": "json_schema", "name": "n", "schema": schema}
     first = strict.responses.create(

@@ -76,7 +76,7 @@ def body_for(path: str, stop: list[str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
-def test_thinking_goes_on_and_content_ends(
+def test_stop_strings_end_content_but_not_thinking(
     http: httpx.Client, whole: tuple[str, str], path: str, is_streamed: bool
 ) -> None:
     thought, said = whole
@@ -90,9 +90,7 @@ def test_thinking_goes_on_and_content_ends(
     assert cut == (thought, said.partition(word)[0], word)
 
 
-def test_the_stop_string_stays_where_it_is_asked_for(
-    http: httpx.Client, whole: tuple[str, str]
-) -> None:
+def test_the_stop_string_is_kept_on_request(http: httpx.Client, whole: tuple[str, str]) -> None:
     word = whole[1].split()[-1][-3:]
     body = body_for("/v1/chat/completions", [word]) | {"include_stop_str_in_output": True}
     for is_streamed in (False, True):
@@ -111,7 +109,7 @@ def test_answers_without_thinking_end_at_once(client: openai.OpenAI, thinking: s
         assert choice.message.content == plain.partition(word)[0] and choice.finish_reason == "stop"
 
 
-def test_completions_know_no_thinking(http: httpx.Client, whole: tuple[str, str]) -> None:
+def test_completions_stop_within_thinking_text(http: httpx.Client, whole: tuple[str, str]) -> None:
     prompt = http.post("/v1/chat/completions/render", json={"messages": QUESTION}).json()["prompt"]
     body = {**GREEDY, "prompt": prompt, "max_tokens": 200, "stop": THOUGHT_STOP}
     (choice,) = http.post("/v1/completions", json=body).json()["choices"]

@@ -16,7 +16,7 @@ TEXT = "Tom's naïve 👩‍🚀 日本語\n[e~[ <think>"
 
 
 @pytest.mark.parametrize("prefix", ["", "/v1"])
-def test_text_survives_the_way_there_and_back(http: httpx.Client, prefix: str) -> None:
+def test_text_survives_the_round_trip(http: httpx.Client, prefix: str) -> None:
     tokens = http.post(
         f"{prefix}/tokenize", json={"model": MODEL, "prompt": TEXT, "return_token_strs": True}
     ).json()
@@ -75,9 +75,7 @@ def test_lists_give_lists(http: httpx.Client) -> None:
     [{"messages": QUESTION}, {"messages": WEATHER_QUESTION, "tools": [WEATHER]}],
     ids=["plain", "tools"],
 )
-def test_conversation_has_the_tokens_that_answering_it_counts(
-    http: httpx.Client, chat: dict[str, Any]
-) -> None:
+def test_tokenize_equals_the_prompt_of_a_chat(http: httpx.Client, chat: dict[str, Any]) -> None:
     tokens = http.post("/tokenize", json=chat).json()
     answer = http.post(
         "/v1/chat/completions", json={**chat, "max_tokens": 1, "return_token_ids": True}

@@ -130,7 +130,7 @@ def test_messages_stream_only_what_was_generated(
     check_every_limit(whole, called)
 
 
-def test_whole_messages_leave_a_cut_call_out(server: Server, whole: tuple[str, int]) -> None:
+def test_whole_messages_omit_a_truncated_call(server: Server, whole: tuple[str, int]) -> None:
     arguments, num_tokens = whole
     num_without = 0
     with anthropic.Anthropic(base_url=server.url, api_key="unused", max_retries=0) as client:
@@ -143,7 +143,7 @@ def test_whole_messages_leave_a_cut_call_out(server: Server, whole: tuple[str, i
     assert num_without >= 3
 
 
-def test_a_response_goes_on_after_a_call_that_was_cut(
+def test_a_response_continues_after_a_truncated_call(
     client: openai.OpenAI, whole: tuple[str, int]
 ) -> None:
     options: dict[str, Any] = {"model": MODEL, "tools": [RESPONSES_TOOL], "temperature": 0}

@@ -54,7 +54,7 @@ def last_lines_after(server: Server, harm: Any) -> list[str]:
         return [line for line in lines if line][-2:]
 
 
-def test_dead_engine_is_told_to_all_and_started_again_until_it_dies_too_often(
+def test_dead_engine_is_reported_and_restarted_until_it_dies_too_often(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = tmp_path / "held"
@@ -129,7 +129,7 @@ def test_whole_answer_of_a_dead_engine_is_a_503(never_restarted: Server) -> None
     assert server.process.wait(120) == 1
 
 
-def test_engine_without_a_sign_of_life_is_replaced(tmp_path: Path) -> None:
+def test_engine_without_a_heartbeat_is_replaced(tmp_path: Path) -> None:
     talk = talking(tmp_path, tokens_per_second=100)
     with serving(*talk, "--engine-hang-timeout", "4", log_file=tmp_path / "log") as server:
         stopped = server.engine_pid()
@@ -149,7 +149,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-def test_ranks_can_be_reached_by_their_machine_alone(two_ranks: Server) -> None:
+def test_ranks_listen_on_loopback_only(two_ranks: Server) -> None:
     """A rendezvous store on all interfaces would accept anyone's keys. gloo needs a socket per rank
     and group.
     """

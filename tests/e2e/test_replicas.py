@@ -61,7 +61,7 @@ def num_tokens(server: Server) -> dict[str, float]:
     return server.by_rank(TOKENS)
 
 
-def test_replicas_say_what_one_engine_says(two: Server, server: Server) -> None:
+def test_replicas_give_the_answers_of_one_engine(two: Server, server: Server) -> None:
     expected = [completion(server, text)["choices"][0]["text"] for text in TEXTS]
     for rank in (0, 1, None):
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
@@ -91,7 +91,7 @@ def test_a_prompt_goes_where_its_prefix_is_from_any_server_process(two: Server) 
 
 
 @pytest.mark.parametrize("path", REQUESTS)
-def test_every_endpoint_pins_and_refuses_ranks_that_there_are_not(two: Server, path: str) -> None:
+def test_every_endpoint_pins_ranks_and_refuses_unknown_ones(two: Server, path: str) -> None:
     """Repeat, so that both server processes answer."""
     before = num_tokens(two)
     for number in range(4):
@@ -107,7 +107,7 @@ def test_every_endpoint_pins_and_refuses_ranks_that_there_are_not(two: Server, p
     assert after["1"] >= before["1"] + 4 and after["0"] == before["0"]
 
 
-def test_sglangs_fields_pin_where_there_is_no_header(two: Server) -> None:
+def test_fields_of_sglang_pin_a_rank_without_the_header(two: Server) -> None:
     before = num_tokens(two)
     completion(two, "a", routed_dp_rank=1)
     completion(two, "a", data_parallel_rank=1)
@@ -120,7 +120,7 @@ def test_sglangs_fields_pin_where_there_is_no_header(two: Server) -> None:
         assert "routed_dp_rank is '2'; allowed: 0 to 1" in refused.text
 
 
-def test_one_rank_takes_0_alone(server: Server, http: httpx.Client) -> None:
+def test_single_rank_accepts_only_0(server: Server, http: httpx.Client) -> None:
     assert completion(server, "a", rank=0)["choices"]
     refused = http.post("/v1/completions", json={"prompt": "a"}, headers={HEADER: "1"})
     error = error_of(refused, 400)
@@ -161,7 +161,7 @@ class Stream:
         return self.lines[-2]
 
 
-def test_a_dead_replica_takes_its_own_requests_along_and_comes_back(tmp_path: Path) -> None:
+def test_a_dead_replica_fails_its_own_requests_and_restarts(tmp_path: Path) -> None:
     """Use two server processes and an engine that generates slowly."""
     talk = talking(tmp_path, tokens_per_second=120)
     options = ("--num-replicas", "2", "--api-server-count", "2", "--max-engine-restarts", "1")
@@ -210,7 +210,7 @@ def test_a_dead_replica_takes_its_own_requests_along_and_comes_back(tmp_path: Pa
         assert "too often" in server.log and "Traceback" not in server.log
 
 
-def test_ranks_of_one_engine_are_pinned_and_counted_and_come_back(tmp_path: Path) -> None:
+def test_ranks_of_one_engine_are_pinned_counted_and_restarted(tmp_path: Path) -> None:
     options = ("--data-parallel-size", "2", "--device", "cpu")
     with serving(*options, log_file=tmp_path / "log") as server:
         texts = [completion(server, "Hello", rank=rank)["choices"][0]["text"] for rank in (1, 1, 0)]

@@ -70,7 +70,7 @@ def test_messages_stream_the_same_call(scripted: Server) -> None:
     assert answer.stop_reason == "tool_use"
 
 
-def test_requests_beside_each_other_get_their_own_answers(scripted_client: openai.OpenAI) -> None:
+def test_concurrent_requests_get_their_own_answers(scripted_client: openai.OpenAI) -> None:
     def ask(number: int) -> tuple[int, bool]:
         asked = QUESTION if number % 2 else {"role": "user", "content": f"Question {number}"}
         answer = scripted_client.chat.completions.create(

@@ -108,7 +108,7 @@ def test_refused_request_is_in_the_logs(talkative: tuple[Server, str]) -> None:
     assert "temperature" in refused["reason"] or "messages" in refused["reason"]
 
 
-def test_busy_server_says_so_in_one_process_and_an_idle_one_is_silent(
+def test_one_process_logs_the_load_and_an_idle_server_is_silent(
     talkative: tuple[Server, str],
 ) -> None:
     server, _ = talkative
@@ -141,7 +141,7 @@ def test_quiet_server_logs_no_request(server: Server, http: httpx.Client) -> Non
 
 
 @pytest.mark.parametrize("path", ["/v1", "/v1/"])
-def test_v1_says_what_is_served_here(http: httpx.Client, path: str) -> None:
+def test_v1_describes_the_server(http: httpx.Client, path: str) -> None:
     told = http.get(path).json()
     assert told["name"] == "negamax" and told["models"] == [MODEL]
     assert told["max_model_len"] == 4096

@@ -100,7 +100,7 @@ def streams_under_way(
     return ends
 
 
-def test_every_process_answers_and_finds_what_the_others_keep(several: Server) -> None:
+def test_every_process_answers_for_responses_of_the_others(several: Server) -> None:
     first = [response_from(several, index) for index in range(COUNT)]
     for kept in first:
         for _ in range(6):  # through separate connections
@@ -136,11 +136,11 @@ def test_every_process_answers_and_finds_what_the_others_keep(several: Server) -
             error_of(http.get(f"/v1/responses/{kept['id']}"), 404, code="response_not_found")
 
 
-def test_no_process_listens_on_more_than_the_port_of_all(several: Server) -> None:
+def test_processes_listen_only_on_the_shared_port(several: Server) -> None:
     assert strangers_doors(several) == (set(), set())
 
 
-def test_stream_that_is_passed_on_is_a_stream(several: Server) -> None:
+def test_relayed_stream_is_a_stream(several: Server) -> None:
     for index in range(COUNT):
         kept = response_from(several, index)
         for _ in range(4):
@@ -159,7 +159,7 @@ def test_stream_that_is_passed_on_is_a_stream(several: Server) -> None:
             assert [event.sequence_number for event in events] == list(range(len(events)))
 
 
-def test_refusals_are_passed_on_with_their_request_ids(several: Server) -> None:
+def test_refusals_are_relayed_with_their_request_ids(several: Server) -> None:
     kept = response_from(several, 1)
     for _ in range(8):
         with several.http() as http:
@@ -174,7 +174,7 @@ def test_refusals_are_passed_on_with_their_request_ids(several: Server) -> None:
             assert refused.headers.get_list("x-request-id") == ["mine"]
 
 
-def test_hanging_up_on_a_stream_that_is_passed_on_ends_it(several: Server) -> None:
+def test_hanging_up_on_a_relayed_stream_ends_it(several: Server) -> None:
     kept = response_from(several, 2)
     body = {
         "input": "x",
@@ -204,7 +204,7 @@ def test_response_in_the_background_can_be_cancelled_from_anywhere(several: Serv
         seen.add(keeper(running["id"]))
 
 
-def test_metrics_count_what_all_processes_did(several: Server) -> None:
+def test_metrics_count_all_processes(several: Server) -> None:
     before = (
         several.gauge("sglang:num_requests_total"),
         several.gauge("vllm:e2e_request_latency_seconds_count"),
@@ -324,7 +324,7 @@ def test_process_that_hangs_is_replaced(several: Server) -> None:
         response_from(several, index)
 
 
-def test_dead_engine_is_told_to_all_processes_and_they_find_the_next_one(several: Server) -> None:
+def test_all_processes_learn_of_a_dead_engine_and_use_the_next(several: Server) -> None:
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         ends = streams_under_way(several, pool, 8)
         os.kill(several.engine_pid(), signal.SIGKILL)
@@ -363,7 +363,7 @@ def test_all_processes_drain_and_leave_together(tmp_path: Path) -> None:
         assert "Traceback" not in server.log
 
 
-def test_second_signal_breaks_off_what_all_processes_answer(tmp_path: Path) -> None:
+def test_second_signal_aborts_the_requests_of_all_processes(tmp_path: Path) -> None:
     options = (*talking(tmp_path, tokens_per_second=RATE), "--api-server-count", str(COUNT))
     with serving(*options, log_file=tmp_path / "log") as server:
         with concurrent.futures.ThreadPoolExecutor(9) as pool:
@@ -397,7 +397,7 @@ def test_engine_that_cannot_start_ends_all(tmp_path: Path) -> None:
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
-def test_answers_need_the_key_whoever_passes_them_on(tmp_path: Path) -> None:
+def test_relayed_requests_need_the_key(tmp_path: Path) -> None:
     options = ("--api-server-count", "2", "--api-key", "secret")
     with serving(*options, program=STUB, log_file=tmp_path / "log") as server:
         client = server.openai("secret")

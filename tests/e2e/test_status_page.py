@@ -77,7 +77,7 @@ def test_quantiles_are_of_what_a_histogram_gained(page: Browser, script: Script)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_stands_in_the_way_of_assistive_technology(
+def test_pages_pass_the_accessibility_check(
     page: Browser, script: Script, server: Server, scheme: str
 ) -> None:
     page.look(width=1360, height=860, scheme=scheme)

@@ -6,18 +6,18 @@ from __future__ import annotations
 
 import json
 
-from negamax.api.dialects.responses.store import KeptResponse, KeptTurn, ResponseStore
+from negamax.api.dialects.responses.store import ResponseStore, StoredResponse, StoredTurn
 
 
-def kept(parent: KeptTurn | None, number: int, *, size: int = 10) -> KeptResponse:
+def kept(parent: StoredTurn | None, number: int, *, size: int = 10) -> StoredResponse:
     given, said = (
         [{"id": f"in{number}", "text": "x" * size}],
         [{"id": f"out{number}", "text": "y" * size}],
     )
-    turn = KeptTurn(
+    turn = StoredTurn(
         parent, input_items=json.dumps(given).encode(), output_items=json.dumps(said).encode()
     )
-    return KeptResponse(b'{"body": 1}', turn, [f"out{number}"])
+    return StoredResponse(b'{"body": 1}', turn, [f"out{number}"])
 
 
 def test_least_used_responses_make_room() -> None:
@@ -46,7 +46,7 @@ def test_bytes_are_bounded_and_come_back_to_zero() -> None:
 
 def test_turns_below_are_shared_and_outlive_their_responses() -> None:
     store = ResponseStore()
-    parent: KeptTurn | None = None
+    parent: StoredTurn | None = None
     for number in range(3000):  # deeper than Python's stack
         response = kept(parent, number)
         store.put(f"r{number}", response)
@@ -68,7 +68,7 @@ def test_later_state_of_a_response_takes_its_place() -> None:
     store = ResponseStore()
     first = kept(None, 1)
     store.put("r", first)
-    store.put("r", KeptResponse(b"{}", first.turn, ()))
+    store.put("r", StoredResponse(b"{}", first.turn, ()))
     again = store.get("r")
     assert again and again.body == b"{}" and len(store) == 1
     assert store.num_bytes == 2 + first.turn.num_bytes

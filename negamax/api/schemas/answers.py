@@ -13,13 +13,13 @@ class ErrorBody(Struct, frozen=True):
     message: str  # what is wrong, the limit, and what to do
     type: str  # the class of the error, such as invalid_request_error
     param: str | None = None  # the field at fault, as a path into the request
-    code: str | None = None  # a word for programs, such as context_length_exceeded
+    code: str | None = None  # machine-readable code, such as context_length_exceeded
 
 
 class ErrorAnswer(Struct, frozen=True):
     """The error of all endpoints but Anthropic's, and of an error inside a stream."""
 
-    error: ErrorBody  # what went wrong
+    error: ErrorBody  # details of the error
 
 
 class PromptTokensDetails(Struct, frozen=True):
@@ -35,19 +35,19 @@ class Usage(Struct, frozen=True):
 
     prompt_tokens: int  # of the prompt, cached ones included
     completion_tokens: int  # generated, reasoning included
-    total_tokens: int  # the sum of both
-    prompt_tokens_details: PromptTokensDetails  # what the cache gave
-    completion_tokens_details: CompletionTokensDetails  # what was reasoning
+    total_tokens: int  # prompt and completion
+    prompt_tokens_details: PromptTokensDetails  # details of the prompt
+    completion_tokens_details: CompletionTokensDetails  # details of the completion
 
 
 class TopLogprob(Struct, frozen=True):
-    token: str  # its text
+    token: str  # text of the token
     logprob: float  # its log-probability
     bytes: list[int]  # its text as UTF-8, which may be part of a character
 
 
 class ChatLogprob(Struct, frozen=True):
-    token: str  # its text
+    token: str  # text of the token
     logprob: float  # its log-probability before sampling parameters
     bytes: list[int]  # its text as UTF-8, which may be part of a character
     top_logprobs: list[TopLogprob]  # the likeliest tokens at its place, as many as requested
@@ -70,7 +70,7 @@ class TextLogprobs(Struct, frozen=True):
 class PromptLogprob(Struct, frozen=True):
     logprob: float  # its log-probability
     rank: int | None  # 1 is the likeliest
-    decoded_token: str  # its text
+    decoded_token: str  # text of the token
 
 
 # one entry per prompt token, by token id; the first is null
@@ -90,25 +90,25 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     """A model for the clients of OpenAI and Anthropic."""
 
     id: str  # the name to ask for
-    object: str = "model"  # what it is, for OpenAI's clients
-    type: str = "model"  # what it is, for Anthropic's clients
+    object: str = "model"  # type of the object for OpenAI's clients
+    type: str = "model"  # type of the object for Anthropic's clients
     display_name: str  # the same as id
     created_at: str  # RFC 3339, the same moment as `created`
-    lifecycle: str = "active"  # every model that is listed is served
+    lifecycle: str = "active"  # always `active`
     created: int  # when the server started, in seconds since 1970
     root: str  # what the model was loaded from
     max_model_len: int  # tokens of the context, answer included
     max_input_tokens: int  # the same, for Anthropic's clients
-    owned_by: str = "negamax"  # who serves it
-    parent: str | None = None  # of an adapter, which this server has none of
+    owned_by: str = "negamax"  # always `negamax`
+    parent: str | None = None  # always null: there are no adapters
 
 
 class ModelList(Struct, frozen=True, kw_only=True):
-    object: str = "list"  # what it is
+    object: str = "list"  # type of the object
     data: list[ModelCard]  # one for each name that the server answers to
     first_id: str  # the id of the first
     last_id: str  # the id of the last
-    has_more: bool = False  # the list is always whole
+    has_more: bool = False  # always false: the list is complete
 
 
 class ReplicaHealth(Struct, frozen=True):
@@ -145,7 +145,7 @@ def build_error(
 
 
 class MessageErrorDetails(Struct, frozen=True):
-    error_code: str  # a word for programs, such as context_length_exceeded
+    error_code: str  # machine-readable code, such as context_length_exceeded
 
 
 class MessageErrorBody(Struct, frozen=True):
@@ -157,7 +157,7 @@ class MessageErrorBody(Struct, frozen=True):
 class MessageError(Struct, frozen=True, tag="error", tag_field="type"):
     """Anthropic's error, also an event."""
 
-    error: MessageErrorBody  # what went wrong
+    error: MessageErrorBody  # details of the error
     request_id: str  # the same as in the header x-request-id
 
 

@@ -220,20 +220,20 @@ class ToolCall(Struct, frozen=True):
     """A call in a message, or in a stream a piece of one, where only `index` is always present."""
 
     index: int | UnsetType = UNSET  # of the call in the message; in a stream
-    # what the tool message names in tool_call_id; in a stream only in the first piece
+    # id to use as tool_call_id; in a stream only in the first piece
     id: str | UnsetType = UNSET
     type: str | UnsetType = UNSET  # `function`; in a stream only in the first piece
-    function: FunctionCall = FunctionCall()  # what is called, and with what
+    function: FunctionCall = FunctionCall()  # the called function and its arguments
 
 
 class ReasoningDetail(Struct, frozen=True):
     """A piece of reasoning in MiniMax's own shape; in a stream `text` is only what is new."""
 
     text: str  # the reasoning
-    type: str = "reasoning.text"  # what kind of detail it is
-    id: str = "reasoning-text-1"  # which reasoning of the message it is of
+    type: str = "reasoning.text"  # kind of detail
+    id: str = "reasoning-text-1"  # number of the reasoning in the message
     format: str = "MiniMax-response-v1"  # the format of the text
-    index: int = 0  # which reasoning of the message it is of
+    index: int = 0  # number of the reasoning in the message
 
 
 class Message(Struct, frozen=True):
@@ -278,7 +278,7 @@ class Delta(Struct, frozen=True):
 
 class ChatChunkChoice(Struct, frozen=True):
     index: int  # 0 to n - 1
-    delta: Delta  # what is new
+    delta: Delta  # the new part
     logprobs: ChatLogprobs | None = None  # of the tokens since the last chunk, with logprobs
     finish_reason: str | None = None  # stop, length, tool_calls or abort, in its last chunk
     # the stop string or the id of the stop token that ended it, in its last chunk

@@ -167,7 +167,7 @@ class MetaInfo(Struct, frozen=True, kw_only=True):
     prompt_tokens: int  # of the prompt, cached ones included
     completion_tokens: int  # generated
     cached_tokens: int  # of the prompt, found in the cache
-    weight_version: str = "default"  # weights are never exchanged
+    weight_version: str = "default"  # always `default`
     e2e_latency: float | UnsetType = UNSET  # seconds, of an answer that is complete
     spec_verify_ct: int | UnsetType = UNSET  # steps with draft tokens, of a complete answer
     spec_draft_token_num: int | UnsetType = UNSET  # draft tokens verified
@@ -198,8 +198,8 @@ class NativeModelInfo(Struct, frozen=True, kw_only=True):
     model_path: str  # what the model was loaded from
     tokenizer_path: str  # the same
     is_generation: bool = True  # it writes text
-    preferred_sampling_params: None = None  # there are none beside those of /server_info
-    weight_version: str = "default"  # weights are never exchanged
+    preferred_sampling_params: None = None  # always null: see /server_info
+    weight_version: str = "default"  # always `default`
     has_image_understanding: bool = False  # it reads text only
     has_audio_understanding: bool = False  # it reads text only
     architectures: list[str]  # of config.json

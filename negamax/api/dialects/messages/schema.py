@@ -279,7 +279,7 @@ class MessageUsage(Struct, frozen=True, kw_only=True):
     cache_creation_input_tokens: int = 0  # writing to the cache is not counted
     cache_read_input_tokens: int  # of the prompt, found in the cache
     output_tokens: int  # generated, thinking included
-    output_tokens_details: ThinkingTokens  # what was thinking
+    output_tokens_details: ThinkingTokens  # details of the output
     service_tier: str | UnsetType = UNSET  # `standard`
 
 
@@ -289,12 +289,12 @@ class TextBlock(Struct, frozen=True, tag="text", tag_field="type"):
 
 class ThinkingBlock(Struct, frozen=True, tag="thinking", tag_field="type"):
     thinking: str  # the reasoning; empty where the block starts, and with display omitted
-    # proves that the reasoning is the server's own, and holds it with display omitted
+    # signs the reasoning, and contains it with display omitted
     signature: str
 
 
 class ToolUseBlock(Struct, frozen=True, tag="tool_use", tag_field="type"):
-    id: str  # what the tool_result names in tool_use_id
+    id: str  # id to use in the tool_result in tool_use_id
     name: str  # of the tool
     input: msgspec.Raw  # the arguments; empty where the block starts
 
@@ -304,8 +304,8 @@ ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 class MessageAnswer(Struct, frozen=True, kw_only=True):
     id: str  # of the message
-    type: str = "message"  # what it is
-    role: str = "assistant"  # who says it
+    type: str = "message"  # type of the object
+    role: str = "assistant"  # author of the message
     model: str  # the name that the request used
     content: list[ContentBlock]  # in the order in which the model wrote it
     # end_turn, max_tokens, model_context_window_exceeded, stop_sequence or tool_use
@@ -355,7 +355,7 @@ class BlockStart(Struct, frozen=True, tag="content_block_start", tag_field="type
 
 class BlockDelta(Struct, frozen=True, tag="content_block_delta", tag_field="type"):
     index: int  # of the block in the content
-    delta: TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta  # what is new
+    delta: TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta  # the new part
 
 
 class BlockStop(Struct, frozen=True, tag="content_block_stop", tag_field="type"):

@@ -21,7 +21,7 @@ class SummaryText(Struct, frozen=True, tag="summary_text", tag_field="type"):
 
 class OutputText(Struct, frozen=True, tag="output_text", tag_field="type"):
     text: str  # the text
-    annotations: tuple[()] = ()  # there are none
+    annotations: tuple[()] = ()  # always empty
     # one entry per token of the text, with include message.output_text.logprobs
     logprobs: list[ChatLogprob] = []
 
@@ -42,18 +42,18 @@ class ReasoningItem(Item, frozen=True, tag="reasoning"):
 
 class MessageItem(Item, frozen=True, tag="message"):
     content: list[OutputText]  # one part
-    role: str = "assistant"  # who says it
+    role: str = "assistant"  # author of the message
 
 
 class FunctionCallItem(Item, frozen=True, tag="function_call"):
-    call_id: str  # what the function_call_output names
+    call_id: str  # id to use in the function_call_output
     name: str  # of the tool
     arguments: str  # JSON text of an object
     namespace: str | UnsetType = UNSET  # of the tool, where it has one
 
 
 class CustomCallItem(Item, frozen=True, tag="custom_tool_call"):
-    call_id: str  # what the custom_tool_call_output names
+    call_id: str  # id to use in the custom_tool_call_output
     name: str  # of the tool
     input: str  # the text that it is called with
     namespace: str | UnsetType = UNSET  # of the tool, where it has one
@@ -64,18 +64,18 @@ class LocalEnvironment(Struct, frozen=True, tag="local", tag_field="type"):
 
 
 class ShellCallItem(Item, frozen=True, tag="shell_call"):
-    call_id: str  # what the shell_call_output names
+    call_id: str  # id to use in the shell_call_output
     action: JsonObject  # `commands`, `timeout_ms`, `max_output_length`
     environment: LocalEnvironment = LocalEnvironment()  # where it runs
 
 
 class LocalShellCallItem(Item, frozen=True, tag="local_shell_call"):
-    call_id: str  # what the local_shell_call_output names in `id`
+    call_id: str  # id to use in the local_shell_call_output in `id`
     action: JsonObject  # `command`, `working_directory`, `timeout_ms`
 
 
 class ApplyPatchCallItem(Item, frozen=True, tag="apply_patch_call"):
-    call_id: str  # what the apply_patch_call_output names
+    call_id: str  # id to use in the apply_patch_call_output
     operation: JsonObject  # `type`, `path`, `diff`
 
 
@@ -101,15 +101,15 @@ class OutputTokensDetails(Struct, frozen=True):
 
 class ResponseUsage(Struct, frozen=True):
     input_tokens: int  # of the prompt, cached ones included
-    input_tokens_details: InputTokensDetails  # what the cache gave
+    input_tokens_details: InputTokensDetails  # details of the prompt
     output_tokens: int  # generated, reasoning included
-    output_tokens_details: OutputTokensDetails  # what was reasoning
-    total_tokens: int  # the sum of both
+    output_tokens_details: OutputTokensDetails  # details of the completion
+    total_tokens: int  # prompt and completion
 
 
 class ResponseError(Struct, frozen=True):
     code: str  # `server_error`
-    message: str  # what went wrong
+    message: str  # details of the error
 
 
 class IncompleteDetails(Struct, frozen=True):
@@ -129,51 +129,51 @@ class TextEcho(Struct, frozen=True):
 class ResponseAnswer(Struct, frozen=True, kw_only=True):
     """A response: the request's fields, and the answer so far."""
 
-    id: str  # to fetch it, and to go on from it
-    object: str = "response"  # what it is
+    id: str  # to fetch or continue the response
+    object: str = "response"  # type of the object
     created_at: int  # seconds since 1970
-    completed_at: int | None = None  # the same, once it is completed
+    completed_at: int | None = None  # the same, once completed
     status: str  # queued, in_progress, completed, incomplete, failed, cancelled
     background: bool  # of the request
     error: ResponseError | None = None  # why it failed
     incomplete_details: IncompleteDetails | None = None  # why it is incomplete
     instructions: str | None  # of the request
     max_output_tokens: int | None  # of the request
-    max_tool_calls: int | None = None  # calls are not counted
+    max_tool_calls: int | None = None  # always null: calls are not limited
     metadata: dict[str, str]  # of the request
     model: str  # the name that the request used
     output: list[OutputItem]  # items in the order in which the model wrote them
     parallel_tool_calls: bool  # of the request
     previous_response_id: str | None  # of the request
     reasoning: ReasoningEcho  # of the request
-    service_tier: str = "default"  # there is one tier
+    service_tier: str = "default"  # always `default`
     store: bool  # of the request
-    temperature: float  # what it was sampled with
+    temperature: float  # value used for sampling
     text: TextEcho  # of the request
     tool_choice: str | JsonObject  # of the request
     tools: list[JsonObject]  # of the request
     top_logprobs: int = 0  # of the request
-    top_p: float  # what it was sampled with
-    truncation: str = "disabled"  # nothing is ever truncated
+    top_p: float  # value used for sampling
+    truncation: str = "disabled"  # always `disabled`
     usage: ResponseUsage | None = None  # token counts, once it has ended
-    user: str | None = None  # without effect
+    user: str | None = None  # no effect
 
 
 class DeletedResponse(Struct, frozen=True):
     id: str  # of the response
-    object: str = "response"  # what it was
-    deleted: bool = True  # it is gone
+    object: str = "response"  # type of the object
+    deleted: bool = True  # always true
 
 
 class InputTokenCount(Struct, frozen=True):
     input_tokens: int  # of the prompt that the model would read
-    object: str = "response.input_tokens"  # what it is
+    object: str = "response.input_tokens"  # type of the object
 
 
 class ItemList(Struct, frozen=True, kw_only=True):
     """A page of the input items of a response."""
 
-    object: str = "list"  # what it is
+    object: str = "list"  # type of the object
     # the items, each with a stable `id`, and texts as lists of parts
     data: list[JsonObject]
     first_id: str | None  # the id of the first; null where there are none
@@ -227,7 +227,7 @@ class TextEvent(GrowthEvent, frozen=True, kw_only=True):
 
     content_index: int | UnsetType = UNSET  # of the part in the item's content
     summary_index: int | UnsetType = UNSET  # of the part in the item's summary
-    delta: str | UnsetType = UNSET  # what is new
+    delta: str | UnsetType = UNSET  # the new part
     text: str | UnsetType = UNSET  # the whole text, in its done event
     arguments: str | UnsetType = UNSET  # all of them, in their done event
     input: str | UnsetType = UNSET  # all of it, in its done event

@@ -33,9 +33,9 @@ from negamax.api.dialects.responses.items import (
 from negamax.api.dialects.responses.schema import ResponsesRequest
 from negamax.api.dialects.responses.store import (
     Item,
-    KeptResponse,
-    KeptTurn,
     ResponseStore,
+    StoredResponse,
+    StoredTurn,
     decode_items,
 )
 from negamax.api.errors import describe_error, json_response
@@ -121,7 +121,7 @@ async def _read(context: ApiContext, http: Request) -> ApiRequest[ResponsesReque
 @dataclass(frozen=True, slots=True)
 class _Prepared:
     request: ApiRequest[ResponsesRequest]  # its size includes the items referred to
-    parent: KeptTurn | None  # the turn that it continues
+    parent: StoredTurn | None  # the turn that it continues
     given: list[Item]  # its own items
     in_effect: ResponsesRequest  # as the items change it
     turn: Turn
@@ -142,7 +142,7 @@ class _Responses:
             _ITEMS, lambda asked: self._store.items(set(asked["ids"]), tenant=asked["tenant"])
         )
 
-    def kept(self, response_id: str, tenant: str) -> KeptResponse:
+    def kept(self, response_id: str, tenant: str) -> StoredResponse:
         """Return a stored response of the tenant. Errors: `NotFoundError`."""
         kept = self._store.get(response_id, tenant=tenant)
         if kept is None:
@@ -280,17 +280,22 @@ class _Responses:
         del self._awaited[response_id]
 
     def _keep(
-        self, response: ResponseAnswer, tenant: str, *, parent: KeptTurn | None, input_items: bytes
+        self,
+        response: ResponseAnswer,
+        tenant: str,
+        *,
+        parent: StoredTurn | None,
+        input_items: bytes,
     ) -> None:
-        turn = KeptTurn(
+        turn = StoredTurn(
             parent, input_items=input_items, output_items=msgspec.json.encode(response.output)
         )
         self._store.put(
             response.id,
-            KeptResponse(encode(response), turn, [item.id for item in response.output], tenant),
+            StoredResponse(encode(response), turn, [item.id for item in response.output], tenant),
         )
 
-    def _parent(self, response_id: str | None, tenant: str) -> KeptTurn | None:
+    def _parent(self, response_id: str | None, tenant: str) -> StoredTurn | None:
         if response_id is None:
             return None
         kept = self._store.get(response_id, tenant=tenant)
@@ -349,7 +354,7 @@ class _Responses:
         return found
 
     def _turn(
-        self, params: ResponsesRequest, parent: KeptTurn | None, given: list[Item]
+        self, params: ResponsesRequest, parent: StoredTurn | None, given: list[Item]
     ) -> tuple[ResponsesRequest, Turn]:
         earlier = [] if parent is None else parent.conversation()
         items = [("previous_response_id", item) for item in earlier]

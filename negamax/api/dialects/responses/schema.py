@@ -95,7 +95,7 @@ class TextConfig(RequestModel):
 
     # `type` text, json_object or json_schema (then with a `schema`)
     format: dict[str, Any] | None = None
-    verbosity: str | None = None  # without effect
+    verbosity: str | None = None  # no effect
 
 
 class ResponsesRequest(TurnRequest):

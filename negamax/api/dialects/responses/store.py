@@ -15,12 +15,14 @@ MAX_BYTES = 256 * 2**20
 Item = dict[str, Any]
 
 
-class KeptTurn:
+class StoredTurn:
     """The items of one response as JSON, on top of the turn that it continues. Single writer: the
     store.
     """
 
-    def __init__(self, parent: KeptTurn | None, *, input_items: bytes, output_items: bytes) -> None:
+    def __init__(
+        self, parent: StoredTurn | None, *, input_items: bytes, output_items: bytes
+    ) -> None:
         self.parent = parent
         self.input_items = input_items
         self.output_items = output_items
@@ -37,7 +39,7 @@ class KeptTurn:
     def conversation(self) -> list[Item]:
         """Return all items from the first turn on."""
         parts: list[bytes] = []
-        turn: KeptTurn | None = self
+        turn: StoredTurn | None = self
         while turn is not None:
             parts += (turn.output_items, turn.input_items)
             turn = turn.parent
@@ -45,11 +47,11 @@ class KeptTurn:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptResponse:
+class StoredResponse:
     """A response as clients fetch it, its turn, and the ids of its output items."""
 
     body: bytes  # JSON
-    turn: KeptTurn
+    turn: StoredTurn
     item_ids: Sequence[str] = ()
     tenant: str = ""  # no other tenant can see it
 
@@ -63,14 +65,14 @@ class ResponseStore:
     def __init__(self, *, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
-        self._responses: OrderedDict[str, KeptResponse] = OrderedDict()
+        self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
         self._owners: dict[str, str] = {}  # the response that an output item belongs to, by id
         self.num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._responses)
 
-    def put(self, response_id: str, kept: KeptResponse) -> None:
+    def put(self, response_id: str, kept: StoredResponse) -> None:
         """Store a response or its new state; the least recently used ones make room."""
         _change_users(kept.turn, 1, store=self)
         self.remove(response_id)
@@ -82,7 +84,7 @@ class ResponseStore:
         ):
             self.remove(next(iter(self._responses)))
 
-    def get(self, response_id: str, *, tenant: str = "") -> KeptResponse | None:
+    def get(self, response_id: str, *, tenant: str = "") -> StoredResponse | None:
         """Return the response, or None if the tenant has none of this id; it counts as used."""
         kept = self._responses.get(response_id)
         if kept is None or kept.tenant != tenant:
@@ -111,11 +113,11 @@ class ResponseStore:
         return True
 
 
-def _change_users(turn: KeptTurn, change: int, *, store: ResponseStore) -> None:
+def _change_users(turn: StoredTurn, change: int, *, store: ResponseStore) -> None:
     """Add `change` to the users of `turn`; a turn that becomes used or unused changes the turn
     below.
     """
-    below: KeptTurn | None = turn
+    below: StoredTurn | None = turn
     while below is not None:
         num_before = below.num_users
         below.num_users += change
