@@ -32,7 +32,7 @@ def load_transformers(folder: Path, dtype: str, implementation: str | None) -> A
     from safetensors.torch import load_file, save_file
     from transformers import MiniMaxM2ForCausalLM
 
-    from negamax.kernels.quantize.spec import dequantize_block
+    from negamax.kernels.quantize.op import dequantize_block
 
     tensors: dict[str, torch.Tensor] = {}
     for shard in sorted(folder.glob("*.safetensors")):

@@ -18,9 +18,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from negamax.bench.bindings import map_tensors
 from negamax.formats.floats import PLAIN
 from negamax.kernels.registry import OPS, gpu_kernels
+from tests.kernel_cases import CASES
+from tests.kernel_cases.bindings import map_tensors
 
 
 def main() -> int:
@@ -36,18 +37,18 @@ def main() -> int:
     for kernel in gpu_kernels():
         if kernel.provider == "reference" or kernel.op not in chosen or not kernel.reads(PLAIN):
             continue
-        op = OPS[kernel.op]
+        op = kernel.op
         for dtype in (torch.bfloat16, torch.float16):
             if dtype not in kernel.dtypes:
                 continue
-            for case in op.cases(dtype, torch.Generator().manual_seed(0)):
+            for case in CASES[op].small(dtype, torch.Generator().manual_seed(0)):
                 if not kernel.reads(case.stored):
                     continue
                 on_gpu = replace(
                     case, tensors=map_tensors(case.tensors, lambda tensor: tensor.cuda())
                 )
                 with torch.inference_mode():
-                    op.apply(kernel, on_gpu)
+                    CASES[op].apply(kernel, on_gpu)
                 torch.cuda.synchronize()
                 count += 1
                 print(

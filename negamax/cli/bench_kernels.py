@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Annotated
 
-from negamax.base.errors import EngineError
+import negamax
+from negamax.base.errors import ConfigError, EngineError
 from negamax.cli.bench_options import JsonFile, parse_counts
 from negamax.cli.options import setting
 from negamax.options.engine import DEVICES, DTYPES
 
 HELP = (
     "Time every kernel at the sizes of the real models (CPU: small ones), with cold caches, "
-    "against the machine's limits."
+    "against the machine's limits. Needs a clone of the repository."
 )
 
 
@@ -33,9 +38,9 @@ def command(
 ) -> None:
     """Print one line per kernel and case."""
     degrees = parse_counts(tp, flag="--tp")
-    from negamax.bench import kernels, report  # torch
+    from negamax.bench import report  # torch
 
-    document = kernels.run(
+    document = _import_tool().run(
         ops=op or (),
         provider=provider,
         dtype=dtype,
@@ -47,3 +52,18 @@ def command(
         report.write_json(json_file, document)
     if document["failures"]:
         raise EngineError(f"{len(document['failures'])} cases failed")
+
+
+def _import_tool() -> ModuleType:
+    """Import tools/bench_kernels.py: the inputs of kernels are test data, not part of the wheel.
+
+    Errors: `ConfigError` outside a clone.
+    """
+    root = Path(negamax.__file__).parents[1]
+    if not (root / "tools" / "bench_kernels.py").is_file():
+        raise ConfigError(
+            "negamax bench kernels needs a clone of the repository; this is an installed wheel",
+            hint="clone the repository and run `pip install -e .` there",
+        )
+    sys.path.insert(0, str(root))
+    return importlib.import_module("tools.bench_kernels")

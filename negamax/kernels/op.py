@@ -1,74 +1,47 @@
-"""What an operation is: its definition in PyTorch, inputs to try it on, how exact it must be and
-what it moves.
-
-An `Op` is the contract; a `Kernel` is one implementation of it (a provider). Tests and benches
-iterate over both.
-"""
+"""The contract of an operation (`Op`) and one implementation of it (`Kernel`, a provider)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, overload
 
 import torch
-from torch import Tensor
 
-from negamax.formats.floats import PLAIN, is_plain
+from negamax.formats.floats import is_plain
 from negamax.formats.platform import Feature
 from negamax.formats.tensor_format import ActivationFormat, TensorFormat
 
 P = TypeVar("P")
 R = TypeVar("R")
 
+Prepared = Any  # what a provider's `prepare` returns; only its own `run` reads it
+
 W8A8 = "triton_w8a8"  # the provider that multiplies int8 with int8, and FP8 with FP8
-WEIGHT_ONLY = "triton_weight_only"  # the provider that dequantises packed weights in registers
+WEIGHT_ONLY = "triton_weight_only"  # the provider that dequantizes packed weights in registers
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """|actual - expected| <= atol + rtol * |expected|, and why no tighter."""
+    """|actual - expected| <= atol + rtol * |expected|, and the reason for this size."""
 
     atol: float
     rtol: float
     reason: str
 
 
-@dataclass(frozen=True)
-class Cost:
-    """What one call must read and write at least, in bytes, and its arithmetic."""
+class Op(str, Generic[P, R]):
+    """The contract of an operation; as a string it is the name. Made by `op`.
 
-    num_bytes: int
-    flops: int
-
-
-@dataclass(frozen=True)
-class Case:
-    """Inputs of one call. `numbers`: what is no tensor. `stored`: the format of its weights, whose
-    tensors are called "weight.<tensor>" where it is not `PLAIN`.
+    `P` and `R` are the signatures of the definition's `prepare` and `run`. Every provider has them.
     """
 
-    label: str
-    tensors: dict[str, Tensor]
-    numbers: dict[str, Any] = field(default_factory=dict)
-    stored: TensorFormat = PLAIN
-
-    def upcast(self) -> Case:
-        """The same values with every floating-point tensor in float32, but for those of stored
-        weights.
-        """
-        tensors = {
-            name: tensor.float() if tensor.is_floating_point() and "." not in name else tensor
-            for name, tensor in self.tensors.items()
-        }
-        return Case(self.label, tensors, self.numbers, self.stored)
-
-
-class OpName(str, Generic[P, R]):
-    """The name of an op and, for the type checker, the signatures of its `prepare` (None: there is
-    no such step) and `run`.
-    """
+    summary: str
+    reference: Kernel[P, R]
+    tolerance: Mapping[torch.dtype, Tolerance]
+    sequence: tuple[str, ...]  # names of the ops that this one fuses
+    wide_error: float  # allowed ||out - reference|| / ||reference|| at the sizes of real models
 
 
 @dataclass(frozen=True)
@@ -76,13 +49,12 @@ class Kernel(Generic[P, R]):
     """One implementation of an op.
 
     `run` is called in the forward pass. `prepare` turns what changes rarely into the form `run`
-    reads: a weight once at load, the block tables of a step once per step; an op whose arguments
-    need no such step has no `prepare`. It is chosen only where the platform has all features that
-    it `requires`; `reads` says which formats of weights it takes, and `activation` what it wants of
-    its input beside the plain values.
+    reads: a weight at load, the block tables of a step once per step. A kernel is chosen only on
+    platforms with all features that it `requires`. `reads` says which formats of weights it takes,
+    and `activation` which form of its input it needs beside the plain values.
     """
 
-    op: OpName[P, R]
+    op: Op[P, R]
     provider: str
     run: R
     prepare: P = None  # type: ignore[assignment]  # of the ops whose `P` is None
@@ -90,42 +62,67 @@ class Kernel(Generic[P, R]):
     dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
     reads: Callable[[TensorFormat], bool] = is_plain
     activation: ActivationFormat | None = None
-    columns: int = 1  # of a matrix: it takes multiples of this
-    available: Callable[[], bool] = lambda: True  # asked once, when the table is resolved
+    columns: int = 1  # the number of columns of a matrix must be a multiple of this
+    available: Callable[[], bool] = lambda: True  # called once, when the table is resolved
 
     @property
     def multiplies_8_bits(self) -> bool:
-        """Whether its products are of 8 bits with 8 bits, at twice the rate of 16."""
+        """Whether it multiplies 8 bits with 8 bits, at twice the rate of 16."""
         return self.activation is not None or self.provider == W8A8
 
 
 AnyKernel = Kernel[Any, Any]
+AnyOp = Op[Any, Any]
 
 
-@dataclass(frozen=True)
-class Op(Generic[P, R]):
-    """The contract of an operation.
+@overload
+def op(
+    name: str,
+    run: R,
+    /,
+    *,
+    summary: str,
+    tolerance: Mapping[torch.dtype, Tolerance],
+    sequence: tuple[str, ...] = ...,
+    wide_error: float = ...,
+) -> Op[None, R]: ...
 
-    `apply` calls any kernel of this op on a case and returns all its outputs, the tensors it wrote
-    in place included. `wide` makes cases at the sizes of the real models, on the generator's
-    device; on those, ||out - reference|| / ||reference|| may be `wide_error` at most.
-    """
 
-    name: OpName[P, R]
-    summary: str
-    reference: Kernel[P, R]
-    cases: Callable[[torch.dtype, torch.Generator], list[Case]]
-    apply: Callable[[Kernel[P, R], Case], tuple[Tensor, ...]]
-    tolerance: dict[torch.dtype, Tolerance]
-    cost: Callable[[Case], Cost]
-    # of ops that this one does in one: a layer that runs them asks for it by them
-    sequence: tuple[str, ...] = ()
-    wide: Callable[[torch.dtype, torch.Generator], list[Case]] = lambda dtype, generator: []
-    wide_error: float = 1e-2
+@overload
+def op(
+    name: str,
+    run: R,
+    prepare: P,
+    /,
+    *,
+    summary: str,
+    tolerance: Mapping[torch.dtype, Tolerance],
+    sequence: tuple[str, ...] = ...,
+    wide_error: float = ...,
+) -> Op[P, R]: ...
+
+
+def op(
+    name: str,
+    run: Any,
+    prepare: Any = None,
+    /,
+    *,
+    summary: str,
+    tolerance: Mapping[torch.dtype, Tolerance],
+    sequence: tuple[str, ...] = (),
+    wide_error: float = 1e-2,
+) -> AnyOp:
+    """Return the op that the functions `run` and `prepare` define."""
+    made: AnyOp = Op(name)
+    made.summary, made.tolerance = summary, tolerance
+    made.sequence, made.wide_error = sequence, wide_error
+    made.reference = Kernel(made, "reference", run, prepare)
+    return made
 
 
 def rounding_tolerance(*, scale: float = 1.0, reason: str) -> dict[torch.dtype, Tolerance]:
-    """The tolerance per dtype of a result of magnitude `scale` that was rounded to that dtype a few
+    """Return the tolerance of a result of magnitude `scale` that was rounded to its dtype a few
     times.
     """
     return {
@@ -133,17 +130,3 @@ def rounding_tolerance(*, scale: float = 1.0, reason: str) -> dict[torch.dtype, 
         torch.bfloat16: Tolerance(2e-2 * scale, 2e-2, reason),
         torch.float16: Tolerance(4e-3 * scale, 4e-3, reason),
     }
-
-
-def num_bytes(*tensors: Tensor) -> int:
-    """Bytes of all `tensors`."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def randn(
-    *shape: int, dtype: torch.dtype, generator: torch.Generator, scale: float = 1.0
-) -> Tensor:
-    """Normal random values of standard deviation `scale`, on the generator's device; drawn in
-    float32, so that every dtype sees the same ones.
-    """
-    return (torch.randn(*shape, generator=generator, device=generator.device) * scale).to(dtype)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -15,48 +14,37 @@ from negamax.formats.floats import PLAIN
 from negamax.formats.platform import Feature, Platform
 from negamax.formats.tensor_format import TensorFormat
 from negamax.kernels.attention import cpu as attention_cpu
-from negamax.kernels.attention import spec as attention
+from negamax.kernels.attention import op as attention
 from negamax.kernels.block_sparse import cpu as block_sparse_cpu
-from negamax.kernels.block_sparse import spec as block_sparse
-from negamax.kernels.cache_shards import spec as cache_shards
-from negamax.kernels.collectives import spec as collectives
-from negamax.kernels.dispatch import spec as dispatch
-from negamax.kernels.drafts import spec as drafts
+from negamax.kernels.block_sparse import op as block_sparse
+from negamax.kernels.cache_shards import op as cache_shards
+from negamax.kernels.collectives import op as collectives
+from negamax.kernels.dispatch import op as dispatch
+from negamax.kernels.drafts import op as drafts
 from negamax.kernels.gemm import cpu as gemm_cpu
-from negamax.kernels.gemm import spec as gemm
+from negamax.kernels.gemm import op as gemm
+from negamax.kernels.gemm.op import LINEAR
 from negamax.kernels.kvcache import cpu as kvcache_cpu
-from negamax.kernels.kvcache import spec as kvcache
+from negamax.kernels.kvcache import op as kvcache
 from negamax.kernels.mlp import cpu as mlp_cpu
-from negamax.kernels.mlp import spec as mlp
+from negamax.kernels.mlp import op as mlp
 from negamax.kernels.moe import cpu as moe_cpu
-from negamax.kernels.moe import spec as moe
+from negamax.kernels.moe import op as moe
+from negamax.kernels.moe.op import EXPERTS
 from negamax.kernels.native import rows as native_rows
 from negamax.kernels.norm import cpu as norm_cpu
-from negamax.kernels.norm import spec as norm
-from negamax.kernels.op import WEIGHT_ONLY, AnyKernel, Kernel, Op, OpName, P, R
-from negamax.kernels.quantize import spec as quantize
-from negamax.kernels.sampling import spec as sampling
-from negamax.kernels.signatures import EXPERTS, LINEAR
-from negamax.kernels.steps import spec as steps
+from negamax.kernels.norm import op as norm
+from negamax.kernels.op import WEIGHT_ONLY, AnyKernel, AnyOp, Kernel, Op, P, R
+from negamax.kernels.quantize import op as quantize
+from negamax.kernels.sampling import op as sampling
+from negamax.kernels.steps import op as steps
 
-OPS: dict[OpName[Any, Any], Op[Any, Any]] = {
-    op.name: op
-    for op in (
-        *norm.OPS,
-        *kvcache.OPS,
-        *attention.OPS,
-        *block_sparse.OPS,
-        *cache_shards.OPS,
-        *gemm.OPS,
-        *moe.OPS,
-        *mlp.OPS,
-        *quantize.OPS,
-        *sampling.OPS,
-        *drafts.OPS,
-        *steps.OPS,
-        *collectives.OPS,
-        *dispatch.OPS,
-    )
+_FAMILIES = (
+    norm, kvcache, attention, block_sparse, cache_shards, gemm, moe, mlp, quantize, sampling,
+    drafts, steps, collectives, dispatch,
+)  # fmt: skip
+OPS: dict[str, AnyOp] = {
+    op: op for family in _FAMILIES for op in vars(family).values() if isinstance(op, Op)
 }
 
 # For the CPU, preferred first; the reference of every op is the last resort.
@@ -69,7 +57,7 @@ KERNELS: tuple[AnyKernel, ...] = (
     *mlp_cpu.KERNELS,
     *block_sparse_cpu.KERNELS,
     moe_cpu.ROUTE_KERNEL,
-    *(moe_cpu.kernel(linear) for linear in (*gemm_cpu.KERNELS, OPS[LINEAR].reference)),
+    *(moe_cpu.kernel(linear) for linear in (*gemm_cpu.KERNELS, LINEAR.reference)),
     *(op.reference for op in OPS.values()),
 )
 
@@ -108,27 +96,27 @@ class KernelTable:
 
     platform: Platform
     dtype: torch.dtype
-    candidates: Mapping[OpName[Any, Any], tuple[AnyKernel, ...]] = field(repr=False)
+    candidates: Mapping[AnyOp, tuple[AnyKernel, ...]] = field(repr=False)
 
     @classmethod
     def of(
         cls, kernels: Iterable[AnyKernel], *, platform: Platform, dtype: torch.dtype
     ) -> KernelTable:
         """The table of those `kernels` that compute in `dtype`."""
-        found: dict[OpName[Any, Any], tuple[AnyKernel, ...]] = {}
+        found: dict[AnyOp, tuple[AnyKernel, ...]] = {}
         for kernel in kernels:
             if dtype in kernel.dtypes:
                 found[kernel.op] = (*found.get(kernel.op, ()), kernel)
         return cls(platform, dtype, found)
 
-    def __getitem__(self, op: OpName[P, R]) -> Kernel[P, R]:
+    def __getitem__(self, op: Op[P, R]) -> Kernel[P, R]:
         """The kernel of `op` for plain weights, or for an op without any."""
         kernel = self.choose(op, PLAIN)
         assert kernel is not None, f"no kernel of {op}"
         return kernel
 
     def choose(
-        self, op: OpName[P, R], stored: TensorFormat, *, columns: int = 0
+        self, op: Op[P, R], stored: TensorFormat, *, columns: int = 0
     ) -> Kernel[P, R] | None:
         """The kernel of `op` for weights in the format `stored` with so many `columns` (0: any
         number). None: they are dequantised at load, which is the last provider of every format.
@@ -147,8 +135,8 @@ class KernelTable:
         definition, which is them one by one.
         """
         for op in OPS.values():
-            if op.sequence == sequence and self[op.name].provider != "reference":
-                return self[op.name]
+            if op.sequence == sequence and self[op].provider != "reference":
+                return self[op]
         return None
 
     def describe(self, formats: Iterable[TensorFormat] = ()) -> str:
@@ -158,7 +146,7 @@ class KernelTable:
         """
         lines = [f"kernels for {self.platform.label}, {str(self.dtype).removeprefix('torch.')}:"]
         for op in sorted(self.candidates):
-            lines.append(f"  {op:30} {self[op].provider:18} {OPS[op].summary}")
+            lines.append(f"  {op:30} {self[op].provider:18} {op.summary}")
             for stored in formats:
                 kernel = self.choose(op, stored)
                 if kernel is not None:

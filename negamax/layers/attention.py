@@ -17,11 +17,10 @@ from negamax.kernels.attention.metadata import (
     CacheShard,
     PagedShape,
 )
-from negamax.kernels.attention.spec import split_heads
-from negamax.kernels.kvcache.spec import write
+from negamax.kernels.attention.op import DECODE, PREFILL, split_heads
+from negamax.kernels.kvcache.op import LOCATE, write
 from negamax.kernels.registry import KernelTable
-from negamax.kernels.rope.spec import half_split
-from negamax.kernels.signatures import DECODE, LOCATE, PREFILL
+from negamax.kernels.rotary import half_split
 from negamax.layers.context_exchange import KeyExchange, key_exchange
 from negamax.layers.kv_scales import KvScales
 from negamax.layers.linear import ColumnParallel, Part, RowParallel
@@ -32,7 +31,7 @@ from negamax.parallel.context import ParallelContext
 from negamax.quantization.scheme import WeightFormat
 
 # One layer's caches on this rank by name, each [num_blocks, heads, block_size, width]: within a
-# block the tokens of a head are adjacent (`kernels/kvcache/spec.py`).
+# block the tokens of a head are adjacent (`kernels/kvcache/op.py`).
 KvCaches = Mapping[str, Tensor]
 
 
@@ -81,7 +80,7 @@ class GroupedQueryKind:
         kernels: KernelTable,
         cache: CacheShard = WHOLE_CACHE,
     ) -> None:
-        """`group`: query heads per KV head; `frequencies` from `rope.spec.signed_frequencies`;
+        """`group`: query heads per KV head; `frequencies` from `rotary.signed_frequencies`;
         `quantize`: the output projections are FP8.
         """
         self._kv_heads, self._group, self._cache = kv_heads, group, cache

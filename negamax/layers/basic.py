@@ -13,9 +13,10 @@ from torch import Tensor
 from negamax.formats.floats import E4M3_GROUPS
 from negamax.formats.tensor_format import ActivationFormat
 from negamax.kernels.activations import QuantizedActivations
+from negamax.kernels.collectives.op import ALL_REDUCE_ADD_RMS, COMPLETE_RESIDUAL
+from negamax.kernels.norm.op import ADD_RMS
 from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
-from negamax.kernels.signatures import ADD_RMS, ALL_REDUCE_ADD_RMS, COMPLETE_RESIDUAL
 from negamax.layers.linear import ColumnParallel, Part
 from negamax.layers.partial import Partial
 from negamax.layers.weights import WeightSlot

@@ -15,17 +15,17 @@ from torch import Tensor
 from negamax.kernels.activations import QuantizedActivations, concatenate
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.block_sparse.choice import BlockChoice, IndexShard, SparseShape
-from negamax.kernels.registry import KernelTable
-from negamax.kernels.signatures import (
+from negamax.kernels.block_sparse.op import (
     BLOCK_SPARSE_DECODE,
     BLOCK_SPARSE_MERGE_SHARDS,
     BLOCK_SPARSE_NORM_ROPE_WRITE,
     BLOCK_SPARSE_PREFILL,
     BLOCK_SPARSE_SELECT,
     BLOCK_SPARSE_SELECT_SHARD,
-    LOCATE,
-    OWN_ROWS,
 )
+from negamax.kernels.cache_shards.op import OWN_ROWS
+from negamax.kernels.kvcache.op import LOCATE
+from negamax.kernels.registry import KernelTable
 from negamax.layers.attention import KvCaches, head_rows
 from negamax.layers.context_exchange import KeyExchange, key_exchange
 from negamax.layers.kv_scales import KvScales
@@ -61,7 +61,7 @@ class BlockSparseKind:
     def __init__(
         self, shape: SparseShape, *, frequencies: Tensor, quantize: bool, kernels: KernelTable
     ) -> None:
-        """`frequencies` from `rope.spec.signed_frequencies`; `quantize`: the output projections are
+        """`frequencies` from `rotary.signed_frequencies`; `quantize`: the output projections are
         FP8.
         """
         self._shape, self._frequencies = shape, frequencies

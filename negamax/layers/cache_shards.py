@@ -16,28 +16,24 @@ from torch import Tensor
 
 from negamax.kernels.activations import Hidden
 from negamax.kernels.attention.metadata import AttentionMetadata, CacheShard, PagedShape
-from negamax.kernels.op import AnyKernel, Kernel, OpName
-from negamax.kernels.peers import Collective
-from negamax.kernels.registry import KernelTable
-from negamax.kernels.signatures import (
-    BLOCK_SPARSE_DECODE,
-    BLOCK_SPARSE_PREFILL,
-    DECODE,
-    LOCATE,
+from negamax.kernels.attention.op import DECODE, PREFILL
+from negamax.kernels.block_sparse.op import BLOCK_SPARSE_DECODE, BLOCK_SPARSE_PREFILL
+from negamax.kernels.cache_shards.op import (
     MERGE_PARTIALS,
     OWN_ROWS,
     PARTIAL_DECODE,
     PARTIAL_PREFILL,
     PARTIAL_SPARSE_DECODE,
     PARTIAL_SPARSE_PREFILL,
-    PREFILL,
-    Locate,
-    OwnRows,
 )
+from negamax.kernels.kvcache.op import LOCATE
+from negamax.kernels.op import AnyKernel, Kernel, Op
+from negamax.kernels.peers import Collective
+from negamax.kernels.registry import KernelTable
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import AttentionView
 
-_PARTIAL: dict[OpName[Any, Any], OpName[Any, Any]] = {
+_PARTIAL: dict[Op[Any, Any], Op[Any, Any]] = {
     DECODE: PARTIAL_DECODE,
     PREFILL: PARTIAL_PREFILL,
     BLOCK_SPARSE_DECODE: PARTIAL_SPARSE_DECODE,
@@ -58,7 +54,7 @@ def cache_kernels(kernels: KernelTable, context: ParallelContext) -> KernelTable
     if view.cache_size == 1:
         return kernels
     merge = kernels[MERGE_PARTIALS].run
-    replaced: dict[OpName[Any, Any], tuple[AnyKernel, ...]] = {
+    replaced: dict[Op[Any, Any], tuple[AnyKernel, ...]] = {
         op: (_Merged(kernels[part], merge, group).as_kernel(op),) for op, part in _PARTIAL.items()
     }
     locate = partial(_locate, kernels[LOCATE].run, kernels[OWN_ROWS].run, cache_shard(view))
@@ -82,7 +78,7 @@ class _Merged:
     merge: Callable[..., Hidden]
     group: Collective
 
-    def as_kernel(self, op: OpName[Any, Any]) -> AnyKernel:
+    def as_kernel(self, op: Op[Any, Any]) -> AnyKernel:
         return Kernel(op, self.part.provider, self.run, self.prepare)
 
     def prepare(
@@ -104,8 +100,8 @@ class _Merged:
 
 
 def _locate(
-    locate: Locate,
-    own_rows: OwnRows,
+    locate: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    own_rows: Callable[..., Tensor],
     shard: CacheShard,
     positions: Tensor,
     token_slots: Tensor,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from negamax.kernels.attention.metadata import AttentionMetadata
-from negamax.kernels.kvcache.spec import cache_rows, slots_of
+from negamax.kernels.kvcache.op import cache_rows, slots_of
 
 
 class KeyExchange:

@@ -14,8 +14,9 @@ from torch import Tensor
 from negamax.kernels.activations import QuantizedActivations, ShardedActivations
 from negamax.kernels.attention.metadata import StepTokens
 from negamax.kernels.dispatch.expert_ranges import ExpertRanges
+from negamax.kernels.dispatch.op import COMBINE, DISPATCH
+from negamax.kernels.moe.op import PLACE
 from negamax.kernels.registry import KernelTable
-from negamax.kernels.signatures import COMBINE, DISPATCH, PLACE
 from negamax.layers.partial import Partial
 from negamax.parallel.collectives import Collective
 from negamax.parallel.context import ParallelContext

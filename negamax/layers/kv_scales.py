@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from negamax.base.errors import CheckpointError
-from negamax.kernels.kvcache.spec import FP8
+from negamax.kernels.kvcache.op import FP8
 from negamax.layers.names import AttentionNames
 from negamax.layers.weights import WeightSlot
 

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from negamax.formats.tensor_format import Axis
 from negamax.kernels.activations import QuantizedActivations
+from negamax.kernels.gemm.op import LINEAR
+from negamax.kernels.op import Prepared
 from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
-from negamax.kernels.signatures import LINEAR, Prepared
 from negamax.layers.partial import Partial
 from negamax.layers.weights import MatrixWeight, choose_kernel
 from negamax.quantization.scheme import WeightFormat

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from negamax.formats.floats import E4M3_GROUPS
 from negamax.kernels.activations import QuantizedActivations, SwiGlu
+from negamax.kernels.mlp.op import SWIGLU
 from negamax.kernels.registry import KernelTable
-from negamax.kernels.signatures import SWIGLU
 from negamax.layers.linear import ColumnParallel, Part, RowParallel
 from negamax.layers.names import MlpNames
 from negamax.layers.partial import Partial

@@ -14,8 +14,10 @@ from torch import Tensor
 from negamax.formats.tensor_format import TensorFormat
 from negamax.kernels.activations import SILU, QuantizedActivations, SwiGlu
 from negamax.kernels.attention.metadata import StepTokens
+from negamax.kernels.moe.op import EXPERTS, ROUTE, ExpertWeights
+from negamax.kernels.norm.op import ADD_RMS
+from negamax.kernels.quantize.op import QUANTIZE
 from negamax.kernels.registry import KernelTable
-from negamax.kernels.signatures import ADD_RMS, EXPERTS, QUANTIZE, ROUTE, ExpertWeights
 from negamax.layers.basic import RmsNorm
 from negamax.layers.expert_dispatch import ExpertMap, expert_dispatch
 from negamax.layers.mlp import Mlp

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from negamax.kernels.attention import spec
+from negamax.kernels.attention import op as spec
 from negamax.layers.names import AttentionNames
 from negamax.layers.weights import WeightSlot
 from negamax.parallel.context import ParallelContext

@@ -12,7 +12,7 @@ from torch import Tensor
 from negamax.base.errors import CheckpointError
 from negamax.formats.floats import PLAIN
 from negamax.formats.tensor_format import Axis, Region, StoredTensor, StoredWeight, TensorFormat
-from negamax.kernels.op import Kernel, OpName, P, R
+from negamax.kernels.op import Kernel, Op, P, R
 from negamax.kernels.quantize.stored import check_entries
 from negamax.kernels.registry import KernelTable
 from negamax.quantization.scheme import WeightFormat
@@ -267,7 +267,7 @@ def _copies(tensor: StoredTensor, held: StoredTensor, region: Region) -> Copies:
 
 
 def choose_kernel(
-    op: OpName[P, R],
+    op: Op[P, R],
     names: Iterable[str],
     *,
     kernels: KernelTable,

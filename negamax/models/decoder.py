@@ -18,7 +18,7 @@ from negamax.config.model_spec import ModelSpec
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.registry import KernelTable
-from negamax.kernels.signatures import EMBED_TOKENS
+from negamax.kernels.steps.op import EMBED_TOKENS
 from negamax.layers.attention import Attention, AttentionKind, KvCaches, prepare_attention
 from negamax.layers.basic import RmsNorm, VocabEmbedding, VocabHead
 from negamax.layers.block_sparse_attention import BlockSparseAttention

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from negamax.base.errors import EngineError
-from negamax.kernels.dispatch.spec import most_words
+from negamax.kernels.dispatch.op import most_words
 from negamax.parallel.collectives import Collective, ProcessGroup, SingleRank
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.links import PipelineLinks

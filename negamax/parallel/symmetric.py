@@ -20,7 +20,7 @@ from negamax.formats.platform import Feature
 from negamax.kernels.collectives import tiles
 from negamax.kernels.peers import PeerMemory, PeerRegion, ShardRegion
 from negamax.kernels.platform import platform_of
-from negamax.kernels.signatures import CANDIDATES
+from negamax.kernels.sampling.op import CANDIDATES
 from negamax.parallel.poll_control import PollControl
 
 logger = get_logger(__name__)

@@ -23,8 +23,9 @@ from negamax.checkpoint.plan import plan_load
 from negamax.checkpoint.quarot import read_rotation
 from negamax.checkpoint.synthetic import fill_synthetic
 from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.kernels.drafts.op import RECORD_GUESS
 from negamax.kernels.registry import KernelTable
-from negamax.kernels.signatures import DRAW_LEADING, PICK, RECORD_GUESS
+from negamax.kernels.sampling.op import DRAW_LEADING, PICK
 from negamax.layers.attention import KvCaches
 from negamax.layers.partial import Partial
 from negamax.layers.weights import WeightSlot

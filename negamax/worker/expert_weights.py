@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from negamax.base.errors import EngineDeadError
-from negamax.kernels.signatures import ExpertWeights
+from negamax.kernels.moe.op import ExpertWeights
 from negamax.layers.expert_dispatch import ExpertMap
 from negamax.layers.moe import mixtures
 from negamax.models.decoder import Decoder

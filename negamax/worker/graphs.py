@@ -33,16 +33,11 @@ import torch
 from torch import Tensor
 
 from negamax.kernels.attention.metadata import AttentionMetadata, DecodeRuns
+from negamax.kernels.drafts.op import ADVANCE_ROWS, COUNT_ACCEPTED
 from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
-from negamax.kernels.signatures import (
-    ADVANCE_ROWS,
-    COUNT_ACCEPTED,
-    DRAW_LEADING,
-    PICK,
-    PLACE_TOKENS,
-    STORE_TOKENS,
-)
+from negamax.kernels.sampling.op import DRAW_LEADING, PICK
+from negamax.kernels.steps.op import PLACE_TOKENS, STORE_TOKENS
 from negamax.layers.attention import KvCaches
 from negamax.models.decoder import Decoder
 from negamax.worker.batch import Column, SampleInputs, StepColumns, StepInputs, metadata_of

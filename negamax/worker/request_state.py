@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from negamax.base.log import get_logger
-from negamax.kernels.signatures import CANDIDATES
+from negamax.kernels.sampling.op import CANDIDATES
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import NewRow, StepPlan
 from negamax.worker.device import upload, upload_floats

@@ -15,8 +15,8 @@ from torch import Tensor
 from negamax.kernels.peers import Collective
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.sampling import noise
-from negamax.kernels.sampling import spec as ops
-from negamax.kernels.signatures import DRAW_LEADING, PICK
+from negamax.kernels.sampling import op as ops
+from negamax.kernels.sampling.op import DRAW_LEADING, PICK
 from negamax.scheduler.step import TokenLogprobs
 from negamax.worker.batch import SampleInputs
 from negamax.worker.device import HostTensor, indices

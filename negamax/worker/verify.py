@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from negamax.kernels.drafts import spec
+from negamax.kernels.drafts import op as drafts_ops
 from negamax.scheduler.step import StepPlan
 from negamax.worker.batch import Column
 from negamax.worker.device import HostTensor
@@ -42,8 +42,8 @@ class Verifier:
 
     proposer: Proposer
     requests: RequestState
-    count_accepted: Callable[..., Tensor] = spec.count_accepted
-    advance_rows: Callable[..., None] = spec.advance_rows
+    count_accepted: Callable[..., Tensor] = drafts_ops.count_accepted
+    advance_rows: Callable[..., None] = drafts_ops.advance_rows
 
     def __call__(
         self,

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from negamax.kernels import platform as platforms
-from negamax.kernels.attention import spec as attention
+from negamax.kernels.attention import op as attention
 from negamax.kernels.attention.triton_qk_norm import qk_norm_rope_write
 from negamax.kernels.block_sparse.triton_choice import ChoiceConstants
 from negamax.kernels.block_sparse.triton_shard import MergePlan, merge_shards
@@ -33,8 +33,8 @@ from negamax.kernels.dispatch.expert_ranges import ExpertRanges
 from negamax.kernels.dispatch.triton import combine, dispatch
 from negamax.kernels.norm.triton import prepare
 from negamax.kernels.peers import PeerMemory, PeerRegion
+from negamax.kernels.sampling.op import CANDIDATES
 from negamax.kernels.sampling.triton import draw_leading, pick
-from negamax.kernels.signatures import CANDIDATES
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -20,11 +20,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from operator import methodcaller
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 os.environ |= {"TRITON_INTERPRET": "0", "TRITON_DISABLE_LINE_INFO": "1"}
+sys.path.append(str(Path(__file__).parents[2]))
 import torch
 import triton
 from torch import Tensor
@@ -33,11 +35,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from negamax.base.errors import ConfigError
+from negamax.formats.platform import Feature, Platform
 from negamax.kernels import platform as platforms
 from negamax.kernels.attention.metadata import AttentionMetadata
-from negamax.kernels.op import Case, Op
-from negamax.kernels.quantize import spec as quantize_spec
+from negamax.kernels.op import Op
+from negamax.kernels.quantize import op as quantize_spec
 from negamax.kernels.registry import OPS, resolve
+from tests.kernel_cases import CASES
+from tests.kernel_cases.case import Case
 
 KIB = 1024
 PLATFORMS = {
@@ -86,14 +91,14 @@ def without_memory() -> Iterator[None]:
             setattr(torch, name, make)
 
 
-def reason_against(platform: platforms.Platform, case: Case) -> str | None:
+def reason_against(platform: Platform, case: Case) -> str | None:
     """Why the engine would not come to run this case here: the words of its own refusal."""
     caches = [tensor.dtype for name, tensor in case.tensors.items() if name.endswith("_cache")]
     try:
         platform.check_arithmetic(fp8_cache=FP8 in (*caches, case.numbers.get("cache_dtype")))
     except ConfigError as error:
         return str(error)
-    if case.numbers.get("quantize") and platforms.Feature.FP8 not in platform.features:
+    if case.numbers.get("quantize") and Feature.FP8 not in platform.features:
         return "weights are dequantised here, so no product asks for FP8 activations"
     return None
 
@@ -113,9 +118,7 @@ def spilled_bytes(code: Mapping[str, Any]) -> int:
     return int.from_bytes(found[1], "little") if found else 0
 
 
-def compile_for(
-    platform: platforms.Platform, cases: list[tuple[Op, Case]], *, quiet: bool = False
-) -> None:
+def compile_for(platform: Platform, cases: list[tuple[Op, Case]], *, quiet: bool = False) -> None:
     """Compile and report, if `quiet` errors only. In a process that has imported no kernel yet;
     ends it.
     """
@@ -160,8 +163,8 @@ def compile_for(
 
     triton.JITFunction.__getitem__ = launch
     for op, case in cases:
-        kernel = table.choose(op.name, case.stored)
-        about = {"arch": platform.arch, "op": op.name, "case": case.label}
+        kernel = table.choose(op, case.stored)
+        about = {"arch": platform.arch, "op": op, "case": case.label}
         refusal = reason_against(platform, case)
         if kernel is None:
             refusal = f"{case.stored.name} is dequantised at load"
@@ -171,10 +174,10 @@ def compile_for(
         about["provider"] = kernel.provider
         try:
             with without_memory(), torch.inference_mode():
-                op.apply(kernel, case)
-                if op.name.startswith(("attention", "block_sparse", "cache_shards")):
+                CASES[op].apply(kernel, case)
+                if op.startswith(("attention", "block_sparse", "cache_shards")):
                     with patch.object(AttentionMetadata, "is_captured", True):
-                        op.apply(kernel, case)
+                        CASES[op].apply(kernel, case)
         except Exception as error:
             report(error=described(error))
     sys.exit(int(failed))
@@ -192,7 +195,7 @@ def main() -> None:
         cases = [
             (op, case)
             for op in OPS.values()
-            for case in op.wide(torch.bfloat16, SimpleNamespace(device=META))  # type: ignore[arg-type]
+            for case in CASES[op].wide(torch.bfloat16, SimpleNamespace(device=META))  # type: ignore[arg-type]
         ]
     failed = []
     for first, (arch, _, every) in enumerate(map(methodcaller("partition", "/"), options.archs)):

@@ -18,21 +18,22 @@ from torch import Tensor
 
 from negamax.formats.platform import CPU
 from negamax.kernels.attention.metadata import AttentionMetadata, DecodeRuns
-from negamax.kernels.op import Kernel
-from negamax.kernels.registry import OPS, KernelTable, resolve
-from negamax.kernels.signatures import (
+from negamax.kernels.attention.op import DECODE, PREFILL
+from negamax.kernels.block_sparse.op import (
     BLOCK_SPARSE_DECODE,
     BLOCK_SPARSE_MERGE_SHARDS,
     BLOCK_SPARSE_PREFILL,
     BLOCK_SPARSE_SELECT,
     BLOCK_SPARSE_SELECT_SHARD,
-    DECODE,
+)
+from negamax.kernels.cache_shards.op import (
     PARTIAL_DECODE,
     PARTIAL_PREFILL,
     PARTIAL_SPARSE_DECODE,
     PARTIAL_SPARSE_PREFILL,
-    PREFILL,
 )
+from negamax.kernels.op import Kernel
+from negamax.kernels.registry import OPS, KernelTable, resolve
 from negamax.worker import runner, worker
 from negamax.worker.device import HostTensor, Runtime
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from negamax.formats.floats import PLAIN
-from negamax.kernels.op import FLOAT_DTYPES, AnyKernel, Case, Op
-from negamax.kernels.registry import OPS
+from negamax.kernels.op import FLOAT_DTYPES, AnyKernel, Op
+from tests.kernel_cases import CASES
+from tests.kernel_cases.case import Case
 
 FURTHEST = 8.0  # a value may be so many times as wrong as all together, in units of their size
 
@@ -28,16 +29,16 @@ def contract_id(kernel: AnyKernel, dtype: torch.dtype) -> str:
 
 def cases(kernel: AnyKernel, dtype: torch.dtype) -> list[Case]:
     """The cases of the kernel's op whose weights it reads."""
-    found = OPS[kernel.op].cases(dtype, torch.Generator().manual_seed(0))
+    found = CASES[kernel.op].small(dtype, torch.Generator().manual_seed(0))
     return [case for case in found if kernel.reads(case.stored)]
 
 
 def check(kernel: AnyKernel, case: Case, dtype: torch.dtype) -> None:
     """Fails with what is wrong, and in which case."""
-    op = OPS[kernel.op]
+    op = kernel.op
     with torch.inference_mode():
-        expected = op.apply(op.reference, case.upcast())
-        actual = op.apply(kernel, case)
+        expected = CASES[op].apply(op.reference, case.upcast())
+        actual = CASES[op].apply(kernel, case)
     for want, got in zip(expected, actual, strict=True):
         assert got.shape == want.shape, case.label
         if not want.is_floating_point():

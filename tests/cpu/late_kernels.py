@@ -32,7 +32,7 @@ from negamax.config.grammar import Grammar
 from negamax.engine.core import executor, setup
 from negamax.kernels import platform as platforms
 from negamax.kernels.peers import PeerMemory, PeerRegion, ShardRegion
-from negamax.kernels.signatures import CANDIDATES
+from negamax.kernels.sampling.op import CANDIDATES
 from negamax.parallel import symmetric
 from negamax.parallel.collectives import SingleRank
 from negamax.parallel.context import ParallelContext

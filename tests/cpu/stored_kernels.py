@@ -12,11 +12,12 @@ from torch import Tensor
 from negamax.formats.floats import is_plain, plain
 from negamax.formats.readable import reads_packed
 from negamax.formats.tensor_format import StoredWeight, TensorFormat
+from negamax.kernels.gemm.op import LINEAR
+from negamax.kernels.moe.op import EXPERTS
 from negamax.kernels.op import AnyKernel
 from negamax.kernels.quantize.codes import Codes
 from negamax.kernels.quantize.stored import dequantize, encode
 from negamax.kernels.registry import KernelTable
-from negamax.kernels.signatures import EXPERTS, LINEAR
 from negamax.kernels.weight_only import layout
 from negamax.kernels.weight_only.layout import PackedWeight, pack
 

@@ -13,16 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from negamax.bench import kernels
-from negamax.bench.bindings import bind, copy_case, map_tensors, tensors_of
-from negamax.bench.kernels import Ceilings, cases, time_kernel
 from negamax.cli.main import main
 from negamax.formats.floats import E4M3_BLOCKS
 from negamax.formats.platform import CPU
 from negamax.formats.tensor_format import StoredWeight
-from negamax.kernels.op import Case, Cost
 from negamax.kernels.registry import OPS, gpu_kernels, resolve
-from negamax.kernels.weight_only.cases import E4M3_CHANNEL
+from tests.kernel_cases import CASES
+from tests.kernel_cases.bindings import bind, copy_case, map_tensors, tensors_of
+from tests.kernel_cases.case import Case, Cost
+from tests.kernel_cases.weight_only import E4M3_CHANNEL
+from tools import bench_kernels as kernels
+from tools.bench_kernels import Ceilings, cases, time_kernel
 
 
 @pytest.mark.parametrize("name", sorted(OPS))
@@ -30,7 +31,7 @@ def test_every_op_can_be_bound_and_repeated(name: str) -> None:
     op = OPS[name]
     for case in cases(op, platform="cpu", dtype=torch.bfloat16, ranks=(1,)):
         for kernel in resolve(platform=CPU, dtype=torch.bfloat16).candidates[name]:
-            call = bind(op, kernel, case)
+            call = bind(kernel, case)
             with torch.inference_mode():
                 call()
                 call()
@@ -47,8 +48,8 @@ def test_a_bound_kernel_is_prepared_once_and_returns_what_the_op_returns() -> No
         return op.reference.prepare(weight)
 
     kernel = replace(op.reference, prepare=prepare)
-    call = bind(op, kernel, case)
-    (expected,) = op.apply(op.reference, case)
+    call = bind(kernel, case)
+    (expected,) = CASES[op].apply(op.reference, case)
     assert torch.equal(call(), expected) and torch.equal(call(), expected)
     assert prepared == [1]
 
@@ -85,14 +86,16 @@ def test_peak_of_8_bits_counts_where_8_bits_are_multiplied() -> None:
     }
 
 
-def test_empty_cases_and_other_degrees_are_left_out() -> None:
+def test_empty_cases_and_other_degrees_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     made = [
         Case("T=1 TP4 qkv", {"x": torch.ones(1)}),
         Case("T=0", {"x": torch.ones(0)}),
         Case("tp=2", {"x": torch.ones(1)}),
         Case("any", {"x": torch.ones(1)}),
     ]
-    op = replace(OPS["norm.add_rms"], cases=lambda dtype, generator: list(made))
+    op = OPS["norm.add_rms"]
+    small = replace(CASES[op], small=lambda dtype, generator: list(made))
+    monkeypatch.setitem(CASES, op, small)
     labels = [case.label for case in cases(op, platform="cpu", dtype=torch.float32, ranks=(4,))]
     assert labels == ["T=1 TP4 qkv", "any"]
 
@@ -100,7 +103,7 @@ def test_empty_cases_and_other_degrees_are_left_out() -> None:
 def test_percent_of_roofline_is_the_longer_floor_over_the_time() -> None:
     op = OPS["gemm.linear"]
     *_, case = cases(op, platform="cpu", dtype=torch.float32, ranks=(1,))
-    cost = op.cost(case)
+    cost = CASES[op].cost(case)
     for ceilings in (Ceilings(1e3, 1e30, 0), Ceilings(1e30, 1e3, 0)):
         timing = time_kernel(
             op, op.reference, case, dtype=torch.float32, platform="cpu", ceilings=ceilings
@@ -154,3 +157,11 @@ def test_unknown_names_are_refused_with_the_known_ones(capsys: pytest.CaptureFix
     ):
         assert main(["bench", "kernels", *flags]) == 2
         assert words in capsys.readouterr().err
+
+
+def test_an_installed_wheel_says_that_it_needs_a_clone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("negamax.__file__", str(tmp_path / "negamax" / "__init__.py"))
+    assert main(["bench", "kernels"]) == 2
+    assert "needs a clone of the repository" in capsys.readouterr().err

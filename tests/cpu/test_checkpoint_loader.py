@@ -32,7 +32,7 @@ from negamax.checkpoint.loader import fill, load_weights
 from negamax.checkpoint.plan import plan_load
 from negamax.config.model_spec import ModelSpec
 from negamax.formats.platform import CPU
-from negamax.kernels.quantize.spec import dequantize_block
+from negamax.kernels.quantize.op import dequantize_block
 from negamax.kernels.registry import resolve
 from negamax.layers.kv_scales import describe_kv_scales
 from negamax.layers.weights import WeightSlot, slots_by_name

@@ -26,7 +26,7 @@ from negamax.formats.readable import reads_e4m3_blocks
 from negamax.formats.tensor_format import StoredWeight
 from negamax.kernels.op import Kernel
 from negamax.kernels.platform import platform_of
-from negamax.kernels.quantize.spec import dequantize_block
+from negamax.kernels.quantize.op import dequantize_block
 from negamax.kernels.registry import KernelTable, resolve
 from negamax.layers.attention import Attention
 from negamax.layers.moe import SparseMoe

@@ -17,13 +17,11 @@ from negamax.formats.platform import CPU
 from negamax.formats.tensor_format import StoredWeight, TensorFormat
 from negamax.kernels.activations import SwiGlu
 from negamax.kernels.attention.metadata import StepTokens
-from negamax.kernels.moe.cases import fp8_experts
+from negamax.kernels.moe.op import EXPERTS as EXPERTS_OP
+from negamax.kernels.moe.op import PLACE
 from negamax.kernels.moe.triton import prepare_experts, prepare_packed
 from negamax.kernels.moe.triton_shared import PreparedExperts
 from negamax.kernels.registry import resolve
-from negamax.kernels.signatures import EXPERTS as EXPERTS_OP
-from negamax.kernels.signatures import PLACE
-from negamax.kernels.weight_only import cases as weight_only
 from negamax.layers.expert_dispatch import ExpertMap
 from negamax.layers.moe import SparseMoe
 from negamax.layers.names import MlpNames
@@ -32,6 +30,8 @@ from negamax.models.minimax_m3 import names
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 from negamax.quantization.scheme import WeightFormat
+from tests.kernel_cases import weight_only
+from tests.kernel_cases.moe import fp8_experts
 
 EXPERTS, HIDDEN, WIDTH, TOP_K = 8, 24, 16, 3
 PERMUTED = (5, 0, 3, 7, 1, 6, 2, 4)

@@ -17,9 +17,9 @@ from negamax.formats.floats import E4M3_BLOCKS, mxfp4, mxfp8, nvfp4
 from negamax.formats.floats import plain as as_plain
 from negamax.formats.platform import CPU
 from negamax.formats.tensor_format import Axis, StoredWeight, TensorFormat
+from negamax.kernels.moe.op import EXPERTS, ROUTE
 from negamax.kernels.quantize.stored import dequantize
 from negamax.kernels.registry import OPS, resolve
-from negamax.kernels.signatures import EXPERTS, ROUTE
 from negamax.layers.moe import SparseMoe
 from negamax.models.minimax_m3 import names
 from negamax.parallel.context import ParallelContext

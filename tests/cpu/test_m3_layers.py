@@ -13,8 +13,8 @@ from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as oracle
 from negamax.formats.platform import CPU
 from negamax.kernels import registry
 from negamax.kernels.activations import SwiGlu
+from negamax.kernels.mlp.op import SWIGLU
 from negamax.kernels.op import AnyKernel
-from negamax.kernels.signatures import SWIGLU
 from negamax.layers.basic import RmsNorm
 from negamax.layers.mlp import Mlp
 from negamax.layers.moe import SparseMoe

@@ -11,9 +11,13 @@ from triton_support import MI300X
 from negamax.formats.floats import E4M3_BLOCKS, e4m3_blocks
 from negamax.kernels import platform
 from negamax.kernels.attention.metadata import PagedShape, attention_metadata
+from negamax.kernels.attention.op import DECODE
+from negamax.kernels.gemm.op import LINEAR
+from negamax.kernels.moe.op import EXPERTS
+from negamax.kernels.norm.op import ADD_RMS
 from negamax.kernels.quantize.native import to_native
+from negamax.kernels.quantize.op import QUANTIZE
 from negamax.kernels.registry import OPS, resolve
-from negamax.kernels.signatures import ADD_RMS, DECODE, EXPERTS, LINEAR, QUANTIZE
 
 BF16 = torch.bfloat16
 TABLE = resolve(platform=MI300X, dtype=BF16)

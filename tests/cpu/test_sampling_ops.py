@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from negamax.kernels.sampling import noise
-from negamax.kernels.sampling import spec as ops
+from negamax.kernels.sampling import op as ops
 
 VOCAB = 50
 

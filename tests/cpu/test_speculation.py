@@ -16,7 +16,7 @@ import torch
 from model_support import PagedRun
 
 from negamax import LLM, SamplingParams
-from negamax.kernels.drafts.spec import count_accepted
+from negamax.kernels.drafts.op import count_accepted
 from negamax.scheduler.draft_length import FixedDraftLength
 from negamax.scheduler.step import StepPlan
 from tests import drafts, tiny

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from negamax.kernels.attention.metadata import AttentionMetadata
-from negamax.kernels.kvcache.spec import cache_rows, slots_of
+from negamax.kernels.kvcache.op import cache_rows, slots_of
 from negamax.kernels.peers import PeerMemory
 from negamax.layers.context_exchange import key_exchange
 from negamax.scheduler.request import SamplingParams

@@ -13,13 +13,15 @@ import triton_support  # noqa: F401  before the kernels
 from torch import Tensor
 
 from negamax.kernels.activations import QuantizedActivations
-from negamax.kernels.attention import cases, spec, triton_decode_plan
+from negamax.kernels.attention import op as spec
 from negamax.kernels.attention import triton as kernels
+from negamax.kernels.attention import triton_decode_plan
 from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape, attention_metadata
 from negamax.kernels.attention.triton_decode import has_one_new_key
-from negamax.kernels.kvcache.spec import FP8, cache_rows
+from negamax.kernels.kvcache.op import FP8, cache_rows
 from negamax.kernels.peers import PeerMemory, PeerRegion
-from negamax.kernels.rope.spec import cos_sin, signed_frequencies
+from negamax.kernels.rotary import cos_sin, signed_frequencies
+from tests.kernel_cases import attention as cases
 
 FP8_ERROR = 0.03  # of rounding to e4m3
 

@@ -16,8 +16,9 @@ from negamax.kernels import platform
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention.metadata import AttentionMetadata, attention_metadata
 from negamax.kernels.attention.triton_prefill import PrefillPlan
-from negamax.kernels.block_sparse import spec, triton_select_decode
+from negamax.kernels.block_sparse import op as spec
 from negamax.kernels.block_sparse import triton as kernels
+from negamax.kernels.block_sparse import triton_select_decode
 from negamax.kernels.block_sparse.choice import (
     BlockChoice,
     IndexShard,
@@ -29,8 +30,8 @@ from negamax.kernels.block_sparse.triton import sparse_norm_rope_write
 from negamax.kernels.block_sparse.triton_prefill import SparsePrefillPlan
 from negamax.kernels.block_sparse.triton_select_decode import SelectDecodePlan
 from negamax.kernels.block_sparse.triton_select_prefill import SelectPrefillPlan
-from negamax.kernels.kvcache.spec import FP8, cache_rows
-from negamax.kernels.rope.spec import cos_sin, signed_frequencies
+from negamax.kernels.kvcache.op import FP8, cache_rows
+from negamax.kernels.rotary import cos_sin, signed_frequencies
 
 FP8_ERROR = 0.03  # of rounding to e4m3
 

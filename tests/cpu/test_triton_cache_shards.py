@@ -13,13 +13,13 @@ from test_triton_block_sparse import SHAPE, captured, paged, relative_error
 from triton_support import Group, Ranks, ThreadGroup, Threads  # before the kernels
 
 from negamax.kernels.activations import QuantizedActivations
-from negamax.kernels.attention import spec as dense
+from negamax.kernels.attention import op as dense
 from negamax.kernels.attention.metadata import CacheShard, PagedShape, attention_metadata
-from negamax.kernels.block_sparse import spec as sparse
-from negamax.kernels.cache_shards import spec
+from negamax.kernels.block_sparse import op as sparse
+from negamax.kernels.cache_shards import op as spec
 from negamax.kernels.cache_shards import triton as kernels
 from negamax.kernels.cache_shards.partials import PartialResults
-from negamax.kernels.kvcache.spec import FP8
+from negamax.kernels.kvcache.op import FP8
 
 RANKS = 2
 

@@ -24,9 +24,9 @@ from triton_support import ThreadGroup, Threads
 from negamax.config.kv_cache import KvCacheSpecs, with_holders
 from negamax.config.model_spec import ModelSpec
 from negamax.formats.platform import CPU
-from negamax.kernels.drafts.spec import count_accepted
-from negamax.kernels.kvcache.spec import FP8
-from negamax.kernels.quantize.spec import dequantize_block
+from negamax.kernels.drafts.op import count_accepted
+from negamax.kernels.kvcache.op import FP8
+from negamax.kernels.quantize.op import dequantize_block
 from negamax.kernels.registry import OPS, KernelTable
 from negamax.layers.attention import KvCaches
 from negamax.models.decoder import Decoder

@@ -12,9 +12,10 @@ import torch
 from triton.language import constexpr
 from triton_support import Group, Ranks
 
-from negamax.kernels.collectives import spec, tiles, triton_ll
+from negamax.kernels.collectives import op as spec
+from negamax.kernels.collectives import tiles, triton_ll
 from negamax.kernels.collectives import triton as kernels
-from negamax.kernels.norm import spec as norm_spec
+from negamax.kernels.norm import op as norm_spec
 from negamax.kernels.norm import triton as norm_kernels
 from negamax.parallel.collectives import SingleRank
 

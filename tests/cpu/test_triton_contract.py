@@ -15,15 +15,15 @@ from triton_support import MI300X
 
 from negamax.formats.platform import Platform
 from negamax.kernels import platform
+from negamax.kernels.gemm.op import LINEAR
 from negamax.kernels.launch.tile import Tile
 from negamax.kernels.launch.triton import launch_options
 from negamax.kernels.moe import tiles as moe_tiles
 from negamax.kernels.op import AnyKernel
-from negamax.kernels.quantize import spec as quantize_spec
+from negamax.kernels.quantize import op as quantize_spec
 from negamax.kernels.quantize import triton as quantize
 from negamax.kernels.registry import gpu_kernels
 from negamax.kernels.sampling import tiles as sampling_tiles
-from negamax.kernels.signatures import LINEAR
 
 KERNELS = tuple(kernel for kernel in gpu_kernels() if kernel.provider != "reference")
 CONTRACTS = [

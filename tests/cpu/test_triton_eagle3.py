@@ -14,7 +14,6 @@ from torch import Tensor
 from triton_support import launches
 
 from negamax.formats.platform import CPU
-from negamax.kernels.attention.cases import run_metadata
 from negamax.kernels.registry import KernelTable, resolve
 from negamax.models.eagle3.config import DraftModel, read_spec
 from negamax.options.speculation import SpeculationConfig
@@ -26,6 +25,7 @@ from negamax.worker.eagle3 import Eagle3Proposer
 from negamax.worker.proposer import TokenStates
 from negamax.worker.request_state import RequestState
 from tests import tiny_draft
+from tests.kernel_cases.attention import run_metadata
 
 HERE = torch.device("cpu")
 NUM_DRAFTS = 3

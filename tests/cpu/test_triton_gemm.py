@@ -9,10 +9,11 @@ import torch
 import triton_support  # noqa: F401  before the kernels
 
 from negamax.formats.floats import e4m3_blocks, plain
-from negamax.kernels.gemm import cases, tiles
+from negamax.kernels.gemm import tiles
 from negamax.kernels.gemm import triton as kernels
-from negamax.kernels.quantize import spec as quantize_spec
+from negamax.kernels.quantize import op as quantize_spec
 from negamax.kernels.quantize import triton as quantize
+from tests.kernel_cases import gemm as cases
 
 SIZES = tiles.H200()
 

@@ -21,7 +21,7 @@ from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.gemm import tiles as gemm_tiles
 from negamax.kernels.launch.tile import Tile
 from negamax.kernels.moe import tiles as moe_tiles
-from negamax.kernels.quantize.spec import dequantize_block
+from negamax.kernels.quantize.op import dequantize_block
 from negamax.kernels.quantize.stored import dequantize, encode
 from negamax.kernels.registry import KernelTable, gpu_kernels
 from negamax.layers.moe import mixtures

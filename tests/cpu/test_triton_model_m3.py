@@ -11,7 +11,7 @@ from model_support import PagedRun, build, random_weights
 from test_triton_model import Steps, errors, gpu_model, padded_decode, use_few_programs
 from transformers import MiniMaxM3VLConfig
 
-from negamax.kernels.quantize.spec import dequantize_block
+from negamax.kernels.quantize.op import dequantize_block
 from negamax.models.registry import read_spec
 from tests import tiny_m3
 

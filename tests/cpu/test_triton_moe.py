@@ -19,20 +19,21 @@ from negamax.formats.platform import CPU
 from negamax.formats.tensor_format import TensorFormat
 from negamax.kernels.activations import SwiGlu
 from negamax.kernels.launch.tile import Tile
-from negamax.kernels.moe import cases, tiles, triton_norm_route
+from negamax.kernels.moe import tiles, triton_norm_route
 from negamax.kernels.moe import triton as kernels
 from negamax.kernels.moe import triton_prefill as prefill
+from negamax.kernels.moe.op import EXPERTS
 from negamax.kernels.norm.triton import add_rms
 from negamax.kernels.quantize.stored import dequantize
 from negamax.kernels.quantize.triton import quantize
 from negamax.kernels.registry import KernelTable, gpu_kernels, resolve
-from negamax.kernels.signatures import EXPERTS
-from negamax.kernels.weight_only.cases import INT4
 from negamax.layers.moe import SparseMoe
 from negamax.models.minimax_m3 import names
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.compressed_tensors import packed
 from negamax.quantization.scheme import Scheme, WeightFormat
+from tests.kernel_cases import moe as cases
+from tests.kernel_cases.weight_only import INT4
 
 
 def test_route_leaves_its_counters_at_whole_rounds() -> None:

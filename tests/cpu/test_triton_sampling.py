@@ -8,7 +8,8 @@ import pytest
 import torch
 from triton_support import Group, Ranks
 
-from negamax.kernels.sampling import noise, spec, tiles
+from negamax.kernels.sampling import noise, tiles
+from negamax.kernels.sampling import op as spec
 from negamax.kernels.sampling import triton as kernels
 
 

@@ -21,12 +21,11 @@ from negamax.kernels.activations import QuantizedActivations, ShardedActivations
 from negamax.kernels.collectives import tiles
 from negamax.kernels.collectives import triton as kernels
 from negamax.kernels.gemm import triton as gemm
-from negamax.kernels.gemm.cases import fp8_weight
 from negamax.kernels.launch.tile import Tile
 from negamax.kernels.moe import triton as moe
 from negamax.kernels.norm import triton as norm_kernels
-from negamax.kernels.norm.spec import NormWeight
-from negamax.kernels.quantize.spec import quantize_activations
+from negamax.kernels.norm.op import NormWeight
+from negamax.kernels.quantize.op import quantize_activations
 from negamax.kernels.registry import KernelTable, gpu_kernels
 from negamax.layers.moe import SparseMoe
 from negamax.models.build import build_model
@@ -36,6 +35,7 @@ from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 from negamax.quantization.compressed_tensors import packed
 from negamax.quantization.scheme import Scheme, WeightFormat
+from tests.kernel_cases.gemm import fp8_weight
 
 WIDTH, EXPERTS, TOP_K = 256, 6, 2
 ONES = torch.ones(2)

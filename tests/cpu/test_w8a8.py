@@ -16,14 +16,16 @@ from negamax.formats.floats import PLAIN
 from negamax.formats.tensor_format import StoredWeight, TensorFormat
 from negamax.kernels import platform
 from negamax.kernels.gemm import triton_w8a8
+from negamax.kernels.gemm.op import LINEAR
 from negamax.kernels.moe import tiles as moe_tiles
 from negamax.kernels.moe import triton as moe
+from negamax.kernels.moe.op import EXPERTS
 from negamax.kernels.op import W8A8, WEIGHT_ONLY
 from negamax.kernels.quantize.stored import dequantize
 from negamax.kernels.registry import resolve
-from negamax.kernels.signatures import EXPERTS, LINEAR
-from negamax.kernels.weight_only import cases, layout
+from negamax.kernels.weight_only import layout
 from negamax.kernels.weight_only.triton_rounding import round_activations
+from tests.kernel_cases import weight_only as cases
 
 INT8, FP8 = cases.INT8_CHANNEL, cases.E4M3_CHANNEL
 BOTH = pytest.mark.parametrize("stored", [INT8, FP8], ids=lambda stored: stored.name)

@@ -19,17 +19,16 @@ from negamax.formats.floats import E4M3_BLOCKS, E4M3_GROUPS, e4m3_blocks
 from negamax.formats.tensor_format import ActivationFormat, StoredWeight, TensorFormat
 from negamax.kernels import platform
 from negamax.kernels.gemm import tiles, triton_packed
-from negamax.kernels.gemm.cases import fp8_weight
+from negamax.kernels.gemm.op import LINEAR
 from negamax.kernels.gemm.triton_packed_gemv import gemv
 from negamax.kernels.launch import ptx
 from negamax.kernels.launch.tile import Tile
-from negamax.kernels.moe.cases import fp8_experts
-from negamax.kernels.op import WEIGHT_ONLY, Case, OpName
+from negamax.kernels.moe.op import EXPERTS
+from negamax.kernels.op import WEIGHT_ONLY, Op
 from negamax.kernels.quantize.codes import Codes
 from negamax.kernels.quantize.stored import dequantize
 from negamax.kernels.registry import KernelTable, gpu_kernels, resolve
-from negamax.kernels.signatures import EXPERTS, LINEAR
-from negamax.kernels.weight_only import cases, layout, triton
+from negamax.kernels.weight_only import layout, triton
 from negamax.kernels.weight_only.layout import Packing
 from negamax.kernels.weight_only.triton_dequantize import dequantize as dequantize_packed
 from negamax.layers.linear import ColumnParallel, Part
@@ -37,6 +36,10 @@ from negamax.layers.moe import SparseMoe
 from negamax.models.minimax_m2 import names
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.scheme import Scheme, WeightFormat
+from tests.kernel_cases import weight_only as cases
+from tests.kernel_cases.case import Case
+from tests.kernel_cases.gemm import fp8_weight
+from tests.kernel_cases.moe import fp8_experts
 
 _MASK = 0xFFFFFFFF
 
@@ -83,7 +86,7 @@ def test_fp8_blocks_are_read_weight_only_where_nothing_multiplies_fp8(
 @pytest.mark.parametrize("num_tokens", [3, 40])
 @pytest.mark.parametrize("op", [LINEAR, EXPERTS])
 def test_fp8_blocks_cut_by_the_hidden_size_go_to_a_kernel_that_takes_them(
-    op: OpName[Any, Any], num_tokens: int
+    op: Op[Any, Any], num_tokens: int
 ) -> None:
     """192 columns: what multiplies FP8 takes whole blocks."""
     generator = torch.Generator().manual_seed(5)

@@ -365,7 +365,7 @@ def picks(context: ParallelContext, device: torch.device) -> Findings:
     """Tokens chosen from slices of the vocabulary are those chosen from all of it; so are those
     drawn with a small top_k.
     """
-    from negamax.kernels.sampling import spec
+    from negamax.kernels.sampling import op as spec
     from negamax.kernels.sampling import triton as kernels
 
     group = context.attention_group

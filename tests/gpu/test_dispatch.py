@@ -136,7 +136,7 @@ def times(context: ParallelContext, device: torch.device) -> dict[str, dict[str,
     """Microseconds of both ways together in a graph; of many rows also the bandwidth of NCCL beside
     that of a plain copy to a peer.
     """
-    from negamax.kernels.dispatch import spec
+    from negamax.kernels.dispatch import op as spec
     from negamax.kernels.dispatch import triton as kernels
 
     group, found = context.data_group, {}

@@ -31,10 +31,12 @@ from negamax.base.errors import CheckpointError
 from negamax.checkpoint.loader import load_weights
 from negamax.formats.floats import PLAIN
 from negamax.formats.platform import CPU
-from negamax.kernels.op import W8A8, WEIGHT_ONLY, OpName
+from negamax.kernels.gemm.op import LINEAR
+from negamax.kernels.moe.op import EXPERTS
+from negamax.kernels.op import W8A8, WEIGHT_ONLY, Op
 from negamax.kernels.platform import platform_of
+from negamax.kernels.quantize.op import QUANTIZE
 from negamax.kernels.registry import OPS, KernelTable, resolve
-from negamax.kernels.signatures import EXPERTS, LINEAR, QUANTIZE
 from negamax.models.build import build_model
 from negamax.models.decoder import Decoder
 from negamax.models.registry import read_spec
@@ -224,7 +226,7 @@ def load(
     return Rank(model, held, device, kernels)
 
 
-def held_as(model: Decoder, op: OpName[Any, Any], module: str, kernels: KernelTable) -> str:
+def held_as(model: Decoder, op: Op[Any, Any], module: str, kernels: KernelTable) -> str:
     """How `model`, which is not loaded yet, will hold the matrices of `module`."""
     slots = [slot for name, slot in model.weight_slots().items() if name.startswith(module)]
     if all(slot.stored is None for slot in slots):

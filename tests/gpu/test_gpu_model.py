@@ -16,7 +16,7 @@ from negamax.formats.floats import E4M3_BLOCKS
 from negamax.formats.platform import CPU
 from negamax.kernels.attention.metadata import attention_metadata
 from negamax.kernels.platform import platform_of
-from negamax.kernels.quantize.spec import dequantize_block
+from negamax.kernels.quantize.op import dequantize_block
 from negamax.kernels.registry import OPS, KernelTable, resolve
 from negamax.models.build import build_model
 from negamax.models.decoder import Decoder

@@ -14,11 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from negamax.bench.bindings import bind, copy_case, map_tensors, tensors_of
 from negamax.formats.floats import PLAIN
 from negamax.kernels.moe import triton_norm_route
-from negamax.kernels.op import Case, Kernel, Op, randn
-from negamax.kernels.registry import OPS, gpu_kernels
+from negamax.kernels.op import Kernel, Op
+from negamax.kernels.registry import gpu_kernels
+from tests.kernel_cases import CASES
+from tests.kernel_cases.bindings import bind, copy_case, map_tensors, tensors_of
+from tests.kernel_cases.case import Case, randn
 
 KERNELS = (
     [kernel for kernel in gpu_kernels() if kernel.provider != "reference"]
@@ -62,7 +64,7 @@ def poison() -> None:
 
 def small_cases(kernel: Kernel, dtype: torch.dtype, *, seed: int) -> list[Case]:
     """The cases of the kernel's op whose weights it reads."""
-    found = OPS[kernel.op].cases(dtype, torch.Generator().manual_seed(seed))
+    found = CASES[kernel.op].small(dtype, torch.Generator().manual_seed(seed))
     return [case for case in found if kernel.reads(case.stored)]
 
 
@@ -116,17 +118,17 @@ def distance(want: Tensor, got: Tensor) -> Tensor:
 
 def outputs_twice(op: Op, kernel: Kernel, case: Case) -> Iterable[tuple[str, tuple[Tensor, ...]]]:
     """The outputs in memory as it is, and in poisoned memory."""
-    yield "first run", op.apply(kernel, case)
+    yield "first run", CASES[op].apply(kernel, case)
     poison()
-    yield "poisoned memory", op.apply(kernel, case)
+    yield "poisoned memory", CASES[op].apply(kernel, case)
 
 
 @pytest.mark.parametrize(("kernel", "dtype"), _BY_DTYPE)
 @torch.inference_mode()
 def test_kernel_computes_its_op_on_small_cases(kernel: Kernel, dtype: torch.dtype) -> None:
-    op, problems = OPS[kernel.op], []
+    op, problems = kernel.op, []
     for case in small_cases(kernel, dtype, seed=0):
-        expected = op.apply(op.reference, case.upcast())
+        expected = CASES[op].apply(op.reference, case.upcast())
         for when, actual in outputs_twice(op, kernel, on_gpu(case)):
             for index, (want, got) in enumerate(zip(expected, actual, strict=True)):
                 is_plain = (
@@ -146,16 +148,18 @@ def test_kernel_computes_its_op_on_small_cases(kernel: Kernel, dtype: torch.dtyp
 )
 @torch.inference_mode()
 def test_kernel_computes_its_op_at_full_width(kernel: Kernel, seed: int) -> None:
-    op, problems = OPS[kernel.op], []
+    op, problems = kernel.op, []
     generator = torch.Generator(device="cuda").manual_seed(seed)
-    cases = [case for case in op.wide(torch.bfloat16, generator) if kernel.reads(case.stored)]
+    cases = [
+        case for case in CASES[op].wide(torch.bfloat16, generator) if kernel.reads(case.stored)
+    ]
     if not cases:
-        pytest.skip(f"{op.name} has no wide cases")
+        pytest.skip(f"{op} has no wide cases")
     if len(cases) > MANY_CASES:
         cases = cases[SEEDS.index(seed) :: len(SEEDS)]
     while cases:
         case = cases.pop(0)
-        expected = op.apply(op.reference, case.upcast())
+        expected = CASES[op].apply(op.reference, case.upcast())
         for when, actual in outputs_twice(op, kernel, case):
             for index, (want, got) in enumerate(zip(expected, actual, strict=True)):
                 problem = wide_problem(op, want, got)
@@ -171,12 +175,12 @@ def test_kernel_computes_its_op_at_full_width(kernel: Kernel, seed: int) -> None
 def test_kernel_gives_the_same_bits_in_a_graph(kernel: Kernel, dtype: torch.dtype) -> None:
     if kernel.op in PLANNED_ON_THE_HOST:
         pytest.skip("its plan depends on lengths that only the host knows")
-    op = OPS[kernel.op]
+    op = kernel.op
     for case in map(on_gpu, small_cases(kernel, dtype, seed=1)):
         if any(isinstance(value, Tensor) and value.numel() == 0 for value in case.tensors.values()):
             continue
-        eager = bind(op, kernel, copy_case(case))()
-        call = bind(op, kernel, copy_case(case))
+        eager = bind(kernel, copy_case(case))()
+        call = bind(kernel, copy_case(case))
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -185,7 +189,7 @@ def test_kernel_gives_the_same_bits_in_a_graph(kernel: Kernel, dtype: torch.dtyp
         torch.cuda.synchronize()
         if kernel.op in PARTLY_UNDEFINED:
             eager, captured = (
-                op.apply(replace(kernel, run=lambda *_, given=given: given), case)
+                CASES[op].apply(replace(kernel, run=lambda *_, given=given: given), case)
                 for given in (eager, captured)
             )
         for want, got in zip(tensors_of(eager), tensors_of(captured), strict=True):
@@ -203,7 +207,7 @@ def test_kernel_gives_the_same_bits_in_a_graph(kernel: Kernel, dtype: torch.dtyp
 )
 @torch.inference_mode()
 def test_experts_with_uneven_loads(kernel: Kernel, choice: str) -> None:
-    op, problems = OPS[kernel.op], []
+    op, problems = kernel.op, []
     for case in small_cases(kernel, torch.bfloat16, seed=2):
         ids = case.tensors["ids"].clone()
         if choice.startswith("all"):
@@ -213,7 +217,7 @@ def test_experts_with_uneven_loads(kernel: Kernel, choice: str) -> None:
         else:
             ids[::2] = -1
         changed = replace(case, tensors={**case.tensors, "ids": ids})
-        (want,) = op.apply(op.reference, changed.upcast())
+        (want,) = CASES[op].apply(op.reference, changed.upcast())
         for when, (got,) in outputs_twice(op, kernel, on_gpu(changed)):
             problem = small_problem(op, want, got, torch.bfloat16)
             if problem:

@@ -24,11 +24,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
-from negamax.kernels.attention.spec import QkNorm, prepare_qk_norm, qk_norm, split_heads
-from negamax.kernels.kvcache.spec import write
+from negamax.kernels.attention.op import (
+    DECODE,
+    PREFILL,
+    QK_NORM_ROPE_WRITE,
+    QkNorm,
+    prepare_qk_norm,
+    qk_norm,
+    split_heads,
+)
+from negamax.kernels.kvcache.op import write
 from negamax.kernels.op import AnyKernel, Kernel
 from negamax.kernels.peers import Collective
-from negamax.kernels.signatures import DECODE, PREFILL, QK_NORM_ROPE_WRITE
 
 QUERY_TILE = 64  # positions per prefill tile; padded lengths are multiples of it
 _ROW_MULTIPLE = 4  # query rows per product

@@ -10,20 +10,21 @@ from __future__ import annotations
 from functools import partial
 
 from negamax.formats.platform import Feature
-from negamax.kernels.attention.spec import HeadNorm, prepare_qk_norm
+from negamax.kernels.attention.op import (
+    DECODE,
+    HEAD_NORM_ROPE_WRITE,
+    PREFILL,
+    QK_NORM_ROPE_WRITE,
+    ROPE_WRITE,
+    HeadNorm,
+    prepare_qk_norm,
+)
 from negamax.kernels.attention.triton_decode import decode
 from negamax.kernels.attention.triton_decode_plan import plan_decode
 from negamax.kernels.attention.triton_head_norm import head_norm_rope_write, rope_write
 from negamax.kernels.attention.triton_prefill import plan_prefill, prefill
 from negamax.kernels.attention.triton_qk_norm import qk_norm_rope_write
 from negamax.kernels.launch.triton import triton_kernel
-from negamax.kernels.signatures import (
-    DECODE,
-    HEAD_NORM_ROPE_WRITE,
-    PREFILL,
-    QK_NORM_ROPE_WRITE,
-    ROPE_WRITE,
-)
 
 KERNELS = (
     triton_kernel(QK_NORM_ROPE_WRITE, qk_norm_rope_write, prepare_qk_norm),

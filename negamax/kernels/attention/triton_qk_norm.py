@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from negamax.kernels.attention.spec import QkNorm
+from negamax.kernels.attention.op import QkNorm
 from negamax.kernels.attention.triton_heads import (
     block_of_rest,
     finite,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from negamax.kernels.activations import GROUP, QuantizedActivations
 from negamax.kernels.attention.metadata import PagedShape
-from negamax.kernels.kvcache.spec import FP8
+from negamax.kernels.kvcache.op import FP8
 from negamax.kernels.launch.triton import INTERPRETED, e4m3_max
 from negamax.kernels.quantize.native import empty_e4m3
 

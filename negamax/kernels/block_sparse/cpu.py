@@ -32,14 +32,14 @@ from negamax.kernels.block_sparse.choice import (
     choose,
     pages_of,
 )
-from negamax.kernels.op import AnyKernel, Kernel
-from negamax.kernels.rowwise import SAFE_ROWS_MULTIPLE
-from negamax.kernels.signatures import (
+from negamax.kernels.block_sparse.op import (
     BLOCK_SPARSE_DECODE,
     BLOCK_SPARSE_PREFILL,
     BLOCK_SPARSE_SELECT,
     BLOCK_SPARSE_SELECT_SHARD,
 )
+from negamax.kernels.op import AnyKernel, Kernel
+from negamax.kernels.rowwise import SAFE_ROWS_MULTIPLE
 
 _SCORES = 2**21  # of tokens, computed at a time; bounds the memory that they take
 

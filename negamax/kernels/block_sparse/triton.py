@@ -12,7 +12,15 @@ from negamax.formats.platform import Feature
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.attention.triton_head_norm import IndexHeads, launch_norm_rope_write
 from negamax.kernels.block_sparse.choice import BlockChoice, SparseShape
-from negamax.kernels.block_sparse.spec import SparseHeadNorm
+from negamax.kernels.block_sparse.op import (
+    BLOCK_SPARSE_DECODE,
+    BLOCK_SPARSE_MERGE_SHARDS,
+    BLOCK_SPARSE_NORM_ROPE_WRITE,
+    BLOCK_SPARSE_PREFILL,
+    BLOCK_SPARSE_SELECT,
+    BLOCK_SPARSE_SELECT_SHARD,
+    SparseHeadNorm,
+)
 from negamax.kernels.block_sparse.triton_decode import plan_sparse_decode, sparse_decode
 from negamax.kernels.block_sparse.triton_prefill import plan_sparse_prefill, sparse_prefill
 from negamax.kernels.block_sparse.triton_select_decode import (
@@ -28,14 +36,6 @@ from negamax.kernels.block_sparse.triton_select_prefill import (
 )
 from negamax.kernels.block_sparse.triton_shard import merge_shards, plan_merge_shards
 from negamax.kernels.launch.triton import triton_kernel
-from negamax.kernels.signatures import (
-    BLOCK_SPARSE_DECODE,
-    BLOCK_SPARSE_MERGE_SHARDS,
-    BLOCK_SPARSE_NORM_ROPE_WRITE,
-    BLOCK_SPARSE_PREFILL,
-    BLOCK_SPARSE_SELECT,
-    BLOCK_SPARSE_SELECT_SHARD,
-)
 
 
 def sparse_norm_rope_write(

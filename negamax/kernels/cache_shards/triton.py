@@ -31,11 +31,7 @@ from negamax.kernels.block_sparse.triton_prefill import (
     launch_sparse_prefill,
     plan_chosen_prefill,
 )
-from negamax.kernels.cache_shards.partials import PartialResults
-from negamax.kernels.cache_shards.triton_merge import merge_partials
-from negamax.kernels.cache_shards.triton_own_choice import own_choice
-from negamax.kernels.launch.triton import triton_kernel
-from negamax.kernels.signatures import (
+from negamax.kernels.cache_shards.op import (
     MERGE_PARTIALS,
     OWN_ROWS,
     PARTIAL_DECODE,
@@ -43,6 +39,10 @@ from negamax.kernels.signatures import (
     PARTIAL_SPARSE_DECODE,
     PARTIAL_SPARSE_PREFILL,
 )
+from negamax.kernels.cache_shards.partials import PartialResults
+from negamax.kernels.cache_shards.triton_merge import merge_partials
+from negamax.kernels.cache_shards.triton_own_choice import own_choice
+from negamax.kernels.launch.triton import triton_kernel
 
 
 @triton.jit(do_not_specialize=["rank"])

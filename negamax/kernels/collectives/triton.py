@@ -32,17 +32,18 @@ import triton.language as tl
 from torch import Tensor
 
 from negamax.kernels.activations import GROUP, QuantizedActivations, ShardedActivations
-from negamax.kernels.collectives import spec, tiles
+from negamax.kernels.collectives import op as spec
+from negamax.kernels.collectives import tiles
+from negamax.kernels.collectives.op import ALL_REDUCE_ADD_RMS, COMPLETE_RESIDUAL
 from negamax.kernels.collectives.triton_ll import peer_base, peer_bases, poll, push, with_flag
 from negamax.kernels.launch.ptx import pack_pair
 from negamax.kernels.launch.tile import warps_of_row
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options, triton_kernel
 from negamax.kernels.launch.words import as_words, num_parts, sum_parts, unpack, word_indices
 from negamax.kernels.norm import triton as norm_kernels
-from negamax.kernels.norm.spec import NormWeight
+from negamax.kernels.norm.op import NormWeight
 from negamax.kernels.norm.triton import add_and_normalise, normalise, quantise, store_quantised
 from negamax.kernels.peers import Collective, PeerMemory, ShardRegion
-from negamax.kernels.signatures import ALL_REDUCE_ADD_RMS, COMPLETE_RESIDUAL
 
 
 @triton.jit

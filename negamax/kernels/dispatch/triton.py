@@ -29,13 +29,13 @@ from torch import Tensor
 
 from negamax.kernels.collectives.triton import sum_over_ranks
 from negamax.kernels.collectives.triton_ll import peer_base, peer_bases, poll, with_flag
-from negamax.kernels.dispatch import spec
+from negamax.kernels.dispatch import op as spec
 from negamax.kernels.dispatch.expert_ranges import ExpertRanges
+from negamax.kernels.dispatch.op import COMBINE, DISPATCH
 from negamax.kernels.launch.ptx import pack_pair
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options, triton_kernel
 from negamax.kernels.launch.words import as_words, num_parts, sum_parts, word_indices
 from negamax.kernels.peers import Collective, PeerRegion
-from negamax.kernels.signatures import COMBINE, DISPATCH
 
 
 class ExchangeConstants(NamedTuple):

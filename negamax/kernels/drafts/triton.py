@@ -9,18 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from negamax.kernels.drafts import spec
+from negamax.kernels.drafts import op as spec
+from negamax.kernels.drafts.op import ADVANCE_ROWS, COUNT_ACCEPTED, EMBED_NORMS, RECORD_GUESS
 from negamax.kernels.launch.ptx import pack_pair
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options, triton_kernel
 from negamax.kernels.launch.words import as_words, unpack, word_indices
 from negamax.kernels.norm import tiles
 from negamax.kernels.op import FLOAT_DTYPES
-from negamax.kernels.signatures import (
-    ADVANCE_ROWS,
-    COUNT_ACCEPTED,
-    EMBED_NORMS,
-    RECORD_GUESS,
-)
 
 
 @triton.jit(do_not_specialize=["num_sampled", "stride"])

@@ -31,10 +31,9 @@ from torch import Tensor
 from negamax.formats.floats import plain
 from negamax.formats.tensor_format import StoredWeight
 from negamax.kernels.activations import Hidden, unquantized
-from negamax.kernels.gemm.spec import into, keep
-from negamax.kernels.op import Kernel
+from negamax.kernels.gemm.op import LINEAR, into, keep
+from negamax.kernels.op import AnyKernel, Kernel
 from negamax.kernels.rowwise import SAFE_ROWS_MULTIPLE
-from negamax.kernels.signatures import LINEAR, Linear, PrepareLinear
 
 _ROWS_HINT = 4  # the layout is chosen for so many rows; any number of rows can read it
 _NO_SCALARS: list[float] = []
@@ -119,7 +118,7 @@ def blas_linear(
     return into(out, F.linear(x, weight)[:num_rows].to(out_dtype or x.dtype))
 
 
-ONEDNN: tuple[Kernel[PrepareLinear, Linear], ...] = tuple(
+ONEDNN: tuple[AnyKernel, ...] = tuple(
     Kernel(LINEAR, "onednn", linear, pack, dtypes=(dtype,), available=partial(_runs, dtype))
     for dtype in (torch.bfloat16, torch.float32)
 )

@@ -37,6 +37,7 @@ from negamax.formats.tensor_format import StoredWeight
 from negamax.kernels import platform
 from negamax.kernels.activations import GROUP, QuantizedActivations, model_dtype, unquantized
 from negamax.kernels.gemm import cublas, tiles, triton_packed, triton_w8a8
+from negamax.kernels.gemm.op import LINEAR
 from negamax.kernels.gemm.triton_shared import locate_tile, store_split
 from negamax.kernels.launch.ptx import launch_dependents, wait_for_predecessor
 from negamax.kernels.launch.tile import Tile
@@ -51,7 +52,6 @@ from negamax.kernels.launch.triton import (
 from negamax.kernels.op import AnyKernel
 from negamax.kernels.quantize.native import to_native
 from negamax.kernels.quantize.triton import quantize
-from negamax.kernels.signatures import LINEAR
 
 _BLOCK: tl.constexpr = tl.constexpr(GROUP)  # columns that share a scale
 _VECTOR: tl.constexpr = tl.constexpr(16)  # FP8 weights of one load of a thread

@@ -19,11 +19,11 @@ from negamax.formats.readable import reads_packed
 from negamax.formats.tensor_format import StoredWeight
 from negamax.kernels.activations import Hidden, unquantized
 from negamax.kernels.gemm import tiles
+from negamax.kernels.gemm.op import LINEAR
 from negamax.kernels.gemm.triton_packed_gemv import gemv
 from negamax.kernels.gemm.triton_shared import locate_tile, store_split
 from negamax.kernels.launch.triton import launch_options, triton_kernel, wait_then_launch_dependents
 from negamax.kernels.op import WEIGHT_ONLY
-from negamax.kernels.signatures import LINEAR
 from negamax.kernels.weight_only.layout import PackedWeight, Packing, pack
 from negamax.kernels.weight_only.triton import multiply
 from negamax.kernels.weight_only.triton_dequantize import dequantize

@@ -21,11 +21,11 @@ from negamax.formats.platform import Feature
 from negamax.formats.readable import reads_w8a8
 from negamax.kernels.activations import Hidden, unquantized
 from negamax.kernels.gemm import tiles, triton_packed
+from negamax.kernels.gemm.op import LINEAR
 from negamax.kernels.gemm.triton_packed import PreparedPackedLinear
 from negamax.kernels.gemm.triton_shared import locate_tile
 from negamax.kernels.launch.triton import launch_options, triton_kernel, wait_then_launch_dependents
 from negamax.kernels.op import W8A8
-from negamax.kernels.signatures import LINEAR
 from negamax.kernels.weight_only.triton_rounding import (
     add_product,
     round_activations,

@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from negamax.kernels.kvcache.spec import slots_of
+from negamax.kernels.kvcache.op import LOCATE, slots_of
 from negamax.kernels.op import Kernel
 from negamax.kernels.rowwise import apply, padded_rows
-from negamax.kernels.signatures import LOCATE
 
 
 def locate(

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from negamax.kernels.kvcache.op import LOCATE
 from negamax.kernels.launch.ptx import wait_for_predecessor
 from negamax.kernels.launch.triton import launch_options, triton_kernel
-from negamax.kernels.signatures import LOCATE
 
 
 @triton.jit

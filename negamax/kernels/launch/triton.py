@@ -44,7 +44,7 @@ from negamax.formats.floats import E4M3_MAX
 from negamax.formats.platform import Feature
 from negamax.kernels import platform
 from negamax.kernels.launch.ptx import INTERPRETED, launch_dependents, wait_for_predecessor
-from negamax.kernels.op import Kernel, OpName, P, R
+from negamax.kernels.op import Kernel, Op, P, R
 
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
 _E4M3FNUZ_MAX = tl.constexpr(240.0)
@@ -54,7 +54,7 @@ triton.knobs.language.default_fp_fusion = True
 
 
 def triton_kernel(
-    op: OpName[P, R],
+    op: Op[P, R],
     run: R,
     prepare: P = None,  # type: ignore[assignment]  # of the ops whose `P` is None
     *,

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from negamax.kernels.activations import SwiGlu
+from negamax.kernels.mlp.op import SWIGLU
 from negamax.kernels.op import Kernel
 from negamax.kernels.rowwise import apply, padded_rows
-from negamax.kernels.signatures import SWIGLU
 
 
 def swiglu(gate_up: Tensor, *, activation: SwiGlu, quantize: bool = False) -> Tensor:

@@ -20,8 +20,8 @@ from negamax.kernels.launch.triton import (
     launch_options,
     triton_kernel,
 )
+from negamax.kernels.mlp.op import SWIGLU
 from negamax.kernels.quantize.native import empty_e4m3
-from negamax.kernels.signatures import SWIGLU
 
 _GROUP = tl.constexpr(GROUP)
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)

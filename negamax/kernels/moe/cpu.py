@@ -8,7 +8,7 @@ projection.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -20,17 +20,9 @@ from negamax.formats.floats import plain
 from negamax.formats.tensor_format import StoredWeight
 from negamax.kernels.activations import SILU, Hidden, SwiGlu, unquantized
 from negamax.kernels.mlp.cpu import swiglu
-from negamax.kernels.moe.spec import Router, complete
-from negamax.kernels.op import Kernel
+from negamax.kernels.moe.op import EXPERTS, ROUTE, Router, complete
+from negamax.kernels.op import AnyKernel, Kernel, Prepared
 from negamax.kernels.rowwise import SAFE_ROWS_MULTIPLE, apply, padded_rows
-from negamax.kernels.signatures import (
-    EXPERTS,
-    ROUTE,
-    Experts,
-    Linear,
-    PrepareExperts,
-    PrepareLinear,
-)
 
 
 @dataclass(frozen=True)
@@ -40,7 +32,7 @@ class PreparedExperts:
     gate_up: list[Tensor]  # of [2 * width, hidden]
     down: list[Tensor]  # of [hidden, width]
     activation: SwiGlu
-    prepare: PrepareLinear
+    prepare: Callable[[StoredWeight], Prepared]
 
     def tensors(self, expert: int) -> list[Tensor]:
         """See `ExpertWeights`."""
@@ -77,7 +69,7 @@ def route(
 ROUTE_KERNEL = Kernel(ROUTE, "padded", route, Router)
 
 
-def kernel(linear: Kernel[PrepareLinear, Linear]) -> Kernel[PrepareExperts, Experts]:
+def kernel(linear: AnyKernel) -> AnyKernel:
     """The `moe.experts` kernel built on `linear`, a `gemm.linear` kernel."""
     prepare_weight, product = linear.prepare, linear.run
 
@@ -128,7 +120,7 @@ def _one_token(
     *,
     first: int,
     count: int,
-    product: Linear,
+    product: Callable[..., Tensor],
 ) -> Tensor:
     """The chosen experts one after another; nothing to sort or gather."""
     gate_up, down, activation = experts.gate_up, experts.down, experts.activation
@@ -150,7 +142,7 @@ def _many_tokens(
     *,
     first: int,
     count: int,
-    product: Linear,
+    product: Callable[..., Tensor],
 ) -> Tensor:
     """Gather all (token, choice) pairs of the local experts in expert order, run each expert on its
     slice, put back.

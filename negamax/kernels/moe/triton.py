@@ -39,6 +39,7 @@ from negamax.formats.tensor_format import StoredWeight
 from negamax.kernels.activations import GROUP, SILU, QuantizedActivations, SwiGlu, unquantized
 from negamax.kernels.launch.triton import triton_kernel
 from negamax.kernels.moe import tiles, triton_norm_route
+from negamax.kernels.moe.op import EXPERTS, NORM_ROUTE, PLACE, ROUTE
 from negamax.kernels.moe.triton_gemv import experts_gemv
 from negamax.kernels.moe.triton_place import place
 from negamax.kernels.moe.triton_prefill import experts_large_m
@@ -47,7 +48,6 @@ from negamax.kernels.moe.triton_shared import ExpertConstants, PreparedExperts
 from negamax.kernels.moe.triton_small_m import experts_small_m
 from negamax.kernels.op import W8A8, WEIGHT_ONLY
 from negamax.kernels.quantize.native import to_native
-from negamax.kernels.signatures import EXPERTS, NORM_ROUTE, PLACE, ROUTE
 from negamax.kernels.weight_only.layout import pack
 
 # one object per shape: a launch compares it, which takes 0.3 us for another object

@@ -36,7 +36,7 @@ from negamax.kernels.moe.triton_route import (
     topk_of_token,
 )
 from negamax.kernels.norm import triton as norms
-from negamax.kernels.norm.spec import NormWeight
+from negamax.kernels.norm.op import NormWeight
 from negamax.kernels.norm.triton import GROUP_WORDS, quantise, scale_row, store_quantised
 
 

@@ -1,4 +1,4 @@
-/* Row-wise ops for the CPU, the arithmetic of negamax/kernels/<family>/spec.py in one pass over
+/* Row-wise ops for the CPU, the arithmetic of negamax/kernels/<family>/op.py in one pass over
    each row.
 
    Compiled once per dtype of the tensors: bf16, or fp32 with -DELEMENT_FP32. Sums run over 16

@@ -13,12 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from negamax.kernels.activations import SILU, Hidden, SwiGlu, unquantized
+from negamax.kernels.activations import Hidden, SwiGlu, unquantized
 from negamax.kernels.attention import cpu as attention_cpu
-from negamax.kernels.attention import spec as attention
+from negamax.kernels.attention import op as attention
 from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
-from negamax.kernels.attention.spec import HeadNorm, QkNorm, prepare_qk_norm
-from negamax.kernels.block_sparse import spec as block_sparse
+from negamax.kernels.attention.op import (
+    DECODE,
+    HEAD_NORM_ROPE_WRITE,
+    QK_NORM_ROPE_WRITE,
+    HeadNorm,
+    QkNorm,
+    prepare_qk_norm,
+)
+from negamax.kernels.block_sparse import op as block_sparse
 from negamax.kernels.block_sparse.choice import SparseShape
 from negamax.kernels.block_sparse.cpu import (
     PagedDecode,
@@ -27,29 +34,16 @@ from negamax.kernels.block_sparse.cpu import (
     products,
     select_kernels,
 )
-from negamax.kernels.block_sparse.spec import SparseHeadNorm
+from negamax.kernels.block_sparse.op import BLOCK_SPARSE_NORM_ROPE_WRITE, SparseHeadNorm
+from negamax.kernels.mlp.op import SWIGLU
 from negamax.kernels.moe import cpu as moe_cpu
 from negamax.kernels.moe.cpu import PreparedExperts
-from negamax.kernels.moe.spec import Router, complete
+from negamax.kernels.moe.op import EXPERTS, ROUTE, Router, complete
 from negamax.kernels.native import library
-from negamax.kernels.norm import spec as norm_spec
-from negamax.kernels.norm.spec import NormWeight, sum_parts
-from negamax.kernels.op import Kernel, OpName, P, R
+from negamax.kernels.norm import op as norm_spec
+from negamax.kernels.norm.op import ADD_RMS, NormWeight, sum_parts
+from negamax.kernels.op import AnyKernel, Kernel, Op, P, R
 from negamax.kernels.peers import Collective
-from negamax.kernels.signatures import (
-    ADD_RMS,
-    BLOCK_SPARSE_NORM_ROPE_WRITE,
-    DECODE,
-    EXPERTS,
-    HEAD_NORM_ROPE_WRITE,
-    QK_NORM_ROPE_WRITE,
-    ROUTE,
-    SWIGLU,
-    Experts,
-    Linear,
-    PrepareExperts,
-    PrepareLinear,
-)
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
@@ -322,7 +316,7 @@ def route(
     return complete(ids, weights, router, active)
 
 
-def swiglu(gate_up: Tensor, *, activation: SwiGlu = SILU, quantize: bool = False) -> Tensor:
+def swiglu(gate_up: Tensor, *, activation: SwiGlu, quantize: bool = False) -> Tensor:
     """gate_up [T, 2 * width], gate first -> [T, width]."""
     assert not quantize, "FP8 output is made on the GPU only"
     assert gate_up.is_contiguous()
@@ -335,7 +329,7 @@ def swiglu(gate_up: Tensor, *, activation: SwiGlu = SILU, quantize: bool = False
     return out
 
 
-def experts_kernel(linear: Kernel[PrepareLinear, Linear]) -> Kernel[PrepareExperts, Experts]:
+def experts_kernel(linear: AnyKernel) -> AnyKernel:
     """`moe.experts` over the products of `linear`, a `gemm.linear` kernel; everything between them
     in C.
     """
@@ -390,13 +384,13 @@ def experts_kernel(linear: Kernel[PrepareLinear, Linear]) -> Kernel[PrepareExper
     )
 
 
-def kernels(linear: Kernel[PrepareLinear, Linear]) -> tuple[Kernel[Any, Any], ...]:
+def kernels(linear: AnyKernel) -> tuple[AnyKernel, ...]:
     """All kernels of this file for the one dtype of `linear`, the `gemm.linear` that the experts
     use.
     """
     (dtype,) = linear.dtypes
 
-    def kernel(op: OpName[P, R], run: R, prepare: P) -> Kernel[P, R]:
+    def kernel(op: Op[P, R], run: R, prepare: P) -> Kernel[P, R]:
         return Kernel(
             op, "native", run, prepare, dtypes=(dtype,), available=lambda: _available(dtype)
         )

@@ -7,9 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from negamax.kernels.norm.spec import sum_parts
+from negamax.kernels.norm.op import ADD_RMS, sum_parts
 from negamax.kernels.op import Kernel
-from negamax.kernels.signatures import ADD_RMS
 
 # weight [width], width [] fp32, eps [] fp32, whether 1 + weight is multiplied by
 NormTensors = tuple[Tensor, Tensor, Tensor, bool]

@@ -35,10 +35,10 @@ from negamax.kernels.launch.words import (
     unpack,
     word_indices,
 )
-from negamax.kernels.norm import spec, tiles
-from negamax.kernels.norm.spec import NormWeight
+from negamax.kernels.norm import op as spec
+from negamax.kernels.norm import tiles
+from negamax.kernels.norm.op import ADD_RMS, NormWeight
 from negamax.kernels.quantize.native import empty_e4m3
-from negamax.kernels.signatures import ADD_RMS
 
 GROUP_WORDS: tl.constexpr = tl.constexpr(GROUP // 2)
 # lower bound of scales, far above the values that fp32 cannot invert

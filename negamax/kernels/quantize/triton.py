@@ -11,7 +11,7 @@ from negamax.formats.platform import Feature
 from negamax.kernels.activations import GROUP, QuantizedActivations
 from negamax.kernels.launch.triton import e4m3_max, triton_kernel
 from negamax.kernels.quantize.native import native_e4m3
-from negamax.kernels.signatures import QUANTIZE
+from negamax.kernels.quantize.op import QUANTIZE
 
 _GROUP: tl.constexpr = tl.constexpr(GROUP)
 _TINY: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).tiny)

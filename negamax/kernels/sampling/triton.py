@@ -24,8 +24,9 @@ from negamax.kernels.collectives.triton_ll import peer_base, poll, push
 from negamax.kernels.launch.ptx import fast_log
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options, triton_kernel
 from negamax.kernels.peers import Collective
-from negamax.kernels.sampling import noise, spec, tiles
-from negamax.kernels.signatures import DRAW_LEADING, PICK
+from negamax.kernels.sampling import noise, tiles
+from negamax.kernels.sampling import op as spec
+from negamax.kernels.sampling.op import DRAW_LEADING, PICK
 
 _INFINITY = tl.constexpr(float("inf"))
 _NO_ID = tl.constexpr(2**31 - 1)

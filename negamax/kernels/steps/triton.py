@@ -13,8 +13,8 @@ from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_op
 from negamax.kernels.launch.words import as_words
 from negamax.kernels.norm import tiles
 from negamax.kernels.op import FLOAT_DTYPES
-from negamax.kernels.signatures import EMBED_TOKENS, PLACE_TOKENS, STORE_TOKENS
-from negamax.kernels.steps import spec
+from negamax.kernels.steps import op as spec
+from negamax.kernels.steps.op import EMBED_TOKENS, PLACE_TOKENS, STORE_TOKENS
 
 _BLOCK = 128  # entries of a program
 

@@ -22,9 +22,11 @@ from negamax.config.model_spec import ModelSpec
 from negamax.formats.tensor_format import Axis, Dim, Role, StoredTensor
 from negamax.kernels.activations import SILU, concatenate
 from negamax.kernels.attention.metadata import AttentionMetadata
-from negamax.kernels.registry import OPS, KernelTable
-from negamax.kernels.rope.spec import signed_frequencies
-from negamax.kernels.signatures import DECODE, EMBED_NORMS, EMBED_TOKENS, PREFILL, ROPE_WRITE
+from negamax.kernels.attention.op import DECODE, PREFILL, ROPE_WRITE
+from negamax.kernels.drafts.op import EMBED_NORMS
+from negamax.kernels.registry import KernelTable
+from negamax.kernels.rotary import signed_frequencies
+from negamax.kernels.steps.op import EMBED_TOKENS
 from negamax.layers.attention import (
     GroupedQueryKind,
     GroupedQueryStep,
@@ -172,7 +174,7 @@ class _Layer:
         self._input_norm, self._post_norm, *others = norms
         self._hidden_norm = others[0] if others else None
         self._is_residual_normed = spec.norm_before_residual
-        self._embed_norms = kernels.fusion(*OPS[EMBED_NORMS].sequence)
+        self._embed_norms = kernels.fusion(*EMBED_NORMS.sequence)
         self._embed_tokens = kernels[EMBED_TOKENS].run
         self.slots = [*self._attention.slots, *self._mlp.slots]
         self.slots += [slot for norm in norms for slot in norm.slots]

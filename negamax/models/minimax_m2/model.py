@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from negamax.kernels.registry import KernelTable
-from negamax.kernels.rope.spec import signed_frequencies
+from negamax.kernels.rotary import signed_frequencies
 from negamax.layers.attention import Attention, GroupedQueryKind
 from negamax.layers.cache_shards import cache_kernels, cache_shard
 from negamax.layers.moe import SparseMoe

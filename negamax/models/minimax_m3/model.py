@@ -9,7 +9,7 @@ from typing import Any
 from negamax.kernels.activations import SwiGlu
 from negamax.kernels.block_sparse.choice import IndexShard, SparseShape
 from negamax.kernels.registry import KernelTable
-from negamax.kernels.rope.spec import signed_frequencies
+from negamax.kernels.rotary import signed_frequencies
 from negamax.layers.attention import Attention, AttentionKind, GroupedQueryKind
 from negamax.layers.block_sparse_attention import BlockSparseAttention, BlockSparseKind
 from negamax.layers.cache_shards import cache_kernels, cache_shard

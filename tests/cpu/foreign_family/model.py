@@ -12,10 +12,10 @@ from foreign_family import names
 from foreign_family.config import ForeignSpec
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention.metadata import AttentionMetadata
-from negamax.kernels.attention.spec import split_heads
-from negamax.kernels.kvcache.spec import cache_rows, store, write
+from negamax.kernels.attention.op import split_heads
+from negamax.kernels.kvcache.op import cache_rows, store, write
 from negamax.kernels.registry import KernelTable
-from negamax.kernels.rope.spec import half_split, signed_frequencies
+from negamax.kernels.rotary import half_split, signed_frequencies
 from negamax.layers.attention import Attention, GroupedQueryKind, KvCaches
 from negamax.layers.basic import RmsNorm
 from negamax.layers.linear import ColumnParallel, Part, RowParallel

@@ -1,0 +1,271 @@
+"""Definitions of the attention ops.
+
+    out[t, h] = sum_j softmax_j(q[t, h] . k[j, h // group] * head_dim ** -0.5) v[j, h // group],   j
+    <= position of t
+
+Scores, softmax and sums are in fp32. Keys and values are read from the paged cache (layout:
+`kernels/kvcache/op.py`) through a block table: position p of a sequence lies in block table[p //
+block_size] at offset p % block_size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from negamax.kernels.activations import Hidden
+from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
+from negamax.kernels.kvcache.op import write
+from negamax.kernels.op import Prepared, op, rounding_tolerance
+from negamax.kernels.peers import Collective
+from negamax.kernels.rotary import half_split
+
+# --- QK norm, rope, cache write ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class QkNorm:
+    """This rank's slices of the two norm weights, with the constants of the norms."""
+
+    weight: Tensor  # [(heads + kv_heads) * head_dim] fp32, q part first
+    heads: int
+    kv_heads: int
+    # elements in the sum of squares over all ranks; each of a replicated KV head's copies counts,
+    # as it does in the sum
+    q_count: float
+    k_count: float
+    eps: float
+
+
+def prepare_qk_norm(
+    weight: Tensor, /, *, heads: int, kv_heads: int, eps: float, ranks: int
+) -> Prepared:
+    """weight [(heads + kv_heads) * head_dim] fp32; heads of this rank, of which the attention group
+    has `ranks`.
+    """
+    per_head = float(weight.shape[0] // (heads + kv_heads) * ranks)
+    return QkNorm(weight, heads, kv_heads, heads * per_head, kv_heads * per_head, eps)
+
+
+def split_heads(qkv: Tensor, *, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """qkv [T, (heads + 2 kv_heads) * head_dim] -> q, k, v, each [T, its heads, head_dim] fp32.
+
+    A row that overflowed must not leave NaN or infinity in a block: whoever gets the block next
+    multiplies the masked values by a probability of 0, and 0 * NaN is NaN.
+    """
+    finite = qkv.nan_to_num().float().unflatten(1, (heads + 2 * kv_heads, -1))
+    q, k, v = torch.split(finite, [heads, kv_heads, kv_heads], dim=1)
+    return q, k, v
+
+
+def qk_norm(
+    q: Tensor, k: Tensor, norm: QkNorm, *, group: Collective | None = None
+) -> tuple[Tensor, Tensor]:
+    """Full-width RMS norm of q and of k [T, heads, head_dim] fp32: the mean of squares runs over
+    all heads of the attention `group`, whose ranks' sums of squares [T, 2] are added; None: one
+    rank.
+    """
+    q, k = q.flatten(1), k.flatten(1)
+    sums = torch.stack((q.square().sum(-1), k.square().sum(-1)), dim=-1)  # [T, 2]
+    if group is not None and group.size > 1:
+        sums = group.all_reduce(sums)
+    q_sum, k_sum = sums.split(1, dim=-1)
+    q_weight, k_weight = norm.weight.split([q.shape[1], k.shape[1]])
+    q = q * (q_sum / norm.q_count + norm.eps).rsqrt() * q_weight
+    k = k * (k_sum / norm.k_count + norm.eps).rsqrt() * k_weight
+    return q.unflatten(1, (norm.heads, -1)), k.unflatten(1, (norm.kv_heads, -1))
+
+
+def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm of each head of x [T, heads, head_dim] fp32; weight [head_dim]."""
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """The weights of norms that run over each head by itself, and this rank's numbers of heads."""
+
+    weight: Tensor  # [2, head_dim] fp32, of queries and of keys
+    heads: int
+    kv_heads: int
+    eps: float
+
+
+def prepare_head_norm(weight: Tensor, /, *, heads: int, kv_heads: int, eps: float) -> Prepared:
+    """The weights, as in `HeadNorm`."""
+    return HeadNorm(weight, heads, kv_heads, eps)
+
+
+def head_norm_rope_write(
+    qkv: Tensor,
+    norm: Prepared,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    rows: Tensor,
+    /,
+    *,
+    group: Collective | None = None,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> Tensor:
+    """As `qk_norm_rope_write` with `head_norm` of q and of k, which asks nothing of `group`."""
+    q, k, v = split_heads(qkv, heads=norm.heads, kv_heads=norm.kv_heads)
+    q, k = (
+        half_split(head_norm(x, weight, norm.eps), cos, sin)
+        for x, weight in zip((q, k), norm.weight, strict=True)
+    )
+    write(k, v, k_cache, v_cache, rows, kv_scales=kv_scales)
+    return q.to(qkv.dtype)
+
+
+def rope_write(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    rows: Tensor,
+    /,
+    *,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> Tensor:
+    """As `qk_norm_rope_write` without norms; all dimensions of a head rotate."""
+    kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
+    assert cos.shape[-1] == head_dim
+    heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    q, k, v = split_heads(qkv, heads=heads, kv_heads=kv_heads)
+    q, k = half_split(q, cos, sin), half_split(k, cos, sin)
+    write(k, v, k_cache, v_cache, rows, kv_scales=kv_scales)
+    return q.to(qkv.dtype)
+
+
+def qk_norm_rope_write(
+    qkv: Tensor,
+    norm: Prepared,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    rows: Tensor,
+    /,
+    *,
+    group: Collective | None = None,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> Tensor:
+    """`qk_norm`, rope on q and k, k and v into the cache; returns q [T, heads, head_dim].
+
+    qkv [T, (heads + 2 kv_heads) * head_dim] is this rank's projection (which a kernel may
+    overwrite); cos, sin from `rotary.cos_sin`; rows from `kvcache.op.cache_rows`. All
+    arithmetic is in fp32 and rounded once, at the end. The cache holds k / kv_scales[0] and
+    v / kv_scales[1].
+    """
+    q, k, v = split_heads(qkv, heads=norm.heads, kv_heads=norm.kv_heads)
+    q, k = qk_norm(q, k, norm, group=group)
+    q, k = half_split(q, cos, sin), half_split(k, cos, sin)
+    write(k, v, k_cache, v_cache, rows, kv_scales=kv_scales)
+    return q.to(qkv.dtype)
+
+
+# --- attention -----------------------------------------------------------------------------------
+
+
+def plan(
+    queries: AttentionMetadata, shape: PagedShape, /, *, dtype: torch.dtype, quantize: bool = False
+) -> Prepared:
+    """`queries` as they are; `dtype` of the queries. `quantize` asks `run` for
+    `QuantizedActivations`, which the definition does not make.
+    """
+    assert not quantize, "the definition has no FP8 output"
+    return queries
+
+
+def attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    queries: Prepared,
+    /,
+    *,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> Hidden:
+    """q [T, heads, head_dim], caches [num_blocks, kv_heads, block_size, head_dim] -> [T, heads *
+    head_dim].
+
+    A key is its cache row * kv_scales[0], a value its row * kv_scales[1].
+    """
+    (num_tokens, heads, head_dim), (kv_heads, block_size) = q.shape, k_cache.shape[1:3]
+    lengths, counts = queries.host_seq_lens, queries.host_query_lens
+    out = q.new_zeros(num_tokens, heads, head_dim)
+    for table, length, count, end in zip(
+        queries.used_tables(block_size), lengths, counts, accumulate(counts), strict=True
+    ):
+        k, v = (
+            (rows_of(cache, table, length) * scale).repeat_interleave(heads // kv_heads, dim=1)
+            for cache, scale in zip((k_cache, v_cache), kv_scales, strict=True)
+        )
+        scores = torch.einsum("thd,jhd->htj", q[end - count : end].float(), k) * head_dim**-0.5
+        keys = torch.arange(length, device=q.device)
+        is_later = keys > torch.arange(length - count, length, device=q.device).unsqueeze(1)
+        weights = scores.masked_fill(is_later, -torch.inf).softmax(-1)
+        out[end - count : end] = torch.einsum("htj,jhd->thd", weights, v)
+    return out.flatten(1)
+
+
+def rows_of(cache: Tensor, table: Tensor, length: int) -> Tensor:
+    """The first `length` tokens of the sequence whose blocks are `table`, [length, kv_heads,
+    head_dim] fp32.
+    """
+    used = table[: -(-length // cache.shape[2])]
+    blocks = cache.view(torch.uint8)[used].view(cache.dtype)  # indexing does not take FP8
+    return blocks.transpose(1, 2).flatten(0, 1)[:length].float()
+
+
+_ATTENTION_TOLERANCE = rounding_tolerance(
+    reason="probabilities and the result are rounded to the dtype once each; |out| about 1"
+)
+
+QK_NORM_ROPE_WRITE = op(
+    "attention.qk_norm_rope_write",
+    qk_norm_rope_write,
+    prepare_qk_norm,
+    summary="full-width RMS norm of q and k, rope, keys and values into the paged cache",
+    sequence=("attention.qk_norm", "rope.half_split", "kvcache.write"),
+    tolerance=rounding_tolerance(scale=2.0, reason="one rounding to the dtype; |q| up to 5"),
+    wide_error=5e-3,
+)
+HEAD_NORM_ROPE_WRITE = op(
+    "attention.head_norm_rope_write",
+    head_norm_rope_write,
+    prepare_head_norm,
+    summary="RMS norm of each head of q and k, rope, keys and values into the paged cache",
+    sequence=("attention.head_norm", "rope.half_split", "kvcache.write"),
+    tolerance=rounding_tolerance(scale=2.0, reason="one rounding to the dtype; |q| up to 5"),
+    wide_error=5e-3,
+)
+ROPE_WRITE = op(
+    "attention.rope_write",
+    rope_write,
+    summary="rope of q and k, keys and values into the paged cache",
+    tolerance=rounding_tolerance(scale=2.0, reason="one rounding to the dtype; |q| up to 5"),
+    wide_error=5e-3,
+)
+DECODE = op(
+    "attention.decode",
+    attend,
+    plan,
+    summary="one query per sequence against its paged keys and values",
+    tolerance=_ATTENTION_TOLERANCE,
+    wide_error=5e-3,
+)
+PREFILL = op(
+    "attention.prefill",
+    attend,
+    plan,
+    summary="runs of queries, one per sequence, causal, each on top of its cached prefix",
+    tolerance=_ATTENTION_TOLERANCE,
+    wide_error=5e-3,
+)

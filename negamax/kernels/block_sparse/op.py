@@ -1,0 +1,325 @@
+"""Definitions of the ops of block-sparse attention.
+
+    score[t, h, b] = max_j index_q[t, h] . index_k[j],   j in block b, j <= position of t
+    out[t, h] = sum_j softmax_j(q[t, h] . k[j, h // group] * head_dim ** -0.5) v[j, h // group],   j
+    in the blocks that t chose for KV head h // group, j <= position of t
+
+A KV head has one index head, which chooses for it; all index heads share one index key per token,
+kept in a cache of one head. Scores are in fp32, of index keys as they are stored; that scores have
+no scale changes no choice. What is chosen: `choice.py`; the paged cache: `kernels/kvcache/op.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from negamax.kernels.activations import Hidden
+from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.kernels.attention.op import head_norm, rows_of
+from negamax.kernels.block_sparse.choice import (
+    BlockChoice,
+    IndexShard,
+    SparseShape,
+    best_keys,
+    blocks_of_keys,
+    choose,
+    pages_of,
+)
+from negamax.kernels.kvcache.op import store, write
+from negamax.kernels.op import Prepared, op, rounding_tolerance
+from negamax.kernels.peers import Collective
+from negamax.kernels.rotary import half_split
+
+# --- norms, rope, cache write --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SparseHeadNorm:
+    """The weights of the norms of this rank's heads, which all heads of a kind share."""
+
+    weight: Tensor  # [2, head_dim] fp32, of queries and of keys
+    index_weight: Tensor  # [2, index_dim] fp32, of index queries and of the index key
+    heads: int
+    kv_heads: int
+    eps: float
+    shard: IndexShard = field(default_factory=IndexShard)
+
+    @property
+    def index_heads(self) -> int:
+        """As many as this rank has KV heads, or those of all ranks."""
+        return self.shard.heads or self.kv_heads
+
+
+_WHOLE = IndexShard()
+
+
+def prepare_norms(
+    weight: Tensor,
+    index_weight: Tensor,
+    /,
+    *,
+    heads: int,
+    kv_heads: int,
+    eps: float,
+    shard: IndexShard = _WHOLE,
+) -> Prepared:
+    """The weights, as in `SparseHeadNorm`."""
+    return SparseHeadNorm(weight, index_weight, heads, kv_heads, eps, shard)
+
+
+@dataclass(frozen=True)
+class SparseHeads:
+    """What a projection [T, (heads + 2 kv_heads) * head_dim + (index_heads + 1) * index_dim]
+    consists of, in this order; all in fp32.
+    """
+
+    q: Tensor  # [T, heads, head_dim]
+    k: Tensor  # [T, kv_heads, head_dim]
+    v: Tensor  # [T, kv_heads, head_dim]
+    index_q: Tensor  # [T, index_heads, index_dim]
+    index_k: Tensor  # [T, 1, index_dim]
+
+
+def split_sparse_heads(projected: Tensor, norm: SparseHeadNorm) -> SparseHeads:
+    """As `attention.op.split_heads`, nothing that is not finite left."""
+    (_, head_dim), (_, index_dim) = norm.weight.shape, norm.index_weight.shape
+    counts = (norm.heads, norm.kv_heads, norm.kv_heads, norm.index_heads, 1)
+    widths = (head_dim, head_dim, head_dim, index_dim, index_dim)
+    finite = projected.nan_to_num().float()
+    parts = finite.split([n * width for n, width in zip(counts, widths, strict=True)], dim=1)
+    return SparseHeads(*(part.unflatten(1, (n, -1)) for part, n in zip(parts, counts, strict=True)))
+
+
+def rows_of_index(rows: Tensor, shard: IndexShard, *, kv_heads: int, block_size: int) -> Tensor:
+    """The rows [T] of a rank's index cache, whose one head lies in the same blocks as `kv_heads`
+    heads of keys at `rows` [T * kv_heads]; -1 where another rank holds the block.
+    """
+    first = rows[::kv_heads]
+    block = first // (kv_heads * block_size)
+    own = block // shard.ranks * block_size + first % block_size
+    return own.where(block % shard.ranks == shard.rank, -1)
+
+
+def norm_rope_write(
+    projected: Tensor,
+    norm: Prepared,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    index_cache: Tensor,
+    rows: Tensor,
+    /,
+    *,
+    index_rows: Tensor | None = None,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> tuple[Tensor, Tensor]:
+    """`head_norm` and rope of q, k, index_q and index_k; k, v and index_k into the caches; q [T,
+    heads, head_dim] and index_q [T, index_heads, index_dim].
+
+    `projected` as in `SparseHeads` (a kernel may overwrite it); cos, sin from `rotary.cos_sin`;
+    rows [T * kv_heads] from `kvcache.op.cache_rows`, from which follow those of index_cache
+    [num_blocks, 1, block_size, index_dim], unless index_rows [T] are given (-1: not written). All
+    arithmetic is in fp32 and rounded once, at the end. The caches hold k / kv_scales[0], v /
+    kv_scales[1] and the index key as it is.
+    """
+    own = split_sparse_heads(projected, norm)
+    q, k, index_q, index_k = (
+        half_split(head_norm(x, weight, norm.eps), cos, sin)
+        for x, weight in zip(
+            (own.q, own.k, own.index_q, own.index_k),
+            (*norm.weight, *norm.index_weight),
+            strict=True,
+        )
+    )
+    write(k, own.v, k_cache, v_cache, rows, kv_scales=kv_scales)
+    to = index_rows
+    if to is None:
+        to = rows_of_index(rows, norm.shard, kv_heads=norm.kv_heads, block_size=k_cache.shape[2])
+    store(index_k[to >= 0], index_cache, to[to >= 0])
+    return q.to(projected.dtype), index_q.to(projected.dtype)
+
+
+# --- choice and attention ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BlockSparsePlan:
+    """Queries and sizes as they are."""
+
+    queries: AttentionMetadata
+    shape: SparseShape
+
+    def runs(self) -> Iterator[tuple[slice, Tensor, int, Tensor]]:
+        """For each sequence: its queries, block table, length, and the positions of its queries."""
+        tables, counts = (
+            self.queries.used_tables(self.shape.block_size), self.queries.host_query_lens
+        )  # fmt: skip
+        for table, length, count, end in zip(
+            tables, self.queries.host_seq_lens, counts, accumulate(counts), strict=True
+        ):
+            positions = torch.arange(length - count, length, device=table.device)
+            yield slice(end - count, end), table, length, positions
+
+
+def plan(
+    queries: AttentionMetadata, shape: SparseShape, /, *, dtype: torch.dtype, quantize: bool = False
+) -> Prepared:
+    """`dtype` of the queries. `quantize` asks `run` for `QuantizedActivations`, which the
+    definition does not make.
+    """
+    assert not quantize, "the definition has no FP8 output"
+    return BlockSparsePlan(queries, shape)
+
+
+def select(index_q: Tensor, index_cache: Tensor, plan: Prepared, /) -> BlockChoice:
+    """index_q [T, kv_heads, index_dim], index_cache [num_blocks, 1, block_size, index_dim] -> the
+    choice of all T tokens.
+    """
+    ids = index_q.new_empty(*index_q.shape[:2], plan.shape.topk_blocks, dtype=torch.int32)
+    pages = torch.empty_like(ids)
+    for own, table, length, positions in plan.runs():
+        scores = _block_scores(index_q[own], index_cache, table, length, positions, plan.shape)
+        ids[own] = choose(scores, positions, plan.shape)
+        pages[own] = pages_of(ids[own], table.expand(len(positions), -1), plan.shape)
+    return BlockChoice(ids, pages)
+
+
+def _block_scores(
+    index_q: Tensor,
+    index_cache: Tensor,
+    table: Tensor,
+    length: int,
+    positions: Tensor,
+    shape: SparseShape,
+) -> Tensor:
+    """[queries, heads, sparse blocks] of one sequence."""
+    size = shape.sparse_block_size
+    keys = rows_of(index_cache, table, length).squeeze(1)
+    scores = torch.einsum("thd,jd->thj", index_q.float(), keys)
+    is_later = torch.arange(length, device=keys.device) > positions.view(-1, 1, 1)
+    scores = scores.masked_fill(is_later, -torch.inf)
+    of_blocks = F.pad(scores, (0, -length % size), value=-torch.inf).unflatten(-1, (-1, size))
+    best: Tensor = of_blocks.amax(-1)
+    return best
+
+
+def select_shard(index_q: Tensor, index_cache: Tensor, plan: Prepared, /) -> Tensor:
+    """index_q [T, index_heads, index_dim] of the heads of all ranks, index_cache [blocks of this
+    rank's shard, 1, block_size, index_dim] -> keys [1, T, index_heads, topk_blocks] int64 of the
+    best blocks of the shard (`best_keys`); any for tokens that attend to all that they see.
+    """
+    shape, shard = plan.shape, plan.shape.shard
+    keys = index_q.new_zeros(1, *index_q.shape[:2], shape.topk_blocks, dtype=torch.int64)
+    for own, table, length, positions in plan.runs():
+        scores = _block_scores(
+            index_q[own], index_cache, table // shard.ranks, length, positions, shape
+        )
+        numbers = torch.arange(scores.shape[-1], device=table.device)
+        blocks = table[numbers * shape.sparse_block_size // shape.block_size]
+        mine = numbers[blocks % shard.ranks == shard.rank]
+        keys[0, own] = best_keys(scores[..., mine], mine.expand(len(scores), -1), positions, shape)
+    return keys
+
+
+def merge_shards(keys: Tensor, plan: Prepared, group: Collective | None, /) -> BlockChoice:
+    """keys [shards, T, index_heads, topk_blocks]: of this rank, from `select_shard`, or without
+    `group` of all ranks -> the choice of all T tokens for this rank's heads.
+    """
+    shape, queries = plan.shape, plan.queries
+    if group is not None:
+        keys = group.all_gather(keys, dim=0)
+    first = shape.shard.first_head
+    own = keys[:, :, first : first + shape.kv_heads].permute(1, 2, 0, 3).flatten(2)
+    ids = blocks_of_keys(own, queries.positions, shape)
+    return BlockChoice(ids, pages_of(ids, queries.block_tables[queries.token_slots], shape))
+
+
+def attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    choice: BlockChoice,
+    plan: Prepared,
+    /,
+    *,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> Hidden:
+    """q [T, heads, head_dim], caches [num_blocks, kv_heads, block_size, head_dim], the choice of
+    the T tokens -> [T, heads * head_dim].
+
+    A key is its cache row * kv_scales[0], a value its row * kv_scales[1].
+    """
+    size, group = plan.shape.sparse_block_size, plan.shape.group
+    out = torch.empty_like(q)
+    for own, table, length, positions in plan.runs():
+        k, v = (
+            (rows_of(cache, table, length) * scale).repeat_interleave(group, dim=1)
+            for cache, scale in zip((k_cache, v_cache), kv_scales, strict=True)
+        )
+        scores = torch.einsum("thd,jhd->thj", q[own].float(), k) * q.shape[-1] ** -0.5
+        keys = torch.arange(length, device=q.device)
+        is_chosen = (choice.ids[own].unsqueeze(-2) == (keys // size).unsqueeze(-1)).any(-1)
+        is_seen = is_chosen & (keys <= positions.view(-1, 1, 1))  # [queries, kv_heads, keys]
+        is_seen = is_seen.repeat_interleave(group, dim=1)
+        weights = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
+        out[own] = torch.einsum("thj,jhd->thd", weights, v).to(q.dtype)
+    return out.flatten(1)
+
+
+_ATTENTION_TOLERANCE = rounding_tolerance(
+    reason="probabilities and the result are rounded to the dtype once each; |out| about 1"
+)
+
+BLOCK_SPARSE_NORM_ROPE_WRITE = op(
+    "block_sparse.norm_rope_write",
+    norm_rope_write,
+    prepare_norms,
+    summary="norm and rope of each head and index head; keys, values, index keys into caches",
+    sequence=("attention.head_norm", "rope.half_split", "kvcache.write", "kvcache.store"),
+    tolerance=rounding_tolerance(scale=2.0, reason="one rounding to the dtype; |q| up to 5"),
+    wide_error=5e-3,
+)
+BLOCK_SPARSE_SELECT = op(
+    "block_sparse.select",
+    select,
+    plan,
+    summary="the blocks that each token attends to, as numbers and as pages",
+    tolerance=rounding_tolerance(scale=0.0, reason="whole numbers"),
+)
+BLOCK_SPARSE_SELECT_SHARD = op(
+    "block_sparse.select_shard",
+    select_shard,
+    plan,
+    summary="the best blocks of a rank's shard of the index keys, for the index heads of all",
+    tolerance=rounding_tolerance(scale=0.0, reason="whole numbers"),
+)
+BLOCK_SPARSE_MERGE_SHARDS = op(
+    "block_sparse.merge_shards",
+    merge_shards,
+    plan,
+    summary="the choice among the best blocks of all shards",
+    tolerance=rounding_tolerance(scale=0.0, reason="whole numbers"),
+)
+BLOCK_SPARSE_DECODE = op(
+    "block_sparse.decode",
+    attend,
+    plan,
+    summary="one query per sequence against the blocks that it chose",
+    tolerance=_ATTENTION_TOLERANCE,
+    wide_error=5e-3,
+)
+BLOCK_SPARSE_PREFILL = op(
+    "block_sparse.prefill",
+    attend,
+    plan,
+    summary="runs of queries, one per sequence, each against the blocks that it chose",
+    tolerance=_ATTENTION_TOLERANCE,
+    wide_error=5e-3,
+)

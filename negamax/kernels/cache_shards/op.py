@@ -1,0 +1,234 @@
+"""Definitions of attention where ranks have copies of a KV head, and each of them holds some blocks
+of its cache (`attention.metadata.CacheShard`).
+
+A rank attends with the query heads of all of them to the keys in its own blocks, whatever
+positions these have; each then has its own heads' results of all ranks:
+
+    lse[r, t, h] = log2 sum_j 2^s[t, h, j],   s = q[t, h] . k[j] * head_dim ** -0.5 * log2(e)
+    out[r, t, h] = sum_j 2^(s[t, h, j] - lse[r, t, h]) v[j],   j of rank r
+    out[t, h] = sum_r 2^lse[r, t, h] out[r, t, h] / sum_r 2^lse[r, t, h],   in the order of ranks
+
+A rank without a key of a token has lse -inf and out 0, which change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from math import e, log2
+
+import torch
+from torch import Tensor
+
+from negamax.kernels.activations import Hidden
+from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
+from negamax.kernels.block_sparse.choice import BlockChoice, SparseShape
+from negamax.kernels.cache_shards.partials import PartialResults
+from negamax.kernels.kvcache.op import cache_rows, slots_of
+from negamax.kernels.op import Prepared, op, rounding_tolerance
+from negamax.kernels.peers import Collective
+
+
+def own_rows(
+    positions: Tensor,
+    token_slots: Tensor,
+    block_tables: Tensor,
+    /,
+    *,
+    rank: int,
+    ranks: int,
+    first: int,
+    heads: int,
+    block_size: int,
+) -> Tensor:
+    """The rows [T * heads] int64 (`kvcache.op.cache_rows`) of a step's tokens in a cache whose
+    block b is block b // ranks + first of rank b % ranks; -1 where another rank holds the block.
+    """
+    slots = slots_of(positions, token_slots, block_tables, block_size=block_size)
+    block, offset = slots // block_size, slots % block_size
+    own = (block // ranks + first) * block_size + offset
+    rows = cache_rows(own, kv_heads=heads, block_size=block_size)
+    return rows.where((block % ranks == rank).repeat_interleave(heads), -1)
+
+
+@dataclass(frozen=True)
+class PartialPlan:
+    """Queries and sizes as they are."""
+
+    queries: AttentionMetadata
+    shape: PagedShape
+
+
+def plan(
+    queries: AttentionMetadata, shape: PagedShape, /, *, dtype: torch.dtype, quantize: bool = False
+) -> Prepared:
+    """`dtype` of the queries; results of a rank alone are never in FP8."""
+    assert not quantize
+    return PartialPlan(queries, shape)
+
+
+def attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: Prepared,
+    /,
+    *,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> PartialResults:
+    """q [T, heads, head_dim], caches [blocks of the rank, kv_heads, block_size, head_dim]; scales
+    as in `attention.op.attend`.
+    """
+    return _attend(q, (k_cache, v_cache), plan, kv_scales, lambda tokens, keys: keys >= 0)
+
+
+def attend_to_blocks(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    choice: BlockChoice,
+    plan: Prepared,
+    /,
+    *,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> PartialResults:
+    """The same with the choice of the T tokens among all blocks."""
+    shape = plan.shape
+    assert isinstance(shape, SparseShape)
+    size = shape.sparse_block_size
+
+    def is_chosen(tokens: slice, keys: Tensor) -> Tensor:
+        return (choice.ids[tokens].unsqueeze(-2) == (keys // size).unsqueeze(-1)).any(-1)
+
+    return _attend(q, (k_cache, v_cache), plan, kv_scales, is_chosen)
+
+
+def _attend(
+    q: Tensor,
+    caches: tuple[Tensor, Tensor],
+    plan: PartialPlan,
+    scales: tuple[float, float],
+    is_chosen: Callable[[slice, Tensor], Tensor],  # of tokens and positions of keys
+) -> PartialResults:
+    queries, shape = plan.queries, plan.shape
+    out = q.new_zeros(q.shape[0], q.shape[1] * q.shape[2])
+    lse = torch.full(q.shape[:2], -torch.inf, device=q.device)
+    tables, counts = queries.used_tables(shape.block_size), queries.host_query_lens
+    for table, length, count, end in zip(
+        tables, queries.host_seq_lens, counts, accumulate(counts), strict=True
+    ):
+        keys, blocks = _own_keys(table, length, shape)
+        if len(blocks) == 0:
+            continue
+        tokens = slice(end - count, end)
+        k, v = (
+            (_rows(cache, blocks) * scale).repeat_interleave(shape.group, dim=1)
+            for cache, scale in zip(caches, scales, strict=True)
+        )
+        scores = torch.einsum("thd,jhd->thj", q[tokens].float(), k)
+        scores *= q.shape[-1] ** -0.5 * log2(e)
+        positions = torch.arange(length - count, length, device=q.device).view(-1, 1, 1)
+        is_seen = (is_chosen(tokens, keys) & (keys <= positions)).expand(-1, shape.kv_heads, -1)
+        is_seen = is_seen.repeat_interleave(shape.group, dim=1)
+        scores = scores.masked_fill(~is_seen, -torch.inf)
+        top = scores.amax(-1, keepdim=True)
+        weights = (scores - top.masked_fill(top == -torch.inf, 0.0)).exp2()
+        total = weights.sum(-1)
+        sums = torch.einsum("thj,jhd->thd", weights, v) / total.clamp_min(1e-30).unsqueeze(-1)
+        out[tokens] = sums.flatten(1).to(q.dtype)
+        lse[tokens] = top.squeeze(-1) + total.log2()
+    return PartialResults.joined(out, lse)
+
+
+def _own_keys(table: Tensor, length: int, shape: PagedShape) -> tuple[Tensor, Tensor]:
+    """The keys of a sequence that are in blocks of this rank: their positions, and the blocks."""
+    shard, size = shape.cache, shape.block_size
+    used = table[: -(-length // size)]
+    numbers = (used % shard.ranks == shard.rank).nonzero()
+    keys = numbers * size + torch.arange(size, device=table.device)
+    return keys.flatten(), used[numbers.flatten()] // shard.ranks + 1
+
+
+def _rows(cache: Tensor, blocks: Tensor) -> Tensor:
+    """[tokens of `blocks`, kv_heads, head_dim] fp32."""
+    found = cache.view(torch.uint8)[blocks].view(cache.dtype)  # indexing does not take FP8
+    return found.transpose(1, 2).flatten(0, 1).float()
+
+
+def merge(
+    parts: PartialResults,
+    group: Collective | None,
+    /,
+    *,
+    first: int,
+    count: int,
+    quantize: bool = False,
+) -> Hidden:
+    """The results of this rank, or without `group` of all ranks -> those of all for the heads
+    `first` to first + count - 1, which are this rank's own, [T, count * head_dim]. `quantize` asks
+    for `QuantizedActivations`, which the definition does not make.
+    """
+    assert not quantize, "the definition has no FP8 output"
+    of_all = parts if group is None else parts.gathered(group)
+    heads, dtype = slice(first, first + count), parts.out.dtype
+    out = of_all.out.unflatten(-1, (parts.lse.shape[-1], -1))[..., heads, :]
+    lse = of_all.lse[..., heads]
+    top = lse.amax(0)
+    weights = (lse - top.masked_fill(top == -torch.inf, 0.0)).exp2()
+    total, divisor = torch.zeros_like(out[0], dtype=torch.float32), torch.zeros_like(top)
+    for part, weight in zip(out, weights, strict=True):
+        total += part.float() * weight.unsqueeze(-1)
+        divisor += weight
+    merged = total / divisor.clamp_min(1e-30).unsqueeze(-1)
+    return merged.flatten(1).to(dtype)
+
+
+_TOLERANCE = rounding_tolerance(
+    reason="probabilities and the result are rounded to the dtype once each; |out| about 1"
+)
+
+OWN_ROWS = op(
+    "cache_shards.own_rows",
+    own_rows,
+    summary="cache rows of a step's tokens where ranks share out the blocks",
+    tolerance=rounding_tolerance(scale=0.0, reason="whole numbers"),
+)
+PARTIAL_DECODE = op(
+    "cache_shards.decode",
+    attend,
+    plan,
+    summary="one query per sequence against the keys in a rank's blocks",
+    tolerance=_TOLERANCE,
+    wide_error=5e-3,
+)
+PARTIAL_PREFILL = op(
+    "cache_shards.prefill",
+    attend,
+    plan,
+    summary="runs of queries against the keys in a rank's blocks",
+    tolerance=_TOLERANCE,
+    wide_error=5e-3,
+)
+PARTIAL_SPARSE_DECODE = op(
+    "cache_shards.sparse_decode",
+    attend_to_blocks,
+    plan,
+    summary="one query per sequence against the blocks of a rank that it chose",
+    tolerance=_TOLERANCE,
+    wide_error=5e-3,
+)
+PARTIAL_SPARSE_PREFILL = op(
+    "cache_shards.sparse_prefill",
+    attend_to_blocks,
+    plan,
+    summary="runs of queries against the blocks of a rank that each chose",
+    tolerance=_TOLERANCE,
+    wide_error=5e-3,
+)
+MERGE_PARTIALS = op(
+    "cache_shards.merge",
+    merge,
+    summary="a rank's heads from the results of all ranks that hold their keys",
+    tolerance=rounding_tolerance(reason="one rounding to the dtype; |out| about 1"),
+)

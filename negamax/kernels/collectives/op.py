@@ -1,0 +1,62 @@
+"""The sum over ranks of a layer's output, fused with the residual add and the norm that follow
+it.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from negamax.kernels.activations import Hidden
+from negamax.kernels.norm.op import WIDE_ERROR, add_rms, prepare, sum_parts
+from negamax.kernels.op import Prepared, op, rounding_tolerance
+from negamax.kernels.peers import Collective
+
+
+def all_reduce_add_rms(
+    # [T, width] or [T, P, width], this rank's partial result; its content is undefined afterwards
+    x: Tensor,
+    residual: Tensor,  # [T, width], changed in place
+    norm: Prepared,
+    group: Collective | None,
+    /,  # None: one rank
+) -> Hidden:  # [T, width]
+    """residual += the sum of x over its parts and the ranks, in place; the norm of the residual.
+
+    Rounded after the sum over parts, after the sum over ranks and after the residual add.
+    """
+    total = sum_parts(x)
+    if group is not None and group.size > 1:
+        total = group.all_reduce(total)
+    return add_rms(total, residual, norm)
+
+
+def complete_residual(
+    residual: Tensor,
+    group: Collective | None,
+    /,
+    *,
+    copy: bool = True,
+    out: Tensor | None = None,
+) -> Tensor:
+    """A copy of the residual [T, width] that `all_reduce_add_rms` has left, with all rows on every
+    rank, in `out` where given; without `copy` the residual itself where it has them.
+    """
+    if out is not None:
+        return out.copy_(residual)
+    return residual.clone() if copy else residual
+
+
+ALL_REDUCE_ADD_RMS = op(
+    "collectives.all_reduce_add_rms",
+    all_reduce_add_rms,
+    prepare,
+    summary="sum over ranks, residual += it, then RMS norm of the residual",
+    tolerance=rounding_tolerance(scale=2.0, reason="as norm.add_rms"),
+    wide_error=WIDE_ERROR,
+)
+COMPLETE_RESIDUAL = op(
+    "collectives.complete_residual",
+    complete_residual,
+    summary="all rows of a residual that ranks may share out",
+    tolerance=rounding_tolerance(scale=0.0, reason="a copy"),
+)

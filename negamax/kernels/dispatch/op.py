@@ -1,0 +1,82 @@
+"""Definitions of the ops that send tokens to experts on other ranks, and the sums back.
+
+Each rank of a group has tokens of its own, padded to the same number of rows on all of them.
+
+    dispatch    row t of rank r becomes row r * num_rows + t on the ranks whose experts it chose
+    combine     what these made of it is summed, and goes back to rank r as row t
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from negamax.kernels.activations import GROUP
+from negamax.kernels.dispatch.expert_ranges import ExpertRanges
+from negamax.kernels.op import op, rounding_tolerance
+from negamax.kernels.peers import Collective
+
+MOST_CHOICES = 16  # of experts, that a token has
+
+
+def most_words(hidden_size: int) -> int:
+    """4-byte words of a row on its way, at the most: the hidden state in 16 bits and in FP8 with
+    its scales, ids and weights of MOST_CHOICES experts.
+    """
+    return hidden_size // 2 + hidden_size // 4 + hidden_size // GROUP + 2 * MOST_CHOICES
+
+
+def dispatch(
+    ids: Tensor,  # [T, top_k] int32, the experts that each token chose; -1: none
+    columns: Sequence[Tensor],
+    /,  # [T, ...], what travels with the tokens
+    *,
+    experts: ExpertRanges,
+    group: Collective,
+    num_rows: int,  # at least T, the same on all ranks
+) -> tuple[Tensor, list[Tensor]]:
+    """The ids of all ranks [ranks * num_rows, top_k], -1 in padding, and their columns. Rows of
+    columns that chose no expert of this rank are undefined; here they are what was sent.
+    """
+    sent, parts = (ids, *columns), []
+    for column in sent:
+        missing, bits = num_rows - len(column), column.contiguous().view(torch.uint8)
+        fill = 255 if column is ids else 0  # an id of -1 is four bytes of 255
+        parts.append((F.pad(bits, (0, 0, 0, missing), value=fill) if missing else bits).flatten())
+    gathered = group.all_gather(torch.cat(parts).unsqueeze(0), dim=0)
+    received = [
+        piece.reshape(group.size * num_rows, -1).contiguous().view(column.dtype)
+        for piece, column in zip(gathered.split([len(p) for p in parts], dim=1), sent, strict=True)
+    ]
+    return received[0], received[1:]
+
+
+def combine(
+    # [ranks * num_rows, width] or [ranks * num_rows, P, width], what the experts of this rank made
+    # of the rows that chose one of them: 0 in all others
+    out: Tensor,
+    ids: Tensor,
+    /,  # [ranks * num_rows, top_k] int32, as `dispatch` gave them
+    *,
+    experts: ExpertRanges,
+    group: Collective,
+) -> Tensor:  # [num_rows, width]
+    """The rows of this rank, summed over parts and ranks; rounded after either sum."""
+    return group.reduce_scatter(out if out.dim() == 2 else out.sum(1))
+
+
+DISPATCH = op(
+    "dispatch.dispatch",
+    dispatch,
+    summary="tokens to the ranks whose experts they chose",
+    tolerance=rounding_tolerance(scale=0.0, reason="a copy"),
+)
+COMBINE = op(
+    "dispatch.combine",
+    combine,
+    summary="what experts of several ranks made of tokens, summed on the tokens' ranks",
+    tolerance=rounding_tolerance(reason="a sum of few values"),
+)

@@ -1,0 +1,125 @@
+"""The end of a step that verifies draft tokens, defined in PyTorch: how many drafts of each row are
+what was sampled in their places. And both ends of a draft model's pass: what it reads, and where
+the next one stands.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from negamax.kernels.norm.op import WIDE_ERROR, NormWeight, rms
+from negamax.kernels.op import FLOAT_DTYPES, Tolerance, op, rounding_tolerance
+
+
+def count_accepted(
+    sampled: Tensor,
+    drafts: Tensor,
+    firsts: Tensor,
+    num_drafts: Tensor,
+    /,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """How many drafts of each row are the tokens sampled in their places, up to the first that is
+    not.
+
+    Row i has the 1 + num_drafts[i] of `sampled` [R] from firsts[i] on, and the first num_drafts[i]
+    of drafts[i] (-1: none); drafts [rows, K], firsts, num_drafts [rows] -> [rows], int64 all, in
+    `out` where given.
+    """
+    places = torch.arange(drafts.shape[1], device=sampled.device)
+    is_draft = (places < num_drafts.unsqueeze(1)) & (drafts >= 0)
+    index = (firsts.unsqueeze(1) + places).clamp_max(sampled.shape[0] - 1)
+    is_right = ((sampled[index] == drafts) & is_draft).long()
+    return torch.sum(is_right.cumprod(dim=1), dim=1, out=out)
+
+
+def advance_rows(
+    accepted: Tensor,  # [rows] int64, drafts that are right
+    counts: Tensor,  # [rows] int64, tokens of each that have run, its drafts among them; 0: padding
+    seq_lens: Tensor,  # [rows] int64, behind all of these
+    firsts: Tensor,  # [rows] int64, the first of them in the step
+    slots: Tensor,
+    /,  # [rows] int64
+    *,
+    num_computed: Tensor,  # [slots] int64, written
+    lengths: Tensor,  # [rows] int64, written: tokens that are known now
+    ends: Tensor,  # [rows] int64, written: the last token in the step that is right
+) -> None:
+    """How long the rows of a step with drafts are now."""
+    computed = seq_lens - (counts - 1).clamp_min(0) + accepted
+    num_computed[slots] = computed
+    torch.add(computed, 1, out=lengths)
+    torch.add(firsts, accepted, out=ends)
+
+
+def record_guess(
+    picked: Tensor,  # [R] int64, -1: none
+    ids: Tensor,  # [n + 1] int64, of the draft's n tokens those of the target, and -1
+    slots: Tensor,  # [R] int64
+    lengths: Tensor,
+    /,  # [R] int64, known tokens of the slots, all of which are run
+    *,
+    place: int,
+    padding_slot: int,
+    last: int,
+    drafts: Tensor,  # [R, K] int64, column `place` is written: the target's ids
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keep the guesses of a draft's pass. Returns what the next pass runs: tokens (0 where there is
+    none) and positions, `last` at most, [R] int64, and the lengths of the sequences that end with
+    them, 0 in the padding slot, [R] int32.
+    """
+    guessed = ids[picked.clamp(-1, len(ids) - 2)]  # (-1 finds the last one)
+    drafts[:, place] = guessed
+    positions = (lengths - 1 + place).clamp(0, last)
+    seq_lens = (positions + 1).masked_fill(slots == padding_slot, 0)
+    return guessed.clamp_min(0), positions, seq_lens.int()
+
+
+def embed_norms(
+    token_ids: Tensor,  # [T], -1: none
+    table: Tensor,  # [vocab + 2, width]: a row of zeros, the embeddings, a row of zeros
+    hidden: Tensor,  # [T, width]
+    embedding_weight: Tensor,  # [width]
+    hidden_weight: Tensor | None,
+    /,  # [width], None: `hidden` is as it is
+    *,
+    eps: float,
+) -> Tensor:
+    """RMS norms of the tokens' embeddings and of the hidden states beside them, [T, 2 * width]."""
+    embedded = table[(token_ids + 1).clamp(0, len(table) - 1)]
+    normed = rms(embedded, NormWeight(embedding_weight, eps))
+    if hidden_weight is not None:
+        hidden = rms(hidden, NormWeight(hidden_weight, eps))
+    return torch.cat([normed, hidden], dim=-1)
+
+
+_EXACT = dict.fromkeys(FLOAT_DTYPES, Tolerance(0.0, 0.0, "integers"))
+
+COUNT_ACCEPTED = op(
+    "drafts.count_accepted",
+    count_accepted,
+    summary="how many drafts of each row are right",
+    tolerance=_EXACT,
+)
+ADVANCE_ROWS = op(
+    "drafts.advance_rows",
+    advance_rows,
+    summary="how long rows with drafts are now",
+    tolerance=_EXACT,
+)
+RECORD_GUESS = op(
+    "drafts.record_guess",
+    record_guess,
+    summary="a draft's guesses, and where the next pass stands",
+    tolerance=_EXACT,
+)
+EMBED_NORMS = op(
+    "drafts.embed_norms",
+    embed_norms,
+    summary="norms of tokens' embeddings and of hidden states, side by side",
+    sequence=("embedding", "norm.add_rms", "norm.add_rms", "concatenate"),
+    tolerance=rounding_tolerance(scale=2.0, reason="as norm.add_rms"),
+    wide_error=WIDE_ERROR,
+)

@@ -1,0 +1,59 @@
+"""y = x W^T with W stored [out, in], as in a checkpoint: in the activations' dtype, or as FP8
+blocks with their scales.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from negamax.formats.floats import PLAIN
+from negamax.formats.tensor_format import StoredWeight
+from negamax.kernels.activations import Hidden, unquantized
+from negamax.kernels.op import Prepared, op, rounding_tolerance
+from negamax.kernels.quantize.stored import dequantize
+
+
+def linear(
+    x: Hidden,
+    weight: Prepared,
+    /,
+    *,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    in_parts: bool = False,
+) -> Tensor:
+    """x [T, in], weight [out, in] -> [T, out] in `out_dtype` (None: that of x), in `out` where
+    given. Of FP8 activations the plain form counts. With `in_parts` kernels may return parts of the
+    sums, [T, P, out], each rounded.
+    """
+    values = unquantized(x)
+    dtype = out_dtype or values.dtype
+    if weight.dtype != values.dtype:
+        values, weight = values.float(), weight.float()
+    return into(out, F.linear(values, weight).to(dtype))
+
+
+def into(out: Tensor | None, result: Tensor) -> Tensor:
+    """`result`, in `out` where given."""
+    return result if out is None else out.copy_(result)
+
+
+def keep(weight: StoredWeight, /) -> Prepared:
+    """The values of a plain weight [out, in] as they are; of another its fp32 values."""
+    if weight.format is PLAIN:
+        return weight.values
+    return dequantize(weight.format, weight.tensors)
+
+
+LINEAR = op(
+    "gemm.linear",
+    linear,
+    keep,
+    summary="x W^T with the weight prepared at load",
+    tolerance=rounding_tolerance(
+        reason="fp32 sums in another order, one rounding to the dtype; |y| about 1"
+    ),
+    wide_error=4e-3,  # one rounding to bf16 is 1.7e-3
+)

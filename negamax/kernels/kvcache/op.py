@@ -1,0 +1,101 @@
+"""Where tokens lie in the paged cache, and writing their keys and values there.
+
+A layer's cache is two tensors [num_blocks, kv_heads, block_size, head_dim]. Token slot s lives in
+block s // block_size at offset s % block_size. Within a block the tokens of one head are adjacent,
+so that gathering the blocks of a sequence gives each head a contiguous [tokens, head_dim] matrix,
+which is what matrix products read fastest. A cache starts as zeros and only ever holds finite
+values: kernels read past the end of a sequence and give what they find there a probability of 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from negamax.formats.floats import E4M3_MAX
+from negamax.kernels.op import FLOAT_DTYPES, Tolerance, op
+from negamax.kernels.rotary import cos_sin
+
+FP8 = torch.float8_e4m3fn
+
+
+def cache_rows(slots: Tensor, *, kv_heads: int, block_size: int) -> Tensor:
+    """slots [T] int64 -> [T * kv_heads] int64: row of (token, head) in the cache seen as [-1,
+    head_dim].
+
+    Slot -1 (a token of padding) gives negative rows, which GPU kernels skip.
+    """
+    blocks, offsets = slots // block_size, slots % block_size
+    heads = torch.arange(kv_heads, device=slots.device)
+    rows = (blocks.unsqueeze(1) * kv_heads + heads) * block_size + offsets.unsqueeze(1)
+    return rows.flatten()
+
+
+def locate(
+    positions: Tensor,
+    token_slots: Tensor,
+    block_tables: Tensor,
+    frequencies: Tensor,
+    /,
+    *,
+    kv_heads: int,
+    block_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What every layer of a step must know of its T tokens: cos, sin [T, 1, rotary_dim] fp32, and
+    their cache rows [T * kv_heads] int64 (`cache_rows`).
+
+    positions, token_slots [T] int64; block_tables [slots, blocks]: token t's blocks are
+    block_tables[token_slots[t]]; frequencies [rotary_dim] from `rotary.signed_frequencies`.
+    """
+    slots = slots_of(positions, token_slots, block_tables, block_size=block_size)
+    return (
+        *cos_sin(positions, frequencies),
+        cache_rows(slots, kv_heads=kv_heads, block_size=block_size),
+    )
+
+
+def slots_of(
+    positions: Tensor, token_slots: Tensor, block_tables: Tensor, *, block_size: int
+) -> Tensor:
+    """The token slots [T] int64 of `locate`'s tokens."""
+    blocks = block_tables[token_slots, positions // block_size].long()
+    return blocks * block_size + positions % block_size
+
+
+def write(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    rows: Tensor,
+    *,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> None:
+    """k, v [T, kv_heads, head_dim] into the caches at `rows` [T * kv_heads] int64 (from
+    `cache_rows`).
+
+    Stored are k / kv_scales[0] and v / kv_scales[1], rounded to the dtype of the cache; FP8
+    saturates.
+    """
+    store(k, k_cache, rows, scale=kv_scales[0])
+    store(v, v_cache, rows, scale=kv_scales[1])
+
+
+def store(x: Tensor, cache: Tensor, rows: Tensor, *, scale: float = 1.0) -> None:
+    """x [T, heads, width] into one cache at `rows` [T * heads], as `write` does."""
+    x = x.reshape(-1, x.shape[-1]).float() / scale
+    cache = cache.view(-1, x.shape[-1])
+    if cache.dtype == FP8:  # copied as bytes: index_copy_ does not take FP8
+        x = x.clamp(-E4M3_MAX, E4M3_MAX).to(FP8).view(torch.uint8)
+        cache = cache.view(torch.uint8)
+    cache.index_copy_(0, rows, x.to(cache.dtype))
+
+
+LOCATE = op(
+    "kvcache.locate",
+    locate,
+    summary="rope angles and cache rows of a step's tokens",
+    tolerance=dict.fromkeys(
+        FLOAT_DTYPES, Tolerance(2e-5, 0.0, "angles up to 1e3 in fp32, one cosine")
+    ),
+)

@@ -1,0 +1,24 @@
+"""The activation between the products of an MLP: `SwiGlu`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from negamax.kernels.activations import Hidden, SwiGlu
+from negamax.kernels.op import op, rounding_tolerance
+
+
+def swiglu(gate_up: Tensor, /, *, activation: SwiGlu, quantize: bool = False) -> Hidden:
+    """gate_up [T, 2 * width], gate first -> [T, width]."""
+    assert not quantize, "FP8 output is made on the GPU only"
+    return activation(gate_up)
+
+
+SWIGLU = op(
+    "mlp.swiglu",
+    swiglu,
+    summary="g * sigmoid(alpha g) * (u + beta) of an MLP's gate and up projection",
+    tolerance=rounding_tolerance(
+        scale=4.0, reason="gate, up and the product are rounded; |y| up to 56"
+    ),
+)

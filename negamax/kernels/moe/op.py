@@ -1,0 +1,235 @@
+"""Definitions of the mixture-of-experts ops.
+
+    s = sigmoid(gate x)   (fp32)        ids = top-k of s + bias
+    weights = scaling * s[ids] / sum(s[ids])
+    out = sum_i weights[i] * down[ids[i]] (silu(gate[ids[i]] x) * (up[ids[i]] x))
+
+The bias decides who is chosen, never how much a chosen expert counts; no epsilon in the
+renormalisation. silu(a) * b stands for the model's `SwiGlu`. An expert that is shared by all tokens
+is one more choice of each, the last, of weight 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from negamax.formats.floats import PLAIN
+from negamax.formats.tensor_format import StoredWeight
+from negamax.kernels.activations import SILU, Hidden, SwiGlu, unquantized
+from negamax.kernels.norm.op import WIDE_ERROR, add_rms
+from negamax.kernels.norm.op import prepare as prepare_norm
+from negamax.kernels.op import Prepared, op, rounding_tolerance
+from negamax.kernels.quantize.stored import dequantize
+
+
+@dataclass(frozen=True)
+class Router:
+    """The router's weights, and what becomes of those that it gives the experts."""
+
+    gate: Tensor  # [experts, hidden] fp32
+    bias: Tensor  # [experts] fp32
+    _: KW_ONLY
+    scaling: float = 1.0
+    shared: bool = False  # expert number `experts` is shared by all tokens
+
+
+def prepare_router(
+    gate: Tensor, bias: Tensor, /, *, scaling: float = 1.0, shared: bool = False
+) -> Prepared:
+    """gate [experts, hidden] fp32, bias [experts] fp32."""
+    return Router(gate, bias, scaling=scaling, shared=shared)
+
+
+def route(
+    x: Hidden, router: Prepared, /, *, top_k: int, active: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """x [T, hidden] -> ids [T, C] int32, weights [T, C] fp32, C = top_k or, with a shared expert,
+    top_k + 1.
+
+    `active` [1] int32: rows from there on are padding and get ids -1 and weights 0.
+    """
+    scores = torch.sigmoid(F.linear(unquantized(x).float(), router.gate))  # [T, experts]
+    ids = torch.topk(scores + router.bias, top_k, dim=-1).indices
+    weights = scores.gather(1, ids)
+    return complete(ids.int(), weights / weights.sum(-1, keepdim=True), router, active)
+
+
+def complete(
+    ids: Tensor, weights: Tensor, router: Router, active: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """What `route` returns, of the chosen experts [T, top_k] and their weights of sum 1."""
+    if router.scaling != 1.0:
+        weights = weights * router.scaling
+    if router.shared:
+        ids = F.pad(ids, (0, 1), value=len(router.gate))
+        weights = F.pad(weights, (0, 1), value=1.0)
+    if active is None:
+        return ids, weights
+    padding = (torch.arange(ids.shape[0], device=ids.device) >= active).unsqueeze(-1)
+    return ids.masked_fill(padding, -1), weights.masked_fill(padding, 0.0)
+
+
+def prepare_norm_route(
+    weight: Tensor,
+    eps: float,
+    gate: Tensor,
+    bias: Tensor,
+    /,
+    *,
+    quantize: bool = False,
+    gemma: bool = False,
+    scaling: float = 1.0,
+    shared: bool = False,
+) -> tuple[Prepared, Prepared]:
+    """The norm and the router, each as its own op prepares it."""
+    norm = prepare_norm(weight, eps, quantize=quantize, gemma=gemma)
+    return norm, Router(gate, bias, scaling=scaling, shared=shared)
+
+
+def norm_route(
+    x: Tensor,
+    residual: Tensor,
+    norm: Prepared,
+    router: Prepared,
+    /,
+    *,
+    top_k: int,
+    active: Tensor | None = None,
+) -> tuple[Hidden, Tensor, Tensor]:
+    """`add_rms`, then `route` of what it returns: that, ids and weights."""
+    normed = add_rms(x, residual, norm)
+    return normed, *route(normed, router, top_k=top_k, active=active)
+
+
+def place(
+    ids: Tensor, positions: Tensor, slots: Tensor, copies: Tensor, counts: Tensor, /
+) -> Tensor:
+    """The slots in which the chosen experts are computed: ids [T, C] int32 (-1: none), positions
+    [T] int64 of the tokens -> [T, C] int32.
+
+    Expert e is in the slots slots[e, : copies[e]] (slots [E, most copies], copies [E], int32). A
+    token takes the copy that its position and the sum of its own ids name, whatever other tokens
+    there are. Each choice adds 1 to counts[e] ([E] int64).
+    """
+    is_chosen = ids >= 0
+    expert = ids.clamp_min(0).long()
+    counts.copy_(counts.index_add(0, expert.flatten(), is_chosen.flatten().to(counts.dtype)))
+    turn = (positions + ids.sum(1)).unsqueeze(1) % copies[expert]
+    return torch.where(is_chosen, slots[expert, turn], -1)
+
+
+class ExpertWeights(Protocol):
+    """What the `prepare` of `EXPERTS` returns.
+
+    Only the `run` of the same provider reads it, but the weights of an expert can be copied.
+    """
+
+    def tensors(self, expert: int) -> list[Tensor]:
+        """Return all tensors of an expert, by its index in this object: copies, or views of any
+        strides.
+        """
+
+    def replace(self, expert: int, tensors: Sequence[Tensor]) -> None:
+        """Copy `tensors` of another expert of the same sizes into the place of this one."""
+
+
+@dataclass(frozen=True)
+class StackedExperts:
+    """Plain weights below each other."""
+
+    gate_up: Tensor  # [experts, 2 * width, hidden], gate rows first
+    down: Tensor  # [experts, hidden, width]
+    activation: SwiGlu
+
+    def tensors(self, expert: int) -> list[Tensor]:
+        return [self.gate_up[expert], self.down[expert]]
+
+    def replace(self, expert: int, tensors: Sequence[Tensor]) -> None:
+        for own, tensor in zip(self.tensors(expert), tensors, strict=True):
+            own.copy_(tensor)
+
+
+def stack(
+    gate_up: StoredWeight, down: StoredWeight, /, *, activation: SwiGlu = SILU, shared: bool = False
+) -> ExpertWeights:
+    """gate_up [experts, 2 * width, hidden] (gate rows first), down [experts, hidden, width]: plain
+    ones as they are, of others the fp32 values. `shared`: the last expert is the last choice of
+    every token but padding, so that a kernel need not look for its tokens.
+    """
+    return StackedExperts(_values(gate_up), _values(down), activation)
+
+
+def _values(weight: StoredWeight) -> Tensor:
+    if weight.format is PLAIN:
+        return weight.values
+    count = len(weight.values)
+    experts = ({name: t[index] for name, t in weight.tensors.items()} for index in range(count))
+    return torch.stack([dequantize(weight.format, tensors) for tensors in experts])
+
+
+def experts(
+    x: Hidden,
+    ids: Tensor,
+    weights: Tensor,
+    stacked: Prepared,
+    /,
+    *,
+    first: int,
+    count: int,
+) -> Tensor:
+    """x [T, hidden], ids [T, top_k] int32, weights [T, top_k] fp32 -> [T, hidden], or [T, P,
+    hidden] to be summed over P.
+
+    `stacked` holds experts first .. first + count - 1; the choices of other experts (and -1) add
+    nothing.
+    """
+    gate_up, down, activation = stacked.gate_up, stacked.down, stacked.activation
+    x = unquantized(x)
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in range(count):
+        tokens, choices = torch.where(ids == first + expert)
+        y = F.linear(activation(F.linear(x[tokens], gate_up[expert])), down[expert])
+        out = out.index_add(0, tokens, y * weights[tokens, choices, None])
+    return out.to(x.dtype)
+
+
+ROUTE = op(
+    "moe.route",
+    route,
+    prepare_router,
+    summary="sigmoid scores, biased top-k, renormalised weights",
+    tolerance=rounding_tolerance(reason="fp32 throughout, in every dtype"),
+    wide_error=1e-5,
+)
+NORM_ROUTE = op(
+    "moe.norm_route",
+    norm_route,
+    prepare_norm_route,
+    summary="the norm before the experts, and their choice",
+    sequence=("norm.add_rms", "moe.route"),
+    tolerance=rounding_tolerance(scale=2.0, reason="as norm.add_rms"),
+    wide_error=WIDE_ERROR,
+)
+PLACE = op(
+    "moe.place",
+    place,
+    summary="the slots of the chosen experts, which are counted",
+    tolerance=rounding_tolerance(reason="integers"),
+)
+EXPERTS = op(
+    "moe.experts",
+    experts,
+    stack,
+    summary="SwiGLU networks of the chosen experts, weighted sum in fp32",
+    tolerance=rounding_tolerance(
+        reason="three products and the activation are rounded to the dtype; |out| about 0.5"
+    ),
+    # both factors of both products in FP8: 4.3e-2 measured; FP8 weights alone: 0.3e-2
+    wide_error=6e-2,
+)

@@ -1,0 +1,73 @@
+"""RMS normalisation: y = x / sqrt(mean(x^2) + eps) * weight, statistics in fp32 over the last
+dimension.
+
+x-hat is rounded to the dtype of x before it is multiplied by the weight, as transformers does. The
+norms of Gemma, and MiniMax-M3's, multiply by 1 + weight instead, in fp32, and round once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from negamax.kernels.activations import Hidden
+from negamax.kernels.op import Prepared, op, rounding_tolerance
+
+
+@dataclass(frozen=True)
+class NormWeight:
+    """A norm's weight, and the eps under its root."""
+
+    weight: Tensor  # [width]
+    eps: float
+    quantize: bool = False  # whether the kernel returns `QuantizedActivations`
+    gemma: bool = False  # whether 1 + weight is multiplied by
+
+
+def prepare(
+    weight: Tensor, eps: float, /, *, quantize: bool = False, gemma: bool = False
+) -> Prepared:
+    """weight [width], eps under the root."""
+    assert not quantize, "FP8 output is made on the GPU only"
+    return NormWeight(weight, eps, gemma=gemma)
+
+
+def rms(x: Tensor, norm: NormWeight) -> Tensor:
+    """x [T, width] in the dtype of the weight -> [T, width]."""
+    wide = x.float()
+    mean_square = wide.square().mean(-1, keepdim=True)  # [T, 1] fp32
+    x_hat = wide * (mean_square + norm.eps).rsqrt()
+    if norm.gemma:
+        return (x_hat * (1 + norm.weight.float())).to(x.dtype)
+    return x_hat.to(x.dtype) * norm.weight
+
+
+def sum_parts(x: Tensor) -> Tensor:
+    """x [T, P, width] summed over its P partial results in fp32 and rounded once; x [T, width] as
+    it is.
+    """
+    return x if x.dim() == 2 else x.float().sum(dim=1).to(x.dtype)
+
+
+def add_rms(x: Tensor, residual: Tensor, norm: Prepared, /) -> Hidden:
+    """residual += x, in place; returns the norm of the residual. x [T, width] or its parts [T, P,
+    width].
+    """
+    residual += sum_parts(x)
+    return rms(residual, norm)
+
+
+WIDE_ERROR = 5e-3  # bf16 keeps 8 bits, and three roundings add up
+
+ADD_RMS = op(
+    "norm.add_rms",
+    add_rms,
+    prepare,
+    summary="residual += x, then RMS norm of the residual",
+    tolerance=rounding_tolerance(
+        scale=2.0,
+        reason="x-hat and the product are rounded to the dtype once each; |y| up to 5",
+    ),
+    wide_error=WIDE_ERROR,
+)

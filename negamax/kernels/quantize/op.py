@@ -1,0 +1,52 @@
+"""Block-FP8: e4m3 values with one fp32 multiplier for each `block` of rows and columns.
+
+`weight[n, k] = value[n, k] * scale[n // block_rows, k // block_columns]`. Blocks at the lower and
+right edge may be ragged. NaN in a stored value stays NaN; a group whose source holds NaN or an
+infinity becomes NaN as a whole, so that a broken value is never taken for a large one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from negamax.formats.floats import E4M3_GROUP, E4M3_MAX
+from negamax.kernels.activations import GROUP, QuantizedActivations
+from negamax.kernels.op import op, rounding_tolerance
+
+
+def dequantize_block(
+    weight: Tensor,  # [..., N, K] float8_e4m3fn
+    scale: Tensor,  # [..., ceil(N / block rows), ceil(K / block columns)] fp32, a multiplier
+    *,
+    block: tuple[int, int] = (E4M3_GROUP, E4M3_GROUP),  # rows, columns
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:  # [..., N, K] dtype
+    """The plain weight: multiplied in fp32 and rounded once to `dtype`."""
+    rows, columns = weight.shape[-2:]
+    assert scale.shape[-2:] == (-(-rows // block[0]), -(-columns // block[1])), scale.shape
+    spread = scale.repeat_interleave(block[0], dim=-2).repeat_interleave(block[1], dim=-1)
+    return (weight.float() * spread[..., :rows, :columns]).to(dtype)
+
+
+def quantize_activations(x: Tensor, /) -> QuantizedActivations:
+    """x [T, K] any float dtype, K a multiple of 128 -> x with its FP8 form, one scale per token and
+    128 columns: their largest magnitude / 448 (1 for zeros).
+    """
+    assert x.shape[1] % GROUP == 0, f"FP8 activations need a multiple of {GROUP} columns: {x.shape}"
+    groups = x.float().unflatten(1, (-1, GROUP))  # [T, K / 128, 128]
+    largest = groups.abs().amax(dim=-1)
+    # where the quotient underflows to 0, zeros would become NaN
+    scale = (largest / E4M3_MAX).clamp_min(torch.finfo(torch.float32).tiny).where(largest != 0, 1.0)
+    q = (groups / scale.unsqueeze(-1)).to(torch.float8_e4m3fn).flatten(1)
+    return QuantizedActivations(x, q, scale)
+
+
+QUANTIZE = op(
+    "quantize.activations",
+    quantize_activations,
+    summary="activations to e4m3 values and one fp32 scale per token and 128 columns",
+    tolerance=rounding_tolerance(
+        scale=0.0, reason="`cases.outputs` takes either of two neighbouring e4m3 values"
+    ),
+)

@@ -1,0 +1,240 @@
+"""Sampling ops, defined in PyTorch: edits of logits, and the draw of one token per row.
+
+A row's draw depends on that row alone. `sample`: one uniform number per row decides it by inverting
+the cumulative distribution over the row's tokens in falling order of probability. Filters are
+applied in the order temperature, min-p, top-k, top-p. `pick`, for logits split over ranks and rows
+without filters: every token gets its own noise and the largest sum wins (the Gumbel-max trick: P(i
+wins) is softmax(logits / T)[i]), so that ranks need to exchange a value and an index only.
+`draw_leading`: what `sample` does, for split logits and rows with a small top_k, which need the
+leading tokens alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from negamax.kernels.op import op, rounding_tolerance
+from negamax.kernels.peers import Collective
+from negamax.kernels.sampling import noise
+
+# Rows with 1 <= top_k <= CANDIDATES are drawn from this many leading tokens, others from the sorted
+# vocabulary.
+CANDIDATES = 64
+
+
+def sample(
+    logits: Tensor,  # [R, V] fp32
+    *,
+    temperature: Tensor,  # [R] fp32, above 0
+    top_k: Tensor,  # [R] fp32 holding integers; 0 is off
+    top_p: Tensor,  # [R] fp32 in (0, 1]
+    min_p: Tensor,  # [R] fp32 in [0, 1]
+    uniforms: Tensor,  # [R] fp32 in [0, 1)
+    candidates: int,  # tokens considered: at least every row's top_k, or V
+) -> Tensor:  # [R] int64
+    """Draw one token per row from the `candidates` most likely ones."""
+    values, token_ids = torch.topk(logits, candidates, dim=-1)  # sorted, falling
+    return draw_from(
+        values,
+        token_ids,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        uniforms=uniforms,
+    )
+
+
+def draw_from(
+    values: Tensor,  # [R, C] fp32, logits of the leading tokens in falling order
+    token_ids: Tensor,  # [R, C] int64
+    *,
+    temperature: Tensor,  # [R] each, as in `sample`
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    uniforms: Tensor,
+) -> Tensor:  # [R] int64
+    """Draw one token per row from the given ones."""
+    candidates = values.shape[1]
+    probs = torch.softmax(values / temperature.unsqueeze(-1), dim=-1)
+    ranks = torch.arange(candidates, device=values.device)
+    limit = torch.where(top_k > 0, top_k, float(candidates)).unsqueeze(-1)
+    keep = (ranks < limit) & (probs >= min_p.unsqueeze(-1) * probs[:, :1])
+    probs = probs * keep
+    # top-p over what top-k and min-p left: keep a token while the mass before it is below top_p of
+    # the total.
+    cumulative = probs.cumsum(dim=-1)
+    total = cumulative[:, -1:]
+    probs = probs * (cumulative - probs < top_p.unsqueeze(-1) * total)
+    cumulative = probs.cumsum(dim=-1)
+    target = uniforms.unsqueeze(-1) * cumulative[:, -1:]
+    chosen = (cumulative <= target).sum(dim=-1, keepdim=True)
+    # Rounding may push the target onto the total: fall back to the last token that still has mass.
+    last = (probs > 0).sum(dim=-1, keepdim=True) - 1
+    return token_ids.gather(1, torch.minimum(chosen, last).clamp_min(0)).squeeze(1)
+
+
+def pick(
+    logits: Tensor,
+    /,  # [R, V of this rank] fp32
+    *,
+    first_id: int,  # the token of the first column
+    filters: Tensor,  # [slots, 4] fp32, of which the temperature counts; 0: the most likely token
+    seeds: Tensor,  # [slots] int64
+    slots: Tensor,  # [R] int64, of each row
+    positions: Tensor,  # [R] int64
+    group: Collective | None = None,  # the ranks that hold the vocabulary; None: this one alone
+) -> Tensor:  # [R] int64
+    """The token with the largest logit / T + Gumbel(seed, position, token), the lowest id of
+    several; on every rank the same.
+
+    -1 where a row's largest logit is not finite: it holds NaN or infinity, or nothing above minus
+    infinity.
+    """
+    ids = first_id + torch.arange(logits.shape[1], device=logits.device)
+    temperature = filters[slots, :1]
+    keys = noise.row_keys(seeds[slots], positions)
+    exponentials = noise.exponentials(
+        noise.token_bits((keys[0].unsqueeze(1), keys[1].unsqueeze(1)), ids)
+    )
+    noisy = (logits / temperature).clamp_max(noise.LARGEST_SCORE) - exponentials.log()
+    scores = torch.where(temperature > 0, noisy, logits)
+    broken = logits.isnan() | (logits == torch.inf)
+    scores = scores.masked_fill(broken, torch.inf)
+    return best_of_ranks(*largest(scores, ids), group)
+
+
+def largest(scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """scores [R, N], ids [N] or [R, N] -> the largest score of each row and the lowest id that has
+    it, [R].
+    """
+    best = scores.max(dim=1).values
+    of_best = ids.where(scores == best.unsqueeze(1), torch.iinfo(torch.int64).max)
+    return best, of_best.min(dim=1).values
+
+
+def best_of_ranks(best: Tensor, chosen: Tensor, group: Collective | None) -> Tensor:
+    """The token of the rank with the largest score. best [R] fp32, chosen [R] int64: this rank's ->
+    [R] int64.
+    """
+    if group is not None and group.size > 1:
+        best, chosen = largest(
+            group.all_gather(best.unsqueeze(1), dim=1), group.all_gather(chosen.unsqueeze(1), dim=1)
+        )
+    return torch.where(best.isfinite(), chosen, -1)
+
+
+def draw_leading(
+    logits: Tensor,
+    /,  # [R, V of this rank] fp32
+    *,
+    first_id: int,  # the token of the first column
+    filters: Tensor,  # [slots, 4] fp32: temperature, top_k, top_p, min_p
+    seeds: Tensor,  # [slots] int64
+    slots: Tensor,  # [R] int64, of each row
+    positions: Tensor,  # [R] int64
+    otherwise: Tensor,  # [R] int64
+    group: Collective | None = None,  # the ranks that hold the vocabulary; None: this one alone
+) -> Tensor:  # [R] int64
+    """The token drawn for each row with 1 <= top_k <= CANDIDATES and a temperature, on every rank
+    the same; for the other rows `otherwise`. Of equal logits the lower ids count as larger. -1
+    where a row holds NaN or infinity, or nothing above minus infinity.
+    """
+    logits = logits.masked_fill(logits.isnan(), torch.inf)
+    values, columns = torch.sort(logits, dim=-1, descending=True, stable=True)
+    values, ids = values[:, :CANDIDATES], columns[:, :CANDIDATES] + first_id
+    if group is not None and group.size > 1:
+        values, order = torch.sort(
+            group.all_gather(values, dim=1), dim=-1, descending=True, stable=True
+        )
+        values, ids = (
+            values[:, :CANDIDATES],
+            group.all_gather(ids, dim=1).gather(1, order[:, :CANDIDATES]),
+        )
+    temperature, top_k, top_p, min_p = filters[slots].unbind(1)
+    drawn = draw_from(
+        values,
+        ids,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        uniforms=noise.uniforms(seeds[slots], positions),
+    )
+    drawn = drawn.where(values[:, 0].isfinite(), -1)
+    return drawn.where((temperature > 0) & (top_k >= 1) & (top_k <= CANDIDATES), otherwise)
+
+
+def apply_penalties(
+    logits: Tensor,  # [V] fp32
+    prompt_ids: Tensor,  # [P] int64
+    output_ids: Tensor,  # [O] int64, -1: none
+    *,
+    repetition: float,
+    frequency: float,
+    presence: float,
+) -> Tensor:  # [V] fp32
+    """Repetition penalty over prompt and output (divide positive, multiply negative logits), then
+    OpenAI's frequency (per occurrence) and presence (once) penalties over the output."""
+    # written so that a GPU's host waits for nothing
+    counts = torch.zeros_like(logits).index_add(
+        0, output_ids.clamp_min(0), (output_ids >= 0).to(logits.dtype)
+    )
+    if repetition != 1.0:
+        seen = (counts > 0).index_fill(0, prompt_ids, True)
+        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+        logits = torch.where(seen, repeated, logits)
+    if frequency or presence:
+        logits = logits - (frequency * counts + presence * (counts > 0))
+    return logits
+
+
+def token_logprobs(
+    logprobs: Tensor,  # [R, V] fp32, log-softmax of the model's own logits
+    token_ids: Tensor,  # [R] int64
+    *,
+    num_top: int,
+    # [R] fp32, [R] int64, [R, num_top] int64, [R, num_top] fp32
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probability and rank (1 = most likely) of `token_ids`, and the `num_top` most likely
+    tokens of each row, of equal ones those with the smallest ids, whatever `num_top` is.
+    """
+    chosen = logprobs.gather(1, token_ids.unsqueeze(1))
+    ranks = (logprobs > chosen).sum(dim=-1) + 1
+    ids = torch.cat([_top_ids(rows, num_top) for rows in logprobs.split(_TOP_ROWS)])
+    return chosen.squeeze(1), ranks, ids, logprobs.gather(1, ids)
+
+
+_TOP_ROWS = 32  # whose keys take 51 MB with 200,000 tokens
+
+
+def _top_ids(logprobs: Tensor, num_top: int) -> Tensor:
+    """[R, num_top] int64, as `token_logprobs` says."""
+    if num_top == 0:
+        return logprobs.new_empty((len(logprobs), 0), dtype=torch.int64)
+    # none is above 0, so that the bits of their sizes, as integers, are in falling order
+    keys = logprobs.abs().view(torch.int32).long()
+    keys <<= 32
+    keys |= torch.arange(logprobs.shape[1], device=logprobs.device)
+    return keys.topk(num_top, dim=-1, largest=False).values & 0xFFFF_FFFF
+
+
+_NEAR_TIES = 1e-6  # no rounding to speak of, but tokens that all but tie may change places
+_EXACT = rounding_tolerance(scale=0.0, reason="a token is right or wrong")
+
+PICK = op(
+    "sampling.pick",
+    pick,
+    summary="one token per row by logit / T + Gumbel noise, over all ranks",
+    tolerance=_EXACT,
+    wide_error=_NEAR_TIES,
+)
+DRAW_LEADING = op(
+    "sampling.draw_leading",
+    draw_leading,
+    summary="one token per row with a small top_k, by its filters, over all ranks",
+    tolerance=_EXACT,
+    wide_error=_NEAR_TIES,
+)

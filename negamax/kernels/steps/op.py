@@ -1,0 +1,89 @@
+"""Both ends of a captured step, defined in PyTorch: which tokens it runs and where they stand, what
+enters the first layer, and where the sampled tokens go.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from negamax.kernels.op import FLOAT_DTYPES, Tolerance, op
+
+
+def place(
+    columns: Tensor,  # int64: token_slots [T], slots [S], token_offsets [T], end_offsets [S], more
+    num_computed: Tensor,  # [slots] int64, which offsets count from
+    tokens: Tensor,  # [slots, width] int32 or int64; with drafts written at the positions
+    drafts: Tensor | None,
+    /,  # [slots, K] int64, -1: there is none; None: the step verifies none
+    *,
+    padding_slot: int,
+    places: Tensor,  # [T + S] int64, written: positions [T], lengths [S]
+    token_ids: Tensor,  # [T] int64, written: what the step runs; 0 where there is no draft
+    ends: Tensor,  # [T] int64, written: positions + 1; 0 in the padding slot
+    words: Tensor,  # [S + M] int32, written: lengths, and the M columns behind end_offsets
+) -> None:
+    """Where the T tokens of S sequences stand, and which they are. With drafts the token at offset
+    p > 0 of a slot is its draft p - 1, which is written behind its known tokens.
+    """
+    size, num_tokens = len(places), len(token_ids)
+    torch.add(num_computed[columns[:size]], columns[size : 2 * size], out=places)
+    slots, positions, lengths = columns[:num_tokens], places[:num_tokens], places[num_tokens:]
+    torch.mul(positions + 1, slots != padding_slot, out=ends)
+    num_seqs = len(lengths)
+    words[:num_seqs].copy_(lengths)
+    words[num_seqs:].copy_(columns[2 * size :][: len(words) - num_seqs])
+    token_ids.copy_(tokens[slots, positions])
+    if drafts is not None:
+        offsets = columns[size : size + num_tokens]
+        guessed = drafts[slots, (offsets - 1).clamp_min(0)].clamp_min(0)
+        token_ids.copy_(guessed.where(offsets > 0, token_ids))
+        tokens[slots, positions] = token_ids.to(tokens.dtype)
+
+
+def embed(token_ids: Tensor, table: Tensor, /, *, first_id: int) -> tuple[Tensor, Tensor]:
+    """The rows of table [n + 2, width], whose second one is token `first_id` and whose first and
+    last stand for all others, for token_ids [T] int64; and a residual of zeros, [T, width] both.
+    """
+    rows = (token_ids - (first_id - 1)).clamp(0, len(table) - 1)
+    x = table.index_select(0, rows)
+    return x, torch.zeros_like(x)
+
+
+def store(
+    token_ids: Tensor,  # [T] int64, -1: none
+    slots: Tensor,  # [T] int64
+    ends: Tensor,
+    /,  # [T] int64, where they land
+    *,
+    tokens: Tensor,  # [slots, width] int32 or int64, written
+    num_computed: Tensor | None,  # [slots] int64, written: `ends`; None: drafts decide on it
+    out: Tensor,  # [T] int64, written: `token_ids`
+) -> None:
+    """Keep the sampled tokens for the next step and for the host."""
+    tokens[slots, ends] = token_ids.clamp_min(0).to(tokens.dtype)
+    if num_computed is not None:
+        num_computed[slots] = ends
+    out.copy_(token_ids)
+
+
+_EXACT = dict.fromkeys(FLOAT_DTYPES, Tolerance(0.0, 0.0, "nothing is computed"))
+
+PLACE_TOKENS = op(
+    "steps.place",
+    place,
+    summary="tokens, positions and lengths of a step",
+    tolerance=_EXACT,
+)
+EMBED_TOKENS = op(
+    "steps.embed",
+    embed,
+    summary="embeddings, and an empty residual",
+    tolerance=_EXACT,
+)
+STORE_TOKENS = op(
+    "steps.store",
+    store,
+    summary="sampled tokens to their slots, and the slots' lengths",
+    tolerance=_EXACT,
+)

@@ -1,0 +1,76 @@
+"""Kernels with their arguments bound, so that a benchmark calls nothing else.
+
+An op's `apply` says how its kernels are called: it prepares weights, copies what is written in
+place, and calls `run`. Here it is followed once, and the calls of `run` that it makes are kept with
+their arguments; repeating them runs the kernel alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from negamax.kernels.op import AnyKernel
+from tests.kernel_cases import CASES
+from tests.kernel_cases.case import Case
+
+Call = Callable[[], Any]
+
+
+def bind(kernel: AnyKernel, case: Case) -> Call:
+    """A closure that repeats the kernel calls of the op's `apply` on the same prepared
+    arguments.
+    """
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        calls.append((args, kwargs))
+        return kernel.run(*args, **kwargs)
+
+    CASES[kernel.op].apply(replace(kernel, run=record), case)
+    assert calls, f"{kernel.op}: apply does not call run"
+    if len(calls) == 1:
+        args, kwargs = calls[0]
+        return lambda: kernel.run(*args, **kwargs)
+
+    def repeat() -> None:
+        for args, kwargs in calls:
+            kernel.run(*args, **kwargs)
+
+    return repeat
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """`value` (a tensor, or tensors in tuples, lists, dicts and dataclasses) with `change` applied
+    to every tensor.
+    """
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple | list):
+        return type(value)(map_tensors(part, change) for part in value)
+    if isinstance(value, dict):
+        return {key: map_tensors(part, change) for key, part in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(
+            value,
+            **{
+                field.name: map_tensors(getattr(value, field.name), change)
+                for field in fields(value)
+            },
+        )
+    return value
+
+
+def copy_case(case: Case) -> Case:
+    """The same case on tensors of its own."""
+    return replace(case, tensors=map_tensors(case.tensors, lambda tensor: tensor.clone()))
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """All tensors in `value`."""
+    found: list[Tensor] = []
+    map_tensors(value, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return found

@@ -1,0 +1,564 @@
+"""Inputs of the ops of block-sparse attention, how kernels are called with them, and what they
+cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from negamax.kernels.attention.metadata import attention_metadata
+from negamax.kernels.block_sparse.choice import (
+    NO_BLOCK,
+    NO_KEY,
+    BlockChoice,
+    IndexShard,
+    SparseShape,
+    attended_tokens,
+    best_keys,
+    choose,
+    pages_of,
+)
+from negamax.kernels.block_sparse.op import (
+    BLOCK_SPARSE_DECODE,
+    BLOCK_SPARSE_MERGE_SHARDS,
+    BLOCK_SPARSE_NORM_ROPE_WRITE,
+    BLOCK_SPARSE_PREFILL,
+    BLOCK_SPARSE_SELECT,
+    BLOCK_SPARSE_SELECT_SHARD,
+)
+from negamax.kernels.kvcache.op import FP8, cache_rows
+from negamax.kernels.op import AnyKernel
+from negamax.kernels.rotary import cos_sin, signed_frequencies
+from tests.kernel_cases.attention import paged_caches, run_metadata
+from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn
+
+# MiniMax-M3 on one of four ranks, and on one GPU.
+M3 = SparseShape(kv_heads=1, group=16, block_size=128, sparse_block_size=128, topk_blocks=16)
+M3_WHOLE = replace(M3, kv_heads=4)
+WHOLE, SHARD = IndexShard(), IndexShard(rank=3, ranks=4, heads=4, first_head=3)
+
+# --- norms, rope, cache write --------------------------------------------------------------------
+
+
+def norm_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """No tokens, one, some; odd sizes; index heads of another width; a shard of the index keys."""
+    return [
+        _norm_case(
+            dtype,
+            generator,
+            num_tokens=num_tokens,
+            heads=(heads, kv_heads),
+            widths=(head_dim, index_dim),
+            rotary_dim=rotary_dim,
+            cache=(4, 8),
+            shard=shard,
+        )
+        for num_tokens, heads, kv_heads, head_dim, index_dim, rotary_dim, shard in (
+            (0, 2, 1, 16, 16, 8, WHOLE),
+            (1, 16, 1, 128, 128, 64, WHOLE),
+            (5, 6, 3, 20, 12, 10, WHOLE),
+            (9, 4, 2, 16, 12, 8, IndexShard(rank=1, ranks=3, heads=6, first_head=2)),
+        )
+    ]
+
+
+def norm_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """MiniMax-M3's slices under TP1 and TP4."""
+    return [
+        _norm_case(
+            dtype,
+            generator,
+            num_tokens=num_tokens,
+            heads=(16 * kv_heads, kv_heads),
+            widths=(128, 128),
+            rotary_dim=64,
+            cache=(32, 128),
+            cache_dtype=cache_dtype,
+            shard=shard,
+        )
+        for num_tokens, kv_heads, cache_dtype, shard in (
+            (1, 1, None, WHOLE),
+            (100, 4, None, WHOLE),
+            (3001, 1, None, WHOLE),
+            (100, 1, FP8, SHARD),
+        )
+    ]
+
+
+def _norm_case(
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    *,
+    num_tokens: int,
+    heads: tuple[int, int],
+    widths: tuple[int, int],
+    rotary_dim: int,
+    cache: tuple[int, int],
+    cache_dtype: torch.dtype | None = None,
+    shard: IndexShard = WHOLE,
+) -> Case:
+    """`heads` and KV heads; `widths` of heads and of index heads; `cache` is the number of blocks
+    and their size; keys and values in FP8 have scales other than 1.
+    """
+    (own, kv), (head_dim, index_dim), (num_blocks, block_size) = heads, widths, cache
+    normal = partial(randn, generator=generator)
+    on_device: dict[str, Any] = {"generator": generator, "device": generator.device}
+    width = (own + 2 * kv) * head_dim + ((shard.heads or kv) + 1) * index_dim
+    tensors = {
+        "projected": normal(num_tokens, width, dtype=dtype, scale=2.0),
+        "norm_weight": 1 + normal(2, head_dim, dtype=torch.float32, scale=0.2),
+        "index_norm_weight": 1 + normal(2, index_dim, dtype=torch.float32, scale=0.2),
+        "positions": torch.randint(0, 1000, (num_tokens,), **on_device),
+        "k_cache": normal(num_blocks, kv, block_size, head_dim, dtype=dtype),
+        "v_cache": normal(num_blocks, kv, block_size, head_dim, dtype=dtype),
+        "index_cache": normal(-(-num_blocks // shard.ranks), 1, block_size, index_dim, dtype=dtype),
+        "slots": torch.randperm(num_blocks * block_size, **on_device)[:num_tokens],
+    }
+    numbers: dict[str, Any] = {
+        "heads": own, "rotary_dim": rotary_dim, "shard": shard,
+    }  # fmt: skip
+    label = f"T={num_tokens} heads={own} kv_heads={kv} widths={widths} rotary_dim={rotary_dim}"
+    if shard.ranks > 1:
+        label += f" index keys of rank {shard.rank} of {shard.ranks}"
+    if cache_dtype is not None:
+        numbers |= {"cache_dtype": cache_dtype, "kv_scales": (0.5, 2.0)}
+        label = f"{label} {cache_dtype}"
+    return Case(label, tensors, numbers)
+
+
+def apply_norm(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
+    """q, index_q and the caches, these of the dtype that the case names, else of the case's own."""
+    t, n = case.tensors, case.numbers
+    caches = [
+        t[name].to(n.get("cache_dtype", t[name].dtype), copy=True)
+        for name in ("k_cache", "v_cache", "index_cache")
+    ]
+    frequencies = signed_frequencies(n["rotary_dim"], 5e6).to(t["positions"].device)
+    angles = cos_sin(t["positions"], frequencies)
+    _, kv_heads, block_size, _ = caches[0].shape
+    rows = cache_rows(t["slots"], kv_heads=kv_heads, block_size=block_size)
+    norm = kernel.prepare(
+        t["norm_weight"], t["index_norm_weight"], heads=n["heads"], kv_heads=kv_heads,
+        eps=1e-6, shard=n["shard"],
+    )  # fmt: skip
+    scales = n.get("kv_scales", (1.0, 1.0))
+    q, index_q = kernel.run(t["projected"].clone(), norm, *angles, *caches, rows, kv_scales=scales)
+    return q, index_q, *caches
+
+
+def norm_cost(case: Case) -> Cost:
+    """The projection read; as much written."""
+    projected = case.tensors["projected"]
+    return Cost(num_bytes=2 * num_bytes(projected), flops=7 * projected.numel())
+
+
+# --- choice and attention ------------------------------------------------------------------------
+
+# Lengths, queries, (KV heads, group, width, block size, sparse block size, top-k, init, local)
+_DECODE = (
+    ((1, 100), (1, 1), (1, 1, 8, 16, 16, 2, 0, 1)),
+    ((150, 140, 65), (1, 1, 1), (1, 4, 128, 32, 16, 4, 0, 1)),
+    ((5, 130, 1, 520), (1, 1, 1, 1), (2, 3, 16, 32, 32, 3, 0, 1)),
+    ((333, 32, 31), (1, 1, 1), (2, 2, 20, 16, 16, 4, 1, 2)),
+)
+# The same of rows with drafts, each token a decode, with padding behind them.
+_RUNS = (
+    ((150, 140, 65, 1), (4, 2, 4, 1), (2, 2, 16, 32, 16, 3, 0, 1)),
+    ((333, 32, 31, 200, 90), (3, 1, 4, 4, 2), (1, 4, 32, 16, 16, 4, 1, 2)),
+)
+_MAX_RUN = 4
+_PREFILL = (
+    ((1,), (1,), (1, 1, 8, 16, 16, 2, 0, 1)),
+    ((70,), (70,), (1, 3, 32, 16, 16, 1, 0, 1)),
+    ((147, 3, 238), (70, 3, 33), (2, 2, 16, 32, 16, 3, 0, 1)),
+    ((529, 2), (9, 2), (1, 4, 20, 32, 32, 4, 1, 2)),
+)
+
+
+def select_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """Fewer blocks than are chosen, more; cache blocks of several sparse ones; keys in FP8; rows
+    with drafts.
+    """
+    small = (*_DECODE, *_PREFILL)
+    cases = (
+        *((case, None, 0) for case in small),
+        (small[-1], FP8, 0),
+        *((case, None, _MAX_RUN) for case in _RUNS),
+    )
+    return [
+        _select_case(
+            dtype, generator, lengths, counts, _shape(sizes),
+            width=sizes[2], cache_dtype=cache, max_run=max_run,
+        )
+        for (lengths, counts, sizes), cache, max_run in cases
+    ]  # fmt: skip
+
+
+def decode_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """As `select_small`, one query per sequence, or a row with drafts."""
+    cases = (*((case, 0) for case in _DECODE), *((case, _MAX_RUN) for case in _RUNS))
+    return [
+        _attention_case(
+            dtype, generator, lengths, counts, _shape(sizes), width=sizes[2], max_run=max_run
+        )
+        for (lengths, counts, sizes), max_run in cases
+    ]
+
+
+def prefill_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """As `select_small`, whole prompts and chunks on a prefix."""
+    return [
+        _attention_case(dtype, generator, lengths, counts, _shape(sizes), width=sizes[2])
+        for lengths, counts, sizes in _PREFILL
+    ]
+
+
+def _shape(sizes: tuple[int, ...]) -> SparseShape:
+    kv_heads, group, _, *of_blocks = sizes
+    return SparseShape(kv_heads, group, *of_blocks)
+
+
+# MiniMax-M3's slice on one of four ranks: contexts of 1k to 1M tokens, rows of padding;
+# rows that verify three draft tokens; whole prompts and chunks on a prefix.
+_LONG = [1000, 32_000, 0, 128_001]
+_DECODE_FULL = (
+    ([1064], None),
+    ([32_000] * 4, None),
+    (_LONG, None),
+    (_LONG, FP8),
+    ([2100] * 100, FP8),
+)
+_RUNS_FULL = ([32_000, 128_001, 777, 2100], [4, 4, 2, 3])
+_PREFILL_FULL = (
+    ([1000] * 4, [1000] * 4, None),
+    ([32_000, 2049, 777], [300, 1, 777], None),
+    ([32_000, 128_001], [4, 4], None),
+    ([32_000, 2100], [300, 2100], FP8),
+)
+
+
+def select_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """MiniMax-M3's slice: decodes, drafts and prefills."""
+    decodes = (
+        (lengths, [1] * len(lengths), cache)
+        for lengths, cache in (*_DECODE_FULL, ([48_000, 200_001], FP8), ([1_000_000], FP8))
+    )
+    return [
+        _select_case(dtype, generator, lengths, counts, M3, cache_dtype=cache)
+        for lengths, counts, cache in (*decodes, *_PREFILL_FULL)
+    ] + [
+        _select_case(dtype, generator, [32_000] * 4, [1] * 4, M3_WHOLE),
+        _select_case(dtype, generator, *_RUNS_FULL, M3, max_run=_MAX_RUN),
+    ]
+
+
+def select_shard_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """As `select_small`, for one of three ranks."""
+    return [_sharded(case, rank=1, ranks=3) for case in select_small(dtype, generator)]
+
+
+def select_shard_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """As `select_full_size`, for one of four ranks, which has the index heads of all."""
+    decodes = ((lengths, [1] * len(lengths), cache) for lengths, cache in _DECODE_FULL)
+    return [
+        _sharded(
+            _select_case(dtype, generator, lengths, counts, M3_WHOLE, cache_dtype=cache),
+            rank=3,
+            ranks=4,
+        )
+        for lengths, counts, cache in (*decodes, ([1_000_000], [1], FP8), *_PREFILL_FULL)
+    ]
+
+
+def _sharded(case: Case, *, rank: int, ranks: int) -> Case:
+    """The case for a rank that has a shard of the index keys."""
+    cache, shape = case.tensors["index_cache"], case.numbers["shape"]
+    own = cache[: -(-len(cache) // ranks)]  # as good as others
+    shape = replace(shape, shard=IndexShard(rank, ranks, shape.kv_heads))
+    label = f"{case.label} rank {rank} of {ranks}"
+    return Case(label, case.tensors | {"index_cache": own}, case.numbers | {"shape": shape})
+
+
+def merge_shards_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """The best blocks of three ranks, for the second half of the index heads."""
+    return [
+        _merge_case(generator, lengths, counts, replace(shape, shard=shard))
+        for lengths, counts, sizes in (*_DECODE, *_PREFILL)
+        for shape in (_shape(sizes),)
+        for shard in (IndexShard(0, 3, 2 * shape.kv_heads, shape.kv_heads),)
+    ]
+
+
+def merge_shards_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """MiniMax-M3's slice on one of four ranks."""
+    decodes = ((lengths, [1] * len(lengths), cache) for lengths, cache in _DECODE_FULL)
+    return [
+        _merge_case(generator, lengths, counts, replace(M3, shard=SHARD))
+        for lengths, counts, _ in (*decodes, *_PREFILL_FULL)
+    ]
+
+
+def _merge_case(
+    generator: torch.Generator, lengths: Sequence[int], counts: Sequence[int], shape: SparseShape
+) -> Case:
+    """The best blocks of each shard by random scores."""
+    ranks, heads = shape.shard.ranks, shape.index_heads
+    num_blocks = -(-max(lengths) // shape.sparse_block_size)
+    scores = randn(sum(counts), heads, num_blocks, dtype=torch.float32, generator=generator)
+    positions = _positions(lengths, counts).to(scores.device)
+    numbers = torch.arange(num_blocks, device=scores.device).expand(len(positions), -1)
+    keys = [
+        best_keys(scores[..., rank::ranks], numbers[:, rank::ranks], positions, shape)
+        for rank in range(ranks)
+    ]
+    width = -(-max(lengths) // shape.block_size)
+    tables = torch.arange(width * len(lengths), device=scores.device).view(len(lengths), width)
+    return Case(
+        f"{_label(lengths, counts, shape, 0, torch.int64)} of {ranks} shards",
+        {"keys": torch.stack(keys), "block_tables": tables.int()},
+        {"lengths": tuple(lengths), "counts": tuple(counts), "shape": shape},
+    )
+
+
+def decode_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """MiniMax-M3's slice."""
+    return [
+        _attention_case(dtype, generator, lengths, [1] * len(lengths), M3, cache_dtype=cache)
+        for lengths, cache in _DECODE_FULL
+    ] + [
+        _attention_case(dtype, generator, [32_000] * 4, [1] * 4, M3_WHOLE),
+        _attention_case(dtype, generator, *_RUNS_FULL, M3, max_run=_MAX_RUN),
+    ]
+
+
+def prefill_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """MiniMax-M3's slice."""
+    return [
+        _attention_case(dtype, generator, lengths, counts, M3, cache_dtype=cache)
+        for lengths, counts, cache in _PREFILL_FULL
+    ] + [_attention_case(dtype, generator, [8192], [2048], M3_WHOLE)]
+
+
+def _select_case(
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    lengths: Sequence[int],
+    counts: Sequence[int],
+    shape: SparseShape,
+    *,
+    width: int = 128,
+    cache_dtype: torch.dtype | None = None,
+    max_run: int = 0,
+) -> Case:
+    """Index queries of the last `counts` tokens of each sequence; `max_run`: as `run_metadata`."""
+    one_head = SparseShape(1, shape.kv_heads, shape.block_size, shape.block_size, 1)
+    caches = paged_caches(cache_dtype or dtype, generator, lengths, shape=one_head, head_dim=width)
+    tensors = {
+        "index_q": randn(
+            max_run * len(lengths) or sum(counts), shape.kv_heads, width,
+            dtype=dtype, generator=generator,
+        ),
+        "index_cache": caches["k_cache"],
+        "block_tables": caches["block_tables"],
+    }  # fmt: skip
+    label = _label(lengths, counts, shape, width, cache_dtype or dtype, max_run=max_run)
+    return Case(label, tensors, _numbers(lengths, counts, shape, max_run=max_run))
+
+
+def _attention_case(
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    lengths: Sequence[int],
+    counts: Sequence[int],
+    shape: SparseShape,
+    *,
+    width: int = 128,
+    cache_dtype: torch.dtype | None = None,
+    max_run: int = 0,
+) -> Case:
+    """Queries of the last `counts` tokens of each sequence, and blocks chosen at random; a cache in
+    FP8 has scales other than 1; `max_run`: as `run_metadata`.
+    """
+    heads, num_queries = shape.kv_heads * shape.group, max_run * len(lengths) or sum(counts)
+    tensors = {
+        "q": randn(num_queries, heads, width, dtype=dtype, generator=generator),
+        **paged_caches(cache_dtype or dtype, generator, lengths, shape=shape, head_dim=width),
+    }
+    num_blocks = -(-max(lengths) // shape.sparse_block_size)
+    scores = randn(
+        num_queries, shape.kv_heads, num_blocks, dtype=torch.float32, generator=generator
+    )
+    positions = _positions(lengths, counts, num_queries).to(scores.device)
+    tensors["ids"] = choose(scores, positions, shape)
+    rows = [row for row, count in enumerate(counts) for _ in range(count)]
+    rows += [0] * (num_queries - len(rows))
+    tensors["pages"] = pages_of(tensors["ids"], tensors["block_tables"][rows], shape)
+    numbers = _numbers(lengths, counts, shape, max_run=max_run)
+    if cache_dtype == FP8:
+        numbers["kv_scales"] = (0.5, 2.0)
+    label = _label(lengths, counts, shape, width, cache_dtype or dtype, max_run=max_run)
+    return Case(label, tensors, numbers)
+
+
+def _numbers(
+    lengths: Sequence[int], counts: Sequence[int], shape: SparseShape, *, max_run: int = 0
+) -> dict[str, Any]:
+    numbers: dict[str, Any] = {"lengths": tuple(lengths), "counts": tuple(counts), "shape": shape}
+    return numbers | {"max_run": max_run} if max_run else numbers
+
+
+def _positions(
+    lengths: Sequence[int], counts: Sequence[int], num_queries: int | None = None
+) -> Tensor:
+    """The positions of the last `counts` tokens of each sequence; -1 of padding behind them, where
+    there are more queries.
+    """
+    parts = [torch.arange(n - count, n) for n, count in zip(lengths, counts, strict=True)]
+    padding = torch.full(((num_queries or sum(counts)) - sum(counts),), -1)
+    return torch.cat((*parts, padding))
+
+
+def _label(
+    lengths: Sequence[int],
+    counts: Sequence[int],
+    shape: SparseShape,
+    width: int,
+    dtype: torch.dtype,
+    *,
+    max_run: int = 0,
+) -> str:
+    tokens = (
+        f"lengths={list(lengths)}"
+        if len(lengths) < 5
+        else f"{len(lengths)} sequences of {sum(lengths)} tokens"
+    )
+    return (
+        f"{tokens} queries={sum(counts)}{' with drafts' if max_run else ''} "
+        f"kv_heads={shape.kv_heads} group={shape.group} "
+        f"width={width} block_size={shape.block_size} top {shape.topk_blocks} of "
+        f"{shape.sparse_block_size} {dtype}"
+    )
+
+
+def plan_of(kernel: AnyKernel, case: Case, *, dtype: torch.dtype) -> Any:
+    """What the kernel prepares."""
+    n = case.numbers
+    if "max_run" in n:
+        queries = run_metadata(
+            case.tensors["block_tables"], n["lengths"], n["counts"], max_run=n["max_run"]
+        )
+        return kernel.prepare(queries, n["shape"], dtype=dtype)
+    is_decode = [count == 1 for count in n["counts"]]
+    queries = attention_metadata(
+        case.tensors["block_tables"],
+        n["lengths"],
+        n["counts"],
+        num_decodes=len(is_decode) if all(is_decode) else 0,
+    )
+    return kernel.prepare(queries, n["shape"], dtype=dtype)
+
+
+def apply_select(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
+    """The choice."""
+    t = case.tensors
+    plan = plan_of(kernel, case, dtype=t["index_q"].dtype)
+    choice = kernel.run(t["index_q"], t["index_cache"], plan)
+    return choice.ids, choice.pages
+
+
+def apply_select_shard(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
+    """The blocks in ascending order, -1 before them where there are fewer or nothing to choose."""
+    t, shape = case.tensors, case.numbers["shape"]
+    keys = kernel.run(
+        t["index_q"], t["index_cache"], plan_of(kernel, case, dtype=t["index_q"].dtype)
+    ).squeeze(0)
+    n = case.numbers
+    positions = _positions(n["lengths"], n["counts"], len(keys)).to(keys.device)
+    is_none = (keys < NO_KEY + 2**32) | (positions < shape.dense_tokens).view(-1, 1, 1)
+    blocks = (NO_BLOCK - (keys & NO_BLOCK)).masked_fill(is_none, -1)
+    return (blocks.sort(dim=-1).values,)
+
+
+def apply_merge_shards(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
+    """The choice."""
+    plan = plan_of(kernel, case, dtype=torch.bfloat16)
+    choice = kernel.run(case.tensors["keys"], plan, None)
+    return choice.ids, choice.pages
+
+
+def apply_attention(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
+    """The weighted sums of values."""
+    t = case.tensors
+    plan = plan_of(kernel, case, dtype=t["q"].dtype)
+    choice, scales = BlockChoice(t["ids"], t["pages"]), case.numbers.get("kv_scales", (1.0, 1.0))
+    return (kernel.run(t["q"], t["k_cache"], t["v_cache"], choice, plan, kv_scales=scales),)
+
+
+def select_cost(case: Case) -> Cost:
+    """Index keys of sequences with more blocks than are chosen read once, index queries read and
+    the choice written; the products of visible pairs of such sequences.
+    """
+    t, n = case.tensors, case.numbers
+    shape, (num_tokens, heads, width) = n["shape"], t["index_q"].shape
+    long = [
+        (length, count)
+        for length, count in zip(n["lengths"], n["counts"], strict=True)
+        if length > shape.dense_tokens
+    ]
+    row_bytes, ranks = width * t["index_cache"].element_size(), shape.shard.ranks
+    return Cost(
+        num_bytes=sum(length for length, _ in long) * row_bytes // ranks
+        + num_bytes(t["index_q"])
+        + 8 * num_tokens * heads * shape.topk_blocks,
+        flops=2 * heads * width * sum(length * count for length, count in long) // ranks,
+    )
+
+
+def merge_cost(case: Case) -> Cost:
+    """The keys of the rank's heads read, the choice written."""
+    keys, shape = case.tensors["keys"], case.numbers["shape"]
+    share = num_bytes(keys) * shape.kv_heads // shape.index_heads
+    return Cost(num_bytes=share + share // len(keys), flops=0)
+
+
+def attention_cost(case: Case) -> Cost:
+    """Each key and value that some query of its sequence attends to read once, queries read and
+    results written; the products of attended pairs.
+    """
+    t, n = case.tensors, case.numbers
+    q, ids, shape = t["q"], t["ids"], n["shape"]
+    pairs = int(attended_tokens(_positions(n["lengths"], n["counts"]), shape).sum())
+    chosen = sum(  # blocks of all heads
+        len(own[:, head].unique()) - int((own[:, head] < 0).any())
+        for end, count in zip(accumulate(n["counts"]), n["counts"], strict=True)
+        for own in (ids[end - count : end],)
+        for head in range(shape.kv_heads)
+    )
+    block_bytes = shape.sparse_block_size * q.shape[-1] * t["k_cache"].element_size()
+    return Cost(
+        num_bytes=2 * chosen * block_bytes + 2 * num_bytes(q),
+        flops=4 * pairs * q.shape[1] * q.shape[2],
+    )
+
+
+CASES = {
+    BLOCK_SPARSE_NORM_ROPE_WRITE: OpCases(norm_small, apply_norm, norm_cost, norm_full_size),
+    BLOCK_SPARSE_SELECT: OpCases(select_small, apply_select, select_cost, select_full_size),
+    BLOCK_SPARSE_SELECT_SHARD: OpCases(
+        select_shard_small, apply_select_shard, select_cost, select_shard_full_size
+    ),
+    BLOCK_SPARSE_MERGE_SHARDS: OpCases(
+        merge_shards_small, apply_merge_shards, merge_cost, merge_shards_full_size
+    ),
+    BLOCK_SPARSE_DECODE: OpCases(decode_small, apply_attention, attention_cost, decode_full_size),
+    BLOCK_SPARSE_PREFILL: OpCases(
+        prefill_small, apply_attention, attention_cost, prefill_full_size
+    ),
+}

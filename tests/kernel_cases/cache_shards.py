@@ -1,0 +1,230 @@
+"""Inputs of these ops: those of attention to all blocks, of which the rank holds some. How kernels
+are called with them, and what they cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from negamax.kernels.attention.metadata import CacheShard
+from negamax.kernels.block_sparse.choice import BlockChoice
+from negamax.kernels.cache_shards.op import (
+    MERGE_PARTIALS,
+    OWN_ROWS,
+    PARTIAL_DECODE,
+    PARTIAL_PREFILL,
+    PARTIAL_SPARSE_DECODE,
+    PARTIAL_SPARSE_PREFILL,
+)
+from negamax.kernels.cache_shards.partials import PartialResults
+from negamax.kernels.op import AnyKernel
+from tests.kernel_cases import attention as dense
+from tests.kernel_cases import block_sparse as sparse
+from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn
+
+# --- where tokens lie ----------------------------------------------------------------------------
+
+
+def own_rows_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """No token, some; one head and several; a block of nobody in front."""
+    on_device: dict[str, Any] = {"generator": generator, "device": generator.device}
+    return [
+        Case(
+            f"T={num_tokens} heads={heads} block_size={block_size} rank {rank} of {ranks}",
+            {
+                "positions": torch.randint(0, 6 * block_size, (num_tokens,), **on_device),
+                "token_slots": torch.randint(0, 4, (num_tokens,), **on_device),
+                "block_tables": torch.randperm(24, **on_device).view(4, 6),
+            },
+            {"rank": rank, "ranks": ranks, "first": first, "heads": heads,
+             "block_size": block_size},
+        )
+        for num_tokens, heads, block_size, rank, ranks, first in (
+            (0, 1, 16, 0, 2, 1), (9, 1, 16, 1, 2, 1), (30, 3, 5, 2, 3, 0), (7, 1, 128, 0, 1, 0),
+        )
+    ]  # fmt: skip
+
+
+def apply_own_rows(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
+    """The rows."""
+    return (kernel.run(*case.tensors.values(), **case.numbers),)
+
+
+def own_rows_cost(case: Case) -> Cost:
+    """Positions and slots read, a row of each head written."""
+    read = num_bytes(case.tensors["positions"], case.tensors["token_slots"])
+    return Cost(num_bytes=read + read // 2 * case.numbers["heads"], flops=0)
+
+
+# --- attention -----------------------------------------------------------------------------------
+
+
+def _of_rank(cases: Iterable[Case], *, rank: int, ranks: int) -> list[Case]:
+    """The cases for a rank that holds some of the blocks."""
+    found = []
+    for case in cases:
+        shape = replace(case.numbers["shape"], cache=CacheShard(rank, ranks))
+        own = 1 - (-len(case.tensors["k_cache"]) // ranks)
+        caches = {name: case.tensors[name][:own].contiguous() for name in ("k_cache", "v_cache")}
+        label = f"{case.label} rank {rank} of {ranks}"
+        found.append(
+            Case(label, {**case.tensors, **caches}, {**case.numbers, "shape": shape}, case.stored)
+        )
+    return found
+
+
+def decode_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """As `attention.decode`, with sequences of which no block is on the rank."""
+    whole = dense.decode_small(dtype, generator)
+    return _of_rank(whole, rank=1, ranks=2) + _of_rank(whole[-3:], rank=0, ranks=4)
+
+
+def decode_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """As `attention.decode`, one rank of two."""
+    return _of_rank(dense.decode_full_size(dtype, generator), rank=1, ranks=2)
+
+
+def prefill_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """As `attention.prefill`, likewise."""
+    whole = dense.prefill_small(dtype, generator)
+    return _of_rank(whole, rank=1, ranks=2) + _of_rank(whole, rank=0, ranks=3)
+
+
+def prefill_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """As `attention.prefill`, one rank of two."""
+    return _of_rank(dense.prefill_full_size(dtype, generator), rank=1, ranks=2)
+
+
+def sparse_decode_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """As `block_sparse.decode`, likewise."""
+    whole = sparse.decode_small(dtype, generator)
+    return _of_rank(whole, rank=1, ranks=2) + _of_rank(whole[1:3], rank=0, ranks=3)
+
+
+def sparse_decode_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """As `block_sparse.decode`, one rank of two."""
+    return _of_rank(sparse.decode_full_size(dtype, generator), rank=1, ranks=2)
+
+
+def sparse_prefill_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """As `block_sparse.prefill`, likewise."""
+    whole = sparse.prefill_small(dtype, generator)
+    return _of_rank(whole, rank=1, ranks=2) + _of_rank(whole[2:], rank=0, ranks=3)
+
+
+def sparse_prefill_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """As `block_sparse.prefill`, one rank of two."""
+    return _of_rank(sparse.prefill_full_size(dtype, generator), rank=1, ranks=2)
+
+
+def apply_attention(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
+    """The results and their lse."""
+    t, n = case.tensors, case.numbers
+    plan = dense.plan_of(kernel, case)
+    scales = n.get("kv_scales", (1.0, 1.0))
+    found = kernel.run(t["q"], t["k_cache"], t["v_cache"], plan, kv_scales=scales)
+    return found.out, found.lse
+
+
+def apply_sparse_attention(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
+    """The results and their lse."""
+    t, n = case.tensors, case.numbers
+    plan = sparse.plan_of(kernel, case, dtype=t["q"].dtype)
+    choice, scales = BlockChoice(t["ids"], t["pages"]), n.get("kv_scales", (1.0, 1.0))
+    found = kernel.run(t["q"], t["k_cache"], t["v_cache"], choice, plan, kv_scales=scales)
+    return found.out, found.lse
+
+
+def attention_cost(case: Case) -> Cost:
+    """A rank's part of `attention.cases.attention_cost`, the queries and results whole."""
+    return _part(dense.attention_cost(case), case)
+
+
+def sparse_attention_cost(case: Case) -> Cost:
+    """A rank's part of `block_sparse.cases.attention_cost`, the queries and results whole."""
+    return _part(sparse.attention_cost(case), case)
+
+
+def _part(whole: Cost, case: Case) -> Cost:
+    ranks, rows = case.numbers["shape"].cache.ranks, 2 * num_bytes(case.tensors["q"])
+    return Cost((whole.num_bytes - rows) // ranks + rows, whole.flops // ranks)
+
+
+# --- merge ---------------------------------------------------------------------------------------
+
+
+def merge_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """One token, some; heads of one rank among those of all; tokens of which no rank, or only one,
+    has a key.
+    """
+    return [
+        _merge_case(dtype, generator, *sizes)
+        for sizes in ((1, 2, 2, 1, 1, 8), (5, 2, 6, 0, 3, 20), (9, 4, 8, 6, 2, 128))
+    ]
+
+
+def merge_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """MiniMax-M3's heads on one of eight ranks: a decode, a chunk of a prompt."""
+    return [
+        _merge_case(dtype, generator, num_tokens, 2, 16, 8, 8, 128) for num_tokens in (1, 64, 8192)
+    ]
+
+
+def _merge_case(
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    num_tokens: int,
+    ranks: int,
+    heads: int,
+    first: int,
+    count: int,
+    head_dim: int,
+) -> Case:
+    normal = partial(randn, generator=generator)
+    lse = normal(ranks, num_tokens, heads, dtype=torch.float32, scale=4.0)
+    lse[0, ::3] = -torch.inf
+    lse[:, 4::5] = -torch.inf
+    out = normal(ranks, num_tokens, heads * head_dim, dtype=dtype)
+    return Case(
+        f"T={num_tokens} heads {first} to {first + count - 1} of {heads}, {head_dim} wide, of "
+        f"{ranks} ranks",
+        {"out": out, "lse": lse},
+        {"first": first, "count": count},
+    )
+
+
+def apply_merge(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
+    """The results of all keys."""
+    out, lse = case.tensors.values()
+    parts = PartialResults(out.new_empty(0, dtype=torch.uint8), out, lse)
+    return (kernel.run(parts, None, **case.numbers),)
+
+
+def merge_cost(case: Case) -> Cost:
+    """The heads of all ranks read, the result written."""
+    out, lse, count = case.tensors["out"], case.tensors["lse"], case.numbers["count"]
+    share = (num_bytes(out) + num_bytes(lse)) * count // lse.shape[2]
+    return Cost(num_bytes=share + share // len(out), flops=2 * out.numel() * count // lse.shape[2])
+
+
+CASES = {
+    OWN_ROWS: OpCases(own_rows_small, apply_own_rows, own_rows_cost),
+    PARTIAL_DECODE: OpCases(decode_small, apply_attention, attention_cost, decode_full_size),
+    PARTIAL_PREFILL: OpCases(prefill_small, apply_attention, attention_cost, prefill_full_size),
+    PARTIAL_SPARSE_DECODE: OpCases(
+        sparse_decode_small, apply_sparse_attention, sparse_attention_cost, sparse_decode_full_size
+    ),
+    PARTIAL_SPARSE_PREFILL: OpCases(
+        sparse_prefill_small,
+        apply_sparse_attention,
+        sparse_attention_cost,
+        sparse_prefill_full_size,
+    ),
+    MERGE_PARTIALS: OpCases(merge_small, apply_merge, merge_cost, merge_full_size),
+}

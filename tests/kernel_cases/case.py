@@ -1,0 +1,76 @@
+"""Inputs of one call of a kernel, and what they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from negamax.formats.floats import PLAIN
+from negamax.formats.tensor_format import TensorFormat
+from negamax.kernels.op import AnyKernel
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes that one call must read and write at least, and its arithmetic."""
+
+    num_bytes: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs of one call.
+
+    `numbers` holds what is no tensor. `stored` is the format of the weights; their tensors are
+    called "weight.<tensor>" unless it is `PLAIN`.
+    """
+
+    label: str
+    tensors: dict[str, Tensor]
+    numbers: dict[str, Any] = field(default_factory=dict)
+    stored: TensorFormat = PLAIN
+
+    def upcast(self) -> Case:
+        """Return the same values in float32, but for the tensors of stored weights."""
+        tensors = {
+            name: tensor.float() if tensor.is_floating_point() and "." not in name else tensor
+            for name, tensor in self.tensors.items()
+        }
+        return Case(self.label, tensors, self.numbers, self.stored)
+
+
+Make = Callable[[torch.dtype, torch.Generator], list[Case]]
+
+
+@dataclass(frozen=True)
+class OpCases:
+    """The cases of an op.
+
+    `apply` calls any kernel of the op on a case and returns all its outputs, tensors written in
+    place included. `wide` makes cases at the sizes of the real models, on the generator's device.
+    """
+
+    small: Make
+    apply: Callable[[AnyKernel, Case], tuple[Tensor, ...]]
+    cost: Callable[[Case], Cost]
+    wide: Make = lambda dtype, generator: []
+
+
+def num_bytes(*tensors: Tensor) -> int:
+    """Return the bytes of all `tensors`."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def randn(
+    *shape: int, dtype: torch.dtype, generator: torch.Generator, scale: float = 1.0
+) -> Tensor:
+    """Draw normal values of standard deviation `scale` on the generator's device.
+
+    They are drawn in float32: every dtype sees the same ones.
+    """
+    return (torch.randn(*shape, generator=generator, device=generator.device) * scale).to(dtype)

@@ -1,0 +1,153 @@
+"""Drafts to run and to count, how kernels are called with them, and what that costs."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from negamax.kernels.drafts.op import ADVANCE_ROWS, COUNT_ACCEPTED, EMBED_NORMS, RECORD_GUESS
+from negamax.kernels.op import AnyKernel
+from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn
+
+
+def count_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """All right, none, some; fewer than there is room for; missing ones; rows of padding."""
+    draw, cases = partial(torch.randint, generator=generator), []
+    for counts, room, padding in (([0], 1, 0), ([3, 2, 0, 3, 1], 3, 2), ([15] * 40, 15, 0)):
+        num_drafts = torch.tensor([*counts, *[0] * padding])
+        firsts = (num_drafts + 1).cumsum(0) - num_drafts - 1
+        sampled = draw(-1, 3, (int((num_drafts + 1).sum()),))
+        index = (firsts.unsqueeze(1) + torch.arange(room)).clamp_max(len(sampled) - 1)
+        wrong = draw(0, 6, (len(num_drafts), room)) == 0
+        tensors = {
+            "sampled": sampled,
+            "drafts": sampled[index].masked_fill(wrong, 7),
+            "firsts": firsts,
+            "num_drafts": num_drafts,
+        }
+        cases.append(Case(f"R={len(sampled)} rows={len(firsts)} room={room}", tensors))
+    return cases
+
+
+def apply_count(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
+    """The counts."""
+    return (kernel.run(*case.tensors.values()),)
+
+
+def count_cost(case: Case) -> Cost:
+    """Everything read, counts written."""
+    written = num_bytes(case.tensors["firsts"])
+    return Cost(num_bytes=num_bytes(*case.tensors.values()) + written, flops=0)
+
+
+def advance_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """Rows with drafts, with none and of padding."""
+    cases = []
+    for counts in ([1], [4, 2, 0, 1, 0], [3] * 40):
+        column = torch.tensor(counts)
+        most = torch.rand(len(counts), generator=generator) * column
+        tensors = {
+            "accepted": most.long().clamp_max((column - 1).clamp_min(0)),
+            "counts": column,
+            "seq_lens": torch.randint(5, 90, (len(counts),), generator=generator) * (column > 0),
+            "firsts": column.cumsum(0) - column,
+            "slots": torch.arange(len(counts)).masked_fill(column == 0, len(counts)),
+            "num_computed": torch.full((len(counts) + 1,), 7),
+        }
+        cases.append(Case(f"rows={len(counts)}", tensors))
+    return cases
+
+
+def apply_advance(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
+    """All that is written."""
+    *inputs, num_computed = case.tensors.values()
+    num_computed = num_computed.clone()
+    lengths, ends = (torch.empty_like(inputs[0]) for _ in range(2))
+    kernel.run(*inputs, num_computed=num_computed, lengths=lengths, ends=ends)
+    return num_computed, lengths, ends
+
+
+def advance_cost(case: Case) -> Cost:
+    """Five columns read, three written."""
+    return Cost(num_bytes=8 * num_bytes(case.tensors["slots"]), flops=0)
+
+
+def record_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """No guess, the first and the last token, padding; behind the window."""
+    draw, cases = partial(torch.randint, generator=generator), []
+    for rows, place in ((1, 0), (3, 1), (5, 2)):
+        tensors = {
+            "picked": torch.tensor([-1, 0, 8, 3, 5])[-rows:],
+            "ids": torch.cat([draw(0, 1000, (9,)), torch.tensor([-1])]),
+            "slots": torch.arange(rows),
+            "lengths": torch.tensor([0, 1, 17, 39, 40])[-rows:],
+            "drafts": draw(-1, 1000, (rows, 3)),
+        }
+        numbers = {"place": place, "padding_slot": 4, "last": 38}
+        cases.append(Case(f"R={rows} place={place}", tensors, numbers))
+    return cases
+
+
+def apply_record(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
+    """What the next pass runs, and the drafts."""
+    *inputs, drafts = case.tensors.values()
+    drafts = drafts.clone()
+    return *kernel.run(*inputs, **case.numbers, drafts=drafts), drafts
+
+
+def record_cost(case: Case) -> Cost:
+    """Three columns read; drafts, tokens, positions and lengths written."""
+    return Cost(num_bytes=7 * num_bytes(case.tensors["slots"]), flops=0)
+
+
+def embed_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """No token and some, ids beyond the table; hidden states with a norm and without; a width of no
+    whole words.
+    """
+    sizes = ((0, 64, True), (1, 128, True), (5, 192, True), (5, 96, False), (2, 7, True))
+    return [_embed_case(dtype, generator, *size) for size in sizes]
+
+
+def embed_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """The widths of MiniMax-M2.5's and M3's drafts."""
+    sizes = ((1, 3072, True), (4, 3072, False), (400, 3072, True), (16, 6144, True))
+    return [_embed_case(dtype, generator, *size) for size in sizes]
+
+
+def _embed_case(
+    dtype: torch.dtype, generator: torch.Generator, num_tokens: int, width: int, has_norm: bool
+) -> Case:
+    rows, device = 50, generator.device
+    table = randn(rows + 2, width, dtype=dtype, generator=generator)
+    table[0] = table[-1] = 0
+    weights = 1 + randn(2, width, dtype=dtype, generator=generator, scale=0.2)
+    tensors = {
+        "token_ids": torch.randint(-2, rows + 2, (num_tokens,), generator=generator, device=device),
+        "table": table,
+        "hidden": randn(num_tokens, width, dtype=dtype, generator=generator, scale=3.0),
+        "weights": weights,
+    }
+    return Case(f"T={num_tokens} width={width} norm={has_norm}", tensors, {"has_norm": has_norm})
+
+
+def apply_embed(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
+    """The row of both."""
+    *inputs, weights = case.tensors.values()
+    hidden_weight = weights[1] if case.numbers["has_norm"] else None
+    return (kernel.run(*inputs, weights[0], hidden_weight, eps=1e-6),)
+
+
+def embed_cost(case: Case) -> Cost:
+    """Embeddings and hidden states read, both norms written."""
+    hidden = case.tensors["hidden"]
+    return Cost(num_bytes=4 * num_bytes(hidden), flops=8 * hidden.numel())
+
+
+CASES = {
+    COUNT_ACCEPTED: OpCases(count_small, apply_count, count_cost),
+    ADVANCE_ROWS: OpCases(advance_small, apply_advance, advance_cost),
+    RECORD_GUESS: OpCases(record_small, apply_record, record_cost),
+    EMBED_NORMS: OpCases(embed_small, apply_embed, embed_cost, embed_full_size),
+}

@@ -1,0 +1,73 @@
+"""Gate and up projections, how kernels are called with them, and what that costs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from negamax.formats.platform import Feature
+from negamax.kernels.activations import GROUP, SILU, QuantizedActivations, SwiGlu
+from negamax.kernels.mlp.op import SWIGLU
+from negamax.kernels.op import AnyKernel
+from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn
+from tests.kernel_cases.quantize import outputs
+
+M3 = SwiGlu(alpha=1.702, limit=7.0, beta=1.0)
+
+
+def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """No tokens, one, odd widths; values beyond the limit; for FP8."""
+    return [
+        _case(num_tokens, width, activation, quantize, dtype, generator)
+        for num_tokens, width, activation, quantize in (
+            (0, 64, M3, False), (1, 37, SILU, False), (5, 136, M3, False), (2, 256, SILU, True),
+            (3, 1280, M3, True),
+        )
+    ]  # fmt: skip
+
+
+def full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """MiniMax-M3's dense layers whole, and cut for four and eight ranks."""
+    return [
+        _case(num_tokens, width, M3, True, dtype, generator)
+        for width in (12288, 3072, 1536)
+        for num_tokens in (1, 16, 100, 8192)
+    ]
+
+
+def _case(
+    num_tokens: int,
+    width: int,
+    activation: SwiGlu,
+    quantize: bool,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> Case:
+    gate_up = randn(num_tokens, 2 * width, dtype=dtype, generator=generator, scale=4.0)
+    label = f"T={num_tokens} width={width} alpha={activation.alpha:g}{' fp8' * quantize}"
+    return Case(label, {"gate_up": gate_up}, {"activation": activation, "quantize": quantize})
+
+
+def apply(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
+    """The plain values, and where their FP8 form is right; FP8 where the case asks for it and the
+    kernel is one for GPUs.
+    """
+    n = case.numbers
+    quantize = n["quantize"] and Feature.TRITON in kernel.requires
+    out = kernel.run(case.tensors["gate_up"], activation=n["activation"], quantize=quantize)
+    if isinstance(out, QuantizedActivations):
+        return outputs(out)
+    return (out, out) if n["quantize"] else (out,)
+
+
+def cost(case: Case) -> Cost:
+    """Both projections read, the result written, in FP8 too where asked for."""
+    gate_up = case.tensors["gate_up"]
+    count = gate_up.numel() // 2
+    in_fp8 = count + 4 * count // GROUP if case.numbers["quantize"] else 0
+    return Cost(num_bytes=num_bytes(gate_up) * 3 // 2 + in_fp8, flops=8 * count)
+
+
+CASES = {
+    SWIGLU: OpCases(small, apply, cost, full_size),
+}

@@ -1,0 +1,116 @@
+"""Inputs of norms, how kernels are called with them, and what they cost."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from negamax.formats.platform import Feature
+from negamax.kernels.activations import GROUP, QuantizedActivations
+from negamax.kernels.norm.op import ADD_RMS
+from negamax.kernels.op import AnyKernel
+from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn
+from tests.kernel_cases.quantize import outputs as quantized_outputs
+
+
+def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """x [T, width], then x [T, P, width]: no tokens, one, odd counts and widths; then for FP8."""
+    shapes: tuple[tuple[int, ...], ...] = (
+        (0, 64), (1, 256), (7, 37), (11, 3072), (0, 8, 64), (1, 8, 256), (5, 3, 136), (3, 1, 200),
+    )  # fmt: skip
+    cases = [made(shape, dtype, generator) for shape in shapes]
+    cases += [
+        made(shape, dtype, generator, quantize=True) for shape in ((0, 128), (3, 384), (2, 3, 256))
+    ]
+    return cases + [
+        made(shape, dtype, generator, quantize=quantize, gemma=True)
+        for shape, quantize in (((3, 37), False), ((2, 3, 256), True))
+    ]
+
+
+def full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
+    """MiniMax-M2's hidden states: one token to a prompt's chunk, as one part or one per chosen
+    expert, plain and FP8; then MiniMax-M3's.
+    """
+    shapes: tuple[tuple[int, ...], ...] = (
+        (1, 3072), (1, 8, 3072), (16, 8, 3072), (100, 3072), (8192, 3072),
+    )  # fmt: skip
+    return [
+        made(shape, dtype, generator, quantize=quantize)
+        for shape in shapes
+        for quantize in (False, True)
+    ] + [
+        made(shape, dtype, generator, quantize=True, gemma=True)
+        for shape in ((1, 6144), (16, 5, 6144), (8192, 5, 6144))
+    ]
+
+
+def made(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    *,
+    quantize: bool = False,
+    gemma: bool = False,
+) -> Case:
+    """The case of x of `shape`, [T, width] or [T, P, width]."""
+    num_tokens, width = shape[0], shape[-1]
+    normal = partial(randn, dtype=dtype, generator=generator)
+    tensors = {
+        "x": normal(*shape, scale=1.0 if len(shape) == 2 else shape[1] ** -0.5),
+        "residual": normal(num_tokens, width, scale=4.0),
+        "weight": normal(width, scale=0.2) + (not gemma),
+    }
+    if quantize:
+        for name in ("x", "residual"):
+            tensors[name][num_tokens // 2 :, ..., :GROUP] = 0  # groups of zeros
+    parts = f" P={shape[1]}" if len(shape) == 3 else ""
+    label = f"T={num_tokens} width={width}{parts}{' gemma' * gemma}{' fp8' * quantize}"
+    return Case(label, tensors, {"eps": 1e-6, "quantize": quantize, "gemma": gemma})
+
+
+def quantizes(kernel: AnyKernel, case: Case) -> bool:
+    """Whether the norm gives FP8: the case asks for it and the kernel is one for GPUs."""
+    return case.numbers["quantize"] and Feature.TRITON in kernel.requires
+
+
+def prepare_case(kernel: AnyKernel, case: Case) -> Any:
+    """The norm of a case."""
+    return kernel.prepare(
+        case.tensors["weight"],
+        case.numbers["eps"],
+        quantize=quantizes(kernel, case),
+        gemma=case.numbers["gemma"],
+    )
+
+
+def apply_add_rms(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
+    """The norm, and the residual."""
+    residual = case.tensors["residual"].clone()
+    out = kernel.run(case.tensors["x"], residual, prepare_case(kernel, case))
+    return (*case_outputs(out, case), residual)
+
+
+def case_outputs(out: Tensor | QuantizedActivations, case: Case) -> tuple[Tensor, ...]:
+    """What a norm returned, as tensors to compare; twice where the case asks for FP8, as
+    `quantize.cases.outputs` has it.
+    """
+    if isinstance(out, QuantizedActivations):
+        return quantized_outputs(out)
+    return (out, out) if case.numbers["quantize"] else (out,)
+
+
+def cost(case: Case) -> Cost:
+    """x and the residual read, the residual and the norm written, in FP8 too where asked for."""
+    x, residual, weight = case.tensors["x"], case.tensors["residual"], case.tensors["weight"]
+    in_fp8 = residual.numel() + 4 * residual.numel() // GROUP if case.numbers["quantize"] else 0
+    moved = num_bytes(x) + 3 * num_bytes(residual) + num_bytes(weight) + in_fp8
+    return Cost(num_bytes=moved, flops=x.numel() + 5 * residual.numel())
+
+
+CASES = {
+    ADD_RMS: OpCases(small, apply_add_rms, cost, full_size),
+}
