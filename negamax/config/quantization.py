@@ -12,10 +12,7 @@ from negamax.base.errors import ConfigError
 from negamax.config.json_file import read_json_object
 
 # Files beside config.json that describe the quantization, and the method of each.
-SIDE_FILES = {
-    "hf_quant_config.json": "modelopt",
-    "quant_model_description.json": "modelslim",
-}
+SIDE_FILES = {"hf_quant_config.json": "modelopt", "quant_model_description.json": "modelslim"}
 
 PROVENANCE = "negamax_conversion"  # key in config.json of what `negamax convert` did
 _ROTATION = ("optional", "quarot", "rotation_map", "global_rotation")  # in ModelSlim's description

@@ -100,11 +100,7 @@ class ModelWeights:
 
 
 def weight_bytes(
-    spec: ModelSpec,
-    *,
-    dtype: str,
-    kept: Kept = as_stored,
-    layout: ParallelLayout = ONE_RANK,
+    spec: ModelSpec, *, dtype: str, kept: Kept = as_stored, layout: ParallelLayout = ONE_RANK
 ) -> int:
     """Return the bytes of the weights on rank `layout.rank`, which computes in `dtype`.
 
@@ -116,12 +112,7 @@ def weight_bytes(
 
 
 def draft_bytes(
-    spec: Eagle3Spec,
-    *,
-    dtype: str,
-    kept: Kept = as_stored,
-    ranks: int = 1,
-    embeds: bool = True,
+    spec: Eagle3Spec, *, dtype: str, kept: Kept = as_stored, ranks: int = 1, embeds: bool = True
 ) -> int:
     """Return the bytes of a draft on each of `ranks`, with the rotation and the whole embedding.
 
@@ -193,12 +184,7 @@ def hit_share(weight: WeightSpec, num_tokens: float) -> float:
 
 
 def _bytes_on_rank(
-    weight: WeightSpec,
-    stored: TensorFormat,
-    *,
-    dtype: str,
-    kept: Kept,
-    layout: ParallelLayout,
+    weight: WeightSpec, stored: TensorFormat, *, dtype: str, kept: Kept, layout: ParallelLayout
 ) -> float:
     """Return the bytes of all `count` on one rank."""
     plain, ep = ELEMENT_BYTES[weight.dtype or dtype], layout.ep

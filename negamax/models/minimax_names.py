@@ -117,10 +117,7 @@ _ALIASES = (
     (re.compile(r"(\.experts\.\d+\.)up_proj\."), r"\1w3."),
     (re.compile(r"(\.experts\.\d+\.)down_proj\."), r"\1w2."),
     # scales of an FP8 cache of keys and values
-    (
-        re.compile(r"(\.self_attn\.)(?:attn|[kv]_proj|qkv_proj|qkqkv_proj)\.([kv]_scale)$"),
-        r"\1\2",
-    ),
+    (re.compile(r"(\.self_attn\.)(?:attn|[kv]_proj|qkv_proj|qkqkv_proj)\.([kv]_scale)$"), r"\1\2"),
     (re.compile(r"(\.self_attn\.)([kv])(?:_cache\.scale|_proj\.output_scale)$"), r"\1\2_scale"),
     # the indexer of block-sparse attention in transformers
     (re.compile(r"(\.self_attn\.)indexer\.([qk]_(?:proj|norm)\.)"), r"\1index_\2"),
@@ -152,10 +149,7 @@ _SKIPPED = (
         re.compile(r"\.(q_scale|q\.scale|q_proj\.output_scale|prob_scale|prob_output_scale)$"),
         "scales of queries and probabilities, which are not quantised",
     ),
-    (
-        re.compile(r"\.[qkv]_zero_point$"),
-        "zero points of queries, keys and values: FP8 has none",
-    ),
+    (re.compile(r"\.[qkv]_zero_point$"), "zero points of queries, keys and values: FP8 has none"),
     (re.compile(r"\.[kv]_proj\.kv_cache_(scale|offset)$"), INT8_CACHE),
     (
         re.compile(r"^(?:model\.)?(?:vision_tower|multi_modal_projector|patch_merge_mlp)\."),

@@ -21,13 +21,12 @@ from negamax.models.minimax_m2 import config as minimax_m2
 from negamax.models.minimax_m3 import config as minimax_m3
 from negamax.text.chat_family import ChatFamily
 
-FAMILIES = {
-    family.architecture: family
-    for family in (
-        minimax_m2.FAMILY,
-        *minimax_m3.FAMILIES,
-    )
-}
+# One line per family.
+_ALL = (
+    *minimax_m2.FAMILIES,
+    *minimax_m3.FAMILIES,
+)
+FAMILIES = {family.architecture: family for family in _ALL}
 DRAFTS = {eagle3.FAMILY.architecture: eagle3.FAMILY}  # draft models
 # The chat formats by their short names ("m2", "m3").
 CHAT_FAMILIES: Mapping[str, ChatFamily] = {

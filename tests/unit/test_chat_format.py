@@ -34,11 +34,7 @@ def test_no_two_families_share_a_name() -> None:
     assert (
         set(names)
         == {*REASONING_PARSERS} - {"auto", "none"}
-        >= {*TOOL_CALL_PARSERS}
-        - {
-            "auto",
-            "none",
-        }
+        >= {*TOOL_CALL_PARSERS} - {"auto", "none"}
     )
 
 

@@ -74,8 +74,7 @@ def test_published_drafts_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ids", "layers"),
-    [([1, 30, 58], (2, 31, 59)), ([2, 31, 59], (2, 31, 59)), (None, (2, 31, 59))],
+    ("ids", "layers"), [([1, 30, 58], (2, 31, 59)), ([2, 31, 59], (2, 31, 59)), (None, (2, 31, 59))]
 )
 def test_layers_are_named_by_what_leaves_them_or_enters_them(
     ids: list[int] | None, layers: tuple[int, ...]

@@ -13,11 +13,7 @@ import msgspec
 import pytest
 
 from negamax.base.errors import CheckpointError, ConfigError
-from negamax.config.generation import (
-    GenerationDefaults,
-    SamplingDefaults,
-    read_generation_defaults,
-)
+from negamax.config.generation import GenerationDefaults, SamplingDefaults, read_generation_defaults
 from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
 from negamax.models.minimax_m2.config import FAMILY
@@ -277,10 +273,7 @@ def test_fields_never_heard_of_are_noted_and_nothing_else_is() -> None:
 
 
 def test_eos_may_be_one_id_or_several() -> None:
-    assert read_spec(changed(eos_token_id=[200020, 5, 200020])).eos_token_ids == (
-        200020,
-        5,
-    )
+    assert read_spec(changed(eos_token_id=[200020, 5, 200020])).eos_token_ids == (200020, 5)
     assert read_spec(changed(eos_token_id=7)).eos_token_ids == (7,)
     assert read_spec(M2_CONFIG).eos_token_ids == ()
 

@@ -11,12 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from negamax.text.parser.schema_values import (
-    ToolSchemas,
-    json_string_body,
-    json_value,
-    parse_json,
-)
+from negamax.text.parser.schema_values import ToolSchemas, json_string_body, json_value, parse_json
 from negamax.text.schema_walk import schema_types
 
 TYPE_NAMES = ("null", "integer", "number", "boolean", "object", "array", "string")

@@ -377,11 +377,7 @@ class Eagle3Draft:
         return self._fc(torch.cat(shares, dim=-1))
 
     def forward(
-        self,
-        x: Partial,
-        token_ids: Tensor,
-        metadata: AttentionMetadata,
-        kv: Sequence[KvCaches],
+        self, x: Partial, token_ids: Tensor, metadata: AttentionMetadata, kv: Sequence[KvCaches]
     ) -> tuple[Tensor, Tensor]:
         """Run the draft on T hidden states and the tokens after them.
 
@@ -398,11 +394,7 @@ class Eagle3Draft:
         return normed, self._norm.complete(residual, left.group, copy=False)
 
     def fill_caches(
-        self,
-        x: Partial,
-        token_ids: Tensor,
-        metadata: AttentionMetadata,
-        kv: Sequence[KvCaches],
+        self, x: Partial, token_ids: Tensor, metadata: AttentionMetadata, kv: Sequence[KvCaches]
     ) -> None:
         """Fill the caches as `forward` does, for tokens without a proposal after them."""
         metadata = prepare_attention(metadata, [(self._kind, kv[0])])
@@ -410,11 +402,7 @@ class Eagle3Draft:
         self.layers[-1].write(hidden, metadata, kv[-1])
 
     def _enter_last(
-        self,
-        x: Partial,
-        token_ids: Tensor,
-        metadata: AttentionMetadata,
-        kv: Sequence[KvCaches],
+        self, x: Partial, token_ids: Tensor, metadata: AttentionMetadata, kv: Sequence[KvCaches]
     ) -> tuple[Tensor, Tensor]:
         """Return the last layer's entered input, and the residual."""
         assert self._embed is not None

@@ -140,3 +140,4 @@ FAMILY = ModelFamily(
     sampling={"temperature": 1.0, "top_p": 0.95, "top_k": 40},
     bundled=_BUNDLED,
 )
+FAMILIES = (FAMILY,)

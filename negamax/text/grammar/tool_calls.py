@@ -21,14 +21,7 @@ import msgspec
 from negamax.base.errors import InvalidRequestError
 from negamax.config.grammar import MAX_NESTING, Grammar, refuse_grammar, written
 from negamax.text.grammar.json_schema import Budget, prepared, resolve
-from negamax.text.grammar.tag_formats import (
-    Format,
-    any_of,
-    const,
-    json_format,
-    optional,
-    sequence,
-)
+from negamax.text.grammar.tag_formats import Format, any_of, const, json_format, optional, sequence
 from negamax.text.schema_walk import TYPES, implied_container, pointer_steps
 
 NAME = re.compile(r"[^\"<>\n]+")  # names that a tag can have

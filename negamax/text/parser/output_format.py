@@ -7,12 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from negamax.text.parser.events import (
-    ParserEvent,
-    ToolArgumentsDelta,
-    ToolCallEnd,
-    ToolCallStart,
-)
+from negamax.text.parser.events import ParserEvent, ToolArgumentsDelta, ToolCallEnd, ToolCallStart
 from negamax.text.parser.schema_values import ToolSchemas, json_string, json_string_body
 from negamax.text.parser.tag_lexer import NO_BEGINNINGS, Lexeme, TagBeginnings, TagKind, TagPattern
 from negamax.text.tokenizer import Tokenizer

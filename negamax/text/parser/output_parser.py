@@ -27,12 +27,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from negamax.text.detokenizer import TextPiece
-from negamax.text.parser.events import (
-    ContentDelta,
-    ParserEvent,
-    ReasoningDelta,
-    merged,
-)
+from negamax.text.parser.events import ContentDelta, ParserEvent, ReasoningDelta, merged
 from negamax.text.parser.output_format import CallBlock, CallWriter, OutputFormat
 from negamax.text.parser.schema_values import ToolSchemas
 from negamax.text.parser.tag_lexer import TEXT, Lexeme, TagKind, TagLexer

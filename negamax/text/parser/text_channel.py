@@ -13,11 +13,7 @@ class TextChannel:
     __slots__ = ("_holds_space", "_is_verbatim", "_last_char", "_out", "_space", "has_begun")
 
     def __init__(
-        self,
-        out: Callable[[str], None],
-        *,
-        is_verbatim: bool = False,
-        holds_space: bool = True,
+        self, out: Callable[[str], None], *, is_verbatim: bool = False, holds_space: bool = True
     ) -> None:
         self._out = out
         self._is_verbatim = is_verbatim

@@ -27,13 +27,7 @@ from negamax.parallel.context import ParallelContext
 from negamax.quantization.scheme import WeightFormat
 
 
-def norm(
-    name: str,
-    spec: ForeignSpec,
-    *,
-    kernels: KernelTable,
-    weights: WeightFormat,
-) -> RmsNorm:
+def norm(name: str, spec: ForeignSpec, *, kernels: KernelTable, weights: WeightFormat) -> RmsNorm:
     return RmsNorm(
         name,
         spec.hidden_size,
@@ -185,10 +179,7 @@ class SelectedAttention:
             part.finish_loading()
 
     def __call__(
-        self,
-        x: Tensor | QuantizedActivations,
-        metadata: AttentionMetadata,
-        kv: KvCaches,
+        self, x: Tensor | QuantizedActivations, metadata: AttentionMetadata, kv: KvCaches
     ) -> Partial:
         full, own = (metadata.prepared[kind.name] for kind in (GroupedQueryKind, SelectedKind))
         qkv = self._qkv(x)
