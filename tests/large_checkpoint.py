@@ -27,7 +27,7 @@ from negamax.convert.verify import compare
 from negamax.convert.writer import Planned, TensorFile
 from negamax.formats.floats import E4M3_GROUP
 from negamax.models.family import WeightSpec
-from negamax.models.registry import bundled_spec, names_of
+from negamax.models.registry import bundled_spec, import_names
 from tests.tiny import NANO, TOKENIZER_FILES
 
 # Normally distributed, as large as blocks of FP8 are; of a length that no row is a multiple of.
@@ -40,7 +40,7 @@ def write(folder: Path, layers: int) -> None:
     """MiniMax's own format, a file per layer."""
     folder.mkdir(parents=True)
     spec = replace(bundled_spec("minimax-m2"), num_layers=layers)
-    names, weight_map = names_of(spec), {}
+    names, weight_map = import_names(spec), {}
     by_layer: dict[int | None, list[tuple[str, WeightSpec]]] = {}
     for weight in names.weights(spec):
         for name in weight.names():

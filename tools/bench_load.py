@@ -34,8 +34,8 @@ from negamax.config.model_spec import ModelSpec
 from negamax.config.quantization import QuantizationSpec
 from negamax.kernels.platform import platform_of
 from negamax.kernels.registry import resolve
-from negamax.models.build import build_model, empty_slots
-from negamax.models.registry import bundled_spec, names_of
+from negamax.models.build import build_empty_slots, build_model
+from negamax.models.registry import bundled_spec, import_names
 from negamax.parallel.collectives import SingleRank
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
@@ -65,7 +65,7 @@ def spec_of(gigabytes: float, stored: str) -> ModelSpec:
 def tensors_of(spec: ModelSpec) -> list[tuple[str, str, tuple[int, ...]]]:
     """Name, dtype and shape of all tensors, in the order of safetensors."""
     scheme, found = detect(spec.quantization), []
-    for weight in names_of(spec).weights(spec):
+    for weight in import_names(spec).weights(spec):
         for name in weight.names():
             module = name.removesuffix(".weight")
             is_matrix = len(weight.shape) == 2 and not weight.is_table and weight.dtype is None
@@ -170,7 +170,7 @@ def load_seconds(
     """Seconds of the check and of the reading, bytes read, host memory beyond the parameters."""
     kernels = resolve(platform=platform_of(device), dtype=torch.bfloat16)
     began = time.perf_counter()
-    slots = empty_slots(spec, layout, dtype=torch.bfloat16, kernels=kernels)
+    slots = build_empty_slots(spec, layout, dtype=torch.bfloat16, kernels=kernels)
     plan = plan_load(slots, spec, folder, layout)
     checked = time.perf_counter() - began
     one = SingleRank()

@@ -34,7 +34,7 @@ from negamax.formats.tensor_format import Axis, Region, Role, StoredTensor, Tens
 from negamax.kernels.quantize.stored import check_entries
 from negamax.layers.weights import WeightSlot
 from negamax.models.family import Placement, WeightNames
-from negamax.models.registry import names_of
+from negamax.models.registry import import_names
 from negamax.parallel.layout import ParallelLayout
 
 PLAIN_DTYPES = ("BF16", "F16", "F32")
@@ -188,7 +188,7 @@ def plan_tensors(
     layers: range | None = None,
 ) -> LoadPlan:
     """As `plan_load`, of tensors by their names. `layers` of this pipeline stage; None: all."""
-    names, num_layers = names_of(spec), spec.num_layers
+    names, num_layers = import_names(spec), spec.num_layers
     places = _places(slots.values())
     if layers is not None:
         entries = _of_stage(entries, places, spec, layers)
@@ -265,7 +265,7 @@ def _of_stage(
     entries: Mapping[str, TensorEntry], places: Places, spec: ModelSpec, layers: range
 ) -> dict[str, TensorEntry]:
     """Without those of other pipeline stages than that of `layers`, who check them."""
-    names, here = names_of(spec), {_module(name) for name in places}
+    names, here = import_names(spec), {_module(name) for name in places}
     outer = {_module(weight.name) for weight in names.weights(spec)} - here
 
     def is_here(slot: str) -> bool:

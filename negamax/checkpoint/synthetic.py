@@ -27,7 +27,7 @@ from negamax.kernels.quantize.stored import known_entries
 from negamax.kernels.weight_only.draw import draw
 from negamax.layers.weights import WeightSlot
 from negamax.models.family import Initializer
-from negamax.models.registry import init_of
+from negamax.models.registry import import_init
 
 # Of E4M3 values in blocks, which reach up to 448, and of the scales of the blocks relative to the
 # mean scale. How other formats are drawn: `weight_only/draw.py`.
@@ -56,7 +56,7 @@ def fill_synthetic(
         draw for draw in _draws(weight_slots.values()) if any(slot.needed for slot in draw[2])
     ]
     sizes = [sum(math.prod(slot.shape) for slot in slots) for _, _, slots in wanted]
-    done, init = 0, init_of(spec)
+    done, init = 0, import_init(spec)
     generator = torch.Generator(device or "cpu")
     for (name, number, slots), size in zip(wanted, sizes, strict=True):
         digest = hashlib.sha256(f"{seed}:{name}:{number}".encode()).digest()

@@ -18,7 +18,7 @@ from negamax.models.memory import (
     weight_bytes,
 )
 from negamax.models.minimax_m2.config import MiniMaxM2Spec
-from negamax.models.registry import bundled_names, bundled_spec, published_name
+from negamax.models.registry import bundled_names, bundled_spec, format_hub_id
 from negamax.options.engine import EngineOptions
 from negamax.options.parallel import ParallelOptions
 from negamax.parallel.layout import ParallelLayout
@@ -99,7 +99,7 @@ def _embedded(name: str, machine: Machine) -> ModelVerdict:
 
 
 def _verdict(name: str, machine: Machine) -> ModelVerdict:
-    model = published_name(name)
+    model = format_hub_id(name)
     spec = bundled_spec(name)
     if machine.gpus:
         return _on_gpus(model, spec, machine.gpus)

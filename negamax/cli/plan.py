@@ -18,7 +18,7 @@ from negamax.cli.io import print_line
 from negamax.cli.options import parse_count, setting
 from negamax.config.embedded import QUOTED_NAMES
 from negamax.config.model_spec import ModelSpec
-from negamax.models.registry import bundled_names, published_name
+from negamax.models.registry import bundled_names, format_hub_id
 from negamax.options.engine import KV_CACHE_DTYPES, EngineOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.planner.cost import Workload
@@ -230,7 +230,7 @@ def commands(
     model, start = engine.model, []
     if _is_bundled(model):
         start = [] if engine.quantization is None else ["--load-format", "synthetic"]
-        model = model if start else published_name(model)
+        model = model if start else format_hub_id(model)
     context_length = engine.max_model_len
     if context_length is None and each.context_length < spec.max_position_embeddings:
         context_length = each.context_length // 1024 * 1024

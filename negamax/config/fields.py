@@ -102,7 +102,7 @@ def note_unknown(config: Mapping[str, Any], known: Set[str], *, notes: list[str]
 
 def read_size(config: Mapping[str, Any], name: str) -> int:
     """Read an integer from 1 that has no default. Errors: `ConfigError`."""
-    value = _required(config, name)
+    value = _require(config, name)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_SIZE:
         refuse(name, value, f"an integer from 1 to {MAX_SIZE}")
     return value
@@ -110,7 +110,7 @@ def read_size(config: Mapping[str, Any], name: str) -> int:
 
 def read_required_number(config: Mapping[str, Any], name: str) -> float:
     """Read a number that has no default. Errors: `ConfigError`."""
-    return read_number(_required(config, name), name=name)
+    return read_number(_require(config, name), name=name)
 
 
 def read_number(value: object, *, name: str) -> float:
@@ -142,7 +142,7 @@ def refuse(name: str, value: object, allowed: str) -> NoReturn:
     raise ConfigError(f"model config: {name} is {shown}; supported: {allowed}")
 
 
-def _required(config: Mapping[str, Any], name: str) -> Any:
+def _require(config: Mapping[str, Any], name: str) -> Any:
     if config.get(name) is None:
         raise ConfigError(f"config.json has no {name}; it is required and has no default")
     return config[name]

@@ -14,6 +14,14 @@ from negamax.config.fields import read_token_ids
 from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
 
+_ABOVE_0 = math.ulp(0.0)
+_LIMITS = {  # default, lowest, highest
+    "temperature": (1.0, 0.0, 2.0),
+    "top_p": (1.0, _ABOVE_0, 1.0),
+    "min_p": (0.0, 0.0, 1.0),
+    "repetition_penalty": (1.0, _ABOVE_0, 10.0),
+}
+
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """Values of fields that a request omits; `top_k` 0 is off, `temperature` 0 is greedy."""
@@ -41,22 +49,19 @@ def read_generation_defaults(
     what is allowed; `CheckpointError` if the file is not a JSON object.
     """
     path = folder / "generation_config.json"
-    others = _tokenizer_eos(folder, spec) or spec.eos_token_ids
+    others = _read_tokenizer_eos(folder, spec) or spec.eos_token_ids
     if not path.exists():
         return GenerationDefaults(sampling=SamplingDefaults(**absent), eos_token_ids=others)
     config = read_json_object(path)
     do_sample = config.get("do_sample")
     if do_sample not in (None, True, False):
         _refuse("do_sample", do_sample, "true or false")
-    sampling = SamplingDefaults(
-        temperature=0.0
-        if do_sample is False
-        else _number(config, "temperature", 1.0, low=0.0, high=2.0),
-        top_p=_number(config, "top_p", 1.0, low=math.ulp(0.0), high=1.0),
-        top_k=_top_k(config.get("top_k")),
-        min_p=_number(config, "min_p", 0.0, low=0.0, high=1.0),
-        repetition_penalty=_number(config, "repetition_penalty", 1.0, low=math.ulp(0.0), high=10.0),
-    )
+    numbers = {
+        name: _read_number(config.get(name), name, *limits) for name, limits in _LIMITS.items()
+    }
+    if do_sample is False:
+        numbers["temperature"] = 0.0
+    sampling = SamplingDefaults(**numbers, top_k=_read_top_k(config.get("top_k")))
     eos_token_ids = read_token_ids(
         config.get("eos_token_id"), name="generation_config.json: eos_token_id"
     )
@@ -66,7 +71,7 @@ def read_generation_defaults(
     return GenerationDefaults(sampling=sampling, eos_token_ids=eos_token_ids or others)
 
 
-def _tokenizer_eos(folder: Path, spec: ModelSpec) -> tuple[int, ...]:
+def _read_tokenizer_eos(folder: Path, spec: ModelSpec) -> tuple[int, ...]:
     """Return the id of the tokenizer's eos_token, if tokenizer_config.json has both."""
     path = folder / "tokenizer_config.json"
     config = read_json_object(path) if path.exists() else {}
@@ -82,20 +87,16 @@ def _tokenizer_eos(folder: Path, spec: ModelSpec) -> tuple[int, ...]:
     )
 
 
-def _number(config: dict[str, Any], name: str, default: float, *, low: float, high: float) -> float:
-    value = config.get(name)
+def _read_number(value: object, name: str, default: float, low: float, high: float) -> float:
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        _refuse(
-            name,
-            value,
-            f"a number {'above 0' if 0.0 < low < 1e-300 else f'from {low:g}'} to {high:g}",
-        )
+        lowest = "above 0" if low == _ABOVE_0 else f"from {low:g}"
+        _refuse(name, value, f"a number {lowest} to {high:g}")
     return float(value)
 
 
-def _top_k(value: object) -> int:
+def _read_top_k(value: object) -> int:
     if value is None:
         return 0
     if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value < 2**31:

@@ -132,7 +132,7 @@ def parse_json(text: str, *, what: str, max_nesting: int = MAX_NESTING) -> Any:
         refuse_grammar(f"the {what} is nested too deeply; at most {max_nesting} levels are allowed")
     except ValueError as error:
         refuse_grammar(f"the {what} is no valid JSON: {error}")
-    depth = _nesting(value)
+    depth = _count_nesting(value)
     if depth > max_nesting:
         refuse_grammar(
             f"the {what} is nested {depth} levels deep; at most {max_nesting} are allowed"
@@ -145,7 +145,7 @@ def refuse_grammar(message: str) -> NoReturn:
     raise InvalidRequestError(message, param="grammar", code="invalid_grammar")
 
 
-def _nesting(value: Any) -> int:
+def _count_nesting(value: Any) -> int:
     """Count the levels of objects and arrays in a JSON value."""
     depth, level = 0, [value]
     while level := [node for node in level if isinstance(node, dict | list)]:

@@ -68,7 +68,7 @@ class KvCacheSpec:
 KvCacheSpecs = Sequence[Sequence[KvCacheSpec]]  # for each layer none, one or several
 
 
-def with_index_dtype(caches: KvCacheSpecs, dtype: str) -> KvCacheSpecs:
+def set_index_dtype(caches: KvCacheSpecs, dtype: str) -> KvCacheSpecs:
     """Return `caches` with index keys in `dtype` unless they name another."""
     return [
         [replace(cache, dtype=cache.dtype or dtype) if cache.is_index else cache for cache in layer]
@@ -76,7 +76,7 @@ def with_index_dtype(caches: KvCacheSpecs, dtype: str) -> KvCacheSpecs:
     ]
 
 
-def with_holders(caches: KvCacheSpecs, holders: int) -> KvCacheSpecs:
+def split_over_holders(caches: KvCacheSpecs, holders: int) -> KvCacheSpecs:
     """Return `caches` with keys and values split over `holders` ranks with copies of a head."""
     return [
         [

@@ -72,7 +72,7 @@ class ModelSpec:
         """Return the model of the first `num_layers` layers."""
         return replace(self, num_layers=num_layers)
 
-    def with_sharded_index(self) -> Self:
+    def shard_index(self) -> Self:
         """Return the model with its index keys sharded over the ranks, where it has any."""
         return self
 

@@ -51,7 +51,7 @@ def read_quantization(
             )
         spec = QuantizationSpec(str(method), dict(found))
         is_neuron = folder is not None and spec.method == "fp8" and _is_neuron(folder)
-        return _neuron(spec, folder) if is_neuron and folder is not None else spec
+        return _make_neuron_spec(spec, folder) if is_neuron and folder is not None else spec
     for name, method in SIDE_FILES.items():
         if folder is not None and (folder / name).is_file():
             return QuantizationSpec(method, read_json_object(folder / name), source=name)
@@ -91,7 +91,7 @@ def _is_neuron(folder: Path) -> bool:
         return False
 
 
-def _neuron(spec: QuantizationSpec, folder: Path) -> QuantizationSpec:
+def _make_neuron_spec(spec: QuantizationSpec, folder: Path) -> QuantizationSpec:
     plain = spec.fields.get("modules_to_not_convert") or ()
     fields: dict[str, Any] = {
         "weight_block_size": spec.fields.get("weight_block_size"),

@@ -35,7 +35,7 @@ from negamax.convert.writer import Planned, Record, TensorFile, differences, wri
 from negamax.formats.floats import PLAIN
 from negamax.formats.tensor_format import TensorFormat
 from negamax.models.minimax_m2 import config as minimax_m2
-from negamax.models.registry import family_of, names_of, read_spec
+from negamax.models.registry import find_family, import_names, read_spec
 from negamax.quantization.detect import detect
 
 logger = get_logger(__name__)
@@ -261,9 +261,9 @@ def check_description(conversion: Conversion) -> None:
     if (scheme := detect(spec.quantization)) is not None:
         modules = (
             name.removesuffix(f".{PLAIN.values.name}")
-            for weight in names_of(spec).weights(spec)
+            for weight in import_names(spec).weights(spec)
             for name in weight.names()
-            if is_linear(weight, names_of(spec).layer_of(name))
+            if is_linear(weight, import_names(spec).layer_of(name))
         )
         _check_rounding({module: scheme.format_of(module) for module in modules}, conversion)
 
@@ -423,7 +423,7 @@ def _carry_rotation(folder: Path, destination: Path, name: str) -> None:
 
 
 def _config(source: Source, conversion: Conversion, identity: Mapping[str, Any]) -> dict[str, Any]:
-    config = family_of(source.spec.architecture).own_config(source.config)
+    config = find_family(source.spec.architecture).own_config(source.config)
     config.pop("auto_map", None)  # it names code, which is not carried over
     target = conversion.target
     kept = source.spec.quantization

@@ -24,7 +24,7 @@ from negamax.formats.floats import PLAIN
 from negamax.formats.platform import CPU
 from negamax.formats.tensor_format import Region, TensorFormat
 from negamax.kernels.registry import resolve
-from negamax.models.build import empty_slots
+from negamax.models.build import build_empty_slots
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split
 
@@ -105,13 +105,13 @@ def shards_of(
     if tp == ep == 1:
         return [Shard()]
     # with the index queries of all heads: a rank may read those of its own alone
-    spec = replace(spec, quantization=quantization).with_sharded_index()
+    spec = replace(spec, quantization=quantization).shard_index()
     kernels = resolve(platform=CPU, dtype=torch.bfloat16)
     shards = []
     for rank in range(tp):
         layout = ParallelLayout(rank=rank, tp=tp, ep=ep)
         check_split(layout, spec)
-        slots = empty_slots(
+        slots = build_empty_slots(
             spec, layout, dtype=torch.bfloat16, kernels=kernels, keep_quantized=False
         )
         regions = {name: slot.region for name, slot in slots.items() if slot.needed}

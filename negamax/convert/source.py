@@ -30,7 +30,7 @@ from negamax.formats.tensor_format import Role, TensorFormat
 from negamax.kernels.quantize.stored import dequantize
 from negamax.layers.weights import WeightSlot
 from negamax.models.family import WeightSpec
-from negamax.models.registry import names_of, read_spec
+from negamax.models.registry import import_names, read_spec
 from negamax.parallel.layout import ParallelLayout
 from negamax.quantization.detect import detect
 
@@ -144,7 +144,7 @@ class Source:
         self.config: dict[str, Any] = read_json_object(folder / "config.json")
         self.spec: ModelSpec = read_spec(self.config, folder)
         self.scheme = detect(self.spec.quantization)
-        names = names_of(self.spec)
+        names = import_names(self.spec)
         specs = {name: spec for spec in names.weights(self.spec) for name in spec.names()}
         slots = {
             name: WeightSlot(name, spec.shape, target=None, source=self._format(name, spec))

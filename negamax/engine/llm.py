@@ -24,7 +24,7 @@ from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.step import SequenceUpdate, TokenLogprobs
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.detokenizer import TextPiece
-from negamax.text.escaping import unescaped
+from negamax.text.escaping import unescape
 from negamax.text.messages import normalize_messages
 from negamax.text.parser.events import ParsedOutput, ParserEvent, collect
 from negamax.text.parser.output_parser import OutputParser
@@ -229,7 +229,7 @@ class LLM:
         """Render a conversation to its prompt text. If a message spells control tokens, `generate`
         reads them as such; `chat` keeps them text.
         """
-        return unescaped(self._render(messages, tools, **template_options))
+        return unescape(self._render(messages, tools, **template_options))
 
     def _render(
         self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None, /, **options: Any

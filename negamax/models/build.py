@@ -10,7 +10,7 @@ from negamax.config.model_spec import ModelSpec
 from negamax.kernels.registry import KernelTable
 from negamax.layers.weights import WeightSlot
 from negamax.models.decoder import Decoder
-from negamax.models.registry import family_of
+from negamax.models.registry import find_family
 from negamax.parallel.collectives import SingleRank
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
@@ -33,14 +33,14 @@ def build_model(
     at load. Errors: `ConfigError` for an unknown architecture, or sizes that `context.layout`
     cannot split.
     """
-    family = family_of(spec.architecture)
+    family = find_family(spec.architecture)
     weights = WeightFormat(dtype, device, detect(spec.quantization), keep_quantized)
     code = import_module(f"{family.package}.model")
     model: Decoder = code.build(spec, context=context, weights=weights, kernels=kernels)
     return model
 
 
-def empty_slots(
+def build_empty_slots(
     spec: ModelSpec,
     layout: ParallelLayout,
     *,

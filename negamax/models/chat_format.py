@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from negamax.base.errors import ConfigError
 from negamax.config.grammar import Marker, Reasoning
-from negamax.models.registry import CHAT_FAMILIES, chat_family_of
+from negamax.models.registry import CHAT_FAMILIES, find_chat_family
 from negamax.text.chat_family import ChatFamily
 from negamax.text.chat_template import ChatTemplate
 from negamax.text.grammar.tool_calls import CallStyle
@@ -82,7 +82,7 @@ class ChatFormat:
         `ConfigError` for an unknown name, for parsers of two families, and for `auto` with a model
         of unknown family.
         """
-        family, thinking = _chosen(model, tool_call_parser or NONE, reasoning_parser or NONE)
+        family, thinking = _choose(model, tool_call_parser or NONE, reasoning_parser or NONE)
         chosen = cls(family, thinking, tool_call_parser not in (None, NONE), template)
         if tokenizer is None:
             return chosen
@@ -176,10 +176,10 @@ def may_call(tools: Sequence[Mapping[str, Any]] | None, messages: Sequence[Any])
 
 def check_parsers(*, tool_call_parser: str | None, reasoning_parser: str | None) -> None:
     """Refuse names of parsers that no model has. Errors: `ConfigError`."""
-    _chosen(_ANY.output.name, tool_call_parser or NONE, reasoning_parser or NONE)
+    _choose(_ANY.output.name, tool_call_parser or NONE, reasoning_parser or NONE)
 
 
-def _chosen(
+def _choose(
     model: str, tool_call_parser: str, reasoning_parser: str
 ) -> tuple[ChatFamily, Thinking]:
     """Return the chosen family, and where its reasoning goes."""
@@ -198,7 +198,7 @@ def _chosen(
     named = of_calls or of_reasoning
     if named is None and AUTO not in (tool_call_parser, reasoning_parser):
         named = _ANY
-    return named or chat_family_of(model), thinking
+    return named or find_chat_family(model), thinking
 
 
 def _check_name(flag: str, name: str, allowed: Sequence[str]) -> None:

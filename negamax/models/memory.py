@@ -14,7 +14,7 @@ from negamax.formats.floats import PLAIN
 from negamax.formats.tensor_format import Axis, TensorFormat
 from negamax.models.eagle3.config import Eagle3Spec
 from negamax.models.family import WeightSpec
-from negamax.models.registry import names_of
+from negamax.models.registry import import_names
 from negamax.parallel.layout import ParallelLayout, share
 from negamax.quantization.detect import detect
 from negamax.quantization.scheme import Scheme
@@ -58,7 +58,7 @@ class ModelWeights:
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
-        scheme, names = detect(spec.quantization), names_of(spec)
+        scheme, names = detect(spec.quantization), import_names(spec)
         described = "" if spec.quantization is None else str(spec.quantization.fields)
         differ = _NUMBERED_EXPERT.search(described) is not None
         weights = []
@@ -66,7 +66,7 @@ class ModelWeights:
         for weight in names.weights(spec):
             is_routed, layer = weight.used is not None, names.layer_of(weight.name)
             numbers = range(weight.count if is_routed and differ else 1)
-            formats = tuple(_stored(weight, scheme, number) for number in numbers)
+            formats = tuple(_find_stored_format(weight, scheme, number) for number in numbers)
             weights.append((weight, layer, formats))
             if is_routed:
                 experts[layer].append(formats)
@@ -93,9 +93,7 @@ class ModelWeights:
             count = sum(outside if each is None else each in layers for each in kind.layers)
             if count:
                 stored = kind.stored(layout)
-                num_bytes = _bytes_on_rank(
-                    kind.weight, stored, dtype=dtype, kept=kept, layout=layout
-                )
+                num_bytes = _count_bytes(kind.weight, stored, dtype=dtype, kept=kept, layout=layout)
                 yield kind, count, count * num_bytes
 
 
@@ -171,7 +169,7 @@ def expected_distinct_experts(spec: ModelSpec, num_tokens: int) -> float | None:
 
     Choices are uniform and independent.
     """
-    for weight in names_of(spec).weights(spec):
+    for weight in import_names(spec).weights(spec):
         if weight.used is not None:
             return weight.count * hit_share(weight, num_tokens)
     return None
@@ -183,7 +181,7 @@ def hit_share(weight: WeightSpec, num_tokens: float) -> float:
     return float(1 - (1 - used / weight.count) ** num_tokens)
 
 
-def _bytes_on_rank(
+def _count_bytes(
     weight: WeightSpec, stored: TensorFormat, *, dtype: str, kept: Kept, layout: ParallelLayout
 ) -> float:
     """Return the bytes of all `count` on one rank."""
@@ -213,7 +211,7 @@ def _bytes_on_rank(
     return here * stored.bytes_per_weight((held[0], held[1]))
 
 
-def _stored(weight: WeightSpec, scheme: Scheme | None, expert: int = 0) -> TensorFormat:
+def _find_stored_format(weight: WeightSpec, scheme: Scheme | None, expert: int = 0) -> TensorFormat:
     """Return the stored format of a matrix; the head is always plain."""
     in_full = weight.dtype or weight.is_table or weight.is_head
     if scheme is None or in_full or len(weight.shape) != 2:

@@ -161,14 +161,14 @@ _SKIPPED = (
 
 def place(names: Iterable[str], *, num_layers: int) -> dict[str, Placement]:
     """Place checkpoint tensors (see `WeightNames`), without layers of multi-token prediction."""
-    slots = {name: _respelled(name) for name in names}
+    slots = {name: _respell(name) for name in names}
     mtp = {int(match[1]) for match in map(_MTP_OWN.match, slots.values()) if match}
     return {
         name: _place(name, slot, num_layers=num_layers, mtp=mtp) for name, slot in slots.items()
     }
 
 
-def _respelled(name: str) -> str:
+def _respell(name: str) -> str:
     for pattern, replacement in _ALIASES:
         name = pattern.sub(replacement, name)
     return name

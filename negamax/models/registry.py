@@ -38,7 +38,7 @@ CALL_STYLES = {name: family.call_style for name, family in CHAT_FAMILIES.items()
 TOKEN_TAGS = frozenset[str]().union(*(family.token_tags for family in CHAT_FAMILIES.values()))
 
 
-def family_of(architecture: str) -> ModelFamily:
+def find_family(architecture: str) -> ModelFamily:
     """Return the family of `architecture`. Errors: `ConfigError` listing the supported ones."""
     if architecture in DRAFTS:
         return DRAFTS[architecture]
@@ -50,9 +50,9 @@ def family_of(architecture: str) -> ModelFamily:
     return FAMILIES[architecture]
 
 
-def model_types_like(architecture: str) -> list[str]:
+def list_model_types(architecture: str) -> list[str]:
     """List every model_type of models built like those of `architecture`."""
-    package = family_of(architecture).package
+    package = find_family(architecture).package
     families = (family for family in FAMILIES.values() if family.package == package)
     return list(dict.fromkeys(name for family in families for name in family.model_types))
 
@@ -103,7 +103,7 @@ def bundled_spec(name: str) -> ModelSpec:
     )
 
 
-def published_name(name: str) -> str:
+def format_hub_id(name: str) -> str:
     """Return the hub id of the bundled model `name`."""
     return f"MiniMaxAI/MiniMax-{name.lower().removeprefix('minimax-').upper()}"
 
@@ -113,17 +113,17 @@ def bundled_names() -> tuple[str, ...]:
     return tuple(name for family in FAMILIES.values() for name in family.bundled)
 
 
-def names_of(spec: ModelSpec) -> WeightNames:
+def import_names(spec: ModelSpec) -> WeightNames:
     """Import the weight names of `spec`'s family."""
-    return cast(WeightNames, import_module(f"{family_of(spec.architecture).package}.names"))
+    return cast(WeightNames, import_module(f"{find_family(spec.architecture).package}.names"))
 
 
-def init_of(spec: ModelSpec) -> Init:
+def import_init(spec: ModelSpec) -> Init:
     """Import the synthetic weights of `spec`'s family."""
-    return cast(Init, import_module(f"{family_of(spec.architecture).package}.init"))
+    return cast(Init, import_module(f"{find_family(spec.architecture).package}.init"))
 
 
-def chat_family_of(model: str) -> ChatFamily:
+def find_chat_family(model: str) -> ChatFamily:
     """Find the chat format of a model, by the architecture or model_type in config.json.
 
     Errors: `ConfigError` for a model whose family has none.

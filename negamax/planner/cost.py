@@ -21,7 +21,7 @@ from math import ceil, sqrt
 from statistics import NormalDist
 from typing import NamedTuple
 
-from negamax.config.kv_cache import KvCacheSpecs, block_bytes, with_holders, with_index_dtype
+from negamax.config.kv_cache import KvCacheSpecs, block_bytes, set_index_dtype, split_over_holders
 from negamax.config.model_spec import ModelSpec
 from negamax.formats.floats import E4M3_BLOCKS, PLAIN
 from negamax.formats.platform import Feature
@@ -87,7 +87,7 @@ class Model:
         own.
         """
         dtype = "bfloat16" if spec.dtype == "float32" else spec.dtype
-        caches = with_index_dtype(spec.kv_caches(), dtype if index_dtype == "auto" else index_dtype)
+        caches = set_index_dtype(spec.kv_caches(), dtype if index_dtype == "auto" else index_dtype)
         return Model(
             ModelWeights(spec),
             partial(is_kept, platform=gpu.platform),
@@ -122,7 +122,7 @@ class Costs:
         places = range(0, layout.world_size, layout.stage_size)
         self._stages = [layout.of_rank(rank) for rank in places]
         self._caches = [
-            with_holders(model.caches[layers.start : layers.stop], layout.dcp)
+            split_over_holders(model.caches[layers.start : layers.stop], layout.dcp)
             for layers in (stage.layers(model.weights.spec.num_layers) for stage in self._stages)
         ]
         self._kinds_of_caches = [Counter(map(tuple, caches)) for caches in self._caches]

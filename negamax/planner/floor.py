@@ -4,7 +4,7 @@ memory has.
 
 from __future__ import annotations
 
-from negamax.config.kv_cache import with_index_dtype
+from negamax.config.kv_cache import set_index_dtype
 from negamax.config.model_spec import ModelSpec
 from negamax.models.memory import read_bytes
 
@@ -27,7 +27,7 @@ def step_bytes(
     """
     cached = sum(
         cache.read_tokens(context) * cache.block_bytes(1, dtype=kv_dtype, ranks=1)
-        for layer in with_index_dtype(spec.kv_caches(), index_dtype)
+        for layer in set_index_dtype(spec.kv_caches(), index_dtype)
         for cache in layer
     )
     return read_bytes(spec, batch, dtype=dtype, ranks=ranks) + batch * cached / ranks

@@ -145,7 +145,7 @@ def make_plan(
     gpu = hardware.gpu
     plain, sharded = (
         Model.of(each, gpu, kv_dtype=kv_dtype, index_dtype=index_dtype)
-        for each in (spec, spec.with_sharded_index())
+        for each in (spec, spec.shard_index())
     )
     max_length = spec.max_position_embeddings
     longest = max(workload.tokens for workload in workloads)

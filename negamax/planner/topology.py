@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from negamax.base.errors import ConfigError
-from negamax.config.kv_cache import block_bytes, slot_bytes, with_holders
+from negamax.config.kv_cache import block_bytes, slot_bytes, split_over_holders
 from negamax.config.model_spec import ModelSpec
 from negamax.options.engine import STEP_LIMITS
 from negamax.options.parallel import ParallelOptions
@@ -184,7 +184,7 @@ def fit(
         held = model.weights.on_rank(dtype=model.dtype, kept=model.kept, layout=stage)
         weights = round(sum(num_bytes for _, _, num_bytes in held))
         layers = stage.layers(model.weights.spec.num_layers)
-        caches = with_holders(model.caches[layers.start : layers.stop], layout.dcp)
+        caches = split_over_holders(model.caches[layers.start : layers.stop], layout.dcp)
         token = block_bytes(caches, 1, dtype=model.kv_dtype, ranks=layout.tp)
         room = budget - gpu_reserve(model.weights.spec.hidden_size) - weights
         found.append(Fit(weights, room, token, -(-slots // longest), longest))

@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from negamax.base.errors import CheckpointError, ConfigError, InvalidRequestError
 from negamax.base.unicode import valid_unicode
 from negamax.config.json_file import read_json_object
-from negamax.text.escaping import ESCAPE, TokenEscaper, unescaped
+from negamax.text.escaping import ESCAPE, TokenEscaper, unescape
 from negamax.text.tokenizer import token_text
 
 RESERVED_KWARGS = frozenset({"messages", "tools", "add_generation_prompt"})
@@ -162,7 +162,7 @@ class ChatTemplate:
         # the checkpoint's code on the client's values: any failure answers this request
         except Exception as error:
             raise InvalidRequestError(
-                f"the chat template cannot render these messages: {unescaped(str(error))}",
+                f"the chat template cannot render these messages: {unescape(str(error))}",
                 hint="check roles, contents and chat_template_kwargs",
                 param="messages",
             ) from error
@@ -195,5 +195,5 @@ def _to_json(
 
 def _raise_exception(message: str) -> NoReturn:
     raise InvalidRequestError(
-        f"the chat template refuses these messages: {unescaped(str(message))}", param="messages"
+        f"the chat template refuses these messages: {unescape(str(message))}", param="messages"
     )

@@ -54,10 +54,10 @@ class EncodingCache:
             salt.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES
         ).digest()
         ids: list[int] = []
-        for part in self._parts(text):
+        for part in self._split(text):
             is_long = len(part) > KEPT_CHARS
             ids += (
-                self._kept(part, key, max_tokens)
+                self._encode_cached(part, key, max_tokens)
                 if is_long
                 else self._tokenizer.encode_escaped(part)
             )
@@ -65,7 +65,7 @@ class EncodingCache:
                 raise TooManyTokensError(len(ids))
         return ids
 
-    def _parts(self, text: str) -> Iterator[str]:
+    def _split(self, text: str) -> Iterator[str]:
         """Yield long stretches without control tokens, and groups of short ones with control
         tokens.
 
@@ -88,7 +88,7 @@ class EncodingCache:
         if stretch < len(text):
             yield text[stretch:]
 
-    def _kept(self, part: str, key: bytes, max_tokens: int | None) -> list[int]:
+    def _encode_cached(self, part: str, key: bytes, max_tokens: int | None) -> list[int]:
         """Return the token ids of a part, cached."""
         digest = hashlib.blake2b(
             part.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES, key=key
@@ -106,17 +106,17 @@ class EncodingCache:
 
     def _keep(self, digest: bytes, ids: array[int]) -> None:
         """Add an entry and evict the oldest. Entries above half of the limit are not cached."""
-        if _num_bytes(ids) > self._max_bytes // 2:
+        if _count_bytes(ids) > self._max_bytes // 2:
             return
         with self._lock:
             if digest in self._entries:
                 return
             self._entries[digest] = ids
-            self.num_bytes += _num_bytes(ids)
+            self.num_bytes += _count_bytes(ids)
             while self.num_bytes > self._max_bytes:
                 _, oldest = self._entries.popitem(last=False)
-                self.num_bytes -= _num_bytes(oldest)
+                self.num_bytes -= _count_bytes(oldest)
 
 
-def _num_bytes(ids: array[int]) -> int:
+def _count_bytes(ids: array[int]) -> int:
     return _ENTRY_BYTES + ids.itemsize * len(ids)

@@ -21,7 +21,7 @@ ESCAPE = "\udfff"  # a lone surrogate: no client can send it, since valid text h
 _INSERTED = frozenset({"name", "arguments"})
 
 
-def unescaped(text: str) -> str:
+def unescape(text: str) -> str:
     """Remove the escapes from `text`."""
     return text.replace(ESCAPE, "")
 
@@ -45,17 +45,17 @@ class TokenEscaper:
 
     def value(self, value: Any) -> Any:
         """Escape tools or template variables."""
-        return _escaped(value, self._all)
+        return _escape(value, self._all)
 
     def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         spellings = self._control if message["role"] == "assistant" else self._all
         escaped = {
-            spellings.escaped(key): value if key == "role" else _escaped(value, spellings)
+            spellings.escaped(key): value if key == "role" else _escape(value, spellings)
             for key, value in message.items()
             if key != "tool_calls"
         }
         if "tool_calls" in message:
-            escaped["tool_calls"] = _escaped(message["tool_calls"], spellings, inserted=_INSERTED)
+            escaped["tool_calls"] = _escape(message["tool_calls"], spellings, inserted=_INSERTED)
         return escaped
 
 
@@ -80,15 +80,15 @@ class _Spellings:
         is_middle = is_inserted and len(text) < self._longest and text in self._middles
         before = ESCAPE if text.startswith(self._tails) else ""
         after = ESCAPE if is_middle or text.endswith(self._heads) else ""
-        return before + replace_all(self._whole, _broken, text, longest=self._longest) + after
+        return before + replace_all(self._whole, _break, text, longest=self._longest) + after
 
 
-def _broken(match: re.Match[str]) -> str:
+def _break(match: re.Match[str]) -> str:
     """Add an escape after each character: overlapping spellings are broken, too."""
     return "".join(character + ESCAPE for character in match[0])
 
 
-def _escaped(
+def _escape(
     value: Any,
     spellings: _Spellings,
     *,
@@ -102,14 +102,13 @@ def _escaped(
         return {
             spellings.escaped(key, is_inserted=is_inserted)
             if isinstance(key, str)
-            else key: _escaped(
+            else key: _escape(
                 inner, spellings, is_inserted=is_inserted or key in inserted, inserted=inserted
             )
             for key, inner in value.items()
         }
     if isinstance(value, list | tuple):
         return [
-            _escaped(inner, spellings, is_inserted=is_inserted, inserted=inserted)
-            for inner in value
+            _escape(inner, spellings, is_inserted=is_inserted, inserted=inserted) for inner in value
         ]
     return value

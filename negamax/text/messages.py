@@ -70,7 +70,7 @@ def normalize_messages(
     if not messages:
         raise InvalidRequestError("messages is empty; send at least one message", param="messages")
     ordered = _order_tool_results(
-        [_checked(message, i, family) for i, message in enumerate(messages)]
+        [_check_message(message, i, family) for i, message in enumerate(messages)]
     )
     return _place_instructions(ordered, has_root=has_root)
 
@@ -125,7 +125,7 @@ def split_inline_reasoning(content: str) -> tuple[str | None, str]:
     return "" if is_quoted else None, content
 
 
-def _checked(message: Any, i: int, family: ChatFamily | None) -> dict[str, Any]:
+def _check_message(message: Any, i: int, family: ChatFamily | None) -> dict[str, Any]:
     """Normalize the fields of one message."""
     if not isinstance(message, Mapping):
         _refuse(i, f"is a {type(message).__name__}; send an object with role and content")
@@ -139,7 +139,9 @@ def _checked(message: Any, i: int, family: ChatFamily | None) -> dict[str, Any]:
     }
     if role != "assistant":
         # Templates show each part of a result separately.
-        checked["content"] = _content(message.get("content"), i, family, joins_notes=role != "tool")
+        checked["content"] = _read_content(
+            message.get("content"), i, family, joins_notes=role != "tool"
+        )
         if checked.pop("tool_calls", None) not in (None, []):
             _refuse(
                 i,
@@ -148,8 +150,8 @@ def _checked(message: Any, i: int, family: ChatFamily | None) -> dict[str, Any]:
             )
         return checked
     thoughts: list[str] = []
-    content = _content(message.get("content"), i, family, thoughts=thoughts)
-    reasoning = _reasoning(message, i, thoughts="".join(thoughts))
+    content = _read_content(message.get("content"), i, family, thoughts=thoughts)
+    reasoning = _read_reasoning(message, i, thoughts="".join(thoughts))
     inline, rest = split_inline_reasoning(plain_text(content))
     if not reasoning and inline is not None:
         reasoning = inline or reasoning or ""
@@ -162,11 +164,11 @@ def _checked(message: Any, i: int, family: ChatFamily | None) -> dict[str, Any]:
     if reasoning is not None:
         checked["reasoning_content"] = reasoning
     if message.get("tool_calls"):
-        checked["tool_calls"] = _tool_calls(message["tool_calls"], i)
+        checked["tool_calls"] = _read_tool_calls(message["tool_calls"], i)
     return checked
 
 
-def _content(
+def _read_content(
     content: Any,
     i: int,
     family: ChatFamily | None,
@@ -193,13 +195,13 @@ def _content(
     for j, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind == "thinking" and thoughts is not None:
-            thoughts.append(_part_text(part, "thinking", i, j))
+            thoughts.append(_read_part(part, "thinking", i, j))
             continue
         note = unseen_note(kind, family, place=f"messages[{i}].content[{j}]")
         if note is not None:
             text = note
         elif isinstance(kind, str) and kind in _TEXT_FIELDS:
-            text = _part_text(part, _TEXT_FIELDS[kind], i, j)
+            text = _read_part(part, _TEXT_FIELDS[kind], i, j)
         elif isinstance(part, str):
             text = part
         else:
@@ -215,7 +217,7 @@ def _content(
     return parts or ""
 
 
-def _part_text(part: Mapping[str, Any], field: str, i: int, j: int) -> str:
+def _read_part(part: Mapping[str, Any], field: str, i: int, j: int) -> str:
     text = part.get(field)
     if not isinstance(text, str):
         _refuse(
@@ -226,7 +228,7 @@ def _part_text(part: Mapping[str, Any], field: str, i: int, j: int) -> str:
     return text
 
 
-def _reasoning(message: Mapping[str, Any], i: int, *, thoughts: str) -> str | None:
+def _read_reasoning(message: Mapping[str, Any], i: int, *, thoughts: str) -> str | None:
     """Return the first reasoning with text; "" for an empty one, None without any."""
     named: list[str] = []
     for field in ("reasoning_content", "reasoning"):
@@ -243,7 +245,7 @@ def _reasoning(message: Mapping[str, Any], i: int, *, thoughts: str) -> str | No
     return next((text for text in (*named, detailed, thoughts) if text), "" if named else None)
 
 
-def _tool_calls(calls: Any, i: int) -> list[dict[str, Any]]:
+def _read_tool_calls(calls: Any, i: int) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
         _refuse(i, f"is a {type(calls).__name__}; send a list of calls", field="tool_calls")
     checked = []
@@ -259,7 +261,10 @@ def _tool_calls(calls: Any, i: int) -> list[dict[str, Any]]:
                 field=f"{where}.function.name",
             )
         checked.append(
-            {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+            {
+                **call,
+                "function": {**function, "arguments": _read_arguments(function.get("arguments"))},
+            }
         )
     ids = [call.get("id") for call in checked]
     if not all(isinstance(call_id, str) for call_id in ids) or len(set(ids)) < len(ids):
@@ -267,7 +272,7 @@ def _tool_calls(calls: Any, i: int) -> list[dict[str, Any]]:
     return checked
 
 
-def _arguments(arguments: Any) -> dict[str, Any]:
+def _read_arguments(arguments: Any) -> dict[str, Any]:
     raw = arguments
     if isinstance(arguments, str):
         try:
@@ -310,7 +315,7 @@ def _order_tool_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             if len(calls) < len(message["tool_calls"]):
                 others = {key: value for key, value in message.items() if key != "tool_calls"}
                 ordered[-1] = {**others, "tool_calls": calls} if calls else others
-            ordered.extend(_results_in_call_order(calls, messages, start=i, end=end))
+            ordered.extend(_order_results(calls, messages, start=i, end=end))
             ordered.extend(message for message in messages[i:end] if message["role"] != "tool")
             i = end
     return ordered
@@ -321,7 +326,7 @@ def _is_cut(call: Mapping[str, Any]) -> bool:
     return set(call["function"]["arguments"]) == {RAW_ARGUMENTS}
 
 
-def _results_in_call_order(
+def _order_results(
     calls: list[dict[str, Any]], messages: list[dict[str, Any]], *, start: int, end: int
 ) -> Iterator[dict[str, Any]]:
     results: dict[Any, dict[str, Any] | None] = {call.get("id"): None for call in calls}
@@ -357,7 +362,7 @@ def _place_instructions(messages: list[dict[str, Any]], *, has_root: bool) -> li
     roots = [message for message in messages[:num_leading] if message["role"] == "root"]
     others = [message for message in messages[:num_leading] if message["role"] != "root"]
     groups = [("root", roots), ("system", others)] if has_root else [("system", roots + others)]
-    placed = [_joined(group, role=role) for role, group in groups if group]
+    placed = [_join(group, role=role) for role, group in groups if group]
     notes: list[str] = []  # for the tool result placed last
     for message in messages[num_leading:]:
         if message["role"] not in INSTRUCTION_ROLES:
@@ -388,7 +393,7 @@ def _attach(notes: list[str], placed: list[dict[str, Any]]) -> None:
     notes.clear()
 
 
-def _joined(messages: list[dict[str, Any]], *, role: str) -> dict[str, Any]:
+def _join(messages: list[dict[str, Any]], *, role: str) -> dict[str, Any]:
     """Merge messages: the texts joined, of other fields the last."""
     joined: dict[str, Any] = {}
     for message in messages:

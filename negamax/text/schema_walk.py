@@ -20,7 +20,7 @@ _TYPE_NAMES = {
 _BRANCHES = ("anyOf", "oneOf", "allOf")
 
 
-def pointer_steps(reference: str) -> list[str] | None:
+def split_pointer(reference: str) -> list[str] | None:
     """Return the keys that lead to a reference (`#/$defs/Point`); None for another document."""
     if not reference.startswith("#"):
         return None
@@ -28,9 +28,9 @@ def pointer_steps(reference: str) -> list[str] | None:
     return [step.replace("~1", "/").replace("~0", "~") for step in steps]
 
 
-def pointer_target(reference: str, *, root: Any) -> Any:
+def resolve_pointer(reference: str, *, root: Any) -> Any:
     """Return the part of `root` that `reference` names, or None."""
-    steps = pointer_steps(reference)
+    steps = split_pointer(reference)
     node = None if steps is None else root
     for step in steps or ():
         if isinstance(node, Mapping):
@@ -57,10 +57,10 @@ def walk_alternatives(schemas: Iterable[Any], *, root: Any) -> Iterator[Mapping[
             if isinstance(alternatives, list):
                 stack.extend(alternatives)
         if isinstance(node.get("$ref"), str):
-            stack.append(pointer_target(node["$ref"], root=root))
+            stack.append(resolve_pointer(node["$ref"], root=root))
 
 
-def schema_types(schemas: Iterable[Any], *, root: Any) -> frozenset[str]:
+def find_types(schemas: Iterable[Any], *, root: Any) -> frozenset[str]:
     """Return all JSON types that any of `schemas` or their alternatives allows.
 
     A type is declared by type (also a list), enum, const, nullable, properties or items.
@@ -77,7 +77,7 @@ def schema_types(schemas: Iterable[Any], *, root: Any) -> frozenset[str]:
     return frozenset(found)
 
 
-def implied_container(node: Mapping[str, Any]) -> str | None:
+def infer_container(node: Mapping[str, Any]) -> str | None:
     """Return "object" or "array" where only such a value has the keywords of `node`."""
     if "properties" in node:
         return "object"
@@ -91,5 +91,5 @@ def _implied_types(node: Mapping[str, Any]) -> set[str]:
         values = [*values, node["const"]]
     if values:
         return {_TYPE_NAMES.get(type(value), "object") for value in values}
-    container = implied_container(node)
+    container = infer_container(node)
     return {container} if container else set()

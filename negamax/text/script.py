@@ -97,27 +97,27 @@ class ScriptedAnswers:
         self._tokenizer = tokenizer
         self._format = output_format
         self._eos = eos_token_id
-        self._bodies = [_body(rule, template, output_format) for rule in script.rules]
+        self._bodies = [_render_body(rule, template, output_format) for rule in script.rules]
 
     def answer(self, prompt_token_ids: Sequence[int]) -> list[int]:
         """Return the tokens of the answer and the end of the turn; only the latter if no rule
         matches.
         """
         prompt = self._tokenizer.decode(prompt_token_ids, skip_special_tokens=False)
-        role, message = new_messages(prompt, self._format)
+        role, message = find_new_messages(prompt, self._format)
         for rule, body in zip(self._script.rules, self._bodies, strict=True):
             if rule.fits(prompt, role=role, message=message):
-                return [*self._tokenizer.encode(self._opened(rule, body, prompt)), self._eos]
+                return [*self._tokenizer.encode(self._open(rule, body, prompt)), self._eos]
         return [self._eos]
 
-    def _opened(self, rule: Rule, body: str, prompt: str) -> str:
+    def _open(self, rule: Rule, body: str, prompt: str) -> str:
         """Return the answer from the end of the prompt; `body` begins with the end of thinking."""
         if self._format.opens_reasoning(prompt):
             return rule.thinking + body
         return body.partition(self._format.think_close)[2].lstrip("\n")
 
 
-def new_messages(prompt: str, output_format: OutputFormat) -> tuple[str, str]:
+def find_new_messages(prompt: str, output_format: OutputFormat) -> tuple[str, str]:
     """Return (role, text) of the messages after the assistant's last answer in a rendered prompt.
 
     Agents add reminders beside what the user says. The role is "tool" if there is a result.
@@ -135,7 +135,7 @@ def new_messages(prompt: str, output_format: OutputFormat) -> tuple[str, str]:
     return role, "\n".join(text.partition(output_format.turn_close)[0] for _, text in new)
 
 
-def _body(rule: Rule, template: ChatTemplate, output_format: OutputFormat) -> str:
+def _render_body(rule: Rule, template: ChatTemplate, output_format: OutputFormat) -> str:
     """Return the answer of `rule` from the closing think tag on."""
     calls = [
         {

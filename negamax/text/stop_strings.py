@@ -107,7 +107,7 @@ class StoppableText:
         if self.matched is not None:
             return
         if self._is_before_word:
-            text = self._passed_space(text)
+            text = self._emit_space(text)
         self.matched, end, self._state = self._stops.scan(
             text, state=self._state, may_match=self.may_match
         )
@@ -133,7 +133,7 @@ class StoppableText:
         self.release()
         self._is_before_word = is_before_word
 
-    def _passed_space(self, text: str) -> str:
+    def _emit_space(self, text: str) -> str:
         """Emit the leading white space of `text`; return the rest."""
         rest = text.lstrip()
         if len(rest) < len(text):

@@ -15,7 +15,7 @@ from negamax.base.errors import CheckpointError
 from negamax.base.pieces import find_all
 from negamax.base.unicode import valid_unicode
 from negamax.config.json_file import read_json_object
-from negamax.text.escaping import ESCAPE, TokenEscaper, unescaped
+from negamax.text.escaping import ESCAPE, TokenEscaper, unescape
 
 # Tokens of an answer's structure. They stay in the text even if a re-saved checkpoint flags them as
 # control tokens: the parser needs them.
@@ -70,7 +70,7 @@ class Tokenizer:
         self.config = config  # of tokenizer_config.json
         self._added: dict[int, str] = {}
         special: set[int] = set()
-        config_flags = _config_special_flags(config)
+        config_flags = _read_special_flags(config)
         for token_id, token in self._backend.get_added_tokens_decoder().items():
             self._added[token_id] = token.content
             if (
@@ -85,8 +85,8 @@ class Tokenizer:
         self.vocab_size: int = 1 + max(
             [*parsed["model"]["vocab"].values(), *self._added], default=-1
         )
-        self.bos_token_id: int | None = self._named_token(config, "bos_token", source=source)
-        self.eos_token_id: int | None = self._named_token(config, "eos_token", source=source)
+        self.bos_token_id: int | None = self._find_named(config, "bos_token", source=source)
+        self.eos_token_id: int | None = self._find_named(config, "eos_token", source=source)
 
     @classmethod
     def from_folder(cls, path: Path) -> Tokenizer:
@@ -159,7 +159,7 @@ class Tokenizer:
             spelling = (
                 self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
             )
-            known = self._bytes[token_id] = _spelled_bytes(spelling or "")
+            known = self._bytes[token_id] = _decode_spelling(spelling or "")
         return known
 
     def is_special(self, token_id: int) -> bool:
@@ -194,7 +194,7 @@ class Tokenizer:
 
     def _encode_plain(self, text: str, max_tokens: int | None) -> list[int]:
         return (
-            self.encode(unescaped(text), allow_special=False, max_tokens=max_tokens) if text else []
+            self.encode(unescape(text), allow_special=False, max_tokens=max_tokens) if text else []
         )
 
     @functools.cached_property
@@ -223,7 +223,7 @@ class Tokenizer:
             plain.pre_tokenizer = self._backend.pre_tokenizer
         return plain
 
-    def _named_token(self, config: Mapping[str, Any], field: str, *, source: str) -> int | None:
+    def _find_named(self, config: Mapping[str, Any], field: str, *, source: str) -> int | None:
         value = config.get(field)
         if value is None:
             return None
@@ -249,7 +249,7 @@ def token_text(value: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _byte_alphabet() -> dict[str, int]:
+def _make_byte_alphabet() -> dict[str, int]:
     """Map byte-level characters to bytes: printable Latin-1 to itself, others from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
@@ -258,10 +258,10 @@ def _byte_alphabet() -> dict[str, int]:
     }
 
 
-_BYTE_OF = _byte_alphabet()
+_BYTE_OF = _make_byte_alphabet()
 
 
-def _spelled_bytes(spelling: str) -> bytes:
+def _decode_spelling(spelling: str) -> bytes:
     """Return the bytes of a byte-level spelling; a foreign character makes it literal."""
     try:
         return bytes([_BYTE_OF[char] for char in spelling])
@@ -290,13 +290,13 @@ def _works_locally(definition: Mapping[str, Any]) -> bool:
     ):
         return False
     return (
-        _kinds(definition.get("normalizer")) <= _LOCAL_NORMALIZERS
-        and _kinds(definition.get("pre_tokenizer")) <= _LOCAL_PRE_TOKENIZERS
-        and _kinds(definition.get("post_processor")) <= _POST_PROCESSORS_WITHOUT_EFFECT
+        _list_kinds(definition.get("normalizer")) <= _LOCAL_NORMALIZERS
+        and _list_kinds(definition.get("pre_tokenizer")) <= _LOCAL_PRE_TOKENIZERS
+        and _list_kinds(definition.get("post_processor")) <= _POST_PROCESSORS_WITHOUT_EFFECT
     )
 
 
-def _kinds(part: Mapping[str, Any] | None) -> set[str]:
+def _list_kinds(part: Mapping[str, Any] | None) -> set[str]:
     """Return the types of a part of the definition and of its inner parts."""
 
     def walk(part: Mapping[str, Any]) -> Iterator[str]:
@@ -308,7 +308,7 @@ def _kinds(part: Mapping[str, Any] | None) -> set[str]:
     return set(walk(part)) if part else set()
 
 
-def _config_special_flags(config: Mapping[str, Any]) -> dict[str, bool]:
+def _read_special_flags(config: Mapping[str, Any]) -> dict[str, bool]:
     """Return the `special` flags of tokenizer_config.json by text; they overrule tokenizer.json."""
     entries = config.get("added_tokens_decoder")
     if not isinstance(entries, Mapping):

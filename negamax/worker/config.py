@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from negamax.config.kv_cache import KvCacheSpecs, with_holders, with_index_dtype
+from negamax.config.kv_cache import KvCacheSpecs, set_index_dtype, split_over_holders
 from negamax.config.model_spec import ModelSpec
 from negamax.models.eagle3.config import DraftModel
-from negamax.models.registry import family_of
+from negamax.models.registry import find_family
 from negamax.options.eplb import FIXED
 from negamax.options.speculation import SpeculationConfig
 from negamax.parallel.layout import ParallelLayout
@@ -124,9 +124,9 @@ class WorkerConfig:
         """The caches of this rank's pipeline stage, followed by those of the draft."""
         own = self.layout.layers(self.spec.num_layers)
         caches, of_index = self.spec.kv_caches()[own.start : own.stop], self.index_cache_dtype
-        caches = with_holders(caches, self.layout.dcp)
+        caches = split_over_holders(caches, self.layout.dcp)
         caches = [*caches, *(self.own_draft.spec.kv_caches() if self.own_draft else ())]
-        return caches if of_index == "auto" else with_index_dtype(caches, of_index)
+        return caches if of_index == "auto" else set_index_dtype(caches, of_index)
 
 
 def decode_config(frame: bytes) -> WorkerConfig:
@@ -134,7 +134,7 @@ def decode_config(frame: bytes) -> WorkerConfig:
     config = msgspec.msgpack.decode(frame, type=WorkerConfig)
     fields = msgspec.msgpack.decode(frame)["spec"]
     return replace(
-        config, spec=msgspec.convert(fields, type=family_of(config.spec.architecture).spec)
+        config, spec=msgspec.convert(fields, type=find_family(config.spec.architecture).spec)
     )
 
 

@@ -31,7 +31,7 @@ from negamax.layers.partial import Partial
 from negamax.layers.weights import WeightSlot
 from negamax.models.decoder import Decoder
 from negamax.models.eagle3 import names
-from negamax.models.eagle3.config import DraftModel, Eagle3Spec, of_draft
+from negamax.models.eagle3.config import DraftModel, Eagle3Spec, name_draft_errors
 from negamax.models.eagle3.model import Eagle3Draft, build
 from negamax.parallel.collectives import SingleRank
 from negamax.parallel.context import ParallelContext
@@ -65,8 +65,8 @@ class Eagle3Proposer(Proposer):
             self._rotation = read_rotation(Path(config.folder))
         if draft.folder is not None:
             layout = config.layout.within_stage
-            slots = empty_slots(draft.spec, layout, kernels=kernels)
-            with of_draft(draft.folder):
+            slots = build_empty_slots(draft.spec, layout, kernels=kernels)
+            with name_draft_errors(draft.folder):
                 self._plan = plan_load(slots, draft.spec, Path(draft.folder), layout)
 
     def load(self, target: Decoder, context: ParallelContext, device: torch.device) -> str:
@@ -78,7 +78,7 @@ class Eagle3Proposer(Proposer):
         self._model = _build(spec, context, device=device, kernels=self._kernels)
         slots = self._model.weight_slots()
         if self._plan is not None:
-            with of_draft(self._draft.folder):
+            with name_draft_errors(self._draft.folder):
                 summary = fill(slots, self._plan).summary()
                 self._model.finish_loading(target, self._rotation)
         else:
@@ -152,7 +152,7 @@ class Eagle3Proposer(Proposer):
                 slots=zeros, positions=zeros, group=self._group,
             )  # fmt: skip
         # noise belongs to the target's ids
-        logits = model.of_all_tokens(logits)
+        logits = model.scatter_logits(logits)
         drawn_by = requests.drawn_by(slots, lengths + place)
         shared = {"first_id": 0, "group": self._group, **drawn_by}
         drawn: Tensor = self._draw_leading(logits, otherwise=self._pick(logits, **shared), **shared)
@@ -180,7 +180,7 @@ class Eagle3Proposer(Proposer):
 _ALONE = SingleRank()
 
 
-def empty_slots(
+def build_empty_slots(
     spec: Eagle3Spec, layout: ParallelLayout, *, kernels: KernelTable
 ) -> dict[str, WeightSlot]:
     """The weight slots of a draft on the rank `layout`, whose parameters take no memory."""

@@ -16,7 +16,7 @@ from negamax.checkpoint.synthetic import fill_synthetic
 from negamax.checkpoint.weight_cache import load_cached
 from negamax.kernels.registry import KernelTable
 from negamax.layers.weights import WeightSlot
-from negamax.models.build import empty_slots
+from negamax.models.build import build_empty_slots
 from negamax.models.decoder import Decoder
 from negamax.worker import kv_cache
 from negamax.worker.config import WorkerConfig
@@ -30,7 +30,7 @@ def plan_loading(
     """How the checkpoint's files fill the model; None: there are none."""
     if config.folder is None:
         return None
-    slots = empty_slots(config.spec, config.layout, dtype=kernels.dtype, kernels=kernels)
+    slots = build_empty_slots(config.spec, config.layout, dtype=kernels.dtype, kernels=kernels)
     with _progress("checking files", config) as progress:
         folder = Path(config.folder)
         plan = plan_load(slots, config.spec, folder, config.layout, progress=progress)

@@ -69,7 +69,7 @@ def loaded(
     one = SingleRank()
     spec = read_spec(read_json_object(folder / "config.json"), folder)
     if sharded_index:
-        spec = spec.with_sharded_index()
+        spec = spec.shard_index()
     model = build_model(
         spec,
         context=ParallelContext(layout, attention_group=one, expert_group=one, world=one),

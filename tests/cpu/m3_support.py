@@ -87,7 +87,7 @@ def loaded(
     """
     spec = read_spec(json.loads((folder / "config.json").read_text()))
     if is_sharded:
-        spec = spec.with_sharded_index()
+        spec = spec.shard_index()
     model = build(spec, loaded=False, **options)
     load_weights(model.weight_slots(), spec, folder)
     model.finish_loading()

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from negamax.config.kv_cache import with_holders
+from negamax.config.kv_cache import split_over_holders
 from negamax.config.model_spec import ModelSpec
 from negamax.formats.platform import CPU
 from negamax.kernels.attention.metadata import attention_metadata
@@ -131,7 +131,7 @@ class PagedRun:
         """`holders`: ranks that share out the blocks of a KV head, of which they have copies."""
         self.model, self.block_size, self.device = model, block_size, device
         self.kv = kv_cache.allocate(
-            with_holders(model.spec.kv_caches(), holders),
+            split_over_holders(model.spec.kv_caches(), holders),
             num_blocks,
             block_size=block_size,
             dtype=dtype,

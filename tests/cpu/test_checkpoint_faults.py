@@ -36,7 +36,7 @@ from negamax.formats.platform import CPU, nvidia
 from negamax.formats.tensor_format import Role
 from negamax.kernels.registry import resolve
 from negamax.layers.weights import WeightSlot
-from negamax.models.build import empty_slots
+from negamax.models.build import build_empty_slots
 from negamax.models.registry import read_spec
 from negamax.parallel.layout import ParallelLayout
 from negamax.quantization.detect import detect
@@ -107,7 +107,7 @@ def _written(name: str) -> Checkpoint:
         scales = [tensor.name for tensor in stored.tensors if tensor.role is Role.SCALE]
         scale = scales[0] if scales else stored.values.name
         slots = tuple(
-            empty_slots(
+            build_empty_slots(
                 spec, ParallelLayout(), dtype=torch.float32,
                 kernels=resolve(platform=platform, dtype=torch.float32),
             )

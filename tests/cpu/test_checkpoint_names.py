@@ -30,7 +30,7 @@ from negamax.checkpoint.plan import plan_load
 from negamax.config.model_spec import ModelSpec
 from negamax.formats.platform import nvidia
 from negamax.kernels.registry import resolve
-from negamax.models.build import empty_slots
+from negamax.models.build import build_empty_slots
 from negamax.models.registry import read_spec
 from negamax.parallel.layout import ParallelLayout
 from negamax.quantization import online
@@ -254,7 +254,7 @@ def test_side_tensors_are_joined_and_stacked_as_their_values_are(
     spec = read_spec(json.loads((one / "config.json").read_text()), one)
     h200 = nvidia((9, 0), name="NVIDIA H200", shared_memory=233472)
     kernels = resolve(platform=h200, dtype=torch.bfloat16)
-    held = empty_slots(spec, ParallelLayout(), dtype=torch.bfloat16, kernels=kernels)
+    held = build_empty_slots(spec, ParallelLayout(), dtype=torch.bfloat16, kernels=kernels)
     moves = [plan_load(held, spec, folder).needed for folder in (one, two)]
     assert len(moves[0]) == len(moves[1])
     assert sum(move.num_bytes for move in moves[0]) == sum(move.num_bytes for move in moves[1])

@@ -19,7 +19,7 @@ from negamax.layers.moe import mixtures
 from negamax.layers.weights import MatrixWeight, slots_by_name
 from negamax.models.decoder import Decoder
 from negamax.models.minimax_m2.init import ATTENTION_GAIN
-from negamax.models.registry import init_of, read_spec
+from negamax.models.registry import import_init, read_spec
 from negamax.quantization import online
 from negamax.quantization.detect import detect
 from negamax.quantization.scheme import WeightFormat
@@ -81,7 +81,7 @@ def test_weights_in_any_format_have_the_magnitude_of_plain_ones(name: str) -> No
     slots = matrix.slots(module, (128, 256), region=(range(128), range(256)))
     fill_synthetic(slots_by_name(slots), SPEC, 0)
     found = dequantized(matrix.take())
-    wanted = init_of(SPEC).draw(module, SPEC).std
+    wanted = import_init(SPEC).draw(module, SPEC).std
     assert abs(found.std() / wanted - 1) < 0.15 and found.mean().abs() < 0.05 * wanted
 
 

@@ -27,7 +27,7 @@ from negamax.models import registry
 from negamax.models.build import build_model
 from negamax.models.decoder import Decoder
 from negamax.models.memory import expected_distinct_experts, weight_bytes
-from negamax.models.registry import names_of
+from negamax.models.registry import import_names
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 from negamax.worker.warmup import warmup_layers
@@ -178,7 +178,7 @@ def test_sizes_come_from_what_the_family_declares(spec: ForeignSpec, ranks: int)
     slots = [slot for slot in model.weight_slots().values() if not slot.optional]
     declared = {
         weight.name.replace("*", str(number)): weight.shape
-        for weight in names_of(spec).weights(spec)
+        for weight in import_names(spec).weights(spec)
         for number in range(weight.count)
     }
     assert declared == {slot.name: slot.shape for slot in slots}

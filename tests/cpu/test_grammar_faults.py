@@ -64,11 +64,11 @@ def test_a_form_that_leads_nowhere_ends_its_request_alone(llm: LLM) -> None:
     none = {"type": "exclude_token", "exclude_tokens": list(vocabulary)}
     steps = [{"type": "const_string", "value": "ab"}, none]
     text = json.dumps({"format": {"type": "sequence", "elements": steps}})
-    dead_end = Grammar(kind="structural_tag", text=text)
+    find_dead_end = Grammar(kind="structural_tag", text=text)
     requests = admitted(
         llm,
         ["Say", "Once upon a time"],
-        [seeded(1, grammar=dead_end), seeded(1, max_tokens=20, ignore_eos=True)],
+        [seeded(1, grammar=find_dead_end), seeded(1, max_tokens=20, ignore_eos=True)],
     )
     updates = drive(llm, requests)
     (bad, good) = (updates[request.request_id] for request in requests)

@@ -20,7 +20,7 @@ from negamax.config.kv_cache import (
 )
 from negamax.models.family import INT8_CACHE
 from negamax.models.memory import dequantized, weight_bytes
-from negamax.models.registry import bundled_spec, names_of
+from negamax.models.registry import bundled_spec, import_names
 from negamax.options.speculation import SpeculationConfig
 from negamax.parallel.layout import ParallelLayout
 from negamax.worker import device, kv_cache
@@ -34,7 +34,7 @@ def test_stored_fp8_weights_are_counted_by_the_byte_and_dequantised_ones_by_thei
     spec = bundled_spec("minimax-m2")
     assert 230.0e9 < weight_bytes(spec, dtype="bfloat16") < 230.3e9  # as the published files
     plain = weight_bytes(spec, dtype="float32", kept=dequantized)
-    assert plain == 4 * sum(weight.num_elements for weight in names_of(spec).weights(spec))
+    assert plain == 4 * sum(weight.num_elements for weight in import_names(spec).weights(spec))
 
 
 KV = KvCacheSpec("k", heads=2, width=8), KvCacheSpec("v", heads=2, width=8)

@@ -28,7 +28,7 @@ from negamax.formats.platform import CPU
 from negamax.kernels.registry import KernelTable, resolve
 from negamax.models.decoder import Decoder
 from negamax.models.memory import dequantized, weight_bytes
-from negamax.models.registry import names_of, read_spec
+from negamax.models.registry import import_names, read_spec
 from negamax.parallel.collectives import SingleRank
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
@@ -60,7 +60,7 @@ def random_tensors(spec: ModelSpec) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     return {
         name: torch.randn(weight.shape, generator=generator) * weight.shape[-1] ** -0.5
-        for weight in names_of(spec).weights(spec)
+        for weight in import_names(spec).weights(spec)
         for name in weight.names()
     }
 

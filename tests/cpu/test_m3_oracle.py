@@ -30,7 +30,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLSparseCacheLayer
 
 from negamax import LLM
-from negamax.config.kv_cache import with_index_dtype
+from negamax.config.kv_cache import set_index_dtype
 from negamax.kernels.block_sparse import cpu as block_sparse_cpu
 from negamax.kernels.block_sparse.choice import BlockChoice
 from negamax.kernels.registry import OPS
@@ -282,7 +282,7 @@ def test_caches_in_fp8_give_what_transformers_does_with_rounded_ones(
 
     run = loaded(folder, choices=dict.fromkeys(OPS, "reference") if of_keys_and_values else {})
     run.kv = kv_cache.allocate(
-        with_index_dtype(run.model.spec.kv_caches(), "float8_e4m3fn"),
+        set_index_dtype(run.model.spec.kv_caches(), "float8_e4m3fn"),
         32,
         block_size=16,
         dtype=fp8 if of_keys_and_values else torch.float32,

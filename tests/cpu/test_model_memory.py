@@ -16,7 +16,7 @@ from negamax.config.quantization import QuantizationSpec
 from negamax.formats.platform import CPU
 from negamax.kernels.registry import resolve
 from negamax.models.memory import dequantized, expert_padding, read_bytes, weight_bytes
-from negamax.models.registry import names_of, read_spec
+from negamax.models.registry import import_names, read_spec
 from negamax.parallel.context import ParallelContext
 from negamax.parallel.layout import ParallelLayout
 from tests import tiny_m3
@@ -55,12 +55,12 @@ def test_a_family_names_every_tensor_of_a_model_and_its_shape(family: str) -> No
     spec = FAMILIES[family]
     said = {
         weight.name.replace("*", str(number)): weight.shape
-        for weight in names_of(spec).weights(spec)
+        for weight in import_names(spec).weights(spec)
         for number in range(weight.count)
     }
     slots = build(spec, loaded=False).weight_slots()
     assert said == {name: slot.shape for name, slot in slots.items() if not slot.optional}
-    weights = names_of(spec).weights(spec)
+    weights = import_names(spec).weights(spec)
     assert sum(weight.num_elements for weight in weights) == sum(map(math.prod, said.values()))
 
 

@@ -24,7 +24,7 @@ from negamax.formats.readable import is_kept
 from negamax.kernels.registry import resolve
 from negamax.layers.weights import WeightSlot
 from negamax.models import minimax_names as spellings
-from negamax.models.build import empty_slots
+from negamax.models.build import build_empty_slots
 from negamax.models.memory import expert_padding, weight_bytes
 from negamax.models.registry import bundled_spec
 from negamax.parallel.layout import ParallelLayout
@@ -77,7 +77,7 @@ def check(
 ) -> None:
     published, spec = PUBLISHED[name], spec_of(name, folder, layers=layers)
     kernels = resolve(platform=platform, dtype=DTYPE)
-    slots = empty_slots(spec, layout, dtype=DTYPE, kernels=kernels)
+    slots = build_empty_slots(spec, layout, dtype=DTYPE, kernels=kernels)
     plan = plan_load(slots, spec, folder)
     num_skipped = sum(map(len, plan.skipped.values()))
     assert num_skipped == published.num_skipped

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import MiniMaxM3VLConfig
 from triton_support import ThreadGroup, Threads
 
-from negamax.config.kv_cache import KvCacheSpecs, with_holders
+from negamax.config.kv_cache import KvCacheSpecs, split_over_holders
 from negamax.config.model_spec import ModelSpec
 from negamax.formats.platform import CPU
 from negamax.kernels.drafts.op import count_accepted
@@ -91,7 +91,7 @@ SPARSE = m3(
 )  # fmt: skip
 SHARDED = replace(
     SPARSE, num_kv_heads=2, sparse=replace(SPARSE.sparse, index_heads=2)
-).with_sharded_index()
+).shard_index()
 SPARSE_FP8 = replace(SPARSE, quantization=M2_FP8.quantization)
 
 
@@ -152,7 +152,7 @@ def whole_caches(caches: KvCacheSpecs, dtype: torch.dtype) -> list[KvCaches]:
 def own_caches(spec: ModelSpec, dtype: torch.dtype, layout: ParallelLayout) -> list[KvCaches]:
     """The part of them that the rank `layout` holds."""
     whole, view, parts = whole_caches(spec.kv_caches(), dtype), layout.attention, []
-    specs = with_holders(spec.kv_caches(), view.cache_size)
+    specs = split_over_holders(spec.kv_caches(), view.cache_size)
     for caches, layer in zip(specs, whole, strict=True):
         part = {}
         for cache in caches:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from negamax.models.chat_format import REASONING_PARSERS, TOOL_CALL_PARSERS, ChatFormat
-from negamax.models.registry import CALL_STYLES, CHAT_FAMILIES, chat_family_of
+from negamax.models.registry import CALL_STYLES, CHAT_FAMILIES, find_chat_family
 from negamax.text.detokenizer import TextPiece
 from negamax.text.messages import THINK_TAGS
 from negamax.text.parser.events import collect
@@ -43,7 +43,7 @@ def test_an_answer_that_may_not_think_begins_behind_its_closed_reasoning(key: st
     family = CHAT_FAMILIES[key]
     output = family.output
     chat_format = ChatFormat.of_model(output.name)
-    assert chat_format.family is chat_family_of(output.name) is family
+    assert chat_format.family is find_chat_family(output.name) is family
     opened = f"{output.turn_open}{output.assistant}\n{output.think_open}\n"
     assert chat_format.begin_answer(opened, may_think=True) == (opened, "open")
     closed, state = chat_format.begin_answer(opened, may_think=False)

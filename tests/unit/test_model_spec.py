@@ -17,7 +17,7 @@ from negamax.config.generation import GenerationDefaults, SamplingDefaults, read
 from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
 from negamax.models.minimax_m2.config import FAMILY
-from negamax.models.registry import bundled_names, bundled_spec, names_of, read_spec
+from negamax.models.registry import bundled_names, bundled_spec, import_names, read_spec
 from negamax.quantization.detect import detect
 
 # The fields of MiniMax-M2's own config.json.
@@ -107,7 +107,7 @@ def test_bundled_specs_differ_only_in_the_window() -> None:
         204800,
     ]
     for spec in windows.values():
-        weights = names_of(spec).weights(spec)
+        weights = import_names(spec).weights(spec)
         assert sum(weight.num_elements for weight in weights) == 228_689_764_864
     assert set(windows) == {name for name in bundled_names() if name.startswith("minimax-m2")}
     with pytest.raises(ConfigError, match=r"'minimax-m1'; known: minimax-m2, minimax-m2\.1"):

@@ -18,11 +18,11 @@ from negamax.config.kv_cache import (
     choose_block_size,
     sharding_crossover,
     shards_index,
-    with_holders,
+    split_over_holders,
 )
 from negamax.models.memory import weight_bytes
 from negamax.models.minimax_m3.config import MiniMaxM3Spec
-from negamax.models.registry import bundled_spec, names_of, read_spec
+from negamax.models.registry import bundled_spec, import_names, read_spec
 from negamax.parallel.layout import ParallelLayout
 
 PATTERN = [0] * 3 + [1] * 57
@@ -109,7 +109,7 @@ def sparse(**changes: Any) -> dict[str, Any]:
 def test_the_published_config_gives_the_bundled_spec() -> None:
     spec = read_spec({**AROUND, "text_config": TEXT})
     assert spec == bundled_spec("minimax-m3") and spec.notes == ()
-    assert sum(w.num_elements for w in names_of(spec).weights(spec)) == 426_174_572_928
+    assert sum(w.num_elements for w in import_names(spec).weights(spec)) == 426_174_572_928
     alone = read_spec(TEXT)
     assert replace(alone, architecture=spec.architecture) == spec
     frame = msgspec.msgpack.encode(spec)
@@ -129,7 +129,7 @@ def test_caches_are_keys_and_values_and_index_keys_in_sparse_layers() -> None:
         ("bfloat16", 8, 122_880 // 4 + 14_592),  # KV heads are copied
     ):
         assert block_bytes(caches, 128, dtype=dtype, ranks=ranks) == 128 * per_token
-    sharded = bundled_spec("minimax-m3").with_sharded_index()
+    sharded = bundled_spec("minimax-m3").shard_index()
     of_shards = {
         ranks: block_bytes(sharded.kv_caches(), 128, dtype="fp8", ranks=ranks)
         for ranks in (1, 4, 8)
@@ -137,7 +137,7 @@ def test_caches_are_keys_and_values_and_index_keys_in_sparse_layers() -> None:
     assert of_shards == {1: 128 * 68_736, 4: 128 * 17_184, 8: 128 * 16_272}
     # of eight ranks two share out the blocks of a KV head, with all index keys and with shards
     found = [
-        block_bytes(with_holders(spec.kv_caches(), 2), 128, dtype="fp8", ranks=8)
+        block_bytes(split_over_holders(spec.kv_caches(), 2), 128, dtype="fp8", ranks=8)
         for spec in (bundled_spec("minimax-m3"), sharded)
     ]
     assert found == [128 * (7_680 + 7_296), 128 * (7_680 + 912)]

@@ -14,7 +14,7 @@ from negamax.models.chat_format import (
 )
 from negamax.models.minimax_m2.chat import MINIMAX_M2_FAMILY
 from negamax.models.minimax_m3.chat import MINIMAX_M3_FAMILY
-from negamax.models.registry import chat_family_of
+from negamax.models.registry import find_chat_family
 from negamax.text.detokenizer import TextPiece
 from negamax.text.parser.events import ParsedOutput, collect
 from negamax.text.parser.output_parser import Thinking
@@ -102,14 +102,14 @@ def test_a_named_parser_needs_no_known_model() -> None:
 
 @pytest.mark.parametrize("model", ["MiniMaxM2ForCausalLM", "minimax_m2", "minimax-m2.5"])
 def test_m2_is_found_by_architecture_and_model_type(model: str) -> None:
-    assert chat_family_of(model) is MINIMAX_M2_FAMILY
+    assert find_chat_family(model) is MINIMAX_M2_FAMILY
 
 
 @pytest.mark.parametrize(
     "model", ["MiniMaxM3SparseForConditionalGeneration", "minimax_m3", "minimax_m3_vl"]
 )
 def test_m3_is_found_by_architecture_and_model_type(model: str) -> None:
-    assert chat_family_of(model) is MINIMAX_M3_FAMILY
+    assert find_chat_family(model) is MINIMAX_M3_FAMILY
 
 
 @pytest.mark.parametrize(

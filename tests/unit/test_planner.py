@@ -21,7 +21,7 @@ from negamax.base.errors import ConfigError
 from negamax.cli.main import app, main
 from negamax.cli.plan import commands
 from negamax.cli.resolve import resolve
-from negamax.config.kv_cache import block_bytes, with_holders, with_index_dtype
+from negamax.config.kv_cache import block_bytes, set_index_dtype, split_over_holders
 from negamax.config.model_spec import ModelSpec
 from negamax.models.memory import ModelWeights, weight_bytes
 from negamax.models.registry import bundled_spec
@@ -83,12 +83,12 @@ def counted(
     """
     found = []
     longest = longest or spec.max_position_embeddings
-    spec = spec.with_sharded_index() if shards_index or layout.dcp > 1 else spec
+    spec = spec.shard_index() if shards_index or layout.dcp > 1 else spec
     for stage in map(layout.of_rank, range(0, layout.world_size, layout.stage_size)):
         weights = bytes_on_rank(spec, stage)
         layers = stage.layers(spec.num_layers)
-        caches = with_index_dtype(spec.kv_caches(), "bfloat16")[layers.start : layers.stop]
-        caches = with_holders(caches, layout.dcp)
+        caches = set_index_dtype(spec.kv_caches(), "bfloat16")[layers.start : layers.stop]
+        caches = split_over_holders(caches, layout.dcp)
         token = block_bytes(caches, 1, dtype=kv_dtype, ranks=layout.tp)
         slots = 257 * 4 + 257 * 4 // 64 + 1
         room = budget - weights

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from negamax.text.parser.schema_values import ToolSchemas, json_string_body, json_value, parse_json
-from negamax.text.schema_walk import schema_types
+from negamax.text.schema_walk import find_types
 
 TYPE_NAMES = ("null", "integer", "number", "boolean", "object", "array", "string")
 
 
 def types_of(schema: Any, root: Any = None) -> set[str]:
-    return set(schema_types([schema], root=root))
+    return set(find_types([schema], root=root))
 
 
 def convert(text: str, *types: str) -> Any:

@@ -17,7 +17,7 @@ from negamax.options.engine import EngineOptions
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import GrammarBitmask, NewRow, StepPlan
 from negamax.text.chat_template import ChatTemplate
-from negamax.text.script import ScriptedAnswers, new_messages, read_script
+from negamax.text.script import ScriptedAnswers, find_new_messages, read_script
 from negamax.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.from_folder(EMBEDDED["nano"])
@@ -94,8 +94,8 @@ def test_first_rule_that_fits_answers(answers: ScriptedAnswers, prompt: str, ans
 
 
 def test_messages_since_the_last_answer_are_looked_at() -> None:
-    assert new_messages(rendered(ASKED), MINIMAX_M2) == ("user", "How is the weather?")
-    role, text = new_messages(rendered(CALLED), MINIMAX_M2)
+    assert find_new_messages(rendered(ASKED), MINIMAX_M2) == ("user", "How is the weather?")
+    role, text = find_new_messages(rendered(CALLED), MINIMAX_M2)
     assert role == "tool"
     assert "sunny" in text and "Be brief" in text and "weather" not in text
 

@@ -13,7 +13,7 @@ from negamax.base.errors import CheckpointError, ConfigError
 from negamax.checkpoint import split
 from negamax.config.model_spec import ModelSpec
 from negamax.models.memory import dequantized, expert_padding, weight_bytes
-from negamax.models.registry import bundled_names, bundled_spec, names_of
+from negamax.models.registry import bundled_names, bundled_spec, import_names
 from negamax.options.parallel import ParallelOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split, possible_splits
@@ -127,7 +127,7 @@ def test_ranks_share_out_what_they_have_copies_of(
     if words is None:
         check_split(layout, spec)
         # each has the query heads of all of them
-        q = next(each for each in names_of(spec).weights(spec) if each.is_query)
+        q = next(each for each in import_names(spec).weights(spec) if each.is_query)
         plain, shared = (
             weight_bytes(spec, dtype="bfloat16", kept=dequantized, layout=each)
             for each in (ParallelLayout(tp=tp), layout)

@@ -21,7 +21,7 @@ from negamax.base.errors import ContextLengthError, InvalidRequestError
 from negamax.base.pieces import num_chars
 from negamax.models.chat_format import ChatFormat, ReasoningState
 from negamax.text.encoding_cache import EncodingCache
-from negamax.text.escaping import unescaped
+from negamax.text.escaping import unescape
 from negamax.text.messages import is_unseen, normalize_messages, plain_text
 from negamax.text.tokenizer import Tokenizer, TooManyTokensError
 
@@ -114,7 +114,7 @@ class PromptBuilder:
                     "the messages or tools are nested too deeply", param="messages"
                 ) from None
             token_ids = self._encode(text, cache_salt, is_escaped=True)
-            return ChatPrompt(unescaped(text), token_ids, reasoning, continued)
+            return ChatPrompt(unescape(text), token_ids, reasoning, continued)
 
         return await run_off_loop(build, num_bytes=num_bytes)
 

@@ -10,8 +10,8 @@ from negamax.checkpoint.reader import read_entries
 from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
 from negamax.config.quantization import rotation_file
-from negamax.models.eagle3.config import DraftModel, of_draft
-from negamax.models.eagle3.names import EMBEDDING, HEAD, respelled
+from negamax.models.eagle3.config import DraftModel, name_draft_errors
+from negamax.models.eagle3.names import EMBEDDING, HEAD, respell
 
 
 def with_own_parts(draft: DraftModel, target: ModelSpec, folder: Path | None) -> DraftModel:
@@ -21,8 +21,8 @@ def with_own_parts(draft: DraftModel, target: ModelSpec, folder: Path | None) ->
     """
     if draft.folder is None:
         return draft
-    with of_draft(draft.folder):
-        found = {respelled(name) for name in read_entries(Path(draft.folder))}
+    with name_draft_errors(draft.folder):
+        found = {respell(name) for name in read_entries(Path(draft.folder))}
     rotation = folder and rotation_file(read_json_object(folder / "config.json"), folder)
     spec = replace(
         draft.spec,

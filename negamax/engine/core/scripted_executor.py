@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from negamax.engine.core.source import ModelSource
-from negamax.models.registry import chat_family_of
+from negamax.models.registry import find_chat_family
 from negamax.options.engine import EngineOptions
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import GrammarBitmask, NewRow, StepPlan, StepResult, TokenLogprobs
@@ -46,7 +46,7 @@ class ScriptedExecutor:
             script,
             tokenizer=Tokenizer.from_folder(template_folder),
             template=template,
-            output_format=chat_family_of(source.spec.architecture).output,
+            output_format=find_chat_family(source.spec.architecture).output,
             eos_token_id=self._eos,
         )
         self._step_seconds = 1.0 / script.tokens_per_second

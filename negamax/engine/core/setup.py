@@ -23,7 +23,7 @@ from negamax.engine.nodes.facts import facts_of
 from negamax.engine.nodes.group import start_on_nodes
 from negamax.engine.nodes.ray_launcher import RayLauncher
 from negamax.engine.wire import ModelInfo
-from negamax.models.registry import model_types_like
+from negamax.models.registry import list_model_types
 from negamax.options.engine import STEP_LIMITS, EngineOptions
 from negamax.options.eplb import FIXED
 from negamax.options.nodes import RAY
@@ -112,7 +112,7 @@ def _worker_config(
 
         # a draft's caches are not sharded by DCP
         check_split(replace(layout.within_stage, dcp=1), draft.spec)
-        types = model_types_like(spec.architecture)
+        types = list_model_types(spec.architecture)
         for doubt in draft.spec.doubts(spec, target_types=types, max_model_len=max_model_len):
             logger.warning("%s", doubt)
         draft = with_own_parts(draft, spec, source.weights_folder)
@@ -182,7 +182,7 @@ def _with_index_options(
         ranks=layout.attention.size,
         max_model_len=max_model_len,
     )
-    return spec.with_sharded_index() if is_sharded else spec
+    return spec.shard_index() if is_sharded else spec
 
 
 def _log_ready(ready: WorkerReady, *, block_size: int) -> None:

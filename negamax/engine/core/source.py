@@ -14,8 +14,8 @@ from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
 from negamax.config.quantization import read_quantization
 from negamax.models.eagle3 import config as eagle3
-from negamax.models.eagle3.config import DraftModel, Eagle3Spec, IsDraft, of_draft
-from negamax.models.registry import bundled_names, bundled_spec, family_of, read_spec
+from negamax.models.eagle3.config import DraftModel, Eagle3Spec, IsDraft, name_draft_errors
+from negamax.models.registry import bundled_names, bundled_spec, find_family, read_spec
 from negamax.options.engine import EngineOptions
 from negamax.options.speculation import EAGLE3, SpeculationConfig
 from negamax.quantization import online
@@ -48,12 +48,12 @@ def locate(options: EngineOptions) -> ModelSource:
         if error.verifier is None or options.speculative_config:
             raise
         options = _with_verifier(options, error.verifier)
-        with of_draft(options.speculation.model if options.speculation else None):
+        with name_draft_errors(options.speculation.model if options.speculation else None):
             source = _locate_target(options)
     speculation = options.speculation
     if speculation is None or speculation.method != EAGLE3:
         return replace(source, speculation=speculation)
-    with of_draft(speculation.model):
+    with name_draft_errors(speculation.model):
         draft = _locate_draft(speculation, options, target=source.spec)
         speculation = speculation.as_long_as(draft.spec.speculative_tokens)
     if draft.spec.verifier is not None:
@@ -79,7 +79,7 @@ def _locate_target(options: EngineOptions) -> ModelSource:
             )
         spec = _shortened(bundled_spec(options.model), options.num_hidden_layers)
         spec = _with_quantization(spec, options)
-        family = family_of(spec.architecture)
+        family = find_family(spec.architecture)
         sampling = SamplingDefaults(**family.sampling)
         generation = GenerationDefaults(sampling=sampling, eos_token_ids=spec.eos_token_ids)
         return ModelSource(spec, generation, None, EMBEDDED[family.embedded], options.model)
@@ -94,7 +94,7 @@ def _locate_target(options: EngineOptions) -> ModelSource:
     spec = _read_spec(folder, options=options)
     weights = None if options.load_format == "synthetic" else folder
     generation = read_generation_defaults(
-        folder, spec, absent=family_of(spec.architecture).sampling
+        folder, spec, absent=find_family(spec.architecture).sampling
     )
     return ModelSource(spec, generation, weights, folder, options.model.rstrip("/"))
 

@@ -171,7 +171,7 @@ def check_no_draft(config: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def of_draft(name: str | None) -> Iterator[None]:
+def name_draft_errors(name: str | None) -> Iterator[None]:
     """Name the draft `name` in errors about its files."""
     try:
         yield
@@ -200,12 +200,12 @@ def read_spec(config: Mapping[str, Any]) -> Eagle3Spec:
     Errors: `ConfigError` with the field, the value found and the values allowed.
     """
     notes: list[str] = []
-    use, aux_layers = speculators.Use(), _aux_layers
+    use, aux_layers = speculators.Use(), _read_aux_layers
     if speculators.is_speculators(config):
-        use, aux_layers = speculators.use(config), _entered_layers
+        use, aux_layers = speculators.use(config), _read_input_layers
         notes += use.notes
         config = speculators.flat(config, architecture=ARCHITECTURE)
-    config = _flat(config)
+    config = _flatten(config)
     if config.get("architectures") not in [[name] for name in _ARCHITECTURES]:
         refuse("architectures", config.get("architectures"),
                " or ".join(f"[{name!r}]" for name in _ARCHITECTURES))  # fmt: skip
@@ -224,7 +224,7 @@ def read_spec(config: Mapping[str, Any]) -> Eagle3Spec:
     target_type, target_layers = config.get("target_model_type"), "target_num_hidden_layers"
     if not isinstance(target_type, str | None):
         refuse("target_model_type", target_type, "a text or null")
-    switches: dict[str, Any] = {name: _switch(config, name) for name in _SWITCHES}
+    switches: dict[str, Any] = {name: _read_switch(config, name) for name in _SWITCHES}
     sizes = {
         name: fields.read_size(config, name) if config.get(name) is not None else default
         for name, default in optional.items()
@@ -248,7 +248,7 @@ def read_spec(config: Mapping[str, Any]) -> Eagle3Spec:
     )
 
 
-def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
     """Merge `eagle_config` into the other fields, and add Llama's default sizes."""
     nested = config.get("eagle_config") or {}
     if not isinstance(nested, Mapping):
@@ -265,19 +265,19 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _switch(config: Mapping[str, Any], name: str) -> bool:
+def _read_switch(config: Mapping[str, Any], name: str) -> bool:
     value = config.get(name)
     if value not in (None, True, False):
         refuse(name, value, "true or false")
     return bool(value)
 
 
-def _aux_layers(ids: object) -> tuple[int, ...]:
+def _read_aux_layers(ids: object) -> tuple[int, ...]:
     """Return the layers named by config.json, as inputs. Errors: `ConfigError`.
 
     Trainers name a layer by its output and begin with 1; others name its input and begin with 2.
     """
-    numbers = _entered_layers(ids)
+    numbers = _read_input_layers(ids)
     if numbers and numbers[0] not in (1, 2):
         raise ConfigError(
             f"config.json of the draft: {_IDS} is {ids}; known are lists that begin with 1, which "
@@ -287,7 +287,7 @@ def _aux_layers(ids: object) -> tuple[int, ...]:
     return tuple(number + 2 - numbers[0] for number in numbers)
 
 
-def _entered_layers(ids: object) -> tuple[int, ...]:
+def _read_input_layers(ids: object) -> tuple[int, ...]:
     """Return the layers named by config.json as inputs, as vLLM does; () without. Errors:
     `ConfigError`.
     """
@@ -300,7 +300,7 @@ def _entered_layers(ids: object) -> tuple[int, ...]:
     return layers
 
 
-def _published(**own: Any) -> Eagle3Spec:
+def _make_published(**own: Any) -> Eagle3Spec:
     common: dict[str, Any] = {
         "architecture": ARCHITECTURE, "vocab_size": 200_064, "num_layers": 1, "head_dim": 128,
         "rotary_dim": 128,
@@ -310,7 +310,7 @@ def _published(**own: Any) -> Eagle3Spec:
     return Eagle3Spec(**common | own)
 
 
-_M2 = _published(
+_M2 = _make_published(
     hidden_size=3072,
     target_hidden_size=3072,
     num_heads=24,
@@ -318,7 +318,7 @@ _M2 = _published(
     intermediate_size=8192,
     draft_vocab_size=32_000,
 )
-_M3 = _published(
+_M3 = _make_published(
     hidden_size=6144,
     target_hidden_size=6144,
     num_heads=64,

@@ -52,7 +52,7 @@ _OFFSETS = StoredTensor(names.D2T, Role.PERMUTATION, ("int64", "int32"), (Dim(Ax
 _MARKS = StoredTensor(names.T2D, Role.PERMUTATION, ("bool",), (Dim(Axis.ROWS),))
 
 
-def _whole(x: Tensor) -> Partial:
+def _replicate(x: Tensor) -> Partial:
     """Wrap a tensor that every rank has in full."""
     return Partial(x, _ALONE)
 
@@ -207,7 +207,7 @@ class _Layer:
             joined = fused.run(token_ids, embed.table, hidden, norm.weight, weight, eps=norm.eps)
         else:
             embedded, _ = self._embed_tokens(token_ids, embed.table, first_id=0)
-            joined = torch.cat([_plain_norm(self._input_norm, embedded), hidden], dim=-1)
+            joined = torch.cat([_run_norm(self._input_norm, embedded), hidden], dim=-1)
         return joined, residual
 
     def enter(self, x: Partial, residual: Tensor) -> Tensor:
@@ -259,7 +259,7 @@ class Eagle3Draft:
             _Layer(spec, layer, context=context, **shared) for layer in range(spec.num_layers)
         ]
         self._norm = RmsNorm(names.NORM, hidden, **eps, **shared)
-        parts = [self._fc, *self._aux_norms.values(), *self.layers, self._norm]
+        parts: list[Any] = [self._fc, *self._aux_norms.values(), *self.layers, self._norm]
         slots = [slot for part in parts for slot in part.slots]
         self._embed: VocabEmbedding | None = None
         if spec.own_embedding:  # whole on every rank
@@ -308,8 +308,9 @@ class Eagle3Draft:
         """
         for name, slot in self._slots.items():
             assert slot.written or slot.optional or not slot.needed, f"{name} was not written"
-        for part in (self._fc, *self.layers):
-            part.finish_loading()
+        self._fc.finish_loading()
+        for layer in self.layers:
+            layer.finish_loading()
         if self._head is not None:
             self._head.finish_loading()
         if self._embed is None:
@@ -361,12 +362,12 @@ class Eagle3Draft:
             streams = [stream @ self._rotation_back for stream in streams]
         if self.spec.fc_norm:
             streams = [
-                _plain_norm(norms[names.fc_norm(number)], stream)
+                _run_norm(norms[names.fc_norm(number)], stream)
                 for number, stream in enumerate(streams)
             ]
         columns = self._columns
         if self.spec.norm_before_fc:
-            joined = _plain_norm(norms[names.FC_INPUT_NORM], torch.cat(list(streams), dim=-1))
+            joined = _run_norm(norms[names.FC_INPUT_NORM], torch.cat(list(streams), dim=-1))
             return self._fc(joined[:, columns.start : columns.stop].contiguous())
         width, shares = self.spec.target_hidden_size, []
         for number, stream in enumerate(streams):
@@ -418,16 +419,16 @@ class Eagle3Draft:
             return self._target.local_logits(hidden)
         return self._head(hidden, out_dtype=torch.float32)
 
-    def of_all_tokens(self, logits: Tensor) -> Tensor:
+    def scatter_logits(self, logits: Tensor) -> Tensor:
         """Scatter `local_logits` to the target's ids, [R, vocab] fp32, minus infinity elsewhere."""
         ids = self._token_ids[self.vocab_range.start : self.vocab_range.stop]
         every = logits.new_full((len(logits), self.spec.vocab_size), -torch.inf)
         return every.index_copy_(1, ids, logits)
 
 
-def _plain_norm(norm: RmsNorm, x: Tensor) -> Tensor:
+def _run_norm(norm: RmsNorm, x: Tensor) -> Tensor:
     """x [T, width] -> its norm."""
-    normed = norm(_whole(x), torch.zeros_like(x))
+    normed = norm(_replicate(x), torch.zeros_like(x))
     assert isinstance(normed, Tensor)
     return normed
 

@@ -63,7 +63,7 @@ _SKIPPED = (
 )
 
 
-def respelled(name: str) -> str:
+def respell(name: str) -> str:
     """Return the slot of a tensor that is stored separately."""
     for pattern, replacement in _ALIASES:
         name = pattern.sub(replacement, name)
@@ -71,7 +71,7 @@ def respelled(name: str) -> str:
 
 
 def place(names: Iterable[str], *, num_layers: int) -> dict[str, Placement]:
-    return {name: _place(respelled(name)) for name in names}
+    return {name: _place(respell(name)) for name in names}
 
 
 def _place(slot: str) -> Placement:

@@ -86,7 +86,7 @@ def use(config: Mapping[str, Any]) -> Use:
     name = verifier.get("name_or_path")
     if name is not None and not (isinstance(name, str) and name):
         refuse(f"{_USE}.verifier.name_or_path", name, "a folder, a hub id or null")
-    method, notes = _proposal_method(given), []
+    method, notes = _choose_method(given), []
     if method.get("verifier_accept_k", 1) != 1:
         notes.append(
             f"verifier_accept_k of the draft is {method['verifier_accept_k']} and has no effect: "
@@ -95,7 +95,7 @@ def use(config: Mapping[str, Any]) -> Use:
     return Use(fields.read_size(method, "speculative_tokens"), name, tuple(notes))
 
 
-def _proposal_method(given: Mapping[str, Any]) -> Mapping[str, Any]:
+def _choose_method(given: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the default method, or the first. Only "greedy" proposes one chain of tokens."""
     methods, where = given.get("proposal_methods"), f"{_USE}.proposal_methods"
     if (

@@ -24,7 +24,7 @@ def build(
     shared: dict[str, Any] = {"context": context, "weights": weights, "kernels": kernels}
     layout, view = context.layout, context.layout.attention
     kv_heads = len(view.kv_heads(spec.num_kv_heads))
-    layers = [_layer(spec, layer, **shared) for layer in layout.layers(spec.num_layers)]
+    layers = [_build_layer(spec, layer, **shared) for layer in layout.layers(spec.num_layers)]
     kind = GroupedQueryKind(
         kv_heads=kv_heads,
         group=len(view.cache_heads(spec.num_heads)) // kv_heads,
@@ -37,7 +37,7 @@ def build(
     return Decoder(spec, layers, [(kind, 0)], names=names.DECODER, eps=eps, **shared)
 
 
-def _layer(
+def _build_layer(
     spec: MiniMaxM2Spec, layer: int, *, context: ParallelContext, **shared: Any
 ) -> DecoderLayer:
     attention = Attention(

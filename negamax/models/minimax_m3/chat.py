@@ -65,7 +65,7 @@ class MiniMaxM3Block(CallBlock):
     @staticmethod
     def is_bare_call(lexeme: Lexeme, schemas: ToolSchemas, *, at_line_start: bool) -> bool:
         """A tag with its marker is not quoted; the family writes no line break before calls."""
-        return schemas.declares(_tool_name(lexeme.text, schemas))
+        return schemas.declares(_read_tool_name(lexeme.text, schemas))
 
     def take(self, lexeme: Lexeme) -> bool:
         arguments = self._arguments
@@ -101,7 +101,7 @@ class MiniMaxM3Block(CallBlock):
             case TagKind.PARAMETER_OPEN:
                 _open_element(arguments, tag)
             case TagKind.PARAMETER_CLOSE:
-                arguments.close(_element_name(tag, arguments), tag)
+                arguments.close(_read_element_name(tag, arguments), tag)
             case TagKind.INVOKE_OPEN if self._is_data(tag, arguments):
                 arguments.quote(_INVOKE, tag)
             case TagKind.BLOCK_OPEN if arguments.is_in_string:
@@ -130,7 +130,9 @@ class MiniMaxM3Block(CallBlock):
     def _is_data(self, tag: str, arguments: ElementArguments) -> bool:
         if arguments.has_quotation:
             return True
-        return arguments.is_in_string and not self._schemas.declares(_tool_name(tag, self._schemas))
+        return arguments.is_in_string and not self._schemas.declares(
+            _read_tool_name(tag, self._schemas)
+        )
 
     def _take_structure(self, lexeme: Lexeme) -> bool:
         """Take a tag that ends the call, or one without marker, which counts between arguments."""
@@ -151,7 +153,7 @@ class MiniMaxM3Block(CallBlock):
         return False
 
     def _begin_call(self, tag: str) -> None:
-        tool = _tool_name(tag, self._schemas)
+        tool = _read_tool_name(tag, self._schemas)
         if tool:
             self._calls.start_call(tool)
             self._arguments = ElementArguments(self._calls, self._schemas.arguments(tool))
@@ -163,7 +165,7 @@ class MiniMaxM3Block(CallBlock):
 
 
 def _open_element(arguments: ElementArguments, tag: str) -> None:
-    name = _element_name(tag, arguments)
+    name = _read_element_name(tag, arguments)
     is_empty = name.endswith("/")  # `<tags/>`
     if is_empty:
         name = name.removesuffix("/").rstrip()
@@ -172,14 +174,14 @@ def _open_element(arguments: ElementArguments, tag: str) -> None:
         arguments.close(name, "")
 
 
-def _element_name(tag: str, arguments: ElementArguments) -> str:
+def _read_element_name(tag: str, arguments: ElementArguments) -> str:
     """Return the name in an element's tag, without attributes that no schema has."""
     name = tag.removeprefix(MARKER).strip()[1:-1].removeprefix("/").strip()
     first, _, others = name.partition(" ")
     return first if "=" in others and not arguments.lists(name) else name
 
 
-def _tool_name(tag: str, schemas: ToolSchemas) -> str:
+def _read_tool_name(tag: str, schemas: ToolSchemas) -> str:
     tag = tag.removeprefix(MARKER).strip()
     if MARKER not in tag:
         return tool_name([tag], schemas)

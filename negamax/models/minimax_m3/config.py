@@ -150,7 +150,7 @@ class MiniMaxM3Spec(MoeSpec):
         moe_layers = self.moe_layers[:num_layers]
         return replace(self, num_layers=num_layers, moe_layers=moe_layers, sparse=sparse)
 
-    def with_sharded_index(self) -> MiniMaxM3Spec:
+    def shard_index(self) -> MiniMaxM3Spec:
         return replace(self, sparse=self.sparse and replace(self.sparse, is_sharded=True))
 
     def kv_caches(self) -> KvCacheSpecs:
@@ -226,7 +226,7 @@ def read_text(config: Mapping[str, Any], *, architecture: str) -> MiniMaxM3Spec:
         refuse("hidden_act", activation, " or ".join(map(repr, _ACTIVATIONS)))
     expert_width = fields.read_size(config, "intermediate_size")
     fields.check_fixed(config, {"moe_intermediate_size": expert_width})
-    moe_layers = _moe_layers(config, num_layers)
+    moe_layers = _read_moe_layers(config, num_layers)
     fields.note_unknown(config, {*_READ, *_FIXED}, notes=notes)
     return MiniMaxM3Spec(
         architecture=architecture,
@@ -235,17 +235,17 @@ def read_text(config: Mapping[str, Any], *, architecture: str) -> MiniMaxM3Spec:
         num_experts=fields.read_size(config, "num_local_experts"),
         experts_per_token=fields.read_size(config, "num_experts_per_tok"),
         routed_scaling_factor=fields.read_required_number(config, "routed_scaling_factor"),
-        shared_width=_shared_width(config),
+        shared_width=_read_shared_width(config),
         dense_width=0 if all(moe_layers) else fields.read_size(config, "dense_intermediate_size"),
         swiglu_alpha=fields.read_required_number(config, "swiglu_alpha"),
         swiglu_limit=fields.read_required_number(config, "swiglu_limit"),
         moe_layers=moe_layers,
-        sparse=_sparse(config, num_layers),
+        sparse=_read_sparse(config, num_layers),
         notes=tuple(notes),
     )
 
 
-def _shared_width(config: Mapping[str, Any]) -> int:
+def _read_shared_width(config: Mapping[str, Any]) -> int:
     """Read the width of the shared expert. transformers has one, and no field for the number."""
     experts = config.get("n_shared_experts", 1)
     if experts not in (0, 1) or isinstance(experts, bool):
@@ -258,19 +258,19 @@ def _shared_width(config: Mapping[str, Any]) -> int:
     return fields.read_size(config, "shared_intermediate_size")
 
 
-def _moe_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+def _read_moe_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
     """Read which layers have experts; by default all."""
     found = {
-        **_layers(config, "moe_layer_freq", (0, 1), num_layers),
-        **_layers(config, "mlp_layer_types", ("dense", "sparse"), num_layers),
+        **_read_layers(config, "moe_layer_freq", (0, 1), num_layers),
+        **_read_layers(config, "mlp_layer_types", ("dense", "sparse"), num_layers),
     }
     if "first_k_dense_replace" in config:
-        dense = _count(config, "first_k_dense_replace")
+        dense = _read_count(config, "first_k_dense_replace")
         found["first_k_dense_replace"] = tuple(layer >= dense for layer in range(num_layers))
-    return _agreed(found, (True,) * num_layers)
+    return _agree(found, (True,) * num_layers)
 
 
-def _sparse(config: Mapping[str, Any], num_layers: int) -> SparseAttentionSpec | None:
+def _read_sparse(config: Mapping[str, Any], num_layers: int) -> SparseAttentionSpec | None:
     """Read `sparse_attention_config`, or the fields that transformers makes of it."""
     given = config.get("sparse_attention_config")
     if not isinstance(given, Mapping | None):
@@ -280,16 +280,16 @@ def _sparse(config: Mapping[str, Any], num_layers: int) -> SparseAttentionSpec |
         refuse(f"sparse_attention_config.{name}", given[name], ", ".join(sorted(_SPARSE)))
     fields.check_fixed(given, {"sparse_score_type": "max"})
     found = {
-        **_layers(given, "sparse_attention_freq", (0, 1), num_layers),
-        **_layers(config, "layer_types", ("full_attention", "minimax_m3_sparse"), num_layers),
+        **_read_layers(given, "sparse_attention_freq", (0, 1), num_layers),
+        **_read_layers(config, "layer_types", ("full_attention", "minimax_m3_sparse"), num_layers),
     }
     if given and not found:
         raise ConfigError("sparse_attention_config has no sparse_attention_freq; it is required")
-    layers = _agreed(found, ())
+    layers = _agree(found, ())
     fields.check_fixed(given, {"use_sparse_attention": any(layers)})
     if not any(layers):
         return None
-    for flags in _layers(given, "sparse_disable_index_value", (0, 1), num_layers).values():
+    for flags in _read_layers(given, "sparse_disable_index_value", (0, 1), num_layers).values():
         for layer in range(num_layers):
             if layers[layer] and not flags[layer]:
                 refuse(f"sparse_disable_index_value[{layer}]", 0, "1 in a sparse layer")
@@ -297,7 +297,7 @@ def _sparse(config: Mapping[str, Any], num_layers: int) -> SparseAttentionSpec |
     def size(name: str, flat: str) -> int:
         sources = {name: given, flat: config}
         found = {name: fields.read_size(of, name) for name, of in sources.items() if name in of}
-        return _agreed(found, None) or fields.read_size(given, name)
+        return _agree(found, None) or fields.read_size(given, name)
 
     block_size = size("sparse_block_size", "index_block_size")
     return SparseAttentionSpec(
@@ -305,27 +305,27 @@ def _sparse(config: Mapping[str, Any], num_layers: int) -> SparseAttentionSpec |
         index_dim=size("sparse_index_dim", "index_head_dim"),
         topk_blocks=size("sparse_topk_blocks", "index_topk_blocks"),
         block_size=block_size,
-        init_blocks=_forced(given, "init", block_size),
-        local_blocks=_forced({**given, **config}, "local", block_size),
+        init_blocks=_read_forced(given, "init", block_size),
+        local_blocks=_read_forced({**given, **config}, "local", block_size),
         layers=layers,
     )
 
 
-def _forced(given: Mapping[str, Any], which: str, block_size: int) -> int:
+def _read_forced(given: Mapping[str, Any], which: str, block_size: int) -> int:
     """Read how many of the first or last blocks are always selected.
 
     SGLang also reads a number of tokens: the last ones may begin inside a block.
     """
     own = int(which == "local")  # the block of the token itself
     names = (f"sparse_{which}_block", f"index_{which}_blocks")
-    found = {name: _count(given, name) for name in names if given.get(name) is not None}
+    found = {name: _read_count(given, name) for name in names if given.get(name) is not None}
     tokens = f"sparse_{which}_tokens"
     if given.get(tokens) is not None:
-        found[tokens] = -(-_count(given, tokens) // block_size) + own
-    return _agreed(found, own)
+        found[tokens] = -(-_read_count(given, tokens) // block_size) + own
+    return _agree(found, own)
 
 
-def _layers(
+def _read_layers(
     config: Mapping[str, Any], name: str, values: tuple[object, object], num_layers: int
 ) -> dict[str, tuple[bool, ...]]:
     """Read list `name`, for each layer the first or second (True) of `values`; {} if absent."""
@@ -340,7 +340,7 @@ def _layers(
     return {name: tuple(entry == values[1] for entry in given)}
 
 
-def _count(config: Mapping[str, Any], name: str) -> int:
+def _read_count(config: Mapping[str, Any], name: str) -> int:
     """Read an integer from 0."""
     value = config[name]
     if type(value) is not int or not 0 <= value <= fields.MAX_SIZE:
@@ -348,7 +348,7 @@ def _count(config: Mapping[str, Any], name: str) -> int:
     return int(value)
 
 
-def _agreed(found: Mapping[str, T], default: T) -> T:
+def _agree(found: Mapping[str, T], default: T) -> T:
     """Return the value that all fields `found` give; refuse two values."""
     (first, value), *others = found.items() if found else [("", default)]
     for name, other in others:

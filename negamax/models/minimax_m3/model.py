@@ -29,11 +29,11 @@ def build(
     kernels = cache_kernels(kernels, context)
     shared: dict[str, Any] = {"context": context, "weights": weights, "kernels": kernels}
     numbers = context.layout.layers(spec.num_layers)
-    layers = [_layer(spec, layer, **shared) for layer in numbers]
+    layers = [_build_layer(spec, layer, **shared) for layer in numbers]
     return Decoder(
         spec,
         layers,
-        _kinds(spec, layers, context=context, weights=weights, kernels=kernels),
+        _build_kinds(spec, layers, context=context, weights=weights, kernels=kernels),
         names=names.DECODER,
         eps=spec.rms_norm_eps,
         gemma=True,
@@ -41,12 +41,12 @@ def build(
     )
 
 
-def _layer(
+def _build_layer(
     spec: MiniMaxM3Spec, layer: int, *, context: ParallelContext, **shared: Any
 ) -> DecoderLayer:
     return DecoderLayer(
-        _attention(spec, layer, context=context, **shared),
-        _mlp(spec, layer, context=context, **shared),
+        _build_attention(spec, layer, context=context, **shared),
+        _build_mlp(spec, layer, context=context, **shared),
         spec.hidden_size,
         norms=names.norms(layer),
         eps=spec.rms_norm_eps,
@@ -55,7 +55,7 @@ def _layer(
     )
 
 
-def _attention(
+def _build_attention(
     spec: MiniMaxM3Spec, layer: int, *, context: ParallelContext, **shared: Any
 ) -> Attention | BlockSparseAttention:
     heads: dict[str, Any] = {
@@ -74,13 +74,13 @@ def _attention(
         attention,
         names.indexer(layer),
         index_dim=spec.sparse.index_dim,
-        shard=_index_shard(spec, context),
+        shard=_shard_index(spec, context),
         **heads,
         **shared,
     )
 
 
-def _mlp(spec: MiniMaxM3Spec, layer: int, **shared: Any) -> SparseMoe | Mlp:
+def _build_mlp(spec: MiniMaxM3Spec, layer: int, **shared: Any) -> SparseMoe | Mlp:
     swiglu = SwiGlu(alpha=spec.swiglu_alpha, limit=spec.swiglu_limit, beta=1.0)
     if not spec.moe_layers[layer]:
         return Mlp(
@@ -104,7 +104,7 @@ def _mlp(spec: MiniMaxM3Spec, layer: int, **shared: Any) -> SparseMoe | Mlp:
     )
 
 
-def _index_shard(spec: MiniMaxM3Spec, context: ParallelContext) -> IndexShard:
+def _shard_index(spec: MiniMaxM3Spec, context: ParallelContext) -> IndexShard:
     """Return this rank's part of the index keys."""
     if spec.sparse is None or not spec.sparse.is_sharded:
         return IndexShard()
@@ -112,7 +112,7 @@ def _index_shard(spec: MiniMaxM3Spec, context: ParallelContext) -> IndexShard:
     return IndexShard(view.rank, view.size, heads, view.kv_heads(heads).start)
 
 
-def _kinds(
+def _build_kinds(
     spec: MiniMaxM3Spec,
     layers: list[DecoderLayer],
     *,
@@ -143,7 +143,7 @@ def _kinds(
             sparse.topk_blocks,
             sparse.init_blocks,
             sparse.local_blocks,
-            shard=_index_shard(spec, context),
+            shard=_shard_index(spec, context),
             cache=cache,
         )
         kinds.append((BlockSparseKind(shape, **common), at.index(True)))

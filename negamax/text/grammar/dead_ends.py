@@ -38,7 +38,7 @@ class _Symbol(NamedTuple):
     writes: bool = True  # without a rule: whether it produces any text
 
 
-def dead_end(serialized: str, *, stop_token_ids: Collection[int]) -> str | None:
+def find_dead_end(serialized: str, *, stop_token_ids: Collection[int]) -> str | None:
     """Return why an output may reach a point without an allowed token or an end; None: it cannot.
 
     `stop_token_ids` end an output; they are no tags in it. Takes linear time in the size of the
@@ -50,38 +50,39 @@ def dead_end(serialized: str, *, stop_token_ids: Collection[int]) -> str | None:
     starts, data = grammar["grammar_expr_indptr"], grammar["grammar_expr_data"]
     parts = [data[start:end] for start, end in zip(starts, [*starts[1:], len(data)], strict=True)]
     rules = [
-        list(_alternatives(parts, rule[1], frozenset(stop_token_ids))) for rule in grammar["rules"]
+        list(_read_alternatives(parts, rule[1], frozenset(stop_token_ids)))
+        for rule in grammar["rules"]
     ]
-    can_end = _completed(rules)
+    can_end = _find_finite(rules)
     root = grammar["root_rule_id"]
     if not can_end[root]:
         return "no output can follow the grammar to an end"
-    stuck = _stuck(rules, root, can_end, _writing(rules, can_end))
+    stuck = _find_stuck(rules, root, can_end, _find_writing(rules, can_end))
     if stuck is None:
         return None
     return f"an output may begin what it cannot end (rule {grammar['rules'][stuck][0]!r})"
 
 
-def _alternatives(
+def _read_alternatives(
     parts: list[list[int]], place: int, stop_token_ids: frozenset[int]
 ) -> Iterator[list[_Symbol]]:
     kind, _, *items = parts[place]
     match kind:
         case _Kind.CHOICES:
             for item in items:
-                yield from _alternatives(parts, item, stop_token_ids)
+                yield from _read_alternatives(parts, item, stop_token_ids)
         case _Kind.SEQUENCE:
-            yield [_symbol(parts[item], stop_token_ids) for item in items]
+            yield [_read_symbol(parts[item], stop_token_ids) for item in items]
         case _Kind.TAG_DISPATCH | _Kind.TOKEN_TAG_DISPATCH:
             tags = items[:-2] if kind == _Kind.TAG_DISPATCH else items[1 : 1 + 2 * items[0]]
             yield []
             for rule in tags[1::2]:
                 yield [_Symbol(), _Symbol(rule)]
         case _:
-            yield [_symbol(parts[place], stop_token_ids)]
+            yield [_read_symbol(parts[place], stop_token_ids)]
 
 
-def _symbol(part: list[int], stop_token_ids: frozenset[int]) -> _Symbol:
+def _read_symbol(part: list[int], stop_token_ids: frozenset[int]) -> _Symbol:
     kind, _, *items = part
     match kind:
         case _Kind.STRING:
@@ -115,7 +116,7 @@ def _has_characters(items: list[int]) -> bool:
     return following <= _LAST_CHARACTER
 
 
-def _completed(rules: list[list[list[_Symbol]]]) -> list[bool]:
+def _find_finite(rules: list[list[list[_Symbol]]]) -> list[bool]:
     """Return which rules produce a finite text."""
     can_end = [False] * len(rules)
     # by rule: [owner, count] of each alternative
@@ -147,14 +148,14 @@ def _completed(rules: list[list[list[_Symbol]]]) -> list[bool]:
     return can_end
 
 
-def _writing(rules: list[list[list[_Symbol]]], can_end: list[bool]) -> list[bool]:
+def _find_writing(rules: list[list[list[_Symbol]]], can_end: list[bool]) -> list[bool]:
     """Return which rules produce a finite text that is not empty."""
     writes = [False] * len(rules)
     users: dict[int, list[int]] = defaultdict(list)
     found: list[int] = []
     for owner, alternatives in enumerate(rules):
         for symbols in alternatives:
-            if not all(_ends(symbol, can_end) for symbol in symbols):
+            if not all(_can_end(symbol, can_end) for symbol in symbols):
                 continue
             for symbol in symbols:
                 if symbol.rule is not None:
@@ -169,13 +170,13 @@ def _writing(rules: list[list[list[_Symbol]]], can_end: list[bool]) -> list[bool
     return writes
 
 
-def _ends(symbol: _Symbol, can_end: list[bool]) -> bool:
+def _can_end(symbol: _Symbol, can_end: list[bool]) -> bool:
     if symbol.rule is None:
         return symbol.can_end
     return symbol.is_optional or can_end[symbol.rule]
 
 
-def _stuck(
+def _find_stuck(
     rules: list[list[list[_Symbol]]], root: int, can_end: list[bool], writes: list[bool]
 ) -> int | None:
     """Return a rule reachable from `root` that produces text and then cannot end."""
@@ -188,7 +189,7 @@ def _stuck(
                 if symbol.rule is not None and symbol.rule not in seen:
                     seen.add(symbol.rule)
                     waiting.append(symbol.rule)
-                if not _ends(symbol, can_end):
+                if not _can_end(symbol, can_end):
                     if has_written:
                         return owner
                     break

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from negamax.config.grammar import refuse_grammar
-from negamax.text.schema_walk import pointer_target
+from negamax.text.schema_walk import resolve_pointer
 
 # Keywords that a grammar cannot enforce: it would have to remember values, or exclude some.
 NOT_ENFORCED = (
@@ -80,7 +80,7 @@ def resolve(node: Any, *, root: Any, budget: Budget | None = None) -> Any:
             return node
         if budget is not None:
             budget.spend(1 + len(node["$ref"]) // _NODE_BYTES)
-        node = pointer_target(node["$ref"], root=root)
+        node = resolve_pointer(node["$ref"], root=root)
     return None
 
 
@@ -108,12 +108,12 @@ class _Preparation:
         self._shared: dict[str, Any] = {}  # new definitions of the root
         definitions = schema.get("$defs") if isinstance(schema, Mapping) else None
         self._taken = definitions if isinstance(definitions, Mapping) else {}
-        self.made = self._prepared(schema)
+        self.made = self._prepare(schema)
         if self._shared:
             given = self.made.get("$defs")
             self.made["$defs"] = {**(given if isinstance(given, Mapping) else {}), **self._shared}
 
-    def _prepared(self, node: Any) -> Any:
+    def _prepare(self, node: Any) -> Any:
         if not isinstance(node, Mapping):
             return node
         self._budget.spend()
@@ -122,14 +122,14 @@ class _Preparation:
         made = dict(node)
         for keyword in _MAPS:
             if isinstance(made.get(keyword), Mapping):
-                made[keyword] = {name: self._prepared(part) for name, part in made[keyword].items()}
+                made[keyword] = {name: self._prepare(part) for name, part in made[keyword].items()}
         for keyword in (*_LISTS, *_SINGLES):
             part = made.get(keyword)
             if part is not None:
                 made[keyword] = (
-                    [self._prepared(item) for item in part]
+                    [self._prepare(item) for item in part]
                     if isinstance(part, list)
-                    else self._prepared(part)
+                    else self._prepare(part)
                 )
         if made.pop("nullable", False) is True:
             _allow_null(made)

@@ -15,7 +15,7 @@ import xgrammar
 from numpy.typing import NDArray
 
 from negamax.config.grammar import refuse_grammar
-from negamax.text.grammar.dead_ends import dead_end
+from negamax.text.grammar.dead_ends import find_dead_end
 from negamax.text.tokenizer import Tokenizer
 
 CACHE_BYTES = 512 << 20
@@ -40,7 +40,7 @@ class GrammarCompiler:
     ) -> None:
         """`vocab_size` is the model's, which may be padded; `token_tags` count only as tokens."""
         self.vocab_size = vocab_size
-        vocabulary = [_spelling(tokenizer, token_id, token_tags) for token_id in range(vocab_size)]
+        vocabulary = [_spell(tokenizer, token_id, token_tags) for token_id in range(vocab_size)]
         info = xgrammar.TokenizerInfo(
             vocabulary,
             xgrammar.VocabType.RAW,
@@ -70,12 +70,12 @@ class GrammarCompiler:
                 return known
         try:
             grammar = xgrammar.Grammar.from_structural_tag(structural_tag)
-            problem = dead_end(grammar.serialize_json(), stop_token_ids=self._stop_token_ids)
+            problem = find_dead_end(grammar.serialize_json(), stop_token_ids=self._stop_token_ids)
             if problem is not None:
                 refuse_grammar(f"{problem}; let what refers to itself be optional or null")
             compiled = self._compiler.compile_structural_tag(structural_tag)
         except (RuntimeError, ValueError) as error:  # all that the library raises
-            refuse_grammar(f"the grammar cannot be compiled: {_reason(error)}")
+            refuse_grammar(f"the grammar cannot be compiled: {_read_reason(error)}")
         with self._lock:
             self._cache[structural_tag] = compiled
             num_bytes = sum(entry.memory_size_bytes for entry in self._cache.values())
@@ -139,7 +139,7 @@ class GrammarMatcher:
         return mask
 
 
-def _spelling(tokenizer: Tokenizer, token_id: int, token_tags: Collection[str]) -> bytes:
+def _spell(tokenizer: Tokenizer, token_id: int, token_tags: Collection[str]) -> bytes:
     """Return a token's bytes in grammars; those of a tag cannot be text, those of controls are
     empty.
     """
@@ -151,7 +151,7 @@ def _spelling(tokenizer: Tokenizer, token_id: int, token_tags: Collection[str]) 
     return b"" if tokenizer.is_special(token_id) else text
 
 
-def _reason(error: Exception) -> str:
+def _read_reason(error: Exception) -> str:
     """Return the library's message without its source position."""
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return text.rsplit(" is false: ", 1)[-1].split(".cc:", 1)[-1].lstrip("0123456789: ")[:500]

@@ -29,7 +29,7 @@ def structural_tag(grammar: Grammar, reasoning: Reasoning | None, styles: CallSt
     `Grammar.check` cannot find.
     """
     content = content_format(grammar, Budget(), styles)
-    return json.dumps({"type": "structural_tag", "format": _after(reasoning, content)})
+    return json.dumps({"type": "structural_tag", "format": _prepend_reasoning(reasoning, content)})
 
 
 def content_format(grammar: Grammar, budget: Budget, styles: CallStyles) -> Format:
@@ -52,7 +52,7 @@ def content_format(grammar: Grammar, budget: Budget, styles: CallStyles) -> Form
         case "ebnf":
             return {"type": "grammar", "grammar": grammar.text}
         case "structural_tag":
-            return _given_format(parse_json(grammar.text, what="structural tag"), budget)
+            return _read_format(parse_json(grammar.text, what="structural tag"), budget)
         case "tool_calls":
             rules = read_rules(grammar.text)
             content = (
@@ -61,7 +61,7 @@ def content_format(grammar: Grammar, budget: Budget, styles: CallStyles) -> Form
             return calls_format(rules, styles, content=content, budget=budget)
 
 
-def _after(reasoning: Reasoning | None, content: Format) -> Format:
+def _prepend_reasoning(reasoning: Reasoning | None, content: Format) -> Format:
     """Put before `content` what may precede it."""
     if reasoning is None:
         return content
@@ -81,14 +81,14 @@ def _after(reasoning: Reasoning | None, content: Format) -> Format:
     return sequence([optional(any_of([block, closer])), content])
 
 
-def _with_bounded_whitespace(part: Any) -> Any:
+def _bound_whitespace(part: Any) -> Any:
     """Limit the white space of JSON in a client's format."""
     if isinstance(part, list):
-        return [_with_bounded_whitespace(item) for item in part]
+        return [_bound_whitespace(item) for item in part]
     if not isinstance(part, dict):
         return part
     made = {
-        key: value if key == "json_schema" else _with_bounded_whitespace(value)
+        key: value if key == "json_schema" else _bound_whitespace(value)
         for key, value in part.items()
     }
     if made.get("type") == "json_schema" and made.get("max_whitespace_cnt") is None:
@@ -96,10 +96,10 @@ def _with_bounded_whitespace(part: Any) -> Any:
     return made
 
 
-def _given_format(value: Any, budget: Budget) -> Format:
+def _read_format(value: Any, budget: Budget) -> Format:
     """Read a client's structural tag: `format`, or the older `structures` and `triggers`."""
     if isinstance(value.get("format"), dict):
-        given: Format = _with_bounded_whitespace(value["format"])
+        given: Format = _bound_whitespace(value["format"])
         return given
     structures, triggers = value.get("structures"), value.get("triggers")
     if not isinstance(structures, list) or not isinstance(triggers, list):

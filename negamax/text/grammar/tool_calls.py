@@ -22,7 +22,7 @@ from negamax.base.errors import InvalidRequestError
 from negamax.config.grammar import MAX_NESTING, Grammar, refuse_grammar, written
 from negamax.text.grammar.json_schema import Budget, prepared, resolve
 from negamax.text.grammar.tag_formats import Format, any_of, const, json_format, optional, sequence
-from negamax.text.schema_walk import TYPES, implied_container, pointer_steps
+from negamax.text.schema_walk import TYPES, infer_container, split_pointer
 
 NAME = re.compile(r"[^\"<>\n]+")  # names that a tag can have
 _DEFINITIONS = ("$defs", "definitions")
@@ -74,7 +74,7 @@ def tool_grammar(
         style=style.name,
         tag_ids=dict(style.tag_ids),
         functions=[
-            _called(function, follow_schema=forced or bool(function.get("strict")))
+            _describe(function, follow_schema=forced or bool(function.get("strict")))
             for function in functions
         ],
         is_forced=forced,
@@ -121,7 +121,7 @@ def calls_format(
     Errors: `InvalidRequestError` for a schema that cannot be followed, and beyond the `budget`.
     """
     style = styles[rules.style](rules.tag_ids, budget)
-    calls = any_of([_call(function, style) for function in rules.functions])
+    calls = any_of([_format_call(function, style) for function in rules.functions])
     block = style.block(calls if rules.once else {"type": "plus", "content": calls})
     alone = block if style.lead is None else sequence([style.lead, block])
     if rules.is_forced:
@@ -131,13 +131,13 @@ def calls_format(
     return style.among_text(block, once=rules.once, no_other_calls=rules.no_other_calls)
 
 
-def _called(function: Mapping[str, Any], *, follow_schema: bool) -> CalledFunction:
+def _describe(function: Mapping[str, Any], *, follow_schema: bool) -> CalledFunction:
     schema = function.get("parameters")
     followed = dict(schema) if follow_schema and isinstance(schema, Mapping) else None
     return CalledFunction(function["name"], followed, bool(function.get("strict")))
 
 
-def _call(function: CalledFunction, style: CallStyle) -> Format:
+def _format_call(function: CalledFunction, style: CallStyle) -> Format:
     """Return one call of a declared function."""
     if not NAME.fullmatch(function.name):
         refuse_grammar(
@@ -221,7 +221,7 @@ class CallStyle(ABC):
 
     def arguments(self, node: Any, *, root: Any, depth: int = 0) -> Format:
         """Return the members of an object, in the order of the schema."""
-        with self._one_level():
+        with self._enter_level():
             node = resolve(node, root=root, budget=self.budget)
             if not isinstance(node, Mapping):
                 return self.any_arguments()
@@ -249,7 +249,7 @@ class CallStyle(ABC):
 
     def value(self, node: Any, *, root: Any, depth: int) -> Format:
         """Return a value that follows the schema `node`."""
-        with self._one_level():
+        with self._enter_level():
             node = resolve(node, root=root, budget=self.budget)
             if not isinstance(node, Mapping):
                 return self.raw()
@@ -259,7 +259,7 @@ class CallStyle(ABC):
                     value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
                     for value in listed
                 ]
-                return any_of([self._counted(const(text)) for text in dict.fromkeys(texts)])
+                return any_of([self._spend_size(const(text)) for text in dict.fromkeys(texts)])
             for keyword in ("anyOf", "oneOf", "allOf"):
                 branches = node.get(keyword)
                 if (
@@ -278,12 +278,12 @@ class CallStyle(ABC):
                     [self.value({**node, "type": name}, root=root, depth=depth) for name in names]
                 )
             if declared is None:
-                declared = implied_container(node) or "string"
+                declared = infer_container(node) or "string"
             if declared == "string":
                 return self._string(node)
             if declared in ("object", "array"):
                 return self.container({**node, "type": declared}, root=root, depth=depth)
-            return self._counted(
+            return self._spend_size(
                 json_format({key: node[key] for key in node if key not in _DEFINITIONS})
             )
 
@@ -298,7 +298,7 @@ class CallStyle(ABC):
         texts = [json.dumps(node)]
         while texts:
             for reference in _REFERENCE.findall(texts.pop()):
-                steps = pointer_steps(json.loads(reference)) or []
+                steps = split_pointer(json.loads(reference)) or []
                 if len(steps) < 2 or steps[0] not in _DEFINITIONS:
                     refuse_grammar(
                         "a tool's schema refers to another place than its $defs; move what it "
@@ -311,15 +311,15 @@ class CallStyle(ABC):
                     found[key] = definitions[key]
                     texts.append(json.dumps(definitions[key]))
         own = {key: node[key] for key in node if key not in _DEFINITIONS}
-        return self._counted(json_format({**needed, **own}))
+        return self._spend_size(json_format({**needed, **own}))
 
-    def _counted(self, part: Format) -> Format:
+    def _spend_size(self, part: Format) -> Format:
         """Spend the size of `part` from the budget; return it."""
         self.budget.spend(num_bytes=len(json.dumps(part)))
         return part
 
     @contextmanager
-    def _one_level(self) -> Iterator[None]:
+    def _enter_level(self) -> Iterator[None]:
         """Enter a nested schema; references count."""
         self.budget.spend()
         self._level += 1
@@ -337,7 +337,7 @@ class CallStyle(ABC):
         """Return a raw string with the limits of its schema."""
         pattern = node.get("pattern", _STRING_FORMATS.get(str(node.get("format"))))
         if isinstance(pattern, str):
-            return self._counted({"type": "regex", "pattern": pattern})
+            return self._spend_size({"type": "regex", "pattern": pattern})
         least, most = count(node.get("minLength")), count(node.get("maxLength"))
         rest = self.raw(most=None if most is None else max(0, most - (least or 0)))
         if not least:

@@ -186,7 +186,7 @@ class ElementArguments:
         """Close the call and everything in it."""
         self._num_skipped = 0
         self._close_down_to(0)
-        for name, json in _grouped(self._open[0].values):
+        for name, json in _group(self._open[0].values):
             self._calls.member(name, json)
         self._calls.end_call()
 
@@ -300,14 +300,12 @@ class ElementArguments:
             self._open.pop()
         elif element.shape in (_Shape.OBJECT, _Shape.ARRAY) and not element.is_collected:
             self._write_brackets()
-            for name, json in _grouped(element.values):
+            for name, json in _group(element.values):
                 self._calls.member(name, json)
             self._calls.close_container()
             self._open.pop()
         else:
-            value = (
-                _text_value(element) if element.shape is _UNDECIDED else _container_value(element)
-            )
+            value = _read_text(element) if element.shape is _UNDECIDED else _join_container(element)
             self._open.pop()
             if element.waits or (element.key is not None and value.json_in_list != value.json):
                 self._open[-1].values.append(value)
@@ -333,17 +331,17 @@ def _may_be_word(text: str, types: frozenset[str]) -> bool:
     return "null" in types and "null".startswith(text.lower())
 
 
-def _text_value(element: _Element) -> _Value:
+def _read_text(element: _Element) -> _Value:
     """Return the value of an element without children. Text in place of an array may be an item."""
     text = "".join(element.text)
     types = element.schema.types
-    value = _text_json(text, types)
+    value = _convert_text(text, types)
     if text and "array" in types and "string" not in types and not value.startswith("["):
-        return _Value(element.name, value, _text_json(text, element.schema.item(0).types))
+        return _Value(element.name, value, _convert_text(text, element.schema.item(0).types))
     return _Value(element.name, value, value)
 
 
-def _text_json(text: str, types: frozenset[str]) -> str:
+def _convert_text(text: str, types: frozenset[str]) -> str:
     """Convert a text to JSON by the allowed types."""
     if not types:
         return text.strip() if text.strip() in _WORDS else json_string(text)
@@ -354,7 +352,7 @@ def _text_json(text: str, types: frozenset[str]) -> str:
     return "null" if "null" in types else json_string(text)
 
 
-def _container_value(element: _Element) -> _Value:
+def _join_container(element: _Element) -> _Value:
     """Return the value of a collected container."""
     values = element.values
     is_array = element.shape is _Shape.ARRAY or (
@@ -364,14 +362,12 @@ def _container_value(element: _Element) -> _Value:
         written = f"[{', '.join(value.json for value in values)}]"
     else:
         written = (
-            "{"
-            + ", ".join(f"{json_string(name)}: {value}" for name, value in _grouped(values))
-            + "}"
+            "{" + ", ".join(f"{json_string(name)}: {value}" for name, value in _group(values)) + "}"
         )
     return _Value(element.name, written, written)
 
 
-def _grouped(values: Sequence[_Value]) -> Iterator[tuple[str, str]]:
+def _group(values: Sequence[_Value]) -> Iterator[tuple[str, str]]:
     """Yield the name and JSON of each member; a repeated name has a list."""
     by_name: dict[str, list[_Value]] = {}
     for value in values:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from json.encoder import encode_basestring
 from typing import Any
 
-from negamax.text.schema_walk import schema_types, walk_alternatives
+from negamax.text.schema_walk import find_types, walk_alternatives
 
 # arguments of these types are written as JSON strings while they are generated
 TEXT_TYPES = frozenset({"string", "null"})
@@ -69,7 +69,7 @@ class ValueSchema:
     ) -> None:
         """`root` is the document of references; `known` holds the views of one root."""
         # JSON type names; empty: nothing is known, which means text
-        self.types = schema_types(schemas, root=root)
+        self.types = find_types(schemas, root=root)
         self._root = root
         self._known = known
         self._listed: dict[str, list[Any]] = {}
@@ -138,7 +138,7 @@ def json_value(text: str, types: frozenset[str]) -> str:
             return converted
     # the other container says more than its text
     if types & {"object", "array"} and "string" not in types:
-        return _container(text, (dict, list)) or _encode(text)
+        return _convert_container(text, (dict, list)) or _encode(text)
     return _encode(text)
 
 
@@ -158,14 +158,14 @@ def parse_json(text: str) -> Any:
     Errors: `ValueError` also for NaN, infinities, floats out of range and too deep nesting.
     """
     try:
-        return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float)
+        return json.loads(text, parse_constant=_refuse_constant, parse_float=_parse_finite)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
 
 
-def _number(text: str, *, is_integer: bool = False) -> str | None:
-    exact = _exact_integer(text)
-    number = _float(text)
+def _convert_number(text: str, *, is_integer: bool = False) -> str | None:
+    exact = _convert_integer(text)
+    number = _convert_float(text)
     if exact is not None or number is None:
         return exact
     if number.is_integer():
@@ -173,7 +173,7 @@ def _number(text: str, *, is_integer: bool = False) -> str | None:
     return None if is_integer else repr(number)
 
 
-def _exact_integer(text: str) -> str | None:
+def _convert_integer(text: str) -> str | None:
     """Return the digits of an integer, which may end in ".0"; None beyond common readers' limit."""
     text = text.strip()
     point_zero = _POINT_ZERO.fullmatch(text)
@@ -183,7 +183,7 @@ def _exact_integer(text: str) -> str | None:
         return None
 
 
-def _float(text: str) -> float | None:
+def _convert_float(text: str) -> float | None:
     try:
         number = float(text)
     except ValueError:
@@ -191,11 +191,11 @@ def _float(text: str) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _boolean(text: str) -> str | None:
+def _convert_boolean(text: str) -> str | None:
     return {"true": "true", "1": "true", "false": "false", "0": "false"}.get(text.strip().lower())
 
 
-def _container(text: str, kind: type | tuple[type, ...]) -> str | None:
+def _convert_container(text: str, kind: type | tuple[type, ...]) -> str | None:
     try:
         value = parse_json(text)
         if not isinstance(value, kind):
@@ -214,7 +214,7 @@ def _refuse_constant(word: str) -> float:
     raise ValueError(f"{word} is not JSON")
 
 
-def _finite_float(text: str) -> float:
+def _parse_finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text} is beyond the range of a float")
@@ -223,9 +223,9 @@ def _finite_float(text: str) -> float:
 
 # In the order of trial. Null is decided before them; a string remains.
 _CONVERTERS: dict[str, Callable[[str], str | None]] = {
-    "integer": functools.partial(_number, is_integer=True),
-    "number": _number,
-    "boolean": _boolean,
-    "object": functools.partial(_container, kind=dict),
-    "array": functools.partial(_container, kind=list),
+    "integer": functools.partial(_convert_number, is_integer=True),
+    "number": _convert_number,
+    "boolean": _convert_boolean,
+    "object": functools.partial(_convert_container, kind=dict),
+    "array": functools.partial(_convert_container, kind=list),
 }

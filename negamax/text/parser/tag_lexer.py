@@ -98,7 +98,7 @@ class _Tables:
         }
         by_text = [(tag, kind) for tag, kind in literals.items() if tag not in token_ids]
         fixed = [TagPattern(kind, tag[0], re.escape(tag[1:])) for tag, kind in by_text]
-        self.kinds, self.tag = _expression([*fixed, *patterns])
+        self.kinds, self.tag = _join_patterns([*fixed, *patterns])
         words = [*(tag[:-1] for tag, _ in by_text), *beginnings.words]
         self.starts = frozenset(
             word[:length] for word in words for length in range(1, len(word) + 1)
@@ -199,12 +199,12 @@ class TagLexer:
                 lexemes.append(Lexeme(tables.kinds[match.lastindex - 1], match[0]))
                 start = match.end()
         if start < len(text):
-            end = self._beginning(text, start)
+            end = self._find_beginning(text, start)
             if end > start:
                 lexemes.append(Lexeme(TEXT, text[start:end]))
             self._held = text[end:]
 
-    def _beginning(self, text: str, start: int) -> int:
+    def _find_beginning(self, text: str, start: int) -> int:
         """Return where a beginning of a tag starts that reaches to the end of `text`, or its
         length.
         """
@@ -230,7 +230,7 @@ class TagLexer:
         return end
 
 
-def _expression(patterns: Sequence[TagPattern]) -> tuple[list[TagKind], re.Pattern[str]]:
+def _join_patterns(patterns: Sequence[TagPattern]) -> tuple[list[TagKind], re.Pattern[str]]:
     """Return the kinds of the tags and one expression with a group for each.
 
     Tags with the same prefix share it, so that other characters are passed quickly.

@@ -19,7 +19,7 @@ def quoted_name(tag: str) -> str:
 
 def tag_name(tag: str) -> str:
     """Return the name in a tag that may lack a quote or the equals sign: `<invoke name f">`."""
-    return quoted_name(tag) or _attribute_text(tag).removeprefix("name").strip(_LOOSE_EDGES)
+    return quoted_name(tag) or _read_attributes(tag).removeprefix("name").strip(_LOOSE_EDGES)
 
 
 def tool_name(readings: list[str], schemas: ToolSchemas) -> str:
@@ -28,23 +28,23 @@ def tool_name(readings: list[str], schemas: ToolSchemas) -> str:
     `readings` are the possible texts of the tag, the likeliest first. The first declared name in
     one of them counts, in any unambiguous letter case; else the name in the first reading.
     """
-    for candidate in _candidates(readings):
+    for candidate in _list_candidates(readings):
         declared = schemas.declared_name(candidate)
         if declared is not None:
             return declared
     return tag_name(readings[0])
 
 
-def _candidates(readings: list[str]) -> Iterator[str]:
+def _list_candidates(readings: list[str]) -> Iterator[str]:
     for tag in readings:
         yield quoted_name(tag)
-        name = _attribute_text(tag)
+        name = _read_attributes(tag)
         yield name
         while name.startswith("name"):  # `<invoke name name=f>`
             name = name.removeprefix("name").strip(_LOOSE_EDGES)
             yield name
 
 
-def _attribute_text(tag: str) -> str:
+def _read_attributes(tag: str) -> str:
     """Return the text after a tag's first word, without quotes and equals signs at the edges."""
     return "".join(tag.removesuffix(">").split(None, 1)[1:]).strip(_LOOSE_EDGES)
