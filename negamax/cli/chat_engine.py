@@ -79,7 +79,7 @@ class EngineBackend:
         generation = self._engine.generate(prompt.token_ids, sampling, request_id=request_id)
         counts = TokenCounts(len(prompt.token_ids), 0, 0)
 
-        def take(output: RequestOutput) -> None:
+        def take(_: int, output: RequestOutput) -> None:
             nonlocal counts
             counts = TokenCounts(
                 output.num_prompt_tokens, output.num_cached_tokens, output.num_output_tokens

@@ -86,10 +86,10 @@ def with_options(
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
         own = signature.parameters
-        classes = {
+        classes: dict[str, type] = {
             name: one.annotation
             for name, one in own.items()
-            if dataclasses.is_dataclass(one.annotation)
+            if isinstance(one.annotation, type) and dataclasses.is_dataclass(one.annotation)
         }
         has_engine = any(issubclass(one, EngineOptions) for one in classes.values())
         parameters = [one for name, one in own.items() if name not in classes]

@@ -227,8 +227,8 @@ def _translated(
     for place, level in enumerate(levels):
         instead, over = [], []
         for item in _once_each([item for item in level if item.name not in names.own], names):
-            foreign = names.foreign[item.name]
-            translation = foreign.translate(item.parsed(foreign.kind), line)
+            entry = names.foreign[item.name]
+            translation = entry.translate(item.parsed(entry.kind), line)
             if translation.refusal is not None:
                 refusals.append(f"{item.shown}: {translation.refusal} ({translation.remedy})")
             if translation.note is not None:

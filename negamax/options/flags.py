@@ -82,11 +82,11 @@ def option(default: T, panel: str, help: str, *names: str, also: str = "", **rul
     flag = Flag(panel, help, names, tuple(also.split()), turns_off=default is True, **rules)
     if isinstance(default, dict):
         return cast(T, field(default_factory=default.copy, metadata={"flag": flag}))
-    return cast(T, field(default=default, metadata={"flag": flag}))
+    return field(default=default, metadata={"flag": flag})
 
 
 @cache
-def flags_of(options: type) -> tuple[Flag, ...]:
+def flags_of(options: type[Any]) -> tuple[Flag, ...]:
     """Return the flags of a dataclass of options, in the order of its fields."""
     found = []
     for one in fields(options):
@@ -107,7 +107,8 @@ def flag_name(field: str) -> str:
 
 def check_options(options: Any) -> None:
     """Check every field against its choices and limits. Errors: `ConfigError`."""
-    for flag in flags_of(type(options)):
+    kind: type = type(options)
+    for flag in flags_of(kind):
         name, value = flag_name(flag.field), getattr(options, flag.field)
         if flag.choices and value not in flag.choices:
             raise ConfigError(f"{name} is {value!r:.62}; allowed: {', '.join(flag.choices)}")

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from negamax.options.flags import Kind
@@ -96,8 +96,7 @@ def own_value(option: str, value: str) -> str:
 
 @cache
 def _table() -> dict[str, Any]:
-    text = files("negamax.options").joinpath("foreign.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
+    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 # Rules

@@ -13,7 +13,7 @@ from negamax.cli.main import main
 
 
 class Bench:
-    """Runs the command in this process; its result as JSON, and what it printed."""
+    """Run the command in this process; return its result and its output."""
 
     def __init__(self, folder: Path, captured: pytest.CaptureFixture[str]) -> None:
         self._folder = folder
@@ -32,7 +32,7 @@ class Bench:
             file.name,
         )
         self.code = main(["bench", "serve", "--base-url", url, *saved, *options])
-        gc.freeze()  # again, after the command: what is imported is in no collection
+        gc.freeze()  # again, after the command: imports are exempt from collection
         self.out, self.err = self._captured.readouterr()
         found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
         return found

@@ -1,6 +1,4 @@
-"""`negamax chat` as people use it: in a terminal and through pipes, with a server and with an
-engine.
-"""
+"""`negamax chat` in a terminal and through pipes, with a server and with an engine."""
 
 from __future__ import annotations
 
@@ -51,7 +49,7 @@ def home(tmp_path: Path) -> dict[str, str]:
 
 
 def ask(terminal: Terminal, text: str, *, count: int) -> str:
-    """Type a message and wait for the figures behind the answer, the `count`-th in this chat."""
+    """Type a message and wait for the figures of the chat's `count`-th answer."""
     terminal.wait_for_prompt()
     terminal.type(f"{text}\n")
     return terminal.wait_for("s to the first token", count=count)
@@ -88,7 +86,7 @@ def test_conversation_with_a_server_in_a_terminal(
     assert QUESTION in history.read_text() and history.stat().st_mode & 0o077 == 0
 
 
-def test_saved_conversation_goes_on_and_lines_are_remembered(
+def test_saved_conversation_continues_and_lines_are_kept(
     url: str, script: Script, home: dict[str, str], tmp_path: Path
 ) -> None:
     script.steps = [{"content": "Four."}]
@@ -127,7 +125,7 @@ def test_saved_conversation_goes_on_and_lines_are_remembered(
         ]
 
 
-def test_markdown_is_rendered_as_it_comes_and_nothing_is_lost(
+def test_markdown_is_rendered_while_it_arrives(
     url: str, script: Script, home: dict[str, str]
 ) -> None:
     pieces = [MARKDOWN[start : start + 3] for start in range(0, len(MARKDOWN), 3)]
@@ -143,7 +141,9 @@ def test_markdown_is_rendered_as_it_comes_and_nothing_is_lost(
     assert "\x1b[2J" not in terminal.raw and "\x1b]8" not in terminal.raw  # no redraw of the screen
 
 
-def test_model_does_not_steer_the_terminal(url: str, script: Script, home: dict[str, str]) -> None:
+def test_control_codes_of_the_model_do_not_reach_the_terminal(
+    url: str, script: Script, home: dict[str, str]
+) -> None:
     script.steps = [{"reasoning_content": "\x1b]0;owned\x07"}, {"content": "a\x1b[2Jb\x9b31mc"}]
     for option in ((), ("--plain",)):
         with in_terminal("chat", "--url", url, *option, env=home) as terminal:
@@ -163,7 +163,7 @@ def test_ctrl_c_stops_the_answer_and_nothing_else(
         terminal.wait_for("The beginning")
         terminal.interrupt("(stopped)")
         terminal.wait_for_prompt()
-        terminal.interrupt("Ctrl-D ends the chat")  # at the prompt: no end either
+        terminal.interrupt("Ctrl-D ends the chat")  # does not end the chat at the prompt
         script.steps = [{"content": "All of it."}]
         ask(terminal, "Again", count=1)
         told = [message["content"] for message in script.bodies[-1]["messages"]]
@@ -193,14 +193,14 @@ def test_tools_are_called_and_their_results_typed(
         terminal.wait_for("result of weather> ")
         assert '[call] weather({"city": "Oslo"})' in terminal.text
         script.steps, script.finish_reason = [{"content": "Cold."}], "stop"
-        terminal.type("/etc is what it says\n")  # no command: a result may look so
+        terminal.type("/etc is what it says\n")  # a tool's result may look like a command
         terminal.wait_for("result of weather> ", count=2)
         ask(terminal, "warm", count=2)
     results = [m["content"] for m in script.bodies[-1]["messages"] if m["role"] == "tool"]
     assert results == ["/etc is what it says", "warm"]
 
 
-def test_call_that_was_cut_is_shown_and_not_kept(
+def test_truncated_call_is_shown_and_not_kept(
     url: str, script: Script, home: dict[str, str]
 ) -> None:
     script.finish_reason = "length"
@@ -231,7 +231,7 @@ def test_errors_of_the_server_leave_the_chat_alive(
     assert [message["content"] for message in script.bodies[-1]["messages"]] == ["Third"]
 
 
-def test_key_is_sent_and_asked_for(
+def test_key_is_sent_and_required(
     url: str, script: Script, home: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     script.key, script.steps = "secret", [{"content": "Open."}]
@@ -277,7 +277,7 @@ def test_embedded_engine_in_a_terminal(home: dict[str, str]) -> None:
     with in_terminal(*options, env=home) as terminal:
         terminal.wait_for(f"loading {MODEL}")
         terminal.wait_for_prompt()
-        terminal.interrupt("Ctrl-D ends the chat")  # the engine does not end with it
+        terminal.interrupt("Ctrl-D ends the chat")  # Ctrl-C does not end the engine
         assert "85" in ask(terminal, QUESTION, count=1)
         assert "cached" in ask(terminal, QUESTION, count=2)
         terminal.type("/exit\n")

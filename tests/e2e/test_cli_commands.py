@@ -1,6 +1,4 @@
-"""The `negamax` command as people run it: help, versions, refusals in one line, generate and chat
-through pipes.
-"""
+"""The `negamax` command: help, versions, refusals in one line, generate and chat through pipes."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ FAST = ("--num-threads", "1")
 
 
 def negamax(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """In an interpreter of its own, as people start it."""
+    """Run it in its own interpreter."""
     return subprocess.run(
         [sys.executable, "-m", "negamax", *arguments],
         capture_output=True,
@@ -46,11 +44,11 @@ def test_version_and_help(
     text = said("serve", "--help")
     for panel in ("Server", "Model", "Batching and memory", "Parallelism", "Logs"):
         assert panel in text
-    assert "…" not in text  # no flag is cut in a terminal of 80 columns
+    assert "…" not in text  # no flag is truncated in a terminal of 80 columns
 
 
 def test_refusals_are_one_line_with_value_and_remedy(capsys: pytest.CaptureFixture[str]) -> None:
-    """The first one in a process of its own, the others without the time that takes."""
+    """The first runs in its own process, the others in this one, which is faster."""
     cases = [
         (("serve", MODEL, "--tensor-paralel-size", "2"), "did you mean --tensor-parallel-size"),
         (("serve", MODEL, "--max-running-request", "2"), "did you mean --max-running-requests"),
@@ -128,7 +126,7 @@ def test_chat_answers_piped_lines_knows_its_commands_and_survives_a_refused_mess
     first, hello = done.stdout.split("\n", 1)
     assert "85" in first and hello.strip() and "prompt is too long" in done.stderr
     assert "<think>" not in done.stdout + done.stderr
-    assert "47" in done.stderr  # thinking does not mix with a piped answer
+    assert "47" in done.stderr  # a piped answer has no thinking
 
 
 def test_server_process_starts_quickly_and_without_torch() -> None:
@@ -140,7 +138,7 @@ def test_server_process_starts_quickly_and_without_torch() -> None:
     for _ in range(2):
         started = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-c", code], check=True)
-        # CPU time: what else the machine does takes none of it
+        # CPU time, which other processes do not change
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(ended.ru_utime + ended.ru_stime - started.ru_utime - started.ru_stime)
     assert min(seconds) < 2.0 * slowness()

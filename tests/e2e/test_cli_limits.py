@@ -1,6 +1,4 @@
-"""What a command cannot do on this machine is one line with value, limit and remedy, and exit code
-2.
-"""
+"""Commands beyond this machine's limits end with value, limit, remedy and exit code 2."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ HELLO = ("--prompt", "Hello", "--max-tokens", "2")
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The line by which a command is refused."""
+    """Return the line that refuses a command."""
     code = main(arguments)
     out, err = capsys.readouterr()
     (line,) = err.splitlines()
@@ -56,7 +54,9 @@ def test_values_beyond_the_machine(
     assert words in refused(capsys, *arguments)
 
 
-def test_a_window_beyond_the_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_context_length_beyond_the_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = shutil.copytree(EMBEDDED["nano"], tmp_path / "nano")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2**31 - 1}))
@@ -84,7 +84,7 @@ def test_children_do_not_inherit_api_keys(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setenv(name, "secret-value")
     child = Supervised("code")
     try:
-        environ = Path(f"/proc/{child.pid}/environ")  # empty until the child has begun
+        environ = Path(f"/proc/{child.pid}/environ")  # empty until the child runs
         assert eventually(lambda: bool(environ.read_bytes()))
         inherited = environ.read_bytes().split(b"\0")
     finally:

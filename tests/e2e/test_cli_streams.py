@@ -1,4 +1,4 @@
-"""Commands whose standard input, output or error is closed, or breaks off."""
+"""Commands whose standard input, output or error is closed or ends early."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CLOSED = (
 
 
 def redirected(redirection: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """What becomes of a command that a shell starts."""
+    """Run a command in a shell."""
     command = ("sh", "-c", f'exec "$@" {redirection}', "sh", sys.executable, "-m", "negamax")
     return subprocess.run(
         [*command, *arguments], input="Hi", capture_output=True, text=True, timeout=120
@@ -54,7 +54,7 @@ def test_refusals_that_cannot_be_written_keep_their_exit_code() -> None:
     assert redirected("2>/dev/full", "plan", MODEL).returncode == 2
 
 
-def test_output_that_nobody_reads_ends_a_command_as_the_signal_would() -> None:
+def test_closed_pipe_ends_a_command_like_sigpipe() -> None:
     nobody, output = os.pipe()
     os.close(nobody)
     command = [sys.executable, "-m", "negamax", *PLAN]

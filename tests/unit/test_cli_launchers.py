@@ -1,4 +1,4 @@
-"""Several machines as Kubernetes, Slurm and torchrun name them."""
+"""Settings of several machines from Kubernetes, Slurm and torchrun."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NAMES = ("nnodes", "node_rank", "master_addr", "master_port")
 def chosen(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], line: str = "serve nano -pp 6"
 ) -> list[str]:
-    """The four options of a line under these variables."""
+    """Return the node options of a line under these variables."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     choices = resolve(GROUP, line.split()).choices
@@ -49,12 +49,12 @@ def chosen(
         (LWS | {"LWS_GROUP_SIZE": "1"}, []),
         (LWS | {"NEGAMAX_NNODES": "1"}, ["1"]),
         (LWS | {"NEGAMAX_MASTER_ADDR": "other"}, ["2", "1", "other"]),
-        # the shell of an allocation, and jobs with processes of their own
+        # the shell of an allocation, and jobs that start their own processes
         ({"SLURM_NNODES": "2", "SLURM_NODEID": "0"}, []),
         ({"WORLD_SIZE": "8", "MASTER_ADDR": "a", "RANK": "3"}, []),
     ],
 )
-def test_variables_of_launchers_count_where_nothing_else_is_said(
+def test_launcher_variables_are_used_without_flags_and_variables(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], options: list[str]
 ) -> None:
     assert chosen(monkeypatch, variables) == options
@@ -71,7 +71,7 @@ def test_only_servers_are_started_on_several_machines(monkeypatch: pytest.Monkey
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, "--nproc-per-node 1"),
     ],
 )
-def test_one_process_a_machine(
+def test_more_than_one_process_per_machine_is_refused(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -88,5 +88,5 @@ def test_one_process_a_machine(
         ("a-b-1", "a-b-1"),
     ],
 )
-def test_the_first_of_a_list_of_slurm(hosts: str, first: str) -> None:
+def test_first_host_of_a_slurm_list(hosts: str, first: str) -> None:
     assert first_host(hosts) == first

@@ -1,4 +1,4 @@
-"""Long lines of text in a terminal, and text that the locale cannot say."""
+"""Long lines in a terminal, and text that the locale cannot encode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from negamax.cli.main import main
 TEXT = "  ok    hub   /a/folder/that-is-not-broken, 60 GiB free"
 
 
-def test_lines_break_between_words_in_a_terminal_only(
+def test_lines_wrap_in_a_terminal_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     print_line(TEXT, indent=14)
@@ -30,14 +30,14 @@ def test_lines_break_between_words_in_a_terminal_only(
 
 
 def locale_of(encoding: str, monkeypatch: pytest.MonkeyPatch, text: bytes = b"") -> io.BytesIO:
-    """Standard input with `text`, and what is written to standard output."""
+    """Set standard input to `text` and capture standard output."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text), encoding))
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding))
     return written
 
 
-def test_what_is_for_programs_is_utf_8_in_any_locale(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_is_utf8_in_any_locale(monkeypatch: pytest.MonkeyPatch) -> None:
     written = locale_of("ascii", monkeypatch, "世界 😀".encode())
     print("first")
     print_json({"text": read_text(), "broken": "\udcff"})
@@ -47,7 +47,9 @@ def test_what_is_for_programs_is_utf_8_in_any_locale(monkeypatch: pytest.MonkeyP
     assert json.loads(broken) == {"text": "世界 😀", "broken": "\udcff"}
 
 
-def test_what_the_locale_cannot_say_ends_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_characters_outside_the_locale_do_not_end_a_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     written = locale_of("ascii", monkeypatch)
     assert main(["--version"]) == 0
     print("世 é")
@@ -55,7 +57,7 @@ def test_what_the_locale_cannot_say_ends_no_command(monkeypatch: pytest.MonkeyPa
     assert written.getvalue().endswith(b"\\u4e16 \\xe9\n")
 
 
-def test_input_that_is_no_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_input_that_is_no_utf8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     locale_of("utf-8", monkeypatch, b"hi \xff")
     with pytest.raises(ConfigError, match="standard input is no UTF-8: byte 3 is 0xff"):
         read_text()

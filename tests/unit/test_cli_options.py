@@ -1,4 +1,4 @@
-"""Flags become engine options: vLLM's names, SGLang's names, sizes, switches."""
+"""Flags become fields of options: names of vLLM and SGLang, sizes, switches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from negamax.options.flags import option
 
 
 def group_of(command: Any) -> typer.core.TyperGroup:
-    """A group with this command alone, as `run`."""
+    """Build a group with this command as `run`."""
     app = typer.Typer()
     app.command("run")(command)
     app.callback()(lambda: None)
@@ -28,7 +28,7 @@ def group_of(command: Any) -> typer.core.TyperGroup:
 
 
 def parsed(*arguments: str, **defaults: Any) -> EngineOptions:
-    """The engine's options that a command gets for `arguments`."""
+    """Return the engine's options that a command gets for `arguments`."""
     seen: list[EngineOptions] = []
 
     @with_options(defaults=defaults)
@@ -40,7 +40,7 @@ def parsed(*arguments: str, **defaults: Any) -> EngineOptions:
     return seen[0]
 
 
-def test_no_flags_are_the_defaults() -> None:
+def test_defaults_without_flags() -> None:
     assert parsed("nano") == EngineOptions(model="nano")
     assert parsed("nano", max_num_seqs=4).max_num_seqs == 4
 
@@ -123,7 +123,7 @@ def test_speculation_by_the_names_of_both_servers(
     assert parsed("nano", *line.split()).speculative_config == config
 
 
-def test_speculation_that_is_refused() -> None:
+def test_refused_speculation() -> None:
     for value, kind in (("[1]", "list"), ("null", "null")):
         with pytest.raises(ConfigError, match=f"--speculative-config is a JSON {kind};"):
             parsed("nano", "--speculative-config", value)
@@ -134,7 +134,7 @@ def test_speculation_that_is_refused() -> None:
         parsed("nano", "--speculative-algorithm", "NEXTN")
 
 
-def test_names_that_are_no_text_are_refused() -> None:
+def test_names_that_are_no_utf8_are_refused() -> None:
     for name in ("model", "download_dir", "weight_cache"):
         with pytest.raises(ConfigError, match=r"-\w+ is 'm\\udcff', which is no UTF-8"):
             EngineOptions(**{"model": "nano", name: "m\udcff"})

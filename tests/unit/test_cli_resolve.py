@@ -1,6 +1,4 @@
-"""Where options come from: flags, other servers' flags, NEGAMAX_ variables, a file; and what is
-said of each.
-"""
+"""Sources of options: flags, other servers' flags, NEGAMAX_ variables, a file."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from negamax.options.flags import Kind
 from negamax.options.foreign import foreign_options
 
 GROUP: Any = typer.main.get_command(app)
-# of vLLM, for two data-parallel ranks on each of two machines
+# vLLM's line for two data-parallel ranks on each of two machines
 SECOND_NODE = (
     "-dp 4 -tp 2 --headless --data-parallel-start-rank 2 --data-parallel-address 10.0.0.1 "
     "--data-parallel-rpc-port 13389"
@@ -28,7 +26,7 @@ SECOND_NODE = (
 
 @pytest.fixture
 def explained(capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs `negamax serve ... --explain`: value and source by option, and the notes."""
+    """Run `negamax serve ... --explain`; return value and source by option, and the notes."""
 
     def run(line: str, *more: str) -> tuple[dict[str, tuple[str, str]], str]:
         code = main(["serve", *shlex.split(line), *more, "--explain"])
@@ -43,7 +41,7 @@ def explained(capsys: pytest.CaptureFixture[str]) -> Any:
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs a command that is refused: its one line."""
+    """Run a command that is refused; return its one line."""
 
     def run(line: str) -> str:
         code = main(shlex.split(line))
@@ -100,7 +98,7 @@ def test_the_file_takes_lists_tables_and_other_servers_names(
     assert values["default-chat-template-kwargs"][0] == '{"thinking_mode": "enabled"}'
     assert (
         notes
-        == f"note: trust-remote-code in {file} has no effect: no code of a checkpoint is ever run\n"
+        == f"note: trust-remote-code in {file} has no effect: code in a checkpoint is never run\n"
     )
 
 
@@ -146,7 +144,7 @@ def test_variables_of_a_kubernetes_service_are_no_options(
     assert "tcp://" not in str(said)
 
 
-def test_variables_are_named_where_they_are_wrong(
+def test_wrong_variables_are_named(
     refused: Any, explained: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NEGAMAX_MAX_NUM_SEQ", "3")
@@ -178,7 +176,7 @@ def test_every_option_of_every_command_has_a_variable(monkeypatch: pytest.Monkey
                 assert choice.words or option.turns_off
 
 
-def test_the_last_of_several_names_is_the_model_only_where_none_is_known(
+def test_last_of_several_values_is_the_model_only_without_another_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     words = ["serve", "--served-model-name", "a", "b"]
@@ -379,7 +377,7 @@ def test_a_group_of_commands_alone_shows_them(capsys: pytest.CaptureFixture[str]
     assert err == ""
 
 
-def test_what_has_no_effect_is_said_once_for_each_reason(explained: Any) -> None:
+def test_options_without_effect_are_noted_once_per_reason(explained: Any) -> None:
     _, notes = explained(
         "nano --attention-backend FLASHINFER --moe-backend triton --speculative-eagle-topk 1 "
         "--no-enable-lora"
@@ -387,15 +385,13 @@ def test_what_has_no_effect_is_said_once_for_each_reason(explained: Any) -> None
     assert notes.splitlines() == [
         "note: --attention-backend, --moe-backend have no effect: kernels are chosen at start, "
         "for the GPU and the model",
-        "note: --speculative-eagle-topk has no effect: drafts are chains that are sampled and "
-        "compared; the answers are the same without it",
+        "note: --speculative-eagle-topk has no effect: drafts are verified chains "
+        "of tokens; the answers are the same without it",
     ]
 
 
-def test_every_foreign_option_is_judged() -> None:
-    """With a value that asks for something: a note, options of ours, or a refusal with a remedy;
-    never a crash.
-    """
+def test_every_foreign_option_is_translated_or_refused() -> None:
+    """Each gives a note, options of ours, or a refusal with a remedy, never a crash."""
     own = {
         name
         for option in options_of(GROUP.commands["serve"])
@@ -407,7 +403,7 @@ def test_every_foreign_option_is_judged() -> None:
         Kind.LIST: ["7", "8"],
         Kind.JSON: ['{"seven": 7}'],
     }
-    assert not own & set(foreign_options())  # what it says of those nobody would ever read
+    assert not own & set(foreign_options())  # the table has none of our own names
     for name, entry in foreign_options().items():
         try:
             resolved = resolve(GROUP, ["serve", "nano", name, *samples[entry.kind]])
@@ -456,7 +452,8 @@ def test_examples_of_the_help_are_understood(line: str) -> None:
     assert resolved.notes == []
     command = GROUP.commands[words[0]]
     command = command.commands[words[1]] if words[0] == "bench" else command
-    command.make_context("negamax", resolved.words[1 + (words[0] == "bench") :])  # typer takes them
+    # typer accepts them
+    command.make_context("negamax", resolved.words[1 + (words[0] == "bench") :])
 
 
 def test_completion_knows_options_and_their_values(

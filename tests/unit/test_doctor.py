@@ -1,4 +1,4 @@
-"""`negamax doctor`: which models fit on which machine, and what it says of a broken one."""
+"""`negamax doctor`: the models that fit a machine, and the findings on a broken one."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ def verdict(here: Machine, model: str = M2) -> ModelVerdict:
     [
         (machine(4, gib=139.8), f"negamax serve {M2} --tensor-parallel-size 4"),
         (machine(8, gib=79.1), f"negamax serve {M2} --tensor-parallel-size 8"),
-        # padded experts do not fit beside a cache, whole ones do
+        # padded experts do not fit beside a cache, whole experts do
         (machine(8, gib=48), f"negamax serve {M2} --tensor-parallel-size 8 --enable-expert-pa"),
         (machine(1, gib=287), f"negamax serve {M2}"),
         (machine(2, gib=139.8), f"negamax serve {M2} --tensor-parallel-size 2 --max-model-len"),
         (machine(0, memory_bytes=500 * GIB), f"negamax serve {M2}"),
     ],
 )
-def test_model_that_fits_comes_with_its_command(here: Machine, command: str) -> None:
+def test_model_that_fits_has_a_command(here: Machine, command: str) -> None:
     found = verdict(here)
     assert found.runs and found.command.startswith(command)
     if "--max-model-len" in command:
-        # the engine takes it: measured on these GPUs, its cache holds 122,496 tokens
+        # the engine accepts it: on these GPUs its cache was measured to hold 122,496 tokens
         assert 110_000 < int(found.command.split()[-1]) < 122_496
 
 
@@ -68,7 +68,7 @@ def test_model_that_fits_comes_with_its_command(here: Machine, command: str) -> 
         ("MiniMaxAI/MiniMax-M3-MXFP8", 4, "MXFP8 as stored, 103.1 GiB of weights per GPU"),
     ],
 )
-def test_m3_fits_and_was_never_measured(model: str, count: int, words: str) -> None:
+def test_m3_fits_unmeasured(model: str, count: int, words: str) -> None:
     found = verdict(machine(count, gib=139.8), model)
     assert found.command.startswith(f"negamax serve {model} --tensor-parallel-size {count} --max-m")
     assert words in found.detail and "; never measured on a GPU" in found.detail
@@ -82,17 +82,18 @@ def test_m3_fits_and_was_never_measured(model: str, count: int, words: str) -> N
         (machine(1, gib=139.8), "it takes about 2 free GPUs like these"),
         (machine(3, gib=79.1), "it takes about 4 free GPUs like these"),
         (machine(8, gib=79.1, capability=(7, 5)), "no bfloat16 arithmetic"),
-        (machine(4, gib=139.8, used=100), "39.8 GiB are free per GPU"),  # somebody else is there
+        # another process uses the GPU
+        (machine(4, gib=139.8, used=100), "39.8 GiB are free per GPU"),
         (machine(0), "needs 426.1 GiB of main memory in bf16"),
         (machine(0, cpu_bfloat16=False), "needs 851.9 GiB of main memory in fp32"),
     ],
 )
-def test_model_that_does_not_fit_comes_with_the_reason(here: Machine, words: str) -> None:
+def test_model_that_does_not_fit_has_a_reason(here: Machine, words: str) -> None:
     found = verdict(here)
     assert not found.runs and not found.command and words in found.detail
 
 
-def test_padding_of_experts_is_counted_and_said() -> None:
+def test_padding_of_experts_is_counted_and_reported() -> None:
     found = verdict(machine(8, gib=79.1))
     words = (
         "33% more bytes and arithmetic in the experts (none with --expert-parallel-size 2); never"

@@ -1,4 +1,4 @@
-"""`negamax parse`: what it prints for a text, and one clear line with exit code 2 for bad input."""
+"""`negamax parse`: its output, and refusals in one line with exit code 2."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = {format.name: name for name, format in proof.FORMATS.items()}
 
 
 class Run:
-    """Runs the command with a text on standard input."""
+    """Run the command with a text on standard input."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
@@ -41,7 +41,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[byte
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.id for case in CASES])
-def test_cases_come_out_whole_and_streamed(case: proof.Case, run: Run, tmp_path: Path) -> None:
+def test_cases_parse_equally_whole_and_streamed(case: proof.Case, run: Run, tmp_path: Path) -> None:
     tools = tmp_path / "tools.json"
     tools.write_text(json.dumps(case.tools), encoding="utf-8")
     mode = "enabled" if case.in_reasoning else "adaptive"
@@ -79,7 +79,7 @@ def test_m2_begins_inside_thinking_and_m3_by_its_mode(run: Run) -> None:
     }
 
 
-def test_what_utf8_cannot_say_is_escaped(run: Run, tmp_path: Path) -> None:
+def test_lone_surrogates_are_escaped(run: Run, tmp_path: Path) -> None:
     tools = tmp_path / "tools.json"
     tools.write_text(
         '[{"name": "f", "parameters": {"properties": {"x": {"type": "array"}}}}]', encoding="utf-8"
@@ -127,7 +127,7 @@ def test_bad_input_is_refused_in_one_line(
     assert says in err
 
 
-def test_bytes_that_are_no_text_are_refused(run: Run) -> None:
+def test_bytes_that_are_no_utf8_are_refused(run: Run) -> None:
     code, _, err = run(b"ab\xff", "--format", "m2")
     assert (code, err) == (2, "negamax: error: standard input is no UTF-8: byte 2 is 0xff\n")
 

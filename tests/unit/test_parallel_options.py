@@ -1,4 +1,4 @@
-"""Numbers of ranks: what they come to, and refusals with a setting that works."""
+"""Numbers of ranks, and refusals with a setting that works."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from negamax.parallel.layout import ParallelLayout
         ),
     ],
 )
-def test_experts_are_split_over_the_ranks_that_are_asked_for(
+def test_experts_are_split_over_the_given_ranks(
     given: dict[str, Any], layout: tuple[int, int]
 ) -> None:
     found = ParallelLayout.of(EngineOptions(model="nano", **given).parallel)
@@ -110,17 +110,17 @@ def test_experts_are_split_over_the_ranks_that_are_asked_for(
         ({"cp_kv_cache_interleave_size": 0}, "--cp-kv-cache-interleave-size is 0; allowed: 1 or"),
     ],
 )
-def test_sizes_that_nothing_runs_with_are_refused(given: dict[str, Any], words: str) -> None:
+def test_impossible_sizes_are_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ParallelOptions(**given)
 
 
-def test_ranks_that_share_out_a_cache_hold_whole_blocks() -> None:
+def test_dcp_ranks_hold_whole_blocks() -> None:
     two = ParallelOptions(8, decode_context_parallel_size=2)
     for size in (None, 128):
         replace(two, cp_kv_cache_interleave_size=size).check_interleave(128)
     for size in (1, 64, 256, 100):
         with pytest.raises(ConfigError, match=rf"is {size}, .*whole blocks .*-size 128\)"):
             replace(two, cp_kv_cache_interleave_size=size).check_interleave(128)
-    # nothing is shared out
+    # without DCP any interleave is accepted
     ParallelOptions(8, cp_kv_cache_interleave_size=1).check_interleave(128)

@@ -1,4 +1,4 @@
-"""`--speculative-config`: vLLM's keys, the methods there are, and what is refused."""
+"""`--speculative-config`: vLLM's keys, the methods, and refusals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def read(fields: dict[str, Any]) -> SpeculationConfig:
     return SpeculationConfig.read(fields, tensor_parallel_size=4)
 
 
-def test_what_users_of_vllm_type() -> None:
+def test_configs_of_vllm_users() -> None:
     found = read({**EAGLE3, "num_speculative_tokens": 5, "draft_tensor_parallel_size": 4})
     assert found == SpeculationConfig("eagle3", 5, model="folder")
     assert read({**NGRAM, "num_speculative_tokens": None}).num_speculative_tokens == 3
@@ -37,7 +37,7 @@ def test_what_users_of_vllm_type() -> None:
         ({"model": "a/b"}, "eagle3"),
     ],
 )
-def test_the_method_by_its_names_and_by_the_model(fields: dict[str, Any], method: str) -> None:
+def test_method_by_name_and_by_model(fields: dict[str, Any], method: str) -> None:
     assert read(fields).method == method
 
 
@@ -45,9 +45,7 @@ def test_the_method_by_its_names_and_by_the_model(fields: dict[str, Any], method
     ("given", "low", "high"),
     [({}, 5, 5), ({"min": 2}, 2, 2), ({"max": 4}, 4, 4), ({"min": 2, "max": 4}, 2, 4)],
 )
-def test_one_length_that_is_looked_up_stands_for_both(
-    given: dict[str, int], low: int, high: int
-) -> None:
+def test_one_lookup_length_sets_both(given: dict[str, int], low: int, high: int) -> None:
     found = read({**NGRAM, **{f"prompt_lookup_{key}": value for key, value in given.items()}})
     assert (found.prompt_lookup_min, found.prompt_lookup_max) == (low, high)
 
@@ -70,7 +68,7 @@ def test_a_synthetic_length_is_the_schedule_with_the_least_variance(
     assert found.synthetic_acceptance_length == length
 
 
-def test_keys_that_change_no_token_have_no_effect_and_are_named() -> None:
+def test_keys_without_effect_are_noted() -> None:
     notes = read({**EAGLE3, "enforce_eager": True, "attention_backend": "FLASH_ATTN"}).notes
     assert [note.split(" has no effect: ")[0].split()[-1] for note in notes] == [
         "enforce_eager", "attention_backend"
@@ -106,7 +104,7 @@ def test_keys_that_change_no_token_have_no_effect_and_are_named() -> None:
         ('{"method": "ngram"}', "allowed: an object"),
     ],
 )  # fmt: skip
-def test_what_is_refused_names_value_limit_and_remedy(fields: Any, words: str) -> None:
+def test_refusals_name_value_limit_and_remedy(fields: Any, words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         EngineOptions("nano", speculative_config=fields, tensor_parallel_size=4)
     assert words in str(refused.value)
