@@ -50,7 +50,7 @@ class Access:
         Errors: `AuthenticationError` for a missing or wrong key.
         """
         state = scope.setdefault("state", {})
-        given = _given_key(scope["headers"]) or read_browser_key(scope["path"], scope["headers"])
+        given = _read_key(scope["headers"]) or read_browser_key(scope["path"], scope["headers"])
         is_admin = self._admin_key is not None and hmac.compare_digest(given, self._admin_key)
         state["is_admin"] = is_admin or (self._admin_key is None and not self.has_keys)
         state["tenant"] = ""
@@ -78,7 +78,7 @@ class Access:
         fields = dict(scope["headers"])
         origin = fields.get(b"origin", b"").decode("latin-1")
         site = fields.get(b"sec-fetch-site", b"").decode("latin-1")
-        if site in ("same-origin", "none") or not (site or origin) or _given_key(scope["headers"]):
+        if site in ("same-origin", "none") or not (site or origin) or _read_key(scope["headers"]):
             return
         if origin in self._origins or _ALL in self._origins:
             return
@@ -138,7 +138,7 @@ def check_admin(request: Request) -> None:
         )
 
 
-def _given_key(headers: _Headers) -> bytes:
+def _read_key(headers: _Headers) -> bytes:
     """Return the key in a request's headers; empty if there is none."""
     given = b""
     for name, value in headers:

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from negamax.api.access import get_owner
 from negamax.api.common.context import ApiContext
-from negamax.api.errors import negamax_error
+from negamax.api.errors import handle_error
 from negamax.api.http.request_body import build_size_error
 from negamax.api.http.unpacking import Unpacker, find_encoding
 from negamax.base.errors import (
@@ -66,7 +66,7 @@ class AuthMiddleware:
             if scope["method"] not in _SAFE_METHODS:
                 encoding = find_encoding(scope["headers"])
         except NegamaxError as error:
-            await negamax_error(Request(scope), error)(scope, receive, send)
+            await handle_error(Request(scope), error)(scope, receive, send)
             return
         if scope["method"] in _SAFE_METHODS:
             # routes answer as for GET; the connection drops the body
@@ -205,7 +205,7 @@ def _check_host(headers: _Headers, allowed: set[str]) -> None:
     """
     for name, value in headers:
         if name == b"host":
-            host = _host_name(value.decode("latin-1"))
+            host = _parse_host(value.decode("latin-1"))
             if host not in allowed and not is_loopback(host):
                 raise ForbiddenError(
                     f"the Host header names {host[:100]!r}, which is not a name of this machine",
@@ -214,7 +214,7 @@ def _check_host(headers: _Headers, allowed: set[str]) -> None:
                 )
 
 
-def _host_name(value: str) -> str:
+def _parse_host(value: str) -> str:
     """Return the name in a Host header, without its port."""
     if value.startswith("["):
         return value[1:].partition("]")[0].lower()

@@ -35,7 +35,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _INTERNAL = "the server failed on this request; its log has the details under the request id"
 
 
-def json_response(
+def build_json_response(
     answer: msgspec.Struct | Sequence[msgspec.Struct],
     *,
     status: int = 200,
@@ -56,15 +56,17 @@ def describe_error(error: Exception) -> tuple[int, ErrorAnswer]:
     return 500, build_error(_INTERNAL, error_type="internal_error", code="internal_error")
 
 
-def error_response(
+def build_error_response(
     scope: Scope, status: int, answer: ErrorAnswer, *, headers: dict[str, str] | None = None
 ) -> Response:
     """Build an error in the shape that the route's clients know."""
     if not scope["path"].startswith(MESSAGES_PATH):
-        return json_response(answer, status=status, headers=headers)
+        return build_json_response(answer, status=status, headers=headers)
     request_id = scope["state"]["request_id"]
     body = build_message_error(status, answer, request_id=request_id)
-    return json_response(body, status=status, headers={**(headers or {}), "request-id": request_id})
+    return build_json_response(
+        body, status=status, headers={**(headers or {}), "request-id": request_id}
+    )
 
 
 def encode_failure(error: Exception, *, request_id: str) -> bytes:
@@ -118,7 +120,7 @@ class ErrorMiddleware:
             if status:
                 raise  # part of the response was sent: close the connection
             code, answer = describe_error(error)
-            await error_response(scope, code, answer)(scope, receive, send_with_id)
+            await build_error_response(scope, code, answer)(scope, receive, send_with_id)
         finally:
             if self._logs_access and scope["client"] is not None:  # None: another server process
                 log_access(
@@ -131,7 +133,7 @@ class ErrorMiddleware:
                 )
 
 
-def negamax_error(request: Request, error: Exception) -> Response:
+def handle_error(request: Request, error: Exception) -> Response:
     """Answer one of our own errors."""
     status, answer = describe_error(error)
     if status == 500:
@@ -145,10 +147,10 @@ def negamax_error(request: Request, error: Exception) -> Response:
         if request.method == "POST":  # a probe that finds the server not ready is no rejection
             request.app.state.metrics.measured.rejections.add(error.code or "")
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
-    return error_response(request.scope, status, answer, headers=headers)
+    return build_error_response(request.scope, status, answer, headers=headers)
 
 
-def http_error(request: Request, error: Exception) -> Response:
+def handle_http_error(request: Request, error: Exception) -> Response:
     """Answer an error of the router: unknown route, wrong method."""
     assert isinstance(error, HTTPException)
     where = f"{request.method} {request.url.path[:200]}"
@@ -165,18 +167,18 @@ def http_error(request: Request, error: Exception) -> Response:
         answer = build_error(message, error_type="invalid_request_error", code="method_not_allowed")
     else:
         answer = build_error(str(error.detail), error_type="invalid_request_error")
-    return error_response(request.scope, error.status_code, answer, headers=headers)
+    return build_error_response(request.scope, error.status_code, answer, headers=headers)
 
 
-def client_gone(request: Request, error: Exception) -> Response:
+def handle_client_gone(request: Request, error: Exception) -> Response:
     """End a request whose client closed its connection."""
     logger.debug("request %s: the client hung up", request.state.request_id)
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 HANDLERS: dict[Any, Any] = {
-    NegamaxError: negamax_error,
-    HTTPException: http_error,
-    ClientGoneError: client_gone,
-    ClientDisconnect: client_gone,
+    NegamaxError: handle_error,
+    HTTPException: handle_http_error,
+    ClientGoneError: handle_client_gone,
+    ClientDisconnect: handle_client_gone,
 }

@@ -7,7 +7,7 @@ from prometheus_client.exposition import choose_encoder
 
 from negamax import __version__
 from negamax.api.common.context import ApiContext
-from negamax.api.errors import json_response
+from negamax.api.errors import build_json_response
 from negamax.api.schemas.answers import HealthAnswer, ReplicaHealth, VersionAnswer
 
 
@@ -17,7 +17,7 @@ def make_health_router(context: ApiContext) -> APIRouter:
     @router.get("/livez")
     async def livez() -> Response:
         """Return 200 while the event loop runs, whatever the engine does. Needs no key."""
-        return json_response(HealthAnswer("ok"))
+        return build_json_response(HealthAnswer("ok"))
 
     @router.get("/readyz")
     async def readyz() -> Response:
@@ -27,7 +27,7 @@ def make_health_router(context: ApiContext) -> APIRouter:
         context.lifecycle.check_accepting()
         context.lifecycle.check_leader()
         context.engine.check_responsive()
-        return json_response(HealthAnswer("ok"))
+        return build_json_response(HealthAnswer("ok"))
 
     async def health() -> Response:
         """Return 200 while an engine runs, else 503; with replicas, also the status of each."""
@@ -36,9 +36,9 @@ def make_health_router(context: ApiContext) -> APIRouter:
             ReplicaHealth(replica.index, replica.state) for replica in context.engine.replicas
         ]
         if len(replicas) == 1:
-            return json_response(HealthAnswer("ok"))
+            return build_json_response(HealthAnswer("ok"))
         is_whole = all(replica.status == "ok" for replica in replicas)
-        return json_response(HealthAnswer("ok" if is_whole else "degraded", replicas))
+        return build_json_response(HealthAnswer("ok" if is_whole else "degraded", replicas))
 
     router.add_api_route("/health", health, methods=["GET"])
     # two routes: an operation of the OpenAPI document has one method
@@ -48,7 +48,7 @@ def make_health_router(context: ApiContext) -> APIRouter:
     @router.get("/version")
     async def version() -> Response:
         """Return the version of this server."""
-        return json_response(VersionAnswer(__version__))
+        return build_json_response(VersionAnswer(__version__))
 
     @router.get("/metrics")
     async def metrics(request: Request) -> Response:

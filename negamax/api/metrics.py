@@ -63,7 +63,7 @@ MetricFamily = type[GaugeMetricFamily] | type[CounterMetricFamily]
 Samples = Iterable[tuple[tuple[str, ...], float]]  # values of the labels, value of the metric
 
 
-def _usage(stats: RankStats) -> float:
+def _compute_usage(stats: RankStats) -> float:
     total = stats.num_kv_blocks
     return 1.0 - stats.num_free_kv_blocks / total if total else 0.0
 
@@ -137,7 +137,7 @@ class ServerMetrics(Collector):
         gauges = [
             ("sglang:num_running_reqs", _RUNNING, stats.num_running),
             ("sglang:num_queue_reqs", _WAITING, stats.num_waiting),
-            ("sglang:token_usage", _CACHE, _usage(stats)),
+            ("sglang:token_usage", _CACHE, _compute_usage(stats)),
             (
                 "sglang:num_used_tokens",
                 "Tokens of KV cache in use.",
@@ -208,8 +208,8 @@ class ServerMetrics(Collector):
         gauges = (
             ("vllm:num_requests_running", _RUNNING, attrgetter("num_running")),
             ("vllm:num_requests_waiting", _WAITING, attrgetter("num_waiting")),
-            ("vllm:kv_cache_usage_perc", _CACHE, _usage),
-            ("vllm:gpu_cache_usage_perc", _CACHE, _usage),
+            ("vllm:kv_cache_usage_perc", _CACHE, _compute_usage),
+            ("vllm:gpu_cache_usage_perc", _CACHE, _compute_usage),
         )
         for name, text, value in gauges:
             samples = [((rank,), value(stats)) for rank, stats in ranks]

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from negamax import __version__
 from negamax.api.common.context import ApiContext
-from negamax.api.errors import json_response
+from negamax.api.errors import build_json_response
 from negamax.api.schemas.answers import ModelCard, ModelList, ServerAnswer
 
 
@@ -36,7 +36,7 @@ def make_models_router(context: ApiContext) -> APIRouter:
             max_model_len=context.engine.info.max_model_len,
             endpoints=request.app.state.endpoints,
         )
-        return json_response(answer)
+        return build_json_response(answer)
 
     router.add_api_route("/v1", server, methods=["GET"])
     router.add_route("/v1/", server, methods=["GET"])
@@ -44,11 +44,13 @@ def make_models_router(context: ApiContext) -> APIRouter:
     @router.get("/v1/models")
     async def models() -> Response:
         """List all model names."""
-        return json_response(ModelList(data=cards, first_id=cards[0].id, last_id=cards[-1].id))
+        return build_json_response(
+            ModelList(data=cards, first_id=cards[0].id, last_id=cards[-1].id)
+        )
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         """Return one model; 404 for an unknown name."""
-        return json_response(cards[context.model_names.index(context.model_name(name))])
+        return build_json_response(cards[context.model_names.index(context.model_name(name))])
 
     return router

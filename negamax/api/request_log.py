@@ -40,7 +40,7 @@ class RequestLog:
             "route": record.route,
             "prompt_tokens": record.num_prompt_tokens,
             "stream": record.is_stream,
-            "sampling": _sampling(record.sampling),
+            "sampling": _describe_sampling(record.sampling),
         }
         parts = [
             f"request {record.request_id}: {record.route}",
@@ -61,9 +61,9 @@ class RequestLog:
             "prompt_tokens": record.num_prompt_tokens,
             "cached_tokens": record.num_cached_tokens,
             "output_tokens": record.num_output_tokens,
-            "queue_s": _seconds(record.arrival, record.start),
-            "first_token_s": _seconds(record.arrival, record.first_token),
-            "total_s": _seconds(record.arrival, record.end),
+            "queue_s": _round_seconds(record.arrival, record.start),
+            "first_token_s": _round_seconds(record.arrival, record.first_token),
+            "total_s": _round_seconds(record.arrival, record.end),
         }
         times = [
             f"{name} {fields[key]:.3f} s"
@@ -129,7 +129,7 @@ def log_access(
     logger.info("%s", message, extra={"fields": fields})
 
 
-def _sampling(sampling: SamplingParams) -> dict[str, Any]:
+def _describe_sampling(sampling: SamplingParams) -> dict[str, Any]:
     """Return the parameters that differ from the defaults, long values by kind or number."""
     fields = msgspec.structs.asdict(sampling)
     shown = {name: value for name, value in fields.items() if value != _DEFAULTS[name]}
@@ -145,5 +145,5 @@ def _sampling(sampling: SamplingParams) -> dict[str, Any]:
     return shown
 
 
-def _seconds(start: float, end: float | None) -> float | None:
+def _round_seconds(start: float, end: float | None) -> float | None:
     return None if end is None else round(max(0.0, end - start), 6)

@@ -138,20 +138,20 @@ def open_listener(options: ServerOptions) -> socket.socket:
     """
     family, kind, protocol, address = resolve_address(options)
     host, port = options.host, options.port
-    _tls_files(options)
+    _make_tls_files(options)
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
         if options.api_server_count > 1:
-            return _shared(listener)
+            return _share_listener(listener)
     except OSError as error:
         listener.close()
-        raise _bind_error(error, host=host, port=port) from None
+        raise _build_bind_error(error, host=host, port=port) from None
     return listener
 
 
-def _shared(listener: socket.socket) -> socket.socket:
+def _share_listener(listener: socket.socket) -> socket.socket:
     """Replace `listener` by a socket beside which others can be bound.
 
     Such a socket could not show whether the port was free: any process of this user can listen
@@ -162,13 +162,13 @@ def _shared(listener: socket.socket) -> socket.socket:
     return bind_shared(address, family=listener.family)
 
 
-def _tls_files(options: ServerOptions) -> TlsFiles | None:
+def _make_tls_files(options: ServerOptions) -> TlsFiles | None:
     if options.ssl_certfile is None or options.ssl_keyfile is None:
         return None
     return TlsFiles(options.ssl_certfile, options.ssl_keyfile)
 
 
-def _bind_error(error: OSError, *, host: str, port: int) -> ConfigError:
+def _build_bind_error(error: OSError, *, host: str, port: int) -> ConfigError:
     if error.errno == errno.EADDRINUSE:
         hint = "stop the other server, or use another --port (0 picks a free one)"
         return ResourceError(f"--port is {port}, which is in use on {host}", hint=hint)
@@ -253,7 +253,7 @@ async def serve(
             server = HttpServer(
                 ApiContext.create(engine, server_options, server_rank),
                 stop_engine=supervisor.shutdown,
-                announce=lambda: announce(_url(listener, server_options), engine),
+                announce=lambda: announce(_build_url(listener, server_options), engine),
                 servers=servers,
             )
             signals.hand_over(drain=server.drain, abort=server.abort, reload=server.reload)
@@ -261,7 +261,7 @@ async def serve(
             try:
                 await server.serve(sockets=[listener])
             except OSError as error:  # another process took the port while the model was loading
-                raise _bind_error(
+                raise _build_bind_error(
                     error, host=server_options.host, port=server_options.port
                 ) from None
         finally:
@@ -309,7 +309,7 @@ def settle_garbage_collection() -> None:
     gc.set_threshold(_GC_THRESHOLD, 20, 20)
 
 
-def _url(listener: socket.socket, options: ServerOptions) -> str:
+def _build_url(listener: socket.socket, options: ServerOptions) -> str:
     host, port = listener.getsockname()[:2]
     host = "localhost" if host in _WILDCARDS else f"[{host}]" if ":" in host else host
     return f"{'http' if options.ssl_certfile is None else 'https'}://{host}:{port}"
@@ -342,7 +342,7 @@ class HttpServer(uvicorn.Server):
         self._limits = ConnectionLimits.of(
             max_files=_raise_file_limit(), per_address=options.max_connections_per_address
         )
-        self._tls = _tls_files(options)
+        self._tls = _make_tls_files(options)
         self._make_config = partial(
             uvicorn.Config,
             http=self._protocol_class,

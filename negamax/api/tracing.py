@@ -69,7 +69,7 @@ class RequestTracer:
         service = {} if env.get("OTEL_SERVICE_NAME") else {"service.name": "negamax"}
         self._provider = TracerProvider(resource=Resource.create(service), shutdown_on_exit=False)
         exporter = OTLPSpanExporter(endpoint=address, timeout=_EXPORT_SECONDS)
-        self._provider.add_span_processor(BatchSpanProcessor(_events_of(exporter, address)))
+        self._provider.add_span_processor(BatchSpanProcessor(_wrap_exporter(exporter, address)))
         self._tracer = self._provider.get_tracer("negamax", __version__)
         self._propagator = TraceContextTextMapPropagator()
         self._kind = SpanKind.SERVER
@@ -121,19 +121,19 @@ def build_span_attributes(record: RequestRecord) -> dict[str, Any]:
         "gen_ai.usage.input_tokens": record.num_prompt_tokens,  # newer names of the conventions
         "gen_ai.usage.output_tokens": record.num_output_tokens,
         "gen_ai.usage.cached_tokens": record.num_cached_tokens,
-        "gen_ai.latency.time_in_queue": _between(record.arrival, start),
-        "gen_ai.latency.time_to_first_token": _between(record.arrival, first),
-        "gen_ai.latency.time_in_model_prefill": _between(start, first),
-        "gen_ai.latency.time_in_model_decode": _between(first, record.end),
-        "gen_ai.latency.time_in_model_inference": _between(start, record.end),
-        "gen_ai.latency.e2e": _between(record.arrival, record.end),
+        "gen_ai.latency.time_in_queue": _subtract(record.arrival, start),
+        "gen_ai.latency.time_to_first_token": _subtract(record.arrival, first),
+        "gen_ai.latency.time_in_model_prefill": _subtract(start, first),
+        "gen_ai.latency.time_in_model_decode": _subtract(first, record.end),
+        "gen_ai.latency.time_in_model_inference": _subtract(start, record.end),
+        "gen_ai.latency.e2e": _subtract(record.arrival, record.end),
         "http.route": record.route,
         "http.request.header.x-request-id": record.http_request_id,
     }
     return {name: value for name, value in attributes.items() if value is not None}
 
 
-def _between(start: float | None, end: float | None) -> float | None:
+def _subtract(start: float | None, end: float | None) -> float | None:
     return None if start is None or end is None else max(0.0, end - start)
 
 
@@ -148,7 +148,7 @@ class _LastMessage(logging.Handler):
         self.text = record.getMessage()
 
 
-def _events_of(exporter: Any, address: str) -> Any:
+def _wrap_exporter(exporter: Any, address: str) -> Any:
     """Wrap `exporter` so that failures are logged once until it succeeds again."""
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 

@@ -132,7 +132,7 @@ def test_every_request_has_a_span_and_a_dead_collector_harms_nobody(
 @pytest.mark.parametrize(
     ("endpoint", "missing", "words"),
     [
-        ("localhost:4318", False, "is 'localhost:4318', which is no HTTP address"),
+        ("localhost:4318", False, "is 'localhost:4318', which is not an HTTP address"),
         ("http://localhost:4318", True, "(pip install 'negamax[otlp]')"),
     ],
 )

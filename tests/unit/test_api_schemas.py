@@ -19,11 +19,12 @@ from negamax.api.dialects.chat.schema import (
     ToolCall,
 )
 from negamax.api.dialects.completions.schema import CompletionRequest
-from negamax.api.dialects.generate.schema import NativeRequest
+from negamax.api.dialects.generate.schema import NativeRequest, NativeSampling
 from negamax.api.dialects.messages.schema import CountRequest, MessagesRequest
 from negamax.api.dialects.responses.schema import ResponsesRequest
 from negamax.api.schemas.answers import encode
 from negamax.api.schemas.request_model import FOREIGN_FIELDS, RequestModel
+from negamax.api.schemas.sampled_request import SamplingFields
 from negamax.base.errors import InvalidRequestError
 from tests.speed import is_quick
 
@@ -287,6 +288,31 @@ def test_integers_are_numbers_for_float_fields() -> None:
         .temperature
         == 1.0
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "renamed"),
+    [
+        (ChatRequest, {"messages": HELLO}, {"max_tokens": 5, "logprobs": None}),
+        (CompletionRequest, {"prompt": "x"}, {}),
+        (MessagesRequest, {"model": "m", "messages": HELLO, "max_tokens": 5}, {}),
+        (ResponsesRequest, {"input": "x"}, {}),
+        (NativeSampling, {}, {}),
+    ],
+    ids=["chat", "completions", "messages", "responses", "generate"],
+)
+def test_a_sampling_parameter_is_one_field_for_all_dialects(
+    model: type[SamplingFields], fields: dict[str, Any], renamed: dict[str, Any]
+) -> None:
+    values = {
+        "temperature": 0.5, "top_p": 0.5, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.5,
+        "frequency_penalty": 0.5, "presence_penalty": 0.25, "logit_bias": {"3": 1.0},
+        "stop_token_ids": [5], "ignore_eos": True,
+    }  # fmt: skip
+    assert values.keys() == SamplingFields.model_fields.keys() - {"stream_interval"}
+    sampling = model.parse(fields | values).sampling_params(**renamed)
+    converted = values | {"logit_bias": {3: 1.0}, "stop_token_ids": (5,)}
+    assert {name: getattr(sampling, name) for name in values} == converted
 
 
 def test_max_completion_tokens_wins_over_max_tokens() -> None:

@@ -11,7 +11,7 @@ from message_support import ai, user
 from text_support import make_tokenizer
 
 from negamax.api.common.answer import drop_tokens
-from negamax.api.common.choice_reader import ChoiceReader, ReadingRules, new_call_id
+from negamax.api.common.choice_reader import ChoiceReader, ReadingRules, make_call_id
 from negamax.api.common.conversation import ChatPrompt, Conversation, PromptBuilder
 from negamax.api.schemas.thinking import ReasoningPlace, ThinkingChoice
 from negamax.base.errors import EngineError, InvalidRequestError
@@ -322,7 +322,7 @@ def test_failed_request_is_an_error() -> None:
 
 
 def test_call_ids_have_the_form_that_clients_know() -> None:
-    call_id = new_call_id()
+    call_id = make_call_id()
     assert call_id.startswith("call_") and len(call_id) == 29
     int(call_id.removeprefix("call_"), 16)
 

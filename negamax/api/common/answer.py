@@ -14,7 +14,7 @@ from starlette.responses import Response
 from negamax.api.common.api_request import ApiRequest
 from negamax.api.common.choice_reader import ChoiceReader, PlainReader, check_failed
 from negamax.api.common.context import ApiContext
-from negamax.api.errors import encode_failure, json_response
+from negamax.api.errors import build_json_response, encode_failure
 from negamax.api.http.sse import (
     DONE,
     FIRST_OUTPUT_SECONDS,
@@ -182,7 +182,7 @@ async def respond(
     """Answer a started request, whole or as a stream. `ping` defaults to comments."""
     if not request.params.stream:
         answer = await run_while_connected(request.http.receive, writer.whole())
-        return json_response(answer, headers=headers)
+        return build_json_response(answer, headers=headers)
     seconds = context.options.sse_keep_alive_interval
     event, seconds = ping or (_KEEP_ALIVE if seconds else b"", seconds)
     stream = EventStream(writer.stream, source=writer.source, ping=event, ping_seconds=seconds)

@@ -48,7 +48,7 @@ async def read_api_request(
     return ApiRequest(http, params, num_bytes, arrival)
 
 
-def cache_salt(request: ApiRequest[EngineRequest]) -> str:
+def get_cache_salt(request: ApiRequest[EngineRequest]) -> str:
     """Return the salt of the request's cached prefixes."""
     return get_salt(request.http, request.params.cache_salt)
 
@@ -106,7 +106,7 @@ def generate(
         sampling,
         request_id=request_id,
         priority=params.priority,
-        cache_salt=cache_salt(request),
+        cache_salt=get_cache_salt(request),
         data_parallel_rank=_requested_rank(request, num_ranks=context.engine.num_ranks),
         deadline=request.arrival + min(limits) if limits else None,
         observer=record,

@@ -102,7 +102,7 @@ class StartedCall:
     name: str
 
 
-def new_call_id() -> str:
+def make_call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
@@ -139,7 +139,7 @@ class ChoiceReader:
         # the parser alone cannot do this
         self._holds_back = is_silent or not rules.stream_reasoning or not rules.parallel_calls
         in_reasoning = prompt.reasoning == "open"
-        self._parser = _with_reasoning_in(rules.reasoning, chat_format).new_parser(
+        self._parser = _place_reasoning(rules.reasoning, chat_format).new_parser(
             tools=rules.tools,
             in_reasoning=in_reasoning,
             may_call=rules.may_call,
@@ -173,7 +173,7 @@ class ChoiceReader:
             events = list(self._chosen(events, is_end=is_end))
         for event in events:
             if isinstance(event, ToolCallStart):
-                self.calls.append(StartedCall(new_call_id(), event.name))
+                self.calls.append(StartedCall(make_call_id(), event.name))
                 self._on_call()
         if output.finish_reason is not None:
             self.finish_reason, self.stop_reason = (
@@ -257,7 +257,7 @@ class PlainReader:
         return []
 
 
-def _with_reasoning_in(place: ReasoningPlace | None, given: ChatFormat) -> ChatFormat:
+def _place_reasoning(place: ReasoningPlace | None, given: ChatFormat) -> ChatFormat:
     stays = {
         None: True,
         ReasoningPlace.CONTENT: given.thinking is not Thinking.SPLIT,

@@ -24,6 +24,6 @@ _TOOLS = msgspec.json.decode(
 )
 
 
-def client_tools(dialect: str) -> dict[str, ClientTool]:
+def load_client_tools(dialect: str) -> dict[str, ClientTool]:
     """Return the tools of a dialect by type."""
     return {kind: tool for tool in _TOOLS[dialect] for kind in tool.types}

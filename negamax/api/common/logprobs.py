@@ -19,7 +19,7 @@ from negamax.text.tokenizer import Tokenizer
 LEAST_LOGPROB = -9999.0
 
 
-def _text(tokenizer: Tokenizer, token_id: int, *, as_ids: bool) -> str:
+def _get_text(tokenizer: Tokenizer, token_id: int, *, as_ids: bool) -> str:
     return f"token_id:{token_id}" if as_ids else tokenizer.token_text(token_id)
 
 
@@ -29,12 +29,12 @@ def convert_chat_logprobs(
     """Build one entry per token with its alternatives; `as_ids`: texts read "token_id:123"."""
     return [
         ChatLogprob(
-            token=_text(tokenizer, entry.token_id, as_ids=as_ids),
+            token=_get_text(tokenizer, entry.token_id, as_ids=as_ids),
             logprob=max(entry.logprob, LEAST_LOGPROB),
             bytes=list(tokenizer.token_bytes(entry.token_id)),
             top_logprobs=[
                 TopLogprob(
-                    _text(tokenizer, token_id, as_ids=as_ids),
+                    _get_text(tokenizer, token_id, as_ids=as_ids),
                     max(logprob, LEAST_LOGPROB),
                     list(tokenizer.token_bytes(token_id)),
                 )
@@ -95,7 +95,7 @@ class TextLogprobWriter:
         return taken
 
     def _text(self, token_id: int) -> str:
-        return _text(self._tokenizer, token_id, as_ids=self._as_ids)
+        return _get_text(self._tokenizer, token_id, as_ids=self._as_ids)
 
     def _add(self, token_id: int, logprob: float | None, top: dict[str, float] | None) -> None:
         self._taken.tokens.append(self._text(token_id))

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from negamax.api.access import get_owner
 from negamax.api.common.answer import AnswerSource, AnswerWriter, Choice, ResponseT, start_source
-from negamax.api.common.api_request import ApiRequest, cache_salt, check_sampling, generate
+from negamax.api.common.api_request import ApiRequest, check_sampling, generate, get_cache_salt
 from negamax.api.common.blocks import Block, BlockEvent, BlockWriter
 from negamax.api.common.choice_reader import ChoiceReader, ReadingRules
 from negamax.api.common.context import ApiContext
@@ -86,13 +86,13 @@ async def build_prompt(
     """Build the prompt of `turn`. Errors name the place in the client's request."""
     try:
         return await context.prompts.chat(
-            turn.conversation, num_bytes=request.num_bytes, cache_salt=cache_salt(request)
+            turn.conversation, num_bytes=request.num_bytes, cache_salt=get_cache_salt(request)
         )
     except InvalidRequestError as error:
-        raise _placed(error, turn.places) from None
+        raise _replace_place(error, turn.places) from None
 
 
-def _placed(error: InvalidRequestError, places: Sequence[str]) -> InvalidRequestError:
+def _replace_place(error: InvalidRequestError, places: Sequence[str]) -> InvalidRequestError:
     def place(match: re.Match[str]) -> str:
         index = int(match[1])
         return places[index] if index < len(places) else match[0]
@@ -179,7 +179,7 @@ async def start_prompts(
     for prompt in prompts:
         check_sampling(context, prompt.sampling)
     token_ids = await context.prompts.plain(
-        [prompt.prompt for prompt in prompts], cache_salt=cache_salt(request)
+        [prompt.prompt for prompt in prompts], cache_salt=get_cache_salt(request)
     )
     grammars = await run_off_loop(
         lambda: [prompt.form() for prompt in prompts], num_bytes=request.num_bytes

@@ -125,7 +125,7 @@ class Acceptor:
                     raise
                 self._pause(error)
                 return
-            client = _client_of(address[0])
+            client = _get_client(address[0])
             if len(self._addresses) >= self._limits.in_all:
                 self._warn(
                     "connections are refused: %d are open, which is the limit", self._limits.in_all
@@ -192,7 +192,7 @@ class Acceptor:
             logger.warning(message, *values)
 
 
-def _client_of(address: str) -> str:
+def _get_client(address: str) -> str:
     """Return the client of an address: for IPv6 its network."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])

@@ -102,7 +102,7 @@ async def receive(request: Request, limits: BodyLimits) -> bytes:
         if size > limits.num_bytes:
             raise build_size_error(size, limits.num_bytes)
         num_commas += part.count(b",")
-        num_openers += _num_openers(part)
+        num_openers += _count_openers(part)
         if num_commas > limits.commas or num_openers > limits.openers:
             allowed = f"{limits.commas} commas, and {limits.openers} brackets and colons"
             raise InvalidRequestError(
@@ -127,8 +127,8 @@ async def decode_request(body: bytes, model: type[RequestT], limits: BodyLimits)
     texts, and those of `RequestModel.parse`.
     """
     if len(body) <= _INLINE_BYTES:
-        return model.parse(_decoded(body, model, limits))
-    return await asyncio.to_thread(lambda: model.parse(_decoded(body, model, limits)))
+        return model.parse(_decode_fields(body, model, limits))
+    return await asyncio.to_thread(lambda: model.parse(_decode_fields(body, model, limits)))
 
 
 def build_size_error(size: int, max_bytes: int) -> PayloadTooLargeError:
@@ -137,12 +137,12 @@ def build_size_error(size: int, max_bytes: int) -> PayloadTooLargeError:
     )
 
 
-def _decoded(body: bytes, model: type[RequestModel], limits: BodyLimits) -> dict[str, object]:
+def _decode_fields(body: bytes, model: type[RequestModel], limits: BodyLimits) -> dict[str, object]:
     """Decode the fields in `body`. Of fields that the model ignores, only the syntax is checked."""
     try:
-        fields = _fields(body)
+        fields = _split_fields(body)
         decoded = {
-            name: _value(raw, limits)
+            name: _decode_value(raw, limits)
             if model.reads(name)
             else None
             if memoryview(raw) == _NULL
@@ -154,13 +154,13 @@ def _decoded(body: bytes, model: type[RequestModel], limits: BodyLimits) -> dict
             f"the body is not valid JSON: {error}", code="invalid_json"
         ) from None
     except RecursionError:
-        raise _too_deep() from None
-    if _num_openers(body) > MAX_JSON_DEPTH:
+        raise _build_depth_error() from None
+    if _count_openers(body) > MAX_JSON_DEPTH:
         _check_depth(decoded)
     return decoded
 
 
-def _fields(body: bytes) -> _RawFields:
+def _split_fields(body: bytes) -> _RawFields:
     """Split an object into its fields. An escaped lone surrogate becomes U+FFFD.
 
     Agents keep sending such text back after a tool has split an emoji.
@@ -176,32 +176,35 @@ def _fields(body: bytes) -> _RawFields:
         return msgspec.json.decode(mended, type=_RawFields)
 
 
-def _value(raw: msgspec.Raw, limits: BodyLimits, *, levels: int = _PIECE_LEVELS) -> object:
+def _decode_value(raw: msgspec.Raw, limits: BodyLimits, *, levels: int = _PIECE_LEVELS) -> object:
     """Decode `raw`, a large value in pieces, between which other threads get their turns."""
     text = memoryview(raw)
     if len(text) <= _PIECE_BYTES:
         return msgspec.json.decode(raw)
     if text[0] == ord(_QUOTE):
-        return _text(text[1:-1], limits)
+        return _decode_text(text[1:-1], limits)
     if levels == 0 or bytes(text).count(b",") * _DENSE > len(text):
         return msgspec.json.decode(raw)
     match text[0]:
         case 0x5B:  # [
             parts = msgspec.json.decode(raw, type=list[msgspec.Raw])
-            return [_value(part, limits, levels=levels - 1) for part in parts]
+            return [_decode_value(part, limits, levels=levels - 1) for part in parts]
         case 0x7B:  # {
             members = msgspec.json.decode(raw, type=_RawFields)
-            return {name: _value(part, limits, levels=levels - 1) for name, part in members.items()}
+            return {
+                name: _decode_value(part, limits, levels=levels - 1)
+                for name, part in members.items()
+            }
     return msgspec.json.decode(raw)
 
 
-def _text(literal: memoryview, limits: BodyLimits) -> str:
+def _decode_text(literal: memoryview, limits: BodyLimits) -> str:
     pieces: list[str] = []
     num_chars = start = 0
     is_ascii = True
     while start < len(literal):
         piece = bytes(literal[start : start + _PIECE_BYTES + _LONGEST_CHARACTER])
-        end = _cut(piece) if len(piece) > _PIECE_BYTES else len(piece)
+        end = _find_cut(piece) if len(piece) > _PIECE_BYTES else len(piece)
         pieces.append(msgspec.json.decode(_QUOTE + piece[:end] + _QUOTE, type=str))
         start += end
         num_chars += len(pieces[-1])
@@ -216,7 +219,7 @@ def _text(literal: memoryview, limits: BodyLimits) -> str:
     return "".join(pieces)
 
 
-def _cut(piece: bytes) -> int:
+def _find_cut(piece: bytes) -> int:
     """Return the last position within `_PIECE_BYTES` of `piece` at which a character of the JSON
     string begins.
     """
@@ -232,11 +235,11 @@ def _cut(piece: bytes) -> int:
     return _PIECE_BYTES
 
 
-def _num_openers(text: bytes) -> int:
+def _count_openers(text: bytes) -> int:
     return text.count(b"[") + text.count(b"{") + text.count(b":")
 
 
-def _too_deep() -> InvalidRequestError:
+def _build_depth_error() -> InvalidRequestError:
     return InvalidRequestError(
         f"the JSON is nested too deeply; allowed: {MAX_JSON_DEPTH} levels", code="invalid_json"
     )
@@ -253,4 +256,4 @@ def _check_depth(value: object) -> None:
             for part in containers
             for inner in (part.values() if isinstance(part, dict) else part)
         ]
-    raise _too_deep()
+    raise _build_depth_error()

@@ -23,7 +23,7 @@ T = TypeVar("T")
 Write = Callable[[bytes], None]  # queues events for the connection
 
 
-class Source(Protocol):
+class OutputSource(Protocol):
     """The source of a stream's outputs, such as `OpenRequest`."""
 
     async def first_output(self) -> None: ...
@@ -71,7 +71,7 @@ async def _hang_up(receive: Receive) -> None:
 
 
 async def wait_for_first_output(
-    receive: Receive, source: Source, *, seconds: float | None = FIRST_OUTPUT_SECONDS
+    receive: Receive, source: OutputSource, *, seconds: float | None = FIRST_OUTPUT_SECONDS
 ) -> None:
     """Start `source` and wait for its first output, so that an earlier error gets its own status
     line.
@@ -103,7 +103,7 @@ class EventStream(Response):
         self,
         write_events: Callable[[Write], Awaitable[None]],
         *,
-        source: Source,
+        source: OutputSource,
         ping: bytes = b"",
         ping_seconds: float = math.inf,
     ) -> None:

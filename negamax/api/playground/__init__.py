@@ -41,11 +41,11 @@ _TYPES = {
 _PAGES = {"index.html": "/", "status.html": "/status"}
 
 
-def _address(path: Path) -> str:
+def _get_address(path: Path) -> str:
     return _PAGES.get(path.name) or f"/playground/{path.relative_to(_FOLDER).as_posix()}"
 
 
-_FILES = {_address(path): path for path in sorted(_FOLDER.rglob("*")) if path.suffix in _TYPES}
+_FILES = {_get_address(path): path for path in sorted(_FOLDER.rglob("*")) if path.suffix in _TYPES}
 PAGE_PATHS = frozenset(_FILES)  # requested by a browser before it has a key
 
 

@@ -152,7 +152,7 @@ class _Exchange:
         try:
             reader, writer = await asyncio.open_unix_connection(str(rank.socket_of(to)))
         except OSError:
-            raise _gone(to) from None
+            raise _build_gone_error(to) from None
         exchange = cls(reader, writer)
         try:
             head = [
@@ -163,11 +163,11 @@ class _Exchange:
             writer.write(b"\r\n".join(head) + body)
             while not exchange._has_begun:
                 if not await exchange._read():
-                    raise _gone(to)
+                    raise _build_gone_error(to)
         except BaseException as error:
             exchange.close()
             if isinstance(error, OSError):
-                raise _gone(to) from None
+                raise _build_gone_error(to) from None
             raise
         return exchange
 
@@ -237,7 +237,7 @@ class _Relayed(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _gone(index: int) -> UnavailableError:
+def _build_gone_error(index: int) -> UnavailableError:
     message = (
         f"server process {index}, which owns what this request names, is down; it is being "
         f"restarted"

@@ -67,7 +67,7 @@ def check_choice(value: object, allowed: Collection[str], param: str, *, what: s
     return value
 
 
-def one_of(field: str, allowed: tuple[str, ...]) -> AfterValidator:
+def validate_one_of(field: str, allowed: tuple[str, ...]) -> AfterValidator:
     return AfterValidator(lambda value: check_choice(value, allowed, field))
 
 
@@ -78,7 +78,9 @@ def check_type(value: object, kind: type[ValueT], param: str, what: str = "") ->
     return value
 
 
-def at_most(field: str, limit: int, what: str, *, of: type[Sized] = list) -> BeforeValidator:
+def validate_at_most(
+    field: str, limit: int, what: str, *, of: type[Sized] = list
+) -> BeforeValidator:
     """Validate that a list or object has at most `limit` elements, named `what`, before they are
     checked.
     """
@@ -162,7 +164,7 @@ class RequestModel(BaseModel):
         try:
             return cls.model_validate(body)
         except ValidationError as error:
-            raise _readable(error) from None
+            raise _describe_validation_error(error) from None
 
     @classmethod
     def reads(cls, name: str) -> bool:
@@ -183,7 +185,9 @@ class RequestModel(BaseModel):
                 continue
             if name in cls.model_fields:
                 is_whole = (
-                    isinstance(value, float) and name in _integer_fields(cls) and value.is_integer()
+                    isinstance(value, float)
+                    and name in _find_integer_fields(cls)
+                    and value.is_integer()
                 )
                 kept[name] = int(value) if is_whole else value
             elif name in cls.unsupported_fields:
@@ -200,9 +204,9 @@ class RequestModel(BaseModel):
     @classmethod
     def _check_unknown(cls, names: list[str], *, given: Mapping[str, Any]) -> None:
         """Refuse a name that resembles that of a field which was not given."""
-        known = {_squashed(name): name for name in cls.model_fields}
+        known = {_squash(name): name for name in cls.model_fields}
         for name in names[:_MAX_CHECKED_FIELDS]:
-            near = difflib.get_close_matches(_squashed(name), known, n=1, cutoff=_SLIP_LIKENESS)
+            near = difflib.get_close_matches(_squash(name), known, n=1, cutoff=_SLIP_LIKENESS)
             if near and given.keys().isdisjoint(
                 (known[near[0]], *cls.synonyms.get(known[near[0]], ()))
             ):
@@ -213,28 +217,28 @@ class RequestModel(BaseModel):
 
 
 @functools.cache
-def _integer_fields(model: type[RequestModel]) -> frozenset[str]:
+def _find_integer_fields(model: type[RequestModel]) -> frozenset[str]:
     """Return the fields that hold integers only."""
     return frozenset(
         name
         for name, field in model.model_fields.items()
-        if _number_types(field.annotation) == {int}
+        if _find_number_types(field.annotation) == {int}
     )
 
 
-def _number_types(annotation: Any) -> set[type]:
+def _find_number_types(annotation: Any) -> set[type]:
     if annotation in (int, float):
         return {annotation}
     if typing.get_origin(annotation) in (list, dict):
         return set()
-    return set().union(*map(_number_types, typing.get_args(annotation)))
+    return set().union(*map(_find_number_types, typing.get_args(annotation)))
 
 
-def _squashed(name: str) -> str:
+def _squash(name: str) -> str:
     return name[:_SHOWN_CHARS].replace("_", "").replace("-", "").lower()
 
 
-def _readable(error: ValidationError) -> InvalidRequestError:
+def _describe_validation_error(error: ValidationError) -> InvalidRequestError:
     """Describe the first error of pydantic in one sentence with path, rule and value."""
     first = error.errors(include_url=False)[0]
     path = ""

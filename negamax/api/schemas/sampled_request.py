@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
-from negamax.api.schemas.request_model import RequestModel, at_most, describe, refuse
+from negamax.api.schemas.request_model import RequestModel, describe, refuse, validate_at_most
 from negamax.scheduler.request import (
     MAX_LOGIT_BIAS,
     MAX_STOP_STRINGS,
@@ -26,7 +26,7 @@ _SAMPLING_NAMES = frozenset(SamplingParams.__struct_fields__) - {
 }  # fmt: skip
 
 
-def _as_bias(value: object) -> object:
+def _convert_bias(value: object) -> object:
     """Convert JSON keys to token ids: `{"123": -5}` becomes `{123: -5}`."""
     if value == []:  # an empty object, as PHP encodes it
         return {}
@@ -57,13 +57,13 @@ _BIAS_SCHEMA = {
 
 StopStrings = Annotated[
     list[str],
-    at_most("stop", MAX_STOP_STRINGS, "strings"),
+    validate_at_most("stop", MAX_STOP_STRINGS, "strings"),
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
     WithJsonSchema(_STOP_SCHEMA),
 ]
 
 
-StopTokenIds = Annotated[list[int], at_most("stop_token_ids", MAX_STOP_TOKEN_IDS, "ids")]
+StopTokenIds = Annotated[list[int], validate_at_most("stop_token_ids", MAX_STOP_TOKEN_IDS, "ids")]
 
 
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
@@ -71,8 +71,8 @@ RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
 
 LogitBias = Annotated[
     dict[int, float],
-    BeforeValidator(_as_bias),
-    at_most("logit_bias", MAX_LOGIT_BIAS, "entries", of=dict),
+    BeforeValidator(_convert_bias),
+    validate_at_most("logit_bias", MAX_LOGIT_BIAS, "entries", of=dict),
     WithJsonSchema(_BIAS_SCHEMA),
 ]
 

@@ -64,7 +64,7 @@ class ThinkingChoice:
 NO_CHOICE = ThinkingChoice()
 
 
-def mode_of_switch(is_on: bool | None) -> str | None:
+def read_switch(is_on: bool | None) -> str | None:
     """Return the mode of a plain switch."""
     return None if is_on is None else "enabled" if is_on else "disabled"
 
@@ -76,7 +76,7 @@ def read_template_switch(kwargs: Mapping[str, Any]) -> str | None:
         if value is None:
             continue
         if isinstance(value, bool):
-            return mode_of_switch(value)
+            return read_switch(value)
         if value not in MODES:
             refuse(
                 "chat_template_kwargs",

@@ -146,7 +146,7 @@ class CallChoice:
         return [tool for tool in tools if tool["function"]["name"] in self.allowed]
 
 
-def call_choice(
+def check_call_choice(
     mode: str,
     name: str | None,
     *,

@@ -11,14 +11,14 @@ from msgspec import UNSET, Struct, UnsetType
 
 from negamax.api.access import list_ids
 from negamax.api.common.answer import AnswerWriter, Choice, respond
-from negamax.api.common.api_request import cache_salt, check_sampling, read_api_request
+from negamax.api.common.api_request import check_sampling, get_cache_salt, read_api_request
 from negamax.api.common.choice_reader import ChoiceReader
 from negamax.api.common.context import FINGERPRINT, ApiContext
 from negamax.api.common.conversation import Conversation, run_off_loop
 from negamax.api.common.logprobs import convert_chat_logprobs, convert_prompt_logprobs
 from negamax.api.common.turn import StartedTurn, Turn, start_turn
 from negamax.api.dialects.chat import schema
-from negamax.api.errors import json_response
+from negamax.api.errors import build_json_response
 from negamax.api.http.sse import DONE, encode_event
 from negamax.api.openapi import describe_body
 from negamax.api.schemas.answers import ChatLogprob, ChatLogprobs, PromptLogprobs, Usage
@@ -47,7 +47,7 @@ def make_chat_router(context: ApiContext) -> APIRouter:
         request = await read_api_request(context, http, schema.ChatRequest)
         chat = request.params
         model = context.model_name(chat.model)
-        turn = await run_off_loop(lambda: _turn(context, chat), num_bytes=request.num_bytes)
+        turn = await run_off_loop(lambda: _build_turn(context, chat), num_bytes=request.num_bytes)
         answer_id = chat.answer_id("chatcmpl")
         engine_id = f"{answer_id}-{secrets.token_hex(4)}"
         started = await start_turn(
@@ -62,10 +62,10 @@ def make_chat_router(context: ApiContext) -> APIRouter:
         request = await read_api_request(context, http, schema.ChatRequest)
         chat = request.params
         model = context.model_name(chat.model)
-        _sampling(context, chat)
-        conversation = _conversation(chat, chat.offered_tools)
+        _build_sampling(context, chat)
+        conversation = _build_conversation(chat, chat.offered_tools)
         prompt = await context.prompts.chat(
-            conversation, num_bytes=request.num_bytes, cache_salt=cache_salt(request)
+            conversation, num_bytes=request.num_bytes, cache_salt=get_cache_salt(request)
         )
         answer = schema.RenderedPrompt(
             request_id=chat.answer_id("chatcmpl"),
@@ -73,12 +73,12 @@ def make_chat_router(context: ApiContext) -> APIRouter:
             prompt=prompt.text,
             token_ids=prompt.token_ids,
         )
-        return json_response(answer)
+        return build_json_response(answer)
 
     return router
 
 
-def _sampling(context: ApiContext, chat: schema.ChatRequest) -> SamplingParams:
+def _build_sampling(context: ApiContext, chat: schema.ChatRequest) -> SamplingParams:
     """Build and check the engine's parameters."""
     limit = 1 if chat.token_limit == 0 else chat.token_limit
     sampling = chat.sampling_params(max_tokens=limit, logprobs=chat.num_logprobs)
@@ -90,7 +90,9 @@ def _sampling(context: ApiContext, chat: schema.ChatRequest) -> SamplingParams:
     return sampling
 
 
-def _conversation(chat: schema.ChatRequest, tools: list[dict[str, Any]] | None) -> Conversation:
+def _build_conversation(
+    chat: schema.ChatRequest, tools: list[dict[str, Any]] | None
+) -> Conversation:
     return Conversation(
         messages=chat.messages,
         tools=tools,
@@ -101,11 +103,11 @@ def _conversation(chat: schema.ChatRequest, tools: list[dict[str, Any]] | None) 
     )
 
 
-def _turn(context: ApiContext, chat: schema.ChatRequest) -> Turn:
-    sampling, tools = _sampling(context, chat), chat.offered_tools
+def _build_turn(context: ApiContext, chat: schema.ChatRequest) -> Turn:
+    sampling, tools = _build_sampling(context, chat), chat.offered_tools
     return Turn(
         calls=chat.call_choice(tools),
-        conversation=_conversation(chat, tools),
+        conversation=_build_conversation(chat, tools),
         form=chat.grammar,
         sampling=sampling,
         reasoning=chat.reasoning_place,
@@ -116,7 +118,7 @@ def _turn(context: ApiContext, chat: schema.ChatRequest) -> Turn:
 
 
 @dataclass(slots=True, eq=False)
-class _Choice(Choice):
+class _ChatChoice(Choice):
     """What a choice has yet to send. Single writer: its `_ChatWriter`."""
 
     reader: ChoiceReader
@@ -128,7 +130,7 @@ class _Choice(Choice):
     token_ids: list[int] = field(default_factory=list)
 
 
-class _ChatWriter(AnswerWriter[_Choice, schema.ChatAnswer]):
+class _ChatWriter(AnswerWriter[_ChatChoice, schema.ChatAnswer]):
     """Writes chat completions. A delta never has both content and reasoning."""
 
     is_paced = True
@@ -143,7 +145,7 @@ class _ChatWriter(AnswerWriter[_Choice, schema.ChatAnswer]):
         model: str,
     ) -> None:
         choices = [
-            _Choice(index, reader, is_prompt_only=started.is_prompt_only)
+            _ChatChoice(index, reader, is_prompt_only=started.is_prompt_only)
             for index, reader in enumerate(started.readers)
         ]
         super().__init__(answer_id, started.source, choices)
@@ -155,7 +157,7 @@ class _ChatWriter(AnswerWriter[_Choice, schema.ChatAnswer]):
         self._echo = started.prompt.continued if chat.echo else ""
         self._prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
-    def take(self, choice: _Choice, output: RequestOutput, events: list[ParserEvent]) -> None:
+    def take(self, choice: _ChatChoice, output: RequestOutput, events: list[ParserEvent]) -> None:
         choice.events += events
         self._take_tokens(choice, output)
 
@@ -171,7 +173,7 @@ class _ChatWriter(AnswerWriter[_Choice, schema.ChatAnswer]):
             prompt_token_ids=self._prompt.token_ids if self._chat.return_token_ids else UNSET,
         )
 
-    def chunk(self, choice: _Choice, output: RequestOutput, events: list[ParserEvent]) -> bytes:
+    def chunk(self, choice: _ChatChoice, output: RequestOutput, events: list[ParserEvent]) -> bytes:
         self._take_tokens(choice, output)
         deltas = self._deltas(choice, events)
         is_last = output.finish_reason is not None
@@ -187,7 +189,7 @@ class _ChatWriter(AnswerWriter[_Choice, schema.ChatAnswer]):
             return DONE
         return encode_event(self._envelope([], usage=self.usage)) + DONE
 
-    def _deltas(self, choice: _Choice, events: list[ParserEvent]) -> list[schema.Delta]:
+    def _deltas(self, choice: _ChatChoice, events: list[ParserEvent]) -> list[schema.Delta]:
         deltas: list[schema.Delta] = []
         if not choice.role_sent:
             choice.role_sent = True
@@ -222,7 +224,7 @@ class _ChatWriter(AnswerWriter[_Choice, schema.ChatAnswer]):
                     pass
         return deltas
 
-    def _take_tokens(self, choice: _Choice, output: RequestOutput) -> None:
+    def _take_tokens(self, choice: _ChatChoice, output: RequestOutput) -> None:
         if output.prompt_logprobs is not None and self._chat.prompt_logprobs is not None:
             self._prompt_logprobs = convert_prompt_logprobs(self._tokenizer, output.prompt_logprobs)
         if output.logprobs is not None:
@@ -236,7 +238,7 @@ class _ChatWriter(AnswerWriter[_Choice, schema.ChatAnswer]):
     def _details(self, text: str) -> list[schema.ReasoningDetail] | UnsetType:
         return [schema.ReasoningDetail(text)] if self._chat.reasoning_split else UNSET
 
-    def _chunk(self, choice: _Choice, delta: schema.Delta, *, last: bool = False) -> Struct:
+    def _chunk(self, choice: _ChatChoice, delta: schema.Delta, *, last: bool = False) -> Struct:
         """Build a chunk of one choice, with the logprobs and token ids that were not sent yet."""
         logprobs: ChatLogprobs | None = None
         if choice.logprobs:
@@ -283,7 +285,7 @@ class _ChatWriter(AnswerWriter[_Choice, schema.ChatAnswer]):
             prompt_token_ids=prompt_token_ids,
         )
 
-    def _whole_choice(self, choice: _Choice) -> schema.ChatChoice:
+    def _whole_choice(self, choice: _ChatChoice) -> schema.ChatChoice:
         reader, parsed = choice.reader, collect(choice.events)
         calls = [
             schema.ToolCall(

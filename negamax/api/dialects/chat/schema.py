@@ -9,7 +9,13 @@ from msgspec import UNSET, Struct, UnsetType
 from pydantic import AfterValidator, Field
 
 from negamax.api.schemas.answers import ChatLogprobs, CompletionAnswer, PromptLogprobs, Usage
-from negamax.api.schemas.request_model import RequestModel, check_type, describe, one_of, refuse
+from negamax.api.schemas.request_model import (
+    RequestModel,
+    check_type,
+    describe,
+    refuse,
+    validate_one_of,
+)
 from negamax.api.schemas.sampled_request import check_messages, check_template_kwargs
 from negamax.api.schemas.structure import StructuredRequest
 from negamax.api.schemas.thinking import (
@@ -17,13 +23,13 @@ from negamax.api.schemas.thinking import (
     MODES,
     ReasoningPlace,
     ThinkingChoice,
-    mode_of_switch,
+    read_switch,
     read_template_switch,
 )
 from negamax.api.schemas.tools import (
     CallChoice,
     Tools,
-    call_choice,
+    check_call_choice,
     check_function_tools,
     read_allowed_tools,
 )
@@ -36,7 +42,7 @@ def _check_tool_choice(choice: object) -> object:
         read_allowed_tools(choice)
         return choice
     if choice in ("none", "auto", "required") or (
-        isinstance(choice, dict) and _chosen_name(choice)
+        isinstance(choice, dict) and _get_chosen_name(choice)
     ):
         return choice
     kind = choice.get("type") if isinstance(choice, dict) else choice
@@ -51,7 +57,7 @@ def _allows_some(choice: object) -> TypeGuard[dict[str, Any]]:
     return isinstance(choice, dict) and choice.get("type") == "allowed_tools"
 
 
-def _chosen_name(choice: dict[str, Any]) -> str | None:
+def _get_chosen_name(choice: dict[str, Any]) -> str | None:
     """Return the name in a choice of one function, also in the flat shape of the Responses API."""
     if choice.get("type", "function") != "function":
         return None
@@ -69,7 +75,9 @@ def _check_modalities(modalities: list[str]) -> list[str]:
 class Thinking(RequestModel):
     """`thinking`, as in MiniMax's and Anthropic's APIs."""
 
-    type: Annotated[str, one_of("thinking.type", MODES)] = "enabled"  # adaptive: the model decides
+    type: Annotated[str, validate_one_of("thinking.type", MODES)] = (
+        "enabled"  # adaptive: the model decides
+    )
     # tokens of reasoning after which it is closed; 0: none
     budget_tokens: Annotated[int, Field(ge=0)] | None = None
 
@@ -124,10 +132,10 @@ class ChatRequest(StructuredRequest):
     echo: bool = False
     thinking: Thinking | None = None  # whether the model thinks, and how long
     # whether the model thinks, as in M3's template
-    thinking_mode: Annotated[str, one_of("thinking_mode", MODES)] | None = None
+    thinking_mode: Annotated[str, validate_one_of("thinking_mode", MODES)] | None = None
     enable_thinking: bool | None = None  # true and false are the modes enabled and disabled
     # how much the model thinks, if the template supports efforts; "none" is the mode disabled
-    reasoning_effort: Annotated[str, one_of("reasoning_effort", EFFORTS)] | None = None
+    reasoning_effort: Annotated[str, validate_one_of("reasoning_effort", EFFORTS)] | None = None
     include_reasoning: bool = True  # false: the answer omits its reasoning
     # SGLang's; false: reasoning stays in the content, between think tags
     separate_reasoning: bool | None = None
@@ -174,10 +182,12 @@ class ChatRequest(StructuredRequest):
         choice, parallel = self.tool_choice, self.parallel_tool_calls
         if _allows_some(choice):
             mode, names = read_allowed_tools(choice)
-            return call_choice(mode, None, tools=tools, parallel=parallel, allowed=names)
+            return check_call_choice(mode, None, tools=tools, parallel=parallel, allowed=names)
         if isinstance(choice, dict):
-            return call_choice("function", _chosen_name(choice), tools=tools, parallel=parallel)
-        return call_choice(choice, None, tools=tools, parallel=parallel)
+            return check_call_choice(
+                "function", _get_chosen_name(choice), tools=tools, parallel=parallel
+            )
+        return check_call_choice(choice, None, tools=tools, parallel=parallel)
 
     @property
     def thinking_choice(self) -> ThinkingChoice:
@@ -185,7 +195,7 @@ class ChatRequest(StructuredRequest):
         modes = (
             None if self.thinking is None else self.thinking.type,
             self.thinking_mode,
-            mode_of_switch(self.enable_thinking),
+            read_switch(self.enable_thinking),
             read_template_switch(self.chat_template_kwargs or {}),
         )
         return ThinkingChoice(

@@ -35,7 +35,7 @@ def make_completions_router(context: ApiContext) -> APIRouter:
         request = await read_api_request(context, http, CompletionRequest)
         params = request.params
         model = context.model_name(params.model)
-        sampling = _sampling(params)
+        sampling = _build_sampling(params)
         answer_id = params.answer_id("cmpl")
         engine_id = f"{answer_id}-{secrets.token_hex(4)}"
         prompts = [
@@ -52,7 +52,7 @@ def make_completions_router(context: ApiContext) -> APIRouter:
         ]
         token_ids, source = await start_prompts(context, request, prompts)
         choices = [
-            _Choice(
+            _TextChoice(
                 index,
                 PlainReader(context.chat_format, token_ids[index // params.n]),
                 prompt_index=index // params.n,
@@ -71,7 +71,7 @@ def make_completions_router(context: ApiContext) -> APIRouter:
     return router
 
 
-def _sampling(params: CompletionRequest) -> SamplingParams:
+def _build_sampling(params: CompletionRequest) -> SamplingParams:
     """Build the parameters. An echoed prompt has logprobs too; scoring a prompt runs one hidden
     step.
     """
@@ -85,7 +85,7 @@ def _sampling(params: CompletionRequest) -> SamplingParams:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class _Choice(Choice):
+class _TextChoice(Choice):
     """What a choice has yet to send. Single writer: its `_TextWriter`."""
 
     logprobs: TextLogprobWriter
@@ -95,13 +95,13 @@ class _Choice(Choice):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
-class _TextWriter(AnswerWriter[_Choice, TextAnswer]):
+class _TextWriter(AnswerWriter[_TextChoice, TextAnswer]):
     def __init__(
         self,
         context: ApiContext,
         params: CompletionRequest,
         source: AnswerSource,
-        choices: list[_Choice],
+        choices: list[_TextChoice],
         *,
         answer_id: str,
         model: str,
@@ -115,7 +115,7 @@ class _TextWriter(AnswerWriter[_Choice, TextAnswer]):
         self._model = model
         self._prompts = prompts
 
-    def take(self, choice: _Choice, output: RequestOutput, events: list[ParserEvent]) -> None:
+    def take(self, choice: _TextChoice, output: RequestOutput, events: list[ParserEvent]) -> None:
         if not choice.echoed:
             choice.echoed = True
             choice.text.append(self._begin(choice, output))
@@ -128,7 +128,7 @@ class _TextWriter(AnswerWriter[_Choice, TextAnswer]):
         choices = [self._choice(choice, last=True) for choice in self.choices]
         return self._envelope(choices, usage=self.usage)
 
-    def chunk(self, choice: _Choice, output: RequestOutput, events: list[ParserEvent]) -> bytes:
+    def chunk(self, choice: _TextChoice, output: RequestOutput, events: list[ParserEvent]) -> bytes:
         self.take(choice, output, events)
         is_last = output.finish_reason is not None
         has_news = any(choice.text) or (self._reports_tokens and bool(output.token_ids))
@@ -145,7 +145,7 @@ class _TextWriter(AnswerWriter[_Choice, TextAnswer]):
             return DONE
         return encode_event(self._envelope([], usage=self.usage)) + DONE
 
-    def _begin(self, choice: _Choice, output: RequestOutput) -> str:
+    def _begin(self, choice: _TextChoice, output: RequestOutput) -> str:
         """Return the echoed prompt, which precedes a choice's text, and take its logprobs."""
         prompt, entries = self._prompts[choice.prompt_index], output.prompt_logprobs
         if entries is not None and self._params.prompt_logprobs is not None:
@@ -163,7 +163,7 @@ class _TextWriter(AnswerWriter[_Choice, TextAnswer]):
             else self._tokenizer.decode(prompt, skip_special_tokens=False)
         )
 
-    def _choice(self, choice: _Choice, *, last: bool) -> TextChoice:
+    def _choice(self, choice: _TextChoice, *, last: bool) -> TextChoice:
         text, choice.text = "".join(choice.text), []
         logprobs: TextLogprobs | None = (
             choice.logprobs.take() if self._params.logprobs is not None else None

@@ -26,7 +26,7 @@ _PROMPT_SCHEMA = {
 }
 
 
-def _as_prompts(value: object) -> list[Prompt]:
+def _convert_prompts(value: object) -> list[Prompt]:
     """Return a list of prompts from a string, a list of strings, token ids or a list of token id
     lists.
     """
@@ -68,7 +68,9 @@ class CompletionRequest(StructuredRequest):
     }
 
     # a text, token ids, or up to 128 of either, each answered by itself
-    prompt: Annotated[list[Prompt], PlainValidator(_as_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
+    prompt: Annotated[
+        list[Prompt], PlainValidator(_convert_prompts), WithJsonSchema(_PROMPT_SCHEMA)
+    ]
     max_tokens: int | None = Field(default=16, ge=0)  # 0 only with echo: score the prompt
     # of each token, and the number of alternatives
     logprobs: int | None = Field(default=None, ge=0)

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request, Response
 from negamax.api.access import check_admin
 from negamax.api.common.context import ApiContext
 from negamax.api.dialects.generate.schema import ExpertDistribution, ExpertPlaces
-from negamax.api.errors import json_response
+from negamax.api.errors import build_json_response
 
 
 def make_expert_distribution_router(context: ApiContext) -> APIRouter:
@@ -35,6 +35,6 @@ def make_expert_distribution_router(context: ApiContext) -> APIRouter:
         layers = zip(*(dump.logical_count for dump in dumps), strict=True)
         counts = [[sum(same) for same in zip(*layer, strict=True)] for layer in layers]
         engines = [ExpertPlaces(dump.physical_to_logical_map, dump.balancedness) for dump in dumps]
-        return json_response(ExpertDistribution(counts, engines))
+        return build_json_response(ExpertDistribution(counts, engines))
 
     return router

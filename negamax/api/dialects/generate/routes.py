@@ -25,7 +25,7 @@ from negamax.api.common.logprobs import LEAST_LOGPROB
 from negamax.api.common.turn import PlainPrompt, start_prompts
 from negamax.api.dialects.generate import schema
 from negamax.api.dialects.generate.growing_json import GrowingList, RepeatPacing
-from negamax.api.errors import json_response
+from negamax.api.errors import build_json_response
 from negamax.api.http.request_body import read_request
 from negamax.api.http.sse import encode_event
 from negamax.api.openapi import describe_body
@@ -58,7 +58,7 @@ def make_native_router(context: ApiContext) -> APIRouter:
         prompts = [
             PlainPrompt(
                 prompt=prompt,
-                sampling=_engine_sampling(params, sampling),
+                sampling=_build_engine_sampling(params, sampling),
                 form=partial(getattr, sampling, "grammar"),
                 reasoning_budget=params.max_thinking_tokens,
                 request_id=f"generate-{rid}-{secrets.token_hex(4)}",
@@ -70,7 +70,7 @@ def make_native_router(context: ApiContext) -> APIRouter:
         token_ids, source = await start_prompts(context, request, prompts)
         num_choices = sum(sampling.n for sampling in samplings)
         choices = [
-            _Choice(
+            _NativeChoice(
                 index,
                 PlainReader(context.chat_format, token_ids[number]),
                 prompt_index=number,
@@ -91,9 +91,9 @@ def make_native_router(context: ApiContext) -> APIRouter:
     async def abort_request(request: Request) -> Response:
         """Abort the requests with an id, or all. Administrators may abort those of other keys."""
         params, _ = await read_request(request, schema.AbortRequest, context.body_limits)
-        meant = _meant(request, params)
+        meant = _read_abort(request, params)
         counts = await context.peers.ask_others(_ABORT, meant)
-        return json_response(schema.NumAborted(abort(meant) + sum(counts)))
+        return build_json_response(schema.NumAborted(abort(meant) + sum(counts)))
 
     @router.post("/flush_cache")
     async def flush_cache(request: Request) -> Response:
@@ -112,7 +112,7 @@ def make_native_router(context: ApiContext) -> APIRouter:
     async def model_info() -> Response:
         """Describe the model."""
         info = context.engine.info
-        return json_response(
+        return build_json_response(
             schema.NativeModelInfo(
                 model_path=info.model, tokenizer_path=info.model, architectures=[info.architecture]
             )
@@ -120,7 +120,7 @@ def make_native_router(context: ApiContext) -> APIRouter:
 
     async def server_info() -> Response:
         """Describe the server and its load."""
-        return json_response(_server_info(context))
+        return build_json_response(_build_server_info(context))
 
     for name, route in (("model_info", model_info), ("server_info", server_info)):
         router.add_api_route(f"/{name}", route, methods=["GET"])
@@ -128,7 +128,7 @@ def make_native_router(context: ApiContext) -> APIRouter:
     return router
 
 
-def _meant(request: Request, params: schema.AbortRequest) -> dict[str, str | None]:
+def _read_abort(request: Request, params: schema.AbortRequest) -> dict[str, str | None]:
     """Return the name and the tenant of the requests to abort; None: any."""
     if params.rid is None and not params.abort_all:
         refuse("rid", "send the id of a request, or abort_all")
@@ -148,7 +148,7 @@ def _abort(engine: AsyncEngine, meant: Mapping[str, str | None]) -> int:
     )
 
 
-def _engine_sampling(
+def _build_engine_sampling(
     params: schema.NativeRequest, sampling: schema.NativeSampling
 ) -> SamplingParams:
     if not params.return_logprob:
@@ -160,7 +160,7 @@ def _engine_sampling(
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class _Choice(Choice):
+class _NativeChoice(Choice):
     rid: str
     pacing: RepeatPacing  # of its events
     has_begun: bool = False
@@ -190,7 +190,7 @@ class _Choice(Choice):
         return sum(entries.num_bytes for entries in lists) + sum(map(len, self.texts))
 
 
-class _NativeWriter(AnswerWriter[_Choice, schema.NativeAnswer | list[schema.NativeAnswer]]):
+class _NativeWriter(AnswerWriter[_NativeChoice, schema.NativeAnswer | list[schema.NativeAnswer]]):
     """Writes SGLang's answers: each event of a stream has all that was generated so far."""
 
     def __init__(
@@ -198,7 +198,7 @@ class _NativeWriter(AnswerWriter[_Choice, schema.NativeAnswer | list[schema.Nati
         context: ApiContext,
         params: schema.NativeRequest,
         source: AnswerSource,
-        choices: list[_Choice],
+        choices: list[_NativeChoice],
         *,
         prompts: list[list[int]],
         arrival: float,
@@ -214,13 +214,15 @@ class _NativeWriter(AnswerWriter[_Choice, schema.NativeAnswer | list[schema.Nati
         answers = [self._answer(choice) for choice in self.choices]
         return answers if self._is_list else answers[0]
 
-    def chunk(self, choice: _Choice, output: RequestOutput, events: list[ParserEvent]) -> bytes:
+    def chunk(
+        self, choice: _NativeChoice, output: RequestOutput, events: list[ParserEvent]
+    ) -> bytes:
         self.take(choice, output, events)
         is_due = choice.pacing.is_due(choice.num_bytes, now=time.monotonic())
         is_sent = is_due or choice.finish_reason is not None
         return encode_event(self._answer(choice)) if is_sent else b""
 
-    def take(self, choice: _Choice, output: RequestOutput, events: list[ParserEvent]) -> None:
+    def take(self, choice: _NativeChoice, output: RequestOutput, events: list[ParserEvent]) -> None:
         choice.texts.append(output.text)
         if not choice.has_begun:
             choice.has_begun = True
@@ -238,7 +240,7 @@ class _NativeWriter(AnswerWriter[_Choice, schema.NativeAnswer | list[schema.Nati
             choice.seconds = time.monotonic() - self._arrival
             choice.finish_reason = self._finish_reason(choice, output)
 
-    def _finish_reason(self, choice: _Choice, output: RequestOutput) -> dict[str, object]:
+    def _finish_reason(self, choice: _NativeChoice, output: RequestOutput) -> dict[str, object]:
         match output.finish_reason:
             case "length":
                 return {"type": "length", "length": choice.num_tokens}
@@ -251,7 +253,7 @@ class _NativeWriter(AnswerWriter[_Choice, schema.NativeAnswer | list[schema.Nati
             case _:
                 return {"type": "abort", "message": "the request was aborted"}
 
-    def _answer(self, choice: _Choice) -> schema.NativeAnswer:
+    def _answer(self, choice: _NativeChoice) -> schema.NativeAnswer:
         text = "".join(choice.texts)
         choice.texts = [text]
         return schema.NativeAnswer(
@@ -261,7 +263,7 @@ class _NativeWriter(AnswerWriter[_Choice, schema.NativeAnswer | list[schema.Nati
             index=choice.index if self._is_list else UNSET,
         )
 
-    def _take_input(self, choice: _Choice, prompt_logprobs: list[TokenLogprobs]) -> None:
+    def _take_input(self, choice: _NativeChoice, prompt_logprobs: list[TokenLogprobs]) -> None:
         prompt, start = self._prompts[choice.prompt_index], self._params.logprob_start_len
         if not self._params.return_logprob or start < 0:
             return
@@ -273,7 +275,7 @@ class _NativeWriter(AnswerWriter[_Choice, schema.NativeAnswer | list[schema.Nati
         if self._params.top_logprobs_num > 0:
             choice.input_top_logprobs.extend([self._top(entry) for _, entry in asked])
 
-    def _meta(self, choice: _Choice) -> schema.MetaInfo:
+    def _meta(self, choice: _NativeChoice) -> schema.MetaInfo:
         params = self._params
         has_logprobs, has_top = (
             params.return_logprob,
@@ -286,7 +288,7 @@ class _NativeWriter(AnswerWriter[_Choice, schema.NativeAnswer | list[schema.Nati
             completion_tokens=choice.num_tokens,
             cached_tokens=choice.num_cached_tokens,
             e2e_latency=UNSET if choice.seconds is None else choice.seconds,
-            **({} if choice.drafts is None else _of_drafts(*choice.drafts)),
+            **({} if choice.drafts is None else _describe_drafts(*choice.drafts)),
             input_token_logprobs=choice.input_logprobs.json() if has_logprobs else UNSET,
             output_token_logprobs=choice.logprobs.json() if has_logprobs else UNSET,
             input_top_logprobs=choice.input_top_logprobs.json() if has_top else UNSET,
@@ -310,7 +312,7 @@ class _NativeWriter(AnswerWriter[_Choice, schema.NativeAnswer | list[schema.Nati
         ]
 
 
-def _server_info(context: ApiContext) -> schema.NativeServerInfo:
+def _build_server_info(context: ApiContext) -> schema.NativeServerInfo:
     engine = context.engine
     info, stats = engine.info, engine.stats
     drafts, accepted = stats.num_drafts, stats.num_accepted_tokens
@@ -333,11 +335,11 @@ def _server_info(context: ApiContext) -> schema.NativeServerInfo:
         num_used_tokens=(stats.num_kv_blocks - stats.num_free_kv_blocks) * info.block_size,
         num_generated_tokens=stats.generated_tokens,
         avg_spec_accept_length=1.0 + accepted / drafts if drafts else None,
-        **_speculation(info),
+        **_describe_speculation(info),
     )
 
 
-def _speculation(info: ModelInfo) -> dict[str, Any]:
+def _describe_speculation(info: ModelInfo) -> dict[str, Any]:
     """Return the fields of `NativeServerInfo` about speculative decoding."""
     if (speculation := info.speculation) is None:
         return {}
@@ -351,7 +353,7 @@ def _speculation(info: ModelInfo) -> dict[str, Any]:
     }
 
 
-def _of_drafts(rows: int, tokens: int, right: int) -> dict[str, Any]:
+def _describe_drafts(rows: int, tokens: int, right: int) -> dict[str, Any]:
     """Return the fields of `MetaInfo` about a request's drafts."""
     return {
         "spec_verify_ct": rows,

@@ -53,14 +53,15 @@ def build_history(
     """
     history = History()
     _add_system(history, system)
-    for role, blocks in _turns(messages):
+    for role, blocks in _group_turns(messages):
         if role == "assistant":
             _add_assistant(history, blocks, family)
         elif role == "system":
             for place, block in blocks:
                 if block.get("type") not in TOOL_CHANGES:
                     history.add(
-                        {"role": "system", "content": _text(block, place)}, place=_message_of(place)
+                        {"role": "system", "content": _read_text(block, place)},
+                        place=_get_message_place(place),
                     )
         else:
             _add_user(history, blocks, family)
@@ -77,12 +78,12 @@ def _add_system(history: History, system: str | list[dict[str, Any]] | None) -> 
         place = "system" if isinstance(system, str) else f"system[{index}]"
         if block.get("type", "text") != "text":
             refuse(place, f"has type {describe(block.get('type'))}; allowed: 'text'")
-        text = _BILLING_LINE.sub("", _text(block, place))
+        text = _BILLING_LINE.sub("", _read_text(block, place))
         if text.strip():
             history.add({"role": "system", "content": text}, place=place)
 
 
-def _turns(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Blocks]]:
+def _group_turns(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Blocks]]:
     """Yield runs of messages of one role, as their blocks."""
     run: Blocks = []
     last: str | None = None
@@ -90,7 +91,7 @@ def _turns(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Blocks]
     for index, message in enumerate(messages):
         place, role = f"messages[{index}]", message.get("role")
         check_choice(role, _ROLES, f"{place}.role")
-        blocks = _blocks_of(message, place)
+        blocks = _read_message_blocks(message, place)
         if not blocks or (_ends_with_user(message, place) and index < last_user):
             continue
         if last is not None and role != last:
@@ -102,12 +103,12 @@ def _turns(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Blocks]
         yield last, run
 
 
-def _blocks_of(message: Mapping[str, Any], place: str) -> Blocks:
+def _read_message_blocks(message: Mapping[str, Any], place: str) -> Blocks:
     """Return the blocks of a message; a system message that only sets the effort has none."""
     content = message.get("content")
     if content is None and message.get("role") == "system" and message.get("output_config"):
         return []
-    return _blocks(content, place)
+    return _read_blocks(content, place)
 
 
 def _ends_with_user(message: Mapping[str, Any], place: str) -> bool:
@@ -118,7 +119,7 @@ def _ends_with_user(message: Mapping[str, Any], place: str) -> bool:
     return clear_at == "next_user_message" and message.get("role") == "system"
 
 
-def _blocks(content: object, place: str) -> Blocks:
+def _read_blocks(content: object, place: str) -> Blocks:
     if isinstance(content, str):
         return [(place, {"type": "text", "text": content})]
     given = check_type(content, list, f"{place}.content", "text or a list of blocks")
@@ -135,24 +136,24 @@ def _add_user(history: History, blocks: Blocks, family: ChatFamily | None) -> No
         result = {
             "role": "tool",
             "tool_call_id": block.get("tool_use_id"),
-            "content": _result(block, place, family),
+            "content": _read_result(block, place, family),
         }
-        history.add(result, place=_message_of(place))
+        history.add(result, place=_get_message_place(place))
     parts: list[dict[str, Any]] = []
     for place, block in blocks:
         if block.get("type") == "tool_result":
             continue
-        text = _user_text(block, place, family)
+        text = _read_user_text(block, place, family)
         reminder = _REMINDER.match(text or "") if results and not parts else None
         if reminder is not None and "<system-reminder>" not in reminder[1]:
-            history.add({"role": "system", "content": reminder[1]}, place=_message_of(place))
+            history.add({"role": "system", "content": reminder[1]}, place=_get_message_place(place))
         else:
             parts.append(
                 {"type": block["type"]} if text is None else {"type": "text", "text": text}
             )
     if parts:
         content = parts[0]["text"] if len(parts) == 1 and "text" in parts[0] else parts
-        history.add({"role": "user", "content": content}, place=_message_of(blocks[-1][0]))
+        history.add({"role": "user", "content": content}, place=_get_message_place(blocks[-1][0]))
 
 
 def _add_assistant(history: History, blocks: Blocks, family: ChatFamily | None) -> None:
@@ -161,12 +162,14 @@ def _add_assistant(history: History, blocks: Blocks, family: ChatFamily | None) 
         kind = block.get("type")
         match kind:
             case "text":
-                parts.add_text(_text(block, place))
+                parts.add_text(_read_text(block, place))
             case "thinking":
-                thought = _string(block, "thinking", place)
-                parts.add_reasoning(thought or HiddenThought(_string(block, "signature", place)))
+                thought = _read_string(block, "thinking", place)
+                parts.add_reasoning(
+                    thought or HiddenThought(_read_string(block, "signature", place))
+                )
             case "compaction":  # a summary by another server; null if that failed
-                summary = _string(block, "content", place)
+                summary = _read_string(block, "content", place)
                 parts.add_text(summary and f"{summary}\n\n", is_apart=True)
             case str() if kind in _PASSED_OVER:
                 pass
@@ -174,7 +177,7 @@ def _add_assistant(history: History, blocks: Blocks, family: ChatFamily | None) 
                 parts.add_call(block.get("id"), block.get("name"), block.get("input"))
             case str() if kind.endswith("_tool_result"):
                 pass  # of a tool that ran on another server
-            case "document" | "search_result" if shown_text := _document_text(block):
+            case "document" | "search_result" if shown_text := _read_document(block):
                 parts.add_text(shown_text, is_apart=True)
             case _ if note := unseen_note(kind, family, place=place):
                 parts.add_text(note, is_apart=True)
@@ -184,15 +187,15 @@ def _add_assistant(history: History, blocks: Blocks, family: ChatFamily | None) 
                     f"has type {describe(kind)}; allowed: 'text', 'thinking', 'redacted_thinking', "
                     f"'tool_use'",
                 )
-    history.add_assistant(parts, place=_message_of(blocks[0][0]))
+    history.add_assistant(parts, place=_get_message_place(blocks[0][0]))
 
 
-def _user_text(block: Mapping[str, Any], place: str, family: ChatFamily | None) -> str | None:
+def _read_user_text(block: Mapping[str, Any], place: str, family: ChatFamily | None) -> str | None:
     """Return the text of a block; None for one that becomes a note."""
     kind = block.get("type")
     if kind == "text":
-        return _text(block, place)
-    shown_text = _document_text(block)
+        return _read_text(block, place)
+    shown_text = _read_document(block)
     if shown_text is None and unseen_note(kind, family, place=place) is None:
         refuse(
             place,
@@ -202,7 +205,7 @@ def _user_text(block: Mapping[str, Any], place: str, family: ChatFamily | None) 
     return shown_text
 
 
-def _document_text(block: Mapping[str, Any]) -> str | None:
+def _read_document(block: Mapping[str, Any]) -> str | None:
     """Return the text of a document or a search result; None if there is none."""
     source, content = block.get("source"), block.get("content")
     match block.get("type"):
@@ -221,7 +224,7 @@ def _document_text(block: Mapping[str, Any]) -> str | None:
     return f"{title}\n{text}" if isinstance(title, str) and title else text
 
 
-def _result(block: Mapping[str, Any], place: str, family: ChatFamily | None) -> str:
+def _read_result(block: Mapping[str, Any], place: str, family: ChatFamily | None) -> str:
     """Return the text of a tool result, with a note for each part that the model cannot see.
 
     A refusal would end the session that contains it.
@@ -231,16 +234,16 @@ def _result(block: Mapping[str, Any], place: str, family: ChatFamily | None) -> 
     if isinstance(content, str):
         texts.append(content)
     elif content is not None:
-        for where, part in _blocks(content, place):
+        for where, part in _read_blocks(content, place):
             match part.get("type"):
                 case "text":
-                    texts.append(_text(part, where))
+                    texts.append(_read_text(part, where))
                 case "browser_state":
-                    texts.append(_tabs_text(part, where))
+                    texts.append(_describe_tabs(part, where))
                 case "tool_reference":
                     texts.append(f"[the tool {part.get('tool_name')}]")
                 case kind:
-                    text = _document_text(part) or unseen_note(
+                    text = _read_document(part) or unseen_note(
                         "document" if kind == "search_result" else kind, family, place=where
                     )
                     if text is None:
@@ -257,7 +260,7 @@ def _result(block: Mapping[str, Any], place: str, family: ChatFamily | None) -> 
     return text
 
 
-def _tabs_text(block: Mapping[str, Any], place: str) -> str:
+def _describe_tabs(block: Mapping[str, Any], place: str) -> str:
     tabs = block.get("tabs")
     if not isinstance(tabs, list) or not all(isinstance(tab, dict) for tab in tabs):
         refuse(f"{place}.tabs", f"must be a list of objects; got {describe(tabs)}")
@@ -269,16 +272,18 @@ def _tabs_text(block: Mapping[str, Any], place: str) -> str:
     return "\n".join(lines)
 
 
-def _text(block: Mapping[str, Any], place: str) -> str:
-    return _string(block, "text", place, is_required=True)
+def _read_text(block: Mapping[str, Any], place: str) -> str:
+    return _read_string(block, "text", place, is_required=True)
 
 
-def _string(block: Mapping[str, Any], name: str, place: str, *, is_required: bool = False) -> str:
+def _read_string(
+    block: Mapping[str, Any], name: str, place: str, *, is_required: bool = False
+) -> str:
     value = block.get(name)
     if value is None and not is_required:
         return ""
     return check_type(value, str, f"{place}.{name}")
 
 
-def _message_of(place: str) -> str:
+def _get_message_place(place: str) -> str:
     return place.partition(".")[0]

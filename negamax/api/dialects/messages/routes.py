@@ -33,7 +33,7 @@ from negamax.api.common.turn import (
 )
 from negamax.api.dialects.messages import schema
 from negamax.api.dialects.messages.history import build_history
-from negamax.api.errors import json_response, log_failure
+from negamax.api.errors import build_json_response, log_failure
 from negamax.api.http.sse import encode_named_event
 from negamax.api.openapi import describe_body
 from negamax.api.schemas.answers import build_message_error
@@ -56,7 +56,7 @@ def make_messages_router(context: ApiContext) -> APIRouter:
         model = context.model_name(params.model)
         message_id = f"msg_{secrets.token_hex(12)}"
         turn = await run_off_loop(
-            lambda: _turn(
+            lambda: _build_turn(
                 context, params, max_tokens=params.max_tokens, stop=params.stop_sequences
             ),
             num_bytes=request.num_bytes,
@@ -82,18 +82,18 @@ def make_messages_router(context: ApiContext) -> APIRouter:
         request = await read_api_request(context, http, schema.CountRequest)
         context.model_name(request.params.model)
         turn = await run_off_loop(
-            lambda: _turn(context, request.params, max_tokens=1, stop=[]),
+            lambda: _build_turn(context, request.params, max_tokens=1, stop=[]),
             num_bytes=request.num_bytes,
         )
         prompt = await build_prompt(context, request, turn)
-        return json_response(
+        return build_json_response(
             schema.TokenCount(len(prompt.token_ids)), headers={"request-id": http.state.request_id}
         )
 
     return router
 
 
-def _turn(
+def _build_turn(
     context: ApiContext, params: schema.CountRequest, *, max_tokens: int, stop: list[str]
 ) -> Turn:
     history = build_history(

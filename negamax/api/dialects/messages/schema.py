@@ -9,13 +9,13 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import AfterValidator, Field
 
-from negamax.api.common.client_tools import client_tools
+from negamax.api.common.client_tools import load_client_tools
 from negamax.api.schemas.request_model import (
     RequestModel,
     check_choice,
     check_type,
-    one_of,
     refuse,
+    validate_one_of,
 )
 from negamax.api.schemas.sampled_request import StopStrings, TurnRequest, check_messages
 from negamax.api.schemas.structure import build_grammar
@@ -27,7 +27,7 @@ from negamax.api.schemas.thinking import (
 from negamax.api.schemas.tools import (
     CallChoice,
     build_function_tool,
-    call_choice,
+    check_call_choice,
     check_function,
     check_tool_count,
 )
@@ -43,7 +43,7 @@ _THINKING = {
 _DISPLAYS = ("summarized", "omitted", "updates")
 TOOL_CHANGES = ("tool_addition", "tool_removal")  # blocks of system messages
 THREAD_UNSUPPORTED = "thread_unsupported_request"  # code of Anthropic's API
-_CLIENT_TOOLS = client_tools("messages")
+_CLIENT_TOOLS = load_client_tools("messages")
 _CHOICES = {"auto": "auto", "any": "required", "tool": "function", "none": "none"}
 
 
@@ -64,11 +64,11 @@ class ThinkingConfig(RequestModel):
     """`thinking`: whether and how much the model thinks, and whether the answer shows it."""
 
     # adaptive and between_tools: the model decides
-    type: Annotated[str, one_of("thinking.type", tuple(_THINKING))]
+    type: Annotated[str, validate_one_of("thinking.type", tuple(_THINKING))]
     # tokens of thinking after which it is closed; 0: none
     budget_tokens: Annotated[int, Field(ge=0)] | None = None
     # omitted: only within the signature; otherwise in full, because this server never summarises
-    display: Annotated[str, one_of("thinking.display", _DISPLAYS)] = "summarized"
+    display: Annotated[str, validate_one_of("thinking.display", _DISPLAYS)] = "summarized"
 
 
 class OutputConfig(RequestModel):
@@ -77,7 +77,7 @@ class OutputConfig(RequestModel):
     ignored_fields: ClassVar[frozenset[str]] = frozenset({"task_budget"})
 
     # as reasoning_effort of chats
-    effort: Annotated[str, one_of("output_config.effort", EFFORTS)] | None = None
+    effort: Annotated[str, validate_one_of("output_config.effort", EFFORTS)] | None = None
     format: dict[str, Any] | None = None  # `type` json_schema and its `schema`, for the text
 
 
@@ -85,7 +85,7 @@ class ToolChoice(RequestModel):
     """`tool_choice`."""
 
     # any: some tool must be called; tool: the one that is named
-    type: Annotated[str, one_of("tool_choice.type", tuple(_CHOICES))]
+    type: Annotated[str, validate_one_of("tool_choice.type", tuple(_CHOICES))]
     name: str | None = None  # the tool to call, with the type tool
     disable_parallel_tool_use: bool = False  # at most one call
 
@@ -136,7 +136,7 @@ class CountRequest(TurnRequest):
         check_tool_count(len(tools))
         offered = []
         for where, declared in tools:
-            tool = declared if "input_schema" in declared else _with_schema(declared)
+            tool = declared if "input_schema" in declared else _add_schema(declared)
             if tool is None:
                 if declared.get("type") in (None, "custom"):
                     refuse(f"{where}.input_schema", "is required and missing")
@@ -157,13 +157,13 @@ class CountRequest(TurnRequest):
     def _tools_in_effect(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the tools, with their places, after the changes in system messages."""
         declared = [(f"tools[{index}]", tool) for index, tool in enumerate(self.tools or ())]
-        changes = list(_tool_changes(self.messages))
+        changes = list(_find_tool_changes(self.messages))
         if not changes:
             return declared
-        known = {_name_or(where, tool): (where, tool) for where, tool in declared}
+        known = {_get_name(where, tool): (where, tool) for where, tool in declared}
         in_effect = dict(known)
         for where, kind, change in changes:
-            name = _name_or(where, change)
+            name = _get_name(where, change)
             if kind == "tool_removal":
                 in_effect.pop(name, None)
             elif change.get("type") != "tool_definition":
@@ -171,14 +171,14 @@ class CountRequest(TurnRequest):
             else:
                 where = f"{where}.definition"
                 tool = check_type(change.get("definition"), dict, where, "a tool")
-                name = _name_or(where, tool)
+                name = _get_name(where, tool)
                 known[name] = in_effect[name] = (where, tool)
         return list(in_effect.values())
 
     def call_choice(self, tools: list[dict[str, Any]] | None) -> CallChoice:
         """Return which of the offered tools must be called."""
         choice = self.tool_choice or ToolChoice(type="auto")
-        return call_choice(
+        return check_call_choice(
             _CHOICES[choice.type],
             choice.name,
             tools=tools,
@@ -193,7 +193,7 @@ class CountRequest(TurnRequest):
             else _THINKING[self.thinking.type]
         )
         budget = None if self.thinking is None else self.thinking.budget_tokens
-        effort = _latest_effort(self.messages) or self.output_config.effort
+        effort = _find_latest_effort(self.messages) or self.output_config.effort
         return ThinkingChoice(mode=mode, effort=effort, budget=budget)
 
     @property
@@ -209,7 +209,7 @@ class CountRequest(TurnRequest):
         return build_grammar("json_schema", form.get("schema"), param="output_config.format.schema")
 
 
-def _tool_changes(
+def _find_tool_changes(
     messages: list[dict[str, Any]],
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield the changes of tools in system messages: place, type of the block, and tool."""
@@ -225,7 +225,7 @@ def _tool_changes(
                 )
 
 
-def _latest_effort(messages: list[dict[str, Any]]) -> str | None:
+def _find_latest_effort(messages: list[dict[str, Any]]) -> str | None:
     """Return the effort in `output_config` of the last system message that has one."""
     effort = None
     for index, message in enumerate(messages):
@@ -239,13 +239,13 @@ def _latest_effort(messages: list[dict[str, Any]]) -> str | None:
     return effort
 
 
-def _name_or(place: str, tool: Mapping[str, Any]) -> str:
+def _get_name(place: str, tool: Mapping[str, Any]) -> str:
     """Return the name of a tool, or its place if it has none."""
     name = tool.get("name")
     return name if isinstance(name, str) else place
 
 
-def _with_schema(tool: dict[str, Any]) -> dict[str, Any] | None:
+def _add_schema(tool: dict[str, Any]) -> dict[str, Any] | None:
     """Add the description and `input_schema` of the tool's type.
 
     None: the server does not know the type, or the tool runs on Anthropic's servers.

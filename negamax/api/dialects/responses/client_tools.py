@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from negamax.api.common.client_tools import client_tools
+from negamax.api.common.client_tools import load_client_tools
 from negamax.api.dialects.responses.items import (
     ApplyPatchCallItem,
     JsonObject,
@@ -19,7 +19,7 @@ from negamax.api.dialects.responses.items import (
 from negamax.api.schemas.request_model import check_type, describe, refuse
 
 _OPERATIONS = ("create_file", "update_file", "delete_file")
-CLIENT_TOOLS = client_tools("responses")
+CLIENT_TOOLS = load_client_tools("responses")
 CALLS = {f"{name}_call": name for name in CLIENT_TOOLS}  # the tool by type of its call item
 RESULTS = tuple(f"{name}_call_output" for name in CLIENT_TOOLS)
 
@@ -44,10 +44,10 @@ def build_call_item(
     given = {key: given[key] for key in given if key in CLIENT_TOOLS[name].schema["properties"]}
     match name:
         case "shell" if _are_strings(given.get("commands")):
-            action = {**given, **_missing(given, "timeout_ms", "max_output_length")}
+            action = {**given, **_fill_missing(given, "timeout_ms", "max_output_length")}
             return ShellCallItem(item_id, status, call_id, action)
         case "local_shell" if _are_strings(given.get("command")):
-            more = _missing(given, "timeout_ms", "working_directory", "user")
+            more = _fill_missing(given, "timeout_ms", "working_directory", "user")
             action = {"type": "exec", **given, "env": {}, **more}
             return LocalShellCallItem(item_id, status, call_id, action)
         case "apply_patch" if given.get("type") in _OPERATIONS:
@@ -73,7 +73,7 @@ def render_result(item: Mapping[str, Any], place: str) -> str:
         output = "" if item.get("status") == "failed" else "Done."
     if isinstance(output, list):
         output = "\n".join(
-            _command_text(part, f"{place}.output[{index}]") for index, part in enumerate(output)
+            _render_command(part, f"{place}.output[{index}]") for index, part in enumerate(output)
         )
     if not isinstance(output, str):
         refuse(
@@ -84,7 +84,7 @@ def render_result(item: Mapping[str, Any], place: str) -> str:
     return output
 
 
-def _command_text(part: object, place: str) -> str:
+def _render_command(part: object, place: str) -> str:
     """Return the output of a command and how it ended, unless well."""
     result = check_type(part, dict, place)
     texts = [
@@ -102,5 +102,5 @@ def _are_strings(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
 
 
-def _missing(given: Mapping[str, Any], *names: str) -> JsonObject:
+def _fill_missing(given: Mapping[str, Any], *names: str) -> JsonObject:
     return {name: None for name in names if name not in given}

@@ -184,7 +184,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
                 namespace = tool.namespace or UNSET if tool is not None else UNSET
                 if self._is_custom(block):
                     return items.CustomCallItem(
-                        item_id, status, call_id, name, _custom_input(text), namespace
+                        item_id, status, call_id, name, _read_custom_input(text), namespace
                     )
                 typed = (
                     build_call_item(name, text, item_id=item_id, status=status, call_id=call_id)
@@ -273,7 +273,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
                 )
                 yield self._part(block, "done", text)
             case BlockKind.CALL if self._is_custom(block):
-                given = _custom_input(text)
+                given = _read_custom_input(text)
                 yield self._text(block, "response.custom_tool_call_input.delta", delta=given)
                 yield self._text(block, "response.custom_tool_call_input.done", input=given)
             case BlockKind.CALL if self._has_own_item(block):
@@ -331,7 +331,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
         )
 
 
-def _custom_input(arguments: str) -> str:
+def _read_custom_input(arguments: str) -> str:
     """Return the text of a custom tool call; all arguments if the model gave others."""
     try:
         given = json.loads(arguments)

@@ -12,7 +12,7 @@ from negamax.api.dialects.responses.client_tools import CALLS as CLIENT_CALLS
 from negamax.api.dialects.responses.client_tools import RESULTS as CLIENT_RESULTS
 from negamax.api.dialects.responses.client_tools import extract_arguments, render_result
 from negamax.api.dialects.responses.item_settings import SETTINGS
-from negamax.api.dialects.responses.schema import CUSTOM_INPUT, shown_name
+from negamax.api.dialects.responses.schema import CUSTOM_INPUT, build_shown_name
 from negamax.api.schemas.request_model import check_choice, refuse
 from negamax.text.chat_family import ChatFamily
 from negamax.text.messages import unseen_note
@@ -55,7 +55,7 @@ def build_history(
         for _, item in items
         if item.get("type") == "local_shell_call" and isinstance(item.get("id"), str)
     }
-    results = (_result_of(item, local_calls) for _, item in items if item.get("type") in _RESULTS)
+    results = (_get_call_id(item, local_calls) for _, item in items if item.get("type") in _RESULTS)
     answered = {call_id for call_id in results if isinstance(call_id, str)}
     for place, item in items:
         kind = item.get("type", "message")
@@ -74,7 +74,7 @@ def build_history(
             if parts is not None:
                 history.add_assistant(parts, place=parts_place)
                 parts = None
-            history.add(_message(item, place, local_calls), place=place)
+            history.add(_build_message(item, place, local_calls), place=place)
     if parts is not None:
         history.add_assistant(parts, place=parts_place)
     history.reveal(thoughts)
@@ -86,25 +86,25 @@ def _add_part(
 ) -> None:
     match item.get("type", "message"):
         case "reasoning":
-            parts.add_reasoning(_reasoning(item))
+            parts.add_reasoning(_read_reasoning(item))
         case str() as kind if kind in CLIENT_CALLS:
             arguments = extract_arguments(item, place)
             parts.add_call(item.get("call_id"), CLIENT_CALLS[kind], arguments)
         case "function_call":
-            parts.add_call(item.get("call_id"), _called_name(item), item.get("arguments"))
+            parts.add_call(item.get("call_id"), _get_called_name(item), item.get("arguments"))
         case "custom_tool_call":
             parts.add_call(
-                item.get("call_id"), _called_name(item), {CUSTOM_INPUT: item.get("input")}
+                item.get("call_id"), _get_called_name(item), {CUSTOM_INPUT: item.get("input")}
             )
         case _:
-            parts.add_text(_assistant_text(item.get("content"), place, family), is_apart=True)
+            parts.add_text(_read_assistant_text(item.get("content"), place, family), is_apart=True)
 
 
-def _called_name(item: Mapping[str, Any]) -> Any:
-    return shown_name(item.get("namespace"), item.get("name"))
+def _get_called_name(item: Mapping[str, Any]) -> Any:
+    return build_shown_name(item.get("namespace"), item.get("name"))
 
 
-def _result_of(item: Mapping[str, Any], local_calls: Mapping[Any, Any]) -> Any:
+def _get_call_id(item: Mapping[str, Any], local_calls: Mapping[Any, Any]) -> Any:
     """Return the id of the call that a result belongs to.
 
     Results of local shells may name the item of the call instead; `local_calls` maps these ids.
@@ -115,14 +115,16 @@ def _result_of(item: Mapping[str, Any], local_calls: Mapping[Any, Any]) -> Any:
     return local_calls.get(item_id, item_id) if isinstance(item_id, str) else None
 
 
-def _message(item: Mapping[str, Any], place: str, local_calls: Mapping[Any, Any]) -> dict[str, Any]:
+def _build_message(
+    item: Mapping[str, Any], place: str, local_calls: Mapping[Any, Any]
+) -> dict[str, Any]:
     """Build the message of another item; its content is checked with the other messages."""
     kind = item.get("type", "message")
     if kind in _RESULTS:
         output = render_result(item, place) if kind in CLIENT_RESULTS else item.get("output")
         if isinstance(output, dict):  # an object instead of a list of parts
             output = json.dumps(output, ensure_ascii=False)
-        call_id = _result_of(item, local_calls)
+        call_id = _get_call_id(item, local_calls)
         return {"role": "tool", "tool_call_id": call_id, "content": output}
     if kind == "compaction_trigger":
         refuse(f"{place}.type", f"{kind!r}: the server writes no summaries; ask for one")
@@ -133,7 +135,7 @@ def _message(item: Mapping[str, Any], place: str, local_calls: Mapping[Any, Any]
     return {"role": role, "content": item.get("content")}
 
 
-def _assistant_text(content: object, place: str, family: ChatFamily | None) -> str:
+def _read_assistant_text(content: object, place: str, family: ChatFamily | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
@@ -157,7 +159,7 @@ def _assistant_text(content: object, place: str, family: ChatFamily | None) -> s
     return "".join(texts)
 
 
-def _reasoning(item: Mapping[str, Any]) -> str | HiddenThought:
+def _read_reasoning(item: Mapping[str, Any]) -> str | HiddenThought:
     shown_text, summary = (
         "".join(collect_texts(item.get(name))) for name in ("content", "summary")
     )

@@ -45,7 +45,7 @@ def build_page(
         size = int(limit) if limit.isascii() and limit.isdigit() and len(limit) < 10 else 0
         if not 1 <= size <= MAX_PAGE:
             refuse("limit", f"{describe(limit)}; allowed: 1 to {MAX_PAGE}")
-    ids = _ids_of(items, response_id)
+    ids = _build_ids(items, response_id)
     numbers = list(range(len(items)))
     if order == "desc":
         numbers.reverse()
@@ -56,14 +56,14 @@ def build_page(
         begin = numbers.index(ids.index(after)) + 1
     page = numbers[begin : begin + size]
     return ItemList(
-        data=[_listed(items[number], ids[number]) for number in page],
+        data=[_complete_item(items[number], ids[number]) for number in page],
         first_id=ids[page[0]] if page else None,
         last_id=ids[page[-1]] if page else None,
         has_more=begin + size < len(items),
     )
 
 
-def _ids_of(items: Sequence[Mapping[str, Any]], response_id: str) -> list[str]:
+def _build_ids(items: Sequence[Mapping[str, Any]], response_id: str) -> list[str]:
     """Return the id of each item: its own, or one made of its place and the response's id."""
     ids: dict[str, None] = {}  # in order
     for number, item in enumerate(items):
@@ -75,7 +75,7 @@ def _ids_of(items: Sequence[Mapping[str, Any]], response_id: str) -> list[str]:
     return list(ids)
 
 
-def _listed(item: Mapping[str, Any], item_id: str) -> Item:
+def _complete_item(item: Mapping[str, Any], item_id: str) -> Item:
     """Return the item with the fields that clients may omit."""
     kind = item.get("type", "message")
     listed: Item = {**item, "type": kind, "id": item_id}
@@ -83,32 +83,32 @@ def _listed(item: Mapping[str, Any], item_id: str) -> Item:
         listed["status"] = "completed"
     match kind:
         case "message":
-            listed["content"] = _content(item)
+            listed["content"] = _build_content(item)
         case "reasoning" if not isinstance(item.get("summary"), list):
             listed["summary"] = []
         case "function_call" if not isinstance(item.get("arguments"), str):
-            listed["arguments"] = _json(item.get("arguments") or {})
+            listed["arguments"] = _encode_json(item.get("arguments") or {})
         case "function_call_output" | "custom_tool_call_output":
             output = item.get("output")
             listed["output"] = (
-                [_part(part, "input_text") for part in output]
+                [_complete_part(part, "input_text") for part in output]
                 if isinstance(output, list)
                 else output
                 if isinstance(output, str)
-                else _json(output)
+                else _encode_json(output)
             )
     return listed
 
 
-def _content(item: Mapping[str, Any]) -> list[Any]:
+def _build_content(item: Mapping[str, Any]) -> list[Any]:
     content = item.get("content")
     kind = "output_text" if item.get("role") == "assistant" else "input_text"
     if isinstance(content, list):
-        return [_part(part, kind) for part in content]
-    return [_part({"text": content or ""}, kind)]
+        return [_complete_part(part, kind) for part in content]
+    return [_complete_part({"text": content or ""}, kind)]
 
 
-def _part(part: Any, text_kind: str) -> Any:
+def _complete_part(part: Any, text_kind: str) -> Any:
     """Return a part of a message or a result; text gets the type of its place."""
     if not isinstance(part, dict):
         return part
@@ -119,5 +119,5 @@ def _part(part: Any, text_kind: str) -> Any:
     return {"detail": "auto", **part} if kind == "input_image" else part
 
 
-def _json(value: object) -> str:
+def _encode_json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)

@@ -28,17 +28,17 @@ def apply_settings(
     for place, item in items:
         match item.get("type"):
             case "additional_tools":
-                offered = _objects(item.get("tools"), f"{place}.tools")
+                offered = _check_objects(item.get("tools"), f"{place}.tools")
             case "tool_search_output" if isinstance(item.get("tools"), list):
-                offered = _objects(item["tools"], f"{place}.tools")
+                offered = _check_objects(item["tools"], f"{place}.tools")
             case "configuration_update":
-                effort = _part(item, "reasoning", place).get("effort")
+                effort = _get_object(item, "reasoning", place).get("effort")
                 if effort is not None:
                     effort = check_choice(effort, EFFORTS, f"{place}.reasoning.effort")
                     reasoning = reasoning.model_copy(update={"effort": effort})
-                form = _part(item, "text", place).get("format")
+                form = _get_object(item, "text", place).get("format")
                 if form is not None:
-                    form = _part(item["text"], "format", f"{place}.text")
+                    form = _get_object(item["text"], "format", f"{place}.text")
                     text = text.model_copy(update={"format": form})
                 continue
             case _:
@@ -56,7 +56,7 @@ def apply_settings(
     )
 
 
-def _objects(value: object, place: str) -> list[tuple[str, dict[str, Any]]]:
+def _check_objects(value: object, place: str) -> list[tuple[str, dict[str, Any]]]:
     """Return the objects in a list, with their places."""
     entries = enumerate(check_type(value, list, place, "a list of tools"))
     return [
@@ -65,7 +65,7 @@ def _objects(value: object, place: str) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-def _part(item: Mapping[str, Any], name: str, place: str) -> Mapping[str, Any]:
+def _get_object(item: Mapping[str, Any], name: str, place: str) -> Mapping[str, Any]:
     """Return the object in a field; empty if there is none."""
     value = item.get(name)
     return {} if value is None else check_type(value, dict, f"{place}.{name}")

@@ -38,7 +38,7 @@ from negamax.api.dialects.responses.store import (
     StoredTurn,
     decode_items,
 )
-from negamax.api.errors import describe_error, json_response
+from negamax.api.errors import build_json_response, describe_error
 from negamax.api.http.request_body import decode_request, receive
 from negamax.api.http.sse import run_while_connected
 from negamax.api.openapi import describe_body
@@ -87,13 +87,13 @@ def make_responses_router(context: ApiContext) -> APIRouter:
             lambda: build_page(decode_items(items), query, response_id=response_id),
             num_bytes=len(items),
         )
-        return json_response(page)
+        return build_json_response(page)
 
     @router.delete("/v1/responses/{response_id}")
     async def delete(http: Request, response_id: str) -> Response:
         """Delete a response."""
         responses.delete(response_id, get_tenant(http))
-        return json_response(DeletedResponse(response_id))
+        return build_json_response(DeletedResponse(response_id))
 
     @router.post("/v1/responses/{response_id}/cancel")
     async def cancel(http: Request, response_id: str) -> Response:
@@ -146,7 +146,7 @@ class _Responses:
         """Return a stored response of the tenant. Errors: `NotFoundError`."""
         kept = self._store.get(response_id, tenant=tenant)
         if kept is None:
-            raise _unknown(response_id, param="response_id", code="response_not_found")
+            raise _build_unknown_error(response_id, param="response_id", code="response_not_found")
         return kept
 
     def fetched(self, response_id: str, tenant: str) -> bytes:
@@ -192,26 +192,26 @@ class _Responses:
             new_id=partial(context.server_rank.new_id, num_bytes=16),
             signer=context.signer,
             logprobs=logprobs,
-            keep=keep if params.store else _drop,
+            keep=keep if params.store else _ignore_response,
             request_id=request.http.state.request_id,
         )
         if params.background:
             keep(blank)
             work = self._run(writer, blank, keep)
             self._running[blank.id] = context.lifecycle.run_in_background(work)
-            return json_response(blank)
+            return build_json_response(blank)
         if params.stream:
             return await respond(context, request, writer)
         response = await run_while_connected(request.http.receive, writer.whole())
         if params.store:
             keep(response)
-        return json_response(response)
+        return build_json_response(response)
 
     async def count(self, request: ApiRequest[ResponsesRequest]) -> Response:
         self._context.model_name(request.params.model)
         prepared = await self._prepare(request)
         prompt = await build_prompt(self._context, prepared.request, prepared.turn)
-        return json_response(InputTokenCount(len(prompt.token_ids)))
+        return build_json_response(InputTokenCount(len(prompt.token_ids)))
 
     async def _prepare(self, request: ApiRequest[ResponsesRequest]) -> _Prepared:
         params, tenant = request.params, get_tenant(request.http)
@@ -300,7 +300,7 @@ class _Responses:
             return None
         kept = self._store.get(response_id, tenant=tenant)
         if kept is None:
-            raise _unknown(
+            raise _build_unknown_error(
                 response_id, param="previous_response_id", code="previous_response_not_found"
             )
         if response_id in self._running:
@@ -330,7 +330,9 @@ class _Responses:
         sizes = {item_id: len(msgspec.json.encode(item)) for item_id, item in found.items()}
         for index, item_id in references.items():
             if not isinstance(item_id, str) or item_id not in found:
-                raise _unknown(item_id, param=f"input[{index}].id", code="item_not_found")
+                raise _build_unknown_error(
+                    item_id, param=f"input[{index}].id", code="item_not_found"
+                )
             given[index] = found[item_id]
             num_bytes += sizes[item_id]
         allowed = self._context.body_limits.num_bytes
@@ -412,11 +414,11 @@ class _Responses:
         )
 
 
-def _drop(response: ResponseAnswer) -> None:
+def _ignore_response(response: ResponseAnswer) -> None:
     """Ignore a response with store=false."""
 
 
-def _unknown(name: object, *, param: str, code: str) -> NotFoundError:
+def _build_unknown_error(name: object, *, param: str, code: str) -> NotFoundError:
     return NotFoundError(
         f"{param}: {describe(name)} is not stored here; responses are stored in memory until "
         f"others need the room",

@@ -12,11 +12,11 @@ from pydantic import AfterValidator, Field, StringConstraints
 from negamax.api.dialects.responses.client_tools import CLIENT_TOOLS, is_run_by_client
 from negamax.api.schemas.request_model import (
     RequestModel,
-    at_most,
     check_type,
     describe,
-    one_of,
     refuse,
+    validate_at_most,
+    validate_one_of,
 )
 from negamax.api.schemas.sampled_request import MAX_MESSAGES, StopStrings, TurnRequest
 from negamax.api.schemas.structure import build_format_grammar
@@ -24,7 +24,7 @@ from negamax.api.schemas.thinking import EFFORTS, ThinkingChoice, read_template_
 from negamax.api.schemas.tools import (
     CallChoice,
     build_function_tool,
-    call_choice,
+    check_call_choice,
     check_function,
     check_tool_count,
     read_allowed_tools,
@@ -59,10 +59,10 @@ class DeclaredTool:
 
     @property
     def shown_name(self) -> str:
-        return str(shown_name(self.namespace, self.name))
+        return str(build_shown_name(self.namespace, self.name))
 
 
-def shown_name(namespace: object, name: Any) -> Any:
+def build_shown_name(namespace: object, name: Any) -> Any:
     """Return the name of a tool with its namespace; an invalid name is returned unchanged."""
     return (
         f"{namespace}.{name}"
@@ -85,9 +85,9 @@ class ReasoningConfig(RequestModel):
     ignored_fields: ClassVar[frozenset[str]] = frozenset({"generate_summary", "encrypted_content"})
 
     # how much the model thinks, if the template supports efforts; "none": not at all
-    effort: Annotated[str, one_of("reasoning.effort", EFFORTS)] | None = None
+    effort: Annotated[str, validate_one_of("reasoning.effort", EFFORTS)] | None = None
     # other than none: the answer repeats the whole reasoning as a summary
-    summary: Annotated[str, one_of("reasoning.summary", _SUMMARIES)] | None = None
+    summary: Annotated[str, validate_one_of("reasoning.summary", _SUMMARIES)] | None = None
 
 
 class TextConfig(RequestModel):
@@ -147,7 +147,7 @@ class ResponsesRequest(TurnRequest):
             Annotated[str, StringConstraints(max_length=512)],
         ],
         Field(max_length=MAX_METADATA),
-        at_most("metadata", MAX_METADATA, "entries", of=dict),
+        validate_at_most("metadata", MAX_METADATA, "entries", of=dict),
     ] = Field(default_factory=dict)
 
     @cached_property
@@ -198,7 +198,7 @@ class ResponsesRequest(TurnRequest):
         name = next(
             (tool.shown_name for tool in declared if name in (tool.name, tool.shown_name)), name
         )
-        return tools, call_choice(
+        return tools, check_call_choice(
             mode, name, tools=tools, parallel=self.parallel_tool_calls, allowed=allowed
         )
 
@@ -231,19 +231,19 @@ def read_declared_tools(placed: Sequence[tuple[str, dict[str, Any]]]) -> list[De
     declared: list[DeclaredTool] = []
     for where, tool in placed:
         if tool.get("type") != "namespace":
-            declared += _declared(tool, where=where, namespace=None)
+            declared += _read_tool(tool, where=where, namespace=None)
             continue
         namespace, inner = tool.get("name"), tool.get("tools")
         if not isinstance(namespace, str) or not isinstance(inner, list):
             refuse(where, "must have a name and a list of tools")
         for number, entry in enumerate(inner):
             place = f"{where}.tools[{number}]"
-            declared += _declared(check_type(entry, dict, place), where=place, namespace=namespace)
+            declared += _read_tool(check_type(entry, dict, place), where=place, namespace=namespace)
     check_tool_count(len(declared))
     return declared
 
 
-def _declared(tool: dict[str, Any], *, where: str, namespace: str | None) -> list[DeclaredTool]:
+def _read_tool(tool: dict[str, Any], *, where: str, namespace: str | None) -> list[DeclaredTool]:
     """Return the tool; empty if the client does not run it."""
     kind = tool.get("type")
     if isinstance(kind, str) and is_run_by_client(tool):
@@ -265,7 +265,7 @@ def _declared(tool: dict[str, Any], *, where: str, namespace: str | None) -> lis
     described = tool.get("function", tool)  # also in the shape of chat completions
     if not isinstance(described, dict):
         refuse(f"{where}.function", "must be an object with a name")
-    called = shown_name(namespace, described.get("name"))
+    called = build_shown_name(namespace, described.get("name"))
     check_function({**described, "name": called}, where=where)
     is_custom = kind == "custom"
     function = build_function_tool(

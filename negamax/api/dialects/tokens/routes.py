@@ -12,7 +12,7 @@ from negamax.api.access import get_salt
 from negamax.api.common.context import ApiContext
 from negamax.api.common.conversation import Conversation, run_off_loop
 from negamax.api.dialects.tokens import schema
-from negamax.api.errors import json_response
+from negamax.api.errors import build_json_response
 from negamax.api.http.request_body import read_request
 from negamax.api.openapi import describe_body
 from negamax.api.schemas.request_model import refuse
@@ -32,7 +32,7 @@ def make_tokens_router(context: ApiContext) -> APIRouter:
             refuse("prompt", "send either prompt or messages")
         if params.prompt is None:
             prompt = await context.prompts.chat(
-                _conversation(params), num_bytes=num_bytes, cache_salt=get_salt(http, "")
+                _build_conversation(params), num_bytes=num_bytes, cache_salt=get_salt(http, "")
             )
             texts = [prompt.token_ids]
         else:
@@ -48,7 +48,7 @@ def make_tokens_router(context: ApiContext) -> APIRouter:
                 if params.return_token_strs
                 else None
             )
-            return json_response(
+            return build_json_response(
                 schema.TokenizeAnswer(
                     count=counts if is_list else counts[0],
                     max_model_len=context.engine.info.max_model_len,
@@ -74,7 +74,7 @@ def make_tokens_router(context: ApiContext) -> APIRouter:
                 for ids in sequences
             ]
             text = texts if is_nested else texts[0]
-            return json_response(schema.DetokenizeAnswer(prompt=text, text=text))
+            return build_json_response(schema.DetokenizeAnswer(prompt=text, text=text))
 
         return await run_off_loop(answer, num_bytes=num_bytes)
 
@@ -84,7 +84,7 @@ def make_tokens_router(context: ApiContext) -> APIRouter:
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
         """Return the tokenizer's named tokens and the chat template."""
-        return json_response(_info(context))
+        return build_json_response(_build_info(context))
 
     for prefix in ("", "/v1"):
         router.add_api_route(
@@ -102,7 +102,7 @@ def make_tokens_router(context: ApiContext) -> APIRouter:
     return router
 
 
-def _conversation(params: schema.TokenizeRequest) -> Conversation:
+def _build_conversation(params: schema.TokenizeRequest) -> Conversation:
     variables = params.chat_template_kwargs or {}
     return Conversation(
         messages=params.messages or [],
@@ -114,7 +114,7 @@ def _conversation(params: schema.TokenizeRequest) -> Conversation:
     )
 
 
-def _info(context: ApiContext) -> schema.TokenizerInfo:
+def _build_info(context: ApiContext) -> schema.TokenizerInfo:
     engine = context.engine
     config, template = engine.tokenizer.config, engine.chat_template
     others = config.get("additional_special_tokens")

@@ -16,7 +16,7 @@ MAX_TEXTS = 1024
 _LIST_OF_IDS = {"type": "array", "items": {"type": "integer"}}
 
 
-def _as_texts(value: object) -> str | list[str]:
+def _convert_texts(value: object) -> str | list[str]:
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
@@ -26,7 +26,7 @@ def _as_texts(value: object) -> str | list[str]:
     return value
 
 
-def _as_ids(value: object) -> list[int] | list[list[int]]:
+def _convert_ids(value: object) -> list[int] | list[list[int]]:
     if not isinstance(value, list):
         refuse("tokens", f"must be a list of token ids, or of such lists; got {describe(value)}")
     if value and isinstance(value[0], list):
@@ -54,7 +54,7 @@ class TokenizeRequest(RequestModel):
     prompt: (
         Annotated[
             str | list[str],
-            PlainValidator(_as_texts),
+            PlainValidator(_convert_texts),
             WithJsonSchema(
                 {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
             ),
@@ -80,7 +80,7 @@ class DetokenizeRequest(RequestModel):
     model: str | None = None  # a name from /v1/models; left out: the first of them
     tokens: Annotated[
         list[int] | list[list[int]],
-        PlainValidator(_as_ids),
+        PlainValidator(_convert_ids),
         WithJsonSchema({"anyOf": [_LIST_OF_IDS, {"type": "array", "items": _LIST_OF_IDS}]}),
     ]  # token ids, or up to 1,024 lists of them
     skip_special_tokens: bool = False  # special tokens have no text
