@@ -24,7 +24,7 @@ class Access:
     """Identifies the sender of a request by its headers. All holders of one key are one tenant."""
 
     def __init__(self, options: ServerOptions) -> None:
-        """Errors: `ConfigError` for a file of keys that cannot be used."""
+        """Errors: `ConfigError` for an unusable key file."""
         self._options = options
         self.reload()
         self._admin_key = None if options.admin_api_key is None else options.admin_api_key.encode()

@@ -1,9 +1,9 @@
-"""A server process beside the first: `python -m negamax.api.server_worker`, started by the
+"""A server process beside the first: `python -m negamax.api.server_worker`, started by
 `ServerSupervisor`.
 
-It serves like the first one, with engines that are not its own. Their state, and when to end, it
-reads from its standard input; when that ends, the first process is gone. A thread watches
-whether its event loop goes round.
+It serves like the first one. It reads the state of the engines, and when to end, from its standard
+input; the end of the input means that the first process is gone. A thread watches the heartbeat of
+the first process.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ logger = get_logger(__name__)
 
 _MAX_LINE_BYTES = 1 << 20
 _POLL_SECONDS = 0.01
-_END_SECONDS = 2.0  # to end open requests with an error, without the first process
-# for an engine to reach this process; it tries all the time, unless it died again
+_END_SECONDS = 2.0  # to end open requests with an error after the first process is gone
+# for an engine to reach this process; it keeps trying unless it has died again
 _CONNECT_SECONDS = 5.0
 
 
 def main() -> None:
-    """Serve until the first process says to end. Signals that ask to end or to reload are the
-    first process's business, see `base.supervision.exit_with_parent`."""
+    """Serve until the first process orders the end.
+
+    Only the first process handles signals to end or to reload, see
+    `base.supervision.exit_with_parent`.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     log.setup_as_parent()
@@ -93,15 +96,17 @@ async def _serve() -> None:
 
 
 def can_serve(messages: Mapping[int, wire.EngineMessage], *, num_replicas: int) -> bool:
-    """Whether an engine runs, and the state of every other is known: a request for one that this
-    process had not heard of would be told that it is being started again.
+    """Return whether an engine runs and the state of every other engine is known.
+
+    Otherwise a request pinned to an unknown engine would be refused as if the engine were
+    restarting.
     """
     runs = any(isinstance(message, wire.UseEngine) for message in messages.values())
     return runs and len(messages) == num_replicas
 
 
 class ServerWorker:
-    """Does what the first process says. Single writer: the event loop."""
+    """Follows the messages of the first process. Single writer: the event loop."""
 
     def __init__(self, engine: AsyncEngine, rank: ServerRank) -> None:
         self._engine = engine
@@ -111,7 +116,7 @@ class ServerWorker:
         self._end_reason = "the engine was stopped"
 
     async def follow(self, reader: asyncio.StreamReader, server: HttpServer) -> None:
-        """Run until cancelled, or until the first process is gone."""
+        """Run until cancelled or until the first process is gone."""
         while (message := await _next(reader)) is not None:
             if isinstance(message, wire.Drain):
                 server.drain()
@@ -124,8 +129,9 @@ class ServerWorker:
         self.leave(server, "the first server process is gone")
 
     def leave(self, server: HttpServer, reason: str) -> None:
-        """The first process is gone: end open requests with the reason, and this process, at the
-        latest after 2 s."""
+        """End open requests with `reason`, and this process within 2 s, because the first process
+        is gone.
+        """
         end = threading.Timer(_END_SECONDS, exit_now, (1,))
         end.daemon = True
         end.start()
@@ -133,7 +139,7 @@ class ServerWorker:
         self._ending = asyncio.create_task(server.abort())
 
     async def take(self, message: wire.EngineMessage) -> None:
-        """Take a message about an engine."""
+        """Apply a message about an engine."""
         replica = message.replica
         if isinstance(message, wire.UseEngine):
             self._close(replica)
@@ -156,11 +162,10 @@ class ServerWorker:
             self._engine.on_engine_failed(replica, message.reason)
 
     async def stop(self) -> None:
-        """End every open request."""
         self._engine.stop(self._end_reason)
 
     def close(self) -> None:
-        """The engines' sockets are not needed any more."""
+        """Close the engines' sockets."""
         for replica in list(self._channels):
             self._close(replica)
 
@@ -170,13 +175,13 @@ class ServerWorker:
 
 
 async def _next(reader: asyncio.StreamReader) -> wire.ServerMessage | None:
-    """The first process's next message; None: it is gone."""
+    """Return the first process's next message; None: it is gone."""
     line = await reader.readline()
     return wire.decoder.decode(line) if line else None
 
 
 def _failed(reason: str) -> None:
-    """The engine's frames make no sense to this process: another one may understand them."""
+    """Exit after an unreadable frame of the engine: a new process may understand the next ones."""
     logger.error("%s", reason)
     exit_now(1)
 

@@ -1,6 +1,4 @@
-"""The first server process's side of the others: started, informed of the engine, and started
-again when they die.
-"""
+"""Supervision of the other server processes by the first: start, engine messages, restart."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ logger = get_logger(__name__)
 SERVER_WORKER_MODULE = "negamax.api.server_worker"
 _POLL_SECONDS = 0.05
 _RESTARTS = SupervisionLimits(max_restarts=3)  # of one process
-_END_SECONDS = 7.0  # for processes to end after `Abort`
+_END_SECONDS = 7.0  # time for processes to end after `Abort`
 
 
 class ServerSupervisor:
@@ -47,22 +45,20 @@ class ServerSupervisor:
         *,
         listener: socket.socket,
     ) -> None:
-        """Starts them, if there are any; they wait for the engine. They listen where `listener`
-        does.
-        """
-        # why one of them stays dead
+        """Start the processes, which wait for the engine and listen where `listener` does."""
+        # why a process is not restarted
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        # gets the index of a process that is gone
+        # called with the index of a process that has ended
         self.on_death: Callable[[int], None] | None = None
         self._rank = rank
         self._engine_options = engine_options
         self._server_options = server_options
         self._listener = listener
-        # the engine's measure
+        # the same limit as for the engine
         self._hang_seconds = min(BEAT_TIMEOUT_SECONDS, server_options.engine_hang_timeout)
-        # for the children of this process
+        # passed to the children of this process
         self.pulse = ParentPulse(os.getpid(), str(rank.supervisor_pulse), self._hang_seconds)
-        # the state of each engine, for a new process
+        # the state of each engine, sent to a new process
         self._engine_messages: dict[int, wire.EngineMessage] = {}
         self._processes: dict[int, Supervised] = {}
         self._is_ending = False
@@ -73,11 +69,10 @@ class ServerSupervisor:
 
     @property
     def num_running(self) -> int:
-        """Processes that have not ended."""
         return sum(child.exit_code is None for child in self._processes.values())
 
     async def ready(self) -> None:
-        """Wait until all of them serve, or are to end. Errors: `EngineDeadError`."""
+        """Wait until all processes serve or are to end. Errors: `EngineDeadError`."""
         for index in range(1, self._rank.count):
             while not self._is_ending and not await _answers(str(self._rank.socket_of(index))):
                 if self.failed.done():
@@ -85,30 +80,29 @@ class ServerSupervisor:
                 await asyncio.sleep(_POLL_SECONDS)
 
     def on_engine_ready(self, replica: int, address: EngineAddress, info: ModelInfo) -> None:
-        """As of `EngineListener`."""
-        self._tell_of_engine(wire.UseEngine(replica, address.folder, info))
+        self._broadcast_engine_state(wire.UseEngine(replica, address.folder, info))
 
     def on_engine_lost(self, replica: int, reason: str, *, ready_in: float) -> None:
-        """As of `EngineListener`."""
-        self._tell_of_engine(wire.EngineLost(replica, reason, ready_in))
+        self._broadcast_engine_state(wire.EngineLost(replica, reason, ready_in))
 
     def on_engine_failed(self, replica: int, reason: str) -> None:
-        """As of `EngineListener`."""
-        self._tell_of_engine(wire.EngineDead(replica, reason))
+        self._broadcast_engine_state(wire.EngineDead(replica, reason))
         dead = [isinstance(each, wire.EngineDead) for each in self._engine_messages.values()]
         self._is_ending = self._is_ending or sum(dead) == self._engine_options.num_replicas
 
     def reload(self) -> None:
-        """They read the files again that can be replaced."""
+        """Have all processes reload their key and TLS files."""
         self._send_all(wire.Reload())
 
     def drain(self) -> None:
-        """They answer what is open, and end."""
+        """Have all processes answer their open requests and end."""
         self._is_ending = True
         self._send_all(wire.Drain())
 
     async def end(self) -> None:
-        """They break off what is open, and end; what does not is killed. The first call counts."""
+        """Have all processes abort their open requests and end; kill those that do not. Later calls
+        wait for the first.
+        """
         if self._end is None:
             self._end = asyncio.create_task(self._end_all())
         await asyncio.shield(self._end)
@@ -126,7 +120,7 @@ class ServerSupervisor:
         shutil.rmtree(self._rank.folder, ignore_errors=True)
 
     async def _supervise(self, index: int) -> None:
-        """Run a process, again and again."""
+        """Run a process and restart it when it ends."""
         policy, has_served = RestartPolicy(_RESTARTS), False
         while not self._is_ending:
             try:
@@ -167,7 +161,7 @@ class ServerSupervisor:
             self.failed.set_result(reason)
 
     def _spawn(self, index: int) -> Supervised:
-        """Start a process with a listening socket of its own, and send it the engine's state."""
+        """Start a process with its own listening socket and send it the engines' states."""
         with bind_shared(self._listener.getsockname(), family=self._listener.family) as listener:
             running = Supervised(
                 SERVER_WORKER_MODULE,
@@ -188,7 +182,7 @@ class ServerSupervisor:
             running.send(wire.encoder.encode(message))
         return running
 
-    def _tell_of_engine(self, message: wire.EngineMessage) -> None:
+    def _broadcast_engine_state(self, message: wire.EngineMessage) -> None:
         self._engine_messages[message.replica] = message
         self._send_all(message)
 
@@ -198,8 +192,9 @@ class ServerSupervisor:
 
 
 def bind_shared(address: Any, *, family: int) -> socket.socket:
-    """A socket bound to `address`, which others may be bound to as well; those that listen share
-    its connections.
+    """Return a socket bound to `address`, to which others can be bound too.
+
+    The system spreads connections over those that listen.
     """
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -213,7 +208,6 @@ def bind_shared(address: Any, *, family: int) -> socket.socket:
 
 
 async def _answers(path: str) -> bool:
-    """Whether a process listens on a Unix socket."""
     try:
         _, writer = await asyncio.open_unix_connection(path)
     except OSError:

@@ -1,6 +1,4 @@
-"""What the first process sends another server process: lines of JSON on its standard input, whose
-end is its end.
-"""
+"""Messages of the first process to another server process: lines of JSON on its standard input."""
 
 from __future__ import annotations
 
@@ -13,10 +11,10 @@ from negamax.options.server import ServerOptions
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """The first line."""
+    """The first message."""
 
     index: int
-    folder: str  # of what the processes share
+    folder: str  # of the shared files
     listener: int  # file descriptor of a bound socket
     parent: ParentPulse
     engine: EngineOptions
@@ -24,7 +22,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
 
 
 class UseEngine(msgspec.Struct, frozen=True, tag="engine-ready"):
-    """The engine of a replica waits for requests at the sockets in `folder`."""
+    """The engine of a replica accepts requests at the sockets in `folder`."""
 
     replica: int
     folder: str
@@ -32,7 +30,7 @@ class UseEngine(msgspec.Struct, frozen=True, tag="engine-ready"):
 
 
 class EngineLost(msgspec.Struct, frozen=True, tag="engine-lost"):
-    """The engine is gone; another one is expected in `ready_in` seconds."""
+    """The engine is gone; the next one is expected in `ready_in` seconds."""
 
     replica: int
     reason: str
@@ -40,22 +38,22 @@ class EngineLost(msgspec.Struct, frozen=True, tag="engine-lost"):
 
 
 class EngineDead(msgspec.Struct, frozen=True, tag="engine-failed"):
-    """The engine stays dead."""
+    """The engine is not restarted."""
 
     replica: int
     reason: str
 
 
 class Reload(msgspec.Struct, frozen=True, tag="reload"):
-    """Read the files again that can be replaced while the server runs."""
+    """Reload the key and TLS files."""
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """Answer what is open, and end."""
+    """Answer open requests, and end."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """Break off what is open, and end."""
+    """Abort open requests, and end."""
 
 
 EngineMessage = UseEngine | EngineLost | EngineDead

@@ -216,7 +216,7 @@ class GenerationRequest(SampledRequest):
     skip_special_tokens: bool = True  # special tokens have no text in the answer
     # of each prompt token after the first, with this many alternatives; not in streams
     prompt_logprobs: int | None = None
-    # tokens of reasoning after which it is closed
+    # most tokens of reasoning
     thinking_token_budget: int | None = Field(default=None, ge=0)
     # SGLang's name for thinking_token_budget
     max_thinking_tokens: int | None = Field(default=None, ge=0)

@@ -78,7 +78,7 @@ class Thinking(RequestModel):
     type: Annotated[str, validate_one_of("thinking.type", MODES)] = (
         "enabled"  # adaptive: the model decides
     )
-    # tokens of reasoning after which it is closed; 0: none
+    # most tokens of reasoning; 0: none
     budget_tokens: Annotated[int, Field(ge=0)] | None = None
 
 

@@ -103,7 +103,7 @@ class NativeRequest(EngineRequest):
     # the number of likeliest tokens at each place to report
     top_logprobs_num: int = Field(default=0, ge=0)
     return_text_in_logprobs: bool = False  # logprobs have the texts of their tokens
-    # tokens of reasoning after which it is closed
+    # most tokens of reasoning
     max_thinking_tokens: int | None = Field(default=None, ge=0)
 
     @property

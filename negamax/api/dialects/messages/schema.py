@@ -65,7 +65,7 @@ class ThinkingConfig(RequestModel):
 
     # adaptive and between_tools: the model decides
     type: Annotated[str, validate_one_of("thinking.type", tuple(_THINKING))]
-    # tokens of thinking after which it is closed; 0: none
+    # most tokens of thinking; 0: none
     budget_tokens: Annotated[int, Field(ge=0)] | None = None
     # omitted: only within the signature; otherwise in full, because this server never summarises
     display: Annotated[str, validate_one_of("thinking.display", _DISPLAYS)] = "summarized"
@@ -121,7 +121,7 @@ class CountRequest(TurnRequest):
     thinking: ThinkingConfig | None = None  # whether the model thinks, and how long
     output_config: OutputConfig = OutputConfig()  # effort, and the form of the text
     output_format: dict[str, Any] | None = None  # the earlier name of output_config.format
-    # refused with a code on which clients send the whole conversation
+    # refused with a code that makes clients send the whole conversation
     thread: Annotated[dict[str, Any], AfterValidator(_refuse_thread)] | None = None
 
     @property
