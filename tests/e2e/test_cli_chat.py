@@ -111,7 +111,7 @@ def test_saved_conversation_continues_and_lines_are_kept(
         roles = [message["role"] for message in script.bodies[-1]["messages"]]
         assert roles == ["system", "user", "assistant", "user"]
         terminal.type("/clear\n")
-        terminal.wait_for("forgotten")
+        terminal.wait_for("is cleared")
         terminal.type("/system Shout.\n")
         terminal.wait_for("system message: Shout.")
         terminal.wait_for_prompt()
@@ -250,7 +250,7 @@ def test_lines_of_a_pipe_are_answered_by_a_server(server: Server) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("85") == 2 and "\x1b" not in done.stdout
-    assert "token" not in done.stdout and "forgotten" not in done.stdout
+    assert "token" not in done.stdout and "is cleared" not in done.stdout
     assert "47" in done.stderr and "unknown command /nonsense" in done.stderr
 
 

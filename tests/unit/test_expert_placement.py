@@ -169,7 +169,7 @@ SPLIT = {"tensor_parallel_size": 4, "enable_expert_parallel": True}
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"enable_eplb": True}, "a part of each .add --enable-expert-parallel"),
+        ({"enable_eplb": True}, "a shard of every expert .add --enable-expert-parallel"),
         ({"eplb_config": {"window_size": 3}}, "add --enable-eplb"),
         ({**SPLIT, "enable_eplb": True, "eplb_config": {"windw_size": 3}}, "mean window_size"),
         ({**SPLIT, "enable_eplb": True, "eplb_config": {"window_size": 0}}, "1 or more"),
