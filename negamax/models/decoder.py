@@ -15,13 +15,13 @@ from torch import Tensor
 
 from negamax.base.progress import ShowProgress
 from negamax.config.model_spec import ModelSpec
+from negamax.formats.tensor_format import ActivationFormat
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.steps.op import EMBED_TOKENS
-from negamax.layers.attention import Attention, AttentionKind, KvCaches, prepare_attention
+from negamax.layers.attention import AttentionKind, KvCaches, prepare_attention
 from negamax.layers.basic import RmsNorm, VocabEmbedding, VocabHead
-from negamax.layers.block_sparse_attention import BlockSparseAttention
 from negamax.layers.mlp import Mlp
 from negamax.layers.moe import SparseMoe
 from negamax.layers.names import DecoderNames
@@ -53,12 +53,34 @@ class Layer(Protocol):
         """
 
 
+class AttentionBlock(Protocol):
+    """The attention of a `DecoderLayer`."""
+
+    slots: list[WeightSlot]
+
+    @property
+    def activation(self) -> ActivationFormat | None:
+        """The format that it reads beside plain activations."""
+
+    @property
+    def gives_quantized(self) -> bool:
+        """Whether attention kernels should return quantized activations."""
+
+    def finish_loading(self) -> None:
+        """Prepare the weights for their kernels."""
+
+    def __call__(
+        self, x: Tensor | QuantizedActivations, metadata: AttentionMetadata, kv: KvCaches
+    ) -> Partial:
+        """x [T, hidden] -> [T, hidden]."""
+
+
 class DecoderLayer:
     """Attention, and an MLP or experts, each after a norm; both add to the residual stream."""
 
     def __init__(
         self,
-        attention: Attention | BlockSparseAttention,
+        attention: AttentionBlock,
         mlp: Mlp | SparseMoe,
         hidden_size: int,
         *,

@@ -1,4 +1,4 @@
-"""Small MiniMax-M2 checkpoints on disk, and a model that is nothing but its weight slots."""
+"""Small MiniMax-M2 checkpoints on disk, and a model of weight slots alone."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def tiny_spec(**changes: Any) -> ModelSpec:
 
 
 def shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Every tensor of an M2 checkpoint of this size: the table of the published checkpoints."""
+    """Return the shape of every tensor of an M2 checkpoint."""
     hidden, q, kv = (
         spec.hidden_size,
         spec.num_heads * spec.head_dim,
@@ -92,8 +92,8 @@ def shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 class SlotModel:
-    """A model of slots only. `parameters` holds what they wrote; `tp_rank` of `tp` keeps a slice of
-    the first dimension.
+    """A model of slots alone. `parameters` holds what they wrote; a rank keeps a slice of dimension
+    0.
     """
 
     def __init__(
@@ -128,9 +128,7 @@ def random_tensors(
 
 
 def to_fp8(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors as MiniMax stores them: attention and expert matrices in block FP8, each with its
-    scale.
-    """
+    """Quantize attention and expert matrices to block FP8 with scales, as MiniMax stores them."""
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name.endswith("_proj.weight") or ".experts." in name:
@@ -148,9 +146,7 @@ def save_single(folder: Path, tensors: dict[str, Tensor]) -> Path:
 def save_sharded(
     folder: Path, tensors: dict[str, Tensor], *, names: list[str], with_index: bool = True
 ) -> Path:
-    """Deal the tensors out over the files `names` in turn, as badly sorted as a checkpoint can
-    be.
-    """
+    """Deal the tensors out over the files `names`, as badly sorted as a checkpoint can be."""
     parts: dict[str, dict[str, Tensor]] = {file: {} for file in names}
     weight_map = {}
     for number, (name, tensor) in enumerate(sorted(tensors.items())):

@@ -90,9 +90,7 @@ def build(
     kernels: KernelTable | None = None,
     loaded: bool = True,
 ) -> Decoder:
-    """A model holding `weights`, ready to run (or, with `loaded` False, before anything was
-    written).
-    """
+    """Return a model holding `weights`, ready to run; without `loaded`, before loading."""
     kernels = kernels or resolve(platform=CPU, dtype=dtype)
     chosen = {
         op: tuple(kernel for kernel in kernels.candidates[op] if kernel.provider == provider)
@@ -113,9 +111,7 @@ def build(
 
 
 class PagedRun:
-    """Sequences in one paged cache with shuffled blocks; feeds chunks of tokens and returns
-    logits.
-    """
+    """Sequences in one paged cache with shuffled blocks: feeds chunks, returns logits."""
 
     def __init__(
         self,
@@ -128,7 +124,7 @@ class PagedRun:
         device: torch.device = torch.device("cpu"),  # noqa: B008  (it never changes)
         holders: int = 1,
     ) -> None:
-        """`holders`: ranks that share out the blocks of a KV head, of which they have copies."""
+        """`holders`: ranks with copies of a KV head that split its blocks."""
         self.model, self.block_size, self.device = model, block_size, device
         self.kv = kv_cache.allocate(
             split_over_holders(model.spec.kv_caches(), holders),
@@ -138,7 +134,7 @@ class PagedRun:
             ranks=ranks,
             device=device,
         )
-        for caches in self.kv:  # what earlier owners left behind must not matter
+        for caches in self.kv:  # earlier owners' content must not matter
             caches["k"].fill_(7.0)
             caches["v"].fill_(-9.0)
         self.free = torch.randperm(
@@ -150,8 +146,8 @@ class PagedRun:
         self.captured: list[Tensor] = []
 
     def step(self, chunks: Sequence[tuple[str, Sequence[int]]]) -> dict[str, Tensor]:
-        """Run `chunks` (sequence, its next tokens; sequences with one token first) in one forward;
-        logits of every token.
+        """Run `chunks` (sequence, next tokens; single tokens first) in one forward; return all
+        logits.
         """
         token_ids, starts = [], [0]
         for name, tokens in chunks:

@@ -1,6 +1,6 @@
-"""A token's result must not depend on what else is in the batch or on chunk borders.
+"""A token's result does not depend on the batch composition or on chunk borders.
 
-Same seed, same text rests on this: comparisons are bit for bit, but for the native decode against
+"Same seed, same text" rests on this. Comparisons are bit for bit, except native decode against
 prefill.
 """
 
@@ -42,9 +42,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def models(dtype: torch.dtype, **choices: str) -> tuple[ModelSpec, PagedRun, PagedRun]:
-    """Two caches over one model, with different block orders; `choices` of providers by op, dots as
-    `__`.
-    """
+    """Return two caches over one model with different block orders; `choices`: providers by op."""
     spec = read_spec(tiny_config(1, **SIZES))
     named = {op.replace("__", "."): provider for op, provider in choices.items()}
     model = build(spec, random_weights(spec, 1), dtype=dtype, choices=named)
@@ -79,7 +77,7 @@ def test_decode_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_prefill_chunks_and_decode_agree(dtype: torch.dtype) -> None:
-    """One prefill, chunks with a decoding neighbour, and token by token: the same logits."""
+    """One prefill, chunks beside a decode row, and single tokens give the same logits."""
     spec, whole, pieces = models(dtype, attention__decode="bucketed")
     rng = random.Random(1)
     tokens = [rng.randrange(spec.vocab_size) for _ in range(300)]
@@ -96,9 +94,7 @@ def test_prefill_chunks_and_decode_agree(dtype: torch.dtype) -> None:
 
 
 def test_the_native_decode_agrees_with_prefill_to_rounding() -> None:
-    """Two kernels, one definition: logits of magnitude 3 differ by a few bf16 steps at most, and by
-    little on average.
-    """
+    """Two kernels of one definition: logits of magnitude 3 differ by a few bf16 steps at most."""
     spec, whole, steps = models(torch.bfloat16)
     rng = random.Random(2)
     tokens = [rng.randrange(spec.vocab_size) for _ in range(120)]
@@ -112,9 +108,7 @@ def test_the_native_decode_agrees_with_prefill_to_rounding() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_of_nan_leaves_nothing_behind(dtype: torch.dtype) -> None:
-    """Blocks whose last owner overflowed are given to another sequence: masked keys must count for
-    exactly nothing.
-    """
+    """Reused blocks hold NaN: masked keys must count for nothing."""
     spec, clean, used = models(dtype)
     tokens = list(range(1, 40))
     broken = build(

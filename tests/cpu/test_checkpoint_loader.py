@@ -1,6 +1,4 @@
-"""The loader: what transformers saves and what MiniMax publishes is loaded exactly; anything else
-is refused with its names.
-"""
+"""The loader: checkpoints of transformers and MiniMax load exactly, others are refused."""
 
 from __future__ import annotations
 
@@ -60,9 +58,7 @@ def assert_same(model: SlotModel, expected: dict[str, Tensor]) -> None:
 
 
 def save_transformers_model(folder: Path, *, shard_size: str) -> dict[str, Tensor]:
-    """A random model saved by transformers; its tensors under their checkpoint names, read off its
-    modules.
-    """
+    """Save a random model by transformers; return its tensors by their checkpoint names."""
     from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
 
     torch.manual_seed(0)

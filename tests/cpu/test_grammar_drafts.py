@@ -1,6 +1,4 @@
-"""Draft tokens under grammars: a row verifies as many as it has masks for, and its text is the one
-without drafts, whatever is proposed and whenever masks come.
-"""
+"""Draft tokens under grammars: texts equal those without drafts, whatever is proposed when."""
 
 from __future__ import annotations
 
@@ -101,7 +99,7 @@ FIELDS: list[dict[str, Any]] = [
     {"grammar": LETTERS, "stop_token_ids": tuple(range(300, 550)), "min_tokens": 3},
     {"grammar": SCHEMA, "max_tokens": 7},
     {"temperature": 0.0, "ignore_eos": True, "logit_bias": {}},  # beside the others
-    # what the model would say anyway, and what it would never
+    # what the model would write anyway, and what it never would
     {"grammar": Grammar(kind="regex", text=r"(.|\n){1,90}"), "temperature": 0.0, "logit_bias": {}},
     {"grammar": Grammar(kind="regex", text="(no ){25}"), "temperature": 0.0},
 ]  # fmt: skip
@@ -113,7 +111,7 @@ PARAMS = [
 ]
 PROMPTS = [[5, 6, 7 + seed % 3] * 3 + [20 + seed] for seed in range(len(PARAMS))]
 SIZES: dict[str, Any] = {"device": "cpu", "num_threads": 1, "max_model_len": 128, "block_size": 8}
-# prompts are cut, and who grows takes blocks from others
+# prompts are chunked, and sequences preempt others
 CROWDED = {"max_num_batched_tokens": 41, "max_num_seqs": 9, "num_kv_blocks": 24}
 
 
@@ -134,7 +132,7 @@ def run_out(llm: LLM) -> None:
 
 
 class Changing(drafts.KnowingProposer):
-    """Guesses as its current kind says, also behind what a row without its mask has sampled."""
+    """Proposes by its current kind, also after what a row without its mask has sampled."""
 
     is_checked = False
 
@@ -187,7 +185,7 @@ def test_texts_under_grammars_are_those_without_drafts(
     kind: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("GRACE_SECONDS", "ALONE_SECONDS"):  # a late mask would void right drafts
+    for name in ("GRACE_SECONDS", "ALONE_SECONDS"):  # a late mask would void accepted drafts
         monkeypatch.setattr(manager, name, 9.0)
     proposer.be(kind, known)
     before = verified(llm)
@@ -236,7 +234,7 @@ def test_masks_that_come_too_late_void_the_drafts_of_their_rows(
         assert answers(llm) == expected
     assert sum(late) > 30 and verified(llm)[1] > before[1] + 100
     run_out(llm)
-    assert voided and voided <= uncounted  # they are no drafts to those who count
+    assert voided and voided <= uncounted  # voided drafts are not counted
 
 
 def test_steps_that_do_not_overlap_and_choices_of_one_prompt(
@@ -254,7 +252,7 @@ def test_steps_that_do_not_overlap_and_choices_of_one_prompt(
     def choices() -> list[list[int]]:
         return [one.token_ids for one in llm.generate([PROMPTS[0]], several)[0].outputs]
 
-    alone = choices()  # nobody knows what they will be
+    alone = choices()  # their tokens are not known yet
     keys = [(3 + index, tuple(PROMPTS[0])) for index in range(3)]
     proposer.be(ALWAYS_RIGHT, dict(zip(keys, alone, strict=True)))
     before = verified(llm)
@@ -266,7 +264,7 @@ def test_a_grammar_process_that_dies_takes_its_requests_along_and_no_draft_of_ot
     llm: LLM, proposer: Changing, expected: list[Any], known: dict[Key, list[int]]
 ) -> None:
     proposer.be(RANDOM, known)
-    answers(llm)  # it runs
+    answers(llm)  # starts the process
     groups = list(llm._sequences(PROMPTS, llm._admit(PROMPTS, PARAMS)))
     requests = [group[0][1] for group in groups]
     for request in requests:
@@ -297,7 +295,7 @@ def test_a_grammar_process_that_dies_takes_its_requests_along_and_no_draft_of_ot
 def test_no_launch_waits_for_the_drafts_of_rows_under_grammars(
     proposer: Changing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a GPU runs steps, with and without captured ones; some masks are late."""
+    """As on a GPU, with and without captured steps; some masks are late."""
     reads = graph_support.watch_reads(monkeypatch)
     sizes = SIZES | {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 64}
     chosen = slice(15, None, -3)
@@ -321,14 +319,12 @@ def test_no_launch_waits_for_the_drafts_of_rows_under_grammars(
             assert [one[0] for one in answers(llm, slice(14, 16))][1] == expected[0]
             run_out(llm)
             assert verified(llm)[1] > 50
-        # a step reads how many drafts were right two steps ago, when that is long known
+        # a step reads the accepted count of two steps ago, which is long known
         assert len(reads) > 20 and {launch - made_by for launch, made_by in reads} == {2}
 
 
 def test_masks_behind_drafts_are_those_of_tokens_that_came() -> None:
-    """As far as the grammar allows the drafts, not behind its end, and while there is time; the
-    output itself stays where it was.
-    """
+    """Masks cover the drafts that the grammar allows, up to its end, within the time limit."""
     folder, eos = Path(negamax.__file__).parent / "assets" / "nano", TOKENIZER.eos_token_id or 0
     text = [*TOKENIZER.encode("yes, it is so"), eos]
     with zmq.Context() as context, context.socket(zmq.PAIR) as near:
@@ -357,7 +353,7 @@ def test_masks_behind_drafts_are_those_of_tokens_that_came() -> None:
 
 
 def test_masks_of_earlier_places_do_not_stand_for_those_behind_due_tokens(llm: LLM) -> None:
-    """Tokens that are due need no mask of the grammar, so its answers may be outstanding."""
+    """Due tokens need no mask of the grammar, so its answers may be outstanding."""
     params = PARAMS[8]
     request = GenerateRequest(request_id="a", prompt_token_ids=(5,), sampling=params)
     rule = RequestGrammar(request, 0, client=llm._loop._grammars.start())

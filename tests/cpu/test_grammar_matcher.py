@@ -1,10 +1,12 @@
-"""What each kind of grammar lets through, with the real compiler and the embedded model's
-vocabulary; calls are read back by the output parser, so that what a grammar forces is what a client
-gets."""
+"""What each kind of grammar allows, by the real compiler and the embedded model's vocabulary.
+
+The output parser reads the calls back: a client gets what a grammar enforces.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +75,24 @@ def ids(mask: Mask) -> set[int]:
 
 
 def takes(grammar: Grammar, text: str, reasoning: Reasoning | None = None) -> bool:
-    """Whether `text`, token by token as the mask allows, is a whole output."""
+    """Whether `text` is a whole output, token by token as the mask allows."""
     following = matcher(grammar, reasoning)
     for token_id in TOKENIZER.encode(text):
         if token_id not in allowed(following) or not following.take(token_id):
             return False
     return EOS in allowed(following)
+
+
+def check(
+    grammar: Grammar | None,
+    good: Sequence[str],
+    bad: Sequence[str],
+    reasoning: Reasoning | None = None,
+) -> None:
+    """All of `good` and none of `bad` are whole outputs."""
+    assert grammar is not None
+    assert [text for text in good if not takes(grammar, text, reasoning)] == []
+    assert [text for text in bad if takes(grammar, text, reasoning)] == []
 
 
 def schema(value: Any, *, strict: bool = True) -> Grammar:
@@ -135,8 +149,7 @@ def schema(value: Any, *, strict: bool = True) -> Grammar:
 def test_each_kind_takes_what_it_describes_and_nothing_else(
     grammar: Grammar, good: list[str], bad: list[str]
 ) -> None:
-    assert [takes(grammar, text) for text in good] == [True] * len(good)
-    assert [takes(grammar, text) for text in bad] == [False] * len(bad)
+    check(grammar, good, bad)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +271,7 @@ def tag_of(**inner: Any) -> Grammar:
     ],
 )
 def test_json_has_a_limit_of_white_space_between_its_parts(grammar: Grammar) -> None:
-    """Else a model may write nothing else until its tokens are used up."""
+    """Else a model may write nothing else."""
     gaps = ("{%s}", '{"a":%s1}', '{"a":1%s}', '{"a":[%s1]}', '{"a":[1,%s2]}', '{"a":{%s"b":1}}')
     assert all(takes(grammar, gap % ("\n" + " " * 8)) for gap in gaps)
     assert not any(
@@ -270,13 +283,11 @@ def test_a_schema_that_is_not_strict_is_enforced_as_far_as_possible() -> None:
     grammar = schema(
         {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, strict=False
     )
-    assert takes(grammar, "[1, 1]") and not takes(grammar, '["a"]')
+    check(grammar, ["[1, 1]"], ['["a"]'])
 
 
 def test_tags_and_control_tokens_never_stand_in_text() -> None:
-    """Inside strings of any kind, also those up to a closer, where the library itself allows every
-    token.
-    """
+    """In strings of any kind, also those up to a closer, where xgrammar allows every token."""
     call = tool_grammar([WEATHER], M2Calls(TAG_IDS), choice="required")
     assert call is not None
     raw = matcher(call)
@@ -318,8 +329,8 @@ def reasoning(state: str, *, by_id: bool = True) -> Reasoning:
 
 
 def test_after_an_open_reasoning_come_line_breaks_and_then_the_content() -> None:
-    for text, good in (("\n\n{}", True), ("{}", True), ("\n\n\n\n{}", False), (" {}", False)):
-        assert takes(Grammar(kind="json_object"), text, reasoning("open")) is good
+    bad = ["\n\n\n\n{}", " {}"]
+    check(Grammar(kind="json_object"), ["\n\n{}", "{}"], bad, reasoning("open"))
 
 
 @pytest.mark.parametrize("by_id", [True, False])
@@ -327,9 +338,7 @@ def test_an_optional_reasoning_stands_before_the_content_or_does_not(by_id: bool
     opener, closer = ("<think>", "</think>") if by_id else ("<mm:think>", "</mm:think>")
     good = [f"{opener}so {{ then{closer}{{}}", f"{closer}{{}}", "{}"]
     bad = [f"{opener}so {{}}", f"so{closer}{{}}", f"{opener}so{closer}"]
-    rules = reasoning("optional", by_id=by_id)
-    assert [takes(Grammar(kind="json_object"), text, rules) for text in good] == [True] * 3
-    assert [takes(Grammar(kind="json_object"), text, rules) for text in bad] == [False] * 3
+    check(Grammar(kind="json_object"), good, bad, reasoning("optional", by_id=by_id))
 
 
 def m2_call(arguments: str, name: str = "get_weather") -> str:
@@ -349,103 +358,80 @@ def m2_arguments(**values: str) -> str:
 ROME = m2_arguments(city="Rome", days="3")
 
 
-@pytest.mark.parametrize(
-    ("text", "good"),
-    [
-        (m2_block(m2_call(ROME)), True),
-        ("\n\n\n" + m2_block(m2_call(ROME)), True),
-        (m2_block(m2_call(ROME), m2_call("", name="ping")), True),
-        (
-            m2_block(
-                m2_call(m2_arguments(city='a <b> & "c"\n</param>', days="-1", unit="celsius"))
-            ),
-            True,
-        ),
-        (m2_block(m2_call(ROME + m2_arguments(place='{"lat": 1.5}', tags='["x", "y"]'))), True),
-        (m2_block(m2_call(m2_arguments(city="Rome", days="three"))), False),
-        (m2_block(m2_call(m2_arguments(city="Rome"))), False),
-        (m2_block(m2_call(ROME + m2_arguments(unit="kelvin"))), False),
-        (m2_block(m2_call(ROME + m2_arguments(place="{}"))), False),
-        (m2_block(m2_call(ROME + m2_arguments(other="1"))), False),
-        (m2_block(m2_call(ROME, name="get_whether")), False),
-        (m2_block(), False),
-        ("Sure. " + m2_block(m2_call(ROME)), False),
-    ],
-)
-def test_a_required_call_is_a_declared_one_with_arguments_that_follow_the_schema(
-    text: str, good: bool
-) -> None:
-    grammar = tool_grammar([WEATHER, PING], M2Calls(TAG_IDS), choice="required")
-    assert grammar is not None
-    assert takes(grammar, text) is good
+def test_a_required_call_is_a_declared_one_with_arguments_that_follow_the_schema() -> None:
+    hard = m2_arguments(city='a <b> & "c"\n</param>', days="-1", unit="celsius")
+    good = [
+        m2_block(m2_call(ROME)),
+        "\n\n\n" + m2_block(m2_call(ROME)),
+        m2_block(m2_call(ROME), m2_call("", name="ping")),
+        m2_block(m2_call(hard)),
+        m2_block(m2_call(ROME + m2_arguments(place='{"lat": 1.5}', tags='["x", "y"]'))),
+    ]
+    wrong = [
+        m2_arguments(city="Rome", days="three"),
+        m2_arguments(city="Rome"),
+        ROME + m2_arguments(unit="kelvin"),
+        ROME + m2_arguments(place="{}"),
+        ROME + m2_arguments(other="1"),
+    ]
+    bad = [
+        *(m2_block(m2_call(arguments)) for arguments in wrong),
+        m2_block(m2_call(ROME, name="get_whether")),
+        m2_block(),
+        "Sure. " + m2_block(m2_call(ROME)),
+    ]
+    check(tool_grammar([WEATHER, PING], M2Calls(TAG_IDS), choice="required"), good, bad)
 
 
 def test_a_named_choice_and_no_parallel_calls_leave_one_call() -> None:
+    tools, style = [WEATHER, PING], M2Calls(TAG_IDS)
     one, two = m2_block(m2_call(ROME)), m2_block(m2_call(ROME), m2_call(ROME))
-    named = tool_grammar([WEATHER, PING], M2Calls(TAG_IDS), choice="function", name="get_weather")
-    single = tool_grammar([WEATHER, PING], M2Calls(TAG_IDS), choice="required", parallel=False)
-    free = tool_grammar([WEATHER, PING], M2Calls(TAG_IDS), parallel=False)
-    assert named and single and free
     ping = m2_block(m2_call("", name="ping"))
-    assert [takes(named, text) for text in (one, ping, two)] == [True, False, False]
-    assert [takes(single, text) for text in (one, ping, two)] == [True, True, False]
-    assert [takes(free, text) for text in ("Hello", f"So:\n{one}", two, f"{one}{one}")] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    named = tool_grammar(tools, style, choice="function", name="get_weather")
+    check(named, [one], [ping, two])
+    check(tool_grammar(tools, style, choice="required", parallel=False), [one, ping], [two])
+    # not strict: one call of a declared tool, with any arguments
     loose = m2_block(m2_call(m2_arguments(city="Rome", days="three", what="ever")))
-    assert takes(free, loose)  # not strict: one call, of a declared tool, as it likes
+    free = tool_grammar(tools, style, parallel=False)
+    check(free, ["Hello", f"So:\n{one}", loose], [two, f"{one}{one}"])
 
 
 def test_a_strict_tool_in_free_text_is_held_to_its_schema_once_a_call_begins() -> None:
-    strict = {**WEATHER, "strict": True}
-    grammar = tool_grammar([strict, PING], M2Calls(TAG_IDS))
-    assert grammar is not None
+    grammar = tool_grammar([{**WEATHER, "strict": True}, PING], M2Calls(TAG_IDS))
     good, bad = m2_block(m2_call(ROME)), m2_block(m2_call(m2_arguments(city="Rome", days="three")))
-    assert [
-        takes(grammar, text) for text in ("Hi", f"Hi {good} and {good}", bad, "a </think> b")
-    ] == [True, True, False, False]
+    check(grammar, ["Hi", f"Hi {good} and {good}"], [bad, "a </think> b"])
     assert tool_grammar([WEATHER, PING], M2Calls(TAG_IDS)) is None
 
 
-def test_of_all_tools_only_the_allowed_ones_can_be_called() -> None:
-    tools = [WEATHER, PING]
-    auto = tool_grammar(tools, M2Calls(TAG_IDS), allowed=["ping"])
-    required = tool_grammar(tools, M2Calls(TAG_IDS), choice="required", allowed=["ping"])
-    once = tool_grammar(tools, M2Calls(TAG_IDS), allowed=["ping"], parallel=False)
-    form = tool_grammar(
-        tools, M2Calls(TAG_IDS), allowed=["ping"], content=Grammar(kind="json_object")
-    )
-    assert auto and required and once and form
+@pytest.mark.parametrize(
+    ("options", "good"),
+    [
+        ({}, {"Hi", "ping", "pings", "{}"}),
+        ({"choice": "required"}, {"ping"}),
+        ({"parallel": False}, {"Hi", "ping", "{}"}),
+        ({"content": Grammar(kind="json_object")}, {"ping", "{}"}),
+    ],
+)
+def test_of_all_tools_only_the_allowed_ones_can_be_called(
+    options: dict[str, Any], good: set[str]
+) -> None:
     ping, weather = m2_block(m2_call("", name="ping")), m2_block(m2_call(ROME))
-    texts = (
-        "Hi",
-        ping,
-        f"So:\n{ping} and {ping}",
-        weather,
-        f"So: {weather}",
-        m2_block(m2_call("", name="pi")),
-        "{}",
-    )
-    assert [takes(auto, text) for text in texts] == [True, True, True, False, False, False, True]
-    assert [takes(required, text) for text in texts] == [
-        False,
-        True,
-        False,
-        False,
-        False,
-        False,
-        False,
-    ]
-    assert [takes(once, text) for text in texts] == [True, True, False, False, False, False, True]
-    assert [takes(form, text) for text in texts] == [False, True, False, False, False, False, True]
+    texts = {
+        "Hi": "Hi",
+        "{}": "{}",
+        "ping": ping,
+        "pings": f"So:\n{ping} and {ping}",
+        "weather": weather,
+        "text and weather": f"So: {weather}",
+        "pi": m2_block(m2_call("", name="pi")),
+    }
+    grammar = tool_grammar([WEATHER, PING], M2Calls(TAG_IDS), allowed=["ping"], **options)
+    assert grammar is not None
+    assert {name for name, text in texts.items() if takes(grammar, text)} == good
 
 
 def test_m3_allows_no_other_call_by_any_shape_that_a_reader_knows() -> None:
     grammar = tool_grammar([WEATHER, PING], M3Calls(), allowed=["ping"])
-    assert grammar is not None
     good = [
         "Hi",
         'a @ b <tool_call> "invoke"',
@@ -458,11 +444,10 @@ def test_m3_allows_no_other_call_by_any_shape_that_a_reader_knows() -> None:
         '@ <tool_call >@<invoke name="get_weather">@</invoke>@</tool_call>',
         '@<invoke @name="get_weather">@</invoke>',
     ]
-    assert [takes(grammar, m3(text)) for text in good] == [True] * len(good)
+    check(grammar, [m3(text) for text in good], [m3(text) for text in bad])
     for text in bad:
-        assert not takes(grammar, m3(text))
         read = parse(MINIMAX_M3, m3(text), tools=[WEATHER, PING], in_reasoning=False).tool_calls
-        assert [call.name for call in read] == ["get_weather"]  # else there was nothing to forbid
+        assert [call.name for call in read] == ["get_weather"]  # else nothing was forbidden
 
 
 @pytest.mark.parametrize("output_format", [MINIMAX_M2, MINIMAX_M3])
@@ -478,55 +463,48 @@ def test_a_call_without_its_block_is_text_where_its_tool_is_not_among_the_callab
 
 def test_an_answer_in_a_form_may_be_a_call_instead() -> None:
     grammar = tool_grammar([PING], M2Calls(TAG_IDS), content=Grammar(kind="json_object"))
-    assert grammar is not None
     ping = m2_block(m2_call("", name="ping"))
-    found = [takes(grammar, text) for text in ("{}", ping, "Hi", f"{{}}{ping}")]
-    assert found == [True, True, False, False]
+    check(grammar, ["{}", ping], ["Hi", f"{{}}{ping}"])
 
 
 def m3(text: str) -> str:
     return text.replace("@", "]<]minimax[>[")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "good"),
-    [
-        ("@<city>Rome@</city>@<days>3@</days>", True),
-        ("@<city>a <b>@</city>@<days>3@</days>@<place>@<lat>1.5@</lat>@</place>", True),
-        ("@<city>Rome@</city>@<days>3@</days>@<tags>@<item>x@</item>@<item>@</item>@</tags>", True),
-        ("@<city>Rome@</city>@<days>x@</days>", False),
-        ("@<city>Rome@</city>", False),
-        ("@<city>Rome@</city>@<days>3@</days>@<place>@</place>", False),
-        ("@<city>Rome@</city>@<days>3@</days>@<unit>kelvin@</unit>", False),
-    ],
-)
-def test_m3_calls_nest_their_values(arguments: str, good: bool) -> None:
-    grammar = tool_grammar([WEATHER], M3Calls(), choice="required")
-    assert grammar is not None
-    text = m3(f'@<tool_call>\n@<invoke name="get_weather">{arguments}@</invoke>\n@</tool_call>')
-    assert takes(grammar, text) is good
+def m3_call(name: str, arguments: str) -> str:
+    return m3(f'@<tool_call>\n@<invoke name="{name}">{arguments}@</invoke>\n@</tool_call>')
 
 
-@pytest.mark.parametrize(("length", "good"), [(64, True), (65, False)])
-def test_m3_gives_no_name_of_its_own_that_no_reader_takes_for_a_tag(
-    length: int, good: bool
-) -> None:
+def test_m3_calls_nest_their_values() -> None:
+    rome = "@<city>Rome@</city>@<days>3@</days>"
+    good = [
+        rome,
+        "@<city>a <b>@</city>@<days>3@</days>@<place>@<lat>1.5@</lat>@</place>",
+        f"{rome}@<tags>@<item>x@</item>@<item>@</item>@</tags>",
+    ]
+    bad = [
+        "@<city>Rome@</city>@<days>x@</days>",
+        "@<city>Rome@</city>",
+        f"{rome}@<place>@</place>",
+        f"{rome}@<unit>kelvin@</unit>",
+    ]
+    texts = ([m3_call("get_weather", arguments) for arguments in part] for part in (good, bad))
+    check(tool_grammar([WEATHER], M3Calls(), choice="required"), *texts)
+
+
+def test_m3_gives_no_name_of_its_own_that_no_reader_takes_for_a_tag() -> None:
     free = {"name": "put", "strict": True, "parameters": {"properties": {"to": {"type": "object"}}}}
-    grammar = tool_grammar([free], M3Calls(), choice="required")
-    assert grammar is not None
-    name = "k" * length
-    to = f"@<to>@<{name}>v@</{name}>@</to>"
-    text = m3(f'@<tool_call>\n@<invoke name="put">{to}@</invoke>\n@</tool_call>')
-    assert takes(grammar, text) is good
+    good, bad = (
+        m3_call("put", f"@<to>@<{'k' * length}>v@</{'k' * length}>@</to>") for length in (64, 65)
+    )
+    check(tool_grammar([free], M3Calls(), choice="required"), [good], [bad])
 
 
 HALF_CHARACTERS = {i for i in range(VOCAB_SIZE) if "\ufffd" in TOKENIZER.token_text(i)}
 
 
 def walk(grammar: Grammar, seed: int, *, closer: str) -> str:
-    """An output that follows the grammar, chosen at random; where any text may stand, `closer`
-    comes after a while.
-    """
+    """Draw a random output of the grammar; in free text, `closer` follows after a while."""
     rng = np.random.default_rng(seed)
     following, taken = matcher(grammar), []
     for _ in range(4000):

@@ -1,4 +1,4 @@
-"""What a rank's memory is shared out to, and the numbers a refusal gives."""
+"""The split of a rank's memory, and the numbers in its errors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_layers_get_the_caches_they_declare_from_one_allocation_per_kind() -> No
         for cache in caches.values():
             assert not cache.any()
             cache.fill_(number + 1)
-    for number, caches in enumerate(layers):  # no cache is another's memory
+    for number, caches in enumerate(layers):  # no two caches share memory
         assert all((cache == number + 1).all() for cache in caches.values())
 
 
@@ -126,7 +126,7 @@ def test_requests_that_are_short_take_no_memory_of_a_long_window() -> None:
 
 
 def resident_bytes() -> int:
-    """Main memory that this process takes now."""
+    """Return the main memory that this process uses."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 

@@ -1,7 +1,4 @@
-"""Where attention is block-sparse, too, a token's result does not depend on what else is in the
-batch or on chunk borders: bit for bit, decode rows against other batches and prefills against other
-chunks.
-"""
+"""With block-sparse attention, a token's result is bit-identical in any batch and any chunking."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from negamax.kernels.registry import OPS
 from negamax.models.registry import read_spec
 from tests import tiny_m3
 
-BLOCK, DENSE = 16, 64  # tokens of a block, and of all that are chosen
+BLOCK, DENSE = 16, 64  # tokens of a block, and of all selected blocks
 SIZES = tiny_m3.text_config(
     2, vocab_size=320, hidden_size=128, intermediate_size=64, dense_intermediate_size=160,
     shared_intermediate_size=64, num_attention_heads=8, num_key_value_heads=2, index_n_heads=2,
@@ -31,7 +28,7 @@ TOKENS = [RNG.randrange(SPEC.vocab_size) for _ in range(400)]
 
 
 def runs(dtype: torch.dtype) -> list[PagedRun]:
-    """Two caches over one model, with different orders of blocks."""
+    """Return two caches over one model, with different orders of blocks."""
     model = build(SPEC, random_weights(SPEC, 1), dtype=dtype)
     return [PagedRun(model, num_blocks=number, dtype=dtype) for number in (200, 190)]
 
@@ -65,8 +62,8 @@ def test_decode_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("providers", ["native", "reference"])
 def test_a_row_of_nan_leaves_nothing_behind(providers: str) -> None:
-    """Blocks whose last owner overflowed are given to another sequence: masked keys must count for
-    exactly nothing, and index keys behind the end must not be chosen.
+    """Reused blocks hold NaN: masked keys must count for nothing, and index keys after the end must
+    not be selected.
     """
     weights = random_weights(SPEC, 1)
     broken = {name: w * float("nan") if "embed" in name else w for name, w in weights.items()}

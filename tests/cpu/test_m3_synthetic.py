@@ -1,5 +1,5 @@
-"""Synthetic weights of MiniMax-M3: every expert is as likely as the others, in every layer, and
-what layers add keeps its size.
+"""Synthetic weights of MiniMax-M3: even routing in every layer, and activations that keep their
+size.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SPEC = read_spec(
 
 
 def test_magnitudes_are_those_of_a_trained_model() -> None:
-    """Norms multiply by 1 + w, and what is routed is scaled after the sum."""
+    """Norms multiply by 1 + w; routed experts are scaled after the sum."""
     assert isinstance(SPEC, MiniMaxM3Spec)
     model = build(SPEC, loaded=False)
     slots = model.weight_slots()
@@ -48,9 +48,7 @@ def test_magnitudes_are_those_of_a_trained_model() -> None:
 
 
 def test_batches_reach_as_many_experts_as_uniform_routing_would() -> None:
-    """Prompts of random tokens, then tokens that the model generates: 64 (1 - (1 - 2 / 64)^B)
-    experts in every layer.
-    """
+    """B tokens reach 64 (1 - (1 - 2 / 64)^B) experts in every layer, in prompts and in decoding."""
     assert isinstance(SPEC, MiniMaxM3Spec)
     model = build(SPEC, loaded=False)
     fill_synthetic(model.weight_slots(), SPEC, 0)

@@ -1,4 +1,4 @@
-"""What a family says that its models consist of is what they have slots for."""
+"""The tensors that a family lists are those that its models have slots for."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_family_names_every_tensor_of_a_model_and_its_shape(family: str) -> No
 def test_bytes_of_a_rank_are_those_of_its_slots(
     family: str, layout: ParallelLayout, dtype: torch.dtype
 ) -> None:
-    """On 4 ranks the 2 KV heads are copied. Experts take the same bytes cut or whole."""
+    """On 4 ranks the 2 KV heads are copied. Experts take the same bytes sharded or whole."""
     spec = FAMILIES[family]
     context = replace(ParallelContext.single(), layout=layout)
     model = build(spec, loaded=False, context=context, dtype=dtype)
@@ -124,7 +124,7 @@ def test_experts_that_no_kernel_takes_together_count_as_they_are_held(
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
 def test_each_rank_counts_the_experts_that_it_has(rank: int) -> None:
-    """Of eight on four ranks: the second has 8 bits in one of its two, the last in both."""
+    """Of eight experts on four ranks, the second rank has one in 8 bits, the last two."""
     described = {
         "quant_method": "auto-round", "bits": 4, "group_size": 8, "sym": True,
         "extra_config": {r".*\.experts\.[267]\.": {"bits": 8}},

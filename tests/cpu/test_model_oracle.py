@@ -1,6 +1,4 @@
-"""The model against transformers' MiniMaxM2ForCausalLM: fp32 logits on random tiny models, through
-the paged cache.
-"""
+"""fp32 logits of random tiny models, through the paged cache, against transformers' MiniMaxM2."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ NUM_CONFIGS = 24
 
 
 def oracle(config: dict[str, object], seed: int, *, router_bias: float) -> MiniMaxM2ForCausalLM:
-    """transformers' model with our random weights (norms and router bias not left at their
-    defaults).
-    """
+    """Return transformers' model with our random weights, norms and router bias included."""
     rotary = config["rotary_dim"] / config["head_dim"]  # type: ignore[operator]
     fields = {
         name: value
@@ -35,7 +31,7 @@ def oracle(config: dict[str, object], seed: int, *, router_bias: float) -> MiniM
         "partial_rotary_factor": rotary,
     }
     model = MiniMaxM2ForCausalLM(MiniMaxM2Config(**fields)).eval().float()
-    model.set_experts_implementation("eager")  # the grouped product refuses odd sizes
+    model.set_experts_implementation("eager")  # the grouped GEMM refuses odd sizes
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -70,7 +66,7 @@ def test_captured_streams_are_the_hidden_states_of_transformers(tmp_path: Path) 
     last, *entering = (torch.cat(parts) for parts in zip(*got, strict=True))
     for stream, wanted in zip(entering, expected, strict=False):
         torch.testing.assert_close(stream, wanted[0], atol=1e-4, rtol=0)
-    # transformers' last one is behind the final norm
+    # transformers' last one is after the final norm
     normed = expected_model.model.norm(last)
     torch.testing.assert_close(normed, expected[-1][0], atol=1e-4, rtol=0)
 
@@ -113,8 +109,8 @@ def test_logits_equal_transformers_through_chunked_prefill_and_decode(
 
 @pytest.mark.parametrize("seed", (3, 11))
 def test_all_tokens_to_one_expert_and_none_to_the_others(seed: int) -> None:
-    """A router bias that outweighs every score sends all tokens to the same experts; the rest run
-    on zero tokens.
+    """A router bias larger than all scores sends every token to the same experts; the rest run on
+    none.
     """
     config = tiny_config(seed, num_local_experts=8, num_experts_per_tok=1, num_hidden_layers=2)
     expected_model = oracle(config, seed, router_bias=0.0)
@@ -134,9 +130,7 @@ def test_all_tokens_to_one_expert_and_none_to_the_others(seed: int) -> None:
 
 
 def test_reference_kernels_alone_give_the_same_logits() -> None:
-    """The definitions by themselves are a complete model, so every provider can be replaced by its
-    reference.
-    """
+    """The references alone are a complete model: any provider can be replaced by one."""
     spec = read_spec(tiny_config(5))
     weights = random_weights(spec, 5)
     chosen, defined = (
@@ -153,7 +147,7 @@ def test_reference_kernels_alone_give_the_same_logits() -> None:
 
 
 def _checkpoint(model: MiniMaxM2ForCausalLM) -> dict[str, torch.Tensor]:
-    """The weights of transformers' model under their checkpoint names, without a file."""
+    """Return the weights of transformers' model by their checkpoint names."""
     weights = {}
     for name, tensor in model.state_dict().items():
         name = name.replace(".mlp.", ".block_sparse_moe.")

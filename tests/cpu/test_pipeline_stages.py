@@ -1,4 +1,4 @@
-"""The stages of a pipeline, run one after the other, are the whole model."""
+"""Pipeline stages, run one after the other, equal the whole model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests import tiny_m3
 
 
 class Pipeline(Decoder):
-    """All stages of a model in one process; a stage sees the caches of its own layers only."""
+    """All stages of a model in one process; each sees only the caches of its own layers."""
 
     def __init__(self, spec: ModelSpec, weights: dict[str, Tensor], num_stages: int) -> None:
         self.spec, self.stages = spec, []

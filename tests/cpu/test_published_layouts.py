@@ -1,6 +1,4 @@
-"""Every published checkpoint passes the whole check before a start, at its true size and on every
-split: nothing is missing, nothing left over, and a rank holds what was planned.
-"""
+"""Every published checkpoint passes the check before a start, at full size on every split."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ SPLITS = {
     "tp16": ParallelLayout(rank=5, tp=16),
     "tp16 ep2": ParallelLayout(rank=9, tp=16, ep=2),
 }
-# On the CPU all weights are plain once they are read: two splits show that of every format.
+# On the CPU all weights are plain after reading: two splits per format suffice.
 CHECKED = [(H200, layout) for layout in SPLITS.values()]
 CHECKED += [(CPU, SPLITS[name]) for name in ("tp1", "tp16 ep2")]
 FULL_COUNTS = {"fp8 of M2": 96_103, "fp8": 96_103, "bf16": 48_239, "m3, bf16": 23_416}
@@ -48,7 +46,7 @@ FULL_COUNTS = {"fp8 of M2": 96_103, "fp8": 96_103, "bf16": 48_239, "m3, bf16": 2
 
 @pytest.fixture(scope="module", autouse=True)
 def names_respelled_once() -> Iterator[None]:
-    """For all splits and formats: they have the same names."""
+    """Return the placed names, the same for all splits and formats."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spellings, "_respelled", cache(spellings._respelled))
         yield
@@ -62,7 +60,7 @@ def spec_of(name: str, folder: Path, *, layers: int) -> ModelSpec:
 
 
 def held_bytes(slots: dict[str, WeightSlot]) -> tuple[int, int]:
-    """Bytes of the parameters behind `slots`, and of what the slots write there."""
+    """Return the bytes of the parameters behind `slots`, and of what the slots write."""
     parameters, written = {}, 0
     for slot in slots.values():
         if slot.needed and not slot.optional and slot._target is not None:
@@ -84,16 +82,16 @@ def check(
     assert plan.num_tensors + num_skipped == sum(1 for _ in published.tensors(layers))
     parameters, written = held_bytes(slots)
     split = {"kept": partial(is_kept, platform=platform), "layout": layout}
-    # the embedding has two rows more, for ids of other ranks
+    # the embedding has two more rows, for ids of other ranks
     border = 2 * spec.hidden_size * DTYPE.itemsize
     assert parameters == weight_bytes(spec, dtype="bfloat16", **split) + border
-    # every parameter is written in full, but for what pads shares to whole blocks
+    # all parameters are fully written, apart from padding to whole blocks
     assert parameters == written + border or expert_padding(spec, **split) is not None
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_checkpoints_fit_on_every_split(tmp_path: Path, name: str) -> None:
-    """Of the fewest layers that have all kinds of tensors."""
+    """Return the fewest layers that have all kinds of tensors."""
     layers = PUBLISHED[name].fewest_layers
     PUBLISHED[name].write(tmp_path, layers)
     for platform, layout in CHECKED:

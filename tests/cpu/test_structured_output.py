@@ -1,6 +1,4 @@
-"""Structured output through the whole engine, on the embedded model at temperature 1: what is
-promised holds whatever the model would have liked to write.
-"""
+"""Structured output through the engine: guarantees hold for the embedded model at temperature 1."""
 
 from __future__ import annotations
 
@@ -128,9 +126,7 @@ def test_a_stream_has_the_text_of_the_whole(llm: LLM) -> None:
 
 @pytest.mark.parametrize("by_id", [True, False])
 def test_thinking_comes_first_and_then_the_form(llm: LLM, by_id: bool) -> None:
-    """Closed by the model, or by its budget; with `by_id` False the closer is text in any tokens,
-    as in M3.
-    """
+    """Closed by the model or by its budget; without `by_id` the closer is several tokens."""
     prompt = llm.render([{"role": "user", "content": "What is 17 + 25? Answer as JSON."}])
     rules = reasoning(llm, by_id=by_id)
     params = [
@@ -145,13 +141,13 @@ def test_thinking_comes_first_and_then_the_form(llm: LLM, by_id: bool) -> None:
         closings.append(completion.token_ids.index(llm.tokenizer.encode(rules.closer.text)[0]))
     assert max(closings) <= 41
     if by_id:
-        assert min(closings) < 40  # some ended by themselves
+        assert min(closings) < 40  # some ended without the budget
 
 
 @pytest.mark.parametrize("budget", [0, 1, 7])
 def test_a_budget_ends_the_reasoning_after_exactly_so_many_tokens(llm: LLM, budget: int) -> None:
-    """Without any grammar: the tokens before are those of a run without a budget, the answer goes
-    on freely behind.
+    """Without a grammar: the tokens before are those of a run without a budget; then the answer is
+    free.
     """
     prompt = llm.render(
         [{"role": "user", "content": "A box holds 24 pencils. How many pencils are in 13 boxes?"}]
@@ -236,9 +232,7 @@ def test_choices_of_one_prompt_follow_the_grammar_each_for_itself(llm: LLM) -> N
 
 
 def test_the_grammar_outranks_what_would_break_the_form(llm: LLM) -> None:
-    """Bias, penalties, an end that is ignored, more tokens than the form has: none of them spoils
-    it, and it still ends.
-    """
+    """Bias, penalties, ignored ends and spare tokens do not break the form, and it still ends."""
     eos = llm.tokenizer.eos_token_id or 0
     grammar = Grammar(kind="choice", text='["yes", "no"]')
     fields: list[dict[str, Any]] = [
@@ -264,7 +258,7 @@ def test_an_end_is_held_back_until_min_tokens_where_the_form_can_go_on(llm: LLM)
     (completion,) = outputs(
         llm, ["letters:"], [seeded(2, grammar=grammar, min_tokens=15, logit_bias=eager)]
     )
-    # the end itself is the last
+    # the end token is the last
     assert len(completion.token_ids) == 16 and completion.finish_reason == "stop"
     assert re.fullmatch("[a-z]{1,100}", completion.text)
 

@@ -1,4 +1,4 @@
-"""Short ways to parse, for the tests of the output parser."""
+"""Helpers of the parser's tests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def new_parser(
     tools: Sequence[dict[str, Any]] | None = None,
     in_reasoning: bool | None = None,
 ) -> OutputParser:
-    """A parser that knows tags by their text; M2 begins in reasoning unless told otherwise."""
+    """Return a parser that finds tags by their text; M2 begins in reasoning by default."""
     begins = format is MINIMAX_M2 if in_reasoning is None else in_reasoning
     return OutputParser(format, tools=tools, in_reasoning=begins, tag_ids=None)
 

@@ -1,4 +1,4 @@
-"""What every family in the table keeps to, whatever its tags are."""
+"""Invariants of every chat format in the registry."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Prompts, byte for byte: what the embedded template and M3's layout render is what the models' own
-templates rendered; where templates come from, and what they may do.
-"""
+"""Prompts equal those of the models' own templates; sources and limits of templates."""
 
 from __future__ import annotations
 
@@ -59,7 +57,7 @@ def test_the_embedded_models_default_identity_is_its_own_and_can_be_replaced() -
 
 
 def turns(prompt: str) -> list[tuple[str, str]]:
-    """Role and text of every closed turn of a prompt, and of the open one at its end."""
+    """Return role and text of every closed turn of a prompt, and of the open one at its end."""
     return [(turn.partition("\n")[0],
         turn.partition("\n")[2].removesuffix("\n").removesuffix("[e~["))
             for turn in prompt.removeprefix("]~!b[").split("]~b]")[1:]]  # fmt: skip

@@ -1,4 +1,4 @@
-"""A choice's text does not depend on how many tokens come at a time."""
+"""A choice's text does not depend on how many tokens arrive at a time."""
 
 from __future__ import annotations
 
@@ -42,9 +42,7 @@ def info() -> ModelInfo:
 
 
 def run(sizes: list[int], *, stop: tuple[str, ...] = (), min_tokens: int = 0) -> tuple[Any, ...]:
-    """Text, tokens, token ids, logprobs and how it ended, when the tokens come in groups of
-    `sizes`.
-    """
+    """Read a choice whose tokens arrive in groups of `sizes`."""
     params = SamplingParams(stop=stop, min_tokens=min_tokens)
     stream = ChoiceStream(
         TOKENIZER, params, info=info(), request_id="r", index=0, num_prompt_tokens=1

@@ -1,4 +1,4 @@
-"""A draft's config.json is read field by field, and refused by name."""
+"""The config.json of drafts: read field by field, and refused by name."""
 
 from __future__ import annotations
 
@@ -58,10 +58,11 @@ def test_published_drafts_are_read() -> None:
     spec = read_spec(M2).for_target(bundled_spec("minimax-m2.5"), None)
     assert spec.aux_layers == (2, 31, 59) and spec.notes == ()
     assert replace(spec, aux_layers=()) == FAMILY.bundled["minimax-m2.5-eagle3"]
-    assert weight_bytes(spec, dtype="bfloat16") == pytest.approx(486e6, rel=2e-3)  # as its card
+    # as its model card says
+    assert weight_bytes(spec, dtype="bfloat16") == pytest.approx(486e6, rel=2e-3)
     # on four ranks: a quarter, and a copy of the model's embedding
     assert draft_bytes(spec, dtype="bfloat16", ranks=4) == pytest.approx(121.5e6 + 1229e6, rel=3e-3)
-    # likewise alone on the last of several pipeline stages
+    # the same on the last of several pipeline stages
     alone = draft_bytes(spec, dtype="bfloat16", embeds=False)
     assert alone == pytest.approx(486e6 + 1229e6, rel=3e-3)
     spec = read_spec(M3).for_target(bundled_spec("minimax-m3"), None)

@@ -1,6 +1,4 @@
-"""The encoding cache: whatever is kept, texts have the tokens that the tokenizer gives them, and
-memory stays in its bound.
-"""
+"""The encoding cache returns the tokenizer's ids for any history, in bounded memory."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ BYTE_LEVEL = TRAINED["pre_tokenizer"]
 
 
 def token(text: str, **flags: bool) -> dict[str, Any]:
-    """An added token of its own, whose text begins like one of the others, or contains one."""
+    """Return an added token whose text begins like another one, or contains one."""
     plain = {
         "single_word": False,
         "lstrip": False,
@@ -105,7 +103,7 @@ TEXTS = st.lists(st.one_of(SHORT, LONG), max_size=6).map("".join)
 
 
 def reference(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The library's tokens for the whole text, by its other way to encode."""
+    """Encode the whole text by the library's other method."""
     return tokenizer._backend.encode(text, add_special_tokens=False).ids
 
 
@@ -151,7 +149,7 @@ def test_long_stretches_after_every_pair_of_words(name: str) -> None:
 
 
 class CountingTokenizer(Tokenizer):
-    """Counts the characters that it really tokenises."""
+    """Counts the characters that are really tokenized."""
 
     num_chars = 0
 
@@ -167,7 +165,7 @@ def counting() -> CountingTokenizer:
 
 
 def turns(count: int, *, chars: int) -> Iterator[str]:
-    """A conversation after each of its turns; no two turns say the same."""
+    """Yield a conversation after each of its turns, all different."""
     text = "]~!b[]~b]system\nYou are a helpful assistant.[e~[\n"
     for turn in range(count):
         said = f"turn {turn} " * (chars // 7)
@@ -187,7 +185,7 @@ def test_turn_costs_what_it_adds(chars: int) -> None:
     for text in turns(40, chars=chars):
         tokenizer.num_chars = 0
         cache.encode(text)
-        # the end of the turn before, which the new one goes on with
+        # the end of the previous turn, which the new one continues
         assert tokenizer.num_chars <= len(text) - before + 2048
         before = len(text)
     assert before > 30 * 3 * chars
@@ -272,7 +270,7 @@ def test_lone_surrogate_counts_as_a_replacement_character() -> None:
 
 
 def test_library_reads_the_definitions_of_this_test() -> None:
-    """Else the variants above would prove nothing: each gives other tokens than the plain one."""
+    """Each variant differs from the plain tokenizer; else the tests above prove nothing."""
     text = "]~b]user e\u0301 k><m\u00e9 <think>word"
     plain = reference(CUT["as trained"], text)
     variants = [name for name in CUT if name not in ("as trained", "pieces that look ahead")]

@@ -1,4 +1,4 @@
-"""What a conversation says never becomes a control token, and reads the same."""
+"""Text of a conversation never becomes a control token, and reads the same."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def prompt(conversation: Conversation, template: ChatTemplate = NANO, **options:
 
 
 def added(made: ChatPrompt) -> list[str]:
-    """The added tokens of a prompt."""
+    """Return the added tokens of a prompt."""
     return [
         TOKENIZER.token_text(token_id)
         for token_id in made.token_ids
@@ -51,7 +51,7 @@ def tool(name: str, **function: Any) -> dict[str, Any]:
 
 
 def conversation(said: str) -> Conversation:
-    """One that says the same wherever a stranger's words may stand."""
+    """Return a conversation with the same text in every place for foreign text."""
     schema = {
         "type": "object",
         "properties": {said: {"type": "string", "enum": [said]}},
@@ -71,7 +71,7 @@ def conversation(said: str) -> Conversation:
 
 
 def without_calls(said: str) -> Conversation:
-    """The same without what the model has said."""
+    """Return the conversation without the model's own text."""
     whole = conversation(said)
     return Conversation(
         messages=[whole.messages[0], whole.messages[1], whole.messages[-1]], tools=whole.tools
@@ -115,7 +115,7 @@ def test_template_variables_cannot_forge_either() -> None:
 
 
 def test_what_the_model_wrote_stays_its_own() -> None:
-    """Inline reasoning that the template takes apart, and tags that the model itself writes."""
+    """Inline reasoning that the template splits, and tags that the model writes."""
     made = prompt(
         Conversation(
             messages=[
@@ -159,7 +159,7 @@ WORDS = st.lists(PIECES, max_size=8).map("".join)
 
 @given(st.lists(WORDS, min_size=1, max_size=4))
 def test_parts_of_spellings_do_not_meet(words: list[str]) -> None:
-    """In parts that the template joins, at ends that it writes on, and within each other."""
+    """In parts that the template joins, at ends that it continues, and nested."""
     messages = [
         system(words),
         user([*map(text, words)]),
@@ -213,7 +213,7 @@ def test_m3_reads_the_same() -> None:
 
 
 def test_a_longer_conversation_begins_with_the_tokens_of_the_shorter() -> None:
-    """Also from the cache of encodings, which keeps long texts with and without escapes apart."""
+    """The cache keeps long texts with and without escapes apart."""
     builder = PromptBuilder(
         TOKENIZER, dataclasses.replace(FORMAT, template=NANO), max_model_len=200_000
     )

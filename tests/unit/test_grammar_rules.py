@@ -1,5 +1,4 @@
-"""What is refused before the engine sees it: grammars that are too large or not even written
-correctly, tools that cannot be called; and what schemas look like once they are prepared."""
+"""Grammars and tools that are refused before the engine, and prepared schemas."""
 
 from __future__ import annotations
 
@@ -194,7 +193,7 @@ def test_tools_that_cannot_be_called_as_asked_are_refused(
 
 
 def tag_of(tools: list[Any], style: CallStyle | None = None, **options: Any) -> str:
-    """What the compiler reads for calls of `tools`."""
+    """Return the compiler's input for calls of `tools`."""
     grammar = tool_grammar(tools, style or M2Calls(TAG_IDS), **options)
     assert grammar is not None
     grammar.check()
@@ -225,7 +224,7 @@ def test_schemas_that_grow_without_end_are_refused_and_recursive_ones_are_cut() 
 
 
 def unlisted(levels: int, *, names: int = 20) -> dict[str, Any]:
-    """Required names that follow `additionalProperties`, in which there are more of them."""
+    """Nested required names that follow `additionalProperties`."""
     inner: dict[str, Any] = {"type": "string"} if levels == 1 else unlisted(levels - 1, names=names)
     return {
         "type": "object",
@@ -244,7 +243,7 @@ def doubling(levels: int) -> dict[str, Any]:
 
 
 def repeated(keyword: str, value: Any) -> dict[str, Any]:
-    """A long definition to which 5,000 properties refer."""
+    """A long definition with 5,000 references."""
     long = {"$defs": {"long": {keyword: value}}}
     return {
         "type": "object",

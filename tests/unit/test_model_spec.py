@@ -1,6 +1,4 @@
-"""ModelSpec: configs of MiniMax and of transformers are read alike; what is not supported is
-refused by name.
-"""
+"""MiniMax-M2's config by MiniMax and by transformers: equal specs, refusals by name."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""MiniMax-M3's config, of MiniMax and of transformers, of the vision-language class and of the text
-class: read alike, and refused by name where it asks for what there is not.
+"""MiniMax-M3's config by MiniMax and by transformers, of both classes: equal specs, refusals by
+name.
 """
 
 from __future__ import annotations
@@ -135,13 +135,13 @@ def test_caches_are_keys_and_values_and_index_keys_in_sparse_layers() -> None:
         for ranks in (1, 4, 8)
     }
     assert of_shards == {1: 128 * 68_736, 4: 128 * 17_184, 8: 128 * 16_272}
-    # of eight ranks two share out the blocks of a KV head, with all index keys and with shards
+    # on eight ranks, two split the blocks of a KV head, with whole and with sharded index keys
     found = [
         block_bytes(split_over_holders(spec.kv_caches(), 2), 128, dtype="fp8", ranks=8)
         for spec in (bundled_spec("minimax-m3"), sharded)
     ]
     assert found == [128 * (7_680 + 7_296), 128 * (7_680 + 912)]
-    # and every rank has the index queries of all heads
+    # every rank has the index queries of all heads
     split = ParallelLayout(tp=4)
     one, four = (
         weight_bytes(sharded, dtype="bfloat16", layout=layout)
@@ -187,7 +187,7 @@ def test_the_first_layers_keep_their_kinds() -> None:
 
 
 def transformers_config() -> dict[str, Any]:
-    """What `save_pretrained` of transformers 5.23 writes for the text class."""
+    """Return what `save_pretrained` of transformers 5.23 writes for the text class."""
     kinds = ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57
     mlps = ["dense"] * 3 + ["sparse"] * 57
     gone = (
@@ -387,7 +387,7 @@ def test_quantisation_is_read_around_the_text_model_or_in_it(tmp_path: Path) -> 
     inner = read_spec({**AROUND, "text_config": text(quantization_config=said)})
     assert outer == inner and outer.quantization is not None
     assert outer.quantization.method == "mxfp8"
-    (tmp_path / "hf_quant_config.json").write_text("{}")  # which stands behind both
+    (tmp_path / "hf_quant_config.json").write_text("{}")  # which has lower precedence than both
     for around in ({}, {"quantization_config": said}):
         inner = text(quantization_config=said)
         found = read_spec({**AROUND, **around, "text_config": inner}, tmp_path).quantization

@@ -1,6 +1,4 @@
-"""Output to reasoning, content and calls: the recorded cases, and stream equals non-stream for
-every cut, in both formats.
-"""
+"""Output to reasoning, content and calls: recorded cases, and streams equal to whole answers."""
 
 from __future__ import annotations
 
@@ -83,7 +81,7 @@ class TestCases:
         proof.check_well_formed(events)
         whole = parse(case.format, case.text, tools=case.tools, in_reasoning=case.in_reasoning)
         content = whole.content or ""
-        if case.format.think_close in content:  # a token here, so it is no quotation
+        if case.format.think_close in content:  # a token here, so not a quotation
             whole = dataclasses.replace(whole, content=content.replace(case.format.think_close, ""))
         assert collect(events) == whole
 

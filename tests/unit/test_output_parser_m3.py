@@ -1,6 +1,4 @@
-"""M3's nested elements while they are generated: what goes out when, and what the family's habits
-would break.
-"""
+"""M3's nested elements while they are generated, and habits of the family."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parser names that people know from vLLM and SGLang, and what each does to an answer."""
+"""Parser names of vLLM and SGLang, and their effect on an answer."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from negamax.models.chat_format import (
 from negamax.models.minimax_m2.chat import MINIMAX_M2_FAMILY
 from negamax.models.minimax_m3.chat import MINIMAX_M3_FAMILY
 from negamax.models.registry import find_chat_family
+from negamax.text.chat_family import ChatFamily
 from negamax.text.detokenizer import TextPiece
 from negamax.text.parser.events import ParsedOutput, collect
 from negamax.text.parser.output_parser import Thinking
@@ -30,28 +31,39 @@ def read(chat_format: ChatFormat, text: str, *, may_call: bool = True) -> Parsed
     return collect(parser.feed([TextPiece(text, None)]) + parser.finish())
 
 
-@pytest.mark.parametrize("name", ["minimax_m2", "minimax-m2", "minimax", "auto"])
-def test_names_of_the_m2_family_split_reasoning_and_find_calls(name: str) -> None:
-    chat_format = ChatFormat.of_model(M2, tool_call_parser=name, reasoning_parser=name)
-    assert chat_format == ChatFormat(MINIMAX_M2_FAMILY, Thinking.SPLIT, reads_calls=True)
-    output = read(chat_format, f"why\n</think>\n\nok\n{CALL}")
+M2_ANSWER = f"why\n</think>\n\nok\n{CALL}"
+M3_ANSWER = f'<mm:think>why</mm:think>ok{MARKER}<tool_call>{MARKER}<invoke name="f">'
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "family", "answer"),
+    [
+        (model, name, family, answer)
+        for model, family, answer in (
+            (M2, MINIMAX_M2_FAMILY, M2_ANSWER),
+            (M3, MINIMAX_M3_FAMILY, M3_ANSWER),
+        )
+        for name in (*family.parser_names, "auto")
+    ],
+)
+def test_names_of_a_family_split_reasoning_and_find_calls(
+    model: str, name: str, family: ChatFamily, answer: str
+) -> None:
+    chat_format = ChatFormat.of_model(model, tool_call_parser=name, reasoning_parser=name)
+    assert chat_format == ChatFormat(family, Thinking.SPLIT, reads_calls=True)
+    output = read(chat_format, answer)
     assert (output.reasoning, output.content, len(output.tool_calls)) == ("why", "ok", 1)
 
 
-@pytest.mark.parametrize("name", ["minimax_m3", "minimax-m3", "auto"])
-def test_names_of_the_m3_family_split_reasoning_and_find_calls(name: str) -> None:
-    chat_format = ChatFormat.of_model(M3, tool_call_parser=name, reasoning_parser=name)
-    assert chat_format == ChatFormat(MINIMAX_M3_FAMILY, Thinking.SPLIT, reads_calls=True)
-    output = read(
-        chat_format, f'<mm:think>why</mm:think>ok{MARKER}<tool_call>{MARKER}<invoke name="f">'
-    )
-    assert (output.reasoning, output.content, len(output.tool_calls)) == ("why", "ok", 1)
+def test_the_names_are_those_of_vllm_and_sglang() -> None:
+    assert MINIMAX_M2_FAMILY.parser_names == ("minimax_m2", "minimax-m2", "minimax")
+    assert MINIMAX_M3_FAMILY.parser_names == ("minimax_m3", "minimax-m3")
 
 
 @pytest.mark.parametrize("name", ["minimax_m2_append_think", "minimax-append-think"])
 def test_append_think_leaves_the_opener_and_the_raw_text_in_content(name: str) -> None:
     chat_format = ChatFormat.of_model(M2, reasoning_parser=name)
-    output = read(chat_format, f"why\n</think>\n\nok\n{CALL}")
+    output = read(chat_format, M2_ANSWER)
     assert (output.reasoning, output.content, len(output.tool_calls)) == (
         None,
         "<think>why\n</think>\n\nok",
@@ -61,7 +73,7 @@ def test_append_think_leaves_the_opener_and_the_raw_text_in_content(name: str) -
 
 @pytest.mark.parametrize("none", [None, "none"])
 def test_without_parsers_everything_stays_text(none: str | None) -> None:
-    text = f"why\n</think>\n\nok\n{CALL}"
+    text = M2_ANSWER
     assert read(ChatFormat.of_model(M2, tool_call_parser=none), text) == ParsedOutput(
         "why", f"ok\n{CALL}", []
     )
@@ -83,33 +95,27 @@ def test_a_request_may_do_without_calls() -> None:
 
 
 def test_a_named_parser_needs_no_known_model() -> None:
-    assert (
-        ChatFormat.of_model(
-            "LlamaForCausalLM", tool_call_parser="minimax_m2", reasoning_parser="minimax"
-        ).output
-        is MINIMAX_M2
-    )
-    assert (
-        ChatFormat.of_model(
-            "LlamaForCausalLM", tool_call_parser="minimax-m3", reasoning_parser="auto"
-        ).output
-        is MINIMAX_M3
-    )
-    assert not ChatFormat.of_model(
-        "LlamaForCausalLM", tool_call_parser="none", reasoning_parser="none"
-    ).reads_calls
+    def chosen(calls: str, reasoning: str) -> ChatFormat:
+        return ChatFormat.of_model("Llama", tool_call_parser=calls, reasoning_parser=reasoning)
 
-
-@pytest.mark.parametrize("model", ["MiniMaxM2ForCausalLM", "minimax_m2", "minimax-m2.5"])
-def test_m2_is_found_by_architecture_and_model_type(model: str) -> None:
-    assert find_chat_family(model) is MINIMAX_M2_FAMILY
+    assert chosen("minimax_m2", "minimax").output is MINIMAX_M2
+    assert chosen("minimax-m3", "auto").output is MINIMAX_M3
+    assert not chosen("none", "none").reads_calls
 
 
 @pytest.mark.parametrize(
-    "model", ["MiniMaxM3SparseForConditionalGeneration", "minimax_m3", "minimax_m3_vl"]
+    ("model", "family"),
+    [
+        ("MiniMaxM2ForCausalLM", MINIMAX_M2_FAMILY),
+        ("minimax_m2", MINIMAX_M2_FAMILY),
+        ("minimax-m2.5", MINIMAX_M2_FAMILY),
+        ("MiniMaxM3SparseForConditionalGeneration", MINIMAX_M3_FAMILY),
+        ("minimax_m3", MINIMAX_M3_FAMILY),
+        ("minimax_m3_vl", MINIMAX_M3_FAMILY),
+    ],
 )
-def test_m3_is_found_by_architecture_and_model_type(model: str) -> None:
-    assert find_chat_family(model) is MINIMAX_M3_FAMILY
+def test_a_family_is_found_by_architecture_and_model_type(model: str, family: ChatFamily) -> None:
+    assert find_chat_family(model) is family
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,4 @@
-"""Packet sizes of a stream, by the limits of MiniMax's acceptance suite, and that holding text
-loses none of it.
-"""
+"""Fragment sizes of a stream by the limits of MiniMax's acceptance suite; holding loses no text."""
 
 from __future__ import annotations
 
@@ -66,7 +64,7 @@ TOOLS = [
 
 @dataclass(frozen=True)
 class Limits:
-    """Shares of the non-empty fragments, and of their characters, in percent."""
+    """Return the shares of the non-empty fragments and of their characters, in percent."""
 
     tiny: float
     good: float

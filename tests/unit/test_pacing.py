@@ -1,6 +1,4 @@
-"""Fragments of a stream over time: sized while outputs come quickly, never late when they do
-not.
-"""
+"""Sizes of a stream's fragments over time: outputs that come slowly are not held."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ def sent(
     step: float,
     kind: type[ContentDelta] | type[ReasoningDelta] = ContentDelta,
 ) -> list[list[str]]:
-    """What goes out with each piece, one of which comes every `step` seconds."""
+    """Return what is sent with each piece; one comes every `step` seconds."""
     packets = PacedPackets()
     last = len(pieces) - 1
     return [

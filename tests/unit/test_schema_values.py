@@ -1,6 +1,4 @@
-"""Argument text to JSON by schema: a wrong rule here gives an agent "5" for 5, or null for the
-string "none".
-"""
+"""Argument text to JSON by schema: a wrong rule gives an agent "5" for 5, or null for "none"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A config.json of vLLM's speculators library is read as that of any other draft."""
+"""A config.json of vLLM's speculators library is read like that of any draft."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_it_says_what_the_same_draft_says_otherwise(published: dict[str, Any]) -
 
 
 def test_layers_are_named_by_what_enters_them() -> None:
-    """Whichever they begin with, as vLLM reads them."""
+    """Also lists that begin with another number, as vLLM reads them."""
     for ids in ([1, 30, 58], [0, 3, 62], [5, 6, 7]):
         config = CONFIG | {"eagle_aux_hidden_state_layer_ids": ids}
         assert read_spec(config).aux_layers == tuple(ids)
@@ -56,7 +56,7 @@ def test_acceptance_by_rank_has_no_effect_and_is_named() -> None:
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
-    """The config with another value of a field, whose path has dots."""
+    """Return the config with another value at a dotted path."""
     config = json.loads(json.dumps(CONFIG))
     *folders, name = path.split(".")
     inner = config
@@ -117,7 +117,7 @@ def test_a_tree_is_no_chain() -> None:
 
 @pytest.fixture
 def found(tmp_path: Path) -> Callable[..., ModelSource]:
-    """Where the engine finds things for a draft of these files."""
+    """Locate what the engine loads for a draft with these files."""
 
     def located(config: dict[str, Any], model: str = "minimax-m2.5", **fields: Any) -> ModelSource:
         (tmp_path / "config.json").write_text(json.dumps(config))
@@ -138,7 +138,7 @@ def test_drafts_are_as_long_as_the_files_say_unless_the_command_does(
 
     assert length(CONFIG) == 5
     assert length(CONFIG, num_speculative_tokens=2) == 2
-    assert length(CONFIG, num_draft_tokens=3) == 2  # SGLang's, with the token in front
+    assert length(CONFIG, num_draft_tokens=3) == 2  # SGLang's, which counts the token before
     assert length(M2) == 3
     synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5}
     assert length(CONFIG, **synthetic) == 3
@@ -181,7 +181,7 @@ def test_a_draft_alone_stands_for_its_verifier(tmp_path: Path) -> None:
     assert source.name == "nano" and source.spec.num_layers == 5
     assert source.speculation is not None and source.speculation.num_speculative_tokens == 4
     assert source.draft is not None and source.draft.spec.aux_layers == (2, 3, 5)
-    # who says more of drafts says all
+    # explicit options replace all that the files say
     with pytest.raises(ConfigError, match="is a draft: it guesses") as caught:
         of(config, speculative_config={"method": "ngram"})
     assert "serve nano, and name this one in --speculative-config" in str(caught.value)

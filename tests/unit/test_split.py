@@ -1,4 +1,4 @@
-"""Sizes that a refusal offers are sizes that are taken."""
+"""Sizes that an error message offers are accepted."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split, possible_splits
 
 M2 = bundled_spec("minimax-m2")
-# a width that few sizes cut, and a number of experts that fewer share
+# few ranks divide its width and its number of experts
 ODD = replace(M2, expert_width=1400, num_experts=6, experts_per_token=2)
 
 
 def offered(error: ConfigError) -> list[ParallelOptions]:
-    """The settings that the hint names."""
+    """Return the settings named by the hint."""
     plain, _, whole = (error.hint or "").partition(", or ")
     found = [ParallelOptions(int(size)) for size in re.findall(r"\d+", plain)]
     if "--enable-expert-parallel" in plain:

@@ -1,6 +1,4 @@
-"""Stop strings of chats end the content, and nothing else, however the answer was cut into
-tokens.
-"""
+"""Stop strings of chats end the content only, however the answer is tokenized."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ CALL = f'<minimax:tool_call>\n<invoke name="write_file">\n{ARGUMENT}</invoke>\n<
 
 
 def cut(content: str, stop: Sequence[str], *, includes_stop: bool) -> tuple[str, str | None]:
-    """Content up to the stop string that is complete first, by trial of every end, and that
+    """Return content up to the first complete stop string, found by trying every end, and the
     string.
     """
     start = len(content) - len(content.lstrip())
@@ -58,7 +56,7 @@ def read(
     format: OutputFormat = MINIMAX_M2,
     **options: bool | Thinking,
 ) -> tuple[ParsedOutput, str | None]:
-    """What is read of `pieces`, and the stop string that ended it."""
+    """Parse `pieces`; return the output and the stop string."""
     values = {"tools": outputs.TOOLS, "in_reasoning": True, "tag_ids": TAG_IDS, "stop": stop}
     parser = OutputParser(format, **{**values, **options})  # type: ignore[arg-type]
     events: list[ParserEvent] = []
@@ -127,8 +125,7 @@ def test_no_stop_string_spans_a_second_thought(step: int) -> None:
 def answered(
     sizes: list[int], text: str, stop: tuple[str, ...], *, min_tokens: int = 0, tools: bool = False
 ) -> tuple[ParsedOutput, int, int, str | None, int | str | None, int]:
-    """How a chat's choice is read when its tokens come in groups of `sizes`: what it says, tokens,
-    log-probabilities, how it ended, reasoning tokens."""
+    """Read a chat's choice whose tokens arrive in groups of `sizes`."""
     chat_format = ChatFormat.of_model("minimax_m2", tokenizer=TOKENIZER)
     rules = ReadingRules(tools=outputs.TOOLS if tools else None, may_call=tools, stop=stop)
     reader = ChoiceReader(chat_format, prompt=ChatPrompt("", [1], "open"), rules=rules)

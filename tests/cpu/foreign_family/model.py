@@ -5,123 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from foreign_family import names
 from foreign_family.config import ForeignSpec
-from negamax.kernels.activations import QuantizedActivations
+from negamax.kernels.activations import SILU, QuantizedActivations
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.attention.op import split_heads
 from negamax.kernels.kvcache.op import cache_rows, store, write
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.rotary import half_split, signed_frequencies
 from negamax.layers.attention import Attention, GroupedQueryKind, KvCaches
-from negamax.layers.basic import RmsNorm
 from negamax.layers.linear import ColumnParallel, Part, RowParallel
+from negamax.layers.mlp import Mlp
 from negamax.layers.moe import SparseMoe
 from negamax.layers.partial import Partial
 from negamax.layers.qk_norm import PerHeadNorm
-from negamax.models.decoder import Decoder
+from negamax.models.decoder import Decoder, DecoderLayer
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.scheme import WeightFormat
-
-
-def norm(name: str, spec: ForeignSpec, *, kernels: KernelTable, weights: WeightFormat) -> RmsNorm:
-    return RmsNorm(
-        name,
-        spec.hidden_size,
-        eps=spec.rms_norm_eps,
-        activation=None,
-        kernels=kernels,
-        weights=weights,
-    )
-
-
-class DenseLayer:
-    """Attention to all keys, and an MLP."""
-
-    def __init__(
-        self,
-        spec: ForeignSpec,
-        context: ParallelContext,
-        *,
-        kernels: KernelTable,
-        weights: WeightFormat,
-    ) -> None:
-        shared = {"kernels": kernels, "weights": weights}
-        self.attention = Attention(
-            names.attention(0),
-            hidden_size=spec.hidden_size,
-            heads=spec.num_heads,
-            kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            eps=spec.rms_norm_eps,
-            norm_per_head=True,
-            context=context,
-            **shared,
-        )
-        width, rank, ranks = spec.mlp_width, context.layout.tp_rank, context.layout.tp
-        mine = range(width * rank // ranks, width * (rank + 1) // ranks)
-        gate, up, down = names.MLP
-        self._gate_up = ColumnParallel(
-            [Part(gate, width, mine), Part(up, width, mine)], spec.hidden_size, **shared
-        )
-        self._down = RowParallel(
-            down, (spec.hidden_size, width), columns=mine, group=context.attention_group, **shared
-        )
-        self.input_norm, self._post_norm = (norm(name, spec, **shared) for name in names.norms(0))
-        parts = (self.attention, self._gate_up, self._down, self.input_norm, self._post_norm)
-        self.slots = [slot for part in parts for slot in part.slots]
-
-    def finish_loading(self) -> None:
-        for part in (self.attention, self._gate_up, self._down):
-            part.finish_loading()
-
-    def __call__(
-        self, hidden: Tensor, residual: Tensor, metadata: AttentionMetadata, kv: KvCaches
-    ) -> Partial:
-        x = self.attention(hidden, metadata, kv)
-        gate, up = self._gate_up(self._post_norm(x, residual)).chunk(2, dim=-1)
-        return self._down(F.silu(gate) * up)
-
-
-class SparseLayer:
-    """Attention to the keys that the index finds, and a mixture of experts."""
-
-    def __init__(
-        self,
-        spec: ForeignSpec,
-        context: ParallelContext,
-        *,
-        kernels: KernelTable,
-        weights: WeightFormat,
-    ) -> None:
-        shared = {"kernels": kernels, "weights": weights}
-        self.attention = SelectedAttention(spec, context, **shared)
-        self.moe = SparseMoe(
-            names.MOE,
-            layer=1,
-            hidden_size=spec.hidden_size,
-            width=spec.expert_width,
-            num_experts=spec.num_experts,
-            top_k=spec.experts_per_token,
-            context=context,
-            **shared,
-        )
-        self.input_norm, self._post_norm = (norm(name, spec, **shared) for name in names.norms(1))
-        self.slots = [*self.attention.slots, *self.moe.slots]
-        self.slots += [slot for part in (self.input_norm, self._post_norm) for slot in part.slots]
-
-    def finish_loading(self) -> None:
-        self.attention.finish_loading()
-        self.moe.finish_loading()
-
-    def __call__(
-        self, hidden: Tensor, residual: Tensor, metadata: AttentionMetadata, kv: KvCaches
-    ) -> Partial:
-        x = self.attention(hidden, metadata, kv)
-        return self.moe(self._post_norm(x, residual), metadata.step_tokens)
 
 
 class SelectedAttention:
@@ -171,6 +73,7 @@ class SelectedAttention:
             gemma=False,
             device=weights.device,
         )
+        self.activation, self.gives_quantized = None, False
         parts = (self._qkv, self._index, self._out, self._qk_norm)
         self.slots = [slot for part in parts for slot in part.slots]
 
@@ -214,7 +117,6 @@ class SelectedKind:
     name = "selected"
 
     def prepare(self, metadata: AttentionMetadata, kv: KvCaches) -> SelectedStep:
-        """See `AttentionKind`."""
         block_size, positions = kv["index"].shape[2], metadata.positions
         blocks = metadata.block_tables[metadata.token_slots, positions // block_size].long()
         slots = blocks * block_size + positions % block_size
@@ -253,7 +155,6 @@ def attended(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
 def build(
     spec: ForeignSpec, *, context: ParallelContext, weights: WeightFormat, kernels: KernelTable
 ) -> Decoder:
-    """See `models/build.py`."""
     shared = {"kernels": kernels, "weights": weights}
     view = context.layout.attention
     kv_heads = len(view.kv_heads(spec.num_kv_heads))
@@ -264,12 +165,40 @@ def build(
         quantize=False,
         kernels=kernels,
     )
-    return Decoder(
-        spec,
-        [DenseLayer(spec, context, **shared), SparseLayer(spec, context, **shared)],
-        [(full, 0), (SelectedKind(), 1)],
-        names=names.DECODER,
+    attention = Attention(
+        names.attention(0),
+        hidden_size=spec.hidden_size,
+        heads=spec.num_heads,
+        kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
         eps=spec.rms_norm_eps,
+        norm_per_head=True,
         context=context,
         **shared,
     )
+    mlp = Mlp(
+        names.MLP,
+        hidden_size=spec.hidden_size,
+        width=spec.mlp_width,
+        activation=SILU,
+        context=context,
+        **shared,
+    )
+    moe = SparseMoe(
+        names.MOE,
+        layer=1,
+        hidden_size=spec.hidden_size,
+        width=spec.expert_width,
+        num_experts=spec.num_experts,
+        top_k=spec.experts_per_token,
+        context=context,
+        **shared,
+    )
+    blocks = ((attention, mlp), (SelectedAttention(spec, context, **shared), moe))
+    eps = spec.rms_norm_eps
+    layers = [
+        DecoderLayer(*parts, spec.hidden_size, norms=names.norms(layer), eps=eps, **shared)
+        for layer, parts in enumerate(blocks)
+    ]
+    kinds = [(full, 0), (SelectedKind(), 1)]
+    return Decoder(spec, layers, kinds, names=names.DECODER, eps=eps, context=context, **shared)

@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterable, Iterator
 
 from foreign_family.config import ForeignSpec
-from negamax.layers.names import AttentionNames, DecoderNames, MoeNames
+from negamax.layers.names import AttentionNames, DecoderNames, MlpNames, MoeNames
 from negamax.models.family import Placement, WeightSpec
 
 DECODER = DecoderNames("tokens.table", "last.scale", "vocabulary.matrix")
-MLP = tuple(f"block0.mlp.{part}" for part in ("gate", "up", "down"))
+MLP = MlpNames(*(f"block0.mlp.{part}" for part in ("gate", "up", "down")))
 INDEX = "block1.look.index_q", "block1.look.index_k"
 MOE = MoeNames(
     router="block1.mix.router",
@@ -31,18 +31,15 @@ def norms(layer: int) -> tuple[str, str]:
 
 
 def place(names: Iterable[str], *, num_layers: int) -> dict[str, Placement]:
-    """See `models/family.py`."""
     return {name: Placement((name,)) for name in names}
 
 
 def layer_of(slot: str) -> int | None:
-    """See `models/family.py`."""
     match = re.match(r"block(\d+)\.", slot)
     return int(match[1]) if match else None
 
 
 def weights(spec: ForeignSpec) -> Iterator[WeightSpec]:
-    """See `models/family.py`."""
     hidden, heads, kv_heads = spec.hidden_size, spec.num_heads, spec.num_kv_heads
     yield WeightSpec(DECODER.embedding, (spec.vocab_size, hidden), is_table=True)
     for layer in range(2):
@@ -57,7 +54,8 @@ def weights(spec: ForeignSpec) -> Iterator[WeightSpec]:
             yield WeightSpec(name, (hidden,), parts=1)
     for name in INDEX:
         yield WeightSpec(name, (spec.index_width, hidden), parts=1)
-    for name, shape in zip(MLP, _shapes(spec.mlp_width, hidden), strict=True):
+    mlp = zip((MLP.gate, MLP.up, MLP.down), _shapes(spec.mlp_width, hidden), strict=True)
+    for name, shape in mlp:
         yield WeightSpec(name, shape)
     yield WeightSpec(MOE.router, (spec.num_experts, hidden), parts=1, dtype="float32")
     yield WeightSpec(MOE.router_bias, (spec.num_experts,), parts=1, dtype="float32")
