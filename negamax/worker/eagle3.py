@@ -41,7 +41,7 @@ from negamax.quantization.scheme import WeightFormat
 from negamax.worker.config import WorkerConfig
 from negamax.worker.distant_proposer import hand_down_embedding
 from negamax.worker.proposer import Proposer, TokenStates
-from negamax.worker.request_state import RequestState
+from negamax.worker.request_state import FILTERS, RequestState
 
 
 class Eagle3Proposer(Proposer):
@@ -97,7 +97,7 @@ class Eagle3Proposer(Proposer):
         rows = max(self._config.max_num_seqs, self._config.cudagraph_size) + 1
         self._starts = torch.arange(rows, dtype=torch.int32, device=device)
         self._zeros = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._greedy = torch.zeros(1, 4, device=device)  # filters of all rows
+        self._greedy = torch.zeros(1, len(FILTERS), device=device)  # filters of all rows
         return f"; draft of {self.num_draft_tokens} tokens: {summary}"
 
     def use_caches(self, caches: Sequence[KvCaches]) -> None:

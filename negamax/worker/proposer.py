@@ -75,6 +75,7 @@ class Proposer(Protocol):
         A row of padding has slot `requests.padding_slot`. After the blocks of a slot, its table
         refers to the padding block.
         """
+        raise NotImplementedError
 
 
 def load_proposer(config: WorkerConfig, *, kernels: KernelTable) -> Proposer | None:

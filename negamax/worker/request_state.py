@@ -21,7 +21,6 @@ import mmap
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -30,10 +29,14 @@ from negamax.base.log import get_logger
 from negamax.kernels.sampling.op import CANDIDATES
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import NewRow, StepPlan
+from negamax.worker import logit_edits
 from negamax.worker.device import upload, upload_floats
+from negamax.worker.logit_edits import ApplyEdit
 
 logger = get_logger(__name__)
 
+# sampling parameters that kernels read, in the order of their columns
+FILTERS = ("temperature", "top_k", "top_p", "min_p")
 _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
 
 
@@ -43,10 +46,7 @@ class SlotState:
 
     prompt_len: int
     sampling: SamplingParams
-    blocked_ids: Tensor  # [n] int64, ids that may not be sampled before min_tokens outputs
-    bias_ids: Tensor  # [b] int64
-    bias_values: Tensor  # [b] fp32
-    allowed_ids: Tensor | None  # [a] int64, where no other id may be sampled
+    edits: list[ApplyEdit]
 
 
 class RequestState:
@@ -80,13 +80,14 @@ class RequestState:
         self.num_computed_bound = np.zeros(num_rows, dtype=np.int64)  # on the host: at most so many
         self._unverified = np.zeros(num_rows, dtype=np.int64)  # drafts that the bound has as right
         self.prompt_lens = np.zeros(num_rows, dtype=np.int64)
-        # [rows, 4] fp32: temperature, top_k, top_p, min_p
-        self.sampling = torch.zeros(num_rows, 4, dtype=torch.float32, device=device)
+        # [rows, len(FILTERS)] fp32
+        self.sampling = torch.zeros(num_rows, len(FILTERS), dtype=torch.float32, device=device)
         self.seeds = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._states: list[SlotState | None] = [None] * num_rows
         # rows with penalties, bias, blocked or allowed ids: their logits are edited
         self.special_slots: set[int] = set()
-        self.filtered_slots: set[int] = set()  # rows with top-k, top-p or min-p
+        self.drawn_slots: set[int] = set()  # rows with a temperature
+        self.filtered_slots: set[int] = set()  # of those, rows with top-k, top-p or min-p
         self.wide_slots: set[int] = set()  # of those, rows that `sampling.draw_leading` is not for
         self.logprob_slots: set[int] = set()
         self.prompt_logprob_slots: set[int] = set()
@@ -212,43 +213,25 @@ class RequestState:
         self.num_computed[slot] = self.num_computed_bound[slot] = row.num_computed
         self._unverified[slot], self.prompt_lens[slot] = 0, row.prompt_len
         try:
-            blocked = self._blocked_ids(row.sampling)
-            self._classify(slot, row.sampling, has_blocked_ids=bool(blocked))
-            self._states[slot] = _state(row, blocked, device=self._device)
+            self._classify(slot, row.sampling)
+            self._states[slot] = _state(row, self._eos_token_ids, self._device)
             self._fill(row)
         except Exception as error:
             self.fail(slot, error)
-            self._states[slot] = _state(
-                msgspec.structs.replace(row, sampling=_GREEDY), [], device=self._device
-            )
+            self._states[slot] = SlotState(row.prompt_len, _GREEDY, [])
             self.block_tables[slot] = self._padding_block
             self._fill_sampling(row)  # ranks exchange candidates of the rows that draw, here too
 
-    def _blocked_ids(self, params: SamplingParams) -> list[int]:
-        """The ids that may not be sampled before `min_tokens` outputs."""
-        blocked = (
-            sorted({*self._eos_token_ids, *params.stop_token_ids}) if params.min_tokens else []
-        )
-        allowed = params.allowed_token_ids
-        if allowed is not None and set(allowed).issubset(blocked):
-            return []  # something must be sampled
-        return blocked
-
-    def _classify(self, slot: int, params: SamplingParams, *, has_blocked_ids: bool) -> None:
+    def _classify(self, slot: int, params: SamplingParams) -> None:
         """Note what the row asks for. Ranks that exchange logits go by this, so it depends on the
         plan alone.
         """
         assert params.temperature is not None and params.top_k is not None
-        is_penalised = (
-            params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
-        )
-        edited = bool(
-            params.logit_bias or has_blocked_ids or params.allowed_token_ids or is_penalised
-        )
-        filtered = params.temperature > 0.0 and (
-            params.top_k > 0 or params.top_p != 1.0 or params.min_p != 0.0
-        )
+        edited = any(edit.applies(params, self._eos_token_ids) for edit in logit_edits.EDITS)
+        is_drawn = params.temperature > 0.0
+        filtered = is_drawn and (params.top_k > 0 or params.top_p != 1.0 or params.min_p != 0.0)
         _toggle(self.special_slots, slot, edited)
+        _toggle(self.drawn_slots, slot, is_drawn)
         _toggle(self.filtered_slots, slot, filtered)
         _toggle(self.wide_slots, slot, filtered and not 0 < params.top_k <= CANDIDATES)
         _toggle(self.logprob_slots, slot, params.logprobs is not None)
@@ -272,12 +255,8 @@ class RequestState:
         self._fill_sampling(row)
 
     def _fill_sampling(self, row: NewRow) -> None:
-        params = row.sampling
-        assert params.temperature is not None and params.top_k is not None
-        assert params.top_p is not None and params.min_p is not None
-        self.sampling[row.slot] = upload_floats(
-            (params.temperature, params.top_k, params.top_p, params.min_p), self._device
-        )
+        values = [getattr(row.sampling, name) for name in FILTERS]
+        self.sampling[row.slot] = upload_floats(values, self._device)
 
 
 def _zeros(rows: int, columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -291,20 +270,13 @@ def _zeros(rows: int, columns: int, *, dtype: torch.dtype, device: torch.device)
     return torch.frombuffer(memory, dtype=dtype).view(rows, columns)
 
 
-def _state(row: NewRow, blocked: list[int], *, device: torch.device) -> SlotState:
-    params = row.sampling
-    bias = params.logit_bias or {}
-    allowed = params.allowed_token_ids
-    return SlotState(
-        prompt_len=row.prompt_len,
-        sampling=params,
-        blocked_ids=torch.tensor(blocked, dtype=torch.int64, device=device),
-        bias_ids=torch.tensor(list(bias), dtype=torch.int64, device=device),
-        bias_values=torch.tensor(list(bias.values()), dtype=torch.float32, device=device),
-        allowed_ids=None
-        if allowed is None
-        else torch.tensor(allowed, dtype=torch.int64, device=device),
-    )
+def _state(row: NewRow, eos_token_ids: tuple[int, ...], device: torch.device) -> SlotState:
+    edits = [
+        edit.prepare(row.sampling, eos_token_ids, device)
+        for edit in logit_edits.EDITS
+        if edit.applies(row.sampling, eos_token_ids)
+    ]
+    return SlotState(row.prompt_len, row.sampling, edits)
 
 
 def _toggle(slots: set[int], slot: int, member: bool) -> None:

@@ -21,7 +21,8 @@ from negamax.scheduler.step import TokenLogprobs
 from negamax.worker.batch import SampleInputs
 from negamax.worker.device import HostTensor, indices
 from negamax.worker.grammar_bitmask import RowBitmasks
-from negamax.worker.request_state import RequestState
+from negamax.worker.logit_edits import EditedRow
+from negamax.worker.request_state import FILTERS, RequestState
 
 BROKEN = -1  # instead of a token: the row's logits were not finite numbers
 
@@ -85,7 +86,6 @@ class Sampler:
         """This rank's logits begin at token `first_id`."""
         self._requests, self._kernels = requests, kernels
         self._group, self._first_id, self._on_shards = group, first_id, on_shards
-        self._choose = self._by_noise if on_shards else self._by_order
 
     def __call__(
         self,
@@ -100,7 +100,8 @@ class Sampler:
         """
         members = list(range(len(inputs.slots)))
         if self._on_shards:
-            picked = self._choose_on_shards(logits, inputs, picked=picked, masks=masks)
+            if picked is None:
+                picked = self._choose_on_shards(logits, inputs, masks=masks)
             needs_all = self._requests.needs_all_logits
             members = [i for i, slot in enumerate(inputs.slots) if needs_all(slot)]
             if not members:
@@ -114,7 +115,7 @@ class Sampler:
         options = self._shard_options(inputs)
         picked = self._kernels[PICK].run(logits, **options)
         self._kernels[DRAW_LEADING].run(logits, otherwise=picked, **options)
-        self._by_noise(self._group.all_gather(logits, dim=-1), inputs)
+        self._choose(self._group.all_gather(logits, dim=-1), inputs)
 
     def _shard_options(self, inputs: SampleInputs) -> dict[str, Any]:
         """What the rows are chosen by on the shards."""
@@ -126,7 +127,6 @@ class Sampler:
         logits: Tensor,
         inputs: SampleInputs,
         *,
-        picked: Tensor | None,
         masks: RowBitmasks | None,
     ) -> Tensor:
         requests = self._requests
@@ -137,8 +137,7 @@ class Sampler:
         if early is not None:
             early.apply(logits, first_id=self._first_id)
         options = self._shard_options(inputs)
-        if picked is None:
-            picked = self._kernels[PICK].run(logits, **options)
+        picked = self._kernels[PICK].run(logits, **options)
         if not requests.filtered_slots.isdisjoint(inputs.slots):
             picked = self._kernels[DRAW_LEADING].run(logits, otherwise=picked, **options)
         return picked
@@ -177,24 +176,19 @@ class Sampler:
             entries = LogprobEntries(raw, token_ids[indices(asked, device)], num_top=num_top)
         return Sampled(token_ids, asked, entries)
 
-    def _by_order(self, logits: Tensor, inputs: SampleInputs) -> Tensor:
-        """The CPU's choice: greedy rows take the maximum, the others draw."""
-        state = self._requests.state
-        drawing = [i for i, slot in enumerate(inputs.slots) if state(slot).sampling.temperature]
-        token_ids = logits.argmax(dim=-1)
-        for index, drawn in self._draws(logits, inputs, drawing):
-            token_ids[index] = drawn
-        # argmax and topk both put NaN first
-        best = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1)
-        return token_ids.where(best.isfinite(), BROKEN)
-
-    def _by_noise(self, logits: Tensor, inputs: SampleInputs) -> Tensor:
-        """The GPU's choice, the same as on shards."""
-        requests = self._requests
-        drawn_by = requests.drawn_by(inputs.slots_device, inputs.positions_device)
-        token_ids: Tensor = self._kernels[PICK].run(logits, first_id=0, **drawn_by)
-        filtered = [i for i, slot in enumerate(inputs.slots) if slot in requests.filtered_slots]
-        for index, drawn in self._draws(logits, inputs, filtered):
+    def _choose(self, logits: Tensor, inputs: SampleInputs) -> Tensor:
+        """Choose the token of each row from whole logits, on a GPU the one chosen on shards."""
+        requests, kernels = self._requests, self._kernels
+        if self._on_shards:  # rows without filters draw by noise
+            drawn_by = requests.drawn_by(inputs.slots_device, inputs.positions_device)
+            token_ids: Tensor = kernels[PICK].run(logits, first_id=0, **drawn_by)
+            drawing = requests.filtered_slots
+        else:
+            best, token_ids = logits.max(dim=-1)  # NaN counts as the largest
+            token_ids = token_ids.where(best.isfinite(), BROKEN)
+            drawing = requests.drawn_slots
+        members = [i for i, slot in enumerate(inputs.slots) if slot in drawing]
+        for index, drawn in self._draws(logits, inputs, members):
             token_ids[index] = drawn.where(token_ids[index] != BROKEN, BROKEN)
         return token_ids
 
@@ -217,8 +211,7 @@ class Sampler:
                 index = indices(chosen, logits.device)
                 rows = logits if len(chosen) == len(logits) else logits[index]
                 slots, positions = inputs.slots_device[index], inputs.positions_device[index]
-                names = ("temperature", "top_k", "top_p", "min_p")
-                filters = dict(zip(names, requests.sampling[slots].unbind(1), strict=True))
+                filters = dict(zip(FILTERS, requests.sampling[slots].unbind(1), strict=True))
                 uniforms = noise.uniforms(requests.seeds[slots], positions)
                 drawn = ops.sample(rows, candidates=candidates, uniforms=uniforms, **filters)
                 yield index, drawn
@@ -227,12 +220,9 @@ class Sampler:
 def _edit_rows(
     logits: Tensor, inputs: SampleInputs, *, requests: RequestState, masks: RowBitmasks | None
 ) -> None:
-    """Everything that a row does to its logits [R, V], in place. A mask has the last word, and
-    knows of min_tokens.
-    """
+    """Apply the edits of each row to its logits [R, V], in place, then the masks."""
     for i, slot in enumerate(inputs.slots):
         if slot in requests.special_slots:
-            is_masked = masks is not None and i in masks.members
             try:
                 _edit(
                     logits[i],
@@ -240,7 +230,7 @@ def _edit_rows(
                     bound=inputs.bounds[i],
                     position=inputs.positions_device[i],
                     requests=requests,
-                    may_hold_back=not is_masked,
+                    is_masked=masks is not None and i in masks.members,
                 )
             except Exception as error:
                 requests.fail(slot, error)
@@ -255,31 +245,19 @@ def _edit(
     bound: int,
     position: Tensor,
     requests: RequestState,
-    may_hold_back: bool,
+    is_masked: bool,
 ) -> None:
-    """Penalties, bias, the allowed tokens and the min_tokens block of one row; `logits` [V] is
-    changed in place, `position` [] int64 is the new token's, `bound` at least that."""
+    """Edit `logits` [V] of one row in place. `position` [] int64 of the new token, at most `bound`,
+    which the host knows.
+    """
     state = requests.state(slot)
-    params = state.sampling
-    assert params.repetition_penalty is not None
     outputs = requests.tokens[slot, state.prompt_len : bound].long()
     places = torch.arange(state.prompt_len, bound, device=logits.device)
-    penalized = ops.apply_penalties(
-        logits,
-        requests.tokens[slot, : state.prompt_len].long(),
-        outputs.where(places < position, -1),
-        repetition=params.repetition_penalty,
-        frequency=params.frequency_penalty,
-        presence=params.presence_penalty,
+    row = EditedRow(
+        prompt_ids=requests.tokens[slot, : state.prompt_len].long(),
+        output_ids=outputs.where(places < position, -1),
+        num_outputs=position - state.prompt_len,
+        is_masked=is_masked,
     )
-    logits.copy_(penalized)
-    if state.bias_ids.numel():
-        logits[state.bias_ids] += state.bias_values
-    if state.allowed_ids is not None:
-        kept = logits[state.allowed_ids]
-        logits.fill_(float("-inf"))
-        logits[state.allowed_ids] = kept
-    if may_hold_back and state.blocked_ids.numel():
-        is_early = position < state.prompt_len + params.min_tokens
-        blocked = logits[state.blocked_ids]
-        logits[state.blocked_ids] = blocked.masked_fill(is_early, float("-inf"))
+    for edit in state.edits:
+        edit(logits, row)

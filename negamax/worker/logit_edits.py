@@ -1,0 +1,137 @@
+"""Logit edits: the sampler stage that changes the logits of single rows before a token is chosen.
+
+To add a sampling parameter that changes logits, add a field to `SamplingParams`, write a
+`LogitEdit` and append it to `EDITS`. Nothing else in the worker or the engine reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from negamax.kernels.sampling import spec as ops
+from negamax.scheduler.request import SamplingParams
+
+
+@dataclass(frozen=True)
+class EditedRow:
+    """A row at the position that is sampled next."""
+
+    prompt_ids: Tensor  # [P] int64
+    output_ids: Tensor  # [O] int64, -1: beyond the last output
+    num_outputs: Tensor  # [] int64
+    is_masked: bool  # a grammar bitmask is applied after the edits
+
+
+ApplyEdit = Callable[[Tensor, EditedRow], None]  # changes logits [V] fp32 in place
+
+
+class LogitEdit(Protocol):
+    """Serves one or several sampling parameters."""
+
+    def applies(self, params: SamplingParams, eos_token_ids: Collection[int]) -> bool:
+        """Whether the edit changes anything. It must depend on the arguments alone: ranks exchange
+        the logits of edited rows.
+        """
+
+    def prepare(
+        self, params: SamplingParams, eos_token_ids: Collection[int], device: torch.device
+    ) -> ApplyEdit:
+        """Return the edit of a row that has these parameters. Called once per row."""
+
+
+class Penalties:
+    """`repetition_penalty`, `frequency_penalty`, `presence_penalty`"""
+
+    def applies(self, params: SamplingParams, eos_token_ids: Collection[int]) -> bool:
+        return bool(
+            params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
+        )
+
+    def prepare(
+        self, params: SamplingParams, eos_token_ids: Collection[int], device: torch.device
+    ) -> ApplyEdit:
+        repetition = params.repetition_penalty
+        assert repetition is not None
+
+        def apply(logits: Tensor, row: EditedRow) -> None:
+            penalized = ops.apply_penalties(
+                logits,
+                row.prompt_ids,
+                row.output_ids,
+                repetition=repetition,
+                frequency=params.frequency_penalty,
+                presence=params.presence_penalty,
+            )
+            logits.copy_(penalized)
+
+        return apply
+
+
+class Bias:
+    """`logit_bias`"""
+
+    def applies(self, params: SamplingParams, eos_token_ids: Collection[int]) -> bool:
+        return bool(params.logit_bias)
+
+    def prepare(
+        self, params: SamplingParams, eos_token_ids: Collection[int], device: torch.device
+    ) -> ApplyEdit:
+        bias = params.logit_bias or {}
+        ids = torch.tensor(list(bias), dtype=torch.int64, device=device)
+        values = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
+
+        def apply(logits: Tensor, row: EditedRow) -> None:
+            logits[ids] += values
+
+        return apply
+
+
+class AllowedTokens:
+    """`allowed_token_ids`"""
+
+    def applies(self, params: SamplingParams, eos_token_ids: Collection[int]) -> bool:
+        return bool(params.allowed_token_ids)
+
+    def prepare(
+        self, params: SamplingParams, eos_token_ids: Collection[int], device: torch.device
+    ) -> ApplyEdit:
+        ids = torch.tensor(params.allowed_token_ids, dtype=torch.int64, device=device)
+
+        def apply(logits: Tensor, row: EditedRow) -> None:
+            kept = logits[ids]
+            logits.fill_(float("-inf"))
+            logits[ids] = kept
+
+        return apply
+
+
+class MinTokens:
+    """`min_tokens`: blocks the tokens that end a sequence. A mask knows of `min_tokens` itself."""
+
+    def applies(self, params: SamplingParams, eos_token_ids: Collection[int]) -> bool:
+        if not params.min_tokens:
+            return False
+        blocked, allowed = {*eos_token_ids, *params.stop_token_ids}, params.allowed_token_ids
+        # something must be sampled
+        return bool(blocked) and (allowed is None or not blocked.issuperset(allowed))
+
+    def prepare(
+        self, params: SamplingParams, eos_token_ids: Collection[int], device: torch.device
+    ) -> ApplyEdit:
+        blocked = sorted({*eos_token_ids, *params.stop_token_ids})
+        ids = torch.tensor(blocked, dtype=torch.int64, device=device)
+
+        def apply(logits: Tensor, row: EditedRow) -> None:
+            if not row.is_masked:
+                is_early = row.num_outputs < params.min_tokens
+                logits[ids] = logits[ids].masked_fill(is_early, float("-inf"))
+
+        return apply
+
+
+EDITS: list[LogitEdit] = [Penalties(), Bias(), AllowedTokens(), MinTokens()]  # in this order
