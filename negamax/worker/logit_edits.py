@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from negamax.kernels.sampling import spec as ops
+from negamax.kernels.sampling import op as ops
 from negamax.scheduler.request import SamplingParams
 
 
