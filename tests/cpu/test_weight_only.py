@@ -188,8 +188,8 @@ def _run_ptx(code: str, inputs: dict[int, int]) -> dict[str, int]:
     """The registers after `code`, whose operands `inputs` are given."""
     registers: dict[str, int] = {f"${number}": value for number, value in inputs.items()}
 
-    def read(operand: str) -> int:
-        return int(operand, 0) if operand[0].isdigit() else registers[operand]
+    def read(unpack_operand: str) -> int:
+        return int(unpack_operand, 0) if unpack_operand[0].isdigit() else registers[unpack_operand]
 
     statements = code.removeprefix("{").removesuffix("}").split(";")
     for statement in filter(None, (each.strip() for each in statements)):
@@ -200,13 +200,13 @@ def _run_ptx(code: str, inputs: dict[int, int]) -> dict[str, int]:
             low, high, whole = (part.strip("{ }") for part in rest.split(","))
             registers[low], registers[high] = read(whole) & 0xFFFF, read(whole) >> 16
             continue
-        out, operand = (part.strip() for part in rest.split(",", 1))
-        if operand.startswith("{"):
-            low, high = operand.strip("{ }").split(", ")
+        out, unpack_operand = (part.strip() for part in rest.split(",", 1))
+        if unpack_operand.startswith("{"):
+            low, high = unpack_operand.strip("{ }").split(", ")
             registers[out] = read(low) | read(high) << 16
             continue
-        operands = [part.strip() for part in operand.split(",")]
-        registers[out] = _OPS[op](*(read(operand) for operand in operands)) & _MASK
+        operands = [part.strip() for part in unpack_operand.split(",")]
+        registers[out] = _OPS[op](*(read(unpack_operand) for unpack_operand in operands)) & _MASK
     return registers
 
 
@@ -294,7 +294,7 @@ def _factors_kernel(scale_ptr, first_ptr, second_ptr, P: tl.constexpr, PART: tl.
                     ENTRIES: tl.constexpr):  # fmt: skip
     rows, columns = tl.arange(0, 16)[:, None], tl.arange(0, 4)[None, :]
     scale = tl.load(scale_ptr + rows * ENTRIES + tl.arange(0, ENTRIES)[None, :])
-    first, second = triton.factors_of_scales(scale, PART, P, tl.bfloat16)
+    first, second = triton.convert_scales(scale, PART, P, tl.bfloat16)
     tl.store(first_ptr + rows * 4 + columns, first)
     tl.store(second_ptr + rows * 4 + columns, second)
 

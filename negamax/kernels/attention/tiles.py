@@ -93,7 +93,7 @@ def tiles_for(device: torch.device) -> Tiles:
     return H200() if has_h200_tiles(platform.platform_of(device).arch) else Tiles()
 
 
-def decode_programs(
+def choose_decode_programs(
     num_seqs: int, kv_heads: int, multiprocessors: int, *, num_rows: int = 1, min_splits: int = 1
 ) -> tuple[int, bool]:
     """Return the programs per KV head, and SPLIT_KV: whether each has one split of one sequence,

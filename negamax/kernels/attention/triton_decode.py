@@ -33,28 +33,28 @@ from negamax.kernels.attention.triton_decode_plan import (
     WORK_WORDS,
     DecodePlan,
     load_sequence,
-    with_length,
+    replace_length,
     workspace,
 )
 from negamax.kernels.attention.triton_decode_reduce import finish_split, reduce_kernel
 from negamax.kernels.attention.triton_decode_runs import (
     MAX_ROWS,
-    head_of_row,
+    count_row_keys,
     is_row,
-    keys_of_row,
     load_run,
+    locate_row,
 )
 from negamax.kernels.attention.triton_shared import (
     Outputs,
     attention_constants,
-    key_offset,
+    clamp_empty_max,
     load_tile,
-    nonempty_max,
+    locate_key_tile,
+    locate_keys,
     outputs,
     result,
     score_scale,
     softmax_step,
-    tile_offset,
 )
 from negamax.kernels.launch.ptx import e4m3_to_fp16, launch_dependents, wait_for_predecessor
 from negamax.kernels.launch.triton import launch_options
@@ -105,7 +105,7 @@ def _reduce_warps(m_i, l_i, acc, C: tl.constexpr):
     """Merge the warps' results: m_i and l_i [PARTIAL_ROWS], acc [PARTIAL_ROWS, BLOCK_D]."""
     ROWS: tl.constexpr = C.PARTIAL_ROWS
     top = tl.max(m_i, axis=0)
-    alpha = tl.exp2(m_i - nonempty_max(top)[None, :])
+    alpha = tl.exp2(m_i - clamp_empty_max(top)[None, :])
     l_i = tl.sum(l_i * alpha, axis=0)
     acc = _sum_over_warps(_first_rows(acc * alpha[:, :, None], ROWS), C.WARPS)
     if ROWS == C.BLOCK_M:  # Triton 3.6 fails on the reshapes below if they drop no row
@@ -120,7 +120,7 @@ def _key_step(q, k, v, visible, scale, m_i, l_i, acc):
     """Attend to one more key k and value v [BLOCK_D], if `visible`; q [PARTIAL_ROWS, BLOCK_D]."""
     score = tl.where(visible, tl.sum(q * k[None, :], axis=1) * scale, float("-inf"))
     new = tl.maximum(m_i, score)
-    safe = nonempty_max(new)
+    safe = clamp_empty_max(new)
     alpha, p = tl.exp2(m_i - safe), tl.exp2(score - safe)
     return new, l_i * alpha + p, acc * alpha[:, None] + p[:, None] * v[None, :]
 
@@ -147,7 +147,7 @@ def _attend_split(
     row, column = tl.arange(0, C.PARTIAL_ROWS), tl.arange(0, BLOCK_D)
     first_row = (run.token * C.KV_HEADS + head) * C.GROUP
     q_mask = is_row(run, row3, C) & (column3 < C.DIM) & (warp >= 0)
-    q_at = q + head_of_row(run, first_row, row3, C) * C.DIM + column3 + warp * 0
+    q_at = q + locate_row(run, first_row, row3, C) * C.DIM + column3 + warp * 0
     q_tile = tl.load(q_at, mask=q_mask, other=0.0).to(C.DOT)
     prefetched_k, prefetched_v, newest = prefetched
     if C.PREFETCH_KV:
@@ -161,7 +161,7 @@ def _attend_split(
         ).to(tl.float32)
         mask = (row < C.GROUP)[:, None] & mine[None, :]
         q_rows = tl.load(
-            q + head_of_row(run, first_row, row, C)[:, None] * C.DIM + column[None, :],
+            q + locate_row(run, first_row, row, C)[:, None] * C.DIM + column[None, :],
             mask=mask,
             other=0.0,
         ).to(tl.float32)
@@ -169,7 +169,7 @@ def _attend_split(
     l_i = tl.zeros([WARPS, BLOCK_M], tl.float32)
     acc = tl.zeros([WARPS, BLOCK_M, BLOCK_D], tl.float32)
     num_keys = sequence.length - 1 if C.PREFETCH_KV else sequence.length
-    keys_seen = num_keys if C.QUERIES == 1 else keys_of_row(run, row3, num_keys, C)
+    keys_seen = num_keys if C.QUERIES == 1 else count_row_keys(run, row3, num_keys, C)
     first, after = tile - sequence.first_tile, until - sequence.first_tile
     if C.FEWER_KEYS:
         after = tl.minimum(after, tl.cdiv(num_keys, C.BLOCK_N))
@@ -181,13 +181,13 @@ def _attend_split(
         first += 1
     if first < after:
         table = tables + sequence.table_index.to(tl.int64) * table_stride
-        offset = tile_offset(table, first, lane, num_keys, head, C)
+        offset = locate_key_tile(table, first, lane, num_keys, head, C)
         for t in range(first, after):
             k = load_tile(k_cache, offset, lane, column3, C)
             v = load_tile(v_cache, offset, lane, column3, C)
             # Load the blocks of the next tile a tile ahead: a load that waits for another one would
             # halve the pipeline.
-            offset = tile_offset(table, t + 1, lane, num_keys, head, C)
+            offset = locate_key_tile(table, t + 1, lane, num_keys, head, C)
             visible = key < keys_seen - t * C.BLOCK_N
             m_i, l_i, acc = _tile_step(q_tile, k, v, visible, qk_scale, m_i, l_i, acc, C)
     m_i, l_i, acc = _reduce_warps(m_i, l_i, acc, C)
@@ -209,10 +209,10 @@ def _prefetch(k_cache, v_cache, tables, table_stride, head, tile, sequence, C: t
     column = tl.arange(0, C.BLOCK_D)[None, None, :]
     table = tables + sequence.table_index.to(tl.int64) * table_stride
     first, num_keys = tile - sequence.first_tile, sequence.length - 1
-    offset = tile_offset(table, first, lane, num_keys, head, C)
+    offset = locate_key_tile(table, first, lane, num_keys, head, C)
     k = load_tile(k_cache, offset, lane, column, C)
     v = load_tile(v_cache, offset, lane, column, C)
-    return k, v, key_offset(table, tl.maximum(num_keys, 0), sequence.length, head, C)
+    return k, v, locate_keys(table, tl.maximum(num_keys, 0), sequence.length, head, C)
 
 
 @triton.jit
@@ -263,7 +263,7 @@ def _decode_kernel(
     if C.SPLIT_KV:
         _attend_split(
             q, k_cache, v_cache, tables, table_stride, partials, output, lse, qk_scale, v_scale,
-            head, program, programs, tile, end, run, with_length(sequence, lengths, seq, C),
+            head, program, programs, tile, end, run, replace_length(sequence, lengths, seq, C),
             prefetched, C,
         )  # fmt: skip
     else:
@@ -273,7 +273,7 @@ def _decode_kernel(
                 q, k_cache, v_cache, tables, table_stride, partials, output, lse, qk_scale,
                 v_scale, head, program, programs, tile, until,
                 load_run(query_starts, num_tokens, seq, C),
-                with_length(sequence, lengths, seq, C), prefetched, C,
+                replace_length(sequence, lengths, seq, C), prefetched, C,
             )  # fmt: skip
             tile = until
             if tile < end:

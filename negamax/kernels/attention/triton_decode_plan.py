@@ -28,8 +28,8 @@ from torch import Tensor
 
 from negamax.kernels import platform
 from negamax.kernels.attention.metadata import AttentionMetadata, DecodeRuns, PagedShape
-from negamax.kernels.attention.tiles import DECODE, decode_programs
-from negamax.kernels.attention.triton_decode_runs import queries_per_program
+from negamax.kernels.attention.tiles import DECODE, choose_decode_programs
+from negamax.kernels.attention.triton_decode_runs import choose_queries_per_program
 from negamax.kernels.launch.ptx import wait_for_predecessor
 from negamax.kernels.launch.triton import launch_options
 
@@ -97,7 +97,7 @@ def load_sequence(at):
 
 
 @triton.jit
-def with_length(sequence, lengths, seq, C: tl.constexpr):
+def replace_length(sequence, lengths, seq, C: tl.constexpr):
     """Return `sequence`; with FEWER_KEYS its length is that of `lengths`."""
     if C.FEWER_KEYS:
         sequence = Sequence(
@@ -119,7 +119,7 @@ def _load_tiles(seq_lens, start, num_seqs, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _tiles_per_program(
+def _find_program_tiles(
     seq_lens, num_seqs, programs, split_kv, MIN_TILES: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """Return the most tiles of a program, and the tiles of all sequences. With `split_kv` bisection
@@ -172,7 +172,7 @@ def _plan_decode_kernel(
             work + program * WORK_WORDS + word, tl.zeros_like(program), mask=program < programs
         )
     tl.debug_barrier()
-    most, total = _tiles_per_program(seq_lens, num_seqs, programs, split_kv, MIN_TILES, BLOCK_N)
+    most, total = _find_program_tiles(seq_lens, num_seqs, programs, split_kv, MIN_TILES, BLOCK_N)
     tiles_before, programs_before = 0, 0
     for start in range(0, num_seqs, _BLOCK_S):
         seq, live, length, tiles = _load_tiles(seq_lens, start, num_seqs, BLOCK_N)
@@ -224,11 +224,11 @@ def plan_splits(
 ) -> Splits:
     """Plan tiles of `block_n` keys for sequences of seq_lens [S] int32 tokens, whose rows of the
     block tables are block_table_indices [S] int64, for tiles of `num_rows` queries. `min_splits`:
-    see `decode_programs`.
+    see `choose_decode_programs`.
     """
     num_seqs, device = seq_lens.shape[0], seq_lens.device
     multiprocessors = platform.platform_of(device).multiprocessors
-    programs, split_kv = decode_programs(
+    programs, split_kv = choose_decode_programs(
         num_seqs, kv_heads, multiprocessors, num_rows=num_rows, min_splits=min_splits
     )
     most = int(multiprocessors * DECODE.programs)
@@ -261,7 +261,7 @@ def plan_decode(
     """
     num_queries, runs = 1, queries.decode_runs
     if runs is not None and len(runs.seq_lens) >= DECODE.min_runs:
-        num_queries = queries_per_program(shape.group, queries.max_decode_run)
+        num_queries = choose_queries_per_program(shape.group, queries.max_decode_run)
     if runs is None or num_queries == 1:
         runs, columns = None, (queries.seq_lens, queries.block_table_indices)
     else:

@@ -25,8 +25,8 @@ from negamax.kernels.attention.triton_decode_plan import (
     SEQUENCE_WORDS,
     load_sequence,
 )
-from negamax.kernels.attention.triton_decode_runs import head_of_row, is_row, load_run
-from negamax.kernels.attention.triton_shared import nonempty_max, write_heads, write_lse
+from negamax.kernels.attention.triton_decode_runs import is_row, load_run, locate_row
+from negamax.kernels.attention.triton_shared import clamp_empty_max, write_heads, write_lse
 
 
 @triton.jit
@@ -83,7 +83,7 @@ def _reduce(partials, slot, row, start, count, m_i, l_i, acc, C: tl.constexpr):
         tl.store(lse_at, tl.full(lse.shape, EMPTY, tl.int32), mask=live)
         lse = tl.where(live, lse.to(tl.float32, bitcast=True), float("-inf"))
         new = tl.maximum(m_i, tl.max(lse, axis=1))
-        safe = nonempty_max(new)
+        safe = clamp_empty_max(new)
         alpha, weight = tl.exp2(m_i - safe), tl.exp2(lse - safe[:, None])
         l_i = l_i * alpha + tl.sum(weight, axis=1)
         acc = acc * alpha[:, None] + tl.sum(
@@ -100,7 +100,7 @@ def finish_split(
 ):  # fmt: skip
     """Write m_i and l_i [PARTIAL_ROWS], acc [PARTIAL_ROWS, BLOCK_D] of a split to the output if it
     is the only one of its sequence, else to `partials`; then reduce this program's part of them.
-    `row`, `column`: of acc; `run`, `first_row`: see `head_of_row`.
+    `row`, `column`: of acc; `run`, `first_row`: see `locate_row`.
     """
     BLOCK_D: tl.constexpr = C.BLOCK_D
     slot = head * programs + sequence.first_program
@@ -108,7 +108,7 @@ def finish_split(
         if not (C.PARALLEL_REDUCE or C.REDUCE_LATER):
             m_i, l_i, acc = _reduce(partials, slot, row, 1, sequence.num_splits, m_i, l_i, acc, C)
         acc *= tl.where(l_i == 0.0, 0.0, v_scale / l_i)[:, None]
-        at = head_of_row(run, first_row, row, C)
+        at = locate_row(run, first_row, row, C)
         write_heads(acc, at, column, is_row(run, row, C), output, C)
         write_lse(m_i, l_i, at, is_row(run, row, C), lse)
     else:
@@ -128,7 +128,7 @@ def finish_split(
                 if C.QUERIES > 1:  # a row of padding has no key
                     l_row = tl.where(l_row == 0.0, 1.0, l_row)
                 acc_row *= (v_scale / l_row)[:, None]
-                at = head_of_row(run, first_row, one + i, C)
+                at = locate_row(run, first_row, one + i, C)
                 write_heads(acc_row, at, column, is_row(run, one + i, C), output, C)
                 write_lse(m_row, l_row, at, is_row(run, one + i, C), lse)
 
@@ -164,6 +164,6 @@ def reduce_kernel(
         acc *= tl.where(l_i == 0.0, 0.0, v_scale / l_i)[:, None]
         run = load_run(query_starts, num_tokens, seq, C)
         first_row = (run.token * C.KV_HEADS + head) * C.GROUP
-        at = head_of_row(run, first_row, row, C)
+        at = locate_row(run, first_row, row, C)
         write_heads(acc, at, column, is_row(run, row, C), (out, values, scales), C)
         write_lse(m_i, l_i, at, is_row(run, row, C), lse)

@@ -18,7 +18,7 @@ import triton.language as tl
 MAX_ROWS = 32
 
 
-def queries_per_program(group: int, max_run: int) -> int:
+def choose_queries_per_program(group: int, max_run: int) -> int:
     """Return the queries of a program, so that it has at most MAX_ROWS rows and all programs of a
     sequence have about as many.
     """
@@ -61,7 +61,7 @@ def is_row(run, row, C: tl.constexpr):
 
 
 @triton.jit
-def head_of_row(run, first_row, row, C: tl.constexpr):
+def locate_row(run, first_row, row, C: tl.constexpr):
     """Return token * heads + head of each row; `first_row` is that of row 0."""
     if C.QUERIES == 1:
         at = first_row + row
@@ -73,7 +73,7 @@ def head_of_row(run, first_row, row, C: tl.constexpr):
 
 
 @triton.jit
-def keys_of_row(run, row, length, C: tl.constexpr):
+def count_row_keys(run, row, length, C: tl.constexpr):
     """Return how many keys of a sequence of `length` tokens each row sees, including its own."""
     query = row // C.GROUP
     return tl.where(query < run.num_real, length - run.num_real + query + 1, 0)

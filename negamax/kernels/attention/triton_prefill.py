@@ -29,11 +29,11 @@ from negamax.kernels.attention.triton_shared import (
     Outputs,
     attention_constants,
     load_tile,
+    locate_key_tile,
     outputs,
     result,
     score_scale,
     softmax_step,
-    tile_offset,
     write_heads,
     write_lse,
 )
@@ -60,13 +60,13 @@ def plan_prefill(
     size = tiles_for(queries.seq_lens.device).prefill_block_m(
         queries.positions.shape[0] if on_device else longest
     )
-    return PrefillPlan(queries, shape, quantize, size, query_tiles(queries, size))
+    return PrefillPlan(queries, shape, quantize, size, list_query_tiles(queries, size))
 
 
-def query_tiles(queries: AttentionMetadata, size: int) -> Tensor:
+def list_query_tiles(queries: AttentionMetadata, size: int) -> Tensor:
     """List the tiles of at most `size` queries, as `PrefillPlan.tiles`."""
     if queries.is_captured or not queries.is_exact:
-        return _tiles_on_device(queries, size)
+        return _list_tiles_on_device(queries, size)
     rows, first = [np.empty((0, 4), dtype=np.int32)], 0
     for seq, (length, count) in enumerate(
         zip(queries.host_seq_lens, queries.host_query_lens, strict=True)
@@ -86,7 +86,7 @@ def query_tiles(queries: AttentionMetadata, size: int) -> Tensor:
     return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host
 
 
-def _tiles_on_device(queries: AttentionMetadata, size: int) -> Tensor:
+def _list_tiles_on_device(queries: AttentionMetadata, size: int) -> Tensor:
     """List the tiles [T / size + S, 4] of sequences whose counts only the device knows; the last
     ones may be empty.
 
@@ -109,7 +109,7 @@ def _tiles_on_device(queries: AttentionMetadata, size: int) -> Tensor:
 
 
 @triton.jit
-def _last_own_key(held, position, is_row, C: tl.constexpr):
+def _find_last_own_key(held, position, is_row, C: tl.constexpr):
     """Return the number of the last key up to `position` among those in a rank's blocks of a
     sequence, counted from 0; -1: none. `held`: of the sequence's blocks.
     """
@@ -171,15 +171,17 @@ def _prefill_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     position, end = start + query, start + count
     if held is not None:
-        position = _last_own_key(held + seq.to(tl.int64) * held_stride, position, query < count, C)
+        position = _find_last_own_key(
+            held + seq.to(tl.int64) * held_stride, position, query < count, C
+        )
         start = tl.min(tl.where(query < count, position, 0x7FFFFFFF))
         end = tl.max(tl.where(query < count, position, -1)) + 1
     lane = tl.arange(0, C.BLOCK_N)[:, None]
-    offset = tile_offset(table, 0, lane, end, head, C)
+    offset = locate_key_tile(table, 0, lane, end, head, C)
     for t in range(0, tl.cdiv(end, C.BLOCK_N)):
         k = load_tile(k_cache, offset, lane, column[None, :], C).to(C.DOT)
         v = load_tile(v_cache, offset, lane, column[None, :], C).to(C.DOT)
-        offset = tile_offset(table, t + 1, lane, end, head, C)
+        offset = locate_key_tile(table, t + 1, lane, end, head, C)
         scores = tl.dot(q_tile, tl.trans(k))
         if (t + 1) * C.BLOCK_N > start:
             visible = position - t * C.BLOCK_N

@@ -30,7 +30,7 @@ from negamax.kernels.attention.triton_heads import (
     store_heads,
     to_cache_dtype,
 )
-from negamax.kernels.collectives.triton_ll import peer_base, poll, push
+from negamax.kernels.collectives.triton_ll import load_peer_base, poll, push
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 from negamax.kernels.peers import Collective
 
@@ -67,7 +67,7 @@ def _sum_over_ranks(q_sum, k_sum, addresses, flags, token, region_rows, rank, WO
     word = tl.arange(0, 2)
     bits = tl.where(word == 0, q_sum, k_sum).to(tl.int32, bitcast=True)
     push(addresses, row + rank * 2, word, bits, flag, word < 2, WORLD)
-    own = peer_base(addresses, rank)
+    own = load_peer_base(addresses, rank)
     index = tl.arange(0, WORLD * 2)
     sums = poll(own + row, index, flag, index < WORLD * 2, addresses + WORLD).to(
         tl.float32, bitcast=True

@@ -136,7 +136,7 @@ def write_lse(m_i, l_i, row, mask, lse):
 
 
 @triton.jit
-def key_offset(table, key, length, head, C: tl.constexpr):
+def locate_keys(table, key, length, head, C: tl.constexpr):
     """Return the offsets of keys `key` of one KV head in a cache [blocks, KV_HEADS, BLOCK_SIZE,
     DIM]; `table` lists the sequence's blocks. Keys from `length` on get those of block 0.
     """
@@ -145,12 +145,12 @@ def key_offset(table, key, length, head, C: tl.constexpr):
 
 
 @triton.jit
-def tile_offset(table, tile, lane, length, head, C: tl.constexpr):
+def locate_key_tile(table, tile, lane, length, head, C: tl.constexpr):
     """Return the offset of tile number `tile` of BLOCK_N keys: one if a block holds the whole tile,
     else one for each key of `lane`.
     """
     key = tile * C.BLOCK_N if C.BLOCK_SIZE % C.BLOCK_N == 0 else tile * C.BLOCK_N + lane
-    return key_offset(table, key, length, head, C)
+    return locate_keys(table, key, length, head, C)
 
 
 @triton.jit
@@ -165,7 +165,7 @@ def load_tile(cache, offset, lane, column, C: tl.constexpr):
 
 
 @triton.jit
-def nonempty_max(m_i):
+def clamp_empty_max(m_i):
     """Return m_i, and 0 for rows that have seen no key, where exp2(-inf - m_i) would be NaN."""
     return tl.where(m_i == float("-inf"), 0.0, m_i)
 
@@ -177,7 +177,7 @@ def softmax_step(scores, scale, m_i):
     """
     axis: tl.constexpr = len(scores.shape) - 1
     new = tl.maximum(m_i, tl.max(scores, axis=axis) * scale)
-    safe = nonempty_max(new)
+    safe = clamp_empty_max(new)
     p = tl.exp2(scores * scale - tl.expand_dims(safe, axis))
     alpha = tl.exp2(m_i - safe)
     return p, alpha, new

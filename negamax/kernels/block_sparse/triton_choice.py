@@ -59,13 +59,13 @@ def choice_constants(
 
 
 @triton.jit
-def last_block(position, BLOCK: tl.constexpr):
+def find_last_block(position, BLOCK: tl.constexpr):
     """Return the block of `position`; -1 for position -1."""
     return (position + BLOCK) // BLOCK - 1
 
 
 @triton.jit
-def score_order(score, block, last, C: tl.constexpr):
+def order_scores(score, block, last, C: tl.constexpr):
     """Convert scores of the blocks `block` to int32 of the same order: NaN below likely scores,
     blocks that are always selected above all, NO_SCORE for blocks after `last`.
     """
@@ -78,12 +78,12 @@ def score_order(score, block, last, C: tl.constexpr):
 
 @triton.jit
 def make_key(order, number):
-    """Make int64 keys from results of `score_order` and numbers of blocks."""
+    """Make int64 keys from results of `order_scores` and numbers of blocks."""
     return (order.to(tl.int64) << 32) | (0x7FFFFFFF - number).to(tl.int64)
 
 
 @triton.jit
-def number_of(key):
+def read_number(key):
     """Return the number in a key, as int64; NO_BLOCK if there was no score."""
     number = 0x7FFFFFFF - (key & 0x7FFFFFFF)
     return tl.where((key >> 32).to(tl.int32) == NO_SCORE, NO_BLOCK, number)
@@ -116,7 +116,7 @@ def _store_blocks(block, place, row, head, table, mask, ids, pages, C: tl.conste
 
 
 @triton.jit
-def scored_block(numbers, i, C: tl.constexpr):
+def find_scored_block(numbers, i, C: tl.constexpr):
     """Return the number of the i-th scored block: all blocks are scored, or those of a shard's
     blocks of the cache in `numbers`.
     """
@@ -134,7 +134,7 @@ def store_best(best, row, head, table, is_there, ids, pages, C: tl.constexpr):
     """
     column = tl.arange(0, C.TOPK_POW2)[None, :]
     if C.RANKS == 1:
-        block = tl.where(column < C.TOPK, number_of(best), NO_BLOCK)
+        block = tl.where(column < C.TOPK, read_number(best), NO_BLOCK)
         store_choice(block, row, head, table, is_there, ids, pages, C)
     else:
         at = row.to(tl.int64)[:, None] * C.TOPK + column
@@ -142,7 +142,7 @@ def store_best(best, row, head, table, is_there, ids, pages, C: tl.constexpr):
 
 
 @triton.jit
-def highest(order, TOPK: tl.constexpr):
+def find_highest(order, TOPK: tl.constexpr):
     """Return whether each of order [rows, N] int32 is among the TOPK highest of its row. NO_SCORE
     never is; of equal ones the first are. The TOPK-th of a row is found two bits at a time.
 
@@ -168,11 +168,11 @@ def highest(order, TOPK: tl.constexpr):
 
 @triton.jit
 def store_highest(order, block, row, head, table, is_there, ids, pages, C: tl.constexpr):
-    """Store the selection of the index queries `row` [rows] from `score_order` and numbers of their
-    blocks [rows, N], which ascend; other arguments as in `store_choice`. For a shard store the
-    selected keys to `ids` [T, HEADS, TOPK] int64.
+    """Store the selection of the index queries `row` [rows] from `order_scores` and the numbers of
+    their blocks [rows, N], which ascend; other arguments as in `store_choice`. For a shard store
+    the selected keys to `ids` [T, HEADS, TOPK] int64.
     """
-    chosen = highest(order, C.TOPK)
+    chosen = find_highest(order, C.TOPK)
     place = tl.cumsum(chosen.to(tl.int32), axis=1) - 1
     mask = chosen & is_there[:, None]
     column = tl.arange(0, C.TOPK_POW2)[None, :]
@@ -192,7 +192,7 @@ def store_highest(order, block, row, head, table, is_there, ids, pages, C: tl.co
 def store_all_blocks(position, row, head, table, is_there, ids, pages, C: tl.constexpr):
     """Store the selection of index queries that see at most TOPK blocks: all of them."""
     column = tl.arange(0, C.TOPK_POW2)[None, :]
-    is_seen = column <= last_block(position, C.BLOCK)[:, None]
+    is_seen = column <= find_last_block(position, C.BLOCK)[:, None]
     mask = is_there[:, None] & (column < C.TOPK)
     _store_blocks(
         tl.where(is_seen, column, NO_BLOCK), column, row, head, table, mask, ids, pages, C

@@ -24,9 +24,9 @@ from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.attention.tiles import tiles_for as dense_tiles_for
 from negamax.kernels.attention.triton_prefill import (
     PrefillPlan,
+    list_query_tiles,
     plan_prefill,
     prefill,
-    query_tiles,
 )
 from negamax.kernels.attention.triton_shared import (
     Outputs,
@@ -79,7 +79,7 @@ def plan_chosen_prefill(
     rows = tiles_for(queries.seq_lens.device).prefill_rows
     topk = triton.next_power_of_2(shape.topk_blocks)
     size = max(1, min(rows // shape.group, _UNION // topk, _MOST_QUERIES))
-    return SparsePrefillPlan(queries, shape, quantize, size, query_tiles(queries, size))
+    return SparsePrefillPlan(queries, shape, quantize, size, list_query_tiles(queries, size))
 
 
 @triton.jit

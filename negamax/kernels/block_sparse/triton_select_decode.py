@@ -40,11 +40,11 @@ from negamax.kernels.block_sparse.triton_choice import (
     NO_KEY,
     NO_SCORE,
     choice_constants,
-    highest,
-    last_block,
+    find_highest,
+    find_last_block,
+    find_scored_block,
     make_key,
-    score_order,
-    scored_block,
+    order_scores,
     store_all_blocks,
     store_best,
     store_highest,
@@ -195,7 +195,7 @@ def _score_blocks(
     position = queries.length - queries.count + row // C.HEADS
     score_at = scores + (first_row + row) * width
     cache_block = tl.load(table + first // C.PER_BLOCK)
-    next_number = scored_block(numbers, first, C)
+    next_number = find_scored_block(numbers, first, C)
     for i in range(first, until):
         block = next_number
         if C.RANKS == 1:
@@ -209,7 +209,7 @@ def _score_blocks(
         # loaded a tile ahead: a load that waits for another one would halve the pipeline
         next_i = tl.minimum(i + 1, until - 1)
         cache_block = tl.load(table + next_i // C.PER_BLOCK)
-        next_number = scored_block(numbers, next_i, C)
+        next_number = find_scored_block(numbers, next_i, C)
         products = tl.dot(q, tl.trans(k.to(C.DOT)))
         is_seen = block * C.BLOCK + key[None, :] <= position[:, None]
         score = tl.max(tl.where(is_seen, products, float("-inf")), axis=1)
@@ -220,8 +220,8 @@ def _score_blocks(
 def _load_order(
     scores, row, i, numbers, num_scored, last, width, C: tl.constexpr, IN_RUNS: tl.constexpr = False
 ):
-    """Return `score_order` of the `num_scored` scored blocks at `i` for the index queries `row`, of
-    one shape, and the numbers of the blocks, NO_BLOCK after the last. IN_RUNS: `i` has runs of
+    """Return `order_scores` of the `num_scored` scored blocks at `i` for the index queries `row`,
+    of one shape, and the numbers of the blocks, NO_BLOCK after the last. IN_RUNS: `i` has runs of
     neighbours, which are read together, also after the last block.
     """
     block = i
@@ -233,18 +233,18 @@ def _load_order(
     # past the first-level cache, because other programs wrote them
     score_at = scores + row.to(tl.int64) * width + i
     score = tl.load(score_at, mask=mask, other=0.0, cache_modifier=".cg")
-    return score_order(score, block, last, C), block
+    return order_scores(score, block, last, C), block
 
 
 @triton.jit
-def _rows_of(queries, start, ROWS: tl.constexpr, C: tl.constexpr):
+def _locate_rows(queries, start, ROWS: tl.constexpr, C: tl.constexpr):
     """Return ROWS index queries of `queries` from `start` on, whether they exist, and their last
     block.
     """
     row = start + tl.arange(0, ROWS)
     is_there = row < queries.count * C.HEADS
     position = queries.length - queries.count + row // C.HEADS
-    last = tl.where(is_there, last_block(position, C.BLOCK), -1)
+    last = tl.where(is_there, find_last_block(position, C.BLOCK), -1)
     return row + queries.first * C.HEADS, is_there, last
 
 
@@ -254,7 +254,7 @@ def _choose_of_few(
     C: tl.constexpr,
 ):  # fmt: skip
     """Select for ROWS index queries among up to _FEW blocks."""
-    row, is_there, last = _rows_of(queries, start, ROWS, C)
+    row, is_there, last = _locate_rows(queries, start, ROWS, C)
     i = tl.arange(0, _FEW)[None, :] + row[:, None] * 0
     order, block = _load_order(
         scores, row[:, None], i, numbers, num_scored, last[:, None], width, C
@@ -273,7 +273,7 @@ def _choose_of_some(
     """
     if (num_scored > BLOCKS // 2) & (num_scored <= BLOCKS):
         for start in range(0, num_rows, ROWS):
-            row, is_there, last = _rows_of(queries, start, ROWS, C)
+            row, is_there, last = _locate_rows(queries, start, ROWS, C)
             i = tl.arange(0, BLOCKS)[None, :] + row[:, None] * 0
             order, block = _load_order(
                 scores, row[:, None], i, numbers, num_scored, last[:, None], width, C, IN_RUNS=True
@@ -289,7 +289,7 @@ def _choose_of_many(
     """Select for ROWS index queries among any number of blocks. GROUP neighbours are a group, and
     the TOPK best blocks are in the TOPK groups with the highest scores.
     """
-    row, is_there, last = _rows_of(queries, start, ROWS, C)
+    row, is_there, last = _locate_rows(queries, start, ROWS, C)
     group, member = tl.arange(0, _NUM_GROUPS)[None, :], tl.arange(0, GROUP)[None, None, :]
     if ROWS == 1:
         order, _ = _load_order(
@@ -307,7 +307,7 @@ def _choose_of_many(
                 num_scored, last[:, None, None], width, C, IN_RUNS=True,
             )  # fmt: skip
             best = tl.maximum(best, tl.max(order, axis=2))
-    chosen = highest(best, C.TOPK)
+    chosen = find_highest(best, C.TOPK)
     place = tl.cumsum(chosen.to(tl.int32), axis=1) - 1
     first = ids + row.to(tl.int64)[:, None] * C.TOPK  # holds the groups temporarily
     tl.store(first + place, group.to(ids.dtype.element_ty), mask=chosen)

@@ -24,17 +24,17 @@ from torch import Tensor
 from negamax.kernels import platform
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.attention.triton_own_blocks import OwnBlocks, plan_own_blocks
-from negamax.kernels.attention.triton_prefill import query_tiles
+from negamax.kernels.attention.triton_prefill import list_query_tiles
 from negamax.kernels.block_sparse.choice import SparseShape
 from negamax.kernels.block_sparse.tiles import tiles_for
 from negamax.kernels.block_sparse.triton_choice import (
     NO_KEY,
     NO_SCORE,
     choice_constants,
-    last_block,
+    find_last_block,
+    find_scored_block,
     make_key,
-    score_order,
-    scored_block,
+    order_scores,
     store_all_blocks,
     store_best,
 )
@@ -75,7 +75,9 @@ def plan_select_prefill(metadata: AttentionMetadata, shape: SparseShape) -> Sele
             ranks=shape.shard.ranks,
             block_size=shape.block_size,
         )
-    return SelectPrefillPlan(metadata, shape, block_m, query_tiles(metadata, size), splits, own)
+    return SelectPrefillPlan(
+        metadata, shape, block_m, list_query_tiles(metadata, size), splits, own
+    )
 
 
 @triton.jit
@@ -103,13 +105,13 @@ def _best_blocks(index_q, cache, table, numbers, tile, begin, end, C: tl.constex
     q_mask = (row < count * C.HEADS)[:, None] & (column < C.DIM)[None, :]
     q = tl.load(q_at, mask=q_mask, other=0.0).to(C.DOT)
     position = start + row // C.HEADS
-    last = last_block(position, C.BLOCK)
+    last = find_last_block(position, C.BLOCK)
     slot = tl.arange(0, TOPK_POW2)[None, :]
     best = tl.full([BLOCK_M, TOPK_POW2], NO_KEY, tl.int64)
     order = tl.full([BLOCK_M, TOPK_POW2], NO_SCORE, tl.int32)
     slot_block = begin + slot
     cache_block = tl.load(table + begin // C.PER_BLOCK)
-    next_number = scored_block(numbers, begin, C)
+    next_number = find_scored_block(numbers, begin, C)
     for i in range(begin, end):
         block = next_number
         if C.RANKS == 1:
@@ -123,12 +125,12 @@ def _best_blocks(index_q, cache, table, numbers, tile, begin, end, C: tl.constex
         # loaded a tile ahead: a load that waits for another one would halve the pipeline
         next_i = tl.minimum(i + 1, end - 1)
         cache_block = tl.load(table + next_i // C.PER_BLOCK)
-        next_number = scored_block(numbers, next_i, C)
+        next_number = find_scored_block(numbers, next_i, C)
         products = tl.dot(q, tl.trans(k.to(C.DOT)))
         if (block + 1) * C.BLOCK > start:
             is_seen = block * C.BLOCK + key[None, :] <= position[:, None]
             products = tl.where(is_seen, products, float("-inf"))
-        of_block = score_order(tl.max(products, axis=1), block, last, C)
+        of_block = order_scores(tl.max(products, axis=1), block, last, C)
         at = (i - begin) % TOPK_POW2
         order = tl.where(slot == at, of_block[:, None], order)
         slot_block = tl.where(slot == at, block, slot_block)
@@ -164,7 +166,7 @@ def _select_prefill_kernel(
     table = tables + sequence * table_stride
     row = tl.arange(0, BLOCK_M)
     is_there = row < count * C.HEADS
-    num_blocks = last_block(start + count - 1, C.BLOCK) + 1
+    num_blocks = find_last_block(start + count - 1, C.BLOCK) + 1
     if num_blocks <= C.TOPK:
         if C.RANKS == 1:  # noqa: SIM102  known when it is compiled
             if split == 0:
@@ -214,7 +216,7 @@ def _merge_splits_kernel(
     first, count, start = tl.load(record), tl.load(record + 1), tl.load(record + 2)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_there = row < count * C.HEADS
-    if last_block(start + count - 1, C.BLOCK) >= C.TOPK:
+    if find_last_block(start + count - 1, C.BLOCK) >= C.TOPK:
         sequence = tl.load(block_table_indices + tl.load(record + 3)).to(tl.int64)
         row_at = (first * C.HEADS + row).to(tl.int64)[:, None] * (SPLITS * C.TOPK_POW2)
         at = row_at + tl.arange(0, SPLITS * C.TOPK_POW2)[None, :]

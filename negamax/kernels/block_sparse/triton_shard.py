@@ -22,11 +22,11 @@ from negamax.kernels.block_sparse.triton_choice import (
     NO_KEY,
     ChoiceConstants,
     choice_constants,
-    last_block,
-    number_of,
+    find_last_block,
+    read_number,
     store_choice,
 )
-from negamax.kernels.collectives.triton_ll import peer_base, peer_bases, poll, with_flag
+from negamax.kernels.collectives.triton_ll import add_flag, load_peer_base, load_peer_bases, poll
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 from negamax.kernels.peers import Collective, PeerRegion
 
@@ -84,7 +84,7 @@ def _merge_shards_kernel(
     position = tl.load(positions + token).to(tl.int32)
     if active is not None:
         position = tl.where(token < tl.load(active), position, -1)
-    last = last_block(position, C.BLOCK)
+    last = find_last_block(position, C.BLOCK)
     head, column = tl.arange(0, HEADS_POW2), tl.arange(0, TOPK_POW2)
     is_there = head < HEADS
     block = tl.where(column <= last, column, NO_BLOCK)[None, :] + head[:, None] * 0
@@ -99,17 +99,17 @@ def _merge_shards_kernel(
             flag = tl.load(flags + token) + 1
             offset = ((flag & 1) * ROWS + token) * (WORLD * SLOT)
             word = tl.arange(0, 2 * HEADS_POW2 * TOPK_POW2)
-            bases = peer_bases(addresses, WORLD)
+            bases = load_peer_bases(addresses, WORLD)
             sent = ()
             for peer in tl.static_range(WORLD):  # all loads before the first store
                 its = own_words + (peer * INDEX_HEADS // WORLD) * (TOPK * 2) + word
-                sent = sent + (with_flag(tl.load(its, mask=word < words, other=0), flag),)  # noqa: RUF005
+                sent = sent + (add_flag(tl.load(its, mask=word < words, other=0), flag),)  # noqa: RUF005
             for peer in tl.static_range(WORLD):
                 to = bases[peer] + offset + rank * SLOT + word
                 tl.store(to, sent[peer], mask=word < words)
             half = tl.arange(0, 2)[None, None, None, :]
             arrived = poll(
-                peer_base(addresses, rank) + offset,
+                load_peer_base(addresses, rank) + offset,
                 (shard * SLOT + at * 2)[:, :, :, None] + half,
                 flag,
                 mask[:, :, :, None] & (half >= 0),
@@ -122,7 +122,7 @@ def _merge_shards_kernel(
             row = (shard * num_tokens + token).to(tl.int64) * INDEX_HEADS + first_head
             key = tl.load(keys + row * TOPK + at, mask=mask, other=0)
         key = tl.reshape(tl.where(mask, key, NO_KEY), [HEADS_POW2, SHARDS_POW2 * TOPK_POW2])
-        best = number_of(tl.topk(key, TOPK_POW2))
+        best = read_number(tl.topk(key, TOPK_POW2))
         block = tl.where(column[None, :] < TOPK, best, NO_BLOCK).to(tl.int32)
     table = tables + tl.load(token_slots + token) * table_stride
     store_choice(block, token * HEADS + head, head, table, is_there, ids, pages, C)

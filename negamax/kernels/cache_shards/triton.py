@@ -41,7 +41,7 @@ from negamax.kernels.cache_shards.op import (
 )
 from negamax.kernels.cache_shards.partials import PartialResults
 from negamax.kernels.cache_shards.triton_merge import merge_partials
-from negamax.kernels.cache_shards.triton_own_choice import own_choice
+from negamax.kernels.cache_shards.triton_own_choice import filter_choice
 from negamax.kernels.launch.triton import triton_kernel
 
 
@@ -93,7 +93,7 @@ def own_rows(
     return rows
 
 
-def _own_blocks(queries: AttentionMetadata, shape: PagedShape) -> OwnBlocks:
+def _list_own_blocks(queries: AttentionMetadata, shape: PagedShape) -> OwnBlocks:
     return plan_own_blocks(
         queries,
         queries.seq_lens,
@@ -104,7 +104,7 @@ def _own_blocks(queries: AttentionMetadata, shape: PagedShape) -> OwnBlocks:
     )
 
 
-def _with_own_tables(queries: AttentionMetadata, own: OwnBlocks) -> AttentionMetadata:
+def _replace_tables(queries: AttentionMetadata, own: OwnBlocks) -> AttentionMetadata:
     """Return `queries` with the rank's blocks, sequence by sequence, as block tables."""
     num_seqs, device = own.keys.shape[0], own.keys.device
     rows = torch.arange(num_seqs, dtype=torch.int64, device=device)
@@ -122,8 +122,8 @@ def plan_partial_decode(
     """Plan each query as a sequence of its own, also if several belong to one. Reads the lengths on
     the device only.
     """
-    own = _own_blocks(queries, shape)
-    local = replace(_with_own_tables(queries, own), seq_lens=own.keys, decode_runs=None)
+    own = _list_own_blocks(queries, shape)
+    local = replace(_replace_tables(queries, own), seq_lens=own.keys, decode_runs=None)
     return plan_decode(local, shape, dtype=dtype, quantize=quantize, reduce_later=reduce_later)
 
 
@@ -154,9 +154,9 @@ def plan_partial_prefill(
     queries: AttentionMetadata, shape: PagedShape, *, dtype: torch.dtype, quantize: bool = False
 ) -> PartialPrefillPlan:
     """Plan a run of queries per sequence, each at the last positions of its sequence."""
-    own = _own_blocks(queries, shape)
+    own = _list_own_blocks(queries, shape)
     paged = plan_prefill(queries, shape, dtype=dtype, quantize=quantize)
-    return PartialPrefillPlan(replace(paged, queries=_with_own_tables(queries, own)), own.held)
+    return PartialPrefillPlan(replace(paged, queries=_replace_tables(queries, own)), own.held)
 
 
 def partial_prefill(
@@ -189,7 +189,7 @@ def partial_sparse_decode(
     rank's, so the work is planned for all of them, and some programs have none.
     """
     found, shape, head_dim = PartialResults.empty(q), plan.shape, q.shape[2]
-    own, lengths = own_choice(choice, shape, bounds=plan.paged.queries.seq_lens)
+    own, lengths = filter_choice(choice, shape, bounds=plan.paged.queries.seq_lens)
     queries = replace(plan.paged.queries, block_tables=own.pages.flatten(0, 1))
     launch_decode(
         q.view(-1, shape.group, head_dim),
@@ -222,7 +222,7 @@ def partial_sparse_prefill(
 ) -> PartialResults:
     """Run `cache_shards.sparse_prefill`."""
     found = PartialResults.empty(q)
-    own, _ = own_choice(choice, plan.shape)
+    own, _ = filter_choice(choice, plan.shape)
     launch_sparse_prefill(
         q, k_cache, v_cache, own, plan, (found.out, None, None), lse=found.lse, kv_scales=kv_scales
     )

@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 
 from negamax.kernels.activations import Hidden
-from negamax.kernels.attention.triton_shared import nonempty_max, outputs, result, write_heads
+from negamax.kernels.attention.triton_shared import clamp_empty_max, outputs, result, write_heads
 from negamax.kernels.cache_shards.partials import PartialResults
-from negamax.kernels.collectives.triton_ll import peer_base, peer_bases, poll, with_flag
+from negamax.kernels.collectives.triton_ll import add_flag, load_peer_base, load_peer_bases, poll
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 from negamax.kernels.launch.words import as_words, unpack
 from negamax.kernels.peers import Collective, PeerRegion
@@ -59,8 +59,8 @@ def _push(parts, lse, head, word, addresses, offset, rank, flag, C: tl.constexpr
     for peer in tl.static_range(RANKS):  # all loads before the first store
         words, weights = _load_own(parts, lse, peer * C.COUNT + head, word, C)
         weights = weights.to(tl.int32, bitcast=True)
-        sent = sent + (with_flag(words, flag), with_flag(weights, flag))  # noqa: RUF005
-    bases = peer_bases(addresses, RANKS)
+        sent = sent + (add_flag(words, flag), add_flag(weights, flag))  # noqa: RUF005
+    bases = load_peer_bases(addresses, RANKS)
     for peer in tl.static_range(RANKS):
         to = bases[peer] + offset + rank * C.SLOT
         tl.store(to + at, sent[2 * peer], mask=mask)
@@ -100,7 +100,7 @@ def _merge_partials_kernel(
         _push(parts, lse, head, word, addresses, offset, rank, flag, C)
         mask = is_head[:, None] & (word < C.DIM // 2)[None, :]
         at = head[:, None] * (C.DIM // 2) + word[None, :]
-        base, control = peer_base(addresses, rank) + offset, addresses + RANKS
+        base, control = load_peer_base(addresses, rank) + offset, addresses + RANKS
         for sender in tl.static_range(RANKS):
             slot = sender * C.SLOT
             weight = poll(base, slot + C.COUNT * (C.DIM // 2) + head, flag, is_head, control)
@@ -117,7 +117,7 @@ def _merge_partials_kernel(
     top = tl.full([HEADS_POW2], float("-inf"), tl.float32)
     for sender in tl.static_range(RANKS):
         top = tl.maximum(top, weights[sender])
-    safe = nonempty_max(top)
+    safe = clamp_empty_max(top)
     divisor = tl.zeros([HEADS_POW2], tl.float32)
     even = tl.zeros([HEADS_POW2, WORDS_POW2], tl.float32)
     odd = tl.zeros([HEADS_POW2, WORDS_POW2], tl.float32)

@@ -60,7 +60,7 @@ def _own_choice_kernel(
         tl.store(lengths + row, count * BLOCK - beyond, mask=is_row)
 
 
-def own_choice(
+def filter_choice(
     choice: BlockChoice, shape: SparseShape, *, bounds: Tensor | None = None
 ) -> tuple[BlockChoice, Tensor | None]:
     """Return the blocks of `choice` that the rank holds, followed by -1. With bounds [T * kv_heads]

@@ -35,11 +35,23 @@ from negamax.kernels.activations import GROUP, QuantizedActivations, ShardedActi
 from negamax.kernels.collectives import op as spec
 from negamax.kernels.collectives import tiles
 from negamax.kernels.collectives.op import ALL_REDUCE_ADD_RMS, COMPLETE_RESIDUAL
-from negamax.kernels.collectives.triton_ll import peer_base, peer_bases, poll, push, with_flag
+from negamax.kernels.collectives.triton_ll import (
+    add_flag,
+    load_peer_base,
+    load_peer_bases,
+    poll,
+    push,
+)
 from negamax.kernels.launch.ptx import pack_pair
 from negamax.kernels.launch.tile import warps_of_row
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options, triton_kernel
-from negamax.kernels.launch.words import as_words, num_parts, sum_parts, unpack, word_indices
+from negamax.kernels.launch.words import (
+    as_words,
+    make_word_indices,
+    num_parts,
+    sum_parts,
+    unpack,
+)
 from negamax.kernels.norm import triton as norm_kernels
 from negamax.kernels.norm.op import NormWeight
 from negamax.kernels.norm.triton import add_and_normalise, normalise, quantise, store_quantised
@@ -82,26 +94,26 @@ def _all_reduce_add_rms_kernel(
     """
     dtype: tl.constexpr = residual.dtype.element_ty
     row = tl.program_id(0)
-    index = word_indices(BLOCK)
+    index = make_word_indices(BLOCK)
     mask = index < WORDS
     sender = tl.arange(0, WORLD)[:, None]
     weight_words = tl.load(as_words(weight) + index, mask=mask, other=0)
-    own = peer_base(addresses, rank)
+    own = load_peer_base(addresses, rank)
     launch_dependents_then_wait(PDL)
     flag = tl.load(flags + row) + 1
     offset = ((flag & 1) * ROWS + row) * (WORLD * SLOT)
     if TWO_SHOT:
         slice_words: tl.constexpr = WORDS // WORLD
         block: tl.constexpr = BLOCK // WORLD
-        slice_index = word_indices(block)
+        slice_index = make_word_indices(block)
         slice_mask = slice_index < slice_words
-        bases = peer_bases(addresses, WORLD)
+        bases = load_peer_bases(addresses, WORLD)
         slices = ()
         for peer in tl.static_range(WORLD):  # all loads before the first store
             words = sum_parts(
                 x, row, peer * slice_words + slice_index, slice_mask, PARTS, WORDS, dtype
             )
-            slices = slices + (with_flag(words, flag),)  # noqa: RUF005
+            slices = slices + (add_flag(words, flag),)  # noqa: RUF005
         for peer in tl.static_range(WORLD):
             tl.store(
                 bases[peer] + offset + rank * SLOT + slice_index, slices[peer], mask=slice_mask
@@ -166,7 +178,7 @@ def _sum_parts_kernel(
 ):
     """Sum the parts of one row. Grid (T,)."""
     row = tl.program_id(0)
-    index = word_indices(BLOCK)
+    index = make_word_indices(BLOCK)
     mask = index < WORDS
     launch_dependents_then_wait(PDL)
     words = sum_parts(x, row, index, mask, PARTS, WORDS, out.dtype.element_ty)
@@ -198,7 +210,7 @@ def _push_partials_kernel(
         mask = index < WORDS
         words = sum_parts(x, row, index, mask, PARTS, WORDS, x.dtype.element_ty)
         at = (rank * shard + place).to(tl.int64) * WORDS + index
-        tl.store(as_words(peer_base(partials, owner)) + at, words, mask=mask)
+        tl.store(as_words(load_peer_base(partials, owner)) + at, words, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows", "shard", "rank"])
@@ -224,11 +236,11 @@ def _add_rms_all_gather_kernel(
     """
     dtype: tl.constexpr = residual.dtype.element_ty
     place = tl.program_id(0).to(tl.int64)
-    index = word_indices(BLOCK)
+    index = make_word_indices(BLOCK)
     mask = index < WORDS
     weight_words = tl.load(as_words(weight) + index, mask=mask, other=0)
-    own = as_words(peer_base(partials, rank)) + place * WORDS + index
-    bases = peer_bases(gathered, WORLD)
+    own = as_words(load_peer_base(partials, rank)) + place * WORDS + index
+    bases = load_peer_bases(gathered, WORLD)
     launch_dependents_then_wait(PDL)
     residual_words = tl.load(as_words(residual) + place * WORDS + index, mask=mask, other=0)
     even, odd = unpack(tl.load(own, mask=mask, other=0, cache_modifier=".cg"), dtype)
@@ -276,7 +288,7 @@ def _all_gather_kernel(
     one = tl.load(as_words(first) + index, mask=mask, other=0)
     other = tl.load(as_words(second) + index, mask=mask, other=0)
     for peer in tl.static_range(WORLD):
-        to = as_words(peer_base(gathered, peer)) + index
+        to = as_words(load_peer_base(gathered, peer)) + index
         tl.store(to + first_at, one, mask=mask)
         tl.store(to + second_at, other, mask=mask)
 

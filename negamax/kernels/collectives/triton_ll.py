@@ -20,24 +20,24 @@ _SPINS = tl.constexpr(1024)
 
 
 @triton.jit
-def peer_base(addresses, rank):
+def load_peer_base(addresses, rank):
     """Return the address of the copy of a region that `rank` reads."""
     return tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.int64)), 16)
 
 
 @triton.jit
-def peer_bases(addresses, WORLD: tl.constexpr):
-    """Return `peer_base` of every rank, loaded at once. (Triton adds tuples; it cannot unpack
+def load_peer_bases(addresses, WORLD: tl.constexpr):
+    """Return `load_peer_base` of every rank, loaded at once. (Triton adds tuples; it cannot unpack
     them.)
     """
     bases = ()
     for peer in tl.static_range(WORLD):
-        bases = bases + (peer_base(addresses, peer),)  # noqa: RUF005
+        bases = bases + (load_peer_base(addresses, peer),)  # noqa: RUF005
     return bases
 
 
 @triton.jit
-def with_flag(data, flag):
+def add_flag(data, flag):
     """Combine `data` (int32) and `flag` to the stored int64."""
     return (flag.to(tl.int64) << 32) | (data.to(tl.int64) & 0xFFFFFFFF)
 
@@ -47,8 +47,8 @@ def push(addresses, offset, index, data, flag, mask, WORLD: tl.constexpr):
     """Store `data` (int32) with `flag` at words `offset + index` of every rank's copy, including
     this rank's.
     """
-    word = with_flag(data, flag)
-    bases = peer_bases(addresses, WORLD)
+    word = add_flag(data, flag)
+    bases = load_peer_bases(addresses, WORLD)
     for peer in tl.static_range(WORLD):
         tl.store(bases[peer] + offset + index, word, mask=mask)
 
@@ -93,6 +93,6 @@ def poll(base, index, flag, mask, control):
         if control is not None:
             spins += 1
             if spins % _SPINS == 0:
-                timed_out, since = _timed_out(peer_base(control, 0), since, spins == _SPINS)
+                timed_out, since = _timed_out(load_peer_base(control, 0), since, spins == _SPINS)
                 is_missing = is_missing & (timed_out == 0)
     return word.to(tl.int32)

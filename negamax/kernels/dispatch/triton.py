@@ -28,13 +28,13 @@ import triton.language as tl
 from torch import Tensor
 
 from negamax.kernels.collectives.triton import sum_over_ranks
-from negamax.kernels.collectives.triton_ll import peer_base, peer_bases, poll, with_flag
+from negamax.kernels.collectives.triton_ll import add_flag, load_peer_base, load_peer_bases, poll
 from negamax.kernels.dispatch import op as spec
 from negamax.kernels.dispatch.expert_ranges import ExpertRanges
 from negamax.kernels.dispatch.op import COMBINE, DISPATCH
 from negamax.kernels.launch.ptx import pack_pair
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options, triton_kernel
-from negamax.kernels.launch.words import as_words, num_parts, sum_parts, word_indices
+from negamax.kernels.launch.words import as_words, make_word_indices, num_parts, sum_parts
 from negamax.kernels.peers import Collective, PeerRegion
 
 
@@ -80,8 +80,8 @@ def _dispatch_kernel(
     is_choice = choice < C.TOP_K
     sender = tl.arange(0, WORLD)[:, None]
     control = addresses + WORLD
-    own = peer_base(addresses, rank)
-    bases = peer_bases(addresses, WORLD)
+    own = load_peer_base(addresses, rank)
+    bases = load_peer_bases(addresses, WORLD)
     mine = tl.load(firsts + rank)
     launch_dependents_then_wait(PDL)
     flag = tl.load(flags + row) + 1
@@ -93,13 +93,13 @@ def _dispatch_kernel(
     held = ()
     for peer in tl.static_range(WORLD):
         held = held + (tl.max(_are_held(chosen, tl.load(firsts + peer), C)) != 0,)  # noqa: RUF005
-        tl.store(bases[peer] + at + choice, with_flag(chosen, flag), mask=is_choice)
+        tl.store(bases[peer] + at + choice, add_flag(chosen, flag), mask=is_choice)
     at += C.TOP_K
     for column in tl.static_range(len(WIDTHS)):
         index = tl.arange(0, triton.next_power_of_2(WIDTHS[column]))
         mask = index < WIDTHS[column]
         words = as_words(columns[column]) + row.to(tl.int64) * WIDTHS[column] + index
-        words = with_flag(tl.load(words, mask=mask & (row < num_tokens), other=0), flag)
+        words = add_flag(tl.load(words, mask=mask & (row < num_tokens), other=0), flag)
         for peer in tl.static_range(WORLD):
             tl.store(bases[peer] + at + index, words, mask=mask & held[peer])
         at += WIDTHS[column]
@@ -141,13 +141,13 @@ def _combine_kernel(
     WORLD: tl.constexpr = C.WORLD
     dtype: tl.constexpr = sums.dtype.element_ty
     row = tl.program_id(0)
-    index = word_indices(BLOCK)
+    index = make_word_indices(BLOCK)
     mask = index < WORDS
     choice = tl.arange(0, C.BLOCK_K)
     is_choice = choice < C.TOP_K
     sender = tl.arange(0, WORLD)
-    own = peer_base(addresses, rank)
-    bases = peer_bases(addresses, WORLD)
+    own = load_peer_base(addresses, rank)
+    bases = load_peer_bases(addresses, WORLD)
     mine, everyones = tl.load(firsts + rank), tl.load(firsts + sender)
     launch_dependents_then_wait(PDL)
     flag = tl.load(flags + row) + 1
@@ -157,7 +157,7 @@ def _combine_kernel(
         theirs = tl.load(all_ids + source.to(tl.int64) * C.TOP_K + choice, mask=is_choice, other=-1)
         is_held = mask & (tl.max(_are_held(theirs, mine, C)) != 0)
         words = sum_parts(out, source, index, is_held, PARTS, WORDS, dtype)
-        tl.store(bases[peer] + begin + rank * C.SLOT + index, with_flag(words, flag), mask=is_held)
+        tl.store(bases[peer] + begin + rank * C.SLOT + index, add_flag(words, flag), mask=is_held)
     chosen = tl.load(
         all_ids + (rank * num_rows + row).to(tl.int64) * C.TOP_K + choice, mask=is_choice, other=-1
     )

@@ -13,7 +13,7 @@ from negamax.kernels.drafts import op as spec
 from negamax.kernels.drafts.op import ADVANCE_ROWS, COUNT_ACCEPTED, EMBED_NORMS, RECORD_GUESS
 from negamax.kernels.launch.ptx import pack_pair
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options, triton_kernel
-from negamax.kernels.launch.words import as_words, unpack, word_indices
+from negamax.kernels.launch.words import as_words, make_word_indices, unpack
 from negamax.kernels.norm import tiles
 from negamax.kernels.op import FLOAT_DTYPES
 
@@ -169,7 +169,7 @@ def record_guess(
 
 
 @triton.jit
-def _rms(words, weight_words, eps, WORDS: tl.constexpr, DTYPE: tl.constexpr):
+def _normalise_row(words, weight_words, eps, WORDS: tl.constexpr, DTYPE: tl.constexpr):
     """Normalise a row of words; return words."""
     even, odd = unpack(words, DTYPE)
     inverse = tl.rsqrt(tl.sum(even * even + odd * odd, axis=0) / (2 * WORDS) + eps)
@@ -195,7 +195,7 @@ def _embed_norms_kernel(
     """Write the embedding of a token (program 0) or its hidden state (program 1). Grid (T, 2)."""
     dtype: tl.constexpr = out.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
-    index = word_indices(BLOCK)
+    index = make_word_indices(BLOCK)
     mask = index < WORDS
     to = as_words(out) + row * (2 * WORDS) + index
     launch_dependents_then_wait(PDL)
@@ -204,12 +204,12 @@ def _embed_norms_kernel(
         token = tl.load(token_ids + row).to(tl.int64) + 1
         token = tl.minimum(tl.maximum(token, 0), num_rows - 1)
         words = tl.load(as_words(table) + token * WORDS + index, mask=mask, other=0)
-        tl.store(to, _rms(words, weight_words, eps, WORDS, dtype), mask=mask)
+        tl.store(to, _normalise_row(words, weight_words, eps, WORDS, dtype), mask=mask)
     else:
         words = tl.load(as_words(hidden) + row * WORDS + index, mask=mask, other=0)
         if hidden_weight is not None:
             weight_words = tl.load(as_words(hidden_weight) + index, mask=mask, other=0)
-            words = _rms(words, weight_words, eps, WORDS, dtype)
+            words = _normalise_row(words, weight_words, eps, WORDS, dtype)
         tl.store(to + WORDS, words, mask=mask)
 
 

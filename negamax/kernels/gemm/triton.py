@@ -130,23 +130,23 @@ def _gemv_kernel(
 
 
 @triton.jit
-def _fragment_rows(ROWS: tl.constexpr):
+def _number_rows(ROWS: tl.constexpr):
     """Return row numbers [8, 1, 1, ROWS / 8, 1]."""
     return (tl.arange(0, 8)[:, None] + tl.arange(0, ROWS // 8)[None, :] * 8)[:, None, None, :, None]
 
 
 @triton.jit
-def _fragment_columns(NUM_WARPS: tl.constexpr):
+def _number_columns(NUM_WARPS: tl.constexpr):
     """Return column numbers [1, NUM_WARPS, 2, 1, 64]."""
     halves = tl.arange(0, NUM_WARPS)[:, None] * _BLOCK + tl.arange(0, 2)[None, :] * (_BLOCK // 2)
     return (halves[:, :, None] + tl.arange(0, _BLOCK // 2)[None, None, :])[None, :, :, None, :]
 
 
 @triton.jit
-def _fragment_ptrs(rows, NUM_WARPS: tl.constexpr):
+def _point_to_rows(rows, NUM_WARPS: tl.constexpr):
     """Return the pointers of the first step of the rows at `rows`."""
     # Triton lays threads, then warps, along the dimensions of the longest contiguous runs first
-    return tl.max_contiguous(rows + _fragment_columns(NUM_WARPS), [16, 8, 4, 2, _BLOCK // 2])
+    return tl.max_contiguous(rows + _number_columns(NUM_WARPS), [16, 8, 4, 2, _BLOCK // 2])
 
 
 @triton.jit
@@ -155,14 +155,14 @@ def _load_fragment(ptrs, i: tl.constexpr, K: tl.constexpr, NUM_WARPS: tl.constex
     none.
     """
     BLOCK_K: tl.constexpr = NUM_WARPS * _BLOCK
-    inside = (_fragment_columns(NUM_WARPS) < K - i * BLOCK_K) | ((i + 1) * BLOCK_K <= K)
+    inside = (_number_columns(NUM_WARPS) < K - i * BLOCK_K) | ((i + 1) * BLOCK_K <= K)
     # stated again, because Triton drops it with the sum for i = 0
     ptrs = tl.max_contiguous(ptrs + i * BLOCK_K, [16, 8, 4, 2, _BLOCK // 2])
     return tl.load(ptrs, mask=inside, other=0.0)
 
 
 @triton.jit
-def _operand(fragment, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
+def _reorder_operand(fragment, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
     """Reorder [8, NUM_WARPS, 2, ROWS / 8, 64] -> [NUM_WARPS, ROWS, 128], the columns of each half
     in the order of the tensor cores' threads.
     """
@@ -203,8 +203,8 @@ def _small_m_kernel(
     offs_n = first_n + tl.arange(0, BLOCK_N)
     offs_m = tl.arange(0, BLOCK_M)
     warp = tl.arange(0, NUM_WARPS)
-    w_rows = tl.minimum(first_n + _fragment_rows(BLOCK_N), N - 1).to(tl.int64)
-    w_ptrs = _fragment_ptrs(w_ptr + w_rows * K, NUM_WARPS)
+    w_rows = tl.minimum(first_n + _number_rows(BLOCK_N), N - 1).to(tl.int64)
+    w_ptrs = _point_to_rows(w_ptr + w_rows * K, NUM_WARPS)
     w_scale_ptrs = w_scale_ptr + (first_n // _BLOCK) * K_BLOCKS + warp
     w, w_scale = (), ()
     for i in tl.static_range(STEPS):
@@ -214,16 +214,16 @@ def _small_m_kernel(
     wait_for_predecessor(PDL)
     # Rows past M wrap around: many reads of one row would wait for each other, and masks take
     # registers.
-    x_ptrs = _fragment_ptrs(x_ptr + _fragment_rows(BLOCK_M) % M * K, NUM_WARPS)
+    x_ptrs = _point_to_rows(x_ptr + _number_rows(BLOCK_M) % M * K, NUM_WARPS)
     x_scale_ptrs = x_scale_ptr + (offs_m % M)[None, :] * K_BLOCKS + warp[:, None]
     acc = tl.zeros((NUM_WARPS, BLOCK_N, BLOCK_M), tl.float32)
     for i in tl.static_range(STEPS):
-        x = _operand(_load_fragment(x_ptrs, i, K, NUM_WARPS), BLOCK_M, NUM_WARPS)
+        x = _reorder_operand(_load_fragment(x_ptrs, i, K, NUM_WARPS), BLOCK_M, NUM_WARPS)
         x = tl.permute(x, (0, 2, 1))
         has_block = (warp < K_BLOCKS - i * NUM_WARPS)[:, None]
         scale = tl.load(x_scale_ptrs + i * NUM_WARPS, mask=has_block, other=0.0)
         scale *= w_scale[i][:, None]
-        acc += tl.dot(_operand(w[i], BLOCK_N, NUM_WARPS), x) * scale[:, None, :]
+        acc += tl.dot(_reorder_operand(w[i], BLOCK_N, NUM_WARPS), x) * scale[:, None, :]
     out = tl.sum(acc, axis=0)
     inside = (offs_m < M)[None, :] & (offs_n < N)[:, None]
     out_ptrs = out_ptr + offs_m[None, :] * N + offs_n[:, None]

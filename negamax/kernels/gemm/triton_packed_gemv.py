@@ -14,10 +14,10 @@ from negamax.kernels.launch.triton import launch_options
 from negamax.kernels.weight_only.layout import PackedWeight
 from negamax.kernels.weight_only.triton_gemv import (
     TOKENS,
-    fragment_rows,
     load_weight,
     multiply_token,
     multiply_weight,
+    number_fragment_rows,
 )
 
 
@@ -41,7 +41,7 @@ def _packed_gemv_kernel(
     """
     launch_dependents(PDL)  # this early: the next kernel loads a weight first, too
     first_n, split = tl.program_id(0) * BLOCK_N, tl.program_id(1) if SPLIT_K > 1 else 0
-    rows = tl.minimum(first_n + fragment_rows(BLOCK_N), N - 1)
+    rows = tl.minimum(first_n + number_fragment_rows(BLOCK_N), N - 1)
     loaded = load_weight(w, rows, N, P, NUM_WARPS, split, SPLIT_K)
     wait_for_predecessor(PDL)
     offs_n = first_n + tl.arange(0, BLOCK_N)

@@ -79,7 +79,7 @@ def pack_pair(even, odd, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def in_registers(x):
+def keep_in_registers(x):
     """Return `x` (16 bits) as if it had been computed. Triton 3.8 otherwise keeps a second copy of
     a transposed tile in shared memory if several products use it.
     """

@@ -20,7 +20,7 @@ def num_parts(x: Tensor) -> int:
 
 
 @triton.jit
-def word_indices(BLOCK: tl.constexpr):
+def make_word_indices(BLOCK: tl.constexpr):
     """Return 0 .. BLOCK - 1, laid out so that a thread holds two neighbours and a warp the 64 words
     that share a scale. All loads and stores of a program then have one layout, and none needs
     shared memory.

@@ -15,9 +15,9 @@ from negamax.kernels.mlp.triton import swiglu
 from negamax.kernels.moe import tiles
 from negamax.kernels.moe.triton_shared import BLOCK, PreparedExperts
 from negamax.kernels.weight_only.triton_gemv import (
-    fragment_rows,
     load_weight,
     multiply_token,
+    number_fragment_rows,
 )
 
 _VECTOR = tl.constexpr(16)  # neighbouring columns that a thread multiplies
@@ -81,7 +81,7 @@ def _gate_up_packed_row(
 ):  # fmt: skip
     """Run `_gate_up_row` with packed weights, on the tensor cores."""
     P: tl.constexpr = E.GATE_UP
-    offs = fragment_rows(2 * BLOCK_N)
+    offs = number_fragment_rows(2 * BLOCK_N)
     rows = tl.minimum(first_n + offs % BLOCK_N, E.WIDTH - 1) + offs // BLOCK_N * E.WIDTH
     rows += expert * (2 * E.WIDTH)
     loaded = load_weight(w, rows, num_experts * (2 * E.WIDTH), P, NUM_WARPS)
@@ -148,7 +148,7 @@ def _down_packed_row(
         zeros = tl.zeros((BLOCK_N,), tl.float32).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + pair * E.HIDDEN + offs_n, zeros, mask=n_inside)
         return
-    rows = expert * E.HIDDEN + tl.minimum(first_n + fragment_rows(BLOCK_N), E.HIDDEN - 1)
+    rows = expert * E.HIDDEN + tl.minimum(first_n + number_fragment_rows(BLOCK_N), E.HIDDEN - 1)
     loaded = load_weight(w, rows, num_experts * E.HIDDEN, P, NUM_WARPS)
     weight = tl.load(topk_weights_ptr + pair, cache_modifier=".cg")
     wait_then_launch_dependents(PDL)

@@ -27,13 +27,13 @@ from negamax.kernels.launch.words import add_parts, as_words, fetch_parts, num_p
 from negamax.kernels.moe import tiles
 from negamax.kernels.moe.triton_route import (
     PreparedGate,
+    choose_for_token,
     empty_choices,
-    experts_in_groups,
+    group_experts,
     load_gate,
     prepare_gate,
     route,
     store_logits,
-    topk_of_token,
 )
 from negamax.kernels.norm import triton as norms
 from negamax.kernels.norm.op import NormWeight
@@ -41,7 +41,7 @@ from negamax.kernels.norm.triton import GROUP_WORDS, quantise, scale_row, store_
 
 
 @triton.jit
-def _gate_words(parts):
+def _sum_gate_words(parts):
     """Return the even and odd columns of the gate in fp32."""
     hi_even, hi_odd = unpack(parts[0], tl.bfloat16)
     mid_even, mid_odd = unpack(parts[1], tl.bfloat16)
@@ -50,7 +50,7 @@ def _gate_words(parts):
 
 
 @triton.jit
-def _sums_over_threads(rows, NUM: tl.constexpr):
+def _add_over_threads(rows, NUM: tl.constexpr):
     """Sum NUM (1 or 2) tensors [threads] -> a tuple of sums, by one reduction."""
     if NUM == 1:
         sums = (tl.sum(rows[0], 0),)
@@ -61,7 +61,7 @@ def _sums_over_threads(rows, NUM: tl.constexpr):
 
 
 @triton.jit
-def _of_row(words, m, step: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr):
+def _select_row(words, m, step: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr):
     """Return step `step` of row m from the `words` of all rows."""
     found = words[step]
     for row in tl.static_range(1, BLOCK_M):
@@ -124,7 +124,7 @@ def _norm_route_kernel(
             row_ptr = as_words(gate_ptr) + tl.minimum(first_n + row, NUM_EXPERTS - 1) * WORDS
             parts += (load_gate(row_ptr, k, k < WORDS, GATE_SIZE),)
         weight += (tl.load(as_words(weight_ptr) + k, mask=k < WORDS, other=0),)
-    expert = experts_in_groups(NUM_EXPERTS)
+    expert = group_experts(NUM_EXPERTS)
     bias = tl.load(bias_ptr + expert, mask=expert < NUM_EXPERTS, other=0.0)
     wait_then_launch_dependents(PDL)
     # volatile: see `fetch_parts`
@@ -137,7 +137,7 @@ def _norm_route_kernel(
             x += (fetch_parts(x_ptr, tl.full((), m, tl.int64), k, inside, PARTS, WORDS),)
             residual += (tl.load(as_words(residual_ptr) + at, mask=inside, other=0, volatile=True),)
     for i in tl.static_range(STEPS * BLOCK_N):
-        gate += (_gate_words(parts[i]),)
+        gate += (_sum_gate_words(parts[i]),)
     totals, squares = (), ()
     for m in tl.static_range(BLOCK_M):
         acc = tl.zeros((BLOCK_K // THREAD_WORDS,), tl.float32)
@@ -149,7 +149,7 @@ def _norm_route_kernel(
             even, odd = unpack(total, dtype)
             acc += tl.sum(even * even + odd * odd, axis=1)
         squares += (acc,)
-    squares = _sums_over_threads(squares, BLOCK_M)
+    squares = _add_over_threads(squares, BLOCK_M)
     normed, sums = (), ()
     for m in tl.static_range(BLOCK_M):
         inverse = tl.rsqrt(squares[m] / (2 * WORDS) + eps)
@@ -166,7 +166,7 @@ def _norm_route_kernel(
     store_logits(logits_ptr, sums, flag, first_n, M, NUM_EXPERTS, BLOCK_M, BLOCK_N)
     for m in range(num_programs - 1 - program, M, num_programs):
         for step in tl.static_range(STEPS):
-            words = _of_row(normed, m, step, STEPS, BLOCK_M)
+            words = _select_row(normed, m, step, STEPS, BLOCK_M)
             k = step * BLOCK_K + offs_k
             tl.store(as_words(out_ptr) + m * WORDS + k, words, mask=k < WORDS)
             if QUANTIZE:
@@ -184,9 +184,9 @@ def _norm_route_kernel(
         payload = poll(logits_ptr, m * NUM_EXPERTS + expert, flag, expert < NUM_EXPERTS, None)
         for step in tl.static_range(STEPS):
             k = step * BLOCK_K + offs_k
-            words = _of_row(totals, m, step, STEPS, BLOCK_M)
+            words = _select_row(totals, m, step, STEPS, BLOCK_M)
             tl.store(as_words(residual_ptr) + m * WORDS + k, words, mask=k < WORDS)
-        topk_of_token(payload.to(tl.float32, bitcast=True), bias, expert, topk_ids_ptr,
+        choose_for_token(payload.to(tl.float32, bitcast=True), bias, expert, topk_ids_ptr,
                       topk_weights_ptr, m, num_active,
                       NUM_EXPERTS, TOP_K, SCALING, SHARED)  # fmt: skip
         if m == M - 1:

@@ -25,8 +25,8 @@ from torch import Tensor
 from negamax.kernels import platform
 from negamax.kernels.activations import QuantizedActivations, ShardedActivations, unquantized
 from negamax.kernels.collectives.triton import gather_rows
-from negamax.kernels.collectives.triton_ll import poll, with_flag
-from negamax.kernels.launch.ptx import INTERPRETED, in_registers
+from negamax.kernels.collectives.triton_ll import add_flag, poll
+from negamax.kernels.launch.ptx import INTERPRETED, keep_in_registers
 from negamax.kernels.launch.tile import warps_of_row
 from negamax.kernels.launch.triton import (
     launch_options,
@@ -37,12 +37,12 @@ from negamax.kernels.moe import tiles
 
 # one launch of `_route_large_m_kernel` adds this to a counter; at least the programs of a tile
 _ROUND = tl.constexpr(1024)
-_GROUP = tl.constexpr(32)  # experts that `topk_of_token` ranks together
+_GROUP = tl.constexpr(32)  # experts that `choose_for_token` ranks together
 _VECTOR = tl.constexpr(8)  # bf16 values of one load of a thread
 
 
 @triton.jit
-def _topk_of_tokens(
+def _choose_for_tokens(
     partials_ptr, bias, topk_ids_ptr, topk_weights_ptr, offs_m, M, num_active,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCALING: tl.constexpr, SHARED: tl.constexpr,
     SPLIT_K: tl.constexpr, TOPK_M: tl.constexpr,
@@ -82,7 +82,7 @@ def _topk_of_tokens(
 
 
 @triton.jit
-def experts_in_groups(NUM_EXPERTS: tl.constexpr):
+def group_experts(NUM_EXPERTS: tl.constexpr):
     """Return 0, 1, ... up to a power of 2, as [groups, _GROUP]: a group is one expert per thread of
     a warp if there are enough experts.
     """
@@ -92,11 +92,11 @@ def experts_in_groups(NUM_EXPERTS: tl.constexpr):
 
 
 @triton.jit
-def topk_of_token(
+def choose_for_token(
     logits, bias, expert, topk_ids_ptr, topk_weights_ptr, token, num_active,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCALING: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Run `_topk_of_tokens` for one token: logits, bias and `expert` [groups, _GROUP].
+    """Run `_choose_for_tokens` for one token: logits, bias and `expert` [groups, _GROUP].
 
     An expert's rank is the number of larger keys. All ranks are counted at once, first within each
     group, then among the best TOP_K_POW2 of all groups. A search for one maximum after the other is
@@ -146,7 +146,7 @@ def load_gate(ptrs, k, mask, GATE_SIZE: tl.constexpr):
 
 
 @triton.jit
-def _gate_sum(parts):
+def _sum_gate(parts):
     """Return the gate in fp32."""
     return (parts[0].to(tl.float32) + parts[1].to(tl.float32)) + parts[2].to(tl.float32)
 
@@ -164,7 +164,7 @@ def store_logits(
     offs_n = first_n + i % BLOCK_N
     logits_ptrs = logits_ptr + i // BLOCK_N * NUM_EXPERTS + offs_n
     inside = (i // BLOCK_N < M) & (offs_n < NUM_EXPERTS)
-    tl.store(logits_ptrs, with_flag(logits.to(tl.int32, bitcast=True), flag), mask=inside)
+    tl.store(logits_ptrs, add_flag(logits.to(tl.int32, bitcast=True), flag), mask=inside)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -212,7 +212,7 @@ def _route_small_m_kernel(
         for row in tl.static_range(BLOCK_N):
             row_ptr = gate_ptr + tl.minimum(first_n + row, NUM_EXPERTS - 1) * HIDDEN
             parts += (load_gate(row_ptr, k, k < HIDDEN, GATE_SIZE),)
-    expert = experts_in_groups(NUM_EXPERTS)
+    expert = group_experts(NUM_EXPERTS)
     bias = tl.load(bias_ptr + expert, mask=expert < NUM_EXPERTS, other=0.0)
     wait_then_launch_dependents(PDL)
     # volatile, as x is: ptxas otherwise delays the load until its use
@@ -223,7 +223,7 @@ def _route_small_m_kernel(
             inside = (k < HIDDEN) & (m < M)
             x += (tl.load(x_ptr + m * HIDDEN + k, mask=inside, other=0.0, volatile=True),)
     for i in tl.static_range(STEPS * BLOCK_N):
-        gate += (_gate_sum(parts[i]),)
+        gate += (_sum_gate(parts[i]),)
     sums = ()
     for m in tl.static_range(BLOCK_M):
         for row in tl.static_range(BLOCK_N):
@@ -239,7 +239,7 @@ def _route_small_m_kernel(
     for m in range(first_m, M, step_m):
         num_active = tl.load(num_active_ptr)
         payload = poll(logits_ptr, m * NUM_EXPERTS + expert, flag, expert < NUM_EXPERTS, None)
-        topk_of_token(payload.to(tl.float32, bitcast=True), bias, expert, topk_ids_ptr,
+        choose_for_token(payload.to(tl.float32, bitcast=True), bias, expert, topk_ids_ptr,
                       topk_weights_ptr, m, num_active,
                       NUM_EXPERTS, TOP_K, SCALING, SHARED)  # fmt: skip
         if m == M - 1:
@@ -247,13 +247,13 @@ def _route_small_m_kernel(
 
 
 @triton.jit
-def _gate_product(parts, x, acc):
+def _multiply_gate(parts, x, acc):
     """Return acc [experts, tokens] + gate [experts, columns] x [columns, tokens]. Products of bf16
     are exact, and the tensor cores sum in fp32. Other activations (and the interpreter) take fp32
     products.
     """
     if INTERPRETED or x.dtype != tl.bfloat16:
-        acc = tl.dot(_gate_sum(parts), x.to(tl.float32), acc, input_precision="ieee")
+        acc = tl.dot(_sum_gate(parts), x.to(tl.float32), acc, input_precision="ieee")
     else:
         small = tl.dot(parts[2], x) + tl.dot(parts[1], x)
         acc += small + tl.dot(parts[0], x)
@@ -321,7 +321,7 @@ def _route_large_m_kernel(
             x_ptrs = x_ptr + offs_m[:, None] * HIDDEN + k[None, :]
             xs = xs + (tl.load(x_ptrs, mask=inside, other=0.0),)
         for step in tl.static_range(STEPS):
-            acc = _gate_product(parts[step], in_registers(tl.trans(xs[step])), acc)
+            acc = _multiply_gate(parts[step], keep_in_registers(tl.trans(xs[step])), acc)
     else:
         wait_then_launch_dependents(PDL)
         for start in tl.range(first_k, first_k + STEPS * BLOCK_K, BLOCK_K, num_stages=NUM_STAGES):
@@ -332,11 +332,11 @@ def _route_large_m_kernel(
             inside = (offs_m < M)[:, None] & k_inside
             x_ptrs = x_ptr + offs_m[:, None] * HIDDEN + k[None, :]
             x = tl.load(x_ptrs, mask=inside, other=0.0)
-            acc = _gate_product(parts, tl.trans(x), acc)
+            acc = _multiply_gate(parts, tl.trans(x), acc)
     out_ptrs = partials_ptr + (split * M + offs_m)[None, :] * NUM_EXPERTS + offs_n[:, None]
     tl.store(out_ptrs, acc, mask=(offs_n < NUM_EXPERTS)[:, None] & (offs_m < M)[None, :])
     EXPERTS_POW2: tl.constexpr = triton.next_power_of_2(NUM_EXPERTS)
-    expert = experts_in_groups(NUM_EXPERTS) if TOPK_M == 1 else tl.arange(0, EXPERTS_POW2)
+    expert = group_experts(NUM_EXPERTS) if TOPK_M == 1 else tl.arange(0, EXPERTS_POW2)
     bias = tl.load(bias_ptr + expert, mask=expert < NUM_EXPERTS, other=0.0)
     num_active = tl.load(num_active_ptr)
     tl.debug_barrier()
@@ -361,10 +361,10 @@ def _route_large_m_kernel(
                     logits += tl.load(
                         row_ptrs, mask=expert < NUM_EXPERTS, other=0.0, cache_modifier=".cg"
                     )
-                topk_of_token(logits, bias, expert, topk_ids_ptr, topk_weights_ptr, m, num_active,
-                              NUM_EXPERTS, TOP_K, SCALING, SHARED)  # fmt: skip
+                choose_for_token(logits, bias, expert, topk_ids_ptr, topk_weights_ptr, m,
+                                 num_active, NUM_EXPERTS, TOP_K, SCALING, SHARED)  # fmt: skip
             else:
-                _topk_of_tokens(partials_ptr, bias, topk_ids_ptr, topk_weights_ptr,
+                _choose_for_tokens(partials_ptr, bias, topk_ids_ptr, topk_weights_ptr,
                                 m + tl.arange(0, TOPK_M), M, num_active,
                                 NUM_EXPERTS, TOP_K, SCALING, SHARED, SPLIT_K, TOPK_M)  # fmt: skip
 

@@ -31,9 +31,9 @@ from negamax.kernels.launch.words import (
     add_parts,
     as_words,
     fetch_parts,
+    make_word_indices,
     num_parts,
     unpack,
-    word_indices,
 )
 from negamax.kernels.norm import op as spec
 from negamax.kernels.norm import tiles
@@ -152,12 +152,15 @@ def _add_rms_kernel(
     """Grid (T,): one row."""
     dtype: tl.constexpr = residual.dtype.element_ty
     row = tl.program_id(0)
-    index = word_indices(BLOCK)
+    index = make_word_indices(BLOCK)
     mask = index < WORDS
     weight_words = tl.load(as_words(weight) + index, mask=mask, other=0)
     launch_dependents_then_wait(PDL)
     residual_words = tl.load(
-        as_words(residual) + row.to(tl.int64) * WORDS + index, mask=mask, other=0, volatile=True
+        as_words(residual) + row.to(tl.int64) * WORDS + index,
+        mask=mask,
+        other=0,
+        volatile=True,
     )
     fetched = fetch_parts(x, row, index, mask, PARTS, WORDS)
     if eps >= 0:  # always true: see `fetch_parts`

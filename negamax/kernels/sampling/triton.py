@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from negamax.kernels.collectives.triton_ll import peer_base, poll, push
+from negamax.kernels.collectives.triton_ll import load_peer_base, poll, push
 from negamax.kernels.launch.ptx import fast_log
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options, triton_kernel
 from negamax.kernels.peers import Collective
@@ -142,7 +142,7 @@ def _row_argmax_kernel(
         index = tl.arange(0, WORLD)[:, None] * SLOT + word[None, :]
         # [WORLD, 2]
         arrived = poll(
-            peer_base(addresses, rank) + offset, index, flag, index >= 0, addresses + WORLD
+            load_peer_base(addresses, rank) + offset, index, flag, index >= 0, addresses + WORLD
         )
         is_score = word[None, :] == 0
         score = tl.sum(tl.where(is_score, arrived, 0), axis=1).to(tl.float32, bitcast=True)
@@ -205,7 +205,7 @@ def pick(
 
 
 @triton.jit
-def _sortable(value):
+def _make_sortable(value):
     """Convert fp32 to uint32 of the same order: NaN above all, and every number above 0."""
     bits = value.to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -213,15 +213,15 @@ def _sortable(value):
 
 
 @triton.jit
-def _from_sortable(key):
-    """Convert a `_sortable` back; 0 becomes minus infinity."""
+def _restore_sortable(key):
+    """Convert a `_make_sortable` back; 0 becomes minus infinity."""
     ordered = key.to(tl.int32, bitcast=True) ^ -(2**31)
     value = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     return tl.where(key == 0, -_INFINITY, value)
 
 
 @triton.jit
-def _top_places(key, COUNT: tl.constexpr):
+def _find_top_places(key, COUNT: tl.constexpr):
     """Return the places [N] of the COUNT largest of key [N] uint32 among themselves, in their
     order, and COUNT for the others. Of equal keys the first are taken. N is at most 2^15.
 
@@ -262,7 +262,7 @@ def _strip_max_kernel(
     logits,  # [R, V] fp32, rows `stride` apart
     filters,  # [slots, 4] fp32
     slots,  # [R] int64
-    largest,  # [R, strips] int32, written: the largest `_sortable` of every STRIP logits
+    largest,  # [R, strips] int32, written: the largest `_make_sortable` of every STRIP logits
     stride,
     vocab,
     strips,
@@ -281,7 +281,7 @@ def _strip_max_kernel(
             logits + row.to(tl.int64) * stride + column, mask=column < vocab, other=-_INFINITY
         )
         strip = tile * (BLOCK_V // STRIP) + tl.arange(0, BLOCK_V // STRIP)
-        best = tl.max(tl.reshape(_sortable(value), [BLOCK_V // STRIP, STRIP]), axis=1)
+        best = tl.max(tl.reshape(_make_sortable(value), [BLOCK_V // STRIP, STRIP]), axis=1)
         tl.store(
             largest + row * strips + strip, best.to(tl.int32, bitcast=True), mask=strip < strips
         )
@@ -302,7 +302,7 @@ def _exchange_leading(
     push(addresses, mine + COUNT, place, token, flag, place < COUNT, WORLD)
     entry = tl.arange(0, WORLD * COUNT)
     at = (entry // COUNT) * SLOT + entry % COUNT
-    own = peer_base(addresses, rank) + offset
+    own = load_peer_base(addresses, rank) + offset
     key = poll(own, at, flag, entry >= 0, addresses + WORLD).to(tl.uint32, bitcast=True)
     token = poll(own + COUNT, at, flag, entry >= 0, addresses + WORLD)
     tl.debug_barrier()
@@ -319,7 +319,7 @@ def _draw(key, filters, uniform, COUNT: tl.constexpr):
     temp, top_k = tl.load(filters), tl.load(filters + 1)
     top_p, min_p = tl.load(filters + 2), tl.load(filters + 3)
     place = tl.arange(0, COUNT)
-    value = _from_sortable(key)
+    value = _restore_sortable(key)
     best = tl.max(tl.where(value == value, value, _INFINITY), axis=0)
     # [token, others]: whether the other token is more likely
     leads = (key[None, :] > key[:, None]) | (
@@ -377,7 +377,7 @@ def _draw_leading_kernel(
         best = tl.load(largest + row * strips + strip, mask=strip < strips, other=0).to(
             tl.uint32, bitcast=True
         )
-        place = _top_places(best, COUNT)
+        place = _find_top_places(best, COUNT)
         tl.store(chosen + place, strip, mask=place < COUNT)
         tl.debug_barrier()
         leading = tl.load(chosen + entry, cache_modifier=".cg")
@@ -385,13 +385,13 @@ def _draw_leading_kernel(
             leading[:, None] * STRIP + tl.arange(0, STRIP)[None, :], [COUNT * STRIP]
         )
         value = tl.load(logits + row.to(tl.int64) * stride + column, mask=column < vocab, other=0.0)
-        key, token = tl.where(column < vocab, _sortable(value), 0), first_id + column
-        place = _top_places(key, COUNT)
+        key, token = tl.where(column < vocab, _make_sortable(value), 0), first_id + column
+        place = _find_top_places(key, COUNT)
         if WORLD > 1:
             key, token = _exchange_leading(
                 key, token, place, addresses, flags, row, rank, WORLD, ROWS, SLOT, COUNT
             )
-            place = _top_places(key, COUNT)
+            place = _find_top_places(key, COUNT)
         tl.store(chosen + COUNT + place, key.to(tl.int32, bitcast=True), mask=place < COUNT)
         tl.store(chosen + 2 * COUNT + place, token, mask=place < COUNT)
         tl.debug_barrier()

@@ -40,7 +40,7 @@ _ONE_SCALE_MAX_M = tl.constexpr(64)  # with more tokens two accumulators do not 
 
 
 @triton.constexpr_function
-def _by_pairs(DTYPE: Any) -> bool:
+def _converts_pairs(DTYPE: Any) -> bool:
     """Return whether codes are converted by instructions for pairs of bf16."""
     return not INTERPRETED and bool(is_cuda()) and tl.bfloat16 == DTYPE
 
@@ -49,7 +49,7 @@ def _by_pairs(DTYPE: Any) -> bool:
 def exponent(P: Any, DTYPE: Any) -> int:
     """Return the exponent of the power of two that codes lack beside their scales."""
     lack = {"e2m1": 126 - _POST, "e4m3": 120 - _POST}.get(P.ELEMENT, 0)
-    return lack if _by_pairs(DTYPE) else 0
+    return lack if _converts_pairs(DTYPE) else 0
 
 
 @triton.constexpr_function
@@ -73,7 +73,7 @@ def multiply(
     """
     ROWS: tl.constexpr = PARTS * BLOCK_N
     rows, inside = _rows(tl.arange(0, ROWS), left, BLOCK_N, APART)
-    order = order_of_loads(ROWS, NUM_WARPS)
+    order = compute_load_order(ROWS, NUM_WARPS)
     q_rows, q_inside = _rows(order, left, BLOCK_N, APART)
     DTYPE: tl.constexpr = x_rows.dtype.element_ty
     EVEN: tl.constexpr = P.K % BLOCK_K == 0
@@ -99,10 +99,12 @@ def multiply(
         for i in tl.static_range(SPANS):
             k = first_k + i * SPAN
             q = load_words(w, first, q_rows, q_inside, num_rows, k, P)
-            factors, added = beside_products(scale, zero, i, SPANS, P, DTYPE, GROUPED)
-            q = of_products(q, P)
+            factors, added = convert_sides(scale, zero, i, SPANS, P, DTYPE, GROUPED)
+            q = split_by_product(q, P)
             for j in tl.static_range(PRODUCTS):
-                weight = operand(q[j], factors[j], added[j], P, DTYPE, GROUPED, ROWS, NUM_WARPS)
+                weight = unpack_operand(
+                    q[j], factors[j], added[j], P, DTYPE, GROUPED, ROWS, NUM_WARPS
+                )
                 here = valid[None, :] & ((columns < P.K - k - j * COLUMNS)[:, None] | EVEN)
                 x = tl.load(x_ptrs + k + j * COLUMNS, mask=here, other=0.0)
                 if ONE_SCALE:
@@ -110,7 +112,7 @@ def multiply(
                 else:
                     acc = dot(weight, x, acc)
         if ONE_SCALE:
-            acc += product * number_of_scale(scale, P)
+            acc += product * scale_to_fp32(scale, P)
     if exponent(P, DTYPE) != 0:
         acc *= POST_FACTOR
     if P.ROW_SCALE:
@@ -129,7 +131,7 @@ def _rows(offs, left, BLOCK_N: tl.constexpr, APART: tl.constexpr):
 
 
 @triton.jit
-def order_of_loads(ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
+def compute_load_order(ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
     """Return [ROWS] the rows of a tile in the order in which they are loaded: the tensor cores have
     16 rows in a warp, and a register holds eight of them.
     """
@@ -140,29 +142,29 @@ def order_of_loads(ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
 
 
 @triton.jit
-def beside_products(
+def convert_sides(
     scale, zero, i: tl.constexpr, SPANS: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr,
     GROUPED: tl.constexpr,
 ):  # fmt: skip
     """Return for each product of the `i`th of SPANS spans its factors and addends, as
-    `numbers_of_words` takes them, from scales and zero points that `load_side` loaded for all
+    `unpack_numbers` takes them, from scales and zero points that `load_side` loaded for all
     spans. Scales only where GROUPED.
     """
     PART: tl.constexpr = i % (2 // P.CODES)  # number of the span among those with the same scales
-    factors, added = constants_of(P, DTYPE)
+    factors, added = make_constants(P, DTYPE)
     if GROUPED:
-        own = _of_span(scale, i, SPANS, P, P.IN_WORDS)
-        factors = _for_threads(factors_of_scales(own, PART, P, DTYPE))
+        own = _select_span(scale, i, SPANS, P, P.IN_WORDS)
+        factors = _repeat_for_threads(convert_scales(own, PART, P, DTYPE))
     if P.ZEROS:
-        own = _of_span(zero, i, SPANS, P, False)
-        added = _for_threads(added_to_codes(own, PART, P, DTYPE))
-    return _pairs_of_products(factors, P), _pairs_of_products(added, P)
+        own = _select_span(zero, i, SPANS, P, False)
+        added = _repeat_for_threads(convert_zeros(own, PART, P, DTYPE))
+    return _split_pairs(factors, P), _split_pairs(added, P)
 
 
 @triton.jit
-def _pairs_of_products(each, P: tl.constexpr):
+def _split_pairs(each, P: tl.constexpr):
     """Split two side values of the words of a span -> two for each product."""
-    first, second = of_products(each[0], P), of_products(each[1], P)
+    first, second = split_by_product(each[0], P), split_by_product(each[1], P)
     if P.CODES == 1:
         pairs = ((first[0], second[0]),)
     else:
@@ -171,17 +173,17 @@ def _pairs_of_products(each, P: tl.constexpr):
 
 
 @triton.jit
-def operand(
+def unpack_operand(
     q, factors, added, P: tl.constexpr, DTYPE: tl.constexpr, GROUPED: tl.constexpr,
     ROWS: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
     """Unpack the words of a product -> [ROWS, COLUMNS] in DTYPE."""
-    numbers = numbers_of_words(q, factors, added, P, DTYPE, GROUPED)
-    return _in_places(numbers, P, ROWS, NUM_WARPS)
+    numbers = unpack_numbers(q, factors, added, P, DTYPE, GROUPED)
+    return _reorder_tile(numbers, P, ROWS, NUM_WARPS)
 
 
 @triton.jit
-def of_products(each, P: tl.constexpr):
+def split_by_product(each, P: tl.constexpr):
     """Split side values of the words of a span, [ROWS, 16] or one for all [1, 1], into a tuple with
     those of each COLUMNS columns, [ROWS, 16 / CODES].
     """
@@ -198,7 +200,7 @@ def of_products(each, P: tl.constexpr):
 
 
 @triton.jit
-def _in_places(numbers, P: tl.constexpr, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
+def _reorder_tile(numbers, P: tl.constexpr, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
     """Move rows from the order of loads and columns from the order in words to their places ->
     [ROWS, COLUMNS].
     """
@@ -220,7 +222,7 @@ def load_side(
     """Load scales or zero points as stored -> [BLOCK_N, entries]: columns k .. k + BLOCK_K - 1 of
     the rows `first` + `rows` [BLOCK_N], where `inside`, of a packed weight of `num_rows`.
     """
-    tl.static_assert(BLOCK_K == _SIDE or BLOCK_K == 2 * _SIDE)  # `_of_span` splits these
+    tl.static_assert(BLOCK_K == _SIDE or BLOCK_K == 2 * _SIDE)  # `_select_span` splits these
     COLUMNS: tl.constexpr = max(P.GROUP, _SIDE)
     ENTRIES: tl.constexpr = side_entries(P, IN_WORDS)
     offs = tl.arange(0, max(1, BLOCK_K // COLUMNS) * ENTRIES)
@@ -253,7 +255,9 @@ def strides(num_rows, P: tl.constexpr):
 
 
 @triton.jit
-def _of_span(each, i: tl.constexpr, SPANS: tl.constexpr, P: tl.constexpr, IN_WORDS: tl.constexpr):
+def _select_span(
+    each, i: tl.constexpr, SPANS: tl.constexpr, P: tl.constexpr, IN_WORDS: tl.constexpr
+):
     """Return the side values of one span, those of 128 columns -> [BLOCK_N, entries], of those that
     `load_side` loaded for SPANS spans.
     """
@@ -278,7 +282,7 @@ def _has_one_scale(P: Any, BLOCK_K: int) -> bool:
 
 
 @triton.jit
-def number_of_scale(scale, P: tl.constexpr):
+def scale_to_fp32(scale, P: tl.constexpr):
     """Convert stored scales to fp32."""
     if P.SCALE == "float":
         scale = scale.to(tl.float32)
@@ -307,9 +311,9 @@ def side_entries(P: Any, IN_WORDS: bool) -> int:
 
 
 @triton.jit
-def factors_of_scales(scale, part: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr):
-    """Convert scales [N, entries], as stored, to factors of the codes; see `_beside_words`."""
-    if P.IN_WORDS and _by_pairs(DTYPE):
+def convert_scales(scale, part: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr):
+    """Convert stored scales [N, entries] to factors of the codes; see `_repeat_beside_words`."""
+    if P.IN_WORDS and _converts_pairs(DTYPE):
         ONE: tl.constexpr = 1 << 7 if P.SCALE == "e8m0" else 1 << 4
         words = scale
         if scale.shape[1] == 2 and P.CODES == 1:
@@ -326,24 +330,24 @@ def factors_of_scales(scale, part: tl.constexpr, P: tl.constexpr, DTYPE: tl.cons
             GROUPS: tl.constexpr = side_entries(P, False)
             byte = scale[:, :, None] >> (tl.arange(0, 4) * 8)[None, None, :]
             scale = tl.reshape(byte & 0xFF, (N, GROUPS))
-        factors = _beside_words(number_of_scale(scale, P) * _factor(P, DTYPE), part, P, DTYPE)
+        factors = _repeat_beside_words(scale_to_fp32(scale, P) * _factor(P, DTYPE), part, P, DTYPE)
     return factors
 
 
 @triton.jit
-def added_to_codes(zero, part: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr):
-    """Convert zero points [N, entries] to addends of the codes; see `_beside_words`."""
-    return _beside_words(_offset(P, DTYPE) - zero.to(tl.float32), part, P, DTYPE)
+def convert_zeros(zero, part: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr):
+    """Convert zero points [N, entries] to addends of the codes; see `_repeat_beside_words`."""
+    return _repeat_beside_words(_offset(P, DTYPE) - zero.to(tl.float32), part, P, DTYPE)
 
 
 @triton.jit
-def _beside_words(number, part: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr):
+def _repeat_beside_words(number, part: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr):
     """Repeat fp32 numbers [N, groups of 128 columns] for the four words of a thread in span number
     `part` of these columns -> [N, 4] for the first and for the second half of the codes. For
     `unpack_words` both are in one value, in bf16.
     """
     ARE_ALIKE: tl.constexpr = P.GROUP >= 16 * P.CODES  # both halves of a word
-    if _by_pairs(DTYPE) and ARE_ALIKE:
+    if _converts_pairs(DTYPE) and ARE_ALIKE:
         number = pack_pair(number, number, tl.bfloat16)
     runs = _repeated(number, 8)  # of 16 columns each
     if P.CODES == 2:  # a word has codes of two neighbouring runs
@@ -351,7 +355,7 @@ def _beside_words(number, part: tl.constexpr, P: tl.constexpr, DTYPE: tl.constex
     else:
         first = _half(runs, part)
         second = first
-    if _by_pairs(DTYPE) and not ARE_ALIKE:
+    if _converts_pairs(DTYPE) and not ARE_ALIKE:
         first = pack_pair(first, second, tl.bfloat16)
         second = first
     return first, second
@@ -366,30 +370,30 @@ def _repeated(each, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _for_threads(each):
+def _repeat_for_threads(each):
     """Repeat two tensors [N, 4] for the words of a thread -> [N, 16] for all four threads."""
-    return _for_each_thread(each[0]), _for_each_thread(each[1])
+    return _repeat_for_thread(each[0]), _repeat_for_thread(each[1])
 
 
 @triton.jit
-def _for_each_thread(each):
+def _repeat_for_thread(each):
     N: tl.constexpr = each.shape[0]
     return tl.reshape(tl.broadcast_to(each[:, None, :], (N, 4, 4)), (N, 16))
 
 
 @triton.jit
-def constants_of(P: tl.constexpr, DTYPE: tl.constexpr):
+def make_constants(P: tl.constexpr, DTYPE: tl.constexpr):
     """Return factors and addends of codes without scales and zero points of their own."""
     factor = tl.full((1, 1), _factor(P, DTYPE), tl.float32)
     added = tl.full((1, 1), _offset(P, DTYPE), tl.float32)
-    if _by_pairs(DTYPE):
+    if _converts_pairs(DTYPE):
         factor = pack_pair(factor, factor, tl.bfloat16)
         added = pack_pair(added, added, tl.bfloat16)
     return (factor, factor), (added, added)
 
 
 @triton.jit
-def numbers_of_words(
+def unpack_numbers(
     q, factors, added, P: tl.constexpr, DTYPE: tl.constexpr, GROUPED: tl.constexpr,
     IS_RAW: tl.constexpr = False,
 ):  # fmt: skip
@@ -399,7 +403,7 @@ def numbers_of_words(
     ELEMENT: tl.constexpr = P.ELEMENT  # Triton 3.6 treats a field as a tensor
     ZEROS: tl.constexpr = P.ZEROS
     SCALED: tl.constexpr = GROUPED or exponent(P, DTYPE) != 0
-    if _by_pairs(DTYPE):
+    if _converts_pairs(DTYPE):
         n = unpack_words(q, factors[0], added[0], ELEMENT, SCALED, ZEROS, IS_RAW)
     else:
         n = ()
@@ -457,5 +461,5 @@ def _offset(P: Any, DTYPE: Any) -> float:
     if P.ELEMENT not in ("uint4", "uint8"):
         return 0.0
     zero = 0.0 if P.ZEROS else 8.0
-    shift = {"uint4": -128.0, "uint8": 128.0}[P.ELEMENT] if _by_pairs(DTYPE) else 0.0
+    shift = {"uint4": -128.0, "uint8": 128.0}[P.ELEMENT] if _converts_pairs(DTYPE) else 0.0
     return shift - zero

@@ -15,13 +15,13 @@ from negamax.kernels.weight_only.triton import (
     BYTES,
     COLUMNS,
     POST_FACTOR,
-    beside_products,
+    compute_load_order,
+    convert_sides,
     exponent,
     load_side,
     load_words,
-    of_products,
-    operand,
-    order_of_loads,
+    split_by_product,
+    unpack_operand,
 )
 
 _BLOCK_N, _BLOCK_K, _WARPS = 64, SIDE_COLUMNS, 4
@@ -49,7 +49,7 @@ def _dequantize_kernel(
     first_n, first_k = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_K
     rows, columns = tl.arange(0, BLOCK_N), tl.arange(0, COLUMNS)
     inside = rows < N - first_n
-    order = order_of_loads(BLOCK_N, NUM_WARPS)
+    order = compute_load_order(BLOCK_N, NUM_WARPS)
     q_inside = order < N - first_n
     out_ptrs = out_ptr + (first_n + rows).to(tl.int64)[:, None] * P.K + columns[None, :]
     wait_then_launch_dependents(PDL)
@@ -60,10 +60,12 @@ def _dequantize_kernel(
         zero = load_side(w[2], first_n, order, q_inside, N, first_k, P, BLOCK_K, False)
     for i in tl.static_range(BLOCK_K // SPAN):
         k = first_k + i * SPAN
-        q = of_products(load_words(w, first_n, order, q_inside, N, k, P), P)
-        factors, added = beside_products(scale, zero, i, BLOCK_K // SPAN, P, DTYPE, GROUPED)
+        q = split_by_product(load_words(w, first_n, order, q_inside, N, k, P), P)
+        factors, added = convert_sides(scale, zero, i, BLOCK_K // SPAN, P, DTYPE, GROUPED)
         for j in tl.static_range(CODES):
-            number = operand(q[j], factors[j], added[j], P, DTYPE, GROUPED, BLOCK_N, NUM_WARPS)
+            number = unpack_operand(
+                q[j], factors[j], added[j], P, DTYPE, GROUPED, BLOCK_N, NUM_WARPS
+            )
             if exponent(P, DTYPE) != 0 or P.ROW_SCALE:
                 number = number.to(tl.float32)
             if exponent(P, DTYPE) != 0:

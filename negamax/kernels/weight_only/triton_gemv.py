@@ -31,14 +31,14 @@ from negamax.kernels.launch.triton import dot
 from negamax.kernels.weight_only.triton import (
     POST_FACTOR,
     RAW,
-    added_to_codes,
-    constants_of,
+    convert_scales,
+    convert_zeros,
     exponent,
-    factors_of_scales,
-    number_of_scale,
-    numbers_of_words,
+    make_constants,
+    scale_to_fp32,
     side_entries,
     strides,
+    unpack_numbers,
 )
 
 TOKENS = tl.constexpr(8)  # the short side of the tensor cores' smallest product
@@ -89,7 +89,7 @@ def _column(step: int) -> int:
 
 
 @triton.jit
-def fragment_rows(ROWS: tl.constexpr):
+def number_fragment_rows(ROWS: tl.constexpr):
     """Return row numbers [8, ROWS / 8]."""
     return tl.arange(0, 8)[:, None] + tl.arange(0, ROWS // 8)[None, :] * 8
 
@@ -98,8 +98,8 @@ def fragment_rows(ROWS: tl.constexpr):
 def load_weight(
     w, rows, num_rows, P: tl.constexpr, NUM_WARPS: tl.constexpr, split=0, SPLIT_K: tl.constexpr = 1
 ):
-    """Load the rows `rows` [8, ROWS / 8], in the order of `fragment_rows`, of a packed weight that
-    has `num_rows`: fragments, scales and zero points of all steps, as stored. This is program
+    """Load the rows `rows` [8, ROWS / 8], as `number_fragment_rows` orders them, of a packed weight
+    that has `num_rows`: fragments, scales and zero points of all steps, as stored. This is program
     number `split` of SPLIT_K that share the columns.
     """
     WARPS: tl.constexpr = NUM_WARPS * SPLIT_K
@@ -232,7 +232,7 @@ def _times_scale(
     """Multiply product [NUM_WARPS, ROWS, TOKENS] by the one scale of each row, as `_load_side`
     loads it.
     """
-    scale = tl.permute(number_of_scale(scale, P), (2, 3, 1, 0, 4))
+    scale = tl.permute(scale_to_fp32(scale, P), (2, 3, 1, 0, 4))
     product = tl.reshape(product, (NUM_WARPS, ROWS // 8, 8, 4, TOKENS // 4)) * scale
     return tl.reshape(product, (NUM_WARPS, ROWS, TOKENS))
 
@@ -270,17 +270,17 @@ def _dequantize(
     columns. With IS_RAW the codes of 4 bits plus RAW.
     """
     GROUPED: tl.constexpr = P.GROUP > 0 and not _has_one_scale(P)
-    factors, added = constants_of(P, DTYPE)
+    factors, added = make_constants(P, DTYPE)
     parts = ()
     for i in tl.static_range(2 // P.CODES):
         if GROUPED:
-            found = factors_of_scales(_as_rows(scales[step]), i, P, DTYPE)
-            factors = _by_words(found, ROWS, NUM_WARPS)
+            found = convert_scales(_flatten_rows(scales[step]), i, P, DTYPE)
+            factors = _reorder_words(found, ROWS, NUM_WARPS)
         if P.ZEROS:
-            found = added_to_codes(_as_rows(zeros[step]), i, P, DTYPE)
-            added = _by_words(found, ROWS, NUM_WARPS)
+            found = convert_zeros(_flatten_rows(zeros[step]), i, P, DTYPE)
+            added = _reorder_words(found, ROWS, NUM_WARPS)
         words = codes[step * (2 // P.CODES) + i]
-        part = numbers_of_words(words, factors, added, P, DTYPE, GROUPED, IS_RAW)
+        part = unpack_numbers(words, factors, added, P, DTYPE, GROUPED, IS_RAW)
         parts = parts + (part,)
     if P.CODES == 2:
         # [8, NUM_WARPS, ROWS / 8, thread, 32 columns, neighbour, 8 columns, 16 columns]
@@ -296,19 +296,19 @@ def _dequantize(
 
 
 @triton.jit
-def _by_words(each, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
+def _reorder_words(each, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
     """Reorder two tensors [4 * 8 * NUM_WARPS * ROWS / 8, 4] -> [8, NUM_WARPS, ROWS / 8, 16]."""
-    return _in_fragment(each[0], ROWS, NUM_WARPS), _in_fragment(each[1], ROWS, NUM_WARPS)
+    return _reorder_fragment(each[0], ROWS, NUM_WARPS), _reorder_fragment(each[1], ROWS, NUM_WARPS)
 
 
 @triton.jit
-def _in_fragment(each, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
+def _reorder_fragment(each, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
     each = tl.permute(tl.reshape(each, (4, 8, NUM_WARPS, ROWS // 8, 4)), (1, 2, 3, 0, 4))
     return tl.reshape(each, (8, NUM_WARPS, ROWS // 8, _WORDS))
 
 
 @triton.jit
-def _as_rows(each):
+def _flatten_rows(each):
     """Flatten [4, 8, NUM_WARPS, ROWS / 8, entries] -> [any, entries]."""
     ENTRIES: tl.constexpr = each.shape[4]
     return tl.reshape(each, (each.numel // ENTRIES, ENTRIES))
