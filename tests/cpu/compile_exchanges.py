@@ -1,6 +1,8 @@
-"""Compiles what ranks with memory in common exchange words by, for an H200 that is not here, at the
-sizes of MiniMax-M2 and M3: `python tests/cpu/compile_exchanges.py WORLD ...`. One JSON object per
-kernel on standard output, as of `compile_kernels.py`, whose ops have one rank.
+"""Compile the kernels by which ranks exchange words, for an H200 that is not here, at the sizes of
+MiniMax-M2 and M3.
+
+`python tests/cpu/compile_exchanges.py WORLD ...` prints one JSON object per kernel, like
+`compile_kernels.py`, whose ops have one rank.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-# first: it says that nothing is interpreted
+# first: it turns the interpreter off
 from compile_kernels import META, PLATFORMS, Driver, without_memory  # isort: skip
 
 import torch
@@ -38,17 +40,17 @@ from negamax.kernels.sampling.triton import draw_leading, pick
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Without memory."""
+    """Make a tensor without memory."""
     return torch.empty(*shape, dtype=dtype, device=META)
 
 
 def int64(*shape: int) -> Tensor:
-    """Likewise."""
+    """Make an int64 tensor without memory."""
     return empty(*shape, dtype=torch.int64)
 
 
 def group_of(world: int) -> Any:
-    """Rank 0 of `world`, with room for all that is exchanged."""
+    """Return rank 0 of `world`, with room for all exchanges."""
 
     def region(words: int) -> PeerRegion:
         return PeerRegion(int64(world + 1), empty(256, dtype=torch.int32), 256, words)
@@ -59,7 +61,7 @@ def group_of(world: int) -> Any:
 
 
 def exchange_rows(group: Any, num_tokens: int) -> None:
-    """Sums, rows for experts and back, results of shards of the cache."""
+    """Exchange sums, rows for experts and back, and results of shards of the cache."""
     for width in (3072, 6144):
         norm = prepare(empty(width), 1e-6, quantize=True)
         all_reduce_add_rms(empty(num_tokens, width), empty(num_tokens, width), norm, group)
@@ -80,7 +82,7 @@ def exchange_rows(group: Any, num_tokens: int) -> None:
 
 
 def exchange_choices(group: Any, num_tokens: int) -> None:
-    """Sampled tokens, and the blocks that index heads have chosen."""
+    """Exchange sampled tokens and the blocks that index heads selected."""
     shared: dict[str, Any] = {
         "first_id": 0,
         "filters": empty(65, 4, dtype=torch.float32),
@@ -109,7 +111,7 @@ def exchange_choices(group: Any, num_tokens: int) -> None:
 
 
 def exchange_sums(group: Any, num_tokens: int) -> None:
-    """Sums of squares of queries and keys."""
+    """Exchange sums of squares of queries and keys."""
     heads, kv_heads = 48 // group.size, max(1, 8 // group.size)
     weight = empty((heads + kv_heads) * 128, dtype=torch.float32)
     norm = attention.prepare_qk_norm(
@@ -124,7 +126,7 @@ def exchange_sums(group: Any, num_tokens: int) -> None:
 
 
 def main() -> None:
-    """A line for each kernel that is launched."""
+    """Print a line for each kernel that is launched."""
     platform = PLATFORMS["sm_90"]
     driver.set_active(Driver(GPUTarget("cuda", 90, platform.warp_size)))
     platforms.platform_of = lambda device: platform  # type: ignore[assignment]

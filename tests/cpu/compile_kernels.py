@@ -1,11 +1,12 @@
-"""Compiles what the kernel table launches on GPUs that are not here, at the sizes of MiniMax-M2:
-`python tests/cpu/compile_kernels.py gfx942 sm_90/40 [--quiet]`, every case for MI300X and every
-40th for H200. One JSON object per kernel on standard output; the exit code is 1 where a kernel does
-not compile.
+"""Compile the kernels of the table for GPUs that are not here, at the sizes of MiniMax-M2.
 
-The ops' own full-size cases are applied to tensors without memory (PyTorch's "meta" device), so the
-code that chooses tiles and launches runs as on the GPU; a launch only compiles. Compiled is as far
-as what Triton carries goes without a GPU: PTX through ptxas, or AMD's code object.
+`python tests/cpu/compile_kernels.py gfx942 sm_90/40 [--quiet]` takes every case for MI300X and
+every 40th for H200. It prints one JSON object per kernel; the exit code is 1 if a kernel does not
+compile.
+
+The ops' full-size cases are applied to tensors without memory (PyTorch's "meta" device). So the
+code that selects tiles and launches runs as on the GPU, but a launch only compiles: to PTX and
+through ptxas, or to AMD's code object.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ FACTORIES = ("arange", "empty", "full", "ones", "rand", "randint", "randn", "ran
 
 
 class Driver:
-    """What Triton's compiler asks of a driver."""
+    """The driver functions that Triton's compiler calls."""
 
     def __init__(self, target: GPUTarget) -> None:
         self.get_current_target = lambda: target
@@ -72,7 +73,7 @@ class Driver:
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Inside, PyTorch's factories make tensors of a shape and dtype only."""
+    """Let PyTorch's factories make tensors of a shape and dtype only."""
     saved = {name: getattr(torch, name) for name in (*FACTORIES, "tensor")}
 
     def on_meta(make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -82,7 +83,8 @@ def without_memory() -> Iterator[None]:
     for name, make in saved.items():
         setattr(torch, name, partial(on_meta, make))
     clamp = Tensor.clamp_
-    Tensor.clamp_ = lambda tensor, *_, **__: tensor  # PyTorch looks for a compiler to do nothing
+    # PyTorch would search for a compiler to do nothing
+    Tensor.clamp_ = lambda tensor, *_, **__: tensor
     try:
         yield
     finally:
@@ -92,7 +94,7 @@ def without_memory() -> Iterator[None]:
 
 
 def reason_against(platform: Platform, case: Case) -> str | None:
-    """Why the engine would not come to run this case here: the words of its own refusal."""
+    """Return the engine's refusal of this case on the platform; None: it runs."""
     caches = [tensor.dtype for name, tensor in case.tensors.items() if name.endswith("_cache")]
     try:
         platform.check_arithmetic(fp8_cache=FP8 in (*caches, case.numbers.get("cache_dtype")))
@@ -104,23 +106,23 @@ def reason_against(platform: Platform, case: Case) -> str | None:
 
 
 def described(error: BaseException) -> str:
-    """The end of what an error says, and of what it came from: Triton's own words stand there."""
+    """Return the end of the message of an error's root cause."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {str(error)[-600:]}"
 
 
 def spilled_bytes(code: Mapping[str, Any]) -> int:
-    """What a thread of a kernel for NVIDIA GPUs keeps in memory, for want of registers: its stack,
-    of which the ELF file that ptxas writes says the size.
+    """Return the stack size of a thread of an NVIDIA kernel: its spilled registers, from ptxas's
+    ELF file.
     """
     found = re.search(rb"\x04\x11\x08\x00.{4}(.{4})", code.get("cubin", b""), re.DOTALL)
     return int.from_bytes(found[1], "little") if found else 0
 
 
 def compile_for(platform: Platform, cases: list[tuple[Op, Case]], *, quiet: bool = False) -> None:
-    """Compile and report, if `quiet` errors only. In a process that has imported no kernel yet;
-    ends it.
+    """Compile and report, errors only if `quiet`; then exit. Call it in a process that has imported
+    no kernel yet.
     """
     nvidia = platform.vendor == "nvidia"
     if not nvidia:
@@ -129,7 +131,7 @@ def compile_for(platform: Platform, cases: list[tuple[Op, Case]], *, quiet: bool
     driver.set_active(Driver(GPUTarget("cuda" if nvidia else "hip", arch, platform.warp_size)))
     platforms.platform_of = lambda device: platform  # type: ignore[assignment]
     table = resolve(platform=platform, dtype=torch.bfloat16)
-    # activations in the platform's form of FP8
+    # activations in the platform's FP8 format
     quantize_spec.quantize_activations = table["quantize.activations"].run
     about: dict[str, Any] = {}
     done: set[str] = set()
@@ -184,7 +186,7 @@ def compile_for(platform: Platform, cases: list[tuple[Op, Case]], *, quiet: bool
 
 
 def main() -> None:
-    """A process per architecture, which has the cases from this one."""
+    """Start a process per architecture, which takes its cases from this one."""
     parser = argparse.ArgumentParser()
     parser.add_argument(
         "archs", nargs="+", help=f"ARCH[/N]: every N-th case, others for each; {sorted(PLATFORMS)}"

@@ -1,5 +1,5 @@
-"""The Triton attention kernels on what only they meet: FP8 caches and results, padding, captured
-steps, other ranks. In Triton's interpreter, at sizes it can bear.
+"""Triton attention kernels beyond their ops' cases, in the interpreter: FP8 caches and results,
+padding, captured steps, other ranks.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-import triton_support  # noqa: F401  before the kernels
 from torch import Tensor
+from triton_support import relative_error  # before the kernels
 
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention import op as spec
@@ -33,8 +33,8 @@ def paged(
     head_dim: int = 128,
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Caches that hold large values wherever no key lies, and tables in int32, one row more than
-    there are sequences.
+    """Return caches that hold large values wherever no key is, and tables in int32, one row more
+    than there are sequences.
     """
     generator = torch.Generator().manual_seed(len(lengths))
     width = -(-max(lengths) // shape.block_size)
@@ -58,18 +58,14 @@ def paged(
 
 
 def queries_of(tables: Tensor, lengths: list[int], counts: list[int]) -> AttentionMetadata:
-    """Sequences whose tables are in the rows from 1 up, in order."""
+    """Return metadata of sequences whose tables are in the rows from 1 up, in order."""
     indices = range(1, 1 + len(lengths))
     return attention_metadata(tables, lengths, counts, indices=indices)
 
 
-def relative_error(got: Tensor, want: Tensor) -> float:
-    return float((got.float() - want.float()).norm() / want.float().norm())
-
-
 @pytest.fixture
-def one_split_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a GPU of two multiprocessors cuts several sequences in pieces."""
+def split_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a GPU of two multiprocessors split several sequences."""
     one = replace(triton_decode_plan.DECODE, min_splits=1)
     monkeypatch.setattr(triton_decode_plan, "DECODE", one)
 
@@ -85,19 +81,19 @@ def one_split_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["runs", "FP8 runs", "FP8 pieces", "pieces"],
 )
-def test_decode_shares_sequences_out_and_leaves_padding_zero(
+def test_decode_splits_sequences_and_leaves_padding_zero(
     kv_heads: int,
     lengths: list[int],
     cache_dtype: torch.dtype,
     block_size: int,
     captured: bool,
-    one_split_is_enough: None,
+    split_early: None,
 ) -> None:
-    """Sequences cut in two and in many parts, whole ones, empty ones; twice with one plan, as the
-    layers of a step do.
+    """Decode sequences in two or many splits, whole ones and empty ones, twice with one plan, as
+    the layers of a step do.
 
-    Without the host's counts, as while a graph is captured, the newest key is taken apart from the
-    old ones.
+    Without the host's counts, as while a graph is captured, the newest key is processed apart from
+    the others.
     """
     shape = PagedShape(kv_heads=kv_heads, group=6, block_size=block_size)
     heads = 6 * kv_heads
@@ -123,8 +119,8 @@ def test_decode_shares_sequences_out_and_leaves_padding_zero(
         assert relative_error(got.dequantize(), got.hidden) < FP8_ERROR
 
 
-def test_keys_of_a_step_with_drafts_are_not_read_before_they_are_written(
-    one_split_is_enough: None,
+def test_keys_of_a_step_with_draft_tokens_are_read_after_they_are_written(
+    split_early: None,
 ) -> None:
     shape = PagedShape(kv_heads=1, group=6, block_size=16)
     queries = queries_of(torch.zeros(2, 1), [4, 5], [1, 1])
@@ -150,7 +146,7 @@ def test_draft_tokens_read_the_keys_of_their_sequence_once(
     cache_dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rows with all drafts, with fewer and with none, and padding; twice with one plan."""
+    """Rows with all draft tokens, with fewer and with none, and padding; twice with one plan."""
     few = replace(triton_decode_plan.DECODE, min_runs=1)
     monkeypatch.setattr(triton_decode_plan, "DECODE", few)
     shape, max_run = PagedShape(kv_heads=kv_heads, group=group, block_size=16), 4
@@ -160,7 +156,7 @@ def test_draft_tokens_read_the_keys_of_their_sequence_once(
     q = torch.randn(12, kv_heads * group, 128, generator=torch.Generator().manual_seed(1))
     q = q.bfloat16()
     want = spec.attend(q.float(), k_cache, v_cache, queries, kv_scales=(0.5, 2.0))
-    q[sum(counts) :] = torch.nan  # of padding anything may be left
+    q[sum(counts) :] = torch.nan  # rows of padding are undefined
     captured = replace(queries, host_seq_lens=(), host_query_lens=())
     plan = kernels.plan_decode(captured, shape, dtype=q.dtype, quantize=True)
     assert plan.num_queries == num_queries and plan.split_kv == (kv_heads * group == 6)
@@ -174,7 +170,7 @@ def test_draft_tokens_read_the_keys_of_their_sequence_once(
         assert torch.equal(got.scale[sum(counts) :], torch.ones(5, kv_heads * group))
 
 
-def test_a_long_sequence_is_cut_into_pieces_where_programs_would_idle() -> None:
+def test_a_long_sequence_is_split_if_programs_would_idle() -> None:
     shape = PagedShape(kv_heads=1, group=6, block_size=32)
     for lengths, pieces in (([700, 70, 0], [4, 2, 1]), ([700], [3])):
         queries = queries_of(torch.zeros(4, 22), lengths, [1] * len(lengths))
@@ -184,9 +180,7 @@ def test_a_long_sequence_is_cut_into_pieces_where_programs_would_idle() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_decode_plan_gives_every_tile_to_one_program(seed: int) -> None:
-    """Whatever the lengths: each tile once, as many programs per sequence as the plan says, from
-    the one it names.
-    """
+    """The plan covers each tile once, by as many programs as it states for a sequence."""
     rng = random.Random(seed)
     count = rng.choice((1, 2, 3, 5, 6, 7, 40, 200))
     lengths = [rng.choice((0, 1, 64, 65, rng.randrange(3000))) for _ in range(count)]
@@ -235,7 +229,7 @@ def test_prefill_runs_several_sequences_on_their_prefixes(cache_dtype: torch.dty
     assert relative_error(got.dequantize(), got.hidden) < FP8_ERROR
 
 
-def test_no_sequence_is_no_work() -> None:
+def test_no_sequences_need_no_work() -> None:
     shape = PagedShape(kv_heads=1, group=2, block_size=16)
     k_cache, v_cache, tables = paged([1], shape)
     queries, q = queries_of(tables, [], []), torch.empty(0, 2, 128, dtype=torch.bfloat16)
@@ -248,7 +242,7 @@ def test_no_sequence_is_no_work() -> None:
 
 @dataclass
 class TwoRanks:
-    """Rank 0 of two; the other one's sums of squares are `others` [T, 2]."""
+    """Rank 0 of two. `others` [T, 2] are the sums of squares of the other rank."""
 
     others: Tensor
     peers: PeerMemory | None
@@ -264,7 +258,7 @@ class TwoRanks:
 
 @pytest.mark.parametrize("peers", [True, False])
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8])
-def test_norms_cross_ranks_and_broken_rows_stay_finite(
+def test_norms_sum_over_ranks_and_keep_broken_rows_finite(
     cache_dtype: torch.dtype, peers: bool
 ) -> None:
     tokens, heads, kv_heads, block_size, rounds = 3, 3, 1, 16, 2
@@ -277,8 +271,8 @@ def test_norms_cross_ranks_and_broken_rows_stay_finite(
     slots = torch.tensor([17, 2, -1])
     rows = cache_rows(slots, kv_heads=kv_heads, block_size=block_size)
     others = 500 * torch.rand(tokens, 2, generator=generator)
-    # Both ranks' copies of the region; the other rank has already written its words of every round
-    # into this one's.
+    # Copies of the region of both ranks. The other rank has already written its words of every
+    # round to this rank's copy.
     copies = torch.zeros(2, 2, 4, 2, 2, dtype=torch.int64)
     epochs = torch.zeros(4, dtype=torch.int32)
     control = torch.zeros(3, dtype=torch.int64)

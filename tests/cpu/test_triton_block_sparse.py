@@ -1,5 +1,5 @@
-"""The Triton kernels of block-sparse attention on what only they meet: FP8 caches and results,
-padding, captured steps, several drafts of a sequence. In the interpreter, at sizes it can bear.
+"""Triton block-sparse kernels beyond their ops' cases, in the interpreter: FP8 caches and results,
+padding, captured steps, several draft tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 import triton.language as tl
-from triton_support import Group, Ranks, ThreadGroup, Threads  # before the kernels
+from triton_support import Group, Ranks, ThreadGroup, Threads, relative_error  # before the kernels
 
 from negamax.kernels import platform
 from negamax.kernels.activations import QuantizedActivations
@@ -36,15 +36,11 @@ from negamax.kernels.rotary import cos_sin, signed_frequencies
 FP8_ERROR = 0.03  # of rounding to e4m3
 
 
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.float() - want.float()).norm() / want.float().norm())
-
-
 @pytest.mark.parametrize("dtypes", [(FP8, torch.bfloat16), (torch.bfloat16, FP8)])
 def test_norms_write_caches_of_two_dtypes_and_keep_broken_rows_finite(
     dtypes: tuple[torch.dtype, torch.dtype],
 ) -> None:
-    """The second token is no number anywhere, the third one has no slot."""
+    """The second token holds NaN and infinity, the third one has no slot."""
     heads, kv_heads, block_size = 6, 2, 16
     generator = torch.Generator().manual_seed(0)
     projected = torch.randn(3, (heads + 3 * kv_heads + 1) * 128, generator=generator).bfloat16()
@@ -82,7 +78,7 @@ SHAPE = SparseShape(kv_heads=1, group=2, block_size=32, sparse_block_size=16, to
 def paged(
     lengths: Sequence[int], *, heads: int, dtype: torch.dtype = torch.bfloat16, dim: int = 32
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A cache that holds large values wherever no key lies, and tables in int32."""
+    """Return a cache that holds large values wherever no key is, and tables in int32."""
     generator, size = torch.Generator().manual_seed(len(lengths)), SHAPE.block_size
     width = -(-max(lengths) // size)
     tables = torch.randperm(width * len(lengths), generator=generator).view(len(lengths), width)
@@ -95,14 +91,14 @@ def paged(
 
 
 def captured(queries: AttentionMetadata) -> AttentionMetadata:
-    """As while a graph is captured: the device alone knows the lengths."""
+    """Return `queries` as while a graph is captured: only the device knows the lengths."""
     return replace(queries, host_seq_lens=(), host_query_lens=())
 
 
 def chosen(
     queries: AttentionMetadata, index_q: torch.Tensor, cache: torch.Tensor, shape: SparseShape
 ) -> BlockChoice:
-    """By the kernels, twice with one plan, as the layers of a step do."""
+    """Select by the kernels, twice with one plan, as the layers of a step do."""
     plan = kernels.plan_select(queries, shape, dtype=index_q.dtype)
     first, second = (kernels.select(index_q, cache, plan) for _ in range(2))
     assert torch.equal(first.ids, second.ids)
@@ -115,18 +111,17 @@ def chosen(
 @pytest.mark.parametrize(
     ("dtype", "heads", "constants"),
     [
-        (torch.bfloat16, 1, {}),
         (FP8, 3, {"_FEW": 64}),
         (torch.bfloat16, 2, {"_FEW": 128, "MOST_SCORES": 512}),
         (FP8, 1, {"MOST_COMPARED": 256, "_NUM_GROUPS": 64}),
         (torch.bfloat16, 3, {"MOST_COMPARED": 256, "_NUM_GROUPS": 32}),
     ],
 )
-def test_decodes_choose_among_hundreds_of_blocks_and_leave_padding_empty(
+def test_decodes_select_among_hundreds_of_blocks_and_leave_padding_empty(
     dtype: torch.dtype, heads: int, constants: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sequence of hundreds of blocks, which are compared at once or in groups, one of few, one
-    that is not scored; a query that is no number, and those that score all blocks alike.
+    that is not scored; a query of NaN, and queries that score all blocks alike.
     """
     for name, value in constants.items():
         of_kernels = name.startswith("_")
@@ -152,9 +147,9 @@ def test_decodes_choose_among_hundreds_of_blocks_and_leave_padding_empty(
 
 
 @pytest.mark.parametrize("how", ["apart", "captured", "together"])
-def test_drafts_of_a_sequence_are_scored_together(how: str) -> None:
-    """Each has its own choice, which for some of them need not be scored; as sequences of one query
-    each, or of several.
+def test_draft_tokens_of_a_sequence_are_scored_together(how: str) -> None:
+    """Each draft token has its own selection, which some need no scores for. They are sequences of
+    one query each, or of several.
     """
     apart = how != "together"
     shape = replace(SHAPE, kv_heads=2)
@@ -181,10 +176,10 @@ def test_drafts_of_a_sequence_are_scored_together(how: str) -> None:
 
 
 @pytest.mark.parametrize("is_captured", [True, False])
-def test_a_step_of_decodes_and_prompts_chooses_for_both(
+def test_a_mixed_batch_selects_for_decodes_and_prefills(
     is_captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With few queries several programs share the blocks that a tile of them sees."""
+    """With few queries several programs share the blocks that one tile sees."""
     few = replace(platform.CPU, multiprocessors=8)
     monkeypatch.setattr(platform, "platform_of", lambda device: few)
     lengths, counts = [90, 330, 20], [1, 41, 20]
@@ -192,7 +187,7 @@ def test_a_step_of_decodes_and_prompts_chooses_for_both(
     index_q = torch.randn(62, 1, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
     queries = attention_metadata(tables, lengths, counts, num_decodes=1)
     want = spec.select(index_q.float(), cache, spec.plan(queries, SHAPE, dtype=index_q.dtype))
-    if is_captured:  # any mix of sequences, those of one query among them
+    if is_captured:  # any mixed batch, including sequences of one query
         queries = captured(replace(queries, num_decodes=0))
     plan = kernels.plan_select(queries, SHAPE, dtype=index_q.dtype)
     assert isinstance(plan.rest, SelectPrefillPlan)
@@ -204,11 +199,11 @@ def test_a_step_of_decodes_and_prompts_chooses_for_both(
 
 @pytest.mark.parametrize("is_captured", [True, False])
 @pytest.mark.parametrize("queries", [(1, 1, 1, 1), (1, 41, 20, 4)])
-def test_ranks_choose_from_their_shards_what_one_chooses_from_all_index_keys(
+def test_ranks_with_shards_select_what_one_rank_selects_from_all_index_keys(
     queries: tuple[int, ...], is_captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of hundreds of blocks, in groups or compared at once, of few, of too few to be scored; a
-    query that scores all blocks alike; the last token is padding.
+    """Hundreds of blocks, in groups or compared at once, few blocks, too few to be scored; a query
+    that scores all blocks alike; the last token is padding.
     """
     monkeypatch.setattr(triton_select_decode, "MOST_COMPARED", 512 if is_captured else 256)
     few = replace(platform.CPU, multiprocessors=8)
@@ -241,8 +236,8 @@ def test_ranks_choose_from_their_shards_what_one_chooses_from_all_index_keys(
 
 
 def test_ranks_exchange_the_keys_of_few_tokens_by_the_ll_protocol() -> None:
-    """Each sends the others the keys of the heads that they have. A token that attends to all that
-    it sees is not exchanged.
+    """Each rank sends the others the keys of their heads. A token that attends to all that it sees
+    is not exchanged.
     """
     shape = replace(SHAPE, kv_heads=2, shard=IndexShard(1, 2, 4, 2))
     lengths, rounds = [130, 17, 300], 3
@@ -297,7 +292,9 @@ def test_decodes_attend_to_their_pages_and_leave_padding_zero(dtype: torch.dtype
 def test_neighbouring_queries_attend_to_the_union_of_their_blocks(
     dtype: torch.dtype, is_captured: bool
 ) -> None:
-    """Each only to its own; a chunk on a prefix, a whole prompt, a single query."""
+    """Each query attends to its own blocks only; a chunk on a prefix, a whole prompt, a single
+    query.
+    """
     shape = replace(SHAPE, kv_heads=2)
     lengths, counts = [140, 60, 90], [37, 60, 1]
     caches = [paged(lengths, heads=2, dtype=dtype)[0] for _ in range(2)]
@@ -320,7 +317,7 @@ def test_neighbouring_queries_attend_to_the_union_of_their_blocks(
         assert relative_error(got, want) < 5e-3
 
 
-def test_prompts_that_attend_to_everything_are_dense_prefills() -> None:
+def test_prompts_that_attend_to_all_tokens_are_dense_prefills() -> None:
     for length, kind in ((SHAPE.dense_tokens, PrefillPlan), (49, SparsePrefillPlan)):
         _, tables = paged([length, 5], heads=1)
         queries = attention_metadata(tables, [length, 5], [7, 5])
@@ -330,7 +327,7 @@ def test_prompts_that_attend_to_everything_are_dense_prefills() -> None:
 
 @pytest.mark.parametrize("counts", [(1, 1), (20, 30)])
 def test_results_carry_their_fp8_form(counts: tuple[int, int]) -> None:
-    """With a scale per token and head, as the output projection wants."""
+    """Results carry a scale per token and head, as the output projection needs."""
     shape, lengths, dim = replace(SHAPE, kv_heads=2), (70, 60), 128
     num_tokens, generator = sum(counts), torch.Generator().manual_seed(1)
     caches = [torch.randn(6, 2, 32, dim, generator=generator).bfloat16() for _ in range(2)]

@@ -1,5 +1,5 @@
-"""Attention of two ranks that hold every other block each, through Triton's interpreter: their
-parts make the attention to all blocks.
+"""Attention of two ranks that hold every other block each, in the interpreter: their parts merge to
+the attention to all blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RANKS = 2
 
 
 def own_blocks(cache: torch.Tensor, rank: int) -> torch.Tensor:
-    """A rank's cache: behind a block of nobody, which has anything in it, every other one."""
+    """Return a rank's cache: every other block, after a padding block with any content."""
     stored = cache.view(torch.uint8)
     nobody = torch.full_like(stored[:1], 60)
     return torch.cat([nobody, stored[rank::RANKS]]).view(cache.dtype)
@@ -36,11 +36,11 @@ def own_blocks(cache: torch.Tensor, rank: int) -> torch.Tensor:
     ("is_sparse", "counts"),
     [(False, [1, 1, 1]), (True, [1, 1, 1]), (False, [37, 5, 33]), (True, [37, 5, 33])],
 )
-def test_parts_make_the_attention_to_all_blocks(
+def test_parts_merge_to_the_attention_to_all_blocks(
     is_sparse: bool, counts: list[int], is_captured: bool, dtype: torch.dtype
 ) -> None:
-    """One sequence lies on one rank alone, others begin on either; each rank merges its own heads
-    of four, in FP8 and not.
+    """One sequence is on one rank only, others begin on either; each rank merges its own two of
+    four heads, in FP8 and not.
     """
     lengths, dim, scales = [130, 17, 200], 128, (0.5, 2.0)
     shape: PagedShape = PagedShape(1, 4, 32)
@@ -97,8 +97,8 @@ def test_parts_make_the_attention_to_all_blocks(
 def test_ranks_exchange_the_results_of_few_tokens_by_the_ll_protocol(
     rank: int, dtype: torch.dtype
 ) -> None:
-    """Each sends the other those of its heads; the bits are those behind an all-gather. Tokens of
-    which one rank has no key, or none has.
+    """Each rank sends the other the results of its heads; the bits are those after an all-gather.
+    One rank or none has a key of some tokens.
     """
     heads, count, dim, rounds, peer = 6, 3, 20, 3, 1 - rank
     words = count * (dim // 2 + 1)

@@ -1,5 +1,5 @@
-"""The exchange of rows between ranks through Triton's interpreter: one rank runs, the others' words
-are in its memory.
+"""Exchange of rows between ranks in the interpreter: one rank runs, and its memory holds the words
+of the others.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from triton.language import constexpr
-from triton_support import Group, Ranks
+from triton_support import Group, Ranks, words_of
 
 from negamax.kernels.collectives import op as spec
 from negamax.kernels.collectives import tiles, triton_ll
@@ -23,18 +23,14 @@ WIDTH = 1024
 WORDS = WIDTH // 2
 
 
-def words(values: torch.Tensor) -> torch.Tensor:
-    return values.contiguous().view(torch.int32)
-
-
 @pytest.mark.parametrize("two_shot", [False, True])
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize(("world", "rank"), [(2, 0), (2, 1), (4, 2)])
 def test_rows_are_summed_over_ranks_then_added_and_normalised(
     world: int, rank: int, parts: int, two_shot: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three steps with 3, 1 and 2 rows, so that rows are at different epochs; of several parts with
-    Gemma's norm.
+    """Three steps with 3, 1 and 2 rows, so that rows are at different epochs; several parts and
+    Gemma's norm too.
     """
     monkeypatch.setattr(tiles, "two_shot", lambda *args, **sizes: two_shot)
     ranks = Ranks(world, rows=4, words=WORDS)
@@ -52,17 +48,17 @@ def test_rows_are_summed_over_ranks_then_added_and_normalised(
                 if two_shot:
                     theirs = slice(sender * WIDTH // world, (sender + 1) * WIDTH // world)
                     ranks.arrive(
-                        rank, sender=sender, row=row, payload=words(sums[sender][row, share])
+                        rank, sender=sender, row=row, payload=words_of(sums[sender][row, share])
                     )
                     ranks.arrive(
                         rank,
                         sender=sender,
                         row=row,
-                        payload=words(total[row, theirs]),
+                        payload=words_of(total[row, theirs]),
                         first_word=WORDS // world,
                     )
                 else:
-                    ranks.arrive(rank, sender=sender, row=row, payload=words(sums[sender][row]))
+                    ranks.arrive(rank, sender=sender, row=row, payload=words_of(sums[sender][row]))
         expected_residual = residual.clone()
         expected = norm_spec.add_rms(total, expected_residual, norm)
         out = kernels.all_reduce_add_rms(x[rank], residual, norm, Group(ranks, rank))
@@ -72,7 +68,7 @@ def test_rows_are_summed_over_ranks_then_added_and_normalised(
     assert ranks.epochs[rank].tolist() == [3, 2, 1, 0]
 
 
-def test_what_a_rank_pushes_arrives_tagged_at_every_peer() -> None:
+def test_pushed_words_arrive_flagged_at_every_peer() -> None:
     ranks = Ranks(2, rows=2, words=WORDS)
     x = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(1)).half()
     ranks.arrive(1, sender=0, row=0, payload=torch.zeros(WORDS, dtype=torch.int32))
@@ -81,13 +77,13 @@ def test_what_a_rank_pushes_arrives_tagged_at_every_peer() -> None:
     for copy in ranks.copies:
         arrived = copy[1, 0, 1]  # epoch 1: buffer 1, row 0, sender 1
         assert (arrived >> 32 == 1).all()
-        assert torch.equal(arrived.to(torch.int32), words(x[0]))
+        assert torch.equal(arrived.to(torch.int32), words_of(x[0]))
     assert ranks.copies[0][0].count_nonzero() == 0
 
 
-def test_more_rows_than_the_region_holds_go_through_the_group() -> None:
+def test_more_rows_than_the_region_has_go_through_the_group() -> None:
     class Doubling(SingleRank):
-        """Two ranks with the same numbers."""
+        """Two ranks hold the same numbers."""
 
         size = 2
 
@@ -107,12 +103,12 @@ def test_more_rows_than_the_region_holds_go_through_the_group() -> None:
 
 
 @pytest.fixture
-def looks_up_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def poll_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_ll, "_SPINS", constexpr(8))
 
 
-def words_of_nobody(control: Callable[[torch.Tensor], None]) -> Ranks:
-    """One row of which rank 0's words never come to rank 1, which gives up as `control` says."""
+def poll_missing_words(control: Callable[[torch.Tensor], None]) -> Ranks:
+    """Poll for words of rank 0 that never reach rank 1, which aborts by `control`."""
     ranks = Ranks(2, rows=1, words=WORDS)
     control(ranks.control)
     x = torch.ones(1, WIDTH, dtype=torch.float16)
@@ -121,14 +117,14 @@ def words_of_nobody(control: Callable[[torch.Tensor], None]) -> Ranks:
     return ranks
 
 
-@pytest.mark.usefixtures("looks_up_often")
-def test_wait_for_a_rank_that_does_not_come_ends_when_it_is_told_to() -> None:
-    ranks = words_of_nobody(lambda control: control[2:].fill_(1))
+@pytest.mark.usefixtures("poll_often")
+def test_a_poll_for_a_missing_rank_ends_on_abort() -> None:
+    ranks = poll_missing_words(lambda control: control[2:].fill_(1))
     assert ranks.control.tolist() == [0, 0, 1]
 
 
-@pytest.mark.usefixtures("looks_up_often")
-def test_wait_for_a_rank_that_does_not_come_ends_with_its_time_and_says_so() -> None:
+@pytest.mark.usefixtures("poll_often")
+def test_a_poll_for_a_missing_rank_times_out_and_sets_the_abort_flag() -> None:
     ticking = threading.Event()
 
     def tick(control: torch.Tensor) -> None:
@@ -140,7 +136,7 @@ def test_wait_for_a_rank_that_does_not_come_ends_with_its_time_and_says_so() -> 
         threading.Thread(target=tick, args=(control,), daemon=True).start()
 
     try:
-        ranks = words_of_nobody(begin)
+        ranks = poll_missing_words(begin)
     finally:
         ticking.set()
     assert ranks.control[2] == 1

@@ -1,5 +1,5 @@
-"""Every Triton kernel in Triton's interpreter, as an H200 and as an MI300X get it: against its op's
-definition, on the op's own cases.
+"""Every Triton kernel in the interpreter, as on an H200 and on an MI300X, against its op's
+definition on the op's cases.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CONTRACTS = [
 
 @pytest.fixture(autouse=True)
 def small_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Few tokens and logits are many, and few programs have all the work."""
+    """Treat few tokens and logits as many, and give all work to few programs."""
     monkeypatch.setattr(moe_tiles, "SMALL_M_MAX_M", 24)
     few_programs = moe_tiles.ExpertTiles(
         Tile(1, 64, 256, num_warps=4), Tile(1, 64, 128, num_warps=4), choices=2
@@ -73,9 +73,7 @@ def small_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New memory is full of NaN: what a kernel leaves unwritten, or reads without having written
-    it, shows.
-    """
+    """Fill new memory with NaN, which shows if a kernel leaves it unwritten or reads it."""
 
     def poison(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def made(*args: Any, **options: Any) -> Tensor:
@@ -98,12 +96,12 @@ def test_kernel_computes_its_op(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(platform, "platform_of", lambda device: here)
-    # in the form of FP8 that `here` has
+    # in the FP8 format of `here`
     monkeypatch.setattr(quantize_spec, "quantize_activations", quantize.quantize)
     found = cases(kernel, dtype)
     found = found[step // 2 :: step] or found
     assert found
     for case in found:
-        if here is MI300X and kernel.op == LINEAR:  # what stays exact in its form
+        if here is MI300X and kernel.op == LINEAR:  # exact in that format
             case.tensors["x"].masked_fill_(case.tensors["x"] == 7.0, 7.5)
         check(kernel, case, dtype)

@@ -1,5 +1,5 @@
-"""Tokens to the experts of other ranks and back through Triton's interpreter: one rank runs, the
-others' words are in its memory.
+"""Tokens to the experts of other ranks and back, in the interpreter: one rank runs, and its memory
+holds the words of the others.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from triton_support import Group, Ranks
+from triton_support import Group, Ranks, words_of
 
 from negamax.kernels.dispatch import triton as kernels
 from negamax.kernels.dispatch.expert_ranges import ExpertRanges
@@ -20,7 +20,7 @@ NUM_ROWS = 4
 
 
 class Model:
-    """What every rank sends and what its experts make of a row."""
+    """The words that every rank sends and the results of its experts."""
 
     def __init__(self, world: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -32,7 +32,7 @@ class Model:
             ids = torch.rand(tokens, EXPERTS, generator=generator).argsort(1)[:, :TOP_K]
             ids = ids.to(torch.int32)
             if tokens > 1:
-                ids[1] = -1  # as behind the active rows
+                ids[1] = -1  # as after the active rows
             self.ids.append(ids)
             self.columns.append(
                 [
@@ -44,7 +44,7 @@ class Model:
             self.made.append(torch.randn(world * NUM_ROWS, 2, WIDTH, generator=generator).half())
 
     def held(self, ids: Tensor, rank: int) -> Tensor:
-        """Which rows of `ids` chose an expert of `rank`."""
+        """Return which rows of `ids` chose an expert of `rank`."""
         first = int(self.experts.firsts[rank])
         return (ids.ge(first) & ids.lt(first + self.experts.count)).any(1)
 
@@ -55,13 +55,9 @@ class Model:
         return found.flatten(0, 1)
 
 
-def words(values: Tensor) -> Tensor:
-    return values.contiguous().view(torch.int32)
-
-
 @pytest.mark.parametrize(("world", "rank"), [(2, 0), (2, 1), (4, 2), (4, 1)])
-def test_a_row_goes_to_the_ranks_it_chose_and_its_sums_come_back(world: int, rank: int) -> None:
-    """Three steps, so that both buffers are used and one of them twice."""
+def test_a_row_goes_to_its_chosen_ranks_and_their_sums_return(world: int, rank: int) -> None:
+    """Three steps use both buffers, and one of them twice."""
     to_experts = Ranks(world, rows=NUM_ROWS + 1, words=WORDS + 5)
     back = Ranks(world, rows=NUM_ROWS, words=WIDTH // 2)
     group = Group(back, rank, tokens=to_experts)
@@ -74,7 +70,7 @@ def test_a_row_goes_to_the_ranks_it_chose_and_its_sums_come_back(world: int, ran
                 sent = ids[row] if is_token else torch.full((TOP_K,), -1, dtype=torch.int32)
                 to_experts.arrive(rank, sender=sender, row=row, payload=sent)
                 if is_token and model.held(ids[row : row + 1], rank):
-                    columns = [words(column[row]) for column in model.columns[sender]]
+                    columns = [words_of(column[row]) for column in model.columns[sender]]
                     to_experts.arrive(
                         rank, sender=sender, row=row, payload=torch.cat(columns), first_word=TOP_K
                     )
@@ -96,7 +92,7 @@ def test_a_row_goes_to_the_ranks_it_chose_and_its_sums_come_back(world: int, ran
             mine = model.ids[rank]
             for row in model.held(mine, sender).nonzero().flatten().tolist():
                 their_sum = model.made[sender][rank * NUM_ROWS + row].float().sum(0).half()
-                back.arrive(rank, sender=sender, row=row, payload=words(their_sum))
+                back.arrive(rank, sender=sender, row=row, payload=words_of(their_sum))
         sums = kernels.combine(model.made[rank], all_ids, experts=model.experts, group=group)
         for row in range(NUM_ROWS):
             total = torch.zeros(WIDTH)
@@ -109,7 +105,9 @@ def test_a_row_goes_to_the_ranks_it_chose_and_its_sums_come_back(world: int, ran
 
 
 def check_pushed(ranks: Ranks, model: Model, rank: int, *, epoch: int) -> None:
-    """Ids are in every copy, columns in those of the ranks that a row chose, and in no other."""
+    """Check that ids are in every copy, columns in those of the ranks that a row chose, and nowhere
+    else.
+    """
     for other, copy in enumerate(ranks.copies):
         for row, ids in enumerate(model.ids[rank]):
             arrived = copy[epoch & 1, row, rank]
@@ -118,9 +116,9 @@ def check_pushed(ranks: Ranks, model: Model, rank: int, *, epoch: int) -> None:
             assert is_new.all() if model.held(ids[None], other) else not is_new.any()
 
 
-def test_more_rows_than_the_region_holds_go_through_the_group() -> None:
+def test_more_rows_than_the_region_has_go_through_the_group() -> None:
     class Doubling(Group):
-        """Two ranks with the same numbers."""
+        """Two ranks hold the same numbers."""
 
         def all_gather(self, tensor: Tensor, *, dim: int) -> Tensor:
             return torch.cat((tensor, tensor), dim=dim)

@@ -55,7 +55,7 @@ def worker_config(draft: DraftModel) -> WorkerConfig:
     )  # fmt: skip
 
 
-class Guessing:
+class DraftRun:
     """A draft, and a step of two requests that verifies drafts."""
 
     def __init__(self, kernels: KernelTable, **fields: Any) -> None:
@@ -91,21 +91,21 @@ class Guessing:
 @pytest.mark.parametrize(
     "fields", [{"draft_vocab_size": 40}, {"norm_output": True, "fc_norm": True}], ids=str
 )
-def test_a_draft_guesses_on_a_gpu_what_it_guesses_on_the_cpu(
+def test_a_draft_model_proposes_the_same_on_gpu_and_cpu(
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_few_programs(monkeypatch)
-    expected = Guessing(resolve(platform=CPU, dtype=torch.bfloat16), **fields)
-    got = Guessing(kernel_table(), **fields)
+    expected = DraftRun(resolve(platform=CPU, dtype=torch.bfloat16), **fields)
+    got = DraftRun(kernel_table(), **fields)
     for _ in range(2):
         assert torch.equal(got.propose(NUM_DRAFTS), expected.propose(NUM_DRAFTS))
 
 
-def test_one_more_guess_is_few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_more_draft_token_takes_few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     use_few_programs(monkeypatch)
-    guessing = Guessing(kernel_table(), draft_vocab_size=40)
+    draft_run = DraftRun(kernel_table(), draft_vocab_size=40)
     with launches(monkeypatch) as one:
-        guessing.propose(1)
+        draft_run.propose(1)
     with launches(monkeypatch) as three:
-        guessing.propose(3)
+        draft_run.propose(3)
     assert three == one + 2 * PASS

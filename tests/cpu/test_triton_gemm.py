@@ -1,4 +1,4 @@
-"""What the Triton products and the activation quantiser promise beyond their ops, in Triton's
+"""Properties of the Triton GEMMs and of activation quantisation beyond their ops, in the
 interpreter.
 """
 
@@ -21,7 +21,7 @@ SIZES = tiles.H200()
 def fp8_linear(
     num_tokens: int, inputs: int, outputs: int
 ) -> tuple[torch.Tensor, kernels.PreparedLinear]:
-    """x and a weight."""
+    """Return x and a weight."""
     t = cases.fp8_case(
         num_tokens,
         inputs,
@@ -41,7 +41,7 @@ def test_programs_that_share_columns_leave_their_counters_at_zero() -> None:
     assert torch.equal(kernels.linear(x, prepared), first)
 
 
-def test_programs_of_small_m_all_run_at_once() -> None:
+def test_all_programs_of_small_m_run_at_once() -> None:
     """A multiprocessor has 65,536 registers; without a limit the compiler gives a thread 184 at 16
     tokens.
     """
@@ -63,7 +63,7 @@ def test_programs_of_small_m_all_run_at_once() -> None:
 
 
 def test_small_m_and_split_k_agree() -> None:
-    """The same rows through the kernels for up to 8, up to 16 and more tokens."""
+    """The same rows go through the kernels for up to 8, up to 16 and more tokens."""
     x, prepared = fp8_linear(18, 896, 48)
     every = kernels.linear(x, prepared, out_dtype=torch.float32)
     for num_tokens in (2, 7, 13):
@@ -71,7 +71,7 @@ def test_small_m_and_split_k_agree() -> None:
         torch.testing.assert_close(some, every[:num_tokens], atol=1e-4, rtol=1e-4)
 
 
-def test_fp32_output_is_not_rounded_on_the_way() -> None:
+def test_fp32_output_is_rounded_once() -> None:
     generator = torch.Generator().manual_seed(4)
     x, weight = (
         torch.randn(3, 256, generator=generator).bfloat16(),
@@ -81,8 +81,8 @@ def test_fp32_output_is_not_rounded_on_the_way() -> None:
     torch.testing.assert_close(out, x.float() @ weight.float().T, atol=1e-4, rtol=1e-5)
 
 
-def test_plain_activations_meet_fp8_weights() -> None:
-    """A mixed step may hand over activations that nobody quantised."""
+def test_plain_activations_are_quantised_for_fp8_weights() -> None:
+    """A mixed batch may pass activations that are not quantised."""
     x, prepared = fp8_linear(6, 256, 64)
     with_fp8 = kernels.linear(quantize_spec.quantize_activations(x), prepared)
     torch.testing.assert_close(kernels.linear(x, prepared), with_fp8)
@@ -94,7 +94,7 @@ def test_weights_that_no_kernel_reads_are_refused() -> None:
         kernels.prepare(e4m3_blocks(fp8, torch.ones(1, 2)))
 
 
-def test_an_infinite_activation_stays_one_and_keeps_to_its_group() -> None:
+def test_an_infinite_activation_stays_infinite_and_in_its_group() -> None:
     x = torch.ones(2, 256, dtype=torch.bfloat16)
     x[1, 200] = float("inf")
     plain = quantize.quantize(x).dequantize()

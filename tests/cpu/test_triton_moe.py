@@ -1,6 +1,4 @@
-"""What the Triton kernels of the mixture of experts promise beyond their ops, in Triton's
-interpreter.
-"""
+"""Properties of the Triton expert kernels beyond their ops, in the interpreter."""
 
 from __future__ import annotations
 
@@ -63,7 +61,7 @@ def test_route_prefers_the_lower_id_among_equals_and_survives_nan(
     assert (weights[0] == 0.25).all() and weights[1].isnan().all()
 
 
-def test_few_tokens_are_routed_over_the_logits_of_the_call_before() -> None:
+def test_routing_few_tokens_overwrites_the_logits_of_the_last_call() -> None:
     generator = torch.Generator().manual_seed(5)
     router = torch.randn(8, 32, generator=generator), torch.randn(8, generator=generator)
     prepared = kernels.prepare_gate(*router)
@@ -76,8 +74,8 @@ def test_few_tokens_are_routed_over_the_logits_of_the_call_before() -> None:
 
 
 @pytest.mark.parametrize("gemma", [False, True])
-def test_norm_and_router_in_one_launch_round_as_one_after_the_other(gemma: bool) -> None:
-    """Over the logits of the call before; 5 tokens take two launches."""
+def test_norm_and_router_in_one_launch_round_as_in_two(gemma: bool) -> None:
+    """The launch overwrites the logits of the call before; 5 tokens take two launches."""
     generator = torch.Generator().manual_seed(6)
     hidden, weight = 1160, torch.randn(1160, generator=generator).bfloat16()
     gate = torch.randn(4, hidden, generator=generator), torch.randn(4, generator=generator)
@@ -90,7 +88,7 @@ def test_norm_and_router_in_one_launch_round_as_one_after_the_other(gemma: bool)
         normed, *choices = triton_norm_route.norm_route(x, residual, *prepared, top_k=2)
         expected = add_rms(x, added, prepared[0])
         assert torch.equal(residual, added)
-        assert (normed != expected).float().mean() < 0.02  # the sum of squares' last bit
+        assert (normed != expected).float().mean() < 0.02  # last bit of the sum of squares
         ids, weights = kernels.route(normed, router, top_k=2)
         assert torch.equal(choices[0], ids)
         torch.testing.assert_close(choices[1], weights, rtol=1e-5, atol=1e-6)
@@ -115,12 +113,14 @@ def test_pairs_of_many_chunks_are_sorted_by_expert_and_then_by_number(
     order, counts = prefill.sort_pairs(ids, first=2, count=5)
     flat = ids.flatten()
     mine = (flat >= 2) & (flat < 7)
-    expected = torch.where(mine, flat, 7).argsort(stable=True)  # those of none of ours last
+    expected = torch.where(mine, flat, 7).argsort(stable=True)  # pairs of other ranks come last
     assert torch.equal(order, expected.int())
     assert counts.tolist() == [(flat == expert).sum().item() for expert in range(2, 7)]
 
 
-def test_the_last_tile_of_an_expert_is_as_small_as_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_tile_of_an_expert_is_the_smallest_that_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tile = tiles.ExpertTiles(*(Tile(64, 32, 128, num_warps=4, num_stages=2) for _ in range(2)))
     monkeypatch.setattr(tiles.Tiles, "packed", lambda self, **sizes: tile)
     monkeypatch.setattr(tiles, "SMALL_M_MAX_M", 4)
@@ -140,11 +140,11 @@ def test_the_last_tile_of_an_expert_is_as_small_as_fits(monkeypatch: pytest.Monk
     [(E4M3_BLOCKS, E4M3_BLOCKS), (packed(4, 128), E4M3_BLOCKS), (E4M3_BLOCKS, PLAIN)],
     ids=["one format", "4 bits and FP8", "FP8 and plain"],
 )
-def test_a_shared_expert_runs_among_the_others_or_beside_them(
+def test_a_shared_expert_runs_with_the_others_or_by_itself(
     routed: TensorFormat, shared: TensorFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against the same values in fp32; a dense MLP in FP8 is beside the experts."""
-    # large tiles: the interpreter runs programs one by one
+    """Compare with the same values in fp32; a dense FP8 MLP runs beside the experts."""
+    # large tiles, because the interpreter runs programs one by one
     monkeypatch.setattr(tiles.H200, "gemv_max_m", lambda self, width: 0)
     hidden, width, num_experts, own = 128, 128, 3, names.moe(0)
     generator = torch.Generator().manual_seed(8)

@@ -1,4 +1,4 @@
-"""How the Triton norm rounds, in Triton's interpreter."""
+"""Rounding of the Triton norm, in the interpreter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ OP = OPS["norm.add_rms"]
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rounds_where_the_reference_rounds(dtype: torch.dtype) -> None:
-    """The residual in every bit, for parts too; the norm but for the sum of squares' last bit."""
+    """The residual is equal in every bit, with parts too; the norm except for the last bit of the
+    sum of squares.
+    """
     for case in CASES[OP].small(dtype, torch.Generator().manual_seed(2)):
         out, *_, residual = CASES[OP].apply(kernels.KERNELS[0], case)
         expected, *_, expected_residual = CASES[OP].apply(OP.reference, case)

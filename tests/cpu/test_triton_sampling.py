@@ -1,8 +1,11 @@
-"""The Triton sampling kernels on several ranks, through Triton's interpreter, and the noise they
-share with their definition.
+"""Triton sampling kernels on several ranks, in the interpreter, and the noise that they share with
+their definition.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,10 @@ from triton_support import Group, Ranks
 from negamax.kernels.sampling import noise, tiles
 from negamax.kernels.sampling import op as spec
 from negamax.kernels.sampling import triton as kernels
+
+
+def call(run: Callable[..., torch.Tensor], inputs: dict[str, torch.Tensor], **more: Any) -> Any:
+    return run(inputs["logits"], **{k: v for k, v in inputs.items() if k != "logits"}, **more)
 
 
 def pick_inputs(rows: int, vocab: int, seed: int) -> dict[str, torch.Tensor]:
@@ -26,25 +33,25 @@ def pick_inputs(rows: int, vocab: int, seed: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("winner", [0, 1])
 def test_ranks_exchange_their_best_and_agree(winner: int) -> None:
-    """Two ranks with a slice of 300 tokens each; the other rank's (score, token) is in this one's
-    memory already.
+    """Two ranks have a slice of 300 tokens each; this rank's memory already holds the other's
+    (score, token).
     """
     inputs = pick_inputs(3, 600, seed=5)
     inputs["logits"][:, winner * 300 + 17] += 100.0
-    expected = spec.pick(**inputs, first_id=0)
+    expected = call(spec.pick, inputs, first_id=0)
     slices = [{**inputs, "logits": inputs["logits"][:, first : first + 300]} for first in (0, 300)]
     ranks = Ranks(2, rows=8, words=2)
     for step in range(3):
         for rank in (0, 1):
             other = 1 - rank
-            token_ids = spec.pick(**slices[other], first_id=300 * other)
+            token_ids = call(spec.pick, slices[other], first_id=300 * other)
             scores = torch.full((3,), 1000.0 if other == winner else 1.0)
             for row in range(3):
                 payload = torch.stack(
                     (scores[row].view(torch.int32), token_ids[row].to(torch.int32))
                 )
                 ranks.arrive(rank, sender=other, row=row, payload=payload)
-            got = kernels.pick(**slices[rank], first_id=300 * rank, group=Group(ranks, rank))
+            got = call(kernels.pick, slices[rank], first_id=300 * rank, group=Group(ranks, rank))
             assert torch.equal(got, expected), (step, rank)
             assert ranks.epochs[rank].tolist() == [step + 1] * 3 + [0] * 5
 
@@ -100,16 +107,16 @@ def test_kernel_and_definition_make_the_same_noise() -> None:
     inputs["logits"].zero_()
     inputs["filters"].fill_(1.0)
     assert torch.equal(
-        kernels.pick(**inputs, first_id=123_456), spec.pick(**inputs, first_id=123_456)
+        call(kernels.pick, inputs, first_id=123_456), call(spec.pick, inputs, first_id=123_456)
     )
 
 
-def test_the_vocabulary_may_be_cut_anywhere() -> None:
+def test_the_vocabulary_may_be_sharded_at_any_token() -> None:
     inputs = pick_inputs(6, 900, seed=7)
-    whole = spec.pick(**inputs, first_id=0)
+    whole = call(spec.pick, inputs, first_id=0)
     for cut in (1, 300, 899):
         parts = [
-            spec.pick(**{**inputs, "logits": logits}, first_id=first)
+            call(spec.pick, {**inputs, "logits": logits}, first_id=first)
             for first, logits in ((0, inputs["logits"][:, :cut]), (cut, inputs["logits"][:, cut:]))
         ]
         assert ((whole == parts[0]) | (whole == parts[1])).all()
@@ -119,8 +126,8 @@ def test_the_vocabulary_may_be_cut_anywhere() -> None:
 
 
 def z_score(values: torch.Tensor, cells: int) -> float:
-    """How many standard deviations the chi-square statistic of `values` in 0 .. cells - 1 is away
-    from its mean.
+    """Return the distance of the chi-square statistic of `values` in 0 .. cells - 1 from its mean,
+    in standard deviations.
     """
     counts = torch.bincount(values.flatten(), minlength=cells).double()
     expected = values.numel() / cells
@@ -130,8 +137,8 @@ def z_score(values: torch.Tensor, cells: int) -> float:
 
 @pytest.mark.parametrize("seed", [0, 1, -7, 2**62])
 def test_noise_is_uniform_and_neighbours_are_independent(seed: int) -> None:
-    """Every byte of the bits, and the leading four bits of neighbouring tokens, positions and seeds
-    in pairs.
+    """Check every byte of the bits, and the leading four bits of neighbouring tokens, positions and
+    seeds in pairs.
     """
     ids = torch.arange(20_000)
     by_position = bits_of(torch.tensor([seed] * 32), torch.arange(32), ids)
@@ -156,7 +163,7 @@ def bits_of(seeds: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> 
     return noise.token_bits((low.unsqueeze(1), high.unsqueeze(1)), ids)
 
 
-def test_exponentials_are_positive_and_keep_their_small_values_apart() -> None:
+def test_exponentials_are_positive_and_distinct_near_zero() -> None:
     edges = noise.exponentials(torch.tensor([0, 1, 2, 2**31, 2**32 - 1]))
     assert (edges > 0).all() and edges.isfinite().all()
     assert edges[0] < edges[1] < edges[2]
@@ -199,15 +206,15 @@ def leading_inputs(rows: int, vocab: int, seed: int) -> dict[str, torch.Tensor]:
 
 
 def test_ranks_exchange_their_leading_tokens_and_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks with a slice of 150 tokens each; what the other rank would push is in this one's
-    memory already.
+    """Two ranks have a slice of 150 tokens each; this rank's memory already holds the other's
+    words.
     """
     monkeypatch.setattr(tiles, "tiles_for", lambda device: tiles.Tiles(strip_block=64))
     monkeypatch.setattr(tiles, "strip", lambda vocab: 8)
     inputs = leading_inputs(3, 300, seed=8)
-    # equal ones: the lower ids first
+    # of equal ones the lower ids come first
     inputs["logits"][0, 20:90] = inputs["logits"][0, 200:280] = 3.5
-    expected = spec.draw_leading(**inputs, first_id=0)
+    expected = call(spec.draw_leading, inputs, first_id=0)
     slices = [
         {**inputs, "logits": inputs["logits"][:, first : first + 150].contiguous()}
         for first in (0, 150)
@@ -227,7 +234,9 @@ def test_ranks_exchange_their_leading_tokens_and_agree(monkeypatch: pytest.Monke
         for row in range(3):
             payload = torch.cat((keys[row], (columns[row] + 150 * other).to(torch.int32)))
             ranks.arrive(rank, sender=other, row=row, payload=payload)
-        got = kernels.draw_leading(**slices[rank], first_id=150 * rank, group=Group(ranks, rank))
+        got = call(
+            kernels.draw_leading, slices[rank], first_id=150 * rank, group=Group(ranks, rank)
+        )
         assert torch.equal(got, expected), rank
         # the greedy row exchanged nothing
         drawn = (inputs["filters"][inputs["slots"], 0] > 0).int().tolist()
@@ -235,7 +244,7 @@ def test_ranks_exchange_their_leading_tokens_and_agree(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("seed", [0, 3, -5, 2**63 - 1])
-def test_a_rows_number_is_the_leading_bits_of_its_key(seed: int) -> None:
+def test_the_number_of_a_row_is_the_leading_bits_of_its_key(seed: int) -> None:
     mask = (1 << 64) - 1
     for position in (0, 1, 4095):
         x = (seed + 0x9E3779B97F4A7C15 * (position + 1)) & mask

@@ -394,3 +394,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     with monkeypatch.context() as patch, Watching():
         patch.setattr(interpreter.InterpretedFunction, "run", run)
         yield names
+
+
+def words_of(values: torch.Tensor) -> torch.Tensor:
+    """`values` as words of 4 bytes, the form in which ranks exchange them."""
+    return values.contiguous().view(torch.int32)
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.float() - want.float()).norm() / want.float().norm())
