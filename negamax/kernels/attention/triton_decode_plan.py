@@ -158,11 +158,8 @@ def _plan_decode_kernel(
     num_seqs,
     programs,
     split_kv,  # 0 or 1
-    BLOCK_N: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    PROGRAMS_POW2: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr, PROGRAMS_POW2: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Write `sequences` and `work` in one program, _BLOCK_S sequences at a time. Grid (1,)."""
     wait_for_predecessor(PDL)  # no `launch_dependents`: layers read this before they wait
     program = tl.arange(0, PROGRAMS_POW2)

@@ -20,11 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from negamax.kernels.attention.triton_decode_plan import (
-    EMPTY,
-    SEQUENCE_WORDS,
-    load_sequence,
-)
+from negamax.kernels.attention.triton_decode_plan import EMPTY, SEQUENCE_WORDS, load_sequence
 from negamax.kernels.attention.triton_decode_runs import is_row, load_run, locate_row
 from negamax.kernels.attention.triton_shared import clamp_empty_max, write_heads, write_lse
 
@@ -39,11 +35,7 @@ def store_partial(partials, slot, m_i, l_i, acc, C: tl.constexpr):
     at = partial + row[:, None] * C.BLOCK_D + column[None, :]
     mask = row < C.QUERIES * C.GROUP
     tl.store(at, tl.where(result == EMPTY, 0, result), mask=mask[:, None])
-    tl.store(
-        partial + C.PARTIAL_ROWS * C.BLOCK_D + row,
-        tl.where(lse == EMPTY, 0, lse),
-        mask=mask,
-    )
+    tl.store(partial + C.PARTIAL_ROWS * C.BLOCK_D + row, tl.where(lse == EMPTY, 0, lse), mask=mask)
 
 
 @triton.jit

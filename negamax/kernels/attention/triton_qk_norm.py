@@ -83,12 +83,9 @@ def _sum_over_ranks(q_sum, k_sum, addresses, flags, token, region_rows, rank, WO
 def _sums_kernel(
     qkv,
     sums,  # [T, 2] fp32, written: squares of a token's q and of its k
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):
+):  # fmt: skip
     """Sum the squares of one token. Grid (T,)."""
     token = tl.program_id(0).to(tl.int64)
     head, column = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)

@@ -47,11 +47,8 @@ def _count_keys_kernel(
     num_tokens,
     num_seqs,
     IS_SINGLE: tl.constexpr,  # every sequence has one query
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOPK: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, TOPK: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     """Count the keys that each token attends to; padding attends to none. Grid (T / TOKENS,)."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     if IS_SINGLE:

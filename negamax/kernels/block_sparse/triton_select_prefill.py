@@ -205,10 +205,8 @@ def _merge_splits_kernel(
     ids,  # [T, HEADS, TOPK] int32, written
     pages,  # likewise
     table_stride,
-    ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    C: tl.constexpr,
-):
+    ROWS: tl.constexpr, SPLITS: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
     """Select for ROWS index queries of a tile from the best blocks of all splits. Grid (BLOCK_M /
     ROWS, tiles).
     """

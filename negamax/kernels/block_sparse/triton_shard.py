@@ -63,16 +63,14 @@ def _merge_shards_kernel(
     num_tokens,
     rank,
     first_head,  # of this rank
-    INDEX_HEADS: tl.constexpr,
-    HEADS_POW2: tl.constexpr,
-    SHARDS: tl.constexpr,
+    INDEX_HEADS: tl.constexpr, HEADS_POW2: tl.constexpr, SHARDS: tl.constexpr,
     SHARDS_POW2: tl.constexpr,
     WORLD: tl.constexpr,  # ranks that send keys; 1: all keys are local
     ROWS: tl.constexpr,  # of the region
     SLOT: tl.constexpr,  # words per row and sender in the region
     C: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Select for one token's own heads. In the region a rank's words are the keys of the reader's
     heads. Grid (T,).
     """

@@ -53,12 +53,9 @@ def _own_rows_kernel(
     rows,  # [T * HEADS] int64, written
     table_stride,
     rank,
-    RANKS: tl.constexpr,
-    FIRST: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEADS_POW2: tl.constexpr,
+    RANKS: tl.constexpr, FIRST: tl.constexpr, HEADS: tl.constexpr, HEADS_POW2: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-):
+):  # fmt: skip
     """Compute the rows of one token. Grid (T,)."""
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token)

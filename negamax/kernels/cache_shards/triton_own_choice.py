@@ -30,10 +30,8 @@ def _own_choice_kernel(
     RANKS: tl.constexpr,
     PAGES: tl.constexpr,  # of a block
     BLOCK: tl.constexpr,  # tokens of a sparse block
-    TOPK: tl.constexpr,
-    TOPK_POW2: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    TOPK: tl.constexpr, TOPK_POW2: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, TOPK_POW2)[None, :]
     is_row = row < num_rows

@@ -45,13 +45,7 @@ from negamax.kernels.collectives.triton_ll import (
 from negamax.kernels.launch.ptx import pack_pair
 from negamax.kernels.launch.tile import warps_of_row
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options, triton_kernel
-from negamax.kernels.launch.words import (
-    as_words,
-    make_word_indices,
-    num_parts,
-    sum_parts,
-    unpack,
-)
+from negamax.kernels.launch.words import as_words, make_word_indices, num_parts, sum_parts, unpack
 from negamax.kernels.norm import triton as norm_kernels
 from negamax.kernels.norm.op import NormWeight
 from negamax.kernels.norm.triton import add_and_normalise, normalise, quantise, store_quantised
@@ -80,14 +74,9 @@ def _all_reduce_add_rms_kernel(
     WORLD: tl.constexpr,
     ROWS: tl.constexpr,  # of the region
     SLOT: tl.constexpr,  # words per row and sender in the region
-    TWO_SHOT: tl.constexpr,
-    PARTS: tl.constexpr,
-    WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    QUANTIZE: tl.constexpr,
-    GEMMA: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    TWO_SHOT: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+    QUANTIZE: tl.constexpr, GEMMA: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Sum and normalise one row. Its words in every rank's copy of the region are [2 buffers, ROWS,
     WORLD senders, SLOT]; in two shots the slice (WORDS / WORLD) followed by the sum of the sender's
     slice. Grid (T,).
@@ -171,11 +160,8 @@ def _all_reduce_add_rms_kernel(
 def _sum_parts_kernel(
     x,  # [T, PARTS, 2 * WORDS]
     out,  # [T, 2 * WORDS], written
-    PARTS: tl.constexpr,
-    WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    PARTS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Sum the parts of one row. Grid (T,)."""
     row = tl.program_id(0)
     index = make_word_indices(BLOCK)
@@ -192,12 +178,9 @@ def _push_partials_kernel(
     num_rows,
     shard,
     rank,
-    WORLD: tl.constexpr,
-    PARTS: tl.constexpr,
-    WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    WORLD: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Send one row to its owner. Neighbouring programs send to different ranks, and each rank
     begins with another one, so that all links are busy at all times. Grid (shard * WORLD,).
     """
@@ -224,13 +207,9 @@ def _add_rms_all_gather_kernel(
     num_rows,  # of all ranks
     shard,
     rank,
-    WORLD: tl.constexpr,
-    WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    QUANTIZE: tl.constexpr,
-    GEMMA: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    WORLD: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr,
+    GEMMA: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Sum and normalise one row and write it to every rank, in FP8 if QUANTIZE. Grid (rows of this
     rank,).
     """
@@ -277,10 +256,8 @@ def _all_gather_kernel(
     first_at,
     second_at,
     num_words,
-    WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    WORLD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Write BLOCK words of both tensors to every rank. Grid (num_words / BLOCK,)."""
     launch_dependents_then_wait(PDL)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -323,11 +300,7 @@ def all_reduce_add_rms(
 
 
 def complete_residual(
-    residual: Tensor,
-    group: Collective | None,
-    *,
-    copy: bool = True,
-    out: Tensor | None = None,
+    residual: Tensor, group: Collective | None, *, copy: bool = True, out: Tensor | None = None
 ) -> Tensor:
     """Run `collectives.complete_residual`."""
     if group is None or group.size == 1 or not _is_sharded(residual, group):

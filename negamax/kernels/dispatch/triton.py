@@ -67,10 +67,8 @@ def _dispatch_kernel(
     addresses,  # of the region, as in `PeerRegion`
     flags,
     rank,
-    WIDTHS: tl.constexpr,
-    C: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    WIDTHS: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Exchange one row of every rank. Its words in every rank's copy of the region are [2 buffers,
     ROWS, WORLD senders, SLOT]: ids, then the columns. Grid (num_rows,).
     """
@@ -129,12 +127,9 @@ def _combine_kernel(
     addresses,  # of the region, as in `PeerRegion`
     flags,
     rank,
-    PARTS: tl.constexpr,
-    WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    C: tl.constexpr,
+    PARTS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Combine one row of every rank. Its words in every rank's copy of the region are [2 buffers,
     ROWS, WORLD senders, SLOT]. Grid (num_rows,).
     """

@@ -188,10 +188,8 @@ def _embed_norms_kernel(
     out,  # [T, 4 * WORDS], written
     num_rows,
     eps,
-    WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    WORDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Write the embedding of a token (program 0) or its hidden state (program 1). Grid (T, 2)."""
     dtype: tl.constexpr = out.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)

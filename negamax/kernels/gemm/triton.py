@@ -179,12 +179,9 @@ def _small_m_kernel(
     out_ptr,  # [M, N]
     M,
     N,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    NUM_WARPS: tl.constexpr,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_WARPS: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Few tokens against BLOCK_N = 16 rows of w, which is the tall operand of the tensor cores. The
     warps share K (a batched product whose batch is the warps); a program has its part of w in
     registers before the kernel that computes x has ended. All programs run at once, so a weight of
@@ -309,11 +306,8 @@ def _large_m_kernel(
     M,
     N,
     K,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Compute out[BLOCK_M, BLOCK_N] over all of K. The tokens are the tall operand, and the tensor
     memory accelerator loads both.
     """

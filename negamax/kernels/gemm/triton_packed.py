@@ -47,16 +47,10 @@ def _packed_linear_kernel(
     arrivals_ptr,  # [tiles] int32, zero
     M,
     N,
-    P: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    NUM_WARPS: tl.constexpr,
+    P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr, GROUP_M: tl.constexpr, NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Compute out[BLOCK_M, BLOCK_N]. SPLIT_K programs share the columns of a tile if the tiles
     alone would leave multiprocessors idle.
 

@@ -28,13 +28,9 @@ def _packed_gemv_kernel(
     out_ptr,  # [M, SPLIT_K, N]
     M,
     N,
-    P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    NUM_WARPS: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    ONE_TOKEN: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    P: tl.constexpr, BLOCK_N: tl.constexpr, NUM_WARPS: tl.constexpr, SPLIT_K: tl.constexpr,
+    ONE_TOKEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Compute out[:, split, BLOCK_N], over the columns of one of SPLIT_K programs.
 
     grid: N / BLOCK_N, SPLIT_K

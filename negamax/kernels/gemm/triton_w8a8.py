@@ -44,13 +44,9 @@ def _w8a8_linear_kernel(
     M,
     N,
     K: tl.constexpr,  # padded
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    NUM_STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Compute out[BLOCK_M, BLOCK_N] over all of K. The tokens are the tall operand.
 
     grid: tiles

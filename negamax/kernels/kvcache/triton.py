@@ -22,13 +22,9 @@ def _locate_kernel(
     sin,  # likewise
     slot_mapping,  # [T * KV_HEADS] int64, written: rows of a cache [blocks * KV_HEADS * BLOCK_SIZE]
     table_stride,
-    KV_HEADS: tl.constexpr,
-    HEADS_POW2: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROTARY: tl.constexpr,
-    ROTARY_POW2: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    KV_HEADS: tl.constexpr, HEADS_POW2: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    ROTARY: tl.constexpr, ROTARY_POW2: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_predecessor(PDL)  # no `launch_dependents`: layers read this before they wait
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token)

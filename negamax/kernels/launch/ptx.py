@@ -9,12 +9,7 @@ import triton.language as tl
 from triton.language.target_info import cuda_capability_geq, is_cuda
 
 try:
-    from triton.language.extra.cuda import (
-        gdc_launch_dependents,
-        gdc_wait,
-        libdevice,
-        num_threads,
-    )
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevice, num_threads
 except ImportError:  # Triton built for ROCm
     gdc_launch_dependents = gdc_wait = libdevice = num_threads = None
 

@@ -48,12 +48,9 @@ def _swiglu_kernel(
     out_ptr,  # [T, WIDTH]
     q_ptr,  # [T, WIDTH] e4m3 and
     scale_ptr,  # [T, WIDTH / 128] fp32, read and written if QUANTIZE only
-    A: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    QUANTIZE: tl.constexpr,
+    A: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Compute BLOCK columns of one row, as groups of 128."""
     TILES: tl.constexpr = triton.cdiv(WIDTH, BLOCK)
     row, tile = (tl.program_id(0) // TILES).to(tl.int64), tl.program_id(0) % TILES

@@ -104,13 +104,9 @@ def _gate_up_gemv_kernel(
     h_ptr,  # [M * TOP_K, WIDTH], unquantised
     first_expert,
     num_experts,
-    E: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    NUM_WARPS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NUM_WARPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Compute BLOCK_N columns of h of one pair: silu(gate x) * (up x).
 
     grid: pairs * WIDTH / BLOCK_N
@@ -229,11 +225,8 @@ def _down_gemv_kernel(
     E: tl.constexpr,
     TOP_K: tl.constexpr,
     CHOICES: tl.constexpr,  # 1 with packed weights
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    NUM_WARPS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_WARPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Compute BLOCK_N outputs of CHOICES pairs of one token.
 
         grid: M * TOP_K / CHOICES * HIDDEN / BLOCK_N

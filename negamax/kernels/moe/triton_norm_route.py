@@ -86,21 +86,15 @@ def _norm_route_kernel(
     topk_ids_ptr,
     topk_weights_ptr,
     M,
-    PARTS: tl.constexpr,
-    WORDS: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
+    PARTS: tl.constexpr, WORDS: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
     SCALING: tl.constexpr,
     SHARED: tl.constexpr,  # 0 or 1
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # words, threads of a program * THREAD_WORDS
     THREAD_WORDS: tl.constexpr,  # of one load of a thread
-    QUANTIZE: tl.constexpr,
-    GEMMA: tl.constexpr,
-    PARALLEL_TOPK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    QUANTIZE: tl.constexpr, GEMMA: tl.constexpr, PARALLEL_TOPK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Normalise the rows in every program, then route as `_route_small_m_kernel`.
 
         program    all                             NUM_PROGRAMS - 1 - m    m, once all logits are

@@ -19,11 +19,8 @@ def _place_experts_kernel(
     counts,  # [E] int64, added to
     out,  # [T, C] int32, written
     T,
-    C: tl.constexpr,
-    MOST: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    C_POW2: tl.constexpr,
-):
+    C: tl.constexpr, MOST: tl.constexpr, BLOCK_T: tl.constexpr, C_POW2: tl.constexpr,
+):  # fmt: skip
     """Place the choices of BLOCK_T tokens. Grid (T / BLOCK_T,)."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     choice = tl.arange(0, C_POW2)

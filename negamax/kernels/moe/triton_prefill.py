@@ -70,10 +70,8 @@ def _count_pairs_kernel(
     span,
     first_expert,
     num_experts,
-    EXPERTS_POW2: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    EXPERTS_POW2: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Count in counts[p, e] how many of the `span` pairs of program p chose expert first_expert +
     e.
     """
@@ -274,27 +272,20 @@ def _compute_packed_gate_up(
 
 @triton.jit(do_not_specialize=["num_experts"])
 def _gate_up_large_m_kernel(
-    x_ptr,  # [M, HIDDEN]; ROUNDED: [M, HIDDEN filled up]
+    x_ptr,  # [M, HIDDEN]; ROUNDED: [M, HIDDEN padded]
     x_scale_ptr,  # FP8: [M, HIDDEN / 128] fp32; ROUNDED: [M] fp32; else not read
     w,  # [num_experts * 2 * WIDTH, HIDDEN]; FP8 or ROUNDED: its descriptor, blocks
     # [BLOCK_N, BLOCK_K]; packed: tensors of a `PackedWeight`
     w_scale_ptr,  # FP8: [num_experts, 2 * WIDTH / 128, HIDDEN / 128]; ROUNDED: one per row of w
-    h_ptr,  # [M * TOP_K, WIDTH] in the order of sorted_token_ids; ROUNDED: [.., WIDTH filled up]
+    h_ptr,  # [M * TOP_K, WIDTH] in the order of sorted_token_ids; ROUNDED: [.., WIDTH padded]
     h_scale_ptr,  # [M * TOP_K, WIDTH / BLOCK_N] fp32, written with FP8 or ROUNDED only
     sorted_token_ids_ptr,  # [M * TOP_K] int32
     expert_counts_ptr,  # [num_experts] int32
     num_experts,
-    E: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    TOP_K: tl.constexpr,
-    EXPERTS_POW2: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    NUM_WARPS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    E: tl.constexpr, ROUNDED: tl.constexpr, TOP_K: tl.constexpr, EXPERTS_POW2: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+    NUM_WARPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Compute h[BLOCK_M, BLOCK_N] of one expert's pairs: silu(x gate^T) * (x up^T).
 
     grid: tiles of pairs * WIDTH / BLOCK_N
@@ -455,25 +446,18 @@ def _down_large_m_kernel(
     h_scale_ptr,  # likewise
     topk_weights_ptr,  # [M, TOP_K] fp32
     w,  # [num_experts, HIDDEN, WIDTH]; ROUNDED: the descriptor of [num_experts * HIDDEN, WIDTH
-    # filled up], blocks [BLOCK_N, BLOCK_K]; packed: tensors of a `PackedWeight`
+    # padded], blocks [BLOCK_N, BLOCK_K]; packed: tensors of a `PackedWeight`
     w_scale_ptr,  # FP8: [num_experts, HIDDEN / 128, WIDTH / 128] fp32; ROUNDED: one per row of w
     out_ptr,  # [M, TOP_K, HIDDEN]
     sorted_token_ids_ptr,  # [M * TOP_K] int32
     expert_counts_ptr,  # [num_experts] int32
     num_pairs,
     num_experts,
-    E: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    EXPERTS_POW2: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    E: tl.constexpr, ROUNDED: tl.constexpr, EXPERTS_POW2: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     REPEAT_N: tl.constexpr,  # 1 with packed weights
-    RESIDENT: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    NUM_WARPS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    RESIDENT: tl.constexpr, NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Compute out[pairs, REPEAT_N * BLOCK_N] of BLOCK_M pairs of one expert, times their routing
     weights; zeros for the pairs of other ranks.
 

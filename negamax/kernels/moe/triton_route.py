@@ -178,17 +178,14 @@ def _route_small_m_kernel(
     topk_ids_ptr,  # [M, TOP_K + SHARED] int32
     topk_weights_ptr,  # [M, TOP_K + SHARED] fp32
     M,
-    HIDDEN: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SCALING: tl.constexpr,
+    HIDDEN: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCALING: tl.constexpr,
     SHARED: tl.constexpr,  # 0 or 1
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # threads of a program * 8
     PARALLEL_TOPK: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Compute all columns of BLOCK_N experts for up to BLOCK_M tokens, in fp32 on the CUDA cores;
     then choose. A program loads its rows of the gate before the activations exist.
 
@@ -271,20 +268,14 @@ def _route_large_m_kernel(
     topk_ids_ptr,  # [M, TOP_K + SHARED] int32
     topk_weights_ptr,  # [M, TOP_K + SHARED] fp32
     M,
-    HIDDEN: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SCALING: tl.constexpr,
+    HIDDEN: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCALING: tl.constexpr,
     SHARED: tl.constexpr,  # 0 or 1
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
     TOPK_M: tl.constexpr,  # tokens whose experts are chosen at a time
     PARALLEL_TOPK: tl.constexpr,
     NUM_STAGES: tl.constexpr,  # 0: load the part of the gate before the activations exist
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Compute partial logits [BLOCK_M, BLOCK_N] of one split of the columns, then choose experts.
 
         programs of a tile of tokens        partials [SPLIT_K, M, NUM_EXPERTS]

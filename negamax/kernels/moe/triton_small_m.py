@@ -197,16 +197,10 @@ def _gate_up_small_m_kernel(
     first_expert,
     num_experts,
     per_pair,  # 0: one program per expert; 1: one per pair
-    E: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    NUM_WARPS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr, CHUNK: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Compute BLOCK_N columns of h of all pairs of one expert, which the program finds in topk_ids,
     and store the pairs in expert_pairs for the down kernel.
 
@@ -299,15 +293,9 @@ def _down_small_m_kernel(
     first_expert,
     num_experts,
     per_pair,
-    E: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    NUM_WARPS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Compute BLOCK_N outputs of all pairs of one expert, as listed by `_gate_up_small_m_kernel`.
     The first HIDDEN / BLOCK_N programs write the zeros of other ranks' pairs.
 

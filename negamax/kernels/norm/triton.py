@@ -142,13 +142,9 @@ def _add_rms_kernel(
     values,  # [T, 2 * WORDS] e4m3 and
     scales,  # [T, 2 * WORDS / 128] fp32, not touched unless QUANTIZE
     eps,
-    PARTS: tl.constexpr,
-    WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    QUANTIZE: tl.constexpr,
-    GEMMA: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    PARTS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr,
+    GEMMA: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid (T,): one row."""
     dtype: tl.constexpr = residual.dtype.element_ty
     row = tl.program_id(0)
@@ -157,10 +153,7 @@ def _add_rms_kernel(
     weight_words = tl.load(as_words(weight) + index, mask=mask, other=0)
     launch_dependents_then_wait(PDL)
     residual_words = tl.load(
-        as_words(residual) + row.to(tl.int64) * WORDS + index,
-        mask=mask,
-        other=0,
-        volatile=True,
+        as_words(residual) + row.to(tl.int64) * WORDS + index, mask=mask, other=0, volatile=True
     )
     fetched = fetch_parts(x, row, index, mask, PARTS, WORDS)
     if eps >= 0:  # always true: see `fetch_parts`

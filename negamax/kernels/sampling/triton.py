@@ -266,11 +266,8 @@ def _strip_max_kernel(
     stride,
     vocab,
     strips,
-    BLOCK_V: tl.constexpr,
-    STRIP: tl.constexpr,
-    COUNT: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    BLOCK_V: tl.constexpr, STRIP: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Find the maxima of the strips of BLOCK_V logits of a row. Grid (tiles, R)."""
     tile, row = tl.program_id(0), tl.program_id(1)
     column = tile * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -358,11 +355,8 @@ def _draw_leading_kernel(
     WORLD: tl.constexpr,
     ROWS: tl.constexpr,  # of the region
     SLOT: tl.constexpr,  # words per row and sender in the region
-    BLOCK: tl.constexpr,
-    STRIP: tl.constexpr,
-    COUNT: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    BLOCK: tl.constexpr, STRIP: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Draw for one row. The leading tokens are in the COUNT strips with the largest maxima, and
     nothing else of the row is read. Grid (R,).
     """

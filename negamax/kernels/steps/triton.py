@@ -99,10 +99,8 @@ def _embed_kernel(
     out,  # [2, T, 2 * WORDS], written: embeddings, and zeros
     num_rows,
     first_id,
-    WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    WORDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Embed one token. Grid (T,)."""
     row, count = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     index = tl.arange(0, BLOCK)

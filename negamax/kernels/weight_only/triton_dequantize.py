@@ -32,12 +32,9 @@ def _dequantize_kernel(
     w,  # tensors of a `PackedWeight`
     out_ptr,  # [N, K]
     N,
-    P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    NUM_WARPS: tl.constexpr,
+    P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_WARPS: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Dequantise out[BLOCK_N, BLOCK_K], rounded once.
 
     grid: N / BLOCK_N, K / BLOCK_K
