@@ -27,8 +27,8 @@ RANKS = 2
 def own_blocks(cache: torch.Tensor, rank: int) -> torch.Tensor:
     """Return a rank's cache: every other block, after a padding block with any content."""
     stored = cache.view(torch.uint8)
-    nobody = torch.full_like(stored[:1], 60)
-    return torch.cat([nobody, stored[rank::RANKS]]).view(cache.dtype)
+    padding = torch.full_like(stored[:1], 60)
+    return torch.cat([padding, stored[rank::RANKS]]).view(cache.dtype)
 
 
 @pytest.mark.parametrize(("dtype", "is_captured"), [(torch.bfloat16, False), (FP8, True)])

@@ -252,7 +252,7 @@ def _pair(*values: float) -> int:
 def test_ptx_makes_of_every_byte_what_its_codes_stand_for(
     element: str, zeros: bool, scaled: bool, is_raw: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton, "_by_pairs", lambda DTYPE: True)
+    monkeypatch.setattr(triton, "_converts_pairs", lambda DTYPE: True)
     per_byte = 2 if element in ("uint4", "e2m1") else 1
     P = Packing(element, per_byte, 128, 128, 32 if zeros or scaled else 0, "float", zeros, False)
     exponent = triton.exponent(P, torch.bfloat16)
@@ -319,7 +319,7 @@ def test_factors_of_a_word_are_two_in_bf16(
     held = (number if kind == "float" else scale).contiguous()
     held = held.view(torch.int32) if P.IN_WORDS else held
     for by_pairs in (False, True):
-        monkeypatch.setattr(triton, "_by_pairs", lambda DTYPE, by_pairs=by_pairs: by_pairs)
+        monkeypatch.setattr(triton, "_converts_pairs", lambda DTYPE, by_pairs=by_pairs: by_pairs)
         found = torch.empty(2, 16, 4, dtype=torch.int32 if by_pairs else torch.float32)
         _factors_kernel[(1,)](held, found[0], found[1], P=P, PART=part, ENTRIES=held.shape[1])
         exponent = triton.exponent(P, torch.bfloat16)

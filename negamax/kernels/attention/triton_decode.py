@@ -338,7 +338,7 @@ def launch_decode(
     block_d = triton.next_power_of_2(max(16, head_dim))
     partial_rows = 8 if num_rows <= 8 else block_m
     assert block_m <= MAX_ROWS, (
-        f"{shape.group} query heads per KV head: more than the {MAX_ROWS} rows of a reduction"
+        f"{shape.group} query heads per KV head; the decode kernel handles at most {MAX_ROWS}"
     )
     partials = workspace(shape.kv_heads * plan.programs * partial_rows * (block_d + 4), q.device)
     launch = tiles_for(q.device).decode_launch(

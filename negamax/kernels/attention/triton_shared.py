@@ -93,7 +93,7 @@ def outputs(q: Tensor, *, quantize: bool) -> Outputs:
     out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
     if not quantize:
         return out, None, None
-    assert q.shape[2] == GROUP, f"FP8 activations have a scale per {GROUP} columns"
+    assert q.shape[2] == GROUP, f"FP8 outputs need heads of {GROUP} columns, not {q.shape[2]}"
     return (out, *empty_e4m3(out))
 
 

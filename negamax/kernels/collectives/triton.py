@@ -343,7 +343,7 @@ def _in_one_launch(
     x: Tensor, residual: Tensor, norm: NormWeight, peers: PeerMemory
 ) -> Tensor | QuantizedActivations:
     """Launch `_all_reduce_add_rms_kernel`."""
-    assert x.is_contiguous() and residual.is_contiguous(), "rows are read as they lie in memory"
+    assert x.is_contiguous() and residual.is_contiguous(), "x and residual must be contiguous"
     num_tokens, words = residual.shape[0], residual.shape[1] // 2
     region = peers.reduce
     written = norm_kernels.outputs(residual, norm)
@@ -370,7 +370,7 @@ def _sharded(
     x: Tensor, residual: Tensor, norm: NormWeight, group: Collective, region: ShardRegion
 ) -> Tensor | QuantizedActivations:
     """Launch `_push_partials_kernel` and `_add_rms_all_gather_kernel`."""
-    assert x.is_contiguous() and residual.is_contiguous(), "rows are read as they lie in memory"
+    assert x.is_contiguous() and residual.is_contiguous(), "x and residual must be contiguous"
     (num_tokens, width), world = residual.shape, group.size
     shard = triton.cdiv(num_tokens, world)
     first = group.rank * shard
@@ -430,7 +430,7 @@ def _summed(x: Tensor) -> Tensor:
     num_tokens, _, width = x.shape
     out = x.new_empty(num_tokens, width)
     if num_tokens:
-        assert x.is_contiguous(), "rows are read as they lie in memory"
+        assert x.is_contiguous(), "x must be contiguous"
         _sum_parts_kernel[(num_tokens,)](
             x, out, PARTS=num_parts(x), WORDS=width // 2,
             BLOCK=triton.next_power_of_2(width // 2), num_warps=4, **launch_options(x.device),
@@ -458,7 +458,7 @@ def gather_rows(first: Tensor, second: Tensor, x: ShardedActivations) -> tuple[T
     begin = -(-(x.q.numel() + 4 * x.scale.numel()) // 16) * 16
     size = -(-4 * num_tokens * width // 16) * 16
     assert begin + 2 * size <= 2 * x.q.numel(), (
-        f"{width} values a row find no room behind {x.q.shape[1]} columns"
+        f"{width} values a row do not fit after {x.q.shape[1]} columns in the region"
     )
     at = begin // 4 + x.first * width
     if first.numel():

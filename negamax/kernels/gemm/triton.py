@@ -362,7 +362,7 @@ def linear(
         return prepared.weight.new_empty((0, prepared.weight.shape[0]), dtype=dtype)
     if prepared.scale is None:
         return _linear_16bit(unquantized(x).contiguous(), prepared, dtype, out)
-    assert out is None, "products with FP8 weights make their own result"
+    assert out is None, "`out` needs 16-bit weights, not FP8"
     if M <= tiles.GEMV_MAX_M:
         return _gemv(unquantized(x).contiguous(), prepared.weight, prepared.scale, dtype)
     if not isinstance(x, QuantizedActivations):

@@ -81,7 +81,9 @@ def run(
     """
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.is_contiguous()
-    assert not quantize or width % GROUP == 0, f"FP8 groups of {GROUP} of a width of {width}"
+    assert not quantize or width % GROUP == 0, (
+        f"FP8 needs a multiple of {GROUP} columns, not {width}"
+    )
     out = gate_up.new_empty(num_tokens, width)
     q, scale = empty_e4m3(out) if quantize else (out, out)
     if num_tokens:

@@ -66,7 +66,8 @@ def prepare_experts(
     if not constants.FP8:
         return PreparedExperts(w1, w2, w1, w2, constants)
     assert constants.HIDDEN % GROUP == 0 and constants.WIDTH % GROUP == 0, (
-        f"FP8 experts of hidden {constants.HIDDEN}, width {constants.WIDTH}: not whole blocks"
+        f"FP8 experts need sizes that are multiples of {GROUP}, not hidden {constants.HIDDEN} and "
+        f"width {constants.WIDTH}"
     )
     w1, w1_scale = to_native(w1, gate_up.scale.contiguous())
     w2, w2_scale = to_native(w2, down.scale.contiguous())

@@ -228,7 +228,7 @@ def norm_route(
     num_experts, device = router.bias.shape[0], x.device
     topk_ids, topk_weights = empty_choices(M, router, top_k=top_k)
     written = norms.outputs(residual, norm)
-    assert x.is_contiguous() and residual.is_contiguous(), "rows are read as they lie in memory"
+    assert x.is_contiguous() and residual.is_contiguous(), "x and residual must be contiguous"
     block_n = tiles.ROUTE_SMALL_M_BLOCK_N
     num_warps = warps_of_row(hidden, measured=tiles.NORM_ROUTE_WARPS)
     thread_words = tiles.NORM_ROUTE_THREAD_WORDS

@@ -512,7 +512,9 @@ def experts_large_m(
     w1_scale, w2_scale = prepared.gate_up_scale, prepared.down_scale
     if rounded:
         tile = sizes.w8a8()
-        assert tile.gate_up.block_n == tile.down.block_k, "the columns of h that share a scale"
+        assert tile.gate_up.block_n == tile.down.block_k, (
+            "both are the columns of h that share a scale"
+        )
         q, scale = round_activations(unquantized(x).contiguous(), E.GATE_UP)
         (w1, *_, w1_scale), (w2, *_, w2_scale) = w1, w2
         w1, w2 = (w.view(rounded_dtype(E.GATE_UP)) for w in (w1, w2))

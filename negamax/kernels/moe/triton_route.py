@@ -409,7 +409,9 @@ def prepare_gate(
 
 def empty_choices(M: int, prepared: PreparedGate, *, top_k: int) -> tuple[Tensor, Tensor]:
     """Allocate topk_ids and topk_weights of M tokens."""
-    assert top_k <= _GROUP.value, f"top {top_k}: a group of experts is smaller"
+    assert top_k <= _GROUP.value, (
+        f"top {top_k} of experts; the router handles at most top {_GROUP.value}"
+    )
     shape, device = (M, top_k + prepared.shared), prepared.bias.device
     return (
         torch.empty(shape, dtype=torch.int32, device=device),
@@ -471,8 +473,12 @@ def _route_rows(
     tile = tiles.tiles_for(device).route(M, hidden=hidden)
     tiles_m = triton.cdiv(M, tile.block_m)
     programs = triton.cdiv(num_experts, tile.block_n) * tile.split_k
-    assert tiles_m <= tiles.ROUTE_MAX_TILES, f"{M} tokens in one call"
-    assert programs <= _ROUND.value, f"{num_experts} experts"
+    assert tiles_m <= tiles.ROUTE_MAX_TILES, (
+        f"{M} tokens in one call need more than {tiles.ROUTE_MAX_TILES} tiles"
+    )
+    assert programs <= _ROUND.value, (
+        f"{num_experts} experts need more than {_ROUND.value} programs a tile"
+    )
     partials = torch.empty(tile.split_k, M, num_experts, dtype=torch.float32, device=device)
     _route_large_m_kernel[(tiles_m * programs,)](
         *inputs, partials, prepared.arrivals, topk_ids, topk_weights, M,

@@ -121,7 +121,7 @@ def select_operands(x: Hidden, prepared: PreparedExperts) -> tuple[Tensor, Tenso
     if not prepared.constants.FP8:
         q = scale = unquantized(x)
     else:
-        assert isinstance(x, QuantizedActivations), "experts in FP8 need activations that carry FP8"
+        assert isinstance(x, QuantizedActivations), "FP8 experts need quantised activations"
         q, scale = x.q, x.scale
     assert q.is_contiguous() and scale.is_contiguous()
     return q, scale

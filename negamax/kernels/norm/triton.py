@@ -186,7 +186,7 @@ def prepare(
     128.
     """
     assert not quantize or weight.shape[0] % GROUP == 0, (
-        f"a norm {weight.shape[0]} wide has no whole FP8 groups of {GROUP}"
+        f"FP8 norms need a multiple of {GROUP} columns, not {weight.shape[0]}"
     )
     return NormWeight(weight, eps, quantize, gemma)
 
@@ -201,7 +201,7 @@ def add_rms(x: Tensor, residual: Tensor, norm: NormWeight) -> Tensor | Quantized
     written = outputs(residual, norm)
     if num_tokens == 0:
         return result(*written, norm)
-    assert x.is_contiguous() and residual.is_contiguous(), "rows are read as they lie in memory"
+    assert x.is_contiguous() and residual.is_contiguous(), "x and residual must be contiguous"
     _add_rms_kernel[(num_tokens,)](
         x, residual, norm.weight, *written, norm.eps,
         PARTS=num_parts(x),
