@@ -35,7 +35,7 @@ OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("QK norm + rope + KV write", ("_qk_norm", "_head_norm", "_sums_kernel")),
     ("attention", ("_decode", "_prefill", "reduce_kernel")),
     ("attention plan", ("_plan_decode",)),
-    ("attention of shared caches", ("_own_choice", "_own_rows", "_merge_partials")),
+    ("attention of shared caches", ("_own_choice", "_merge_partials")),
     (
         "choice of blocks",
         (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from negamax.kernels import platform
-from negamax.kernels.launch.tile import has_h200_tiles
+from negamax.kernels.launch.tile import Launch, has_h200_tiles
 
 
 @dataclass(frozen=True)
@@ -25,20 +25,6 @@ class DecodeSplit:
     min_runs: int  # sequences from which a program attends with several queries
 
 
-@dataclass(frozen=True)
-class DecodeLaunch:
-    num_warps: int
-    num_stages: int
-    maxnreg: int | None  # limit of registers per thread
-
-
-@dataclass(frozen=True)
-class PrefillLaunch:
-    block_n: int  # keys of a tile
-    num_warps: int
-    num_stages: int
-
-
 DECODE = DecodeSplit(
     block_n=64,
     min_tiles=1,
@@ -54,9 +40,9 @@ _SHORT = 4096  # tokens; with longer sequences large tiles read keys less often
 class Tiles:
     """Unmeasured sizes: two stages that need at most 64 KB of shared memory."""
 
-    def decode_launch(self, cache_bytes: int, *, block_m: int, split_kv: bool) -> DecodeLaunch:
+    def decode_launch(self, cache_bytes: int, *, block_m: int, split_kv: bool) -> Launch:
         """Return the launch for caches of `cache_bytes` per element, tiles of `block_m` rows."""
-        return DecodeLaunch(num_warps=4, num_stages=2, maxnreg=None)
+        return Launch(num_warps=4, num_stages=2)
 
     def prefill_block_m(self, longest: int) -> int:
         """Return the queries per program if the longest sequence has `longest` tokens. Small tiles
@@ -64,28 +50,28 @@ class Tiles:
         """
         return 64
 
-    def prefill_launch(self, block_m: int, cache_bytes: int) -> PrefillLaunch:
+    def prefill_launch(self, block_m: int, cache_bytes: int) -> Launch:
         """Return the launch for tiles of `block_m` queries and a cache of `cache_bytes` per
         element.
         """
-        return PrefillLaunch(block_n=32, num_warps=4, num_stages=2)
+        return Launch(block_n=32, num_warps=4, num_stages=2)
 
 
 class H200(Tiles):
     """Measured with head_dim 128."""
 
-    def decode_launch(self, cache_bytes: int, *, block_m: int, split_kv: bool) -> DecodeLaunch:
+    def decode_launch(self, cache_bytes: int, *, block_m: int, split_kv: bool) -> Launch:
         if split_kv or block_m > 16:
-            return DecodeLaunch(num_warps=4, num_stages=3, maxnreg=255)
-        return DecodeLaunch(num_warps=4, num_stages=2 if cache_bytes > 1 else 3, maxnreg=168)
+            return Launch(num_warps=4, num_stages=3, maxnreg=255)
+        return Launch(num_warps=4, num_stages=2 if cache_bytes > 1 else 3, maxnreg=168)
 
     def prefill_block_m(self, longest: int) -> int:
         return 64 if longest <= _SHORT else 128
 
-    def prefill_launch(self, block_m: int, cache_bytes: int) -> PrefillLaunch:
+    def prefill_launch(self, block_m: int, cache_bytes: int) -> Launch:
         if block_m == 64:
-            return PrefillLaunch(block_n=32 if cache_bytes > 1 else 64, num_warps=4, num_stages=3)
-        return PrefillLaunch(block_n=64, num_warps=8, num_stages=3)
+            return Launch(block_n=32 if cache_bytes > 1 else 64, num_warps=4, num_stages=3)
+        return Launch(block_n=64, num_warps=8, num_stages=3)
 
 
 def tiles_for(device: torch.device) -> Tiles:

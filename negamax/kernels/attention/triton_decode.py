@@ -366,7 +366,7 @@ def launch_decode(
     _decode_kernel[(shape.kv_heads, plan.programs)](
         q, k_cache, v_cache, tables, plan.sequences, plan.work, partials, *output, lse, lengths,
         *of_runs, score_scale(head_dim, kv_scales[0]), kv_scales[1], tables.stride(0), constants,
-        num_warps=launch.num_warps, num_stages=launch.num_stages, **options,
+        **launch.options, **options,
     )  # fmt: skip
     if plan.reduce_later:
         reduce_kernel[(shape.kv_heads, len(plan.sequences) // SEQUENCE_WORDS.value)](

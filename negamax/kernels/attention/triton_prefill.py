@@ -242,5 +242,5 @@ def launch_prefill(
         q, k_cache, v_cache, tables, plan.queries.block_table_indices, plan.tiles, *output, lse,
         held, None if held is None else held.stride(0), score_scale(head_dim, kv_scales[0]),
         kv_scales[1], tables.stride(0), constants,
-        num_warps=launch.num_warps, num_stages=launch.num_stages,
+        **launch.options,
     )  # fmt: skip

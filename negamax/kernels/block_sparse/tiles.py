@@ -4,18 +4,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from negamax.kernels import platform
-from negamax.kernels.launch.tile import has_h200_tiles
-
-
-@dataclass(frozen=True)
-class Launch:
-    num_warps: int
-    num_stages: int
+from negamax.kernels.launch.tile import Launch, has_h200_tiles
 
 
 class Tiles:

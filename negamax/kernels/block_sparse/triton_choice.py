@@ -127,6 +127,37 @@ def find_scored_block(numbers, i, C: tl.constexpr):
 
 
 @triton.jit
+def load_index_queries(index_q, first_row, is_row, C: tl.constexpr):
+    """Load the index queries from `first_row` (int64) on -> [BLOCK_M, BLOCK_D]; `is_row`
+    [BLOCK_M].
+    """
+    row, column = tl.arange(0, C.BLOCK_M), tl.arange(0, C.BLOCK_D)
+    at = index_q + (first_row + row)[:, None] * C.DIM + column[None, :]
+    mask = is_row[:, None] & (column < C.DIM)[None, :]
+    return tl.load(at, mask=mask, other=0.0).to(C.DOT)
+
+
+@triton.jit
+def multiply_index_keys(q, cache, blocks, numbers, i, end, cache_block, C: tl.constexpr):
+    """Multiply q with the keys of the i-th scored block, in block `cache_block` of the cache ->
+    [BLOCK_M, BLOCK]; and load the block of the cache and the number of the next scored block, of
+    which end - 1 is the last.
+    """
+    column, key = tl.arange(0, C.BLOCK_D), tl.arange(0, C.BLOCK)
+    page = cache_block.to(tl.int64) * C.PER_BLOCK + i % C.PER_BLOCK
+    k_at = cache + page * (C.BLOCK * C.DIM) + key[:, None] * C.DIM + column[None, :]
+    if C.DIM == C.BLOCK_D:
+        k = tl.load(k_at)
+    else:
+        k = tl.load(k_at, mask=(column < C.DIM)[None, :] & (key >= 0)[:, None], other=0.0)
+    # loaded a tile ahead: a load that waits for another one would halve the pipeline
+    next_i = tl.minimum(i + 1, end - 1)
+    cache_block = tl.load(blocks + next_i // C.PER_BLOCK)
+    next_number = find_scored_block(numbers, next_i, C)
+    return tl.dot(q, tl.trans(k.to(C.DOT))), cache_block, next_number
+
+
+@triton.jit
 def store_best(best, row, head, table, is_there, ids, pages, C: tl.constexpr):
     """Store the selection of index queries whose best keys are `best` [rows, TOPK_POW2]; other
     arguments as in `store_choice`. For a shard store the keys themselves to `ids` [T, HEADS, TOPK]

@@ -261,5 +261,5 @@ def launch_sparse_prefill(
     _sparse_prefill_kernel[grid](
         q, k_cache, v_cache, *unions, *output, lse, score_scale(head_dim, kv_scales[0]),
         kv_scales[1], UNION=queries * topk, C=constants,
-        num_warps=launch.num_warps, num_stages=launch.num_stages,
+        **launch.options,
     )  # fmt: skip

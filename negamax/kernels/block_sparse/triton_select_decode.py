@@ -43,7 +43,9 @@ from negamax.kernels.block_sparse.triton_choice import (
     find_highest,
     find_last_block,
     find_scored_block,
+    load_index_queries,
     make_key,
+    multiply_index_keys,
     order_scores,
     store_all_blocks,
     store_best,
@@ -184,33 +186,19 @@ def _score_blocks(
     index_q, cache, table, numbers, scores, width, queries, first, until, C: tl.constexpr
 ):
     """Score the scored blocks first to until - 1 for all index queries of `queries`."""
-    BLOCK_M: tl.constexpr = C.BLOCK_M  # Triton 3.6 takes no field of a struct in a shape
-    row, column = tl.arange(0, BLOCK_M), tl.arange(0, C.BLOCK_D)
-    key = tl.arange(0, C.BLOCK)
+    row, key = tl.arange(0, C.BLOCK_M), tl.arange(0, C.BLOCK)
     is_row = row < queries.count * C.HEADS
     first_row = queries.first.to(tl.int64) * C.HEADS
-    q_mask = is_row[:, None] & (column < C.DIM)[None, :]
-    q_at = index_q + (first_row + row)[:, None] * C.DIM + column[None, :]
-    q = tl.load(q_at, mask=q_mask, other=0.0).to(C.DOT)
+    q = load_index_queries(index_q, first_row, is_row, C)
     position = queries.length - queries.count + row // C.HEADS
     score_at = scores + (first_row + row) * width
     cache_block = tl.load(table + first // C.PER_BLOCK)
     next_number = find_scored_block(numbers, first, C)
     for i in range(first, until):
-        block = next_number
-        if C.RANKS == 1:
-            block = i
-        page = cache_block.to(tl.int64) * C.PER_BLOCK + i % C.PER_BLOCK
-        k_at = cache + page * (C.BLOCK * C.DIM) + key[:, None] * C.DIM + column[None, :]
-        if C.DIM == C.BLOCK_D:
-            k = tl.load(k_at)
-        else:
-            k = tl.load(k_at, mask=(column < C.DIM)[None, :] & (key >= 0)[:, None], other=0.0)
-        # loaded a tile ahead: a load that waits for another one would halve the pipeline
-        next_i = tl.minimum(i + 1, until - 1)
-        cache_block = tl.load(table + next_i // C.PER_BLOCK)
-        next_number = find_scored_block(numbers, next_i, C)
-        products = tl.dot(q, tl.trans(k.to(C.DOT)))
+        block = i if C.RANKS == 1 else next_number
+        products, cache_block, next_number = multiply_index_keys(
+            q, cache, table, numbers, i, until, cache_block, C
+        )
         is_seen = block * C.BLOCK + key[None, :] <= position[:, None]
         score = tl.max(tl.where(is_seen, products, float("-inf")), axis=1)
         tl.store(score_at + i, score, mask=is_row)
@@ -452,5 +440,5 @@ def select_decode(
         tables.shape[1], tables.stride(0), width, ROWS=rows, COMPARED=compared,
         GROUP=group if width > compared else 0,
         C=choice_constants(shape, dim, index_q.dtype, index_cache.dtype, rows=most_rows),
-        num_warps=launch.num_warps, num_stages=launch.num_stages, **launch_options(device),
+        **launch.options, **launch_options(device),
     )  # fmt: skip

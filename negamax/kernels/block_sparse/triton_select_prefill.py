@@ -33,7 +33,9 @@ from negamax.kernels.block_sparse.triton_choice import (
     choice_constants,
     find_last_block,
     find_scored_block,
+    load_index_queries,
     make_key,
+    multiply_index_keys,
     order_scores,
     store_all_blocks,
     store_best,
@@ -100,10 +102,9 @@ def _best_blocks(index_q, cache, table, numbers, tile, begin, end, C: tl.constex
     BLOCK_M: tl.constexpr = C.BLOCK_M
     TOPK_POW2: tl.constexpr = C.TOPK_POW2
     first, count, start = tile
-    row, column, key = tl.arange(0, BLOCK_M), tl.arange(0, C.BLOCK_D), tl.arange(0, C.BLOCK)
-    q_at = index_q + (first.to(tl.int64) * C.HEADS + row)[:, None] * C.DIM + column[None, :]
-    q_mask = (row < count * C.HEADS)[:, None] & (column < C.DIM)[None, :]
-    q = tl.load(q_at, mask=q_mask, other=0.0).to(C.DOT)
+    row, key = tl.arange(0, BLOCK_M), tl.arange(0, C.BLOCK)
+    is_row = row < count * C.HEADS
+    q = load_index_queries(index_q, first.to(tl.int64) * C.HEADS, is_row, C)
     position = start + row // C.HEADS
     last = find_last_block(position, C.BLOCK)
     slot = tl.arange(0, TOPK_POW2)[None, :]
@@ -113,20 +114,10 @@ def _best_blocks(index_q, cache, table, numbers, tile, begin, end, C: tl.constex
     cache_block = tl.load(table + begin // C.PER_BLOCK)
     next_number = find_scored_block(numbers, begin, C)
     for i in range(begin, end):
-        block = next_number
-        if C.RANKS == 1:
-            block = i
-        page = cache_block.to(tl.int64) * C.PER_BLOCK + i % C.PER_BLOCK
-        k_at = cache + page * (C.BLOCK * C.DIM) + key[:, None] * C.DIM + column[None, :]
-        if C.DIM == C.BLOCK_D:
-            k = tl.load(k_at)
-        else:
-            k = tl.load(k_at, mask=(column < C.DIM)[None, :] & (key >= 0)[:, None], other=0.0)
-        # loaded a tile ahead: a load that waits for another one would halve the pipeline
-        next_i = tl.minimum(i + 1, end - 1)
-        cache_block = tl.load(table + next_i // C.PER_BLOCK)
-        next_number = find_scored_block(numbers, next_i, C)
-        products = tl.dot(q, tl.trans(k.to(C.DOT)))
+        block = i if C.RANKS == 1 else next_number
+        products, cache_block, next_number = multiply_index_keys(
+            q, cache, table, numbers, i, end, cache_block, C
+        )
         if (block + 1) * C.BLOCK > start:
             is_seen = block * C.BLOCK + key[None, :] <= position[:, None]
             products = tl.where(is_seen, products, float("-inf"))
@@ -247,7 +238,7 @@ def select_prefill(
     own = (None, None, 0) if plan.own is None else (plan.own.blocks, plan.own.held, tables.shape[1])
     _select_prefill_kernel[(splits, plan.tiles.shape[0])](
         index_q, index_cache, *where, *own, tables.stride(0), SPLITS=splits, C=constants,
-        num_warps=launch.num_warps, num_stages=launch.num_stages,
+        **launch.options,
     )  # fmt: skip
     if splits > 1:
         rows = min(_MERGED_ROWS, constants.BLOCK_M)

@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from negamax.formats.platform import Feature
@@ -42,52 +40,8 @@ from negamax.kernels.cache_shards.op import (
 from negamax.kernels.cache_shards.partials import PartialResults
 from negamax.kernels.cache_shards.triton_merge import merge_partials
 from negamax.kernels.cache_shards.triton_own_choice import filter_choice
+from negamax.kernels.kvcache.triton import own_rows
 from negamax.kernels.launch.triton import triton_kernel
-
-
-@triton.jit(do_not_specialize=["rank"])
-def _own_rows_kernel(
-    positions,  # [T] int64
-    token_slots,  # [T] int64, rows of `tables`
-    tables,  # [slots, table_stride] int32, blocks
-    rows,  # [T * HEADS] int64, written
-    table_stride,
-    rank,
-    RANKS: tl.constexpr, FIRST: tl.constexpr, HEADS: tl.constexpr, HEADS_POW2: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-):  # fmt: skip
-    """Compute the rows of one token. Grid (T,)."""
-    token = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions + token)
-    table = tables + tl.load(token_slots + token) * table_stride
-    block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
-    head = tl.arange(0, HEADS_POW2)
-    row = ((block // RANKS + FIRST) * HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE
-    row = tl.where(block % RANKS == rank, row, -1)
-    tl.store(rows + token * HEADS + head, row, mask=head < HEADS)
-
-
-def own_rows(
-    positions: Tensor,
-    token_slots: Tensor,
-    block_tables: Tensor,
-    *,
-    rank: int,
-    ranks: int,
-    first: int,
-    heads: int,
-    block_size: int,
-) -> Tensor:
-    """Run `cache_shards.own_rows`."""
-    num_tokens = positions.shape[0]
-    rows = torch.empty(num_tokens * heads, dtype=torch.int64, device=positions.device)
-    if num_tokens:
-        _own_rows_kernel[(num_tokens,)](
-            positions, token_slots, block_tables, rows, block_tables.stride(0), rank, RANKS=ranks,
-            FIRST=first, HEADS=heads, HEADS_POW2=triton.next_power_of_2(heads),
-            BLOCK_SIZE=block_size, num_warps=1,
-        )  # fmt: skip
-    return rows
 
 
 def _list_own_blocks(queries: AttentionMetadata, shape: PagedShape) -> OwnBlocks:

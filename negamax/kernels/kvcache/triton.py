@@ -12,7 +12,7 @@ from negamax.kernels.launch.ptx import wait_for_predecessor
 from negamax.kernels.launch.triton import launch_options, triton_kernel
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def _locate_kernel(
     positions,  # [T] int64
     token_slots,  # [T] int64, rows of `tables`
@@ -22,21 +22,30 @@ def _locate_kernel(
     sin,  # likewise
     slot_mapping,  # [T * KV_HEADS] int64, written: rows of a cache [blocks * KV_HEADS * BLOCK_SIZE]
     table_stride,
+    rank,
     KV_HEADS: tl.constexpr, HEADS_POW2: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROTARY: tl.constexpr, ROTARY_POW2: tl.constexpr, PDL: tl.constexpr,
+    ROTARY: tl.constexpr,  # 0: no rotations, and the three tensors are None
+    ROTARY_POW2: tl.constexpr,
+    RANKS: tl.constexpr,  # that hold every RANKS-th block each, in the cache after FIRST others
+    FIRST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    """Locate one token; -1 for tokens whose block another rank holds. Grid (T,)."""
     wait_for_predecessor(PDL)  # no `launch_dependents`: layers read this before they wait
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token)
     table = tables + tl.load(token_slots + token) * table_stride
     block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
     head = tl.arange(0, HEADS_POW2)
-    row = (block * KV_HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE
+    row = ((block // RANKS + FIRST) * KV_HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE
+    if RANKS > 1:
+        row = tl.where(block % RANKS == rank, row, -1)
     tl.store(slot_mapping + token * KV_HEADS + head, row, mask=head < KV_HEADS)
-    i = tl.arange(0, ROTARY_POW2)
-    angle = position.to(tl.float32) * tl.load(frequencies + i, mask=i < ROTARY, other=0.0)
-    tl.store(cos + token * ROTARY + i, tl.cos(angle), mask=i < ROTARY)
-    tl.store(sin + token * ROTARY + i, tl.sin(angle), mask=i < ROTARY)
+    if ROTARY > 0:
+        i = tl.arange(0, ROTARY_POW2)
+        angle = position.to(tl.float32) * tl.load(frequencies + i, mask=i < ROTARY, other=0.0)
+        tl.store(cos + token * ROTARY + i, tl.cos(angle), mask=i < ROTARY)
+        tl.store(sin + token * ROTARY + i, tl.sin(angle), mask=i < ROTARY)
 
 
 def locate(
@@ -57,11 +66,35 @@ def locate(
     if num_tokens:
         _locate_kernel[(num_tokens,)](
             positions, token_slots, block_tables, frequencies, cos, sin, slot_mapping,
-            block_tables.stride(0), KV_HEADS=kv_heads, HEADS_POW2=triton.next_power_of_2(kv_heads),
-            BLOCK_SIZE=block_size, ROTARY=rotary_dim,
-            ROTARY_POW2=triton.next_power_of_2(rotary_dim), num_warps=1, **launch_options(device),
+            block_tables.stride(0), 0, KV_HEADS=kv_heads,
+            HEADS_POW2=triton.next_power_of_2(kv_heads), BLOCK_SIZE=block_size, ROTARY=rotary_dim,
+            ROTARY_POW2=triton.next_power_of_2(rotary_dim), RANKS=1, FIRST=0, num_warps=1,
+            **launch_options(device),
         )  # fmt: skip
     return cos, sin, slot_mapping
+
+
+def own_rows(
+    positions: Tensor,
+    token_slots: Tensor,
+    block_tables: Tensor,
+    *,
+    rank: int,
+    ranks: int,
+    first: int,
+    heads: int,
+    block_size: int,
+) -> Tensor:
+    """Run `cache_shards.own_rows`."""
+    num_tokens = positions.shape[0]
+    rows = torch.empty(num_tokens * heads, dtype=torch.int64, device=positions.device)
+    if num_tokens:
+        _locate_kernel[(num_tokens,)](
+            positions, token_slots, block_tables, None, None, None, rows, block_tables.stride(0),
+            rank, KV_HEADS=heads, HEADS_POW2=triton.next_power_of_2(heads), BLOCK_SIZE=block_size,
+            ROTARY=0, ROTARY_POW2=0, RANKS=ranks, FIRST=first, PDL=False, num_warps=1,
+        )  # fmt: skip
+    return rows
 
 
 KERNELS = (triton_kernel(LOCATE, locate),)

@@ -33,6 +33,21 @@ class Tile:
         }
 
 
+@dataclass(frozen=True)
+class Launch:
+    """Sizes of a kernel whose loops Triton pipelines."""
+
+    num_warps: int
+    num_stages: int
+    block_n: int = 0  # keys of a tile, if the kernel takes them
+    maxnreg: int | None = None  # limit of registers per thread; None: the compiler decides
+
+    @cached_property
+    def options(self) -> dict[str, int]:
+        """Launch options, except `maxnreg`."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
 def warps_of_row(width: int, *, measured: int) -> int:
     """Warps of a program for one row: `measured` for up to 4096 values (MiniMax-M2 has 3072). Wider
     rows were not measured; they keep the number of values per thread.
