@@ -86,7 +86,6 @@ def partial_decode(
     *,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> PartialResults:
-    """Run `cache_shards.decode`."""
     found = PartialResults.empty(q)
     output = (found.out, None, None)
     launch_decode(q, k_cache, v_cache, plan, output, lse=found.lse, kv_scales=kv_scales)
@@ -118,7 +117,6 @@ def partial_prefill(
     *,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> PartialResults:
-    """Run `cache_shards.prefill`."""
     found = PartialResults.empty(q)
     launch_prefill(
         q, k_cache, v_cache, plan.paged, (found.out, None, None),
@@ -171,7 +169,6 @@ def partial_sparse_prefill(
     *,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> PartialResults:
-    """Run `cache_shards.sparse_prefill`."""
     found = PartialResults.empty(q)
     own, _ = filter_choice(choice, plan.shape)
     launch_sparse_prefill(

@@ -302,7 +302,6 @@ def all_reduce_add_rms(
 def complete_residual(
     residual: Tensor, group: Collective | None, *, copy: bool = True, out: Tensor | None = None
 ) -> Tensor:
-    """Run `collectives.complete_residual`."""
     if group is None or group.size == 1 or not _is_sharded(residual, group):
         return spec.complete_residual(residual, group, copy=copy, out=out)
     num_tokens, width = residual.shape

@@ -175,7 +175,6 @@ def dispatch(
     group: Collective,
     num_rows: int,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Run `dispatch.dispatch`."""
     region = None if group.peers is None else group.peers.tokens
     widths = tuple(column.shape[1] * column.itemsize // 4 for column in columns)
     if region is None or num_rows > region.rows or ids.shape[1] + sum(widths) > region.words:

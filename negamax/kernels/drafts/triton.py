@@ -50,7 +50,6 @@ def count_accepted(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Run `drafts.count_accepted`."""
     assert drafts.stride(1) == 1
     columns = (sampled, firsts, num_drafts)
     assert all(column.is_contiguous() for column in columns)
@@ -106,7 +105,6 @@ def advance_rows(
     lengths: Tensor,
     ends: Tensor,
 ) -> None:
-    """Run `drafts.advance_rows`."""
     columns = (accepted, counts, seq_lens, firsts, slots, num_computed, lengths, ends)
     assert all(column.is_contiguous() for column in columns)
     if len(slots):
@@ -155,7 +153,6 @@ def record_guess(
     last: int,
     drafts: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run `drafts.record_guess`."""
     columns = (picked, ids, slots, lengths, drafts)
     assert all(column.is_contiguous() for column in columns)
     token_ids, positions = torch.empty(2, *slots.shape, dtype=torch.int64, device=slots.device)
@@ -220,7 +217,6 @@ def embed_norms(
     *,
     eps: float,
 ) -> Tensor:
-    """Run `drafts.embed_norms`."""
     num_tokens, width = hidden.shape
     if width % 2:  # rows are not whole words
         return spec.embed_norms(token_ids, table, hidden, embedding_weight, hidden_weight, eps=eps)

@@ -57,7 +57,6 @@ def locate(
     kv_heads: int,
     block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run `kvcache.locate`."""
     num_tokens, rotary_dim, device = positions.shape[0], frequencies.shape[0], positions.device
     cos, sin = torch.empty(
         2, num_tokens, 1, rotary_dim, dtype=torch.float32, device=device
@@ -85,7 +84,6 @@ def own_rows(
     heads: int,
     block_size: int,
 ) -> Tensor:
-    """Run `cache_shards.own_rows`."""
     num_tokens = positions.shape[0]
     rows = torch.empty(num_tokens * heads, dtype=torch.int64, device=positions.device)
     if num_tokens:

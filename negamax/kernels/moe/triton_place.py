@@ -40,7 +40,6 @@ def _place_experts_kernel(
 
 
 def place(ids: Tensor, positions: Tensor, slots: Tensor, copies: Tensor, counts: Tensor) -> Tensor:
-    """Run `moe.place`."""
     columns = (ids, positions, slots, copies, counts)
     assert all(column.is_contiguous() for column in columns)
     num_tokens, num_choices = ids.shape

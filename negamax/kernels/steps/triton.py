@@ -79,7 +79,6 @@ def place(
     ends: Tensor,
     words: Tensor,
 ) -> None:
-    """Run `steps.place`."""
     written = (places, token_ids, ends, words)
     assert all(tensor.is_contiguous() for tensor in (columns, num_computed, tokens, *written))
     num_tokens, size = len(token_ids), len(places)
@@ -114,7 +113,6 @@ def _embed_kernel(
 
 
 def embed(token_ids: Tensor, table: Tensor, *, first_id: int) -> tuple[Tensor, Tensor]:
-    """Run `steps.embed`."""
     num_tokens, (num_rows, width) = len(token_ids), table.shape
     if width % 2:  # rows are not whole words
         return spec.embed(token_ids, table, first_id=first_id)
@@ -166,7 +164,6 @@ def store(
     num_computed: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Run `steps.store`."""
     assert all(tensor.is_contiguous() for tensor in (token_ids, slots, ends, tokens, out))
     if len(slots):
         _store_kernel[(triton.cdiv(len(slots), _BLOCK),)](
