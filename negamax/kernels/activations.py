@@ -1,9 +1,7 @@
-"""What flows between kernels: plain activations, and beside them the same values in FP8 where the
-next product wants them.
+"""Activations between kernels: plain values, with an FP8 copy where the next GEMM reads FP8.
 
-A norm or an attention kernel that knows its consumer multiplies with FP8 blocks writes both, so
-that no launch is spent on quantising. The layers hand on what a kernel returned without looking
-into it.
+A norm or attention kernel whose consumer multiplies FP8 blocks writes both forms, which saves a
+launch. Layers pass on what a kernel returns.
 """
 
 from __future__ import annotations
@@ -26,8 +24,10 @@ GROUP = E4M3_GROUP  # columns that share a scale
 
 @dataclass(frozen=True)
 class SwiGlu:
-    """What an MLP has between its products: g * sigmoid(alpha * g) * (u + beta), where g is the
-    gate up to `limit` and u the up projection between -limit and limit. As it stands silu(g) * u.
+    """The activation of an MLP: g * sigmoid(alpha * g) * (u + beta).
+
+    g is the gate, at most `limit`, and u the up projection, between -limit and limit. The defaults
+    give silu(g) * u.
     """
 
     alpha: float = 1.0
@@ -37,8 +37,10 @@ class SwiGlu:
     def __call__(
         self, gate_up: Tensor, *, sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
     ) -> Tensor:
-        """gate_up [T, 2 * width], gate first -> [T, width] in its dtype: silu(g) and the product
-        are rounded to it, and what has other constants once. `sigmoid`: of values in fp32.
+        """Activate gate_up [T, 2 * width], gate first, to [T, width] in its dtype.
+
+        With the default constants silu(g) and the product are each rounded; with others the result
+        is rounded once. `sigmoid` takes values in fp32.
         """
         gate, up = gate_up.chunk(2, dim=-1)
         if self == SILU:
@@ -61,16 +63,18 @@ class QuantizedActivations:
     scale: Tensor  # [T, width / 128] fp32
 
     def dequantize(self) -> Tensor:
-        """What the FP8 form stands for: [T, width] fp32."""
+        """Return the values of the FP8 form, [T, width] fp32."""
         groups: Tensor = self.q.float().unflatten(1, (-1, GROUP))
         return (groups * self.scale.unsqueeze(-1)).flatten(1)
 
 
 @dataclass(frozen=True)
 class ShardedActivations(QuantizedActivations):
-    """Activations of many tokens whose rows the ranks of `group` share out: `q` and `scale`
-    have all of them, `hidden` only those of this rank, from row `first` on. Valid until the group's
-    next sum over ranks."""
+    """Activations of many tokens, sharded by rows over the ranks of `group`.
+
+    `q` and `scale` have all rows, `hidden` only those of this rank, from row `first` on. Valid
+    until the next all-reduce of the group.
+    """
 
     group: Collective
     first: int
@@ -80,7 +84,7 @@ Hidden = Tensor | QuantizedActivations
 
 
 def unquantized(x: Hidden) -> Tensor:
-    """The activations in the model's dtype, all rows of them."""
+    """Return all rows of the activations in the model's dtype."""
     assert not isinstance(x, ShardedActivations), (
         "this rank has only its own rows of the unquantised activations"
     )
@@ -88,12 +92,12 @@ def unquantized(x: Hidden) -> Tensor:
 
 
 def model_dtype(x: Hidden) -> torch.dtype:
-    """The dtype of the plain activations."""
+    """Return the dtype of the plain activations."""
     return x.hidden.dtype if isinstance(x, QuantizedActivations) else x.dtype
 
 
 def concatenate(parts: Sequence[Hidden]) -> Hidden:
-    """The rows of all `parts`, in order; either all of them carry FP8 or none does."""
+    """Concatenate the rows of `parts`; all of them carry FP8, or none does."""
     if len(parts) == 1:
         return parts[0]
     quantized = [part for part in parts if isinstance(part, QuantizedActivations)]

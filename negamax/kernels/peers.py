@@ -1,7 +1,6 @@
-"""What kernels see of other ranks: a group that sums and concatenates, and memory that every rank
-of it can write.
+"""Other ranks as kernels see them: a group of collectives, and memory that all its ranks can write.
 
-`Collective` is implemented in `negamax.parallel`; kernels get one as an argument.
+`negamax.parallel` implements `Collective`; kernels get one as an argument.
 """
 
 from __future__ import annotations
@@ -16,16 +15,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PeerRegion:
-    """A part of symmetric memory through which the ranks of a group exchange rows of 4-byte words
-    by the LL protocol (`collectives/triton_ll.py`).
+    """Symmetric memory through which ranks exchange rows of 4-byte words by the LL protocol.
 
         every rank's copy   [2 buffers, rows, senders, words] int64: flag << 32 | data
 
-    A reader knows from the word itself that it has arrived. The flag is the row's epoch, the number
-    of times it was used: the program of row r takes flags[r] + 1, its parity as the buffer, and
-    stores it in flags[r] when it is done. Two buffers are enough and nothing is ever cleared: a
-    rank writes epoch e + 2 only after every peer has pushed e + 1, which a peer does after it has
-    read e.
+    The flag in a word tells the reader that it has arrived (`collectives/triton_ll.py`). It is the
+    row's epoch, its number of uses. The program of row r takes epoch flags[r] + 1, uses its parity
+    as the buffer, and stores it in flags[r] at the end. Two buffers suffice and nothing is cleared:
+    a rank writes epoch e + 2 only after every peer has pushed e + 1, and a peer does so after it
+    has read e.
     """
 
     # [world + 1] int64: each rank's copy, in the address space of this one; `PollControl.words`
@@ -37,39 +35,39 @@ class PeerRegion:
 
 @dataclass(frozen=True)
 class ShardRegion:
-    """A part of symmetric memory through which the ranks of a group shard the rows of many tokens:
-    rank r owns rows r * shard .. (r + 1) * shard - 1, with shard = ceil(T / world).
+    """Symmetric memory through which ranks shard the rows of many tokens.
 
-    Every rank's copy has two parts:
+    Rank r owns rows r * shard .. (r + 1) * shard - 1, with shard = ceil(T / world). Every rank's
+    copy has two parts:
 
         partials   [world senders, shard, words] int32   what each rank adds to the rows of this one
         gathered   [T, words] int32                      all rows of the norm, or with FP8
                    [T, 2 * words] e4m3, [T, 2 * words / 128] fp32 scales and, from the next multiple
-                   of 16 bytes on, what `moe.route` makes of the rows
+                   of 16 bytes on, the outputs of `moe.route` for the rows
 
-    There are no flags: a `barrier` follows each of the two kernels that write, and that is enough.
-    Whoever writes `partials` has passed the second barrier of the call before, to which the readers
-    of `partials` came when they had read; whoever writes `gathered` has passed the first one of
-    this call, to which every rank came with all it had read before.
+    There are no flags: a `barrier` after each of the two writing kernels suffices. A writer of
+    `partials` has passed the second barrier of the previous call, which the readers of `partials`
+    reach after reading. A writer of `gathered` has passed the first barrier of this call, which
+    every rank reaches after its reads of the previous one.
     """
 
-    partials: Tensor  # [world] int64, where each rank's copy begins, in this one's address space
-    gathered: Tensor  # [world] int64, likewise
+    partials: Tensor  # [world] int64, addresses of the ranks' copies in this rank's address space
+    gathered: Tensor  # [world] int64, the same
     own_gathered: Tensor  # uint8, this rank's copy
     rows: int  # at most
     words: int  # of a row, two values each: exactly
-    # on the stream: when it is over, what every rank wrote before it is there
+    # on the stream: afterwards all earlier writes of all ranks are visible
     barrier: Callable[[], None]
 
     def own(self, begin: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """A tensor at byte `begin` of this rank's copy of `gathered`."""
+        """Return a view at byte `begin` of this rank's copy of `gathered`."""
         size = shape[0] * shape[1] * dtype.itemsize
         return self.own_gathered[begin : begin + size].view(dtype).view(shape)
 
 
 @dataclass(frozen=True)
 class PeerMemory:
-    """The regions of one group, on a GPU whose peers are reachable. `world` is a power of two."""
+    """The regions of one group on GPUs that reach each other. `world` is a power of two."""
 
     rank: int
     world: int
@@ -77,7 +75,7 @@ class PeerMemory:
     stats: PeerRegion  # two fp32 per token
     pick: PeerRegion  # values and tokens of a sampled row: one each, or the leading ones
     shards: ShardRegion | None = None  # None: large sums go through the group
-    tokens: PeerRegion | None = None  # rows on their way to experts; None: they go so, too
+    tokens: PeerRegion | None = None  # rows dispatched to experts; None: they go through the group
     owner: object = None  # keeps the memory behind the addresses alive
 
 
@@ -86,21 +84,23 @@ class Collective(Protocol):
 
     size: int
     rank: int
-    peers: PeerMemory | None  # None: the ranks have no memory in common
+    peers: PeerMemory | None  # None: the ranks share no memory
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum of every rank's `tensor`, on every rank. May be written into `tensor`, or into
-        memory that the next call overwrites: use the result, and soon."""
+        """Return the sum of every rank's `tensor`, on every rank.
+
+        The result may be in `tensor`, or in memory that the next call overwrites.
+        """
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """tensor [T, ...], T a multiple of the size -> rows rank * T / size .. of the sum, [T /
-        size, ...].
+        """Sum tensor [T, ...], T a multiple of the size, and return this rank's rows [T / size,
+        ...].
         """
 
     def all_gather(self, tensor: Tensor, *, dim: int) -> Tensor:
-        """Every rank's `tensor` (of one shape), concatenated along `dim` in rank order."""
+        """Concatenate every rank's `tensor` (of one shape) along `dim` in rank order."""
 
     def exchange(
         self, *, sent: tuple[Tensor, int] | None, received: tuple[Tensor, int] | None
     ) -> None:
-        """A tensor to another rank of the group, and one from another rank."""
+        """Send a tensor to one rank of the group and receive one from another."""

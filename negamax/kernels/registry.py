@@ -1,6 +1,7 @@
-"""Which implementation runs each op. Resolved once at start into a frozen `KernelTable`, which is
-printed; the forward pass then calls plain functions. To add a kernel: write it in kernels/<family>/
-and list it in `KERNELS`.
+"""The table of kernels: which implementation runs each op.
+
+It is resolved once at start into a frozen `KernelTable` and logged; the forward pass calls plain
+functions. To add a kernel, write it in kernels/<family>/ and list it in the `KERNELS` of its file.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ OPS: dict[str, AnyOp] = {
     op: op for family in _FAMILIES for op in vars(family).values() if isinstance(op, Op)
 }
 
-# For the CPU, preferred first; the reference of every op is the last resort.
+# for the CPU, preferred first; the reference of every op is the fallback
 KERNELS: tuple[AnyKernel, ...] = (
     *gemm_cpu.KERNELS,
     *(kernel for linear in gemm_cpu.ONEDNN for kernel in native_rows.kernels(linear)),
@@ -63,7 +64,7 @@ KERNELS: tuple[AnyKernel, ...] = (
 
 
 def gpu_kernels() -> tuple[AnyKernel, ...]:
-    """The kernels for GPUs, preferred first. Imports Triton, which a CPU does without."""
+    """Return the kernels for GPUs, preferred first. Imports Triton."""
     from negamax.kernels.attention import triton as attention_triton
     from negamax.kernels.block_sparse import triton as block_sparse_triton
     from negamax.kernels.cache_shards import triton as cache_shards_triton
@@ -92,7 +93,7 @@ def gpu_kernels() -> tuple[AnyKernel, ...]:
 
 @dataclass(frozen=True)
 class KernelTable:
-    """The kernels that run on one platform in one dtype, by op, preferred first."""
+    """The kernels of one platform and dtype, by op, preferred first."""
 
     platform: Platform
     dtype: torch.dtype
@@ -102,7 +103,7 @@ class KernelTable:
     def of(
         cls, kernels: Iterable[AnyKernel], *, platform: Platform, dtype: torch.dtype
     ) -> KernelTable:
-        """The table of those `kernels` that compute in `dtype`."""
+        """Build the table of those `kernels` that compute in `dtype`."""
         found: dict[AnyOp, tuple[AnyKernel, ...]] = {}
         for kernel in kernels:
             if dtype in kernel.dtypes:
@@ -110,7 +111,7 @@ class KernelTable:
         return cls(platform, dtype, found)
 
     def __getitem__(self, op: Op[P, R]) -> Kernel[P, R]:
-        """The kernel of `op` for plain weights, or for an op without any."""
+        """Return the kernel of `op` for plain weights, or of an op without weights."""
         kernel = self.choose(op, PLAIN)
         assert kernel is not None, f"no kernel of {op}"
         return kernel
@@ -118,8 +119,10 @@ class KernelTable:
     def choose(
         self, op: Op[P, R], stored: TensorFormat, *, columns: int = 0
     ) -> Kernel[P, R] | None:
-        """The kernel of `op` for weights in the format `stored` with so many `columns` (0: any
-        number). None: they are dequantised at load, which is the last provider of every format.
+        """Return the kernel of `op` for weights in the format `stored`; None: dequantize them at
+        load.
+
+        `columns` is the width of the matrix; 0 accepts any kernel.
         """
         for kernel in self.candidates[op]:
             if kernel.reads(stored) and columns % kernel.columns == 0:
@@ -127,22 +130,21 @@ class KernelTable:
         return None
 
     def reads_stored(self, stored: TensorFormat) -> bool:
-        """Whether linear layers and experts take weights in the format `stored`."""
+        """Return whether linear layers and experts take weights in the format `stored`."""
         return None not in (self.choose(LINEAR, stored), self.choose(EXPERTS, stored))
 
     def fusion(self, *sequence: str) -> AnyKernel | None:
-        """The kernel that runs the ops of `sequence` in one; None where there is only their
-        definition, which is them one by one.
-        """
+        """Return the kernel that fuses the ops of `sequence`; None if only its definition does."""
         for op in OPS.values():
             if op.sequence == sequence and self[op].provider != "reference":
                 return self[op]
         return None
 
     def describe(self, formats: Iterable[TensorFormat] = ()) -> str:
-        """One line per op: its name, the provider and what the op does; one more for each of
-        `formats`, those of a checkpoint, that is read as it is stored; at the end the formats that
-        stay packed without tensor cores for them.
+        """Describe the table, one line per op: name, provider and summary.
+
+        One more line follows for each of a checkpoint's `formats` that is read as it is stored. The
+        last line names formats that stay packed without tensor cores for them.
         """
         lines = [f"kernels for {self.platform.label}, {str(self.dtype).removeprefix('torch.')}:"]
         for op in sorted(self.candidates):
@@ -165,7 +167,7 @@ class KernelTable:
 
 
 def resolve(*, platform: Platform, dtype: torch.dtype) -> KernelTable:
-    """The table for `platform` and `dtype`. References run everywhere."""
+    """Return the table for `platform` and `dtype`. References run everywhere."""
     kernels = gpu_kernels() if Feature.TRITON in platform.features else KERNELS
     return KernelTable.of(
         (

@@ -1,10 +1,11 @@
 """Rotary position embedding, half-split: dimension i of a head is paired with i + rotary_dim / 2.
 
-    out[i]        = x[i] * cos - x[i + half] * sin        angle = position * theta ** (-2 i /
-    rotary_dim), i < half out[i + half] = x[i + half] * cos + x[i] * sin
+    angle = position * theta ** (-2 i / rotary_dim), i < half
+    out[i]        = x[i] * cos - x[i + half] * sin
+    out[i + half] = x[i + half] * cos + x[i] * sin
 
-Dimensions from rotary_dim up pass through. Angles are computed in fp32 from the position, so there
-is no table to size.
+Dimensions from rotary_dim up pass through. Angles are computed in fp32 from the position, without a
+table.
 """
 
 from __future__ import annotations
@@ -14,27 +15,25 @@ from torch import Tensor
 
 
 def signed_frequencies(rotary_dim: int, theta: float) -> Tensor:
-    """[rotary_dim] fp32: minus the frequencies for the first half of the dimensions, plus the
-    frequencies for the second.
-    """
+    """Return [rotary_dim] fp32: minus the frequencies in the first half, plus in the second."""
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     frequencies = 1.0 / theta**exponents
     return torch.cat([-frequencies, frequencies])
 
 
 def cos_sin(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """positions [T] int64, frequencies from `signed_frequencies` -> cos, sin [T, 1, rotary_dim]
-    fp32.
+    """Return cos, sin [T, 1, rotary_dim] fp32 of positions [T] int64.
 
-    The sign of the first half rides on the frequency: cos(-a) = cos(a) and sin(-a) = -sin(a).
+    The frequencies come from `signed_frequencies`; the sign makes the first half: cos(-a) = cos(a),
+    sin(-a) = -sin(a).
     """
     angles = positions.view(-1, 1, 1) * frequencies
     return angles.cos(), angles.sin()
 
 
 def half_split(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, head_dim] with its first rotary_dim dimensions rotated; cos, sin [T, 1,
-    rotary_dim] fp32.
+    """Rotate the first rotary_dim dimensions of x [T, heads, head_dim]; cos, sin [T, 1,
+    rotary_dim].
     """
     rotary_dim = cos.shape[-1]
     rotated, rest = x[..., :rotary_dim], x[..., rotary_dim:]

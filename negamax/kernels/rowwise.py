@@ -1,8 +1,8 @@
-"""exp, sin and cos of rows, such that a row's result does not depend on how many rows there are.
+"""exp, sin and cos of rows, independent of the number of rows.
 
-PyTorch's CPU loops take 32 floats at a time and finish what is left of a thread's share with scalar
-code, whose last bits may differ from the vector code's. So rows are added until the whole fills
-such steps, and a call is kept below the size at which it is shared out over threads.
+PyTorch's CPU loops take 32 floats at a time and finish the rest of a thread's share with scalar
+code, whose last bits may differ. Rows are therefore padded to whole steps, and a call stays below
+the size at which PyTorch uses several threads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SERIAL_LIMIT = 32_768  # elements from which PyTorch uses several threads
 
 
 def padded_rows(num_rows: int, *, width: int, multiple: int = 1) -> int:
-    """The least count of rows, not below `num_rows`, that fills whole steps and is a multiple of
+    """Return the least row count >= `num_rows` that fills whole steps and is a multiple of
     `multiple` (a power of 2).
     """
     unit = max(multiple, _STEP // gcd(width, _STEP))
@@ -27,7 +27,7 @@ def padded_rows(num_rows: int, *, width: int, multiple: int = 1) -> int:
 
 
 def apply(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-    """`function` on values [rows, ..., width], contiguous, with a row count from `padded_rows`."""
+    """Apply `function` to contiguous values [rows, ..., width]; rows as of `padded_rows`."""
     if values.numel() < _SERIAL_LIMIT:
         return function(values)
     rows_per_block = max(1, (_SERIAL_LIMIT - 1) // (values.shape[-1] * _STEP)) * _STEP

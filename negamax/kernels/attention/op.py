@@ -1,11 +1,10 @@
-"""Definitions of the attention ops.
+"""Attention over a paged KV cache, and the norm, rope and cache write before it.
 
-    out[t, h] = sum_j softmax_j(q[t, h] . k[j, h // group] * head_dim ** -0.5) v[j, h // group],   j
-    <= position of t
+    out[t, h] = sum_j softmax_j(q[t, h] . k[j, h // group] * head_dim ** -0.5) v[j, h // group],
+    over the keys j <= position of t
 
-Scores, softmax and sums are in fp32. Keys and values are read from the paged cache (layout:
-`kernels/kvcache/op.py`) through a block table: position p of a sequence lies in block table[p //
-block_size] at offset p % block_size.
+Scores, softmax and sums are in fp32. The cache layout is that of `kernels/kvcache/op.py`. Position
+p of a sequence is in block table[p // block_size] at offset p % block_size.
 """
 
 from __future__ import annotations
@@ -28,13 +27,12 @@ from negamax.kernels.rotary import half_split
 
 @dataclass(frozen=True)
 class QkNorm:
-    """This rank's slices of the two norm weights, with the constants of the norms."""
+    """Norm weights of this rank's query and key heads, and the constants of the norms."""
 
     weight: Tensor  # [(heads + kv_heads) * head_dim] fp32, q part first
     heads: int
     kv_heads: int
-    # elements in the sum of squares over all ranks; each of a replicated KV head's copies counts,
-    # as it does in the sum
+    # elements in the sum of squares over all ranks; each copy of a replicated KV head counts
     q_count: float
     k_count: float
     eps: float
@@ -43,18 +41,17 @@ class QkNorm:
 def prepare_qk_norm(
     weight: Tensor, /, *, heads: int, kv_heads: int, eps: float, ranks: int
 ) -> Prepared:
-    """weight [(heads + kv_heads) * head_dim] fp32; heads of this rank, of which the attention group
-    has `ranks`.
-    """
+    """Wrap weight [(heads + kv_heads) * head_dim] fp32 of one of `ranks` ranks."""
     per_head = float(weight.shape[0] // (heads + kv_heads) * ranks)
     return QkNorm(weight, heads, kv_heads, heads * per_head, kv_heads * per_head, eps)
 
 
 def split_heads(qkv: Tensor, *, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """qkv [T, (heads + 2 kv_heads) * head_dim] -> q, k, v, each [T, its heads, head_dim] fp32.
+    """Split qkv [T, (heads + 2 kv_heads) * head_dim] into q, k, v, each [T, its heads, head_dim]
+    fp32.
 
-    A row that overflowed must not leave NaN or infinity in a block: whoever gets the block next
-    multiplies the masked values by a probability of 0, and 0 * NaN is NaN.
+    NaN and infinity become finite: a later owner of the block multiplies masked values by a
+    probability of 0, and 0 * NaN is NaN.
     """
     finite = qkv.nan_to_num().float().unflatten(1, (heads + 2 * kv_heads, -1))
     q, k, v = torch.split(finite, [heads, kv_heads, kv_heads], dim=1)
@@ -64,9 +61,10 @@ def split_heads(qkv: Tensor, *, heads: int, kv_heads: int) -> tuple[Tensor, Tens
 def qk_norm(
     q: Tensor, k: Tensor, norm: QkNorm, *, group: Collective | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Full-width RMS norm of q and of k [T, heads, head_dim] fp32: the mean of squares runs over
-    all heads of the attention `group`, whose ranks' sums of squares [T, 2] are added; None: one
-    rank.
+    """Return full-width RMS norms of q and k [T, heads, head_dim] fp32.
+
+    The mean of squares runs over all heads of the attention `group`: its ranks' sums of squares [T,
+    2] are added. None means one rank.
     """
     q, k = q.flatten(1), k.flatten(1)
     sums = torch.stack((q.square().sum(-1), k.square().sum(-1)), dim=-1)  # [T, 2]
@@ -80,13 +78,13 @@ def qk_norm(
 
 
 def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm of each head of x [T, heads, head_dim] fp32; weight [head_dim]."""
+    """Return the RMS norm of each head of x [T, heads, head_dim] fp32; weight [head_dim]."""
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
 
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """The weights of norms that run over each head by itself, and this rank's numbers of heads."""
+    """Weights of per-head norms, and this rank's numbers of heads."""
 
     weight: Tensor  # [2, head_dim] fp32, of queries and of keys
     heads: int
@@ -95,7 +93,7 @@ class HeadNorm:
 
 
 def prepare_head_norm(weight: Tensor, /, *, heads: int, kv_heads: int, eps: float) -> Prepared:
-    """The weights, as in `HeadNorm`."""
+    """Wrap the weights, as `HeadNorm` describes them."""
     return HeadNorm(weight, heads, kv_heads, eps)
 
 
@@ -112,7 +110,7 @@ def head_norm_rope_write(
     group: Collective | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """As `qk_norm_rope_write` with `head_norm` of q and of k, which asks nothing of `group`."""
+    """Do `qk_norm_rope_write` with `head_norm` of q and k; `group` is not used."""
     q, k, v = split_heads(qkv, heads=norm.heads, kv_heads=norm.kv_heads)
     q, k = (
         half_split(head_norm(x, weight, norm.eps), cos, sin)
@@ -133,7 +131,7 @@ def rope_write(
     *,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """As `qk_norm_rope_write` without norms; all dimensions of a head rotate."""
+    """Do `qk_norm_rope_write` without norms; all dimensions of a head rotate."""
     kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
     assert cos.shape[-1] == head_dim
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
@@ -156,12 +154,11 @@ def qk_norm_rope_write(
     group: Collective | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """`qk_norm`, rope on q and k, k and v into the cache; returns q [T, heads, head_dim].
+    """Norm and rotate q and k, write k and v to the cache, return q [T, heads, head_dim].
 
-    qkv [T, (heads + 2 kv_heads) * head_dim] is this rank's projection (which a kernel may
-    overwrite); cos, sin from `rotary.cos_sin`; rows from `kvcache.op.cache_rows`. All
-    arithmetic is in fp32 and rounded once, at the end. The cache holds k / kv_scales[0] and
-    v / kv_scales[1].
+    qkv [T, (heads + 2 kv_heads) * head_dim] is this rank's projection; a kernel may overwrite it.
+    cos and sin come from `rotary.cos_sin`, rows from `kvcache.op.cache_rows`. Arithmetic is in fp32
+    and rounded once, at the end. The cache holds k / kv_scales[0] and v / kv_scales[1].
     """
     q, k, v = split_heads(qkv, heads=norm.heads, kv_heads=norm.kv_heads)
     q, k = qk_norm(q, k, norm, group=group)
@@ -176,9 +173,7 @@ def qk_norm_rope_write(
 def plan(
     queries: AttentionMetadata, shape: PagedShape, /, *, dtype: torch.dtype, quantize: bool = False
 ) -> Prepared:
-    """`queries` as they are; `dtype` of the queries. `quantize` asks `run` for
-    `QuantizedActivations`, which the definition does not make.
-    """
+    """Return `queries` unchanged; `quantize` (FP8 output) is for GPU kernels only."""
     assert not quantize, "the definition has no FP8 output"
     return queries
 
@@ -192,10 +187,10 @@ def attend(
     *,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Hidden:
-    """q [T, heads, head_dim], caches [num_blocks, kv_heads, block_size, head_dim] -> [T, heads *
-    head_dim].
+    """Attend with q [T, heads, head_dim] and return [T, heads * head_dim].
 
-    A key is its cache row * kv_scales[0], a value its row * kv_scales[1].
+    The caches are [num_blocks, kv_heads, block_size, head_dim]. A key is its cache row *
+    kv_scales[0], a value its row * kv_scales[1].
     """
     (num_tokens, heads, head_dim), (kv_heads, block_size) = q.shape, k_cache.shape[1:3]
     lengths, counts = queries.host_seq_lens, queries.host_query_lens
@@ -216,9 +211,7 @@ def attend(
 
 
 def rows_of(cache: Tensor, table: Tensor, length: int) -> Tensor:
-    """The first `length` tokens of the sequence whose blocks are `table`, [length, kv_heads,
-    head_dim] fp32.
-    """
+    """Gather the first `length` tokens of `table`: [length, kv_heads, head_dim] fp32."""
     used = table[: -(-length // cache.shape[2])]
     blocks = cache.view(torch.uint8)[used].view(cache.dtype)  # indexing does not take FP8
     return blocks.transpose(1, 2).flatten(0, 1)[:length].float()

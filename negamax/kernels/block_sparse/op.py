@@ -1,12 +1,12 @@
-"""Definitions of the ops of block-sparse attention.
+"""Block-sparse attention: every query attends to selected blocks of keys.
 
     score[t, h, b] = max_j index_q[t, h] . index_k[j],   j in block b, j <= position of t
-    out[t, h] = sum_j softmax_j(q[t, h] . k[j, h // group] * head_dim ** -0.5) v[j, h // group],   j
-    in the blocks that t chose for KV head h // group, j <= position of t
+    out[t, h] = sum_j softmax_j(q[t, h] . k[j, h // group] * head_dim ** -0.5) v[j, h // group],
+    over the keys j <= position of t in the blocks selected for KV head h // group
 
-A KV head has one index head, which chooses for it; all index heads share one index key per token,
-kept in a cache of one head. Scores are in fp32, of index keys as they are stored; that scores have
-no scale changes no choice. What is chosen: `choice.py`; the paged cache: `kernels/kvcache/op.py`.
+Each KV head has one index head, which selects its blocks. All index heads share one index key per
+token, kept in a cache of one head. Scores are in fp32 and have no scale, since a scale changes no
+selection. `choice.py` defines the selection, `kernels/kvcache/op.py` the paged cache.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from negamax.kernels.rotary import half_split
 
 @dataclass(frozen=True)
 class SparseHeadNorm:
-    """The weights of the norms of this rank's heads, which all heads of a kind share."""
+    """Norm weights, one per kind of head, and this rank's numbers of heads."""
 
     weight: Tensor  # [2, head_dim] fp32, of queries and of keys
     index_weight: Tensor  # [2, index_dim] fp32, of index queries and of the index key
@@ -52,7 +52,7 @@ class SparseHeadNorm:
 
     @property
     def index_heads(self) -> int:
-        """As many as this rank has KV heads, or those of all ranks."""
+        """This rank's number of KV heads, or that of all ranks."""
         return self.shard.heads or self.kv_heads
 
 
@@ -69,14 +69,14 @@ def prepare_norms(
     eps: float,
     shard: IndexShard = _WHOLE,
 ) -> Prepared:
-    """The weights, as in `SparseHeadNorm`."""
+    """Wrap the weights, as `SparseHeadNorm` describes them."""
     return SparseHeadNorm(weight, index_weight, heads, kv_heads, eps, shard)
 
 
 @dataclass(frozen=True)
 class SparseHeads:
-    """What a projection [T, (heads + 2 kv_heads) * head_dim + (index_heads + 1) * index_dim]
-    consists of, in this order; all in fp32.
+    """The parts, in order, of a projection [T, (heads + 2 kv_heads) * head_dim + (index_heads + 1)
+    * index_dim], in fp32.
     """
 
     q: Tensor  # [T, heads, head_dim]
@@ -87,7 +87,7 @@ class SparseHeads:
 
 
 def split_sparse_heads(projected: Tensor, norm: SparseHeadNorm) -> SparseHeads:
-    """As `attention.op.split_heads`, nothing that is not finite left."""
+    """Split a projection; NaN and infinity become finite, as in `attention.op.split_heads`."""
     (_, head_dim), (_, index_dim) = norm.weight.shape, norm.index_weight.shape
     counts = (norm.heads, norm.kv_heads, norm.kv_heads, norm.index_heads, 1)
     widths = (head_dim, head_dim, head_dim, index_dim, index_dim)
@@ -97,8 +97,10 @@ def split_sparse_heads(projected: Tensor, norm: SparseHeadNorm) -> SparseHeads:
 
 
 def rows_of_index(rows: Tensor, shard: IndexShard, *, kv_heads: int, block_size: int) -> Tensor:
-    """The rows [T] of a rank's index cache, whose one head lies in the same blocks as `kv_heads`
-    heads of keys at `rows` [T * kv_heads]; -1 where another rank holds the block.
+    """Return the rows [T] of a rank's index cache for the key rows [T * kv_heads].
+
+    The one head of the index cache uses the same blocks as the `kv_heads` heads of keys. -1 where
+    another rank holds the block.
     """
     first = rows[::kv_heads]
     block = first // (kv_heads * block_size)
@@ -120,14 +122,14 @@ def norm_rope_write(
     index_rows: Tensor | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> tuple[Tensor, Tensor]:
-    """`head_norm` and rope of q, k, index_q and index_k; k, v and index_k into the caches; q [T,
-    heads, head_dim] and index_q [T, index_heads, index_dim].
+    """Norm and rotate q, k, index_q and index_k, and write k, v and index_k to the caches.
 
-    `projected` as in `SparseHeads` (a kernel may overwrite it); cos, sin from `rotary.cos_sin`;
-    rows [T * kv_heads] from `kvcache.op.cache_rows`, from which follow those of index_cache
-    [num_blocks, 1, block_size, index_dim], unless index_rows [T] are given (-1: not written). All
-    arithmetic is in fp32 and rounded once, at the end. The caches hold k / kv_scales[0], v /
-    kv_scales[1] and the index key as it is.
+    Returns q [T, heads, head_dim] and index_q [T, index_heads, index_dim]. `projected` is as in
+    `SparseHeads`; a kernel may overwrite it. cos and sin come from `rotary.cos_sin`, rows [T *
+    kv_heads] from `kvcache.op.cache_rows`. The rows of index_cache [num_blocks, 1, block_size,
+    index_dim] follow from them unless index_rows [T] are given (-1: not written). Arithmetic is in
+    fp32 and rounded once, at the end. The caches hold k / kv_scales[0], v / kv_scales[1] and the
+    index key unscaled.
     """
     own = split_sparse_heads(projected, norm)
     q, k, index_q, index_k = (
@@ -151,13 +153,13 @@ def norm_rope_write(
 
 @dataclass(frozen=True)
 class BlockSparsePlan:
-    """Queries and sizes as they are."""
+    """The plan of the definition: queries and sizes, unchanged."""
 
     queries: AttentionMetadata
     shape: SparseShape
 
     def runs(self) -> Iterator[tuple[slice, Tensor, int, Tensor]]:
-        """For each sequence: its queries, block table, length, and the positions of its queries."""
+        """Yield queries, block table, length and query positions of each sequence."""
         tables, counts = (
             self.queries.used_tables(self.shape.block_size), self.queries.host_query_lens
         )  # fmt: skip
@@ -171,16 +173,15 @@ class BlockSparsePlan:
 def plan(
     queries: AttentionMetadata, shape: SparseShape, /, *, dtype: torch.dtype, quantize: bool = False
 ) -> Prepared:
-    """`dtype` of the queries. `quantize` asks `run` for `QuantizedActivations`, which the
-    definition does not make.
-    """
+    """Wrap queries and sizes; `quantize` (FP8 output) is for GPU kernels only."""
     assert not quantize, "the definition has no FP8 output"
     return BlockSparsePlan(queries, shape)
 
 
 def select(index_q: Tensor, index_cache: Tensor, plan: Prepared, /) -> BlockChoice:
-    """index_q [T, kv_heads, index_dim], index_cache [num_blocks, 1, block_size, index_dim] -> the
-    choice of all T tokens.
+    """Select blocks for index_q [T, kv_heads, index_dim].
+
+    index_cache is [num_blocks, 1, block_size, index_dim].
     """
     ids = index_q.new_empty(*index_q.shape[:2], plan.shape.topk_blocks, dtype=torch.int32)
     pages = torch.empty_like(ids)
@@ -199,7 +200,7 @@ def _block_scores(
     positions: Tensor,
     shape: SparseShape,
 ) -> Tensor:
-    """[queries, heads, sparse blocks] of one sequence."""
+    """Scores [queries, heads, sparse blocks] of one sequence."""
     size = shape.sparse_block_size
     keys = rows_of(index_cache, table, length).squeeze(1)
     scores = torch.einsum("thd,jd->thj", index_q.float(), keys)
@@ -211,9 +212,12 @@ def _block_scores(
 
 
 def select_shard(index_q: Tensor, index_cache: Tensor, plan: Prepared, /) -> Tensor:
-    """index_q [T, index_heads, index_dim] of the heads of all ranks, index_cache [blocks of this
-    rank's shard, 1, block_size, index_dim] -> keys [1, T, index_heads, topk_blocks] int64 of the
-    best blocks of the shard (`best_keys`); any for tokens that attend to all that they see.
+    """Find the best blocks of this rank's shard of the index keys, for the index heads of all
+    ranks.
+
+    index_q [T, index_heads, index_dim], index_cache [blocks of the shard, 1, block_size, index_dim]
+    -> keys [1, T, index_heads, topk_blocks] int64 (`best_keys`). Keys of tokens that attend to all
+    blocks are undefined.
     """
     shape, shard = plan.shape, plan.shape.shard
     keys = index_q.new_zeros(1, *index_q.shape[:2], shape.topk_blocks, dtype=torch.int64)
@@ -229,8 +233,10 @@ def select_shard(index_q: Tensor, index_cache: Tensor, plan: Prepared, /) -> Ten
 
 
 def merge_shards(keys: Tensor, plan: Prepared, group: Collective | None, /) -> BlockChoice:
-    """keys [shards, T, index_heads, topk_blocks]: of this rank, from `select_shard`, or without
-    `group` of all ranks -> the choice of all T tokens for this rank's heads.
+    """Select blocks for this rank's heads among the best blocks of all shards.
+
+    keys [shards, T, index_heads, topk_blocks] come from `select_shard`: of this rank, or without
+    `group` of all ranks.
     """
     shape, queries = plan.shape, plan.queries
     if group is not None:
@@ -251,10 +257,10 @@ def attend(
     *,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Hidden:
-    """q [T, heads, head_dim], caches [num_blocks, kv_heads, block_size, head_dim], the choice of
-    the T tokens -> [T, heads * head_dim].
+    """Attend with q [T, heads, head_dim] to the selected blocks and return [T, heads * head_dim].
 
-    A key is its cache row * kv_scales[0], a value its row * kv_scales[1].
+    The caches are [num_blocks, kv_heads, block_size, head_dim]. A key is its cache row *
+    kv_scales[0], a value its row * kv_scales[1].
     """
     size, group = plan.shape.sparse_block_size, plan.shape.group
     out = torch.empty_like(q)

@@ -1,14 +1,13 @@
-"""Definitions of attention where ranks have copies of a KV head, and each of them holds some blocks
-of its cache (`attention.metadata.CacheShard`).
+"""Attention where ranks hold copies of a KV head and each rank holds some blocks of its cache.
 
-A rank attends with the query heads of all of them to the keys in its own blocks, whatever
-positions these have; each then has its own heads' results of all ranks:
+A rank attends with the query heads of all ranks to the keys in its own blocks
+(`attention.metadata.CacheShard`). It then merges the results of all ranks for its own heads:
 
     lse[r, t, h] = log2 sum_j 2^s[t, h, j],   s = q[t, h] . k[j] * head_dim ** -0.5 * log2(e)
     out[r, t, h] = sum_j 2^(s[t, h, j] - lse[r, t, h]) v[j],   j of rank r
     out[t, h] = sum_r 2^lse[r, t, h] out[r, t, h] / sum_r 2^lse[r, t, h],   in the order of ranks
 
-A rank without a key of a token has lse -inf and out 0, which change nothing.
+A rank without a key of a token contributes lse -inf and out 0, which change nothing.
 """
 
 from __future__ import annotations
@@ -42,8 +41,9 @@ def own_rows(
     heads: int,
     block_size: int,
 ) -> Tensor:
-    """The rows [T * heads] int64 (`kvcache.op.cache_rows`) of a step's tokens in a cache whose
-    block b is block b // ranks + first of rank b % ranks; -1 where another rank holds the block.
+    """Return the cache rows [T * heads] int64 of a step's tokens on this rank.
+
+    Block b is block b // ranks + first of rank b % ranks; -1 where another rank holds the block.
     """
     slots = slots_of(positions, token_slots, block_tables, block_size=block_size)
     block, offset = slots // block_size, slots % block_size
@@ -54,7 +54,7 @@ def own_rows(
 
 @dataclass(frozen=True)
 class PartialPlan:
-    """Queries and sizes as they are."""
+    """The plan of the definition: queries and sizes, unchanged."""
 
     queries: AttentionMetadata
     shape: PagedShape
@@ -63,7 +63,7 @@ class PartialPlan:
 def plan(
     queries: AttentionMetadata, shape: PagedShape, /, *, dtype: torch.dtype, quantize: bool = False
 ) -> Prepared:
-    """`dtype` of the queries; results of a rank alone are never in FP8."""
+    """Wrap queries and sizes; partial results are never in FP8."""
     assert not quantize
     return PartialPlan(queries, shape)
 
@@ -77,8 +77,10 @@ def attend(
     *,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> PartialResults:
-    """q [T, heads, head_dim], caches [blocks of the rank, kv_heads, block_size, head_dim]; scales
-    as in `attention.op.attend`.
+    """Attend with q [T, heads, head_dim] to the keys in this rank's blocks.
+
+    The caches are [blocks of the rank, kv_heads, block_size, head_dim]; scales as in
+    `attention.op.attend`.
     """
     return _attend(q, (k_cache, v_cache), plan, kv_scales, lambda tokens, keys: keys >= 0)
 
@@ -93,7 +95,7 @@ def attend_to_blocks(
     *,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> PartialResults:
-    """The same with the choice of the T tokens among all blocks."""
+    """Do `attend`, restricted to the blocks selected for the T tokens."""
     shape = plan.shape
     assert isinstance(shape, SparseShape)
     size = shape.sparse_block_size
@@ -142,7 +144,7 @@ def _attend(
 
 
 def _own_keys(table: Tensor, length: int, shape: PagedShape) -> tuple[Tensor, Tensor]:
-    """The keys of a sequence that are in blocks of this rank: their positions, and the blocks."""
+    """Positions of a sequence's keys in blocks of this rank, and the blocks."""
     shard, size = shape.cache, shape.block_size
     used = table[: -(-length // size)]
     numbers = (used % shard.ranks == shard.rank).nonzero()
@@ -165,9 +167,10 @@ def merge(
     count: int,
     quantize: bool = False,
 ) -> Hidden:
-    """The results of this rank, or without `group` of all ranks -> those of all for the heads
-    `first` to first + count - 1, which are this rank's own, [T, count * head_dim]. `quantize` asks
-    for `QuantizedActivations`, which the definition does not make.
+    """Merge partial results of all ranks for this rank's heads, [T, count * head_dim].
+
+    The heads are `first` to first + count - 1. `parts` holds the results of this rank, or without
+    `group` of all ranks. `quantize` (FP8 output) is for GPU kernels only.
     """
     assert not quantize, "the definition has no FP8 output"
     of_all = parts if group is None else parts.gathered(group)

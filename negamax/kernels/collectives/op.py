@@ -1,6 +1,4 @@
-"""The sum over ranks of a layer's output, fused with the residual add and the norm that follow
-it.
-"""
+"""The all-reduce of a layer's output, fused with the residual add and the norm after it."""
 
 from __future__ import annotations
 
@@ -13,14 +11,14 @@ from negamax.kernels.peers import Collective
 
 
 def all_reduce_add_rms(
-    # [T, width] or [T, P, width], this rank's partial result; its content is undefined afterwards
+    # [T, width] or [T, P, width], this rank's partial result; undefined afterwards
     x: Tensor,
     residual: Tensor,  # [T, width], changed in place
     norm: Prepared,
     group: Collective | None,
     /,  # None: one rank
 ) -> Hidden:  # [T, width]
-    """residual += the sum of x over its parts and the ranks, in place; the norm of the residual.
+    """Add the sum of x over parts and ranks to the residual, in place; return its norm.
 
     Rounded after the sum over parts, after the sum over ranks and after the residual add.
     """
@@ -38,8 +36,10 @@ def complete_residual(
     copy: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:
-    """A copy of the residual [T, width] that `all_reduce_add_rms` has left, with all rows on every
-    rank, in `out` where given; without `copy` the residual itself where it has them.
+    """Copy the residual [T, width] of `all_reduce_add_rms`, with all rows on every rank.
+
+    The copy is written to `out` if given. Without `copy`, a residual that has all rows is returned
+    itself.
     """
     if out is not None:
         return out.copy_(residual)

@@ -1,9 +1,9 @@
-"""Definitions of the ops that send tokens to experts on other ranks, and the sums back.
+"""Send tokens to experts on other ranks, and the sums back.
 
-Each rank of a group has tokens of its own, padded to the same number of rows on all of them.
+Each rank of a group has its own tokens, padded to the same number of rows on all ranks.
 
-    dispatch    row t of rank r becomes row r * num_rows + t on the ranks whose experts it chose
-    combine     what these made of it is summed, and goes back to rank r as row t
+    dispatch    row t of rank r becomes row r * num_rows + t on the ranks whose experts it selected
+    combine     the experts' outputs for it are summed and return to rank r as row t
 """
 
 from __future__ import annotations
@@ -19,27 +19,30 @@ from negamax.kernels.dispatch.expert_ranges import ExpertRanges
 from negamax.kernels.op import op, rounding_tolerance
 from negamax.kernels.peers import Collective
 
-MOST_CHOICES = 16  # of experts, that a token has
+MOST_CHOICES = 16  # experts per token, at most
 
 
 def most_words(hidden_size: int) -> int:
-    """4-byte words of a row on its way, at the most: the hidden state in 16 bits and in FP8 with
-    its scales, ids and weights of MOST_CHOICES experts.
+    """Return the 4-byte words of a dispatched row, at most.
+
+    A row holds the hidden state in 16 bits and in FP8 with its scales, and ids and weights of
+    MOST_CHOICES experts.
     """
     return hidden_size // 2 + hidden_size // 4 + hidden_size // GROUP + 2 * MOST_CHOICES
 
 
 def dispatch(
-    ids: Tensor,  # [T, top_k] int32, the experts that each token chose; -1: none
+    ids: Tensor,  # [T, top_k] int32, the experts that each token selected; -1: none
     columns: Sequence[Tensor],
-    /,  # [T, ...], what travels with the tokens
+    /,  # [T, ...], columns sent with the tokens
     *,
     experts: ExpertRanges,
     group: Collective,
     num_rows: int,  # at least T, the same on all ranks
 ) -> tuple[Tensor, list[Tensor]]:
-    """The ids of all ranks [ranks * num_rows, top_k], -1 in padding, and their columns. Rows of
-    columns that chose no expert of this rank are undefined; here they are what was sent.
+    """Return the ids of all ranks [ranks * num_rows, top_k], -1 in padding, and their columns.
+
+    Columns of rows that selected no expert of this rank are undefined; here they are what was sent.
     """
     sent, parts = (ids, *columns), []
     for column in sent:
@@ -55,8 +58,8 @@ def dispatch(
 
 
 def combine(
-    # [ranks * num_rows, width] or [ranks * num_rows, P, width], what the experts of this rank made
-    # of the rows that chose one of them: 0 in all others
+    # [ranks * num_rows, width] or [ranks * num_rows, P, width], outputs of this rank's experts; 0
+    # in rows that selected none of them
     out: Tensor,
     ids: Tensor,
     /,  # [ranks * num_rows, top_k] int32, as `dispatch` gave them
@@ -64,7 +67,7 @@ def combine(
     experts: ExpertRanges,
     group: Collective,
 ) -> Tensor:  # [num_rows, width]
-    """The rows of this rank, summed over parts and ranks; rounded after either sum."""
+    """Return the rows of this rank, summed over parts and ranks; rounded after either sum."""
     return group.reduce_scatter(out if out.dim() == 2 else out.sum(1))
 
 

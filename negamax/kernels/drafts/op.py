@@ -1,7 +1,4 @@
-"""The end of a step that verifies draft tokens, defined in PyTorch: how many drafts of each row are
-what was sampled in their places. And both ends of a draft model's pass: what it reads, and where
-the next one stands.
-"""
+"""Verification of draft tokens, and both ends of a draft model's pass."""
 
 from __future__ import annotations
 
@@ -21,12 +18,11 @@ def count_accepted(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """How many drafts of each row are the tokens sampled in their places, up to the first that is
-    not.
+    """Count the accepted draft tokens of each row: those before the first mismatch.
 
-    Row i has the 1 + num_drafts[i] of `sampled` [R] from firsts[i] on, and the first num_drafts[i]
-    of drafts[i] (-1: none); drafts [rows, K], firsts, num_drafts [rows] -> [rows], int64 all, in
-    `out` where given.
+    Row i has the 1 + num_drafts[i] entries of `sampled` [R] from firsts[i] on, and the first
+    num_drafts[i] of drafts[i] (-1: none). drafts [rows, K], firsts, num_drafts [rows] -> [rows],
+    all int64, in `out` if given.
     """
     places = torch.arange(drafts.shape[1], device=sampled.device)
     is_draft = (places < num_drafts.unsqueeze(1)) & (drafts >= 0)
@@ -36,18 +32,18 @@ def count_accepted(
 
 
 def advance_rows(
-    accepted: Tensor,  # [rows] int64, drafts that are right
-    counts: Tensor,  # [rows] int64, tokens of each that have run, its drafts among them; 0: padding
-    seq_lens: Tensor,  # [rows] int64, behind all of these
-    firsts: Tensor,  # [rows] int64, the first of them in the step
+    accepted: Tensor,  # [rows] int64, accepted draft tokens
+    counts: Tensor,  # [rows] int64, tokens of each row in the step, drafts included; 0: padding
+    seq_lens: Tensor,  # [rows] int64, sequence lengths after all of these
+    firsts: Tensor,  # [rows] int64, index of a row's first token in the step
     slots: Tensor,
     /,  # [rows] int64
     *,
     num_computed: Tensor,  # [slots] int64, written
-    lengths: Tensor,  # [rows] int64, written: tokens that are known now
-    ends: Tensor,  # [rows] int64, written: the last token in the step that is right
+    lengths: Tensor,  # [rows] int64, written: known tokens
+    ends: Tensor,  # [rows] int64, written: index of the last accepted token in the step
 ) -> None:
-    """How long the rows of a step with drafts are now."""
+    """Compute the lengths of rows after a step with draft tokens."""
     computed = seq_lens - (counts - 1).clamp_min(0) + accepted
     num_computed[slots] = computed
     torch.add(computed, 1, out=lengths)
@@ -56,19 +52,20 @@ def advance_rows(
 
 def record_guess(
     picked: Tensor,  # [R] int64, -1: none
-    ids: Tensor,  # [n + 1] int64, of the draft's n tokens those of the target, and -1
+    ids: Tensor,  # [n + 1] int64, the target's ids of the draft model's n tokens, and -1
     slots: Tensor,  # [R] int64
     lengths: Tensor,
-    /,  # [R] int64, known tokens of the slots, all of which are run
+    /,  # [R] int64, known tokens of the slots, all of them computed
     *,
     place: int,
     padding_slot: int,
     last: int,
     drafts: Tensor,  # [R, K] int64, column `place` is written: the target's ids
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Keep the guesses of a draft's pass. Returns what the next pass runs: tokens (0 where there is
-    none) and positions, `last` at most, [R] int64, and the lengths of the sequences that end with
-    them, 0 in the padding slot, [R] int32.
+    """Keep the draft tokens of a pass, and return the inputs of the next one.
+
+    Those are tokens (0 where there is none) and positions (`last` at most), [R] int64, and sequence
+    lengths, 0 in the padding slot, [R] int32.
     """
     guessed = ids[picked.clamp(-1, len(ids) - 2)]  # (-1 finds the last one)
     drafts[:, place] = guessed
@@ -83,11 +80,11 @@ def embed_norms(
     hidden: Tensor,  # [T, width]
     embedding_weight: Tensor,  # [width]
     hidden_weight: Tensor | None,
-    /,  # [width], None: `hidden` is as it is
+    /,  # [width], None: no norm
     *,
     eps: float,
 ) -> Tensor:
-    """RMS norms of the tokens' embeddings and of the hidden states beside them, [T, 2 * width]."""
+    """Concatenate RMS norms of token embeddings and of hidden states, [T, 2 * width]."""
     embedded = table[(token_ids + 1).clamp(0, len(table) - 1)]
     normed = rms(embedded, NormWeight(embedding_weight, eps))
     if hidden_weight is not None:

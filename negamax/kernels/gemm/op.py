@@ -1,6 +1,4 @@
-"""y = x W^T with W stored [out, in], as in a checkpoint: in the activations' dtype, or as FP8
-blocks with their scales.
-"""
+"""The linear layer y = x W^T, with W stored [out, in] in any format."""
 
 from __future__ import annotations
 
@@ -24,9 +22,10 @@ def linear(
     out: Tensor | None = None,
     in_parts: bool = False,
 ) -> Tensor:
-    """x [T, in], weight [out, in] -> [T, out] in `out_dtype` (None: that of x), in `out` where
-    given. Of FP8 activations the plain form counts. With `in_parts` kernels may return parts of the
-    sums, [T, P, out], each rounded.
+    """Multiply x [T, in] with weight [out, in] to [T, out] in `out_dtype` (None: that of x).
+
+    The result is written to `out` if given. FP8 activations are read in their plain form. With
+    `in_parts` kernels may return partial sums [T, P, out], each rounded.
     """
     values = unquantized(x)
     dtype = out_dtype or values.dtype
@@ -36,12 +35,12 @@ def linear(
 
 
 def into(out: Tensor | None, result: Tensor) -> Tensor:
-    """`result`, in `out` where given."""
+    """Return `result`, copied to `out` if given."""
     return result if out is None else out.copy_(result)
 
 
 def keep(weight: StoredWeight, /) -> Prepared:
-    """The values of a plain weight [out, in] as they are; of another its fp32 values."""
+    """Return a plain weight [out, in] as it is, and any other dequantized to fp32."""
     if weight.format is PLAIN:
         return weight.values
     return dequantize(weight.format, weight.tensors)

@@ -1,10 +1,10 @@
-"""Where tokens lie in the paged cache, and writing their keys and values there.
+"""The layout of the paged KV cache, and writing keys and values to it.
 
-A layer's cache is two tensors [num_blocks, kv_heads, block_size, head_dim]. Token slot s lives in
-block s // block_size at offset s % block_size. Within a block the tokens of one head are adjacent,
-so that gathering the blocks of a sequence gives each head a contiguous [tokens, head_dim] matrix,
-which is what matrix products read fastest. A cache starts as zeros and only ever holds finite
-values: kernels read past the end of a sequence and give what they find there a probability of 0.
+A layer's cache is two tensors [num_blocks, kv_heads, block_size, head_dim]. Token slot s is in
+block s // block_size at offset s % block_size. The tokens of one head are adjacent within a block:
+gathered blocks of a sequence are a contiguous [tokens, head_dim] matrix per head. A cache starts as
+zeros and holds only finite values, because kernels read past the end of a sequence and give what
+they find there a probability of 0.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ FP8 = torch.float8_e4m3fn
 
 
 def cache_rows(slots: Tensor, *, kv_heads: int, block_size: int) -> Tensor:
-    """slots [T] int64 -> [T * kv_heads] int64: row of (token, head) in the cache seen as [-1,
-    head_dim].
+    """Return the rows [T * kv_heads] int64 of slots [T] in the cache viewed as [-1, head_dim].
 
-    Slot -1 (a token of padding) gives negative rows, which GPU kernels skip.
+    Slot -1 (padding) gives negative rows, which GPU kernels skip.
     """
     blocks, offsets = slots // block_size, slots % block_size
     heads = torch.arange(kv_heads, device=slots.device)
@@ -41,10 +40,10 @@ def locate(
     kv_heads: int,
     block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What every layer of a step must know of its T tokens: cos, sin [T, 1, rotary_dim] fp32, and
-    their cache rows [T * kv_heads] int64 (`cache_rows`).
+    """Return cos, sin [T, 1, rotary_dim] fp32 and cache rows [T * kv_heads] int64 of a step's
+    tokens.
 
-    positions, token_slots [T] int64; block_tables [slots, blocks]: token t's blocks are
+    positions, token_slots [T] int64; block_tables [slots, blocks]: the blocks of token t are
     block_tables[token_slots[t]]; frequencies [rotary_dim] from `rotary.signed_frequencies`.
     """
     slots = slots_of(positions, token_slots, block_tables, block_size=block_size)
@@ -57,7 +56,7 @@ def locate(
 def slots_of(
     positions: Tensor, token_slots: Tensor, block_tables: Tensor, *, block_size: int
 ) -> Tensor:
-    """The token slots [T] int64 of `locate`'s tokens."""
+    """Return the token slots [T] int64 of positions in block tables."""
     blocks = block_tables[token_slots, positions // block_size].long()
     return blocks * block_size + positions % block_size
 
@@ -71,18 +70,16 @@ def write(
     *,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
-    """k, v [T, kv_heads, head_dim] into the caches at `rows` [T * kv_heads] int64 (from
-    `cache_rows`).
+    """Write k, v [T, kv_heads, head_dim] to the caches at `rows` [T * kv_heads] of `cache_rows`.
 
-    Stored are k / kv_scales[0] and v / kv_scales[1], rounded to the dtype of the cache; FP8
-    saturates.
+    The caches hold k / kv_scales[0] and v / kv_scales[1], rounded to their dtype; FP8 saturates.
     """
     store(k, k_cache, rows, scale=kv_scales[0])
     store(v, v_cache, rows, scale=kv_scales[1])
 
 
 def store(x: Tensor, cache: Tensor, rows: Tensor, *, scale: float = 1.0) -> None:
-    """x [T, heads, width] into one cache at `rows` [T * heads], as `write` does."""
+    """Write x [T, heads, width] to one cache at `rows` [T * heads]."""
     x = x.reshape(-1, x.shape[-1]).float() / scale
     cache = cache.view(-1, x.shape[-1])
     if cache.dtype == FP8:  # copied as bytes: index_copy_ does not take FP8

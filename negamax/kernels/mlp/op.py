@@ -1,4 +1,4 @@
-"""The activation between the products of an MLP: `SwiGlu`."""
+"""The activation between the GEMMs of an MLP (`SwiGlu`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from negamax.kernels.op import op, rounding_tolerance
 
 
 def swiglu(gate_up: Tensor, /, *, activation: SwiGlu, quantize: bool = False) -> Hidden:
-    """gate_up [T, 2 * width], gate first -> [T, width]."""
+    """Activate gate_up [T, 2 * width], gate first, to [T, width]."""
     assert not quantize, "FP8 output is made on the GPU only"
     return activation(gate_up)
 

@@ -1,12 +1,11 @@
-"""Definitions of the mixture-of-experts ops.
+"""Mixture of experts: the router, the placement of experts, and the experts.
 
     s = sigmoid(gate x)   (fp32)        ids = top-k of s + bias
     weights = scaling * s[ids] / sum(s[ids])
     out = sum_i weights[i] * down[ids[i]] (silu(gate[ids[i]] x) * (up[ids[i]] x))
 
-The bias decides who is chosen, never how much a chosen expert counts; no epsilon in the
-renormalisation. silu(a) * b stands for the model's `SwiGlu`. An expert that is shared by all tokens
-is one more choice of each, the last, of weight 1.
+The bias affects the selection only, not the weights. The renormalization has no epsilon. silu(a) *
+b stands for the model's `SwiGlu`. A shared expert is every token's last selection, with weight 1.
 """
 
 from __future__ import annotations
@@ -30,29 +29,29 @@ from negamax.kernels.quantize.stored import dequantize
 
 @dataclass(frozen=True)
 class Router:
-    """The router's weights, and what becomes of those that it gives the experts."""
+    """Weights of the router, and the scaling of the experts' weights."""
 
     gate: Tensor  # [experts, hidden] fp32
     bias: Tensor  # [experts] fp32
     _: KW_ONLY
     scaling: float = 1.0
-    shared: bool = False  # expert number `experts` is shared by all tokens
+    shared: bool = False  # add expert number `experts`, which every token selects
 
 
 def prepare_router(
     gate: Tensor, bias: Tensor, /, *, scaling: float = 1.0, shared: bool = False
 ) -> Prepared:
-    """gate [experts, hidden] fp32, bias [experts] fp32."""
+    """Wrap gate [experts, hidden] fp32 and bias [experts] fp32."""
     return Router(gate, bias, scaling=scaling, shared=shared)
 
 
 def route(
     x: Hidden, router: Prepared, /, *, top_k: int, active: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x [T, hidden] -> ids [T, C] int32, weights [T, C] fp32, C = top_k or, with a shared expert,
-    top_k + 1.
+    """Select experts for x [T, hidden]: ids [T, C] int32 and weights [T, C] fp32.
 
-    `active` [1] int32: rows from there on are padding and get ids -1 and weights 0.
+    C is top_k, or top_k + 1 with a shared expert. `active` [1] int32: rows from there on are
+    padding and get ids -1 and weights 0.
     """
     scores = torch.sigmoid(F.linear(unquantized(x).float(), router.gate))  # [T, experts]
     ids = torch.topk(scores + router.bias, top_k, dim=-1).indices
@@ -63,7 +62,9 @@ def route(
 def complete(
     ids: Tensor, weights: Tensor, router: Router, active: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """What `route` returns, of the chosen experts [T, top_k] and their weights of sum 1."""
+    """Add scaling, shared expert and padding to the selected experts [T, top_k] and weights of sum
+    1.
+    """
     if router.scaling != 1.0:
         weights = weights * router.scaling
     if router.shared:
@@ -87,7 +88,7 @@ def prepare_norm_route(
     scaling: float = 1.0,
     shared: bool = False,
 ) -> tuple[Prepared, Prepared]:
-    """The norm and the router, each as its own op prepares it."""
+    """Prepare the norm and the router as their own ops do."""
     norm = prepare_norm(weight, eps, quantize=quantize, gemma=gemma)
     return norm, Router(gate, bias, scaling=scaling, shared=shared)
 
@@ -102,7 +103,7 @@ def norm_route(
     top_k: int,
     active: Tensor | None = None,
 ) -> tuple[Hidden, Tensor, Tensor]:
-    """`add_rms`, then `route` of what it returns: that, ids and weights."""
+    """Run `add_rms`, then `route`; return the normed states, ids and weights."""
     normed = add_rms(x, residual, norm)
     return normed, *route(normed, router, top_k=top_k, active=active)
 
@@ -110,12 +111,11 @@ def norm_route(
 def place(
     ids: Tensor, positions: Tensor, slots: Tensor, copies: Tensor, counts: Tensor, /
 ) -> Tensor:
-    """The slots in which the chosen experts are computed: ids [T, C] int32 (-1: none), positions
-    [T] int64 of the tokens -> [T, C] int32.
+    """Map selected experts ids [T, C] int32 (-1: none) to expert slots [T, C] int32.
 
-    Expert e is in the slots slots[e, : copies[e]] (slots [E, most copies], copies [E], int32). A
-    token takes the copy that its position and the sum of its own ids name, whatever other tokens
-    there are. Each choice adds 1 to counts[e] ([E] int64).
+    positions [T] int64 are those of the tokens. Expert e has copies in slots[e, : copies[e]] (slots
+    [E, most copies], copies [E], int32). A token's position and its own ids name the copy,
+    independent of the batch composition. Each selection adds 1 to counts[e] ([E] int64).
     """
     is_chosen = ids >= 0
     expert = ids.clamp_min(0).long()
@@ -141,7 +141,7 @@ class ExpertWeights(Protocol):
 
 @dataclass(frozen=True)
 class StackedExperts:
-    """Plain weights below each other."""
+    """Plain weights of all experts, stacked."""
 
     gate_up: Tensor  # [experts, 2 * width, hidden], gate rows first
     down: Tensor  # [experts, hidden, width]
@@ -158,9 +158,11 @@ class StackedExperts:
 def stack(
     gate_up: StoredWeight, down: StoredWeight, /, *, activation: SwiGlu = SILU, shared: bool = False
 ) -> ExpertWeights:
-    """gate_up [experts, 2 * width, hidden] (gate rows first), down [experts, hidden, width]: plain
-    ones as they are, of others the fp32 values. `shared`: the last expert is the last choice of
-    every token but padding, so that a kernel need not look for its tokens.
+    """Stack gate_up [experts, 2 * width, hidden] (gate rows first) and down [experts, hidden,
+    width].
+
+    Plain weights stay as they are, others are dequantized to fp32. `shared`: the last expert is the
+    last selection of every token but padding, so a kernel need not search for its tokens.
     """
     return StackedExperts(_values(gate_up), _values(down), activation)
 
@@ -183,11 +185,11 @@ def experts(
     first: int,
     count: int,
 ) -> Tensor:
-    """x [T, hidden], ids [T, top_k] int32, weights [T, top_k] fp32 -> [T, hidden], or [T, P,
-    hidden] to be summed over P.
+    """Compute the selected experts of x [T, hidden]: [T, hidden], or [T, P, hidden] to be summed
+    over P.
 
-    `stacked` holds experts first .. first + count - 1; the choices of other experts (and -1) add
-    nothing.
+    ids [T, top_k] int32, weights [T, top_k] fp32. `stacked` holds experts first .. first + count -
+    1; other ids (and -1) add nothing.
     """
     gate_up, down, activation = stacked.gate_up, stacked.down, stacked.activation
     x = unquantized(x)

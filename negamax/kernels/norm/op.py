@@ -1,8 +1,7 @@
-"""RMS normalisation: y = x / sqrt(mean(x^2) + eps) * weight, statistics in fp32 over the last
-dimension.
+"""RMS norm: y = x / sqrt(mean(x^2) + eps) * weight, statistics in fp32 over the last dimension.
 
-x-hat is rounded to the dtype of x before it is multiplied by the weight, as transformers does. The
-norms of Gemma, and MiniMax-M3's, multiply by 1 + weight instead, in fp32, and round once.
+x-hat is rounded to the dtype of x before it is multiplied by the weight, as in transformers. The
+norms of Gemma and MiniMax-M3 multiply by 1 + weight in fp32 and round once.
 """
 
 from __future__ import annotations
@@ -17,24 +16,24 @@ from negamax.kernels.op import Prepared, op, rounding_tolerance
 
 @dataclass(frozen=True)
 class NormWeight:
-    """A norm's weight, and the eps under its root."""
+    """Weight of a norm, and the eps under its root."""
 
     weight: Tensor  # [width]
     eps: float
-    quantize: bool = False  # whether the kernel returns `QuantizedActivations`
-    gemma: bool = False  # whether 1 + weight is multiplied by
+    quantize: bool = False  # return `QuantizedActivations`
+    gemma: bool = False  # multiply by 1 + weight
 
 
 def prepare(
     weight: Tensor, eps: float, /, *, quantize: bool = False, gemma: bool = False
 ) -> Prepared:
-    """weight [width], eps under the root."""
+    """Wrap weight [width] and the eps under the root."""
     assert not quantize, "FP8 output is made on the GPU only"
     return NormWeight(weight, eps, gemma=gemma)
 
 
 def rms(x: Tensor, norm: NormWeight) -> Tensor:
-    """x [T, width] in the dtype of the weight -> [T, width]."""
+    """Return the RMS norm of x [T, width], in the dtype of the weight."""
     wide = x.float()
     mean_square = wide.square().mean(-1, keepdim=True)  # [T, 1] fp32
     x_hat = wide * (mean_square + norm.eps).rsqrt()
@@ -44,16 +43,12 @@ def rms(x: Tensor, norm: NormWeight) -> Tensor:
 
 
 def sum_parts(x: Tensor) -> Tensor:
-    """x [T, P, width] summed over its P partial results in fp32 and rounded once; x [T, width] as
-    it is.
-    """
+    """Sum x [T, P, width] over its P parts in fp32, rounded once; return x [T, width] as it is."""
     return x if x.dim() == 2 else x.float().sum(dim=1).to(x.dtype)
 
 
 def add_rms(x: Tensor, residual: Tensor, norm: Prepared, /) -> Hidden:
-    """residual += x, in place; returns the norm of the residual. x [T, width] or its parts [T, P,
-    width].
-    """
+    """Add x [T, width] or its parts [T, P, width] to the residual, in place; return its norm."""
     residual += sum_parts(x)
     return rms(residual, norm)
 

@@ -1,8 +1,8 @@
-"""Block-FP8: e4m3 values with one fp32 multiplier for each `block` of rows and columns.
+"""Block FP8: e4m3 values with one fp32 scale per block of rows and columns.
 
 `weight[n, k] = value[n, k] * scale[n // block_rows, k // block_columns]`. Blocks at the lower and
-right edge may be ragged. NaN in a stored value stays NaN; a group whose source holds NaN or an
-infinity becomes NaN as a whole, so that a broken value is never taken for a large one.
+right edge may be ragged. A stored NaN stays NaN. A group whose source holds NaN or infinity becomes
+NaN as a whole.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def dequantize_block(
     block: tuple[int, int] = (E4M3_GROUP, E4M3_GROUP),  # rows, columns
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # [..., N, K] dtype
-    """The plain weight: multiplied in fp32 and rounded once to `dtype`."""
+    """Return the plain weight: multiplied in fp32 and rounded once to `dtype`."""
     rows, columns = weight.shape[-2:]
     assert scale.shape[-2:] == (-(-rows // block[0]), -(-columns // block[1])), scale.shape
     spread = scale.repeat_interleave(block[0], dim=-2).repeat_interleave(block[1], dim=-1)
@@ -30,8 +30,9 @@ def dequantize_block(
 
 
 def quantize_activations(x: Tensor, /) -> QuantizedActivations:
-    """x [T, K] any float dtype, K a multiple of 128 -> x with its FP8 form, one scale per token and
-    128 columns: their largest magnitude / 448 (1 for zeros).
+    """Quantize x [T, K], K a multiple of 128, with one scale per token and 128 columns.
+
+    The scale is the largest magnitude / 448 (1 for zeros).
     """
     assert x.shape[1] % GROUP == 0, f"FP8 activations need a multiple of {GROUP} columns: {x.shape}"
     groups = x.float().unflatten(1, (-1, GROUP))  # [T, K / 128, 128]

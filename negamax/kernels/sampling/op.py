@@ -1,12 +1,12 @@
-"""Sampling ops, defined in PyTorch: edits of logits, and the draw of one token per row.
+"""Sampling: edits of logits, and the draw of one token per row.
 
-A row's draw depends on that row alone. `sample`: one uniform number per row decides it by inverting
-the cumulative distribution over the row's tokens in falling order of probability. Filters are
-applied in the order temperature, min-p, top-k, top-p. `pick`, for logits split over ranks and rows
-without filters: every token gets its own noise and the largest sum wins (the Gumbel-max trick: P(i
-wins) is softmax(logits / T)[i]), so that ranks need to exchange a value and an index only.
-`draw_leading`: what `sample` does, for split logits and rows with a small top_k, which need the
-leading tokens alone.
+A row's draw depends on that row alone. Filters apply in the order temperature, min-p, top-k, top-p.
+
+  sample         one uniform number per row inverts the cumulative distribution, over the tokens in
+                 falling order of probability
+  pick           for sharded logits without filters: Gumbel-max, P(i) is softmax(logits / T)[i];
+                 ranks exchange one value and one index
+  draw_leading   `sample` for sharded logits and rows with a small top_k
 """
 
 from __future__ import annotations
@@ -81,17 +81,16 @@ def pick(
     /,  # [R, V of this rank] fp32
     *,
     first_id: int,  # the token of the first column
-    filters: Tensor,  # [slots, 4] fp32, of which the temperature counts; 0: the most likely token
+    filters: Tensor,  # [slots, 4] fp32, column 0 is the temperature; 0: the most likely token
     seeds: Tensor,  # [slots] int64
     slots: Tensor,  # [R] int64, of each row
     positions: Tensor,  # [R] int64
     group: Collective | None = None,  # the ranks that hold the vocabulary; None: this one alone
 ) -> Tensor:  # [R] int64
-    """The token with the largest logit / T + Gumbel(seed, position, token), the lowest id of
-    several; on every rank the same.
+    """Pick the token with the largest logit / T + Gumbel(seed, position, token), on every rank the
+    same.
 
-    -1 where a row's largest logit is not finite: it holds NaN or infinity, or nothing above minus
-    infinity.
+    Ties go to the lowest id. -1 where a row holds NaN or infinity, or nothing above minus infinity.
     """
     ids = first_id + torch.arange(logits.shape[1], device=logits.device)
     temperature = filters[slots, :1]
@@ -107,17 +106,15 @@ def pick(
 
 
 def largest(scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """scores [R, N], ids [N] or [R, N] -> the largest score of each row and the lowest id that has
-    it, [R].
-    """
+    """Return the largest of scores [R, N] per row and its lowest id; ids [N] or [R, N]."""
     best = scores.max(dim=1).values
     of_best = ids.where(scores == best.unsqueeze(1), torch.iinfo(torch.int64).max)
     return best, of_best.min(dim=1).values
 
 
 def best_of_ranks(best: Tensor, chosen: Tensor, group: Collective | None) -> Tensor:
-    """The token of the rank with the largest score. best [R] fp32, chosen [R] int64: this rank's ->
-    [R] int64.
+    """Return the token [R] int64 of the rank with the largest score; best [R] fp32, chosen [R]
+    int64.
     """
     if group is not None and group.size > 1:
         best, chosen = largest(
@@ -138,9 +135,10 @@ def draw_leading(
     otherwise: Tensor,  # [R] int64
     group: Collective | None = None,  # the ranks that hold the vocabulary; None: this one alone
 ) -> Tensor:  # [R] int64
-    """The token drawn for each row with 1 <= top_k <= CANDIDATES and a temperature, on every rank
-    the same; for the other rows `otherwise`. Of equal logits the lower ids count as larger. -1
-    where a row holds NaN or infinity, or nothing above minus infinity.
+    """Draw a token for each row with 1 <= top_k <= CANDIDATES and a temperature above 0.
+
+    Every rank draws the same. Other rows get `otherwise`. Ties are ordered by id. -1 where a row
+    holds NaN or infinity, or nothing above minus infinity.
     """
     logits = logits.masked_fill(logits.isnan(), torch.inf)
     values, columns = torch.sort(logits, dim=-1, descending=True, stable=True)
@@ -176,9 +174,12 @@ def apply_penalties(
     frequency: float,
     presence: float,
 ) -> Tensor:  # [V] fp32
-    """Repetition penalty over prompt and output (divide positive, multiply negative logits), then
-    OpenAI's frequency (per occurrence) and presence (once) penalties over the output."""
-    # written so that a GPU's host waits for nothing
+    """Apply the repetition penalty over prompt and output, then OpenAI's penalties over the output.
+
+    Repetition divides positive and multiplies negative logits. The frequency penalty counts per
+    occurrence, the presence penalty once.
+    """
+    # no operation waits for the GPU
     counts = torch.zeros_like(logits).index_add(
         0, output_ids.clamp_min(0), (output_ids >= 0).to(logits.dtype)
     )
@@ -198,8 +199,10 @@ def token_logprobs(
     num_top: int,
     # [R] fp32, [R] int64, [R, num_top] int64, [R, num_top] fp32
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probability and rank (1 = most likely) of `token_ids`, and the `num_top` most likely
-    tokens of each row, of equal ones those with the smallest ids, whatever `num_top` is.
+    """Return log-probability and rank (1 = most likely) of `token_ids`, and the top tokens of each
+    row.
+
+    Ties go to the smallest ids, independent of `num_top`.
     """
     chosen = logprobs.gather(1, token_ids.unsqueeze(1))
     ranks = (logprobs > chosen).sum(dim=-1) + 1
@@ -207,21 +210,22 @@ def token_logprobs(
     return chosen.squeeze(1), ranks, ids, logprobs.gather(1, ids)
 
 
-_TOP_ROWS = 32  # whose keys take 51 MB with 200,000 tokens
+_TOP_ROWS = 32  # their keys take 51 MB with 200,000 tokens
 
 
 def _top_ids(logprobs: Tensor, num_top: int) -> Tensor:
-    """[R, num_top] int64, as `token_logprobs` says."""
+    """[R, num_top] int64, ordered as in `token_logprobs`."""
     if num_top == 0:
         return logprobs.new_empty((len(logprobs), 0), dtype=torch.int64)
-    # none is above 0, so that the bits of their sizes, as integers, are in falling order
+    # log-probabilities are at most 0, so the bits of their magnitudes as integers are in falling
+    # order
     keys = logprobs.abs().view(torch.int32).long()
     keys <<= 32
     keys |= torch.arange(logprobs.shape[1], device=logprobs.device)
     return keys.topk(num_top, dim=-1, largest=False).values & 0xFFFF_FFFF
 
 
-_NEAR_TIES = 1e-6  # no rounding to speak of, but tokens that all but tie may change places
+_NEAR_TIES = 1e-6  # tokens that nearly tie may change places
 _EXACT = rounding_tolerance(scale=0.0, reason="a token is right or wrong")
 
 PICK = op(

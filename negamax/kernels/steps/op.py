@@ -1,6 +1,4 @@
-"""Both ends of a captured step, defined in PyTorch: which tokens it runs and where they stand, what
-enters the first layer, and where the sampled tokens go.
-"""
+"""Both ends of a captured step: its tokens and positions, embeddings, and the sampled tokens."""
 
 from __future__ import annotations
 
@@ -13,18 +11,20 @@ from negamax.kernels.op import FLOAT_DTYPES, Tolerance, op
 def place(
     columns: Tensor,  # int64: token_slots [T], slots [S], token_offsets [T], end_offsets [S], more
     num_computed: Tensor,  # [slots] int64, which offsets count from
-    tokens: Tensor,  # [slots, width] int32 or int64; with drafts written at the positions
+    tokens: Tensor,  # [slots, width] int32 or int64; draft tokens are written at their positions
     drafts: Tensor | None,
-    /,  # [slots, K] int64, -1: there is none; None: the step verifies none
+    /,  # [slots, K] int64, -1: no draft token; None: a step without drafts
     *,
     padding_slot: int,
     places: Tensor,  # [T + S] int64, written: positions [T], lengths [S]
-    token_ids: Tensor,  # [T] int64, written: what the step runs; 0 where there is no draft
+    token_ids: Tensor,  # [T] int64, written: the step's tokens; 0 where there is no draft token
     ends: Tensor,  # [T] int64, written: positions + 1; 0 in the padding slot
-    words: Tensor,  # [S + M] int32, written: lengths, and the M columns behind end_offsets
+    words: Tensor,  # [S + M] int32, written: lengths, and the M columns after end_offsets
 ) -> None:
-    """Where the T tokens of S sequences stand, and which they are. With drafts the token at offset
-    p > 0 of a slot is its draft p - 1, which is written behind its known tokens.
+    """Compute tokens, positions and lengths of a step with T tokens of S sequences.
+
+    With drafts, the token at offset p > 0 of a slot is its draft token p - 1, written after its
+    known tokens.
     """
     size, num_tokens = len(places), len(token_ids)
     torch.add(num_computed[columns[:size]], columns[size : 2 * size], out=places)
@@ -42,8 +42,10 @@ def place(
 
 
 def embed(token_ids: Tensor, table: Tensor, /, *, first_id: int) -> tuple[Tensor, Tensor]:
-    """The rows of table [n + 2, width], whose second one is token `first_id` and whose first and
-    last stand for all others, for token_ids [T] int64; and a residual of zeros, [T, width] both.
+    """Return the embeddings of token_ids [T] int64 and a residual of zeros, both [T, width].
+
+    Row 1 of table [n + 2, width] is token `first_id`; its first and last row stand for all other
+    tokens.
     """
     rows = (token_ids - (first_id - 1)).clamp(0, len(table) - 1)
     x = table.index_select(0, rows)
@@ -54,10 +56,11 @@ def store(
     token_ids: Tensor,  # [T] int64, -1: none
     slots: Tensor,  # [T] int64
     ends: Tensor,
-    /,  # [T] int64, where they land
+    /,  # [T] int64, positions to which they are written
     *,
     tokens: Tensor,  # [slots, width] int32 or int64, written
-    num_computed: Tensor | None,  # [slots] int64, written: `ends`; None: drafts decide on it
+    # [slots] int64, written: `ends`; None: draft verification writes it
+    num_computed: Tensor | None,
     out: Tensor,  # [T] int64, written: `token_ids`
 ) -> None:
     """Keep the sampled tokens for the next step and for the host."""
