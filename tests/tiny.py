@@ -7,10 +7,12 @@ from __future__ import annotations
 import random
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
+
+if TYPE_CHECKING:
+    from transformers import MiniMaxM2ForCausalLM
 
 NANO = Path(__file__).parents[1] / "negamax" / "assets" / "nano"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -45,6 +47,8 @@ def make_model(seed: int, **sizes: Any) -> MiniMaxM2ForCausalLM:
     """A float32 model whose every weight is random: norms around 1, router bias of magnitude 4 to
     10, well-separated logits.
     """
+    from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
+
     rotary_dim = sizes.pop("rotary_dim")
     theta = sizes.pop("rope_theta", 5e6)
     rope = {

@@ -8,16 +8,18 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from operator import ne
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from negamax.worker.eagle3 import Eagle3Proposer
 from negamax.worker.request_state import RequestState
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Weights = dict[str, Tensor]
 Guess = tuple[list[int], list[int]]  # what follows these tokens

@@ -8,12 +8,11 @@ import json
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import graph_support
 import pytest
 import torch
-from transformers import MiniMaxM2ForCausalLM
 
 from negamax import LLM, SamplingParams
 from negamax.base import env
@@ -24,6 +23,9 @@ from negamax.scheduler.draft_length import FixedDraftLength
 from negamax.worker import kv_cache
 from tests import tiny, tiny_draft, tiny_m3
 from tests.tiny_draft import VARIANTS, Guess
+
+if TYPE_CHECKING:
+    from transformers import MiniMaxM2ForCausalLM
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

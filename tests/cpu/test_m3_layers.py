@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import MiniMaxM3VLTextConfig
-from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as oracle
 
 from negamax.formats.platform import CPU
 from negamax.kernels import registry
@@ -38,6 +37,13 @@ KERNELS = [
     for kernel in registry.KERNELS
     if kernel.op == SWIGLU and kernel.available() and kernel.provider != "reference"
 ]
+
+
+def oracle() -> Any:
+    """The modules of transformers, imported on first use: it takes seconds."""
+    from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl
+
+    return modeling_minimax_m3_vl
 
 
 def config(**sizes: int) -> MiniMaxM3VLTextConfig:
@@ -85,7 +91,7 @@ def tokens() -> Tensor:
 
 @pytest.mark.parametrize("shared_width", [WIDTH, 2 * WIDTH])  # among the experts, or beside them
 def test_a_mixture_of_experts(shared_width: int) -> None:
-    block = oracle.MiniMaxM3VLSparseMoeBlock(config(shared_intermediate_size=shared_width))
+    block = oracle().MiniMaxM3VLSparseMoeBlock(config(shared_intermediate_size=shared_width))
     t, its = randomize(block), names.moe(0)
     tensors = {
         its.router: t["gate.weight"],
@@ -124,7 +130,7 @@ def test_a_mixture_of_experts(shared_width: int) -> None:
 
 
 def test_a_dense_mlp() -> None:
-    module = oracle.MiniMaxM3VLDenseMLP(config())
+    module = oracle().MiniMaxM3VLDenseMLP(config())
     t, own = randomize(module), names.mlp(0)
     mlp = Mlp(
         own,
@@ -152,7 +158,7 @@ def test_an_activation_does_not_depend_on_other_rows(kernel: AnyKernel) -> None:
 
 
 def test_a_norm() -> None:
-    module = oracle.MiniMaxM3VLRMSNorm(HIDDEN, eps=1e-6)
+    module = oracle().MiniMaxM3VLRMSNorm(HIDDEN, eps=1e-6)
     weight = randomize(module)["weight"]
     norm = RmsNorm("norm", HIDDEN, eps=1e-6, activation=None, gemma=True, **SHARED)
     write(norm, {"norm": weight})

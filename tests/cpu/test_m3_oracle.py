@@ -25,9 +25,6 @@ from m3_support import (
 )
 from model_support import build
 from safetensors.torch import load_file, save_file
-from transformers import MiniMaxM3VLForCausalLM
-from transformers.cache_utils import DynamicLayer
-from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLSparseCacheLayer
 
 from negamax import LLM
 from negamax.config.kv_cache import set_index_dtype
@@ -251,6 +248,8 @@ def test_the_text_model_alone_loads_from_its_own_file(
     deep: tuple[Any, Path], tmp_path: Path
 ) -> None:
     """transformers stores it under other names, with experts stacked."""
+    from transformers import MiniMaxM3VLForCausalLM
+
     model, _ = deep
     text = MiniMaxM3VLForCausalLM(model.config.text_config).float().eval()
     text.model.load_state_dict(model.model.language_model.state_dict())
@@ -271,6 +270,11 @@ def test_caches_in_fp8_give_what_transformers_does_with_rounded_ones(
     a value on the edge of two of e4m3 may fall to either, so a few tokens may choose otherwise.
     """
     model, folder = deep
+    from transformers.cache_utils import DynamicLayer
+    from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (
+        MiniMaxM3VLSparseCacheLayer,
+    )
+
     keep, keep_index = DynamicLayer.update, MiniMaxM3VLSparseCacheLayer.update_index
     fp8 = torch.float8_e4m3fn
 

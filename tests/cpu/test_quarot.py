@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import MiniMaxM2ForCausalLM
 
 from negamax import LLM, SamplingParams
 from negamax.base.errors import CheckpointError, ConfigError
@@ -20,6 +19,9 @@ from negamax.convert.source import Source
 from negamax.convert.targets import target_of
 from negamax.models.memory import draft_bytes
 from tests import tiny, tiny_draft
+
+if TYPE_CHECKING:
+    from transformers import MiniMaxM2ForCausalLM
 
 HIDDEN = 32
 SIZES: dict[str, Any] = {

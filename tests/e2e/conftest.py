@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
 
 from tests.e2e.bench_command import Bench
@@ -23,6 +22,9 @@ from tests.e2e.browser import Browser, browsing
 from tests.e2e.chat_page import begin
 from tests.e2e.scripted_server import NAME, Script, scripted
 from tests.forked_children import start
+
+if TYPE_CHECKING:
+    import openai
 
 MODEL = "nano"
 OF_ALL_FAMILIES = (
@@ -70,6 +72,8 @@ class Server:
         return self.log_file.read_text(encoding="utf-8")
 
     def openai(self, api_key: str = "unused") -> openai.OpenAI:
+        import openai
+
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=180)
 
     def http(self) -> httpx.Client:

@@ -5,15 +5,17 @@ quality.
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
 
 from tests.e2e.acceptance_support import ASKED, CALL, CHAT, RESULT, SHORT, answered, refused
 from tests.e2e.test_api_chat import QUESTION, WEATHER_QUESTION, joined, stream
 from tests.e2e.test_api_errors import error_of
+
+if TYPE_CHECKING:
+    import openai
 
 
 def data_chunks(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:

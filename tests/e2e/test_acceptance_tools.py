@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
 
 import negamax
@@ -22,6 +21,9 @@ from tests.e2e.test_api_chat import (
     joined_calls,
     stream,
 )
+
+if TYPE_CHECKING:
+    import openai
 
 NANO = Path(negamax.__file__).parent / "assets" / "nano"
 

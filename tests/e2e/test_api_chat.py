@@ -6,15 +6,17 @@ import contextlib
 import json
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
 
 from negamax.config.embedded import EMBEDDED
 from negamax.text.tokenizer import Tokenizer
 from tests.e2e.conftest import MODEL, Server, eventually, serving
+
+if TYPE_CHECKING:
+    import openai
 
 QUESTION = [
     {
@@ -212,6 +214,8 @@ def test_an_invoke_without_its_block_is_text_where_its_tool_is_not_allowed(
 def test_only_allowed_tokens_are_sampled(
     client: openai.OpenAI, http: httpx.Client, temperature: float
 ) -> None:
+    import openai
+
     allowed = http.post("/tokenize", json={"prompt": "apples and 85"}).json()["tokens"]
     fields: dict[str, Any] = {
         "messages": QUESTION,

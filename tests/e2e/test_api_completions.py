@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
 
 from tests.e2e.conftest import MODEL
+
+if TYPE_CHECKING:
+    import openai
 
 PROMPT = "Tom has 47 apples"
 

@@ -6,13 +6,15 @@ import json
 import re
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
 
 from tests.e2e.conftest import MODEL, Server
+
+if TYPE_CHECKING:
+    import openai
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -212,6 +214,8 @@ def test_too_long_prompt_is_a_400_with_the_known_text(http: httpx.Client, stream
 def test_unknown_model_is_a_404_that_lists_what_is_served(
     client: openai.OpenAI, http: httpx.Client
 ) -> None:
+    import openai
+
     with pytest.raises(openai.NotFoundError, match=MODEL) as caught:
         client.chat.completions.create(model="nan0", messages=HELLO)  # type: ignore[arg-type]
     assert caught.value.code == "model_not_found"

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from tests.e2e.conftest import Server, eventually, serving, talking
@@ -200,6 +199,8 @@ def test_hang_up_removes_a_waiting_request_from_the_queue(small: Server) -> None
 def test_silent_stream_sends_comments_that_clients_skip(
     small: Server, path: str, body: dict[str, Any]
 ) -> None:
+    import openai
+
     silent = body | {"ignore_eos": True, "stream": True, "stream_interval": 1000}
 
     def says_comments() -> bool:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
-import openai
 import pytest
 
 from tests.e2e.conftest import MODEL, Server
 from tests.e2e.test_api_chat import QUESTION, WEATHER, WEATHER_QUESTION
+
+if TYPE_CHECKING:
+    import anthropic
+    import openai
 
 TOOL = {
     "name": "get_weather",
@@ -24,6 +26,8 @@ GREEDY = {"temperature": 0}
 
 @pytest.fixture
 def claude(server: Server) -> Iterator[anthropic.Anthropic]:
+    import anthropic
+
     with anthropic.Anthropic(
         base_url=server.url, api_key="unused", max_retries=0, timeout=180
     ) as client:
@@ -350,6 +354,8 @@ def test_a_thread_is_refused_as_anthropics_clients_know_it(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tool_runner_continues_without_a_thread(claude: anthropic.Anthropic, stream: bool) -> None:
+    import anthropic
+
     @anthropic.beta_tool
     def get_weather(city: str) -> str:
         """Get the current weather in a city."""
@@ -368,6 +374,8 @@ def test_tool_runner_continues_without_a_thread(claude: anthropic.Anthropic, str
 
 
 def test_errors_have_anthropics_shape(claude: anthropic.Anthropic, http: httpx.Client) -> None:
+    import anthropic
+
     def refused(status: int, kind: str, **fields: Any) -> str:
         return error_of(
             http.post("/v1/messages", json={"model": MODEL, "max_tokens": 5} | fields), status, kind

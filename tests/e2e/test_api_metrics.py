@@ -6,10 +6,9 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -18,6 +17,9 @@ from tests.e2e.test_api_chat import WEATHER, WEATHER_QUESTION
 from tests.e2e.test_api_messages import TOOL
 from tests.e2e.test_api_responses import ASK_WEATHER
 from tests.e2e.test_api_responses import TOOL as RESPONSES_TOOL
+
+if TYPE_CHECKING:
+    import openai
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 BOARD = DEPLOY / "grafana" / "negamax.json"

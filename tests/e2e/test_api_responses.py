@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
 
 from tests.e2e.conftest import MODEL, Server, eventually
 from tests.e2e.test_api_chat import QUESTION, WEATHER, WEATHER_QUESTION
 from tests.e2e.test_api_errors import error_of
+
+if TYPE_CHECKING:
+    import openai
 
 TOOL: dict[str, Any] = {"type": "function", "strict": False, **WEATHER["function"]}  # type: ignore[dict-item]
 ASK = str(QUESTION[0]["content"])
@@ -167,6 +169,8 @@ def test_events_add_up_to_the_response(
 def test_stored_response_is_fetched_continued_and_deleted(
     client: openai.OpenAI, http: httpx.Client
 ) -> None:
+    import openai
+
     first = client.responses.create(model=MODEL, input=ASK_WEATHER, tools=[TOOL], temperature=0)  # type: ignore[list-item]
     assert client.responses.retrieve(first.id).output == first.output
     call = first.output[-1]
@@ -216,6 +220,8 @@ def test_stored_response_is_fetched_continued_and_deleted(
 
 
 def test_input_tokens_equal_those_of_the_response(client: openai.OpenAI) -> None:
+    import openai
+
     question: dict[str, Any] = {
         "model": MODEL,
         "input": ASK_WEATHER,
@@ -302,6 +308,8 @@ def test_forms_and_forced_calls(client: openai.OpenAI, http: httpx.Client) -> No
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_allowed_tools_leave_the_prompt_as_it_is(client: openai.OpenAI, mode: Any) -> None:
+    import openai
+
     clock: Any = {
         "type": "function",
         "name": "get_time",

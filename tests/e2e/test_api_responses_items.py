@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 
 from tests.e2e.conftest import MODEL, Server
 from tests.e2e.test_api_responses import ASK, ASK_WEATHER, TOOL
 
+if TYPE_CHECKING:
+    import openai
+
 
 @pytest.fixture
 def strict(server: Server) -> Iterator[openai.OpenAI]:
     """Return a client that refuses answers which are not of OpenAI's types."""
+    import openai
+
     with openai.OpenAI(
         base_url=f"{server.url}/v1",
         api_key="unused",

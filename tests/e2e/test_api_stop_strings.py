@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
 
 from tests.e2e.conftest import MODEL
 from tests.e2e.test_api_chat import QUESTION
+
+if TYPE_CHECKING:
+    import openai
 
 THOUGHT_STOP = "\n"  # in the thinking, not in the content
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}

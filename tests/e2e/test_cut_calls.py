@@ -6,17 +6,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
-import openai
 import pytest
 
 from tests.e2e.conftest import MODEL, Server
 from tests.e2e.test_api_chat import WEATHER, WEATHER_QUESTION, joined_calls, stream
 from tests.e2e.test_api_messages import TOOL as ANTHROPIC_TOOL
 from tests.e2e.test_api_responses import TOOL as RESPONSES_TOOL
+
+if TYPE_CHECKING:
+    import openai
 
 LAST_TOKENS = 16  # tokens at the end of the answer in which the tested limits are
 CHAT: dict[str, Any] = {"messages": WEATHER_QUESTION, "tools": [WEATHER], "temperature": 0}
@@ -131,6 +132,8 @@ def test_messages_stream_only_what_was_generated(
 
 
 def test_whole_messages_omit_a_truncated_call(server: Server, whole: tuple[str, int]) -> None:
+    import anthropic
+
     arguments, num_tokens = whole
     num_without = 0
     with anthropic.Anthropic(base_url=server.url, api_key="unused", max_retries=0) as client:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from tests.e2e.conftest import HELD, MODEL, STUB, Server, eventually, serving, talking
@@ -57,6 +56,8 @@ def last_lines_after(server: Server, harm: Any) -> list[str]:
 def test_dead_engine_is_reported_and_restarted_until_it_dies_too_often(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import openai
+
     held = tmp_path / "held"
     monkeypatch.setenv("ENGINE_MODULE", HELD)
     monkeypatch.setenv("HELD_ENGINE", str(held))

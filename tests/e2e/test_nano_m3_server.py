@@ -7,16 +7,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
-import openai
 import pytest
 
 from nano.suites import retrieval
 from tests.e2e.conftest import Server, serving
 from tests.e2e.test_api_chat import QUESTION, WEATHER, WEATHER_QUESTION, joined, joined_calls
+
+if TYPE_CHECKING:
+    import openai
 
 MODEL = "nano-m3"
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
@@ -125,6 +126,8 @@ def test_a_form_holds_after_the_thoughts(http: httpx.Client) -> None:
 
 
 def test_responses_and_messages_call_the_tool(m3: Server, client: openai.OpenAI) -> None:
+    import anthropic
+
     function = WEATHER["function"]
     made = client.responses.create(
         **GREEDY,

@@ -7,14 +7,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
-import openai
 import pytest
 
 from negamax.cli.main import main
 from tests.e2e.conftest import Server, serving
+
+if TYPE_CHECKING:
+    import openai
 
 LONG = "Always keep to the project's conventions. " * 1500  # an agent's system prompt
 WRITE = {
@@ -58,6 +59,8 @@ def test_chat_loop_with_an_agents_long_prompt(scripted_client: openai.OpenAI) ->
 
 
 def test_messages_stream_the_same_call(scripted: Server) -> None:
+    import anthropic
+
     client = anthropic.Anthropic(base_url=scripted.url, api_key="none", max_retries=0)
     tools: list[Any] = [{"name": "Write", "input_schema": WRITE}]
     asked: list[Any] = [QUESTION]

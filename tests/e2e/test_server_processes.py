@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from tests.e2e.conftest import (
@@ -398,6 +397,8 @@ def test_engine_that_cannot_start_ends_all(tmp_path: Path) -> None:
 
 
 def test_relayed_requests_need_the_key(tmp_path: Path) -> None:
+    import openai
+
     options = ("--api-server-count", "2", "--api-key", "secret")
     with serving(*options, program=STUB, log_file=tmp_path / "log") as server:
         client = server.openai("secret")

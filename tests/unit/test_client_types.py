@@ -10,14 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from anthropic.types.beta import (
-    beta_content_block_param,
-    beta_system_message_param,
-    beta_tool_union_param,
-)
-from anthropic.types.beta import message_create_params as anthropic_request
-from openai.types.responses import response_create_params as openai_request
-from openai.types.responses import response_input_item_param, tool_param
 from typed_values import hints_of, objects_in, variants
 
 from negamax.api.common.thought_signature import HiddenThoughts, ThoughtSigner
@@ -91,6 +83,8 @@ def fields_of(request: Any) -> list[tuple[str, dict[str, Any]]]:
 
 
 def test_fields_of_openai() -> None:
+    from openai.types.responses import response_create_params as openai_request
+
     # no conversations and prompt templates; no forced call without tools
     assert refused(answer_openai, fields_of(openai_request.ResponseCreateParamsBase)) == {
         "conversation", "prompt", "tool_choice",
@@ -98,6 +92,8 @@ def test_fields_of_openai() -> None:
 
 
 def test_fields_of_anthropic() -> None:
+    from anthropic.types.beta import message_create_params as anthropic_request
+
     # no summaries, other servers and conversations; no forced call without tools
     assert refused(answer_anthropic, fields_of(anthropic_request.MessageCreateParamsBase)) == {
         "compaction", "mcp_servers", "thread", "tool_choice",
@@ -105,6 +101,8 @@ def test_fields_of_anthropic() -> None:
 
 
 def test_input_items_of_openai() -> None:
+    from openai.types.responses import response_input_item_param
+
     requests = []
     for kind in objects_in(response_input_item_param.ResponseInputItemParam):
         for item in variants(kind):
@@ -128,6 +126,8 @@ def test_input_items_of_openai() -> None:
 
 
 def test_tools_of_openai() -> None:
+    from openai.types.responses import tool_param
+
     requests = [
         (kind.__name__, {"tools": [tool]})
         for kind in objects_in(tool_param.ToolParam)
@@ -138,6 +138,8 @@ def test_tools_of_openai() -> None:
 
 
 def test_tools_of_anthropic() -> None:
+    from anthropic.types.beta import beta_tool_union_param
+
     requests = [
         (kind.__name__, {"tools": [tool]})
         for kind in objects_in(beta_tool_union_param.BetaToolUnionParam)
@@ -148,6 +150,8 @@ def test_tools_of_anthropic() -> None:
 
 
 def test_system_messages_of_anthropic() -> None:
+    from anthropic.types.beta import beta_system_message_param
+
     effort = {"role": "system", "output_config": {"effort": "low"}}
     messages = [effort, *variants(beta_system_message_param.BetaSystemMessageParam)]
     requests = [
@@ -168,6 +172,8 @@ def test_system_messages_of_anthropic() -> None:
 
 @pytest.mark.parametrize("role", ["user", "assistant"])
 def test_blocks_of_anthropic(role: str) -> None:
+    from anthropic.types.beta import beta_content_block_param
+
     requests = []
     for kind in objects_in(beta_content_block_param.BetaContentBlockParam):
         for block in variants(kind):
