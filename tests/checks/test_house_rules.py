@@ -64,7 +64,7 @@ def room(path: Path) -> str:
     ("module", "door"),
     [
         ("torch.distributed", r"(parallel|transfer)/"),
-        ("triton", r"kernels/(\w+/triton(_\w+)?|launch/ptx)\.py"),
+        ("triton", r"kernels/(\w+/triton(_\w+)?|launch/(ptx|words|tile))\.py"),
         ("triton.language.extra", r"kernels/launch/ptx\.py"),
         ("tl.inline_asm_elementwise", r"kernels/launch/ptx\.py"),
         ("ray", r"engine/nodes/ray_driver\.py"),
