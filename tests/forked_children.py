@@ -102,7 +102,7 @@ def _spawn(
     variables: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
     """As `supervision.spawn`, which is `spawn`."""
-    wanted = env.for_child(**{log.CHILD_VARIABLE: log.settings()} | dict(variables or {}))
+    wanted = env.make_child_env(**{log.CHILD_VARIABLE: log.settings()} | dict(variables or {}))
     if not source().has_environment(wanted):
         return spawn(module, *args, own_group=own_group, pass_fds=pass_fds, variables=variables)
     return Forked(
@@ -146,7 +146,7 @@ class Source:
 @cache
 def environment() -> dict[str, str]:
     """That of this run, as at the first call: `tests/conftest.py` makes it before any test."""
-    return env.for_child()
+    return env.make_child_env()
 
 
 of_this_run = cache(Source.started)

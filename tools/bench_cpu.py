@@ -91,9 +91,9 @@ def start_negamax(args: argparse.Namespace) -> tuple[Seconds, dict[str, Any]]:
     """Start the engine: all requests at once, greedy, without prefix caching."""
     import negamax
     from negamax import LLM, SamplingParams
-    from negamax.engine.core.setup import default_threads
+    from negamax.engine.core.setup import default_num_threads
 
-    threads = args.threads or default_threads(1)
+    threads = args.threads or default_num_threads(1)
     llm = LLM(args.model, dtype=args.dtype, enable_prefix_caching=False, num_threads=threads)
 
     def seconds(prompts: list[list[int]], new_tokens: int) -> float:

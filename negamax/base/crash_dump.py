@@ -93,7 +93,7 @@ class CrashDumps:
             },
             "options": self._options,
             **details,
-            "traceback": _traceback(error),
+            "traceback": _format_traceback(error),
             "log": log.recent_lines(),
         }
         content = json.dumps(dump, indent=1, default=str).encode()
@@ -107,7 +107,7 @@ class CrashDumps:
         return path
 
 
-def _traceback(error: BaseException | None) -> list[str]:
+def _format_traceback(error: BaseException | None) -> list[str]:
     if error is None:
         return []
     text = "".join(traceback.format_exception(error))

@@ -17,7 +17,7 @@ def get(name: str) -> str | None:
     return os.environ.get(name) or None
 
 
-def for_child(**variables: str) -> dict[str, str]:
+def make_child_env(**variables: str) -> dict[str, str]:
     """This environment with `variables` added and without API keys, which children do not need."""
     return {
         name: value for name, value in os.environ.items() if not name.endswith("_API_KEY")
@@ -78,7 +78,7 @@ def _is_intel() -> bool:
         return False
 
 
-def starting_with(*prefixes: str) -> dict[str, str]:
+def find_variables(*prefixes: str) -> dict[str, str]:
     """The environment variables with these prefixes."""
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(prefixes)}
 

@@ -37,11 +37,11 @@ class TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         own_lines = "\n" in str(record.msg) and bool(record.args)
-        record.message = _indented(record.message) if own_lines else escaped(record.message)
+        record.message = _indent(record.message) if own_lines else escaped(record.message)
         return super().formatMessage(record)
 
     def formatException(self, ei: object) -> str:
-        return "    " + _indented(super().formatException(ei))  # type: ignore[arg-type]
+        return "    " + _indent(super().formatException(ei))  # type: ignore[arg-type]
 
 
 class Brake(logging.Filter):
@@ -141,7 +141,7 @@ def _writer_without_waiting() -> Callable[[bytes], int] | None:
     return None
 
 
-def _indented(text: str) -> str:
+def _indent(text: str) -> str:
     return _CONTROL_IN_LINES.sub(_escape, text).replace("\n", "\n    ")
 
 

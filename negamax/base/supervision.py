@@ -82,7 +82,7 @@ def spawn(
         stdin=subprocess.PIPE,
         start_new_session=own_group,
         pass_fds=pass_fds,
-        env=env.for_child(**{log.CHILD_VARIABLE: log.settings()} | dict(variables or {})),
+        env=env.make_child_env(**{log.CHILD_VARIABLE: log.settings()} | dict(variables or {})),
     )
 
 
@@ -177,8 +177,8 @@ class Supervised:
         self._child.wait()
         self.pipe.close()
 
-    def wait(self, timeout: float) -> bool:
-        """Wait at most `timeout` seconds; whether the child has ended."""
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the end of the child. Return whether it has ended after `timeout` seconds."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.wait(timeout)
         return self.exit_code is not None

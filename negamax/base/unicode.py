@@ -25,10 +25,10 @@ def valid_unicode(text: str) -> str:
 
 def valid_escapes(body: bytes) -> bytes:
     """JSON text with an escaped U+FFFD for every escaped lone surrogate."""
-    return replace_all(_ESCAPES, _mended, body, longest=_LONGEST)
+    return replace_all(_ESCAPES, _mend, body, longest=_LONGEST)
 
 
-def _mended(match: re.Match[bytes]) -> bytes:
+def _mend(match: re.Match[bytes]) -> bytes:
     body, start = match.string, match.start()
     low = match[1] or b""
     backslashes = 0

@@ -192,7 +192,11 @@ def _lengths(
     prompt = input_len or max(1, min(Workload.input_len, left))
     answer = output_len or max(1, min(Workload.output_len, context_length - prompt))
     if prompt + answer > context_length:
-        limit = f"--max-model-len is {asked}" if asked else f"the model's window is {max_length}"
+        limit = (
+            f"--max-model-len is {asked}"
+            if asked
+            else f"the model's context length is {max_length}"
+        )
         raise ConfigError(
             f"--input-len and --output-len make requests of {prompt + answer} tokens; {limit}",
             hint="lower them, or raise --max-model-len" if asked else "lower them",

@@ -196,7 +196,7 @@ def _misspelled_variables(options: Sequence[Option]) -> list[str]:
     known = [option.variable for option in options]
     return [
         f"the environment variable {name} has no effect ({suggestion})"
-        for name, text in env.starting_with(PREFIX).items()
+        for name, text in env.find_variables(PREFIX).items()
         if name not in (*known, KEY_VARIABLE)
         and not _is_service_link(name, text)
         and (suggestion := nearest(name, known))

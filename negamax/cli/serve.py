@@ -43,11 +43,11 @@ def command(*, engine: EngineOptions, server: ServerOptions) -> None:
 
 
 def _serve(engine_options: EngineOptions, server_options: ServerOptions, *, started: float) -> None:
-    from negamax.engine.core.planned_sizes import with_planned_sizes
+    from negamax.engine.core.planned_sizes import choose_parallel_sizes
     from negamax.engine.nodes.ray_launcher import check_installed
 
     check_installed(engine_options)
-    engine_options = with_planned_sizes(engine_options, one_engine=False)
+    engine_options = choose_parallel_sizes(engine_options, one_engine=False)
     with large_imports():
         from negamax.api import server  # the HTTP stack: not needed for --help
         from negamax.api.tracing import check_endpoint

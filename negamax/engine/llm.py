@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, cast
 
 from negamax.base.errors import ConfigError, EngineError, InvalidRequestError, UnavailableError
 from negamax.engine.client.output import ChoiceStream, RequestOutput, admit
-from negamax.engine.core.planned_sizes import with_planned_sizes
+from negamax.engine.core.planned_sizes import choose_parallel_sizes
 from negamax.engine.core.setup import start_loop
 from negamax.engine.core.source import locate
 from negamax.engine.wire import EngineStats
@@ -108,7 +108,7 @@ class LLM:
                 hint="leave it out, or use `negamax serve`",
             )
         engine = {one.name: getattr(options, one.name) for one in fields(EngineOptions)}
-        self._options = with_planned_sizes(EngineOptions(**engine))
+        self._options = choose_parallel_sizes(EngineOptions(**engine))
         source = locate(self._options)
         self.tokenizer = Tokenizer.from_folder(source.tokenizer_folder)
         template = None if options.chat_template is None else Path(options.chat_template)
@@ -146,7 +146,7 @@ class LLM:
         """
         token_ids = [self._encode(prompt) for prompt in _as_list(prompts)]
         params = self._admit(token_ids, sampling_params)
-        generations = _blank(token_ids, params)
+        generations = _make_results(token_ids, params)
         for position, output in self._run(token_ids, params):
             _collect(generations[position], output)
         return generations
@@ -187,7 +187,7 @@ class LLM:
             ]
             for prompt, chat, sampling in zip(prompts, chats, params, strict=True)
         ]
-        generations = _blank(token_ids, params)
+        generations = _make_results(token_ids, params)
         events: dict[tuple[int, int], list[ParserEvent]] = {}  # by prompt and choice
         for position, output in self._run(token_ids, params, parsers):
             _collect(generations[position], output)
@@ -274,7 +274,7 @@ class LLM:
             params = list(sampling_params)
         if len(params) != len(prompts):
             raise InvalidRequestError(
-                f"{len(params)} sampling parameters for {len(prompts)} prompts; give one or as many"
+                f"{len(params)} sampling parameters for {len(prompts)} prompts; give 1 or as many"
             )
         return [
             admit(prompt, param, info=self.info)
@@ -373,7 +373,7 @@ class LLM:
             yield choices
 
 
-def _blank(prompts: list[list[int]], params: list[SamplingParams]) -> list[Generation]:
+def _make_results(prompts: list[list[int]], params: list[SamplingParams]) -> list[Generation]:
     """Empty results of prompts."""
     return [
         Generation(

@@ -111,7 +111,7 @@ class EngineStats(RankStats, frozen=True, array_like=True):
 _GAUGES = dict.fromkeys(("num_running", "num_waiting", "num_kv_blocks", "num_free_kv_blocks"), 0)
 
 
-def sum_of(parts: Sequence[EngineStats]) -> EngineStats:
+def sum_stats(parts: Sequence[EngineStats]) -> EngineStats:
     """Sum several engines, without ranks; one engine is returned as it is."""
     if len(parts) == 1:
         return parts[0]
@@ -123,13 +123,13 @@ def sum_of(parts: Sequence[EngineStats]) -> EngineStats:
     )
 
 
-def sum_of_same(parts: Sequence[EngineStats]) -> EngineStats:
+def sum_generations(parts: Sequence[EngineStats]) -> EngineStats:
     """Sum an engine and its predecessors, rank by rank."""
     if len(parts) == 1:
         return parts[0]
     ranks = zip(*(part.ranks for part in parts if part.ranks), strict=True)
     sums = tuple(RankStats(**_sums(RankStats, same)) for same in ranks)
-    return msgspec.structs.replace(sum_of(parts), ranks=sums)
+    return msgspec.structs.replace(sum_stats(parts), ranks=sums)
 
 
 def _sums(kind: type[RankStats], parts: Sequence[RankStats]) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def _sums(kind: type[RankStats], parts: Sequence[RankStats]) -> dict[str, Any]:
     return {**numbers, "accepted_per_position": tuple(map(sum, accepted))}
 
 
-def without_gauges(stats: EngineStats) -> EngineStats:
+def drop_gauges(stats: EngineStats) -> EngineStats:
     """Keep only the counters: the engine is gone."""
     ranks = tuple(msgspec.structs.replace(rank, **_GAUGES) for rank in stats.ranks)
     experts = stats.experts and msgspec.structs.replace(stats.experts, balancedness=1.0)
@@ -161,7 +161,7 @@ def server_of(sequence_id: str) -> int:
 
 
 # server -> engine
-class Start(msgspec.Struct, frozen=True):
+class StartEngine(msgspec.Struct, frozen=True):
     """The first frame, from the server process that starts the engine."""
 
     options: EngineOptions
@@ -254,6 +254,6 @@ ToEngine = AddRequest | AbortRequests | AbortServer | ResetPrefixCache | RecordE
 FromEngine = EngineReady | StepOutputs | ExpertRecord | Heartbeat | EngineFailed
 
 encoder = msgspec.msgpack.Encoder()
-start_decoder: msgspec.msgpack.Decoder[Start] = msgspec.msgpack.Decoder(Start)
+start_decoder: msgspec.msgpack.Decoder[StartEngine] = msgspec.msgpack.Decoder(StartEngine)
 to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 from_engine_decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)

@@ -113,7 +113,7 @@ def visible_gpus() -> Sequence[GpuModel]:
     """
     try:
         rows = _driver_rows("index,uuid,name,memory.total")
-        seen = _seen_by_cuda(rows, env.starting_with(_VISIBLE).get(_VISIBLE))
+        seen = _seen_by_cuda(rows, env.find_variables(_VISIBLE).get(_VISIBLE))
         named = [(name, int(mib)) for _, _, name, mib in seen]
     except (OSError, subprocess.SubprocessError, ValueError):
         return []
@@ -124,7 +124,7 @@ def visible_devices() -> list[str] | None:
     """The names by which CUDA_VISIBLE_DEVICES may give out the GPUs that it leaves, as far as the
     driver knows them; None: neither the variable nor a driver says anything.
     """
-    wanted = env.starting_with(_VISIBLE).get(_VISIBLE)
+    wanted = env.find_variables(_VISIBLE).get(_VISIBLE)
     words = None if wanted is None else [word.strip() for word in wanted.split(",") if word.strip()]
     try:
         rows = _driver_rows("index,uuid")

@@ -139,7 +139,7 @@ def make_plan(
     """
     if max_model_len is not None and max_model_len > spec.max_position_embeddings:
         raise ConfigError(
-            f"--max-model-len is {max_model_len}; the model's window is "
+            f"--max-model-len is {max_model_len}; the model's context length is "
             f"{spec.max_position_embeddings} tokens"
         )
     gpu = hardware.gpu

@@ -355,7 +355,7 @@ def test_a_request_that_cannot_be_taken_in_fails_alone(
     (update,) = llm._loop.step()
     assert (update.finish_reason, update.error) == (
         "error",
-        "OverflowError while this request was taken in",
+        "OverflowError while this request was queued",
     )
     assert len(tokens(llm, [prompt(65)], GREEDY)[0]) == 20
 

@@ -346,9 +346,9 @@ def test_masks_behind_drafts_are_those_of_tokens_that_came() -> None:
     wrong = text[3] + 1
     ahead = answer(text[:1], [*text[1:3], wrong, text[4]])
     to_the_end = answer([], text[1:])
-    assert answer([], text[1:], seconds=-1.0).behind_drafts == []
+    assert answer([], text[1:], seconds=-1.0).after_drafts == []
     masks = [answer([token], []).mask for token in text[1:-1]]
-    assert ahead.behind_drafts == masks[:2] and to_the_end.behind_drafts == masks
+    assert ahead.after_drafts == masks[:2] and to_the_end.after_drafts == masks
     assert answer([eos], []).mask is None
 
 

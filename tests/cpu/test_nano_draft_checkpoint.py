@@ -18,7 +18,7 @@ from negamax.bench.drafts import DraftCounts
 from negamax.cli.main import main
 from negamax.config.embedded import EMBEDDED_DRAFTS
 from negamax.config.grammar import Grammar, Marker, Reasoning
-from negamax.engine.core.setup import _worker_config
+from negamax.engine.core.setup import _make_worker_config
 from negamax.engine.core.source import locate
 from negamax.evals.accuracy import SuiteResult, run_suite
 from negamax.evals.suites import SUITES
@@ -110,7 +110,7 @@ def test_the_draft_of_the_other_model_is_warned_of(caplog: pytest.LogCaptureFixt
         ("nano", "nano-m3", 1),
     ):
         options = EngineOptions(model, device="cpu", speculative_config={"model": f"{draft}-draft"})
-        _worker_config(options, locate(options), None)
+        _make_worker_config(options, locate(options), None)
         said = [record.message for record in caplog.records if record.levelname == "WARNING"]
         assert len(said) == count
     assert "is minimax_m3_vl (target_model_type), and this one is minimax_m2" in said[0]

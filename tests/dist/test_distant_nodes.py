@@ -21,7 +21,7 @@ from negamax.base.errors import ResourceError
 from negamax.engine.core import executor
 from negamax.engine.core.source import locate
 from negamax.engine.nodes import wire
-from negamax.engine.nodes.facts import facts_of
+from negamax.engine.nodes.facts import collect_facts
 from negamax.engine.nodes.group import NodeGroup
 from negamax.options.engine import EngineOptions
 from negamax.options.nodes import KEY_VARIABLE, MASTER_PORT
@@ -82,7 +82,7 @@ class Group:
             "nano", device="cpu", dtype="float32", pipeline_parallel_size=count, **meeting
         )
         self._layout = ParallelLayout(pp=count, nodes=count)
-        self.facts = facts_of(options, locate(options), device="cpu")
+        self.facts = collect_facts(options, locate(options), device="cpu")
         self._options = options.nodes
 
     @contextlib.contextmanager
@@ -120,8 +120,8 @@ TO_NODE_1, TO_NODE_0 = [(0, 1)], [(1, 0)]
 BOTH = TO_NODE_1 + TO_NODE_0
 # The ways that are cut, and what node 0 says of it.
 CUTS = (
-    (BOTH, "node 1 .* sends no heartbeat for 2|node 0 was not heard for 2.* on node 1"),
-    (TO_NODE_1, r"node 0 was not heard for 2.* on node 1 \(.*\)"),
+    (BOTH, "node 1 .* sends no heartbeat for 2|node 0 sent no heartbeat for 2.* on node 1"),
+    (TO_NODE_1, r"node 0 sent no heartbeat for 2.* on node 1 \(.*\)"),
     (TO_NODE_0, r"node 1 \(.*\) sends no heartbeat for 2"),
 )
 
@@ -179,7 +179,7 @@ def test_stages_answer_as_one_rank_does_and_a_node_that_hears_nothing_is_lost(
         assert tokens(llm) == expected
         gap.join()
         half_open = lambda: network.set_links(source=0, target=1, cut=True)  # noqa: E731
-        words = "node 0 was not heard for 2.* on node 1|rank 1 has hung up"
+        words = "node 0 sent no heartbeat for 2.* on node 1|rank 1 has disconnected"
         assert seconds_until_noticed(llm, half_open, words) < NOTICED_SECONDS
     assert agent.log.count("starting rank 1") == 1
 
@@ -192,7 +192,7 @@ def test_a_way_between_two_others_is_watched_by_them(network: DistantMachines) -
         with Group(network, 3).running() as group:
             network.set_links(source=1, target=2, cut=True)
             assert wait_until(group.death) < NOTICED_SECONDS
-            assert re.match("node 1 was not heard for 2.* on node 2", group.death() or "")
+            assert re.match("node 1 sent no heartbeat for 2.* on node 2", group.death() or "")
     finally:
         for agent in agents:
             agent.kill()

@@ -18,7 +18,7 @@ import zmq
 from negamax.base.errors import ResourceError
 from negamax.engine.nodes import wire
 from negamax.engine.nodes.datagrams import Datagrams
-from negamax.engine.nodes.facts import differences
+from negamax.engine.nodes.facts import find_differences
 from negamax.engine.nodes.group import NodeGroup
 from negamax.options.nodes import KEY_VARIABLE, NodeOptions
 from negamax.parallel.layout import ParallelLayout
@@ -92,7 +92,7 @@ class Setting:
         self.meeting.join(20.0)
         assert not self.meeting.is_alive()
         self.group.start()
-        start = peer.hear(wire.Start)
+        start = peer.hear(wire.StartRanks)
         assert (start.first_rank, start.last_rank) == (1, 1)
         peer.beat(start.session)
         assert peer.hear(wire.Node0Heartbeat).session == start.session
@@ -136,7 +136,7 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Setting]:
 
 def test_what_differs_is_named() -> None:
     here, there = {"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "4", "d": "5"}
-    assert list(differences(here, there, name="node 1")) == [
+    assert list(find_differences(here, there, name="node 1")) == [
         "b: 2 on node 0, 4 on node 1",
         "c: 3 on node 0, unknown on node 1",
         "d: unknown on node 0, 5 on node 1",
@@ -155,7 +155,7 @@ def test_agents_that_cannot_join_are_told_why(setting: Setting) -> None:
     second.join()
     assert "node 1 (host) is there already" in second.hear(wire.Wait).reason
     second.beat("of another engine")
-    assert second.hear(wire.Stop).for_good is False
+    assert second.hear(wire.StopRanks).for_good is False
     peer.beat(session)
     assert setting.group.death() is None
 
@@ -169,7 +169,7 @@ def test_what_an_agent_says_of_its_ranks_counts(setting: Setting) -> None:
     beat = peer.next_beat(session, "rank 1 ended with exit code 3")
     peer.throw(wire.encoder.encode(beat))
     assert setting.death() == "rank 1 ended with exit code 3 on node 1 (host)"
-    assert "exit code 3" in peer.hear(wire.Stop).reason
+    assert "exit code 3" in peer.hear(wire.StopRanks).reason
     ends: list[str | None] = []
     deadline = time.monotonic() + 5.0
     while not any(ends) and time.monotonic() < deadline:
@@ -251,7 +251,7 @@ def test_a_connection_that_stands_still_is_not_waited_for(
     while setting.group.death() is None:
         peer.throw(wire.encoder.encode(peer.next_beat(session)))
         time.sleep(0.05)
-    assert "is heard over UDP, and for 0." in setting.death()
+    assert "sends heartbeats by UDP, but nothing by TCP for 0." in setting.death()
 
 
 def test_strangers_that_hang_up_say_nothing_of_a_node(setting: Setting) -> None:
@@ -271,9 +271,9 @@ def test_a_node_that_has_not_heard_its_start_is_told_again(setting: Setting) -> 
     peer.join()
     setting.meeting.join(20.0)
     setting.group.start()
-    start = peer.hear(wire.Start)
+    start = peer.hear(wire.StartRanks)
     peer.join()
-    assert peer.hear(wire.Start) == start
+    assert peer.hear(wire.StartRanks) == start
     peer.beat(start.session)
     assert peer.hear(wire.Node0Heartbeat).session == start.session
 
@@ -299,7 +299,7 @@ def test_a_stop_in_order_is_heard_by_all(
         target=setting.group.stop, kwargs={"timeout": 1.0, "restarts": False}
     )
     stopping.start()
-    stop = peer.hear(wire.Stop)
+    stop = peer.hear(wire.StopRanks)
     assert stop.for_good and stop.reason == "node 0 ends"
     peer.say(wire.Leave(peer.node, peer.name))
     stopping.join(20.0)

@@ -118,7 +118,7 @@ def test_agents_wait_for_the_next_engine_and_end_with_the_last(
             network.set_link(2, "up")
         with on_nodes(network, 3, pipeline_parallel_size=3) as again:
             assert tokens(again) == expected
-            words = "node 1|rank 1 has hung up"
+            words = "node 1|rank 1 has disconnected"
             assert seconds_until_noticed(again, first.kill, words) < NOTICED_SECONDS
         assert second.end() == 0
         assert "node 0 ends, and this node with it" in second.log

@@ -128,9 +128,9 @@ class Leader:
             message = wire.from_agent.decode(frame)
             self.heard.append(message)
             if isinstance(message, wire.Join):
-                answer: Any = wire.Start("of this test", 1, 1, addresses, {})
+                answer: Any = wire.StartRanks("of this test", 1, 1, addresses, {})
             elif isinstance(message, wire.AgentHeartbeat):
-                answer = wire.Stop("the engine is started again", for_good=False)
+                answer = wire.StopRanks("the engine is started again", for_good=False)
             else:
                 break
             socket.send_multipart([route, wire.encoder.encode(answer)])

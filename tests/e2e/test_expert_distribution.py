@@ -15,7 +15,7 @@ from tests.e2e.test_api_errors import error_of
 
 NAMES = ("start", "stop", "dump")
 RESTARTS = "negamax:engine_restarts_total"
-NO_RECORD = "no record of experts has begun"
+NO_RECORD = "no recording of experts was started"
 
 
 def ask(http: httpx.Client, name: str) -> httpx.Response:

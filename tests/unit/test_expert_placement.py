@@ -151,7 +151,7 @@ def test_counts_alone_move_nothing_and_are_looked_at_now_and_then() -> None:
 def test_a_record_is_what_lies_between_its_ends() -> None:
     own = balancer()
     counts = [np.full((3, 6), number, dtype=np.int64).tobytes() for number in (5, 7, 20)]
-    with pytest.raises(InvalidRequestError, match="no record of experts has begun"):
+    with pytest.raises(InvalidRequestError, match="no recording of experts was started"):
         own.record("stop", counts[0])
     own.record("start", counts[0])
     first = own.record("dump", counts[1])

@@ -33,7 +33,7 @@ def test_a_node_lives_while_it_reads_and_while_its_loop_goes_round(
     time.sleep(0.1)
     for path in ("/livez", "/readyz"):
         status, reason = probe(HOST, health.port, path)
-        assert status == 503 and reason.startswith("the agent stands still for")
+        assert status == 503 and reason.startswith("the agent has been stuck for")
 
 
 def test_what_is_no_probe_harms_none(monkeypatch: pytest.MonkeyPatch) -> None:

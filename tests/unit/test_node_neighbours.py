@@ -30,6 +30,6 @@ def test_who_was_heard_and_is_not_any_more_is_lost(monkeypatch: pytest.MonkeyPat
         beat(9, "s", 9),
     ):  # fmt: skip
         neighbours.receive(stale)
-    assert pass_seconds(0.4) == "node 2 was not heard for 2.6 s"
+    assert pass_seconds(0.4) == "node 2 sent no heartbeat for 2.6 s"
     neighbours.receive(wire.PeerHeartbeat(2, "s", 6))
     assert pass_seconds(0.2) is None

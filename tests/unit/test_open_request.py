@@ -19,7 +19,7 @@ from negamax.base.errors import (
     OverloadedError,
     RequestTimeoutError,
 )
-from negamax.engine.client.open_request import OpenRequest, OpenRequests, joined
+from negamax.engine.client.open_request import OpenRequest, OpenRequests, join_updates
 from negamax.engine.client.output import ChoiceStream, RequestOutput
 from negamax.engine.wire import AddRequest
 from negamax.scheduler.request import GenerateRequest, SamplingParams
@@ -217,8 +217,8 @@ def test_pauses_join_what_arrives_and_lose_nothing(seed: int) -> None:
 def test_backlog_is_one_update_per_sequence_with_all_its_tokens() -> None:
     first = update("a", [0], logprobs=True)
     for token_id in range(1, 100_000):
-        first = joined(first, update("a", [token_id], logprobs=True))
-    first = joined(first, update("a", [-1], end="stop", logprobs=True))
+        first = join_updates(first, update("a", [token_id], logprobs=True))
+    first = join_updates(first, update("a", [-1], end="stop", logprobs=True))
     assert first.token_ids == [*range(100_000), -1]
     assert (
         first.logprobs is not None
@@ -229,7 +229,7 @@ def test_backlog_is_one_update_per_sequence_with_all_its_tokens() -> None:
 
 def test_prompt_logprobs_of_the_first_update_survive_the_last() -> None:
     prompt = [TokenLogprobs(5, -2.0, 1, [], [])]
-    both = joined(
+    both = join_updates(
         SequenceUpdate("a", [1], None, prompt, None, None, 0, None), update("a", [2], end="length")
     )
     assert both.prompt_logprobs is not None and both.prompt_logprobs[0].token_id == 5

@@ -20,8 +20,8 @@ from negamax.engine import wire
 from negamax.engine.client.connection import EngineChannel
 from negamax.engine.client.engine_client import AsyncEngine, SharedQueue
 from negamax.engine.client.open_request import OpenRequest
-from negamax.engine.client.placement import NUM_COLUMNS, PrefixTable, ReplicaLoad, tags_of
-from negamax.engine.client.replica_options import check_same_device, replica_options
+from negamax.engine.client.placement import NUM_COLUMNS, PrefixTable, ReplicaLoad, hash_blocks
+from negamax.engine.client.replica_options import check_same_device, make_replica_options
 from negamax.engine.wire import AddRequest, EngineStats, RankStats
 from negamax.options.engine import EngineOptions
 from negamax.scheduler.request import GenerateRequest, SamplingParams
@@ -137,7 +137,7 @@ def test_prefixes_are_found_by_whatever_process_and_discarded(tmp_path: Path) ->
             request_id="r", prompt_token_ids=tuple(tokens), sampling=SamplingParams(),
             cache_salt=salt,
         )  # fmt: skip
-        return tags_of(request, block_size=BLOCK)
+        return hash_blocks(request, block_size=BLOCK)
 
     long = prompt(0, 100)
     assert len(tags(long)) == 6 and len(tags(long[:96])) == 5 and tags(long[:16]) == []
@@ -314,7 +314,7 @@ def given_out(monkeypatch: pytest.MonkeyPatch, variable: str | None, **options: 
         monkeypatch.delenv(VISIBLE, raising=False)
     else:
         monkeypatch.setenv(VISIBLE, variable)
-    found = replica_options(EngineOptions(model="nano", **options))
+    found = make_replica_options(EngineOptions(model="nano", **options))
     assert [one.show_progress for one, _ in found] == [True] + [False] * (len(found) - 1)
     return [variables.get(VISIBLE, "-") for _, variables in found]
 

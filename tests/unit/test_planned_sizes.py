@@ -14,7 +14,7 @@ import pytest
 from negamax.base.errors import ConfigError
 from negamax.cli.main import main
 from negamax.config.embedded import EMBEDDED
-from negamax.engine.core.planned_sizes import with_planned_sizes
+from negamax.engine.core.planned_sizes import choose_parallel_sizes
 from negamax.engine.core.setup import start_loop
 from negamax.options.engine import EngineOptions
 from negamax.parallel.layout import ParallelLayout
@@ -68,7 +68,7 @@ def test_files_that_are_split_are_planned_for_the_ranks_that_they_are_for(
     assert [each["topology"] for each in plan["topologies"]] == ["2 x TP2 EP2"]
     reason = "split for --tensor-parallel-size 2, --expert-parallel-size 2"
     assert plan["refused"] and all(reason in each["reason"] for each in plan["refused"])
-    chosen = with_planned_sizes(EngineOptions(str(folder), performance_mode="latency"))
+    chosen = choose_parallel_sizes(EngineOptions(str(folder), performance_mode="latency"))
     assert (chosen.tensor_parallel_size, chosen.enable_expert_parallel) == (2, True)
 
 
@@ -76,7 +76,7 @@ def test_files_that_are_split_are_planned_for_the_ranks_that_they_are_for(
 def test_a_performance_mode_chooses_sizes_where_none_is_given() -> None:
     model = {"model": "minimax-m2", "load_format": "synthetic"}
     for mode in ("latency", "interactivity", "throughput"):
-        options = with_planned_sizes(EngineOptions(**model, performance_mode=mode))
+        options = choose_parallel_sizes(EngineOptions(**model, performance_mode=mode))
         layout = ParallelLayout.of(options.parallel)
         assert layout.world_size == 4 and options.load_format == "synthetic"
         assert mode == "throughput" or layout.tp == 4
@@ -87,27 +87,27 @@ def test_a_performance_mode_chooses_sizes_where_none_is_given() -> None:
         {"performance_mode": "latency", "device": "cpu"},
     ):
         options = EngineOptions(**model, **own)
-        assert with_planned_sizes(options) is options
+        assert choose_parallel_sizes(options) is options
     options = EngineOptions(
         **model, performance_mode="throughput", speculative_config={"model": "nano-draft"},
         kv_cache_dtype="fp8", max_model_len=4096,
     )  # fmt: skip
-    assert ParallelLayout.of(with_planned_sizes(options).parallel).world_size == 4
+    assert ParallelLayout.of(choose_parallel_sizes(options).parallel).world_size == 4
     own = EngineOptions(**model, performance_mode="latency", num_replicas=2)
-    assert with_planned_sizes(own, one_engine=False) is own
+    assert choose_parallel_sizes(own, one_engine=False) is own
     large = {"model": "minimax-m3", "load_format": "synthetic", "performance_mode": "latency"}
     with pytest.raises(ConfigError, match="no split over 4 x H200 holds one request of 1048576"):
-        with_planned_sizes(EngineOptions(**large))
+        choose_parallel_sizes(EngineOptions(**large))
     # holds one only with a shard of the index keys on each rank, which the options have to say
     large |= {"model": "minimax-m3-mxfp8", "kv_cache_dtype": "fp8", "index_cache_dtype": "fp8"}
     with pytest.raises(ConfigError, match="no split over 4 x H200 holds one request of 1048576"):
-        with_planned_sizes(EngineOptions(**large))
+        choose_parallel_sizes(EngineOptions(**large))
     large |= {"index_cache_sharding": "on"}
     with pytest.raises(ConfigError, match="no split over 4 x H200 holds one request of 1048576"):
-        with_planned_sizes(EngineOptions(**large))
+        choose_parallel_sizes(EngineOptions(**large))
     # and only with more of the memory, and without the slots of 256 requests beside it
     large |= {"gpu_memory_utilization": 0.95}
-    options = with_planned_sizes(EngineOptions(**large, max_num_seqs=64))
+    options = choose_parallel_sizes(EngineOptions(**large, max_num_seqs=64))
     assert options.tensor_parallel_size == 4
     with pytest.raises(ConfigError, match="--performance-mode is 'fast'; allowed: balanced, "):
         EngineOptions("nano", performance_mode="fast")
@@ -117,7 +117,7 @@ def test_a_performance_mode_chooses_sizes_where_none_is_given() -> None:
 def test_a_performance_mode_of_a_server_uses_all_gpus() -> None:
     options = EngineOptions("nano", performance_mode="throughput", max_model_len=2048)
     for one_engine, gpus in ((True, {1, 2, 4}), (False, {4})):
-        chosen = with_planned_sizes(options, one_engine=one_engine)
+        chosen = choose_parallel_sizes(options, one_engine=one_engine)
         num_ranks = ParallelLayout.of(chosen.parallel).world_size
         assert num_ranks * chosen.num_replicas in gpus
         assert one_engine == (chosen.num_replicas == 1)
@@ -146,7 +146,7 @@ def test_gpus_that_are_not_known_are_named(
     assert main(["plan", "minimax-m2", "--gpus", "4", "--gpu", "H200"]) == 0
     options = EngineOptions("minimax-m2", load_format="synthetic", performance_mode="latency")
     with caplog.at_level("WARNING", logger="negamax"):
-        assert with_planned_sizes(options) is options
+        assert choose_parallel_sizes(options) is options
     assert "latency chooses no parallel size: --gpu is 'NVIDIA Abacus'" in caplog.text
 
 

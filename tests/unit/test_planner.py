@@ -397,8 +397,14 @@ def test_the_table_names_the_two_best_and_says_why_not(capsys: pytest.CaptureFix
         (["--gpus", "4", "--nodes", "3"], "--nodes is 3; allowed: a number of machines that 4"),
         (["--gpus", "4", "--gpu", "abacus"], "--gpu is 'abacus'; known: A100-40GB, "),
         (["--gpus", "4", "--gpu-memory", "0"], "--gpu-memory is 0; allowed: 1 to 4096"),
-        (["--gpus", "4", "--max-model-len", "1M"], "is 1048576; the model's window is 196608"),
-        (["--gpus", "4", "--input-len", "200000"], "200001 tokens; the model's window is 196608"),
+        (
+            ["--gpus", "4", "--max-model-len", "1M"],
+            "is 1048576; the model's context length is 196608",
+        ),
+        (
+            ["--gpus", "4", "--input-len", "200000"],
+            "200001 tokens; the model's context length is 196608",
+        ),
         (
             ["--gpus", "4", "--max-model-len", "1k", "--input-len", "900", "--output-len", "101"],
             "1001 tokens; --max-model-len is 1000 (lower",

@@ -14,22 +14,22 @@ from negamax.base.errors import ConfigError, ResourceError
 from negamax.cli.main import app, main
 from negamax.cli.resolve import resolve
 from negamax.engine.nodes import ray_launcher
-from negamax.engine.nodes.placement import ClusterNode, Placement, Resources, placement_of
-from negamax.engine.nodes.ray_driver import find_cluster, with_whole_paths
+from negamax.engine.nodes.placement import ClusterNode, RayPlacement, Resources, make_placement
+from negamax.engine.nodes.ray_driver import find_cluster, make_paths_absolute
 from negamax.options.engine import EngineOptions
 
 GROUP: Any = typer.main.get_command(app)
 RAY = {"distributed_executor_backend": "ray"}
 
 
-def placement(*nodes: tuple[float, float], **options: Any) -> Placement:
+def placement(*nodes: tuple[float, float], **options: Any) -> RayPlacement:
     """Of machines of 8 GPUs and 64 CPUs: (GPUs, CPUs) that are free on each; the first serves."""
     total = Resources(gpus=8, cpus=64)
     cluster = [
         ClusterNode(str(place), f"10.0.0.{place + 1}", total, Resources(*free))
         for place, free in enumerate(nodes)
     ]
-    return placement_of(EngineOptions("nano", **RAY, **options), cluster, "0")
+    return make_placement(EngineOptions("nano", **RAY, **options), cluster, "0")
 
 
 @pytest.mark.parametrize(
@@ -66,11 +66,11 @@ def test_what_a_machine_is_asked_for() -> None:
     assert wanted.share(2) == Resources(gpus=8, cpus=8)
     assert (wanted.device, wanted.master_addr, wanted.is_on_loopback) == ("cuda", "10.0.0.1", False)
     node = ClusterNode("a", "127.0.0.1", Resources(0, 2), Resources(0, 2))
-    alone = placement_of(EngineOptions("nano", num_threads=2, **RAY), [node], "a")
+    alone = make_placement(EngineOptions("nano", num_threads=2, **RAY), [node], "a")
     assert alone.share(1) == Resources(gpus=0, cpus=2)
     assert (alone.device, alone.master_addr, alone.is_on_loopback) == ("cpu", "127.0.0.1", True)
     with pytest.raises(ResourceError, match="not in the Ray cluster"):
-        placement_of(EngineOptions("nano", **RAY), [node], "b")
+        make_placement(EngineOptions("nano", **RAY), [node], "b")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_what_a_machine_is_asked_for() -> None:
             {"tensor_parallel_size": 8},
             "no room for 8 ranks after 3 s: wanted 8 GPUs and 8 CPUs on this one; available this "
             "machine 10.0.0.1: 4 of 8 GPUs, 60 of 64 CPUs; 10.0.0.2: 8 of 8 GPUs, 64 of 64 CPUs "
-            "(others use what is missing: end them, or raise --ray-placement-timeout)",
+            "(other programs use the resources: end them, or raise --ray-placement-timeout)",
         ),
         (
             [(8, 64), (8, 64)],
@@ -111,7 +111,7 @@ def test_a_machine_without_gpus_is_told_which_has_them() -> None:
         ClusterNode("gpus", "10.0.0.2", Resources(8, 64), Resources(8, 64)),
     ]
     options = EngineOptions("nano", tensor_parallel_size=8, **RAY)
-    refusal = str(placement_of(options, nodes, "head").refusal(1.0))
+    refusal = str(make_placement(options, nodes, "head").refusal(1.0))
     assert "on a machine with 8 GPUs and 8 CPUs, such as 10.0.0.2" in refusal
 
 
@@ -216,7 +216,7 @@ def test_agents_find_folders_from_wherever_they_run(
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)
     options = EngineOptions("model", speculative_config={"method": "eagle3", "model": "org/draft"})
-    found = with_whole_paths(options)
+    found = make_paths_absolute(options)
     assert found.model == str(tmp_path / "model")
     assert found.speculative_config == options.speculative_config
-    assert with_whole_paths(EngineOptions("org/model")).model == "org/model"
+    assert make_paths_absolute(EngineOptions("org/model")).model == "org/model"

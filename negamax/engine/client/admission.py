@@ -99,7 +99,7 @@ class Admission:
         num_open = self.num_open
         if num_open + num_sequences > self._max_open:
             raise OverloadedError(
-                f"{num_open} sequences run or wait and {num_sequences} more were asked for; "
+                f"{num_open} sequences run or wait and {num_sequences} more were requested; "
                 f"allowed: {self._max_open}",
                 hint="retry later",
                 code="queue_full",
@@ -107,8 +107,8 @@ class Admission:
             )
         if self.waiting_tokens + num_tokens > self._max_waiting_tokens and self.num_waiting:
             raise OverloadedError(
-                f"{self.waiting_tokens} prompt tokens wait and {num_tokens} more came; allowed: "
-                f"{self._max_waiting_tokens}",
+                f"{self.waiting_tokens} prompt tokens wait and {num_tokens} more were "
+                f"requested; allowed: {self._max_waiting_tokens}",
                 hint="retry later",
                 code="queue_tokens_full",
                 retry_after=self.retry_after(now),
@@ -120,26 +120,26 @@ class Admission:
         """Refuse what would give a tenant more of the queue than it leaves free. One place is
         always allowed.
         """
-        group = _group_of(tenant)
+        group = _hash_tenant(tenant)
         held = int(self._numbers.total(_GROUP_WAITING + group))
         num_open = self.num_open
         about_to_run = max(0, self._max_running - (num_open - self.num_waiting))
         free = self._max_open - num_open - num_sequences
         if held + num_sequences - about_to_run > free + 1:
-            raise self._share_taken(
+            raise self._make_share_error(
                 f"{held} sequences", f"{num_sequences} more", left=max(0, free), now=now
             )
         held_tokens = int(self._numbers.total(_GROUP_TOKENS + group))
         free_tokens = self._max_waiting_tokens - self.waiting_tokens - num_tokens
         if held and held_tokens + num_tokens > free_tokens:
-            raise self._share_taken(
+            raise self._make_share_error(
                 f"{held_tokens} prompt tokens",
                 f"{num_tokens} more",
                 left=max(0, free_tokens),
                 now=now,
             )
 
-    def _share_taken(self, held: str, asked: str, *, left: int, now: float) -> OverloadedError:
+    def _make_share_error(self, held: str, asked: str, *, left: int, now: float) -> OverloadedError:
         return OverloadedError(
             f"{held} of this API key wait and {asked} came, which would leave {left} to other "
             f"keys;"
@@ -186,7 +186,7 @@ class Admission:
         return num_tokens is not None
 
     def _count_waiting(self, num_sequences: int, num_tokens: int, tenant: str) -> None:
-        group = _group_of(tenant)
+        group = _hash_tenant(tenant)
         self._row[_WAITING_TOKENS] += num_tokens
         self._row[_GROUP_WAITING + group] += num_sequences
         self._row[_GROUP_TOKENS + group] += num_tokens
@@ -200,5 +200,5 @@ class Admission:
         return self._rate * math.exp(-(now - self._rate_time) / _RATE_SECONDS)
 
 
-def _group_of(tenant: str) -> int:
+def _hash_tenant(tenant: str) -> int:
     return zlib.crc32(tenant.encode()) % _GROUPS

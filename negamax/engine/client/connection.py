@@ -94,7 +94,7 @@ class EngineChannel:
         asyncio.get_running_loop().add_reader(self._fd, self.drain)
         self.drain()  # frames that came before the reader are not announced again
 
-    def send(self, message: wire.ToEngine | wire.Start) -> None:
+    def send(self, message: wire.ToEngine | wire.StartEngine) -> None:
         """Send without waiting; dropped if the engine has ended."""
         if self.is_open:
             # it died a moment ago and closed its end of the socket
@@ -115,7 +115,7 @@ class EngineChannel:
             try:
                 message = wire.from_engine_decoder.decode(self._from_engine.recv())
             except msgspec.DecodeError as error:
-                self.fail(f"the engine sent what is no message: {error}")
+                self.fail(f"the engine sent an invalid message: {error}")
                 continue
             self.last_beat = time.monotonic()
             if isinstance(message, wire.StepOutputs):
@@ -195,7 +195,7 @@ class EngineConnection:
         self._folder = PrivateFolder()
         self.address = wire.EngineAddress(self._folder.path)
         self.channel = EngineChannel(self.address, 0, receive=receive, failed=self.ended.set_result)
-        self._start = wire.Start(options, num_servers, parent)
+        self._start = wire.StartEngine(options, num_servers, parent)
         self._hang_seconds = hang_seconds
         self._process = Supervised(module, self.address.folder, own_group=True, variables=variables)
         self._watch: asyncio.Task[None] | None = None

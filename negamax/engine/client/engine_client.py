@@ -24,7 +24,7 @@ from negamax.engine.client.placement import (
     NUM_COLUMNS,
     PrefixTable,
     ReplicaLoad,
-    tags_of,
+    hash_blocks,
 )
 from negamax.engine.client.replica import Replica
 from negamax.engine.core.source import locate
@@ -157,7 +157,7 @@ class AsyncEngine:
     @property
     def stats(self) -> wire.EngineStats:
         """The latest statistics of all replicas together."""
-        return wire.sum_of([replica.stats for replica in self.replicas])
+        return wire.sum_stats([replica.stats for replica in self.replicas])
 
     @property
     def parallel(self) -> ParallelOptions:
@@ -364,7 +364,7 @@ class AsyncEngine:
         num_tokens, info = len(request.prompt_token_ids), self.info
         tags = []
         if self._options.enable_prefix_caching:
-            tags = tags_of(request, block_size=info.block_size)
+            tags = hash_blocks(request, block_size=info.block_size)
         own = [
             num_tokens - info.block_size * self._prefixes.matches(tags, replica.index)
             for replica in possible

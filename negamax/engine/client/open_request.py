@@ -18,7 +18,7 @@ from negamax.base.errors import (
 )
 from negamax.base.log import get_logger
 from negamax.engine import wire
-from negamax.engine.client.output import ChoiceStream, RequestOutput, joined_outputs
+from negamax.engine.client.output import ChoiceStream, RequestOutput, join_outputs
 from negamax.scheduler.request import GenerateRequest, SamplingParams
 from negamax.scheduler.step import SequenceUpdate
 
@@ -207,7 +207,7 @@ class OpenRequest:
         if self._take is None or self._is_paused:
             earlier = self._updates.get(update.request_id)
             self._updates[update.request_id] = (
-                update if earlier is None else joined(earlier, update)
+                update if earlier is None else join_updates(earlier, update)
             )
             self._announce()
             return
@@ -267,7 +267,7 @@ class OpenRequest:
             self._observer.gained(output)
         if self._interval > 1:
             waiting = self._waiting.pop(output.index, None)
-            output = output if waiting is None else joined_outputs(waiting, output)
+            output = output if waiting is None else join_outputs(waiting, output)
             if self._is_short(output):
                 self._waiting[output.index] = output
                 return
@@ -348,7 +348,7 @@ class OpenRequests:
             part.close(error)
 
 
-def joined(earlier: SequenceUpdate, later: SequenceUpdate) -> SequenceUpdate:
+def join_updates(earlier: SequenceUpdate, later: SequenceUpdate) -> SequenceUpdate:
     """One update for two of the same sequence; the lists of `earlier` are used up."""
     earlier.token_ids.extend(later.token_ids)
     logprobs = earlier.logprobs

@@ -55,7 +55,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return "".join(piece.text for piece in self.pieces)
 
 
-def joined_outputs(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
+def join_outputs(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
     """Join two outputs of the same choice, which are used up."""
     # extend the longer list: joining many takes linear time
     earlier.token_ids.extend(later.token_ids)
@@ -236,7 +236,7 @@ def admit(
         )
     if sampling.min_tokens > room:
         raise ContextLengthError(
-            f"min_tokens is {sampling.min_tokens}; {room} tokens are left in the window of "
+            f"min_tokens is {sampling.min_tokens}; {room} tokens are left of the context length "
             f"{info.max_model_len}",
             hint="shorten the prompt or lower min_tokens",
             param="min_tokens",

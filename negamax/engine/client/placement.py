@@ -96,7 +96,7 @@ class PrefixTable:
         self._tags[replica][:] = [0.0] * MAX_BLOCKS
 
     def matches(self, tags: Sequence[int], replica: int) -> int:
-        """Count the leading blocks of a prompt, given by its `tags_of`, that the replica
+        """Count the leading blocks of a prompt, given by its `hash_blocks`, that the replica
         was sent.
         """
         row, num_blocks = self._tags[replica], self._num_blocks[replica]
@@ -112,7 +112,7 @@ class PrefixTable:
             row[tag % num_blocks] = tag
 
 
-def tags_of(request: GenerateRequest, *, block_size: int) -> list[int]:
+def hash_blocks(request: GenerateRequest, *, block_size: int) -> list[int]:
     """The hashes of a prompt's full blocks without the last token, which is always computed."""
     tokens = list(request.prompt_token_ids)
     hashes = BlockHashes(tokens, block_size=block_size, salt=request.cache_salt)

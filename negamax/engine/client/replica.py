@@ -11,7 +11,7 @@ from negamax.base.errors import EngineDeadError, InvalidRequestError, Unavailabl
 from negamax.engine import wire
 from negamax.engine.client.admission import Admission
 from negamax.engine.client.connection import EngineChannel
-from negamax.engine.client.open_request import OpenRequest, Owner, joined
+from negamax.engine.client.open_request import OpenRequest, Owner, join_updates
 from negamax.engine.client.placement import ReplicaLoad
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import SequenceUpdate
@@ -86,8 +86,8 @@ class Replica:
         """
         latest = None if self._channel is None else self._channel.stats
         if latest is not None and not self.alive:
-            latest = wire.without_gauges(latest)
-        return wire.sum_of_same([part for part in (self._past, latest) if part is not None])
+            latest = wire.drop_gauges(latest)
+        return wire.sum_generations([part for part in (self._past, latest) if part is not None])
 
     def enter(self, request: OpenRequest, tokens: Sequence[int], *, pending: int) -> None:
         """Count the sequences of a request as open, each with its `tokens` of the prompt.
@@ -171,7 +171,7 @@ class Replica:
         """
         self._death = reason
         self._next_ready = time.monotonic() + ready_in
-        self._past = wire.without_gauges(self.stats)
+        self._past = wire.drop_gauges(self.stats)
         self._channel = None
         self.fail_open(reason)
 
@@ -190,7 +190,7 @@ class Replica:
                     request.started(at)
             if self.on_steps is not None:
                 self.on_steps(step.step_tokens)
-        updates = steps[0].updates if len(steps) == 1 else _merged(steps)
+        updates = steps[0].updates if len(steps) == 1 else _merge_steps(steps)
         self.load.gained(updates)
         for update in updates:
             request = self.open.get(update.request_id)
@@ -214,11 +214,11 @@ class Replica:
             self.load.leave(sequence_id)
 
 
-def _merged(steps: Sequence[wire.StepOutputs]) -> list[SequenceUpdate]:
+def _merge_steps(steps: Sequence[wire.StepOutputs]) -> list[SequenceUpdate]:
     """Merge steps to one update for each sequence."""
     merged: dict[str, SequenceUpdate] = {}
     for step in steps:
         for update in step.updates:
             earlier = merged.get(update.request_id)
-            merged[update.request_id] = update if earlier is None else joined(earlier, update)
+            merged[update.request_id] = update if earlier is None else join_updates(earlier, update)
     return list(merged.values())

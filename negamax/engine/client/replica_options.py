@@ -15,7 +15,7 @@ from negamax.planner.gpus import visible_devices
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def replica_options(options: EngineOptions) -> list[tuple[EngineOptions, Mapping[str, str]]]:
+def make_replica_options(options: EngineOptions) -> list[tuple[EngineOptions, Mapping[str, str]]]:
     """For each replica its options and environment variables: the number in its log lines, and its
     share of the GPUs that this process sees. Errors: `ConfigError` for too few GPUs.
     """
@@ -27,11 +27,11 @@ def replica_options(options: EngineOptions) -> list[tuple[EngineOptions, Mapping
     each = [options, *[quiet] * (count - 1)]
     return [
         (one, {log.CHILD_VARIABLE: log.settings(replica)} | visible)
-        for replica, (one, visible) in enumerate(zip(each, _shares(options), strict=True))
+        for replica, (one, visible) in enumerate(zip(each, _divide_gpus(options), strict=True))
     ]
 
 
-def _shares(options: EngineOptions) -> list[dict[str, str]]:
+def _divide_gpus(options: EngineOptions) -> list[dict[str, str]]:
     """The variable that shows each replica its own GPUs, if there are any."""
     count, num_ranks = options.num_replicas, ParallelLayout.of(options.parallel).world_size
     devices = [] if options.device == "cpu" or options.script else visible_devices()
@@ -58,6 +58,6 @@ def check_same_device(infos: Sequence[ModelInfo | None]) -> None:
     if len(set(kinds)) > 1:
         raise ConfigError(
             f"--num-replicas is {len(kinds)}, and the replicas run on {', '.join(kinds)}: there "
-            "are not GPUs enough",
+            "are too few GPUs",
             hint="use fewer replicas, or --device",
         )

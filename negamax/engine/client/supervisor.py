@@ -18,7 +18,7 @@ from negamax.base.log import get_logger
 from negamax.base.supervision import ParentPulse, RestartPolicy, SupervisionLimits
 from negamax.engine.client.connection import ENGINE_MODULE, EngineConnection
 from negamax.engine.client.engine_client import AsyncEngine
-from negamax.engine.client.replica_options import check_same_device, replica_options
+from negamax.engine.client.replica_options import check_same_device, make_replica_options
 from negamax.engine.wire import AbortServer, EngineAddress, ModelInfo
 from negamax.options.engine import EngineOptions
 from negamax.scheduler import crash_details
@@ -62,7 +62,7 @@ class EngineSupervisor:
         self.engine = servers.engine
         self._engines = [
             _SupervisedEngine(replica, of_replica, variables=variables, servers=servers)
-            for replica, (of_replica, variables) in enumerate(replica_options(options))
+            for replica, (of_replica, variables) in enumerate(make_replica_options(options))
         ]
 
     @classmethod
@@ -128,7 +128,7 @@ class _SupervisedEngine:
         variables: Mapping[str, str],
         servers: _Servers,
     ) -> None:
-        """`options` and `variables` are those of `replica_options`."""
+        """`options` and `variables` are those of `make_replica_options`."""
         self._replica = replica
         self._options = options
         self._variables = variables

@@ -21,7 +21,7 @@ def choose_chunk_length(
     layout, most = config.layout, config.max_num_batched_tokens
     if layout.pp == 1 or not options.enable_dynamic_chunking or max_model_len <= most:
         return EvenChunks()
-    gpu = _gpu(config.device)
+    gpu = _find_gpu(config.device)
     model = Model.of(
         config.spec, gpu, kv_dtype=config.kv_cache_dtype, index_dtype=config.index_cache_dtype
     )
@@ -40,7 +40,7 @@ def choose_chunk_length(
     return length
 
 
-def _gpu(device: str) -> GpuModel:
+def _find_gpu(device: str) -> GpuModel:
     """The GPU model to calculate with. Only the ratio of attention to GEMM time matters, so another
     model stands in for an unknown GPU.
     """

@@ -14,7 +14,7 @@ from negamax.models.eagle3.config import DraftModel, name_draft_errors
 from negamax.models.eagle3.names import EMBEDDING, HEAD, respell
 
 
-def with_own_parts(draft: DraftModel, target: ModelSpec, folder: Path | None) -> DraftModel:
+def complete_draft(draft: DraftModel, target: ModelSpec, folder: Path | None) -> DraftModel:
     """Set which embedding and head `draft` uses: its own, or those of `target` in `folder` (None:
     synthetic weights). Errors: `CheckpointError`; `ConfigError` if those of the target have another
     width or a rotated head.

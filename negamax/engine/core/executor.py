@@ -16,7 +16,7 @@ import zmq
 from negamax.base.errors import ConfigError, EngineDeadError, ResourceError
 from negamax.base.log import get_logger
 from negamax.base.private_folder import PrivateFolder
-from negamax.engine.core.local_ranks import LocalRanks, Machine
+from negamax.engine.core.local_ranks import LocalRanks, RankHost
 from negamax.engine.core.row_failures import RowFailureLog
 from negamax.parallel.layout import ParallelLayout
 from negamax.scheduler.draft_length import StepSeconds
@@ -73,7 +73,7 @@ class Executor(Protocol):
         ...
 
     def longest_silence(self) -> tuple[int, float]:
-        """As `Machine.longest_silence`; (0, 0.0) without rank processes."""
+        """As `RankHost.longest_silence`; (0, 0.0) without rank processes."""
         ...
 
     def shutdown(self, *, restarts: bool = False) -> None:
@@ -138,7 +138,7 @@ class MultiProcessExecutor:
         config: WorkerConfig,
         addresses: RankAddresses | None = None,
         *,
-        others: Machine | None = None,
+        others: RankHost | None = None,
     ) -> None:
         """`addresses`: of the ranks; None: sockets in a private folder. `others`: the other
         machines.
@@ -154,7 +154,7 @@ class MultiProcessExecutor:
         self._result_sockets: list[zmq.Socket[bytes]] = []  # by data-parallel rank
         local = LocalRanks(layout.ranks_of_node(0), addresses)
         self._processes = local.processes
-        self._machines: list[Machine] = [local] if others is None else [local, others]
+        self._machines: list[RankHost] = [local] if others is None else [local, others]
         try:
             for endpoint in addresses.results:
                 self._result_sockets.append(self._context.socket(zmq.PULL))
@@ -184,7 +184,7 @@ class MultiProcessExecutor:
         blocks = {ready.num_kv_blocks for ready in readies}
         assert len(blocks) == 1 or config.num_kv_blocks is None
         self.ready = dataclasses.replace(
-            readies[0], num_kv_blocks=min(blocks), step_seconds=_slowest(readies)
+            readies[0], num_kv_blocks=min(blocks), step_seconds=_find_slowest(readies)
         )
 
     def launch(self, plans: Sequence[StepPlan]) -> StepHandle:
@@ -273,7 +273,7 @@ class MultiProcessExecutor:
                 names = [f"{rank} (node {layout.of_rank(rank).node})" for rank in awaited]
                 logger.info("waiting for rank %s to load", ", ".join(names))
                 continue
-            readies[self._sockets.index(socket)] = _started(socket.recv())
+            readies[self._sockets.index(socket)] = _decode_report(socket.recv())
         return [readies[rank] for rank in range(len(self._sockets))]
 
     def _send(self, frame: bytes, dp_rank: int) -> None:
@@ -284,7 +284,7 @@ class MultiProcessExecutor:
             try:
                 socket.send(frame, zmq.NOBLOCK)
             except zmq.Again:
-                raise EngineDeadError(self.death() or f"rank {rank} has hung up") from None
+                raise EngineDeadError(self.death() or f"rank {rank} has disconnected") from None
 
     def _receive(self, socket: zmq.Socket[bytes], poller: zmq.Poller) -> bytes:
         """Receive a frame. Errors: `EngineDeadError` if a rank ends first."""
@@ -324,7 +324,7 @@ class MultiProcessExecutor:
                 raise EngineDeadError(death)
 
 
-def _slowest(readies: Sequence[WorkerReady]) -> tuple[StepSeconds, ...]:
+def _find_slowest(readies: Sequence[WorkerReady]) -> tuple[StepSeconds, ...]:
     """The times of captured steps on the slowest rank, for which all wait."""
     found: dict[tuple[int, int], float] = {}
     for rows, drafts, seconds in (each for ready in readies for each in ready.step_seconds):
@@ -332,7 +332,7 @@ def _slowest(readies: Sequence[WorkerReady]) -> tuple[StepSeconds, ...]:
     return tuple((rows, drafts, seconds) for (rows, drafts), seconds in found.items())
 
 
-def _started(frame: bytes) -> WorkerReady:
+def _decode_report(frame: bytes) -> WorkerReady:
     """Decode a rank's report. Errors: that of a rank that failed to start."""
     report = msgspec.msgpack.decode(frame, type=RankReport)
     if isinstance(report, RankFailed):

@@ -101,7 +101,9 @@ class ExpertBalancer:
             return None
         if not self._record:
             raise InvalidRequestError(
-                "no record of experts has begun", hint="start one first", code="no_expert_record"
+                "no recording of experts was started",
+                hint="start one first",
+                code="no_expert_record",
             )
         if action == "stop":
             self._record = [self._record[0], now]

@@ -40,7 +40,7 @@ def place_experts(layout: ParallelLayout, spec: ModelSpec, location: str) -> Par
     sizes = spec.expert_sizes()
     if sizes is None or layout.ep == 1:
         raise ConfigError(
-            f"{_FLAG} says where whole experts lie; here "
+            f"{_FLAG} places whole experts, but here "
             + ("are none" if sizes is None else "each rank has a part of every one"),
             hint="leave it out" if sizes is None else "add --enable-expert-parallel",
         )
@@ -84,7 +84,7 @@ def _read(location: str) -> _Location:
         ) from error
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise ConfigError(
-            f"{_FLAG}: {shown[:200]} is not as it should be: {error}",
+            f"{_FLAG}: {shown[:200]} is invalid: {error}",
             hint="give lists of whole numbers, one for each layer",
         ) from error
 
@@ -121,7 +121,7 @@ def _check_shape(
             further = len(row) - num_experts
             hint = f"""use --eplb-config '{{"num_redundant_experts": {further}}}'"""
         raise ConfigError(
-            f"{_FLAG}: {name} has {len(row)} numbers in layer {layer}; here are {num_experts} "
+            f"{_FLAG}: {name} has {len(row)} numbers in layer {layer}; expected are {num_experts} "
             f"experts{copies}",
             hint=hint or "use what was recorded of this model",
         )

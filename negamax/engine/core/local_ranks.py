@@ -12,7 +12,7 @@ from negamax.base.supervision import Supervised, stop_children
 from negamax.worker.config import RankAddresses, WorkerConfig
 
 
-class Machine(Protocol):
+class RankHost(Protocol):
     """Some of an executor's ranks, which run on the same machine."""
 
     ranks: range

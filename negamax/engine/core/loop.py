@@ -274,8 +274,8 @@ class EngineLoop:
         """End a request that cannot be queued."""
         message = str(error)
         if not isinstance(error, NegamaxError):
-            logger.error("request %s cannot be taken in", request.request_id, exc_info=error)
-            message = f"{type(error).__name__} while this request was taken in"
+            logger.error("request %s cannot be queued", request.request_id, exc_info=error)
+            message = f"{type(error).__name__} while this request was queued"
         self._grammars.close(request.request_id)
         self._pending_updates.append(
             SequenceUpdate(request.request_id, [], finish_reason="error", error=message)

@@ -24,7 +24,7 @@ logger = get_logger(__name__)
 _LOADS = (Workload(1), Workload(256))
 
 
-def with_planned_sizes(options: EngineOptions, *, one_engine: bool = True) -> EngineOptions:
+def choose_parallel_sizes(options: EngineOptions, *, one_engine: bool = True) -> EngineOptions:
     """Set the best parallel sizes for the performance mode, if `options` has none and there are
     several GPUs. Not for `one_engine`: with replicas on all GPUs. Errors: `ConfigError` if no split
     of the model fits, and those of `locate`.

@@ -58,7 +58,7 @@ def main(folder: str) -> int:
 
 
 def _serve(
-    start: wire.Start,
+    start: wire.StartEngine,
     *,
     context: Context,
     address: wire.EngineAddress,
@@ -147,7 +147,7 @@ class Outbox(AbstractContextManager["Outbox"]):
 
     def frames(self, report: wire.StepOutputs) -> list[tuple[int, bytes]]:
         """Encode the report as a frame for each server process it concerns."""
-        parts = {0: report} if len(self._sockets) == 1 else _parts(report)
+        parts = {0: report} if len(self._sockets) == 1 else _split_report(report)
         return [(server, wire.encoder.encode(part)) for server, part in parts.items()]
 
     def send(self, frames: list[tuple[int, bytes]]) -> None:
@@ -155,7 +155,7 @@ class Outbox(AbstractContextManager["Outbox"]):
             self._sockets[server].send(frame)
 
 
-def _parts(report: wire.StepOutputs) -> dict[int, wire.StepOutputs]:
+def _split_report(report: wire.StepOutputs) -> dict[int, wire.StepOutputs]:
     """Split a report by server process; the first part counts the steps."""
     parts: dict[int, wire.StepOutputs] = {}
 

@@ -102,14 +102,14 @@ class ScriptedExecutor:
             row.num_computed += count - (number in postponed)
             if row.sampling.prompt_logprobs is not None:
                 run = row.prompt[start + 1 : start + count + 1]
-                prompt_logprobs[number] = [_certain(token) for token in run]
+                prompt_logprobs[number] = [_make_certain(token) for token in run]
             if not plan.needs_sampling[number]:
                 continue
             token = self._next(row, start + count - len(row.prompt), masks.get(number))
             if token is None:
                 token, errors[number] = self._eos, "the grammar allows no token"
             if row.sampling.logprobs is not None:
-                logprobs[len(token_ids)] = _certain(token)
+                logprobs[len(token_ids)] = _make_certain(token)
             token_ids.append(token)
         return StepResult(plan.step_id, token_ids, logprobs, prompt_logprobs, errors)
 
@@ -128,7 +128,7 @@ class ScriptedExecutor:
         return next((one for one in allowed if mask[one // 8] >> one % 8 & 1), None)
 
 
-def _certain(token: int) -> TokenLogprobs:
+def _make_certain(token: int) -> TokenLogprobs:
     """The log-probability of a token without alternatives."""
     return TokenLogprobs(token, 0.0, 1, [token], [0.0])
 

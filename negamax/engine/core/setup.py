@@ -19,7 +19,7 @@ from negamax.engine.core.loop import EngineLoop
 from negamax.engine.core.scripted_executor import ScriptedExecutor
 from negamax.engine.core.source import ModelSource, locate
 from negamax.engine.grammar.manager import GrammarManager
-from negamax.engine.nodes.facts import facts_of
+from negamax.engine.nodes.facts import collect_facts
 from negamax.engine.nodes.group import start_on_nodes
 from negamax.engine.nodes.ray_launcher import RayLauncher
 from negamax.engine.wire import ModelInfo
@@ -62,7 +62,7 @@ def _start_loop(options: EngineOptions, started: ExitStack) -> tuple[EngineLoop,
         )
     source = locate(options)
     script = None if options.script is None else read_script(options.script)
-    config = _worker_config(options, source, script)
+    config = _make_worker_config(options, source, script)
     grammars = GrammarManager(
         source.tokenizer_folder,
         vocab_size=config.spec.vocab_size,
@@ -76,24 +76,24 @@ def _start_loop(options: EngineOptions, started: ExitStack) -> tuple[EngineLoop,
     started.callback(executor.shutdown)
     ready = executor.ready
     _log_ready(ready, block_size=config.block_size)
-    max_model_len = _cached_context_length(
+    max_model_len = _limit_context_length(
         config.max_model_len, ready.num_kv_blocks * config.block_size
     )
-    scheduler = _scheduler(options, config, ready, max_model_len=max_model_len)
-    info = _model_info(options, source, config, ready, max_model_len=max_model_len)
+    scheduler = _make_scheduler(options, config, ready, max_model_len=max_model_len)
+    info = _describe_model(options, source, config, ready, max_model_len=max_model_len)
     return EngineLoop(
         scheduler,
         executor,
         grammars=grammars,
         overlap=options.enable_overlap,
         num_stages=config.layout.pp,
-        experts=None if options.script else _balancer(options, config),
+        experts=None if options.script else _make_balancer(options, config),
         crash_dumps=CrashDumps(options.crash_dump_dir, part="engine", options=asdict(options)),
         launcher=launcher,
     ), info
 
 
-def _worker_config(
+def _make_worker_config(
     options: EngineOptions, source: ModelSource, script: Script | None
 ) -> WorkerConfig:
     """The configuration of the ranks. Errors: `ConfigError` if options, model and machine do not
@@ -103,26 +103,26 @@ def _worker_config(
     if script is not None:
         spec = replace(spec, max_position_embeddings=script.context_length)
     _log_notes(source)
-    max_model_len = _context_length(options, spec)
+    max_model_len = _choose_context_length(options, spec)
     device, gpus = find_device(options.device)
-    layout = _layout(options, spec, gpus=gpus)
+    layout = _make_layout(options, spec, gpus=gpus)
     draft = source.draft
     if draft is not None:
-        from negamax.engine.core.draft import with_own_parts  # imports PyTorch
+        from negamax.engine.core.draft import complete_draft  # imports PyTorch
 
         # a draft's caches are not sharded by DCP
         check_split(replace(layout.within_stage, dcp=1), draft.spec)
         types = list_model_types(spec.architecture)
         for doubt in draft.spec.doubts(spec, target_types=types, max_model_len=max_model_len):
             logger.warning("%s", doubt)
-        draft = with_own_parts(draft, spec, source.weights_folder)
+        draft = complete_draft(draft, spec, source.weights_folder)
     if device == "cpu":
         env.set_batch_invariant_gemms()
     limits, max_num_seqs = STEP_LIMITS[device], options.sequences_per_step(device)
     block_size = choose_block_size(spec.kv_caches(), options.block_size, default=limits.block_size)
     options.parallel.check_interleave(block_size)
     return WorkerConfig(
-        spec=_with_index_options(options, spec, layout, max_model_len=max_model_len),
+        spec=_shard_index_keys(options, spec, layout, max_model_len=max_model_len),
         eos_token_ids=source.generation.eos_token_ids,
         folder=None if source.weights_folder is None else str(source.weights_folder),
         weight_cache=options.weight_cache,
@@ -143,7 +143,7 @@ def _worker_config(
         cudagraph_size=0
         if options.enforce_eager
         else min(options.max_cudagraph_capture_size or max_num_seqs, max_num_seqs),
-        num_threads=num_threads_of(options, layout),
+        num_threads=choose_num_threads(options, layout),
         seed=options.seed,
         show_progress=options.show_progress,
         crash_dump_dir=options.crash_dump_dir,
@@ -161,14 +161,14 @@ def _log_notes(source: ModelSource) -> None:
             logger.info("%s", note)
 
 
-def _layout(options: EngineOptions, spec: ModelSpec, *, gpus: int | None) -> ParallelLayout:
+def _make_layout(options: EngineOptions, spec: ModelSpec, *, gpus: int | None) -> ParallelLayout:
     """The layout of ranks and experts. `gpus`: of this machine; None: none needed."""
     layout = ParallelLayout.of(options.parallel, nodes=options.nnodes)
     check_split(layout, spec, gpus=None if gpus is None else gpus * layout.nodes)
     return place_experts(layout, spec, options.init_expert_location)
 
 
-def _with_index_options(
+def _shard_index_keys(
     options: EngineOptions, spec: ModelSpec, layout: ParallelLayout, *, max_model_len: int
 ) -> ModelSpec:
     """Shard the index keys of `spec` if options and sizes ask for it."""
@@ -205,17 +205,17 @@ def _start_executor(
         return ScriptedExecutor(script, source, options, block_size=config.block_size)
     if config.layout.nodes == 1:
         return start_executor(config)
-    facts = facts_of(options, source, device=config.device)
+    facts = collect_facts(options, source, device=config.device)
     if launcher is None:
         return start_on_nodes(config, options.nodes, facts=facts)
     return start_on_nodes(config, options.nodes, facts=facts, check=launcher.check)
 
 
-def _scheduler(
+def _make_scheduler(
     options: EngineOptions, config: WorkerConfig, ready: WorkerReady, *, max_model_len: int
 ) -> GroupScheduler:
     speculation = config.speculation
-    num_ranks = _num_dp_ranks(options, config)
+    num_ranks = _count_dp_ranks(options, config)
     num_rows = num_ranks * options.num_replicas * config.max_num_seqs
     limits = SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
@@ -240,12 +240,12 @@ def _scheduler(
     return GroupScheduler(limits, for_ranks(joint, num_ranks))
 
 
-def _num_dp_ranks(options: EngineOptions, config: WorkerConfig) -> int:
+def _count_dp_ranks(options: EngineOptions, config: WorkerConfig) -> int:
     """Number of data-parallel ranks; a script has one."""
     return 1 if options.script else config.layout.dp
 
 
-def _balancer(options: EngineOptions, config: WorkerConfig) -> ExpertBalancer | None:
+def _make_balancer(options: EngineOptions, config: WorkerConfig) -> ExpertBalancer | None:
     """The balancer, or None if experts are neither counted nor moved."""
     sizes = config.spec.expert_sizes()
     if config.experts == FIXED or sizes is None:
@@ -270,7 +270,7 @@ def find_device(name: str) -> tuple[str, int | None]:
     return device, num_gpus(device)
 
 
-def _model_info(
+def _describe_model(
     options: EngineOptions,
     source: ModelSource,
     config: WorkerConfig,
@@ -291,7 +291,7 @@ def _model_info(
         max_num_seqs=config.max_num_seqs,
         block_size=config.block_size,
         num_kv_blocks=ready.num_kv_blocks,
-        data_parallel_size=_num_dp_ranks(options, config),
+        data_parallel_size=_count_dp_ranks(options, config),
         device=ready.device,
         dtype=ready.dtype,
         memory=ready.memory_summary,
@@ -299,12 +299,12 @@ def _model_info(
     )
 
 
-def num_threads_of(options: EngineOptions, layout: ParallelLayout) -> int:
+def choose_num_threads(options: EngineOptions, layout: ParallelLayout) -> int:
     """CPU threads per rank, with all engines of this machine counted."""
-    return options.num_threads or default_threads(layout.ranks_per_node * options.num_replicas)
+    return options.num_threads or default_num_threads(layout.ranks_per_node * options.num_replicas)
 
 
-def default_threads(num_ranks: int) -> int:
+def default_num_threads(num_ranks: int) -> int:
     """Default CPU threads per rank: the cores divided by the ranks; from three cores up one is left
     for the server and the scheduler.
 
@@ -316,13 +316,13 @@ def default_threads(num_ranks: int) -> int:
     return max(1, (cores - (cores > 2)) // num_ranks)
 
 
-def _cached_context_length(max_model_len: int, pool_tokens: int) -> int:
+def _limit_context_length(max_model_len: int, pool_tokens: int) -> int:
     """Limit the context length to the cache: its tokens and a last one that is sampled but never
     run.
     """
     if max_model_len > pool_tokens + 1:
         logger.warning(
-            "the KV cache holds %d tokens: the window is %d instead of %d",
+            "the KV cache holds %d tokens: the context length is %d instead of %d",
             pool_tokens,
             pool_tokens + 1,
             max_model_len,
@@ -330,12 +330,12 @@ def _cached_context_length(max_model_len: int, pool_tokens: int) -> int:
     return min(max_model_len, pool_tokens + 1)
 
 
-def _context_length(options: EngineOptions, spec: ModelSpec) -> int:
+def _choose_context_length(options: EngineOptions, spec: ModelSpec) -> int:
     if options.max_model_len is None:
         return spec.max_position_embeddings
     if options.max_model_len > spec.max_position_embeddings:
         raise ConfigError(
-            f"--max-model-len is {options.max_model_len}; the model's window is "
+            f"--max-model-len is {options.max_model_len}; the model's context length is "
             f"{spec.max_position_embeddings} tokens",
             hint=f"use --max-model-len {spec.max_position_embeddings} or less",
         )

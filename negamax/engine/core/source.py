@@ -47,7 +47,7 @@ def locate(options: EngineOptions) -> ModelSource:
     except IsDraft as error:
         if error.verifier is None or options.speculative_config:
             raise
-        options = _with_verifier(options, error.verifier)
+        options = _make_target_options(options, error.verifier)
         with name_draft_errors(options.speculation.model if options.speculation else None):
             source = _locate_target(options)
     speculation = options.speculation
@@ -62,7 +62,7 @@ def locate(options: EngineOptions) -> ModelSource:
     return replace(source, speculation=speculation, draft=draft)
 
 
-def _with_verifier(options: EngineOptions, verifier: str) -> EngineOptions:
+def _make_target_options(options: EngineOptions, verifier: str) -> EngineOptions:
     """Options for the model `verifier` with the draft that `options` name as their model."""
     draft = {"method": EAGLE3, "model": options.model, "revision": options.revision}
     return replace(options, model=verifier, revision=None, speculative_config=draft)
@@ -77,8 +77,8 @@ def _locate_target(options: EngineOptions) -> ModelSource:
                 hint="add --load-format synthetic, or give a folder or a hub id such as "
                 "MiniMaxAI/MiniMax-M2",
             )
-        spec = _shortened(bundled_spec(options.model), options.num_hidden_layers)
-        spec = _with_quantization(spec, options)
+        spec = _keep_layers(bundled_spec(options.model), options.num_hidden_layers)
+        spec = _apply_quantization(spec, options)
         family = find_family(spec.architecture)
         sampling = SamplingDefaults(**family.sampling)
         generation = GenerationDefaults(sampling=sampling, eos_token_ids=spec.eos_token_ids)
@@ -147,14 +147,14 @@ def _read_draft(folder: Path, *, target: ModelSpec, layers: tuple[int, ...] | No
 
 def _read_spec(folder: Path, *, options: EngineOptions) -> ModelSpec:
     """Read the model in `folder` as it will run. Errors: `ConfigError`, `CheckpointError`."""
-    spec = _shortened(
+    spec = _keep_layers(
         read_spec(read_json_object(folder / "config.json"), folder), options.num_hidden_layers
     )
     detect(spec.quantization)  # refuses unknown formats
-    return _with_quantization(spec, options)
+    return _apply_quantization(spec, options)
 
 
-def _with_quantization(spec: ModelSpec, options: EngineOptions) -> ModelSpec:
+def _apply_quantization(spec: ModelSpec, options: EngineOptions) -> ModelSpec:
     """Quantise the model as the options say. Errors: `ConfigError` if it is stored otherwise."""
     quantization, note = quantized(
         options.quantization, spec.quantization, is_drawn=options.load_format == "synthetic"
@@ -163,7 +163,7 @@ def _with_quantization(spec: ModelSpec, options: EngineOptions) -> ModelSpec:
     return replace(spec, quantization=quantization, notes=notes)
 
 
-def _shortened(spec: ModelSpec, num_layers: int | None) -> ModelSpec:
+def _keep_layers(spec: ModelSpec, num_layers: int | None) -> ModelSpec:
     """Keep the first `num_layers` layers. Errors: `ConfigError` if the model has fewer."""
     if num_layers is None:
         return spec

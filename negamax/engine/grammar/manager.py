@@ -271,7 +271,7 @@ class GrammarManager:
                 if num_taken >= len(of_grammar):
                     break
                 mask = of_grammar[num_taken]
-                mask = self._maker.without(mask, too_early) if too_early else mask
+                mask = self._maker.exclude(mask, too_early) if too_early else mask
             found.append(mask)
             if len(found) > len(rule.drafts):
                 break

@@ -36,7 +36,7 @@ class MaskMaker:
             mask = self._all_but[token_ids] = np.packbits(bits, bitorder="little")
         return mask
 
-    def without(self, mask: Mask, token_ids: Iterable[int]) -> Mask:
+    def exclude(self, mask: Mask, token_ids: Iterable[int]) -> Mask:
         """`mask` without `token_ids`; unchanged if nothing would be left."""
         made = mask.copy()
         for token_id in token_ids:

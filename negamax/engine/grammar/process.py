@@ -73,7 +73,7 @@ class _Job:
         """Compile, in a compiler thread."""
         self.started = time.monotonic()
         if not self.keys:
-            self.problem = "nobody waits for it"
+            self.problem = "no request waits for it"
             return
         try:
             self.compiled = compiler.compile(structural_tag(*self.spec, CALL_STYLES))
@@ -84,7 +84,7 @@ class _Job:
             self.problem = f"the grammar cannot be compiled: {error!r}"
 
 
-class _Stream:
+class _FollowedOutput:
     """One output that follows a grammar. At most one thread works on it at a time: its turn."""
 
     def __init__(self, key: int, compiled: xgrammar.CompiledGrammar) -> None:
@@ -112,9 +112,9 @@ class GrammarServer:
         self._sent = time.monotonic()
         self._no_drafts_from = 0.0  # monotonic seconds
         self._jobs: dict[GrammarSpec, _Job] = {}
-        self._streams: dict[int, _Stream] = {}
-        self._given_up: set[_Stream] = set()  # whose thread is still busy
-        self._taken: deque[tuple[_Stream, wire.NextMask]] = deque()  # finished turns
+        self._streams: dict[int, _FollowedOutput] = {}
+        self._given_up: set[_FollowedOutput] = set()  # whose thread is still busy
+        self._taken: deque[tuple[_FollowedOutput, wire.NextMask]] = deque()  # finished turns
         self._compiler: GrammarCompiler | None = None
         try:
             # seconds of import
@@ -200,7 +200,7 @@ class GrammarServer:
     def _answer(self, job: _Job) -> None:
         if job.compiled is not None:
             for key in job.keys:
-                stream = self._streams[key] = _Stream(key, job.compiled)
+                stream = self._streams[key] = _FollowedOutput(key, job.compiled)
                 self._take_turn(stream)
         elif job.problem is not None:
             for key in job.keys:
@@ -214,7 +214,7 @@ class GrammarServer:
 
     def _advance(self, message: wire.AdvanceGrammars) -> None:
         self._no_drafts_from = time.monotonic() + self._draft_seconds
-        together: deque[tuple[_Stream, list[wire.Part], list[int]]] = deque()
+        together: deque[tuple[_FollowedOutput, list[wire.Part], list[int]]] = deque()
         for key, parts, drafts in message.parts:
             stream = self._streams.get(key)
             if stream is None:
@@ -229,7 +229,7 @@ class GrammarServer:
             self._take_turns(together)
         self._collect()
 
-    def _take_turns(self, turns: deque[tuple[_Stream, list[wire.Part], list[int]]]) -> None:
+    def _take_turns(self, turns: deque[tuple[_FollowedOutput, list[wire.Part], list[int]]]) -> None:
         """Compute several masks, in sequence per thread: waking a thread costs more than a quick
         mask.
         """
@@ -252,7 +252,7 @@ class GrammarServer:
                 while True:  # those after a slow one
                     self._quick.submit(partial(self._turn, *turns.popleft()))
 
-    def _take_turn(self, stream: _Stream) -> None:
+    def _take_turn(self, stream: _FollowedOutput) -> None:
         """Let a thread compute the stream's next mask, unless one is busy with it."""
         if stream.has_turn:
             return
@@ -261,19 +261,19 @@ class GrammarServer:
         threads = self._slow if stream.is_slow else self._quick
         threads.submit(partial(self._turn, stream, parts, [] if stream.is_slow else drafts))
 
-    def _turn(self, stream: _Stream, parts: list[wire.Part], drafts: list[int]) -> None:
+    def _turn(self, stream: _FollowedOutput, parts: list[wire.Part], drafts: list[int]) -> None:
         """Compute a mask, in a thread."""
         started = stream.turn_started = time.monotonic()
         try:
             answer = self._next_mask(stream, parts, drafts)
         except Exception as error:
-            logger.exception("a mask cannot be worked out")
+            logger.exception("a mask cannot be computed")
             answer = wire.NextMask(stream.key, None, f"the grammar failed: {error!r}")
         stream.is_slow = time.monotonic() - started > SLOW_SECONDS
         self._taken.append((stream, answer))
 
     def _next_mask(
-        self, stream: _Stream, parts: list[wire.Part], drafts: list[int]
+        self, stream: _FollowedOutput, parts: list[wire.Part], drafts: list[int]
     ) -> wire.NextMask:
         assert self._compiler is not None
         if stream.matcher is None:
@@ -290,10 +290,12 @@ class GrammarServer:
             stream.key,
             mask.tobytes(),
             None if mask.any() else "the grammar allows no further token",
-            self._behind_drafts(stream.matcher, mask, drafts),
+            self._masks_after_drafts(stream.matcher, mask, drafts),
         )
 
-    def _behind_drafts(self, matcher: GrammarMatcher, mask: Mask, drafts: list[int]) -> list[bytes]:
+    def _masks_after_drafts(
+        self, matcher: GrammarMatcher, mask: Mask, drafts: list[int]
+    ) -> list[bytes]:
         """The masks after each of `drafts`, the first of which follows `mask`."""
         assert self._compiler is not None
         masks: list[bytes] = []
@@ -327,7 +329,7 @@ class GrammarServer:
         if answers:
             self._send(wire.NextMasks(answers))
 
-    def _send_opened(self, stream: _Stream, answer: wire.NextMask) -> None:
+    def _send_opened(self, stream: _FollowedOutput, answer: wire.NextMask) -> None:
         if answer.mask is not None and answer.error is None:
             stream.is_open = True
             self._send(wire.GrammarOpened(stream.key, answer.mask))

@@ -77,5 +77,5 @@ class RequestGrammar:
         elif answer.mask is None:
             self.has_ended = True
         else:
-            masks = answer.mask, *answer.behind_drafts
+            masks = answer.mask, *answer.after_drafts
             self.masks = [np.frombuffer(mask, dtype=np.uint8) for mask in masks]

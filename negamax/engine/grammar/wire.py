@@ -72,7 +72,7 @@ class NextMask(msgspec.Struct, frozen=True, array_like=True):
     mask: bytes | None  # None: the grammar has ended
     error: str | None = None  # with a mask: the grammar allows no token here
     # after each draft token, as far as the grammar and the time allow
-    behind_drafts: list[bytes] = []
+    after_drafts: list[bytes] = []
 
 
 class NextMasks(msgspec.Struct, frozen=True, tag="masks"):

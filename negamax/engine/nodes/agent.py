@@ -20,11 +20,11 @@ from negamax.base.log import get_logger
 from negamax.base.private_folder import PrivateFolder
 from negamax.base.supervision import Silence
 from negamax.engine.core.local_ranks import LocalRanks
-from negamax.engine.core.setup import find_device, num_threads_of
+from negamax.engine.core.setup import choose_num_threads, find_device
 from negamax.engine.core.source import locate
 from negamax.engine.nodes import network, wire
 from negamax.engine.nodes.datagrams import Datagrams
-from negamax.engine.nodes.facts import facts_of
+from negamax.engine.nodes.facts import collect_facts
 from negamax.engine.nodes.health import NodeHealth
 from negamax.engine.nodes.neighbours import Neighbours
 from negamax.options.engine import EngineOptions
@@ -127,7 +127,7 @@ class Agent:
         options = self._options
         try:
             address = network.resolve(options.master_addr or "")
-            place = network.place_of_agent(options, address)
+            place = network.find_place_of_agent(options, address)
         except network.UnreachableError as error:
             self._log_waiting(str(error))
             return
@@ -159,7 +159,7 @@ class Agent:
         seconds = self._silence.seconds(self._num_received)
         if self._ranks is not None and seconds > wire.SILENCE_SECONDS:
             logger.error("node 0 sends no heartbeat for %.1f s: the ranks end", seconds)
-            self._death = f"node 0 was not heard for {seconds:.1f} s"
+            self._death = f"node 0 sent no heartbeat for {seconds:.1f} s"
             self._report()  # node 0 may still receive it
             self._end_ranks(death=self._death)
         elif self._socket is not None and seconds > wire.SILENCE_SECONDS and now > self._next_probe:
@@ -173,9 +173,7 @@ class Agent:
             sockets.create_connection(address, timeout=_PROBE_SECONDS).close()
         except OSError as error:
             return error.strerror or str(error)
-        return (
-            f"something listens there and does not answer: is {KEY_VARIABLE} the same as on node 0?"
-        )
+        return f"something else listens there, or {KEY_VARIABLE} differs from node 0's"
 
     def _what_is_missing(self) -> str:
         """Return why this node is not ready. Called by another thread, for probes."""
@@ -209,7 +207,7 @@ class Agent:
                     message = wire.from_node_0.decode(frame)
                 except msgspec.DecodeError as error:
                     raise ConfigError(
-                        f"node 0 said what is no message here: {error}",
+                        f"node 0 sent an invalid message: {error}",
                         hint="run the same version on all nodes",
                     ) from None
                 self._handle(message)
@@ -224,17 +222,17 @@ class Agent:
                     self._last_heartbeat = message.number
                     self._num_received += 1
                     if message.end is not None:
-                        self._handle(wire.Stop(message.end, for_good=False))
+                        self._handle(wire.StopRanks(message.end, for_good=False))
 
     def _handle(self, message: wire.FromNode0) -> None:
         if isinstance(message, wire.Refusal):
             raise ConfigError(message.message)
         if isinstance(message, wire.Wait):
             self._log_waiting(message.reason)
-        elif isinstance(message, wire.Start):
+        elif isinstance(message, wire.StartRanks):
             if self._ranks is None:
                 self._start_ranks(message)
-        elif isinstance(message, wire.Stop):
+        elif isinstance(message, wire.StopRanks):
             if message.for_good:
                 logger.info("node 0 ends, and this node with it")
                 self._send_leave()
@@ -292,7 +290,7 @@ class Agent:
 
     # The ranks
 
-    def _start_ranks(self, start: wire.Start) -> None:
+    def _start_ranks(self, start: wire.StartRanks) -> None:
         assert self._folder is not None
         self._session, self._death, self._last_heartbeat = start.session, None, 0
         self._neighbours = Neighbours(start.session, start.neighbours)
@@ -349,10 +347,10 @@ def run_agent(
         draft_folder=source.draft.folder if source.draft else None,
         weight_cache=options.weight_cache,
         crash_dump_dir=options.crash_dump_dir,
-        num_threads=num_threads_of(options, layout),
+        num_threads=choose_num_threads(options, layout),
         beats="",
         interface=None,
     )
-    facts = facts_of(options, source, device=device)
+    facts = collect_facts(options, source, device=device)
     agent = Agent(options.nodes, facts=facts, share=share, waits_again=waits_again, health=health)
     agent.run()

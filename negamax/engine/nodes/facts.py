@@ -43,7 +43,7 @@ _OWN = frozenset(
 _PACKAGES = ("torch", "triton", "msgspec", "pyzmq")
 
 
-def facts_of(options: EngineOptions, source: ModelSource, *, device: str) -> dict[str, str]:
+def collect_facts(options: EngineOptions, source: ModelSource, *, device: str) -> dict[str, str]:
     """Collect facts by name: versions, digests of the code, the model and its tensor list, and the
     options that shape a step.
     """
@@ -61,7 +61,7 @@ def facts_of(options: EngineOptions, source: ModelSource, *, device: str) -> dic
     return facts
 
 
-def differences(own: dict[str, str], others: dict[str, str], *, name: str) -> Iterator[str]:
+def find_differences(own: dict[str, str], others: dict[str, str], *, name: str) -> Iterator[str]:
     """Yield the facts in which node 0 (`own`) and node `name` differ."""
     for fact in dict.fromkeys([*own, *others]):
         here, there = own.get(fact, "unknown"), others.get(fact, "unknown")

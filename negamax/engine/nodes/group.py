@@ -23,7 +23,7 @@ from negamax.base.supervision import Silence
 from negamax.engine.core.executor import MultiProcessExecutor
 from negamax.engine.nodes import network, wire
 from negamax.engine.nodes.datagrams import Address, Datagrams
-from negamax.engine.nodes.facts import differences
+from negamax.engine.nodes.facts import find_differences
 from negamax.options.nodes import KEY_VARIABLE, NodeOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.worker.config import MachineShare, RankAddresses, WorkerConfig
@@ -83,12 +83,13 @@ class _Node:
         if silence > limit:
             return f"{self.name} sends no heartbeat for {silence:.1f} s"
         if stall > wire.STALL_SECONDS:
-            return f"{self.name} is heard over UDP, and for {stall:.1f} s not over TCP"
+            return f"{self.name} sends heartbeats by UDP, but nothing by TCP for {stall:.1f} s"
         return None
 
 
 class NodeGroup:
-    """The ranks of all other nodes: a `Machine` of the executor. One object per start of an engine.
+    """The ranks of all other nodes: a `RankHost` of the executor. One object per start of an
+    engine.
 
     `meet` waits for the agents. After `start` a thread of its own receives from them.
     """
@@ -101,13 +102,13 @@ class NodeGroup:
         """
         self.ranks = range(layout.ranks_per_node, layout.world_size)
         self._facts = facts
-        self._place = network.place_of_node_0(options)
+        self._place = network.find_place_of_node_0(options)
         self._session = secrets.token_hex(8)
         self._nodes = [
             _Node(number, layout.ranks_of_node(number)) for number in range(1, layout.nodes)
         ]
         self._has_warned = False
-        self._stop: wire.Stop | None = None
+        self._stop: wire.StopRanks | None = None
         self._is_ending = False
         self._thread: threading.Thread | None = None
         self._folder = PrivateFolder()
@@ -162,7 +163,7 @@ class NodeGroup:
         )
         if not has_key():
             logger.warning(
-                "%s is not set: whoever reaches these ports may join (set the same on all nodes)",
+                "%s is not set: anyone who reaches these ports may join (set it on all nodes)",
                 KEY_VARIABLE,
             )
 
@@ -188,7 +189,7 @@ class NodeGroup:
             if waiting != logged or now > logged_at + _REMINDER_SECONDS:
                 logger.info("%s at %s", waiting, self._place.address)
                 logged, logged_at = waiting, now
-        logger.info("all nodes are there: %s", ", ".join(node.name for node in self._nodes))
+        logger.info("all nodes have joined: %s", ", ".join(node.name for node in self._nodes))
 
     def start(self) -> None:
         for node in self._nodes:
@@ -227,7 +228,7 @@ class NodeGroup:
         """Let the agents end the ranks. With `restarts` they wait for the next engine."""
         self.expect_end()
         reason = self.death() or ("the engine is started again" if restarts else "node 0 ends")
-        self._stop = wire.Stop(reason, for_good=not restarts)
+        self._stop = wire.StopRanks(reason, for_good=not restarts)
         if self._thread is not None:
             self._thread.join()
         self.close()
@@ -266,7 +267,7 @@ class NodeGroup:
         reason = self.death()
         message = wire.Node0Heartbeat(self._session, self._num_sent, reason)
         for node in self._nodes:
-            self._send(node.route, wire.Stop(reason, for_good=False) if reason else message)
+            self._send(node.route, wire.StopRanks(reason, for_good=False) if reason else message)
             if node.udp_address is not None and self._datagrams is not None:
                 self._datagrams.send(wire.encoder.encode(message), node.udp_address)
 
@@ -305,8 +306,7 @@ class NodeGroup:
             elif not self._has_warned:
                 self._has_warned = True
                 logger.warning(
-                    "somebody without the key of this node was turned away; is %s the same on all "
-                    "nodes?",
+                    "a peer without this node's key was refused; set %s alike on all nodes",
                     KEY_VARIABLE,
                 )
 
@@ -322,7 +322,7 @@ class NodeGroup:
         elif not is_known or (
             isinstance(message, wire.AgentHeartbeat) and message.session != self._session
         ):
-            self._send(route, wire.Stop("node 0 has started again", for_good=False))
+            self._send(route, wire.StopRanks("node 0 has started again", for_good=False))
         elif isinstance(message, wire.Leave):
             if self._thread is not None:
                 self._lost(node, f"{node.name} was stopped")
@@ -351,7 +351,7 @@ class NodeGroup:
             self._lost(node, f"{beat.death} on {node.name}")
 
     def _handle_join(self, route: bytes, node: _Node, join: wire.Join, *, connection: int) -> None:
-        different = list(differences(self._facts, join.facts, name=f"node {node.number}"))
+        different = list(find_differences(self._facts, join.facts, name=f"node {node.number}"))
         if different:
             message = (
                 f"node {node.number} ({join.host}) does not fit node 0: {'; '.join(different)}"
@@ -366,7 +366,7 @@ class NodeGroup:
         if self._thread is not None:
             if node.last_beat:
                 self._lost(node, f"{node.name} has lost its ranks")
-            else:  # `Start` has not arrived yet, or was lost with its connection
+            else:  # `StartRanks` has not arrived yet, or was lost with its connection
                 node.num_signs += 1
                 self._send_start(node)
             return
@@ -384,7 +384,7 @@ class NodeGroup:
             for each in self._nodes
             if each.join is not None and each is not node
         }
-        self._send(node.route, wire.Start(self._session, first, last, addresses, others))
+        self._send(node.route, wire.StartRanks(self._session, first, last, addresses, others))
 
     def _send(self, route: bytes, message: wire.FromNode0) -> None:
         """Send to one agent; dropped if it is gone."""

@@ -68,7 +68,7 @@ class NodeHealth:
         method, _, rest = head.partition(b"\r\n")[0].decode("latin-1").partition(" ")
         path = rest.partition(" ")[0].partition("?")[0]
         if path not in _PATHS:
-            return _response("404 Not Found", {"error": f"here are {', '.join(_PATHS)}"})
+            return _response("404 Not Found", {"error": f"allowed: {', '.join(_PATHS)}"})
         if method not in ("GET", "HEAD"):
             return _response("405 Method Not Allowed", {"error": "use GET"})
         problem = self._problem(path)
@@ -79,7 +79,7 @@ class NodeHealth:
     def _problem(self, path: str) -> str:
         seconds = time.monotonic() - (self._turned_at or time.monotonic())
         if seconds > STILL_SECONDS:
-            return f"the agent stands still for {seconds:.0f} s"
+            return f"the agent has been stuck for {seconds:.0f} s"
         return "" if path == "/livez" else self._missing()
 
 

@@ -30,5 +30,5 @@ class Neighbours:
         for node, silence in self._silences.items():
             seconds = silence.seconds(self._numbers[node])
             if seconds > wire.NEIGHBOUR_SECONDS:
-                return f"node {node} was not heard for {seconds:.1f} s"
+                return f"node {node} sent no heartbeat for {seconds:.1f} s"
         return None

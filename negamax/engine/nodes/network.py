@@ -45,7 +45,7 @@ def resolve(host: str) -> str:
     return str(found[0][4][0])
 
 
-def place_of_node_0(options: NodeOptions) -> Place:
+def find_place_of_node_0(options: NodeOptions) -> Place:
     """Find node 0's place: the address that all nodes are given. Errors: `ConfigError`."""
     host = options.master_addr or ""
     try:
@@ -60,7 +60,7 @@ def place_of_node_0(options: NodeOptions) -> Place:
     if not holders:
         others = [one for name, each in own.items() if name != "lo" for one in each]
         raise ConfigError(
-            f"--master-addr is {host} ({address}), which is no address of node 0",
+            f"--master-addr is {host} ({address}), which is not an address of node 0",
             hint=f"use one of {', '.join(others)}" if others else "this machine has no network",
         )
     if named is not None and named not in holders:
@@ -70,14 +70,14 @@ def place_of_node_0(options: NodeOptions) -> Place:
         )
     if ipaddress.ip_address(address).is_loopback and named is None:
         raise ConfigError(
-            f"--master-addr is {host} ({address}), which other machines do not reach",
+            f"--master-addr is {host} ({address}), which other machines cannot reach",
             hint=f"give another address of this machine, or try nodes on this machine alone with "
             f"--interface {holders[0]}",
         )
     return Place(address, holders[0], reason if named else "it has --master-addr")
 
 
-def place_of_agent(options: NodeOptions, node_0: str) -> Place:
+def find_place_of_agent(options: NodeOptions, node_0: str) -> Place:
     """Find the place of another node; `node_0`: node 0's address. Errors: `ConfigError`,
     `UnreachableError`.
     """
@@ -95,7 +95,7 @@ def place_of_agent(options: NodeOptions, node_0: str) -> Place:
         try:
             probe.connect((node_0, options.master_port))  # sends nothing
         except OSError as error:
-            raise UnreachableError(f"no way to {node_0}: {error.strerror}") from None
+            raise UnreachableError(f"no route to {node_0}: {error.strerror}") from None
         address = str(probe.getsockname()[0])
     holders = [name for name, addresses in own.items() if address in addresses]
     if not holders:
@@ -116,7 +116,7 @@ def check_ports(address: str, ports: Sequence[int]) -> None:
                     raise OverflowError
                 probe.bind((address, port))
             except (OSError, OverflowError) as error:
-                why = error.strerror if isinstance(error, OSError) else "there is none above 65535"
+                why = error.strerror if isinstance(error, OSError) else "the highest port is 65535"
                 raise ResourceError(
                     f"port {port} on {address} cannot be listened on: {why}; the nodes need "
                     f"{len(ports)} from --master-port {ports[0]} on",

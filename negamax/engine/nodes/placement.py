@@ -46,7 +46,7 @@ class ClusterNode:
 
 
 @dataclass(frozen=True)
-class Placement:
+class RayPlacement:
     """What an engine asks a cluster for. `own`: the machine that serves, which is node 0."""
 
     options: EngineOptions
@@ -140,7 +140,7 @@ class Placement:
     def _remedy(self) -> str:
         counts = self.counts()
         if any(self._fits(count, one_day=True) for count in counts):
-            return "others use what is missing: end them, or raise --ray-placement-timeout"
+            return "other programs use the resources: end them, or raise --ray-placement-timeout"
         for count in self._divisors():
             objection = self._objection(count)
             if objection is not None and objection.hint and self._fits(count, one_day=True):
@@ -153,11 +153,13 @@ class Placement:
         return "use smaller sizes, or add machines to the cluster"
 
 
-def placement_of(options: EngineOptions, nodes: Sequence[ClusterNode], own_id: str) -> Placement:
+def make_placement(
+    options: EngineOptions, nodes: Sequence[ClusterNode], own_id: str
+) -> RayPlacement:
     """The request of machine `own_id`. Errors: `ResourceError` if the cluster lacks it."""
     own = next((node for node in nodes if node.id == own_id), None)
     if own is None:
         raise ResourceError(
             "this machine is not in the Ray cluster", hint="join it with `ray start --address`"
         )
-    return Placement(options, tuple(nodes), own)
+    return RayPlacement(options, tuple(nodes), own)

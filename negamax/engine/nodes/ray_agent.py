@@ -25,9 +25,9 @@ class ActorPlace(msgspec.Struct, frozen=True):
 
 def carried_variables() -> str:
     """Environment variables for `RayAgent.run`, as JSON."""
-    names = env.starting_with(*_CARRIED)
+    names = env.find_variables(*_CARRIED)
     kept = {name: names[name] for name in names if not name.endswith("_SOCKET_IFNAME")}
-    return msgspec.json.encode(kept | env.starting_with(KEY_VARIABLE)).decode()
+    return msgspec.json.encode(kept | env.find_variables(KEY_VARIABLE)).decode()
 
 
 class RayAgent:

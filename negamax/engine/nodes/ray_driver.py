@@ -26,9 +26,9 @@ from negamax.base import env, log
 from negamax.base.errors import ConfigError, NegamaxError, ResourceError
 from negamax.base.log import get_logger
 from negamax.base.supervision import exit_now
-from negamax.engine.nodes.placement import ClusterNode, Placement, Resources, placement_of
+from negamax.engine.nodes.placement import ClusterNode, RayPlacement, Resources, make_placement
 from negamax.engine.nodes.ray_agent import ActorPlace, RayAgent, carried_variables
-from negamax.engine.nodes.ray_launcher import CONNECT_SECONDS, Failed, FromDriver, Placed, planned
+from negamax.engine.nodes.ray_launcher import CONNECT_SECONDS, Failed, FromDriver, Placed, plan_node
 from negamax.options.engine import EngineOptions
 from negamax.worker.rank_process import LOOPBACK
 
@@ -66,7 +66,7 @@ class Driver:
         if address is None:
             # else Ray listens on all interfaces
             env.set_variable("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-            logger.info("no Ray cluster runs here: one is started, of this machine alone")
+            logger.info("no Ray cluster runs here: one is started on this machine alone")
         import ray
 
         try:
@@ -82,7 +82,7 @@ class Driver:
         self.is_connected = True
         _ignore_signals()
 
-    def place(self) -> Placement:
+    def place(self) -> RayPlacement:
         """Reserve machines and start an actor on each. Errors: `ResourceError`."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -117,7 +117,7 @@ class Driver:
             )
         return placement
 
-    def placed(self, placement: Placement) -> Placed:
+    def placed(self, placement: RayPlacement) -> Placed:
         has_gpus = placement.device == "cuda"
         interface = LOOPBACK if placement.is_on_loopback else None
         return Placed(
@@ -133,10 +133,10 @@ class Driver:
         import ray
 
         variables = carried_variables()
-        options = with_whole_paths(self._options)
+        options = make_paths_absolute(self._options)
         runs = {}
         for number, actor in enumerate(self._actors[1:], start=1):
-            own = planned(options, placed, node=number)
+            own = plan_node(options, placed, node=number)
             text = msgspec.json.encode(own).decode()
             runs[actor.run.remote(text, variables)] = f"node {number} ({self._places[number].host})"
         while not self._stop.is_set():
@@ -167,7 +167,7 @@ class Driver:
             ray.util.remove_placement_group(self._group)
         ray.shutdown()
 
-    def _reserve(self) -> tuple[Placement, int]:
+    def _reserve(self) -> tuple[RayPlacement, int]:
         """Reserve machines once there is room. Errors: `ResourceError`."""
         import ray
 
@@ -175,7 +175,7 @@ class Driver:
         deadline, logged_at = time.monotonic() + seconds, float("-inf")
         while True:
             own = ray.get_runtime_context().get_node_id()
-            placement = placement_of(self._options, cluster_nodes(), own)
+            placement = make_placement(self._options, cluster_nodes(), own)
             count = placement.choose()
             if count is not None:
                 bundles = [_bundle(placement.share(count)) for _ in range(count)]
@@ -196,7 +196,7 @@ class Driver:
                     placement.available,
                 )
             if self._stop.wait(_POLL_SECONDS):
-                raise ResourceError("nobody waits for the machines any more")
+                raise ResourceError("the engine no longer needs the machines")
 
 
 def find_cluster() -> str | None:
@@ -228,7 +228,7 @@ def find_cluster() -> str | None:
 def _answers(address: str) -> bool:
     host, _, port = address.rpartition(":")
     if not port.isdigit():
-        raise ConfigError(f"RAY_ADDRESS is {address[:60]}; it is to be HOST:PORT, auto or local")
+        raise ConfigError(f"RAY_ADDRESS is {address[:60]}; allowed: HOST:PORT, auto, local")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_SECONDS).close()
     except (OSError, OverflowError):
@@ -253,7 +253,7 @@ def cluster_nodes() -> list[ClusterNode]:
     ]
 
 
-def with_whole_paths(options: EngineOptions) -> EngineOptions:
+def make_paths_absolute(options: EngineOptions) -> EngineOptions:
     """Make paths absolute, for processes with another current folder."""
 
     def whole(path: str | None) -> str | None:

@@ -78,7 +78,7 @@ class RayLauncher:
             raise
         for name, value in placed.variables.items():
             env.set_variable(name, value)
-        self.options = planned(options, placed)
+        self.options = plan_node(options, placed)
 
     def check(self) -> None:
         """Errors: `ConfigError` with the message of an agent that has ended, or of Ray."""
@@ -108,7 +108,7 @@ class RayLauncher:
         return message
 
 
-def planned(options: EngineOptions, placed: Placed, *, node: int = 0) -> EngineOptions:
+def plan_node(options: EngineOptions, placed: Placed, *, node: int = 0) -> EngineOptions:
     """The options that make `node` one of the placed machines."""
     return replace(
         options,

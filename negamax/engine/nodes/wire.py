@@ -18,13 +18,13 @@ STALL_SECONDS = 10.0  # without a message over TCP, while datagrams arrive
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """An agent asks to start its ranks, repeatedly until it gets `Start`."""
+    """An agent asks to start its ranks, repeatedly until it gets `StartRanks`."""
 
     node: int
     agent: str  # id of the agent process
     host: str
     address: tuple[str, int]  # host and UDP port
-    facts: dict[str, str]  # `facts.facts_of`
+    facts: dict[str, str]  # `facts.collect_facts`
     share: msgspec.Raw  # `MachineShare`, decoded only if the facts agree
 
 
@@ -70,7 +70,7 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
     message: str
 
 
-class Start(msgspec.Struct, frozen=True, tag="start"):
+class StartRanks(msgspec.Struct, frozen=True, tag="start"):
     """The agent must start these ranks."""
 
     session: str
@@ -88,14 +88,14 @@ class Node0Heartbeat(msgspec.Struct, frozen=True, tag="alive"):
     end: str | None = None  # why the session ends
 
 
-class Stop(msgspec.Struct, frozen=True, tag="stop"):
+class StopRanks(msgspec.Struct, frozen=True, tag="stop"):
     """The ranks must end; `for_good`: the agent too."""
 
     reason: str
     for_good: bool
 
 
-FromNode0 = Wait | Refusal | Start | Node0Heartbeat | Stop
+FromNode0 = Wait | Refusal | StartRanks | Node0Heartbeat | StopRanks
 
 encoder = msgspec.msgpack.Encoder()
 from_agent = msgspec.msgpack.Decoder(FromAgent)

@@ -69,7 +69,7 @@ def _compiled(compiler: str, *, flags: tuple[str, ...]) -> Path:
         capture_output=True,
         timeout=COMPILE_SECONDS,
         check=True,
-        env=env.for_child(),
+        env=env.make_child_env(),
     ).stdout
     identity = b"\0".join((SOURCE.read_bytes(), version, " ".join(flags).encode(), _processor()))
     folder = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "negamax" / "native"
@@ -84,7 +84,7 @@ def _compiled(compiler: str, *, flags: tuple[str, ...]) -> Path:
                 capture_output=True,
                 timeout=COMPILE_SECONDS,
                 check=True,
-                env=env.for_child(),
+                env=env.make_child_env(),
             )
             fresh.replace(library)
     return library
